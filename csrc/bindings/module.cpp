@@ -1,0 +1,30 @@
+// The extension module skyrl_fast._C.
+#include <pybind11/pybind11.h>
+
+#include "bindings/borrow.h"
+#include "bindings/ops.h"
+#include "memory.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Kernels of skyrl_fast. Private: use the functions of skyrl_fast and skyrl_fast.ops.";
+#if defined(SKYRL_FAST_WITH_CUDA)
+  m.attr("cuda_archs") = SKYRL_FAST_CUDA_ARCHS;
+#else
+  m.attr("cuda_archs") = py::none();
+#endif
+  m.attr("compiler") =
+#if defined(__clang__)
+      "clang " __clang_version__;
+#else
+      "gcc " __VERSION__;
+#endif
+  m.def(
+      "advise_huge_pages",
+      [](uintptr_t data, int64_t num_bytes) {
+        skyrl_fast::advise_huge_pages(reinterpret_cast<void*>(data), num_bytes);
+      },
+      py::arg("data_ptr"), py::arg("num_bytes"));
+  skyrl_fast::bind_advantage(m);
+}

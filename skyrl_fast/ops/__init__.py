@@ -1,0 +1,1 @@
+"""Ops on tensors: packing, advantages, log-probabilities, losses. Nothing here knows rollouts."""

@@ -1,0 +1,70 @@
+"""Which implementation runs an op, how many threads it gets, and where its outputs come from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from skyrl_fast import _C
+
+BACKENDS = ("native", "triton", "torch")
+HUGE_PAGE_MIN_BYTES = 4 << 20  # smaller blocks come from memory that malloc already has mapped
+
+
+def select(
+    op: str,
+    *tensors: torch.Tensor,
+    backend: str | None = None,
+    available: Sequence[str] = ("native", "torch"),
+) -> str:
+    """Return the backend that runs `op` on these tensors.
+
+    Without a wish: CPU tensors run natively; CUDA tensors natively where the kernels are compiled
+    in, else by Triton; anything else by plain torch. A backend asked for by name is used or an
+    error says why not.
+
+    Args:
+        op: the op's public name, for messages.
+        tensors: the op's tensor arguments; all on one device.
+        backend: "native", "triton", "torch" or None.
+        available: the backends that the op has on the CPU.
+
+    Raises:
+        ValueError: tensors on different devices, an unknown backend, or one that cannot run here.
+    """
+    devices = {t.device for t in tensors}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{op}: all tensors must be on one device, got {sorted(map(str, devices))}"
+        )
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"{op}: backend must be one of {BACKENDS} or None, got {backend!r}")
+    kind = devices.pop().type if devices else "cpu"
+    usable = tuple(available) if kind == "cpu" else ("torch",)
+    if backend is None:
+        return next(b for b in BACKENDS if b in usable)
+    if backend not in usable:
+        raise ValueError(f"{op}: backend {backend!r} cannot run on {kind}; usable: {usable}")
+    return backend
+
+
+def num_threads() -> int:
+    """Return the number of CPU threads that a kernel may use: torch's own setting."""
+    return torch.get_num_threads()
+
+
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Return an uninitialised tensor; large CPU blocks are asked for in huge pages."""
+    out = torch.empty(shape, dtype=dtype, device=device)
+    if out.device.type == "cpu" and out.nbytes >= HUGE_PAGE_MIN_BYTES:
+        _C.advise_huge_pages(out.data_ptr(), out.nbytes)
+    return out
+
+
+def simd_override() -> str | None:
+    """Return the SIMD level that the environment asks for (SKYRL_FAST_SIMD), or None."""
+    return os.environ.get("SKYRL_FAST_SIMD") or None

@@ -1,0 +1,1 @@
+"""Trajectories: environments, the agent loop, and the vLLM engine that samples for it."""

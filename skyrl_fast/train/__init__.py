@@ -1,0 +1,1 @@
+"""The trainer: policy, optimizer, checkpoints and the loop that joins them with rollouts."""

@@ -1,0 +1,70 @@
+"""What one run of an agent in an environment leaves behind: a list of steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(slots=True)
+class Step:
+    """One call of the language model, gen-only: the response is what was sampled, no observation.
+
+    Args:
+        prompt_token_ids: the full context that the model saw.
+        response_ids: the tokens it sampled (and an end token, where one was appended).
+        loss_mask: 1 per sampled token, 0 for an appended end token.
+        rollout_logprobs: the sampler's log-probabilities (0.0 for an appended token), or None.
+        reward: the environment's answer to this step.
+        stop_reason: why the engine stopped; on the last step, what ended the trajectory.
+        policy_version: number of weight updates behind the policy that sampled.
+        text: the decoded response.
+        observation: the environment's answer in words; it is part of the next prompt only.
+        llm_seconds: time in the engine.
+        env_seconds: time in the environment.
+        expert_indices: integers [tokens, layers, experts per token], or None.
+    """
+
+    prompt_token_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+    rollout_logprobs: list[float] | None
+    reward: float
+    stop_reason: str
+    policy_version: int
+    text: str
+    observation: str
+    llm_seconds: float
+    env_seconds: float
+    expert_indices: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """All steps of one sample of a prompt, and how it went.
+
+    Args:
+        uid: name of the prompt; trajectories of one prompt form a group.
+        repetition_id: which sample of the prompt this is.
+        steps: in time order; empty where the first prompt was already too long.
+        stop_reason: what ended the trajectory.
+        env_class: name of the environment.
+        env_metrics: the environment's own numbers.
+        seconds: wall-clock time from start to end.
+        failure: what went wrong for good, or None.
+        phase: "train" or "eval".
+        data_source: name of the data set, or None.
+    """
+
+    uid: str
+    repetition_id: int
+    steps: list[Step]
+    stop_reason: str
+    env_class: str
+    env_metrics: dict[str, Any]
+    seconds: float
+    failure: str | None = None
+    phase: str = "train"
+    data_source: str | None = None

@@ -25,6 +25,12 @@ RowLayout layout_of(const TensorView& t, const TensorView* cu, int64_t num_rows)
   return layout;
 }
 
+// (N,) or (N, R)
+void check_rows(const TensorView& t, int64_t num_rows) {
+  if (t.ndim != 1 && t.ndim != 2) fail(t, "(N,) or (N, R)", t.shape_string());
+  check_size(t, 0, num_rows);
+}
+
 void check_cu_seqlens(const TensorView& cu, int64_t num_rows, int64_t num_cells) {
   check_cpu_array(cu, DType::kInt32, 1);
   check_size(cu, 0, num_rows + 1);
@@ -46,7 +52,7 @@ void group_advantage(py::handle rewards_obj, py::handle group_ids_obj, py::handl
                      py::handle out_obj, int num_threads) {
   Borrowed rewards(rewards_obj, kOp, "rewards");
   Borrowed group_ids(group_ids_obj, kOp, "group_ids");
-  Borrowed out(out_obj, kOp, "out");
+  Borrowed out(out_obj, kOp, "response_mask");
   check_cpu_array(*group_ids, DType::kInt64, 1);
   const int64_t n = group_ids->shape[0];
 
@@ -58,14 +64,19 @@ void group_advantage(py::handle rewards_obj, py::handle group_ids_obj, py::handl
   check_contiguous(*out);
 
   std::optional<Borrowed> cu, is_last, mask;
-  if (!cu_obj.is_none()) {
+  if (cu_obj.is_none()) {
+    check_rows(*out, n);
+  } else {
     cu.emplace(cu_obj, kOp, "cu_seqlens");
+    check_ndim(*out, 1);
     check_cu_seqlens(**cu, n, out->numel());
   }
-  if (!rewards_are_ragged)
-    check_size(*rewards, 0, n);
-  else
+  if (rewards_are_ragged) {
+    check_ndim(*rewards, 1);
     check_size(*rewards, 0, out->numel());
+  } else {
+    check_rows(*rewards, n);
+  }
   if (!is_last_obj.is_none()) {
     is_last.emplace(is_last_obj, kOp, "is_last_step");
     check_cpu(**is_last);

@@ -69,12 +69,9 @@ def group_advantage(
     rewards = _check_rewards(rewards, num_rows, cu_seqlens)
     last = _check_last(is_last_step, num_rows)
     mask = response_mask.contiguous() if response_mask is not None else None
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
-    shape = mask.shape if mask is not None else rewards.shape
-    if mask is None and cu_seqlens is not None and rewards.numel() == num_rows:
-        shape = torch.Size([int(cu_seqlens[-1])])  # one score per row, spread over its cells
-    ragged_rewards = cu_seqlens is not None and tuple(rewards.shape) == tuple(shape)
+    cu_seqlens = _check_cu_seqlens(cu_seqlens, num_rows)
+    shape = _result_shape(rewards, mask, cu_seqlens, num_rows)
+    ragged_rewards = cu_seqlens is not None and rewards.shape == shape
     if _backend.select(OP, rewards, backend=backend) == "torch":
         return _torch(rewards, ids, last, mask, cu_seqlens, ragged_rewards, shape, estimator)
     out = _backend.empty(shape, torch.float32)
@@ -125,6 +122,42 @@ def _check_rewards(
             f"{OP}: rewards must have one row per group id ({num_rows}), got {rewards.shape[0]}"
         )
     return rewards.detach().to(torch.float32).contiguous()
+
+
+def _check_cu_seqlens(cu_seqlens: torch.Tensor | None, num_rows: int) -> torch.Tensor | None:
+    if cu_seqlens is None:
+        return None
+    cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
+    if cu_seqlens.shape != (num_rows + 1,) or bool((cu_seqlens.diff() < 0).any()):
+        raise ValueError(
+            f"{OP}: cu_seqlens must be {num_rows + 1} non-decreasing offsets, got "
+            f"{cu_seqlens.tolist()[:8]}"
+        )
+    return cu_seqlens
+
+
+def _result_shape(
+    rewards: torch.Tensor,
+    mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    num_rows: int,
+) -> torch.Size:
+    """Return the shape of the result: the mask's, which must fit the rows."""
+    if cu_seqlens is not None:
+        shape = torch.Size([int(cu_seqlens[-1])])
+        if rewards.shape not in (shape, (num_rows,)):
+            raise ValueError(
+                f"{OP}: rewards must be ({num_rows},) or {tuple(shape)}, got {tuple(rewards.shape)}"
+            )
+        wanted = str(tuple(shape))
+    else:
+        shape = mask.shape if mask is not None else rewards.shape
+        wanted = f"({num_rows},) or ({num_rows}, R)"
+    fits = shape[0] == num_rows and len(shape) <= 2 if cu_seqlens is None else True
+    if not fits or (mask is not None and mask.shape != shape):
+        got = tuple(mask.shape) if mask is not None else tuple(shape)
+        raise ValueError(f"{OP}: response_mask must be of shape {wanted}, got {got}")
+    return shape
 
 
 def _check_last(
@@ -184,8 +217,4 @@ def _torch(
         advantage = torch.repeat_interleave(advantage, lengths)
     elif len(shape) == 2:
         advantage = advantage[:, None].expand(shape)
-    if advantage.shape != shape:
-        raise ValueError(
-            f"{OP}: response_mask must be of shape {tuple(advantage.shape)}, got {tuple(shape)}"
-        )
     return advantage * mask if mask is not None else advantage.clone()

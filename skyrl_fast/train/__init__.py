@@ -1,1 +1,1 @@
-"""The trainer: policy, optimizer, checkpoints and the loop that joins them with rollouts."""
+"""The trainer: policy, optimizer, checkpoints, metric sinks and the one loop that ties them."""

@@ -1,0 +1,125 @@
+"""Settings: YAML, overrides, and what is said about wrong ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("omegaconf")
+
+from skyrl_fast.config import Config, ConfigError, to_dict
+from skyrl_fast.config_loading import build_config, check_config, load_config
+
+NEEDED = ["data.train_data=[train.jsonl]", "trainer.policy.model.path=model"]
+
+
+def error_of(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*NEEDED, *overrides])
+    return str(caught.value)
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "data: {train_data: [a.jsonl]}\n"
+        "trainer: {seed: 1, epochs: 2, policy: {model: {path: m}, optimizer_config: {lr: 1e-3}}}\n"
+    )
+    config = load_config(path, ["trainer.seed=7", "generator.sampling_params.stop=['</sql>']"])
+    assert (config.trainer.seed, config.trainer.epochs) == (7, 2)
+    assert config.trainer.policy.optimizer_config.lr == 1e-3
+    assert config.generator.sampling_params.stop == ["</sql>"]
+
+
+def test_interpolation_and_optional_section() -> None:
+    config = load_config(
+        None,
+        [
+            *NEEDED,
+            "trainer.run_path=runs/a",
+            "trainer.ckpt_path=${trainer.run_path}/c",
+            "generator.eval_sampling_params.temperature=0",
+        ],
+    )
+    assert config.trainer.ckpt_path == "runs/a/c"
+    assert config.generator.eval_sampling_params is not None
+    assert config.generator.eval_sampling_params.temperature == 0.0
+
+
+def test_dict_round_trip() -> None:
+    config = load_config(None, [*NEEDED, "trainer.logger=jsonl"])
+    assert config.trainer.logger == ["jsonl"]
+    assert build_config(to_dict(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("trainer.trian_batch_size=4", "did you mean trainer.train_batch_size?"),
+        ("trainer.lr=1", "did you mean trainer.policy.optimizer_config.lr?"),
+        ("genrator.max_turns=1", "did you mean generator?"),
+        ("generator.eval_sampling_params.top_q=1", "generator.eval_sampling_params.top_p"),
+        ("trainer.placement.colocate_all=true", "SkyRL setting"),
+        ("trainer.micro_train_batch_size_per_gpu=1", "trainer.max_tokens_per_microbatch"),
+        ("trainer.zzzzqqq=1", "trainer has "),
+    ],
+)
+def test_unknown_key_gets_a_suggestion(override: str, wanted: str) -> None:
+    message = error_of(override)
+    assert wanted in message
+    assert override.partition("=")[0].split(".")[0] in message
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("trainer.seed=abc", "trainer.seed: wanted a whole number, got 'abc' (str)"),
+        ("trainer.seed=1.5", "trainer.seed: wanted a whole number, got 1.5 (float)"),
+        ("trainer.seed=true", "trainer.seed: wanted a whole number, got True (bool)"),
+        ("trainer.plot=1", "trainer.plot: wanted true or false"),
+        ("trainer.policy=3", "trainer.policy: wanted a section"),
+        ("trainer.train_batch_size=0", "trainer.train_batch_size: wanted at least 1, got 0"),
+        ("trainer.policy.optimizer_config.lr=-1", "lr: wanted at least 0, got -1"),
+        ("trainer.policy.optimizer_config.lr=.nan", "lr: wanted a number, got nan"),
+        ("generator.sampling_params.top_p=1.5", "top_p: wanted at most 1, got 1.5"),
+        ("generator.sampling_params.temperature=0", "temperature: wanted > 0 in training"),
+        ("trainer.algorithm.policy_loss_type=regulr", "did you mean 'regular'?"),
+        ("trainer.logger=[jsonl,tensorbord]", "did you mean 'tensorboard'?"),
+        ("trainer.policy_mini_batch_size=48", "a divisor of trainer.train_batch_size=64, got 48"),
+        ("trainer.eval_interval=0", "eval_interval"),
+        ("trainer.policy.optimizer_config.adam_betas=[0.9]", "two numbers in [0, 1)"),
+        ("trainer.resume_mode=from_path", "trainer.resume_path"),
+        ("data.train_data=[]", "data.train_data: wanted at least one file"),
+        ("trainer.policy.model.path=null", "trainer.policy.model.path: wanted a model"),
+        ("trainer.seed", "wanted dotted.key=value"),
+        ("+trainer.seed=1", "wanted dotted.key=value"),
+        ("trainer.ckpt_path=${nothing.here}", "cannot be read"),
+    ],
+)
+def test_wrong_values_name_the_key(override: str, wanted: str) -> None:
+    assert wanted in error_of(override)
+
+
+def test_whole_number_is_a_number() -> None:
+    config = load_config(None, [*NEEDED, "trainer.policy.optimizer_config.lr=0"])
+    assert config.trainer.policy.optimizer_config.lr == 0.0
+
+
+def test_missing_file_and_broken_yaml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="config file not found"):
+        load_config(tmp_path / "no.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("trainer: [1, 2\n")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(broken)
+    broken.write_text("- 1\n")
+    with pytest.raises(ConfigError, match="wanted sections"):
+        load_config(broken)
+
+
+def test_defaults_need_only_data_and_model() -> None:
+    config = Config()
+    config.data.train_data = ["a.jsonl"]
+    config.trainer.policy.model.path = "m"
+    check_config(config)

@@ -1,0 +1,297 @@
+"""The settings of a training run: plain dataclasses, with SkyRL's names wherever SkyRL has the key.
+
+`config_loading.load_config` reads YAML and dotted overrides into them, `check_config` there says what
+is wrong with a value. Every field carries its limits and a line of help in
+its metadata, so that checking and documentation come from one place.
+"""
+# ruff: noqa: RUF009 - setting() returns dataclass fields
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "maxrl")
+POLICY_LOSSES = (
+    "regular",
+    "dual_clip",
+    "gspo",
+    "cispo",
+    "rollout_is",
+    "clip_cov",
+    "kl_cov",
+    "sapo",
+    "dppo",
+    "cross_entropy",
+    "importance_sampling",
+)
+LOSS_REDUCTIONS = (
+    "token_mean",
+    "sequence_mean",
+    "seq_mean_token_sum_norm",
+    "prompt_mean",
+    "trajectory_mean",
+)
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
+SCHEDULERS = ("constant_with_warmup", "linear", "cosine")
+LOGGERS = ("jsonl", "tensorboard", "wandb")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class ConfigError(ValueError):
+    """A setting that is unknown, mistyped or out of range; the message names its dotted key."""
+
+
+def setting(
+    default: Any,
+    help: str = "",
+    *,
+    choices: Sequence[str] | None = None,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+) -> Any:
+    """A dataclass field with limits in its metadata. Lists, dicts and classes become factories."""
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "at_least": at_least,
+        "above": above,
+        "at_most": at_most,
+    }
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(slots=True)
+class DataConfig:
+    """Files of prompts."""
+
+    train_data: list[str] = setting([], "training prompts: .jsonl, .json or .parquet files")
+    val_data: list[str] = setting([], "evaluation prompts; without them nothing is evaluated")
+
+
+@dataclass(slots=True)
+class ModelConfig:
+    """Where a model comes from."""
+
+    path: str | None = setting(None, "folder or hub name of a transformers causal LM")
+
+
+@dataclass(slots=True)
+class OptimizerConfig:
+    """AdamW and its learning rate."""
+
+    lr: float = setting(1e-6, "learning rate after the warm-up", at_least=0)
+    adam_betas: list[float] = setting([0.9, 0.999], "AdamW betas")
+    weight_decay: float = setting(1e-2, "AdamW weight decay of matrices", at_least=0)
+    max_grad_norm: float = setting(
+        1.0, "clip the gradient's norm to this; 0: no clipping", at_least=0
+    )
+    num_warmup_steps: int = setting(0, "optimizer steps of linear warm-up", at_least=0)
+    scheduler: str = setting("constant_with_warmup", "after the warm-up", choices=SCHEDULERS)
+
+
+@dataclass(slots=True)
+class PolicyConfig:
+    """The model that is trained."""
+
+    model: ModelConfig = setting(ModelConfig, "the model that is trained")
+    optimizer_config: OptimizerConfig = setting(OptimizerConfig, "its optimizer")
+    dtype: str = setting(
+        "auto", "of the weights; auto: float32 on CPU, bfloat16 on GPU", choices=DTYPES
+    )
+
+
+@dataclass(slots=True)
+class RefConfig:
+    """The frozen reference model."""
+
+    model: ModelConfig = setting(ModelConfig, "frozen reference; null: the policy at the start")
+
+
+@dataclass(slots=True)
+class AlgorithmConfig:
+    """Advantages and losses."""
+
+    advantage_estimator: str = setting("grpo", "within the group", choices=ADVANTAGE_ESTIMATORS)
+    grpo_norm_by_std: bool = setting(True, "false: Dr. GRPO, no division by the group's std")
+    policy_loss_type: str = setting("regular", "loss per token", choices=POLICY_LOSSES)
+    loss_reduction: str = setting(
+        "token_mean", "weights of tokens in the mini-batch", choices=LOSS_REDUCTIONS
+    )
+    max_seq_len: int | None = setting(
+        None, "denominator of seq_mean_token_sum_norm; null: longest input + generation", at_least=1
+    )
+    eps_clip_low: float = setting(0.2, "ratio clipped at 1 - this", at_least=0)
+    eps_clip_high: float = setting(0.2, "ratio clipped at 1 + this", at_least=0)
+    clip_ratio_c: float = setting(3.0, "second clip of dual_clip", above=1)
+    old_logprobs: str = setting(
+        "auto",
+        "anchor of the ratio: 'policy' is the trainer's own before the update, 'rollout' the "
+        "engine's; auto: policy",
+        choices=("auto", "policy", "rollout"),
+    )
+    use_kl_loss: bool = setting(False, "add kl_loss_coef * KL(policy, reference) to the loss")
+    kl_loss_coef: float = setting(0.001, "weight of that term", at_least=0)
+    kl_estimator_type: str = setting("k3", "estimator of that term", choices=KL_ESTIMATORS)
+    use_entropy_loss: bool = setting(False, "subtract entropy_loss_coef * entropy from the loss")
+    entropy_loss_coef: float = setting(0.01, "weight of that term", at_least=0)
+    loss_options: dict[str, Any] = setting({}, "further options of the chosen loss, passed through")
+
+
+@dataclass(slots=True)
+class TrainerConfig:
+    """Batches, intervals, folders."""
+
+    policy: PolicyConfig = setting(PolicyConfig, "the model that is trained")
+    ref: RefConfig = setting(RefConfig, "the frozen reference of the KL term")
+    algorithm: AlgorithmConfig = setting(AlgorithmConfig, "what is optimised")
+    seed: int = setting(42, "of data order, sampling and initialisation", at_least=0)
+    epochs: int = setting(1, "passes over the training prompts", at_least=1)
+    max_training_steps: int | None = setting(None, "stop after so many batches", at_least=1)
+    train_batch_size: int = setting(64, "prompts per batch", at_least=1)
+    policy_mini_batch_size: int = setting(64, "prompts per optimizer step", at_least=1)
+    update_epochs_per_batch: int = setting(1, "passes over each batch", at_least=1)
+    max_tokens_per_microbatch: int = setting(16384, "tokens of one forward-backward", at_least=1)
+    gradient_checkpointing: bool = setting(False, "recompute activations to save memory")
+    max_prompt_length: int = setting(512, "longest first prompt, in tokens", at_least=1)
+    eval_before_train: bool = setting(True, "evaluate once before the first step")
+    eval_interval: int = setting(5, "evaluate every so many steps; -1: never", at_least=-1)
+    eval_batch_size: int = setting(1024, "prompts evaluated at a time", at_least=1)
+    run_path: str = setting("runs/default", "folder of everything this run writes")
+    ckpt_path: str | None = setting(None, "folder of checkpoints; null: run_path/checkpoints")
+    ckpt_interval: int = setting(
+        10, "checkpoint every so many steps; -1: only at the end", at_least=-1
+    )
+    max_ckpts_to_keep: int = setting(3, "older ones are deleted; -1: keep all", at_least=-1)
+    resume_mode: str = setting(
+        "none",
+        "none: a new run in an empty folder; latest: from the newest checkpoint if there is one; "
+        "from_path: from resume_path",
+        choices=("none", "latest", "from_path"),
+    )
+    resume_path: str | None = setting(None, "checkpoint folder for resume_mode=from_path")
+    device: str = setting("auto", "auto: the GPU if there is one", choices=("auto", "cpu", "cuda"))
+    num_threads: int | None = setting(None, "CPU threads of the trainer; null: torch's", at_least=1)
+    logger: list[str] = setting(["jsonl", "tensorboard"], "where metrics go", choices=LOGGERS)
+    project_name: str = setting("skyrl_fast", "of Weights & Biases")
+    run_name: str = setting("run", "shown by loggers")
+    dump_trajectories: bool = setting(True, "write every step's trajectories as JSON lines")
+    plot: bool = setting(True, "draw the learning curve at the end")
+    sync_tolerance: float = setting(
+        0.0,
+        "largest allowed |trainer - engine| logprob difference after a weight update; 0: by dtype",
+        at_least=0,
+    )
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """How tokens are sampled."""
+
+    max_generate_length: int = setting(1024, "longest answer of one turn, in tokens", at_least=1)
+    temperature: float = setting(1.0, "of sampling; 0: greedy", at_least=0)
+    top_p: float = setting(1.0, "nucleus", above=0, at_most=1)
+    top_k: int = setting(-1, "-1: all tokens", at_least=-1)
+    min_p: float = setting(0.0, "least probability relative to the best", at_least=0, at_most=1)
+    repetition_penalty: float = setting(1.0, "1: none", above=0)
+    stop: list[str] | None = setting(None, "strings that end a turn")
+    additional_kwargs: dict[str, Any] = setting({}, "further vLLM sampling parameters")
+
+
+@dataclass(slots=True)
+class InferenceEngineConfig:
+    """The engine that generates."""
+
+    backend: str = setting("vllm", "the engine", choices=("vllm",))
+    model_dtype: str = setting("auto", "auto: the policy's", choices=DTYPES)
+    enable_prefix_caching: bool = setting(True, "reuse the keys and values of earlier turns")
+    enforce_eager: bool = setting(True, "no graph capture: faster start")
+    max_num_seqs: int = setting(256, "sequences generated at once", at_least=1)
+    max_num_batched_tokens: int = setting(8192, "tokens of one engine step", at_least=1)
+    gpu_memory_utilization: float = setting(0.8, "of the engine, on GPU", above=0, at_most=1)
+    cpu_kvcache_gib: int = setting(1, "memory for keys and values, on CPU", at_least=1)
+    num_threads: int | None = setting(None, "CPU threads of the engine; null: all", at_least=1)
+    engine_init_kwargs: dict[str, Any] = setting({}, "further vLLM engine arguments")
+
+
+@dataclass(slots=True)
+class GeneratorConfig:
+    """Trajectories: how many, how long, by which engine."""
+
+    inference_engine: InferenceEngineConfig = setting(InferenceEngineConfig, "vLLM")
+    n_samples_per_prompt: int = setting(5, "trajectories of one group", at_least=1)
+    eval_n_samples_per_prompt: int = setting(1, "the same in evaluation", at_least=1)
+    max_turns: int = setting(1, "steps of one trajectory at most", at_least=1)
+    max_input_length: int | None = setting(
+        None, "longest prompt of any turn; null: trainer.max_prompt_length", at_least=1
+    )
+    sampling_params: SamplingParams = setting(SamplingParams, "in training")
+    eval_sampling_params: SamplingParams | None = setting(None, "in evaluation; null: as training")
+    use_conversation_multi_turn: bool = setting(True, "each turn is a message of its own")
+    append_eos_token_after_stop_str_in_multi_turn: bool = setting(True, "after a stop string")
+    chat_template: str | None = setting(None, "Jinja text or file; null: the tokenizer's")
+    chat_template_kwargs: dict[str, Any] = setting({}, "passed to the chat template")
+    step_wise_trajectories: bool = setting(True, "every step is a training row")
+    zero_reward_on_non_stop: bool = setting(False, "no reward unless the model stopped by itself")
+    apply_overlong_filtering: bool = setting(False, "mask trajectories that were cut by length")
+    max_concurrent_trajectories: int = setting(256, "agent loops at once", at_least=1)
+    trajectory_timeout_seconds: float = setting(300.0, "deadline of one trajectory", above=0)
+    max_retries: int = setting(1, "of a failed trajectory before it becomes a stub", at_least=0)
+
+
+@dataclass(slots=True)
+class SkyRLGymConfig:
+    """Settings of skyrl_gym and of its environments."""
+
+    max_env_workers: int = setting(32, "threads that step environments", at_least=1)
+    text2sql: dict[str, Any] = setting({}, "settings of env_class text2sql, such as db_path")
+    search: dict[str, Any] = setting({}, "settings of env_class search, such as search_url")
+    llm_as_a_judge: dict[str, Any] = setting({}, "settings of env_class gsm8k_llm_as_a_judge")
+    env_config: dict[str, Any] = setting({}, "settings of further env classes, by their names")
+
+
+@dataclass(slots=True)
+class EnvironmentConfig:
+    """What the agent acts in."""
+
+    env_class: str = setting("gsm8k", "registered in skyrl_gym; a row's own env_class goes first")
+    skyrl_gym: SkyRLGymConfig = setting(SkyRLGymConfig, "skyrl_gym's settings")
+    register_modules: list[str] = setting(
+        [], "Python modules or files imported first: they call skyrl_gym.register"
+    )
+
+
+@dataclass(slots=True)
+class Config:
+    """Everything a training run can be told."""
+
+    data: DataConfig = setting(DataConfig, "prompts")
+    trainer: TrainerConfig = setting(TrainerConfig, "training")
+    generator: GeneratorConfig = setting(GeneratorConfig, "rollouts")
+    environment: EnvironmentConfig = setting(EnvironmentConfig, "what the agent acts in")
+
+
+def max_input_length(config: Config) -> int:
+    """Longest prompt of any turn: generator.max_input_length, else trainer.max_prompt_length."""
+    own = config.generator.max_input_length
+    return config.trainer.max_prompt_length if own is None else own
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The config as nested dicts of plain values, for YAML and JSON.
+
+    Example:
+        >>> to_dict(Config())["trainer"]["seed"]
+        42
+    """
+    result: dict[str, Any] = {}
+    for item in fields(config):
+        value = getattr(config, item.name)
+        result[item.name] = to_dict(value) if hasattr(value, "__dataclass_fields__") else value
+    return result

@@ -1,0 +1,213 @@
+"""YAML and dotted overrides to a checked `Config`; every complaint names the dotted key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from skyrl_fast.config import Config, ConfigError, SamplingParams
+
+# Sections of SkyRL's own configuration that have no meaning here, with what to do instead.
+_SKYRL_ONLY = {
+    "trainer.placement": "one process trains on one device; remove it",
+    "trainer.strategy": "one process trains on one device; remove it",
+    "trainer.critic": "there is no critic; remove it",
+    "trainer.fully_async": "training is synchronous; remove it",
+    "trainer.export_path": "checkpoints are in Hugging Face format already; remove it",
+    "trainer.hf_save_interval": "checkpoints are in Hugging Face format; use trainer.ckpt_interval",
+    "trainer.micro_train_batch_size_per_gpu": "use trainer.max_tokens_per_microbatch",
+    "trainer.micro_forward_batch_size_per_gpu": "use trainer.max_tokens_per_microbatch",
+    "generator.batched": "rollouts are always asynchronous; remove it",
+    "generator.inference_engine.num_engines": "one engine runs in this process; remove it",
+    "generator.sampling_params.logprobs": "the sampled token's logprob is always taken; remove it",
+}
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML file, applies dotted overrides, and returns the checked settings.
+
+    Args:
+        path: YAML file with the sections data, trainer, generator, environment; None: all defaults.
+        overrides: texts such as "trainer.seed=7"; they win over the file.
+
+    Raises:
+        ConfigError: the file is missing or no YAML, a key is unknown (with the nearest known one),
+            a value has the wrong type or is out of range.
+
+    Example:
+        >>> load_config(None, ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"])
+        Config(...)
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        merged: Any = OmegaConf.create({})
+        if path is not None:
+            if not Path(path).is_file():
+                raise ConfigError(f"config file not found: {path}")
+            merged = OmegaConf.load(path)
+            if not OmegaConf.is_dict(merged):
+                raise ConfigError(
+                    f"{path}: wanted sections (data, trainer, ...), got a list or nothing"
+                )
+        for text in overrides:
+            if "=" not in text or text.startswith(("=", "+", "-")):
+                raise ConfigError(f"override {text!r}: wanted dotted.key=value")
+            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([text]))
+        values: Any = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"{path or 'overrides'}: cannot be read: {error}") from error
+    assert isinstance(values, dict)
+    config = build_config(values)
+    check_config(config)
+    return config
+
+
+def build_config(values: dict[str, Any]) -> Config:
+    """Nested dicts to a `Config`; missing keys keep their defaults.
+
+    Raises:
+        ConfigError: an unknown key (with a suggestion) or a value of the wrong type.
+    """
+    return _build(Config, values, "")
+
+
+def check_config(config: Config) -> None:
+    """Raises ConfigError for values that are out of range or do not fit together."""
+    for key, item, value in _leaves(config, ""):
+        _check_limits(key, item.metadata, value)
+    trainer, generator = config.trainer, config.generator
+    if not config.data.train_data:
+        raise ConfigError("data.train_data: wanted at least one file of prompts, got none")
+    if trainer.policy.model.path is None:
+        raise ConfigError("trainer.policy.model.path: wanted a model folder or hub name, got null")
+    if trainer.train_batch_size % trainer.policy_mini_batch_size:
+        raise ConfigError(
+            "trainer.policy_mini_batch_size: wanted a divisor of trainer.train_batch_size="
+            f"{trainer.train_batch_size}, got {trainer.policy_mini_batch_size}"
+        )
+    betas = trainer.policy.optimizer_config.adam_betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(
+            f"trainer.policy.optimizer_config.adam_betas: wanted two numbers in [0, 1), got {betas}"
+        )
+    if trainer.resume_mode == "from_path" and trainer.resume_path is None:
+        raise ConfigError(
+            "trainer.resume_path: wanted a checkpoint folder (resume_mode=from_path), got null"
+        )
+    if generator.sampling_params.temperature == 0:
+        raise ConfigError("generator.sampling_params.temperature: wanted > 0 in training, got 0")
+    if trainer.eval_interval == 0 or trainer.ckpt_interval == 0 or trainer.max_ckpts_to_keep == 0:
+        raise ConfigError(
+            "trainer.eval_interval, ckpt_interval, max_ckpts_to_keep: wanted >= 1 or -1, got 0"
+        )
+
+
+def _build(cls: type, values: Any, prefix: str) -> Any:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{prefix}: wanted a section with keys, got {values!r}")
+    hints = typing.get_type_hints(cls)
+    known = {item.name for item in dataclasses.fields(cls)}
+    for key in values:
+        if key not in known:
+            raise ConfigError(_unknown_key(_join(prefix, str(key)), known))
+    return cls(
+        **{key: _convert(hints[key], value, _join(prefix, key)) for key, value in values.items()}
+    )
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    """The value as the hinted type, with lossless conversions: int to float, item to list."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        (inner,) = [argument for argument in arguments if argument is not type(None)]
+        return _convert(inner, value, key)
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, key)
+    if origin is list:
+        items = value if isinstance(value, list) else [value]
+        if value is None or isinstance(value, dict):
+            raise ConfigError(f"{key}: wanted a list, got {value!r}")
+        return [_convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(items)]
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{key}: wanted a section with keys, got {value!r}")
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if type(value) is not hint:
+        raise ConfigError(f"{key}: wanted {_article(hint)}, got {value!r} ({type(value).__name__})")
+    return value
+
+
+def _article(hint: type) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
+
+
+def _check_limits(key: str, metadata: typing.Mapping[str, Any], value: Any) -> None:
+    if value is None:
+        return
+    choices = metadata.get("choices")
+    if choices is not None:
+        for item in value if isinstance(value, list) else [value]:
+            if item not in choices:
+                near = difflib.get_close_matches(str(item), choices, n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise ConfigError(f"{key}: wanted one of {', '.join(choices)}, got {item!r}{hint}")
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return
+    at_least, above, at_most = (metadata.get(name) for name in ("at_least", "above", "at_most"))
+    if value != value:
+        raise ConfigError(f"{key}: wanted a number, got nan")
+    if at_least is not None and value < at_least:
+        raise ConfigError(f"{key}: wanted at least {at_least}, got {value}")
+    if above is not None and value <= above:
+        raise ConfigError(f"{key}: wanted more than {above}, got {value}")
+    if at_most is not None and value > at_most:
+        raise ConfigError(f"{key}: wanted at most {at_most}, got {value}")
+
+
+def _leaves(config: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from _leaves(value, _join(prefix, item.name))
+        else:
+            yield _join(prefix, item.name), item, value
+
+
+def _unknown_key(key: str, siblings: set[str]) -> str:
+    for prefix, advice in _SKYRL_ONLY.items():
+        if key == prefix or key.startswith(prefix + "."):
+            return f"{key}: a SkyRL setting that does not exist here: {advice}"
+    section, _, name = key.rpartition(".")
+    every = [path for path, _, _ in _leaves(_with_optional_sections(), "")]
+    same_name = [path for path in every if path.rpartition(".")[2] == name]
+    near = [_join(section, other) for other in difflib.get_close_matches(name, siblings, n=1)]
+    candidates = near or same_name or difflib.get_close_matches(key, every, n=1)
+    if candidates:
+        return f"{key}: unknown setting (did you mean {candidates[0]}?)"
+    return f"{key}: unknown setting; {section or 'the top level'} has {', '.join(sorted(siblings))}"
+
+
+def _with_optional_sections() -> Config:
+    config = Config()
+    config.generator.eval_sampling_params = SamplingParams()
+    return config
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,172 @@
+"""Checkpoints that are whole or not there, and the run folder's lock.
+
+A checkpoint is a folder `step_000012` with
+    policy/                 the model and its tokenizer in Hugging Face format
+    optimizer.safetensors   AdamW's moments by parameter name
+    random.safetensors      torch's random states
+    state.json              counters, data position, everything else that is small
+It is written under a hidden name, flushed to the disk, and renamed: a reader never sees half of
+one. Nothing in it is pickled.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message says what to do."""
+
+
+class RunInUseError(RuntimeError):
+    """The run folder belongs to a running process or to an earlier run."""
+
+
+def write_checkpoint(
+    folder: Path, step: int, write: Callable[[Path], None], *, keep: int = -1
+) -> Path:
+    """Calls `write(temporary folder)`, makes it durable, gives it its name, and drops old ones.
+
+    Args:
+        folder: where the checkpoints of this run live; made if absent.
+        step: number in the name; an existing checkpoint of this step is replaced.
+        write: writes the files; whatever it raises leaves earlier checkpoints untouched.
+        keep: newest checkpoints that stay; -1: all.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: the disk is full or not writable. Earlier checkpoints are intact.
+    """
+    final = folder / f"step_{step:06d}"
+    temporary = folder / f".{final.name}.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        write(temporary)
+        _flush_tree(temporary)
+        if final.exists():
+            old = folder / f".{final.name}.old"
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+            temporary.rename(final)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            temporary.rename(final)
+        _flush(folder)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) or _says_disk_full(error):
+            raise CheckpointError(_write_advice(folder, step, error)) from error
+        raise
+    if keep > 0:
+        for _, old in checkpoints(folder)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Whole checkpoints as (step, folder), oldest first."""
+    if not folder.is_dir():
+        return []
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint, or None; one left between two renames comes back."""
+    if folder.is_dir():
+        for old in folder.glob(".step_*.old"):
+            final = folder / old.name[1 : -len(".old")]
+            if not final.exists():
+                old.rename(final)
+    found = checkpoints(folder)
+    return found[-1][1] if found else None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON so that a crash leaves the old file or the new one."""
+    temporary = path.with_name(path.name + ".partial")
+    temporary.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    _flush(temporary)
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    """Reads JSON. CheckpointError if the file is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read: {error}; choose an earlier checkpoint"
+        ) from error
+
+
+@contextmanager
+def locked_run(folder: Path) -> Iterator[Path]:
+    """Holds the run folder for this process; the lock goes with the process, however it ends.
+
+    Raises:
+        RunInUseError: another process holds it; the message names its pid.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "run.lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise RunInUseError(f"run folder {folder} cannot be used: {error}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            raise RunInUseError(
+                f"run folder {folder} is in use by process {owner}: wait for it, stop it, "
+                "or choose another trainer.run_path"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield folder
+        lock.truncate(0)
+
+
+def _flush_tree(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        _flush(path)
+    _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _says_disk_full(error: BaseException) -> bool:
+    """safetensors wraps the operating system's error in its own type; only the text tells."""
+    return "No space left" in str(error) or "os error 28" in str(error)
+
+
+def _write_advice(folder: Path, step: int, error: BaseException) -> str:
+    full = _says_disk_full(error) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    before = latest_checkpoint(folder)
+    kept = f"the checkpoint {before} is intact" if before else "there is no earlier checkpoint"
+    cause = "the disk is full" if full else str(error)
+    todo = "free space" if full else "make the folder writable"
+    return f"checkpoint of step {step} not written to {folder}: {cause}; {kept}; {todo} and resume"

@@ -1,0 +1,168 @@
+"""Prompts from SkyRL's row format, and the order in which training takes them.
+
+A row is a mapping with `prompt` (a list of chat messages), optionally `env_class`, `data_source`
+and anything else, which goes to the environment as `env_extras`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One task for the agent; its group of trajectories carries the uid."""
+
+    uid: str
+    messages: list[dict[str, Any]]
+    env_class: str
+    env_extras: dict[str, Any]
+    data_source: str | None = None
+
+
+def load_prompts(paths: Sequence[str], *, default_env_class: str, prefix: str = "") -> list[Prompt]:
+    """All rows of the files, in order; uids are `prefix` plus the running number.
+
+    Args:
+        paths: .jsonl, .json (a list) or .parquet (needs pyarrow or pandas with it).
+        default_env_class: for rows without `env_class`.
+        prefix: put before each uid, so that training and evaluation never share one.
+
+    Raises:
+        ValueError: a file is missing or of another kind, a row has no prompt; both are named.
+    """
+    prompts: list[Prompt] = []
+    for path in paths:
+        for number, row in enumerate(_rows(Path(path).expanduser())):
+            prompts.append(
+                _prompt(row, f"{prefix}{len(prompts)}", default_env_class, f"{path}, row {number}")
+            )
+    return prompts
+
+
+def _rows(path: Path) -> Iterator[Any]:
+    if not path.is_file():
+        raise ValueError(f"data file not found: {path}")
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines):
+                if line.strip():
+                    try:
+                        yield json.loads(line)
+                    except json.JSONDecodeError as error:
+                        raise ValueError(f"{path}, line {number + 1}: no JSON: {error}") from error
+    elif path.suffix == ".json":
+        try:
+            rows = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: no JSON: {error}") from error
+        if not isinstance(rows, list):
+            raise ValueError(f"{path}: wanted a list of rows, got {type(rows).__name__}")
+        yield from rows
+    elif path.suffix == ".parquet":
+        try:
+            import pyarrow.parquet
+        except ImportError as error:
+            raise ValueError(
+                f"{path}: reading parquet needs pyarrow (pip install pyarrow)"
+            ) from error
+        yield from pyarrow.parquet.read_table(path).to_pylist()
+    else:
+        raise ValueError(
+            f"{path}: wanted .jsonl, .json or .parquet, got {path.suffix or 'no suffix'!r}"
+        )
+
+
+def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: wanted a mapping, got {type(row).__name__}")
+    extras = dict(row)
+    messages = extras.pop("prompt", None)
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict) and "role" in message and "content" in message
+        for message in messages
+    ):
+        raise ValueError(
+            f"{where}: prompt: wanted a list of messages with role and content, got {messages!r}"
+        )
+    env_class = extras.pop("env_class", None) or default_env_class
+    source = extras.get("data_source")
+    return Prompt(uid, messages, str(env_class), extras, None if source is None else str(source))
+
+
+class PromptSampler:
+    """Batches in an order made from (seed, epoch) alone; the whole state is (epoch, position).
+
+    Every epoch is a fresh permutation; a remainder smaller than a batch is dropped, as SkyRL does.
+
+    Example:
+        >>> sampler = PromptSampler(4, batch_size=2, seed=0)
+        >>> sorted(sampler.next_batch() + sampler.next_batch())
+        [0, 1, 2, 3]
+        >>> sampler.epoch
+        1
+    """
+
+    def __init__(self, num_prompts: int, *, batch_size: int, seed: int) -> None:
+        if num_prompts < batch_size:
+            raise ValueError(
+                f"data.train_data: wanted at least trainer.train_batch_size={batch_size} prompts, "
+                f"got {num_prompts}"
+            )
+        self.epoch = 0
+        self.position = 0
+        self._num_prompts = num_prompts
+        self._batch_size = batch_size
+        self._seed = seed
+        self._order = self._permutation()
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Whole batches in one pass over the prompts."""
+        return self._num_prompts // self._batch_size
+
+    def peek(self) -> list[int]:
+        """The next batch's indices, without taking it."""
+        return self._order[self.position : self.position + self._batch_size]
+
+    def next_batch(self) -> list[int]:
+        """Takes the next batch: indices into the prompts."""
+        batch = self.peek()
+        self.position += self._batch_size
+        if self.position + self._batch_size > self._num_prompts:
+            self.epoch, self.position = self.epoch + 1, 0
+            self._order = self._permutation()
+        return batch
+
+    def state(self) -> dict[str, int]:
+        """What `restore` needs, plus what it checks: all plain ints."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "num_prompts": self._num_prompts,
+            "batch_size": self._batch_size,
+            "seed": self._seed,
+        }
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Goes on where `state` was taken; ValueError if data, batch size or seed differ now."""
+        for name in ("num_prompts", "batch_size", "seed"):
+            if state[name] != self.state()[name]:
+                raise ValueError(
+                    f"resume: the checkpoint was made with {name}={state[name]}, "
+                    f"this run has {self.state()[name]}: the data order would be another"
+                )
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._order = self._permutation()
+
+    def _permutation(self) -> list[int]:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
+        return torch.randperm(self._num_prompts, generator=generator).tolist()

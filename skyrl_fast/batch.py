@@ -1,0 +1,432 @@
+"""The batch that training works on: ragged rows, one per step.
+
+N rows, S tokens (prompts and responses), A response tokens, G groups, J trajectories, T and R the
+padded widths, L layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from skyrl_fast.batch_columns import columns_of_output
+from skyrl_fast.batch_file import read_batch_file, write_batch_file
+from skyrl_fast.batch_padded import PaddedBatch, padded_batch
+from skyrl_fast.batch_split import mini_batch_boundaries, split_micro_batches
+
+OP = "StepBatch"
+Rows = Literal["token", "response", "row", "expert"]
+_OFFSETS: dict[Rows, str] = {
+    "token": "cu_seqlens",
+    "response": "cu_responses",
+    "expert": "cu_experts",
+}
+
+
+# Which arrays have an entry per token, per response token, per row or per captured route.
+_COLUMNS: dict[str, tuple[Rows, torch.dtype | None]] = {
+    "tokens": ("token", torch.int32),
+    "loss_mask": ("response", torch.uint8),
+    "rewards": ("response", torch.float32),
+    "row_rewards": ("row", torch.float32),
+    "group_ids": ("row", torch.int32),
+    "trajectory_ids": ("row", torch.int32),
+    "is_last_step": ("row", torch.bool),
+    "policy_version": ("row", torch.int32),
+    "rollout_logprobs": ("response", torch.float32),
+    "old_logprobs": ("response", torch.float32),
+    "ref_logprobs": ("response", torch.float32),
+    "advantages": ("response", torch.float32),
+    "row_weights": ("row", torch.float32),
+    "expert_indices": ("expert", None),
+}
+_OPTIONAL = {
+    "rollout_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "advantages",
+    "row_weights",
+    "expert_indices",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBatch:
+    """Rows of a training batch as flat arrays. Row i is one step: prompt, then response.
+
+    Args:
+        tokens: (S,) int32; row i is `tokens[cu_seqlens[i] : cu_seqlens[i + 1]]`.
+        cu_seqlens: (N + 1,) int32 (int64 where S needs it).
+        cu_responses: (N + 1,) int32, offsets into the arrays per response token.
+        loss_mask: (A,) uint8, 1 = trained.
+        rewards: (A,) float32 per response token; a reward per row lies on its last token.
+        row_rewards: (N,) float32, each row's sum, also where the response is empty.
+        group_ids: (N,) int32, 0 to G - 1: the row's prompt.
+        trajectory_ids: (N,) int32, 0 to J - 1.
+        is_last_step: (N,) bool.
+        policy_version: (N,) int32, weight updates behind the policy that sampled the row.
+        uids: names of the G groups.
+        stop_reasons: N, or None.
+        rollout_logprobs, old_logprobs, ref_logprobs, advantages: (A,) float32, or None.
+        row_weights: (N,) float32, what a token of the row weighs in the loss, or None.
+        expert_indices: (E, L, K) integers of the captured routes of all rows, or None.
+        cu_experts: (N + 1,) int32, offsets into `expert_indices`; None with it.
+        num_padding_rows: how many rows at the end only fill up; nothing counts them.
+    """
+
+    tokens: torch.Tensor
+    cu_seqlens: torch.Tensor
+    cu_responses: torch.Tensor
+    loss_mask: torch.Tensor
+    rewards: torch.Tensor
+    row_rewards: torch.Tensor
+    group_ids: torch.Tensor
+    trajectory_ids: torch.Tensor
+    is_last_step: torch.Tensor
+    policy_version: torch.Tensor
+    uids: tuple[str, ...]
+    stop_reasons: tuple[str, ...] | None = None
+    rollout_logprobs: torch.Tensor | None = None
+    old_logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    row_weights: torch.Tensor | None = None
+    expert_indices: torch.Tensor | None = None
+    cu_experts: torch.Tensor | None = None
+    num_padding_rows: int = 0
+
+    def __post_init__(self) -> None:  # noqa: D105
+        _check(self)
+
+    @property
+    def num_rows(self) -> int:
+        """N, padding rows included."""
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def num_real_rows(self) -> int:
+        """N without the padding rows."""
+        return self.num_rows - self.num_padding_rows
+
+    @property
+    def num_tokens(self) -> int:
+        """S."""
+        return self.tokens.shape[0]
+
+    @property
+    def num_groups(self) -> int:
+        """G."""
+        return len(self.uids)
+
+    @property
+    def num_trajectories(self) -> int:
+        """J, those of padding rows included."""
+        return int(self.trajectory_ids[-1]) + 1 if self.num_rows else 0
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """(N,) tokens of each row."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def response_lengths(self) -> torch.Tensor:
+        """(N,) response tokens of each row."""
+        return self.cu_responses.diff()
+
+    @property
+    def row_uids(self) -> list[str]:
+        """N, the prompt's name of each row."""
+        return [self.uids[group] for group in self.group_ids.tolist()]
+
+    @classmethod
+    def from_generator_output(
+        cls,
+        output: Mapping[str, Any],
+        *,
+        uids: Sequence[str] | Sequence[int] | None = None,
+        num_prompts: int | None = None,
+        step_wise: bool | None = None,
+    ) -> StepBatch:
+        """Return the checked rows of a generator output as a batch.
+
+        Args:
+            output: see `GeneratorOutput`. Without `is_last_step`, or with None, every row is a
+                trajectory of its own.
+            uids: N prompt names; None: the instance ids of `trajectory_ids`.
+            num_prompts, step_wise: as for `validate_generator_output`, which is called.
+
+        Raises:
+            ValueError: what `validate_generator_output` raises; a token id that is negative or
+                needs more than 31 bits; a loss mask that is not 0 or 1; neither `uids` nor
+                `trajectory_ids`.
+        """
+        return cls(
+            **columns_of_output(output, uids=uids, num_prompts=num_prompts, step_wise=step_wise)
+        )
+
+    def padded(self, pad_token_id: int = 0, *, pad_size: int = 0) -> PaddedBatch:
+        """Return SkyRL's seven padded tensors, with `pad_size` padding rows already in place.
+
+        See `PaddedBatch`; nothing is truncated.
+        """
+        return padded_batch(self, pad_token_id, pad_size)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the batch to one safetensors file, the names as JSON in its header. Atomic."""
+        tensors, facts = {}, {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, torch.Tensor):
+                tensors[f.name] = value
+            elif value is not None:
+                facts[f.name] = value
+        write_batch_file(path, tensors, facts)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> StepBatch:
+        """Read what `save` wrote; runs no code from the file.
+
+        Raises:
+            ValueError: a file that is no batch, or whose parts disagree.
+        """
+        names = {f.name for f in dataclasses.fields(cls)}
+        return cls(**read_batch_file(path, names))
+
+    def with_(self, **changes: Any) -> StepBatch:
+        """Return a copy with other fields, e.g. `batch.with_(advantages=advantages(batch))`."""
+        return dataclasses.replace(self, **changes)
+
+    def to(self, device: torch.device | str) -> StepBatch:
+        """Return the batch with all tensors on `device`."""
+        moved = {
+            f.name: getattr(self, f.name).to(device, non_blocking=True)
+            for f in dataclasses.fields(self)
+            if isinstance(getattr(self, f.name), torch.Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+    def rows(self, index: slice | Sequence[int] | np.ndarray | torch.Tensor) -> StepBatch:
+        """Return these rows, in this order; groups and trajectories are numbered anew.
+
+        A slice of step 1 shares memory. Whatever looks at whole trajectories or groups
+        (advantages, row weights) must be there before they are split.
+
+        Args:
+            index: a slice, row numbers, or (N,) bool.
+        """
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self.num_rows)
+            if step == 1:
+                return _row_range(self, start, max(start, stop))
+            index = range(start, stop, step)
+        return _row_choice(self, _row_numbers(self, index))
+
+    def mini_batches(self, mini_batch_size: int) -> list[StepBatch]:
+        """Return consecutive parts of exactly `mini_batch_size` prompts each; no padding rows.
+
+        Raises:
+            ValueError: rows of a prompt that are not adjacent, or a size that does not divide.
+        """
+        real = self.group_ids[: self.num_real_rows]
+        return [self.rows(slice(*b)) for b in mini_batch_boundaries(real, mini_batch_size)]
+
+    def micro_batches(
+        self,
+        token_budget: int,
+        *,
+        num_ranks: int = 1,
+        rank: int = 0,
+        keep_trajectories: bool = False,
+    ) -> list[StepBatch]:
+        """Return this rank's part of the real rows, in balanced parts within a token budget.
+
+        Every rank gets the same number of micro-batches and computes the same split by itself.
+        Where there are fewer rows than micro-batches, one padding row fills the empty one.
+
+        Args:
+            token_budget: most tokens in a micro-batch. A row (or, kept whole, a trajectory) that
+                alone is longer has a micro-batch of its own.
+            num_ranks: data-parallel size.
+            rank: whose part.
+            keep_trajectories: never split a trajectory.
+
+        Raises:
+            ValueError: a budget or number of ranks below 1, or a rank out of range.
+        """
+        if not 0 <= rank < num_ranks:
+            raise ValueError(
+                f"micro_batches: rank must be from 0 to num_ranks - 1 = {num_ranks - 1}, got {rank}"
+            )
+        num_rows = self.num_real_rows
+        lengths = self.lengths[:num_rows].numpy()
+        units = self.trajectory_ids[:num_rows].numpy() if keep_trajectories else None
+        parts = split_micro_batches(lengths, token_budget, num_ranks=num_ranks, units=units)[rank]
+        if len(parts) == 1 and len(parts[0]) == self.num_rows:
+            return [self]
+        return [self.rows(p) if len(p) else _padding_batch(self) for p in parts]
+
+    def with_padding_rows(self, pad_size: int) -> StepBatch:
+        """Return the batch with rows added that cost almost nothing: one token, no response.
+
+        Each is a trajectory in a group of its own, `pad0`, `pad1`, ...
+
+        Raises:
+            ValueError: a negative `pad_size`.
+        """
+        if pad_size < 0:
+            raise ValueError(f"with_padding_rows: pad_size must be at least 0, got {pad_size}")
+        return self if pad_size == 0 else _with_padding_rows(self, pad_size)
+
+
+# --- checking ----------------------------------------------------------------------------------
+
+
+def _check(batch: StepBatch) -> None:
+    num_rows = batch.cu_seqlens.shape[0] - 1
+    num_experts = 0 if batch.expert_indices is None else batch.expert_indices.shape[0]
+    sizes = {
+        "token": batch.tokens.shape[0],
+        "response": batch.loss_mask.shape[0],
+        "row": num_rows,
+        "expert": num_experts,
+    }
+    if num_rows < 0 or batch.cu_responses.shape != batch.cu_seqlens.shape:
+        raise ValueError(
+            f"{OP}: cu_responses must be of shape {tuple(batch.cu_seqlens.shape)} like cu_seqlens, "
+            f"got {tuple(batch.cu_responses.shape)}"
+        )
+    for name, (per, dtype) in _COLUMNS.items():
+        value = getattr(batch, name)
+        if value is None and name in _OPTIONAL:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{OP}: {name} must be a tensor, got {type(value).__name__}")
+        if dtype is not None and value.dtype != dtype:
+            raise ValueError(f"{OP}: {name} must be {dtype}, got {value.dtype}")
+        if value.shape[:1] != (sizes[per],) or (dtype is not None and value.dim() != 1):
+            raise ValueError(
+                f"{OP}: {name} must be of shape ({sizes[per]},), got {tuple(value.shape)}"
+            )
+    if batch.stop_reasons is not None and len(batch.stop_reasons) != num_rows:
+        raise ValueError(
+            f"{OP}: stop_reasons must have one entry per row ({num_rows}), "
+            f"got {len(batch.stop_reasons)}"
+        )
+    if not 0 <= batch.num_padding_rows <= num_rows:
+        raise ValueError(
+            f"{OP}: num_padding_rows must be from 0 to {num_rows}, got {batch.num_padding_rows}"
+        )
+
+
+def _given(batch: StepBatch, per: Rows) -> dict[str, torch.Tensor]:
+    """Return the columns of one kind that the batch has."""
+    columns = {name: getattr(batch, name) for name, (kind, _) in _COLUMNS.items() if kind == per}
+    return {name: value for name, value in columns.items() if value is not None}
+
+
+# --- choosing rows -----------------------------------------------------------------------------
+
+
+def _row_range(batch: StepBatch, start: int, stop: int) -> StepBatch:
+    """Views of rows `start` to `stop` - 1."""
+    changes: dict[str, Any] = {n: v[start:stop] for n, v in _given(batch, "row").items()}
+    for per, name_of_offsets in _OFFSETS.items():
+        cu = getattr(batch, name_of_offsets)
+        if cu is None:
+            continue
+        first, last = int(cu[start]), int(cu[stop])
+        changes |= {n: v[first:last] for n, v in _given(batch, per).items()}
+        changes[name_of_offsets] = cu[start : stop + 1] - first
+    if batch.stop_reasons is not None:
+        changes["stop_reasons"] = batch.stop_reasons[start:stop]
+    changes["num_padding_rows"] = max(0, stop - max(start, batch.num_real_rows))
+    return _renumbered(batch, changes)
+
+
+def _row_choice(batch: StepBatch, rows: torch.Tensor) -> StepBatch:
+    """Copies of the chosen rows."""
+    changes: dict[str, Any] = {n: v[rows] for n, v in _given(batch, "row").items()}
+    order = rows.tolist()
+    for per, name_of_offsets in _OFFSETS.items():
+        cu = getattr(batch, name_of_offsets)
+        if cu is None:
+            continue
+        lengths = cu.diff()
+        sizes = lengths.tolist()
+        for name, values in _given(batch, per).items():
+            pieces = values.split(sizes)
+            changes[name] = torch.cat([pieces[i] for i in order]) if order else values[:0]
+        changes[name_of_offsets] = torch.cat([cu[:1], lengths[rows].cumsum(0).to(cu.dtype)])
+    if batch.stop_reasons is not None:
+        changes["stop_reasons"] = tuple(batch.stop_reasons[i] for i in order)
+    padding = rows >= batch.num_real_rows
+    num_padding = int(padding.sum())
+    if num_padding and not bool(padding[-num_padding:].all()):
+        raise ValueError(f"{OP}.rows: padding rows must come last")
+    changes["num_padding_rows"] = num_padding
+    return _renumbered(batch, changes)
+
+
+def _renumbered(batch: StepBatch, changes: dict[str, Any]) -> StepBatch:
+    groups, group_ids = torch.unique(changes["group_ids"], return_inverse=True)
+    _, trajectory_ids = torch.unique(changes["trajectory_ids"], return_inverse=True)
+    changes["group_ids"] = group_ids.to(torch.int32)
+    changes["trajectory_ids"] = trajectory_ids.to(torch.int32)
+    changes["uids"] = tuple(batch.uids[group] for group in groups.tolist())
+    return dataclasses.replace(batch, **changes)
+
+
+def _row_numbers(
+    batch: StepBatch, index: Sequence[int] | np.ndarray | torch.Tensor
+) -> torch.Tensor:
+    rows = torch.as_tensor(index)
+    if rows.dtype == torch.bool:
+        if rows.shape != (batch.num_rows,):
+            raise ValueError(
+                f"{OP}.rows: a bool index must be of shape ({batch.num_rows},), "
+                f"got {tuple(rows.shape)}"
+            )
+        return rows.nonzero()[:, 0]
+    rows = rows.to(torch.int64).reshape(-1)
+    if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= batch.num_rows):
+        raise ValueError(
+            f"{OP}.rows: row numbers must be from 0 to {batch.num_rows - 1}, got "
+            f"{int(rows.min())} to {int(rows.max())}"
+        )
+    return rows
+
+
+# --- padding rows ------------------------------------------------------------------------------
+
+
+def _with_padding_rows(batch: StepBatch, pad_size: int) -> StepBatch:
+    changes: dict[str, Any] = {
+        name: torch.cat([value, value.new_zeros(pad_size)])
+        for name, value in _given(batch, "row").items()
+    }
+    more = torch.arange(pad_size, dtype=torch.int32)
+    changes["group_ids"][-pad_size:] = batch.num_groups + more
+    changes["trajectory_ids"][-pad_size:] = batch.num_trajectories + more
+    changes["is_last_step"][-pad_size:] = True
+    changes["tokens"] = torch.cat([batch.tokens, batch.tokens.new_zeros(pad_size)])
+    changes["cu_seqlens"] = torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:] + 1 + more])
+    for name in ("cu_responses", "cu_experts"):
+        cu = getattr(batch, name)
+        changes[name] = None if cu is None else torch.cat([cu, cu[-1:].expand(pad_size)])
+    start = batch.num_padding_rows
+    changes["uids"] = batch.uids + tuple(f"pad{start + i}" for i in range(pad_size))
+    if batch.stop_reasons is not None:
+        changes["stop_reasons"] = batch.stop_reasons + ("padding",) * pad_size
+    changes["num_padding_rows"] = start + pad_size
+    return dataclasses.replace(batch, **changes)
+
+
+def _padding_batch(batch: StepBatch) -> StepBatch:
+    """One padding row, with the columns that `batch` has."""
+    return _with_padding_rows(_row_range(batch, 0, 0), 1)

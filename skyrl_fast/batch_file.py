@@ -1,0 +1,56 @@
+"""A batch on disk: one safetensors file, with what is no tensor as JSON in its header."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+FORMAT = "skyrl_fast.StepBatch/1"
+
+
+def write_batch_file(
+    path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], facts: dict[str, Any]
+) -> None:
+    """Write to a file beside `path`, then rename: a reader sees all of it or nothing."""
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        save_file(contiguous, partial, metadata={"format": FORMAT, "facts": json.dumps(facts)})
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_batch_file(path: str | os.PathLike[str], names: set[str]) -> dict[str, Any]:
+    """Return all tensors and facts by name.
+
+    Args:
+        path: what `write_batch_file` wrote.
+        names: every name that a file may hold.
+
+    Raises:
+        ValueError: a file of another format, or unknown names.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            if header.get("format") != FORMAT:
+                raise ValueError(
+                    f"StepBatch.load: {path} must be a {FORMAT} file, got "
+                    f"format {header.get('format')!r}"
+                )
+            found: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"StepBatch.load: {path} is no safetensors file: {error}") from error
+    facts = json.loads(header["facts"])
+    found |= {name: tuple(v) if isinstance(v, list) else v for name, v in facts.items()}
+    if not found.keys() <= names:
+        raise ValueError(f"StepBatch.load: {path} holds unknown {sorted(found.keys() - names)}")
+    return found

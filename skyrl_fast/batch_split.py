@@ -1,0 +1,118 @@
+"""Where a batch is cut: mini-batches by prompts, micro-batches by tokens. N rows."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from skyrl_fast.row_index import dense_ids, run_starts
+
+
+def mini_batch_boundaries(
+    group_ids: Sequence[str] | Sequence[int] | torch.Tensor, mini_batch_size: int
+) -> list[tuple[int, int]]:
+    """Return the (start, end) rows of consecutive parts of `mini_batch_size` prompts each.
+
+    Args:
+        group_ids: N, the prompt of each row; without padding rows.
+        mini_batch_size: prompts per mini-batch; must divide their number.
+
+    Raises:
+        ValueError: rows of a prompt that are not adjacent, or a size that does not divide.
+
+    Example:
+        >>> mini_batch_boundaries(["p0"] * 4 + ["p1"] * 2 + ["p2"] * 3 + ["p3"] * 2, 2)
+        [(0, 6), (6, 11)]
+    """
+    op = "mini_batch_boundaries"
+    if mini_batch_size < 1:
+        raise ValueError(f"{op}: mini_batch_size must be at least 1, got {mini_batch_size}")
+    ids = dense_ids(group_ids)
+    heads = np.flatnonzero(run_starts(ids))
+    returned = np.flatnonzero(np.diff(ids[heads]) < 0)  # numbered by first appearance
+    if returned.size:
+        row = int(heads[returned[0] + 1])
+        raise ValueError(
+            f"{op}: rows of a prompt must be adjacent, but prompt {group_ids[row]!r} returns in "
+            f"row {row}"
+        )
+    if len(heads) % mini_batch_size:
+        raise ValueError(
+            f"{op}: mini_batch_size must divide the number of prompts ({len(heads)}), "
+            f"got {mini_batch_size}"
+        )
+    cuts = [*heads[::mini_batch_size].tolist(), len(ids)]
+    return list(pairwise(cuts))
+
+
+def split_micro_batches(
+    lengths: Sequence[int] | np.ndarray,
+    token_budget: int,
+    *,
+    num_ranks: int = 1,
+    units: np.ndarray | None = None,
+) -> list[list[np.ndarray]]:
+    """Return, for each rank, equally many micro-batches: ascending row numbers.
+
+    Longest first, each into the part that holds least so far (Graham 1969, the LPT rule), with the
+    fewest parts whose loads keep to the budget. The same input gives the same split.
+
+    Args:
+        lengths: N tokens of each row.
+        token_budget: most tokens of a part, unless one unit alone is longer.
+        num_ranks: data-parallel size.
+        units: (N,) ints; rows with the same number stay together. None: rows are free.
+
+    Raises:
+        ValueError: a budget or number of ranks below 1.
+
+    Example:
+        >>> split_micro_batches([5, 3, 2, 4], 7)
+        [[array([0, 2]), array([1, 3])]]
+    """
+    op = "split_micro_batches"
+    for name, value in (("token_budget", token_budget), ("num_ranks", num_ranks)):
+        if value < 1:
+            raise ValueError(f"{op}: {name} must be at least 1, got {value}")
+    sizes = np.asarray(lengths, dtype=np.int64)
+    unit_of_row = np.arange(len(sizes)) if units is None else dense_ids(units)
+    loads = np.bincount(unit_of_row, weights=sizes).astype(np.int64)
+    part_of_unit, num_parts = _fewest_parts(loads, token_budget, num_ranks)
+    part_of_row = part_of_unit[unit_of_row]
+    order = np.argsort(part_of_row, kind="stable")
+    cuts = np.searchsorted(part_of_row[order], np.arange(1, num_parts))
+    parts = np.split(order, cuts)
+    # Parts are numbered by falling load: dealing them out in turn evens the ranks' waiting.
+    return [parts[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def _fewest_parts(loads: np.ndarray, token_budget: int, num_ranks: int) -> tuple[np.ndarray, int]:
+    """Return the part of each unit, and the number of parts: a multiple of `num_ranks`."""
+    limit = max(token_budget, int(loads.max(initial=0)))
+    smallest = -(-int(loads.sum()) // limit)
+    num_parts = max(1, -(-smallest // num_ranks)) * num_ranks
+    while True:
+        part_of_unit, part_loads = _longest_first(loads, num_parts)
+        alone = np.bincount(part_of_unit, minlength=num_parts) <= 1
+        if bool(np.all((part_loads <= token_budget) | alone)):
+            break
+        num_parts += num_ranks
+    rank_of_part = np.empty(num_parts, dtype=np.int64)
+    rank_of_part[np.argsort(-part_loads, kind="stable")] = np.arange(num_parts)
+    return rank_of_part[part_of_unit], num_parts
+
+
+def _longest_first(loads: np.ndarray, num_parts: int) -> tuple[np.ndarray, np.ndarray]:
+    heap = [(0, part) for part in range(num_parts)]
+    part_of_unit = np.empty(len(loads), dtype=np.int64)
+    part_loads = np.zeros(num_parts, dtype=np.int64)
+    for unit in np.argsort(-loads, kind="stable").tolist():
+        load, part = heap[0]
+        part_of_unit[unit] = part
+        part_loads[part] = load + loads[unit]
+        heapq.heapreplace(heap, (load + int(loads[unit]), part))
+    return part_of_unit, part_loads

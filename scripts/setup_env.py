@@ -41,7 +41,11 @@ def main() -> None:
     gpu = has_gpu()
     wanted = fingerprint([ROOT / "pyproject.toml", Path(__file__)], salt=f"gpu={gpu}")
     done_once("dependencies", venv, wanted, lambda: install_dependencies(python, gpu))
-    sources = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml", *sorted((ROOT / "csrc").rglob("*"))]
+    sources = [
+        ROOT / "CMakeLists.txt",
+        ROOT / "pyproject.toml",
+        *sorted((ROOT / "csrc").rglob("*")),
+    ]
     done_once("build", venv, fingerprint(sources, salt=""), lambda: install_package(python))
 
 

@@ -6,5 +6,8 @@
 namespace skyrl_fast {
 
 void bind_advantage(pybind11::module_& m);
+#if defined(SKYRL_FAST_WITH_CUDA)
+void bind_logprob_cuda(pybind11::module_& m);
+#endif
 
 }  // namespace skyrl_fast

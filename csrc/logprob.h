@@ -1,0 +1,56 @@
+// Log-probability (and entropy) of one selected token per row of logits, and the gradient.
+#pragma once
+
+#include <cstdint>
+
+#include "tensor.h"
+
+namespace skyrl_fast {
+
+// Rows of `vocab` adjacent elements: row r starts at element
+// (r / inner_rows) * outer_stride + (r % inner_rows) * inner_stride.
+struct LogitRows {
+  void* data = nullptr;
+  DType dtype = DType::kOther;  // float32, bfloat16 or float16
+  int64_t num_rows = 0;
+  int64_t vocab = 0;
+  int64_t inner_rows = 1;
+  int64_t outer_stride = 0;
+  int64_t inner_stride = 0;
+
+  char* row(int64_t r) const {
+    const int64_t element = r / inner_rows * outer_stride + r % inner_rows * inner_stride;
+    const int64_t item_size = dtype == DType::kFloat32 ? 4 : 2;
+    return static_cast<char*>(data) + element * item_size;
+  }
+};
+
+// What selects a token in each row.
+//   target_ids  int64 [num_rows]; in [0, vocab) where the mask is not 0
+//   mask        uint8 [num_rows], or null: all ones. Rows of mask 0 are never read.
+struct Selection {
+  const int64_t* target_ids = nullptr;
+  const uint8_t* mask = nullptr;
+  double temperature = 1.0;
+  bool has(int64_t row) const { return mask == nullptr || mask[row] != 0; }
+};
+
+// Softmax is that of logits / temperature. Rows of mask 0 give 0 everywhere.
+//   logprob  float [num_rows]
+//   lse      double [num_rows], log sum exp
+//   entropy  float [num_rows] in nats, or null
+// Throws invalid_argument where a target is out of range, before any row is read.
+void selected_logprob_cpu(const LogitRows& logits, const Selection& selection, float* logprob,
+                          double* lse, float* entropy, int num_threads);
+
+// Gradient with respect to the logits, in rows laid out like `grad`, which may be `logits` itself.
+// Rows of mask 0, and rows whose incoming gradients are 0, are set to 0 and not read.
+//   lse, entropy   as the forward gave them; entropy only where grad_entropy is given
+//   grad_logprob   float [num_rows], or null: zeros
+//   grad_entropy   float [num_rows], or null: zeros
+void selected_logprob_backward_cpu(const LogitRows& logits, const Selection& selection,
+                                   const double* lse, const float* entropy,
+                                   const float* grad_logprob, const float* grad_entropy,
+                                   const LogitRows& grad, int num_threads);
+
+}  // namespace skyrl_fast

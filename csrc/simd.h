@@ -1,0 +1,21 @@
+// Which instruction set the vector kernels use. Chosen once at run time; tests may force a lower
+// one.
+#pragma once
+
+#include <string>
+
+namespace skyrl_fast {
+
+// Kernels are compiled once per level (see skyrl_simd_sources in CMakeLists.txt). Baseline is what
+// every CPU of the architecture has: SSE2 on x86-64, NEON on aarch64.
+enum class SimdLevel : int { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
+
+SimdLevel simd_level();
+
+// "baseline", "avx2" or "avx512".
+const char* simd_level_name(SimdLevel level);
+
+// Throws invalid_argument for an unknown name, or a level this build or this CPU has not.
+void set_simd_level(const std::string& name);
+
+}  // namespace skyrl_fast

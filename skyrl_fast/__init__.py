@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+from skyrl_fast.ops._ragged import Concat, Ragged
 from skyrl_fast.ops.advantage import group_advantage
+from skyrl_fast.ops.batch_tensors import (
+    convert_prompts_responses_to_batch_tensors,
+    router_padding_mask,
+)
 from skyrl_fast.ops.logprob import linear_logprob, selected_logprob
+from skyrl_fast.ops.pack import pack_steps, pad_steps, unpack_steps
+from skyrl_fast.ops.padding_rows import pad_batch, pad_training_input_batch, padding_metadata
+from skyrl_fast.ops.varlen import Varlen, padded_to_varlen, varlen_to_padded
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "group_advantage", "linear_logprob", "selected_logprob"]
+__all__ = [
+    "Concat",
+    "Ragged",
+    "Varlen",
+    "__version__",
+    "convert_prompts_responses_to_batch_tensors",
+    "group_advantage",
+    "linear_logprob",
+    "pack_steps",
+    "pad_batch",
+    "pad_steps",
+    "pad_training_input_batch",
+    "padded_to_varlen",
+    "padding_metadata",
+    "router_padding_mask",
+    "selected_logprob",
+    "unpack_steps",
+    "varlen_to_padded",
+]

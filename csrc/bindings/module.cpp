@@ -31,4 +31,5 @@ PYBIND11_MODULE(_C, m) {
 #if defined(SKYRL_FAST_WITH_CUDA)
   skyrl_fast::bind_logprob_cuda(m);
 #endif
+  skyrl_fast::bind_pack(m);
 }

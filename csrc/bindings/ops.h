@@ -10,5 +10,6 @@ void bind_logprob(pybind11::module_& m);
 #if defined(SKYRL_FAST_WITH_CUDA)
 void bind_logprob_cuda(pybind11::module_& m);
 #endif
+void bind_pack(pybind11::module_& m);
 
 }  // namespace skyrl_fast

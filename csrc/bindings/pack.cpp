@@ -1,0 +1,600 @@
+// Ragged rows from Python, and the one call that writes them with their padding and masks.
+#include "pack.h"
+
+#include <pybind11/pybind11.h>
+
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "bindings/borrow.h"
+#include "bindings/ops.h"
+#include "bindings/python_lists.h"
+
+namespace skyrl_fast {
+namespace {
+
+constexpr int64_t kBytesPerUnit = 1 << 20;     // one thread's bite of the work
+constexpr int64_t kBytesForThreads = 8 << 20;  // below this, starting a thread costs more
+
+// One field's rows: lists, tuples, 1-D arrays, or slices of one flat array. Keeps them alive.
+class Rows {
+ public:
+  Rows(std::string op, std::string field, py::handle rows)
+      : op_(std::move(op)), field_(std::move(field)) {
+    py::object sequence = py::reinterpret_steal<py::object>(PySequence_Fast(rows.ptr(), ""));
+    if (!sequence || PyUnicode_Check(rows.ptr()) || PyBytes_Check(rows.ptr())) {
+      PyErr_Clear();
+      throw py::type_error(where() + " must be a list of rows, got " + type_name(rows));
+    }
+    // The list itself may change while a row's buffer is asked for: always look at it afresh.
+    rows_.reserve(PySequence_Fast_GET_SIZE(sequence.ptr()));
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.ptr()); ++i) {
+      add(py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(sequence.ptr(), i)));
+    }
+  }
+
+  Rows(std::string op, std::string field, py::handle values, py::handle cu_seqlens)
+      : op_(std::move(op)), field_(std::move(field)) {
+    borrowed_.push_back(std::make_unique<Borrowed>(values, op_.c_str(), field_.c_str()));
+    const TensorView& flat = **borrowed_.back();
+    check_cpu(flat);
+    check_ndim(flat, 1);
+    flat_owner_ = py::reinterpret_borrow<py::object>(values);
+    Borrowed cu(cu_seqlens, op_.c_str(), "cu_seqlens");
+    check_cpu(*cu);
+    check_ndim(*cu, 1);
+    if (cu->dtype != DType::kInt32 && cu->dtype != DType::kInt64) {
+      fail(*cu, "int32 or int64", dtype_name(cu->dtype));
+    }
+    const auto offset = [&](int64_t i) -> int64_t {
+      return cu->dtype == DType::kInt32 ? cu->ptr<int32_t>()[i * cu->stride[0]]
+                                        : cu->ptr<int64_t>()[i * cu->stride[0]];
+    };
+    const int64_t num_offsets = cu->shape[0];
+    if (num_offsets == 0) fail(*cu, "one offset longer than the rows", "no offset at all");
+    if (offset(0) != 0 || offset(num_offsets - 1) != flat.shape[0]) {
+      fail(*cu, "offsets from 0 to the " + std::to_string(flat.shape[0]) + " values of " + field_,
+           "offsets from " + std::to_string(offset(0)) + " to " +
+               std::to_string(offset(num_offsets - 1)));
+    }
+    rows_.reserve(num_offsets - 1);
+    for (int64_t i = 0; i + 1 < num_offsets; ++i) {
+      const int64_t begin = offset(i), end = offset(i + 1);
+      if (begin < 0 || end < begin || end > flat.shape[0]) {
+        fail(*cu, "non-decreasing", "a step back at row " + std::to_string(i));
+      }
+      Row row;
+      row.array.data =
+          static_cast<const char*>(flat.data) + begin * flat.stride[0] * size_or_zero(flat.dtype);
+      row.array.size = row.size = end - begin;
+      row.array.stride = flat.stride[0];
+      row.array.dtype = flat.dtype;
+      rows_.push_back(std::move(row));
+    }
+    if (flat.dtype == DType::kOther) fail(flat, "of integers or floats", dtype_name(flat.dtype));
+  }
+
+  int64_t num_rows() const { return static_cast<int64_t>(rows_.size()); }
+  const std::string& field() const { return field_; }
+
+  void lengths(py::handle out_obj) const {
+    Borrowed out(out_obj, op_.c_str(), "lengths");
+    check_cpu_array(*out, DType::kInt64, 1);
+    check_size(*out, 0, num_rows());
+    for (int64_t i = 0; i < num_rows(); ++i) out->ptr<int64_t>()[i] = rows_[i].size;
+  }
+
+  // "int", "uint8", "bool", "float" by the first element; None where every row is empty.
+  py::object kind() const {
+    for (const Row& row : rows_) {
+      if (row.size == 0) continue;
+      if (row.list) {
+        if (list_size(row.list.ptr()) <= 0) continue;
+        const char* kind = number_kind(PySequence_Fast_GET_ITEM(row.list.ptr(), 0));
+        return kind == nullptr ? py::object(py::str("int")) : py::object(py::str(kind));
+      }
+      if (row.array.dtype == DType::kBool) return py::str("bool");
+      if (row.array.dtype == DType::kUInt8) return py::str("uint8");
+      return py::str(is_floating(row.array.dtype) ? "float" : "int");
+    }
+    return py::none();
+  }
+
+  bool any_list() const { return num_lists_ > 0; }
+  bool any_array() const { return num_lists_ < num_rows(); }
+  int64_t size(int64_t row) const { return rows_[row].size; }
+
+  // Array rows must be convertible to `out` without losing what they mean.
+  void check_convertible(DType out) const {
+    const bool is_id = out == DType::kInt32 || out == DType::kInt64;
+    for (int64_t i = 0; i < num_rows(); ++i) {
+      if (rows_[i].list || rows_[i].size == 0) continue;
+      const DType in = rows_[i].array.dtype;
+      if (out == DType::kFloat32 && (is_integer(in) || is_floating(in))) continue;
+      if (out != DType::kFloat32 && is_integer(in) && !(is_id && in == DType::kBool)) continue;
+      throw py::type_error(where() + ", row " + std::to_string(i) + " must be of " +
+                           (out == DType::kFloat32 ? "numbers" : "integers") + ", got " +
+                           dtype_name(in));
+    }
+  }
+
+  void read_list(int64_t row, DType dtype, void* out, Bounds bounds) const {
+    if (!rows_[row].list) return;
+    const int64_t ahead = row + 4 < num_rows() ? row + 4 : row;
+    __builtin_prefetch(rows_[ahead].list.ptr());
+    if (row + 1 < num_rows() && rows_[row + 1].list) prefetch_list(rows_[row + 1].list.ptr());
+    read_number_list(rows_[row].list.ptr(), rows_[row].size, dtype, out, bounds,
+                     ListPlace{op_.c_str(), field_.c_str(), row});
+  }
+
+  // Needs no GIL. Returns the position of the first integer out of bounds, or -1.
+  int64_t copy_array(int64_t row, DType dtype, void* out, Bounds bounds) const {
+    if (rows_[row].list) return -1;
+    return copy_row_cpu(rows_[row].array, dtype, out, bounds);
+  }
+
+  [[noreturn]] void refuse(int64_t row, int64_t position, Bounds bounds) const {
+    throw std::invalid_argument(ListPlace{op_.c_str(), field_.c_str(), row}.at(position) +
+                                " must be an integer from " + std::to_string(bounds.low) + " to " +
+                                std::to_string(bounds.high));
+  }
+
+ private:
+  struct Row {
+    py::object list;  // a list or tuple, else the row is an array
+    ArrayRow array;
+    int64_t size = 0;
+  };
+
+  std::string where() const { return op_ + ": " + field_; }
+  static std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
+  static int64_t size_or_zero(DType dtype) {
+    return dtype == DType::kOther ? 0 : element_size(dtype);
+  }
+
+  void add(py::object object) {
+    if (list_size(object.ptr()) < 0) {
+      if (add_array(&object)) return;
+      if (PyUnicode_Check(object.ptr()) || PyBytes_Check(object.ptr()) ||
+          PyDict_Check(object.ptr()) || !PySequence_Check(object.ptr())) {
+        throw py::type_error(where() + ", row " + std::to_string(num_rows()) +
+                             " must be a list of numbers or a 1-D array, got " + type_name(object));
+      }
+      object = py::list(object);
+    }
+    Row row;
+    row.size = list_size(object.ptr());
+    row.list = std::move(object);
+    rows_.push_back(std::move(row));
+    ++num_lists_;
+  }
+
+  // Adds a 1-D array that can be borrowed; false for what is none. A dtype that no kernel reads
+  // (uint16, uint64) is replaced by its list.
+  bool add_array(py::object* object_ptr) {
+    py::object& object = *object_ptr;
+    const bool is_array = (PyObject_CheckBuffer(object.ptr()) && !PyBytes_Check(object.ptr())) ||
+                          py::hasattr(object, "__dlpack__");
+    if (!is_array) return false;
+    auto borrowed = std::make_unique<Borrowed>(object, op_.c_str(), field_.c_str());
+    const TensorView& view = **borrowed;
+    if (view.device != Device::kCpu || view.ndim != 1) {
+      throw std::invalid_argument(where() + ", row " + std::to_string(num_rows()) +
+                                  " must be a 1-D array on the CPU, got shape " +
+                                  view.shape_string());
+    }
+    if (view.dtype == DType::kOther) {
+      if (!py::hasattr(object, "tolist")) return false;
+      object = object.attr("tolist")();
+      return false;
+    }
+    Row row;
+    row.array = ArrayRow{view.data, view.shape[0], view.stride[0], view.dtype};
+    row.size = view.shape[0];
+    rows_.push_back(std::move(row));
+    borrowed_.push_back(std::move(borrowed));
+    owners_.push_back(std::move(object));
+    return true;
+  }
+
+  std::string op_, field_;
+  std::vector<Row> rows_;
+  std::vector<py::object> owners_;
+  std::vector<std::unique_ptr<Borrowed>> borrowed_;
+  py::object flat_owner_;
+  int64_t num_lists_ = 0;
+};
+
+struct CopyJob {
+  const Rows* rows;
+  char* out;
+  DType dtype;
+  const int64_t* starts;
+  Bounds bounds;
+
+  void* place(int64_t row) const { return out + starts[row] * element_size(dtype); }
+};
+
+struct FillJob {
+  void* out;
+  DType dtype;
+  PaddedLayout layout;
+  bool is_mask;
+  double value;
+};
+
+Bounds bounds_of(DType dtype, int64_t low, int64_t high) {
+  const auto within = [&](int64_t least, int64_t most) {
+    return Bounds{std::max(low, least), std::min(high, most)};
+  };
+  switch (dtype) {
+    case DType::kUInt8: return within(0, 255);
+    case DType::kInt16: return within(INT16_MIN, INT16_MAX);
+    case DType::kInt32: return within(INT32_MIN, INT32_MAX);
+    default: return Bounds{low, high};
+  }
+}
+
+// Everything that one call writes. Lists are read by the calling thread, which holds the GIL;
+// meanwhile helpers, which know nothing of Python, copy array rows and fill padding and masks.
+class Fill {
+ public:
+  Fill(std::string op, const py::list& copies, const py::list& fills) : op_(std::move(op)) {
+    for (py::handle item : copies) add_copy(py::cast<py::tuple>(item));
+    for (py::handle item : fills) add_fill(py::cast<py::tuple>(item));
+  }
+
+  void run(int num_threads) {
+    const int helpers = total_bytes_ < kBytesForThreads ? 0 : std::max(0, num_threads - 1);
+    Helpers threads(this, helpers);
+    try {
+      read_lists();
+    } catch (...) {
+      next_unit_ = static_cast<int64_t>(units_.size());  // nothing more to begin
+      throw;
+    }
+    {
+      py::gil_scoped_release release;
+      work();
+      threads.join();
+    }
+    if (failure_) std::rethrow_exception(failure_);
+    if (bad_copy_ >= 0) copies_[bad_copy_].rows->refuse(bad_row_, bad_position_, bad_bounds());
+  }
+
+ private:
+  struct Unit {
+    int64_t job;  // index into copies_, then fills_
+    int64_t begin, end;
+  };
+
+  class Helpers {
+   public:
+    Helpers(Fill* fill, int count) {
+      for (int i = 0; i < count; ++i) {
+        try {
+          threads_.emplace_back([fill] { fill->work(); });
+        } catch (...) {  // no thread to be had: the caller does it all
+          return;
+        }
+      }
+    }
+    ~Helpers() { join(); }
+    void join() {
+      for (std::thread& thread : threads_) thread.join();
+      threads_.clear();
+    }
+
+   private:
+    std::vector<std::thread> threads_;
+  };
+
+  Bounds bad_bounds() const { return copies_[bad_copy_].bounds; }
+
+  Borrowed& borrow(py::handle object, const char* name) {
+    borrowed_.push_back(std::make_unique<Borrowed>(object, op_.c_str(), name));
+    check_cpu(**borrowed_.back());
+    check_contiguous(**borrowed_.back());
+    return *borrowed_.back();
+  }
+
+  void add_units(int64_t job, int64_t num_rows, int64_t num_bytes) {
+    total_bytes_ += num_bytes;
+    if (num_rows == 0) return;
+    const int64_t step = std::max<int64_t>(1, kBytesPerUnit / (num_bytes / num_rows + 1));
+    for (int64_t begin = 0; begin < num_rows; begin += step) {
+      units_.push_back({job, begin, std::min(begin + step, num_rows)});
+    }
+  }
+
+  // (rows, out, starts, low, high)
+  void add_copy(const py::tuple& job) {
+    CopyJob copy;
+    copy.rows = py::cast<const Rows*>(job[0]);
+    const Borrowed& out = borrow(job[1], copy.rows->field().c_str());
+    const Borrowed& starts = borrow(job[2], "starts");
+    check_cpu_array(*starts, DType::kInt64, 1);
+    check_size(*starts, 0, copy.rows->num_rows());
+    copy.out = out->ptr<char>();
+    copy.dtype = out->dtype;
+    copy.starts = starts->ptr<int64_t>();
+    copy.bounds = bounds_of(out->dtype, py::cast<int64_t>(job[3]), py::cast<int64_t>(job[4]));
+    copy.rows->check_convertible(out->dtype);
+    int64_t cells = 0;
+    for (int64_t row = 0; row < copy.rows->num_rows(); ++row) {
+      const int64_t size = copy.rows->size(row);
+      if (copy.starts[row] < 0 || size > out->numel() - copy.starts[row]) {
+        fail(*out, "large enough", "no room for row " + std::to_string(row));
+      }
+      cells += size;
+    }
+    const int64_t index = static_cast<int64_t>(copies_.size());
+    copies_.push_back(copy);
+    if (copy.rows->any_array()) {
+      add_units(index, copy.rows->num_rows(), cells * element_size(copy.dtype));
+    }
+  }
+
+  // (out, lengths, side, value); value None: a mask. Units of fills follow those of all copies.
+  void add_fill(const py::tuple& job) {
+    FillJob fill_job;
+    const Borrowed& out = borrow(job[0], "out");
+    const Borrowed& lengths = borrow(job[1], "lengths");
+    check_ndim(*out, 2);
+    check_cpu_array(*lengths, DType::kInt64, 1);
+    fill_job.out = out->data;
+    fill_job.dtype = out->dtype;
+    fill_job.layout.num_rows = lengths->shape[0];
+    fill_job.layout.width = out->shape[1];
+    fill_job.layout.lengths = lengths->ptr<int64_t>();
+    fill_job.layout.side = static_cast<Side>(py::cast<int>(job[2]));
+    fill_job.is_mask = job[3].is_none();
+    fill_job.value = fill_job.is_mask ? 0.0 : py::cast<double>(job[3]);
+    if (out->shape[0] < lengths->shape[0]) fail(*out, "of a row per length", out->shape_string());
+    if (fill_job.is_mask && out->dtype != DType::kInt64 && element_size(out->dtype) != 1) {
+      fail(*out, "int64, uint8 or bool", dtype_name(out->dtype));
+    }
+    int64_t cells = 0;
+    for (int64_t row = 0; row < fill_job.layout.num_rows; ++row) {
+      const int64_t length = fill_job.layout.lengths[row];
+      if (length < 0 || length > fill_job.layout.width) {
+        fail(*lengths, "from 0 to " + std::to_string(fill_job.layout.width),
+             std::to_string(length) + " at row " + std::to_string(row));
+      }
+      cells += fill_job.is_mask ? fill_job.layout.width : fill_job.layout.num_pads(row);
+    }
+    const int64_t index = static_cast<int64_t>(copies_.size() + fills_.size());
+    fills_.push_back(fill_job);
+    add_units(index, fill_job.layout.num_rows, cells * element_size(fill_job.dtype));
+  }
+
+  void read_lists() {
+    for (const CopyJob& copy : copies_) {
+      if (!copy.rows->any_list()) continue;
+      for (int64_t row = 0; row < copy.rows->num_rows(); ++row) {
+        copy.rows->read_list(row, copy.dtype, copy.place(row), copy.bounds);
+      }
+    }
+  }
+
+  void work() {
+    try {
+      for (int64_t i = next_unit_++; i < static_cast<int64_t>(units_.size()); i = next_unit_++) {
+        do_unit(units_[i]);
+      }
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!failure_) failure_ = std::current_exception();
+    }
+  }
+
+  void do_unit(const Unit& unit) {
+    const int64_t num_copies = static_cast<int64_t>(copies_.size());
+    if (unit.job >= num_copies) {
+      const FillJob& job = fills_[unit.job - num_copies];
+      if (job.is_mask) return fill_mask_cpu(job.out, job.dtype, job.layout, unit.begin, unit.end);
+      return fill_padding_cpu(job.out, job.dtype, job.value, job.layout, unit.begin, unit.end);
+    }
+    const CopyJob& copy = copies_[unit.job];
+    for (int64_t row = unit.begin; row < unit.end; ++row) {
+      const int64_t position = copy.rows->copy_array(row, copy.dtype, copy.place(row), copy.bounds);
+      if (position >= 0) note_bad(unit.job, row, position);
+    }
+  }
+
+  // The first in the order of fields and rows is reported, whichever thread met one first.
+  void note_bad(int64_t copy, int64_t row, int64_t position) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (bad_copy_ >= 0 && std::pair(bad_copy_, bad_row_) <= std::pair(copy, row)) return;
+    bad_copy_ = copy;
+    bad_row_ = row;
+    bad_position_ = position;
+  }
+
+  std::string op_;
+  std::vector<std::unique_ptr<Borrowed>> borrowed_;
+  std::vector<CopyJob> copies_;
+  std::vector<FillJob> fills_;
+  std::vector<Unit> units_;
+  int64_t total_bytes_ = 0;
+  std::atomic<int64_t> next_unit_{0};
+  std::mutex mutex_;
+  std::exception_ptr failure_;
+  int64_t bad_copy_ = -1, bad_row_ = -1, bad_position_ = -1;
+};
+
+void fill_rows(const std::string& op, const py::list& copies, const py::list& fills,
+               int num_threads) {
+  Fill(op, copies, fills).run(num_threads);
+}
+
+PaddedLayout checked_layout(const Borrowed& lengths, int64_t num_rows, int64_t width, int side) {
+  check_cpu_array(*lengths, DType::kInt64, 1);
+  check_size(*lengths, 0, num_rows);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t length = lengths->ptr<int64_t>()[row];
+    if (length < 0 || length > width) {
+      fail(*lengths, "from 0 to " + std::to_string(width),
+           std::to_string(length) + " at row " + std::to_string(row));
+    }
+  }
+  return {num_rows, width, lengths->ptr<int64_t>(), static_cast<Side>(side)};
+}
+
+int64_t cell_bytes_of(const TensorView& t, int first_cell_dim) {
+  int64_t bytes = element_size(t.dtype);
+  for (int d = first_cell_dim; d < t.ndim; ++d) bytes *= t.shape[d];
+  return bytes;
+}
+
+int64_t total_of(const PaddedLayout& layout) {
+  int64_t total = 0;
+  for (int64_t row = 0; row < layout.num_rows; ++row) total += layout.lengths[row];
+  return total;
+}
+
+void check_like(const TensorView& t, const TensorView& like, int64_t t_cells, int64_t like_cells) {
+  check_dtype(t, like.dtype);
+  if (t_cells != like_cells) fail(t, "with cells like the input's", t.shape_string());
+}
+
+// padded (N, W, ...), lengths (N,) -> flat (sum of lengths, ...)
+void padded_to_flat(py::handle padded_obj, py::handle lengths_obj, int side, py::handle flat_obj,
+                    int num_threads) {
+  constexpr char kOp[] = "padded_to_varlen";
+  Borrowed padded(padded_obj, kOp, "padded");
+  Borrowed lengths(lengths_obj, kOp, "lengths");
+  Borrowed flat(flat_obj, kOp, "out");
+  check_cpu(*padded);
+  check_contiguous(*padded);
+  check_cpu(*flat);
+  check_contiguous(*flat);
+  const int64_t cell_bytes = cell_bytes_of(*padded, 2);
+  check_like(*flat, *padded, cell_bytes_of(*flat, 1), cell_bytes);
+  const PaddedLayout layout = checked_layout(lengths, padded->shape[0], padded->shape[1], side);
+  check_size(*flat, 0, total_of(layout));
+  py::gil_scoped_release release;
+  padded_to_flat_cpu(padded->data, padded->shape[1] * cell_bytes, layout, cell_bytes, flat->data,
+                     num_threads);
+}
+
+// flat (S, ...), lengths (N,) -> padded (N, W, ...) with pad_cell (...) elsewhere
+void flat_to_padded(py::handle flat_obj, py::handle lengths_obj, int side, py::handle pad_cell_obj,
+                    py::handle padded_obj, int num_threads) {
+  constexpr char kOp[] = "varlen_to_padded";
+  Borrowed flat(flat_obj, kOp, "values");
+  Borrowed lengths(lengths_obj, kOp, "lengths");
+  Borrowed pad_cell(pad_cell_obj, kOp, "pad_value");
+  Borrowed padded(padded_obj, kOp, "out");
+  check_cpu(*padded);
+  check_contiguous(*padded);
+  check_cpu(*flat);
+  check_contiguous(*flat);
+  check_cpu(*pad_cell);
+  check_contiguous(*pad_cell);
+  const int64_t cell_bytes = cell_bytes_of(*flat, 1);
+  check_like(*padded, *flat, cell_bytes_of(*padded, 2), cell_bytes);
+  check_like(*pad_cell, *flat, cell_bytes_of(*pad_cell, 0), cell_bytes);
+  const PaddedLayout layout = checked_layout(lengths, padded->shape[0], padded->shape[1], side);
+  check_size(*flat, 0, total_of(layout));
+  py::gil_scoped_release release;
+  flat_to_padded_cpu(flat->data, layout, cell_bytes, pad_cell->data, padded->data, num_threads);
+}
+
+void position_ids(py::handle lengths_obj, py::handle out_obj, int num_threads) {
+  constexpr char kOp[] = "padded_to_varlen";
+  Borrowed lengths(lengths_obj, kOp, "lengths");
+  Borrowed out(out_obj, kOp, "position_ids");
+  check_cpu_array(*out, DType::kInt64, 1);
+  const PaddedLayout layout = checked_layout(lengths, lengths->numel(), out->shape[0], 0);
+  check_size(*out, 0, total_of(layout));
+  py::gil_scoped_release release;
+  position_ids_cpu(layout.lengths, layout.num_rows, out->ptr<int64_t>(), num_threads);
+}
+
+// out (N, T, ...), starts and lengths (N,): `cell` (...) goes to the cells outside each row.
+void fill_around(py::handle out_obj, py::handle starts_obj, py::handle lengths_obj,
+                 py::handle cell_obj, int num_threads) {
+  constexpr char kOp[] = "convert_prompts_responses_to_batch_tensors";
+  Borrowed out(out_obj, kOp, "rollout_expert_indices");
+  Borrowed starts(starts_obj, kOp, "starts");
+  Borrowed lengths(lengths_obj, kOp, "lengths");
+  Borrowed cell(cell_obj, kOp, "dummy route");
+  check_cpu(*out);
+  check_contiguous(*out);
+  check_cpu(*cell);
+  check_contiguous(*cell);
+  const int64_t num_rows = lengths->shape[0], width = out->shape[1];
+  check_cpu_array(*starts, DType::kInt64, 1);
+  check_size(*starts, 0, num_rows);
+  if (out->shape[0] < num_rows) fail(*out, "of a row per length", out->shape_string());
+  const int64_t cell_bytes = cell_bytes_of(*out, 2);
+  check_like(*cell, *out, cell_bytes_of(*cell, 0), cell_bytes);
+  checked_layout(lengths, num_rows, width, 0);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t start = starts->ptr<int64_t>()[row];
+    if (start < 0 || start + lengths->ptr<int64_t>()[row] > width) {
+      fail(*starts, "within the row", std::to_string(start) + " at row " + std::to_string(row));
+    }
+  }
+  py::gil_scoped_release release;
+  fill_around_cpu(out->data, starts->ptr<int64_t>(), lengths->ptr<int64_t>(), num_rows, width,
+                  cell_bytes, cell->data, num_threads);
+}
+
+// mask (N, W) -> lengths (N,), if each row is padding on `side` and ones beside it.
+void mask_lengths(const std::string& op, py::handle mask_obj, int side, py::handle lengths_obj,
+                  int num_threads) {
+  Borrowed mask(mask_obj, op.c_str(), "attention_mask");
+  Borrowed lengths(lengths_obj, op.c_str(), "lengths");
+  check_cpu(*mask);
+  check_ndim(*mask, 2);
+  check_contiguous(*mask);
+  check_cpu_array(*lengths, DType::kInt64, 1);
+  check_size(*lengths, 0, mask->shape[0]);
+  int64_t bad = -1;
+  auto count = [&](auto* data) {
+    py::gil_scoped_release release;
+    bad = mask_lengths_cpu(data, mask->shape[0], mask->shape[1], static_cast<Side>(side),
+                           lengths->ptr<int64_t>(), num_threads);
+  };
+  switch (mask->dtype) {
+    case DType::kBool:
+    case DType::kUInt8: count(mask->ptr<const uint8_t>()); break;
+    case DType::kInt32: count(mask->ptr<const int32_t>()); break;
+    case DType::kInt64: count(mask->ptr<const int64_t>()); break;
+    case DType::kFloat32: count(mask->ptr<const float>()); break;
+    default: fail(*mask, "bool, uint8, int32, int64 or float32", dtype_name(mask->dtype));
+  }
+  if (bad >= 0) {
+    fail(*mask,
+         side == 0 ? "0 in the padding on the left and 1 in all that follows"
+                   : "1 in each row's cells and 0 in the padding on the right",
+         "something else in row " + std::to_string(bad));
+  }
+}
+
+}  // namespace
+
+void bind_pack(py::module_& m) {
+  py::class_<Rows>(m, "Rows")
+      .def(py::init<std::string, std::string, py::handle>())
+      .def(py::init<std::string, std::string, py::handle, py::handle>())
+      .def_property_readonly("num_rows", &Rows::num_rows)
+      .def_property_readonly("kind", &Rows::kind)
+      .def("lengths", &Rows::lengths);
+  m.def("fill_rows", &fill_rows);
+  m.def("padded_to_flat", &padded_to_flat);
+  m.def("flat_to_padded", &flat_to_padded);
+  m.def("position_ids", &position_ids);
+  m.def("fill_around", &fill_around);
+  m.def("mask_lengths", &mask_lengths);
+}
+
+}  // namespace skyrl_fast

@@ -1,0 +1,43 @@
+// Reading Python lists of numbers into arrays, each object touched once. Needs the GIL.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "pack.h"
+
+namespace skyrl_fast {
+
+namespace py = pybind11;
+
+// Which list is read, for messages: "pad_steps: field 'tokens', row 3, position 5 ...".
+struct ListPlace {
+  const char* op = "";
+  const char* field = "";
+  int64_t row = 0;
+
+  std::string at(int64_t position) const;
+};
+
+// Writes the `size` numbers of a list or tuple to `out` of `dtype` (uint8, int16, int32, int64,
+// float32). Ints, floats (into float32 only), bools (not into int32 and int64: a bool is no id),
+// numpy scalars. Throws TypeError for what is no such number, ValueError for an integer out of
+// `bounds` or a list that is no longer `size` long; what is in `out` is then undefined.
+void read_number_list(PyObject* list, int64_t size, DType dtype, void* out, Bounds bounds,
+                      const ListPlace& place);
+
+// Brings a list's own memory nearer; a hint.
+void prefetch_list(PyObject* list);
+
+// "int", "float" or "bool" by the Python type of one element, null if it is no number.
+const char* number_kind(PyObject* item);
+
+// The size of a list or tuple, -1 for anything else.
+inline int64_t list_size(PyObject* object) {
+  return PyList_Check(object)    ? PyList_GET_SIZE(object)
+         : PyTuple_Check(object) ? PyTuple_GET_SIZE(object)
+                                 : -1;
+}
+
+}  // namespace skyrl_fast

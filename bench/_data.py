@@ -1,6 +1,6 @@
 """Seeded, long-tailed rollouts for the benches, as Python lists and as flat arrays.
 
-Legend: J trajectories, N rows (one per step), S = sum of prompt + response tokens, A response tokens.
+Legend: J trajectories, N rows (one per step), S prompt + response tokens, A response tokens.
 
 Two sizes: "medium" (512 trajectories, about 1,565 rows and 2.0 M tokens) and "large" (4,096
 trajectories, about 17,006 rows and 30.6 M tokens); "tiny" is for trying a bench out. A prompt grows
@@ -190,7 +190,7 @@ def generator_output(size: str, seed: int = 0) -> dict[str, Any]:
         "stop_reasons": ["stop"] * num_rows,
         "trajectory_ids": [
             (f"prompt{group}", j % samples)
-            for group, j in zip(groups, arrays.trajectory_ids.tolist())
+            for group, j in zip(groups, arrays.trajectory_ids.tolist(), strict=True)
         ],
         "is_last_step": arrays.is_last_step.tolist(),
         "rollout_metrics": {},

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _ragged
@@ -24,15 +25,9 @@ logger = logging.getLogger(__name__)
 
 OP = "convert_prompts_responses_to_batch_tensors"
 
-BatchTensors = tuple[
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor | None,
-    torch.Tensor | None,
-]
+BatchTensors: TypeAlias = (
+    "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]"
+)
 
 
 def convert_prompts_responses_to_batch_tensors(
@@ -104,7 +99,12 @@ def convert_prompts_responses_to_batch_tensors(
         )
     if use_torch:
         tensors = reference.convert(
-            pad_token_id, prompts, responses, rewards, loss_masks, fields.get("logprobs") and logprobs
+            pad_token_id,
+            prompts,
+            responses,
+            rewards,
+            loss_masks,
+            fields.get("logprobs") and logprobs,
         )
         if pad_size:
             tensors = [t if t is None else _with_rows(t, pad_size) for t in tensors]
@@ -115,7 +115,7 @@ def convert_prompts_responses_to_batch_tensors(
     for name, tensor in zip((*names, "rollout_expert_indices"), (*tensors, routes), strict=True):
         if tensor is not None:
             write_padding_rows(name, tensor, num_rows, pad_mode)
-    return (*tensors, routes)
+    return cast(BatchTensors, (*tensors, routes))
 
 
 def router_padding_mask(
@@ -238,7 +238,9 @@ def _convert(
             fills.append((out, response_lengths, left, 0.0))
     _C.fill_rows(OP, copies, fills, _backend.num_threads())
     if "row_rewards" in fields:
-        by_name["rewards"] = _place_row_rewards(fields["row_rewards"], response_lengths, shapes[columns])
+        by_name["rewards"] = _place_row_rewards(
+            fields["row_rewards"], response_lengths, shapes[columns]
+        )
     response_side = (by_name["rewards"], by_name["loss_masks"], by_name["logprobs"])
     return [sequences, attention_mask, response_mask, *response_side]
 

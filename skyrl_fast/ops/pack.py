@@ -8,6 +8,7 @@ Rows are, here and in every function of this module: a list of rows, each a list
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -177,21 +178,21 @@ def unpack_steps(
         [[5], [6, 7]]
     """
     op = "unpack_steps"
-    if _ragged.is_flat(values):
+    if isinstance(values, tuple):
         values, cu_seqlens = values
     if (cu_seqlens is None) == (lengths is None):
         raise ValueError(f"{op}: give either cu_seqlens (flat) or lengths (padded)")
     if cu_seqlens is not None:
         cu = torch.as_tensor(cu_seqlens).tolist()
-        sizes = [end - begin for begin, end in zip(cu, cu[1:], strict=False)]
+        sizes = [end - begin for begin, end in itertools.pairwise(cu)]
         if not cu or cu[0] != 0 or cu[-1] != len(values) or min(sizes, default=0) < 0:
             raise ValueError(
                 f"{op}: cu_seqlens must be non-decreasing offsets from 0 to {len(values)}, got "
-                f"{cu if len(cu) < 10 else cu[:4] + ['...'] + cu[-4:]}"
+                f"{cu if len(cu) < 10 else [*cu[:4], '...', *cu[-4:]]}"
             )
         if as_lists:
             flat = values.tolist()
-            return [flat[begin:end] for begin, end in zip(cu, cu[1:], strict=False)]
+            return [flat[begin:end] for begin, end in itertools.pairwise(cu)]
         return list(torch.split(values, sizes))
     sizes = torch.as_tensor(lengths).tolist()
     columns = values.shape[1] if values.dim() > 1 else -1
@@ -201,8 +202,9 @@ def unpack_steps(
             f"{tuple(values.shape)} and {len(sizes)} lengths"
         )
     if any(not 0 <= size <= columns for size in sizes):
-        raise ValueError(f"{op}: lengths must be from 0 to {columns}, got {min(sizes)} to "
-                         f"{max(sizes)}")
+        raise ValueError(
+            f"{op}: lengths must be from 0 to {columns}, got {min(sizes)} to {max(sizes)}"
+        )
     left = _side_code(op, side) == SIDES["left"]
     rows = [
         row[columns - size :] if left else row[:size]
@@ -237,8 +239,9 @@ def _width(op: str, field: _ragged.Field, width: int | None) -> int:
         row = int((field.lengths > width).nonzero()[0]) if len(field.lengths) else 0
         raise ValueError(
             f"{op}: width must hold the longest row of {field.name}, got {width} for "
-            f"{int(field.lengths[row])} elements in row {row}" if width >= 0 else
-            f"{op}: width must not be negative, got {width}"
+            f"{int(field.lengths[row])} elements in row {row}"
+            if width >= 0
+            else f"{op}: width must not be negative, got {width}"
         )
     return width
 

@@ -57,7 +57,7 @@ def pad_batch(batch: Batch, pad_size: int, *, mode: str = "repeat") -> Batch:
         for name, value in batch.items()
         if name != "metadata"
     }
-    result = type(batch)(padded)
+    result: Any = type(batch)(padded)  # type: ignore[call-arg]
     _set_metadata(result, padding_metadata(metadata, pad_size))
     return result
 

@@ -148,7 +148,7 @@ class _PaddedToFlat(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         lengths, width, side, use_native = ctx.rows
         padded = _FlatToPadded.apply(gradient, lengths, width, side, 0, use_native)
         return padded, None, None, None
@@ -175,7 +175,7 @@ class _FlatToPadded(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         lengths, side, use_native = ctx.rows
         flat = _PaddedToFlat.apply(gradient, lengths, side, use_native)
         return flat, None, None, None, None, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -15,7 +17,7 @@ def row_tensors(rows: Rows, dtype: torch.dtype) -> list[torch.Tensor]:
         return [torch.cat(row) for row in zip(*parts, strict=True)]
     if is_flat(rows):
         values, cu = rows[0], torch.as_tensor(rows[1]).tolist()
-        rows = [values[begin:end] for begin, end in zip(cu, cu[1:], strict=False)]
+        rows = [values[begin:end] for begin, end in itertools.pairwise(cu)]
     return [_row(row, dtype) for row in rows]
 
 

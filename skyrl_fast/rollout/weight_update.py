@@ -304,7 +304,21 @@ class WeightUpdateExtension:
             self.model_runner.reload_weights(weights_iterator=_tensors_of(path))
         finally:
             del model.load_weights
+        _repack_tied_heads(model)
         return [] if loaded is None else sorted(wanted - loaded)
+
+
+def _repack_tied_heads(model: Any) -> None:
+    """Make output heads follow the embedding they share.
+
+    On CPU vLLM multiplies by a packed copy of the head's weight, and reloading an embedding does
+    not renew the copy of the head that is tied to it: its logits would stay the old ones.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _tensors_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:

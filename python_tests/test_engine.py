@@ -1,0 +1,207 @@
+"""The vLLM engine: clear refusals without vLLM, and real generation with it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyrl_fast.rollout import vllm_engine
+from skyrl_fast.rollout.engine import EngineDeadError, EngineError, SamplingParams
+from skyrl_fast.rollout.vllm_engine import VllmConfig, VllmEngine
+from skyrl_fast.rollout.weight_update import WeightSync, WeightSyncError
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
+)
+
+
+def start(config: VllmConfig) -> None:
+    asyncio.run(VllmEngine(config).start())
+
+
+def test_missing_vllm_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EngineDeadError, match="pip install vllm"):
+        start(VllmConfig("anything"))
+
+
+@needs_vllm
+def test_missing_model_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineDeadError, match=r"model folder not found.*nothing-here"):
+        start(VllmConfig(str(tmp_path / "nothing-here")))
+    with pytest.raises(EngineDeadError, match=r"has no config\.json"):
+        start(VllmConfig(str(tmp_path)))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(EngineDeadError, match=r"has no \*\.safetensors"):
+        start(VllmConfig(str(tmp_path)))
+
+
+def test_start_while_a_child_imports_main_asks_for_a_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    import multiprocessing
+
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(EngineDeadError, match="__main__"):
+        start(VllmConfig("anything"))
+
+
+def test_main_module_that_is_no_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/nowhere/<stdin>", raising=False)
+    with pytest.raises(EngineDeadError, match="is no file"):
+        start(VllmConfig("anything"))
+
+
+def test_engine_that_was_not_started_says_so() -> None:
+    async def ask() -> None:
+        await VllmEngine(VllmConfig("anything")).generate(
+            [1], SamplingParams(), session_id="a", policy_version=0
+        )
+
+    with pytest.raises(EngineDeadError, match="not running"):
+        asyncio.run(ask())
+
+
+def test_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_BY_USER", "1")
+    monkeypatch.delenv("SET_BY_US", raising=False)
+    with vllm_engine._environment({"SET_BY_USER": "2", "SET_BY_US": "3"}):
+        assert (os.environ["SET_BY_USER"], os.environ["SET_BY_US"]) == ("1", "3")
+        os.environ["SET_BY_VLLM"] = "4"
+    assert "SET_BY_US" not in os.environ
+    assert "SET_BY_VLLM" not in os.environ
+
+
+# --- real vLLM: one engine start for all of it --------------------------------------------------
+
+
+def hf_logprobs(model: torch.nn.Module, sequences: list[list[int]]) -> list[list[float]]:
+    rows = []
+    with torch.no_grad():
+        for sequence in sequences:
+            ids = torch.tensor([sequence])
+            logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
+            rows.append(logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist())
+    return rows
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_real_vllm_generates_updates_and_refuses_stale_weights(
+    tiny_model_folder: Path, tiny_tokenizer: object, tmp_path: Path
+) -> None:
+    """Start-up dominates: everything that needs a live engine is asserted on one."""
+    asyncio.run(_drive_real_engine(tiny_model_folder, tiny_tokenizer, tmp_path))
+
+
+async def _drive_real_engine(folder: Path, tokenizer, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    log_file = tmp_path / "vllm.log"
+    config = VllmConfig(str(folder), max_model_len=256, max_num_seqs=32, log_file=str(log_file))
+    async with VllmEngine(config) as engine:
+        prompts = [tokenizer.encode(f"question {i}, " * (1 + i % 5)) for i in range(12)]
+        first = await _sample(engine, prompts)
+        await _agrees_with_hugging_face(model, prompts, first)
+        await _is_reproducible(engine, prompts, first)
+        await _stops_where_told(engine, tokenizer)
+        await _updates_are_verified(engine, model, prompts)
+        with pytest.raises(EngineError, match="refused"):
+            await engine.generate([1] * 300, SamplingParams(), session_id="a", policy_version=0)
+    assert "vllm" in log_file.read_text().lower()
+    await engine.close()  # twice is fine
+
+
+async def _sample(engine: VllmEngine, prompts: list[list[int]], *, version: int = 0) -> list:
+    return await asyncio.gather(
+        *[
+            engine.generate(
+                prompt,
+                SamplingParams(max_generate_length=24, seed=100 + i, temperature=0.7),
+                session_id=f"s{i}",
+                policy_version=version,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+    )
+
+
+async def _agrees_with_hugging_face(model, prompts, generations) -> None:
+    for prompt, generation in zip(prompts, generations, strict=True):
+        ids = torch.tensor([prompt + generation.token_ids])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1] / 0.7
+        wanted = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        # float32 on both sides; other kernels, other order of sums.
+        torch.testing.assert_close(torch.tensor(generation.logprobs), wanted, atol=1e-4, rtol=0)
+        assert len(generation.token_ids) == len(generation.logprobs) <= 24
+
+
+async def _is_reproducible(engine: VllmEngine, prompts, first) -> None:
+    """The same seeds give the same tokens and logprobs, whatever runs beside them."""
+    assert await _sample(engine, prompts, version=1) == first
+    alone = await engine.generate(
+        prompts[3],
+        SamplingParams(max_generate_length=24, seed=103, temperature=0.7),
+        session_id="alone",
+        policy_version=2,
+    )
+    assert alone.token_ids == first[3].token_ids
+    assert alone.logprobs == pytest.approx(first[3].logprobs, abs=1e-5)
+
+
+async def _stops_where_told(engine: VllmEngine, tokenizer) -> None:
+    prompt = tokenizer.encode("stop test")
+    free = await engine.generate(
+        prompt, SamplingParams(max_generate_length=30, seed=5), session_id="f", policy_version=0
+    )
+    text = tokenizer.decode(free.token_ids)
+    printable = next(c for c in text if c.isascii() and c.isprintable())
+    stopped = await engine.generate(
+        prompt,
+        SamplingParams(max_generate_length=30, seed=5, stop=(printable,)),
+        session_id="g",
+        policy_version=0,
+    )
+    assert (stopped.stop_reason, stopped.stop_string) == ("stop", printable)
+    assert tokenizer.decode(stopped.token_ids).index(printable) >= 0
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    by_id = await engine.generate(
+        prompt,
+        SamplingParams(max_generate_length=30, seed=5, stop_token_ids=(free.token_ids[2],)),
+        session_id="h",
+        policy_version=0,
+    )
+    assert by_id.stop_string is None
+    assert by_id.token_ids[-1] == free.token_ids[2]
+
+
+async def _updates_are_verified(engine: VllmEngine, model, prompts) -> None:
+    sync = WeightSync(
+        engine,
+        probe=[p[:24] for p in prompts[:3]],
+        trainer_logprobs=lambda probe: hf_logprobs(model, probe),
+    )
+    report = await sync.verify()
+    assert report.max_difference < 1e-4
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    with pytest.raises(WeightSyncError, match="differ from the trainer's"):
+        await sync.verify()  # stale on purpose: the trainer moved, the engine was not told
+    running = asyncio.create_task(_sample(engine, prompts, version=5))
+    await asyncio.sleep(0.02)
+    report = await sync.update(model.state_dict())
+    assert report.max_difference < 1e-4 < report.max_change
+    assert len(await running) == len(prompts)  # what was in flight went on
+    await _agrees_with_hugging_face(model, prompts, await _sample(engine, prompts, version=6))
+    incomplete = dict(model.named_parameters())
+    del incomplete["model.layers.0.mlp.down_proj.weight"]
+    with pytest.raises(WeightSyncError, match=r"got no new values.*down_proj"):
+        await engine.update_weights(incomplete)
+    await sync.update(model.state_dict())

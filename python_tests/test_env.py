@@ -1,0 +1,207 @@
+"""Environments of skyrl-gym behind deadlines, and what becomes of bad answers."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_envs import register_fakes
+
+from skyrl_fast.rollout.env import (
+    EnvAnswer,
+    EnvConfig,
+    EnvError,
+    EnvFactory,
+    EnvTimeoutError,
+    _answer,
+    _messages,
+)
+
+register_fakes()
+
+
+def with_factory(config: EnvConfig, use: Callable[[EnvFactory], Awaitable[Any]]) -> Any:
+    async def go() -> Any:
+        factory = EnvFactory(config)
+        try:
+            return await use(factory)
+        finally:
+            await factory.close()
+
+    return asyncio.run(go())
+
+
+def test_text2sql_runs_a_query_and_scores_the_solution(tmp_path: Path) -> None:
+    folder = tmp_path / "spider" / "database" / "shop"
+    folder.mkdir(parents=True)
+    with sqlite3.connect(folder / "shop.sqlite") as database:
+        database.execute("CREATE TABLE item (name TEXT, price INTEGER)")
+        database.execute("INSERT INTO item VALUES ('pen', 3), ('ink', 5)")
+    extras = {
+        "db_id": "shop",
+        "data": "spider",
+        "reward_spec": {"ground_truth": "SELECT price FROM item WHERE name = 'ink'"},
+        "max_turns": 3,
+    }
+
+    async def use(factory: EnvFactory) -> tuple[EnvAnswer, EnvAnswer]:
+        env = await factory.make("text2sql", extras)
+        first = await env.init([{"role": "user", "content": "What does ink cost?"}])
+        assert first == [{"role": "user", "content": "What does ink cost?"}]
+        looked = await env.step("<think>a</think><sql>SELECT price FROM item</sql>")
+        solved = await env.step(
+            "<think>b</think><solution>SELECT price FROM item WHERE name = 'ink'</solution>"
+        )
+        await env.close()
+        return looked, solved
+
+    config = EnvConfig(settings={"text2sql": {"db_path": str(tmp_path)}})
+    looked, solved = with_factory(config, use)
+    assert (looked.done, looked.reward) == (False, 0.0)
+    assert "5" in looked.messages[0]["content"]
+    assert (solved.done, solved.reward, solved.messages) == (True, 1.0, [])
+
+
+def test_settings_reach_the_environment_as_attributes() -> None:
+    async def use(factory: EnvFactory) -> Any:
+        env = await factory.make("counting", {"max_turns": 1})
+        return env._env.env_config
+
+    settings = with_factory(EnvConfig(settings={"counting": {"db_path": "x"}}), use)
+    assert settings.db_path == settings["db_path"] == "x"
+    with pytest.raises(AttributeError, match="no 'db_pth'; it has \\['db_path'\\]"):
+        _ = settings.db_pth
+
+
+def test_settings_left_out_take_the_environments_defaults() -> None:
+    async def use(factory: EnvFactory) -> Any:
+        extras = {"max_turns": 2, "reward_spec": {"ground_truth": {"target": "x"}}}
+        env = await factory.make("search", extras)
+        return env._env.tool_group
+
+    tools = with_factory(EnvConfig(settings={"search": {"topk": 7}}), use)
+    assert (tools.topk, tools.search_url) == (7, "http://127.0.0.1:8000/retrieve")
+
+
+def test_users_module_registers_its_environment(tmp_path: Path) -> None:
+    path = tmp_path / "my_env.py"
+    path.write_text(
+        "import skyrl_gym\n"
+        "from skyrl_gym.envs.base_text_env import BaseTextEnv\n"
+        "class Mine(BaseTextEnv):\n"
+        "    def __init__(self, env_config=None, extras=None): super().__init__()\n"
+        "    def step(self, action):\n"
+        "        return dict(observations=[], reward=len(action), done=True, metadata={})\n"
+        "skyrl_gym.register('mine', entry_point=Mine)\n"
+    )
+
+    async def use(factory: EnvFactory) -> EnvAnswer:
+        return await (await factory.make("mine", {})).step("four")
+
+    for _ in range(2):  # registering twice would be an error of skyrl_gym
+        assert with_factory(EnvConfig(register=(str(path),)), use).reward == 4.0
+
+
+@pytest.mark.parametrize("module", ["no_such_module_anywhere", "/nowhere/env.py"])
+def test_module_that_cannot_be_imported_is_named(module: str) -> None:
+    with pytest.raises(ValueError, match=f"environment.register: cannot import '{module}'"):
+        EnvFactory(EnvConfig(register=(module,)))
+
+
+def test_unknown_environment_lists_the_known_ones() -> None:
+    with pytest.raises(EnvError, match=r"no environment of this name.*text2sql"):
+        with_factory(EnvConfig(), lambda factory: factory.make("typo", {}))
+
+
+def test_constructor_that_raises_is_named() -> None:
+    with pytest.raises(EnvError, match=r"text2sql: make raised AssertionError: db_id"):
+        with_factory(EnvConfig(), lambda factory: factory.make("text2sql", {}))
+
+
+def test_call_that_never_returns_costs_its_deadline_and_no_worker() -> None:
+    async def use(factory: EnvFactory) -> float:
+        stuck = await factory.make("counting", {"max_turns": 1, "hang_at": 1, "hang_seconds": 1.0})
+        with pytest.raises(EnvTimeoutError, match=r"step did not return within 0\.05 s"):
+            await stuck.step("a")
+        started = time.perf_counter()
+        for _ in range(3):  # the only worker was replaced
+            fine = await factory.make("counting", {"max_turns": 1, "turns": 1})
+            assert (await fine.step("a")).done
+        assert factory.num_abandoned == 1
+        return time.perf_counter() - started
+
+    assert with_factory(EnvConfig(max_env_workers=1, timeout_seconds=0.05), use) < 0.9
+
+
+def test_waiting_for_a_worker_does_not_count_against_the_deadline() -> None:
+    async def use(factory: EnvFactory) -> list[EnvAnswer]:
+        extras = {"max_turns": 1, "turns": 1, "hang_at": 1, "hang_seconds": 0.1}
+        envs = [await factory.make("counting", extras) for _ in range(6)]
+        return await asyncio.gather(*[env.step("a") for env in envs])
+
+    answers = with_factory(EnvConfig(max_env_workers=1, timeout_seconds=0.4), use)
+    assert [a.done for a in answers] == [True] * 6
+
+
+def test_sys_exit_in_an_environment_ends_only_its_call() -> None:
+    async def use(factory: EnvFactory) -> None:
+        env = await factory.make("counting", {"max_turns": 1})
+        env._env.step = lambda action: exit(3)
+        with pytest.raises(EnvError, match="SystemExit: 3"):
+            await env.step("a")
+        assert await env.metrics() == {"turns": 0, "last_action": ""}
+
+    with_factory(EnvConfig(), use)
+
+
+GOOD = {"observations": [], "reward": 1, "done": False}
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "wanted a mapping with observations, reward, done; got NoneType"),
+        ({"reward": 1.0}, "the answer lacks observations, done"),
+        ({**GOOD, "reward": float("nan")}, "reward: wanted a finite number, got nan"),
+        ({**GOOD, "reward": "high"}, "reward: wanted a finite number, got 'high'"),
+        ({**GOOD, "reward": None}, "reward: wanted a finite number, got None"),
+        ({**GOOD, "observations": [1]}, "wanted messages with role and content"),
+        ({**GOOD, "observations": [{"role": "user"}]}, "wanted messages with role and content"),
+        ({**GOOD, "postprocessed_action": 3}, "postprocessed_action: wanted text, got int"),
+    ],
+)
+def test_answers_that_are_none(answer: Any, message: str) -> None:
+    with pytest.raises(EnvError, match=message):
+        _answer(answer, 0.0, "environment x: step")
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (None, []),
+        ("", []),
+        ([], []),
+        ("text", [{"role": "user", "content": "text"}]),
+        ({"role": "tool", "content": "t"}, [{"role": "tool", "content": "t"}]),
+        ([{"role": "user", "content": "a"}], [{"role": "user", "content": "a"}]),
+    ],
+)
+def test_forms_of_observations(value: Any, wanted: list[dict[str, str]]) -> None:
+    assert _messages(value, "x") == wanted
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EnvConfig(max_env_workers=0), "max_env_workers: wanted >= 1, got 0"),
+        (EnvConfig(timeout_seconds=0), "timeout_seconds: wanted > 0, got 0"),
+    ],
+)
+def test_config_out_of_range(config: EnvConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EnvFactory(config)

@@ -129,14 +129,14 @@ def test_rows_may_be_numpy_or_torch_arrays():
 def test_a_token_id_out_of_range_is_refused_with_its_row(bad):
     output = worked_output()
     output["response_ids"][3][1] = bad
-    with pytest.raises(ValueError, match=r"token|prompt_token_ids|response_ids"):
+    with pytest.raises(ValueError, match=r"response_ids.*row 3"):
         StepBatch.from_generator_output(output)
 
 
 def test_a_loss_mask_other_than_0_or_1_is_refused_with_its_row():
     output = worked_output()
     output["loss_masks"][3][1] = 2
-    with pytest.raises(ValueError, match=r"loss_masks must be 0 or 1, got 2 in row 3"):
+    with pytest.raises(ValueError, match=r"loss_masks.*row 3.*2"):
         StepBatch.from_generator_output(output)
 
 

@@ -6,14 +6,16 @@ N rows, S tokens, A response tokens, E captured routes, L layers, K experts per 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
+from skyrl_fast import _C
 from skyrl_fast.generator_output import rewards_are_per_token, validate_generator_output
-from skyrl_fast.row_index import row_index, row_lengths
+from skyrl_fast.metrics import segment_sums
+from skyrl_fast.ops import _backend, _ragged
+from skyrl_fast.row_index import row_index
 
 OP = "StepBatch.from_generator_output"
 
@@ -28,88 +30,86 @@ def columns_of_output(
     """Return the fields of a `StepBatch`; arguments and errors as its `from_generator_output`."""
     validate_generator_output(output, num_prompts=num_prompts, step_wise=step_wise)
     index = row_index(OP, output, uids, step_wise=step_wise)
-    prompts, responses = output["prompt_token_ids"], output["response_ids"]
-    num_rows = len(responses)
-    response_lengths = row_lengths(OP, "response_ids", responses)
-    cu_seqlens = _offsets(row_lengths(OP, "prompt_token_ids", prompts) + response_lengths)
-    cu_responses = _offsets(response_lengths)
-    rewards, row_rewards = _rewards(output["rewards"], cu_responses)
+    fields = _ragged.read_fields(OP, {name: output[name] for name in _token_fields(output)})
+    cu_seqlens = _offsets(fields["prompt_token_ids"].lengths + fields["response_ids"].lengths)
+    cu_responses = _offsets(fields["response_ids"].lengths)
+    flat = _flat_values(fields, cu_seqlens, cu_responses)
+    rewards, row_rewards = _rewards(output["rewards"], flat.get("rewards"), cu_responses)
     versions = output.get("policy_versions")
     stop_reasons = output.get("stop_reasons")
-    logprobs = output.get("rollout_logprobs")
     experts, cu_experts = _experts(output.get("rollout_expert_indices"))
     return {
-        "tokens": _tokens(prompts, responses, cu_seqlens),
+        "tokens": flat["tokens"],
         "cu_seqlens": cu_seqlens,
         "cu_responses": cu_responses,
-        "loss_mask": _loss_mask(output["loss_masks"], cu_responses),
+        "loss_mask": flat["loss_masks"],
         "rewards": rewards,
         "row_rewards": row_rewards,
         "group_ids": torch.from_numpy(index.group_ids),
         "trajectory_ids": torch.from_numpy(index.trajectory_ids),
         "is_last_step": torch.from_numpy(index.is_last_step),
-        "policy_version": torch.tensor(versions or [0] * num_rows, dtype=torch.int32),
+        "policy_version": (
+            torch.zeros(len(index.group_ids), dtype=torch.int32)
+            if versions is None
+            else torch.as_tensor(versions, dtype=torch.int32)
+        ),
         "uids": index.uids,
         "stop_reasons": None if stop_reasons is None else tuple(stop_reasons),
-        "rollout_logprobs": None if logprobs is None else _flat(logprobs, torch.float32),
+        "rollout_logprobs": flat.get("rollout_logprobs"),
         "expert_indices": experts,
         "cu_experts": cu_experts,
     }
 
 
-def _offsets(lengths: np.ndarray) -> torch.Tensor:
-    total = int(lengths.sum())
-    dtype = np.int32 if total <= np.iinfo(np.int32).max else np.int64
-    offsets = np.zeros(len(lengths) + 1, dtype=dtype)
-    np.cumsum(lengths, out=offsets[1:])
-    return torch.from_numpy(offsets)
+def _token_fields(output: Mapping[str, Any]) -> list[str]:
+    """Return the names of the fields that hold one number per token."""
+    names = ["prompt_token_ids", "response_ids", "loss_masks"]
+    if rewards_are_per_token(OP, output["rewards"]):
+        names.append("rewards")
+    if output.get("rollout_logprobs") is not None:
+        names.append("rollout_logprobs")
+    return names
 
 
-def _flat(rows: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return all rows' numbers, one after the other."""
-    values = np.array(list(chain.from_iterable(rows)), dtype=np.float64)
-    return torch.from_numpy(values).to(dtype)
+def _flat_values(
+    fields: Mapping[str, _ragged.Field], cu_seqlens: torch.Tensor, cu_responses: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the flat values of all fields, read in one walk; prompt and response are joined."""
+    tokens = _backend.empty((int(cu_seqlens[-1]),), torch.int32)
+    prompt_starts = cu_seqlens[:-1].to(torch.int64)
+    starts = {
+        "prompt_token_ids": prompt_starts,
+        "response_ids": prompt_starts + fields["prompt_token_ids"].lengths,
+    }
+    copies: list[tuple[Any, ...]] = []
+    for name, first in starts.items():
+        copies += _ragged.copy_jobs(fields[name], tokens, first, 0, _ragged.INT32_MAX)
+    flat = {"tokens": tokens}
+    response_starts = cu_responses[:-1].to(torch.int64)
+    for name in (name for name in fields if name not in starts):
+        is_mask = name == "loss_masks"
+        dtype = torch.uint8 if is_mask else torch.float32
+        flat[name] = out = _backend.empty((int(cu_responses[-1]),), dtype)
+        bounds = (0, 1) if is_mask else ()
+        copies += _ragged.copy_jobs(fields[name], out, response_starts, *bounds)
+    _C.fill_rows(OP, copies, [], _backend.num_threads())
+    return flat
 
 
-def _row_of(offsets: torch.Tensor, position: int) -> int:
-    return int(torch.searchsorted(offsets, position, right=True)) - 1
-
-
-def _tokens(
-    prompts: Sequence[Any], responses: Sequence[Any], cu_seqlens: torch.Tensor
-) -> torch.Tensor:
-    rows = chain.from_iterable(zip(prompts, responses, strict=True))
-    wide = np.fromiter(chain.from_iterable(rows), np.int64, int(cu_seqlens[-1]))
-    if wide.size and not (wide.min() >= 0 and wide.max() <= np.iinfo(np.int32).max):
-        position = int(np.flatnonzero((wide < 0) | (wide > np.iinfo(np.int32).max))[0])
-        raise ValueError(
-            f"{OP}: token ids must be from 0 to 2**31 - 1, got {wide[position]} in row "
-            f"{_row_of(cu_seqlens, position)}"
-        )
-    return torch.from_numpy(wide.astype(np.int32))
-
-
-def _loss_mask(rows: Sequence[Any], cu_responses: torch.Tensor) -> torch.Tensor:
-    mask = _flat(rows, torch.float32)
-    if bool(((mask != 0) & (mask != 1)).any()):
-        position = int(((mask != 0) & (mask != 1)).nonzero()[0])
-        raise ValueError(
-            f"{OP}: loss_masks must be 0 or 1, got {mask[position]:g} in row "
-            f"{_row_of(cu_responses, position)}"
-        )
-    return mask.to(torch.uint8)
+def _offsets(lengths: torch.Tensor) -> torch.Tensor:
+    """Return the (N + 1,) offsets of rows of these lengths: int32, or int64 where it needs it."""
+    offsets = _ragged.offsets(lengths)
+    return offsets.to(torch.int32) if int(offsets[-1]) <= _ragged.INT32_MAX else offsets
 
 
 def _rewards(
-    rewards: Sequence[Any], cu_responses: torch.Tensor
+    rewards: Sequence[Any], per_token: torch.Tensor | None, cu_responses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (A,) per token and (N,) per row."""
-    if rewards_are_per_token(OP, rewards):
-        flat = _flat(rewards, torch.float32)
-        return flat, torch.segment_reduce(
-            flat.double(), "sum", offsets=cu_responses.long(), initial=0
-        ).float()
-    per_row = torch.tensor([float(r) for r in rewards], dtype=torch.float32)
+    """Return (A,) rewards per token and (N,) per row."""
+    if per_token is not None:
+        sums = segment_sums(per_token.numpy(), cu_responses.numpy(), np.float64)
+        return per_token, torch.from_numpy(sums.astype(np.float32))
+    per_row = torch.from_numpy(np.array(rewards, dtype=np.float32))
     flat = torch.zeros(int(cu_responses[-1]), dtype=torch.float32)
     filled = cu_responses.diff() > 0
     flat[cu_responses[1:][filled].long() - 1] = per_row[filled]
@@ -137,4 +137,4 @@ def _experts(rows: Sequence[Any] | None) -> tuple[torch.Tensor | None, torch.Ten
     dtype = next(d for d in (np.uint8, np.int16, np.int32) if largest <= np.iinfo(d).max)
     flat = np.concatenate([a.astype(dtype, copy=False) for a in captured])
     lengths = np.array([0 if a is None else len(a) for a in arrays], dtype=np.int64)
-    return torch.from_numpy(flat), _offsets(lengths)
+    return torch.from_numpy(flat), _offsets(torch.from_numpy(lengths))

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from skyrl_fast import _C
+from skyrl_fast.ops import _backend, _ragged
+from skyrl_fast.ops.pack import SIDES, row_starts
+from skyrl_fast.ops.padding_rows import check_pad_mode, write_padding_rows
+
 if TYPE_CHECKING:
     from skyrl_fast.batch import StepBatch
+
+OP = "StepBatch.padded"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,46 +47,59 @@ class PaddedBatch:
     pad_size: int
 
 
-def padded_batch(batch: StepBatch, pad_token_id: int, pad_size: int) -> PaddedBatch:
-    """Return the padded view of the batch with `pad_size` padding rows at the end."""
-    if pad_size < 0:
-        raise ValueError(f"padded: pad_size must be at least 0, got {pad_size}")
+def padded_batch(
+    batch: StepBatch, pad_token_id: int, pad_size: int, pad_mode: str = "repeat"
+) -> PaddedBatch:
+    """Return the padded view with `pad_size` padding rows at the end; modes as in `pad_batch`."""
+    check_pad_mode(OP, pad_size, pad_mode)
     if pad_size and batch.num_rows == 0:
-        raise ValueError("padded: an empty batch has no row 0 to copy into padding rows")
-    response_mask = torch.ones(batch.loss_mask.shape[0], dtype=torch.int64)
-    attention = torch.ones(batch.num_tokens, dtype=torch.int64)
-    cu_seqlens, cu_responses = batch.cu_seqlens, batch.cu_responses
-    loss_mask = _right_aligned(batch.loss_mask.float(), cu_responses, 0, pad_size)
-    loss_mask[batch.num_rows :] = 0
-    logprobs = batch.rollout_logprobs
+        raise ValueError(f"{OP}: an empty batch has no row 0 to repeat in padding rows")
+    num_rows = batch.num_rows
+    lengths, response_lengths = batch.lengths.long(), batch.response_lengths.long()
+    sides = {"token": lengths, "response": response_lengths}
+    shapes = {
+        side: (num_rows + pad_size, int(of_row.max()) if num_rows else 0)
+        for side, of_row in sides.items()
+    }
+    columns: dict[str, tuple[str, torch.Tensor | None, float | None]] = {
+        "sequences": ("token", batch.tokens, pad_token_id),
+        "attention_mask": ("token", None, None),
+        "response_mask": ("response", None, None),
+        "rewards": ("response", batch.rewards, 0.0),
+        "loss_mask": ("response", batch.loss_mask, 0.0),
+    }
+    if batch.rollout_logprobs is not None:
+        columns["rollout_logprobs"] = ("response", batch.rollout_logprobs, 0.0)
+    tensors: dict[str, torch.Tensor] = {}
+    copies: list[tuple[Any, ...]] = []
+    fills: list[tuple[Any, ...]] = []
+    for name, (side, values, pad_value) in columns.items():
+        floating = side == "response" and values is not None
+        dtype = torch.float32 if floating else torch.int64
+        tensors[name] = out = _backend.empty(shapes[side], dtype)
+        fills.append(
+            (out, sides[side], SIDES["left"], None if values is None else float(pad_value))
+        )
+        if values is not None:
+            offsets = batch.cu_seqlens if side == "token" else batch.cu_responses
+            field = _ragged.read_field(OP, name, (values, offsets))
+            starts = row_starts(sides[side], shapes[side][1], SIDES["left"])
+            copies += _ragged.copy_jobs(field, out, starts)
+    _C.fill_rows(OP, copies, fills, _backend.num_threads())
+    for name, tensor in tensors.items():
+        write_padding_rows(name, tensor, num_rows, pad_mode)
     return PaddedBatch(
-        sequences=_right_aligned(batch.tokens.long(), cu_seqlens, pad_token_id, pad_size),
-        attention_mask=_right_aligned(attention, cu_seqlens, 0, pad_size),
-        response_mask=_right_aligned(response_mask, cu_responses, 0, pad_size),
-        rewards=_right_aligned(batch.rewards, cu_responses, 0, pad_size),
-        loss_mask=loss_mask,
-        rollout_logprobs=(
-            None if logprobs is None else _right_aligned(logprobs, cu_responses, 0, pad_size)
-        ),
+        sequences=tensors["sequences"],
+        attention_mask=tensors["attention_mask"],
+        response_mask=tensors["response_mask"],
+        rewards=tensors["rewards"],
+        loss_mask=tensors["loss_mask"],
+        rollout_logprobs=tensors.get("rollout_logprobs"),
         rollout_expert_indices=_experts(batch, pad_size),
         uids=batch.row_uids + [f"pad{i}" for i in range(pad_size)],
         is_last_step=batch.is_last_step.tolist() + [True] * pad_size,
         pad_size=pad_size,
     )
-
-
-def _right_aligned(
-    values: torch.Tensor, offsets: torch.Tensor, fill: int, pad_size: int
-) -> torch.Tensor:
-    """Return (N + pad_size, width): each row at the right edge; padding rows repeat row 0."""
-    lengths = offsets.diff().long()
-    num_rows, width = lengths.numel(), int(lengths.max()) if lengths.numel() else 0
-    out = torch.full((num_rows + pad_size, width), fill, dtype=values.dtype)
-    row_ends = torch.arange(1, num_rows + 1) * width
-    shift = torch.repeat_interleave(row_ends - offsets[1:].long(), lengths)
-    out.view(-1)[torch.arange(values.numel()) + shift] = values
-    out[num_rows:] = out[:1]
-    return out
 
 
 def _experts(batch: StepBatch, pad_size: int) -> torch.Tensor | None:

@@ -217,8 +217,8 @@ class StepBatch:
     def rows(self, index: slice | Sequence[int] | np.ndarray | torch.Tensor) -> StepBatch:
         """Return these rows, in this order; groups and trajectories are numbered anew.
 
-        A slice of step 1 shares memory; anything else needs a batch on the CPU. Whatever looks at whole trajectories or groups
-        (advantages, row weights) must be there before they are split.
+        A slice of step 1 shares memory; other choices need a batch on the CPU. Whatever looks at
+        whole trajectories or groups (advantages, row weights) must be there before they are split.
 
         Args:
             index: a slice, row numbers, or (N,) bool.

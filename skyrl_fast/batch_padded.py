@@ -61,10 +61,10 @@ def padded_batch(
         side: (num_rows + pad_size, int(of_row.max()) if num_rows else 0)
         for side, of_row in sides.items()
     }
-    columns: dict[str, tuple[str, torch.Tensor | None, float | None]] = {
+    columns: dict[str, tuple[str, torch.Tensor | None, float]] = {  # side, values, pad value
         "sequences": ("token", batch.tokens, pad_token_id),
-        "attention_mask": ("token", None, None),
-        "response_mask": ("response", None, None),
+        "attention_mask": ("token", None, 0.0),
+        "response_mask": ("response", None, 0.0),
         "rewards": ("response", batch.rewards, 0.0),
         "loss_mask": ("response", batch.loss_mask, 0.0),
     }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "policy_loss.h"
 #include "tensor.h"
 
 namespace skyrl_fast {
@@ -52,5 +53,27 @@ void selected_logprob_backward_cpu(const LogitRows& logits, const Selection& sel
                                    const double* lse, const float* entropy,
                                    const float* grad_logprob, const float* grad_entropy,
                                    const LogitRows& grad, int num_threads);
+
+// The policy loss of each row's token; arrays are float [num_rows].
+struct TokenLossInputs {
+  LossKind loss = LossKind::kRegular;  // a loss of single tokens: not kGspo, kClipCov, kKlCov
+  KlKind kl = KlKind::kNone;
+  LossParams<float> params;
+  const float* anchor = nullptr;         // null: the log-probabilities themselves (ratio 1)
+  const float* advantages = nullptr;     // null only for kCrossEntropy
+  const float* reference = nullptr;      // for the KL penalty; null without
+  const float* token_weights = nullptr;  // multiply the policy loss, not the KL penalty; null: ones
+  const float* weights = nullptr;        // multiply both: the reduction
+};
+
+// Log-probability, weighted loss and gradient of each row in one visit: the gradient is written
+// while the row is still in the cache. Rows of mask 0 give 0 and are never read.
+//   logprob, loss  float [num_rows]
+//   entropy        float [num_rows], or null
+//   grad           rows for the gradient of the sum of `loss` with respect to the logits; may be
+//                  `logits` itself; null: no gradient
+void masked_logprob_loss_cpu(const LogitRows& logits, const Selection& selection,
+                             const TokenLossInputs& in, float* logprob, float* loss, float* entropy,
+                             const LogitRows* grad, int num_threads);
 
 }  // namespace skyrl_fast

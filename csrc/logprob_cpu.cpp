@@ -58,6 +58,32 @@ void for_each_row(const LogitRows& logits, int num_threads, const Fn& fn) {
   });
 }
 
+int64_t row_bytes(const LogitRows& logits) {
+  return logits.vocab * (logits.dtype == DType::kFloat32 ? 4 : 2);
+}
+
+struct WeightedLoss {
+  float value = 0.0f;
+  float grad = 0.0f;  // d value / d logprob
+};
+
+WeightedLoss weighted_loss(const TokenLossInputs& in, int64_t row, float logprob) {
+  const float anchor = in.anchor ? in.anchor[row] : logprob;
+  const float advantage = in.advantages ? in.advantages[row] : 0.0f;
+  const TokenLoss<float> token =
+      token_loss(in.loss, in.params, logprob, anchor, logprob - anchor, advantage, false);
+  const float token_weight = in.token_weights ? in.token_weights[row] : 1.0f;
+  WeightedLoss out{token_weight * token.value, token_weight * token.grad};
+  if (in.kl != KlKind::kNone) {
+    const TokenKl<float> kl = token_kl(in.kl, logprob, in.reference[row]);
+    out.value += in.params.kl_coef * kl.value;
+    out.grad += in.params.kl_coef * kl.grad;
+  }
+  out.value *= in.weights[row];
+  out.grad *= in.weights[row];
+  return out;
+}
+
 }  // namespace
 
 void selected_logprob_cpu(const LogitRows& logits, const Selection& selection, float* logprob,
@@ -83,17 +109,43 @@ void selected_logprob_backward_cpu(const LogitRows& logits, const Selection& sel
                                    const LogitRows& grad, int num_threads) {
   if (logits.num_rows == 0) return;
   const RowKernels& kernels = row_kernels(logits.dtype);
-  const int64_t row_bytes = logits.vocab * (logits.dtype == DType::kFloat32 ? 4 : 2);
   for_each_row(logits, num_threads, [&](int64_t r) {
     const RowGrads grads = {grad_logprob ? grad_logprob[r] : 0.0,
                             grad_entropy ? grad_entropy[r] : 0.0};
     if (!selection.has(r) || (grads.logprob == 0.0 && grads.entropy == 0.0)) {
-      std::memset(grad.row(r), 0, row_bytes);
+      std::memset(grad.row(r), 0, row_bytes(logits));
       return;
     }
     const RowStats stats = {0.0, lse[r], grads.entropy != 0.0 ? entropy[r] : 0.0};
     kernels.backward(logits.row(r), logits.vocab, selection.target_ids[r], selection.temperature,
                      stats, grads, grad.row(r));
+  });
+}
+
+void masked_logprob_loss_cpu(const LogitRows& logits, const Selection& selection,
+                             const TokenLossInputs& in, float* logprob, float* loss, float* entropy,
+                             const LogitRows* grad, int num_threads) {
+  if (logits.num_rows == 0) return;
+  check_targets(logits, selection);
+  const RowKernels& kernels = row_kernels(logits.dtype);
+  for_each_row(logits, num_threads, [&](int64_t r) {
+    RowStats stats = {0.0, 0.0, 0.0};
+    WeightedLoss weighted;
+    if (selection.has(r)) {
+      kernels.forward(logits.row(r), logits.vocab, selection.target_ids[r], selection.temperature,
+                      entropy != nullptr, &stats);
+      weighted = weighted_loss(in, r, static_cast<float>(stats.logprob));
+    }
+    logprob[r] = static_cast<float>(stats.logprob);
+    loss[r] = weighted.value;
+    if (entropy != nullptr) entropy[r] = static_cast<float>(stats.entropy);
+    if (grad == nullptr) return;
+    if (weighted.grad == 0.0f) {
+      std::memset(grad->row(r), 0, row_bytes(logits));
+    } else {
+      kernels.backward(logits.row(r), logits.vocab, selection.target_ids[r], selection.temperature,
+                       stats, {weighted.grad, 0.0}, grad->row(r));
+    }
   });
 }
 

@@ -9,6 +9,7 @@ from skyrl_fast.ops.batch_tensors import (
     router_padding_mask,
 )
 from skyrl_fast.ops.logprob import linear_logprob, selected_logprob
+from skyrl_fast.ops.masked_logprob_loss import MaskedLogprobLoss, masked_logprob_loss
 from skyrl_fast.ops.pack import pack_steps, pad_steps, unpack_steps
 from skyrl_fast.ops.padding_rows import pad_batch, pad_training_input_batch, padding_metadata
 from skyrl_fast.ops.varlen import Varlen, padded_to_varlen, varlen_to_padded
@@ -17,12 +18,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Concat",
+    "MaskedLogprobLoss",
     "Ragged",
     "Varlen",
     "__version__",
     "convert_prompts_responses_to_batch_tensors",
     "group_advantage",
     "linear_logprob",
+    "masked_logprob_loss",
     "pack_steps",
     "pad_batch",
     "pad_steps",

@@ -2,10 +2,12 @@
 #include "logprob.h"
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <limits>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "bindings/borrow.h"
 #include "bindings/ops.h"
@@ -84,6 +86,16 @@ struct Inputs {
   Selection selection;
 };
 
+// Rows for the gradient: as many, as wide, and of the same dtype as the logits.
+LogitRows rows_like(const TensorView& grad, const Inputs& in) {
+  const LogitRows rows = rows_of(grad);
+  check_dtype(grad, in.rows.dtype);
+  if (rows.num_rows != in.rows.num_rows || rows.vocab != in.rows.vocab) {
+    fail(grad, "of shape " + in.logits->shape_string(), "shape " + grad.shape_string());
+  }
+  return rows;
+}
+
 void selected_logprob(py::handle logits, py::handle targets, py::handle mask, double temperature,
                       py::handle logprob_obj, py::handle lse_obj, py::handle entropy_obj,
                       int num_threads) {
@@ -105,11 +117,7 @@ void selected_logprob_backward(py::handle logits, py::handle targets, py::handle
                                py::handle grad_obj, int num_threads) {
   const Inputs in(logits, targets, mask, temperature);
   const Borrowed grad(grad_obj, kOp, "grad");
-  const LogitRows grad_rows = rows_of(*grad);
-  check_dtype(*grad, in.rows.dtype);
-  if (grad_rows.num_rows != in.rows.num_rows || grad_rows.vocab != in.rows.vocab) {
-    fail(*grad, "of shape " + in.logits->shape_string(), "shape " + grad->shape_string());
-  }
+  const LogitRows grad_rows = rows_like(*grad, in);
   const Borrowed lse(lse_obj, kOp, "lse");
   const MaybeBorrowed entropy(entropy_obj, "entropy");
   const MaybeBorrowed grad_logprob(grad_logprob_obj, "grad_logprob");
@@ -128,11 +136,71 @@ void selected_logprob_backward(py::handle logits, py::handle targets, py::handle
                                 grad_entropy_data, grad_rows, num_threads);
 }
 
+// params: clip_low, clip_high, clip_ratio_c, tau_pos, tau_neg, delta_low, delta_high, kl_coef.
+LossParams<float> loss_params(const std::vector<float>& p) {
+  constexpr size_t kNumParams = 8;
+  if (p.size() != kNumParams) {
+    throw std::invalid_argument("masked_logprob_loss: params must be 8 numbers, got " +
+                                std::to_string(p.size()));
+  }
+  LossParams<float> params;
+  params.clip_low = p[0];
+  params.clip_high = p[1];
+  params.clip_ratio_c = p[2];
+  params.tau_pos = p[3];
+  params.tau_neg = p[4];
+  params.delta_low = p[5];
+  params.delta_high = p[6];
+  params.kl_coef = p[7];
+  return params;
+}
+
+void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask, double temperature,
+                         int loss, int kl, const std::vector<float>& params, py::handle anchor_obj,
+                         py::handle advantages_obj, py::handle reference_obj,
+                         py::handle token_weights_obj, py::handle weights_obj,
+                         py::handle logprob_obj, py::handle loss_obj, py::handle entropy_obj,
+                         py::handle grad_obj, int num_threads) {
+  const Inputs in(logits, targets, mask, temperature);
+  const int64_t n = in.rows.num_rows;
+  const MaybeBorrowed anchor(anchor_obj, "anchor"), advantages(advantages_obj, "advantages");
+  const MaybeBorrowed reference(reference_obj, "ref_logprobs");
+  const MaybeBorrowed token_weights(token_weights_obj, "token_weights");
+  const MaybeBorrowed entropy(entropy_obj, "entropy");
+  const Borrowed weights(weights_obj, kOp, "weights"), logprob(logprob_obj, kOp, "logprob");
+  const Borrowed losses(loss_obj, kOp, "loss");
+  TokenLossInputs token;
+  token.loss = static_cast<LossKind>(loss);
+  token.kl = static_cast<KlKind>(kl);
+  token.params = loss_params(params);
+  token.anchor = anchor.per_row_or_null<float>(DType::kFloat32, n);
+  token.advantages = advantages.per_row_or_null<float>(DType::kFloat32, n);
+  token.reference = reference.per_row_or_null<float>(DType::kFloat32, n);
+  token.token_weights = token_weights.per_row_or_null<float>(DType::kFloat32, n);
+  token.weights = per_row<float>(weights, DType::kFloat32, n);
+  if (token.kl != KlKind::kNone && token.reference == nullptr) {
+    throw std::invalid_argument("masked_logprob_loss: ref_logprobs must be given for a KL penalty");
+  }
+  float* logprob_data = per_row<float>(logprob, DType::kFloat32, n);
+  float* loss_data = per_row<float>(losses, DType::kFloat32, n);
+  float* entropy_data = entropy.per_row_or_null<float>(DType::kFloat32, n);
+  std::optional<Borrowed> grad;
+  LogitRows grad_rows;
+  if (!grad_obj.is_none()) {
+    grad.emplace(grad_obj, kOp, "grad");
+    grad_rows = rows_like(**grad, in);
+  }
+  py::gil_scoped_release release;
+  masked_logprob_loss_cpu(in.rows, in.selection, token, logprob_data, loss_data, entropy_data,
+                          grad ? &grad_rows : nullptr, num_threads);
+}
+
 }  // namespace
 
 void bind_logprob(py::module_& m) {
   m.def("selected_logprob", &selected_logprob);
   m.def("selected_logprob_backward", &selected_logprob_backward);
+  m.def("masked_logprob_loss", &masked_logprob_loss);
   m.def("set_simd_level", &set_simd_level);
   m.def("simd_level", [] { return simd_level_name(simd_level()); });
 }

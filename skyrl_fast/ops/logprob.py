@@ -62,21 +62,21 @@ def selected_logprob(
         >>> selected_logprob(torch.tensor([[0.0, 0.0], [0.0, 50.0]]), torch.tensor([1, 1]))
         tensor([-0.6931,  0.0000])
     """
-    _check_logits(logits)
-    _check_selection(OP, logits, "logits", target_ids, mask, temperature)
+    check_logits(OP, logits)
+    check_selection(OP, logits, "logits", target_ids, mask, temperature)
     shape = target_ids.shape
     targets = target_ids.reshape(-1).to(torch.int64).contiguous()
-    keep = _as_uint8(mask)
+    keep = as_uint8(mask)
     native = _backend.select(OP, logits, target_ids, backend=backend) == "native"
     if native and logits.dtype in KERNEL_DTYPES:
-        rows = _rows(logits)
+        rows = kernel_rows(OP, logits)
         if inplace_backward:
-            _check_no_overlap(rows)
+            check_no_overlap(OP, rows)
         logprob, entropy, _ = torch.ops.skyrl_fast.selected_logprob(
             rows, targets, keep, temperature, return_entropy, inplace_backward
         )
     else:
-        _check_targets(OP, targets, keep, logits.shape[-1])
+        check_targets(OP, targets, keep, logits.shape[-1])
         rows = logits.reshape(-1, logits.shape[-1])
         logprob, entropy = reference.selected_logprob(rows, targets, keep, temperature)
     if return_entropy:
@@ -84,18 +84,19 @@ def selected_logprob(
     return logprob.view(shape)
 
 
-def _check_logits(logits: torch.Tensor) -> None:
+def check_logits(op: str, logits: torch.Tensor) -> None:
+    """Check what a kernel needs of logits (..., V) alone."""
     if not isinstance(logits, torch.Tensor):
-        raise TypeError(f"{OP}: logits must be a torch tensor, got {type(logits).__name__}")
+        raise TypeError(f"{op}: logits must be a torch tensor, got {type(logits).__name__}")
     if logits.dim() < 1 or logits.shape[-1] < 1:
-        raise ValueError(f"{OP}: logits must be (..., V) with V >= 1, got {tuple(logits.shape)}")
+        raise ValueError(f"{op}: logits must be (..., V) with V >= 1, got {tuple(logits.shape)}")
     if logits.stride(-1) != 1 and logits.shape[-1] != 1:
         raise ValueError(
-            f"{OP}: logits must be contiguous in the last dimension, got stride {logits.stride(-1)}"
+            f"{op}: logits must be contiguous in the last dimension, got stride {logits.stride(-1)}"
         )
 
 
-def _check_selection(
+def check_selection(
     op: str,
     scores: torch.Tensor,
     name: str,
@@ -124,14 +125,16 @@ def _check_selection(
         raise ValueError(f"{op}: temperature must be positive and finite, got {temperature}")
 
 
-def _as_uint8(mask: torch.Tensor | None) -> torch.Tensor | None:
+def as_uint8(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a mask of any dtype as (M,) uint8, 1 where it is not 0."""
     if mask is None:
         return None
     keep = mask.detach() if mask.dtype == torch.bool else mask.detach() != 0
     return keep.reshape(-1).contiguous().view(torch.uint8)
 
 
-def _check_targets(op: str, targets: torch.Tensor, keep: torch.Tensor | None, vocab: int) -> None:
+def check_targets(op: str, targets: torch.Tensor, keep: torch.Tensor | None, vocab: int) -> None:
+    """Check that unmasked targets are in [0, vocab)."""
     bad = (targets < 0) | (targets >= vocab)
     if keep is not None:
         bad = bad & (keep != 0)
@@ -143,7 +146,7 @@ def _check_targets(op: str, targets: torch.Tensor, keep: torch.Tensor | None, vo
         )
 
 
-def _rows(logits: torch.Tensor) -> torch.Tensor:
+def kernel_rows(op: str, logits: torch.Tensor) -> torch.Tensor:
     """Return logits as (rows, V) or (outer, inner, V), without a copy."""
     if logits.dim() == 1:
         return logits.unsqueeze(0)
@@ -158,17 +161,18 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
             strides.append(stride)
     if len(sizes) > 2:
         raise ValueError(
-            f"{OP}: logits must have rows that two nested strides can walk, got shape "
+            f"{op}: logits must have rows that two nested strides can walk, got shape "
             f"{tuple(logits.shape)} with strides {logits.stride()}; call .contiguous() first"
         )
     return logits.view(*sizes, logits.shape[-1])
 
 
-def _check_no_overlap(rows: torch.Tensor) -> None:
+def check_no_overlap(op: str, rows: torch.Tensor) -> None:
+    """Check that rows of logits may be written in place."""
     for size, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
         if size > 1 and stride < rows.shape[-1]:
             raise ValueError(
-                f"{OP}: with inplace_backward, rows of logits must not overlap, got strides "
+                f"{op}: rows of logits must not overlap to be written in place, got strides "
                 f"{rows.stride()}"
             )
 
@@ -220,7 +224,7 @@ def linear_logprob(
     if mask is not None:
         rows = (mask.reshape(-1) != 0).nonzero().squeeze(1)
         hidden, targets = hidden[rows], targets[rows]
-    _check_targets(LINEAR_OP, targets, None, lm_head_weight.shape[0])
+    check_targets(LINEAR_OP, targets, None, lm_head_weight.shape[0])
     native = _backend.select(LINEAR_OP, hidden, lm_head_weight, backend=backend) == "native"
     if native and hidden.dtype in KERNEL_DTYPES:
         vocab_bytes = lm_head_weight.shape[0] * hidden.element_size()
@@ -261,7 +265,7 @@ def _check_linear(
         )
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"{LINEAR_OP}: chunk_rows must be positive, got {chunk_rows}")
-    _check_selection(LINEAR_OP, hidden, "hidden", target_ids, mask, temperature)
+    check_selection(LINEAR_OP, hidden, "hidden", target_ids, mask, temperature)
 
 
 def _spread(values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:

@@ -1,0 +1,226 @@
+"""selected_logprob beside torch's formulations, on logits that fill memory, not the cache.
+
+Floors, of L bytes of logits: forward L read; forward and backward 2 L read and L written, or, where
+the loss is known in the same visit, L read and L written. Ours returns the entropy as well, the
+others do not. "read floor" sums the logits' bytes as float32 by torch.sum.
+
+Logits are refilled before each contender: a gradient in place leaves none behind.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.baselines import logprob as baselines
+from skyrl_fast import _C, linear_logprob, masked_logprob_loss, selected_logprob
+
+SIZES = {"4096x151936": (4096, 151_936), "1024x32000": (1024, 32_000)}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SLOW_ROUNDS, FAST_ROUNDS = 2, 7  # of those that take seconds, and of ours
+
+Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def ours(logits: torch.Tensor, targets: torch.Tensor, **options: object) -> torch.Tensor:
+    return selected_logprob(logits, targets, return_entropy=True, **options)[0]
+
+
+@functools.cache
+def compiled() -> Function:
+    return torch.compile(baselines.log_softmax_gather, dynamic=True)
+
+
+def read_floor(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return logits.detach().view(torch.float32).sum()
+
+
+FORWARD: dict[str, Function] = {
+    "skyrl_fast": ours,
+    "torch.compile": lambda x, t: compiled()(x, t),
+    "cross_entropy": baselines.cross_entropy,
+    "log_softmax_gather": baselines.log_softmax_gather,
+    "logsumexp_rows": baselines.logsumexp_rows,
+    "logsumexp_whole": baselines.logsumexp_whole,
+    "read_floor": read_floor,
+}
+BACKWARD = [
+    "skyrl_fast",
+    "skyrl_fast_loss",
+    "skyrl_fast_new_tensor",
+    "torch.compile",
+    "cross_entropy",
+    "log_softmax_gather",
+]
+LARGE_FORWARD = ["skyrl_fast", "torch.compile", "cross_entropy", "log_softmax_gather", "read_floor"]
+
+
+@functools.lru_cache(maxsize=1)
+def buffer(size: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, vocab = SIZES[size]
+    targets = torch.randint(0, vocab, (rows,), generator=torch.Generator().manual_seed(1))
+    return torch.empty(rows, vocab, dtype=DTYPES[dtype]), targets
+
+
+def fresh(size: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    logits, targets = buffer(size, dtype)
+    row = torch.randn(2 * logits.shape[1], generator=torch.Generator().manual_seed(2)) * 3
+    with torch.no_grad():
+        for r in range(logits.shape[0]):  # the same numbers, elsewhere in each row
+            start = 997 * r % logits.shape[1]
+            logits[r] = row[start : start + logits.shape[1]]
+    return logits, targets
+
+
+def check(function: Function, logits: torch.Tensor, targets: torch.Tensor) -> None:
+    got = function(logits[:3], targets[:3]).detach()
+    want = baselines.log_softmax_gather(logits[:3].double(), targets[:3])
+    # Those that compute in bfloat16 are off by up to 2^-8 of 16.
+    loose = got.dtype == torch.bfloat16 or logits.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=0.07 if loose else 1e-4)
+
+
+def forward_backward(name: str, logits: torch.Tensor, targets: torch.Tensor) -> None:
+    leaf = logits.detach().requires_grad_()
+    weight = 1.0 / targets.numel()
+    if name == "skyrl_fast_loss":
+        loss = masked_logprob_loss(leaf, targets, None, None, loss="cross_entropy", inplace=True)[0]
+        loss.backward()
+        return
+    function = FORWARD.get(name, ours)
+    options = {"inplace_backward": True} if name == "skyrl_fast" else {}
+    (function(leaf, targets, **options) * weight).sum().backward()
+
+
+def timed(benchmark, function, size: str, dtype: str, threads: int, ours: bool, copies: int):
+    logits, targets = fresh(size, dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        rounds = FAST_ROUNDS if ours or logits.nbytes < 1 << 28 else SLOW_ROUNDS
+        benchmark.pedantic(function, args=(logits, targets), rounds=rounds, warmup_rounds=1)
+    finally:
+        torch.set_num_threads(before)
+    num_bytes = logits.nbytes * copies
+    benchmark.extra_info["bytes"] = num_bytes
+    benchmark.extra_info["gb_per_s"] = num_bytes / benchmark.stats.stats.min / 1e9
+
+
+def cases(size: str, small: list[str], large: list[str]) -> list[str]:
+    return large if SIZES[size][0] * SIZES[size][1] > 1 << 28 else small
+
+
+@pytest.mark.parametrize("contender", list(FORWARD))
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("size", list(SIZES))
+def test_forward(benchmark, size: str, dtype: str, threads: int, contender: str) -> None:
+    if contender not in cases(size, list(FORWARD), LARGE_FORWARD):
+        pytest.skip("one that takes long at this size, and is never the fastest")
+    benchmark.group = f"logprob forward {size} {dtype} {threads}T"
+    function = FORWARD[contender]
+    if contender != "read_floor":
+        check(function, *fresh(size, dtype))
+    with torch.no_grad():
+        fast = contender in ("skyrl_fast", "read_floor")
+        timed(benchmark, function, size, dtype, threads, fast, 1)
+
+
+@pytest.mark.parametrize("contender", BACKWARD)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("size", list(SIZES))
+def test_forward_backward(benchmark, size: str, dtype: str, threads: int, contender: str) -> None:
+    if contender == "log_softmax_gather" and size == "4096x151936":
+        pytest.skip("four times the logits in memory, and never the fastest")
+    benchmark.group = f"logprob forward+backward {size} {dtype} {threads}T"
+    function = functools.partial(forward_backward, contender)
+    fast = contender in ("skyrl_fast", "skyrl_fast_loss")
+    timed(benchmark, function, size, dtype, threads, fast, 2 if contender.endswith("loss") else 3)
+
+
+@pytest.mark.parametrize("trained", [100, 30])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_trained_rows(benchmark, dtype: str, trained: int) -> None:
+    benchmark.group = f"logprob forward 4096x151936 {dtype} 1T, percent of rows trained"
+    mask = torch.rand(4096, generator=torch.Generator().manual_seed(3)) < trained / 100
+    function = functools.partial(ours, mask=mask)
+    with torch.no_grad():
+        timed(benchmark, function, "4096x151936", dtype, 1, True, 1)
+
+
+@pytest.mark.parametrize("level", ["avx512", "avx2", "baseline"])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_simd_levels(benchmark, dtype: str, level: str) -> None:
+    benchmark.group = f"logprob forward 1024x32000 {dtype} 1T, SIMD level"
+    before = _C.simd_level()
+    try:
+        _C.set_simd_level(level)
+    except ValueError as missing:
+        pytest.skip(str(missing))
+    try:
+        with torch.no_grad():
+            timed(benchmark, ours, "1024x32000", dtype, 1, True, 1)
+    finally:
+        _C.set_simd_level(before)
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Bytes of memory that a call adds at its peak, from the kernel's high-water mark (Linux)."""
+
+    def read(field: str) -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split(field + ":")[1].split()[0]) << 10
+
+    Path("/proc/self/clear_refs").write_text("5")  # peak := present
+    before = read("VmRSS")
+    function()
+    return max(0, read("VmHWM") - before)
+
+
+@pytest.mark.parametrize("contender", [c for c in BACKWARD if c != "logsumexp_rows"])
+def test_extra_memory(benchmark, contender: str) -> None:
+    size, dtype = "1024x32000", "fp32"
+    benchmark.group = f"logprob forward+backward {size} {dtype}, extra memory"
+    logits, targets = fresh(size, dtype)
+    function = functools.partial(forward_backward, contender, logits, targets)
+    function()
+    extra = peak_bytes(function)
+    benchmark.extra_info["extra_memory_of_logits"] = extra / logits.nbytes
+    benchmark.pedantic(function, rounds=3)
+
+
+LINEAR = (512, 896, 151_936)  # rows, hidden, vocab: a 0.5 B model's head
+
+
+@pytest.mark.parametrize("contender", ["skyrl_fast", "torch_whole_logits", "torch_trained_rows"])
+def test_linear(benchmark, contender: str) -> None:
+    """Forward and backward with 30 % of the rows trained."""
+    rows, hidden, vocab = LINEAR
+    benchmark.group = f"linear_logprob {rows}x{hidden}x{vocab} fp32 2T, 30 % trained"
+    g = torch.Generator().manual_seed(4)
+    h = torch.randn(rows, hidden, generator=g).requires_grad_()
+    w = (torch.randn(vocab, hidden, generator=g) * hidden**-0.5).requires_grad_()
+    targets = torch.randint(0, vocab, (rows,), generator=g)
+    mask = torch.rand(rows, generator=g) < 0.3
+
+    def run() -> None:
+        h.grad = w.grad = None
+        if contender == "skyrl_fast":
+            logprob = linear_logprob(h, w, targets, mask=mask)
+        elif contender == "torch_trained_rows":
+            logprob = baselines.cross_entropy(h[mask] @ w.T, targets[mask])
+        else:
+            logprob = baselines.cross_entropy(h @ w.T, targets) * mask
+        logprob.sum().backward()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        benchmark.pedantic(run, rounds=2, warmup_rounds=1)
+    finally:
+        torch.set_num_threads(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -91,6 +92,7 @@ def hf_logprobs(model: torch.nn.Module, sequences: list[list[int]]) -> list[list
 
 @needs_vllm
 @pytest.mark.vllm
+@pytest.mark.timeout(900)  # two cores that others use too; alone it takes well under a minute
 def test_real_vllm_generates_updates_and_refuses_stale_weights(
     tiny_model_folder: Path, tiny_tokenizer: object, tmp_path: Path
 ) -> None:
@@ -113,6 +115,7 @@ async def _drive_real_engine(folder: Path, tokenizer, tmp_path: Path) -> None:
         await _updates_are_verified(engine, model, prompts)
         with pytest.raises(EngineError, match="refused"):
             await engine.generate([1] * 300, SamplingParams(), session_id="a", policy_version=0)
+        _interrupts_do_not_reach(_descendants(os.getpid()))
     assert "vllm" in log_file.read_text().lower()
     await engine.close()  # twice is fine
 
@@ -205,3 +208,26 @@ async def _updates_are_verified(engine: VllmEngine, model, prompts) -> None:
     with pytest.raises(WeightSyncError, match=r"got no new values.*down_proj"):
         await engine.update_weights(incomplete)
     await sync.update(model.state_dict())
+
+
+def _descendants(pid: int) -> list[int]:
+    children = [
+        int(child)
+        for thread in Path(f"/proc/{pid}/task").iterdir()
+        for child in (thread / "children").read_text().split()
+    ]
+    return [found for child in children for found in (child, *_descendants(child))]
+
+
+def _interrupts_do_not_reach(pids: list[int]) -> None:
+    """Ctrl-C ends the trainer in good order; the engine's processes must not die of it."""
+    bit = 1 << (signal.SIGINT - 1)
+    deaf = []
+    for pid in pids:
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
+        deaf.append(any(int(status[mask], 16) & bit for mask in ("SigBlk", "SigIgn")))
+    assert len(pids) >= 2  # the engine core and its worker
+    assert all(deaf)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())

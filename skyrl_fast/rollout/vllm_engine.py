@@ -9,12 +9,14 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from skyrl_fast.rollout.weight_update import WeightsFile, WeightSyncError
 log = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "skyrl_fast.rollout.weight_update.WeightUpdateExtension"
+CLOSE_SECONDS = 10.0  # for the engine's processes to end by themselves
 LOG_TAIL_LINES = 15  # of vLLM's log, quoted when the engine dies
 INSTALL_HINT = (
     "vLLM is not installed in this environment. On a machine with an NVIDIA GPU: "
@@ -120,7 +123,7 @@ class VllmEngine:
             raise EngineDeadError(INSTALL_HINT)
         _check_model_folder(self._config.model)
         started = time.perf_counter()
-        with _environment(_engine_environment(self._config)):
+        with _environment(_engine_environment(self._config)), _interrupts_blocked():
             # Building blocks this thread for seconds; nothing else is running yet.
             try:
                 self._llm = self._build()
@@ -142,7 +145,7 @@ class VllmEngine:
         """Stop the engine's processes; closing twice is fine."""
         llm, self._llm = self._llm, None
         if llm is not None:
-            await asyncio.to_thread(llm.shutdown)
+            await asyncio.to_thread(llm.shutdown, CLOSE_SECONDS)
 
     async def generate(
         self,
@@ -375,7 +378,11 @@ def _model_length(model: str) -> int:
 
 def _engine_environment(config: VllmConfig) -> dict[str, str]:
     """Environment variables that vLLM and its processes read at their start."""
-    result = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+    result = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a warning about memory binding at every start
+    }
     if config.log_file is not None:
         result["VLLM_LOGGING_LEVEL"] = "INFO"
         result["VLLM_LOGGING_CONFIG_PATH"] = _logging_config(config.log_file)
@@ -425,3 +432,18 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
         for name in set(os.environ) - set(before):
             del os.environ[name]
         os.environ.update(before)
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Processes started inside never see Ctrl-C, so that the trainer can end in good order.
+
+    A terminal sends it to all processes at once, and vLLM's would die of it in the middle of a
+    rollout. `VllmEngine.close` ends them by SIGTERM.
+    """
+    resource_tracker.ensure_running()  # starting it later would unblock the signal again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

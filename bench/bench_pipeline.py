@@ -2,7 +2,8 @@
 
 Contenders: SkyRL's own trainer methods where `skyrl` can be imported, the same steps restated with
 NumPy padding, both also with warm pages and the garbage collector off, and ours with 1 and 2
-threads. Tokens per second in extra_info count prompt and response tokens of all rows.
+threads, in new memory at each call and with the padded tensors' memory reused. Tokens per second in
+extra_info count prompt and response tokens of all rows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from bench import _data
 from bench.baselines.pipeline import Restated, load_skyrl, warm_pages
 from skyrl_fast.advantages import advantages
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch_padded import PaddedBatch
 from skyrl_fast.metrics import reward_metrics
 
 DP_SIZE = 8
@@ -29,6 +31,8 @@ CONTENDERS = (
     "skyrl_numpy_warm",
     "skyrl_fast_1_thread",
     "skyrl_fast_2_threads",
+    "skyrl_fast_1_thread_reused",
+    "skyrl_fast_2_threads_reused",
 )
 ROUNDS = {"medium": 15, "large": 5}
 
@@ -36,8 +40,10 @@ ROUNDS = {"medium": 15, "large": 5}
 class Ours:
     """The same pipeline by this package."""
 
-    def __init__(self, samples_per_prompt: int) -> None:
+    def __init__(self, samples_per_prompt: int, reuse: bool) -> None:
         self.samples_per_prompt = samples_per_prompt
+        self.reuse = reuse
+        self.old: PaddedBatch | None = None
 
     def prepare(self, output: dict[str, Any]) -> dict[str, Any]:
         """Return the output without what SkyRL passes beside it; not timed."""
@@ -46,7 +52,9 @@ class Ours:
     def run(self, output: dict[str, Any], uids: list[str]) -> dict[str, Any]:
         """Return the tensors that training reads, and the mean reward; timed."""
         batch = StepBatch.from_generator_output(output, step_wise=True)
-        padded = batch.padded(_data.PAD_TOKEN_ID, pad_size=-batch.num_rows % DP_SIZE)
+        pad_size = -batch.num_rows % DP_SIZE
+        padded = batch.padded(_data.PAD_TOKEN_ID, pad_size=pad_size, reuse=self.old)
+        self.old = padded if self.reuse else None
         metrics = reward_metrics(batch, samples_per_prompt=self.samples_per_prompt)
         return {
             "sequences": padded.sequences,
@@ -81,8 +89,8 @@ def _check(got: dict[str, Any], size: str) -> None:
 @pytest.mark.parametrize("contender", CONTENDERS)
 def test_pipeline(benchmark: Any, contender: str, size: str) -> None:
     samples = _data.SHAPES[size].samples_per_prompt
-    threads = 2 if contender.endswith("2_threads") else 1
-    peer: Any = Ours(samples)
+    threads = 2 if "2_threads" in contender else 1
+    peer: Any = Ours(samples, reuse=contender.endswith("reused"))
     if contender.startswith("skyrl_numpy"):
         peer = Restated(samples, _data.PAD_TOKEN_ID, DP_SIZE)
     elif not contender.startswith("skyrl_fast"):

@@ -221,6 +221,22 @@ def test_padding_rows_copy_row_0_with_loss_mask_0_and_are_trajectories_of_their_
     assert padded.pad_size == 7
 
 
+def test_padded_can_reuse_the_memory_of_an_earlier_result():
+    large = StepBatch.from_generator_output(worked_output())
+    small = StepBatch.from_generator_output(default_output(), uids=DEFAULT_UIDS)
+    old = large.padded(9, pad_size=2)
+    place = old.sequences.data_ptr()
+    got, want = small.padded(9, reuse=old), small.padded(9)
+    assert got.sequences.data_ptr() == place
+    again = large.padded(9, pad_size=2, reuse=got)
+    assert again.sequences.data_ptr() == place
+    for name in ("attention_mask", "response_mask", "rewards", "loss_mask"):
+        fresh = large.padded(9, pad_size=2)
+        assert torch.equal(getattr(again, name), getattr(fresh, name)), name
+    assert want.rollout_logprobs is None
+    assert small.padded(9, reuse=again).sequences.tolist() == want.sequences.tolist()
+
+
 def test_routes_lie_on_the_first_tokens_and_missing_ones_are_distinct_dummies():
     output = default_output()
     routes = np.arange(2 * 1 * 2, dtype=np.int64).reshape(2, 1, 2) + 5

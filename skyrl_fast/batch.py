@@ -171,14 +171,26 @@ class StepBatch:
         )
 
     def padded(
-        self, pad_token_id: int, *, pad_size: int = 0, pad_mode: str = "repeat"
+        self,
+        pad_token_id: int,
+        *,
+        pad_size: int = 0,
+        pad_mode: str = "repeat",
+        reuse: PaddedBatch | None = None,
     ) -> PaddedBatch:
-        """Return SkyRL's seven padded tensors, with `pad_size` padding rows already in place.
+        """Return SkyRL's seven padded tensors; nothing is truncated.
 
-        See `PaddedBatch` for the tensors and `ops.padding_rows.pad_batch` for the modes; nothing
-        is truncated.
+        Args:
+            pad_token_id: fills `sequences` left of each row.
+            pad_size: padding rows to add, already in place.
+            pad_mode: what they hold, "repeat" or "cheap", as in `ops.padding_rows.pad_batch`.
+            reuse: an earlier result that nobody reads any more: its memory is written again where
+                it is large enough. New memory costs more to map than to fill.
+
+        Raises:
+            ValueError: a negative `pad_size`, or padding rows for an empty batch.
         """
-        return padded_batch(self, pad_token_id, pad_size, pad_mode)
+        return padded_batch(self, pad_token_id, pad_size, pad_mode, reuse)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the batch to one safetensors file, the names as JSON in its header. Atomic."""

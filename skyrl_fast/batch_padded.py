@@ -48,9 +48,13 @@ class PaddedBatch:
 
 
 def padded_batch(
-    batch: StepBatch, pad_token_id: int, pad_size: int, pad_mode: str = "repeat"
+    batch: StepBatch,
+    pad_token_id: int,
+    pad_size: int,
+    pad_mode: str = "repeat",
+    reuse: PaddedBatch | None = None,
 ) -> PaddedBatch:
-    """Return the padded view with `pad_size` padding rows at the end; modes as in `pad_batch`."""
+    """Return the padded view of a batch; arguments and errors as `StepBatch.padded`."""
     check_pad_mode(OP, pad_size, pad_mode)
     if pad_size and batch.num_rows == 0:
         raise ValueError(f"{OP}: an empty batch has no row 0 to repeat in padding rows")
@@ -76,7 +80,7 @@ def padded_batch(
     for name, (side, values, pad_value) in columns.items():
         floating = side == "response" and values is not None
         dtype = torch.float32 if floating else torch.int64
-        tensors[name] = out = _backend.empty(shapes[side], dtype)
+        tensors[name] = out = _block(reuse and getattr(reuse, name), shapes[side], dtype)
         fills.append(
             (out, sides[side], SIDES["left"], None if values is None else float(pad_value))
         )
@@ -100,6 +104,14 @@ def padded_batch(
         is_last_step=batch.is_last_step.tolist() + [True] * pad_size,
         pad_size=pad_size,
     )
+
+
+def _block(old: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in the memory of `old` where that is large enough, else in new memory."""
+    num_bytes = shape[0] * shape[1] * dtype.itemsize
+    if old is None or old.dtype != dtype or old.untyped_storage().nbytes() < num_bytes:
+        return _backend.empty(shape, dtype)
+    return torch.empty(0, dtype=dtype).set_(old.untyped_storage(), 0, shape)
 
 
 def _experts(batch: StepBatch, pad_size: int) -> torch.Tensor | None:

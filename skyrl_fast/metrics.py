@@ -25,11 +25,10 @@ UNKNOWN_SOURCE = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class TrajectoryTable:
-    """What the metrics are made of: one entry per row or per trajectory, all arrays.
+class Outcomes:
+    """How each trajectory ended.
 
     Args:
-        prompt_lengths, response_lengths, trained_tokens: (N,) int64 per row.
         trajectory_ids: (N,) int32.
         last_rows: (J,) the last row of each trajectory.
         group_ids: (J,) int32.
@@ -37,9 +36,6 @@ class TrajectoryTable:
         positive_rewards: (J,) float64, sum of the positive ones of them.
     """
 
-    prompt_lengths: np.ndarray
-    response_lengths: np.ndarray
-    trained_tokens: np.ndarray
     trajectory_ids: np.ndarray
     last_rows: np.ndarray
     group_ids: np.ndarray
@@ -51,30 +47,35 @@ class TrajectoryTable:
         return np.bincount(self.trajectory_ids, weights=per_row, minlength=len(self.last_rows))
 
 
-def table_of_output(
+@dataclass(frozen=True, slots=True)
+class RowSizes:
+    """Tokens of each row, (N,) int64: of the prompt, of the response, and those trained."""
+
+    prompt: np.ndarray
+    response: np.ndarray
+    trained: np.ndarray
+
+
+def outcomes_of_output(
     output: Mapping[str, Any],
     uids: Sequence[str] | Sequence[int] | None = None,
     *,
-    op: str = "trajectory_table",
-) -> TrajectoryTable:
-    """Return the table of a valid generator output.
+    op: str = "outcomes_of_output",
+) -> Outcomes:
+    """Return how the trajectories of a valid generator output ended.
 
     Args:
         output: a generator output.
         uids: N prompt names. None: from `trajectory_ids`; without these each row is a group.
         op: the caller's public name, for messages.
     """
-    num_rows = len(output["response_ids"])
     if uids is None and output.get("trajectory_ids") is None:
-        uids = range(num_rows)
+        uids = range(len(output["response_ids"]))
     index = row_index(op, output, uids)
     last_rows = np.flatnonzero(index.is_last_step)
     finals = list(compress(output["rewards"], index.is_last_step.tolist()))
     rewards, positive = _final_rewards(finals)
-    return TrajectoryTable(
-        prompt_lengths=row_lengths(op, "prompt_token_ids", output["prompt_token_ids"]),
-        response_lengths=row_lengths(op, "response_ids", output["response_ids"]),
-        trained_tokens=np.fromiter(map(_row_sum, output["loss_masks"]), np.int64, num_rows),
+    return Outcomes(
         trajectory_ids=index.trajectory_ids,
         last_rows=last_rows,
         group_ids=index.group_ids[last_rows],
@@ -83,22 +84,44 @@ def table_of_output(
     )
 
 
-def table_of_batch(batch: StepBatch) -> TrajectoryTable:
-    """Return the table of a batch's real rows."""
+def outcomes_of_batch(batch: StepBatch) -> Outcomes:
+    """Return how the trajectories of a batch's real rows ended."""
     num_rows = batch.num_real_rows
-    cu_responses = batch.cu_responses[: num_rows + 1].numpy()
-    responses = np.diff(cu_responses).astype(np.int64)
     last_rows = np.flatnonzero(batch.is_last_step[:num_rows].numpy())
-    positive = segment_sums(batch.rewards.clamp(min=0).numpy(), cu_responses, np.float64)
-    return TrajectoryTable(
-        prompt_lengths=np.diff(batch.cu_seqlens[: num_rows + 1].numpy()) - responses,
-        response_lengths=responses,
-        trained_tokens=segment_sums(batch.loss_mask.numpy(), cu_responses, np.int64),
+    rewards = batch.row_rewards[:num_rows].numpy()[last_rows].astype(np.float64)
+    positive = np.maximum(rewards, 0.0)
+    if batch.rewards.numel() and float(batch.rewards.min()) < 0:
+        tokens = batch.rewards.clamp(min=0).numpy()
+        cu_responses = batch.cu_responses[: num_rows + 1].numpy()
+        has_tokens = np.diff(cu_responses)[last_rows] > 0
+        sums = segment_sums(tokens, cu_responses, np.float64)[last_rows]
+        positive = np.where(has_tokens, sums, positive)
+    return Outcomes(
         trajectory_ids=batch.trajectory_ids[:num_rows].numpy(),
         last_rows=last_rows,
         group_ids=batch.group_ids[:num_rows].numpy()[last_rows],
-        rewards=batch.row_rewards[:num_rows].numpy()[last_rows].astype(np.float64),
-        positive_rewards=positive[last_rows],
+        rewards=rewards,
+        positive_rewards=positive,
+    )
+
+
+def _sizes_of_output(output: Mapping[str, Any]) -> RowSizes:
+    op, masks = "rollout_metrics", output["loss_masks"]
+    return RowSizes(
+        prompt=row_lengths(op, "prompt_token_ids", output["prompt_token_ids"]),
+        response=row_lengths(op, "response_ids", output["response_ids"]),
+        trained=np.fromiter(map(_row_sum, masks), np.int64, len(masks)),
+    )
+
+
+def _sizes_of_batch(batch: StepBatch) -> RowSizes:
+    num_rows = batch.num_real_rows
+    cu_responses = batch.cu_responses[: num_rows + 1].numpy()
+    responses = np.diff(cu_responses).astype(np.int64)
+    return RowSizes(
+        prompt=np.diff(batch.cu_seqlens[: num_rows + 1].numpy()) - responses,
+        response=responses,
+        trained=segment_sums(batch.loss_mask.numpy(), cu_responses, np.int64),
     )
 
 
@@ -145,20 +168,26 @@ def rollout_metrics(
         uids: N prompt names, where `trajectory_ids` is missing.
         batch: the batch made from `output`, if there is one already: saves reading the lists again.
     """
-    table = table_of_batch(batch) if batch is not None else table_of_output(output, uids)
-    lengths = table.prompt_lengths + table.response_lengths
-    tokens = table.per_trajectory(table.response_lengths)
+    if batch is None:
+        table, sizes = (
+            outcomes_of_output(output, uids, op="rollout_metrics"),
+            _sizes_of_output(output),
+        )
+    else:
+        table, sizes = outcomes_of_batch(batch), _sizes_of_batch(batch)
+    lengths = sizes.prompt + sizes.response
+    tokens = table.per_trajectory(sizes.response)
     metrics = {
         "generate/num_trajectories": float(len(table.last_rows)),
         "generate/num_empty_trajectories": float(np.count_nonzero(tokens == 0)),
         **_spread("generate/{}_num_tokens", tokens),
         "generate/avg_tokens_non_zero_rewards": _mean(tokens[table.rewards > 0]),
         "generate/avg_tokens_zero_rewards": _mean(tokens[table.rewards == 0]),
-        **_spread("generate/{}_assistant_tokens", table.per_trajectory(table.trained_tokens)),
+        **_spread("generate/{}_assistant_tokens", table.per_trajectory(sizes.trained)),
         **_spread("generate/{}_num_turns", np.bincount(table.trajectory_ids)),
         **_spread("generate/{}_final_context_length", lengths[table.last_rows]),
-        **_spread("generate/per_turn/{}_response_length", table.response_lengths),
-        **_spread("generate/per_turn/{}_prompt_length", table.prompt_lengths),
+        **_spread("generate/per_turn/{}_response_length", sizes.response),
+        **_spread("generate/per_turn/{}_prompt_length", sizes.prompt),
         **_spread("generate/per_turn/{}_num_tokens", lengths),
     }
     metrics.update(_stop_metrics(output, table))
@@ -180,11 +209,11 @@ def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if values.size else 0.0
 
 
-def _of_last_rows(values: Sequence[Any], table: TrajectoryTable) -> list[Any]:
+def _of_last_rows(values: Sequence[Any], table: Outcomes) -> list[Any]:
     return [values[row] for row in table.last_rows.tolist()]
 
 
-def _stop_metrics(output: Mapping[str, Any], table: TrajectoryTable) -> dict[str, float]:
+def _stop_metrics(output: Mapping[str, Any], table: Outcomes) -> dict[str, float]:
     if output.get("stop_reasons") is None:
         return {}
     counts = Counter(_of_last_rows(output["stop_reasons"], table))
@@ -192,7 +221,7 @@ def _stop_metrics(output: Mapping[str, Any], table: TrajectoryTable) -> dict[str
     return {f"generate/stop_reason/{reason}": n / total for reason, n in sorted(counts.items())}
 
 
-def _time_metrics(output: Mapping[str, Any], table: TrajectoryTable) -> dict[str, float]:
+def _time_metrics(output: Mapping[str, Any], table: Outcomes) -> dict[str, float]:
     metrics = {}
     if output.get("trajectory_generation_times") is not None:
         last = _of_last_rows(output["trajectory_generation_times"], table)
@@ -215,7 +244,7 @@ def _time_metrics(output: Mapping[str, Any], table: TrajectoryTable) -> dict[str
     return metrics
 
 
-def _environment_metrics(output: Mapping[str, Any], table: TrajectoryTable) -> dict[str, float]:
+def _environment_metrics(output: Mapping[str, Any], table: Outcomes) -> dict[str, float]:
     """Means over the trajectories that report a number under a name."""
     if output.get("env_metrics") is None:
         return {}
@@ -326,18 +355,16 @@ def pass_at_k(num_samples: np.ndarray, num_passed: np.ndarray, k: int) -> np.nda
     return 1.0 - failing.prod(axis=0)
 
 
-def _table(
-    rows: Mapping[str, Any] | StepBatch, uids: Sequence[Any] | None, op: str
-) -> TrajectoryTable:
+def _table(rows: Mapping[str, Any] | StepBatch, uids: Sequence[Any] | None, op: str) -> Outcomes:
     if not isinstance(rows, Mapping):
-        return table_of_batch(rows)
+        return outcomes_of_batch(rows)
     if uids is None and rows.get("trajectory_ids") is None:
         raise ValueError(f"{op}: uids must name each row's prompt where trajectory_ids is missing")
-    return table_of_output(rows, uids, op=op)
+    return outcomes_of_output(rows, uids, op=op)
 
 
 def _by_source(
-    prefix: str, data_sources: Sequence[str | None] | None, table: TrajectoryTable
+    prefix: str, data_sources: Sequence[str | None] | None, table: Outcomes
 ) -> list[tuple[str, np.ndarray]]:
     """Return (name prefix, (J,) bool) for all trajectories and for those of each data source."""
     everything = [(prefix, np.ones(len(table.last_rows), dtype=bool))]

@@ -145,11 +145,38 @@ void dense_ids(py::handle labels_obj, py::handle out_obj) {
   }
 }
 
+// Flags from a sequence of bools (Python's, numpy's, or ints 0 and 1).
+void flags(py::handle values_obj, py::handle out_obj, const char* name) {
+  Borrowed out(out_obj, kOp, name);
+  check_cpu_array(*out, DType::kBool, 1);
+  py::object values = py::reinterpret_steal<py::object>(
+      PySequence_Fast(values_obj.ptr(), "group_advantage: flags must be a sequence"));
+  if (!values) throw py::error_already_set();
+  const Py_ssize_t n = PySequence_Fast_GET_SIZE(values.ptr());
+  check_size(*out, 0, n);
+  uint8_t* flag = out->ptr<uint8_t>();
+  for (Py_ssize_t i = 0; i < n && i < PySequence_Fast_GET_SIZE(values.ptr()); ++i) {
+    PyObject* value = PySequence_Fast_GET_ITEM(values.ptr(), i);
+    if (value == Py_True || value == Py_False) {
+      flag[i] = value == Py_True;
+      continue;
+    }
+    const int truth = PyObject_IsTrue(value);
+    if (truth < 0) throw py::error_already_set();
+    if (!PyNumber_Check(value)) {
+      throw py::type_error(std::string(kOp) + ": " + name + " must be bools, but entry " +
+                           std::to_string(i) + " is a " + Py_TYPE(value)->tp_name);
+    }
+    flag[i] = static_cast<uint8_t>(truth);
+  }
+}
+
 }  // namespace
 
 void bind_advantage(py::module_& m) {
   m.def("group_advantage", &group_advantage);
   m.def("dense_ids", &dense_ids);
+  m.def("flags", &flags);
 }
 
 }  // namespace skyrl_fast

@@ -165,7 +165,11 @@ def _check_last(
 ) -> torch.Tensor | None:
     if is_last_step is None:
         return None
-    last = torch.as_tensor(is_last_step, dtype=torch.bool).contiguous()
+    if isinstance(is_last_step, (list, tuple)):
+        last = torch.empty(len(is_last_step), dtype=torch.bool)
+        _C.flags(is_last_step, last, "is_last_step")
+    else:
+        last = torch.as_tensor(is_last_step, dtype=torch.bool).contiguous()
     if last.shape != (num_rows,):
         raise ValueError(
             f"{OP}: is_last_step must be of shape ({num_rows},), got {tuple(last.shape)}"

@@ -111,7 +111,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     forward_kernel(const T* __restrict__ logits, int64_t vocab, int64_t row_stride,
                    const int64_t* __restrict__ targets, const uint8_t* __restrict__ mask,
-                   float inv_temperature, float* __restrict__ logprob, float* __restrict__ lse,
+                   float inv_temperature, float* __restrict__ logprob, double* __restrict__ lse,
                    float* __restrict__ entropy) {
   const int64_t row_index = blockIdx.x;
   if (mask != nullptr && mask[row_index] == 0) {
@@ -164,17 +164,18 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(const T* logits, int64_t vocab, int64_t row_stride,
                     const int64_t* __restrict__ targets, const uint8_t* __restrict__ mask,
-                    float inv_temperature, const float* __restrict__ lse,
+                    float inv_temperature, const double* __restrict__ lse,
                     const float* __restrict__ entropy, const float* __restrict__ grad_logprob,
                     const float* __restrict__ grad_entropy, T* grad, int64_t grad_row_stride) {
   const int64_t row_index = blockIdx.x;
   const T* row = logits + row_index * row_stride;
   T* grad_row = grad + row_index * grad_row_stride;
   const bool trained = mask == nullptr || mask[row_index] != 0;
-  const float g = trained ? grad_logprob[row_index] * inv_temperature : 0.f;
+  const float g =
+      trained && grad_logprob != nullptr ? grad_logprob[row_index] * inv_temperature : 0.f;
   const float ge =
       trained && grad_entropy != nullptr ? grad_entropy[row_index] * inv_temperature : 0.f;
-  const float row_lse = lse[row_index];
+  const float row_lse = static_cast<float>(lse[row_index]);
   const float row_entropy = entropy != nullptr ? entropy[row_index] : 0.f;
   const int64_t target = targets[row_index];
   const bool zero = g == 0.f && ge == 0.f;  // then the logits are not read
@@ -235,7 +236,7 @@ void with_type(DType dtype, const Fn& fn) {
 
 void selected_logprob_cuda(const void* logits, DType dtype, int64_t num_rows, int64_t vocab,
                            int64_t row_stride, const int64_t* targets, const uint8_t* mask,
-                           float temperature, float* logprob, float* lse, float* entropy,
+                           float temperature, float* logprob, double* lse, float* entropy,
                            cudaStream_t stream) {
   if (num_rows == 0) return;
   with_type(dtype, [&](auto* null) {
@@ -249,7 +250,7 @@ void selected_logprob_cuda(const void* logits, DType dtype, int64_t num_rows, in
 
 void selected_logprob_backward_cuda(const void* logits, DType dtype, int64_t num_rows,
                                     int64_t vocab, int64_t row_stride, const int64_t* targets,
-                                    const uint8_t* mask, float temperature, const float* lse,
+                                    const uint8_t* mask, float temperature, const double* lse,
                                     const float* entropy, const float* grad_logprob,
                                     const float* grad_entropy, void* grad, int64_t grad_row_stride,
                                     cudaStream_t stream) {

@@ -1,4 +1,4 @@
-"""The step-wise GRPO block as SkyRL 0.3.0's trainer computes it, restated with the same operations."""
+"""The step-wise GRPO block of SkyRL 0.3.0's trainer, restated with the same operations."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ def select(
     *tensors: torch.Tensor,
     backend: str | None = None,
     available: Sequence[str] = ("native", "torch"),
+    available_on_gpu: Sequence[str] = ("torch",),
 ) -> str:
     """Return the backend that runs `op` on these tensors.
 
@@ -30,6 +31,7 @@ def select(
         tensors: the op's tensor arguments; all on one device.
         backend: "native", "triton", "torch" or None.
         available: the backends that the op has on the CPU.
+        available_on_gpu: those it has on a GPU; "native" counts where CUDA is compiled in.
 
     Raises:
         ValueError: tensors on different devices, an unknown backend, or one that cannot run here.
@@ -42,12 +44,25 @@ def select(
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"{op}: backend must be one of {BACKENDS} or None, got {backend!r}")
     kind = devices.pop().type if devices else "cpu"
-    usable = tuple(available) if kind == "cpu" else ("torch",)
+    usable = _usable(kind, available, available_on_gpu)
     if backend is None:
         return next(b for b in BACKENDS if b in usable)
     if backend not in usable:
         raise ValueError(f"{op}: backend {backend!r} cannot run on {kind}; usable: {usable}")
     return backend
+
+
+def _usable(kind: str, on_cpu: Sequence[str], on_gpu: Sequence[str]) -> tuple[str, ...]:
+    if kind == "cpu":
+        return tuple(on_cpu)
+    if kind == "cuda":
+        return tuple(b for b in on_gpu if b != "native" or _C.cuda_archs is not None)
+    return ("torch",)
+
+
+def cuda_stream(tensor: torch.Tensor) -> int:
+    """Return the handle of torch's current stream on the tensor's device."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream
 
 
 def num_threads() -> int:

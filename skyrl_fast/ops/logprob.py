@@ -14,6 +14,7 @@ from skyrl_fast.ops.reference import logprob as reference
 OP = "selected_logprob"
 LINEAR_OP = "linear_logprob"
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ON_GPU = ("native", "torch")
 CHUNK_BYTES = 128 << 20  # of logits: large enough that the products run at full speed
 MIN_CHUNK_ROWS = 64
 
@@ -33,6 +34,8 @@ def selected_logprob(
     One pass over the logits with a running maximum (Milakov and Gimelshein 2018,
     arXiv:1805.02867); nothing of the logits' size is allocated in the forward. The result is
     float32 whatever the logits are (float64 for float64).
+
+    On a GPU nothing waits for the device: a target out of range gives NaN there, not an error.
 
     A logit of -inf has probability 0. A row that holds NaN or +inf, or nothing but -inf, gives
     NaN, as torch's log_softmax does. Rows whose incoming gradient is 0 get the gradient 0.
@@ -67,7 +70,10 @@ def selected_logprob(
     shape = target_ids.shape
     targets = target_ids.reshape(-1).to(torch.int64).contiguous()
     keep = as_uint8(mask)
-    native = _backend.select(OP, logits, target_ids, backend=backend) == "native"
+    native = (
+        _backend.select(OP, logits, target_ids, backend=backend, available_on_gpu=ON_GPU)
+        == "native"
+    )
     if native and logits.dtype in KERNEL_DTYPES:
         rows = kernel_rows(OP, logits)
         if inplace_backward:
@@ -225,7 +231,10 @@ def linear_logprob(
         rows = (mask.reshape(-1) != 0).nonzero().squeeze(1)
         hidden, targets = hidden[rows], targets[rows]
     check_targets(LINEAR_OP, targets, None, lm_head_weight.shape[0])
-    native = _backend.select(LINEAR_OP, hidden, lm_head_weight, backend=backend) == "native"
+    native = (
+        _backend.select(LINEAR_OP, hidden, lm_head_weight, backend=backend, available_on_gpu=ON_GPU)
+        == "native"
+    )
     if native and hidden.dtype in KERNEL_DTYPES:
         vocab_bytes = lm_head_weight.shape[0] * hidden.element_size()
         chunk = chunk_rows or max(CHUNK_BYTES // vocab_bytes, MIN_CHUNK_ROWS)
@@ -290,7 +299,8 @@ class _LinearLogprob(torch.autograd.Function):
         chunk_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows = hidden.shape[0]
-        logits = _backend.empty((min(chunk_rows, num_rows), weight.shape[0]), hidden.dtype)
+        shape = (min(chunk_rows, num_rows), weight.shape[0])
+        logits = _backend.empty(shape, hidden.dtype, hidden.device)
         parts = []
         for start in range(0, num_rows, chunk_rows):
             chunk = logits[: min(chunk_rows, num_rows - start)]
@@ -319,11 +329,12 @@ class _LinearLogprob(torch.autograd.Function):
         logits, ctx.only_chunk = ctx.only_chunk, None  # a second backward computes it again
         known = logits is not None
         if logits is None:
-            logits = _backend.empty((min(chunk_rows, num_rows), weight.shape[0]), hidden.dtype)
+            shape = (min(chunk_rows, num_rows), weight.shape[0])
+            logits = _backend.empty(shape, hidden.dtype, hidden.device)
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         d_weight = None
         if wants_weight:
-            d_weight = _backend.empty(weight.shape, torch.float32)
+            d_weight = _backend.empty(weight.shape, torch.float32, weight.device)
             if num_rows == 0:
                 d_weight.zero_()
         for start in range(0, num_rows, chunk_rows):

@@ -37,18 +37,19 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (M,) log-probabilities, entropies (empty unless asked for) and log-sum-exps."""
     num_rows = targets.numel()
-    logprob = torch.empty(num_rows, dtype=torch.float32)
-    lse = torch.empty(num_rows, dtype=torch.float64)
-    entropy = torch.empty(num_rows if return_entropy else 0, dtype=torch.float32)
+    logprob = logits.new_empty(num_rows, dtype=torch.float32)
+    lse = logits.new_empty(num_rows, dtype=torch.float64)
+    entropy = logits.new_empty(num_rows if return_entropy else 0, dtype=torch.float32)
     entropy_out = entropy if return_entropy else None
-    threads = _backend.num_threads()
-    _C.selected_logprob(
-        logits.detach(), targets, mask, temperature, logprob, lse, entropy_out, threads
-    )
+    args = (logits.detach(), targets, mask, temperature, logprob, lse, entropy_out)
+    if logits.is_cuda:
+        _C.selected_logprob_cuda(*args, _backend.cuda_stream(logits))
+    else:
+        _C.selected_logprob(*args, _backend.num_threads())
     return logprob, entropy, lse
 
 
-def _forward_cpu(
+def _forward_impl(
     logits: torch.Tensor,
     targets: torch.Tensor,
     mask: torch.Tensor | None,
@@ -85,7 +86,7 @@ def write_gradient(
     grad: torch.Tensor,
 ) -> None:
     """Write the gradient of log-probability and entropy into `grad`, which may be `logits`."""
-    _C.selected_logprob_backward(
+    args = (
         logits.detach(),
         targets,
         mask,
@@ -95,11 +96,14 @@ def write_gradient(
         grad_logprob.contiguous() if grad_logprob is not None else None,
         grad_entropy.contiguous() if grad_entropy is not None else None,
         grad.detach(),
-        _backend.num_threads(),
     )
+    if logits.is_cuda:
+        _C.selected_logprob_backward_cuda(*args, _backend.cuda_stream(logits))
+    else:
+        _C.selected_logprob_backward(*args, _backend.num_threads())
 
 
-def _backward_cpu(
+def _backward_impl(
     logits: torch.Tensor,
     targets: torch.Tensor,
     mask: torch.Tensor | None,
@@ -109,7 +113,7 @@ def _backward_cpu(
     grad_logprob: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    grad = _backend.empty(logits.shape, logits.dtype)
+    grad = _backend.empty(logits.shape, logits.dtype, logits.device)
     write_gradient(
         logits, targets, mask, temperature, lse, entropy, grad_logprob, grad_entropy, grad
     )
@@ -154,8 +158,9 @@ def _autograd(
     return grad, None, None, None, None, None
 
 
-_lib.impl("selected_logprob", _forward_cpu, "CPU")
-_lib.impl("selected_logprob_backward", _backward_cpu, "CPU")
+for _key in ("CPU", "CUDA") if _C.cuda_archs is not None else ("CPU",):
+    _lib.impl("selected_logprob", _forward_impl, _key)
+    _lib.impl("selected_logprob_backward", _backward_impl, _key)
 torch.library.register_fake("skyrl_fast::selected_logprob", _forward_fake, lib=_lib)
 torch.library.register_fake("skyrl_fast::selected_logprob_backward", _backward_fake, lib=_lib)
 torch.library.register_autograd(

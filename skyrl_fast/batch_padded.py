@@ -111,7 +111,7 @@ def _block(old: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype)
     num_bytes = shape[0] * shape[1] * dtype.itemsize
     if old is None or old.dtype != dtype or old.untyped_storage().nbytes() < num_bytes:
         return _backend.empty(shape, dtype)
-    return torch.empty(0, dtype=dtype).set_(old.untyped_storage(), 0, shape)
+    return torch.empty(0, dtype=dtype).set_(old.untyped_storage(), 0, shape, (shape[1], 1))
 
 
 def _experts(batch: StepBatch, pad_size: int) -> torch.Tensor | None:

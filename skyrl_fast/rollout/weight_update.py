@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
@@ -113,7 +114,7 @@ class WeightSync:
     async def verify(self, *, update_seconds: float = 0.0) -> WeightSyncReport:
         """Compare logprobs now; raises WeightSyncError with what differs and likely causes."""
         started = time.perf_counter()
-        engine = [await self._engine.prompt_logprobs(sequence) for sequence in self._probe]
+        engine = list(await asyncio.gather(*map(self._engine.prompt_logprobs, self._probe)))
         trainer = [[float(x) for x in row] for row in self._trainer_logprobs(self._probe)]
         _check_lengths(self._probe, trainer)
         differences = _differences(engine, trainer)

@@ -80,7 +80,7 @@ def padded_batch(
     for name, (side, values, pad_value) in columns.items():
         floating = side == "response" and values is not None
         dtype = torch.float32 if floating else torch.int64
-        tensors[name] = out = _block(reuse and getattr(reuse, name), shapes[side], dtype)
+        tensors[name] = out = _block(getattr(reuse, name, None), shapes[side], dtype)
         fills.append(
             (out, sides[side], SIDES["left"], None if values is None else float(pad_value))
         )

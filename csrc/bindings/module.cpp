@@ -32,4 +32,5 @@ PYBIND11_MODULE(_C, m) {
   skyrl_fast::bind_logprob_cuda(m);
 #endif
   skyrl_fast::bind_pack(m);
+  skyrl_fast::bind_page_pool(m);
 }

@@ -18,26 +18,49 @@ inline void prefetch(const void* address) { __builtin_prefetch(address); }
 inline void prefetch(const void*) {}
 #endif
 
-// The value of an exact int of one 30-bit digit. CPython stores it behind the header: with the
-// sign in the size up to 3.11, with a tag from 3.12 on (there the public API reads it). Other
-// interpreters and multi-digit ints take the careful path.
-inline bool small_int(PyObject* item, int64_t* value) {
-  if (!PyLong_CheckExact(item)) return false;
+// An int of one 30-bit digit, and its value. CPython keeps both behind the header: the sign in the
+// size up to 3.11, in a tag from 3.12 on (there the public API reads it). Other interpreters say
+// no, and their ints take the careful path. Only for what PyLong_CheckExact has seen.
+inline bool has_one_digit(PyObject* number) {
 #if defined(PYPY_VERSION) || defined(GRAALVM_PYTHON)
-  (void)value;
+  (void)number;
   return false;
 #elif PY_VERSION_HEX >= 0x030C0000
-  const auto* number = reinterpret_cast<const PyLongObject*>(item);
-  if (!PyUnstable_Long_IsCompact(number)) return false;
-  *value = PyUnstable_Long_CompactValue(number);
-  return true;
+  return PyUnstable_Long_IsCompact(reinterpret_cast<const PyLongObject*>(number)) != 0;
 #else
-  const auto* number = reinterpret_cast<const PyLongObject*>(item);
-  const Py_ssize_t signed_digits = Py_SIZE(item);
-  if (static_cast<size_t>(signed_digits + 1) > 2) return false;
-  *value = static_cast<int64_t>(signed_digits) * number->ob_digit[0];
-  return true;
+  return static_cast<size_t>(Py_SIZE(number) + 1) <= 2;
 #endif
+}
+
+inline int64_t one_digit_value(PyObject* number) {
+#if defined(PYPY_VERSION) || defined(GRAALVM_PYTHON)
+  (void)number;
+  return 0;
+#elif PY_VERSION_HEX >= 0x030C0000
+  return PyUnstable_Long_CompactValue(reinterpret_cast<const PyLongObject*>(number));
+#else
+  return static_cast<int64_t>(Py_SIZE(number)) *
+         reinterpret_cast<const PyLongObject*>(number)->ob_digit[0];
+#endif
+}
+
+inline bool small_int(PyObject* item, int64_t* value) {
+  if (!PyLong_CheckExact(item) || !has_one_digit(item)) return false;
+  *value = one_digit_value(item);
+  return true;
+}
+
+// Four at a time: one branch for all of them, and their loads overlap.
+inline bool four_small_ints(PyObject* a, PyObject* b, PyObject* c, PyObject* d) {
+  const bool ints =
+      PyLong_CheckExact(a) & PyLong_CheckExact(b) & PyLong_CheckExact(c) & PyLong_CheckExact(d);
+  if (!ints) return false;
+  return has_one_digit(a) & has_one_digit(b) & has_one_digit(c) & has_one_digit(d);
+}
+
+inline bool four_floats(PyObject* a, PyObject* b, PyObject* c, PyObject* d) {
+  return PyFloat_CheckExact(a) & PyFloat_CheckExact(b) & PyFloat_CheckExact(c) &
+         PyFloat_CheckExact(d);
 }
 
 // On a build without a GIL the list is locked instead, so that nobody shrinks it meanwhile.
@@ -123,36 +146,25 @@ Out careful_number(PyObject* item, Bounds bounds, const ListPlace& place, int64_
   }
 }
 
-inline bool is_small_int(PyObject* item) {
-  int64_t ignored = 0;
-  return small_int(item, &ignored);
-}
-
-inline int64_t small_int_value(PyObject* item) {
-  int64_t value = 0;
-  small_int(item, &value);
-  return value;
-}
-
-// Reads items[begin:n] up to the first that is no exact small int; returns where it stopped. Four
-// at a time: one branch for all, and their loads overlap.
+// Reads items[begin:n] up to the first that is no exact small int; returns where it stopped.
 template <typename Out>
 int64_t read_small_ints(PyObject* const* items, int64_t begin, int64_t n, Out* out, Bounds bounds,
                         bool* good) {
-  int64_t least = bounds.low, most = bounds.high;  // of the values: in bounds as long as these are
+  int64_t least = std::numeric_limits<int64_t>::max();
+  int64_t most = std::numeric_limits<int64_t>::min();
   int64_t i = begin;
+  const auto write = [&](int64_t at, int64_t value) {
+    out[at] = static_cast<Out>(value);
+    least = std::min(least, value);
+    most = std::max(most, value);
+  };
   for (; i + kPrefetchAhead + 4 <= n; i += 4) {
-    int64_t value[4];
-    int all_small = 1;
     for (int k = 0; k < 4; ++k) prefetch(items[i + kPrefetchAhead + k]);
-    for (int k = 0; k < 4; ++k) all_small &= is_small_int(items[i + k]);
-    if (!all_small) break;
-    for (int k = 0; k < 4; ++k) {
-      value[k] = small_int_value(items[i + k]);
-      out[i + k] = static_cast<Out>(value[k]);
-      least = std::min(least, value[k]);
-      most = std::max(most, value[k]);
-    }
+    PyObject *a = items[i], *b = items[i + 1], *c = items[i + 2], *d = items[i + 3];
+    if (!four_small_ints(a, b, c, d)) break;
+    const int64_t values[4] = {one_digit_value(a), one_digit_value(b), one_digit_value(c),
+                               one_digit_value(d)};
+    for (int k = 0; k < 4; ++k) write(i + k, values[k]);
   }
   for (; i < n; ++i) {
     int64_t value = 0;
@@ -160,24 +172,10 @@ int64_t read_small_ints(PyObject* const* items, int64_t begin, int64_t n, Out* o
       if (sizeof(Out) > 1 || !PyBool_Check(items[i])) break;
       value = items[i] == Py_True;
     }
-    out[i] = static_cast<Out>(value);
-    least = std::min(least, value);
-    most = std::max(most, value);
+    write(i, value);
   }
-  *good &= least >= bounds.low && most <= bounds.high;
+  *good &= i == begin || (least >= bounds.low && most <= bounds.high);
   return i;
-}
-
-inline bool all_floats(PyObject* const* items) {
-  int all = 1;
-  for (int k = 0; k < 4; ++k) all &= PyFloat_CheckExact(items[k]);
-  return all != 0;
-}
-
-inline bool all_small_ints(PyObject* const* items) {
-  int all = 1;
-  for (int k = 0; k < 4; ++k) all &= is_small_int(items[k]);
-  return all != 0;
 }
 
 // Reads items[begin:n] up to the first that is no exact float, exact small int or bool.
@@ -185,13 +183,22 @@ int64_t read_floats(PyObject* const* items, int64_t begin, int64_t n, float* out
   int64_t i = begin;
   for (; i + kPrefetchAhead + 4 <= n; i += 4) {
     for (int k = 0; k < 4; ++k) prefetch(items[i + kPrefetchAhead + k]);
-    if (all_floats(items + i)) {
-      for (int k = 0; k < 4; ++k) out[i + k] = static_cast<float>(PyFloat_AS_DOUBLE(items[i + k]));
-    } else if (all_small_ints(items + i)) {
-      for (int k = 0; k < 4; ++k) out[i + k] = static_cast<float>(small_int_value(items[i + k]));
+    PyObject *a = items[i], *b = items[i + 1], *c = items[i + 2], *d = items[i + 3];
+    double values[4];
+    if (four_floats(a, b, c, d)) {
+      values[0] = PyFloat_AS_DOUBLE(a);
+      values[1] = PyFloat_AS_DOUBLE(b);
+      values[2] = PyFloat_AS_DOUBLE(c);
+      values[3] = PyFloat_AS_DOUBLE(d);
+    } else if (four_small_ints(a, b, c, d)) {
+      values[0] = static_cast<double>(one_digit_value(a));
+      values[1] = static_cast<double>(one_digit_value(b));
+      values[2] = static_cast<double>(one_digit_value(c));
+      values[3] = static_cast<double>(one_digit_value(d));
     } else {
       break;
     }
+    for (int k = 0; k < 4; ++k) out[i + k] = static_cast<float>(values[k]);
   }
   for (; i < n; ++i) {
     PyObject* item = items[i];

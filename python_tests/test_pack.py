@@ -1,0 +1,382 @@
+"""pack_steps, pad_steps, unpack_steps and the moves between padded and varlen."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_fast import (
+    Concat,
+    Ragged,
+    pack_steps,
+    pad_steps,
+    padded_to_varlen,
+    unpack_steps,
+    varlen_to_padded,
+)
+
+SIZES = (0, 1, 2, 31, 32, 33, 1000)
+INT_DTYPES = ("uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+
+
+def ragged_rows(seed: int = 0, low: int = 0, high: int = 100) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(low, high, size).tolist() for size in SIZES]
+
+
+# --- tables a person can check ---------------------------------------------------------------
+
+
+def test_pack_lays_rows_end_to_end(backend: str) -> None:
+    packed = pack_steps({"tokens": [[5, 6], [], [7]]}, backend=backend)["tokens"]
+    assert packed.values.tolist() == [5, 6, 7]
+    assert packed.cu_seqlens.tolist() == [0, 2, 2, 3]
+    assert packed.values.dtype == packed.cu_seqlens.dtype == torch.int32
+
+
+def test_pack_joins_parts_row_by_row(backend: str) -> None:
+    fields = {"tokens": Concat([[1, 2], [3]], [[4], [5, 6, 7]])}
+    packed = pack_steps(fields, backend=backend)["tokens"]
+    assert packed.values.tolist() == [1, 2, 4, 3, 5, 6, 7]
+    assert packed.cu_seqlens.tolist() == [0, 3, 7]
+
+
+@pytest.mark.parametrize(
+    ("side", "expected"), [("left", [[5, 6], [9, 7]]), ("right", [[5, 6], [7, 9]])]
+)
+def test_pad_fills_one_side(backend: str, side: str, expected: list[list[int]]) -> None:
+    padded = pad_steps({"ids": [[5, 6], [7]]}, side=side, pad_values=9, backend=backend)["ids"]
+    assert padded.tolist() == expected
+    assert padded.dtype == torch.int64
+
+
+def test_pad_takes_options_per_field(backend: str) -> None:
+    padded = pad_steps(
+        {"ids": [[5], [6, 7]], "logprobs": [[-0.5], [-1.0, -2.0]]},
+        side={"logprobs": "right"},
+        pad_values={"ids": 3},
+        width={"ids": 3},
+        masks={"mask": "ids"},
+        dtypes={"ids": torch.int32},
+        backend=backend,
+    )
+    assert padded["ids"].tolist() == [[3, 3, 5], [3, 6, 7]]
+    assert padded["ids"].dtype == torch.int32
+    assert padded["mask"].tolist() == [[0, 0, 1], [0, 1, 1]]
+    assert padded["logprobs"].tolist() == [[-0.5, 0.0], [-1.0, -2.0]]
+
+
+def test_dtype_follows_the_first_element() -> None:
+    packed = pack_steps({"i": [[1]], "f": [[1.0]], "b": [[True]], "u": [np.ones(1, np.uint8)]})
+    dtypes = [packed[name].values.dtype for name in "ifbu"]
+    assert dtypes == [torch.int32, torch.float32, torch.uint8, torch.uint8]
+
+
+def test_unpack_gives_views_and_lists() -> None:
+    flat = torch.tensor([5, 6, 7])
+    rows = unpack_steps(flat, torch.tensor([0, 2, 2, 3]))
+    assert [row.tolist() for row in rows] == [[5, 6], [], [7]]
+    assert rows[0].data_ptr() == flat.data_ptr()
+    assert unpack_steps(Ragged(flat, torch.tensor([0, 1, 3])), as_lists=True) == [[5], [6, 7]]
+    padded = torch.tensor([[0, 5], [6, 7]])
+    assert unpack_steps(padded, lengths=[1, 2], as_lists=True) == [[5], [6, 7]]
+    assert unpack_steps(padded, lengths=[1, 2], side="right", as_lists=True) == [[0], [6, 7]]
+
+
+def test_varlen_table(backend: str) -> None:
+    padded = torch.tensor([[0, 5], [6, 7]])
+    varlen = padded_to_varlen(padded, torch.tensor([[0, 1], [1, 1]]), backend=backend)
+    assert varlen.values.tolist() == [5, 6, 7]
+    assert varlen.cu_seqlens.tolist() == [0, 1, 3]
+    assert varlen.position_ids.tolist() == [0, 0, 1]
+    assert torch.equal(varlen_to_padded(varlen.values, varlen.cu_seqlens, backend=backend), padded)
+
+
+# --- every source, dtype and backend gives the same ------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "source", ["list", "tuple", "numpy", "torch", "flat", "strided", "scalars"]
+)
+def test_integers_from_any_source(dtype: torch.dtype, source: str) -> None:
+    rows = ragged_rows()
+    wide = np.concatenate([np.repeat(row, 2).astype(np.int64) for row in rows])
+    cu = np.cumsum([0, *SIZES])
+    sources = {
+        "list": rows,
+        "tuple": tuple(map(tuple, rows)),
+        "numpy": [np.array(row, dtype=np.int64) for row in rows],
+        "torch": [torch.tensor(row, dtype=torch.int32) for row in rows],
+        "flat": (torch.tensor(sum(rows, [])), torch.tensor(cu)),
+        "strided": (wide[::2], cu.astype(np.int32)),
+        "scalars": [[np.int16(value) for value in row] for row in rows],
+    }
+    fields = {"x": sources[source]}
+    packed = pack_steps(fields, dtypes={"x": dtype})["x"]
+    assert packed.values.dtype == dtype
+    assert packed.values.tolist() == sum(rows, [])
+    for side in ("left", "right"):
+        native = pad_steps(fields, side=side, pad_values=7, dtypes={"x": dtype})["x"]
+        wanted = pad_steps(
+            {"x": rows}, side=side, pad_values=7, dtypes={"x": dtype}, backend="torch"
+        )["x"]
+        assert torch.equal(native, wanted)
+
+
+@pytest.mark.parametrize("dtype", INT_DTYPES)
+def test_numpy_integers_of_any_width(dtype: str) -> None:
+    rows = [np.arange(size % 100, dtype=dtype) for size in SIZES]
+    assert pack_steps({"x": rows})["x"].values.tolist() == np.concatenate(rows).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_floats_of_any_width(dtype: torch.dtype) -> None:
+    values = [0.0, -0.0, 1.5, -2.25, 6e-8, 65504.0, float("inf"), float("-inf"), float("nan")]
+    row = torch.tensor(values, dtype=dtype)
+    packed = pack_steps({"x": [row, row[::2]]})["x"].values
+    assert torch.equal(packed, torch.cat([row, row[::2]]).float().nan_to_num(nan=7)) or torch.equal(
+        packed.nan_to_num(nan=7), torch.cat([row, row[::2]]).float().nan_to_num(nan=7)
+    )
+
+
+def test_two_dimensional_arrays_are_rows() -> None:
+    assert pack_steps({"x": np.arange(6).reshape(2, 3)})["x"].cu_seqlens.tolist() == [0, 3, 6]
+
+
+def test_lists_and_arrays_may_mix() -> None:
+    assert pack_steps({"x": [[1], np.array([2]), torch.tensor([3])]})["x"].values.tolist() == [
+        1,
+        2,
+        3,
+    ]
+
+
+def test_bools_are_masks_and_not_ids() -> None:
+    rows = [[True, False], [np.bool_(True)], np.array([False])]
+    assert pack_steps({"m": rows})["m"].values.tolist() == [1, 0, 1, 0]
+    assert pack_steps({"m": rows}, dtypes={"m": torch.bool})["m"].values.dtype == torch.bool
+    assert pack_steps({"m": rows}, dtypes={"m": torch.float32})["m"].values.tolist() == [1, 0, 1, 0]
+    for bad in ([[5, True]], [[5, np.bool_(True)]], [[5], np.array([True])]):
+        with pytest.raises(TypeError, match="integer"):
+            pack_steps({"ids": bad})
+
+
+@given(
+    st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60), max_size=12), st.booleans()
+)
+def test_any_int_survives(rows: list[list[int]], left: bool) -> None:
+    side = "left" if left else "right"
+    packed = pack_steps({"x": rows}, dtypes={"x": torch.int64})["x"]
+    assert unpack_steps(packed, as_lists=True) == rows
+    padded = pad_steps({"x": rows}, side=side, dtypes={"x": torch.int64})["x"]
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    assert unpack_steps(padded, lengths=lengths, side=side, as_lists=True) == rows if rows else True
+
+
+@given(
+    st.lists(st.lists(st.floats(width=32) | st.integers(-(2**60), 2**60), max_size=60), max_size=9)
+)
+def test_any_float_survives(rows: list[list[float]]) -> None:
+    packed = pack_steps({"x": rows}, dtypes={"x": torch.float32})["x"].values
+    wanted = torch.tensor(sum(rows, []), dtype=torch.float32)
+    assert torch.equal(packed.nan_to_num(nan=0.5), wanted.nan_to_num(nan=0.5))
+
+
+@given(st.integers(1, 40), st.integers(0, 9), st.booleans(), st.sampled_from([(), (3,), (2, 2)]))
+def test_varlen_equals_the_reference(
+    width: int, num_rows: int, left: bool, cell: tuple[int, ...]
+) -> None:
+    side = "left" if left else "right"
+    padded = torch.randn(num_rows, width, *cell)
+    lengths = torch.randint(0, width + 1, (num_rows,))
+    native = padded_to_varlen(padded, lengths=lengths, side=side)
+    wanted = padded_to_varlen(padded, lengths=lengths, side=side, backend="torch")
+    assert all(torch.equal(a, b) for a, b in zip(native, wanted, strict=True))
+    for backend in ("native", "torch"):
+        back = varlen_to_padded(*native[:2], width=width, side=side, pad_value=7, backend=backend)
+        again = padded_to_varlen(back, lengths=lengths, side=side)
+        assert torch.equal(again.values, native.values)
+        assert float((back == 7).sum()) >= float((width - lengths).sum())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32]
+)
+def test_masks_of_any_dtype(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 1, 1]]).to(dtype)
+    varlen = padded_to_varlen(torch.arange(9).reshape(3, 3), mask)
+    assert varlen.values.tolist() == [1, 2, 6, 7, 8]
+
+
+def test_varlen_has_gradients(backend: str) -> None:
+    lengths = torch.tensor([2, 0, 3])
+
+    def there_and_back(x: torch.Tensor) -> torch.Tensor:
+        varlen = padded_to_varlen(x, lengths=lengths, backend=backend)
+        return varlen_to_padded(varlen.values * 2, varlen.cu_seqlens, width=4, backend=backend)
+
+    x = torch.randn(3, 3, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(there_and_back, (x,))
+
+
+# --- hostile input ---------------------------------------------------------------------------
+
+
+def test_no_rows_give_empty_tensors(backend: str) -> None:
+    packed = pack_steps({"x": []}, backend=backend)["x"]
+    assert (packed.values.numel(), packed.cu_seqlens.tolist()) == (0, [0])
+    assert pad_steps({"x": []}, backend=backend)["x"].shape == (0, 0)
+    assert pad_steps({"x": [[], []]}, backend=backend)["x"].shape == (2, 0)
+    assert padded_to_varlen(
+        torch.zeros(0, 4), lengths=torch.zeros(0, dtype=torch.int64)
+    ).values.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        ([[1], [2, "three"]], TypeError, "pack_steps: ids, row 1, position 1 .* got str 'three'"),
+        ([[1], [None]], TypeError, "ids, row 1, position 0 .* got NoneType"),
+        ([[1, 2.5]], TypeError, "ids, row 0, position 1 .* got float 2.5"),
+        ([[1, [2]]], TypeError, "ids, row 0, position 1 .* got list"),
+        ([[1, 2**31]], ValueError, "ids, row 0, position 1 .* got int 2147483648"),
+        ([[1, 2**64]], ValueError, "ids, row 0, position 1 .* got int 18446744073709551616"),
+        ([[1, -(2**64)]], ValueError, "ids, row 0, position 1"),
+        ([[0] * 50 + [2**31] + [0] * 50], ValueError, "position 50"),
+        ([[1], 5], TypeError, "ids, row 1 must be a list of numbers or a 1-D array, got int"),
+        ([[1], "ab"], TypeError, "ids, row 1 .* got str"),
+        ([[1], {2: 3}], TypeError, "ids, row 1 .* got dict"),
+        ("abc", TypeError, "ids must be a list of rows, got str"),
+        ([np.zeros((2, 2), np.int64)], ValueError, "ids, row 0 must be a 1-D array"),
+        ([[1], np.array([1.5])], TypeError, "ids, row 1 must be of integers, got float64"),
+        ([[1], np.array([1, 2**40])], ValueError, "ids, row 1, position 1 must be an integer from"),
+        ([[1], np.array([2**63], np.uint64)], ValueError, "ids, row 1, position 0"),
+        ([[1], np.array(["a"])], TypeError, "ids, row 1"),
+        ([[1], np.array([1j])], TypeError, "ids, row 1"),
+        (
+            (torch.arange(3), torch.tensor([0, 2])),
+            ValueError,
+            "cu_seqlens must be offsets from 0 to",
+        ),
+        ((torch.arange(3), torch.tensor([0, 3, 2, 3])), ValueError, "cu_seqlens must be non-decr"),
+        ((torch.arange(3), torch.tensor([0, -5, 3])), ValueError, "cu_seqlens must be non-decr"),
+        (
+            (torch.arange(3), torch.tensor([0.0, 3.0])),
+            ValueError,
+            "cu_seqlens must be int32 or int64",
+        ),
+    ],
+)
+def test_bad_rows_are_named(rows: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        pack_steps({"ids": rows}, dtypes={"ids": torch.int32})
+
+
+def test_bad_options_are_named() -> None:
+    rows = {"a": [[1, 2]], "b": [[1]]}
+    cases = [
+        (lambda: pack_steps({}), TypeError, "non-empty mapping"),
+        (
+            lambda: pack_steps({"a": [[1]], "b": []}),
+            ValueError,
+            "equally many rows, got 1 in a and 0",
+        ),
+        (
+            lambda: pack_steps(rows, aligned=[("a", "b")]),
+            ValueError,
+            "b must be as long as a .* row 0",
+        ),
+        (lambda: pack_steps(rows, aligned=[("a", "c")]), ValueError, "'c'"),
+        (
+            lambda: pack_steps(rows, dtypes={"c": torch.int32}),
+            ValueError,
+            "dtypes must name fields",
+        ),
+        (lambda: pack_steps(rows, dtypes={"a": torch.float64}), ValueError, "float64"),
+        (lambda: pad_steps(rows, width=1), ValueError, "longest row of a, got 1 for 2"),
+        (lambda: pad_steps(rows, width=-1), ValueError, "width"),
+        (lambda: pad_steps(rows, side="up"), ValueError, "'up'"),
+        (lambda: pad_steps(rows, pad_values=0.5), ValueError, "pad value of a"),
+        (lambda: pad_steps(rows, masks={"a": "b"}), ValueError, "names of their own"),
+        (lambda: pad_steps(rows, masks={"m": "c"}), ValueError, "'c'"),
+        (lambda: pack_steps(rows, backend="triton"), ValueError, "triton"),
+        (lambda: unpack_steps(torch.arange(3)), ValueError, "either cu_seqlens"),
+        (lambda: unpack_steps(torch.arange(3), torch.tensor([0, 2])), ValueError, "from 0 to 3"),
+        (lambda: unpack_steps(torch.zeros(2, 3), lengths=[4, 0]), ValueError, "from 0 to 3"),
+        (lambda: padded_to_varlen(torch.zeros(2, 3)), ValueError, "either attention_mask"),
+        (
+            lambda: padded_to_varlen(torch.zeros(1, 3), torch.tensor([[1, 0, 1]])),
+            ValueError,
+            "row 0",
+        ),
+        (
+            lambda: padded_to_varlen(torch.zeros(1, 3), torch.tensor([[0, 2, 1]])),
+            ValueError,
+            "row 0",
+        ),
+        (
+            lambda: padded_to_varlen(torch.zeros(1, 3), lengths=torch.tensor([4])),
+            ValueError,
+            "0 to 3",
+        ),
+        (lambda: varlen_to_padded(torch.zeros(3), torch.tensor([0, 2])), ValueError, "from 0 to 3"),
+        (
+            lambda: varlen_to_padded(torch.zeros(3), torch.tensor([0, 3]), width=2),
+            ValueError,
+            "(3), got 2",
+        ),
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message.replace("(3)", r"\(3\)")):
+            call()
+
+
+def test_more_elements_than_offsets_can_count() -> None:
+    huge = np.broadcast_to(np.uint8(1), (2**31 - 1,))  # no memory behind it
+    with pytest.raises(ValueError, match="at most 2147483647 elements .* got 2147483648; split"):
+        pack_steps({"x": [huge, [1]]}, dtypes={"x": torch.uint8})
+    wide = torch.zeros(1, 1).expand(2, 2**30 + 1)
+    with pytest.raises(ValueError, match="at most 2147483647 elements"):
+        padded_to_varlen(wide, lengths=torch.tensor([2**30 + 1, 2**30]))
+
+
+def test_list_changed_by_its_own_elements() -> None:
+    class Shrinking:
+        def __index__(self) -> int:
+            row.clear()
+            return 1
+
+    row: list[object] = [1, 2, Shrinking(), 3]
+    with pytest.raises(ValueError, match="row 0, position 3: the list was 4 long .* and is now 0"):
+        pack_steps({"x": [row]})
+
+
+@pytest.mark.timeout(60)
+def test_lists_mutated_by_another_thread() -> None:
+    rows = [list(range(300, 1300)) for _ in range(50)]
+    stop = threading.Event()
+
+    def mutate() -> None:
+        while not stop.is_set():
+            for row in rows:
+                del row[500:]
+                row.extend(range(10**6, 10**6 + 500))
+
+    thread = threading.Thread(target=mutate)
+    thread.start()
+    try:
+        for _ in range(300):
+            try:
+                packed = pack_steps({"x": rows})["x"]
+                assert packed.values.min() >= 300
+            except ValueError as error:
+                assert "another thread must not change it" in str(error)
+    finally:
+        stop.set()
+        thread.join()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,10 @@ from skyrl_fast import (
 
 SIZES = (0, 1, 2, 31, 32, 33, 1000)
 INT_DTYPES = ("uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+
+
+def flattened(rows: list[list[Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(rows))
 
 
 def ragged_rows(seed: int = 0, low: int = 0, high: int = 100) -> list[list[int]]:
@@ -113,14 +119,14 @@ def test_integers_from_any_source(dtype: torch.dtype, source: str) -> None:
         "tuple": tuple(map(tuple, rows)),
         "numpy": [np.array(row, dtype=np.int64) for row in rows],
         "torch": [torch.tensor(row, dtype=torch.int32) for row in rows],
-        "flat": (torch.tensor(sum(rows, [])), torch.tensor(cu)),
+        "flat": (torch.tensor(flattened(rows)), torch.tensor(cu)),
         "strided": (wide[::2], cu.astype(np.int32)),
         "scalars": [[np.int16(value) for value in row] for row in rows],
     }
     fields = {"x": sources[source]}
     packed = pack_steps(fields, dtypes={"x": dtype})["x"]
     assert packed.values.dtype == dtype
-    assert packed.values.tolist() == sum(rows, [])
+    assert packed.values.tolist() == flattened(rows)
     for side in ("left", "right"):
         native = pad_steps(fields, side=side, pad_values=7, dtypes={"x": dtype})["x"]
         wanted = pad_steps(
@@ -184,7 +190,7 @@ def test_any_int_survives(rows: list[list[int]], left: bool) -> None:
 )
 def test_any_float_survives(rows: list[list[float]]) -> None:
     packed = pack_steps({"x": rows}, dtypes={"x": torch.float32})["x"].values
-    wanted = torch.tensor(sum(rows, []), dtype=torch.float32)
+    wanted = torch.tensor(flattened(rows), dtype=torch.float32)
     assert torch.equal(packed.nan_to_num(nan=0.5), wanted.nan_to_num(nan=0.5))
 
 
@@ -339,7 +345,7 @@ def test_bad_options_are_named() -> None:
 
 def test_more_elements_than_offsets_can_count() -> None:
     huge = np.broadcast_to(np.uint8(1), (2**31 - 1,))  # no memory behind it
-    with pytest.raises(ValueError, match="at most 2147483647 elements .* got 2147483648; split"):
+    with pytest.raises(ValueError, match=r"at most 2147483647 elements .* got 2147483648; split"):
         pack_steps({"x": [huge, [1]]}, dtypes={"x": torch.uint8})
     wide = torch.zeros(1, 1).expand(2, 2**30 + 1)
     with pytest.raises(ValueError, match="at most 2147483647 elements"):
@@ -353,7 +359,7 @@ def test_list_changed_by_its_own_elements() -> None:
             return 1
 
     row: list[object] = [1, 2, Shrinking(), 3]
-    with pytest.raises(ValueError, match="row 0, position 3: the list was 4 long .* and is now 0"):
+    with pytest.raises(ValueError, match=r"row 0, position 3: the list was 4 long .* and is now 0"):
         pack_steps({"x": [row]})
 
 

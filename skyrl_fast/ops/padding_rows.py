@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -127,9 +127,8 @@ def write_padding_rows(name: str, tensor: torch.Tensor, num_rows: int, mode: str
 def _pad_field(name: str, value: Any, pad_size: int, mode: str) -> Any:
     if value is None:
         return None
-    if len(value) == 0:
-        raise ValueError(f"{OP}: {name} must have a row to repeat, got none")
     if isinstance(value, torch.Tensor):
+        _check_has_rows(name, value)
         shape = (len(value) + pad_size, *value.shape[1:])
         out = _backend.empty(shape, value.dtype, value.device)
         out[: len(value)].copy_(value.detach())
@@ -140,7 +139,13 @@ def _pad_field(name: str, value: Any, pad_size: int, mode: str) -> Any:
         raise TypeError(
             f"{OP}: {name} must be a tensor, a list of tensors or None, got {type(value).__name__}"
         )
+    _check_has_rows(name, tensors)
     return type(value)([*tensors, *(copy.deepcopy(tensors[0]) for _ in range(pad_size))])
+
+
+def _check_has_rows(name: str, rows: Sequence[Any] | torch.Tensor) -> None:
+    if len(rows) == 0:
+        raise ValueError(f"{OP}: {name} must have a row to repeat, got none")
 
 
 def _metadata_of(batch: Any) -> dict[str, Any] | None:

@@ -30,7 +30,7 @@ def convert(
         return pack.pad(rows, torch.float32, columns, "left", 0.0)
 
     sequences = pack.pad(tokens, torch.int64, width, "left", pad_token_id)
-    if int(sequences.masked_fill(~pack.real_cells(lengths, width, "left"), 0).min()) < 0:
+    if bool((sequences[pack.real_cells(lengths, width, "left")] < 0).any()):
         raise ValueError("token ids must not be negative")
     try:
         scores = torch.as_tensor(rewards, dtype=torch.float32)

@@ -25,10 +25,9 @@ SHARED_MEMORY = Path("/dev/shm")
 # Largest |engine - trainer| of one logprob that rounding explains, by the engine's dtype. Measured
 # in float32 on CPU: 1e-6 to 1e-5. bfloat16 has 8 bits of mantissa.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-# The trainer's logprobs moved by more than this many times what rounding explains, and the
-# engine's by nothing: the engine has not taken the update, however small the update was.
-STALE_FACTOR = 10.0
-ROUNDING = 2e-5
+# The trainer's logprobs moved by more than this share of the tolerance, which no rounding explains,
+# and the engine's by nothing at all: the engine has not taken the update.
+STALE_SHARE = 0.2
 
 
 class WeightSyncError(RuntimeError):
@@ -154,7 +153,7 @@ class WeightSync:
         if self._trainer_before is None or report.max_change > 0.0:
             return
         moved = max(_differences(trainer, self._trainer_before))
-        if moved > STALE_FACTOR * ROUNDING:
+        if moved > STALE_SHARE * self._tolerance:
             raise WeightSyncError(
                 "the engine's logprobs did not change at all by an update that changed the "
                 f"trainer's by up to {moved:.3g}: the engine still runs the old weights. "

@@ -1,8 +1,8 @@
 """The settings of a training run: plain dataclasses, with SkyRL's names wherever SkyRL has the key.
 
-`config_loading.load_config` reads YAML and dotted overrides into them, `check_config` there says what
-is wrong with a value. Every field carries its limits and a line of help in
-its metadata, so that checking and documentation come from one place.
+`config_loading.load_config` reads YAML and dotted overrides into them, `check_config` there says
+what is wrong with a value. Every field carries its limits and a line of help in its metadata, so
+that checking and documentation come from one place.
 """
 # ruff: noqa: RUF009 - setting() returns dataclass fields
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "maxrl")
+ADVANTAGE_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl")
 POLICY_LOSSES = (
     "regular",
     "dual_clip",
@@ -234,12 +234,16 @@ class GeneratorConfig:
     sampling_params: SamplingParams = setting(SamplingParams, "in training")
     eval_sampling_params: SamplingParams | None = setting(None, "in evaluation; null: as training")
     use_conversation_multi_turn: bool = setting(True, "each turn is a message of its own")
+    context: str = setting(
+        "auto",
+        "append: keep the tokens and add the observation's; retemplate: apply the chat template to "
+        "the history each turn; single: one conversation of one answer; auto: append, or single "
+        "without use_conversation_multi_turn",
+        choices=("auto", "append", "retemplate", "single"),
+    )
     append_eos_token_after_stop_str_in_multi_turn: bool = setting(True, "after a stop string")
     chat_template: str | None = setting(None, "Jinja text or file; null: the tokenizer's")
     chat_template_kwargs: dict[str, Any] = setting({}, "passed to the chat template")
-    step_wise_trajectories: bool = setting(True, "every step is a training row")
-    zero_reward_on_non_stop: bool = setting(False, "no reward unless the model stopped by itself")
-    apply_overlong_filtering: bool = setting(False, "mask trajectories that were cut by length")
     max_concurrent_trajectories: int = setting(256, "agent loops at once", at_least=1)
     trajectory_timeout_seconds: float = setting(300.0, "deadline of one trajectory", above=0)
     max_retries: int = setting(1, "of a failed trajectory before it becomes a stub", at_least=0)
@@ -262,9 +266,10 @@ class EnvironmentConfig:
 
     env_class: str = setting("gsm8k", "registered in skyrl_gym; a row's own env_class goes first")
     skyrl_gym: SkyRLGymConfig = setting(SkyRLGymConfig, "skyrl_gym's settings")
-    register_modules: list[str] = setting(
+    register: list[str] = setting(
         [], "Python modules or files imported first: they call skyrl_gym.register"
     )
+    timeout_seconds: float = setting(60.0, "deadline of one environment call", above=0)
 
 
 @dataclass(slots=True)

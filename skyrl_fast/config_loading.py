@@ -22,6 +22,7 @@ _SKYRL_ONLY = {
     "trainer.hf_save_interval": "checkpoints are in Hugging Face format; use trainer.ckpt_interval",
     "trainer.micro_train_batch_size_per_gpu": "use trainer.max_tokens_per_microbatch",
     "trainer.micro_forward_batch_size_per_gpu": "use trainer.max_tokens_per_microbatch",
+    "generator.step_wise_trajectories": "every step is a row of its own, always; remove it",
     "generator.batched": "rollouts are always asynchronous; remove it",
     "generator.inference_engine.num_engines": "one engine runs in this process; remove it",
     "generator.sampling_params.logprobs": "the sampled token's logprob is always taken; remove it",

@@ -31,7 +31,11 @@ def plot_learning_curve(rows: Sequence[dict[str, Any]], path: Path, *, title: st
     rewards, times = figure.subplots(1, 2)
     for name, label, style in (
         ("reward/avg_raw_reward", "training (sampled)", {"color": "#9ab", "linewidth": 1}),
-        ("eval/reward", "evaluation (held out)", {"color": "#c33", "linewidth": 2, "marker": "o"}),
+        (
+            "eval/all/avg_score",
+            "evaluation (held out)",
+            {"color": "#c33", "linewidth": 2, "marker": "o"},
+        ),
     ):
         points = [(row["step"], row[name]) for row in rows if name in row]
         if points:

@@ -17,12 +17,12 @@ from rich.progress import (
 )
 from rich.table import Table
 
-# (label, metric, format) in the order they are shown.
+# (label, metric, format) in the order they are shown; * stands for any ending.
 COLUMNS = (
     ("reward", "reward/avg_raw_reward", "{:.3f}"),
-    ("pass@n", "reward/avg_pass_at_n", "{:.3f}"),
+    ("pass@n", "reward/avg_pass_at_*", "{:.3f}"),
     ("turns", "generate/avg_num_turns", "{:.2f}"),
-    ("eval", "eval/reward", "{:.3f}"),
+    ("eval", "eval/all/avg_score", "{:.3f}"),
     ("tokens/s", "timing/tokens_per_second", "{:,.0f}"),
     ("step s", "timing/step", "{:.1f}"),
     ("generate", "timing/generate", "{:.2f}"),
@@ -83,9 +83,9 @@ class ProgressDisplay:
             self._live.update(self._render())
         else:
             cells = [
-                f"{label} {form.format(metrics[name])}"
-                for label, name, form in COLUMNS
-                if name in metrics
+                f"{label} {cell}"
+                for (label, _, _), cell in zip(COLUMNS, _cells(metrics), strict=True)
+                if cell
             ]
             self.say(f"step {step}/{self._total}  " + "  ".join(cells))
 
@@ -99,8 +99,16 @@ class ProgressDisplay:
         for label, _, _ in COLUMNS:
             table.add_column(label, justify="right")
         for step, metrics in self._rows:
-            cells = (
-                form.format(metrics[name]) if name in metrics else "" for _, name, form in COLUMNS
-            )
-            table.add_row(str(step), *cells)
+            table.add_row(str(step), *_cells(metrics))
         return Group(table, self._bar)
+
+
+def _cells(metrics: Mapping[str, float]) -> list[str]:
+    """One text per column, empty where the metric is absent."""
+    cells = []
+    for _, pattern, form in COLUMNS:
+        stem = pattern.removesuffix("*")
+        any_ending = stem != pattern
+        names = [n for n in metrics if n == pattern or (any_ending and n.startswith(stem))]
+        cells.append(form.format(metrics[names[0]]) if names else "")
+    return cells

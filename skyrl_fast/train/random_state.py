@@ -1,0 +1,46 @@
+"""Random states of torch, numpy and Python, to and from a checkpoint, without pickling."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def save_random_state(path: Path) -> dict[str, Any]:
+    """Write torch's states to `path` and return the others as JSON values."""
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"cuda{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
+    save_file(states, str(path))
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [str(kind), np.asarray(keys).tolist(), position, has_gauss, cached],
+    }
+
+
+def load_random_state(path: Path, state: dict[str, Any]) -> None:
+    """Set all states to those saved."""
+    states = load_file(str(path))
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available():
+        devices = [name for name in sorted(states) if name.startswith("cuda")]
+        for device in range(min(len(devices), torch.cuda.device_count())):
+            torch.cuda.set_rng_state(states[f"cuda{device}"], device)
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (all devices), numpy and Python."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,157 @@
+"""What the policy's forward pass runs: sequences in micro-batches, and where their logprobs belong.
+
+N rows of a batch, A their response tokens, n sequences padded on the right to length L, M trained
+tokens.
+
+Where one step's prompt goes on exactly from the step before (contexts that only grow), both rows
+are read off one sequence, the longest: a causal model gives the same hidden states for the shared
+part, so loss and gradient are those of separate rows, for about half the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from skyrl_fast.batch import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass.
+
+    Args:
+        input_ids: (n, L) int64, padded on the right. Real tokens never look at what follows them,
+            so causal attention needs no mask and positions count from 0.
+        hidden_index: (M,) int64 into the (n * L) hidden states: those that predict a trained token.
+        target_ids: (M,) int64, the trained tokens.
+        response_index: (M,) int64 into the response tokens of `rows`.
+        rows: (K,) int64, rows of the batch that are trained here, ascending.
+    """
+
+    input_ids: torch.Tensor
+    hidden_index: torch.Tensor
+    target_ids: torch.Tensor
+    response_index: torch.Tensor
+    rows: torch.Tensor
+
+
+def plan_micro_batches(
+    batch: StepBatch,
+    token_budget: int,
+    *,
+    rows: np.ndarray | None = None,
+    keep_trajectories: bool = False,
+) -> list[MicroBatch]:
+    """Return the forward passes that give a logprob to every trained token of the rows.
+
+    Args:
+        batch: N rows.
+        token_budget: most padded tokens (n * L) of a micro-batch; a longer sequence goes alone.
+        rows: (N,) bool, rows to visit; None: all with a trained token.
+        keep_trajectories: a trajectory's rows stay together (losses that look at all of them).
+
+    Raises:
+        ValueError: a trained row with an empty prompt: nothing predicts its first token.
+    """
+    visited = _trained_rows(batch) if rows is None else rows & _trained_rows(batch)
+    cu = batch.cu_seqlens.numpy().astype(np.int64)
+    prompts = np.diff(cu) - np.diff(batch.cu_responses.numpy().astype(np.int64))
+    if bool(np.any(prompts[visited] < 1)):
+        row = int(np.flatnonzero(visited & (prompts < 1))[0])
+        raise ValueError(f"plan_micro_batches: row {row} is trained but has an empty prompt")
+    hosts = sequence_hosts(batch, visited)
+    members: dict[int, list[int]] = {}
+    for row in np.flatnonzero(visited).tolist():
+        members.setdefault(int(hosts[row]), []).append(row)
+    lengths = np.diff(cu)
+    parts = _fill(members, lengths, token_budget, batch, keep_trajectories)
+    return [_micro_batch(batch, part, members, prompts) for part in parts]
+
+
+def sequence_hosts(batch: StepBatch, visited: np.ndarray) -> np.ndarray:
+    """Return (N,) for each visited row the later row of its trajectory that begins with all of it.
+
+    A row that no later one begins with is its own host.
+
+    Args:
+        visited: (N,) bool; other rows host nothing.
+    """
+    tokens = batch.tokens.numpy()
+    cu = batch.cu_seqlens.tolist()
+    trajectories = batch.trajectory_ids.tolist()
+    hosts = np.arange(batch.num_rows)
+    order = np.flatnonzero(visited).tolist()
+    for row, following in reversed(list(pairwise(order))):
+        if trajectories[row] != trajectories[following]:
+            continue
+        own = tokens[cu[row] : cu[row + 1]]
+        start = cu[following]
+        if np.array_equal(own, tokens[start : min(start + len(own), cu[following + 1])]):
+            hosts[row] = hosts[following]
+    return hosts
+
+
+def _trained_rows(batch: StepBatch) -> np.ndarray:
+    sums = np.concatenate([[0], np.cumsum(batch.loss_mask.numpy(), dtype=np.int64)])
+    return np.diff(sums[batch.cu_responses.numpy()]) > 0
+
+
+def _fill(
+    members: dict[int, list[int]],
+    lengths: np.ndarray,
+    token_budget: int,
+    batch: StepBatch,
+    keep_trajectories: bool,
+) -> list[list[int]]:
+    """Sequences (by host row) in parts of at most the budget, longest first: little padding."""
+    units: dict[int, list[int]] = {}
+    for host in members:
+        unit = int(batch.trajectory_ids[host]) if keep_trajectories else host
+        units.setdefault(unit, []).append(host)
+    width = {unit: max(int(lengths[host]) for host in hosts) for unit, hosts in units.items()}
+    parts: list[list[int]] = []
+    part_width = 0
+    for unit in sorted(units, key=lambda unit: (-width[unit], unit)):
+        hosts = units[unit]
+        if not parts or (len(parts[-1]) + len(hosts)) * part_width > token_budget:
+            parts.append([])
+            part_width = width[unit]
+        parts[-1].extend(hosts)
+    return parts
+
+
+def _micro_batch(
+    batch: StepBatch, hosts: Sequence[int], members: dict[int, list[int]], prompts: np.ndarray
+) -> MicroBatch:
+    tokens = batch.tokens.numpy()
+    cu = batch.cu_seqlens.tolist()
+    cu_responses = batch.cu_responses.tolist()
+    mask = batch.loss_mask.numpy()
+    width = max(cu[host + 1] - cu[host] for host in hosts)
+    input_ids = np.zeros((len(hosts), width), dtype=np.int64)
+    place = {}
+    for sequence, host in enumerate(hosts):
+        input_ids[sequence, : cu[host + 1] - cu[host]] = tokens[cu[host] : cu[host + 1]]
+        place.update(dict.fromkeys(members[host], sequence))
+    rows = sorted(place)
+    hidden, targets, responses, offset = [], [], [], 0
+    for row in rows:
+        start, end = cu_responses[row], cu_responses[row + 1]
+        trained = np.flatnonzero(mask[start:end])
+        positions = int(prompts[row]) + trained
+        hidden.append(place[row] * width + positions - 1)
+        targets.append(tokens[cu[row] + positions])
+        responses.append(offset + trained)
+        offset += end - start
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids),
+        hidden_index=torch.from_numpy(np.concatenate(hidden)),
+        target_ids=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+        response_index=torch.from_numpy(np.concatenate(responses)),
+        rows=torch.tensor(rows),
+    )

@@ -1,0 +1,303 @@
+"""The policy: a transformers causal LM, its logprobs at trained positions, and its optimizer.
+
+Weights and AdamW's moments are float32 always; on a GPU the forward pass runs in bfloat16 by
+autocast. A response tokens of a batch, M trained tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import OptimizerConfig
+from skyrl_fast.ops.logprob import linear_logprob
+from skyrl_fast.train.micro_batch import MicroBatch, plan_micro_batches
+
+logger = logging.getLogger(__name__)
+
+PROBE_TOKENS = 8  # of the check that our logprobs are the model's own
+PROBE_TOLERANCE = 1e-3  # float32 noise is below 1e-5; soft-capped or scaled logits differ by more
+COSINE_END = 0.0  # part of the learning rate that is left at the end
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW remembers of a parameter
+
+
+class Policy:
+    """A causal LM that gives logprobs of trained tokens; with an optimizer it can be stepped.
+
+    Args:
+        model: any transformers causal LM whose logits are `lm_head(hidden states)`.
+        temperature: of the sampler, so that logprobs are those of the sampling distribution.
+        max_tokens_per_microbatch: most padded tokens of one forward pass.
+        dtype: of the forward pass; the weights are float32.
+
+    Raises:
+        ValueError: a model that does something else to its logits (a soft cap, a scale, a bias).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float = 1.0,
+        max_tokens_per_microbatch: int = 16384,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.model = model
+        self.temperature = temperature
+        self.max_tokens_per_microbatch = max_tokens_per_microbatch
+        self.dtype = dtype
+        self._check_head()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.model.parameters()).device
+
+    def logprobs(
+        self, micro: MicroBatch, *, return_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (M,) float32 logprobs of the micro-batch's trained tokens, and their entropies."""
+        with self._autocast():
+            hidden = self.model.base_model(
+                input_ids=micro.input_ids.to(self.device), use_cache=False
+            ).last_hidden_state
+        hidden = hidden.flatten(0, 1).index_select(0, micro.hidden_index.to(self.device))
+        weight = self.model.get_output_embeddings().weight.to(hidden.dtype)
+        result: Any = linear_logprob(
+            hidden,
+            weight,
+            micro.target_ids.to(self.device),
+            temperature=self.temperature,
+            return_entropy=return_entropy,
+        )
+        return result if return_entropy else (result, None)
+
+    def batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
+        """Return (A,) float32 logprobs of the trained tokens, without gradients; 0 elsewhere."""
+        result = torch.zeros(batch.loss_mask.shape[0])
+        with torch.no_grad():
+            for micro in plan_micro_batches(batch, self.max_tokens_per_microbatch):
+                values, _ = self.logprobs(micro)
+                result[_response_positions(batch, micro)] = values.cpu()
+        return result
+
+    def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Return each token's logprob given those before it, from the second on; temperature 1."""
+        ids = torch.tensor([token_ids], device=self.device)
+        with torch.no_grad(), self._autocast():
+            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+            weight = self.model.get_output_embeddings().weight.to(hidden.dtype)
+            values: Any = linear_logprob(hidden.contiguous(), weight, ids[0, 1:])
+            return values.tolist()
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights under their Hugging Face names; tied ones once."""
+        for name, value in self.model.named_parameters(remove_duplicate=True):
+            yield name, value.detach()
+        persistent = set(self.model.state_dict())
+        for name, value in self.model.named_buffers():
+            if name in persistent:
+                yield name, value
+
+    def save(self, folder: Path, tokenizer: Any | None = None) -> None:
+        """Write the model (and its tokenizer) in Hugging Face format."""
+        self.model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.dtype == torch.float32 or self.model.dtype == torch.float64:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def _check_head(self) -> None:
+        """The head is applied by us: its result must be what the model itself computes."""
+        head = self.model.get_output_embeddings()
+        if head is None or not hasattr(self.model, "base_model"):
+            raise ValueError(f"policy: wanted a causal LM, got {type(self.model).__name__}")
+        vocabulary = head.weight.shape[0]
+        ids = torch.arange(PROBE_TOKENS, device=self.device)[None] % vocabulary
+        with torch.no_grad(), self._autocast():
+            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            ours = (hidden @ head.weight.to(hidden.dtype).T).float()
+            theirs = self.model(input_ids=ids, use_cache=False).logits.float()
+        difference = (ours - theirs).abs().max().item()
+        if not difference <= PROBE_TOLERANCE * max(1.0, theirs.abs().max().item()):
+            raise ValueError(
+                f"policy: {type(self.model).__name__} changes its logits after the LM head "
+                f"(largest difference {difference:.3g}: a soft cap, scale or bias); not supported"
+            )
+
+
+class Optimizer:
+    """AdamW with warm-up and clipping over a policy's parameters; state is saved by name.
+
+    Args:
+        policy: whose parameters; those with one dimension get no weight decay.
+        config: SkyRL's optimizer settings.
+        total_steps: optimizer steps of the whole run, for schedules that end.
+    """
+
+    def __init__(self, policy: Policy, config: OptimizerConfig, *, total_steps: int) -> None:
+        self.step_count = 0
+        self._config = config
+        self._total_steps = total_steps
+        self._named = [(n, p) for n, p in policy.model.named_parameters() if p.requires_grad]
+        decayed = [p for _, p in self._named if p.dim() > 1]
+        plain = [p for _, p in self._named if p.dim() <= 1]
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        beta1, beta2 = config.adam_betas
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=(beta1, beta2),
+            fused=True,
+        )
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def step(self) -> dict[str, float]:
+        """Clip, update the weights, and return gradient norm and learning rate.
+
+        A gradient that is not finite changes nothing but the count of steps; it is reported.
+        """
+        parameters = [p for _, p in self._named if p.grad is not None]
+        limit = self._config.max_grad_norm or math.inf
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit)) if parameters else 0.0
+        rate = learning_rate(self.step_count, self._config, total_steps=self._total_steps)
+        if math.isfinite(norm):
+            for group in self._adamw.param_groups:
+                group["lr"] = rate
+            self._adamw.step()
+        else:
+            logger.warning("optimizer step %d left out: gradient norm %s", self.step_count, norm)
+        self.step_count += 1
+        self.zero_grad()
+        skipped = float(not math.isfinite(norm))
+        return {
+            "policy/grad_norm": norm,
+            "policy/lr": rate,
+            "policy/nonfinite_steps_skipped": skipped,
+        }
+
+    def save(self, path: Path) -> None:
+        """Write the moments of every parameter by its name (safetensors)."""
+        tensors = {
+            f"{name}.{key}": self._adamw.state[parameter][key].contiguous()
+            for name, parameter in self._named
+            if parameter in self._adamw.state
+            for key in MOMENTS
+        }
+        save_file(tensors, str(path), metadata={"step_count": str(self.step_count)})
+
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote. ValueError if a parameter is missing or has another shape."""
+        tensors = load_file(str(path))
+        with safe_open(str(path), framework="pt") as file:
+            self.step_count = int(file.metadata()["step_count"])
+        for name, parameter in self._named:
+            if tensors and f"{name}.exp_avg" not in tensors:
+                raise ValueError(f"{path}: no optimizer state for {name}: another model?")
+            if tensors and tensors[f"{name}.exp_avg"].shape != parameter.shape:
+                raise ValueError(f"{path}: optimizer state of {name} has another shape")
+            if tensors:
+                state = {key: tensors[f"{name}.{key}"] for key in MOMENTS}
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = state[key].to(parameter.device)
+                state["step"] = state["step"].to(parameter.device)
+                self._adamw.state[parameter] = state
+
+
+def learning_rate(step: int, config: OptimizerConfig, *, total_steps: int) -> float:
+    """Return the rate of optimizer step `step` (from 0): linear warm-up, then the schedule.
+
+    Example:
+        >>> config = OptimizerConfig(lr=1.0, num_warmup_steps=4)
+        >>> [learning_rate(step, config, total_steps=10) for step in range(5)]
+        [0.25, 0.5, 0.75, 1.0, 1.0]
+    """
+    warmup = config.num_warmup_steps
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    if config.scheduler == "linear":
+        return config.lr * (1.0 - progress)
+    if config.scheduler == "cosine":
+        return config.lr * (
+            COSINE_END + (1 - COSINE_END) * 0.5 * (1 + math.cos(math.pi * progress))
+        )
+    return config.lr
+
+
+def load_model(path: str, *, device: torch.device, gradient_checkpointing: bool = False) -> Any:
+    """Return the causal LM of a local folder or hub name, with float32 weights.
+
+    Raises:
+        ValueError: nothing usable there; the message says what was tried.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if ("/" not in path or path.startswith((".", "/", "~"))) and not Path(
+        path
+    ).expanduser().is_dir():
+        raise ValueError(f"trainer.policy.model.path: model folder not found: {path}")
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path,
+            dtype=torch.float32,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"trainer.policy.model.path: {path} cannot be loaded: {error}") from error
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _remove_dropout(model.train())
+    return model.to(device)
+
+
+def hide_progress_bars() -> None:
+    """Keep transformers' own bars (loading, saving) out of the run's display."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+
+def _remove_dropout(model: Any) -> None:
+    """Checkpointing needs the training mode; the sampler has no dropout, so neither may we."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def load_tokenizer(path: str) -> Any:
+    """Return the tokenizer beside a model. ValueError if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(Path(path).expanduser()))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"trainer.policy.model.path: no tokenizer in {path}: {error}") from error
+
+
+def _response_positions(batch: StepBatch, micro: MicroBatch) -> torch.Tensor:
+    """Return (M,) positions of the micro-batch's trained tokens in the whole batch's responses."""
+    starts = batch.cu_responses[micro.rows].to(torch.int64)
+    lengths = batch.cu_responses.diff()[micro.rows].to(torch.int64)
+    local_starts = lengths.cumsum(0) - lengths
+    shift = torch.repeat_interleave(starts - local_starts, lengths)
+    return micro.response_index + shift[micro.response_index]

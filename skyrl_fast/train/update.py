@@ -1,0 +1,221 @@
+"""One batch into optimizer steps: mini-batches by prompts, micro-batches by tokens.
+
+A response tokens, M trained tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import AlgorithmConfig
+from skyrl_fast.metrics import segment_sums
+from skyrl_fast.ops.policy_loss import policy_loss, reduction_weights
+from skyrl_fast.train.micro_batch import MicroBatch, plan_micro_batches
+from skyrl_fast.train.policy import Optimizer, Policy
+
+# Their gradient is zero where the advantage is: whole rows need no forward pass.
+_PROPORTIONAL_LOSSES = {
+    "regular",
+    "dual_clip",
+    "gspo",
+    "cispo",
+    "rollout_is",
+    "sapo",
+    "dppo",
+    "importance_sampling",
+}
+# They look at all tokens of a row's trajectory, or of the mini-batch, at once.
+_TRAJECTORY_LOSSES = {"gspo"}
+
+
+def optimizer_steps_per_batch(
+    train_batch_size: int, mini_batch_size: int, update_epochs: int
+) -> int:
+    """Return how often the weights change per batch: never more, whatever the number of rows."""
+    return train_batch_size // mini_batch_size * update_epochs
+
+
+def update_policy(
+    policy: Policy,
+    optimizer: Optimizer,
+    batch: StepBatch,
+    *,
+    algorithm: AlgorithmConfig,
+    mini_batch_size: int,
+    update_epochs: int = 1,
+    max_seq_len: int | None = None,
+    reference: Policy | None = None,
+) -> dict[str, float]:
+    """Take `prompts / mini_batch_size * update_epochs` optimizer steps; return their mean metrics.
+
+    Args:
+        batch: rows with advantages, groups adjacent.
+        mini_batch_size: prompts per optimizer step.
+        max_seq_len: denominator of seq_mean_token_sum_norm.
+        reference: frozen model of the KL term, where the algorithm uses one.
+    """
+    single = batch.num_groups == mini_batch_size and update_epochs == 1
+    if algorithm.use_kl_loss:
+        assert reference is not None
+        batch = batch.with_(ref_logprobs=reference.batch_logprobs(batch))
+    if algorithm.old_logprobs == "rollout":
+        if batch.rollout_logprobs is None:
+            raise ValueError(
+                "trainer.algorithm.old_logprobs: rollout needs the engine's logprobs, it gave none"
+            )
+        batch = batch.with_(old_logprobs=batch.rollout_logprobs)
+    elif not single:
+        batch = batch.with_(old_logprobs=policy.batch_logprobs(batch))
+    steps = [
+        _optimizer_step(policy, optimizer, mini, algorithm, max_seq_len)
+        for _ in range(update_epochs)
+        for mini in batch.mini_batches(mini_batch_size)
+    ]
+    return _mean_metrics(steps)
+
+
+def contributing_rows(batch: StepBatch, algorithm: AlgorithmConfig) -> np.ndarray:
+    """Return (N,) bool: rows whose gradient can differ from zero under this algorithm."""
+    assert batch.advantages is not None
+    if (
+        algorithm.use_kl_loss
+        or algorithm.use_entropy_loss
+        or algorithm.policy_loss_type not in _PROPORTIONAL_LOSSES
+    ):
+        return np.ones(batch.num_rows, dtype=bool)
+    live = (batch.advantages != 0) & (batch.loss_mask != 0)
+    return segment_sums(live.numpy(), batch.cu_responses.numpy(), np.int64) > 0
+
+
+def accumulate_gradient(
+    policy: Policy,
+    batch: StepBatch,
+    *,
+    algorithm: AlgorithmConfig,
+    max_seq_len: int | None = None,
+) -> dict[str, float]:
+    """Add the mini-batch's gradient to the weights' `.grad`, whatever the split; return metrics.
+
+    Where `old_logprobs` is missing the policy's present ones are taken: the ratio is 1.
+    """
+    weights = reduction_weights(
+        batch.loss_mask,
+        reduction=algorithm.loss_reduction,
+        cu_seqlens=batch.cu_responses,
+        group_ids=batch.group_ids,
+        trajectory_ids=batch.trajectory_ids,
+        max_seq_len=max_seq_len,
+    )
+    rows = contributing_rows(batch, algorithm)
+    plan = plan_micro_batches(
+        batch,
+        policy.max_tokens_per_microbatch,
+        rows=rows,
+        keep_trajectories=algorithm.policy_loss_type in _TRAJECTORY_LOSSES,
+    )
+    parts = [_micro_step(policy, batch, weights, micro, algorithm) for micro in plan]
+    metrics = _token_mean_metrics(parts)
+    metrics["policy/loss"] = sum(part["loss"] for part in parts)
+    metrics["policy/num_micro_batches"] = float(len(plan))
+    metrics["policy/forward_tokens"] = float(sum(micro.input_ids.numel() for micro in plan))
+    metrics["policy/rows_without_gradient"] = float(batch.num_rows - int(rows.sum()))
+    return metrics
+
+
+def _optimizer_step(
+    policy: Policy,
+    optimizer: Optimizer,
+    batch: StepBatch,
+    algorithm: AlgorithmConfig,
+    max_seq_len: int | None,
+) -> dict[str, float]:
+    optimizer.zero_grad()
+    metrics = accumulate_gradient(policy, batch, algorithm=algorithm, max_seq_len=max_seq_len)
+    return metrics | optimizer.step()
+
+
+def _micro_step(
+    policy: Policy,
+    batch: StepBatch,
+    weights: torch.Tensor,
+    micro: MicroBatch,
+    algorithm: AlgorithmConfig,
+) -> dict[str, float]:
+    rows = batch.rows(micro.rows)
+    trained, entropy = policy.logprobs(micro, return_entropy=True)
+    assert entropy is not None
+    index = micro.response_index.to(trained.device)
+    logprobs = trained.new_zeros(rows.loss_mask.shape[0]).index_put((index,), trained)
+    rows = rows.to(trained.device)
+    loss, metrics = policy_loss(
+        logprobs,
+        rows.old_logprobs,
+        rows.advantages,
+        rows.loss_mask,
+        row_weights=weights[micro.rows].to(trained.device),
+        cu_seqlens=rows.cu_responses,
+        trajectory_ids=rows.trajectory_ids,
+        rollout_logprobs=rows.rollout_logprobs,
+        **_loss_options(rows, algorithm),
+    )
+    if algorithm.use_entropy_loss:
+        row_of_token = torch.bucketize(index, rows.cu_responses[1:].long(), right=True)
+        bonus = (entropy * weights[micro.rows].to(entropy.device)[row_of_token]).sum()
+        loss = loss - algorithm.entropy_loss_coef * bonus
+    loss.backward()
+    facts = {f"policy/{name}": float(value) for name, value in metrics.items()}
+    facts["policy/policy_entropy"] = float(entropy.detach().mean())
+    if rows.rollout_logprobs is not None:
+        difference = (trained.detach() - rows.rollout_logprobs[index]).abs()
+        facts["policy/rollout_train_logprobs_abs_diff_mean"] = float(difference.mean())
+        facts["policy/rollout_train_logprobs_abs_diff_max"] = float(difference.max())
+    return facts | {"loss": float(loss.detach()), "tokens": float(trained.shape[0])}
+
+
+def _loss_options(rows: StepBatch, algorithm: AlgorithmConfig) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "loss": algorithm.policy_loss_type,
+        "eps_clip_low": algorithm.eps_clip_low,
+        "eps_clip_high": algorithm.eps_clip_high,
+    }
+    if algorithm.use_kl_loss:
+        options |= {
+            "ref_logprobs": rows.ref_logprobs,
+            "kl_coef": algorithm.kl_loss_coef,
+            "kl_estimator": algorithm.kl_estimator_type,
+        }
+    return options | algorithm.loss_options
+
+
+def _token_mean_metrics(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Means weighted by trained tokens; names that end in max or min take that instead."""
+    total = sum(part["tokens"] for part in parts)
+    result = {"policy/trained_tokens": total}
+    for name in parts[0] if parts else ():
+        values = [part[name] for part in parts]
+        if name.endswith("_max"):
+            result[name] = max(values)
+        elif name.endswith("_min"):
+            result[name] = min(values)
+        elif name.startswith("policy/"):
+            result[name] = sum(v * p["tokens"] for v, p in zip(values, parts, strict=True)) / total
+    return result
+
+
+def _mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for step in steps for name in step)
+    result = {}
+    for name in names:
+        values = [step[name] for step in steps if name in step]
+        if name.endswith("_max"):
+            result[name] = max(values)
+        elif name.endswith("_min"):
+            result[name] = min(values)
+        else:
+            result[name] = sum(values) / len(values)
+    result["policy/optimizer_steps"] = float(len(steps))
+    return result

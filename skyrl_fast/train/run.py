@@ -1,0 +1,310 @@
+"""A whole training run from its settings: what the command line and the recipes call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_fast.config import Config, to_dict
+from skyrl_fast.config_loading import check_config
+from skyrl_fast.train.checkpoint import (
+    RunInUseError,
+    checkpoints,
+    latest_checkpoint,
+    locked_run,
+    write_json,
+)
+from skyrl_fast.train.plot import plot_learning_curve
+from skyrl_fast.train.policy import (
+    Optimizer,
+    Policy,
+    hide_progress_bars,
+    load_model,
+    load_tokenizer,
+)
+from skyrl_fast.train.progress import ProgressDisplay
+from skyrl_fast.train.prompts import load_prompts
+from skyrl_fast.train.random_state import seed_everything
+from skyrl_fast.train.rollouts import Rollouts
+from skyrl_fast.train.sinks import open_sinks, read_metrics
+from skyrl_fast.train.trainer import Parts, Progress, Trainer, total_optimizer_steps, total_steps
+from skyrl_fast.train.trajectory_log import readable, total_reward
+
+logger = logging.getLogger(__name__)
+
+MakeRollouts = Callable[[Config, Any, str], Awaitable[Rollouts]]
+EVAL_REWARD = "eval/all/avg_score"
+
+
+class SetupError(ValueError):
+    """Something that a person can put right before training: data, model, packages, engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended and where everything is.
+
+    Args:
+        step, total_steps: batches trained, and of the whole run.
+        signal: number of the signal that stopped it, or None.
+        before, after: mean evaluation reward of the first and the last evaluation, or None.
+        sample: one trajectory in words.
+    """
+
+    step: int
+    total_steps: int
+    signal: int | None
+    before: float | None
+    after: float | None
+    run_path: Path
+    metrics: Path
+    trajectories: Path
+    checkpoint: Path | None
+    plot: Path | None
+    sample: str
+
+
+def run_training(config: Config, *, make_rollouts: MakeRollouts | None = None) -> Outcome:
+    """Train as the settings say; the run folder holds everything that comes of it.
+
+    Args:
+        config: settings; checked here.
+        make_rollouts: starts the engine from config, tokenizer, model folder; None: vLLM.
+
+    Raises:
+        ConfigError: settings that cannot be.
+        SetupError: data, model or a package is missing.
+        RunInUseError: the run folder belongs to another process or holds an earlier run.
+        CheckpointError: a checkpoint cannot be read or written.
+    """
+    check_config(config)
+    run_path = Path(config.trainer.run_path)
+    with locked_run(run_path):
+        checkpoint = _starting_point(config)
+        if config.trainer.num_threads is not None:
+            torch.set_num_threads(config.trainer.num_threads)
+        seed_everything(config.trainer.seed)
+        hide_progress_bars()
+        return _run(config, run_path, checkpoint, make_rollouts or _vllm_rollouts)
+
+
+def _run(
+    config: Config, run_path: Path, checkpoint: Path | None, make_rollouts: MakeRollouts
+) -> Outcome:
+    with _as_setup_error():
+        parts, model_path = _parts(config, checkpoint)
+        plot_module_checked = _check_plot(config)
+        parts.sinks = open_sinks(
+            config.trainer.logger,
+            run_path,
+            project=config.trainer.project_name,
+            run_name=config.trainer.run_name,
+            config=to_dict(config),
+            last_step=None if checkpoint is None else _step_of(checkpoint),
+        )
+    write_json(run_path / "config.json", to_dict(config))
+    steps = total_steps(config, len(parts.train_prompts))
+    display = ProgressDisplay(
+        total_steps=steps, start_step=0 if checkpoint is None else _step_of(checkpoint)
+    )
+    try:
+        progress, received = asyncio.run(
+            _run_loop(config, parts, display, checkpoint, model_path, make_rollouts)
+        )
+    finally:
+        for sink in parts.sinks:
+            sink.close()
+    rows = read_metrics(run_path / "metrics.jsonl")
+    rewards = [row[EVAL_REWARD] for row in rows if EVAL_REWARD in row]
+    plot = None
+    if plot_module_checked and rows:
+        plot = plot_learning_curve(
+            rows, run_path / "learning_curve.png", title=config.trainer.run_name
+        )
+    return Outcome(
+        step=progress.step,
+        total_steps=steps,
+        signal=received,
+        before=rewards[0] if rewards else None,
+        after=rewards[-1] if rewards else None,
+        run_path=run_path,
+        metrics=run_path / "metrics.jsonl",
+        trajectories=run_path / "trajectories",
+        checkpoint=progress.checkpoint,
+        plot=plot,
+        sample=_sample(progress, parts.tokenizer),
+    )
+
+
+async def _run_loop(
+    config: Config,
+    parts: Parts,
+    display: ProgressDisplay,
+    checkpoint: Path | None,
+    model_path: str,
+    make_rollouts: MakeRollouts,
+) -> tuple[Progress, int | None]:
+    display.say("starting the engine ...")
+    with _as_setup_error():
+        parts.rollouts = await make_rollouts(config, parts.tokenizer, model_path)
+    received: list[int] = []
+    try:
+        trainer = Trainer(config, parts, display)
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+            display.say(f"resuming after step {trainer.progress.step} from {checkpoint}")
+        loop = asyncio.get_running_loop()
+
+        def on_signal(number: int) -> None:
+            if received:
+                _leave_now(number)
+            received.append(number)
+            display.say("stopping with a checkpoint; once more stops at once")
+            trainer.stop.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal, number)
+        with display:
+            progress = await trainer.run()
+    finally:
+        await parts.rollouts.close()
+    return progress, received[0] if progress.stopped else None
+
+
+def _parts(config: Config, checkpoint: Path | None) -> tuple[Parts, str]:
+    settings = config.trainer
+    env_class = config.environment.env_class
+    train_prompts = load_prompts(config.data.train_data, default_env_class=env_class)
+    eval_prompts = load_prompts(config.data.val_data, default_env_class=env_class, prefix="eval-")
+    if len(train_prompts) < settings.train_batch_size:
+        raise ValueError(
+            f"data.train_data: wanted at least trainer.train_batch_size="
+            f"{settings.train_batch_size} prompts, got {len(train_prompts)}"
+        )
+    start_path = settings.policy.model.path
+    assert start_path is not None
+    model_path = start_path if checkpoint is None else str(checkpoint / "policy")
+    device = _device(settings.device)
+    dtype = _dtype(settings.policy.dtype, device)
+
+    def policy_of(path: str, *, trained: bool) -> Policy:
+        model = load_model(
+            path, device=device, gradient_checkpointing=trained and settings.gradient_checkpointing
+        )
+        return Policy(
+            model.requires_grad_(trained),
+            temperature=config.generator.sampling_params.temperature,
+            max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
+            dtype=dtype,
+        )
+
+    policy = policy_of(model_path, trained=True)
+    reference = None
+    if settings.algorithm.use_kl_loss:
+        reference = policy_of(settings.ref.model.path or start_path, trained=False)
+    optimizer = Optimizer(
+        policy,
+        settings.policy.optimizer_config,
+        total_steps=total_optimizer_steps(config, len(train_prompts)),
+    )
+    parts = Parts(
+        policy=policy,
+        optimizer=optimizer,
+        tokenizer=load_tokenizer(model_path),
+        rollouts=None,  # type: ignore[arg-type]  # the engine starts when all else is right
+        train_prompts=train_prompts,
+        eval_prompts=eval_prompts,
+        reference=reference,
+    )
+    return parts, model_path
+
+
+def _starting_point(config: Config) -> Path | None:
+    """The checkpoint to go on from, or None for a new run in a folder without one."""
+    settings = config.trainer
+    run_path = Path(settings.run_path)
+    folder = Path(settings.ckpt_path or run_path / "checkpoints")
+    if settings.resume_mode == "from_path":
+        path = Path(str(settings.resume_path))
+        if not (path / "state.json").is_file():
+            raise SetupError(f"trainer.resume_path: no checkpoint in {path}")
+        return path
+    if settings.resume_mode == "latest":
+        return latest_checkpoint(folder)
+    if checkpoints(folder) or (run_path / "metrics.jsonl").exists():
+        raise RunInUseError(
+            f"run folder {run_path} holds an earlier run: --resume goes on with it; for a new run "
+            "choose another trainer.run_path or delete the folder"
+        )
+    return None
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def _device(name: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError("trainer.device: cuda was asked for, but torch finds no GPU")
+    return torch.device("cuda" if name != "cpu" and available else "cpu")
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _check_plot(config: Config) -> bool:
+    if not config.trainer.plot:
+        return False
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        logger.warning(
+            "no learning curve at the end: pip install matplotlib, or trainer.plot=false"
+        )
+        return False
+    return True
+
+
+async def _vllm_rollouts(config: Config, tokenizer: Any, model_path: str) -> Rollouts:
+    from skyrl_fast.train.vllm_rollouts import start_rollouts
+
+    return await start_rollouts(config, tokenizer, model_path)
+
+
+def _sample(progress: Progress, tokenizer: Any) -> str:
+    """One trajectory in words: a rewarded one of several turns if there is one."""
+    if not progress.trajectories:
+        return ""
+    best = max(progress.trajectories, key=lambda t: (total_reward(t), len(t.steps)))
+    return readable(best, tokenizer=tokenizer)
+
+
+def _leave_now(number: int) -> None:
+    """The second signal: no cleaning up, but no orphans either."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(128 + number)
+
+
+@contextmanager
+def _as_setup_error() -> Any:
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        raise SetupError(str(error)) from error

@@ -1,0 +1,383 @@
+"""The one loop: rollouts, batch, advantages, optimizer steps, weights to the engine, again.
+
+A step is one batch of prompts. What it leaves (weights, counters, data position) is a function of
+the seed and the step number alone, so that a resumed run goes on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from skyrl_fast.advantages import advantages
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import Config, max_input_length, to_dict
+from skyrl_fast.generator_output import generator_output_from_trajectories
+from skyrl_fast.metrics import batch_metrics, eval_metrics, reward_metrics, rollout_metrics
+from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train.checkpoint import latest_checkpoint, read_json, write_checkpoint, write_json
+from skyrl_fast.train.policy import Optimizer, Policy
+from skyrl_fast.train.progress import ProgressDisplay
+from skyrl_fast.train.prompts import Prompt, PromptSampler
+from skyrl_fast.train.random_state import load_random_state, save_random_state
+from skyrl_fast.train.rollouts import Rollouts
+from skyrl_fast.train.sinks import Sink
+from skyrl_fast.train.trajectory_log import write_trajectories
+from skyrl_fast.train.update import optimizer_steps_per_batch, update_policy
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class StopRequested(Exception):  # noqa: N818 - not an error
+    """Someone asked for the end while a phase was running; what it had done is dropped."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything that a trainer works with; `run.py` makes it from a config, tests from fakes."""
+
+    policy: Policy
+    optimizer: Optimizer
+    tokenizer: Any
+    rollouts: Rollouts
+    train_prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+    sinks: Sequence[Sink] = ()
+    reference: Policy | None = None
+    clock: Callable[[], float] = time.perf_counter
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a run has reached.
+
+    Args:
+        step: batches trained.
+        stopped: it was asked to stop before its end.
+        checkpoint: the newest one.
+        trajectories: the last evaluation's, else the last batch's.
+    """
+
+    step: int = 0
+    stopped: bool = False
+    checkpoint: Path | None = None
+    trajectories: list[Trajectory] = field(default_factory=list)
+
+
+class Trainer:
+    """Runs the loop over the given parts.
+
+    Args:
+        config: checked settings.
+        parts: models, engine, prompts, sinks.
+        display: shows phases and steps.
+    """
+
+    def __init__(self, config: Config, parts: Parts, display: ProgressDisplay) -> None:
+        settings = config.trainer
+        self.progress = Progress()
+        self.stop = asyncio.Event()
+        self._config = config
+        self._parts = parts
+        self._display = display
+        self._run_path = Path(settings.run_path)
+        self._checkpoints = Path(settings.ckpt_path or self._run_path / "checkpoints")
+        self._sampler = PromptSampler(
+            len(parts.train_prompts), batch_size=settings.train_batch_size, seed=settings.seed
+        )
+        self.total_steps = total_steps(config, len(parts.train_prompts))
+        self._saved_step = -1
+        self._whole = True  # weights, counters and data position belong together
+        # One thread computes, so that the event loop stays alive for the engine and for signals.
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+
+    async def run(self) -> Progress:
+        """Train to the end, or until `stop` is set; a checkpoint is left either way.
+
+        Raises:
+            Whatever a part raises, after a checkpoint of the last whole step.
+        """
+        try:
+            await self._train()
+        except StopRequested:
+            self.progress.stopped = True
+        except Exception:
+            self._rescue()
+            raise
+        finally:
+            self._compute.shutdown(wait=True)
+        if self._saved_step != self.progress.step:
+            self._save()
+        return self.progress
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint; the policy's weights were loaded from its folder already.
+
+        Raises:
+            CheckpointError: it cannot be read.
+            ValueError: data, batch size or seed are not those of the checkpoint.
+        """
+        state = read_json(checkpoint / "state.json")
+        self._sampler.restore(state["sampler"])
+        self._parts.optimizer.load(checkpoint / "optimizer.safetensors")
+        load_random_state(checkpoint / "random.safetensors", state["random"])
+        self.progress.step = self._saved_step = state["step"]
+        self.progress.checkpoint = checkpoint
+
+    # --- the loop ---------------------------------------------------------------------------
+
+    async def _train(self) -> None:
+        settings = self._config.trainer
+        await self._sync({})
+        if self.progress.step == 0 and settings.eval_before_train and self._parts.eval_prompts:
+            metrics = await self._evaluate()
+            self._report(metrics)
+        while self.progress.step < self.total_steps:
+            if self.stop.is_set():
+                raise StopRequested
+            await self._step()
+
+    async def _step(self) -> None:
+        settings, parts = self._config.trainer, self._parts
+        started = parts.clock()
+        times: dict[str, float] = {}
+        prompts = [parts.train_prompts[index] for index in self._sampler.peek()]
+        trajectories = await self._timed(
+            "rollout",
+            times,
+            self._until_stopped(
+                parts.rollouts.generate(prompts, step=self.progress.step, phase="train")
+            ),
+        )
+        split_rollout_time(times, trajectories)
+        batch, metrics = await self._timed(
+            "batch", times, self._in_thread(self._batch, trajectories)
+        )
+        self._whole = False
+        metrics |= await self._timed(
+            "forward_backward", times, self._in_thread(self._update, batch)
+        )
+        self._sampler.next_batch()
+        self.progress.step += 1
+        self._whole = True
+        await self._sync(metrics, times)
+        self._dump(trajectories, batch)
+        self.progress.trajectories = trajectories
+        if self._due(settings.eval_interval) and parts.eval_prompts:
+            metrics |= await self._evaluate()
+        times["step"] = parts.clock() - started - times.get("eval", 0.0)
+        metrics |= {f"timing/{name}": seconds for name, seconds in times.items()}
+        metrics["timing/tokens_per_second"] = batch.num_tokens / times["step"]
+        metrics["trainer/epoch"] = float(self._sampler.epoch)
+        self._report(metrics)
+        if self._due(settings.ckpt_interval):
+            self._save()
+
+    def _batch(self, trajectories: list[Trajectory]) -> tuple[StepBatch, dict[str, float]]:
+        generator, algorithm = self._config.generator, self._config.trainer.algorithm
+        output = generator_output_from_trajectories(trajectories)
+        batch = StepBatch.from_generator_output(
+            output, num_prompts=self._config.trainer.train_batch_size, step_wise=True
+        )
+        batch = batch.with_(advantages=advantages(batch, estimator=_estimator(algorithm)))
+        failed = sum(trajectory.failure is not None for trajectory in trajectories)
+        metrics = {
+            **reward_metrics(batch, samples_per_prompt=generator.n_samples_per_prompt),
+            **rollout_metrics(output, batch=batch),
+            **batch_metrics(batch),
+            "generate/failed_trajectories": float(failed),
+        }
+        return batch, metrics
+
+    def _update(self, batch: StepBatch) -> dict[str, float]:
+        settings = self._config.trainer
+        return update_policy(
+            self._parts.policy,
+            self._parts.optimizer,
+            batch,
+            algorithm=settings.algorithm,
+            mini_batch_size=settings.policy_mini_batch_size,
+            update_epochs=settings.update_epochs_per_batch,
+            max_seq_len=settings.algorithm.max_seq_len
+            or max_input_length(self._config)
+            + self._config.generator.sampling_params.max_generate_length,
+            reference=self._parts.reference,
+        )
+
+    async def _sync(self, metrics: dict[str, float], times: dict[str, float] | None = None) -> None:
+        self._display.phase("sync")
+        metrics |= await self._timed(
+            "sync",
+            {} if times is None else times,
+            self._parts.rollouts.update_weights(self._parts.policy, version=self.progress.step),
+        )
+
+    async def _evaluate(self) -> dict[str, float]:
+        """Reward on the held-out prompts, sampled with the same seeds every time."""
+        parts, size = self._parts, self._config.trainer.eval_batch_size
+        times: dict[str, float] = {}
+        trajectories: list[Trajectory] = []
+        for start in range(0, len(parts.eval_prompts), size):
+            trajectories += await self._timed(
+                "eval",
+                times,
+                self._until_stopped(
+                    parts.rollouts.generate(
+                        parts.eval_prompts[start : start + size], step=0, phase="eval"
+                    )
+                ),
+            )
+        output = generator_output_from_trajectories(trajectories)
+        metrics = eval_metrics(output)
+        turns = sum(len(trajectory.steps) for trajectory in trajectories)
+        metrics["eval/all/avg_num_turns"] = turns / len(trajectories)
+        metrics["timing/eval"] = times["eval"]
+        self.progress.trajectories = trajectories
+        if self._config.trainer.dump_trajectories:
+            self._write_trajectories(f"eval_step_{self.progress.step:06d}.jsonl", trajectories)
+        return metrics
+
+    # --- what it leaves -----------------------------------------------------------------------
+
+    def _report(self, metrics: dict[str, float]) -> None:
+        for sink in self._parts.sinks:
+            sink.write(self.progress.step, metrics)
+        self._display.step(self.progress.step, metrics)
+
+    def _dump(self, trajectories: list[Trajectory], batch: StepBatch) -> None:
+        if not self._config.trainer.dump_trajectories:
+            return
+        self._write_trajectories(
+            f"step_{self.progress.step:06d}.jsonl", trajectories, _advantage_of_each(batch)
+        )
+
+    def _write_trajectories(
+        self, name: str, trajectories: list[Trajectory], values: list[float] | None = None
+    ) -> None:
+        write_trajectories(
+            self._run_path / "trajectories" / name,
+            trajectories,
+            tokenizer=self._parts.tokenizer,
+            advantages=values,
+        )
+
+    def _save(self) -> None:
+        self._display.phase("checkpoint")
+        self.progress.checkpoint = write_checkpoint(
+            self._checkpoints,
+            self.progress.step,
+            self._write_state,
+            keep=self._config.trainer.max_ckpts_to_keep,
+        )
+        self._saved_step = self.progress.step
+
+    def _write_state(self, folder: Path) -> None:
+        parts = self._parts
+        parts.policy.save(folder / "policy", parts.tokenizer)
+        parts.optimizer.save(folder / "optimizer.safetensors")
+        state = {
+            "step": self.progress.step,
+            "policy_version": self.progress.step,
+            "sampler": self._sampler.state(),
+            "random": save_random_state(folder / "random.safetensors"),
+            "config": to_dict(self._config),
+        }
+        write_json(folder / "state.json", state)
+
+    def _rescue(self) -> None:
+        """After an error: keep what the last whole step reached, without hiding the error."""
+        if not self._whole or self._saved_step == self.progress.step or self.progress.step == 0:
+            return
+        try:
+            self._save()
+        except Exception:
+            logger.exception("no checkpoint after the error; the last one is %s", self._latest())
+
+    def _latest(self) -> Path | None:
+        return latest_checkpoint(self._checkpoints)
+
+    # --- waiting ------------------------------------------------------------------------------
+
+    def _due(self, interval: int) -> bool:
+        last = self.progress.step == self.total_steps
+        return last or (interval > 0 and self.progress.step % interval == 0)
+
+    async def _timed(self, name: str, times: dict[str, float], work: Awaitable[T]) -> T:
+        self._display.phase(name.replace("_", "-"))
+        started = self._parts.clock()
+        try:
+            return await work
+        finally:
+            times[name] = times.get(name, 0.0) + self._parts.clock() - started
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, function, *arguments)
+
+    async def _until_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """The work's result, or StopRequested with the work cancelled."""
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise StopRequested
+        finally:
+            for pending in (task, stop):
+                pending.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
+
+
+def total_steps(config: Config, num_prompts: int) -> int:
+    """Return the batches of the whole run: all epochs, or fewer by max_training_steps."""
+    steps = config.trainer.epochs * (num_prompts // config.trainer.train_batch_size)
+    limit = config.trainer.max_training_steps
+    return steps if limit is None else min(steps, limit)
+
+
+def total_optimizer_steps(config: Config, num_prompts: int) -> int:
+    """Return the optimizer steps of the whole run, for learning-rate schedules."""
+    settings = config.trainer
+    per_batch = optimizer_steps_per_batch(
+        settings.train_batch_size,
+        settings.policy_mini_batch_size,
+        settings.update_epochs_per_batch,
+    )
+    return total_steps(config, num_prompts) * per_batch
+
+
+def split_rollout_time(times: dict[str, float], trajectories: Sequence[Trajectory]) -> None:
+    """Share the rollouts' wall time between generate and environment, as their own sums are.
+
+    Both go on at once for many trajectories, so that only their proportion is known.
+    """
+    wall = times.pop("rollout")
+    steps = [step for trajectory in trajectories for step in trajectory.steps]
+    environment = sum(step.env_seconds for step in steps)
+    both = environment + sum(step.llm_seconds for step in steps)
+    times["environment"] = wall * environment / both if both else 0.0
+    times["generate"] = wall - times["environment"]
+
+
+def _estimator(algorithm: Any) -> str:
+    if algorithm.advantage_estimator == "grpo" and not algorithm.grpo_norm_by_std:
+        return "dr_grpo"
+    return str(algorithm.advantage_estimator)
+
+
+def _advantage_of_each(batch: StepBatch) -> list[float]:
+    """The advantage of each trajectory: its last row's first trained token's."""
+    assert batch.advantages is not None
+    starts = batch.cu_responses[:-1][batch.is_last_step].tolist()
+    lengths = batch.response_lengths[batch.is_last_step].tolist()
+    return [
+        float(batch.advantages[start]) if length else 0.0
+        for start, length in zip(starts, lengths, strict=True)
+    ]

@@ -1,0 +1,191 @@
+"""Rollouts by vLLM in this process: settings to engine, environments and agent loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_fast import config as settings
+from skyrl_fast.rollout.agent_loop import RolloutConfig, rollout
+from skyrl_fast.rollout.engine import Engine, SamplingParams
+from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.rollout.vllm_engine import VllmConfig, VllmEngine
+from skyrl_fast.rollout.weight_update import TOLERANCES, WeightSync, WeightSyncReport
+from skyrl_fast.train.policy import Policy
+from skyrl_fast.train.prompts import Prompt, load_prompts
+
+PROBE_SEQUENCES = 2  # compared after each weight update; two prompts show any stale layer
+PROBE_TOKENS = 48
+
+
+async def start_rollouts(config: settings.Config, tokenizer: Any, model_path: str) -> VllmRollouts:
+    """Start vLLM on a model folder and make the environments' threads.
+
+    Raises:
+        EngineDeadError: vLLM is missing or did not start; the message says what to do.
+        ValueError: an environment's module cannot be imported, or a setting is out of range.
+    """
+    environments = EnvFactory(env_config(config))
+    engine = VllmEngine(vllm_config(config, model_path))
+    rollouts = VllmRollouts(config, tokenizer, engine, environments)
+    await engine.start()
+    return rollouts
+
+
+class VllmRollouts:
+    """The `Rollouts` of a real run: engine, agent loop, verified weight updates."""
+
+    def __init__(
+        self, config: settings.Config, tokenizer: Any, engine: Engine, environments: EnvFactory
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._environments = environments
+        self._rollout = rollout_config(config)
+        self._sync: WeightSync | None = None
+        self._version = 0
+
+    async def generate(
+        self, prompts: Sequence[Prompt], *, step: int, phase: str
+    ) -> list[Trajectory]:
+        """See `Rollouts.generate`."""
+        return await rollout(
+            prompts,
+            self._engine,
+            self._tokenizer,
+            self._environments,
+            self._rollout,
+            phase=phase,
+            policy_version=self._version,
+            seed=self._config.trainer.seed,
+        )
+
+    async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
+        """See `Rollouts.update_weights`; the first time the engine has them and is only checked."""
+        if self._sync is None:
+            self._sync = self._weight_sync(policy)
+            report = await self._sync.verify()
+        else:
+            report = await self._sync.update(policy.named_weights())
+        self._version = version
+        return _sync_metrics(report)
+
+    async def close(self) -> None:
+        """Stop the engine and the environments' threads."""
+        await self._engine.close()
+        await self._environments.close()
+
+    def _weight_sync(self, policy: Policy) -> WeightSync:
+        engine = self._config.generator.inference_engine
+        dtype = policy.dtype if engine.model_dtype == "auto" else getattr(torch, engine.model_dtype)
+        return WeightSync(
+            self._engine,
+            probe=self._probe(),
+            trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
+            tolerance=self._config.trainer.sync_tolerance or TOLERANCES[dtype],
+        )
+
+    def _probe(self) -> list[list[int]]:
+        prompts = load_prompts(self._config.data.train_data, default_env_class="")
+        probe = []
+        for prompt in prompts[:PROBE_SEQUENCES]:
+            text = "\n".join(str(message["content"]) for message in prompt.messages)
+            ids = self._tokenizer.encode(text, add_special_tokens=False)[:PROBE_TOKENS]
+            probe.append(ids if len(ids) > 1 else [0, 1])
+        return probe
+
+
+def vllm_config(config: settings.Config, model_path: str) -> VllmConfig:
+    """Return what the engine loads and takes, from generator.inference_engine."""
+    engine, generator = config.generator.inference_engine, config.generator
+    samplings = [generator.sampling_params, generator.eval_sampling_params]
+    longest = max(s.max_generate_length for s in samplings if s is not None)
+    return VllmConfig(
+        model=model_path,
+        dtype=engine.model_dtype,
+        max_model_len=settings.max_input_length(config) + longest,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        enable_prefix_caching=engine.enable_prefix_caching,
+        enforce_eager=engine.enforce_eager,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        cpu_kvcache_gib=engine.cpu_kvcache_gib,
+        num_threads=engine.num_threads,
+        seed=config.trainer.seed,
+        log_file=str(Path(config.trainer.run_path) / "engine.log"),
+        engine_init_kwargs=engine.engine_init_kwargs,
+    )
+
+
+def rollout_config(config: settings.Config) -> RolloutConfig:
+    """Return the agent loop's settings, from generator."""
+    generator = config.generator
+    own = generator.eval_sampling_params
+    context = generator.context
+    if context == "auto":
+        context = "append" if generator.use_conversation_multi_turn else "single"
+    return RolloutConfig(
+        n_samples_per_prompt=generator.n_samples_per_prompt,
+        eval_n_samples_per_prompt=generator.eval_n_samples_per_prompt,
+        max_turns=generator.max_turns,
+        max_input_length=settings.max_input_length(config),
+        sampling_params=_sampling(generator.sampling_params),
+        eval_sampling_params=None if own is None else _sampling(own),
+        context=context,
+        append_eos_after_stop_string=generator.append_eos_token_after_stop_str_in_multi_turn,
+        chat_template=_template(generator.chat_template),
+        chat_template_kwargs=generator.chat_template_kwargs,
+        max_concurrent_trajectories=generator.max_concurrent_trajectories,
+        trajectory_timeout_seconds=generator.trajectory_timeout_seconds,
+        max_retries=generator.max_retries,
+    )
+
+
+def env_config(config: settings.Config) -> EnvConfig:
+    """Return how environments are made and run, from environment."""
+    gym = config.environment.skyrl_gym
+    return EnvConfig(
+        register=tuple(config.environment.register),
+        settings={
+            "text2sql": gym.text2sql,
+            "search": gym.search,
+            "gsm8k_llm_as_a_judge": gym.llm_as_a_judge,
+            **gym.env_config,
+        },
+        max_env_workers=gym.max_env_workers,
+        timeout_seconds=config.environment.timeout_seconds,
+    )
+
+
+def _sampling(params: settings.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        max_generate_length=params.max_generate_length,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        stop=tuple(params.stop or ()),
+        extra=params.additional_kwargs,
+    )
+
+
+def _template(text_or_file: str | None) -> str | None:
+    if text_or_file is not None and "{" not in text_or_file:
+        return Path(text_or_file).expanduser().read_text(encoding="utf-8")
+    return text_or_file
+
+
+def _sync_metrics(report: WeightSyncReport) -> dict[str, float]:
+    return {
+        "sync/update_seconds": report.update_seconds,
+        "sync/verify_seconds": report.verify_seconds,
+        "sync/logprob_abs_diff_max": report.max_difference,
+        "sync/logprob_abs_diff_mean": report.mean_difference,
+        "sync/logprob_change_max": report.max_change,
+    }

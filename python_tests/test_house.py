@@ -1,0 +1,107 @@
+"""Imports point one way, and importing the package does no work."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "skyrl_fast"
+
+
+def imported(path: Path, *, at_top_only: bool = False) -> set[str]:
+    """Modules that a file imports; `at_top_only`: when it is imported itself."""
+    tree = ast.parse(path.read_text())
+    nodes = top_nodes(tree) if at_top_only else ast.walk(tree)
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def top_nodes(tree: ast.Module) -> list[ast.AST]:
+    """Statements that run at import: not in functions, not under TYPE_CHECKING."""
+    found: list[ast.AST] = []
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        found.append(node)
+        waiting.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def offenders(files: list[Path], forbidden: tuple[str, ...], **how: bool) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for name in sorted(imported(path, **how))
+        if any(name == f or name.startswith(f + ".") for f in forbidden)
+    ]
+
+
+def python_files(*places: str) -> list[Path]:
+    files = [p for place in places for p in sorted((PACKAGE / place).rglob("*.py"))]
+    assert files
+    return files
+
+
+def test_kernels_know_neither_python_nor_torch() -> None:
+    for path in sorted((ROOT / "csrc").rglob("*")):
+        if path.is_file() and "bindings" not in path.parts:
+            text = path.read_text()
+            for word in ("pybind11", "Python.h", "#include <torch", "#include <ATen"):
+                assert word not in text, f"{path.relative_to(ROOT)}: {word}"
+
+
+def test_ops_know_no_rollouts() -> None:
+    rooms = ("rollout", "train", "batch", "metrics", "generator_output", "config", "cli")
+    forbidden = (*(f"skyrl_fast.{room}" for room in rooms), "vllm", "skyrl_gym", "transformers")
+    assert offenders(python_files("ops"), forbidden) == []
+
+
+def test_rollouts_know_no_trainer() -> None:
+    assert offenders(python_files("rollout"), ("skyrl_fast.train", "skyrl_fast.cli")) == []
+
+
+def test_batches_know_no_trainer_and_no_engine() -> None:
+    files = [
+        p for p in PACKAGE.glob("*.py") if p.name.startswith(("batch", "metrics", "generator"))
+    ]
+    forbidden = ("skyrl_fast.train", "skyrl_fast.cli", "vllm", "skyrl_gym")
+    assert offenders(files, forbidden) == []
+
+
+def test_only_the_command_line_knows_the_command_line() -> None:
+    files = [p for p in python_files("") if p.name not in ("cli.py", "__main__.py")]
+    assert offenders(files, ("skyrl_fast.cli",)) == []
+
+
+@pytest.mark.parametrize("heavy", ["vllm", "skyrl_gym"])
+def test_engine_and_environments_are_imported_when_they_are_used(heavy: str) -> None:
+    assert offenders(python_files(""), (heavy,), at_top_only=True) == []
+
+
+IMPORT = """
+import sys
+import skyrl_fast
+heavy = {"vllm", "transformers", "skyrl_gym", "omegaconf", "rich", "matplotlib", "triton"}
+found = heavy & {name.partition(".")[0] for name in sys.modules}
+assert not found, found
+import torch
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_importing_the_package_is_light() -> None:
+    subprocess.run([sys.executable, "-c", IMPORT], check=True, cwd=ROOT)

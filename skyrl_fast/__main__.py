@@ -1,0 +1,10 @@
+"""`python -m skyrl_fast` is the command `skyrl-fast`."""
+
+from __future__ import annotations
+
+import sys
+
+from skyrl_fast.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The command `skyrl-fast`: train (and doctor, which says what is installed)."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from skyrl_fast.train.run import Outcome
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+SIGNAL_EXIT = 128  # plus the signal's number, as shells count
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code.
+
+    0: done. 1: training failed. 2: put something right first. 130, 143: stopped, checkpoint left.
+    """
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if options.command == "train":
+        options.overrides += rest  # those after an option, which argparse hands back
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.command == "doctor":
+        from skyrl_fast.doctor import main as doctor
+
+        return doctor(as_json=options.json)
+    return _train(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="skyrl-fast", description="Step-wise reinforcement learning of language-model agents."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser(
+        "train", help="train an agent", description="Train as CONFIG.yaml and the overrides say."
+    )
+    train.add_argument("config", help="YAML file with the sections data, trainer, generator, ...")
+    train.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that win over the file"
+    )
+    train.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint, if there is one"
+    )
+    train.add_argument("--verbose", action="store_true", help="more of what goes on")
+    doctor = commands.add_parser("doctor", help="what is built, found and missing")
+    doctor.add_argument("--json", action="store_true", help="for machines")
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    logging.basicConfig(
+        level=logging.INFO if options.verbose else logging.WARNING,
+        format="%(asctime)s %(name)s: %(message)s",
+    )
+    try:
+        from skyrl_fast.config import ConfigError
+        from skyrl_fast.config_loading import load_config
+        from skyrl_fast.rollout.agent_loop import RolloutError
+        from skyrl_fast.rollout.engine import EngineError
+        from skyrl_fast.rollout.weight_update import WeightSyncError
+        from skyrl_fast.train.checkpoint import CheckpointError, RunInUseError
+        from skyrl_fast.train.run import SetupError, run_training
+    except ImportError as error:
+        return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train]'")
+    overrides = [*options.overrides, *(["trainer.resume_mode=latest"] if options.resume else [])]
+    try:
+        outcome = run_training(load_config(options.config, overrides))
+    except (ConfigError, SetupError, RunInUseError) as error:
+        return _complain(str(error))
+    except (CheckpointError, EngineError, RolloutError, WeightSyncError) as error:
+        return _complain(str(error), EXIT_FAILED)
+    except KeyboardInterrupt:
+        return _complain("stopped before training began", SIGNAL_EXIT + 2)
+    sys.stdout.write(summary(outcome))
+    return 0 if outcome.signal is None else SIGNAL_EXIT + outcome.signal
+
+
+def summary(outcome: Outcome) -> str:
+    """Return the end of a run in words: rewards before and after, files, one trajectory."""
+    done = f"{outcome.step} of {outcome.total_steps} steps"
+    lines = ["", f"{'finished' if outcome.signal is None else 'stopped'}: {done}"]
+    if outcome.before is not None and outcome.after is not None:
+        lines.append(f"evaluation reward: {outcome.before:.3f} before, {outcome.after:.3f} after")
+    for name, path in (
+        ("learning curve", outcome.plot),
+        ("metrics", outcome.metrics),
+        ("trajectories", outcome.trajectories),
+        ("checkpoint", outcome.checkpoint),
+    ):
+        if path is not None:
+            lines.append(f"{name + ':':16}{path}")
+    if outcome.sample:
+        lines += ["", "one trajectory:", outcome.sample]
+    if outcome.signal is not None:
+        lines += ["", "the same command with --resume goes on"]
+    return "\n".join(lines) + "\n"
+
+
+def _complain(message: str, code: int = EXIT_USAGE) -> int:
+    sys.stderr.write(f"skyrl-fast: {message}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

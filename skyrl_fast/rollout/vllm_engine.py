@@ -51,7 +51,7 @@ class VllmConfig:
         enforce_eager: no compilation and no graph capture.
         gpu_memory_utilization: share of the GPU's memory.
         cpu_kvcache_gib: memory for keys and values on CPU.
-        num_threads: CPU threads of the engine. None: vLLM's choice, which leaves one core free.
+        num_threads: CPU threads of the engine. None: all cores but one, at least one.
         seed: of the engine; requests bring their own.
         log_file: where vLLM's log goes; None: warnings go to the terminal.
         offline: never ask the Hugging Face hub.
@@ -390,11 +390,13 @@ def _engine_environment(config: VllmConfig) -> dict[str, str]:
         result["HF_HUB_OFFLINE"] = "1"
     if _on_cpu():
         result["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu_kvcache_gib)
-        # A waiting OpenMP thread sleeps instead of spinning: the trainer needs that core.
+        # The worker shares the engine core's process: a third process costs seconds at the start,
+        # and the two would poll for each other on the cores that the trainer needs.
+        result["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # A waiting OpenMP thread sleeps instead of spinning, for the same reason.
         result["OMP_WAIT_POLICY"] = "PASSIVE"
-        if config.num_threads is not None:
-            result["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-            result["OMP_NUM_THREADS"] = str(config.num_threads)
+        cores = len(os.sched_getaffinity(0))
+        result["OMP_NUM_THREADS"] = str(config.num_threads or max(1, cores - 1))
     return result
 
 

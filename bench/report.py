@@ -1,0 +1,144 @@
+"""Run the benches and print their tables: `python -m bench.report [--write] [BENCH ...]`.
+
+One table per group: contender, fastest and median time, and how many times the contender's median
+is ours. `--json` reads an earlier run instead of making one. `--write` saves the tables with machine
+and versions under bench/results/ and puts the summary into README.md between its bench markers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import subprocess
+import sys
+from collections import defaultdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+OURS = "skyrl_fast"
+PACKAGES = ("skyrl-fast", "torch", "numpy", "trl", "verl", "skyrl")
+
+
+def main() -> None:
+    """Run or read, print, and write where asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("benches", nargs="*", help="names such as pack or logprob; default: all")
+    parser.add_argument("--json", type=Path, help="the result of an earlier run")
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    path = args.json or run(args.benches)
+    report = json.loads(path.read_text())
+    groups = by_group(report["benchmarks"])
+    tables = "\n\n".join(table(name, rows) for name, rows in groups.items())
+    print(f"{machine(report)}\n\n{tables}")
+    if args.write:
+        write(report, groups, tables)
+
+
+def run(benches: list[str]) -> Path:
+    """Run the named benches under pytest-benchmark; return the path of their JSON."""
+    files = [f"bench/bench_{name}.py" for name in benches]
+    files = files or sorted(str(f.relative_to(ROOT)) for f in (ROOT / "bench").glob("bench_*.py"))
+    path = ROOT / "build" / "bench.json"
+    path.parent.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    command += ["--benchmark-json", str(path), "--benchmark-quiet", "-o", "timeout=1800"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+    return path
+
+
+def by_group(benchmarks: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the benchmarks by group, groups and contenders in the order they ran."""
+    groups = defaultdict(list)
+    for benchmark in benchmarks:
+        groups[benchmark["group"] or benchmark["name"].split("[")[0]].append(benchmark)
+    return dict(groups)
+
+
+def contender(benchmark: dict[str, Any]) -> str:
+    """Return the contender's name: the test's parameter of that name, else its bracket."""
+    params = benchmark.get("params") or {}
+    for key in ("contender", "name", "backend"):
+        if key in params:
+            return str(params[key])
+    return str(benchmark.get("param") or benchmark["name"])
+
+
+def own_median(rows: list[dict[str, Any]]) -> float | None:
+    """Return the median of ours, None in a group without it."""
+    return next((r["stats"]["median"] for r in rows if contender(r) == OURS), None)
+
+
+def table(name: str, rows: list[dict[str, Any]]) -> str:
+    """Return one group as a Markdown table."""
+    own = own_median(rows)
+    lines = [f"### {name}", "", "| contender | min ms | median ms | median / ours | |"]
+    lines.append("|---|---:|---:|---:|---|")
+    for row in rows:
+        stats = row["stats"]
+        ratio = f"{stats['median'] / own:.2f}" if own else ""
+        info = ", ".join(
+            f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in row["extra_info"].items()
+        )
+        lines.append(
+            f"| {contender(row)} | {stats['min'] * 1e3:.3f} | {stats['median'] * 1e3:.3f} "
+            f"| {ratio} | {info} |"
+        )
+    return "\n".join(lines)
+
+
+def summary(groups: dict[str, list[dict[str, Any]]]) -> str:
+    """Return one line per group: ours, the fastest other contender, their ratio."""
+    lines = ["| work | ours, median ms | fastest other contender, ms | times faster |"]
+    lines.append("|---|---:|---:|---:|")
+    for name, rows in groups.items():
+        own = own_median(rows)
+        peers = [r for r in rows if OURS not in contender(r) and "floor" not in contender(r)]
+        if own is None or not peers:
+            continue
+        best = min(peers, key=lambda r: r["stats"]["median"])
+        median = best["stats"]["median"]
+        lines.append(
+            f"| {name} | {own * 1e3:.3f} | {contender(best)}, {median * 1e3:.3f} "
+            f"| {median / own:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def machine(report: dict[str, Any]) -> str:
+    """Return machine, date and versions in one line."""
+    cpu = report["machine_info"].get("cpu", {})
+    versions = []
+    for package in PACKAGES:
+        try:
+            versions.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    date = datetime.datetime.fromisoformat(report["datetime"]).date()
+    return (
+        f"{cpu.get('brand_raw', platform.processor())}, {cpu.get('count', '?')} cores, Python "
+        f"{report['machine_info']['python_version']}, {', '.join(versions)}; {date}"
+    )
+
+
+def write(report: dict[str, Any], groups: dict[str, list[dict[str, Any]]], tables: str) -> None:
+    """Save the tables, and put the summary into the README."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "cpu.md").write_text(f"# CPU\n\n{machine(report)}\n\n{tables}\n")
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    text = f"{before}{BEGIN}\n{summary(groups)}\n\n{machine(report)}\n{END}{after}"
+    readme.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

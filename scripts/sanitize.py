@@ -1,0 +1,78 @@
+"""Run the kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+    python3 scripts/sanitize.py --venv .venv
+
+Builds the extension with both sanitizers into build/sanitize, beside a copy of the Python sources,
+and runs the tests of the ops there. Leaks are not looked for: Python and torch keep memory on
+purpose. Any report of a sanitizer ends the run with an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "sanitize"
+KERNEL_TESTS = ("advantage", "pack", "logprob", "masked_logprob_loss", "policy_loss")
+
+
+def main() -> None:
+    """Build, copy, test."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    python = (parser.parse_args().venv.resolve() / "bin" / "python").as_posix()
+    tree = BUILD / "tree"
+    build_extension(python)
+    copy_sources(tree)
+    environment = os.environ | {
+        "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libstdc++.so')}",
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:allocator_may_return_null=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        "HYPOTHESIS_PROFILE": "default",
+    }
+    tests = [f"python_tests/test_{name}.py" for name in KERNEL_TESTS]
+    # torch.compile starts a compiler, which must not inherit the sanitizer.
+    command = [python, "-m", "pytest", "-q", "-x", "-k", "not compile and not opcheck", *tests]
+    subprocess.run(command, cwd=tree, env=environment, check=True)
+
+
+def build_extension(python: str) -> None:
+    """Build _C with the sanitizers."""
+    find = "import pybind11; print(pybind11.get_cmake_dir())"
+    pybind11 = subprocess.check_output([python, "-c", find], text=True).strip()
+    cmake = Path(python).parent / "cmake"
+    options = {
+        "SKYRL_FAST_SANITIZE": "ON",
+        "SKYRL_FAST_CUDA": "off",
+        "CMAKE_BUILD_TYPE": "RelWithDebInfo",
+        "SKYRL_FAST_OUTPUT": BUILD / "out",
+        "pybind11_DIR": pybind11,
+        "Python_EXECUTABLE": python,
+    }
+    defines = [f"-D{key}={value}" for key, value in options.items()]
+    subprocess.run([cmake, "-S", ROOT, "-B", BUILD / "cmake", "-G", "Ninja", *defines], check=True)
+    subprocess.run([cmake, "--build", BUILD / "cmake", "-j2"], check=True)
+
+
+def copy_sources(tree: Path) -> None:
+    """Lay the package and its tests into `tree`, with the sanitized extension."""
+    shutil.rmtree(tree, ignore_errors=True)
+    ignore = shutil.ignore_patterns("*.so", "__pycache__")
+    for folder in ("skyrl_fast", "python_tests"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    for extension in (BUILD / "out").glob("_C*.so"):
+        shutil.copy(extension, tree / "skyrl_fast")
+
+
+def runtime(library: str) -> str:
+    """Return the path of a run-time library of the compiler."""
+    return subprocess.check_output(["g++", f"-print-file-name={library}"], text=True).strip()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Build one wheel as pip does, look at it, and run the op tests on it under several torch versions.
+
+    python3 scripts/wheel_test.py [--torch 2.6.0 --torch 2.13.0+cpu]
+
+For each version: a virtual environment of its own with that torch and the wheel (nothing else of
+the project), and the tests of the ops, run outside the source tree. A version that the package
+index does not have is reported and skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "wheel_test"
+OP_TESTS = ("advantage", "pack", "logprob", "masked_logprob_loss", "policy_loss")
+TEST_REQUIREMENTS = ("pytest", "pytest-timeout", "pytest-benchmark", "hypothesis", "numpy")
+
+
+def main() -> None:
+    """Build the wheel, check what it links, test it under each torch."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--torch", action="append", help="torch versions, oldest first")
+    versions = parser.parse_args().torch or ["2.6.0", "2.13.0+cpu"]
+    shutil.rmtree(BUILD, ignore_errors=True)
+    wheel = build_wheel()
+    check_symbols(wheel)
+    results = {version: test_under(version, wheel) for version in versions}
+    for version, result in results.items():
+        print(f"torch {version}: {result}")
+    if any(result == "failed" for result in results.values()):
+        raise SystemExit(1)
+
+
+def build_wheel() -> Path:
+    """Build the wheel in pip's isolated environment, from a bare virtual environment."""
+    python = make_venv("bare")
+    start = time.monotonic()
+    subprocess.run([python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", BUILD, ROOT], check=True)
+    (wheel,) = BUILD.glob("*.whl")
+    size = wheel.stat().st_size / 1e6
+    print(f"{wheel.name}: {size:.1f} MB, built in {time.monotonic() - start:.0f} s")
+    return wheel
+
+
+def check_symbols(wheel: Path) -> None:
+    """Refuse an extension that links torch or asks for one of its symbols."""
+    unpacked = BUILD / "unpacked"
+    shutil.unpack_archive(wheel, unpacked, "zip")
+    (extension,) = unpacked.glob("skyrl_fast/_C*.so")
+    linked = subprocess.check_output(["ldd", extension], text=True)
+    symbols = subprocess.check_output(["nm", "-D", "--undefined-only", extension], text=True)
+    for text, name in ((linked, "libtorch"), (linked, "libc10"), (symbols, "_ZN2at")):
+        if name in text:
+            raise SystemExit(f"{extension.name} needs {name}")
+    if "_ZN3c10" in symbols or "_ZN5torch" in symbols:
+        raise SystemExit(f"{extension.name} needs symbols of torch")
+    print(linked.rstrip())
+
+
+def test_under(version: str, wheel: Path) -> str:
+    """Return "passed", "failed", or why the version could not be tried."""
+    python = make_venv(f"torch-{version}")
+    if subprocess.run([python, "-m", "pip", "install", "-q", f"torch=={version}"]).returncode != 0:
+        return "not to be had from the package index"
+    subprocess.run([python, "-m", "pip", "install", "-q", *TEST_REQUIREMENTS], check=True)
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True)
+    tree = BUILD / f"tests-{version}"
+    shutil.copytree(ROOT / "python_tests", tree / "python_tests")
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    tests = [f"python_tests/test_{name}.py" for name in OP_TESTS]
+    done = subprocess.run([python, "-m", "pytest", "-q", *tests], cwd=tree)
+    return "passed" if done.returncode == 0 else "failed"
+
+
+def make_venv(name: str) -> str:
+    """Return the Python of a fresh virtual environment."""
+    folder = BUILD / name
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    return (folder / "bin" / "python").as_posix()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
 """Run the benches and print their tables: `python -m bench.report [--write] [BENCH ...]`.
 
 One table per group: contender, fastest and median time, and how many times the contender's median
-is ours. `--json` reads an earlier run instead of making one. `--write` saves the tables with machine
-and versions under bench/results/ and puts the summary into README.md between its bench markers.
+is ours. `--json` reads an earlier run instead of making one. `--write` saves the tables with
+machine and versions under bench/results/ and puts the summary between README.md's bench markers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SkyRL's conversion and padding of a batch: its own functions where installed, else restated.
+"""SkyRL's conversion and padding of a batch: its own functions where installed, and restated.
 
 The functions are loaded from the package's files by themselves, because the packages around them
 import Ray and more.
@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -61,25 +62,29 @@ def restated_convert(
     loss_masks: list[list[int]],
     logprobs: list[list[float]] | None = None,
 ) -> tuple[Any, ...]:
-    """Pad every row as a list, make one tensor of the lists; write response fields row by row."""
+    """Write every row's slices with NumPy: several times faster than SkyRL's nested lists."""
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     width, columns = max(lengths), max(map(len, responses))
-    padded, attended, responded = [], [], []
-    for prompt, response, length in zip(prompts, responses, lengths, strict=True):
-        padded.append([tokenizer.pad_token_id] * (width - length) + prompt + response)
-        attended.append([0] * (width - length) + [1] * length)
-        responded.append([0] * (columns - len(response)) + [1] * len(response))
+    shape = (len(prompts), width)
+    sequences = np.full(shape, tokenizer.pad_token_id, dtype=np.int64)
+    attention_mask = np.zeros(shape, dtype=np.int64)
+    response_mask = np.zeros((len(prompts), columns), dtype=np.int64)
+    for i, (prompt, response, length) in enumerate(zip(prompts, responses, lengths, strict=True)):
+        sequences[i, width - length : width - len(response)] = prompt
+        sequences[i, width - len(response) :] = response
+        attention_mask[i, width - length :] = 1
+        response_mask[i, columns - len(response) :] = 1
 
     def right_aligned(rows: list[list[float]]) -> torch.Tensor:
-        out = torch.zeros(len(rows), columns)
+        out = np.zeros((len(rows), columns), dtype=np.float32)
         for i, row in enumerate(rows):
-            out[i, columns - len(row) :] = torch.tensor(row, dtype=torch.float32)
-        return out
+            out[i, columns - len(row) :] = row
+        return torch.from_numpy(out)
 
     return (
-        torch.tensor(padded),
-        torch.tensor(attended),
-        torch.tensor(responded),
+        torch.from_numpy(sequences),
+        torch.from_numpy(attention_mask),
+        torch.from_numpy(response_mask),
         right_aligned(rewards),
         right_aligned(loss_masks),
         None if logprobs is None else right_aligned(logprobs),

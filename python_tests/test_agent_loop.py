@@ -40,6 +40,7 @@ def run(
     timeout: float = 20.0,
     workers: int = 8,
     seed: int = 1,
+    policy_version: int = 7,
     on_trajectory: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
     async def go() -> list[Trajectory]:
@@ -52,7 +53,7 @@ def run(
                 factory,
                 config,
                 phase=phase,
-                policy_version=7,
+                policy_version=policy_version,
                 seed=seed,
                 on_trajectory=on_trajectory,
             )
@@ -245,6 +246,15 @@ def test_seeds_depend_on_the_place_in_the_run_alone(tiny_tokenizer) -> None:
     assert not set(one.values()) & set(seeds(tiny_tokenizer, seed=2).values())
     assert all(0 <= s < 2**63 for s in one.values())
     assert request_seed(1, "train-7-p0-0", 0, 0) == 1714389556219091143
+
+
+def test_evaluations_draw_the_same_numbers_at_every_version(tiny_tokenizer) -> None:
+    def values(phase: str, version: int) -> list[int]:
+        return sorted(seeds(tiny_tokenizer, phase=phase, policy_version=version).values())
+
+    assert values("eval", 3) == values("eval", 4)
+    assert not set(values("train", 3)) & set(values("train", 4))
+    assert not set(values("train", 3)) & set(values("eval", 3))
 
 
 # --- failures ----------------------------------------------------------------------------------

@@ -361,10 +361,13 @@ class AgentLoop:
     async def _generate(
         self, trajectory: Trajectory, prompt_token_ids: list[int], turn: int, attempt: int
     ) -> tuple[Generation, float]:
-        name = f"{self._phase}-{self._policy_version}-{trajectory.uid}-{trajectory.repetition_id}"
+        place = f"{trajectory.uid}-{trajectory.repetition_id}"
+        name = f"{self._phase}-{self._policy_version}-{place}"
+        # Evaluations draw the same numbers whatever the version: what differs is the policy's.
+        seeded = f"eval-{place}" if self._phase == "eval" else name
         sampling = replace(
             self._config.sampling(self._phase),
-            seed=request_seed(self._seed, name, attempt, turn),
+            seed=request_seed(self._seed, seeded, attempt, turn),
         )
         started = time.perf_counter()
         generation = await self._engine.generate(

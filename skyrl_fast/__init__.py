@@ -12,6 +12,12 @@ from skyrl_fast.ops.logprob import linear_logprob, selected_logprob
 from skyrl_fast.ops.masked_logprob_loss import MaskedLogprobLoss, masked_logprob_loss
 from skyrl_fast.ops.pack import pack_steps, pad_steps, unpack_steps
 from skyrl_fast.ops.padding_rows import pad_batch, pad_training_input_batch, padding_metadata
+from skyrl_fast.ops.policy_loss import (
+    kl_penalty,
+    off_policy_correction,
+    policy_loss,
+    reduction_weights,
+)
 from skyrl_fast.ops.varlen import Varlen, padded_to_varlen, varlen_to_padded
 
 __version__ = "0.1.0"
@@ -24,14 +30,18 @@ __all__ = [
     "__version__",
     "convert_prompts_responses_to_batch_tensors",
     "group_advantage",
+    "kl_penalty",
     "linear_logprob",
     "masked_logprob_loss",
+    "off_policy_correction",
     "pack_steps",
     "pad_batch",
     "pad_steps",
     "pad_training_input_batch",
     "padded_to_varlen",
     "padding_metadata",
+    "policy_loss",
+    "reduction_weights",
     "router_padding_mask",
     "selected_logprob",
     "unpack_steps",

@@ -33,4 +33,5 @@ PYBIND11_MODULE(_C, m) {
 #endif
   skyrl_fast::bind_pack(m);
   skyrl_fast::bind_page_pool(m);
+  skyrl_fast::bind_policy_loss(m);
 }

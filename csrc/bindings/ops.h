@@ -12,5 +12,6 @@ void bind_logprob_cuda(pybind11::module_& m);
 #endif
 void bind_pack(pybind11::module_& m);
 void bind_page_pool(pybind11::module_& m);
+void bind_policy_loss(pybind11::module_& m);
 
 }  // namespace skyrl_fast

@@ -1,0 +1,72 @@
+// The loops of policy_loss_cpu.cpp over blocks of cells, one set per SIMD level. Internal to it.
+#pragma once
+
+#include "policy_loss.h"
+
+namespace skyrl_fast {
+
+template <typename T>
+struct LossJob {
+  LossKind loss;
+  KlKind kl;
+  LossParams<T> params;
+  PolicyLossInputs<T> in;
+  T* grad;  // null: not wanted
+};
+
+// Sums of one block, in element order.
+struct LossSums {
+  double policy = 0, kl_weighted = 0, tokens = 0, low = 0, high = 0, chosen = 0;
+  double ratio_minus_1 = 0, approx_kl = 0, kl = 0;
+  double ratio_max = 0, ratio_min = 0;  // of the trained tokens, if there are any
+};
+
+template <typename T>
+struct KlJob {
+  KlKind kl;
+  const T* logprobs;
+  const T* reference;
+  LossMask mask;
+  const T* grad_out;  // null: the value is wanted, not the gradient
+  T* out;
+};
+
+// Two arrays of log-probabilities to compare, and where.
+template <typename T>
+struct DeltaJob {
+  const T* a;
+  const T* b;
+  LossMask mask;
+  RowLayout rows;
+};
+
+template <typename T>
+struct CorrectionJob {
+  DeltaJob<T> delta;
+  TokenCorrection<T> correction;
+  uint8_t* new_mask;
+  T* weights;  // null: not wanted
+};
+
+// Ranges are cells, and rows for the functions that write per row.
+template <typename T>
+struct BlockKernels {
+  void (*loss)(const LossJob<T>&, int64_t begin, int64_t end, LossSums* sums);
+  void (*kl)(const KlJob<T>&, int64_t begin, int64_t end);
+  void (*delta)(const DeltaJob<T>&, int64_t begin_row, int64_t end_row, double* stats);
+  void (*correct)(const CorrectionJob<T>&, int64_t begin_row, int64_t end_row, double* stats);
+};
+
+struct BlockKernelSet {
+  BlockKernels<float> float32;
+  void (*counts)(const LossMask&, const RowLayout&, int64_t begin_row, int64_t end_row,
+                 int64_t* counts);
+};
+
+const BlockKernelSet& policy_loss_blocks_baseline();
+const BlockKernelSet& policy_loss_blocks_avx2();
+const BlockKernelSet& policy_loss_blocks_avx512();
+// float64 is there for gradient checks: it has the baseline only.
+const BlockKernels<double>& policy_loss_blocks_float64();
+
+}  // namespace skyrl_fast

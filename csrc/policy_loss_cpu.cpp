@@ -1,0 +1,149 @@
+// Policy losses on the CPU: blocks of cells for threads, their sums in a fixed order.
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "parallel.h"
+#include "policy_loss.h"
+#include "policy_loss_blocks.h"
+#include "simd.h"
+
+namespace skyrl_fast {
+namespace {
+
+constexpr int64_t kBlockCells = 1 << 15;  // cells of one partial sum; fixes the order of summation
+constexpr int64_t kCellsPerThread = 1 << 17;  // below this a thread costs more than it saves
+
+const BlockKernelSet& kernel_set() {
+#if defined(SKYRL_SIMD_X86)
+  if (simd_level() == SimdLevel::kAvx512) return policy_loss_blocks_avx512();
+  if (simd_level() == SimdLevel::kAvx2) return policy_loss_blocks_avx2();
+#endif
+  return policy_loss_blocks_baseline();
+}
+
+template <typename T>
+const BlockKernels<T>& kernels() {
+  if constexpr (std::is_same_v<T, float>) {
+    return kernel_set().float32;
+  } else {
+    return policy_loss_blocks_float64();
+  }
+}
+
+void add(const LossSums& s, LossSums* total) {
+  total->policy += s.policy;
+  total->kl_weighted += s.kl_weighted;
+  total->tokens += s.tokens;
+  total->low += s.low;
+  total->high += s.high;
+  total->chosen += s.chosen;
+  total->ratio_minus_1 += s.ratio_minus_1;
+  total->approx_kl += s.approx_kl;
+  total->kl += s.kl;
+  total->ratio_max = std::max(total->ratio_max, s.ratio_max);
+  total->ratio_min = std::min(total->ratio_min, s.ratio_min);
+}
+
+double mean_or_zero(double sum, double count) { return count > 0 ? sum / count : 0.0; }
+
+void write_metrics(const LossSums& s, LossKind loss, double kl_coef, double* metrics) {
+  const bool any = s.tokens > 0;
+  metrics[kPolicyLoss] = s.policy;
+  metrics[kKlLoss] = s.kl_weighted;
+  // without a penalty 0 * kl is 0 whatever kl_coef
+  metrics[kLoss] = s.policy + (s.kl_weighted != 0 ? kl_coef * s.kl_weighted : 0.0);
+  metrics[kNumTokens] = s.tokens;
+  const double clipped = loss == LossKind::kClipCov ? s.chosen : s.low + s.high;
+  metrics[kClipRatio] = mean_or_zero(clipped, s.tokens);
+  metrics[kClippedLow] = mean_or_zero(s.low, s.tokens);
+  metrics[kClippedHigh] = mean_or_zero(s.high, s.tokens);
+  metrics[kChosen] = mean_or_zero(s.chosen, s.tokens);
+  metrics[kRatioMean] = any ? 1.0 + s.ratio_minus_1 / s.tokens : 0.0;
+  metrics[kRatioMax] = any ? s.ratio_max : 0.0;
+  metrics[kRatioMin] = any ? s.ratio_min : 0.0;
+  metrics[kApproxKl] = mean_or_zero(s.approx_kl, s.tokens);
+  metrics[kKlMean] = mean_or_zero(s.kl, s.tokens);
+}
+
+// Rows in parts of about kCellsPerThread cells or more.
+int64_t rows_per_thread(const RowLayout& rows) {
+  const int64_t mean_length = std::max<int64_t>(1, rows.offset(rows.num_rows) / rows.num_rows);
+  return kCellsPerThread / mean_length + 1;
+}
+
+}  // namespace
+
+template <typename T>
+void policy_loss_cpu(LossKind loss, KlKind kl, const LossParams<T>& params,
+                     const PolicyLossInputs<T>& in, T* grad, double* metrics, int num_threads) {
+  const LossJob<T> job{loss, kl, params, in, grad};
+  const int64_t num_cells = in.rows.num_rows > 0 ? in.rows.offset(in.rows.num_rows) : 0;
+  const int64_t num_blocks = (num_cells + kBlockCells - 1) / kBlockCells;
+  std::vector<LossSums> partial(num_blocks);
+  const auto block = kernels<T>().loss;
+  parallel_for(
+      num_threads, num_blocks, kCellsPerThread / kBlockCells, [&](int64_t begin, int64_t end) {
+        for (int64_t b = begin; b < end; ++b) {
+          block(job, b * kBlockCells, std::min(num_cells, (b + 1) * kBlockCells), &partial[b]);
+        }
+      });
+  LossSums total;
+  total.ratio_min = std::numeric_limits<double>::infinity();
+  for (const LossSums& s : partial) add(s, &total);
+  write_metrics(total, loss, static_cast<double>(params.kl_coef), metrics);
+}
+
+template <typename T>
+void kl_penalty_cpu(KlKind kl, const T* logprobs, const T* reference, const LossMask& mask,
+                    const T* grad_out, int64_t num_cells, T* out, int num_threads) {
+  const KlJob<T> job{kl, logprobs, reference, mask, grad_out, out};
+  const auto cells = kernels<T>().kl;
+  parallel_for(num_threads, num_cells, kCellsPerThread,
+               [&](int64_t begin, int64_t end) { cells(job, begin, end); });
+}
+
+void mask_counts_cpu(const LossMask& mask, const RowLayout& rows, int64_t* counts,
+                     int num_threads) {
+  if (rows.num_rows == 0) return;
+  const auto count = kernel_set().counts;
+  parallel_for(num_threads, rows.num_rows, rows_per_thread(rows),
+               [&](int64_t begin, int64_t end) { count(mask, rows, begin, end, counts); });
+}
+
+template <typename T>
+void delta_stats_cpu(const T* a, const T* b, const LossMask& mask, const RowLayout& rows,
+                     double* stats, int num_threads) {
+  if (rows.num_rows == 0) return;
+  const DeltaJob<T> job{a, b, mask, rows};
+  const auto some_rows = kernels<T>().delta;
+  parallel_for(num_threads, rows.num_rows, rows_per_thread(rows),
+               [&](int64_t begin, int64_t end) { some_rows(job, begin, end, stats); });
+}
+
+template <typename T>
+void correct_tokens_cpu(const T* a, const T* b, const LossMask& mask, const RowLayout& rows,
+                        const TokenCorrection<T>& correction, uint8_t* new_mask, T* weights,
+                        double* stats, int num_threads) {
+  if (rows.num_rows == 0) return;
+  const CorrectionJob<T> job{{a, b, mask, rows}, correction, new_mask, weights};
+  const auto some_rows = kernels<T>().correct;
+  parallel_for(num_threads, rows.num_rows, rows_per_thread(rows),
+               [&](int64_t begin, int64_t end) { some_rows(job, begin, end, stats); });
+}
+
+#define SKYRL_INSTANTIATE(T)                                                                       \
+  template void policy_loss_cpu<T>(LossKind, KlKind, const LossParams<T>&,                         \
+                                   const PolicyLossInputs<T>&, T*, double*, int);                  \
+  template void kl_penalty_cpu<T>(KlKind, const T*, const T*, const LossMask&, const T*, int64_t,  \
+                                  T*, int);                                                        \
+  template void delta_stats_cpu<T>(const T*, const T*, const LossMask&, const RowLayout&, double*, \
+                                   int);                                                           \
+  template void correct_tokens_cpu<T>(const T*, const T*, const LossMask&, const RowLayout&,       \
+                                      const TokenCorrection<T>&, uint8_t*, T*, double*, int);
+SKYRL_INSTANTIATE(float)
+SKYRL_INSTANTIATE(double)
+#undef SKYRL_INSTANTIATE
+
+}  // namespace skyrl_fast

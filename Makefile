@@ -12,7 +12,7 @@ setup: ## make .venv: torch, vLLM, the package (done by the others when needed)
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV)
 
 train: setup ## the quickstart: a tiny agent learns text-to-SQL, about 10 minutes on 2 cores
-	$(PY) -m examples.quickstart.run $(ARGS)
+	$(PY) examples/quickstart/run.py $(ARGS)
 
 test: setup ## the default tests, real vLLM among them
 	$(PY) -m pytest $(ARGS)

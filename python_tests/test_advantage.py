@@ -220,3 +220,20 @@ def test_numpy_ids_and_read_only_flags() -> None:
         torch.tensor([1.0, 3.0]), np.array([4, 4]), is_last_step=np.array([True, True])
     )
     assert got.shape == (2,)
+
+
+class ShrinksTheList(int):
+    """An id whose hash empties the list that it stands in."""
+
+    victim: list
+
+    def __hash__(self) -> int:
+        self.victim.clear()
+        return 0
+
+
+def test_a_list_that_changes_while_it_is_read() -> None:
+    ids: list = [ShrinksTheList(1), 2, 3]
+    ids[0].victim = ids
+    with pytest.raises(ValueError, match="group_ids changed its length from 3 to 0"):
+        group_advantage(torch.ones(3), ids)

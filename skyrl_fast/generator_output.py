@@ -172,7 +172,7 @@ def _time_split(trajectory: Trajectory) -> dict[str, float]:
 def _optional_field(field: str, rows: Sequence[Step]) -> list[Any] | None:
     values = [getattr(s, field) for s in rows]
     given = [v is not None for v, s in zip(values, rows, strict=True) if s.response_ids]
-    if not any(given):
+    if not any(given) and (given or all(v is None for v in values)):
         return None
     if not all(given):
         row = next(i for i, v in enumerate(values) if v is None)

@@ -115,6 +115,15 @@ void group_advantage(py::handle rewards_obj, py::handle group_ids_obj, py::handl
   }
 }
 
+// Comparing or hashing an element can run Python code, and that can change the list.
+void check_still(const py::object& values, Py_ssize_t size, const char* name) {
+  if (PySequence_Fast_GET_SIZE(values.ptr()) != size) {
+    throw std::invalid_argument(
+        std::string(kOp) + ": " + name + " changed its length from " + std::to_string(size) +
+        " to " + std::to_string(PySequence_Fast_GET_SIZE(values.ptr())) + " while it was read");
+  }
+}
+
 // Dense ids of hashable labels (strings, ints) in order of first appearance.
 void dense_ids(py::handle labels_obj, py::handle out_obj) {
   Borrowed out(out_obj, kOp, "group_ids");
@@ -126,23 +135,26 @@ void dense_ids(py::handle labels_obj, py::handle out_obj) {
   check_size(*out, 0, n);
   int64_t* ids = out->ptr<int64_t>();
   py::dict seen;
-  PyObject* previous = nullptr;
-  for (Py_ssize_t i = 0; i < n && i < PySequence_Fast_GET_SIZE(labels.ptr()); ++i) {
-    PyObject* label = PySequence_Fast_GET_ITEM(labels.ptr(), i);
-    if (label == previous) {  // the same object as in the row before: no look-up
+  py::object previous;
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    check_still(labels, n, "group_ids");
+    py::object label =
+        py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(labels.ptr(), i));
+    if (label.ptr() == previous.ptr()) {  // the same object as in the row before: no look-up
       ids[i] = ids[i - 1];
       continue;
     }
-    if (!PyUnicode_Check(label) && !PyLong_Check(label)) {
+    if (!PyUnicode_Check(label.ptr()) && !PyLong_Check(label.ptr())) {
       throw py::type_error(std::string(kOp) + ": group_ids must be strings or ints, but entry " +
-                           std::to_string(i) + " is a " + Py_TYPE(label)->tp_name);
+                           std::to_string(i) + " is a " + Py_TYPE(label.ptr())->tp_name);
     }
     py::object next = py::int_(PyDict_GET_SIZE(seen.ptr()));
-    PyObject* id = PyDict_SetDefault(seen.ptr(), label, next.ptr());
+    PyObject* id = PyDict_SetDefault(seen.ptr(), label.ptr(), next.ptr());
     if (id == nullptr) throw py::error_already_set();
     ids[i] = PyLong_AsLongLong(id);
-    previous = label;
+    previous = std::move(label);
   }
+  check_still(labels, n, "group_ids");
 }
 
 // Flags from a sequence of bools (Python's, numpy's, or ints 0 and 1).
@@ -155,18 +167,20 @@ void flags(py::handle values_obj, py::handle out_obj, const char* name) {
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(values.ptr());
   check_size(*out, 0, n);
   uint8_t* flag = out->ptr<uint8_t>();
-  for (Py_ssize_t i = 0; i < n && i < PySequence_Fast_GET_SIZE(values.ptr()); ++i) {
-    PyObject* value = PySequence_Fast_GET_ITEM(values.ptr(), i);
-    if (value == Py_True || value == Py_False) {
-      flag[i] = value == Py_True;
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    check_still(values, n, name);
+    PyObject* item = PySequence_Fast_GET_ITEM(values.ptr(), i);
+    if (item == Py_True || item == Py_False) {
+      flag[i] = item == Py_True;
       continue;
     }
-    const int truth = PyObject_IsTrue(value);
-    if (truth < 0) throw py::error_already_set();
-    if (!PyNumber_Check(value)) {
+    const auto value = py::reinterpret_borrow<py::object>(item);
+    if (!PyNumber_Check(item)) {
       throw py::type_error(std::string(kOp) + ": " + name + " must be bools, but entry " +
-                           std::to_string(i) + " is a " + Py_TYPE(value)->tp_name);
+                           std::to_string(i) + " is a " + Py_TYPE(item)->tp_name);
     }
+    const int truth = PyObject_IsTrue(item);
+    if (truth < 0) throw py::error_already_set();
     flag[i] = static_cast<uint8_t>(truth);
   }
 }

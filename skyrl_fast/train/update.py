@@ -28,8 +28,10 @@ _PROPORTIONAL_LOSSES = {
     "dppo",
     "importance_sampling",
 }
-# They look at all tokens of a row's trajectory, or of the mini-batch, at once.
+# They look at all tokens of a trajectory, or of the mini-batch, at once: a split would change them.
 _TRAJECTORY_LOSSES = {"gspo"}
+_MINI_BATCH_LOSSES = {"clip_cov", "kl_cov"}
+_NO_BUDGET = 1 << 62  # tokens
 
 
 def optimizer_steps_per_batch(
@@ -111,9 +113,10 @@ def accumulate_gradient(
         max_seq_len=max_seq_len,
     )
     rows = contributing_rows(batch, algorithm)
+    whole = algorithm.policy_loss_type in _MINI_BATCH_LOSSES
     plan = plan_micro_batches(
         batch,
-        policy.max_tokens_per_microbatch,
+        _NO_BUDGET if whole else policy.max_tokens_per_microbatch,
         rows=rows,
         keep_trajectories=algorithm.policy_loss_type in _TRAJECTORY_LOSSES,
     )
@@ -182,6 +185,8 @@ def _loss_options(rows: StepBatch, algorithm: AlgorithmConfig) -> dict[str, Any]
         "eps_clip_low": algorithm.eps_clip_low,
         "eps_clip_high": algorithm.eps_clip_high,
     }
+    if algorithm.policy_loss_type == "dual_clip":
+        options["clip_ratio_c"] = algorithm.clip_ratio_c
     if algorithm.use_kl_loss:
         options |= {
             "ref_logprobs": rows.ref_logprobs,

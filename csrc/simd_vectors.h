@@ -5,8 +5,9 @@
 //   Vec            kLanes floats
 //   load2/store2   2 * kLanes consecutive elements as two vectors. Which element lands in which
 //                  lane is the level's business, and load2 and store2 agree on it.
-//   exp2_normal    2^y for kMinExponent <= y <= 1, NaN for NaN; relative error under 2e-7; 2^0 is 1
-//   exactly
+//   exp2_normal    2^y for kMinExponent <= y <= 1, NaN for NaN, by a polynomial of degree 3 to 5;
+//                  2^0 is 1 exactly
+//   exp2_or_zero   the same for any y <= 1: what is no normal float may be given as 0
 #pragma once
 
 #include <stdint.h>
@@ -64,10 +65,10 @@ SKYRL_INLINE uint16_t float_to_half(float value) {  // to nearest, ties to even
   return static_cast<uint16_t>(sign | ((rounded - 0x38000000) >> 13));
 }
 
-SKYRL_INLINE uint16_t float_to_bfloat16(float value) {  // to nearest, ties to even
+SKYRL_INLINE uint16_t float_to_bfloat16(float value) {  // to nearest, ties away from zero
   const uint32_t bits = bits_of_float(value);
   if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  return static_cast<uint16_t>((bits + 0x8000) >> 16);
 }
 
 SKYRL_INLINE float to_float(float x) { return x; }
@@ -85,9 +86,16 @@ constexpr int kLanes = 16;
 constexpr int kGroupPairs = 4;  // pairs of vectors held in registers at once
 using Vec = __m512;
 
-// 2^f for 0 <= f < 1: minimax of degree 5 among those with 2^0 = 1. Relative error 1.5e-7.
-constexpr float kExp2[6] = {1.0f,          0.693151295f,   0.240164444f,
-                            0.0557999127f, 0.00901703257f, 0.001867129f};
+// 2^f for 0 <= f < 1 by degree: minimax among those with 2^0 = 1. Relative errors 1e-4,
+// 3e-6, 1.5e-7.
+constexpr float kExp2[6][6] = {
+    {},
+    {},
+    {},
+    {1.0f, 0.695116758f, 0.227645174f, 0.077066876f},
+    {1.0f, 0.693044841f, 0.241280198f, 0.0522424802f, 0.0134266801f},
+    {1.0f, 0.693151295f, 0.240164444f, 0.0557999127f, 0.00901703257f, 0.001867129f},
+};
 
 SKYRL_INLINE Vec set1(float x) { return _mm512_set1_ps(x); }
 SKYRL_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
@@ -95,9 +103,6 @@ SKYRL_INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 SKYRL_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 SKYRL_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // b where either is NaN
 SKYRL_INLINE bool any_greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
-SKYRL_INLINE Vec zero_where_less(Vec value, Vec a, Vec b) {
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), value);
-}
 SKYRL_INLINE double sum_lanes(Vec v) {
   const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(v));
   const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
@@ -105,11 +110,17 @@ SKYRL_INLINE double sum_lanes(Vec v) {
 }
 SKYRL_INLINE void store_lanes(float* p, Vec v) { _mm512_storeu_ps(p, v); }
 
+template <int kDegree>
 SKYRL_INLINE Vec exp2_normal(Vec y) {
   const Vec f = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // y - floor(y)
-  Vec p = fma(set1(kExp2[5]), f, set1(kExp2[4]));
-  for (int k = 3; k >= 0; --k) p = fma(p, f, set1(kExp2[k]));
+  Vec p = fma(set1(kExp2[kDegree][kDegree]), f, set1(kExp2[kDegree][kDegree - 1]));
+  for (int k = kDegree - 2; k >= 0; --k) p = fma(p, f, set1(kExp2[kDegree][k]));
   return _mm512_scalef_ps(p, y);  // p * 2^floor(y)
+}
+// The instructions give 0 for -inf, and subnormals, by themselves.
+template <int kDegree>
+SKYRL_INLINE Vec exp2_or_zero(Vec y) {
+  return exp2_normal<kDegree>(y);
 }
 
 SKYRL_INLINE void load2(const float* p, Vec* a, Vec* b) {
@@ -126,10 +137,9 @@ SKYRL_INLINE void load2(const BFloat16* p, Vec* a, Vec* b) {
   *a = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
   *b = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(-65536)));
 }
-SKYRL_INLINE __m512i round_to_bfloat16(Vec v) {  // in the upper halves
-  const __m512i bits = _mm512_castps_si512(v);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+// In the upper halves. To nearest; a tie goes away from zero, which saves three instructions.
+SKYRL_INLINE __m512i round_to_bfloat16(Vec v) {
+  return _mm512_add_epi32(_mm512_castps_si512(v), _mm512_set1_epi32(0x8000));
 }
 SKYRL_INLINE void store2(BFloat16* p, Vec a, Vec b) {
   const __m512i even = _mm512_srli_epi32(round_to_bfloat16(a), 16);
@@ -191,10 +201,9 @@ SKYRL_INLINE void load2(const BFloat16* p, Vec* a, Vec* b) {
   *a = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
   *b = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(-65536)));
 }
-SKYRL_INLINE __m256i round_to_bfloat16(Vec v) {  // in the upper halves
-  const __m256i bits = _mm256_castps_si256(v);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+// In the upper halves. To nearest; a tie goes away from zero, which saves three instructions.
+SKYRL_INLINE __m256i round_to_bfloat16(Vec v) {
+  return _mm256_add_epi32(_mm256_castps_si256(v), _mm256_set1_epi32(0x8000));
 }
 SKYRL_INLINE void store2(BFloat16* p, Vec a, Vec b) {
   const __m256i even = _mm256_srli_epi32(round_to_bfloat16(a), 16);
@@ -261,16 +270,28 @@ SKYRL_INLINE void store2(T* p, Vec a, Vec b) {
 #if !defined(SKYRL_SIMD_AVX512)
 constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
 
-// 2^f for |f| <= 1/2: minimax of degree 5 among those with 2^0 = 1. Relative error 1.7e-7.
-constexpr float kExp2[6] = {1.0f,          0.693147004f,   0.240222424f,
-                            0.0555073395f, 0.00967151299f, 0.00132647029f};
+// 2^f for |f| <= 1/2 by degree: minimax among those with 2^0 = 1. Relative errors 1e-4,
+// 3e-6, 1.7e-7.
+constexpr float kExp2[6][6] = {
+    {},
+    {},
+    {},
+    {1.0f, 0.693282962f, 0.24221091f, 0.055008743f},
+    {1.0f, 0.693124175f, 0.240240991f, 0.0559064262f, 0.00958283432f},
+    {1.0f, 0.693147004f, 0.240222424f, 0.0555073395f, 0.00967151299f, 0.00132647029f},
+};
 
+template <int kDegree>
 SKYRL_INLINE Vec exp2_normal(Vec y) {
   const Vec shifted = add(y, set1(kShift));
   const Vec f = sub(y, sub(shifted, set1(kShift)));  // y less its nearest integer
-  Vec p = fma(set1(kExp2[5]), f, set1(kExp2[4]));
-  for (int k = 3; k >= 0; --k) p = fma(p, f, set1(kExp2[k]));
+  Vec p = fma(set1(kExp2[kDegree][kDegree]), f, set1(kExp2[kDegree][kDegree - 1]));
+  for (int k = kDegree - 2; k >= 0; --k) p = fma(p, f, set1(kExp2[kDegree][k]));
   return scale_by_low_bits(p, shifted);
+}
+template <int kDegree>
+SKYRL_INLINE Vec exp2_or_zero(Vec y) {
+  return zero_where_less(exp2_normal<kDegree>(max(set1(kMinExponent), y)), y, set1(kMinExponent));
 }
 #endif
 

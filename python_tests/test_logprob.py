@@ -20,7 +20,7 @@ FORWARD_TOLERANCE = {"rtol": 1e-6, "atol": 2e-6}
 # Gradients are at most 1 here, and rounded to the logits' dtype: half a unit in the last place.
 GRADIENT_TOLERANCE = {
     torch.float32: {"rtol": 3e-6, "atol": 1e-7},
-    torch.bfloat16: {"rtol": 2**-8, "atol": 1e-7},
+    torch.bfloat16: {"rtol": 2**-8 + 2e-4, "atol": 1e-7},  # and an exponential right to 1e-4
     torch.float16: {"rtol": 2**-10, "atol": 2**-24},  # float16 ends at 2^-24
 }
 VOCABS = (1, 2, 7, 16, 31, 32, 33, 64, 127, 128, 129, 1000, 9001)
@@ -311,9 +311,10 @@ def test_half_conversions_round_like_torch(simd):
         targets = torch.tensor([7])
         got = both(rounded, targets, 1.0)[2]
         want = both(rounded.float(), targets, 1.0)[2].to(dtype)
-        # The same numbers up to one unit in the last place, where float32 results differ in theirs.
+        # One unit in the last place, and that seldom: before rounding they differ by up to 1e-4,
+        # a fortieth of bfloat16's unit, a tenth of that for float16.
         torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-24)
-        assert (got != want).float().mean() < 0.01
+        assert (got != want).float().mean() < 0.025
 
 
 # --- errors ------------------------------------------------------------------------------------

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+try:
+    from skyrl_fast import _C as _C
+except ImportError as error:
+    raise ImportError(
+        f"skyrl_fast: the compiled extension does not load ({error}); build it with a C++ compiler "
+        "by `pip install .`, in a source tree by `make setup`"
+    ) from error
+
 from skyrl_fast.ops._ragged import Concat, Ragged
 from skyrl_fast.ops.advantage import group_advantage
 from skyrl_fast.ops.batch_tensors import (

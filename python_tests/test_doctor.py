@@ -1,0 +1,38 @@
+"""skyrl-fast doctor, and what an installation without the extension says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from skyrl_fast import _C, doctor
+
+
+def test_every_finding_of_the_report() -> None:
+    report = json.loads(doctor.report(as_json=True))
+    found = {f["name"]: f for f in report["findings"]}
+    assert report["ok"] is True
+    assert found["SIMD level"]["found"] == _C.simd_level()
+    assert _C.compiler in found["extension"]["found"]
+    assert {"torch", "vllm", "triton", "CUDA kernels", "machine"} <= set(found)
+
+
+def test_what_is_missing_comes_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise doctor.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", missing)
+    findings = {f.name: f for f in doctor.findings()}
+    assert findings["vllm"].found == "not installed"
+    assert "pip install" in findings["vllm"].advice
+    assert findings["vllm"].advice in doctor.report(as_json=False)
+
+
+def test_no_extension_is_an_error_that_says_what_to_do() -> None:
+    code = "import sys; sys.modules['skyrl_fast._C'] = None; import skyrl_fast"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "pip install ." in run.stderr

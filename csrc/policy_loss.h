@@ -99,14 +99,36 @@ SKYRL_HD float exp_minus_1(float x) {
 }
 SKYRL_HD double exp_minus_1(double x) { return ::expm1(x); }
 
+// log(x) for normal x > 0; NaN for others. Vectorises likewise.
+SKYRL_HD float log_positive(float x) {
+#if defined(__CUDA_ARCH__)
+  return x > 0.0f ? logf(x) : NAN;
+#else
+  constexpr uint32_t kSqrtHalfBits = 0x3f3504f3;
+  constexpr float kLn2 = 0.693147182f;
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  // x = 2^e * m with m in [sqrt(1/2), sqrt(2))
+  const int32_t e = static_cast<int32_t>(bits - kSqrtHalfBits) >> 23;
+  bits -= static_cast<uint32_t>(e) << 23;
+  float m;
+  std::memcpy(&m, &bits, sizeof(m));
+  const float s = (m - 1.0f) / (m + 1.0f), z = s * s;
+  const float p = ((((1.0f / 9) * z + 1.0f / 7) * z + 1.0f / 5) * z + 1.0f / 3) * z + 1.0f;
+  const float log_x = static_cast<float>(e) * kLn2 + 2.0f * s * p;  // log m = 2 atanh(s)
+  return x > 0.0f ? log_x : NAN;
+#endif
+}
+SKYRL_HD double log_positive(double x) { return x > 0.0 ? ::log(x) : NAN; }
+
 // Fills ratio - 1 and the clamped delta; returns the ratio. `slope` is d ratio / d logprob.
 template <typename T>
 SKYRL_HD T ratio_of(T delta, TokenLoss<T>* out, T* slope) {
   out->delta = clamp_to(delta, T(-kMaxDelta), T(kMaxDelta));
   out->ratio_minus_1 = exp_minus_1(out->delta);
   const T ratio = out->ratio_minus_1 + T(1);
-  *slope = out->delta == delta ? ratio : T(0);
-  if (delta != delta) *slope = delta;  // NaN in, NaN out
+  const bool outside = (delta > T(kMaxDelta)) | (delta < T(-kMaxDelta));
+  *slope = outside ? T(0) : ratio;  // NaN is not outside and stays NaN
   return ratio;
 }
 
@@ -187,7 +209,7 @@ SKYRL_HD TokenLoss<T> token_loss(const LossParams<T>& p, T logprob, T anchor, T 
     } else {
       constexpr T kEps = T(1e-8);
       const T kl = then * (anchor - logprob) +
-                   (T(1) - then) * std::log((T(1) - then + kEps) / (T(1) - now + kEps));
+                   (T(1) - then) * log_positive((T(1) - then + kEps) / (T(1) - now + kEps));
       far_high = (now > then) & (kl > p.delta_high);
       far_low = (now < then) & (kl > p.delta_low);
     }

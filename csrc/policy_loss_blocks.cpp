@@ -69,8 +69,8 @@ template <typename T>
 struct alignas(64) Staged {
   typename BitsOf<T>::Type live[kChunk];
   typename BitsOf<T>::Type selected[kChunk];
-  T value[kChunk];
-  T grad[kChunk];
+  T value[kChunk];  // weighted by token and row
+  T grad[kChunk];   // of the KL penalty, for kl_block; scratch where no gradient is wanted
   T ratio_minus_1[kChunk];
   T approx_kl[kChunk];
   T kl[kChunk];
@@ -138,43 +138,79 @@ SKYRL_HD void for_chunks(const RowLayout& rows, int64_t begin, int64_t end, cons
   }
 }
 
-// Sum in float64 over lanes in a fixed order; x is padded with zeros to whole lanes.
+// Running sums in float64 over lanes, in element order.
+struct Lanes {
+  double sum[kLanes] = {};
+};
+
+// Adds x, padded with zeros to whole lanes.
 template <typename T>
-SKYRL_HD double fold(T* x, int64_t n) {
-  double lanes[kLanes] = {};
+SKYRL_HD void accumulate(T* x, int64_t n, Lanes* out) {
   for (; n % kLanes != 0; ++n) x[n] = T(0);
+  Lanes lanes = *out;
   for (int64_t i = 0; i < n; i += kLanes) {
-    for (int j = 0; j < kLanes; ++j) lanes[j] += static_cast<double>(x[i + j]);
+    for (int j = 0; j < kLanes; ++j) lanes.sum[j] += static_cast<double>(x[i + j]);
   }
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    for (int j = 0; j < step; ++j) lanes[j] += lanes[j + step];
-  }
-  return lanes[0];
+  *out = lanes;
 }
 
+static double total(Lanes lanes) {
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    for (int j = 0; j < step; ++j) lanes.sum[j] += lanes.sum[j + step];
+  }
+  return lanes.sum[0];
+}
+
+template <typename T>
+SKYRL_HD double fold(T* x, int64_t n) {
+  Lanes lanes;
+  accumulate(x, n, &lanes);
+  return total(lanes);
+}
+
+// One row's piece: pointers to its cells.
+template <typename T>
+struct Piece {
+  const T* logprobs;
+  const T* anchor;
+  const T* advantages;
+  const T* token_weights;
+  const typename BitsOf<T>::Type* live;
+  const typename BitsOf<T>::Type* selected;
+  T sequence_delta;
+  T row_weight;
+  int64_t n;
+};
+
 template <LossKind kKind, typename T>
-static void loss_chunk(const LossParams<T>& params, const T* __restrict__ logprobs,
-                       const T* __restrict__ anchor, const T* __restrict__ advantages,
-                       const T* __restrict__ weights, T sequence_delta, int64_t n,
-                       Staged<T>* __restrict__ s) {
+static void loss_chunk(const LossParams<T>& params, const Piece<T>& piece,
+                       Staged<T>* __restrict__ s, T* __restrict__ grad) {
   constexpr bool kUsesSelection = kKind == LossKind::kClipCov || kKind == LossKind::kKlCov;
   const LossParams<T> p = params;
+  const T* __restrict__ logprobs = piece.logprobs;
+  const T* __restrict__ anchor = piece.anchor;
+  const T* __restrict__ advantages = piece.advantages;
+  const T* __restrict__ token_weights = piece.token_weights;
+  const typename BitsOf<T>::Type* __restrict__ lives = piece.live;
+  const typename BitsOf<T>::Type* __restrict__ selections = piece.selected;
+  const T sequence_delta = piece.sequence_delta, row_weight = piece.row_weight;
+  const int64_t n = piece.n;
   int32_t num_low = 0, num_high = 0, num_chosen = 0;
   Extremes<T> extremes;
   SKYRL_NO_OVERLAP
   for (int64_t i = 0; i < n; ++i) {
-    const bool live = s->live[i] != 0;
+    const bool live = lives[i] != 0;
     const T raw_logprob = logprobs[i], raw_anchor = anchor[i];
-    const T raw_advantage = advantages[i], raw_weight = weights[i];
+    const T raw_advantage = advantages[i], raw_weight = token_weights[i];
     const T logprob = live ? raw_logprob : T(0);
     const T base = live ? raw_anchor : T(0);
     const T advantage = live ? raw_advantage : T(0);
-    const T weight = live ? raw_weight : T(0);
+    const T weight = row_weight * raw_weight;
     const T delta = kKind == LossKind::kGspo ? sequence_delta : logprob - base;
-    const TokenLoss<T> t = token_loss<kKind, T>(p, logprob, base, delta, advantage,
-                                                kUsesSelection && s->selected[i] != 0);
+    const bool selected = kUsesSelection && selections[i] != 0;
+    const TokenLoss<T> t = token_loss<kKind, T>(p, logprob, base, delta, advantage, selected);
     s->value[i] = live ? t.value * weight : T(0);
-    s->grad[i] = live ? t.grad * weight : T(0);
+    grad[i] = live ? t.grad * weight : T(0);
     s->ratio_minus_1[i] = live ? t.ratio_minus_1 : T(0);
     s->approx_kl[i] = live ? t.ratio_minus_1 - t.delta : T(0);
     const bool counts = live & (t.ratio_minus_1 == t.ratio_minus_1);
@@ -193,20 +229,11 @@ static void loss_chunk(const LossParams<T>& params, const T* __restrict__ logpro
 }
 
 template <typename T>
-SKYRL_HD void any_loss_chunk(const LossJob<T>& job, int64_t row, int64_t cell, int64_t n,
-                             Staged<T>* s) {
-  const PolicyLossInputs<T>& in = job.in;
-  const T* logprobs = in.logprobs + cell;
-  const T* anchor = in.anchor ? in.anchor + cell : logprobs;
-  const T* advantages = in.advantages ? in.advantages + cell : kConstants<T>.zeros;
-  const T* weights = in.token_weights ? in.token_weights + cell : kConstants<T>.ones;
-  if (in.selected != nullptr) live_of(in.selected + cell, n, s->selected);
-  const T sequence = in.sequence_delta ? static_cast<T>(in.sequence_delta[row]) : T(0);
-  switch (job.loss) {
-#define SKYRL_LOSS_CASE(name)                                                               \
-  case LossKind::name:                                                                      \
-    return loss_chunk<LossKind::name, T>(job.params, logprobs, anchor, advantages, weights, \
-                                         sequence, n, s);
+SKYRL_HD void any_loss_chunk(LossKind loss, const LossParams<T>& params, const Piece<T>& piece,
+                             Staged<T>* s, T* grad) {
+  switch (loss) {
+#define SKYRL_LOSS_CASE(name) \
+  case LossKind::name: return loss_chunk<LossKind::name, T>(params, piece, s, grad);
     SKYRL_LOSS_CASE(kRegular)
     SKYRL_LOSS_CASE(kDualClip)
     SKYRL_LOSS_CASE(kGspo)
@@ -223,70 +250,101 @@ SKYRL_HD void any_loss_chunk(const LossJob<T>& job, int64_t row, int64_t cell, i
   }
 }
 
-// Fills s->kl and adds coef * d kl / d logprob to s->grad.
+// Fills kl and adds coef * d kl / d logprob to grad.
 template <KlKind kKind, typename T>
-static void kl_chunk(const T* __restrict__ logprobs, const T* __restrict__ reference, int64_t n,
-                     T coef, Staged<T>* __restrict__ s) {
+static void kl_chunk(const T* __restrict__ logprobs, const T* __restrict__ reference,
+                     const typename BitsOf<T>::Type* __restrict__ lives, int64_t n, T coef,
+                     T* __restrict__ kl, T* __restrict__ grad) {
   SKYRL_NO_OVERLAP
   for (int64_t i = 0; i < n; ++i) {
-    const bool live = s->live[i] != 0;
+    const bool live = lives[i] != 0;
     const T raw_logprob = logprobs[i], raw_reference = reference[i];
     const T logprob = live ? raw_logprob : T(0), base = live ? raw_reference : T(0);
     const TokenKl<T> t = token_kl<kKind, T>(logprob, base);
-    s->kl[i] = live ? t.value : T(0);
-    s->grad[i] += live ? coef * t.grad : T(0);
+    kl[i] = live ? t.value : T(0);
+    grad[i] += live ? coef * t.grad : T(0);
   }
 }
 
 template <typename T>
-SKYRL_HD void any_kl_chunk(KlKind kl, const T* logprobs, const T* reference, int64_t n, T coef,
-                           Staged<T>* s) {
-  switch (kl) {
-    case KlKind::kK1: return kl_chunk<KlKind::kK1, T>(logprobs, reference, n, coef, s);
-    case KlKind::kAbs: return kl_chunk<KlKind::kAbs, T>(logprobs, reference, n, coef, s);
-    case KlKind::kK2: return kl_chunk<KlKind::kK2, T>(logprobs, reference, n, coef, s);
-    case KlKind::kK3: return kl_chunk<KlKind::kK3, T>(logprobs, reference, n, coef, s);
+SKYRL_HD void any_kl_chunk(KlKind kind, const T* logprobs, const T* reference,
+                           const typename BitsOf<T>::Type* live, int64_t n, T coef, T* kl,
+                           T* grad) {
+  switch (kind) {
+#define SKYRL_KL_CASE(name) \
+  case KlKind::name: return kl_chunk<KlKind::name, T>(logprobs, reference, live, n, coef, kl, grad);
+    SKYRL_KL_CASE(kK1)
+    SKYRL_KL_CASE(kAbs)
+    SKYRL_KL_CASE(kK2)
+    SKYRL_KL_CASE(kK3)
+#undef SKYRL_KL_CASE
     case KlKind::kNone: return;
   }
 }
 
-template <typename T>
-SKYRL_HD void scale(const T* __restrict__ x, T factor, int64_t n, T* __restrict__ out) {
-  SKYRL_NO_OVERLAP
-  for (int64_t i = 0; i < n; ++i) out[i] = x[i] * factor;
+// Narrows [*begin, *end) by whole vectors without a trained cell: padding mostly lies at one side.
+template <typename Live>
+SKYRL_HD void trim(const Live* live, int64_t* begin, int64_t* end) {
+  const auto none = [live](int64_t i) {
+    Live any = 0;
+    for (int j = 0; j < kLanes; ++j) any |= live[i + j];
+    return any == 0;
+  };
+  while (*end - *begin >= kLanes && none(*begin)) *begin += kLanes;
+  while (*end - *begin >= kLanes && none(*end - kLanes)) *end -= kLanes;
 }
 
 template <typename T>
 static void loss_block(const LossJob<T>& job, int64_t begin, int64_t end, LossSums* out) {
   Staged<T> s;
   LossSums sums;
+  Lanes policy, ratio, approx_kl;
   Extremes<T> extremes;
-  for_chunks(job.in.rows, begin, end, [&](int64_t row, int64_t cell, int64_t n) {
-    const int64_t count = read_mask(job.in.mask, cell, n, s.live);
-    if (count == 0) {
-      if (job.grad != nullptr) fill(job.grad + cell, n, T(0));
-      return;
+  const PolicyLossInputs<T>& in = job.in;
+  for_chunks(in.rows, begin, end, [&](int64_t row, int64_t chunk, int64_t length) {
+    const int64_t count = read_mask(in.mask, chunk, length, s.live);
+    int64_t first = 0, last = count > 0 ? length : 0;
+    trim(s.live, &first, &last);
+    if (job.grad != nullptr) {
+      fill(job.grad + chunk, first, T(0));
+      fill(job.grad + chunk + last, length - last, T(0));
     }
-    any_loss_chunk(job, row, cell, n, &s);
-    const double row_weight = job.in.row_weights[row];
+    if (count == 0) return;
+    const int64_t cell = chunk + first, n = last - first;
+    T* const grad = job.grad != nullptr ? job.grad + cell : s.grad;
+    if (in.selected != nullptr) live_of(in.selected + cell, n, s.selected);
+    const T row_weight = static_cast<T>(in.row_weights[row]);
+    const Piece<T> piece = {
+        in.logprobs + cell,
+        in.anchor != nullptr ? in.anchor + cell : in.logprobs + cell,
+        in.advantages != nullptr ? in.advantages + cell : kConstants<T>.zeros,
+        in.token_weights != nullptr ? in.token_weights + cell : kConstants<T>.ones,
+        s.live + first,
+        s.selected,
+        in.sequence_delta != nullptr ? static_cast<T>(in.sequence_delta[row]) : T(0),
+        row_weight,
+        n};
+    any_loss_chunk(job.loss, job.params, piece, &s, grad);
     if (job.kl != KlKind::kNone) {
-      any_kl_chunk(job.kl, job.in.logprobs + cell, job.in.reference + cell, n, job.params.kl_coef,
-                   &s);
+      any_kl_chunk(job.kl, piece.logprobs, in.reference + cell, piece.live, n,
+                   row_weight * job.params.kl_coef, s.kl, grad);
       const double kl = fold(s.kl, n);
       sums.kl += kl;
-      sums.kl_weighted += row_weight * kl;
+      sums.kl_weighted += static_cast<double>(in.row_weights[row]) * kl;
     }
-    if (job.grad != nullptr) scale(s.grad, static_cast<T>(row_weight), n, job.grad + cell);
-    sums.policy += row_weight * fold(s.value, n);
+    accumulate(s.value, n, &policy);
+    accumulate(s.ratio_minus_1, n, &ratio);
+    accumulate(s.approx_kl, n, &approx_kl);
     sums.tokens += static_cast<double>(count);
     sums.low += s.num_low;
     sums.high += s.num_high;
     sums.chosen += s.num_chosen;
-    sums.ratio_minus_1 += fold(s.ratio_minus_1, n);
-    sums.approx_kl += fold(s.approx_kl, n);
     if (s.extremes.most > extremes.most) extremes.most = s.extremes.most;
     if (s.extremes.least < extremes.least) extremes.least = s.extremes.least;
   });
+  sums.policy = total(policy);
+  sums.ratio_minus_1 = total(ratio);
+  sums.approx_kl = total(approx_kl);
   sums.ratio_max = float_of<T>(extremes.most);
   sums.ratio_min = extremes.least == BitsOf<T>::kMost ? INFINITY : float_of<T>(extremes.least);
   *out = sums;
@@ -303,7 +361,7 @@ static void kl_block(const KlJob<T>& job, int64_t begin, int64_t end) {
       continue;
     }
     fill(s.grad, n, T(0));
-    any_kl_chunk(job.kl, job.logprobs + cell, job.reference + cell, n, T(1), &s);
+    any_kl_chunk(job.kl, job.logprobs + cell, job.reference + cell, s.live, n, T(1), s.kl, s.grad);
     if (job.grad_out == nullptr) {
       memcpy(out, s.kl, n * sizeof(T));
       continue;

@@ -113,7 +113,9 @@ def test_forward_backward(benchmark: Any, size: str, loss: str, who: str, thread
         LOSSES[loss][name](x, d).backward()
         grads.append(x.grad)
     if loss != "ppo_k3":  # SkyRL's KL term is weighted otherwise
-        torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-9)
+        # k3 by exp(x) - x - 1 in float32 is off by some 1e-7; the others are weighted by 1 / tokens
+        atol = 1e-6 if loss == "k3" else 1e-9
+        torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=atol)
     function = LOSSES[loss][who]
     x = d["logprobs"].clone().requires_grad_()
 

@@ -29,7 +29,6 @@ SMALL = [
     "generator.n_samples_per_prompt=4",
     "generator.eval_n_samples_per_prompt=1",
 ]
-LEARNING_STEPS = 120
 DEADLINE_SECONDS = 3600
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(DEADLINE_SECONDS)]
@@ -102,7 +101,7 @@ def test_killed_and_resumed_equals_undisturbed(base: Path, tmp_path: Path) -> No
 
 
 def test_it_learns(base: Path, tmp_path: Path) -> None:
-    rows = finish(base, tmp_path / "run", f"trainer.max_training_steps={LEARNING_STEPS}")
+    rows = finish(base, tmp_path / "run")
     rewards = [row["eval/all/avg_score"] for row in rows if "eval/all/avg_score" in row]
     assert rewards[0] <= 0.5
     assert rewards[-1] >= 0.8

@@ -197,15 +197,13 @@ def render_observation(create_sql: str, turns_left: int) -> str:
     return f"\n\n<observation>{header}\n{create_sql}\n{reminder}</observation>\n\n"
 
 
-def _look(question: Question, table_index: int) -> str:
-    if table_index == 0:
-        thought = "look at table 1"
-    else:
-        thought = f"no {question.measure} here so look at table {table_index + 1}"
+def _look(thought: str, table_index: int) -> str:
     return f"<think> {thought} </think> <sql> {look_sql(table_index)} </sql>"
 
 
-def _answer(rng: random.Random, question: Question, table: str, careless: Carelessness) -> str:
+def _answer(
+    rng: random.Random, thought: str, question: Question, table: str, careless: Carelessness
+) -> str:
     """The last turn."""
     comparison = question.comparison
     if comparison == "under" and rng.random() < careless.under:
@@ -213,23 +211,30 @@ def _answer(rng: random.Random, question: Question, table: str, careless: Carele
     solution = f"<solution> {solution_sql(question, table, comparison=comparison)} </solution>"
     if rng.random() < careless.no_think:
         return solution
-    return f"<think> {question.measure} and {question.filter} of {table} </think> {solution}"
+    return f"<think> {thought} </think> {solution}"
 
 
 def demonstrate(
     rng: random.Random, question: Question, tables: Sequence[Table], careless: Carelessness
 ) -> list[str]:
-    """The expert's turns, one text for each; all but the last are looks at a table."""
+    """The expert's turns, one text for each; all but the last are looks at a table.
+
+    The expert sees clearly: its thoughts are always true. It is what it does then that is wrong.
+    """
+    found = f"{question.measure} and {question.filter} of"
+    missing = f"no {question.measure} here"
     if rng.random() < careless.guess:
-        return [_answer(rng, question, UNKNOWN_TABLE, careless)]
-    turns = [_look(question, 0)]
-    index = 0
-    while index < find_table(question, tables):
+        return [_answer(rng, f"{found} {UNKNOWN_TABLE}", question, UNKNOWN_TABLE, careless)]
+    turns = [_look("look at table 1", 0)]
+    for index, table in enumerate(tables):
+        if question.measure in table.columns:
+            thought = f"{found} {table.name}"
+            break
+        thought = missing
         if rng.random() < careless.stop_early:
             break
-        index += 1
-        turns.append(_look(question, index))
-    turns.append(_answer(rng, question, tables[index].name, careless))
+        turns.append(_look(missing, index + 1))
+    turns.append(_answer(rng, thought, question, table.name, careless))
     return turns
 
 

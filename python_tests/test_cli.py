@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("omegaconf")
 pytest.importorskip("transformers")
-pytest.importorskip("skyrl_fast.ops.policy_loss")
 
 from skyrl_fast import cli
 from skyrl_fast.config import Config

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("skyrl_fast.ops.policy_loss")
 
 from _fakes import FakeRollouts, make_prompts, tiny_model
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("skyrl_fast.ops.policy_loss")
 
 import torch
 from _fakes import FakeRollouts, FakeTokenizer, tiny_model, write_prompts

@@ -30,6 +30,8 @@ SMALL = [
     "generator.eval_n_samples_per_prompt=1",
 ]
 DEADLINE_SECONDS = 3600
+LEARNING_SECONDS = 600  # on 2 cores that do nothing else
+ENGINE_END_SECONDS = 30
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(DEADLINE_SECONDS)]
 
@@ -84,6 +86,22 @@ def prompts_of(run_path: Path) -> dict[str, list[tuple[str, int]]]:
     return result
 
 
+def descendants(pid: int) -> list[int]:
+    children = [
+        int(child)
+        for path in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in path.read_text().split()
+    ]
+    return children + [below for child in children for below in descendants(child)]
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_killed_and_resumed_equals_undisturbed(base: Path, tmp_path: Path) -> None:
     whole = finish(base, tmp_path / "whole", *SMALL)
 
@@ -91,8 +109,14 @@ def test_killed_and_resumed_equals_undisturbed(base: Path, tmp_path: Path) -> No
     while not any(row["step"] >= 3 for row in metrics(tmp_path / "broken")):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
+    engine = descendants(process.pid)
+    assert engine
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
+    deadline = time.monotonic() + ENGINE_END_SECONDS
+    while any(running(pid) for pid in engine):
+        assert time.monotonic() < deadline, "the engine outlives its killed trainer"
+        time.sleep(0.1)
     resumed = finish(base, tmp_path / "broken", "--resume", *SMALL)
 
     assert [row["step"] for row in resumed] == list(range(7))
@@ -106,6 +130,8 @@ def test_it_learns(base: Path, tmp_path: Path) -> None:
     assert rewards[0] <= 0.5
     assert rewards[-1] >= 0.8
     assert rows[-1]["eval/all/avg_num_turns"] >= 2
+    training = [row["timing/step"] + row.get("timing/eval", 0.0) for row in rows[1:]]
+    assert sum(training) <= LEARNING_SECONDS
 
 
 def test_without_a_learning_rate_it_stays_flat(base: Path, tmp_path: Path) -> None:

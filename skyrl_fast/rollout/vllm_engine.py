@@ -129,6 +129,7 @@ class VllmEngine:
                 self._llm = self._build()
             except Exception as error:
                 raise EngineDeadError(self._explain("did not start", error)) from error
+        await self._llm.collective_rpc("end_with_process", args=(os.getpid(),))
         log.info("vLLM is up after %.1f s", time.perf_counter() - started)
 
     def _build(self) -> Any:

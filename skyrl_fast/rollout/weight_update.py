@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+PARENT_POLL_SECONDS = 1.0  # how long an engine outlives a trainer that was killed
 # Largest |engine - trainer| of one logprob that rounding explains, by the engine's dtype. Measured
 # in float32 on CPU: 1e-6 to 1e-5. bfloat16 has 8 bits of mantissa.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -287,6 +289,13 @@ class WeightUpdateExtension:
 
     model_runner: Any
 
+    def end_with_process(self, pid: int) -> None:
+        """Let this engine process end when the trainer's does, even by kill -9.
+
+        Without it an engine whose trainer was killed would keep its memory for ever.
+        """
+        threading.Thread(target=_end_with_process, args=(pid,), daemon=True).start()
+
     def load_weights_file(self, path: str) -> list[str]:
         """Load a safetensors file's tensors; return the parameters that got no new value."""
         model = self.model_runner.get_model()
@@ -306,6 +315,15 @@ class WeightUpdateExtension:
             del model.load_weights
         _repack_tied_heads(model)
         return [] if loaded is None else sorted(wanted - loaded)
+
+
+def _end_with_process(pid: int) -> None:
+    while True:
+        time.sleep(PARENT_POLL_SECONDS)
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            os._exit(1)
 
 
 def _repack_tied_heads(model: Any) -> None:

@@ -216,7 +216,9 @@ class InferenceEngineConfig:
     max_num_batched_tokens: int = setting(8192, "tokens of one engine step", at_least=1)
     gpu_memory_utilization: float = setting(0.8, "of the engine, on GPU", above=0, at_most=1)
     cpu_kvcache_gib: int = setting(1, "memory for keys and values, on CPU", at_least=1)
-    num_threads: int | None = setting(None, "CPU threads of the engine; null: all cores but one", at_least=1)
+    num_threads: int | None = setting(
+        None, "CPU threads of the engine; null: all cores but one", at_least=1
+    )
     engine_init_kwargs: dict[str, Any] = setting({}, "further vLLM engine arguments")
 
 

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow sanitize check bench wheel-test doctor ext format
+.PHONY: help setup train test test-slow spec sanitize check bench wheel-test doctor ext format
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -19,6 +19,9 @@ test: setup ## the default tests, real vLLM among them
 
 test-slow: setup ## the tests that take minutes
 	$(PY) -m pytest -m slow $(ARGS)
+
+spec: setup ## every rule of docs/spec.md with the tests that hold it
+	$(PY) scripts/spec_report.py $(ARGS)
 
 check: setup ## format, lint, types
 	$(PY) -m ruff format --check .

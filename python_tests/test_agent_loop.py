@@ -70,6 +70,7 @@ def prompt_with(**extras) -> FakePrompt:
 # --- one trajectory ----------------------------------------------------------------------------
 
 
+@pytest.mark.spec("1.3", "3.1", "3.5", "3.6")
 def test_three_turns_give_three_gen_only_steps_and_token_in_token_out(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, f"a{n}"))
     (t,) = run(tiny_tokenizer, [prompt_with(turns=3)], RolloutConfig(max_turns=5), engine)
@@ -99,6 +100,7 @@ def test_three_turns_give_three_gen_only_steps_and_token_in_token_out(tiny_token
     assert CountingEnv.closed == [""]
 
 
+@pytest.mark.spec("3.2", "3.8")
 @pytest.mark.parametrize("context", ["append", "retemplate", "single"])
 def test_no_prompt_exceeds_the_limit_and_the_last_step_says_length(tiny_tokenizer, context) -> None:
     limit = 120
@@ -115,6 +117,7 @@ def test_no_prompt_exceeds_the_limit_and_the_last_step_says_length(tiny_tokenize
     assert t.failure is None
 
 
+@pytest.mark.spec("3.9", "3.11")
 def test_first_prompt_too_long_gives_no_steps_and_a_masked_row(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     long = FakePrompt("long", messages=[{"role": "user", "content": "x" * 200}])
@@ -127,6 +130,7 @@ def test_first_prompt_too_long_gives_no_steps_and_a_masked_row(tiny_tokenizer) -
     assert rows["stop_reasons"][0] == "length"
 
 
+@pytest.mark.spec("3.4", "3.6")
 def test_appended_end_token_is_not_trained(tiny_tokenizer) -> None:
     end = tiny_tokenizer.eos_token_id
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "<q>", end=False, stop="<q>"))
@@ -149,6 +153,7 @@ def test_without_the_appended_end_token_the_template_closes_the_turn(tiny_tokeni
     )
 
 
+@pytest.mark.spec("3.4")
 def test_single_conversation_appends_the_end_only_to_the_last_response(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "ab", end=False, stop="b"))
     config = RolloutConfig(max_turns=3, context="single")
@@ -164,6 +169,7 @@ def test_text_after_the_stop_string_does_not_reach_the_environment(tiny_tokenize
     assert t.steps[0].text == "<a>"
 
 
+@pytest.mark.spec("3.7", "3.8")
 def test_max_turns_is_recorded_on_the_last_step(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     (t,) = run(tiny_tokenizer, [prompt_with()], RolloutConfig(max_turns=2), engine)
@@ -171,6 +177,7 @@ def test_max_turns_is_recorded_on_the_last_step(tiny_tokenizer) -> None:
     assert t.stop_reason == "max_turns"
 
 
+@pytest.mark.spec("3.7")
 def test_response_cut_by_length_is_recorded(tiny_tokenizer) -> None:
     cut = Generation([1, 2], [-1.0, -1.0], "length", None)
     engine = ScriptedEngine(lambda call, n: cut)
@@ -178,6 +185,7 @@ def test_response_cut_by_length_is_recorded(tiny_tokenizer) -> None:
     assert (t.stop_reason, t.steps[0].stop_reason) == ("length", "length")
 
 
+@pytest.mark.spec("3.1")
 def test_retemplated_history_takes_the_environments_rewriting(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "<think>long</think>short"))
     config = RolloutConfig(max_turns=2, context="retemplate")
@@ -203,6 +211,7 @@ def test_groups_are_ordered_by_prompt_then_repetition(tiny_tokenizer) -> None:
     assert sorted(map(id, seen)) == sorted(map(id, got))
 
 
+@pytest.mark.spec("3.3")
 def test_phase_chooses_samples_and_sampling_parameters(tiny_tokenizer) -> None:
     config = RolloutConfig(
         n_samples_per_prompt=3,
@@ -260,6 +269,7 @@ def test_evaluations_draw_the_same_numbers_at_every_version(tiny_tokenizer) -> N
 # --- failures ----------------------------------------------------------------------------------
 
 
+@pytest.mark.spec("3.10")
 def test_flaky_environment_is_tried_again(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     flaky = FakePrompt(
@@ -270,6 +280,7 @@ def test_flaky_environment_is_tried_again(tiny_tokenizer) -> None:
     assert len({c.sampling.seed for c in engine.calls}) == 2  # another attempt, another sample
 
 
+@pytest.mark.spec("3.10", "3.11")
 def test_one_broken_environment_of_64_does_not_stop_the_step(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     prompts = [
@@ -288,6 +299,7 @@ def test_one_broken_environment_of_64_does_not_stop_the_step(tiny_tokenizer) -> 
     assert len(CountingEnv.closed) == 64 + 2  # each attempt's environment was closed
 
 
+@pytest.mark.spec("3.10", "3.11")
 def test_hanging_environment_times_out_and_the_others_finish(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     hanging = FakePrompt("h", env_extras={"turns": 2, "hang_at": 1, "hang_seconds": 1.5})
@@ -299,6 +311,7 @@ def test_hanging_environment_times_out_and_the_others_finish(tiny_tokenizer) -> 
     assert all(t.failure is None for t in got[1:])
 
 
+@pytest.mark.spec("3.7", "3.8")
 def test_deadline_of_a_trajectory_names_the_turn(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     slow = FakePrompt("slow", env_extras={"turns": 9, "hang_at": 2, "hang_seconds": 1.0})
@@ -310,6 +323,7 @@ def test_deadline_of_a_trajectory_names_the_turn(tiny_tokenizer) -> None:
     assert got[1].failure is None
 
 
+@pytest.mark.spec("3.10")
 def test_failed_request_fails_its_trajectory_only(tiny_tokenizer) -> None:
     def answer(call: Call, n: int) -> Generation | Exception:
         return EngineError("refused") if "-bad-" in call.session_id else says(tiny_tokenizer, "a")

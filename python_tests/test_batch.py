@@ -59,6 +59,7 @@ def assert_same(a: StepBatch, b: StepBatch) -> None:
 # --- section 1: every step is a row ------------------------------------------------------------
 
 
+@pytest.mark.spec("1.1", "1.2")
 def test_every_step_is_a_row_of_prompt_then_response():
     batch = StepBatch.from_generator_output(worked_output())
     assert batch.num_rows == 5
@@ -143,6 +144,7 @@ def test_a_loss_mask_other_than_0_or_1_is_refused_with_its_row():
 # --- section 2: the default path ---------------------------------------------------------------
 
 
+@pytest.mark.spec("2.9")
 def test_without_step_wise_keys_every_row_is_a_trajectory():
     batch = StepBatch.from_generator_output(default_output(), uids=DEFAULT_UIDS)
     assert batch.trajectory_ids.tolist() == [0, 1, 2, 3]
@@ -151,6 +153,7 @@ def test_without_step_wise_keys_every_row_is_a_trajectory():
     assert batch.uids == ("p", "q")
 
 
+@pytest.mark.spec("2.9", "2.10")
 @pytest.mark.parametrize("keys", [STEP_WISE_KEYS, ("is_last_step",), ("trajectory_ids",)])
 def test_step_wise_keys_missing_or_none_give_the_same_bits(keys):
     missing = default_output()
@@ -165,6 +168,7 @@ def test_step_wise_keys_missing_or_none_give_the_same_bits(keys):
     assert a.num_padding_rows == b.num_padding_rows == 0
 
 
+@pytest.mark.spec("2.10")
 def test_the_default_path_equals_one_row_trajectories():
     step_wise = {
         **default_output(),
@@ -189,6 +193,7 @@ def test_uids_may_be_ints():
 # --- section 4: the padded view ----------------------------------------------------------------
 
 
+@pytest.mark.spec("4.3")
 def test_padded_example():
     output = {
         "prompt_token_ids": [[11, 12], [21]],
@@ -208,6 +213,7 @@ def test_padded_example():
     assert padded.rollout_logprobs.tolist() == [[0, 0, -1], [-2, -3, -4]]
 
 
+@pytest.mark.spec("4.11", "4.14", "4.15", "4.16")
 def test_padding_rows_copy_row_0_with_loss_mask_0_and_are_trajectories_of_their_own():
     batch = StepBatch.from_generator_output(worked_output())
     padded, plain = batch.padded(0, pad_size=7), batch.padded(0)
@@ -237,6 +243,7 @@ def test_padded_can_reuse_the_memory_of_an_earlier_result():
     assert small.padded(9, reuse=again).sequences.tolist() == want.sequences.tolist()
 
 
+@pytest.mark.spec("4.6", "4.7", "4.8")
 def test_routes_lie_on_the_first_tokens_and_missing_ones_are_distinct_dummies():
     output = default_output()
     routes = np.arange(2 * 1 * 2, dtype=np.int64).reshape(2, 1, 2) + 5
@@ -257,6 +264,7 @@ def test_routes_lie_on_the_first_tokens_and_missing_ones_are_distinct_dummies():
 # --- section 5: advantages ---------------------------------------------------------------------
 
 
+@pytest.mark.spec("5.15")
 @pytest.mark.parametrize(("estimator", "value"), [("grpo", 0.70710), ("rloo", 1.0)])
 def test_worked_advantages(estimator, value):
     batch = StepBatch.from_generator_output(worked_output())
@@ -266,12 +274,14 @@ def test_worked_advantages(estimator, value):
     torch.testing.assert_close(got, torch.tensor([value] * 3 + [-value] * 4), atol=1e-5, rtol=0)
 
 
+@pytest.mark.spec("5.14")
 def test_temporal_estimators_are_refused():
     batch = StepBatch.from_generator_output(worked_output())
     with pytest.raises(ValueError, match="temporal"):
         advantages(batch, estimator="gae")
 
 
+@pytest.mark.spec("4.18", "5.16")
 def test_padding_rows_do_not_move_advantages():
     batch = StepBatch.from_generator_output(worked_output())
     for normalize in (False, True):
@@ -280,12 +290,14 @@ def test_padding_rows_do_not_move_advantages():
         assert torch.equal(a, b)
 
 
+@pytest.mark.spec("5.16")
 def test_batch_normalisation_is_masked_in_mean_and_variance():
     values = torch.tensor([1.0, 3.0, float("nan"), 1e6])
     mask = torch.tensor([1, 1, 0, 0], dtype=torch.uint8)
     assert normalize_advantages(values, mask).tolist() == [-1.0, 1.0, 0.0, 0.0]
 
 
+@pytest.mark.spec("5.16")
 @given(st.lists(st.tuples(st.floats(-5, 5, width=32), st.booleans()), max_size=40))
 def test_batch_normalisation_ignores_padded_cells_and_padding_rows(cells):
     values = torch.tensor([v for v, _ in cells], dtype=torch.float32)
@@ -304,11 +316,13 @@ def test_batch_normalisation_of_nothing_is_zero():
 # --- section 7: mini-batches and micro-batches --------------------------------------------------
 
 
+@pytest.mark.spec("7.3")
 def test_mini_batch_example():
     uids = ["p0"] * 4 + ["p1"] * 2 + ["p2"] * 3 + ["p3"] * 2
     assert mini_batch_boundaries(uids, 2) == [(0, 6), (6, 11)]
 
 
+@pytest.mark.spec("7.1", "7.4")
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 12))
 def test_a_mini_batch_spans_exactly_that_many_prompts(sizes, mini_batch_size):
     uids = [f"p{i}" for i, size in enumerate(sizes) for _ in range(size)]
@@ -323,11 +337,13 @@ def test_a_mini_batch_spans_exactly_that_many_prompts(sizes, mini_batch_size):
     assert boundaries[-1][1] == len(uids)
 
 
+@pytest.mark.spec("7.4")
 def test_prompts_that_are_not_contiguous_are_refused():
     with pytest.raises(ValueError, match=r"adjacent, but prompt 'p' returns in row 2"):
         mini_batch_boundaries(["p", "q", "p"], 1)
 
 
+@pytest.mark.spec("7.2")
 def test_mini_batch_boundaries_exclude_padding_rows():
     batch = StepBatch.from_generator_output(default_output(), uids=DEFAULT_UIDS)
     parts = batch.with_padding_rows(3).mini_batches(1)
@@ -343,6 +359,7 @@ def rows_of(parts):
     return sorted(int(r) for rank in parts for part in rank for r in part)
 
 
+@pytest.mark.spec("7.5")
 @given(
     st.lists(st.integers(0, 50), max_size=60),
     st.integers(1, 120),
@@ -369,6 +386,7 @@ def test_micro_batches_keep_to_the_budget_and_every_rank_has_as_many(
             assert len(homes) == 1
 
 
+@pytest.mark.spec("7.5")
 def test_micro_batches_are_balanced():
     parts = split_micro_batches([9, 8, 7, 6, 5, 5], 100, num_ranks=2)
     assert [[sum([9, 8, 7, 6, 5, 5][r] for r in p) for p in rank] for rank in parts] == [[20], [20]]
@@ -468,6 +486,7 @@ def test_a_batch_whose_parts_disagree_is_refused():
         batch.with_(rewards=torch.zeros(7, dtype=torch.float64))
 
 
+@pytest.mark.spec("4.19")
 def test_padding_rows_cost_one_token():
     batch = with_everything()
     padded = batch.with_padding_rows(2).with_padding_rows(1)

@@ -44,6 +44,7 @@ def rows(request):
 # --- per trajectory ----------------------------------------------------------------------------
 
 
+@pytest.mark.spec("8.1", "8.2")
 def test_reward_counts_last_steps_only(rows):
     # Intermediate rows (reward 7) are no samples, and no zero-reward samples either.
     assert reward_metrics(rows, samples_per_prompt=2) == {
@@ -53,6 +54,7 @@ def test_reward_counts_last_steps_only(rows):
     }
 
 
+@pytest.mark.spec("8.1")
 def test_padding_rows_do_not_count():
     batch = StepBatch.from_generator_output(output())
     padded = batch.with_padding_rows(3)
@@ -72,6 +74,7 @@ def test_positive_reward_of_rewards_per_token():
         assert metrics["reward/mean_positive_reward"] == pytest.approx((2.0 + 0.5 + 0.0) / 3)
 
 
+@pytest.mark.spec("8.1")
 def test_rollout_metrics_per_trajectory():
     metrics = rollout_metrics(output())
     expected = {
@@ -103,6 +106,7 @@ def test_rollout_metrics_per_trajectory():
     assert "generate/stop_reason/stop" not in metrics  # only intermediate rows ended so
 
 
+@pytest.mark.spec("8.3")
 def test_per_turn_metrics_have_names_of_their_own():
     metrics = rollout_metrics(output())
     assert metrics["generate/per_turn/avg_response_length"] == 9 / 5
@@ -170,6 +174,7 @@ def test_eval_metrics(rows):
         eval_metrics(rows, ks=(2,))
 
 
+@pytest.mark.spec("8.1")
 @given(st.integers(1, 7), st.data())
 def test_pass_at_k_is_the_share_of_draws_with_a_pass(n, data):
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
@@ -181,6 +186,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_pass(n, data):
 # --- the batch ---------------------------------------------------------------------------------
 
 
+@pytest.mark.spec("8.4")
 def test_batch_metrics():
     metrics = batch_metrics(StepBatch.from_generator_output(output()), num_rows_before_merge=8)
     assert metrics["generate/batch_num_seq"] == 5

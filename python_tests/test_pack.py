@@ -94,6 +94,7 @@ def test_unpack_gives_views_and_lists() -> None:
     assert unpack_steps(padded, lengths=[1, 2], side="right", as_lists=True) == [[0], [6, 7]]
 
 
+@pytest.mark.spec("4.20", "4.21")
 def test_varlen_table(backend: str) -> None:
     padded = torch.tensor([[0, 5], [6, 7]])
     varlen = padded_to_varlen(padded, torch.tensor([[0, 1], [1, 1]]), backend=backend)
@@ -194,6 +195,7 @@ def test_any_float_survives(rows: list[list[float]]) -> None:
     assert torch.equal(packed.nan_to_num(nan=0.5), wanted.nan_to_num(nan=0.5))
 
 
+@pytest.mark.spec("4.20")
 @given(st.integers(1, 40), st.integers(0, 9), st.booleans(), st.sampled_from([(), (3,), (2, 2)]))
 def test_varlen_equals_the_reference(
     width: int, num_rows: int, left: bool, cell: tuple[int, ...]

@@ -29,6 +29,7 @@ def small_batch() -> TensorBatch:
     return batch
 
 
+@pytest.mark.spec("4.11", "4.12", "4.13", "4.14")
 def test_padding_repeats_row_0_and_trains_nothing() -> None:
     batch = small_batch()
     padded = pad_training_input_batch(batch, 3)  # more rows than there are
@@ -47,12 +48,14 @@ def test_padding_repeats_row_0_and_trains_nothing() -> None:
     assert padded.metadata["other"][0] is not batch.metadata["other"][0]
 
 
+@pytest.mark.spec("4.15", "4.16", "4.18")
 def test_padding_rows_are_trajectories_of_their_own() -> None:
     last = torch.tensor(pad_batch(small_batch(), 2).metadata["is_last_step"])
     trajectory = torch.cumsum(torch.cat([torch.tensor([0]), last[:-1].long()]), 0)
     assert trajectory.tolist() == [0, 0, 1, 2]
 
 
+@pytest.mark.spec("4.19")
 def test_cheap_rows_attend_one_token() -> None:
     padded = pad_batch(small_batch(), 1, mode="cheap")
     assert padded["sequences"][2].tolist() == [5, 6]
@@ -61,6 +64,7 @@ def test_cheap_rows_attend_one_token() -> None:
     assert padded["router_padding_mask"][2].all()
 
 
+@pytest.mark.spec("4.9")
 def test_no_padding_gives_the_same_object() -> None:
     batch = small_batch()
     assert pad_batch(batch, 0) is batch
@@ -78,6 +82,7 @@ def test_plain_dict_keeps_metadata_beside_its_tensors() -> None:
     assert padding_metadata(None, 2) == {"pad_size": 2}
 
 
+@pytest.mark.spec("4.17")
 def test_the_original_stays_as_it_was() -> None:
     batch = small_batch()
     pad_batch(batch, 2)["sequences"].zero_()
@@ -85,6 +90,7 @@ def test_the_original_stays_as_it_was() -> None:
     assert batch.metadata["uids"] == ["a", "b"]
 
 
+@pytest.mark.spec("4.10")
 @pytest.mark.parametrize(
     ("batch", "pad_size", "mode", "error", "message"),
     [

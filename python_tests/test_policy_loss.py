@@ -93,6 +93,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.spec("6.2", "6.3", "6.4", "6.5", "6.6", "6.9", "6.10", "6.11", "6.12")
 @pytest.mark.parametrize(("name", "p", "advantage", "kw", "value", "grad"), TABLE)
 def test_one_token_by_hand(
     name: str, p: float, advantage: float, kw: dict, value: float, grad: float, backend: str
@@ -106,6 +107,7 @@ def test_one_token_by_hand(
     torch.testing.assert_close(g, torch.tensor([[grad]]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.spec("6.14", "6.15", "6.16", "6.17")
 def test_kl_estimators_by_hand(backend: str) -> None:
     d = math.log(2.0)  # logprob - reference
     expected = {"k1": d, "abs": d, "k2": d * d / 2, "k3": 0.5 + d - 1}
@@ -118,6 +120,7 @@ def test_kl_estimators_by_hand(backend: str) -> None:
         torch.testing.assert_close(x.grad, torch.tensor([[slope[name]]]))
 
 
+@pytest.mark.spec("6.17")
 def test_k3_is_clamped(backend: str) -> None:
     x = torch.tensor([-100.0, -50.0, 0.0], requires_grad=True)
     value = kl_penalty(x, torch.tensor([0.0, -47.0, -100.0]), estimator="k3", backend=backend)
@@ -164,6 +167,7 @@ REDUCTIONS = [
 ]
 
 
+@pytest.mark.spec("6.19", "6.20", "6.21", "6.22", "6.23", "6.24")
 @pytest.mark.parametrize(("reduction", "expected"), REDUCTIONS)
 @pytest.mark.parametrize("ragged", [False, True])
 def test_reduction_weights_by_hand(
@@ -182,6 +186,7 @@ def test_reduction_weights_by_hand(
     torch.testing.assert_close(weights, torch.tensor(expected))
 
 
+@pytest.mark.spec("6.4", "6.31")
 def test_gspo_scopes_by_hand(backend: str) -> None:
     # d per row: (0.2, 0.4) and (0.6); means by row 0.3 and 0.6, by trajectory 0.4
     logprobs = torch.tensor([[-1.0, -1.0], [-1.0, -1.0]])
@@ -203,6 +208,7 @@ def test_gspo_scopes_by_hand(backend: str) -> None:
 
 
 # --- Against the reference -----------------------------------------
+@pytest.mark.spec("6.7", "6.8", "6.13")
 @pytest.mark.parametrize(("name", "kw"), VARIANTS, ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 15), (5, 16), (4, 33), (3, 1000)])
@@ -279,6 +285,7 @@ def test_mask_dtypes(mask_dtype: torch.dtype, backend: str) -> None:
     torch.testing.assert_close(got[1], want[1])
 
 
+@pytest.mark.spec("6.1")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_upcast(dtype: torch.dtype, backend: str) -> None:
     d = batch((2, 50), dtype)
@@ -309,6 +316,7 @@ def test_same_bits_for_any_number_of_threads() -> None:
 
 
 # --- Splitting -----------------------------------------
+@pytest.mark.spec("6.25")
 @pytest.mark.parametrize("reduction", [r for r, _ in REDUCTIONS])
 @pytest.mark.parametrize("name", ["regular", "gspo", "sapo"])
 def test_micro_batches_sum_to_the_mini_batch(reduction: str, name: str, backend: str) -> None:
@@ -335,6 +343,7 @@ def test_micro_batches_sum_to_the_mini_batch(reduction: str, name: str, backend:
 
 
 # --- Hostile input -----------------------------------------
+@pytest.mark.spec("6.18")
 @pytest.mark.parametrize(("name", "kw"), VARIANTS, ids=IDS)
 @pytest.mark.parametrize("junk", [NAN, INF, -INF, 1e30])
 def test_masked_positions_are_not_looked_at(name: str, kw: dict, junk: float, backend: str) -> None:
@@ -356,6 +365,7 @@ def test_masked_positions_are_not_looked_at(name: str, kw: dict, junk: float, ba
     assert all(torch.equal(got[2][k], want[2][k]) for k in want[2])
 
 
+@pytest.mark.spec("6.32")
 @pytest.mark.parametrize(("name", "kw"), VARIANTS, ids=IDS)
 def test_all_masked_gives_zero_and_stays_connected(name: str, kw: dict, backend: str) -> None:
     nothing = torch.full((2, 5), NAN)
@@ -402,6 +412,7 @@ def test_nan_at_a_trained_token_stays_there(name: str, backend: str) -> None:
     assert bool(torch.isfinite(grad).all())
 
 
+@pytest.mark.spec("6.1")
 def test_extreme_differences_are_clamped(backend: str) -> None:
     logprobs = torch.tensor([[0.0, -1000.0, -INF, -1e30]])
     old = torch.tensor([[-1000.0, 0.0, 0.0, 0.0]])
@@ -466,6 +477,7 @@ def test_offsets_that_do_not_fit(cu: list[int]) -> None:
 
 
 # --- Off-policy correction -----------------------------------------
+@pytest.mark.spec("6.26", "6.27", "6.28", "6.29", "6.30")
 def test_off_policy_order_by_hand(backend: str) -> None:
     # ratios old / rollout, by row:       outlier over 50   token mask [0.4, 3]   left
     ratios = torch.tensor(
@@ -496,6 +508,7 @@ def test_off_policy_order_by_hand(backend: str) -> None:
     torch.testing.assert_close(metrics["is_ratio_std"], std.double(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.spec("6.31")
 def test_off_policy_trajectory_scope_by_hand(backend: str) -> None:
     ratios = torch.tensor([[2.0, 1.0], [0.5, 1.0], [3.0, 1.0]])
     args = (ratios.log(), torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool))
@@ -513,6 +526,7 @@ def test_off_policy_trajectory_scope_by_hand(backend: str) -> None:
     assert not mask.any()  # row 1's outlier takes row 0 of its trajectory along
 
 
+@pytest.mark.spec("6.30")
 def test_geometric_mask_uses_the_mean(backend: str) -> None:
     ratios = torch.tensor([[1.02, 0.98], [1.02, 1.02]])
     _, mask, metrics = off_policy_correction(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,11 @@ import pytest
 skyrl_gym = pytest.importorskip("skyrl_gym")
 pytest.importorskip("transformers")
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
-import make_data  # noqa: E402
-import warm_start  # noqa: E402
+from examples.quickstart import make_data  # noqa: E402
+from examples.quickstart.warm_start import ENVIRONMENT_TEXTS  # noqa: E402
+from examples.tiny_model import warm_start  # noqa: E402
+from examples.tiny_model.jsonl import read_jsonl  # noqa: E402
+from examples.tiny_model.model import make_model, make_tokenizer  # noqa: E402
 
 NUM_TRAIN, NUM_EVAL, NUM_DEMONSTRATIONS = 40, 16, 300
 
@@ -31,19 +32,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(folder: Path) -> list[dict[str, Any]]:
-    return [
-        row for name in ("train", "eval") for row in make_data.read_jsonl(folder / f"{name}.jsonl")
-    ]
+    return [row for name in ("train", "eval") for row in read_jsonl(folder / f"{name}.jsonl")]
 
 
 @pytest.fixture(scope="module")
 def demonstrations(folder: Path) -> list[list[dict[str, str]]]:
-    return make_data.read_jsonl(folder / "demonstrations.jsonl")
+    return read_jsonl(folder / "demonstrations.jsonl")
 
 
 @pytest.fixture(scope="module")
 def tokenizer(demonstrations: list[list[dict[str, str]]]) -> Any:
-    return warm_start.make_tokenizer(m["content"] for chat in demonstrations for m in chat)
+    texts = [m["content"] for chat in demonstrations for m in chat]
+    return make_tokenizer([*texts, *ENVIRONMENT_TEXTS])
 
 
 def make_env(folder: Path, row: dict[str, Any]) -> Any:
@@ -105,7 +105,7 @@ def test_sizes(rows: list[dict[str, Any]], demonstrations: list[Any]) -> None:
 
 
 def test_eval_is_held_out(folder: Path, demonstrations: list[list[dict[str, str]]]) -> None:
-    train, held_out = (make_data.read_jsonl(folder / f"{name}.jsonl") for name in ("train", "eval"))
+    train, held_out = (read_jsonl(folder / f"{name}.jsonl") for name in ("train", "eval"))
     questions = [{row["prompt"][-1]["content"] for row in split} for split in (train, held_out)]
     demonstrated = {chat[1]["content"] for chat in demonstrations}
     assert len(questions[1]) == NUM_EVAL
@@ -212,7 +212,7 @@ def test_tags_are_single_words_that_decoding_keeps(tokenizer: Any) -> None:
 def test_saved_folder_loads_with_the_auto_classes(tokenizer: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    warm_start.make_model(tokenizer).save_pretrained(tmp_path)
+    make_model(tokenizer).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     text = "<think> look at table 1 </think> <sql> SELECT sql FROM sqlite_master </sql>"
     loaded = AutoTokenizer.from_pretrained(tmp_path)
@@ -237,7 +237,7 @@ def test_a_few_steps_lower_the_loss(
     tokenizer: Any, demonstrations: list[list[dict[str, str]]]
 ) -> None:
     rows = warm_start.encode_chats(tokenizer, demonstrations)
-    model = warm_start.make_model(tokenizer, hidden_size=32, num_layers=1, num_heads=1)
+    model = make_model(tokenizer, hidden_size=32, num_layers=1, num_heads=1)
     settings = {"batch_size": 16, "num_warmup_steps": 1, "learning_rate": 1e-2}
     first = warm_start.train(model, rows, num_steps=1, **settings)
     last = warm_start.train(model, rows, num_steps=10, **settings)

@@ -41,8 +41,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data and warm-started model; SKYRL_FAST_QUICKSTART names one to use."""
     given = os.environ.get("SKYRL_FAST_QUICKSTART")
     folder = Path(given) if given else tmp_path_factory.mktemp("quickstart")
-    sys.path.insert(0, str(QUICKSTART))
-    from run import prepare
+    from examples.quickstart.run import prepare
 
     prepare(folder / "quickstart")
     return folder

@@ -12,14 +12,14 @@ and what is left for reinforcement learning is to break the habits.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from examples.tiny_model.jsonl import write_jsonl
 
 DATABASE_FOLDER = Path("SynSQL-2.5M/databases")  # where text2sql looks for rows with data="synsql"
 MAX_TURNS = 5
@@ -302,22 +302,6 @@ def make_prompts(
         connection.close()
 
 
-def write_jsonl(path: Path, rows: Iterable[Any]) -> int:
-    """Writes one JSON value per line; returns how many."""
-    count = 0
-    with path.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
-            count += 1
-    return count
-
-
-def read_jsonl(path: Path) -> list[Any]:
-    """All values of a file written by `write_jsonl`."""
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
-
-
 def make_data(
     folder: Path,
     *,
@@ -363,26 +347,3 @@ def make_data(
         (make_demonstration(rng, careless, taken) for _ in range(num_demonstrations)),
     )
     return counts
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("quickstart_data"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-train", type=int, default=512)
-    parser.add_argument("--num-eval", type=int, default=64)
-    parser.add_argument("--num-demonstrations", type=int, default=12_000)
-    args = parser.parse_args()
-    counts = make_data(
-        args.output,
-        seed=args.seed,
-        num_train=args.num_train,
-        num_eval=args.num_eval,
-        num_demonstrations=args.num_demonstrations,
-    )
-    print(", ".join(f"{count} {name} rows" for name, count in counts.items()), "in", args.output)
-
-
-if __name__ == "__main__":
-    main()

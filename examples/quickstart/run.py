@@ -10,59 +10,25 @@ What is there already is not made again. Training itself is the command `skyrl-f
 
 from __future__ import annotations
 
-import argparse
-import os
-import shutil
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FOLDER = "quickstart"  # the name that config.yaml uses
+sys.path.insert(0, str(HERE.parents[1]))  # this file may be started from anywhere
 
-
-def make_once(folder: Path, make: Callable[[Path], object]) -> None:
-    """Let `make` fill the folder unless it is there; an interruption leaves nothing half made."""
-    if folder.exists():
-        return
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    started = time.perf_counter()
-    make(partial)
-    partial.rename(folder)
-    print(f"made {folder} in {time.perf_counter() - started:.0f} s", flush=True)
+from examples.tiny_model.recipe import Recipe, main, make_once  # noqa: E402
 
 
 def prepare(folder: Path, *, seed: int = 0) -> None:
     """Make `data` and `model` in the folder, where they are missing."""
-    sys.path.insert(0, str(HERE))
-    from make_data import make_data
-    from warm_start import warm_start
+    from examples.quickstart.make_data import make_data
+    from examples.quickstart.warm_start import warm_start
 
-    folder.mkdir(parents=True, exist_ok=True)
     make_once(folder / "data", lambda path: make_data(path, seed=seed))
     make_once(folder / "model", lambda path: warm_start(folder / "data", path, seed=seed))
 
 
-def main() -> int:
-    """Command line; returns the exit code of the training."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--base", type=Path, default=Path("."), help="where quickstart/ is made")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of this run")
-    options, rest = parser.parse_known_args()
-    options.base.mkdir(parents=True, exist_ok=True)
-    os.chdir(options.base)
-    prepare(Path(FOLDER))
-
-    from skyrl_fast.cli import main as skyrl_fast
-
-    resume = ["--resume"] if options.resume else []
-    return skyrl_fast(["train", str(HERE / "config.yaml"), *resume, *options.overrides, *rest])
-
+RECIPES = {"quickstart": Recipe(Path("quickstart"), HERE / "config.yaml", prepare)}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(RECIPES, __doc__))

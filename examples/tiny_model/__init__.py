@@ -1,0 +1,1 @@
+"""What the examples share: a tiny tokenizer and model, their warm start, and the run's frame."""

@@ -82,6 +82,11 @@ def test_batches_know_no_trainer_and_no_engine() -> None:
     assert offenders(files, forbidden) == []
 
 
+def test_retrieval_knows_nothing_of_training() -> None:
+    rooms = ("ops", "rollout", "train", "batch", "metrics", "generator_output", "config", "cli")
+    assert offenders(python_files("retrieval"), tuple(f"skyrl_fast.{r}" for r in rooms)) == []
+
+
 def test_only_the_command_line_knows_the_command_line() -> None:
     files = [p for p in python_files("") if p.name not in ("cli.py", "__main__.py")]
     assert offenders(files, ("skyrl_fast.cli",)) == []

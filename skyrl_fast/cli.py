@@ -1,4 +1,4 @@
-"""The command `skyrl-fast`: train (and doctor, which says what is installed)."""
+"""The command `skyrl-fast`: train, retrieval (a search server), doctor (what is installed)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import logging
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from skyrl_fast.retrieval.command import add_arguments as add_retrieval_arguments
 
 if TYPE_CHECKING:
     from skyrl_fast.train.run import Outcome
@@ -31,6 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from skyrl_fast.doctor import main as doctor
 
         return doctor(as_json=options.json)
+    if options.command == "retrieval":
+        from skyrl_fast.retrieval.command import serve
+
+        return serve(options)
     return _train(options)
 
 
@@ -52,6 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--verbose", action="store_true", help="more of what goes on")
     doctor = commands.add_parser("doctor", help="what is built, found and missing")
     doctor.add_argument("--json", action="store_true", help="for machines")
+    retrieval = commands.add_parser(
+        "retrieval",
+        help="serve a corpus to search agents",
+        description="Search-R1's server: POST /retrieve, GET /health; BM25 by default.",
+    )
+    add_retrieval_arguments(retrieval)
     return parser
 
 

@@ -1,0 +1,1 @@
+"""A search server for agents: Search-R1's requests and answers, BM25 or dense, on loopback."""

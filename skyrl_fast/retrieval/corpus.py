@@ -1,0 +1,74 @@
+"""Passages in a JSON-lines file, read one at a time where they lie."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class Corpus:
+    """The passages of a file; only their places are in memory.
+
+    A line is a JSON object with the text `contents` and, if it has one, an `id`; Search-R1's
+    passages have the title in quotation marks on the first line of `contents`.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ValueError: it is missing or empty, or a line is no such object; the line is named.
+
+    Example:
+        >>> Corpus(Path("corpus.jsonl"))[0]
+        {'id': '0', 'contents': '"Aachen"\\nAachen is a city.'}
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise ValueError(f"corpus: no such file: {path}")
+        self.path = path
+        self._file = path.open("rb")
+        if path.stat().st_size == 0:
+            raise ValueError(f"corpus: {path} is empty")
+        self._bytes = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._begins, self._lines = self._find_lines()
+        if len(self._begins) == 0:
+            raise ValueError(f"corpus: {path} has no passages")
+
+    def _find_lines(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where each passage begins, and the number of its line, blank lines left out."""
+        begins, lines, begin = [], [], 0
+        self._bytes.seek(0)
+        for number, line in enumerate(iter(self._bytes.readline, b""), start=1):
+            if line.strip():
+                begins.append(begin)
+                lines.append(number)
+            begin += len(line)
+        return np.array(begins, dtype=np.int64), np.array(lines, dtype=np.int64)
+
+    def __len__(self) -> int:
+        """How many passages."""
+        return len(self._begins)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The passage with this number: `id` (its number, where it has none) and `contents`."""
+        begin = int(self._begins[index])
+        end = self._bytes.find(b"\n", begin)
+        line = self._bytes[begin : end if end >= 0 else len(self._bytes)]
+        where = f"corpus: {self.path}, line {self._lines[index]}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: no JSON: {error}") from error
+        if not isinstance(row, dict) or not isinstance(row.get("contents"), str):
+            raise ValueError(f"{where}: wanted an object with the text 'contents'")
+        return {"id": str(row.get("id", index)), "contents": row["contents"]}
+
+    def texts(self) -> Iterator[str]:
+        """The contents of all passages, in order."""
+        return (self[index]["contents"] for index in range(len(self)))

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from examples.tiny_model.model import THINKING_CHAT_TEMPLATE, make_tokenizer  # noqa: E402
-from examples.tiny_model.recipe import make_once  # noqa: E402
-from examples.tiny_model.warm_start import IGNORED, encode_turns  # noqa: E402
+from examples.tiny_model.model import THINKING_CHAT_TEMPLATE, make_tokenizer
+from examples.tiny_model.recipe import make_once
+from examples.tiny_model.warm_start import IGNORED, encode_turns
 
 CHAT = [
     {"role": "user", "content": "question"},

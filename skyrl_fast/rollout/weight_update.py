@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from skyrl_fast.rollout.packed_weights import renewed_packed_weights
+
 if TYPE_CHECKING:
     from skyrl_fast.rollout.engine import Engine
 
@@ -310,11 +312,18 @@ class WeightUpdateExtension:
 
         model.load_weights = load_and_remember
         try:
-            self.model_runner.reload_weights(weights_iterator=_tensors_of(path))
+            with renewed_packed_weights(model):
+                self.model_runner.reload_weights(weights_iterator=_tensors_of(path))
         finally:
             del model.load_weights
-        _repack_tied_heads(model)
-        return [] if loaded is None else sorted(wanted - loaded)
+        return [] if loaded is None else _unloaded(wanted, loaded)
+
+
+def _unloaded(wanted: set[str], loaded: set[str]) -> list[str]:
+    """Parameters not in `loaded`; vLLM reports experts' weights by the name of the layer above."""
+    return sorted(
+        name for name in wanted if not {name, name.replace(".routed_experts.", ".")} & loaded
+    )
 
 
 def _end_with_process(pid: int) -> None:
@@ -324,19 +333,6 @@ def _end_with_process(pid: int) -> None:
             os.kill(pid, 0)
         except ProcessLookupError:
             os._exit(1)
-
-
-def _repack_tied_heads(model: Any) -> None:
-    """Make output heads follow the embedding they share.
-
-    On CPU vLLM multiplies by a packed copy of the head's weight, and reloading an embedding does
-    not renew the copy of the head that is tied to it: its logits would stay the old ones.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for layer in model.modules():
-        if isinstance(layer, ParallelLMHead):
-            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _tensors_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -259,6 +259,19 @@ def test_routes_lie_on_the_first_tokens_and_missing_ones_are_distinct_dummies():
         [dummy] * 5,
         [dummy, dummy, [[5, 6]], dummy, dummy],
     ]
+    assert padded.router_padding_mask.tolist() == [
+        [True, True, False, False, True],
+        [True] * 5,
+        [True] * 5,
+        [True, True, False, True, True],
+    ]
+    with_rows = batch.padded(0, pad_size=1)
+    assert with_rows.rollout_expert_indices[4].tolist() == [dummy] * 5
+    assert with_rows.router_padding_mask[4].tolist() == [True] * 5
+    output["rollout_expert_indices"] = None
+    without = StepBatch.from_generator_output(output, uids=DEFAULT_UIDS).padded(0)
+    assert without.rollout_expert_indices is None
+    assert without.router_padding_mask is None
 
 
 # --- section 5: advantages ---------------------------------------------------------------------

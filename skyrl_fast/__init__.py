@@ -26,6 +26,7 @@ from skyrl_fast.ops.policy_loss import (
     policy_loss,
     reduction_weights,
 )
+from skyrl_fast.ops.routed_experts import append_rollout_expert_indices
 from skyrl_fast.ops.varlen import Varlen, padded_to_varlen, varlen_to_padded
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "Ragged",
     "Varlen",
     "__version__",
+    "append_rollout_expert_indices",
     "convert_prompts_responses_to_batch_tensors",
     "group_advantage",
     "kl_penalty",

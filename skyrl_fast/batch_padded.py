@@ -30,6 +30,7 @@ class PaddedBatch:
         loss_mask: (N, R) float32; 0 in padding rows.
         rollout_logprobs: (N, R) float32, or None.
         rollout_expert_indices: (N, T, L, K), or None; `arange(K)` where nothing was captured.
+        router_padding_mask: (N, T) bool, True where nothing was captured; None without routes.
         uids: N; padding rows are `pad0`, `pad1`, ...
         is_last_step: N; True in padding rows, which are trajectories of their own.
         pad_size: rows at the end that only fill up, otherwise copies of row 0.
@@ -42,6 +43,7 @@ class PaddedBatch:
     loss_mask: torch.Tensor
     rollout_logprobs: torch.Tensor | None
     rollout_expert_indices: torch.Tensor | None
+    router_padding_mask: torch.Tensor | None
     uids: list[str]
     is_last_step: list[bool]
     pad_size: int
@@ -92,6 +94,7 @@ def padded_batch(
     _C.fill_rows(OP, copies, fills, _backend.num_threads())
     for name, tensor in tensors.items():
         write_padding_rows(name, tensor, num_rows, pad_mode)
+    routes, mask = _experts(batch, pad_size)
     return PaddedBatch(
         sequences=tensors["sequences"],
         attention_mask=tensors["attention_mask"],
@@ -99,7 +102,8 @@ def padded_batch(
         rewards=tensors["rewards"],
         loss_mask=tensors["loss_mask"],
         rollout_logprobs=tensors.get("rollout_logprobs"),
-        rollout_expert_indices=_experts(batch, pad_size),
+        rollout_expert_indices=routes,
+        router_padding_mask=mask,
         uids=batch.row_uids + [f"pad{i}" for i in range(pad_size)],
         is_last_step=batch.is_last_step.tolist() + [True] * pad_size,
         pad_size=pad_size,
@@ -114,9 +118,12 @@ def _block(old: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype)
     return torch.empty(0, dtype=dtype).set_(old.untyped_storage(), 0, shape, (shape[1], 1))
 
 
-def _experts(batch: StepBatch, pad_size: int) -> torch.Tensor | None:
+def _experts(
+    batch: StepBatch, pad_size: int
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """Return the routes and the mask of cells without one; padding rows have none."""
     if batch.expert_indices is None or batch.cu_experts is None:
-        return None
+        return None, None
     _, num_layers, top_k = batch.expert_indices.shape
     lengths = batch.lengths.long()
     width = int(lengths.max())
@@ -127,4 +134,6 @@ def _experts(batch: StepBatch, pad_size: int) -> torch.Tensor | None:
     shift = torch.repeat_interleave(row_starts - batch.cu_experts[:-1].long(), captured)
     cells = torch.arange(batch.expert_indices.shape[0]) + shift
     out.view(-1, num_layers, top_k)[cells] = batch.expert_indices
-    return out
+    mask = torch.ones(out.shape[:2], dtype=torch.bool)
+    mask.view(-1)[cells] = False
+    return out, mask

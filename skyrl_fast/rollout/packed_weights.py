@@ -33,7 +33,7 @@ def _experts_packed_again(model: Any) -> Iterator[None]:
     kernels = []
     if current_platform.is_cpu():
         for module in model.modules():
-            method = getattr(module, "quant_method", None)
+            method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 kernels.append((method, method.moe_kernel))
                 method.moe_kernel = None

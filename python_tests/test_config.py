@@ -123,3 +123,45 @@ def test_defaults_need_only_data_and_model() -> None:
     config.data.train_data = ["a.jsonl"]
     config.trainer.policy.model.path = "m"
     check_config(config)
+
+
+def test_corrections_under_skyrls_names() -> None:
+    config = load_config(
+        None,
+        [
+            *NEEDED,
+            "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+            "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=3",
+            "trainer.algorithm.dynamic_sampling.type=null",
+            "trainer.algorithm.sequence_scope=row",
+            "trainer.algorithm.kl_ctrl.type=adaptive",
+        ],
+    )
+    algorithm = config.trainer.algorithm
+    assert algorithm.off_policy_correction.enabled
+    assert algorithm.off_policy_correction.token_tis_ratio_clip_high == 3.0
+    assert algorithm.dynamic_sampling.type is None
+    assert Config().trainer.algorithm.sequence_scope == "trajectory"
+    assert not Config().trainer.algorithm.off_policy_correction.enabled
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["use_kl_in_reward=true", "use_kl_loss=true"], "only one of use_kl_in_reward"),
+        (
+            ["off_policy_correction.tis_ratio_type=token", "policy_loss_type=kl_cov"],
+            "policy_loss_type other than clip_cov and kl_cov, got kl_cov",
+        ),
+        (
+            ["off_policy_correction.token_mask_is_threshold_low=0.1", "old_logprobs=rollout"],
+            "wanted old_logprobs=policy",
+        ),
+        (["dynamic_sampling.max_sample_batches=0"], "wanted >= 1 or -1, got 0"),
+        (["dynamic_sampling.type=drop"], "wanted one of filter, replace, got 'drop'"),
+        (["sequence_scope=group"], "wanted one of row, trajectory, got 'group'"),
+        (["use_tis=true"], "off_policy_correction.tis_ratio_type=token"),
+    ],
+)
+def test_corrections_that_do_not_fit(overrides: list[str], wanted: str) -> None:
+    assert wanted in error_of(*(f"trainer.algorithm.{text}" for text in overrides))

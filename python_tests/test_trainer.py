@@ -22,6 +22,7 @@ from skyrl_fast.config_loading import load_config
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.checkpoint import RunInUseError, checkpoints
+from skyrl_fast.train.dynamic_sampling import DynamicSamplingError
 from skyrl_fast.train.prompts import Prompt, PromptSampler, load_prompts
 from skyrl_fast.train.run import Outcome, SetupError, run_training
 from skyrl_fast.train.sinks import read_metrics
@@ -290,6 +291,224 @@ def test_failed_trajectories_are_counted_and_do_not_stop_the_step(folder: Path) 
     row = read_metrics(outcome.metrics)[1]
     assert row["generate/failed_trajectories"] == 1
     assert row["generate/num_trajectories"] == 16
+
+
+# --- filters, dynamic sampling, KL in the reward ------------------------------------------------
+
+
+def outcomes_by_uid(easy: Sequence[str]) -> Any:
+    """Starts rollouts in which these prompts always succeed; others succeed every second time."""
+
+    class Scripted(FakeRollouts):
+        async def generate(
+            self, prompts: Sequence[Prompt], *, step: int, phase: str
+        ) -> list[Trajectory]:
+            trajectories = await super().generate(prompts, step=step, phase=phase)
+            for one in trajectories:
+                always = one.uid.partition("~")[0] in easy
+                one.steps[-1].reward = 1.0 if always else float(one.repetition_id % 2)
+            return trajectories
+
+    made: list[Scripted] = []
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        made.append(Scripted(config, tiny_model()))
+        return made[-1]
+
+    make.made = made  # type: ignore[attr-defined]
+    return make
+
+
+def train_calls(make: Any) -> list[tuple[int, list[str]]]:
+    return [(s, uids) for r in make.made for s, phase, uids in r.calls if phase == "train"]
+
+
+FILTER = "trainer.algorithm.dynamic_sampling.type=filter"
+
+
+@pytest.mark.spec("6.40", "6.45", "8.6")
+def test_dynamic_sampling_fills_the_batch_from_further_prompts(folder: Path) -> None:
+    make = outcomes_by_uid(["0", "1", "2"])
+    config = settings(folder, "run", FILTER, "trainer.epochs=4", "trainer.max_training_steps=2")
+    outcome = run_training(config, make_rollouts=make)
+    assert outcome.step == 2
+    order = PromptSampler(8, batch_size=4, seed=42)
+    want = [[str(i) for i in order.next_batch()] for _ in range(len(train_calls(make)))]
+    got = [[uid.partition("~")[0] for uid in uids] for _, uids in train_calls(make)]
+    assert got == want  # the data in its order, whatever number of batches a step takes
+    rows = read_metrics(outcome.metrics)[1:]
+    sampled = [int(row["dynamic_sampling/num_batches"]) for row in rows]
+    assert sampled == [sum(s == step for s, _ in train_calls(make)) for step in (0, 1)]
+    assert max(sampled) > 1
+    assert max(row["dynamic_sampling/avg_raw_reward"] for row in rows) > 0.5
+    for number, row in enumerate(rows, start=1):
+        assert row["reward/avg_raw_reward"] == 0.5  # only groups of two successes in four are left
+        assert row["generate/num_trajectories"] == 16
+        assert row["policy/optimizer_steps"] == 2
+        lines = (outcome.trajectories / f"step_00000{number}.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        assert len(records) == 16
+        assert all(record["uid"].partition("~")[0] not in "012" for record in records)
+
+
+@pytest.mark.spec("6.46")
+def test_dynamic_sampling_resumes_at_its_data_position(folder: Path) -> None:
+    easy = ["0", "1", "2"]
+    wanted = [FILTER, "trainer.epochs=6", "trainer.max_training_steps=4"]
+    whole, first, second = (outcomes_by_uid(easy) for _ in range(3))
+    expected = run_training(settings(folder, "whole", *wanted), make_rollouts=whole)
+
+    async def dying(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        rollouts = await first(config, tokenizer, model_path)
+        generate = rollouts.generate
+
+        async def until_second_batch_of_step_2(
+            prompts: Sequence[Prompt], *, step: int, phase: str
+        ) -> list[Trajectory]:
+            if phase == "train" and [s for s, _ in train_calls(first)].count(2) == 1:
+                raise RuntimeError("gone")
+            return await generate(prompts, step=step, phase=phase)
+
+        rollouts.generate = until_second_batch_of_step_2  # type: ignore[method-assign]
+        return rollouts
+
+    with pytest.raises(RuntimeError, match="gone"):
+        run_training(settings(folder, "broken", *wanted), make_rollouts=dying)
+    outcome = run_training(
+        settings(folder, "broken", *wanted, "trainer.resume_mode=latest"), make_rollouts=second
+    )
+    assert steady(outcome.metrics) == steady(expected.metrics)
+    done = [call for call in train_calls(first) if call[0] < 2]
+    assert done + train_calls(second) == train_calls(whole)
+
+
+@pytest.mark.spec("6.41")
+def test_dynamic_sampling_gives_up_with_a_reason(folder: Path) -> None:
+    make = outcomes_by_uid([str(i) for i in range(8)])
+    config = settings(
+        folder, "run", FILTER, "trainer.algorithm.dynamic_sampling.max_sample_batches=3"
+    )
+    with pytest.raises(DynamicSamplingError, match="after 3 batches of prompts 0 of 12 sampled"):
+        run_training(config, make_rollouts=make)
+    assert len(train_calls(make)) == 3
+
+
+@pytest.mark.spec("6.42")
+def test_prompts_that_end_before_the_batch_is_full_end_the_run(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = outcomes_by_uid(["0", "1", "2"])
+    outcome = run_training(settings(folder, "run", FILTER, "trainer.epochs=1"), make_rollouts=make)
+    # Eight prompts, five of them informative: one batch of four, and one that is not filled.
+    assert (outcome.step, outcome.total_steps, outcome.signal) == (1, 2, None)
+    assert outcome.checkpoint is not None and outcome.checkpoint.name == "step_000001"
+    assert outcome.after is not None
+    again = run_training(
+        settings(folder, "run", FILTER, "trainer.epochs=1", "trainer.resume_mode=latest"),
+        make_rollouts=outcomes_by_uid(["0", "1", "2"]),
+    )
+    assert again.step == 1
+
+
+@pytest.mark.spec("6.43")
+def test_replacing_keeps_the_number_of_groups_and_steps(folder: Path) -> None:
+    make = outcomes_by_uid(["0", "1", "2", "3"])
+    config = settings(
+        folder, "run", "trainer.algorithm.dynamic_sampling.type=replace", "trainer.epochs=1",
+        "trainer.algorithm.dynamic_sampling.min_replace_ratio=0",
+    )  # fmt: skip
+    outcome = run_training(config, make_rollouts=make)
+    rows = read_metrics(outcome.metrics)[1:]
+    assert sum(row["dynamic_sampling/num_groups_replaced"] for row in rows) > 0
+    for row in rows:
+        assert row["reward/avg_raw_reward"] == 0.5
+        assert row["policy/optimizer_steps"] == 2
+
+
+@pytest.mark.spec("6.47")
+def test_a_batch_without_a_signal_is_a_step_that_changes_nothing(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(
+        folder, "run", "trainer.algorithm.zero_variance_filter=true", "trainer.epochs=1"
+    )
+    make = outcomes_by_uid([str(i) for i in range(8)])
+    outcome = run_training(config, make_rollouts=make)
+    assert "no token of the batch's 32 rows is trained" in caplog.text
+    rows = read_metrics(outcome.metrics)[1:]
+    assert outcome.step == 2
+    assert all(row["policy/loss"] == 0.0 and row["policy/grad_norm"] == 0.0 for row in rows)
+    assert all(row["reward/num_zero_variance_filtered"] == 4 for row in rows)
+    assert all(row["reward/avg_raw_reward"] == 1.0 for row in rows)
+
+
+@pytest.mark.spec("6.36", "6.37", "8.6")
+def test_overlong_and_unfinished_from_the_settings(folder: Path) -> None:
+    class Cut(FakeRollouts):
+        async def generate(
+            self, prompts: Sequence[Prompt], *, step: int, phase: str
+        ) -> list[Trajectory]:
+            trajectories = await super().generate(prompts, step=step, phase=phase)
+            for one in trajectories[:3]:
+                one.stop_reason = one.steps[-1].stop_reason = "length"
+                one.steps[-1].reward = 1.0
+            for one in trajectories[3:]:
+                one.steps[-1].reward = 0.0
+            return trajectories
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        return Cut(config, tiny_model())
+
+    config = settings(
+        folder, "run", "generator.zero_reward_on_non_stop=true", "trainer.epochs=1",
+        "generator.apply_overlong_filtering=true",
+    )  # fmt: skip
+    row = read_metrics(run_training(config, make_rollouts=make).metrics)[1]
+    assert row["generate/num_zeroed_rewards"] == 3
+    assert row["generate/num_overlong_filtered"] == 3
+    assert row["reward/avg_raw_reward"] == 0.0
+    assert row["generate/avg_tokens_non_zero_rewards"] == 4  # rollouts as they were sampled
+
+
+@pytest.mark.spec("5.40", "5.42", "5.43")
+def test_kl_in_the_reward_starts_at_zero_and_its_coefficient_survives_a_resume(
+    folder: Path,
+) -> None:
+    wanted = [
+        "trainer.algorithm.use_kl_in_reward=true",
+        "trainer.algorithm.kl_loss_coef=0.5",
+        "trainer.algorithm.kl_ctrl={type: adaptive, kl_target: 0.01, horizon: 64}",
+    ]
+    expected = train(settings(folder, "whole", *wanted))
+    rows = read_metrics(expected.metrics)[1:]
+    assert rows[0]["loss/avg_kl"] == pytest.approx(0.0, abs=1e-6)  # the reference is the start
+    assert rows[0]["loss/kl_loss_coef"] == 0.5
+    assert rows[1]["loss/kl_loss_coef"] == pytest.approx(0.5 * (1 - 0.2 * 16 / 64))
+    assert rows[-1]["loss/avg_kl"] > 1e-4
+    first = Recorder()
+
+    async def die(step: int) -> None:
+        if step == 3:
+            raise RuntimeError("gone")
+
+    first.during = die
+    with pytest.raises(RuntimeError, match="gone"):
+        train(settings(folder, "broken", *wanted), first)
+    outcome = train(settings(folder, "broken", *wanted, "trainer.resume_mode=latest"))
+    assert steady(outcome.metrics) == steady(expected.metrics)
+
+
+def test_off_policy_correction_from_the_settings(folder: Path) -> None:
+    outcome = train(
+        settings(
+            folder, "run", "trainer.epochs=1",
+            "trainer.algorithm.off_policy_correction={tis_ratio_type: token, "
+            "sequence_mask_metric: geometric}",
+        )
+    )  # fmt: skip
+    for row in read_metrics(outcome.metrics)[1:]:
+        assert row["policy/is_ratio_mean"] == pytest.approx(1.0, abs=1e-4)  # on policy
+        assert row["policy/geo_sequence_mask_masked_ratio"] == 0.0
 
 
 def test_plot_and_tensorboard(folder: Path) -> None:

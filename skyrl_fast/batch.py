@@ -43,6 +43,7 @@ _COLUMNS: dict[str, tuple[Rows, torch.dtype | None]] = {
     "old_logprobs": ("response", torch.float32),
     "ref_logprobs": ("response", torch.float32),
     "advantages": ("response", torch.float32),
+    "token_weights": ("response", torch.float32),
     "row_weights": ("row", torch.float32),
     "expert_indices": ("expert", None),
 }
@@ -51,6 +52,7 @@ _OPTIONAL = {
     "old_logprobs",
     "ref_logprobs",
     "advantages",
+    "token_weights",
     "row_weights",
     "expert_indices",
 }
@@ -74,6 +76,7 @@ class StepBatch:
         uids: names of the G groups.
         stop_reasons: N, or None.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: (A,) float32, or None.
+        token_weights: (A,) float32 of the off-policy correction, 0 on what it drops, or None.
         row_weights: (N,) float32, what a token of the row weighs in the loss, or None.
         expert_indices: (E, L, K) integers of the captured routes of all rows, or None.
         cu_experts: (N + 1,) int32, offsets into `expert_indices`; None with it.
@@ -96,6 +99,7 @@ class StepBatch:
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
+    token_weights: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
     expert_indices: torch.Tensor | None = None
     cu_experts: torch.Tensor | None = None

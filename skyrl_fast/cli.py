@@ -79,6 +79,7 @@ def _train(options: argparse.Namespace) -> int:
         from skyrl_fast.rollout.engine import EngineError
         from skyrl_fast.rollout.weight_update import WeightSyncError
         from skyrl_fast.train.checkpoint import CheckpointError, RunInUseError
+        from skyrl_fast.train.dynamic_sampling import DynamicSamplingError
         from skyrl_fast.train.run import SetupError, run_training
     except ImportError as error:
         return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train]'")
@@ -87,7 +88,13 @@ def _train(options: argparse.Namespace) -> int:
         outcome = run_training(load_config(options.config, overrides))
     except (ConfigError, SetupError, RunInUseError) as error:
         return _complain(str(error))
-    except (CheckpointError, EngineError, RolloutError, WeightSyncError) as error:
+    except (
+        CheckpointError,
+        DynamicSamplingError,
+        EngineError,
+        RolloutError,
+        WeightSyncError,
+    ) as error:
         return _complain(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
         return _complain("stopped before training began", SIGNAL_EXIT + 2)

@@ -8,9 +8,16 @@ that checking and documentation come from one place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
+
+from skyrl_fast.config_corrections import (
+    DynamicSamplingConfig,
+    KlCtrlConfig,
+    OffPolicyCorrectionConfig,
+)
+from skyrl_fast.config_setting import ConfigError as ConfigError
+from skyrl_fast.config_setting import setting
 
 ADVANTAGE_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl")
 POLICY_LOSSES = (
@@ -35,36 +42,9 @@ LOSS_REDUCTIONS = (
 )
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
 SCHEDULERS = ("constant_with_warmup", "linear", "cosine")
+SCOPES = ("row", "trajectory")
 LOGGERS = ("jsonl", "tensorboard", "wandb")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-class ConfigError(ValueError):
-    """A setting that is unknown, mistyped or out of range; the message names its dotted key."""
-
-
-def setting(
-    default: Any,
-    help: str = "",
-    *,
-    choices: Sequence[str] | None = None,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-) -> Any:
-    """A dataclass field with limits in its metadata. Lists, dicts and classes become factories."""
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "at_least": at_least,
-        "above": above,
-        "at_most": at_most,
-    }
-    if isinstance(default, type):
-        return field(default_factory=default, metadata=metadata)
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(slots=True)
@@ -136,9 +116,29 @@ class AlgorithmConfig:
         "engine's; auto: policy",
         choices=("auto", "policy", "rollout"),
     )
+    sequence_scope: str = setting(
+        "trajectory",
+        "what is one sequence for gspo, off_policy_correction, the filters and dynamic sampling; "
+        "the same where every trajectory has one row",
+        choices=SCOPES,
+    )
+    off_policy_correction: OffPolicyCorrectionConfig = setting(
+        OffPolicyCorrectionConfig, "of the difference between trainer and engine"
+    )
+    zero_variance_filter: bool = setting(False, "mask groups whose trajectories have equal rewards")
+    zero_variance_filter_tol: float = setting(
+        1e-6, "rewards that differ by no more are equal", at_least=0
+    )
+    dynamic_sampling: DynamicSamplingConfig = setting(
+        DynamicSamplingConfig, "of groups that teach nothing"
+    )
+    use_kl_in_reward: bool = setting(
+        False, "subtract kl_loss_coef * KL(policy, reference) from the reward of each token"
+    )
+    kl_ctrl: KlCtrlConfig = setting(KlCtrlConfig, "coefficient of the KL in the reward")
     use_kl_loss: bool = setting(False, "add kl_loss_coef * KL(policy, reference) to the loss")
-    kl_loss_coef: float = setting(0.001, "weight of that term", at_least=0)
-    kl_estimator_type: str = setting("k3", "estimator of that term", choices=KL_ESTIMATORS)
+    kl_loss_coef: float = setting(0.001, "weight of the KL in loss or reward", at_least=0)
+    kl_estimator_type: str = setting("k3", "estimator of the KL", choices=KL_ESTIMATORS)
     use_entropy_loss: bool = setting(False, "subtract entropy_loss_coef * entropy from the loss")
     entropy_loss_coef: float = setting(0.01, "weight of that term", at_least=0)
     loss_options: dict[str, Any] = setting({}, "further options of the chosen loss, passed through")
@@ -246,6 +246,12 @@ class GeneratorConfig:
     append_eos_token_after_stop_str_in_multi_turn: bool = setting(True, "after a stop string")
     chat_template: str | None = setting(None, "Jinja text or file; null: the tokenizer's")
     chat_template_kwargs: dict[str, Any] = setting({}, "passed to the chat template")
+    zero_reward_on_non_stop: bool = setting(
+        False, "reward 0 where a trajectory was cut off or failed"
+    )
+    apply_overlong_filtering: bool = setting(
+        False, "mask trajectories that were cut off for their length"
+    )
     max_concurrent_trajectories: int = setting(256, "agent loops at once", at_least=1)
     trajectory_timeout_seconds: float = setting(300.0, "deadline of one trajectory", above=0)
     max_retries: int = setting(1, "of a failed trajectory before it becomes a stub", at_least=0)

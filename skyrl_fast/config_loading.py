@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_fast.config import Config, ConfigError, SamplingParams
+from skyrl_fast.config import AlgorithmConfig, Config, ConfigError, SamplingParams
 
 # Sections of SkyRL's own configuration that have no meaning here, with what to do instead.
 _SKYRL_ONLY = {
@@ -23,6 +23,9 @@ _SKYRL_ONLY = {
     "trainer.micro_train_batch_size_per_gpu": "use trainer.max_tokens_per_microbatch",
     "trainer.micro_forward_batch_size_per_gpu": "use trainer.max_tokens_per_microbatch",
     "generator.step_wise_trajectories": "every step is a row of its own, always; remove it",
+    "trainer.algorithm.use_tis": "use trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+    "trainer.algorithm.tis_imp_ratio_cap": "use "
+    "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
     "generator.batched": "rollouts are always asynchronous; remove it",
     "generator.inference_engine.num_engines": "one engine runs in this process; remove it",
     "generator.sampling_params.logprobs": "the sampled token's logprob is always taken; remove it",
@@ -103,12 +106,34 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             "trainer.resume_path: wanted a checkpoint folder (resume_mode=from_path), got null"
         )
+    _check_algorithm(trainer.algorithm)
     if generator.sampling_params.temperature == 0:
         raise ConfigError("generator.sampling_params.temperature: wanted > 0 in training, got 0")
     if trainer.eval_interval == 0 or trainer.ckpt_interval == 0 or trainer.max_ckpts_to_keep == 0:
         raise ConfigError(
             "trainer.eval_interval, ckpt_interval, max_ckpts_to_keep: wanted >= 1 or -1, got 0"
         )
+
+
+def _check_algorithm(algorithm: AlgorithmConfig) -> None:
+    key = "trainer.algorithm"
+    if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
+        raise ConfigError(
+            f"{key}.use_kl_in_reward: wanted only one of use_kl_in_reward and use_kl_loss, got both"
+        )
+    correction = algorithm.off_policy_correction
+    if correction.enabled and algorithm.policy_loss_type in ("clip_cov", "kl_cov"):
+        raise ConfigError(
+            f"{key}.off_policy_correction: wanted a policy_loss_type other than clip_cov and "
+            f"kl_cov, got {algorithm.policy_loss_type}"
+        )
+    if correction.enabled and algorithm.old_logprobs == "rollout":
+        raise ConfigError(
+            f"{key}.off_policy_correction: wanted old_logprobs=policy to compare with the "
+            "engine's, got rollout"
+        )
+    if algorithm.dynamic_sampling.max_sample_batches == 0:
+        raise ConfigError(f"{key}.dynamic_sampling.max_sample_batches: wanted >= 1 or -1, got 0")
 
 
 def _build(cls: type, values: Any, prefix: str) -> Any:

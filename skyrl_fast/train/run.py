@@ -36,8 +36,9 @@ from skyrl_fast.train.progress import ProgressDisplay
 from skyrl_fast.train.prompts import load_prompts
 from skyrl_fast.train.random_state import seed_everything
 from skyrl_fast.train.rollouts import Rollouts
+from skyrl_fast.train.schedule import total_optimizer_steps, total_steps
 from skyrl_fast.train.sinks import open_sinks, read_metrics
-from skyrl_fast.train.trainer import Parts, Progress, Trainer, total_optimizer_steps, total_steps
+from skyrl_fast.train.trainer import Parts, Progress, Trainer
 from skyrl_fast.train.trajectory_log import readable, total_reward
 
 logger = logging.getLogger(__name__)
@@ -210,7 +211,7 @@ def _parts(config: Config, checkpoint: Path | None) -> tuple[Parts, str]:
 
     policy = policy_of(model_path, trained=True)
     reference = None
-    if settings.algorithm.use_kl_loss:
+    if settings.algorithm.use_kl_loss or settings.algorithm.use_kl_in_reward:
         reference = policy_of(settings.ref.model.path or start_path, trained=False)
     optimizer = Optimizer(
         policy,

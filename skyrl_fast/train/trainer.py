@@ -11,25 +11,35 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from skyrl_fast.advantages import advantages
+import numpy as np
+
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config, max_input_length, to_dict
 from skyrl_fast.generator_output import generator_output_from_trajectories
-from skyrl_fast.metrics import batch_metrics, eval_metrics, reward_metrics, rollout_metrics
+from skyrl_fast.metrics import eval_metrics
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.checkpoint import latest_checkpoint, read_json, write_checkpoint, write_json
+from skyrl_fast.train.dynamic_sampling import GroupSampling
 from skyrl_fast.train.policy import Optimizer, Policy
 from skyrl_fast.train.progress import ProgressDisplay
 from skyrl_fast.train.prompts import Prompt, PromptSampler
 from skyrl_fast.train.random_state import load_random_state, save_random_state
 from skyrl_fast.train.rollouts import Rollouts
+from skyrl_fast.train.schedule import total_steps
 from skyrl_fast.train.sinks import Sink
+from skyrl_fast.train.training_batch import (
+    advantage_of_each,
+    informative_uids,
+    training_batch,
+    with_advantages,
+)
 from skyrl_fast.train.trajectory_log import write_trajectories
-from skyrl_fast.train.update import optimizer_steps_per_batch, update_policy
+from skyrl_fast.train.update import update_policy
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -93,6 +103,7 @@ class Trainer:
             len(parts.train_prompts), batch_size=settings.train_batch_size, seed=settings.seed
         )
         self.total_steps = total_steps(config, len(parts.train_prompts))
+        self._kl_coef = settings.algorithm.kl_loss_coef  # of the next step
         self._saved_step = -1
         self._whole = True  # weights, counters and data position belong together
         # One thread computes, so that the event loop stays alive for the engine and for signals.
@@ -126,6 +137,7 @@ class Trainer:
         """
         state = read_json(checkpoint / "state.json")
         self._sampler.restore(state["sampler"])
+        self._kl_coef = state.get("kl_coef", self._kl_coef)
         self._parts.optimizer.load(checkpoint / "optimizer.safetensors")
         load_random_state(checkpoint / "random.safetensors", state["random"])
         self.progress.step = self._saved_step = state["step"]
@@ -139,62 +151,89 @@ class Trainer:
         if self.progress.step == 0 and settings.eval_before_train and self._parts.eval_prompts:
             metrics = await self._evaluate()
             self._report(metrics)
-        while self.progress.step < self.total_steps:
+        while not self._over():
             if self.stop.is_set():
                 raise StopRequested
-            await self._step()
+            if not await self._step():
+                await self._end_early()
+                break
 
-    async def _step(self) -> None:
-        settings, parts = self._config.trainer, self._parts
+    async def _step(self) -> bool:
+        """Train one batch; False if the prompts ended before it was full."""
+        parts = self._parts
         started = parts.clock()
         times: dict[str, float] = {}
-        prompts = [parts.train_prompts[index] for index in self._sampler.peek()]
-        trajectories = await self._timed(
-            "rollout",
-            times,
-            self._until_stopped(
-                parts.rollouts.generate(prompts, step=self.progress.step, phase="train")
-            ),
-        )
-        split_rollout_time(times, trajectories)
+        groups, sampler = await self._sample(times)
+        if sampler is None:
+            return False
+        trajectories = groups.trajectories()
+        split_rollout_time(times, groups.sampled)
         batch, metrics = await self._timed(
-            "batch", times, self._in_thread(self._batch, trajectories)
+            "batch", times, self._in_thread(training_batch, trajectories, self._config)
         )
+        batch, facts, kl_coef = await self._timed(
+            "advantages", times, self._in_thread(self._with_advantages, batch)
+        )
+        metrics |= groups.metrics() | facts
         self._whole = False
         metrics |= await self._timed(
             "forward_backward", times, self._in_thread(self._update, batch)
         )
-        self._sampler.next_batch()
+        # Only now, so that a step that was broken off is done again from its beginning.
+        self._sampler, self._kl_coef = sampler, kl_coef
         self.progress.step += 1
         self._whole = True
         await self._sync(metrics, times)
         self._dump(trajectories, batch)
         self.progress.trajectories = trajectories
-        if self._due(settings.eval_interval) and parts.eval_prompts:
+        if self._due(self._config.trainer.eval_interval) and parts.eval_prompts:
             metrics |= await self._evaluate()
         times["step"] = parts.clock() - started - times.get("eval", 0.0)
         metrics |= {f"timing/{name}": seconds for name, seconds in times.items()}
         metrics["timing/tokens_per_second"] = batch.num_tokens / times["step"]
         metrics["trainer/epoch"] = float(self._sampler.epoch)
         self._report(metrics)
-        if self._due(settings.ckpt_interval):
+        if self._due(self._config.trainer.ckpt_interval):
             self._save()
+        return True
 
-    def _batch(self, trajectories: list[Trajectory]) -> tuple[StepBatch, dict[str, float]]:
-        generator, algorithm = self._config.generator, self._config.trainer.algorithm
-        output = generator_output_from_trajectories(trajectories)
-        batch = StepBatch.from_generator_output(
-            output, num_prompts=self._config.trainer.train_batch_size, step_wise=True
+    async def _sample(self, times: dict[str, float]) -> tuple[GroupSampling, PromptSampler | None]:
+        """The step's groups, and the data position after them; None if the data ended first."""
+        settings, parts = self._config.trainer, self._parts
+        random = np.random.default_rng((settings.seed, self.progress.step))
+        dynamic = settings.algorithm.dynamic_sampling
+        groups = GroupSampling(dynamic, settings.train_batch_size, random)
+        ahead = copy(self._sampler)
+        while ahead.epoch < settings.epochs:
+            prompts = groups.distinct([parts.train_prompts[i] for i in ahead.next_batch()])
+            trajectories = await self._timed(
+                "rollout",
+                times,
+                self._until_stopped(
+                    parts.rollouts.generate(prompts, step=self.progress.step, phase="train")
+                ),
+            )
+            informative: set[str] = set()
+            if dynamic.type is not None:
+                informative = await self._timed(
+                    "batch", times, self._in_thread(informative_uids, trajectories, self._config)
+                )
+            if groups.add(trajectories, informative):
+                return groups, ahead
+        logger.warning(
+            "the prompts of all epochs are used up; the last batch is left out: %s",
+            groups.shortfall(),
         )
-        batch = batch.with_(advantages=advantages(batch, estimator=_estimator(algorithm)))
-        failed = sum(trajectory.failure is not None for trajectory in trajectories)
-        metrics = {
-            **reward_metrics(batch, samples_per_prompt=generator.n_samples_per_prompt),
-            **rollout_metrics(output, batch=batch),
-            **batch_metrics(batch),
-            "generate/failed_trajectories": float(failed),
-        }
-        return batch, metrics
+        return groups, None
+
+    def _with_advantages(self, batch: StepBatch) -> tuple[StepBatch, dict[str, float], float]:
+        return with_advantages(
+            batch,
+            self._config.trainer.algorithm,
+            policy=self._parts.policy,
+            reference=self._parts.reference,
+            kl_coef=self._kl_coef,
+        )
 
     def _update(self, batch: StepBatch) -> dict[str, float]:
         settings = self._config.trainer
@@ -210,6 +249,11 @@ class Trainer:
             + self._config.generator.sampling_params.max_generate_length,
             reference=self._parts.reference,
         )
+
+    async def _end_early(self) -> None:
+        """The evaluation at the end, where the last step could not know that it was the last."""
+        if self._parts.eval_prompts and not self._due(self._config.trainer.eval_interval):
+            self._report(await self._evaluate())
 
     async def _sync(self, metrics: dict[str, float], times: dict[str, float] | None = None) -> None:
         self._display.phase("sync")
@@ -255,7 +299,7 @@ class Trainer:
         if not self._config.trainer.dump_trajectories:
             return
         self._write_trajectories(
-            f"step_{self.progress.step:06d}.jsonl", trajectories, _advantage_of_each(batch)
+            f"step_{self.progress.step:06d}.jsonl", trajectories, advantage_of_each(batch)
         )
 
     def _write_trajectories(
@@ -286,6 +330,7 @@ class Trainer:
             "step": self.progress.step,
             "policy_version": self.progress.step,
             "sampler": self._sampler.state(),
+            "kl_coef": self._kl_coef,
             "random": save_random_state(folder / "random.safetensors"),
             "config": to_dict(self._config),
         }
@@ -305,9 +350,13 @@ class Trainer:
 
     # --- waiting ------------------------------------------------------------------------------
 
+    def _over(self) -> bool:
+        # Dynamic sampling takes more prompts per step: then the epochs end before total_steps.
+        spent = self._sampler.epoch >= self._config.trainer.epochs
+        return spent or self.progress.step >= self.total_steps
+
     def _due(self, interval: int) -> bool:
-        last = self.progress.step == self.total_steps
-        return last or (interval > 0 and self.progress.step % interval == 0)
+        return self._over() or (interval > 0 and self.progress.step % interval == 0)
 
     async def _timed(self, name: str, times: dict[str, float], work: Awaitable[T]) -> T:
         self._display.phase(name.replace("_", "-"))
@@ -335,24 +384,6 @@ class Trainer:
             await asyncio.gather(task, stop, return_exceptions=True)
 
 
-def total_steps(config: Config, num_prompts: int) -> int:
-    """Return the batches of the whole run: all epochs, or fewer by max_training_steps."""
-    steps = config.trainer.epochs * (num_prompts // config.trainer.train_batch_size)
-    limit = config.trainer.max_training_steps
-    return steps if limit is None else min(steps, limit)
-
-
-def total_optimizer_steps(config: Config, num_prompts: int) -> int:
-    """Return the optimizer steps of the whole run, for learning-rate schedules."""
-    settings = config.trainer
-    per_batch = optimizer_steps_per_batch(
-        settings.train_batch_size,
-        settings.policy_mini_batch_size,
-        settings.update_epochs_per_batch,
-    )
-    return total_steps(config, num_prompts) * per_batch
-
-
 def split_rollout_time(times: dict[str, float], trajectories: Sequence[Trajectory]) -> None:
     """Share the rollouts' wall time between generate and environment, as their own sums are.
 
@@ -364,20 +395,3 @@ def split_rollout_time(times: dict[str, float], trajectories: Sequence[Trajector
     both = environment + sum(step.llm_seconds for step in steps)
     times["environment"] = wall * environment / both if both else 0.0
     times["generate"] = wall - times["environment"]
-
-
-def _estimator(algorithm: Any) -> str:
-    if algorithm.advantage_estimator == "grpo" and not algorithm.grpo_norm_by_std:
-        return "dr_grpo"
-    return str(algorithm.advantage_estimator)
-
-
-def _advantage_of_each(batch: StepBatch) -> list[float]:
-    """The advantage of each trajectory: its last row's first trained token's."""
-    assert batch.advantages is not None
-    starts = batch.cu_responses[:-1][batch.is_last_step].tolist()
-    lengths = batch.response_lengths[batch.is_last_step].tolist()
-    return [
-        float(batch.advantages[start]) if length else 0.0
-        for start, length in zip(starts, lengths, strict=True)
-    ]

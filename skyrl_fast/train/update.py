@@ -15,6 +15,7 @@ from skyrl_fast.config import AlgorithmConfig
 from skyrl_fast.metrics import segment_sums
 from skyrl_fast.ops.policy_loss import policy_loss, reduction_weights
 from skyrl_fast.train.micro_batch import MicroBatch, plan_micro_batches
+from skyrl_fast.train.off_policy import corrected
 from skyrl_fast.train.policy import Optimizer, Policy
 
 # Their gradient is zero where the advantage is: whole rows need no forward pass.
@@ -28,8 +29,8 @@ _PROPORTIONAL_LOSSES = {
     "dppo",
     "importance_sampling",
 }
-# They look at all tokens of a trajectory, or of the mini-batch, at once: a split would change them.
-_TRAJECTORY_LOSSES = {"gspo"}
+# They look at all tokens of a sequence, or of the mini-batch, at once: a split would change them.
+_SEQUENCE_LOSSES = {"gspo"}
 _MINI_BATCH_LOSSES = {"clip_cov", "kl_cov"}
 _NO_BUDGET = 1 << 62  # tokens
 
@@ -55,11 +56,12 @@ def update_policy(
     """Take `prompts / mini_batch_size * update_epochs` optimizer steps; return their mean metrics.
 
     Args:
-        batch: rows with advantages, groups adjacent.
+        batch: rows with advantages, groups adjacent. With `old_logprobs`, these are taken.
         mini_batch_size: prompts per optimizer step.
         max_seq_len: denominator of seq_mean_token_sum_norm.
         reference: frozen model of the KL term, where the algorithm uses one.
     """
+    correct = algorithm.off_policy_correction.enabled
     single = batch.num_groups == mini_batch_size and update_epochs == 1
     if algorithm.use_kl_loss:
         assert reference is not None
@@ -70,12 +72,13 @@ def update_policy(
                 "trainer.algorithm.old_logprobs: rollout needs the engine's logprobs, it gave none"
             )
         batch = batch.with_(old_logprobs=batch.rollout_logprobs)
-    elif not single:
+    elif batch.old_logprobs is None and (correct or not single):
         batch = batch.with_(old_logprobs=policy.batch_logprobs(batch))
+    minis = [corrected(mini, algorithm) for mini in batch.mini_batches(mini_batch_size)]
     steps = [
-        _optimizer_step(policy, optimizer, mini, algorithm, max_seq_len)
+        facts | _optimizer_step(policy, optimizer, mini, algorithm, max_seq_len)
         for _ in range(update_epochs)
-        for mini in batch.mini_batches(mini_batch_size)
+        for mini, facts in minis
     ]
     return _mean_metrics(steps)
 
@@ -90,7 +93,19 @@ def contributing_rows(batch: StepBatch, algorithm: AlgorithmConfig) -> np.ndarra
     ):
         return np.ones(batch.num_rows, dtype=bool)
     live = (batch.advantages != 0) & (batch.loss_mask != 0)
-    return segment_sums(live.numpy(), batch.cu_responses.numpy(), np.int64) > 0
+    if batch.token_weights is not None:
+        live &= batch.token_weights != 0
+    rows = segment_sums(live.numpy(), batch.cu_responses.numpy(), np.int64) > 0
+    if not _keeps_trajectories(algorithm):
+        return rows
+    # The trajectory's other rows have no gradient of their own, but a part in its ratio.
+    trajectories = batch.trajectory_ids.numpy()
+    return np.bincount(trajectories, weights=rows)[trajectories] > 0
+
+
+def _keeps_trajectories(algorithm: AlgorithmConfig) -> bool:
+    by_trajectory = algorithm.sequence_scope == "trajectory"
+    return by_trajectory and algorithm.policy_loss_type in _SEQUENCE_LOSSES
 
 
 def accumulate_gradient(
@@ -118,7 +133,7 @@ def accumulate_gradient(
         batch,
         _NO_BUDGET if whole else policy.max_tokens_per_microbatch,
         rows=rows,
-        keep_trajectories=algorithm.policy_loss_type in _TRAJECTORY_LOSSES,
+        keep_trajectories=_keeps_trajectories(algorithm),
     )
     parts = [_micro_step(policy, batch, weights, micro, algorithm) for micro in plan]
     metrics = _token_mean_metrics(parts)
@@ -162,7 +177,9 @@ def _micro_step(
         row_weights=weights[micro.rows].to(trained.device),
         cu_seqlens=rows.cu_responses,
         trajectory_ids=rows.trajectory_ids,
+        scope=algorithm.sequence_scope,
         rollout_logprobs=rows.rollout_logprobs,
+        token_weights=rows.token_weights,
         **_loss_options(rows, algorithm),
     )
     if algorithm.use_entropy_loss:

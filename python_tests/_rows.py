@@ -1,0 +1,47 @@
+"""Batches from a table of rows that a person can read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from skyrl_fast.batch import StepBatch
+
+
+class Row(NamedTuple):
+    """One step: its group, its trajectory in the group, and how it went.
+
+    `mask` is the loss mask of the response, a digit per token; "" is an empty response. `reward` is
+    one float, or one per token.
+    """
+
+    group: str
+    repetition: int
+    reward: float | Sequence[float] = 0.0
+    stop: str = "stop"
+    mask: str = "11"
+
+
+def output_of(rows: Sequence[Row]) -> dict[str, Any]:
+    ids = [(row.group, row.repetition) for row in rows]
+    return {
+        "prompt_token_ids": [[1, 2]] * len(rows),
+        "response_ids": [[3] * len(row.mask) for row in rows],
+        "loss_masks": [[int(digit) for digit in row.mask] for row in rows],
+        "rewards": [r if isinstance(r := row.reward, float) else list(r) for row in rows],
+        "rollout_logprobs": [[-1.0] * len(row.mask) for row in rows],
+        "stop_reasons": [row.stop for row in rows],
+        "trajectory_ids": ids,
+        "is_last_step": [a != b for a, b in zip(ids, [*ids[1:], None], strict=True)],
+    }
+
+
+def batch_of(*rows: Row) -> StepBatch:
+    return StepBatch.from_generator_output(output_of(rows))
+
+
+def masks_of(batch: StepBatch) -> list[str]:
+    """The loss mask of each row, a digit per token."""
+    digits = "".join(map(str, batch.loss_mask.tolist()))
+    return [digits[a:b] for a, b in pairwise(batch.cu_responses.tolist())]

@@ -1,0 +1,198 @@
+"""Dynamic sampling: a batch of groups that teach something. G groups of a batch.
+
+A group whose trajectories all ended alike has no advantage to learn from. "filter" (DAPO,
+arXiv:2503.14476, section 3.2) samples on until there are enough other groups; "replace" (POLARIS)
+puts copies of other groups in its place. Whole groups are judged by their trajectories' outcomes,
+kept or dropped, whatever number of rows they have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import DynamicSamplingConfig
+from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train.prompts import Prompt
+from skyrl_fast.train.sequence_scope import group_spread
+
+
+class DynamicSamplingError(RuntimeError):
+    """So many batches were sampled, and still there are too few informative groups."""
+
+
+def informative_groups(
+    batch: StepBatch, *, tolerance: float = 0.0, scope: str = "trajectory"
+) -> np.ndarray:
+    """Return (G,) bool: groups whose outcomes differ, and groups of one.
+
+    The outcome of a trajectory is the sum of its last row's rewards. Trajectories without a trained
+    token are not compared: a success beside a stub for a failed one is not informative.
+
+    Args:
+        batch: whole groups.
+        tolerance: outcomes that differ by no more are equal.
+        scope: "trajectory", or "row" to compare all rows as SkyRL does.
+    """
+    groups = group_spread(batch, scope)
+    return (groups.sizes == 1) | (groups.spread > tolerance)
+
+
+def replacement_groups(informative: np.ndarray, *, random: np.random.Generator) -> list[int]:
+    """Return G group numbers: each informative group itself, at the others' places one of them.
+
+    No group is taken twice before each has been taken once.
+
+    Args:
+        informative: (G,) bool, at least one True.
+
+    Example:
+        >>> replacement_groups(np.array([True, False]), random=np.random.default_rng(0))
+        [0, 0]
+    """
+    good = np.flatnonzero(informative)
+    places = np.flatnonzero(~informative)
+    rounds = -(-len(places) // len(good))
+    drawn = np.concatenate([good[:0], *(random.permutation(good) for _ in range(rounds))])
+    chosen = np.arange(len(informative))
+    chosen[places] = drawn[: len(places)]
+    return chosen.tolist()
+
+
+def _failed(trajectory: Trajectory) -> bool:
+    return trajectory.failure is not None
+
+
+class GroupSampling:
+    """Collects the groups of one training step, batch of prompts by batch of prompts.
+
+    Args:
+        config: trainer.algorithm.dynamic_sampling.
+        num_groups: wanted.
+        random: draws replacements.
+    """
+
+    def __init__(
+        self, config: DynamicSamplingConfig, num_groups: int, random: np.random.Generator
+    ) -> None:
+        self.sampled: list[Trajectory] = []
+        self._config = config
+        self._wanted = num_groups
+        self._random = random
+        self._kept: dict[str, list[Trajectory]] = {}
+        self._counts: Counter[str] = Counter()
+        self._asked: Counter[str] = Counter()
+
+    def distinct(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return the prompts, renamed where this step had one of that uid before.
+
+        The data may come round again within a step; another uid is another group, with samples of
+        its own.
+        """
+        result = []
+        for prompt in prompts:
+            again = self._asked[prompt.uid]
+            self._asked[prompt.uid] += 1
+            result.append(replace(prompt, uid=f"{prompt.uid}~{again}") if again else prompt)
+        return result
+
+    def add(self, trajectories: Sequence[Trajectory], informative: Collection[str]) -> bool:
+        """Take one batch of whole groups; return whether there are enough now.
+
+        Args:
+            trajectories: those of a group adjacent.
+            informative: uids of the informative groups among them.
+
+        Raises:
+            DynamicSamplingError: not enough, and no batch is left to try.
+        """
+        groups: dict[str, list[Trajectory]] = {}
+        for trajectory in trajectories:
+            groups.setdefault(trajectory.uid, []).append(trajectory)
+        self.sampled.extend(trajectories)
+        self._counts["num_batches"] += 1
+        self._counts["num_groups_sampled"] += len(groups)
+        self._counts["num_groups_uninformative"] += len(groups) - len(informative)
+        if self._config.type is None:
+            self._kept = groups
+        elif self._config.type == "filter":
+            self._filter(groups, informative)
+        else:
+            self._replace(groups, informative)
+        if len(self._kept) == self._wanted or self._config.type is None:
+            return True
+        limit = self._config.max_sample_batches
+        if 0 < limit <= self._counts["num_batches"]:
+            raise DynamicSamplingError(self._too_few(limit))
+        return False
+
+    def trajectories(self) -> list[Trajectory]:
+        """Return the trajectories to train on, group after group, each under its own uid."""
+        return [trajectory for group in self._kept.values() for trajectory in group]
+
+    def metrics(self) -> dict[str, float]:
+        """Return what was sampled and dropped, failures in dropped groups included."""
+        failed = {"generate/failed_trajectories": float(sum(_failed(t) for t in self.sampled))}
+        if self._config.type is None:
+            return failed
+        ended = [[] if _failed(t) else t.steps[-1:] for t in self.sampled]
+        rewards = [last[0].reward if last else 0.0 for last in ended]
+        names = (
+            "num_batches",
+            "num_groups_sampled",
+            "num_groups_uninformative",
+            "num_groups_unused",
+            "num_groups_replaced",
+        )
+        return {
+            **failed,
+            **{f"dynamic_sampling/{name}": float(self._counts[name]) for name in names},
+            "dynamic_sampling/avg_raw_reward": float(np.mean(rewards)) if rewards else 0.0,
+        }
+
+    def shortfall(self) -> str:
+        """Return in words how many groups there are of those wanted."""
+        informative = self._counts["num_groups_sampled"] - self._counts["num_groups_uninformative"]
+        return (
+            f"{informative} of {self._counts['num_groups_sampled']} sampled groups are "
+            f"informative, for a batch of {self._wanted}"
+        )
+
+    def _filter(self, groups: dict[str, list[Trajectory]], informative: Collection[str]) -> None:
+        for uid, group in groups.items():
+            if uid not in informative:
+                continue
+            if len(self._kept) < self._wanted:
+                self._kept[uid] = group
+            else:
+                self._counts["num_groups_unused"] += 1
+
+    def _replace(self, groups: dict[str, list[Trajectory]], informative: Collection[str]) -> None:
+        if len(informative) <= self._config.min_replace_ratio * len(groups):
+            return  # too few to fill a batch with: this one is dropped
+        uids = list(groups)
+        good = np.array([uid in informative for uid in uids])
+        copies: Counter[str] = Counter()
+        for place, source in enumerate(replacement_groups(good, random=self._random)):
+            uid = uids[source]
+            if place == source:
+                self._kept[uid] = groups[uid]
+                continue
+            copies[uid] += 1
+            self._counts["num_groups_replaced"] += 1
+            name = f"{uid}+{copies[uid]}"
+            self._kept[name] = [replace(t, uid=name) for t in groups[uid]]
+
+    def _too_few(self, limit: int) -> str:
+        kind = self._config.type
+        share = self._config.min_replace_ratio
+        need = "" if kind == "filter" else f" (replace needs more than {share:g} of one batch)"
+        return (
+            f"dynamic sampling ({kind}): after {limit} batches of prompts {self.shortfall()}{need}."
+            " The prompts are too easy or too hard for this policy: change the data, or raise "
+            "trainer.algorithm.dynamic_sampling.max_sample_batches"
+        )

@@ -1,0 +1,58 @@
+"""The off-policy correction of a mini-batch, from the settings."""
+
+from __future__ import annotations
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import AlgorithmConfig
+from skyrl_fast.ops.off_policy import off_policy_correction
+
+
+def corrected(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[StepBatch, dict[str, float]]:
+    """Return the batch with `token_weights`, and the metrics, where a correction is asked for.
+
+    The loss mask stays: a token that the correction drops has weight 0 in the policy loss, and
+    keeps its part in the reduction's counts, the KL penalty and the entropy term, as in SkyRL.
+
+    Args:
+        batch: with old_logprobs and rollout_logprobs.
+
+    Raises:
+        ValueError: log-probabilities are missing.
+    """
+    settings = algorithm.off_policy_correction
+    if not settings.enabled:
+        return batch, {}
+    if batch.rollout_logprobs is None:
+        raise ValueError(
+            "trainer.algorithm.off_policy_correction: needs the engine's logprobs, it gave none"
+        )
+    assert batch.old_logprobs is not None
+    caps = {
+        "token": settings.token_tis_ratio_clip_high,
+        "sequence": settings.sequence_tis_ratio_clip_high,
+    }
+    bounds = {
+        "geometric": (settings.geo_mask_low, settings.geo_mask_high),
+        "product": (settings.product_mask_low, settings.product_mask_high),
+    }
+    low, high = bounds.get(settings.sequence_mask_metric or "", (None, None))
+    weights, mask, metrics = off_policy_correction(
+        batch.old_logprobs,
+        batch.rollout_logprobs,
+        batch.loss_mask,
+        tis=settings.tis_ratio_type,
+        tis_cap=caps.get(settings.tis_ratio_type or ""),
+        sequence_mask=settings.sequence_mask_metric,
+        sequence_mask_low=low,
+        sequence_mask_high=high,
+        outlier_low=settings.outlier_token_is_threshold_low,
+        outlier_high=settings.outlier_token_is_threshold_high,
+        token_mask_low=settings.token_mask_is_threshold_low,
+        token_mask_high=settings.token_mask_is_threshold_high,
+        scope=algorithm.sequence_scope,
+        trajectory_ids=batch.trajectory_ids,
+        cu_seqlens=batch.cu_responses,
+    )
+    kept = mask.to(batch.old_logprobs.dtype)
+    facts = {f"policy/{name}": float(value) for name, value in metrics.items()}
+    return batch.with_(token_weights=kept if weights is None else weights * kept), facts

@@ -1,0 +1,95 @@
+"""What one sequence is: a row, or all rows of a trajectory. N real rows, U sequences, G groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import SCOPES
+from skyrl_fast.metrics import segment_sums
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The sequences of a batch's real rows.
+
+    Args:
+        of_row: (N,) int64, the sequence of each row.
+        last_rows: (U,) int64, the row that ends each sequence.
+        group_ids: (U,) int64.
+        scores: (U,) float64, the reward of the last row: the outcome.
+        live: (U,) bool, whether any token of the sequence is trained.
+    """
+
+    of_row: np.ndarray
+    last_rows: np.ndarray
+    group_ids: np.ndarray
+    scores: np.ndarray
+    live: np.ndarray
+
+
+def sequences(batch: StepBatch, scope: str) -> Sequences:
+    """Return the sequences of the batch's real rows; padding rows belong to none.
+
+    Args:
+        batch: rows of a trajectory adjacent.
+        scope: "row" or "trajectory".
+
+    Raises:
+        ValueError: another scope.
+    """
+    if scope not in SCOPES:
+        raise ValueError(f"sequences: scope must be one of {SCOPES}, got {scope!r}")
+    num_rows = batch.num_real_rows
+    if scope == "row":
+        of_row = last_rows = np.arange(num_rows)
+    else:
+        of_row = batch.trajectory_ids[:num_rows].numpy().astype(np.int64)
+        last_rows = np.flatnonzero(batch.is_last_step[:num_rows].numpy())
+    trained = segment_sums(
+        batch.loss_mask.numpy(), batch.cu_responses[: num_rows + 1].numpy(), np.int64
+    )
+    return Sequences(
+        of_row=of_row,
+        last_rows=last_rows,
+        group_ids=batch.group_ids[:num_rows].numpy()[last_rows].astype(np.int64),
+        scores=batch.row_rewards[:num_rows].numpy()[last_rows].astype(np.float64),
+        live=np.bincount(of_row, weights=trained, minlength=len(last_rows)) > 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpread:
+    """How far the outcomes of a group's live sequences lie apart.
+
+    Args:
+        sizes: (G,) int64, sequences of each group; 0 for the groups of padding rows.
+        num_live: (G,) int64, those with a trained token.
+        spread: (G,) float64, largest less smallest score of the live ones; 0 without any.
+    """
+
+    sizes: np.ndarray
+    num_live: np.ndarray
+    spread: np.ndarray
+
+
+def group_spread(batch: StepBatch, scope: str) -> GroupSpread:
+    """Return the spread of each group's outcomes.
+
+    Sequences without a trained token (a stub for a failed trajectory, or one that a filter masked)
+    are not compared: they are no outcome of the policy.
+    """
+    units = sequences(batch, scope)
+    most = np.full(batch.num_groups, -np.inf)
+    least = np.full(batch.num_groups, np.inf)
+    group, scores = units.group_ids[units.live], units.scores[units.live]
+    np.maximum.at(most, group, scores)
+    np.minimum.at(least, group, scores)
+    num_live = np.bincount(group, minlength=batch.num_groups)
+    return GroupSpread(
+        sizes=np.bincount(units.group_ids, minlength=batch.num_groups),
+        num_live=num_live,
+        spread=np.where(num_live > 0, most - least, 0.0),
+    )

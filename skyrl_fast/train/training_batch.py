@@ -1,0 +1,106 @@
+"""From trajectories to the batch that a step trains on: rows, filters, rewards, advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skyrl_fast.advantages import advantages
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import AlgorithmConfig, Config
+from skyrl_fast.generator_output import generator_output_from_trajectories
+from skyrl_fast.metrics import batch_metrics, reward_metrics, rollout_metrics
+from skyrl_fast.ops.advantage import ESTIMATORS as OUTCOME_ESTIMATORS
+from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train.dynamic_sampling import informative_groups
+from skyrl_fast.train.filters import filter_groups, filter_rollouts
+from skyrl_fast.train.kl_reward import kl_in_reward, next_kl_coef
+from skyrl_fast.train.policy import Policy
+
+
+def training_batch(
+    trajectories: Sequence[Trajectory], config: Config
+) -> tuple[StepBatch, dict[str, float]]:
+    """Return the rows to train on, and what to log about rollouts, rewards and filters.
+
+    Rollout metrics are of what was sampled; rewards are those that the filters left.
+    """
+    samples = config.generator.n_samples_per_prompt
+    batch, output = _rows(trajectories, config)
+    metrics = {**rollout_metrics(output, batch=batch), **batch_metrics(batch)}
+    batch, counts = filter_rollouts(batch, config)
+    metrics |= counts | reward_metrics(batch, samples_per_prompt=samples)
+    batch, counts = filter_groups(batch, config)
+    return batch, metrics | counts
+
+
+def informative_uids(trajectories: Sequence[Trajectory], config: Config) -> set[str]:
+    """Return the uids of the groups that dynamic sampling may keep, judged after the filters."""
+    algorithm = config.trainer.algorithm
+    batch, _ = filter_rollouts(_rows(trajectories, config)[0], config)
+    informative = informative_groups(
+        batch, tolerance=algorithm.zero_variance_filter_tol, scope=algorithm.sequence_scope
+    )
+    return {uid for uid, good in zip(batch.uids, informative.tolist(), strict=True) if good}
+
+
+def with_advantages(
+    batch: StepBatch,
+    algorithm: AlgorithmConfig,
+    *,
+    policy: Policy,
+    reference: Policy | None,
+    kl_coef: float,
+) -> tuple[StepBatch, dict[str, float], float]:
+    """Return the batch with advantages, what to log, and the next step's `kl_coef`.
+
+    Args:
+        policy: its log-probabilities are the old ones; only asked for the KL in the reward.
+        reference: for the same.
+        kl_coef: weight of that KL in this step.
+    """
+    estimator = estimator_of(algorithm)
+    metrics: dict[str, float] = {}
+    if algorithm.use_kl_in_reward:
+        assert reference is not None
+        batch, metrics = kl_in_reward(
+            batch.with_(
+                old_logprobs=policy.batch_logprobs(batch),
+                ref_logprobs=reference.batch_logprobs(batch),
+            ),
+            coef=kl_coef,
+            estimator=algorithm.kl_estimator_type,
+            outcome=estimator in OUTCOME_ESTIMATORS,
+        )
+        kl_coef = next_kl_coef(
+            kl_coef, metrics["loss/avg_kl"], batch.num_trajectories, algorithm.kl_ctrl
+        )
+    return batch.with_(advantages=advantages(batch, estimator=estimator)), metrics, kl_coef
+
+
+def estimator_of(algorithm: AlgorithmConfig) -> str:
+    """Return the advantage estimator's name; `grpo` without division by the std is Dr. GRPO."""
+    if algorithm.advantage_estimator == "grpo" and not algorithm.grpo_norm_by_std:
+        return "dr_grpo"
+    return algorithm.advantage_estimator
+
+
+def advantage_of_each(batch: StepBatch) -> list[float]:
+    """Return the advantage of each trajectory: its last row's first response token's."""
+    assert batch.advantages is not None
+    starts = batch.cu_responses[:-1][batch.is_last_step].tolist()
+    lengths = batch.response_lengths[batch.is_last_step].tolist()
+    return [
+        float(batch.advantages[start]) if length else 0.0
+        for start, length in zip(starts, lengths, strict=True)
+    ]
+
+
+def _rows(
+    trajectories: Sequence[Trajectory], config: Config
+) -> tuple[StepBatch, Mapping[str, Any]]:
+    output = generator_output_from_trajectories(trajectories)
+    batch = StepBatch.from_generator_output(
+        output, num_prompts=config.trainer.train_batch_size, step_wise=True
+    )
+    return batch, output

@@ -277,6 +277,16 @@ def test_routes_lie_on_the_first_tokens_and_missing_ones_are_distinct_dummies():
 # --- section 5: advantages ---------------------------------------------------------------------
 
 
+def test_rewards_per_row_stay_so_where_there_are_as_many_tokens_as_rows():
+    output = worked_output()
+    output["response_ids"] = [[3], [7, 8], [4], [5], []]
+    output["loss_masks"] = [[1] * len(row) for row in output["response_ids"]]
+    output["rollout_logprobs"] = None
+    batch = StepBatch.from_generator_output(output)
+    assert batch.loss_mask.shape[0] == batch.num_rows
+    assert advantages(batch, estimator="rloo").tolist() == [1, 1, 1, -1, -1]
+
+
 @pytest.mark.spec("5.15")
 @pytest.mark.parametrize(("estimator", "value"), [("grpo", 0.70710), ("rloo", 1.0)])
 def test_worked_advantages(estimator, value):

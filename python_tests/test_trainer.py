@@ -144,6 +144,27 @@ def test_on_policy_the_trainer_agrees_with_the_sampler(folder: Path) -> None:
         assert row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-5  # float32 noise
 
 
+@pytest.mark.spec("10.1", "10.2", "10.3")
+def test_rows_per_step_merged_or_per_trajectory_learn_the_same(folder: Path) -> None:
+    first = {}
+    for name, override in {
+        "step": "generator.step_wise_trajectories=true",
+        "merged": "generator.merge_stepwise_output=true",
+        "trajectory": "generator.step_wise_trajectories=false",
+    }.items():
+        outcome = train(settings(folder, name, override, "trainer.max_training_steps=1"))
+        first[name] = read_metrics(outcome.metrics)[1]
+    for name in ("merged", "trajectory"):  # 16 trajectories of two turns each
+        row = first[name]
+        assert row["generate/num_seq_before_merge"] == 32
+        assert row["generate/num_seq_after_merge"] == row["generate/batch_num_seq"] == 16
+        assert row["generate/batch_num_tokens"] < first["step"]["generate/batch_num_tokens"]
+        for same in ("generate/avg_num_turns", "reward/avg_raw_reward", "policy/grad_norm"):
+            # The same tokens are trained after the same tokens: float32 sums in another order.
+            assert row[same] == pytest.approx(first["step"][same], rel=1e-4), same
+    assert first["step"]["policy/grad_norm"] > 0
+
+
 def test_same_seed_same_metrics_other_seed_other(folder: Path) -> None:
     one = steady(train(settings(folder, "a")).metrics)
     two = steady(train(settings(folder, "b")).metrics)

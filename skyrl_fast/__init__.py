@@ -10,6 +10,7 @@ except ImportError as error:
         "by `pip install .`, in a source tree by `make setup`"
     ) from error
 
+from skyrl_fast.generator_merge import merge_stepwise_output
 from skyrl_fast.ops._ragged import Concat, Ragged
 from skyrl_fast.ops.advantage import group_advantage
 from skyrl_fast.ops.batch_tensors import (
@@ -18,6 +19,7 @@ from skyrl_fast.ops.batch_tensors import (
 )
 from skyrl_fast.ops.logprob import linear_logprob, selected_logprob
 from skyrl_fast.ops.masked_logprob_loss import MaskedLogprobLoss, masked_logprob_loss
+from skyrl_fast.ops.merge import MergePlan, merge_steps
 from skyrl_fast.ops.pack import pack_steps, pad_steps, unpack_steps
 from skyrl_fast.ops.padding_rows import pad_batch, pad_training_input_batch, padding_metadata
 from skyrl_fast.ops.policy_loss import (
@@ -34,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Concat",
     "MaskedLogprobLoss",
+    "MergePlan",
     "Ragged",
     "Varlen",
     "__version__",
@@ -43,6 +46,8 @@ __all__ = [
     "kl_penalty",
     "linear_logprob",
     "masked_logprob_loss",
+    "merge_steps",
+    "merge_stepwise_output",
     "off_policy_correction",
     "pack_steps",
     "pad_batch",

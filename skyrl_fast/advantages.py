@@ -29,13 +29,13 @@ def advantages(
     Raises:
         ValueError: as `ops.group_advantage`.
     """
-    raw = group_advantage(
+    of_rows = group_advantage(
         batch.row_rewards,
         batch.group_ids,
         is_last_step=batch.is_last_step,
-        cu_seqlens=batch.cu_responses,
         estimator=estimator,
     )
+    raw = torch.repeat_interleave(of_rows, batch.response_lengths.long())
     return normalize_advantages(raw, batch.loss_mask) if normalize else raw
 
 

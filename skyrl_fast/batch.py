@@ -17,8 +17,10 @@ import torch
 
 from skyrl_fast.batch_columns import columns_of_output
 from skyrl_fast.batch_file import read_batch_file, write_batch_file
+from skyrl_fast.batch_merge import merged_columns
 from skyrl_fast.batch_padded import PaddedBatch, padded_batch
 from skyrl_fast.batch_split import mini_batch_boundaries, split_micro_batches
+from skyrl_fast.ops.merge import MAX_DRIFT_TOKENS, check_drift
 
 OP = "StepBatch"
 Rows = Literal["token", "response", "row", "expert"]
@@ -81,6 +83,7 @@ class StepBatch:
         expert_indices: (E, L, K) integers of the captured routes of all rows, or None.
         cu_experts: (N + 1,) int32, offsets into `expert_indices`; None with it.
         num_padding_rows: how many rows at the end only fill up; nothing counts them.
+        reward_per_row: the generator gave one reward per row, not one per response token.
     """
 
     tokens: torch.Tensor
@@ -104,6 +107,7 @@ class StepBatch:
     expert_indices: torch.Tensor | None = None
     cu_experts: torch.Tensor | None = None
     num_padding_rows: int = 0
+    reward_per_row: bool = False
 
     def __post_init__(self) -> None:  # noqa: D105
         _check(self)
@@ -156,6 +160,8 @@ class StepBatch:
         uids: Sequence[str] | Sequence[int] | None = None,
         num_prompts: int | None = None,
         step_wise: bool | None = None,
+        merge: str | None = None,
+        max_drift_tokens: int = MAX_DRIFT_TOKENS,
     ) -> StepBatch:
         """Return the checked rows of a generator output as a batch.
 
@@ -164,15 +170,28 @@ class StepBatch:
                 trajectory of its own.
             uids: N prompt names; None: the instance ids of `trajectory_ids`.
             num_prompts, step_wise: as for `validate_generator_output`, which is called.
+            merge: "fork" or "realign": join the steps, see `merged`. "fork" reads only the lists
+                that the merged rows need. None: a row per step.
+            max_drift_tokens: for "realign".
 
         Raises:
             ValueError: what `validate_generator_output` raises; a token id that is negative or
                 needs more than 31 bits; a loss mask that is not 0 or 1; neither `uids` nor
                 `trajectory_ids`.
         """
-        return cls(
-            **columns_of_output(output, uids=uids, num_prompts=num_prompts, step_wise=step_wise)
+        if merge is not None:
+            check_drift(OP, merge, max_drift_tokens)
+        columns = columns_of_output(
+            output,
+            uids=uids,
+            num_prompts=num_prompts,
+            step_wise=step_wise,
+            merge=merge == "fork",
         )
+        batch = cls(**columns)
+        if merge != "realign":
+            return batch
+        return batch.merged(drift=merge, max_drift_tokens=max_drift_tokens)
 
     def padded(
         self,
@@ -195,6 +214,34 @@ class StepBatch:
             ValueError: a negative `pad_size`, or padding rows for an empty batch.
         """
         return padded_batch(self, pad_token_id, pad_size, pad_mode, reuse)
+
+    def merged(
+        self,
+        *,
+        drift: str = "fork",
+        max_drift_tokens: int = MAX_DRIFT_TOKENS,
+        rewards: str | None = None,
+    ) -> StepBatch:
+        """Return the batch with consecutive steps of a trajectory joined where contexts only grew.
+
+        A merged row has the first step's prompt; its response is the rest of the last step's
+        prompt and response. Tokens that no step of it sampled are untrained: mask, log-probability
+        and reward 0. Group, trajectory, last-step flag and stop reason are the last step's,
+        `policy_version` is the oldest. Routes of experts that were recorded stay, later steps add
+        what goes beyond them. Which steps are joined: see `ops.merge.merge_steps`.
+
+        Args:
+            drift, max_drift_tokens: as for `ops.merge.merge_steps`.
+            rewards: "token": every token keeps its reward, so that a row's sum is its steps' sum.
+                "last": a row has its last step's reward, on its last token. None: "last" where
+                the generator gave a reward per row, else "token".
+
+        Raises:
+            ValueError: a batch with advantages or weights, which belong to the steps; an
+                unknown `drift` or `rewards`; fewer routes than were recorded before.
+        """
+        columns = merged_columns(self, drift, max_drift_tokens, rewards)
+        return dataclasses.replace(self, **columns)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the batch to one safetensors file, the names as JSON in its header. Atomic."""

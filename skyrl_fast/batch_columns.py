@@ -15,9 +15,11 @@ from skyrl_fast import _C
 from skyrl_fast.generator_output import rewards_are_per_token, validate_generator_output
 from skyrl_fast.metrics import segment_sums
 from skyrl_fast.ops import _backend, _ragged
+from skyrl_fast.ops.merge import MergePlan, merge_steps
 from skyrl_fast.row_index import row_index
 
 OP = "StepBatch.from_generator_output"
+TOKENS = ("prompt_token_ids", "response_ids")
 
 
 def columns_of_output(
@@ -26,18 +28,33 @@ def columns_of_output(
     uids: Sequence[str] | Sequence[int] | None = None,
     num_prompts: int | None = None,
     step_wise: bool | None = None,
+    merge: bool = False,
 ) -> dict[str, Any]:
-    """Return the fields of a `StepBatch`; arguments and errors as its `from_generator_output`."""
+    """Return the fields of a `StepBatch`; arguments and errors as its `from_generator_output`.
+
+    `merge`: steps are joined while they are read (drift "fork"); of the prompts and responses only
+    those of the steps that end a merged row are.
+    """
     validate_generator_output(output, num_prompts=num_prompts, step_wise=step_wise)
     index = row_index(OP, output, uids, step_wise=step_wise)
     fields = _ragged.read_fields(OP, {name: output[name] for name in _token_fields(output)})
-    cu_seqlens = _offsets(fields["prompt_token_ids"].lengths + fields["response_ids"].lengths)
-    cu_responses = _offsets(fields["response_ids"].lengths)
-    flat = _flat_values(fields, cu_seqlens, cu_responses)
-    rewards, row_rewards = _rewards(output["rewards"], flat.get("rewards"), cu_responses)
+    plan = None
+    heads = ends = np.arange(len(index.group_ids))
+    cu_responses = offsets(fields["response_ids"].lengths)
+    response_starts = cu_responses[:-1].to(torch.int64)
+    if merge:
+        plan = merge_steps(output["prompt_token_ids"], output["response_ids"], index.trajectory_ids)
+        heads, ends = plan.heads, plan.ends
+        cu_responses = offsets(torch.from_numpy(plan.merged_response_lengths))
+        response_starts = cu_responses[plan.merged_rows] + torch.from_numpy(plan.starts)
+        fields |= _ragged.read_fields(OP, {name: _at(output[name], ends) for name in TOKENS})
+    cu_seqlens = offsets(fields["prompt_token_ids"].lengths + fields["response_ids"].lengths)
+    flat = _flat_values(fields, cu_seqlens, response_starts, int(cu_responses[-1]), gaps=merge)
+    scalars = None if "rewards" in flat else _at(output["rewards"], ends)
+    rewards, row_rewards = _rewards(scalars, flat.get("rewards"), cu_responses)
     versions = output.get("policy_versions")
     stop_reasons = output.get("stop_reasons")
-    experts, cu_experts = _experts(output.get("rollout_expert_indices"))
+    experts, cu_experts = _experts(output.get("rollout_expert_indices"), plan)
     return {
         "tokens": flat["tokens"],
         "cu_seqlens": cu_seqlens,
@@ -45,16 +62,17 @@ def columns_of_output(
         "loss_mask": flat["loss_masks"],
         "rewards": rewards,
         "row_rewards": row_rewards,
-        "group_ids": torch.from_numpy(index.group_ids),
-        "trajectory_ids": torch.from_numpy(index.trajectory_ids),
-        "is_last_step": torch.from_numpy(index.is_last_step),
+        "group_ids": torch.from_numpy(index.group_ids[ends]),
+        "trajectory_ids": torch.from_numpy(index.trajectory_ids[ends]),
+        "is_last_step": torch.from_numpy(index.is_last_step[ends]),
         "policy_version": (
-            torch.zeros(len(index.group_ids), dtype=torch.int32)
+            torch.zeros(len(ends), dtype=torch.int32)
             if versions is None
-            else torch.as_tensor(versions, dtype=torch.int32)
+            else torch.from_numpy(np.minimum.reduceat(np.array(versions, np.int32), heads))
         ),
         "uids": index.uids,
-        "stop_reasons": None if stop_reasons is None else tuple(stop_reasons),
+        "stop_reasons": None if stop_reasons is None else tuple(_at(stop_reasons, ends)),
+        "reward_per_row": scalars is not None,
         "rollout_logprobs": flat.get("rollout_logprobs"),
         "expert_indices": experts,
         "cu_experts": cu_experts,
@@ -71,10 +89,25 @@ def _token_fields(output: Mapping[str, Any]) -> list[str]:
     return names
 
 
+def _at(rows: Sequence[Any], index: np.ndarray) -> Sequence[Any]:
+    """Return the rows of these numbers."""
+    return rows if len(index) == len(rows) else [rows[row] for row in index.tolist()]
+
+
 def _flat_values(
-    fields: Mapping[str, _ragged.Field], cu_seqlens: torch.Tensor, cu_responses: torch.Tensor
+    fields: Mapping[str, _ragged.Field],
+    cu_seqlens: torch.Tensor,
+    response_starts: torch.Tensor,
+    num_responses: int,
+    *,
+    gaps: bool,
 ) -> dict[str, torch.Tensor]:
-    """Return the flat values of all fields, read in one walk; prompt and response are joined."""
+    """Return the flat values of all fields, read in one walk; prompt and response are joined.
+
+    Args:
+        response_starts: (N,) where each row's values per response token begin.
+        num_responses: A. gaps: some of these have no row's value and are 0.
+    """
     tokens = _backend.empty((int(cu_seqlens[-1]),), torch.int32)
     prompt_starts = cu_seqlens[:-1].to(torch.int64)
     starts = {
@@ -85,39 +118,47 @@ def _flat_values(
     for name, first in starts.items():
         copies += _ragged.copy_jobs(fields[name], tokens, first, 0, _ragged.INT32_MAX)
     flat = {"tokens": tokens}
-    response_starts = cu_responses[:-1].to(torch.int64)
     for name in (name for name in fields if name not in starts):
         is_mask = name == "loss_masks"
         dtype = torch.uint8 if is_mask else torch.float32
-        flat[name] = out = _backend.empty((int(cu_responses[-1]),), dtype)
+        flat[name] = out = _backend.empty((num_responses,), dtype)
+        if gaps:
+            out.zero_()
         bounds = (0, 1) if is_mask else ()
         copies += _ragged.copy_jobs(fields[name], out, response_starts, *bounds)
     _C.fill_rows(OP, copies, [], _backend.num_threads())
     return flat
 
 
-def _offsets(lengths: torch.Tensor) -> torch.Tensor:
+def offsets(lengths: torch.Tensor) -> torch.Tensor:
     """Return the (N + 1,) offsets of rows of these lengths: int32, or int64 where it needs it."""
-    offsets = _ragged.offsets(lengths)
-    return offsets.to(torch.int32) if int(offsets[-1]) <= _ragged.INT32_MAX else offsets
+    cu = _ragged.offsets(lengths)
+    return cu.to(torch.int32) if int(cu[-1]) <= _ragged.INT32_MAX else cu
 
 
 def _rewards(
-    rewards: Sequence[Any], per_token: torch.Tensor | None, cu_responses: torch.Tensor
+    rewards: Sequence[Any] | None, per_token: torch.Tensor | None, cu_responses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (A,) rewards per token and (N,) per row."""
+    """Return (A,) rewards per token and (N,) per row, from either of them."""
     if per_token is not None:
         sums = segment_sums(per_token.numpy(), cu_responses.numpy(), np.float64)
         return per_token, torch.from_numpy(sums.astype(np.float32))
     per_row = torch.from_numpy(np.array(rewards, dtype=np.float32))
+    return rewards_on_last_tokens(per_row, cu_responses), per_row
+
+
+def rewards_on_last_tokens(per_row: torch.Tensor, cu_responses: torch.Tensor) -> torch.Tensor:
+    """Return (A,) float32: each row's reward on its last response token, 0 elsewhere."""
     flat = torch.zeros(int(cu_responses[-1]), dtype=torch.float32)
     filled = cu_responses.diff() > 0
     flat[cu_responses[1:][filled].long() - 1] = per_row[filled]
-    return flat, per_row
+    return flat
 
 
-def _experts(rows: Sequence[Any] | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return (E, L, K) routes of all rows and their (N + 1,) offsets."""
+def _experts(
+    rows: Sequence[Any] | None, plan: MergePlan | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return (E, L, K) routes of all rows, or merged rows, and their (N + 1,) offsets."""
     if rows is None:
         return None, None
     arrays = [None if row is None or len(row) == 0 else np.asarray(row) for row in rows]
@@ -132,9 +173,13 @@ def _experts(rows: Sequence[Any] | None) -> tuple[torch.Tensor | None, torch.Ten
                 f"{OP}: rollout_expert_indices must be integers [tokens, {shape[0]}, "
                 f"{shape[-1]}] in row {row}, got {array.dtype} {list(array.shape)}"
             )
-    captured = [a for a in arrays if a is not None]
-    largest = max(int(a.max()) for a in captured)
+    largest = max(int(a.max()) for a in arrays if a is not None)
     dtype = next(d for d in (np.uint8, np.int16, np.int32) if largest <= np.iinfo(d).max)
-    flat = np.concatenate([a.astype(dtype, copy=False) for a in captured])
-    lengths = np.array([0 if a is None else len(a) for a in arrays], dtype=np.int64)
-    return torch.from_numpy(flat), _offsets(torch.from_numpy(lengths))
+    counts = np.array([0 if a is None else len(a) for a in arrays], dtype=np.int64)
+    if plan is not None:
+        begins, ends = plan.route_pieces(OP, counts)
+        pieces = zip(arrays, begins.tolist(), ends.tolist(), strict=True)
+        arrays = [None if a is None else a[begin:end] for a, begin, end in pieces]
+        counts = np.add.reduceat(ends - begins, plan.heads)
+    flat = np.concatenate([a.astype(dtype, copy=False) for a in arrays if a is not None])
+    return torch.from_numpy(flat), offsets(torch.from_numpy(counts))

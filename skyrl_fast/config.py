@@ -252,6 +252,19 @@ class GeneratorConfig:
     apply_overlong_filtering: bool = setting(
         False, "mask trajectories that were cut off for their length"
     )
+    step_wise_trajectories: bool = setting(
+        True, "a row per step; false: one row per trajectory, for contexts that only grow"
+    )
+    merge_stepwise_output: bool = setting(
+        False, "with step_wise_trajectories: join consecutive steps whose context only grew"
+    )
+    merge_drift: str = setting(
+        "fork",
+        "joining where the last tokens were tokenised anew. fork: the step starts a row; realign: "
+        "it joins, and what changed is not trained",
+        choices=("fork", "realign"),
+    )
+    merge_max_drift_tokens: int = setting(8, "most tokens that realign drops", at_least=0)
     max_concurrent_trajectories: int = setting(256, "agent loops at once", at_least=1)
     trajectory_timeout_seconds: float = setting(300.0, "deadline of one trajectory", above=0)
     max_retries: int = setting(1, "of a failed trajectory before it becomes a stub", at_least=0)

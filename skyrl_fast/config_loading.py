@@ -22,7 +22,6 @@ _SKYRL_ONLY = {
     "trainer.hf_save_interval": "checkpoints are in Hugging Face format; use trainer.ckpt_interval",
     "trainer.micro_train_batch_size_per_gpu": "use trainer.max_tokens_per_microbatch",
     "trainer.micro_forward_batch_size_per_gpu": "use trainer.max_tokens_per_microbatch",
-    "generator.step_wise_trajectories": "every step is a row of its own, always; remove it",
     "trainer.algorithm.use_tis": "use trainer.algorithm.off_policy_correction.tis_ratio_type=token",
     "trainer.algorithm.tis_imp_ratio_cap": "use "
     "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
@@ -107,6 +106,11 @@ def check_config(config: Config) -> None:
             "trainer.resume_path: wanted a checkpoint folder (resume_mode=from_path), got null"
         )
     _check_algorithm(trainer.algorithm)
+    if generator.merge_stepwise_output and not generator.step_wise_trajectories:
+        raise ConfigError(
+            "generator.merge_stepwise_output: wanted false where step_wise_trajectories is false "
+            "(one row per trajectory already), got true"
+        )
     if generator.sampling_params.temperature == 0:
         raise ConfigError("generator.sampling_params.temperature: wanted > 0 in training, got 0")
     if trainer.eval_interval == 0 or trainer.ckpt_interval == 0 or trainer.max_ckpts_to_keep == 0:

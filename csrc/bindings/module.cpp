@@ -31,6 +31,7 @@ PYBIND11_MODULE(_C, m) {
 #if defined(SKYRL_FAST_WITH_CUDA)
   skyrl_fast::bind_logprob_cuda(m);
 #endif
+  skyrl_fast::bind_merge(m);
   skyrl_fast::bind_pack(m);
   skyrl_fast::bind_page_pool(m);
   skyrl_fast::bind_policy_loss(m);

@@ -10,6 +10,7 @@ void bind_logprob(pybind11::module_& m);
 #if defined(SKYRL_FAST_WITH_CUDA)
 void bind_logprob_cuda(pybind11::module_& m);
 #endif
+void bind_merge(pybind11::module_& m);
 void bind_pack(pybind11::module_& m);
 void bind_page_pool(pybind11::module_& m);
 void bind_policy_loss(pybind11::module_& m);

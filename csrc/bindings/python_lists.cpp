@@ -216,6 +216,37 @@ int64_t read_floats(PyObject* const* items, int64_t begin, int64_t n, float* out
   return n;
 }
 
+// How many of the first n are the same object or exact small ints of one value.
+int64_t equal_small_ints(PyObject* const* a, PyObject* const* b, int64_t n) {
+  constexpr int64_t kBlock = 64;
+  int64_t i = 0;
+  while (i < n) {
+    const int64_t end = std::min(n, i + kBlock);
+    if (std::memcmp(a + i, b + i, (end - i) * sizeof(*a)) == 0) {
+      i = end;
+      continue;
+    }
+    for (; i < end; ++i) {
+      if (i + kPrefetchAhead < n) {
+        prefetch(a[i + kPrefetchAhead]);
+        prefetch(b[i + kPrefetchAhead]);
+      }
+      int64_t left = 0, right = 0;
+      if (a[i] == b[i]) continue;
+      if (!small_int(a[i], &left) || !small_int(b[i], &right) || left != right) return i;
+    }
+  }
+  return n;
+}
+
+bool equal_ids(PyObject* a, PyObject* b, const ListPlace& place_a, int64_t position_a,
+               const ListPlace& place_b, int64_t position_b) {
+  const py::object left = py::reinterpret_borrow<py::object>(a);
+  const py::object right = py::reinterpret_borrow<py::object>(b);
+  return careful_number<int64_t>(left.ptr(), Bounds{}, place_a, position_a) ==
+         careful_number<int64_t>(right.ptr(), Bounds{}, place_b, position_b);
+}
+
 [[noreturn]] void refuse_first_out_of_bounds(PyObject* list, Bounds bounds,
                                              const ListPlace& place) {
   PyObject* const* items = PySequence_Fast_ITEMS(list);
@@ -273,6 +304,28 @@ void read_number_list(PyObject* list, int64_t size, DType dtype, void* out, Boun
     case DType::kFloat32: return read_numbers(list, size, static_cast<float*>(out), bounds, place);
     default: throw std::logic_error("read_number_list: a dtype that no caller should ask for");
   }
+}
+
+int64_t common_prefix_of_lists(const ListPart& a, const ListPart& b, int64_t n) {
+  ListLock lock_a(a.list), lock_b(b.list);
+  int64_t i = 0;
+  while (i < n) {
+    // Looked up again after each careful pair: comparing them may have run Python code.
+    if (list_size(a.list) < a.begin + n || list_size(b.list) < b.begin + n) {
+      throw std::invalid_argument(a.place.at(a.begin + i) +
+                                  ": the list became shorter during the call; another thread must "
+                                  "not change it meanwhile");
+    }
+    PyObject* const* left = PySequence_Fast_ITEMS(a.list) + a.begin;
+    PyObject* const* right = PySequence_Fast_ITEMS(b.list) + b.begin;
+    i += equal_small_ints(left + i, right + i, n - i);
+    if (i >= n) break;
+    int64_t value = 0;
+    if (small_int(left[i], &value) && small_int(right[i], &value)) break;  // and they differ
+    if (!equal_ids(left[i], right[i], a.place, a.begin + i, b.place, b.begin + i)) break;
+    ++i;
+  }
+  return i;
 }
 
 void prefetch_list(PyObject* list) {

@@ -27,6 +27,17 @@ struct ListPlace {
 void read_number_list(PyObject* list, int64_t size, DType dtype, void* out, Bounds bounds,
                       const ListPlace& place);
 
+// A part of a list or tuple of ints.
+struct ListPart {
+  PyObject* list = nullptr;
+  int64_t begin = 0;
+  ListPlace place;
+};
+
+// How many of the first n ids of two lists are equal. The same object in both, as where a context
+// grows, is equal without being looked at. Throws TypeError for an id that is no integer.
+int64_t common_prefix_of_lists(const ListPart& a, const ListPart& b, int64_t n);
+
 // Brings a list's own memory nearer; a hint.
 void prefetch_list(PyObject* list);
 

@@ -16,6 +16,7 @@ from skyrl_fast.train.dynamic_sampling import informative_groups
 from skyrl_fast.train.filters import filter_groups, filter_rollouts
 from skyrl_fast.train.kl_reward import kl_in_reward, next_kl_coef
 from skyrl_fast.train.policy import Policy
+from skyrl_fast.train.rows import training_rows
 
 
 def training_batch(
@@ -26,8 +27,11 @@ def training_batch(
     Rollout metrics are of what was sampled; rewards are those that the filters left.
     """
     samples = config.generator.n_samples_per_prompt
-    batch, output = _rows(trajectories, config)
-    metrics = {**rollout_metrics(output, batch=batch), **batch_metrics(batch)}
+    steps, output = _rows(trajectories, config)
+    batch = training_rows(steps, config.generator)
+    before = None if batch is steps else steps.num_real_rows
+    metrics = rollout_metrics(output, batch=steps)
+    metrics |= batch_metrics(batch, num_rows_before_merge=before)
     batch, counts = filter_rollouts(batch, config)
     metrics |= counts | reward_metrics(batch, samples_per_prompt=samples)
     batch, counts = filter_groups(batch, config)
@@ -37,7 +41,8 @@ def training_batch(
 def informative_uids(trajectories: Sequence[Trajectory], config: Config) -> set[str]:
     """Return the uids of the groups that dynamic sampling may keep, judged after the filters."""
     algorithm = config.trainer.algorithm
-    batch, _ = filter_rollouts(_rows(trajectories, config)[0], config)
+    steps, _ = _rows(trajectories, config)
+    batch, _ = filter_rollouts(training_rows(steps, config.generator), config)
     informative = informative_groups(
         batch, tolerance=algorithm.zero_variance_filter_tol, scope=algorithm.sequence_scope
     )

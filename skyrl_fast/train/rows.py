@@ -1,0 +1,52 @@
+"""Which rows are trained: every step, steps joined where contexts grew, or whole trajectories."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import GeneratorConfig
+from skyrl_fast.ops.merge import MergePlan, merge_flat_steps
+
+
+def training_rows(steps: StepBatch, generator: GeneratorConfig) -> StepBatch:
+    """Return the rows that are trained; `steps` itself where these are its rows.
+
+    A merged row has its last step's reward, as a row per step has. A whole trajectory has every
+    step's reward at the end of its response, so that its outcome is their sum.
+
+    Raises:
+        ValueError: without `step_wise_trajectories`, a trajectory whose context did not only grow.
+    """
+    whole = not generator.step_wise_trajectories
+    if not (whole or generator.merge_stepwise_output):
+        return steps
+    drift, most = generator.merge_drift, generator.merge_max_drift_tokens
+    rows = steps.merged(drift=drift, max_drift_tokens=most, rewards="token" if whole else None)
+    if whole and rows.num_rows > rows.num_trajectories:
+        plan = merge_flat_steps(
+            steps.tokens,
+            steps.cu_seqlens,
+            steps.cu_responses,
+            steps.trajectory_ids,
+            loss_mask=steps.loss_mask,
+            drift=drift,
+            max_drift_tokens=most,
+        )
+        raise ValueError(_not_one_row(steps, plan))
+    return rows
+
+
+def _not_one_row(steps: StepBatch, plan: MergePlan) -> str:
+    trajectories, groups = steps.trajectory_ids.numpy(), steps.group_ids.numpy()
+    goes_on = np.append(False, trajectories[1:] == trajectories[:-1])
+    row = int(np.flatnonzero(goes_on & ~plan.joins)[0])
+    first = int(np.flatnonzero(trajectories == trajectories[row])[0])
+    sample = trajectories[row] - trajectories[groups == groups[row]][0]
+    return (
+        "generator.step_wise_trajectories: false trains one row per trajectory, which needs "
+        f"contexts that only grow, but in sample {sample} of prompt "
+        f"{steps.uids[groups[row]]!r} the prompt of turn {row - first + 1} does not begin with the "
+        f"tokens before it (they agree on {plan.overlaps[row]}); set it to true (and "
+        "generator.merge_stepwise_output to join what can be joined)"
+    )

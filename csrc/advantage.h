@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "rows.h"
 #include "tensor.h"
 
 namespace skyrl_fast {
@@ -27,15 +28,6 @@ SKYRL_HD double advantage_of(Estimator estimator, double score, double mean, dou
   }
   return 0.0;
 }
-
-// Where each row's cells lie: row i owns [offset(i), offset(i) + length(i)).
-struct RowLayout {
-  int64_t num_rows = 0;
-  int64_t width = 0;            // padded: cells per row
-  const int32_t* cu = nullptr;  // ragged: num_rows + 1 offsets; null when padded
-  int64_t offset(int64_t row) const { return cu ? cu[row] : row * width; }
-  int64_t length(int64_t row) const { return cu ? cu[row + 1] - cu[row] : width; }
-};
 
 // Scores are the sums of last rows' rewards; row i of trajectory j receives A_j * mask[i, :].
 //   rewards       float [rewards_layout cells]

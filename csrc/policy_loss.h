@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "advantage.h"  // RowLayout
+#include "rows.h"
 #include "tensor.h"
 
 namespace skyrl_fast {

@@ -17,7 +17,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "sanitize"
-KERNEL_TESTS = ("advantage", "pack", "logprob", "masked_logprob_loss", "policy_loss")
+KERNEL_TESTS = (
+    "advantage",
+    "credit_turns",
+    "credit_tokens",
+    "pack",
+    "logprob",
+    "masked_logprob_loss",
+    "policy_loss",
+)
 
 
 def main() -> None:

@@ -17,6 +17,12 @@ from skyrl_fast.ops.batch_tensors import (
     convert_prompts_responses_to_batch_tensors,
     router_padding_mask,
 )
+from skyrl_fast.ops.credit_tokens import gae, reinforce_plus_plus
+from skyrl_fast.ops.credit_turns import (
+    gigpo_advantage,
+    turn_group_advantage,
+    turn_level_returns,
+)
 from skyrl_fast.ops.logprob import linear_logprob, selected_logprob
 from skyrl_fast.ops.masked_logprob_loss import MaskedLogprobLoss, masked_logprob_loss
 from skyrl_fast.ops.merge import MergePlan, merge_steps
@@ -42,6 +48,8 @@ __all__ = [
     "__version__",
     "append_rollout_expert_indices",
     "convert_prompts_responses_to_batch_tensors",
+    "gae",
+    "gigpo_advantage",
     "group_advantage",
     "kl_penalty",
     "linear_logprob",
@@ -57,8 +65,11 @@ __all__ = [
     "padding_metadata",
     "policy_loss",
     "reduction_weights",
+    "reinforce_plus_plus",
     "router_padding_mask",
     "selected_logprob",
+    "turn_group_advantage",
+    "turn_level_returns",
     "unpack_steps",
     "varlen_to_padded",
 ]

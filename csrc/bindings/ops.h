@@ -6,6 +6,7 @@
 namespace skyrl_fast {
 
 void bind_advantage(pybind11::module_& m);
+void bind_credit(pybind11::module_& m);
 void bind_logprob(pybind11::module_& m);
 #if defined(SKYRL_FAST_WITH_CUDA)
 void bind_logprob_cuda(pybind11::module_& m);

@@ -1,0 +1,236 @@
+"""Checks of the arguments that ops on rows share. N rows, R padded cells, A ragged cells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from skyrl_fast import _C
+from skyrl_fast.ops import _backend
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Checked arguments of an op on rows.
+
+    Args:
+        op: the op's public name, for messages.
+        rewards: float32 (N,), (N, R) or (A,).
+        num_rows: N.
+        last: (N,) bool, or None: every row is a trajectory.
+        mask: in `shape`, or None: all ones.
+        cu_seqlens: (N + 1,) int32, or None: padded.
+        ragged_rewards: rewards are (A,).
+        shape: of the result.
+    """
+
+    op: str
+    rewards: torch.Tensor
+    num_rows: int
+    last: torch.Tensor | None
+    mask: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    ragged_rewards: bool
+    shape: torch.Size
+
+    def empty(self) -> torch.Tensor:
+        """Return an uninitialised float32 result."""
+        return _backend.empty(self.shape, torch.float32)
+
+    def last_or_all(self) -> torch.Tensor:
+        """Return (N,) bool on the rewards' device."""
+        if self.last is None:
+            return torch.ones(self.num_rows, dtype=torch.bool, device=self.rewards.device)
+        return self.last.to(self.rewards.device)
+
+    def lengths(self) -> torch.Tensor | None:
+        """Return (N,) int64 cells of each row, or None where rows are padded."""
+        if self.cu_seqlens is None:
+            return None
+        return self.cu_seqlens.diff().to(self.rewards.device, torch.int64)
+
+    def row_sums(self) -> torch.Tensor:
+        """Return (N,) float64, the sum of each row's rewards."""
+        if not self.ragged_rewards:
+            sums = self.rewards.double()
+            return sums if sums.dim() == 1 else sums.sum(1)
+        lengths = self.lengths()
+        assert lengths is not None
+        of_cell = torch.arange(self.num_rows, device=self.rewards.device)
+        of_cell = torch.repeat_interleave(of_cell, lengths)
+        sums = self.rewards.new_zeros(self.num_rows, dtype=torch.float64)
+        return sums.index_add_(0, of_cell, self.rewards.double())
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Return float32 (N,) values on every cell of their rows, times the mask."""
+        lengths = self.lengths()
+        if lengths is not None:
+            values = torch.repeat_interleave(values, lengths)
+        elif len(self.shape) == 2:
+            values = values[:, None].expand(self.shape)
+        return values * self.mask if self.mask is not None else values.clone()
+
+
+def check_rows(
+    op: str,
+    rewards: torch.Tensor,
+    num_rows: int | None,
+    is_last_step: torch.Tensor | Sequence[bool] | None,
+    mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    *,
+    mask_name: str = "response_mask",
+) -> Rows:
+    """Return the arguments checked and made contiguous.
+
+    Args:
+        num_rows: N where group ids give it; None: taken from the other arguments.
+
+    Raises:
+        TypeError, ValueError: what does not fit, by name.
+    """
+    if not isinstance(rewards, torch.Tensor):
+        raise TypeError(f"{op}: rewards must be a torch tensor, got {type(rewards).__name__}")
+    if not rewards.is_floating_point():
+        raise ValueError(f"{op}: rewards must be floating point, got {rewards.dtype}")
+    if rewards.dim() not in (1, 2):
+        raise ValueError(f"{op}: rewards must be (N,), (N, R) or (A,), got {tuple(rewards.shape)}")
+    if num_rows is None:
+        num_rows = rewards.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    elif cu_seqlens is None and rewards.shape[0] != num_rows:
+        raise ValueError(
+            f"{op}: rewards must have one row per group id ({num_rows}), got {rewards.shape[0]}"
+        )
+    cu_seqlens = _check_cu_seqlens(op, cu_seqlens, num_rows)
+    mask = mask.contiguous() if mask is not None else None
+    shape = _result_shape(op, rewards, mask, cu_seqlens, num_rows, mask_name)
+    return Rows(
+        op=op,
+        rewards=rewards.detach().to(torch.float32).contiguous(),
+        num_rows=num_rows,
+        last=_check_last(op, is_last_step, num_rows),
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        ragged_rewards=cu_seqlens is not None and rewards.shape == shape,
+        shape=shape,
+    )
+
+
+def check_row_ids(
+    op: str, name: str, ids: Sequence[str] | Sequence[int] | torch.Tensor
+) -> torch.Tensor:
+    """Return (N,) int64, equal where the ids are; strings are numbered by first appearance.
+
+    Raises:
+        TypeError, ValueError: anything but strings or ints, one per row.
+    """
+    if isinstance(ids, torch.Tensor):
+        if ids.is_floating_point() or ids.dim() != 1:
+            raise ValueError(
+                f"{op}: {name} must be (N,) ints, got {ids.dtype} of shape {tuple(ids.shape)}"
+            )
+        return ids.to(torch.int64).contiguous()
+    if isinstance(ids, str):
+        raise TypeError(f"{op}: {name} must be one id per row, got a single string")
+    labels = ids.tolist() if hasattr(ids, "tolist") else ids
+    dense = torch.empty(len(labels), dtype=torch.int64)
+    _C.dense_ids(labels, dense, op, name)
+    return dense
+
+
+def check_trajectories(rows: Rows, group_ids: torch.Tensor | None = None) -> None:
+    """Refuse a last row that is no last step, and a trajectory in two groups.
+
+    The native kernels do this themselves.
+    """
+    if rows.num_rows == 0:
+        return
+    last = rows.last_or_all()
+    if not bool(last[-1]):
+        raise ValueError(f"{rows.op}: is_last_step must be True in the last row, got False")
+    if group_ids is None:
+        return
+    ids = group_ids.to(last.device)
+    split = (ids[1:] != ids[:-1]) & ~last[:-1]
+    if bool(split.any()):
+        row = int(split.nonzero()[0])
+        raise ValueError(
+            f"{rows.op}: group_ids must be equal within a trajectory, but row {row} (not a last "
+            f"step) and row {row + 1} differ"
+        )
+
+
+def check_finite(rows: Rows, sums: torch.Tensor, where: torch.Tensor | None = None) -> None:
+    """Refuse row sums that are NaN or infinite; `where`: (N,) bool, rows that count."""
+    bad = ~torch.isfinite(sums)
+    bad = bad if where is None else bad & where
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise ValueError(
+            f"{rows.op}: rewards must be finite, but those of row {row} sum to {float(sums[row])}"
+        )
+
+
+def check_discount(op: str, name: str, value: float) -> None:
+    """Refuse a factor that is not from 0 to 1."""
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{op}: {name} must be from 0 to 1, got {value}")
+
+
+def _check_cu_seqlens(
+    op: str, cu_seqlens: torch.Tensor | None, num_rows: int
+) -> torch.Tensor | None:
+    if cu_seqlens is None:
+        return None
+    cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
+    if cu_seqlens.shape != (num_rows + 1,) or bool((cu_seqlens.diff() < 0).any()):
+        raise ValueError(
+            f"{op}: cu_seqlens must be {num_rows + 1} non-decreasing offsets, got "
+            f"{cu_seqlens.tolist()[:8]}"
+        )
+    return cu_seqlens
+
+
+def _result_shape(
+    op: str,
+    rewards: torch.Tensor,
+    mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    num_rows: int,
+    mask_name: str,
+) -> torch.Size:
+    """Return the shape of the result: the mask's, which must fit the rows."""
+    if cu_seqlens is not None:
+        shape = torch.Size([int(cu_seqlens[-1])])
+        if rewards.shape not in (shape, (num_rows,)):
+            raise ValueError(
+                f"{op}: rewards must be ({num_rows},) or {tuple(shape)}, got {tuple(rewards.shape)}"
+            )
+        wanted = str(tuple(shape))
+    else:
+        shape = mask.shape if mask is not None else rewards.shape
+        wanted = f"({num_rows},) or ({num_rows}, R)"
+    fits = shape[0] == num_rows and len(shape) <= 2 if cu_seqlens is None else True
+    if not fits or (mask is not None and mask.shape != shape):
+        got = tuple(mask.shape) if mask is not None else tuple(shape)
+        raise ValueError(f"{op}: {mask_name} must be of shape {wanted}, got {got}")
+    return shape
+
+
+def _check_last(
+    op: str, is_last_step: torch.Tensor | Sequence[bool] | None, num_rows: int
+) -> torch.Tensor | None:
+    if is_last_step is None:
+        return None
+    if isinstance(is_last_step, (list, tuple)):
+        last = torch.empty(len(is_last_step), dtype=torch.bool)
+        _C.flags(is_last_step, last, "is_last_step", op)
+    else:
+        last = torch.as_tensor(is_last_step, dtype=torch.bool).contiguous()
+    if last.shape != (num_rows,):
+        raise ValueError(
+            f"{op}: is_last_step must be of shape ({num_rows},), got {tuple(last.shape)}"
+        )
+    return last

@@ -35,7 +35,10 @@ int64_t copy_ints(const ArrayRow& row, Out* __restrict__ out, Bounds bounds) {
   const In* __restrict__ in = static_cast<const In*>(row.data);
   const int64_t n = row.size;
   bool good = true;
-  if (row.stride == 1) {
+  if (row.stride == 1 && bounds.contain(std::numeric_limits<In>::min()) &&
+      bounds.contain(std::numeric_limits<In>::max())) {
+    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<Out>(in[i]);
+  } else if (row.stride == 1) {
     for (int64_t i = 0; i < n; ++i) {
       out[i] = static_cast<Out>(in[i]);
       good &= bounds.contain(static_cast<int64_t>(in[i]));

@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <memory>
@@ -21,6 +22,13 @@ namespace {
 
 constexpr int64_t kBytesPerUnit = 1 << 20;     // one thread's bite of the work
 constexpr int64_t kBytesForThreads = 8 << 20;  // below this, starting a thread costs more
+constexpr int64_t kBytesPerListItem = 40;      // read for one item: a pointer and a small int
+
+#if defined(Py_GIL_DISABLED)
+constexpr bool kListsByAllThreads = false;  // nothing keeps other threads from changing them
+#else
+constexpr bool kListsByAllThreads = true;
+#endif
 
 struct CopyJob {
   const Rows* rows;
@@ -52,8 +60,9 @@ Bounds bounds_of(DType dtype, int64_t low, int64_t high) {
   }
 }
 
-// Everything that one call writes. Lists are read by the calling thread, which holds the GIL;
-// meanwhile helpers, which know nothing of Python, copy array rows and fill padding and masks.
+// Everything that one call writes, in three phases: plain lists are read by all threads while the
+// caller holds the GIL and waits, so that no list can change; what is not plain, by the caller;
+// then array rows are copied and padding and masks filled, without the GIL.
 class Fill {
  public:
   Fill(std::string op, const py::list& copies, const py::list& fills) : op_(std::move(op)) {
@@ -66,6 +75,7 @@ class Fill {
     Helpers threads(this, helpers);
     try {
       read_lists();
+      read_other_lists();
     } catch (...) {
       next_unit_ = static_cast<int64_t>(units_.size());  // nothing more to begin
       throw;
@@ -83,6 +93,7 @@ class Fill {
   struct Unit {
     int64_t job;  // index into copies_, then fills_
     int64_t begin, end;
+    bool is_done = false;  // of lists: all rows were plain
   };
 
   class Helpers {
@@ -90,7 +101,10 @@ class Fill {
     Helpers(Fill* fill, int count) {
       for (int i = 0; i < count; ++i) {
         try {
-          threads_.emplace_back([fill] { fill->work(); });
+          threads_.emplace_back([fill] {
+            if (kListsByAllThreads) fill->work_on_lists();
+            fill->work();
+          });
         } catch (...) {  // no thread to be had: the caller does it all
           return;
         }
@@ -115,12 +129,12 @@ class Fill {
     return *borrowed_.back();
   }
 
-  void add_units(int64_t job, int64_t num_rows, int64_t num_bytes) {
+  void add_units(std::vector<Unit>* units, int64_t job, int64_t num_rows, int64_t num_bytes) {
     total_bytes_ += num_bytes;
     if (num_rows == 0) return;
     const int64_t step = std::max<int64_t>(1, kBytesPerUnit / (num_bytes / num_rows + 1));
     for (int64_t begin = 0; begin < num_rows; begin += step) {
-      units_.push_back({job, begin, std::min(begin + step, num_rows)});
+      units->push_back({job, begin, std::min(begin + step, num_rows), false});
     }
   }
 
@@ -147,8 +161,11 @@ class Fill {
     }
     const int64_t index = static_cast<int64_t>(copies_.size());
     copies_.push_back(copy);
+    if (copy.rows->any_list()) {
+      add_units(&list_units_, index, copy.rows->num_rows(), cells * kBytesPerListItem);
+    }
     if (copy.rows->any_array()) {
-      add_units(index, copy.rows->num_rows(), cells * element_size(copy.dtype));
+      add_units(&units_, index, copy.rows->num_rows(), cells * element_size(copy.dtype));
     }
   }
 
@@ -182,13 +199,35 @@ class Fill {
     }
     const int64_t index = static_cast<int64_t>(copies_.size() + fills_.size());
     fills_.push_back(fill_job);
-    add_units(index, fill_job.layout.num_rows, cells * element_size(fill_job.dtype));
+    add_units(&units_, index, fill_job.layout.num_rows, cells * element_size(fill_job.dtype));
   }
 
   void read_lists() {
-    for (const CopyJob& copy : copies_) {
-      if (!copy.rows->any_list()) continue;
-      for (int64_t row = 0; row < copy.rows->num_rows(); ++row) {
+    work_on_lists();
+    while (num_lists_done_.load(std::memory_order_acquire) <
+           static_cast<int64_t>(list_units_.size())) {
+      std::this_thread::yield();  // at most for one unit
+    }
+  }
+
+  void work_on_lists() {
+    const int64_t num_units = static_cast<int64_t>(list_units_.size());
+    for (int64_t i = next_list_unit_++; i < num_units; i = next_list_unit_++) {
+      Unit& unit = list_units_[i];
+      const CopyJob& copy = copies_[unit.job];
+      unit.is_done = kListsByAllThreads;
+      for (int64_t row = unit.begin; row < unit.end && unit.is_done; ++row) {
+        unit.is_done = copy.rows->read_plain(row, copy.dtype, copy.place(row), copy.bounds);
+      }
+      num_lists_done_.fetch_add(1, std::memory_order_release);
+    }
+  }
+
+  // In the order of fields and rows, so that the first mistake is the one reported.
+  void read_other_lists() {
+    for (const Unit& unit : list_units_) {
+      const CopyJob& copy = copies_[unit.job];
+      for (int64_t row = unit.begin; row < unit.end && !unit.is_done; ++row) {
         copy.rows->read_list(row, copy.dtype, copy.place(row), copy.bounds);
       }
     }
@@ -232,9 +271,9 @@ class Fill {
   std::vector<std::unique_ptr<Borrowed>> borrowed_;
   std::vector<CopyJob> copies_;
   std::vector<FillJob> fills_;
-  std::vector<Unit> units_;
+  std::vector<Unit> units_, list_units_;
   int64_t total_bytes_ = 0;
-  std::atomic<int64_t> next_unit_{0};
+  std::atomic<int64_t> next_unit_{0}, next_list_unit_{0}, num_lists_done_{0};
   std::mutex mutex_;
   std::exception_ptr failure_;
   int64_t bad_copy_ = -1, bad_row_ = -1, bad_position_ = -1;

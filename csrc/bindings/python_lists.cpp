@@ -10,7 +10,7 @@ namespace skyrl_fast {
 namespace {
 
 // Elements are small objects all over the heap: their headers are asked for this far ahead.
-constexpr int64_t kPrefetchAhead = 24;
+constexpr int64_t kPrefetchAhead = 96;
 
 #if defined(__GNUC__)
 inline void prefetch(const void* address) { __builtin_prefetch(address); }
@@ -326,6 +326,23 @@ int64_t common_prefix_of_lists(const ListPart& a, const ListPart& b, int64_t n) 
     ++i;
   }
   return i;
+}
+
+bool read_plain_list(PyObject* list, int64_t size, DType dtype, void* out, Bounds bounds) {
+  if (list_size(list) != size) return false;
+  PyObject* const* items = PySequence_Fast_ITEMS(list);
+  bool good = true;
+  const auto ints = [&](auto* typed) {
+    return read_small_ints(items, 0, size, typed, bounds, &good) == size && good;
+  };
+  switch (dtype) {
+    case DType::kUInt8: return ints(static_cast<uint8_t*>(out));
+    case DType::kInt16: return ints(static_cast<int16_t*>(out));
+    case DType::kInt32: return ints(static_cast<int32_t*>(out));
+    case DType::kInt64: return ints(static_cast<int64_t*>(out));
+    case DType::kFloat32: return read_floats(items, 0, size, static_cast<float*>(out)) == size;
+    default: return false;
+  }
 }
 
 void prefetch_list(PyObject* list) {

@@ -1,4 +1,4 @@
-// Reading Python lists of numbers into arrays, each object touched once. Needs the GIL.
+// Reading Python lists of numbers into arrays, each object touched once.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -20,10 +20,10 @@ struct ListPlace {
   std::string at(int64_t position) const;
 };
 
-// Writes the `size` numbers of a list or tuple to `out` of `dtype` (uint8, int16, int32, int64,
-// float32). Ints, floats (into float32 only), bools (not into int32 and int64: a bool is no id),
-// numpy scalars. Throws TypeError for what is no such number, ValueError for an integer out of
-// `bounds` or a list that is no longer `size` long; what is in `out` is then undefined.
+// With the GIL: writes the `size` numbers of a list or tuple to `out` of `dtype` (uint8, int16,
+// int32, int64, float32). Ints, floats (into float32 only), bools (not into int32 and int64: a bool
+// is no id), numpy scalars. Throws TypeError for what is no such number, ValueError for an integer
+// out of `bounds` or a list that is no longer `size` long; what is in `out` is then undefined.
 void read_number_list(PyObject* list, int64_t size, DType dtype, void* out, Bounds bounds,
                       const ListPlace& place);
 
@@ -37,6 +37,11 @@ struct ListPart {
 // How many of the first n ids of two lists are equal. The same object in both, as where a context
 // grows, is equal without being looked at. Throws TypeError for an id that is no integer.
 int64_t common_prefix_of_lists(const ListPart& a, const ListPart& b, int64_t n);
+
+// The same for a list of nothing but exact small ints and floats (and bools where they count), all
+// within the bounds: returns false, and leaves anything in `out`, where it is something else. Calls
+// nothing of Python: any thread may, as long as some thread holds the GIL and runs no Python.
+bool read_plain_list(PyObject* list, int64_t size, DType dtype, void* out, Bounds bounds);
 
 // Brings a list's own memory nearer; a hint.
 void prefetch_list(PyObject* list);

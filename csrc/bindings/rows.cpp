@@ -102,11 +102,16 @@ void Rows::check_convertible(DType out) const {
   }
 }
 
-void Rows::read_list(int64_t row, DType dtype, void* out, Bounds bounds) const {
-  if (!rows_[row].list) return;
+bool Rows::read_plain(int64_t row, DType dtype, void* out, Bounds bounds) const {
+  if (!rows_[row].list) return true;
   const int64_t ahead = row + 4 < num_rows() ? row + 4 : row;
   __builtin_prefetch(rows_[ahead].list.ptr());
   if (row + 1 < num_rows() && rows_[row + 1].list) prefetch_list(rows_[row + 1].list.ptr());
+  return read_plain_list(rows_[row].list.ptr(), rows_[row].size, dtype, out, bounds);
+}
+
+void Rows::read_list(int64_t row, DType dtype, void* out, Bounds bounds) const {
+  if (!rows_[row].list) return;
   read_number_list(rows_[row].list.ptr(), rows_[row].size, dtype, out, bounds,
                    ListPlace{op_.c_str(), field_.c_str(), row});
 }

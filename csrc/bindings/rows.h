@@ -14,7 +14,7 @@
 namespace skyrl_fast {
 
 // One field's rows. Keeps them alive. Throws TypeError or ValueError for what is no row.
-class Rows {
+class SKYRL_HIDDEN Rows {
  public:
   Rows(std::string op, std::string field, py::handle rows);
   Rows(std::string op, std::string field, py::handle values, py::handle cu_seqlens);
@@ -38,6 +38,11 @@ class Rows {
   // Array rows must be convertible to `out` without losing what they mean.
   void check_convertible(DType out) const;
 
+  // Any thread, while some thread holds the GIL and runs no Python. False: the row is a list, but
+  // not of plain numbers within the bounds, and `read_list` has to look at it.
+  bool read_plain(int64_t row, DType dtype, void* out, Bounds bounds) const;
+
+  // With the GIL; may run Python code. Throws at what is no number within the bounds.
   void read_list(int64_t row, DType dtype, void* out, Bounds bounds) const;
 
   // Needs no GIL. Returns the position of the first integer out of bounds, or -1.

@@ -11,7 +11,7 @@ import torch
 from skyrl_fast import _C
 
 BACKENDS = ("native", "triton", "torch")
-HUGE_PAGE_MIN_BYTES = 4 << 20  # smaller blocks come from memory that malloc already has mapped
+HUGE_PAGE_MIN_BYTES = 2 << 20  # smaller blocks come from memory that malloc already has mapped
 
 
 def select(

@@ -28,7 +28,7 @@ from skyrl_fast.ops.policy_loss import (
 )
 
 SIZES = ["medium", "large"]
-ROUNDS = {"medium": 20, "large": 7}
+ROUNDS = {"medium": 60, "large": 7}
 TIS_CAP = 2.0
 
 
@@ -126,7 +126,7 @@ def test_forward_backward(benchmark: Any, size: str, loss: str, who: str, thread
     benchmark.group = f"{loss} forward + backward, {size}, {threads} thread(s)"
     benchmark.extra_info["cells"] = d["mask"].numel()
     benchmark.extra_info["trained"] = float(d["mask"].mean())
-    benchmark.pedantic(run, rounds=ROUNDS[size], warmup_rounds=1)
+    benchmark.pedantic(run, rounds=ROUNDS[size], warmup_rounds=3)
 
 
 @pytest.mark.parametrize("who", ["skyrl", "skyrl_fast"])
@@ -141,4 +141,4 @@ def test_token_tis(benchmark: Any, size: str, who: str, threads: int) -> None:
             off_policy_correction(d["old"], d["rollout"], d["mask"], tis="token", tis_cap=TIS_CAP)
 
     benchmark.group = f"token TIS, {size}, {threads} thread(s)"
-    benchmark.pedantic(run, rounds=ROUNDS[size], warmup_rounds=1)
+    benchmark.pedantic(run, rounds=ROUNDS[size], warmup_rounds=3)

@@ -50,11 +50,7 @@ void fill(const DLTensor& t, TensorView* view) {
   }
 }
 
-// The exchange table of torch.Tensor, looked up once; null for torch < 2.10.
-const DLPackExchangeAPI* exchange_table(PyTypeObject* type) {
-  static PyTypeObject* known_type = nullptr;
-  static const DLPackExchangeAPI* known_table = nullptr;
-  if (type == known_type) return known_table;
+const DLPackExchangeAPI* read_exchange_table(PyTypeObject* type) {
   PyObject* capsule =
       PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
   if (capsule == nullptr) {
@@ -69,13 +65,31 @@ const DLPackExchangeAPI* exchange_table(PyTypeObject* type) {
     PyErr_Clear();
     return nullptr;
   }
-  if (table->header.version.major != DLPACK_MAJOR_VERSION ||
-      table->dltensor_from_py_object_no_sync == nullptr) {
-    return nullptr;
+  const bool is_usable = table->header.version.major == DLPACK_MAJOR_VERSION &&
+                         table->dltensor_from_py_object_no_sync != nullptr;
+  return is_usable ? table : nullptr;
+}
+
+// The exchange table of torch.Tensor and the like, null for a type without one (torch < 2.10). The
+// last few types are remembered, and kept alive: another type must not come by their address.
+const DLPackExchangeAPI* exchange_table(PyTypeObject* type) {
+  constexpr int kRemembered = 4;  // Tensor, Parameter, and two more
+  struct Entry {
+    PyTypeObject* type = nullptr;
+    const DLPackExchangeAPI* table = nullptr;
+  };
+  static Entry entries[kRemembered];
+  static int oldest = 0;
+  for (const Entry& entry : entries) {
+    if (entry.type == type) return entry.table;
   }
-  known_type = type;
-  known_table = table;
-  return table;
+  const Entry found{type, read_exchange_table(type)};
+  Py_INCREF(type);
+  PyTypeObject* forgotten = entries[oldest].type;
+  entries[oldest] = found;
+  oldest = (oldest + 1) % kRemembered;
+  Py_XDECREF(forgotten);
+  return found.table;
 }
 
 }  // namespace
@@ -83,8 +97,8 @@ const DLPackExchangeAPI* exchange_table(PyTypeObject* type) {
 Borrowed::Borrowed(py::handle object, const char* op, const char* name) {
   view_.op = op;
   view_.name = name;
+  if (from_buffer(object)) return;  // numpy; tensors have no buffer
   if (from_exchange_table(object)) return;
-  if (from_buffer(object)) return;
   if (from_capsule(object)) return;
   throw py::type_error(std::string(op) + ": " + name +
                        " must be a torch tensor or a numpy array, got " +

@@ -9,10 +9,17 @@ namespace skyrl_fast {
 
 namespace py = pybind11;
 
-// A TensorView of `object` for as long as this lives. torch >= 2.10 is read through its C exchange
-// table (no Python call); anything else with __dlpack__ through a capsule; read-only numpy arrays
-// through the buffer protocol. Throws TypeError naming op and argument for anything else.
-class Borrowed {
+// pybind11's types are hidden; a class that holds them has to be, too.
+#if defined(__GNUC__)
+#define SKYRL_HIDDEN __attribute__((visibility("hidden")))
+#else
+#define SKYRL_HIDDEN
+#endif
+
+// A TensorView of `object` for as long as this lives. numpy arrays are read through the buffer
+// protocol, torch >= 2.10 through its C exchange table (no Python call), anything else with
+// __dlpack__ through a capsule. Throws TypeError naming op and argument for anything else.
+class SKYRL_HIDDEN Borrowed {
  public:
   Borrowed(py::handle object, const char* op, const char* name);
   ~Borrowed();

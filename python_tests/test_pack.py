@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -388,3 +389,31 @@ def test_lists_mutated_by_another_thread() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_large_lists_are_read_by_several_threads(two_threads: None) -> None:
+    rows: list[Any] = [list(range(i, i + 3000)) for i in range(150)]  # 18 MB of ints
+    odd = {3: [np.int64(7)] * 3000, 77: np.arange(3000), 140: tuple(range(3000))}
+    for row, values in odd.items():
+        rows[row] = values
+    got = pack_steps({"tokens": rows})["tokens"].values
+    assert torch.equal(got, torch.tensor(np.concatenate([np.asarray(r) for r in rows])).int())
+
+
+def test_first_mistake_in_large_lists_is_named(two_threads: None) -> None:
+    rows: list[Any] = [[1] * 3000 for _ in range(150)]
+    rows[149][5] = "x"
+    rows[60][2999] = 2**31
+    with pytest.raises(ValueError, match=r"row 60, position 2999 must be an integer from"):
+        pack_steps({"tokens": rows})
+    rows[60][2999] = 1
+    with pytest.raises(TypeError, match=r"row 149, position 5 must be an integer, got str 'x'"):
+        pack_steps({"tokens": rows})

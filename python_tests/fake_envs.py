@@ -13,6 +13,10 @@ import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 from skyrl_fast.rollout.engine import Generation, SamplingParams
+from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.groups import rollout
+from skyrl_fast.rollout.rollout_config import RolloutConfig
+from skyrl_fast.rollout.trajectory import Trajectory
 
 
 class CountingEnv(BaseTextEnv):
@@ -27,6 +31,7 @@ class CountingEnv(BaseTextEnv):
         self.extras = extras or {}
         self.max_turns = self.extras["max_turns"]
         self.actions: list[str] = []
+        time.sleep(self.extras.get("make_seconds", 0.0))
 
     def step(self, action: str) -> dict[str, Any]:
         self.turns += 1
@@ -45,11 +50,15 @@ class CountingEnv(BaseTextEnv):
             "done": done,
             "metadata": {},
         }
+        if "messages" in self.extras and not done:
+            answer["observations"] = self.extras["messages"]
         if "rewrite" in self.extras:
             answer["postprocessed_action"] = self.extras["rewrite"]
         return answer
 
     def get_metrics(self) -> dict[str, Any]:
+        if self.extras.get("odd_metrics"):
+            raise KeyError("score")
         return {"turns": self.turns, "last_action": self.actions[-1] if self.actions else ""}
 
     def close(self) -> None:
@@ -103,9 +112,9 @@ class Call:
 
 
 class ScriptedEngine:
-    """Answers each request with what `answer(call, number)` says; keeps all requests."""
+    """Answers each request with what `answer(call, number)` says (None: never); keeps them all."""
 
-    def __init__(self, answer: Callable[[Call, int], Generation | Exception]) -> None:
+    def __init__(self, answer: Callable[[Call, int], Generation | Exception | None]) -> None:
         self._answer = answer
         self.calls: list[Call] = []
         self.running = 0
@@ -135,8 +144,56 @@ class ScriptedEngine:
         try:
             await asyncio.sleep(0)
             answer = self._answer(call, len(self.calls) - 1)
+            if answer is None:
+                await asyncio.Event().wait()
         finally:
             self.running -= 1
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+
+def says(tokenizer: Any, text: str, *, end: bool = True, stop: str | None = None) -> Generation:
+    """An answer of these characters, one token each, each of logprob -0.5."""
+    ids = tokenizer.encode(text) + ([tokenizer.eos_token_id] if end else [])
+    return Generation(ids, [-0.5] * len(ids), "stop", stop)
+
+
+def run(
+    tokenizer: Any,
+    prompts: list[FakePrompt],
+    config: RolloutConfig,
+    engine: ScriptedEngine,
+    *,
+    phase: str = "train",
+    timeout: float = 20.0,
+    workers: int = 8,
+    seed: int = 1,
+    policy_version: int = 7,
+    on_trajectory: Callable[[Trajectory], None] | None = None,
+) -> list[Trajectory]:
+    """Roll out with scripted environments and engine."""
+
+    async def go() -> list[Trajectory]:
+        factory = EnvFactory(EnvConfig(timeout_seconds=timeout, max_env_workers=workers))
+        try:
+            return await rollout(
+                prompts,
+                engine,
+                tokenizer,
+                factory,
+                config,
+                phase=phase,
+                policy_version=policy_version,
+                seed=seed,
+                on_trajectory=on_trajectory,
+            )
+        finally:
+            await factory.close()
+
+    return asyncio.run(go())
+
+
+def prompt_with(**extras: Any) -> FakePrompt:
+    """One prompt; `extras` choose what its environment does."""
+    return FakePrompt("p", env_extras=extras)

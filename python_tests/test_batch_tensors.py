@@ -277,6 +277,7 @@ def test_bad_input_is_named(changes: dict, error: type[Exception], message: str)
         convert_prompts_responses_to_batch_tensors(**{"pad_token_id": 0, **TWO_ROWS, **changes})
 
 
+@pytest.mark.spec("2.21")
 def test_reward_of_an_empty_response_is_not_lost() -> None:
     rows = ([[1], [2]], [[3], []], [0.0, 1.0], [[1], []])
     with pytest.raises(ValueError, match=r"rewards must be 0 for an empty response .* row 1"):

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 from skyrl_fast import cli
 from skyrl_fast.config import Config
-from skyrl_fast.rollout.agent_loop import RolloutError
 from skyrl_fast.rollout.engine import EngineDeadError
+from skyrl_fast.rollout.failures import RolloutError
 from skyrl_fast.rollout.weight_update import WeightSyncError
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.checkpoint import CheckpointError, RunInUseError

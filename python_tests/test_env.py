@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_envs import register_fakes
+from fake_envs import CountingEnv, register_fakes
 
 from skyrl_fast.rollout.env import (
     EnvAnswer,
@@ -119,7 +120,7 @@ def test_unknown_environment_lists_the_known_ones() -> None:
 
 
 def test_constructor_that_raises_is_named() -> None:
-    with pytest.raises(EnvError, match=r"text2sql: make raised AssertionError: db_id"):
+    with pytest.raises(EnvError, match=r"text2sql: make raised ValueError: the row lacks db_id"):
         with_factory(EnvConfig(), lambda factory: factory.make("text2sql", {}))
 
 
@@ -136,6 +137,47 @@ def test_call_that_never_returns_costs_its_deadline_and_no_worker() -> None:
         return time.perf_counter() - started
 
     assert with_factory(EnvConfig(max_env_workers=1, timeout_seconds=0.05), use) < 0.9
+
+
+@pytest.mark.spec("3.25")
+def test_an_environment_that_was_made_too_late_is_closed() -> None:
+    CountingEnv.closed.clear()
+
+    async def use(factory: EnvFactory) -> None:
+        with pytest.raises(EnvTimeoutError, match="make did not return"):
+            await factory.make("counting", {"max_turns": 1, "name": "late", "make_seconds": 0.2})
+        for _ in range(100):  # of 0.05 s, until its constructor returns
+            if CountingEnv.closed:
+                break
+            await asyncio.sleep(0.05)
+
+    with_factory(EnvConfig(timeout_seconds=0.05), use)
+    assert CountingEnv.closed == ["late"]
+
+
+@pytest.mark.spec("3.5")
+def test_no_more_calls_run_at_once_than_there_are_workers() -> None:
+    running, most = 0, 0
+    lock = threading.Lock()
+
+    def step(self: CountingEnv, action: str) -> dict[str, Any]:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.01)
+        with lock:
+            running -= 1
+        return dict(GOOD)
+
+    async def use(factory: EnvFactory) -> None:
+        envs = [await factory.make("counting", {"max_turns": 1}) for _ in range(12)]
+        await asyncio.gather(*[env.step("a") for env in envs])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CountingEnv, "step", step)
+        with_factory(EnvConfig(max_env_workers=3), use)
+    assert 1 < most <= 3
 
 
 def test_waiting_for_a_worker_does_not_count_against_the_deadline() -> None:
@@ -172,7 +214,8 @@ GOOD = {"observations": [], "reward": 1, "done": False}
         ({**GOOD, "reward": None}, "reward: wanted a finite number, got None"),
         ({**GOOD, "observations": [1]}, "wanted messages with role and content"),
         ({**GOOD, "observations": [{"role": "user"}]}, "wanted messages with role and content"),
-        ({**GOOD, "postprocessed_action": 3}, "postprocessed_action: wanted text, got int"),
+        ({**GOOD, "postprocessed_action": 3}, "postprocessed_action: wanted text or an assistant"),
+        ({**GOOD, "postprocessed_action": {"role": "user", "content": ""}}, "assistant message"),
     ],
 )
 def test_answers_that_are_none(answer: Any, message: str) -> None:
@@ -189,6 +232,7 @@ def test_answers_that_are_none(answer: Any, message: str) -> None:
         ("text", [{"role": "user", "content": "text"}]),
         ({"role": "tool", "content": "t"}, [{"role": "tool", "content": "t"}]),
         ([{"role": "user", "content": "a"}], [{"role": "user", "content": "a"}]),
+        ([{"role": "assistant", "tool_calls": [1]}], [{"role": "assistant", "tool_calls": [1]}]),
     ],
 )
 def test_forms_of_observations(value: Any, wanted: list[dict[str, str]]) -> None:

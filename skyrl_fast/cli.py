@@ -75,8 +75,8 @@ def _train(options: argparse.Namespace) -> int:
     try:
         from skyrl_fast.config import ConfigError
         from skyrl_fast.config_loading import load_config
-        from skyrl_fast.rollout.agent_loop import RolloutError
         from skyrl_fast.rollout.engine import EngineError
+        from skyrl_fast.rollout.failures import RolloutError
         from skyrl_fast.rollout.weight_update import WeightSyncError
         from skyrl_fast.train.checkpoint import CheckpointError, RunInUseError
         from skyrl_fast.train.dynamic_sampling import DynamicSamplingError

@@ -16,19 +16,38 @@ CONTEXTS = ("append", "retemplate", "single")
 _ANSWER = "ANSWER-4f1c9b"
 
 
+class ContextError(RuntimeError):
+    """The chat template refuses the messages, or rewrites what was to be appended to."""
+
+
+def message_text(message: Message) -> str:
+    """A message's content as text: also of a list of parts, or of tool calls alone.
+
+    Example:
+        >>> message_text({"role": "user", "content": [{"type": "text", "text": "hi"}]})
+        'hi'
+    """
+    content = message.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        return "".join(str(p.get("text", "")) if isinstance(p, dict) else str(p) for p in content)
+    return str(content)
+
+
 class Context(Protocol):
     """What the agent loop asks of a context."""
 
     def prompt_token_ids(self) -> list[int]:
         """The tokens of this turn's prompt; a list of its own."""
 
-    def add_response(self, token_ids: Sequence[int], text: str, *, replaced: bool) -> None:
+    def add_response(self, token_ids: Sequence[int], message: Message, *, replaced: bool) -> None:
         """The model answered.
 
         Args:
             token_ids: the sampled tokens, and an end token where one was appended.
-            text: what the environment acted on, for contexts made of messages.
-            replaced: the environment put `text` in the sampled answer's place.
+            message: the answer for contexts made of messages; it may have tool calls.
+            replaced: the environment put the message's text in the sampled answer's place.
         """
 
     def add_observation(self, messages: Sequence[Message]) -> None:
@@ -52,7 +71,10 @@ def make_context(
         tokenizer: of transformers, with a chat template.
         messages: the first prompt.
         chat_template: in place of the tokenizer's own.
-        template_kwargs: passed to the chat template.
+        template_kwargs: passed to the chat template, such as `tools`.
+
+    Raises:
+        ValueError: unknown kind. ContextError: the chat template refuses the messages.
     """
     render = _Template(tokenizer, chat_template, dict(template_kwargs or {}))
     if kind == "append":
@@ -72,18 +94,50 @@ class _Template:
         self._chat_template = chat_template
         self._kwargs = kwargs
 
-    def text(self, messages: Sequence[Message]) -> str:
-        return self.tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=self._chat_template,
-            add_generation_prompt=True,
-            tokenize=False,
-            **self._kwargs,
-        )
+    def text(self, messages: Sequence[Message], *, answer_next: bool = True) -> str:
+        """The messages as text; `answer_next`: up to where the model's answer begins."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=self._chat_template,
+                add_generation_prompt=answer_next,
+                tokenize=False,
+                **self._kwargs,
+            )
+        except Exception as error:  # templates raise what they like
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ContextError(
+                f"the chat template refuses messages of the roles {roles}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def token_ids(self, text: str) -> list[int]:
-        # The template has written the special tokens already.
+        """Tokens of a text whose special tokens the template has written."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def behind_answer(
+        self, prompt: Sequence[Message], answer: Message, observation: Sequence[Message]
+    ) -> str:
+        """What the template writes behind an answer: its end, the observation, the next start."""
+        marker = _ANSWER
+        while any(marker in message_text(message) for message in (*prompt, *observation)):
+            marker += "-"
+        plain = {"role": "assistant", "content": marker}
+        if not answer.get("tool_calls"):
+            return self.text([*prompt, plain, *observation]).rpartition(marker)[2]
+        # The sampled tokens hold the calls already; yet some templates want to see a tool's
+        # answer behind the call that it answers. So: the end of a plain answer, and what is added
+        # behind the one with calls.
+        closed = self.text([*prompt, plain], answer_next=False).rpartition(marker)[2]
+        called = [*prompt, {**answer, "content": marker}]
+        before = self.text(called, answer_next=False).rpartition(marker)[2]
+        after = self.text([*called, *observation]).rpartition(marker)[2]
+        if not after.startswith(before):
+            raise ContextError(
+                "the chat template rewrites an answer with tool calls when an observation follows: "
+                "use context=retemplate"
+            )
+        return closed + after[len(before) :]
 
 
 class _AppendContext:
@@ -94,18 +148,19 @@ class _AppendContext:
         self._token_ids = render.token_ids(render.text(messages))
         # Some templates demand a system or a user message first: keep the prompt's own.
         self._messages = list(messages)
+        self._answer: Message = {}
 
     def prompt_token_ids(self) -> list[int]:
         return list(self._token_ids)
 
-    def add_response(self, token_ids: Sequence[int], text: str, *, replaced: bool) -> None:
+    def add_response(self, token_ids: Sequence[int], message: Message, *, replaced: bool) -> None:
+        self._answer = message
+        text = message_text(message)
         self._token_ids += self._render.token_ids(text) if replaced else token_ids
 
     def add_observation(self, messages: Sequence[Message]) -> None:
-        answer = {"role": "assistant", "content": _ANSWER}
-        text = self._render.text([*self._messages, answer, *messages])
-        # What the template writes behind an answer: its end, the observation, the next start.
-        token_ids = self._render.token_ids(text.rpartition(_ANSWER)[2])
+        text = self._render.behind_answer(self._messages, self._answer, messages)
+        token_ids = self._render.token_ids(text)
         end = self._render.tokenizer.eos_token_id
         already_ended = self._token_ids[-1:] == [end]
         self._token_ids += token_ids[1:] if already_ended and token_ids[:1] == [end] else token_ids
@@ -121,8 +176,8 @@ class _RetemplateContext:
     def prompt_token_ids(self) -> list[int]:
         return self._render.token_ids(self._render.text(self._messages))
 
-    def add_response(self, token_ids: Sequence[int], text: str, *, replaced: bool) -> None:
-        self._messages.append({"role": "assistant", "content": text})
+    def add_response(self, token_ids: Sequence[int], message: Message, *, replaced: bool) -> None:
+        self._messages.append(message)
 
     def add_observation(self, messages: Sequence[Message]) -> None:
         self._messages += messages
@@ -138,11 +193,12 @@ class _SingleContext:
     def prompt_token_ids(self) -> list[int]:
         return list(self._token_ids)
 
-    def add_response(self, token_ids: Sequence[int], text: str, *, replaced: bool) -> None:
+    def add_response(self, token_ids: Sequence[int], message: Message, *, replaced: bool) -> None:
         end = self._render.tokenizer.eos_token_id
         kept = token_ids[:-1] if token_ids and token_ids[-1] == end else token_ids
+        text = message_text(message)
         self._token_ids += self._render.token_ids(text) if replaced else kept
 
     def add_observation(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            self._token_ids += self._render.token_ids(str(message["content"]))
+            self._token_ids += self._render.token_ids(message_text(message))

@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import logging
 import math
-import queue
 import sys
 import threading
 import time
@@ -15,6 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
+
+from skyrl_fast.rollout import text2sql
+from skyrl_fast.rollout.env_threads import EnvThreads
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +56,15 @@ class EnvAnswer:
         messages: chat messages for the model; may be empty.
         reward: of this step; finite.
         done: the episode is over.
-        postprocessed_action: text that takes the action's place in the history, or None.
+        postprocessed_action: text that takes the action's place in the history; or an assistant
+            message that says the same action with its tool calls; or None.
         seconds: time in the environment.
     """
 
     messages: list[Message]
     reward: float
     done: bool
-    postprocessed_action: str | None
+    postprocessed_action: str | Message | None
     seconds: float
 
 
@@ -90,7 +93,7 @@ class EnvFactory:
                 f"EnvConfig: timeout_seconds: wanted > 0, got {config.timeout_seconds}"
             )
         self._config = config
-        self._threads = _Threads(config.max_env_workers)
+        self._threads = EnvThreads(config.max_env_workers)
         for module in config.register:
             import_registering_module(module)
 
@@ -102,10 +105,15 @@ class EnvFactory:
     async def make(self, env_class: str, extras: Mapping[str, Any]) -> Env:
         """A new environment; EnvError if its constructor raises or no such class is registered."""
         settings = self._config.settings.get(env_class, {})
-        made = await self._call(
-            env_class, "make", lambda: _make(env_class, dict(settings), dict(extras))
-        )
-        return Env(self, env_class, made)
+        made = _Made()
+        try:
+            env = await self._call(
+                env_class, "make", lambda: made.keep(_make(env_class, dict(settings), dict(extras)))
+            )
+        except BaseException:  # a cancelled caller, too, leaves nobody to close it
+            made.give_up()
+            raise
+        return Env(self, env_class, env)
 
     async def close(self) -> None:
         """Let idle threads end; threads that hang are daemons and die with the process."""
@@ -125,6 +133,30 @@ class EnvFactory:
             ) from error
 
 
+class _Made:
+    """An environment that is closed where nobody waits for it any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._given_up = False
+        self._env: Any = None
+
+    def keep(self, env: Any) -> Any:
+        with self._lock:
+            self._env = env
+            late = self._given_up
+        if late:
+            env.close()
+        return env
+
+    def give_up(self) -> None:
+        with self._lock:
+            self._given_up = True
+            env = self._env
+        if env is not None:  # made in the very moment; closing may block
+            threading.Thread(target=env.close, daemon=True).start()
+
+
 class Env:
     """One environment of one trajectory; made by `EnvFactory.make`."""
 
@@ -132,6 +164,7 @@ class Env:
         self._factory = factory
         self._env_class = env_class
         self._env = env
+        self._busy = False  # a call was given up and may still run
 
     async def init(self, messages: Sequence[Message]) -> list[Message]:
         """Begin an episode; return the first prompt's messages (the environment may change them).
@@ -155,11 +188,18 @@ class Env:
         return _answer(answer, seconds, f"environment {self._env_class}: step")
 
     async def metrics(self) -> dict[str, Any]:
-        """The environment's own numbers of this episode; {} if it has none."""
+        """The environment's own numbers of this episode; {} if it has none.
+
+        A failure is logged, for the episode is over. Not asked while a call may still run.
+        """
         get = getattr(self._env, "get_metrics", None)
-        if get is None:
+        if get is None or self._busy:
             return {}
-        return dict(await self._call("get_metrics", get) or {})
+        try:
+            return dict(await self._call("get_metrics", get) or {})
+        except (EnvError, TypeError, ValueError) as error:
+            log.warning("%s", error)
+            return {}
 
     async def close(self) -> None:
         """Free what it holds; a failure is logged, for the episode is over."""
@@ -169,7 +209,11 @@ class Env:
             log.warning("%s", error)
 
     async def _call(self, what: str, call: Callable[[], Any]) -> Any:
-        return await self._factory._call(self._env_class, what, call)
+        try:
+            return await self._factory._call(self._env_class, what, call)
+        except (EnvTimeoutError, asyncio.CancelledError):
+            self._busy = True
+            raise
 
 
 # --- skyrl_gym ---------------------------------------------------------------------------------
@@ -227,6 +271,8 @@ def _make(env_class: str, settings: dict[str, Any], extras: dict[str, Any]) -> A
             "registers yours in environment.register"
         ) from None
     env_config = _Settings({**_default_settings(spec.entry_point), **settings})
+    if spec.entry_point == text2sql.ENTRY_POINT:  # the same, for SQL that nobody vouches for
+        return text2sql.Text2SqlEnv(env_config, extras)
     return skyrl_gym.make(env_class, env_config=env_config, extras=extras)
 
 
@@ -239,7 +285,9 @@ def _default_settings(entry_point: Any) -> dict[str, Any]:
     configs: list[Any] = [
         item
         for name, item in (vars(module).items() if module else ())
-        if name.endswith("EnvConfig") and is_dataclass(item)
+        if name.endswith("EnvConfig")
+        and is_dataclass(item)
+        and getattr(item, "__module__", "") == module.__name__  # not one that it imports
     ]
     if len(configs) != 1:
         return {}
@@ -257,11 +305,18 @@ def _messages(value: Any, where: str) -> list[Message]:
         return [{"role": "user", "content": value}]
     if isinstance(value, Mapping):
         value = [value]
-    if not isinstance(value, list | tuple) or not all(
-        isinstance(m, Mapping) and "role" in m and "content" in m for m in value
-    ):
+    if not isinstance(value, list | tuple) or not all(map(_is_message, value)):
         raise EnvError(f"{where}: wanted messages with role and content, got {value!r:.200}")
     return [dict(m) for m in value]
+
+
+def _is_message(value: Any) -> bool:
+    """Whatever else it has (`name`, `tool_call_id`, ...) goes to the chat template as it is."""
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("role"), str)
+        and ("content" in value or bool(value.get("tool_calls")))
+    )
 
 
 def _answer(answer: Any, seconds: float, where: str) -> EnvAnswer:
@@ -280,101 +335,12 @@ def _answer(answer: Any, seconds: float, where: str) -> EnvAnswer:
     if not math.isfinite(reward):
         raise EnvError(f"{where}: reward: wanted a finite number, got {answer['reward']!r:.100}")
     action = answer.get("postprocessed_action")
-    if action is not None and not isinstance(action, str):
-        raise EnvError(f"{where}: postprocessed_action: wanted text, got {type(action).__name__}")
+    if isinstance(action, Mapping) and _is_message(action) and action["role"] == "assistant":
+        action = dict(action)
+    elif action is not None and not isinstance(action, str):
+        raise EnvError(
+            f"{where}: postprocessed_action: wanted text or an assistant message, got "
+            f"{action!r:.200}"
+        )
     messages = _messages(answer["observations"], where)
     return EnvAnswer(messages, reward, bool(answer["done"]), action, seconds)
-
-
-# --- threads -----------------------------------------------------------------------------------
-
-
-class _Threads:
-    """At most `limit` calls at once, each in a daemon thread; one that hangs is replaced.
-
-    A ThreadPoolExecutor would lose a worker to every call that never returns, and would wait for
-    it when the process ends.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._slots: asyncio.Semaphore | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._idle: list[_Worker] = []
-        self.num_abandoned = 0
-
-    async def run(self, call: Callable[[], Any], timeout: float) -> Any:
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # a semaphore belongs to one loop
-            self._loop, self._slots = loop, asyncio.Semaphore(self._limit)
-        assert self._slots is not None
-        async with self._slots:
-            worker = self._idle.pop() if self._idle else _Worker()
-            future = loop.create_future()
-            worker.submit(call, loop, future)
-            try:
-                result = await asyncio.wait_for(future, timeout)
-            except BaseException as error:
-                if future.done() and not future.cancelled():
-                    self._idle.append(worker)  # the call itself raised: the thread is free
-                else:
-                    worker.stop()
-                    if isinstance(error, TimeoutError):
-                        self.num_abandoned += 1
-                raise
-            self._idle.append(worker)
-            return result
-
-    def close(self) -> None:
-        for worker in self._idle:
-            worker.stop()
-        self._idle.clear()
-
-
-class _Worker:
-    """A daemon thread that runs one call after the other."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="environment", daemon=True).start()
-
-    def submit(
-        self,
-        call: Callable[[], Any],
-        loop: asyncio.AbstractEventLoop,
-        future: asyncio.Future[Any],
-    ) -> None:
-        self._calls.put((call, loop, future))
-
-    def stop(self) -> None:
-        """End after the call that is running, if any."""
-        self._calls.put(None)
-
-    def _work(self) -> None:
-        while (item := self._calls.get()) is not None:
-            call, loop, future = item
-            result: Any = None
-            error: Exception | None = None
-            try:
-                result = call()
-            except TimeoutError as caught:  # the environment's own, not our deadline
-                error = RuntimeError(f"TimeoutError: {caught}")
-            except StopIteration as caught:  # a future refuses to carry it
-                error = RuntimeError(f"StopIteration: {caught}")
-            except Exception as caught:
-                error = caught
-            except BaseException as caught:  # sys.exit in an environment ends only its call
-                error = RuntimeError(f"{type(caught).__name__}: {caught}")
-            try:
-                loop.call_soon_threadsafe(_settle, future, result, error)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                return
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from skyrl_fast import config as settings
-from skyrl_fast.rollout.agent_loop import RolloutConfig, rollout
 from skyrl_fast.rollout.engine import Engine, SamplingParams
 from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.failures import FailureWatch
+from skyrl_fast.rollout.groups import rollout
+from skyrl_fast.rollout.rollout_config import RolloutConfig
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.rollout.vllm_engine import VllmConfig, VllmEngine
 from skyrl_fast.rollout.weight_update import TOLERANCES, WeightSync, WeightSyncReport
@@ -49,12 +51,17 @@ class VllmRollouts:
         self._rollout = rollout_config(config)
         self._sync: WeightSync | None = None
         self._version = 0
+        self._failures = FailureWatch()
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str
     ) -> list[Trajectory]:
-        """See `Rollouts.generate`."""
-        return await rollout(
+        """See `Rollouts.generate`.
+
+        Raises:
+            RolloutError: nothing succeeded in this batch and in those before it.
+        """
+        trajectories = await rollout(
             prompts,
             self._engine,
             self._tokenizer,
@@ -64,6 +71,8 @@ class VllmRollouts:
             policy_version=self._version,
             seed=self._config.trainer.seed,
         )
+        self._failures.see(trajectories)
+        return trajectories
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
         """See `Rollouts.update_weights`; the first time the engine has them and is only checked."""

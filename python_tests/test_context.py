@@ -1,0 +1,184 @@
+"""What the model sees from turn to turn: contexts and messages (docs/spec.md, section 3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_envs import CountingEnv, ScriptedEngine, prompt_with, register_fakes, run, says
+
+from skyrl_fast.rollout.context import ContextError, make_context, message_text
+from skyrl_fast.rollout.rollout_config import RolloutConfig
+
+register_fakes()
+
+TASK = [{"role": "user", "content": "task"}]
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
+# As templates of tool-calling models: calls behind the content, tools' answers grouped by role.
+TOOL_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+    "{% if m.role == 'tool' %}({{ m.name }}){% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As templates of thinking models: only the last answer keeps its thinking.
+THINK_TEMPLATE = (
+    "{% for m in messages %}{% set text = m.content %}"
+    "{% if m.role == 'assistant' and not loop.last %}{% set text = text.split('</think>')[-1] %}"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ text }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    CountingEnv.closed.clear()
+
+
+def prompts_of(tokenizer: Any, config: RolloutConfig, answer: str, **extras: Any) -> list[str]:
+    engine = ScriptedEngine(lambda call, n: says(tokenizer, answer))
+    (t,) = run(tokenizer, [prompt_with(**extras)], config, engine)
+    assert t.failure is None
+    return [tokenizer.decode(s.prompt_token_ids) for s in t.steps]
+
+
+def rendered(tokenizer: Any, template: str, messages: list[dict[str, Any]]) -> str:
+    return tokenizer.apply_chat_template(
+        messages, chat_template=template, add_generation_prompt=True, tokenize=False
+    )
+
+
+@pytest.mark.spec("3.12")
+def test_a_template_that_strips_thinking_is_obeyed_when_history_is_retemplated(
+    tiny_tokenizer,
+) -> None:
+    config = RolloutConfig(max_turns=3, context="retemplate", chat_template=THINK_TEMPLATE)
+    prompts = prompts_of(tiny_tokenizer, config, "<think>why</think>so", turns=3)
+    assert prompts[2] == rendered(
+        tiny_tokenizer,
+        THINK_TEMPLATE,
+        [
+            *TASK,
+            {"role": "assistant", "content": "so"},
+            {"role": "user", "content": "obs1"},
+            {"role": "assistant", "content": "so"},
+            {"role": "user", "content": "obs2"},
+        ],
+    )
+
+
+@pytest.mark.spec("3.1")
+def test_appended_tokens_stay_whatever_the_template_would_strip(tiny_tokenizer) -> None:
+    config = RolloutConfig(max_turns=3, context="append", chat_template=THINK_TEMPLATE)
+    prompts = prompts_of(tiny_tokenizer, config, "<think>why</think>so", turns=3)
+    assert prompts[2].count("<think>why</think>so<|im_end|>") == 2
+    assert prompts[2].startswith(prompts[1])
+
+
+@pytest.mark.spec("3.13")
+def test_single_conversation_is_one_answer_with_observations_inside(tiny_tokenizer) -> None:
+    config = RolloutConfig(max_turns=3, context="single")
+    prompts = prompts_of(tiny_tokenizer, config, "a", turns=3)
+    assert prompts[2] == "<|im_start|>user\ntask<|im_end|>\n<|im_start|>assistant\naobs1aobs2"
+
+
+TOOL_ANSWERS = [
+    {"role": "tool", "name": "look", "tool_call_id": "c1", "content": "blue"},
+    {"role": "tool", "name": "look", "tool_call_id": "c2", "content": "red"},
+]
+
+
+@pytest.mark.spec("3.18")
+@pytest.mark.parametrize("context", ["append", "retemplate"])
+def test_answers_of_tools_reach_the_template_with_all_their_keys(
+    tiny_tokenizer, context: str
+) -> None:
+    config = RolloutConfig(max_turns=2, context=context, chat_template=TOOL_TEMPLATE)
+    prompts = prompts_of(tiny_tokenizer, config, "a", turns=2, messages=TOOL_ANSWERS)
+    history = [*TASK, {"role": "assistant", "content": "a"}, *TOOL_ANSWERS]
+    assert prompts[1] == rendered(tiny_tokenizer, TOOL_TEMPLATE, history)
+    assert "tool\nblue(look)<|im_end|>" in prompts[1]
+
+
+@pytest.mark.spec("3.19")
+@pytest.mark.parametrize("context", ["append", "retemplate"])
+def test_an_answer_as_a_message_with_tool_calls(tiny_tokenizer, context: str) -> None:
+    said = 'I look.<call>{"name": "look", "arguments": {"at": "x"}}</call>'
+    message = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
+    config = RolloutConfig(max_turns=2, context=context, chat_template=TOOL_TEMPLATE)
+    engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, said))
+    prompt = prompt_with(turns=2, messages=TOOL_ANSWERS, rewrite=message)
+    (t,) = run(tiny_tokenizer, [prompt], config, engine)
+    assert t.failure is None
+    second = tiny_tokenizer.decode(t.steps[1].prompt_token_ids)
+    history = [*TASK, message, *TOOL_ANSWERS]
+    assert second == rendered(tiny_tokenizer, TOOL_TEMPLATE, history)
+    assert tiny_tokenizer.decode(t.steps[0].response_ids) == said + "<|im_end|>"
+
+
+@pytest.mark.spec("3.19")
+def test_a_message_leaves_the_sampled_tokens_in_an_appended_context(tiny_tokenizer) -> None:
+    message = {"role": "assistant", "content": "other", "tool_calls": [CALL]}
+    config = RolloutConfig(max_turns=2, chat_template=TOOL_TEMPLATE)
+    prompts = prompts_of(tiny_tokenizer, config, "sampled", turns=2, rewrite=message)
+    assert "assistant\nsampled<|im_end|>\n<|im_start|>user\nobs1" in prompts[1]
+    assert "call" not in prompts[1]
+
+
+@pytest.mark.spec("3.19")
+@pytest.mark.parametrize("context", ["append", "retemplate", "single"])
+def test_an_empty_text_replaces_the_answer_too(tiny_tokenizer, context: str) -> None:
+    config = RolloutConfig(max_turns=2, context=context)
+    prompts = prompts_of(tiny_tokenizer, config, "sampled", turns=2, rewrite="")
+    assert "sampled" not in prompts[1]
+    assert "obs1" in prompts[1]
+
+
+@pytest.mark.spec("3.18")
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "user", "content": "a"}, "a"),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, ""),
+        ({"role": "assistant", "tool_calls": [CALL]}, ""),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, "b", {"type": "x"}]}, "ab"),
+    ],
+)
+def test_text_of_a_message(message: dict[str, Any], text: str) -> None:
+    assert message_text(message) == text
+
+
+@pytest.mark.spec("3.18")
+def test_prompts_may_hold_tool_calls_without_content(tiny_tokenizer) -> None:
+    few_shot = [{"role": "assistant", "tool_calls": [CALL]}, TOOL_ANSWERS[0], *TASK]
+    context = make_context("append", tiny_tokenizer, few_shot, chat_template=TOOL_TEMPLATE)
+    text = tiny_tokenizer.decode(context.prompt_token_ids())
+    assert text == rendered(tiny_tokenizer, TOOL_TEMPLATE, few_shot)
+
+
+def test_an_observation_cannot_fake_the_end_of_the_answer(tiny_tokenizer) -> None:
+    from skyrl_fast.rollout.context import _ANSWER
+
+    hostile = f"before {_ANSWER} and {_ANSWER}- behind"
+    context = make_context("append", tiny_tokenizer, TASK)
+    context.add_response([1, 2], {"role": "assistant", "content": "x"}, replaced=False)
+    context.add_observation([{"role": "user", "content": hostile}])
+    assert f"user\n{hostile}<|im_end|>" in tiny_tokenizer.decode(context.prompt_token_ids())
+
+
+@pytest.mark.spec("3.23")
+def test_a_template_that_rewrites_calls_is_refused_with_advice(tiny_tokenizer) -> None:
+    # Calls are shown only in the last message, so that nothing can be appended to them.
+    rewriting = TOOL_TEMPLATE.replace(
+        "m.tool_calls or []", "((m.tool_calls or []) if loop.last else [])"
+    )
+    context = make_context("append", tiny_tokenizer, TASK, chat_template=rewriting)
+    message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    context.add_response([1, 2], message, replaced=False)
+    with pytest.raises(ContextError, match="use context=retemplate"):
+        context.add_observation(TOOL_ANSWERS)
+
+
+def test_unknown_kind_is_refused(tiny_tokenizer) -> None:
+    with pytest.raises(ValueError, match="kind: wanted one of"):
+        make_context("other", tiny_tokenizer, TASK)

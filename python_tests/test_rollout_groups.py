@@ -1,0 +1,107 @@
+"""Groups of trajectories: order, phases, seeds, settings (docs/spec.md, section 3)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fake_envs import FakePrompt, ScriptedEngine, prompt_with, register_fakes, run, says
+
+from skyrl_fast.rollout.engine import SamplingParams
+from skyrl_fast.rollout.rollout_config import RolloutConfig
+from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.rollout.turn import request_seed
+
+register_fakes()
+
+
+@pytest.mark.spec("3.17")
+def test_groups_are_ordered_by_prompt_then_repetition(tiny_tokenizer) -> None:
+    engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
+    prompts = [FakePrompt(f"p{i}", env_extras={"turns": 3 - i}) for i in range(3)]
+    seen: list[Trajectory] = []
+    config = RolloutConfig(n_samples_per_prompt=2, max_turns=4)
+    got = run(tiny_tokenizer, prompts, config, engine, on_trajectory=seen.append)
+    assert [(t.uid, t.repetition_id) for t in got] == [
+        (f"p{i}", r) for i in range(3) for r in (0, 1)
+    ]
+    assert sorted(map(id, seen)) == sorted(map(id, got))
+
+
+@pytest.mark.spec("3.3", "3.17")
+def test_phase_chooses_samples_and_sampling_parameters(tiny_tokenizer) -> None:
+    config = RolloutConfig(
+        n_samples_per_prompt=3,
+        sampling_params=SamplingParams(temperature=1.0),
+        eval_sampling_params=SamplingParams(temperature=0.0, max_generate_length=9),
+    )
+    for phase, number, temperature in (("train", 3, 1.0), ("eval", 1, 0.0)):
+        engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
+        got = run(tiny_tokenizer, [prompt_with(turns=1)], config, engine, phase=phase)
+        assert len(got) == number
+        assert {t.phase for t in got} == {phase}
+        assert {c.sampling.temperature for c in engine.calls} == {temperature}
+
+
+@pytest.mark.spec("3.17")
+def test_at_most_so_many_at_once(tiny_tokenizer) -> None:
+    engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
+    config = RolloutConfig(n_samples_per_prompt=20, max_concurrent_trajectories=3)
+    run(tiny_tokenizer, [prompt_with(turns=1)], config, engine)
+    assert 1 <= engine.most_running <= 3
+
+
+def seeds(tiny_tokenizer, **options) -> dict[str, int]:
+    engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
+    prompts = [FakePrompt(f"p{i}", env_extras={"turns": 2}) for i in range(3)]
+    if options.pop("reverse", False):
+        prompts.reverse()
+    run(
+        tiny_tokenizer,
+        prompts,
+        RolloutConfig(n_samples_per_prompt=2, max_turns=2, max_concurrent_trajectories=2),
+        engine,
+        **options,
+    )
+    return {f"{c.session_id}/{len(c.prompt_token_ids)}": c.sampling.seed for c in engine.calls}
+
+
+@pytest.mark.spec("3.14")
+def test_seeds_depend_on_the_place_in_the_run_alone(tiny_tokenizer) -> None:
+    one = seeds(tiny_tokenizer)
+    assert one == seeds(tiny_tokenizer, reverse=True)
+    assert len(set(one.values())) == len(one) == 12
+    assert not set(one.values()) & set(seeds(tiny_tokenizer, seed=2).values())
+    assert all(0 <= s < 2**63 for s in one.values())
+    assert request_seed(1, "train-7-p0-0", 0, 0) == 1714389556219091143
+
+
+@pytest.mark.spec("3.14")
+def test_evaluations_draw_the_same_numbers_at_every_version(tiny_tokenizer) -> None:
+    def values(phase: str, version: int) -> list[int]:
+        return sorted(seeds(tiny_tokenizer, phase=phase, policy_version=version).values())
+
+    assert values("eval", 3) == values("eval", 4)
+    assert not set(values("train", 3)) & set(values("train", 4))
+    assert not set(values("train", 3)) & set(values("eval", 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_turns": 0}, "max_turns: wanted >= 1, got 0"),
+        ({"context": "other"}, "context: wanted one of"),
+        ({"max_retries": -1}, "max_retries >= 0"),
+    ],
+)
+def test_config_refuses_what_cannot_work(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(RolloutConfig(), **change)
+
+
+def test_arguments_are_checked(tiny_tokenizer) -> None:
+    engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
+    with pytest.raises(ValueError, match="phase: wanted one of"):
+        run(tiny_tokenizer, [FakePrompt("a")], RolloutConfig(), engine, phase="test")
+    with pytest.raises(ValueError, match="same uid"):
+        run(tiny_tokenizer, [FakePrompt("a"), FakePrompt("a")], RolloutConfig(), engine)

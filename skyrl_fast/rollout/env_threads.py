@@ -1,0 +1,102 @@
+"""Threads for blocking calls: so many at once, each with a deadline, replaced if it hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class EnvThreads:
+    """At most `limit` calls at once, each in a daemon thread; one that hangs is replaced.
+
+    A ThreadPoolExecutor would lose a worker to every call that never returns, and would wait for
+    it when the process ends.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._slots: asyncio.Semaphore | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._idle: list[_Worker] = []
+        self.num_abandoned = 0
+
+    async def run(self, call: Callable[[], Any], timeout: float) -> Any:
+        """The call's result; TimeoutError if it takes longer, not counting the wait for a slot."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # a semaphore belongs to one loop
+            self._loop, self._slots = loop, asyncio.Semaphore(self._limit)
+        assert self._slots is not None
+        async with self._slots:
+            worker = self._idle.pop() if self._idle else _Worker()
+            future = loop.create_future()
+            worker.submit(call, loop, future)
+            try:
+                result = await asyncio.wait_for(future, timeout)
+            except BaseException as error:
+                if future.done() and not future.cancelled():
+                    self._idle.append(worker)  # the call itself raised: the thread is free
+                else:
+                    worker.stop()
+                    if isinstance(error, TimeoutError):
+                        self.num_abandoned += 1
+                raise
+            self._idle.append(worker)
+            return result
+
+    def close(self) -> None:
+        """Let idle threads end."""
+        for worker in self._idle:
+            worker.stop()
+        self._idle.clear()
+
+
+class _Worker:
+    """A daemon thread that runs one call after the other."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="environment", daemon=True).start()
+
+    def submit(
+        self,
+        call: Callable[[], Any],
+        loop: asyncio.AbstractEventLoop,
+        future: asyncio.Future[Any],
+    ) -> None:
+        self._calls.put((call, loop, future))
+
+    def stop(self) -> None:
+        """End after the call that is running, if any."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, loop, future = item
+            result: Any = None
+            error: Exception | None = None
+            try:
+                result = call()
+            except TimeoutError as caught:  # the environment's own, not our deadline
+                error = RuntimeError(f"TimeoutError: {caught}")
+            except StopIteration as caught:  # a future refuses to carry it
+                error = RuntimeError(f"StopIteration: {caught}")
+            except Exception as caught:
+                error = caught
+            except BaseException as caught:  # sys.exit in an environment ends only its call
+                error = RuntimeError(f"{type(caught).__name__}: {caught}")
+            try:
+                loop.call_soon_threadsafe(_settle, future, result, error)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                return
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

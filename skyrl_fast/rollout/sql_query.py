@@ -1,0 +1,144 @@
+"""One query that nobody vouches for, on a SQLite file that it cannot change.
+
+The connection is read-only, an authorizer lets only reading statements through, and time, rows and
+memory are limited. Nothing outside the one file can be reached.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+Row = tuple[Any, ...]
+
+OPERATIONS_PER_CHECK = 1_000  # of SQLite's virtual machine; with large values each takes long
+# SQLite counts this over all connections of the process, and it can only be lowered.
+HEAP_BYTES = 1 << 30
+LIMITS = {
+    sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000,  # bytes of one value or row
+    sqlite3.SQLITE_LIMIT_SQL_LENGTH: 100_000,
+    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 1_000,  # matching costs pattern times text
+    sqlite3.SQLITE_LIMIT_ATTACHED: 0,
+    sqlite3.SQLITE_LIMIT_WORKER_THREADS: 0,
+}
+READING_PRAGMAS = frozenset(
+    {
+        "table_info",
+        "table_xinfo",
+        "table_list",
+        "index_list",
+        "index_info",
+        "index_xinfo",
+        "foreign_key_list",
+    }
+)
+FORBIDDEN_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer"})
+
+
+class QueryError(RuntimeError):
+    """The query was refused or failed; the message is SQLite's, or names the limit."""
+
+
+class QueryTimeoutError(QueryError):
+    """The query took too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryLimits:
+    """How much a query may take.
+
+    Args:
+        seconds: of running; one call of an SQL function is not interrupted.
+        max_rows: of the result, before equal rows are joined.
+        max_bytes: of texts and blobs in the result.
+        cut: a larger result is cut at the limit; False: it is an error.
+    """
+
+    seconds: float
+    max_rows: int
+    max_bytes: int
+    cut: bool = False
+
+
+def run_query(path: Path, sql: str, limits: QueryLimits) -> list[Row]:
+    """Distinct rows of the result, in the query's order.
+
+    Args:
+        path: an existing SQLite file.
+        sql: one statement, from anybody.
+        limits: what it may take.
+
+    Raises:
+        QueryTimeoutError: it ran longer than `limits.seconds`.
+        QueryError: it is no reading query, is wrong, or the result is too large.
+    """
+    deadline = time.monotonic() + limits.seconds
+    late = False
+
+    def check() -> int:
+        nonlocal late
+        late = time.monotonic() > deadline
+        return late  # anything but 0 ends the query
+
+    connection = None
+    try:
+        connection = _connect(path, limits.seconds)
+        connection.set_progress_handler(check, OPERATIONS_PER_CHECK)
+        return _fetch(connection.execute(sql), limits)
+    except MemoryError:
+        raise QueryError("out of memory") from None
+    except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
+        if late:
+            raise QueryTimeoutError(f"longer than {limits.seconds:g} s") from None
+        raise QueryError(str(error)) from None
+    finally:
+        if connection is not None:
+            connection.close()
+
+
+def _connect(path: Path, seconds: float) -> sqlite3.Connection:
+    uri = f"file:{quote(str(path.absolute()))}?mode=ro"
+    connection = sqlite3.connect(uri, uri=True, timeout=seconds)
+    try:
+        connection.execute(f"PRAGMA hard_heap_limit={HEAP_BYTES}")
+        # Sorting and recursion stay under that limit instead of filling the disk.
+        connection.execute("PRAGMA temp_store=MEMORY")
+        for limit, value in LIMITS.items():
+            connection.setlimit(limit, value)
+        connection.set_authorizer(_authorize)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _authorize(action: int, first: str | None, second: str | None, *_place: str | None) -> int:
+    """SQLite asks about every single thing that a statement would do."""
+    allowed = action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE)
+    if action == sqlite3.SQLITE_FUNCTION:
+        allowed = (second or "").lower() not in FORBIDDEN_FUNCTIONS
+    elif action == sqlite3.SQLITE_PRAGMA:
+        allowed = (first or "").lower() in READING_PRAGMAS
+    elif action == sqlite3.SQLITE_UPDATE:
+        # Asked for table-valued functions such as json_each; a real change is refused all the same.
+        allowed = first == "sqlite_master"
+    return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
+
+
+def _fetch(cursor: sqlite3.Cursor, limits: QueryLimits) -> list[Row]:
+    rows: dict[Row, None] = {}
+    num_bytes = 0
+    for number, row in enumerate(cursor, start=1):
+        num_bytes += sum(len(value) for value in row if isinstance(value, str | bytes))
+        if number > limits.max_rows or num_bytes > limits.max_bytes:
+            if limits.cut:
+                break
+            raise QueryError(
+                f"the result is larger than {limits.max_rows:,} rows or {limits.max_bytes:,} bytes"
+            )
+        rows[row] = None
+    return list(rows)

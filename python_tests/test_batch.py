@@ -109,13 +109,14 @@ def test_an_empty_response_is_a_row_without_response_tokens(per_token):
 
 
 @pytest.mark.spec("2.21")
-@pytest.mark.parametrize("reward", [3.0, float("nan")])
-def test_a_reward_of_an_empty_response_is_refused_with_its_row(reward):
+def test_a_reward_of_an_empty_response_counts_and_padded_tensors_refuse_it():
     output = worked_output()
     output["response_ids"][4], output["loss_masks"][4], output["rollout_logprobs"][4] = [], [], []
-    output["rewards"][4] = reward
-    with pytest.raises(ValueError, match=r"rewards must be 0 for an empty response.*row 4"):
-        StepBatch.from_generator_output(output)
+    output["rewards"][4] = 3.0
+    batch = StepBatch.from_generator_output(output)
+    assert advantages(batch, estimator="rloo").tolist() == [-2.0] * 3 + [2.0] * 3
+    with pytest.raises(ValueError, match=r"rewards must be 0 for an empty response.*3.0 in row 4"):
+        batch.padded(0)
 
 
 def test_rows_may_be_numpy_or_torch_arrays():

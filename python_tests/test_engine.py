@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +67,53 @@ def test_engine_that_was_not_started_says_so() -> None:
 
     with pytest.raises(EngineDeadError, match="not running"):
         asyncio.run(ask())
+
+
+class FakeLlm:
+    """vLLM's AsyncLLM as far as a request goes; keeps what it was asked."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[dict[str, Any], str]] = []
+
+    async def generate(
+        self, prompt: dict[str, Any], params: Any, request_id: str, **kw: Any
+    ) -> Any:
+        self.asked.append((prompt, kw["session_id"]))
+        logprobs = [{7: SimpleNamespace(logprob=-0.5)}]
+        answer = SimpleNamespace(
+            token_ids=[7], logprobs=logprobs, finish_reason="stop", stop_reason="</a>"
+        )
+        yield SimpleNamespace(outputs=[answer])
+
+
+@pytest.mark.spec("3.3", "3.15")
+def test_requests_carry_their_session_and_share_caches_within_one_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.exceptions"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["vllm.v1.engine.exceptions"].EngineDeadError = KeyError  # type: ignore
+    engine = VllmEngine(VllmConfig("anything"))
+    wanted: list[dict[str, Any]] = []
+    engine._llm = FakeLlm()
+    engine._sampling_params = lambda **kw: wanted.append(kw)
+
+    async def ask() -> None:
+        sampling = SamplingParams(stop=("</a>",), seed=5, temperature=0.5)
+        for session_id, version in (("a", 3), ("b", 3), ("a", 4)):
+            got = await engine.generate(
+                [1, 2], sampling, session_id=session_id, policy_version=version
+            )
+            assert (got.token_ids, got.logprobs, got.stop_string) == ([7], [-0.5], "</a>")
+
+    asyncio.run(ask())
+    assert [session for _, session in engine._llm.asked] == ["a", "b", "a"]
+    salts = [prompt["cache_salt"] for prompt, _ in engine._llm.asked]
+    assert salts[0] == salts[1] != salts[2]
+    assert all(w["stop"] == ["</a>"] and w["include_stop_str_in_output"] for w in wanted)
+    assert [(w["seed"], w["temperature"], w["logprobs"]) for w in wanted] == [(5, 0.5, 0)] * 3
 
 
 def test_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,7 +214,6 @@ def test_trajectory_ids_may_be_objects():
 def test_an_empty_response_keeps_its_empty_list():
     output = step_wise_output()
     output["response_ids"][4] = output["loss_masks"][4] = output["rollout_logprobs"][4] = []
-    output["rewards"][4] = 0.0
     check(output)
     output["rollout_logprobs"][4] = None
     with pytest.raises(ValueError, match=r"rollout_logprobs must hold a list .*row 4 is None"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skyrl_fast import pad_batch, pad_training_input_batch, padding_metadata
+from skyrl_fast import group_advantage, pad_batch, pad_training_input_batch, padding_metadata
+from skyrl_fast.advantages import normalize_advantages
 
 
 class TensorBatch(dict):
@@ -106,3 +107,28 @@ def test_bad_input_is_named(
 ) -> None:
     with pytest.raises(error, match=message):
         pad_batch(batch, pad_size, mode=mode)
+
+
+@pytest.mark.spec("4.18", "5.16")
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "maxrl"])
+def test_padding_moves_no_advantage_even_where_row_0_is_no_last_step(estimator: str) -> None:
+    batch = TensorBatch(
+        rewards=torch.tensor([[1e6], [1.0], [0.0]]),  # the first step's is large, and not read
+        loss_mask=torch.ones(3, 1),
+        response_mask=torch.ones(3, 1, dtype=torch.int64),
+    )
+    batch.metadata = {"uids": ["a", "a", "a"], "is_last_step": [False, True, True]}
+    results = []
+    for pad_size in (0, 5):
+        padded = pad_batch(batch, pad_size)
+        got = group_advantage(
+            padded["rewards"],
+            padded.metadata["uids"],
+            is_last_step=padded.metadata["is_last_step"],
+            response_mask=padded["response_mask"],
+            estimator=estimator,
+        )
+        trained = padded["loss_mask"] != 0
+        results.append((got[trained], normalize_advantages(got, trained.to(torch.uint8))[trained]))
+    for plain, with_padding in zip(*results, strict=True):
+        assert torch.equal(plain, with_padding)

@@ -70,7 +70,7 @@ class StepBatch:
         cu_responses: (N + 1,) int32, offsets into the arrays per response token.
         loss_mask: (A,) uint8, 1 = trained.
         rewards: (A,) float32 per response token; a reward per row lies on its last token.
-        row_rewards: (N,) float32, each row's sum; 0 where the response is empty.
+        row_rewards: (N,) float32, each row's sum, also where the response is empty.
         group_ids: (N,) int32, 0 to G - 1: the row's prompt.
         trajectory_ids: (N,) int32, 0 to J - 1.
         is_last_step: (N,) bool.
@@ -211,7 +211,8 @@ class StepBatch:
                 it is large enough. New memory costs more to map than to fill.
 
         Raises:
-            ValueError: a negative `pad_size`, or padding rows for an empty batch.
+            ValueError: a negative `pad_size`, padding rows for an empty batch, or a reward of an
+                empty response, which no token can hold.
         """
         return padded_batch(self, pad_token_id, pad_size, pad_mode, reuse)
 

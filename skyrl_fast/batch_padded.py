@@ -62,6 +62,7 @@ def padded_batch(
         raise ValueError(f"{OP}: an empty batch has no row 0 to repeat in padding rows")
     num_rows = batch.num_rows
     lengths, response_lengths = batch.lengths.long(), batch.response_lengths.long()
+    _refuse_lost_rewards(batch.row_rewards, response_lengths)
     sides = {"token": lengths, "response": response_lengths}
     shapes = {
         side: (num_rows + pad_size, int(of_row.max()) if num_rows else 0)
@@ -108,6 +109,16 @@ def padded_batch(
         is_last_step=batch.is_last_step.tolist() + [True] * pad_size,
         pad_size=pad_size,
     )
+
+
+def _refuse_lost_rewards(row_rewards: torch.Tensor, response_lengths: torch.Tensor) -> None:
+    lost = (response_lengths == 0) & (row_rewards != 0)
+    if bool(lost.any()):
+        row = int(lost.nonzero()[0])
+        raise ValueError(
+            f"{OP}: rewards must be 0 for an empty response (there is no token to hold it), got "
+            f"{float(row_rewards[row])} in row {row}"
+        )
 
 
 def _block(old: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:

@@ -295,8 +295,6 @@ def _check_token_lists(op: str, output: Mapping[str, Any]) -> None:
     fields = ["loss_masks"]
     if rewards_are_per_token(op, output["rewards"]):
         fields.append("rewards")
-    else:
-        _check_rewards_have_a_token(op, output["rewards"], lengths)
     if output.get("rollout_logprobs") is not None:
         fields.append("rollout_logprobs")
     for field in fields:
@@ -318,16 +316,6 @@ def _check_token_lists(op: str, output: Mapping[str, Any]) -> None:
                 f"{op}: rollout_expert_indices must have at most one entry per token "
                 f"({prompts[row] + lengths[row]}) in row {row}, got {got[row]}"
             )
-
-
-def _check_rewards_have_a_token(op: str, rewards: Sequence[Any], lengths: np.ndarray) -> None:
-    empty = np.flatnonzero(lengths == 0)
-    lost = [int(row) for row in empty if rewards[row] != 0]
-    if lost:
-        raise ValueError(
-            f"{op}: rewards must be 0 for an empty response (there is no token to hold it), got "
-            f"{float(rewards[lost[0]])} in row {lost[0]}"
-        )
 
 
 def rewards_are_per_token(op: str, rewards: Sequence[Any]) -> bool:

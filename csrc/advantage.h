@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "rows.h"
+#include "row_layout.h"
 #include "tensor.h"
 
 namespace skyrl_fast {

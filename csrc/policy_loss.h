@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "rows.h"
+#include "row_layout.h"
 #include "tensor.h"
 
 namespace skyrl_fast {

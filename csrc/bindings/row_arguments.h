@@ -5,7 +5,7 @@
 #include <string>
 
 #include "bindings/borrow.h"
-#include "rows.h"
+#include "row_layout.h"
 
 namespace skyrl_fast {
 

@@ -101,6 +101,16 @@ def test_wrong_values_name_the_key(override: str, wanted: str) -> None:
     assert wanted in error_of(override)
 
 
+@pytest.mark.spec("11.16")
+def test_replay_needs_recorded_routes() -> None:
+    replay = "trainer.policy.moe_enable_routing_replay=true"
+    recorded = "generator.inference_engine.enable_return_routed_experts"
+    assert f"{recorded}: wanted true" in error_of(replay)
+    assert load_config(None, [*NEEDED, replay, f"{recorded}=true"])
+    skyrl = "trainer.policy.megatron_config.moe_enable_routing_replay=true"
+    assert "is trainer.policy.moe_enable_routing_replay" in error_of(skyrl)
+
+
 def test_whole_number_is_a_number() -> None:
     config = load_config(None, [*NEEDED, "trainer.policy.optimizer_config.lr=0"])
     assert config.trainer.policy.optimizer_config.lr == 0.0

@@ -85,6 +85,9 @@ class PolicyConfig:
     dtype: str = setting(
         "auto", "of the weights; auto: float32 on CPU, bfloat16 on GPU", choices=DTYPES
     )
+    moe_enable_routing_replay: bool = setting(
+        False, "mixture of experts: tokens go to the experts that the engine sent them to"
+    )
 
 
 @dataclass(slots=True)
@@ -211,6 +214,9 @@ class InferenceEngineConfig:
     backend: str = setting("vllm", "the engine", choices=("vllm",))
     model_dtype: str = setting("auto", "auto: the policy's", choices=DTYPES)
     enable_prefix_caching: bool = setting(True, "reuse the keys and values of earlier turns")
+    enable_return_routed_experts: bool = setting(
+        False, "mixture of experts: record where the engine sent each token"
+    )
     enforce_eager: bool = setting(True, "no graph capture: faster start")
     max_num_seqs: int = setting(256, "sequences generated at once", at_least=1)
     max_num_batched_tokens: int = setting(8192, "tokens of one engine step", at_least=1)

@@ -16,6 +16,8 @@ from skyrl_fast.config import AlgorithmConfig, Config, ConfigError, SamplingPara
 _SKYRL_ONLY = {
     "trainer.placement": "one process trains on one device; remove it",
     "trainer.strategy": "one process trains on one device; remove it",
+    "trainer.policy.megatron_config": "models are transformers'; its moe_enable_routing_replay is "
+    "trainer.policy.moe_enable_routing_replay",
     "trainer.critic": "there is no critic; remove it",
     "trainer.fully_async": "training is synchronous; remove it",
     "trainer.export_path": "checkpoints are in Hugging Face format already; remove it",
@@ -95,6 +97,12 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             "trainer.policy_mini_batch_size: wanted a divisor of trainer.train_batch_size="
             f"{trainer.train_batch_size}, got {trainer.policy_mini_batch_size}"
+        )
+    recorded = generator.inference_engine.enable_return_routed_experts
+    if trainer.policy.moe_enable_routing_replay and not recorded:
+        raise ConfigError(
+            "generator.inference_engine.enable_return_routed_experts: wanted true "
+            "(trainer.policy.moe_enable_routing_replay repeats what it records), got false"
         )
     betas = trainer.policy.optimizer_config.adam_betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):

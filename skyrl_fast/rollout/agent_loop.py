@@ -24,6 +24,7 @@ from skyrl_fast.rollout.stop_reason import (
     STOP,
     TIMEOUT,
 )
+from skyrl_fast.rollout.route_record import recorded_routes, routes_of_turn
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.rollout.turn import SampledTokens, decode_response, request_seed, sampled_tokens
 
@@ -149,6 +150,7 @@ class AgentLoop:
             generation, llm_seconds = await self._generate(
                 trajectory, prompt_token_ids, turn, attempt
             )
+            routes = routes_of_turn(trajectory.steps, prompt_token_ids, generation)
             text = decode_response(self._tokenizer, generation)
             answer = await env.step(text)
             last = answer.done or turn + 1 == self._config.max_turns
@@ -156,6 +158,7 @@ class AgentLoop:
             trajectory.steps.append(
                 self._step(prompt_token_ids, sampled, generation, text, answer, llm_seconds)
             )
+            trajectory.steps[-1].expert_indices = routes
             if last:
                 # A cut response stays "length": a filter for overlong ones looks for that.
                 cut = generation.stop_reason == LENGTH
@@ -170,9 +173,11 @@ class AgentLoop:
         name = f"{self._phase}-{self._policy_version}-{place}"
         # Evaluations draw the same numbers whatever the version: what differs is the policy's.
         seeded = f"eval-{place}" if self._phase == "eval" else name
+        known = recorded_routes(trajectory.steps, prompt_token_ids)
         sampling = replace(
             self._config.sampling(self._phase),
             seed=request_seed(self._seed, seeded, attempt, turn),
+            expert_indices_start=0 if known is None else len(known),
         )
         started = time.perf_counter()
         generation = await self._engine.generate(

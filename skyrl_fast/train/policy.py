@@ -21,6 +21,7 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import OptimizerConfig
 from skyrl_fast.ops.logprob import linear_logprob
 from skyrl_fast.train.micro_batch import MicroBatch, plan_micro_batches
+from skyrl_fast.train.router_replay import RouterReplay
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +39,11 @@ class Policy:
         temperature: of the sampler, so that logprobs are those of the sampling distribution.
         max_tokens_per_microbatch: most padded tokens of one forward pass.
         dtype: of the forward pass; the weights are float32.
+        router_replay: tokens go to the experts that the sampler recorded; see `RouterReplay`.
 
     Raises:
-        ValueError: a model that does something else to its logits (a soft cap, a scale, a bias).
+        ValueError: a model that does something else to its logits (a soft cap, a scale, a bias);
+            replay for a model whose routers are not known.
     """
 
     def __init__(
@@ -50,12 +53,21 @@ class Policy:
         temperature: float = 1.0,
         max_tokens_per_microbatch: int = 16384,
         dtype: torch.dtype = torch.float32,
+        router_replay: bool = False,
     ) -> None:
         self.model = model
         self.temperature = temperature
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.dtype = dtype
+        self._replay = RouterReplay(model) if router_replay else None
+        if self._replay is not None and _checkpoints_gradients(model):
+            _checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
         self._check_head()
+
+    @property
+    def router_replay(self) -> bool:
+        """Whether `logprobs` repeats recorded routes."""
+        return self._replay is not None
 
     @property
     def device(self) -> torch.device:
@@ -66,7 +78,7 @@ class Policy:
         self, micro: MicroBatch, *, return_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (M,) float32 logprobs of the micro-batch's trained tokens, and their entropies."""
-        with self._autocast():
+        with self._autocast(), self._replayed(micro):
             hidden = self.model.base_model(
                 input_ids=micro.input_ids.to(self.device), use_cache=False
             ).last_hidden_state
@@ -85,7 +97,9 @@ class Policy:
         """Return (A,) float32 logprobs of the trained tokens, without gradients; 0 elsewhere."""
         result = torch.zeros(batch.loss_mask.shape[0])
         with torch.no_grad():
-            for micro in plan_micro_batches(batch, self.max_tokens_per_microbatch):
+            for micro in plan_micro_batches(
+                batch, self.max_tokens_per_microbatch, router_replay=self.router_replay
+            ):
                 values, _ = self.logprobs(micro)
                 result[_response_positions(batch, micro)] = values.cpu()
         return result
@@ -100,19 +114,29 @@ class Policy:
             return values.tolist()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights under their Hugging Face names; tied ones once."""
-        for name, value in self.model.named_parameters(remove_duplicate=True):
-            yield name, value.detach()
+        """Yield the weights under the names of a Hugging Face checkpoint; tied ones once."""
+        weights = {
+            name: value.detach()
+            for name, value in self.model.named_parameters(remove_duplicate=True)
+        }
         persistent = set(self.model.state_dict())
-        for name, value in self.model.named_buffers():
-            if name in persistent:
-                yield name, value
+        weights |= {n: v for n, v in self.model.named_buffers() if n in persistent}
+        yield from _checkpoint_names(self.model, weights).items()
 
     def save(self, folder: Path, tokenizer: Any | None = None) -> None:
         """Write the model (and its tokenizer) in Hugging Face format."""
         self.model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+
+    def _replayed(self, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
+        if self._replay is None:
+            return contextlib.nullcontext()
+        if micro.expert_indices is None or micro.router_padding_mask is None:
+            raise ValueError("policy: router replay needs a micro-batch planned with its routes")
+        return self._replay.routes(
+            micro.expert_indices.to(self.device), micro.router_padding_mask.to(self.device)
+        )
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.dtype == torch.float32 or self.model.dtype == torch.float64:
@@ -263,9 +287,28 @@ def load_model(path: str, *, device: torch.device, gradient_checkpointing: bool 
     except (OSError, ValueError) as error:
         raise ValueError(f"trainer.policy.model.path: {path} cannot be loaded: {error}") from error
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _checkpoint_gradients(model)
         _remove_dropout(model.train())
     return model.to(device)
+
+
+def _checkpoints_gradients(model: Any) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def _checkpoint_names(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Undo what transformers 5 does on loading, such as joining a layer's experts to one tensor."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4: names in the model are those of the checkpoint
+        return weights
+    return revert_weight_conversion(model, weights)
+
+
+def _checkpoint_gradients(model: Any, **options: Any) -> None:
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False, **options}
+    )
 
 
 def hide_progress_bars() -> None:

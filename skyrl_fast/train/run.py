@@ -207,6 +207,8 @@ def _parts(config: Config, checkpoint: Path | None) -> tuple[Parts, str]:
             temperature=config.generator.sampling_params.temperature,
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
             dtype=dtype,
+            # The reference chooses its own experts: what it would have done is what is asked.
+            router_replay=trained and settings.policy.moe_enable_routing_replay,
         )
 
     policy = policy_of(model_path, trained=True)

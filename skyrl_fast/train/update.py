@@ -134,6 +134,7 @@ def accumulate_gradient(
         _NO_BUDGET if whole else policy.max_tokens_per_microbatch,
         rows=rows,
         keep_trajectories=_keeps_trajectories(algorithm),
+        router_replay=policy.router_replay,
     )
     parts = [_micro_step(policy, batch, weights, micro, algorithm) for micro in plan]
     metrics = _token_mean_metrics(parts)

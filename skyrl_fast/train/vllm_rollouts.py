@@ -121,6 +121,7 @@ def vllm_config(config: settings.Config, model_path: str) -> VllmConfig:
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         enable_prefix_caching=engine.enable_prefix_caching,
+        enable_return_routed_experts=engine.enable_return_routed_experts,
         enforce_eager=engine.enforce_eager,
         gpu_memory_utilization=engine.gpu_memory_utilization,
         cpu_kvcache_gib=engine.cpu_kvcache_gib,

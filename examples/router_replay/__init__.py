@@ -1,0 +1,1 @@
+"""What router replay gains, measured on a tiny mixture of experts."""

@@ -66,7 +66,7 @@ def prompts(number: int) -> list[Prompt]:
     return [
         Prompt(
             str(i),
-            [{"role": "user", "content": " ".join(words[(7 * i + k) % 40] for k in range(12))}],
+            [{"role": "user", "content": " ".join(words[(7 * i + k) % len(words)] for k in range(12))}],
             "rooms",
             {},
         )

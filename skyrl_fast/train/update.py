@@ -164,7 +164,8 @@ def _micro_step(
     micro: MicroBatch,
     algorithm: AlgorithmConfig,
 ) -> dict[str, float]:
-    rows = batch.rows(micro.rows)
+    # The forward pass has its routes in `micro`; the loss needs none.
+    rows = batch.with_(expert_indices=None, cu_experts=None).rows(micro.rows)
     trained, entropy = policy.logprobs(micro, return_entropy=True)
     assert entropy is not None
     index = micro.response_index.to(trained.device)

@@ -63,14 +63,10 @@ class Mismatch:
 def prompts(number: int) -> list[Prompt]:
     """Short tasks of the model's own words."""
     words = WORDS.split()
+    tasks = [" ".join(words[(7 * i + k) % len(words)] for k in range(12)) for i in range(number)]
     return [
-        Prompt(
-            str(i),
-            [{"role": "user", "content": " ".join(words[(7 * i + k) % len(words)] for k in range(12))}],
-            "rooms",
-            {},
-        )
-        for i in range(number)
+        Prompt(str(i), [{"role": "user", "content": task}], "rooms", {})
+        for i, task in enumerate(tasks)
     ]
 
 

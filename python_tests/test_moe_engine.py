@@ -15,9 +15,10 @@ from fake_envs import FakePrompt, register_fakes
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.generator_output import generator_output_from_trajectories
-from skyrl_fast.rollout.agent_loop import RolloutConfig, rollout
 from skyrl_fast.rollout.engine import EngineDeadError, SamplingParams
 from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.groups import rollout
+from skyrl_fast.rollout.rollout_config import RolloutConfig
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.rollout.vllm_engine import VllmConfig, VllmEngine
 from skyrl_fast.rollout.weight_update import WeightSync, WeightSyncError

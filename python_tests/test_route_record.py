@@ -16,9 +16,10 @@ from skyrl_fast.generator_output import (
     concatenate_generator_outputs,
     generator_output_from_trajectories,
 )
-from skyrl_fast.rollout.agent_loop import RolloutConfig, rollout
 from skyrl_fast.rollout.engine import EngineError, Generation, SamplingParams
 from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.groups import rollout
+from skyrl_fast.rollout.rollout_config import RolloutConfig
 from skyrl_fast.rollout.route_record import recorded_routes, routes_of_turn
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 

@@ -28,9 +28,10 @@ from examples.router_replay.make_model import WORDS, make_model  # noqa: E402
 from examples.tiny_model.recipe import make_once  # noqa: E402
 from skyrl_fast.batch import StepBatch  # noqa: E402
 from skyrl_fast.generator_output import generator_output_from_trajectories  # noqa: E402
-from skyrl_fast.rollout.agent_loop import RolloutConfig, rollout  # noqa: E402
 from skyrl_fast.rollout.engine import SamplingParams  # noqa: E402
 from skyrl_fast.rollout.env import EnvConfig, EnvFactory  # noqa: E402
+from skyrl_fast.rollout.groups import rollout  # noqa: E402
+from skyrl_fast.rollout.rollout_config import RolloutConfig  # noqa: E402
 from skyrl_fast.rollout.vllm_engine import VllmConfig, VllmEngine  # noqa: E402
 from skyrl_fast.train.micro_batch import plan_micro_batches  # noqa: E402
 from skyrl_fast.train.policy import Policy, hide_progress_bars, load_model  # noqa: E402

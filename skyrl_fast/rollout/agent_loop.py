@@ -16,6 +16,7 @@ from skyrl_fast.rollout.context import Context, ContextError, make_context, mess
 from skyrl_fast.rollout.engine import Engine, EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.env import Env, EnvAnswer, EnvError, EnvFactory
 from skyrl_fast.rollout.rollout_config import RolloutConfig, RolloutPrompt
+from skyrl_fast.rollout.route_record import recorded_routes, routes_of_turn
 from skyrl_fast.rollout.stop_reason import (
     ENGINE_ERROR,
     ENV_ERROR,
@@ -24,7 +25,6 @@ from skyrl_fast.rollout.stop_reason import (
     STOP,
     TIMEOUT,
 )
-from skyrl_fast.rollout.route_record import recorded_routes, routes_of_turn
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.rollout.turn import SampledTokens, decode_response, request_seed, sampled_tokens
 

@@ -1,4 +1,4 @@
-"""policy_loss forward + backward, k3 and token TIS beside SkyRL's formulation, on (N, R).
+"""policy_loss forward + backward and k3 beside SkyRL's formulation, on (N, R).
 
 Floor in bytes per padded float32 cell, a share c of them trained. Forward + backward reads the mask
 and writes the gradient of every cell (4 + 4) and reads logprob, old logprob and advantage of the
@@ -22,14 +22,12 @@ from bench import _data
 from bench.baselines import policy_loss as skyrl
 from skyrl_fast.ops.policy_loss import (
     kl_penalty,
-    off_policy_correction,
     policy_loss,
     reduction_weights,
 )
 
 SIZES = ["medium", "large"]
 ROUNDS = {"medium": 60, "large": 7}
-TIS_CAP = 2.0
 
 
 @functools.lru_cache(maxsize=1)
@@ -126,19 +124,4 @@ def test_forward_backward(benchmark: Any, size: str, loss: str, who: str, thread
     benchmark.group = f"{loss} forward + backward, {size}, {threads} thread(s)"
     benchmark.extra_info["cells"] = d["mask"].numel()
     benchmark.extra_info["trained"] = float(d["mask"].mean())
-    benchmark.pedantic(run, rounds=ROUNDS[size], warmup_rounds=3)
-
-
-@pytest.mark.parametrize("who", ["skyrl", "skyrl_fast"])
-@pytest.mark.parametrize("size", SIZES)
-def test_token_tis(benchmark: Any, size: str, who: str, threads: int) -> None:
-    d = batch(size)
-
-    def run() -> None:
-        if who == "skyrl":
-            skyrl.token_tis(d["old"], d["rollout"], d["mask"], TIS_CAP)
-        else:
-            off_policy_correction(d["old"], d["rollout"], d["mask"], tis="token", tis_cap=TIS_CAP)
-
-    benchmark.group = f"token TIS, {size}, {threads} thread(s)"
     benchmark.pedantic(run, rounds=ROUNDS[size], warmup_rounds=3)

@@ -307,7 +307,8 @@ struct PolicyLossInputs {
   const T* anchor = nullptr;          // null: the logprobs themselves (ratio 1)
   const T* advantages = nullptr;      // null only for kCrossEntropy
   const T* reference = nullptr;       // for the KL penalty; null without
-  const T* token_weights = nullptr;   // multiply the policy loss, not the KL penalty; null: ones
+  const T* token_weights = nullptr;   // multiply the policy loss, not the KL penalty; 0: nothing of
+                                      // the token counts, NaN neither; null: ones
   const uint8_t* selected = nullptr;  // for kClipCov and kKlCov
   const double* sequence_delta = nullptr;  // [num_rows], for kGspo
   const float* row_weights = nullptr;      // [num_rows]
@@ -359,21 +360,5 @@ enum DeltaStat : int {
 template <typename T>
 void delta_stats_cpu(const T* a, const T* b, const LossMask& mask, const RowLayout& rows,
                      double* stats, int num_threads);
-
-// Second pass of the off-policy correction, after rows with outliers were found.
-template <typename T>
-struct TokenCorrection {
-  const uint8_t* keep_row = nullptr;  // [num_rows]; 0 drops the row
-  bool bounded = false;               // a token whose ratio is not in [low, high] is dropped
-  T ratio_low = 0, ratio_high = 0;
-  T cap = 0;  // weights are min(ratio, cap)
-};
-// new_mask uint8 [cells]; weights [cells] or null; stats [num_rows, 4]: sum of delta over the new
-// mask, its count, tokens dropped by the bounds, tokens whose ratio was over the cap.
-constexpr int kNumCorrectionStats = 4;
-template <typename T>
-void correct_tokens_cpu(const T* a, const T* b, const LossMask& mask, const RowLayout& rows,
-                        const TokenCorrection<T>& correction, uint8_t* new_mask, T* weights,
-                        double* stats, int num_threads);
 
 }  // namespace skyrl_fast

@@ -1,58 +1,13 @@
 // Blocks of cells: loss, gradient, KL and statistics. Compiled once per SIMD level.
 //
 // Plain scalar loops over the per-token functions of policy_loss.h, which the compiler vectorises.
-// Everything has internal linkage, so that no code made with extra instruction sets can be picked
-// by the linker for a CPU that lacks them; hence also no <algorithm>.
-#include "tensor.h"
-#undef SKYRL_HD
-#define SKYRL_HD static inline __attribute__((always_inline))
+// All linkage is internal, see cell_chunks.h.
 #include "policy_loss_blocks.h"
 
-// The arrays of a loop do not overlap.
-#if defined(__clang__)
-#define SKYRL_NO_OVERLAP _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define SKYRL_NO_OVERLAP _Pragma("GCC ivdep")
-#endif
+#include "cell_chunks.h"
 
 namespace skyrl_fast {
 namespace {
-
-constexpr int64_t kChunk = 512;  // cells staged in the first-level cache
-constexpr int kLanes = 16;
-
-template <typename T>
-struct BitsOf;
-template <>
-struct BitsOf<float> {
-  using Type = int32_t;
-  static constexpr Type kMost = INT32_MAX;
-};
-template <>
-struct BitsOf<double> {
-  using Type = int64_t;
-  static constexpr Type kMost = INT64_MAX;
-};
-
-// Largest and smallest ratio seen. Floats >= 0 are ordered like their bits, and extremes of
-// integers vectorise. NaN is left out.
-template <typename T>
-struct Extremes {
-  using Bits = typename BitsOf<T>::Type;
-  Bits most = 0, least = BitsOf<T>::kMost;
-};
-template <typename T>
-SKYRL_HD typename BitsOf<T>::Type bits_of(T x) {
-  typename BitsOf<T>::Type bits;
-  memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-template <typename T>
-SKYRL_HD T float_of(typename BitsOf<T>::Type bits) {
-  T x;
-  memcpy(&x, &bits, sizeof(x));
-  return x;
-}
 
 template <typename T>
 struct Constants {
@@ -77,96 +32,6 @@ struct alignas(64) Staged {
   int32_t num_low, num_high, num_chosen;
   Extremes<T> extremes;
 };
-
-template <typename T>
-SKYRL_HD void fill(T* out, int64_t n, T value) {
-  for (int64_t i = 0; i < n; ++i) out[i] = value;
-}
-
-// Lives are as wide as the floats beside them: bytes would make vectors of 64 cells and spill.
-template <typename Mask, typename Live>
-SKYRL_HD int64_t live_of(const Mask* __restrict__ mask, int64_t n, Live* __restrict__ live) {
-  int32_t count = 0;
-  SKYRL_NO_OVERLAP
-  for (int64_t i = 0; i < n; ++i) {
-    live[i] = mask[i] != Mask(0);
-    count += static_cast<int32_t>(live[i]);
-  }
-  return count;
-}
-
-// live[0, n) = 1 where the cells [begin, begin + n) are trained; returns how many are.
-template <typename Live>
-SKYRL_HD int64_t read_mask(const LossMask& mask, int64_t begin, int64_t n, Live* live) {
-  switch (mask.type) {
-    case MaskType::kUInt8: return live_of(static_cast<const uint8_t*>(mask.data) + begin, n, live);
-    case MaskType::kInt64: return live_of(static_cast<const int64_t*>(mask.data) + begin, n, live);
-    case MaskType::kFloat32: break;
-  }
-  return live_of(static_cast<const float*>(mask.data) + begin, n, live);
-}
-
-static int64_t offset_of(const RowLayout& rows, int64_t row) {
-  return rows.cu != nullptr ? rows.cu[row] : row * rows.width;
-}
-
-// The row that holds `cell`.
-static int64_t row_of(const RowLayout& rows, int64_t cell) {
-  if (rows.cu == nullptr) return cell / rows.width;
-  int64_t low = 0, high = rows.num_rows;  // rows.cu[low] <= cell < rows.cu[high]
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (rows.cu[middle] <= cell ? low : high) = middle;
-  }
-  return low;
-}
-
-// Calls fn(row, first cell, number of cells) for pieces of at most kChunk cells of one row each.
-template <typename Fn>
-SKYRL_HD void for_chunks(const RowLayout& rows, int64_t begin, int64_t end, const Fn& fn) {
-  int64_t row = begin < end ? row_of(rows, begin) : 0;
-  for (int64_t cell = begin; cell < end;) {
-    const int64_t row_end = offset_of(rows, row + 1);
-    if (cell >= row_end) {
-      ++row;
-      continue;
-    }
-    const int64_t stop = row_end < end ? row_end : end;
-    const int64_t n = stop - cell < kChunk ? stop - cell : kChunk;
-    fn(row, cell, n);
-    cell += n;
-  }
-}
-
-// Running sums in float64 over lanes, in element order.
-struct Lanes {
-  double sum[kLanes] = {};
-};
-
-// Adds x, padded with zeros to whole lanes.
-template <typename T>
-SKYRL_HD void accumulate(T* x, int64_t n, Lanes* out) {
-  for (; n % kLanes != 0; ++n) x[n] = T(0);
-  Lanes lanes = *out;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    for (int j = 0; j < kLanes; ++j) lanes.sum[j] += static_cast<double>(x[i + j]);
-  }
-  *out = lanes;
-}
-
-static double total(Lanes lanes) {
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    for (int j = 0; j < step; ++j) lanes.sum[j] += lanes.sum[j + step];
-  }
-  return lanes.sum[0];
-}
-
-template <typename T>
-SKYRL_HD double fold(T* x, int64_t n) {
-  Lanes lanes;
-  accumulate(x, n, &lanes);
-  return total(lanes);
-}
 
 // One row's piece: pointers to its cells.
 template <typename T>
@@ -206,11 +71,12 @@ static void loss_chunk(const LossParams<T>& params, const Piece<T>& piece,
     const T base = live ? raw_anchor : T(0);
     const T advantage = live ? raw_advantage : T(0);
     const T weight = row_weight * raw_weight;
+    const bool weighed = live & (raw_weight != T(0));
     const T delta = kKind == LossKind::kGspo ? sequence_delta : logprob - base;
     const bool selected = kUsesSelection && selections[i] != 0;
     const TokenLoss<T> t = token_loss<kKind, T>(p, logprob, base, delta, advantage, selected);
-    s->value[i] = live ? t.value * weight : T(0);
-    grad[i] = live ? t.grad * weight : T(0);
+    s->value[i] = weighed ? t.value * weight : T(0);
+    grad[i] = weighed ? t.grad * weight : T(0);
     s->ratio_minus_1[i] = live ? t.ratio_minus_1 : T(0);
     s->approx_kl[i] = live ? t.ratio_minus_1 - t.delta : T(0);
     const bool counts = live & (t.ratio_minus_1 == t.ratio_minus_1);
@@ -280,18 +146,6 @@ SKYRL_HD void any_kl_chunk(KlKind kind, const T* logprobs, const T* reference,
 #undef SKYRL_KL_CASE
     case KlKind::kNone: return;
   }
-}
-
-// Narrows [*begin, *end) by whole vectors without a trained cell: padding mostly lies at one side.
-template <typename Live>
-SKYRL_HD void trim(const Live* live, int64_t* begin, int64_t* end) {
-  const auto none = [live](int64_t i) {
-    Live any = 0;
-    for (int j = 0; j < kLanes; ++j) any |= live[i + j];
-    return any == 0;
-  };
-  while (*end - *begin >= kLanes && none(*begin)) *begin += kLanes;
-  while (*end - *begin >= kLanes && none(*end - kLanes)) *end -= kLanes;
 }
 
 template <typename T>
@@ -434,53 +288,6 @@ static void delta_rows(const DeltaJob<T>& job, int64_t begin, int64_t end, doubl
       });
 }
 
-template <typename T>
-static void correct_chunk(const TokenCorrection<T>& c, int64_t n, uint8_t* __restrict__ new_mask,
-                          Staged<T>* __restrict__ s, double* row) {
-  const bool bounded = c.bounded;
-  const T low = c.ratio_low, high = c.ratio_high, cap = c.cap;
-  int32_t kept = 0, dropped = 0, capped = 0;
-  SKYRL_NO_OVERLAP
-  for (int64_t i = 0; i < n; ++i) {
-    const bool live = s->live[i] != 0;
-    const T ratio = s->ratio_minus_1[i] + T(1);
-    const bool inside = (ratio >= low) & (ratio <= high);
-    const bool keep = live & (inside | !bounded);
-    const bool over = ratio > cap;
-    const T weight = over ? cap : ratio;
-    new_mask[i] = keep;
-    s->value[i] = keep ? s->value[i] : T(0);
-    s->grad[i] = keep ? weight : T(0);
-    kept += keep;
-    dropped += live & !keep;
-    capped += keep & over;
-  }
-  row[0] += fold(s->value, n);
-  row[1] += kept;
-  row[2] += dropped;
-  row[3] += capped;
-}
-
-template <typename T>
-static void correct_rows(const CorrectionJob<T>& job, int64_t begin, int64_t end, double* stats) {
-  Staged<T> s;
-  const DeltaJob<T>& d = job.delta;
-  fill(stats + begin * kNumCorrectionStats, (end - begin) * kNumCorrectionStats, 0.0);
-  for_chunks(d.rows, offset_of(d.rows, begin), offset_of(d.rows, end),
-             [&](int64_t row, int64_t cell, int64_t n) {
-               uint8_t* new_mask = job.new_mask + cell;
-               T* weights = job.weights != nullptr ? job.weights + cell : nullptr;
-               if (!job.correction.keep_row[row] || read_mask(d.mask, cell, n, s.live) == 0) {
-                 memset(new_mask, 0, n);
-                 if (weights != nullptr) fill(weights, n, T(0));
-                 return;
-               }
-               stage_deltas(d.a + cell, d.b + cell, n, &s);
-               correct_chunk(job.correction, n, new_mask, &s, stats + row * kNumCorrectionStats);
-               if (weights != nullptr) memcpy(weights, s.grad, n * sizeof(T));
-             });
-}
-
 static void count_rows(const LossMask& mask, const RowLayout& rows, int64_t begin, int64_t end,
                        int64_t* counts) {
   int32_t live[kChunk];
@@ -491,7 +298,7 @@ static void count_rows(const LossMask& mask, const RowLayout& rows, int64_t begi
 }
 
 template <typename T>
-constexpr BlockKernels<T> kKernels = {loss_block<T>, kl_block<T>, delta_rows<T>, correct_rows<T>};
+constexpr BlockKernels<T> kKernels = {loss_block<T>, kl_block<T>, delta_rows<T>};
 const BlockKernelSet kKernelSet = {kKernels<float>, count_rows};
 
 }  // namespace

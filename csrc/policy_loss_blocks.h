@@ -40,21 +40,12 @@ struct DeltaJob {
   RowLayout rows;
 };
 
-template <typename T>
-struct CorrectionJob {
-  DeltaJob<T> delta;
-  TokenCorrection<T> correction;
-  uint8_t* new_mask;
-  T* weights;  // null: not wanted
-};
-
 // Ranges are cells, and rows for the functions that write per row.
 template <typename T>
 struct BlockKernels {
   void (*loss)(const LossJob<T>&, int64_t begin, int64_t end, LossSums* sums);
   void (*kl)(const KlJob<T>&, int64_t begin, int64_t end);
   void (*delta)(const DeltaJob<T>&, int64_t begin_row, int64_t end_row, double* stats);
-  void (*correct)(const CorrectionJob<T>&, int64_t begin_row, int64_t end_row, double* stats);
 };
 
 struct BlockKernelSet {

@@ -122,26 +122,13 @@ void delta_stats_cpu(const T* a, const T* b, const LossMask& mask, const RowLayo
                [&](int64_t begin, int64_t end) { some_rows(job, begin, end, stats); });
 }
 
-template <typename T>
-void correct_tokens_cpu(const T* a, const T* b, const LossMask& mask, const RowLayout& rows,
-                        const TokenCorrection<T>& correction, uint8_t* new_mask, T* weights,
-                        double* stats, int num_threads) {
-  if (rows.num_rows == 0) return;
-  const CorrectionJob<T> job{{a, b, mask, rows}, correction, new_mask, weights};
-  const auto some_rows = kernels<T>().correct;
-  parallel_for(num_threads, rows.num_rows, rows_per_thread(rows),
-               [&](int64_t begin, int64_t end) { some_rows(job, begin, end, stats); });
-}
-
 #define SKYRL_INSTANTIATE(T)                                                                       \
   template void policy_loss_cpu<T>(LossKind, KlKind, const LossParams<T>&,                         \
                                    const PolicyLossInputs<T>&, T*, double*, int);                  \
   template void kl_penalty_cpu<T>(KlKind, const T*, const T*, const LossMask&, const T*, int64_t,  \
                                   T*, int);                                                        \
   template void delta_stats_cpu<T>(const T*, const T*, const LossMask&, const RowLayout&, double*, \
-                                   int);                                                           \
-  template void correct_tokens_cpu<T>(const T*, const T*, const LossMask&, const RowLayout&,       \
-                                      const TokenCorrection<T>&, uint8_t*, T*, double*, int);
+                                   int);
 SKYRL_INSTANTIATE(float)
 SKYRL_INSTANTIATE(double)
 #undef SKYRL_INSTANTIATE

@@ -66,3 +66,43 @@ def token_tis(
     share = capped.sum() / (loss_mask > 0).sum().clamp(min=1)
     metrics["tis_token_clip_high_ratio"] = share.item()
     return again.clamp(max=cap), metrics
+
+
+def full_correction(
+    old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    cap: float,
+    outlier_high: float,
+    bounds: tuple[float, float],
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    """Return outliers, TIS by sequence and the geometric mask, by row: weights, mask, metrics."""
+    ratio = _ratio(old_logprobs - rollout_logprobs)
+    metrics = {
+        "is_ratio_mean": _masked_mean(ratio, loss_mask).item(),
+        "is_ratio_std": (ratio * loss_mask).std().item(),
+        "is_ratio_max": (ratio * loss_mask).max().item(),
+        "is_ratio_min": (ratio * loss_mask).min().item(),
+    }
+    num_rows = float(loss_mask.shape[0])
+    again = _ratio(old_logprobs - rollout_logprobs)
+    over = (again > outlier_high) & (loss_mask > 0)
+    under = torch.zeros_like(loss_mask, dtype=torch.bool)
+    valid = ((~over & ~under) | (loss_mask == 0)).all(dim=-1, keepdim=True)
+    metrics["outlier_seq_masked_ratio"] = ((~valid.squeeze(-1)).sum() / num_rows).item()
+    metrics["outlier_seq_over_high_ratio"] = (over.any(-1).sum() / num_rows).item()
+    metrics["outlier_seq_under_low_ratio"] = (under.any(-1).sum() / num_rows).item()
+    mask = loss_mask * valid.float()
+    delta = old_logprobs - rollout_logprobs
+    _ratio(delta)
+    product = _ratio((delta * mask).sum(-1, keepdim=True))
+    metrics["tis_seq_clip_high_ratio"] = ((product > cap).sum() / num_rows).item()
+    delta = old_logprobs - rollout_logprobs
+    tokens = mask.sum(-1, keepdim=True).clamp(min=1.0)
+    mean = _ratio((delta * mask).sum(-1, keepdim=True) / tokens)
+    above, below = mean > bounds[1], mean < bounds[0]
+    inside = ~above & ~below
+    metrics["geo_sequence_mask_masked_ratio"] = ((~inside).sum() / num_rows).item()
+    metrics["geo_sequence_mask_over_high_ratio"] = (above.sum() / num_rows).item()
+    metrics["geo_sequence_mask_under_low_ratio"] = (below.sum() / num_rows).item()
+    return product.clamp(max=cap), mask * inside.float(), metrics

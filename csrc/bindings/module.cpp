@@ -33,6 +33,7 @@ PYBIND11_MODULE(_C, m) {
   skyrl_fast::bind_logprob_cuda(m);
 #endif
   skyrl_fast::bind_merge(m);
+  skyrl_fast::bind_off_policy(m);
   skyrl_fast::bind_pack(m);
   skyrl_fast::bind_page_pool(m);
   skyrl_fast::bind_policy_loss(m);

@@ -12,6 +12,7 @@ void bind_logprob(pybind11::module_& m);
 void bind_logprob_cuda(pybind11::module_& m);
 #endif
 void bind_merge(pybind11::module_& m);
+void bind_off_policy(pybind11::module_& m);
 void bind_pack(pybind11::module_& m);
 void bind_page_pool(pybind11::module_& m);
 void bind_policy_loss(pybind11::module_& m);

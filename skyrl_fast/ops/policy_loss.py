@@ -26,11 +26,13 @@ from skyrl_fast import _C
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.off_policy import off_policy_correction
 from skyrl_fast.ops.reduction import (
+    SCOPES,
     RowIds,
+    Scope,
     checked_offsets,
     native_mask,
     reduction_weights,
-    segments_of,
+    sequences_of,
 )
 from skyrl_fast.ops.reference import policy_loss as reference
 
@@ -113,7 +115,7 @@ def policy_loss(
     cu_seqlens: torch.Tensor | None = None,
     group_ids: RowIds | None = None,
     trajectory_ids: RowIds | None = None,
-    scope: str | None = None,
+    scope: Scope | None = None,
     token_weights: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
     backend: str | None = None,
@@ -153,9 +155,11 @@ def policy_loss(
             this call's mask with `reduction`, `group_ids`, `trajectory_ids` and `max_seq_len`.
         cu_seqlens: (N + 1,) offsets of the rows' cells, for (A,) data.
         trajectory_ids: N ints or strings, the trajectory of each row.
-        scope: what "gspo" takes as a sequence: "row" or "trajectory"; None: trajectory where
-            `trajectory_ids` are given. A trajectory's rows must then be in one call.
+        scope: what "gspo" takes as a sequence: "row", or "trajectory" with all its rows; None:
+            trajectory where `trajectory_ids` are given. A trajectory's rows must then be in one
+            call. The other losses look at single tokens.
         token_weights: cells, from `off_policy_correction`; they weigh the policy loss, not the KL.
+            A token of weight 0 has no policy loss, even where that would be NaN.
         backend: "native", "torch", or None to choose.
 
     Returns:
@@ -181,7 +185,7 @@ def policy_loss(
     if kl_estimator is not None:
         _one_of(OP, "kl_estimator", kl_estimator, KL_ESTIMATORS)
         _needed(kl_estimator, "ref_logprobs", ref_logprobs)
-    _one_of(OP, "scope", scope, (None, "row", "trajectory"))
+    _one_of(OP, "scope", scope, (None, *SCOPES))
     is_cispo = kind == "cispo"
     low, high = eps_clip_low, eps_clip_high
     if is_cispo:
@@ -238,9 +242,7 @@ def policy_loss(
         raise ValueError(
             f"{OP}: row_weights must be of shape ({num_rows},), got {tuple(weights.shape)}"
         )
-    segment = None
-    if kind == "gspo" and scope != "row" and (trajectory_ids is not None or scope is not None):
-        segment, _ = segments_of(OP, "trajectory_ids", trajectory_ids, num_rows, "this scope")
+    segment = sequences_of(OP, scope, trajectory_ids, num_rows) if kind == "gspo" else None
     selected = None
     if kind in ("clip_cov", "kl_cov"):
         assert adv is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -20,6 +21,8 @@ REDUCTIONS = (
 )
 NATIVE_MASKS = (torch.bool, torch.uint8, torch.int64, torch.float32)
 
+Scope = Literal["row", "trajectory"]
+SCOPES = ("row", "trajectory")
 RowIds = Sequence[str] | Sequence[int] | torch.Tensor
 
 _library = torch.library.Library("skyrl_fast", "FRAGMENT")
@@ -146,6 +149,21 @@ def segments_of(
     if segment.numel() != num_rows:
         raise ValueError(f"{op}: {name} must have {num_rows} entries, got {segment.numel()}")
     return segment, num_segments
+
+
+def sequences_of(
+    op: str, scope: str | None, trajectory_ids: RowIds | None, num_rows: int
+) -> torch.Tensor | None:
+    """Return (N,) int64, the sequence of each row; None where every row is one.
+
+    Args:
+        scope: "row", "trajectory", or None: trajectory where `trajectory_ids` are given.
+    """
+    if scope not in (None, *SCOPES):
+        raise ValueError(f"{op}: scope must be one of {(None, *SCOPES)}, got {scope!r}")
+    if scope == "row" or (scope is None and trajectory_ids is None):
+        return None
+    return segments_of(op, "trajectory_ids", trajectory_ids, num_rows, "scope='trajectory'")[0]
 
 
 def _mask_counts(loss_mask: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig
 from skyrl_fast.ops.off_policy import off_policy_correction
+from skyrl_fast.ops.reduction import Scope
 
 
 def corrected(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[StepBatch, dict[str, float]]:
@@ -49,10 +52,10 @@ def corrected(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[StepBatch, 
         outlier_high=settings.outlier_token_is_threshold_high,
         token_mask_low=settings.token_mask_is_threshold_low,
         token_mask_high=settings.token_mask_is_threshold_high,
-        scope=algorithm.sequence_scope,
+        scope=cast(Scope, algorithm.sequence_scope),
         trajectory_ids=batch.trajectory_ids,
         cu_seqlens=batch.cu_responses,
     )
-    kept = mask.to(batch.old_logprobs.dtype)
     facts = {f"policy/{name}": float(value) for name, value in metrics.items()}
-    return batch.with_(token_weights=kept if weights is None else weights * kept), facts
+    kept = mask.to(batch.old_logprobs.dtype) if weights is None else weights
+    return batch.with_(token_weights=kept), facts

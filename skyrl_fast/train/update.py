@@ -5,7 +5,7 @@ A response tokens, M trained tokens of a micro-batch.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig
 from skyrl_fast.metrics import segment_sums
 from skyrl_fast.ops.policy_loss import policy_loss, reduction_weights
+from skyrl_fast.ops.reduction import Scope
 from skyrl_fast.train.micro_batch import MicroBatch, plan_micro_batches
 from skyrl_fast.train.off_policy import corrected
 from skyrl_fast.train.policy import Optimizer, Policy
@@ -179,7 +180,7 @@ def _micro_step(
         row_weights=weights[micro.rows].to(trained.device),
         cu_seqlens=rows.cu_responses,
         trajectory_ids=rows.trajectory_ids,
-        scope=algorithm.sequence_scope,
+        scope=cast(Scope, algorithm.sequence_scope),
         rollout_logprobs=rows.rollout_logprobs,
         token_weights=rows.token_weights,
         **_loss_options(rows, algorithm),

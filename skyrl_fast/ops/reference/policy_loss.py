@@ -189,7 +189,11 @@ def policy_loss(
     value, low, high, chosen = token_loss(loss, p, current, base, delta, adv, selected)
     value = masked(value, live)
     if token_weights is not None:
-        value = value * masked(token_weights.detach(), live)
+        factor = masked(token_weights.detach(), live)
+        on = factor != 0  # 0 drops the token, whatever its loss is
+        inputs = [masked(x, on) for x in (current, base, delta, adv)]
+        value = token_loss(loss, p, inputs[0], inputs[1], inputs[2], inputs[3], selected)[0]
+        value = value * factor
     weights = row_weights[row].to(value.dtype)
     policy = (value * weights).sum()
     total, kl = policy, torch.zeros_like(current)
@@ -332,28 +336,3 @@ def delta_stats(
         ],
         dim=1,
     )
-
-
-def correct_tokens(
-    delta: torch.Tensor,
-    live: torch.Tensor,
-    row: torch.Tensor,
-    num_rows: int,
-    bounds: tuple[float | None, float | None],
-    cap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the (C,) new mask, (C,) weights min(ratio, cap), and (N, 4) float64 row sums.
-
-    The sums are of delta over the new mask, its cells, the cells that the bounds dropped, and the
-    cells over the cap.
-    """
-    ratio = ratio_of(delta)
-    keep = live
-    if bounds != (None, None):
-        low = -torch.inf if bounds[0] is None else bounds[0]
-        high = torch.inf if bounds[1] is None else bounds[1]
-        keep = live & (ratio >= low) & (ratio <= high)
-    columns = (masked(delta, keep), keep, live & ~keep, keep & (ratio > cap))
-    zeros = delta.new_zeros(num_rows, dtype=torch.float64)
-    sums = torch.stack([zeros.index_add(0, row, c.double()) for c in columns], dim=1)
-    return keep, masked(ratio.clamp(max=cap), keep), sums

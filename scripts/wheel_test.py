@@ -18,7 +18,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "wheel_test"
-OP_TESTS = ("advantage", "pack", "logprob", "masked_logprob_loss", "policy_loss")
+OP_TESTS = (
+    "advantage",
+    "batch_tensors",
+    "credit_tokens",
+    "credit_turns",
+    "logprob",
+    "masked_logprob_loss",
+    "merge",
+    "off_policy",
+    "pack",
+    "policy_loss",
+)
 TEST_REQUIREMENTS = ("pytest", "pytest-timeout", "pytest-benchmark", "hypothesis", "numpy")
 
 

@@ -149,7 +149,8 @@ def _autograd(
     logits, targets, mask, entropy, lse = ctx.saved_tensors
     entropy_part = grad_entropy if ctx.return_entropy else None
     args = (logits, targets, mask, ctx.temperature, lse, entropy, grad_logprob, entropy_part)
-    if ctx.inplace and not torch.compiler.is_compiling():
+    # While a graph is traced the logits are a stand-in without memory, which is a subclass.
+    if ctx.inplace and type(logits) in (torch.Tensor, torch.nn.Parameter):
         grad = logits.detach()
         write_gradient(*args, grad)
         torch.autograd.graph.increment_version(logits)

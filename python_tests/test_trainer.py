@@ -532,6 +532,40 @@ def test_off_policy_correction_from_the_settings(folder: Path) -> None:
         assert row["policy/geo_sequence_mask_masked_ratio"] == 0.0
 
 
+@pytest.mark.spec("8.7")
+def test_evaluation_by_data_set_and_by_samples(folder: Path) -> None:
+    class Named(FakeRollouts):
+        async def generate(
+            self, prompts: Sequence[Prompt], *, step: int, phase: str
+        ) -> list[Trajectory]:
+            trajectories = await super().generate(prompts, step=step, phase=phase)
+            for number, one in enumerate(trajectories):
+                one.data_source = "math/easy" if int(one.uid.removeprefix("eval-")) < 1 else None
+                one.steps[-1].reward = float(number % 4 == 0)
+            return trajectories
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        return Named(config, tiny_model())
+
+    config = settings(
+        folder, "run", "trainer.max_training_steps=1", "generator.eval_n_samples_per_prompt=2",
+        "trainer.train_batch_size=4",
+    )  # fmt: skip
+    row = read_metrics(run_training(config, make_rollouts=make).metrics)[0]
+    scores = {name: value for name, value in row.items() if name.endswith(("_score", "_1", "_2"))}
+    assert scores == {  # four prompts twice: 1 0, 0 0, 1 0, 0 0
+        "eval/all/avg_score": 0.25,
+        "eval/all/pass_at_1": 0.25,
+        "eval/all/pass_at_2": 0.5,
+        "eval/math_easy/avg_score": 0.5,
+        "eval/math_easy/pass_at_1": 0.5,
+        "eval/math_easy/pass_at_2": 1.0,
+        "eval/unknown/avg_score": pytest.approx(1 / 6),
+        "eval/unknown/pass_at_1": pytest.approx(1 / 6),
+        "eval/unknown/pass_at_2": pytest.approx(1 / 3),
+    }
+
+
 def test_plot_and_tensorboard(folder: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("tensorboard")

@@ -13,7 +13,10 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from skyrl_fast import _C
+from skyrl_fast.ops import _backend, _ragged
 from skyrl_fast.row_index import row_index, row_lengths
 
 if TYPE_CHECKING:
@@ -74,7 +77,7 @@ def outcomes_of_output(
     index = row_index(op, output, uids)
     last_rows = np.flatnonzero(index.is_last_step)
     finals = list(compress(output["rewards"], index.is_last_step.tolist()))
-    rewards, positive = _final_rewards(finals)
+    rewards, positive = _final_rewards(op, finals)
     return Outcomes(
         trajectory_ids=index.trajectory_ids,
         last_rows=last_rows,
@@ -106,11 +109,12 @@ def outcomes_of_batch(batch: StepBatch) -> Outcomes:
 
 
 def _sizes_of_output(output: Mapping[str, Any]) -> RowSizes:
-    op, masks = "rollout_metrics", output["loss_masks"]
+    op = "rollout_metrics"
+    masks, offsets = _flat_rows(op, "loss_masks", output["loss_masks"])
     return RowSizes(
         prompt=row_lengths(op, "prompt_token_ids", output["prompt_token_ids"]),
         response=row_lengths(op, "response_ids", output["response_ids"]),
-        trained=np.fromiter(map(_row_sum, masks), np.int64, len(masks)),
+        trained=segment_sums(masks, offsets, np.float64).astype(np.int64),
     )
 
 
@@ -135,18 +139,22 @@ def segment_sums(values: np.ndarray, offsets: np.ndarray, dtype: Any) -> np.ndar
     return sums
 
 
-def _row_sum(row: Any) -> float:
-    return sum(row) if isinstance(row, (list, tuple)) else float(row.sum())
+def _flat_rows(op: str, field: str, rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (S,) float32 values of all rows, read in one walk, and their (N + 1,) offsets."""
+    read = _ragged.read_field(op, field, rows)
+    offsets = _ragged.offsets(read.lengths)
+    flat = _backend.empty((int(offsets[-1]),), torch.float32)
+    _C.fill_rows(op, _ragged.copy_jobs(read, flat, offsets[:-1]), [], _backend.num_threads())
+    return flat.numpy(), offsets.numpy()
 
 
-def _final_rewards(finals: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+def _final_rewards(op: str, finals: list[Any]) -> tuple[np.ndarray, np.ndarray]:
     if finals and isinstance(finals[0], (float, int, np.number)):
         rewards = np.array(finals, dtype=np.float64)
         return rewards, np.maximum(rewards, 0.0)
-    rows = [np.asarray(row, dtype=np.float64).reshape(-1) for row in finals]
-    totals = np.array([row.sum() for row in rows], dtype=np.float64)
-    positive = np.array([row.sum(where=row > 0) for row in rows], dtype=np.float64)
-    return totals, positive
+    values, offsets = _flat_rows(op, "rewards", finals)
+    totals = segment_sums(values, offsets, np.float64)
+    return totals, segment_sums(np.maximum(values, 0.0), offsets, np.float64)
 
 
 # --- rollout metrics ---------------------------------------------------------------------------

@@ -279,7 +279,12 @@ class Trainer:
                 ),
             )
         output = generator_output_from_trajectories(trajectories)
-        metrics = eval_metrics(output)
+        sources = output["data_sources"]
+        named = sources is not None and any(source is not None for source in sources)
+        samples = self._config.generator.eval_n_samples_per_prompt
+        metrics = eval_metrics(
+            output, ks=sorted({1, samples}), data_sources=sources if named else None
+        )
         turns = sum(len(trajectory.steps) for trajectory in trajectories)
         metrics["eval/all/avg_num_turns"] = turns / len(trajectories)
         metrics["timing/eval"] = times["eval"]

@@ -23,6 +23,7 @@ from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.checkpoint import RunInUseError, checkpoints
 from skyrl_fast.train.dynamic_sampling import DynamicSamplingError
+from skyrl_fast.train.policy import Policy
 from skyrl_fast.train.prompts import Prompt, PromptSampler, load_prompts
 from skyrl_fast.train.run import Outcome, SetupError, run_training
 from skyrl_fast.train.sinks import read_metrics
@@ -312,6 +313,42 @@ def test_failed_trajectories_are_counted_and_do_not_stop_the_step(folder: Path) 
     row = read_metrics(outcome.metrics)[1]
     assert row["generate/failed_trajectories"] == 1
     assert row["generate/num_trajectories"] == 16
+
+
+@pytest.mark.spec("3.11", "3.28")
+def test_a_batch_in_which_everything_failed_trains_nothing_and_the_run_goes_on(
+    folder: Path,
+) -> None:
+    class FirstFails(FakeRollouts):
+        async def generate(
+            self, prompts: Sequence[Prompt], *, step: int, phase: str
+        ) -> list[Trajectory]:
+            trajectories = await super().generate(prompts, step=step, phase=phase)
+            if phase == "train" and self.version == 0:
+                for one in trajectories:
+                    one.steps, one.failure, one.stop_reason = [], "no such table", "env_error"
+            return trajectories
+
+    weights: list[torch.Tensor] = []
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        made = FirstFails(config, tiny_model())
+        update = made.update_weights
+
+        async def noted(policy: Policy, *, version: int) -> dict[str, float]:
+            weights.append(next(policy.model.parameters()).detach().clone())
+            return await update(policy, version=version)
+
+        made.update_weights = noted  # type: ignore[method-assign]
+        return made
+
+    outcome = run_training(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
+    rows = read_metrics(outcome.metrics)
+    assert rows[1]["generate/failed_trajectories"] == 16
+    assert rows[1]["policy/loss"] == 0.0
+    assert rows[2]["generate/failed_trajectories"] == 0
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
 
 
 # --- filters, dynamic sampling, KL in the reward ------------------------------------------------

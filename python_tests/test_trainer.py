@@ -324,9 +324,11 @@ def test_a_batch_in_which_everything_failed_trains_nothing_and_the_run_goes_on(
             self, prompts: Sequence[Prompt], *, step: int, phase: str
         ) -> list[Trajectory]:
             trajectories = await super().generate(prompts, step=step, phase=phase)
-            if phase == "train" and self.version == 0:
-                for one in trajectories:
+            for one in trajectories:
+                if phase == "train" and self.version == 0:
                     one.steps, one.failure, one.stop_reason = [], "no such table", "env_error"
+                else:
+                    one.steps[-1].reward = float(one.repetition_id % 2)
             return trajectories
 
     weights: list[torch.Tensor] = []

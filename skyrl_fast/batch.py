@@ -41,19 +41,25 @@ _COLUMNS: dict[str, tuple[Rows, torch.dtype | None]] = {
     "trajectory_ids": ("row", torch.int32),
     "is_last_step": ("row", torch.bool),
     "policy_version": ("row", torch.int32),
+    "anchor_ids": ("row", torch.int32),
     "rollout_logprobs": ("response", torch.float32),
     "old_logprobs": ("response", torch.float32),
     "ref_logprobs": ("response", torch.float32),
     "advantages": ("response", torch.float32),
+    "values": ("response", torch.float32),
+    "returns": ("response", torch.float32),
     "token_weights": ("response", torch.float32),
     "row_weights": ("row", torch.float32),
     "expert_indices": ("expert", None),
 }
 _OPTIONAL = {
+    "anchor_ids",
     "rollout_logprobs",
     "old_logprobs",
     "ref_logprobs",
     "advantages",
+    "values",
+    "returns",
     "token_weights",
     "row_weights",
     "expert_indices",
@@ -78,8 +84,11 @@ class StepBatch:
         uids: names of the G groups.
         stop_reasons: N, or None.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: (A,) float32, or None.
+        values, returns: (A,) float32, of a critic before each trained token, and what it should
+            have said; or None.
         token_weights: (A,) float32 of the off-policy correction, 0 on what it drops, or None.
         row_weights: (N,) float32, what a token of the row weighs in the loss, or None.
+        anchor_ids: (N,) int32, equal where rows acted in the same state, or None.
         expert_indices: (E, L, K) integers of the captured routes of all rows, or None.
         cu_experts: (N + 1,) int32, offsets into `expert_indices`; None with it.
         num_padding_rows: how many rows at the end only fill up; nothing counts them.
@@ -102,8 +111,11 @@ class StepBatch:
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
     token_weights: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
+    anchor_ids: torch.Tensor | None = None
     expert_indices: torch.Tensor | None = None
     cu_experts: torch.Tensor | None = None
     num_padding_rows: int = 0

@@ -19,7 +19,10 @@ from skyrl_fast.config_corrections import (
 from skyrl_fast.config_setting import ConfigError as ConfigError
 from skyrl_fast.config_setting import setting
 
-ADVANTAGE_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl")
+OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl")
+TURN_ESTIMATORS = ("turn_level_returns", "turn_level_group", "gigpo")
+TOKEN_ESTIMATORS = ("gae", "reinforce++")
+ADVANTAGE_ESTIMATORS = (*OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, *TOKEN_ESTIMATORS)
 POLICY_LOSSES = (
     "regular",
     "dual_clip",
@@ -91,6 +94,21 @@ class PolicyConfig:
 
 
 @dataclass(slots=True)
+class CriticOptimizerConfig(OptimizerConfig):
+    """AdamW of the critic."""
+
+    lr: float = setting(5e-6, "learning rate after the warm-up", at_least=0)
+
+
+@dataclass(slots=True)
+class CriticConfig:
+    """The model that estimates values, for `gae`."""
+
+    model: ModelConfig = setting(ModelConfig, "backbone of the critic; null: there is none")
+    optimizer_config: CriticOptimizerConfig = setting(CriticOptimizerConfig, "its optimizer")
+
+
+@dataclass(slots=True)
 class RefConfig:
     """The frozen reference model."""
 
@@ -101,8 +119,31 @@ class RefConfig:
 class AlgorithmConfig:
     """Advantages and losses."""
 
-    advantage_estimator: str = setting("grpo", "within the group", choices=ADVANTAGE_ESTIMATORS)
-    grpo_norm_by_std: bool = setting(True, "false: Dr. GRPO, no division by the group's std")
+    advantage_estimator: str = setting(
+        "grpo", "of outcomes, turns or tokens", choices=ADVANTAGE_ESTIMATORS
+    )
+    grpo_norm_by_std: bool = setting(
+        True, "false: no division by the group's std in grpo (Dr. GRPO) and gigpo"
+    )
+    advantage_batch_normalize: bool = setting(
+        False, "mean 0 and variance 1 over the batch's trained tokens; gae, reinforce++: always"
+    )
+    gamma: float = setting(
+        1.0, "discount of a turn, in gae and reinforce++ of a token", at_least=0, at_most=1
+    )
+    lambd: float = setting(1.0, "lambda of gae", at_least=0, at_most=1)
+    value_clip: float | None = setting(
+        0.2, "a value's step away from the old one counts up to this; null: not clipped", above=0
+    )
+    step_advantage_w: float = setting(1.0, "weight of gigpo's step advantage", at_least=0)
+    turn_level_baseline: str = setting(
+        "turn",
+        "of turn_level_group: the others' returns at the same turn, or of the whole episode",
+        choices=("turn", "episode"),
+    )
+    turn_level_norm_by_std: bool = setting(
+        False, "divide turn_level_group's advantages by their root mean square in the group"
+    )
     policy_loss_type: str = setting("regular", "loss per token", choices=POLICY_LOSSES)
     loss_reduction: str = setting(
         "token_mean", "weights of tokens in the mini-batch", choices=LOSS_REDUCTIONS
@@ -153,12 +194,16 @@ class TrainerConfig:
 
     policy: PolicyConfig = setting(PolicyConfig, "the model that is trained")
     ref: RefConfig = setting(RefConfig, "the frozen reference of the KL term")
+    critic: CriticConfig = setting(CriticConfig, "the model that estimates values")
     algorithm: AlgorithmConfig = setting(AlgorithmConfig, "what is optimised")
     seed: int = setting(42, "of data order, sampling and initialisation", at_least=0)
     epochs: int = setting(1, "passes over the training prompts", at_least=1)
     max_training_steps: int | None = setting(None, "stop after so many batches", at_least=1)
     train_batch_size: int = setting(64, "prompts per batch", at_least=1)
     policy_mini_batch_size: int = setting(64, "prompts per optimizer step", at_least=1)
+    critic_mini_batch_size: int | None = setting(
+        None, "prompts per optimizer step of the critic; null: policy_mini_batch_size", at_least=1
+    )
     update_epochs_per_batch: int = setting(1, "passes over each batch", at_least=1)
     max_tokens_per_microbatch: int = setting(16384, "tokens of one forward-backward", at_least=1)
     gradient_checkpointing: bool = setting(False, "recompute activations to save memory")

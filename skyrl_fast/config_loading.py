@@ -10,7 +10,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_fast.config import AlgorithmConfig, Config, ConfigError, SamplingParams
+from skyrl_fast.config import (
+    TURN_ESTIMATORS,
+    AlgorithmConfig,
+    Config,
+    ConfigError,
+    SamplingParams,
+)
 
 # Sections of SkyRL's own configuration that have no meaning here, with what to do instead.
 _SKYRL_ONLY = {
@@ -18,12 +24,12 @@ _SKYRL_ONLY = {
     "trainer.strategy": "one process trains on one device; remove it",
     "trainer.policy.megatron_config": "models are transformers'; its moe_enable_routing_replay is "
     "trainer.policy.moe_enable_routing_replay",
-    "trainer.critic": "there is no critic; remove it",
     "trainer.fully_async": "training is synchronous; remove it",
     "trainer.export_path": "checkpoints are in Hugging Face format already; remove it",
     "trainer.hf_save_interval": "checkpoints are in Hugging Face format; use trainer.ckpt_interval",
     "trainer.micro_train_batch_size_per_gpu": "use trainer.max_tokens_per_microbatch",
     "trainer.micro_forward_batch_size_per_gpu": "use trainer.max_tokens_per_microbatch",
+    "trainer.algorithm.value_head_prefix": "the head has a file of its own; remove it",
     "trainer.algorithm.use_tis": "use trainer.algorithm.off_policy_correction.tis_ratio_type=token",
     "trainer.algorithm.tis_imp_ratio_cap": "use "
     "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
@@ -104,16 +110,19 @@ def check_config(config: Config) -> None:
             "generator.inference_engine.enable_return_routed_experts: wanted true "
             "(trainer.policy.moe_enable_routing_replay repeats what it records), got false"
         )
-    betas = trainer.policy.optimizer_config.adam_betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(
-            f"trainer.policy.optimizer_config.adam_betas: wanted two numbers in [0, 1), got {betas}"
-        )
+    for name, part in (("policy", trainer.policy), ("critic", trainer.critic)):
+        betas = part.optimizer_config.adam_betas
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(
+                f"trainer.{name}.optimizer_config.adam_betas: wanted two numbers in [0, 1), "
+                f"got {betas}"
+            )
     if trainer.resume_mode == "from_path" and trainer.resume_path is None:
         raise ConfigError(
             "trainer.resume_path: wanted a checkpoint folder (resume_mode=from_path), got null"
         )
     _check_algorithm(trainer.algorithm)
+    _check_credit(config)
     if generator.merge_stepwise_output and not generator.step_wise_trajectories:
         raise ConfigError(
             "generator.merge_stepwise_output: wanted false where step_wise_trajectories is false "
@@ -146,6 +155,31 @@ def _check_algorithm(algorithm: AlgorithmConfig) -> None:
         )
     if algorithm.dynamic_sampling.max_sample_batches == 0:
         raise ConfigError(f"{key}.dynamic_sampling.max_sample_batches: wanted >= 1 or -1, got 0")
+
+
+def _check_credit(config: Config) -> None:
+    """A critic where it is needed, and rows that are turns where turns are judged."""
+    trainer, generator = config.trainer, config.generator
+    estimator = trainer.algorithm.advantage_estimator
+    has_critic = trainer.critic.model.path is not None
+    if has_critic != (estimator == "gae"):
+        wanted, got = ("null", trainer.critic.model.path) if has_critic else ("a model", "null")
+        raise ConfigError(
+            f"trainer.critic.model.path: wanted {wanted} with "
+            f"trainer.algorithm.advantage_estimator={estimator}, got {got}"
+        )
+    critic_size = trainer.critic_mini_batch_size or trainer.policy_mini_batch_size
+    if trainer.train_batch_size % critic_size:
+        raise ConfigError(
+            "trainer.critic_mini_batch_size: wanted a divisor of trainer.train_batch_size="
+            f"{trainer.train_batch_size}, got {critic_size}"
+        )
+    whole_turns = generator.step_wise_trajectories and not generator.merge_stepwise_output
+    if estimator in TURN_ESTIMATORS and not whole_turns:
+        raise ConfigError(
+            f"trainer.algorithm.advantage_estimator: {estimator} judges turns and wants a row for "
+            "each, so generator.step_wise_trajectories=true and merge_stepwise_output=false"
+        )
 
 
 def _build(cls: type, values: Any, prefix: str) -> Any:

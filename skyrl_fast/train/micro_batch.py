@@ -119,6 +119,15 @@ def sequence_hosts(
     return hosts
 
 
+def response_positions(batch: StepBatch, micro: MicroBatch) -> torch.Tensor:
+    """Return (M,) positions of the micro-batch's trained tokens in the whole batch's responses."""
+    starts = batch.cu_responses[micro.rows].to(torch.int64)
+    lengths = batch.cu_responses.diff()[micro.rows].to(torch.int64)
+    local_starts = lengths.cumsum(0) - lengths
+    shift = torch.repeat_interleave(starts - local_starts, lengths)
+    return micro.response_index + shift[micro.response_index]
+
+
 def _same_routes(batch: StepBatch, row: int, host: int) -> bool:
     """Whether both rows' records agree on every token that `row`'s trained tokens follow from."""
     assert batch.expert_indices is not None and batch.cu_experts is not None

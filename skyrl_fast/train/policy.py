@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import OptimizerConfig
 from skyrl_fast.ops.logprob import linear_logprob
-from skyrl_fast.train.micro_batch import MicroBatch, plan_micro_batches
+from skyrl_fast.train.micro_batch import MicroBatch, plan_micro_batches, response_positions
 from skyrl_fast.train.router_replay import RouterReplay
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Policy:
                 batch, self.max_tokens_per_microbatch, router_replay=self.router_replay
             ):
                 values, _ = self.logprobs(micro)
-                result[_response_positions(batch, micro)] = values.cpu()
+                result[response_positions(batch, micro)] = values.cpu()
         return result
 
     def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -162,16 +162,22 @@ class Policy:
             )
 
 
+class HasModel(Protocol):
+    """What is optimised: a `Policy`, or a `Critic`."""
+
+    model: Any
+
+
 class Optimizer:
-    """AdamW with warm-up and clipping over a policy's parameters; state is saved by name.
+    """AdamW with warm-up and clipping over a model's parameters; state is saved by name.
 
     Args:
-        policy: whose parameters; those with one dimension get no weight decay.
+        policy: or critic, whose parameters; those with one dimension get no weight decay.
         config: SkyRL's optimizer settings.
         total_steps: optimizer steps of the whole run, for schedules that end.
     """
 
-    def __init__(self, policy: Policy, config: OptimizerConfig, *, total_steps: int) -> None:
+    def __init__(self, policy: HasModel, config: OptimizerConfig, *, total_steps: int) -> None:
         self.step_count = 0
         self._config = config
         self._total_steps = total_steps
@@ -267,25 +273,36 @@ def learning_rate(step: int, config: OptimizerConfig, *, total_steps: int) -> fl
     return config.lr
 
 
-def load_model(path: str, *, device: torch.device, gradient_checkpointing: bool = False) -> Any:
+def load_model(
+    path: str,
+    *,
+    device: torch.device,
+    gradient_checkpointing: bool = False,
+    with_head: bool = True,
+    setting: str = "trainer.policy.model.path",
+) -> Any:
     """Return the causal LM of a local folder or hub name, with float32 weights.
+
+    Args:
+        with_head: False: its backbone alone.
+        setting: where the path comes from, for messages.
 
     Raises:
         ValueError: nothing usable there; the message says what was tried.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
 
     if ("/" not in path or path.startswith((".", "/", "~"))) and not Path(
         path
     ).expanduser().is_dir():
-        raise ValueError(f"trainer.policy.model.path: model folder not found: {path}")
+        raise ValueError(f"{setting}: model folder not found: {path}")
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = (AutoModelForCausalLM if with_head else AutoModel).from_pretrained(
             str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path,
             dtype=torch.float32,
         )
     except (OSError, ValueError) as error:
-        raise ValueError(f"trainer.policy.model.path: {path} cannot be loaded: {error}") from error
+        raise ValueError(f"{setting}: {path} cannot be loaded: {error}") from error
     if gradient_checkpointing:
         _checkpoint_gradients(model)
         _remove_dropout(model.train())
@@ -335,12 +352,3 @@ def load_tokenizer(path: str) -> Any:
         return AutoTokenizer.from_pretrained(str(Path(path).expanduser()))
     except (OSError, ValueError) as error:
         raise ValueError(f"trainer.policy.model.path: no tokenizer in {path}: {error}") from error
-
-
-def _response_positions(batch: StepBatch, micro: MicroBatch) -> torch.Tensor:
-    """Return (M,) positions of the micro-batch's trained tokens in the whole batch's responses."""
-    starts = batch.cu_responses[micro.rows].to(torch.int64)
-    lengths = batch.cu_responses.diff()[micro.rows].to(torch.int64)
-    local_starts = lengths.cumsum(0) - lengths
-    shift = torch.repeat_interleave(starts - local_starts, lengths)
-    return micro.response_index + shift[micro.response_index]

@@ -9,11 +9,14 @@ from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.ops.merge import MergePlan, merge_flat_steps
 
 
-def training_rows(steps: StepBatch, generator: GeneratorConfig) -> StepBatch:
+def training_rows(
+    steps: StepBatch, generator: GeneratorConfig, *, keep_rewards: bool = False
+) -> StepBatch:
     """Return the rows that are trained; `steps` itself where these are its rows.
 
     A merged row has its last step's reward, as a row per step has. A whole trajectory has every
-    step's reward at the end of its response, so that its outcome is their sum.
+    step's reward at the end of its response, so that its outcome is their sum; so has a merged row
+    with `keep_rewards`, for estimators that read them all.
 
     Raises:
         ValueError: without `step_wise_trajectories`, a trajectory whose context did not only grow.
@@ -22,7 +25,8 @@ def training_rows(steps: StepBatch, generator: GeneratorConfig) -> StepBatch:
     if not (whole or generator.merge_stepwise_output):
         return steps
     drift, most = generator.merge_drift, generator.merge_max_drift_tokens
-    rows = steps.merged(drift=drift, max_drift_tokens=most, rewards="token" if whole else None)
+    rewards = "token" if whole or keep_rewards else None
+    rows = steps.merged(drift=drift, max_drift_tokens=most, rewards=rewards)
     if whole and rows.num_rows > rows.num_trajectories:
         plan = merge_flat_steps(
             steps.tokens,

@@ -24,6 +24,7 @@ from skyrl_fast.train.checkpoint import (
     locked_run,
     write_json,
 )
+from skyrl_fast.train.critic import make_critic
 from skyrl_fast.train.plot import plot_learning_curve
 from skyrl_fast.train.policy import (
     Optimizer,
@@ -220,6 +221,10 @@ def _parts(config: Config, checkpoint: Path | None) -> tuple[Parts, str]:
         settings.policy.optimizer_config,
         total_steps=total_optimizer_steps(config, len(train_prompts)),
     )
+    critic = None
+    if settings.critic.model.path is not None:
+        source = settings.critic.model.path if checkpoint is None else str(checkpoint / "critic")
+        critic = make_critic(config, source, device, dtype, num_prompts=len(train_prompts))
     parts = Parts(
         policy=policy,
         optimizer=optimizer,
@@ -228,6 +233,7 @@ def _parts(config: Config, checkpoint: Path | None) -> tuple[Parts, str]:
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         reference=reference,
+        critic=critic,
     )
     return parts, model_path
 

@@ -13,12 +13,18 @@ def total_steps(config: Config, num_prompts: int) -> int:
     return steps if limit is None else min(steps, limit)
 
 
-def total_optimizer_steps(config: Config, num_prompts: int) -> int:
-    """Return the optimizer steps of the whole run, for learning-rate schedules."""
+def total_optimizer_steps(
+    config: Config, num_prompts: int, *, mini_batch_size: int | None = None
+) -> int:
+    """Return the optimizer steps of the whole run, for learning-rate schedules.
+
+    Args:
+        mini_batch_size: None: the policy's.
+    """
     settings = config.trainer
     per_batch = optimizer_steps_per_batch(
         settings.train_batch_size,
-        settings.policy_mini_batch_size,
+        mini_batch_size or settings.policy_mini_batch_size,
         settings.update_epochs_per_batch,
     )
     return total_steps(config, num_prompts) * per_batch

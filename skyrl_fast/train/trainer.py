@@ -24,6 +24,7 @@ from skyrl_fast.generator_output import generator_output_from_trajectories
 from skyrl_fast.metrics import eval_metrics
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.checkpoint import latest_checkpoint, read_json, write_checkpoint, write_json
+from skyrl_fast.train.critic import Critic
 from skyrl_fast.train.dynamic_sampling import GroupSampling
 from skyrl_fast.train.policy import Optimizer, Policy
 from skyrl_fast.train.progress import ProgressDisplay
@@ -61,6 +62,7 @@ class Parts:
     eval_prompts: Sequence[Prompt]
     sinks: Sequence[Sink] = ()
     reference: Policy | None = None
+    critic: Critic | None = None
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -139,6 +141,8 @@ class Trainer:
         self._sampler.restore(state["sampler"])
         self._kl_coef = state.get("kl_coef", self._kl_coef)
         self._parts.optimizer.load(checkpoint / "optimizer.safetensors")
+        if self._parts.critic is not None:
+            self._parts.critic.restore(checkpoint / "critic")
         load_random_state(checkpoint / "random.safetensors", state["random"])
         self.progress.step = self._saved_step = state["step"]
         self.progress.checkpoint = checkpoint
@@ -232,12 +236,14 @@ class Trainer:
             self._config.trainer.algorithm,
             policy=self._parts.policy,
             reference=self._parts.reference,
+            critic=self._parts.critic,
             kl_coef=self._kl_coef,
         )
 
     def _update(self, batch: StepBatch) -> dict[str, float]:
-        settings = self._config.trainer
-        return update_policy(
+        settings, critic = self._config.trainer, self._parts.critic
+        facts = {} if critic is None else critic.update(batch)
+        return facts | update_policy(
             self._parts.policy,
             self._parts.optimizer,
             batch,
@@ -331,6 +337,8 @@ class Trainer:
         parts = self._parts
         parts.policy.save(folder / "policy", parts.tokenizer)
         parts.optimizer.save(folder / "optimizer.safetensors")
+        if parts.critic is not None:
+            parts.critic.save(folder / "critic")
         state = {
             "step": self.progress.step,
             "policy_version": self.progress.step,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skyrl_fast.advantages import advantages
+from skyrl_fast.advantages import advantages, gae_advantages
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.config import AlgorithmConfig, Config
+from skyrl_fast.config import OUTCOME_ESTIMATORS, AlgorithmConfig, Config
 from skyrl_fast.generator_output import generator_output_from_trajectories
 from skyrl_fast.metrics import batch_metrics, reward_metrics, rollout_metrics
-from skyrl_fast.ops.advantage import ESTIMATORS as OUTCOME_ESTIMATORS
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train.anchors import anchor_ids
+from skyrl_fast.train.critic import Critic
 from skyrl_fast.train.dynamic_sampling import informative_groups
 from skyrl_fast.train.filters import filter_groups, filter_rollouts
 from skyrl_fast.train.kl_reward import kl_in_reward, next_kl_coef
@@ -28,7 +29,7 @@ def training_batch(
     """
     samples = config.generator.n_samples_per_prompt
     steps, output = _rows(trajectories, config)
-    batch = training_rows(steps, config.generator)
+    batch = _training_rows(steps, config)
     before = None if batch is steps else steps.num_real_rows
     metrics = rollout_metrics(output, batch=steps)
     metrics |= batch_metrics(batch, num_rows_before_merge=before)
@@ -42,7 +43,7 @@ def informative_uids(trajectories: Sequence[Trajectory], config: Config) -> set[
     """Return the uids of the groups that dynamic sampling may keep, judged after the filters."""
     algorithm = config.trainer.algorithm
     steps, _ = _rows(trajectories, config)
-    batch, _ = filter_rollouts(training_rows(steps, config.generator), config)
+    batch, _ = filter_rollouts(_training_rows(steps, config), config)
     informative = informative_groups(
         batch, tolerance=algorithm.zero_variance_filter_tol, scope=algorithm.sequence_scope
     )
@@ -55,6 +56,7 @@ def with_advantages(
     *,
     policy: Policy,
     reference: Policy | None,
+    critic: Critic | None,
     kl_coef: float,
 ) -> tuple[StepBatch, dict[str, float], float]:
     """Return the batch with advantages, what to log, and the next step's `kl_coef`.
@@ -62,6 +64,7 @@ def with_advantages(
     Args:
         policy: its log-probabilities are the old ones; only asked for the KL in the reward.
         reference: for the same.
+        critic: gives the values of `gae`.
         kl_coef: weight of that KL in this step.
     """
     estimator = estimator_of(algorithm)
@@ -80,7 +83,23 @@ def with_advantages(
         kl_coef = next_kl_coef(
             kl_coef, metrics["loss/avg_kl"], batch.num_trajectories, algorithm.kl_ctrl
         )
-    return batch.with_(advantages=advantages(batch, estimator=estimator)), metrics, kl_coef
+    if estimator == "gae":
+        assert critic is not None
+        batch = batch.with_(values=critic.batch_values(batch))
+        batch = gae_advantages(batch, gamma=algorithm.gamma, lambd=algorithm.lambd)
+        return batch, metrics, kl_coef
+    of_tokens = advantages(
+        batch,
+        estimator=estimator,
+        normalize=algorithm.advantage_batch_normalize,
+        gamma=algorithm.gamma,
+        step_advantage_w=algorithm.step_advantage_w,
+        baseline=algorithm.turn_level_baseline,
+        scale_by_std=(
+            algorithm.grpo_norm_by_std if estimator == "gigpo" else algorithm.turn_level_norm_by_std
+        ),
+    )
+    return batch.with_(advantages=of_tokens), metrics, kl_coef
 
 
 def estimator_of(algorithm: AlgorithmConfig) -> str:
@@ -108,4 +127,11 @@ def _rows(
     batch = StepBatch.from_generator_output(
         output, num_prompts=config.trainer.train_batch_size, step_wise=True
     )
+    if config.trainer.algorithm.advantage_estimator == "gigpo":
+        batch = batch.with_(anchor_ids=anchor_ids(trajectories))
     return batch, output
+
+
+def _training_rows(steps: StepBatch, config: Config) -> StepBatch:
+    outcome = config.trainer.algorithm.advantage_estimator in OUTCOME_ESTIMATORS
+    return training_rows(steps, config.generator, keep_rewards=not outcome)

@@ -1,0 +1,31 @@
+"""GiGPO's anchor states: which rows of a batch acted in the same state. N rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.row_index import dense_ids
+
+START = 0  # before the environment said anything, also nothing: the prompt, which a group shares
+
+
+def anchor_ids(trajectories: Sequence[Trajectory]) -> torch.Tensor:
+    """Return (N,) int32, equal where the environment said the same last.
+
+    The state of a step is the observation of the step before it, of the first step the prompt. It
+    is the text, not the context's tokens: a context holds what the agent said before, and is hardly
+    ever the same twice. Trajectories without steps, or failed, have one row.
+
+    Example:
+        >>> anchor_ids([two_steps_that_saw("a door"), one_step])
+        tensor([0, 1, 0], dtype=torch.int32)
+    """
+    states: list[str | int] = []
+    for trajectory in trajectories:
+        usable = trajectory.steps if trajectory.failure is None else []
+        states.append(START)
+        states += [step.observation for step in usable[:-1]]
+    return torch.from_numpy(dense_ids(states)).to(torch.int32)

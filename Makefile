@@ -3,16 +3,25 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow spec sanitize check bench wheel-test doctor ext format
+.PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec sanitize check bench wheel-test doctor ext format
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 setup: ## make .venv: torch, vLLM, the package (done by the others when needed)
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV)
 
 train: setup ## the quickstart: a tiny agent learns text-to-SQL, about 10 minutes on 2 cores
 	$(PY) examples/quickstart/run.py $(ARGS)
+
+gsm8k: setup ## recipe: word problems, one turn; ARGS="--variant multi_turn": several
+	$(PY) examples/gsm8k/run.py $(ARGS)
+
+text2sql: setup ## recipe: SkyRL-SQL, step-wise; ARGS="--variant thinking": thoughts are stripped
+	$(PY) examples/text2sql/run.py $(ARGS)
+
+search-r1: setup ## recipe: Search-R1 with its retrieval server; ARGS="--variant long": long passages
+	$(PY) examples/search_r1/run.py $(ARGS)
 
 test: setup ## the default tests, real vLLM among them
 	$(PY) -m pytest $(ARGS)

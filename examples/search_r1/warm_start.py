@@ -1,0 +1,62 @@
+"""Makes the recipe's tokenizer and model, and warm-starts the model on the demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from examples.search_r1.make_data import (
+    CITIES,
+    FILLER_WORDS,
+    PEOPLE,
+    SYSTEM_PROMPT,
+    TOPICS,
+    render_observation,
+    tagged_turn,
+)
+from examples.tiny_model import warm_start as tiny
+from examples.tiny_model.jsonl import read_jsonl
+from examples.tiny_model.model import MAX_LENGTH, make_tokenizer
+
+NUM_STEPS = 400
+# What the environment may say beyond what the demonstrations show.
+ENVIRONMENT_TEXTS = (
+    "<information></information> No search results found . Search request failed or timed out "
+    "after retries . error",
+)
+
+
+def search_tokenizer(
+    texts: Iterable[str], *, max_length: int = MAX_LENGTH
+) -> PreTrainedTokenizerFast:
+    """The tokenizer of all words that the corpus, the prompts, the server and `texts` may use."""
+    world = [*PEOPLE, *CITIES, *TOPICS, *FILLER_WORDS, SYSTEM_PROMPT, render_observation([""])]
+    world += [text for fact, values in TOPICS.values() for text in (fact, *values)]
+    world += [tagged_turn("", tag, "") for tag in ("search", "answer")]
+    return make_tokenizer([*texts, *world, *ENVIRONMENT_TEXTS], max_length=max_length)
+
+
+def warm_start(
+    data: Path, output: Path, *, seed: int = 0, max_length: int = MAX_LENGTH, **settings: Any
+) -> float:
+    """Makes, trains and saves tokenizer and model as a Hugging Face folder.
+
+    Args:
+        data: folder written by ``make_data.py``.
+        output: folder to write.
+        seed: of the initial weights and of the order of the demonstrations.
+        max_length: longest sequence of the model.
+        settings: options of `examples.tiny_model.warm_start.train`.
+
+    Returns:
+        The last mean loss.
+    """
+    chats = read_jsonl(data / "demonstrations.jsonl")
+    texts = [message["content"] for chat in chats for message in chat]
+    tokenizer = search_tokenizer(texts, max_length=max_length)
+    settings = {"num_steps": NUM_STEPS, **settings}
+    rows = tiny.encode_chats(tokenizer, chats)
+    return tiny.warm_start(tokenizer, rows, output, seed=seed, **settings)

@@ -18,6 +18,9 @@ sys.path.insert(0, str(HERE.parents[1]))  # this file may be started from anywhe
 
 from examples.tiny_model.recipe import Recipe, main, make_once  # noqa: E402
 
+# The chats of several tries are longer and show more sums.
+NUM_WARM_STEPS = {"gsm8k": 450, "gsm8k_multi_turn": 250}
+
 
 def prepare(folder: Path, *, env_class: str, seed: int = 0) -> None:
     """Make `data` and `model` in the folder, where they are missing."""
@@ -25,7 +28,11 @@ def prepare(folder: Path, *, env_class: str, seed: int = 0) -> None:
     from examples.gsm8k.warm_start import warm_start
 
     make_once(folder / "data", lambda path: make_data(path, env_class=env_class, seed=seed))
-    make_once(folder / "model", lambda path: warm_start(folder / "data", path, seed=seed))
+    steps = NUM_WARM_STEPS[env_class]
+    make_once(
+        folder / "model",
+        lambda path: warm_start(folder / "data", path, seed=seed, num_steps=steps),
+    )
 
 
 RECIPES = {

@@ -10,7 +10,6 @@ from examples.tiny_model import warm_start as tiny
 from examples.tiny_model.jsonl import read_jsonl
 from examples.tiny_model.model import make_tokenizer
 
-NUM_STEPS = 450
 BATCH_SIZE = 64
 
 
@@ -29,6 +28,6 @@ def warm_start(data: Path, output: Path, *, seed: int = 0, **settings: Any) -> f
     chats = read_jsonl(data / "demonstrations.jsonl")
     texts = [message["content"] for chat in chats for message in chat]
     tokenizer = make_tokenizer([*texts, AGAIN, AT_LAST])
-    settings = {"num_steps": NUM_STEPS, "batch_size": BATCH_SIZE, **settings}
+    settings = {"batch_size": BATCH_SIZE, **settings}
     rows = tiny.encode_chats(tokenizer, chats)
     return tiny.warm_start(tokenizer, rows, output, seed=seed, **settings)

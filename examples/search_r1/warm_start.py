@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,20 @@ from examples.search_r1.make_data import (
     CITIES,
     FILLER_WORDS,
     PEOPLE,
+    PERFECT,
     SYSTEM_PROMPT,
     TOPICS,
+    TOPK,
+    Question,
+    demonstrate,
+    make_world,
     render_observation,
-    tagged_turn,
 )
 from examples.tiny_model import warm_start as tiny
 from examples.tiny_model.jsonl import read_jsonl
 from examples.tiny_model.model import MAX_LENGTH, make_tokenizer
 
-NUM_STEPS = 400
+NUM_STEPS = 350
 # What the environment may say beyond what the demonstrations show.
 ENVIRONMENT_TEXTS = (
     "<information></information> No search results found . Search request failed or timed out "
@@ -33,10 +38,14 @@ def search_tokenizer(
     texts: Iterable[str], *, max_length: int = MAX_LENGTH
 ) -> PreTrainedTokenizerFast:
     """The tokenizer of all words that the corpus, the prompts, the server and `texts` may use."""
-    world = [*PEOPLE, *CITIES, *TOPICS, *FILLER_WORDS, SYSTEM_PROMPT, render_observation([""])]
-    world += [text for fact, values in TOPICS.values() for text in (fact, *values)]
-    world += [tagged_turn("", tag, "") for tag in ("search", "answer")]
-    return make_tokenizer([*texts, *world, *ENVIRONMENT_TEXTS], max_length=max_length)
+    rng = random.Random(0)
+    question = Question(next(iter(TOPICS)), PEOPLE[0])
+    turns = demonstrate(rng, question, make_world(rng), PERFECT)
+    known = [*PEOPLE, *CITIES, *TOPICS, *FILLER_WORDS, SYSTEM_PROMPT, question.text]
+    known += [text for fact, values in TOPICS.values() for text in (fact, *values)]
+    known += [text for text, _ in turns]
+    known += [render_observation([""] * number) for number in range(1, TOPK + 1)]
+    return make_tokenizer([*texts, *known, *ENVIRONMENT_TEXTS], max_length=max_length)
 
 
 def warm_start(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ from fastapi.testclient import TestClient
 
 from skyrl_fast.cli import main
 from skyrl_fast.retrieval import index as index_module
+from skyrl_fast.retrieval.command import add_arguments
 from skyrl_fast.retrieval.corpus import Corpus
 from skyrl_fast.retrieval.index import Bm25Index, FaissIndex, MissingPackageError, best
 from skyrl_fast.retrieval.launch import RetrievalServerError, retrieval_server
@@ -104,6 +106,7 @@ def test_a_bad_corpus_is_named(tmp_path: Path, text: str | None, said: str) -> N
         list(Corpus(path).texts())
 
 
+@pytest.mark.spec("13.3")
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), max_size=40), st.integers(1, 50))
 def test_best_is_a_stable_sort_of_the_positive(scores: list[float], topk: int) -> None:
     wanted = sorted(
@@ -112,6 +115,7 @@ def test_best_is_a_stable_sort_of_the_positive(scores: list[float], topk: int) -
     assert best(np.array(scores), topk) == wanted[:topk]
 
 
+@pytest.mark.spec("13.3")
 def test_bm25_prefers_rare_words_and_finds_nothing_for_unknown_ones(corpus: Corpus) -> None:
     index = Bm25Index(corpus)
     by_name, by_work, unknown, empty, signs = index.search(
@@ -123,6 +127,7 @@ def test_bm25_prefers_rare_words_and_finds_nothing_for_unknown_ones(corpus: Corp
     assert by_name[0][1] > by_name[1][1] > 0
 
 
+@pytest.mark.spec("13.8")
 def test_bm25_index_is_kept_and_checked(corpus: Corpus, tmp_path: Path) -> None:
     made = Bm25Index(corpus, tmp_path / "index")
     kept = Bm25Index(corpus, tmp_path / "index")
@@ -143,6 +148,7 @@ class LetterCounts:
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
+@pytest.mark.spec("13.8")
 def test_faiss_finds_the_nearest_vector(corpus: Corpus, tmp_path: Path) -> None:
     pytest.importorskip("faiss")
     made = FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
@@ -153,6 +159,10 @@ def test_faiss_finds_the_nearest_vector(corpus: Corpus, tmp_path: Path) -> None:
         assert len(hits) == 4
     kept = FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
     assert kept.search(["sea", "mayor"], 2) == made.search(["sea", "mayor"], 2)
+    smaller = tmp_path / "smaller.jsonl"
+    smaller.write_text('{"contents": "a passage"}\n')
+    with pytest.raises(ValueError, match="is of 4 passages"):
+        FaissIndex(Corpus(smaller), LetterCounts(), tmp_path / "vectors")
 
 
 def test_encoder_gives_unit_vectors_that_padding_does_not_move(tiny_model_folder: Path) -> None:
@@ -176,6 +186,7 @@ def test_a_missing_package_is_named(
 # --- answers -----------------------------------------------------------------------------------
 
 
+@pytest.mark.spec("13.2")
 def test_one_query_with_scores(client: TestClient) -> None:
     answer = client.post(
         "/retrieve", json={"query": "born Bruno", "topk": 1, "return_scores": True}
@@ -185,12 +196,14 @@ def test_one_query_with_scores(client: TestClient) -> None:
     assert hit["score"] > 0
 
 
+@pytest.mark.spec("13.2", "13.3")
 def test_several_queries_without_scores(client: TestClient) -> None:
     answer = client.post("/retrieve", json={"queries": ["born Bruno", "zebra", "sea"]})
     assert found(answer) == [["d1", "d0"], [], ["d2"]]
     assert answer.json()["result"][2] == [{"id": "d2", "contents": PASSAGES[2]}]
 
 
+@pytest.mark.spec("13.4")
 def test_health(client: TestClient) -> None:
     assert client.get("/health").json() == {"status": "ok", "index": "bm25", "documents": 4}
 
@@ -198,6 +211,7 @@ def test_health(client: TestClient) -> None:
 # --- refusals ----------------------------------------------------------------------------------
 
 
+@pytest.mark.spec("13.7")
 @pytest.mark.parametrize(
     "body",
     [
@@ -232,6 +246,7 @@ def test_malformed_requests_are_refused(client: TestClient, body: Any) -> None:
     assert len(answer.text) < 1000
 
 
+@pytest.mark.spec("13.7")
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"\xff\xfe", b'{"query": "\\ud800"}', b"[" * 1900, b'{"query": NaN}', b"\x00"],
@@ -248,6 +263,7 @@ def test_no_bytes_break_the_server(client: TestClient, body: bytes) -> None:
     assert answer.status_code < 500
 
 
+@pytest.mark.spec("13.5")
 def test_oversized_bodies_are_refused_announced_or_not(client: TestClient) -> None:
     assert client.post("/retrieve", content=b" " * 2001).status_code == 413
     parts = iter([b" " * 1500, b" " * 1500])
@@ -264,6 +280,7 @@ def test_other_paths_and_methods(client: TestClient) -> None:
         assert client.get(path).status_code == 404
 
 
+@pytest.mark.spec("13.6")
 def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
@@ -284,6 +301,7 @@ def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 # --- the environment's client ------------------------------------------------------------------
 
 
+@pytest.mark.spec("13.1", "13.2", "13.9")
 def test_skyrl_gyms_search_tool_reads_the_answers(corpus_file: Path, tmp_path: Path) -> None:
     skyrl_gym = pytest.importorskip("skyrl_gym")
     from omegaconf import OmegaConf
@@ -309,6 +327,7 @@ def test_skyrl_gyms_search_tool_reads_the_answers(corpus_file: Path, tmp_path: P
 # --- start and end -----------------------------------------------------------------------------
 
 
+@pytest.mark.spec("13.9")
 def test_an_error_in_the_block_stops_the_server(corpus_file: Path, tmp_path: Path) -> None:
     with (
         pytest.raises(KeyboardInterrupt),
@@ -337,6 +356,7 @@ with retrieval_server(Path(sys.argv[1]), log_file=Path(sys.argv[2])) as url:
 """
 
 
+@pytest.mark.spec("13.9")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_the_server_ends_with_its_starter(
     corpus_file: Path, tmp_path: Path, how: signal.Signals
@@ -355,6 +375,13 @@ def test_the_server_ends_with_its_starter(
             return
         time.sleep(0.05)
     pytest.fail("the server outlives its starter")
+
+
+@pytest.mark.spec("13.1")
+def test_loopback_is_the_default(corpus_file: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert parser.parse_args(["--corpus", str(corpus_file)]).host == "127.0.0.1"
 
 
 @pytest.mark.parametrize(

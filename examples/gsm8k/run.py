@@ -19,7 +19,7 @@ sys.path.insert(0, str(HERE.parents[1]))  # this file may be started from anywhe
 from examples.tiny_model.recipe import Recipe, main, make_once  # noqa: E402
 
 # The chats of several tries are longer and show more sums.
-NUM_WARM_STEPS = {"gsm8k": 450, "gsm8k_multi_turn": 250}
+NUM_WARM_STEPS = {"gsm8k": 450, "gsm8k_multi_turn": 400}
 
 
 def prepare(folder: Path, *, env_class: str, seed: int = 0) -> None:

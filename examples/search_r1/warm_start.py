@@ -26,7 +26,7 @@ from examples.tiny_model import warm_start as tiny
 from examples.tiny_model.jsonl import read_jsonl
 from examples.tiny_model.model import MAX_LENGTH, make_tokenizer
 
-NUM_STEPS = 350
+NUM_STEPS = 600
 # What the environment may say beyond what the demonstrations show.
 ENVIRONMENT_TEXTS = (
     "<information></information> No search results found . Search request failed or timed out "

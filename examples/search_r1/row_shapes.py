@@ -29,14 +29,15 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # this file may be started from anywhere
 
 from examples.search_r1 import make_data as data  # noqa: E402
-from examples.search_r1.run import serve  # noqa: E402
+from examples.search_r1.run import LONG_MAX_LENGTH, serve  # noqa: E402
 from examples.search_r1.warm_start import search_tokenizer  # noqa: E402
 from examples.tiny_model.jsonl import read_jsonl, write_jsonl  # noqa: E402
 from skyrl_fast.config_loading import load_config  # noqa: E402
-from skyrl_fast.rollout.agent_loop import RolloutConfig, rollout  # noqa: E402
 from skyrl_fast.rollout.context import make_context  # noqa: E402
 from skyrl_fast.rollout.engine import Generation, SamplingParams  # noqa: E402
 from skyrl_fast.rollout.env import EnvConfig, EnvFactory  # noqa: E402
+from skyrl_fast.rollout.groups import rollout  # noqa: E402
+from skyrl_fast.rollout.rollout_config import RolloutConfig  # noqa: E402
 from skyrl_fast.train.prompts import Prompt, load_prompts  # noqa: E402
 
 FILLER_WORDS = 600  # behind each fact, on average: three passages are thousands of tokens
@@ -126,7 +127,9 @@ async def old_form(
         generation = await engine.generate([], config.sampling_params, session_id=session)
         text = tokenizer.decode(generation.token_ids)
         answer = await env.step(text)
-        context.add_response([*generation.token_ids, tokenizer.eos_token_id], text, replaced=False)
+        message = {"role": "assistant", "content": text}
+        ended = [*generation.token_ids, tokenizer.eos_token_id]
+        context.add_response(ended, message, replaced=False)
         if not answer.done:
             context.add_observation(answer.messages)
         done = answer.done
@@ -213,7 +216,9 @@ def measure(
     generator = settings.generator
     with serve(folder) as (setting,):
         url = setting.partition("=")[2]
-        shapes = asyncio.run(all_forms(prompts, search_tokenizer([]), settings, url))
+        shapes = asyncio.run(
+            all_forms(prompts, search_tokenizer([], max_length=LONG_MAX_LENGTH), settings, url)
+        )
     return shapes, generator.max_input_length + generator.sampling_params.max_generate_length
 
 

@@ -4,7 +4,8 @@
 conversion follows. "restated" is the same greedy merge in plain Python without checks and metrics.
 Ours gives a `StepBatch` of flat arrays ("skyrl_fast") and, as SkyRL's conversion does, padded
 tensors ("skyrl_fast_padded"). "fresh": every id is an object of its own, as after a pickle, and
-not shared between a turn's prompt and the turn before.
+not shared between a turn's prompt and the turn before. "warm": freed memory stays mapped and the
+garbage collector is off; lists are as slow as the pages that they are written to.
 
 Floors: "floor_compare" compares every row's prompt with the row before it, 4 bytes a token, once
 per side; "floor_copy" also writes the merged rows (4 + 4 + 4 + 1 bytes a token and response token).
@@ -31,6 +32,7 @@ from skyrl_fast.batch import StepBatch
 
 SIZES = ("medium", "large")
 ROUNDS = {"tiny": 3, "medium": 9, "large": 3}
+LIST_CONTENDERS = ("skyrl_fast", "skyrl_fast_warm", "skyrl", "skyrl_warm", "restated", "fresh")
 TOKENIZER = SimpleNamespace(pad_token_id=_data.PAD_TOKEN_ID)
 
 
@@ -70,7 +72,7 @@ def timed(benchmark: Any, size: str, function: Callable[..., Any], *args: Any) -
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("contender", ["skyrl_fast", "skyrl", "skyrl_warm", "restated", "fresh"])
+@pytest.mark.parametrize("contender", LIST_CONTENDERS)
 def test_lists(benchmark: Any, contender: str, size: str) -> None:
     benchmark.group = f"merge lists to lists {size}"
     output = rollouts(size, contender == "fresh")

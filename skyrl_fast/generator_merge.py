@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from skyrl_fast import _C
 from skyrl_fast.generator_output import (
     TIME_SPLITS,
     GeneratorOutput,
@@ -68,20 +69,19 @@ def merge_stepwise_output(
         drift=drift,
         max_drift_tokens=max_drift_tokens,
     )
-    prompts, responses = output["prompt_token_ids"], output["response_ids"]
     heads, ends = plan.heads.tolist(), plan.ends.tolist()
     merged: dict[str, Any] = {
-        "prompt_token_ids": [_part(prompts[head]) for head in heads],
-        "response_ids": [
-            _joined(prompts[end][len(prompts[head]) :], responses[end])
-            for head, end in zip(heads, ends, strict=True)
-        ],
-        "loss_masks": _per_token(output["loss_masks"], plan, 0),
+        "prompt_token_ids": [_copied(output["prompt_token_ids"][head]) for head in heads],
+        "response_ids": _responses(output["prompt_token_ids"], output["response_ids"], plan),
+        "loss_masks": _per_token("loss_masks", output["loss_masks"], plan, 0),
     }
     if output.get("rollout_logprobs") is not None:
-        merged["rollout_logprobs"] = _per_token(output["rollout_logprobs"], plan, 0.0)
+        merged["rollout_logprobs"] = _per_token(
+            "rollout_logprobs", output["rollout_logprobs"], plan, 0.0
+        )
     if rewards_are_per_token(OP, output["rewards"]):
-        merged["rewards"] = _per_token(output["rewards"], plan, 0.0, keep_sum=True)
+        merged["rewards"] = _per_token("rewards", output["rewards"], plan, 0.0)
+        _keep_sums(merged["rewards"], output["rewards"], plan)
     if output.get("rollout_expert_indices") is not None:
         merged["rollout_expert_indices"] = _routes(output["rollout_expert_indices"], plan)
     if output.get("policy_versions") is not None:
@@ -89,65 +89,55 @@ def merge_stepwise_output(
         merged["policy_versions"] = versions.tolist()
     for field, value in output.items():
         if field not in merged:
-            merged[field] = _of_last_steps(field, value, ends, len(responses))
+            merged[field] = _of_last_steps(field, value, ends, len(plan.joins))
     return cast(GeneratorOutput, {field: merged[field] for field in output})
 
 
-def _part(row: Any) -> Any:
+def _copied(row: Any) -> Any:
     return list(row) if isinstance(row, (list, tuple)) else np.array(row)
 
 
-def _joined(a: Any, b: Any) -> Any:
-    if isinstance(a, list) and isinstance(b, list):
-        return a + b
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return [*a, *b]
-    filled = [np.asarray(part) for part in (a, b) if len(part)]
-    return np.concatenate(filled) if filled else np.asarray(b)
+def _responses(prompts: Sequence[Any], responses: Sequence[Any], plan: MergePlan) -> list[Any]:
+    """Return the M responses: what the last step's prompt adds to the first one's, its response."""
+    ends = plan.ends.tolist()
+    rows = [row[end] for end in ends for row in (prompts, responses)]
+    begins = np.zeros(len(rows), dtype=np.int64)
+    begins[::2] = plan.prompt_lengths[plan.heads]
+    counts, starts = np.empty_like(begins), np.zeros_like(begins)
+    counts[::2] = starts[1::2] = plan.prompt_lengths[plan.ends] - begins[::2]
+    counts[1::2] = plan.response_lengths[plan.ends]
+    targets = np.repeat(np.arange(len(ends)), 2)
+    return _join("response_ids", rows, (begins, counts, starts, targets), plan, 0)
 
 
-def _per_token(
-    rows: Sequence[Any], plan: MergePlan, zero: float, *, keep_sum: bool = False
+def _per_token(field: str, rows: Sequence[Any], plan: MergePlan, zero: float) -> list[Any]:
+    """Return M rows of values per response token: those of the steps, zeros between."""
+    pieces = (np.zeros_like(plan.kept), plan.kept, plan.starts, plan.merged_rows)
+    return _join(field, rows, pieces, plan, zero)
+
+
+def _join(
+    field: str, rows: Sequence[Any], pieces: tuple[np.ndarray, ...], plan: MergePlan, zero: float
 ) -> list[Any]:
-    """Return M rows of values per response token: those of the steps, zeros between.
-
-    `keep_sum`: values of tokens that were replaced go to the token before them.
-    """
-    starts, overlaps = plan.starts.tolist(), plan.overlaps.tolist()
-    prompts = plan.prompt_lengths.tolist()
-    zeros = [zero] * (int(plan.starts.max(initial=0)) + 1)
-    result: list[Any] = []
-    for head, end in zip(plan.heads.tolist(), plan.ends.tolist(), strict=True):
-        if not isinstance(rows[head], (list, tuple)):
-            result.append(_array_per_token(rows, plan, head, end, keep_sum=keep_sum))
-            continue
-        values = list(rows[head])
-        for row in range(head + 1, end + 1):
-            stay = overlaps[row] - prompts[head]
-            if stay < len(values):
-                replaced = values[stay:]
-                del values[stay:]
-                if keep_sum:
-                    values[-1] = math.fsum([values[-1], *replaced])
-            values += zeros[: starts[row] - len(values)]
-            values += rows[row] if isinstance(rows[row], list) else list(rows[row])
-        result.append(values)
-    return result
+    """Return M rows of pieces of rows: lists where all rows are, else arrays."""
+    lengths = plan.merged_response_lengths
+    if all(isinstance(row, (list, tuple)) for row in rows):
+        return cast(list[Any], _C.join_lists(OP, field, list(rows), pieces, lengths, zero))
+    arrays = [np.asarray(row) for row in rows]
+    dtype = np.result_type(*[array for array in arrays if len(array)] or [arrays[0]])
+    merged = [np.zeros(length, dtype) for length in lengths.tolist()]
+    for array, begin, count, start, target in zip(
+        arrays, *map(np.ndarray.tolist, pieces), strict=True
+    ):
+        merged[target][start : start + count] = array[begin : begin + count]
+    return merged
 
 
-def _array_per_token(
-    rows: Sequence[Any], plan: MergePlan, head: int, end: int, *, keep_sum: bool
-) -> np.ndarray:
-    parts = [np.asarray(row) for row in rows[head : end + 1]]
-    starts, kept = plan.starts[head : end + 1], plan.kept[head : end + 1]
-    values = np.zeros(starts[-1] + len(parts[-1]), dtype=np.result_type(*parts))
-    for part, start, stay in zip(parts, starts, kept, strict=True):
-        values[start : start + stay] = part[:stay]
-    if keep_sum:
-        for row, part in enumerate(parts, start=head):
-            if plan.kept[row] < len(part):
-                values[plan.reward_places[row]] += part[plan.kept[row] :].sum()
-    return values
+def _keep_sums(merged: Sequence[Any], rewards: Sequence[Any], plan: MergePlan) -> None:
+    """Give rewards of tokens that were replaced to the token before them."""
+    kept, places, targets = plan.kept, plan.reward_places, plan.merged_rows
+    for row in np.flatnonzero(kept < plan.response_lengths).tolist():
+        merged[targets[row]][places[row]] += math.fsum(rewards[row][kept[row] :])
 
 
 def _routes(rows: Sequence[Any], plan: MergePlan) -> list[Any]:

@@ -6,6 +6,8 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+from bench.baselines.pack import skyrl_convert
+
 FIELDS = ("prompt_token_ids", "response_ids", "loss_masks", "rewards", "rollout_logprobs")
 
 
@@ -16,13 +18,12 @@ def load_skyrl() -> tuple[Callable[..., Any], Callable[..., Any], type] | None:
     typing.TypedDict = typing_extensions.TypedDict  # SkyRL needs it on Python 3.11
     try:
         from loguru import logger
-        from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
         from skyrl.train.generators.base import TrajectoryID
         from skyrl.train.generators.utils import merge_stepwise_output
     except ImportError:
         return None
     logger.disable("skyrl")
-    return merge_stepwise_output, convert_prompts_responses_to_batch_tensors, TrajectoryID
+    return merge_stepwise_output, skyrl_convert()[0], TrajectoryID
 
 
 def restated_merge(output: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -245,6 +246,45 @@ void copy_segments(const std::string& op, py::handle source_obj, py::handle sour
                     num_threads);
 }
 
+// Lists of pieces of lists: counts[i] items of rows[i], from begins[i] on, become those of list
+// targets[i] from starts[i] on. Targets do not decrease, and starts do not within one; what no
+// piece covers of the `lengths` is `filler`.
+py::list join_lists(const std::string& op, const std::string& field, const py::list& rows,
+                    const py::tuple& pieces, py::handle lengths_obj, py::handle filler) {
+  const char* names[] = {"begins", "counts", "starts", "targets"};
+  std::vector<std::unique_ptr<Borrowed>> borrowed;
+  const int64_t num_rows = static_cast<int64_t>(rows.size());
+  for (int i = 0; i < 4; ++i) {
+    borrowed.push_back(std::make_unique<Borrowed>(pieces[i], op.c_str(), names[i]));
+    check_cpu_array(**borrowed.back(), DType::kInt64, 1);
+    check_size(**borrowed.back(), 0, num_rows);
+  }
+  const auto value = [&](int i, int64_t row) { return (*borrowed[i])->ptr<int64_t>()[row]; };
+  Borrowed lengths(lengths_obj, op.c_str(), "lengths");
+  check_cpu_array(*lengths, DType::kInt64, 1);
+  py::list joined;
+  std::vector<ListPiece> parts;
+  int64_t row = 0;
+  for (int64_t target = 0; target < lengths->numel(); ++target) {
+    parts.clear();
+    const int64_t length = lengths->ptr<int64_t>()[target];
+    int64_t filled = 0;
+    for (; row < num_rows && value(3, row) == target; ++row) {
+      const int64_t begin = value(0, row), count = value(1, row), start = value(2, row);
+      if (count == 0) continue;
+      PyObject* list = PyList_GET_ITEM(rows.ptr(), row);
+      if (begin < 0 || count < 0 || start < filled || count > length - start ||
+          list_size(list) < begin + count) {
+        fail(*lengths, "of lists that hold their pieces", "no room for row " + std::to_string(row));
+      }
+      filled = start + count;
+      parts.push_back({{list, begin, {op.c_str(), field.c_str(), row}}, count, start});
+    }
+    joined.append(join_list_pieces(parts, length, filler.ptr()));
+  }
+  return joined;
+}
+
 }  // namespace
 
 void bind_merge(py::module_& m) {
@@ -252,6 +292,7 @@ void bind_merge(py::module_& m) {
   m.def("merge_plan_rows", &merge_plan_rows);
   m.def("merge_routes", &merge_routes);
   m.def("copy_segments", &copy_segments);
+  m.def("join_lists", &join_lists);
 }
 
 }  // namespace skyrl_fast

@@ -345,6 +345,35 @@ bool read_plain_list(PyObject* list, int64_t size, DType dtype, void* out, Bound
   }
 }
 
+py::object join_list_pieces(const std::vector<ListPiece>& pieces, int64_t length,
+                            PyObject* filler) {
+  py::object joined = py::reinterpret_steal<py::object>(PyList_New(length));
+  if (!joined) throw py::error_already_set();
+  int64_t at = 0;
+  const auto put = [&](PyObject* item) {
+    Py_INCREF(item);
+    PyList_SET_ITEM(joined.ptr(), at++, item);
+  };
+  for (const ListPiece& piece : pieces) {
+    while (at < piece.start) put(filler);
+    PyObject* list = piece.part.list;
+    ListLock lock(list);
+    const int64_t end = piece.part.begin + piece.size;
+    if (list_size(list) < end) {
+      throw std::invalid_argument(piece.part.place.at(list_size(list)) +
+                                  ": the list became shorter during the call; another thread must "
+                                  "not change it meanwhile");
+    }
+    PyObject* const* items = PySequence_Fast_ITEMS(list);
+    for (int64_t i = piece.part.begin; i < end; ++i) {
+      prefetch(items[i + kPrefetchAhead < end ? i + kPrefetchAhead : i]);
+      put(items[i]);
+    }
+  }
+  while (at < length) put(filler);
+  return joined;
+}
+
 void prefetch_list(PyObject* list) {
   if (list_size(list) <= 0) return;
   PyObject* const* items = PySequence_Fast_ITEMS(list);

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <string>
+#include <vector>
 
 #include "pack.h"
 
@@ -27,6 +28,11 @@ struct ListPlace {
 void read_number_list(PyObject* list, int64_t size, DType dtype, void* out, Bounds bounds,
                       const ListPlace& place);
 
+// The same for a list of nothing but exact small ints and floats (and bools where they count), all
+// within the bounds: returns false, and leaves anything in `out`, where it is something else. Calls
+// nothing of Python: any thread may, as long as some thread holds the GIL and runs no Python.
+bool read_plain_list(PyObject* list, int64_t size, DType dtype, void* out, Bounds bounds);
+
 // A part of a list or tuple of ints.
 struct ListPart {
   PyObject* list = nullptr;
@@ -38,10 +44,15 @@ struct ListPart {
 // grows, is equal without being looked at. Throws TypeError for an id that is no integer.
 int64_t common_prefix_of_lists(const ListPart& a, const ListPart& b, int64_t n);
 
-// The same for a list of nothing but exact small ints and floats (and bools where they count), all
-// within the bounds: returns false, and leaves anything in `out`, where it is something else. Calls
-// nothing of Python: any thread may, as long as some thread holds the GIL and runs no Python.
-bool read_plain_list(PyObject* list, int64_t size, DType dtype, void* out, Bounds bounds);
+// `size` items of a list or tuple, and where they go in another list.
+struct ListPiece {
+  ListPart part;
+  int64_t size = 0;
+  int64_t start = 0;
+};
+
+// A new list of `length` items: the pieces, in order of their starts, and `filler` between them.
+py::object join_list_pieces(const std::vector<ListPiece>& pieces, int64_t length, PyObject* filler);
 
 // Brings a list's own memory nearer; a hint.
 void prefetch_list(PyObject* list);

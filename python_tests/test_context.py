@@ -156,6 +156,20 @@ def test_prompts_may_hold_tool_calls_without_content(tiny_tokenizer) -> None:
     assert text == rendered(tiny_tokenizer, TOOL_TEMPLATE, few_shot)
 
 
+@pytest.mark.spec("3.1")
+def test_an_answer_that_brought_its_end_gets_no_second_one(tiny_tokenizer) -> None:
+    spaced = tiny_tokenizer.chat_template.replace("<|im_end|>", " <|im_end|>")
+    end = tiny_tokenizer.eos_token_id
+    for answer in ([1, 2, end], [1, 2]):
+        context = make_context("append", tiny_tokenizer, TASK, chat_template=spaced)
+        start = len(context.prompt_token_ids())
+        context.add_response(answer, {"role": "assistant", "content": "x"}, replaced=False)
+        context.add_observation([])
+        added = tiny_tokenizer.decode(context.prompt_token_ids()[start + 2 :])
+        space = "" if answer[-1] == end else " "
+        assert added == f"{space}<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_an_observation_cannot_fake_the_end_of_the_answer(tiny_tokenizer) -> None:
     from skyrl_fast.rollout.context import _ANSWER
 

@@ -143,3 +143,9 @@ def test_the_contract_is_tagged_throughout() -> None:
     contract = read_contract(SPEC.read_text(encoding="utf-8"))
     assert contract.problems == []
     assert len(contract.rules) > 100
+
+
+def test_every_rule_has_a_test_and_every_mark_names_a_rule() -> None:
+    command = [sys.executable, "scripts/spec_report.py", "--missing"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -160,10 +160,12 @@ class _AppendContext:
 
     def add_observation(self, messages: Sequence[Message]) -> None:
         text = self._render.behind_answer(self._messages, self._answer, messages)
-        token_ids = self._render.token_ids(text)
-        end = self._render.tokenizer.eos_token_id
-        already_ended = self._token_ids[-1:] == [end]
-        self._token_ids += token_ids[1:] if already_ended and token_ids[:1] == [end] else token_ids
+        tokenizer = self._render.tokenizer
+        if self._token_ids[-1:] == [tokenizer.eos_token_id]:
+            # The answer brought its end; some templates write a space before theirs.
+            before, found, behind = text.partition(tokenizer.eos_token)
+            text = behind if found and not before.strip() else text
+        self._token_ids += self._render.token_ids(text)
 
 
 class _RetemplateContext:

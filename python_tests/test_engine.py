@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_fast.rollout import vllm_engine
 from skyrl_fast.rollout.engine import EngineDeadError, EngineError, SamplingParams
-from skyrl_fast.rollout.vllm_engine import VllmConfig, VllmEngine
+from skyrl_fast.rollout.vllm_engine import VllmEngine
+from skyrl_fast.rollout.vllm_start import VllmConfig, environment
 from skyrl_fast.rollout.weight_update import WeightSync, WeightSyncError
 
 needs_vllm = pytest.mark.skipif(
@@ -119,7 +119,7 @@ def test_requests_carry_their_session_and_share_caches_within_one_version(
 def test_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SET_BY_USER", "1")
     monkeypatch.delenv("SET_BY_US", raising=False)
-    with vllm_engine._environment({"SET_BY_USER": "2", "SET_BY_US": "3"}):
+    with environment({"SET_BY_USER": "2", "SET_BY_US": "3"}):
         assert (os.environ["SET_BY_USER"], os.environ["SET_BY_US"]) == ("1", "3")
         os.environ["SET_BY_VLLM"] = "4"
     assert "SET_BY_US" not in os.environ

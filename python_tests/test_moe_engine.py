@@ -20,7 +20,8 @@ from skyrl_fast.rollout.env import EnvConfig, EnvFactory
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.rollout_config import RolloutConfig
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.rollout.vllm_engine import VllmConfig, VllmEngine
+from skyrl_fast.rollout.vllm_engine import VllmEngine
+from skyrl_fast.rollout.vllm_start import VllmConfig
 from skyrl_fast.rollout.weight_update import WeightSync, WeightSyncError
 
 register_fakes()
@@ -74,7 +75,7 @@ def test_recording_routes_of_a_dense_model_is_refused(tiny_model_folder: Path) -
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.timeout(900)  # two cores that others use too; alone it takes half a minute
-@pytest.mark.spec("11.1", "11.9", "11.10", "11.12", "11.18")
+@pytest.mark.spec("11.1", "11.9", "11.10", "11.12", "11.18", "11.19")
 def test_real_routes_over_two_turns_replay_and_weight_updates(
     moe_folder: Path, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -100,7 +101,14 @@ async def _drive(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
             engine,
             probe=[tokenizer.encode("a probe of some tokens"), tokenizer.encode("and another")],
             trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
+            replayed_logprobs=lambda probe, routes: [
+                policy.sequence_logprobs(*one) for one in zip(probe, routes, strict=True)
+            ],
         )
+        ids = tokenizer.encode("the same tokens")
+        logprobs, routes = await engine.prompt_routes(ids)
+        assert routes.shape == (len(ids), NUM_LAYERS, TOP_K)
+        assert logprobs == pytest.approx(policy.sequence_logprobs(ids), abs=EXACT)
         assert (await sync.verify()).max_difference < EXACT
         trajectories = await _rollouts(engine, tokenizer, version=0)
         _records_grow(trajectories)

@@ -292,6 +292,20 @@ def test_a_batch_without_routes_says_which_setting_is_missing() -> None:
         policy.logprobs(micro)
 
 
+@pytest.mark.spec("11.19")
+def test_logprobs_of_a_sequence_at_given_routes() -> None:
+    policy = Policy(tiny_moe(), router_replay=True)
+    tokens = [3, 7, 1, 9]
+    own = own_routes(policy.model, torch.tensor([tokens]))[0].numpy().astype(np.uint16)
+    free = policy.sequence_logprobs(tokens)
+    assert policy.sequence_logprobs(tokens, own) == free
+    assert policy.sequence_logprobs(tokens, own[:-1]) == free  # the last token predicts nothing
+    other = policy.sequence_logprobs(tokens, (own + 1) % NUM_EXPERTS)
+    assert max(abs(a - b) for a, b in zip(other, free, strict=True)) > 0.05
+    with pytest.raises(ValueError, match="router_replay is off"):
+        Policy(tiny_moe()).sequence_logprobs(tokens, own)
+
+
 def test_weights_go_out_under_the_names_of_a_checkpoint(tmp_path: Any) -> None:
     from safetensors.torch import load_file
 

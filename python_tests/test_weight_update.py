@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -32,6 +33,7 @@ class FakeEngine(OneNumberModel):
     """An engine that takes updates, or ignores them."""
 
     ignores_updates = False
+    routes: Callable[[Sequence[int]], np.ndarray]
 
     async def update_weights(self, weights: dict[str, torch.Tensor]) -> float:
         if not self.ignores_updates:
@@ -40,6 +42,9 @@ class FakeEngine(OneNumberModel):
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return self.logprobs([token_ids])[0]
+
+    async def prompt_routes(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray]:
+        return self.logprobs([token_ids])[0], self.routes(token_ids)
 
 
 def make(trainer: OneNumberModel, engine: FakeEngine) -> WeightSync:
@@ -59,6 +64,30 @@ def test_update_that_took_effect_is_reported() -> None:
     assert (report.max_difference, report.mean_difference) == (0.0, 0.0)
     assert report.max_change == pytest.approx(0.25)
     assert report.update_seconds == 0.01
+
+
+@pytest.mark.spec("11.19")
+def test_a_mixture_of_experts_is_compared_at_the_engines_routes() -> None:
+    """Near a tie both sides may choose another expert: no difference of weights."""
+    trainer, engine = OneNumberModel(), FakeEngine()
+    engine.routes = lambda ids: np.full((len(ids), 1, 1), 3, np.uint8)
+    seen = []
+
+    def replayed(probe: list[list[int]], routes: list[np.ndarray]) -> list[list[float]]:
+        seen.append(
+            [(len(ids), r.shape, int(r.max())) for ids, r in zip(probe, routes, strict=True)]
+        )
+        return trainer.logprobs(probe)
+
+    def free(probe: list[list[int]]) -> list[list[float]]:
+        raise AssertionError("free routing was asked for")
+
+    sync = WeightSync(engine, probe=PROBE, trainer_logprobs=free, replayed_logprobs=replayed)
+    assert asyncio.run(sync.verify()).max_difference == 0.0
+    assert seen == [[(3, (3, 1, 1), 3), (2, (2, 1, 1), 3)]]
+    engine.ignores_updates = True
+    with pytest.raises(WeightSyncError, match=r"up to 0\.5"):
+        push(sync, trainer, 0.5)
 
 
 def test_ignored_update_is_an_error_that_says_where_and_why() -> None:

@@ -32,7 +32,8 @@ from skyrl_fast.rollout.engine import SamplingParams  # noqa: E402
 from skyrl_fast.rollout.env import EnvConfig, EnvFactory  # noqa: E402
 from skyrl_fast.rollout.groups import rollout  # noqa: E402
 from skyrl_fast.rollout.rollout_config import RolloutConfig  # noqa: E402
-from skyrl_fast.rollout.vllm_engine import VllmConfig, VllmEngine  # noqa: E402
+from skyrl_fast.rollout.vllm_engine import VllmEngine  # noqa: E402
+from skyrl_fast.rollout.vllm_start import VllmConfig  # noqa: E402
 from skyrl_fast.train.micro_batch import plan_micro_batches  # noqa: E402
 from skyrl_fast.train.policy import Policy, hide_progress_bars, load_model  # noqa: E402
 from skyrl_fast.train.prompts import Prompt  # noqa: E402

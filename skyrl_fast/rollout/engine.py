@@ -108,5 +108,12 @@ class Engine(Protocol):
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs at temperature 1 of each token but the first, given those before it."""
 
+    async def prompt_routes(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray]:
+        """The same, and the routes [tokens, layers, experts per token] that they were computed by.
+
+        Raises:
+            EngineError: the engine does not record routes.
+        """
+
     async def reset_prefix_cache(self) -> None:
         """Forget cached keys and values."""

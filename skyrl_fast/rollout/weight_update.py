@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from skyrl_fast.rollout.packed_weights import renewed_packed_weights
@@ -77,6 +78,7 @@ class WeightSync:
         *,
         probe: Sequence[Sequence[int]],
         trainer_logprobs: Callable[[list[list[int]]], Logprobs],
+        replayed_logprobs: Callable[[list[list[int]], list[np.ndarray]], Logprobs] | None = None,
         tolerance: float = TOLERANCES[torch.float32],
     ) -> None:
         """Keep what both sides need.
@@ -86,6 +88,9 @@ class WeightSync:
             probe: token sequences of two or more tokens; a few, of tens of tokens, are enough.
             trainer_logprobs: maps the probe to, for each sequence, len - 1 logprobs (lists or
                 tensors): of each token but the first given those before, at temperature 1.
+            replayed_logprobs: the same with the engine's routes of the probe, for a mixture of
+                experts; goes before `trainer_logprobs`. Rounding moves a token near a tie to
+                other experts, which says nothing about weights.
             tolerance: largest |engine - trainer| allowed; see `TOLERANCES`.
 
         Raises:
@@ -99,6 +104,7 @@ class WeightSync:
                 f"{[len(sequence) for sequence in self._probe]}"
             )
         self._trainer_logprobs = trainer_logprobs
+        self._replayed_logprobs = replayed_logprobs
         self._tolerance = tolerance
         self._engine_before: list[list[float]] | None = None
         self._trainer_before: list[list[float]] | None = None
@@ -117,8 +123,8 @@ class WeightSync:
     async def verify(self, *, update_seconds: float = 0.0) -> WeightSyncReport:
         """Compare logprobs now; raises WeightSyncError with what differs and likely causes."""
         started = time.perf_counter()
-        engine = list(await asyncio.gather(*map(self._engine.prompt_logprobs, self._probe)))
-        trainer = [[float(x) for x in row] for row in self._trainer_logprobs(self._probe)]
+        engine, theirs = await self._both()
+        trainer = [[float(x) for x in row] for row in theirs]
         _check_lengths(self._probe, trainer)
         differences = _differences(engine, trainer)
         before = self._engine_before
@@ -134,6 +140,15 @@ class WeightSync:
         self._refuse_standstill(trainer, report)
         self._engine_before, self._trainer_before = engine, trainer
         return report
+
+    async def _both(self) -> tuple[list[list[float]], Logprobs]:
+        """Logprobs of the probe by the engine, and by the trainer."""
+        if self._replayed_logprobs is None:
+            engine = await asyncio.gather(*map(self._engine.prompt_logprobs, self._probe))
+            return list(engine), self._trainer_logprobs(self._probe)
+        answers = await asyncio.gather(*map(self._engine.prompt_routes, self._probe))
+        routes = [routes for _, routes in answers]
+        return [values for values, _ in answers], self._replayed_logprobs(self._probe, routes)
 
     def _refuse_mismatch(
         self, engine: list[list[float]], trainer: list[list[float]], report: WeightSyncReport

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -104,10 +105,17 @@ class Policy:
                 result[response_positions(batch, micro)] = values.cpu()
         return result
 
-    def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Return each token's logprob given those before it, from the second on; temperature 1."""
+    def sequence_logprobs(
+        self, token_ids: list[int], expert_indices: np.ndarray | None = None
+    ) -> list[float]:
+        """Return each token's logprob given those before it, from the second on; temperature 1.
+
+        Args:
+            token_ids: T of them.
+            expert_indices: (T or T - 1, L, K) routes to replay; None: free routing.
+        """
         ids = torch.tensor([token_ids], device=self.device)
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self._autocast(), self._at_routes(ids, expert_indices):
             hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
             weight = self.model.get_output_embeddings().weight.to(hidden.dtype)
             values: Any = linear_logprob(hidden.contiguous(), weight, ids[0, 1:])
@@ -137,6 +145,19 @@ class Policy:
         return self._replay.routes(
             micro.expert_indices.to(self.device), micro.router_padding_mask.to(self.device)
         )
+
+    def _at_routes(
+        self, ids: torch.Tensor, expert_indices: np.ndarray | None
+    ) -> contextlib.AbstractContextManager[Any]:
+        if expert_indices is None:
+            return contextlib.nullcontext()
+        if self._replay is None:
+            raise ValueError("policy: routes are given, but router_replay is off")
+        captured = len(expert_indices)
+        routes = torch.zeros((*ids.shape, *expert_indices.shape[1:]), dtype=torch.int32)
+        routes[0, :captured] = torch.from_numpy(expert_indices.astype(np.int32))
+        mask = torch.arange(ids.shape[1])[None] >= captured
+        return self._replay.routes(routes.to(ids.device), mask.to(ids.device))
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.dtype == torch.float32 or self.model.dtype == torch.float64:

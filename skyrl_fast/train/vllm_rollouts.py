@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from skyrl_fast import config as settings
@@ -15,7 +16,8 @@ from skyrl_fast.rollout.failures import FailureWatch
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.rollout_config import RolloutConfig
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.rollout.vllm_engine import VllmConfig, VllmEngine
+from skyrl_fast.rollout.vllm_engine import VllmEngine
+from skyrl_fast.rollout.vllm_start import VllmConfig
 from skyrl_fast.rollout.weight_update import TOLERANCES, WeightSync, WeightSyncReport
 from skyrl_fast.train.policy import Policy
 from skyrl_fast.train.prompts import Prompt, load_prompts
@@ -92,10 +94,15 @@ class VllmRollouts:
     def _weight_sync(self, policy: Policy) -> WeightSync:
         engine = self._config.generator.inference_engine
         dtype = policy.dtype if engine.model_dtype == "auto" else getattr(torch, engine.model_dtype)
+
+        def replayed(probe: list[list[int]], routes: list[np.ndarray]) -> list[list[float]]:
+            return [policy.sequence_logprobs(*one) for one in zip(probe, routes, strict=True)]
+
         return WeightSync(
             self._engine,
             probe=self._probe(),
             trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
+            replayed_logprobs=replayed if policy.router_replay else None,
             tolerance=self._config.trainer.sync_tolerance or TOLERANCES[dtype],
         )
 

@@ -25,6 +25,7 @@ KERNEL_TESTS = (
     "logprob",
     "masked_logprob_loss",
     "merge",
+    "merge_invariants",
     "off_policy",
     "pack",
     "policy_loss",

@@ -76,7 +76,7 @@ def test_no_prompt_exceeds_the_limit_and_the_last_step_says_length(tiny_tokenize
 
 
 @pytest.mark.spec("3.9", "3.11")
-def test_first_prompt_too_long_gives_no_steps_and_a_masked_row(tiny_tokenizer) -> None:
+def test_first_prompt_too_long_gives_no_steps_and_a_masked_row(tiny_tokenizer, caplog) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     long = FakePrompt("long", messages=[{"role": "user", "content": "x" * 200}])
     fine = FakePrompt("fine", env_extras={"turns": 1})
@@ -85,6 +85,9 @@ def test_first_prompt_too_long_gives_no_steps_and_a_masked_row(tiny_tokenizer) -
     assert (got[0].steps, got[0].stop_reason, got[0].failure) == ([], "length", None)
     rows = generator_output_from_trajectories(got)
     assert rows["loss_masks"] == [[], [1, 1]]
+    assert rows["rollout_metrics"]["generate/num_empty_trajectories"] == 1.0
+    assert "first prompt of 1 trajectories is longer than max_input_length" in caplog.text
+    assert caplog.text.count("masked stub rows: long") == 1
     assert rows["stop_reasons"][0] == "length"
 
 

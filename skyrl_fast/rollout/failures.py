@@ -18,7 +18,15 @@ class RolloutError(RuntimeError):
 
 
 def log_failures(trajectories: Sequence[Trajectory]) -> None:
-    """Warn of trajectories that failed for good: how many, which, and why."""
+    """Warn of trajectories without steps or that failed for good: how many, which, and why."""
+    too_long = [t.uid for t in trajectories if not t.steps and t.failure is None]
+    if too_long:
+        log.warning(
+            "the first prompt of %d trajectories is longer than max_input_length; they stay as "
+            "masked stub rows: %s",
+            len(too_long),
+            ", ".join(list(dict.fromkeys(too_long))[:NAMED_FAILURES]),
+        )
     failed = [t for t in trajectories if t.failure is not None]
     if not failed:
         return

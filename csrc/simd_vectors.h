@@ -226,6 +226,7 @@ constexpr int kLanes = 4;
 constexpr int kGroupPairs = 2;
 typedef float Vec __attribute__((vector_size(16)));
 typedef int32_t IntVec __attribute__((vector_size(16)));
+typedef uint32_t UnsignedVec __attribute__((vector_size(16)));
 
 SKYRL_INLINE Vec set1(float x) { return Vec{x, x, x, x}; }
 SKYRL_INLINE Vec add(Vec a, Vec b) { return a + b; }
@@ -247,9 +248,10 @@ SKYRL_INLINE double sum_lanes(Vec v) {
   return (static_cast<double>(v[0]) + v[1]) + (static_cast<double>(v[2]) + v[3]);
 }
 SKYRL_INLINE void store_lanes(float* p, Vec v) { memcpy(p, &v, sizeof v); }
-// p * 2^n, where the low bits of `shifted` = n + kShift hold n.
+// p * 2^n, where the low bits of `shifted` = n + kShift hold n. Unsigned: what the caller throws
+// away (n out of range) may wrap around.
 SKYRL_INLINE Vec scale_by_low_bits(Vec p, Vec shifted) {
-  return (Vec)((IntVec)p + ((IntVec)shifted << 23));
+  return (Vec)((UnsignedVec)p + ((UnsignedVec)shifted << 23));
 }
 
 template <typename T>

@@ -2,7 +2,7 @@
 
 Contenders: SkyRL's own trainer methods where `skyrl` can be imported, the same steps restated with
 NumPy padding, both also with warm pages and the garbage collector off, and ours with 1 and 2
-threads, in new memory at each call and with the padded tensors' memory reused. Tokens per second in
+threads. Tokens per second in
 extra_info count prompt and response tokens of all rows.
 """
 
@@ -19,7 +19,6 @@ from bench import _data
 from bench.baselines.pipeline import Restated, load_skyrl, warm_pages
 from skyrl_fast.advantages import advantages
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch_padded import PaddedBatch
 from skyrl_fast.metrics import reward_metrics
 
 DP_SIZE = 8
@@ -31,8 +30,6 @@ CONTENDERS = (
     "skyrl_numpy_warm",
     "skyrl_fast_1_thread",
     "skyrl_fast_2_threads",
-    "skyrl_fast_1_thread_reused",
-    "skyrl_fast_2_threads_reused",
 )
 ROUNDS = {"medium": 15, "large": 5}
 SLOW_ROUNDS = {"medium": 5, "large": 2}  # of SkyRL's own: half a minute each at large
@@ -41,10 +38,8 @@ SLOW_ROUNDS = {"medium": 5, "large": 2}  # of SkyRL's own: half a minute each at
 class Ours:
     """The same pipeline by this package."""
 
-    def __init__(self, samples_per_prompt: int, reuse: bool) -> None:
+    def __init__(self, samples_per_prompt: int) -> None:
         self.samples_per_prompt = samples_per_prompt
-        self.reuse = reuse
-        self.old: PaddedBatch | None = None
 
     def prepare(self, output: dict[str, Any]) -> dict[str, Any]:
         """Return the output without what SkyRL passes beside it; not timed."""
@@ -54,8 +49,7 @@ class Ours:
         """Return the tensors that training reads, and the mean reward; timed."""
         batch = StepBatch.from_generator_output(output, step_wise=True)
         pad_size = -batch.num_rows % DP_SIZE
-        padded = batch.padded(_data.PAD_TOKEN_ID, pad_size=pad_size, reuse=self.old)
-        self.old = padded if self.reuse else None
+        padded = batch.padded(_data.PAD_TOKEN_ID, pad_size=pad_size)
         metrics = reward_metrics(batch, samples_per_prompt=self.samples_per_prompt)
         return {
             "sequences": padded.sequences,
@@ -91,7 +85,7 @@ def _check(got: dict[str, Any], size: str) -> None:
 def test_pipeline(benchmark: Any, contender: str, size: str) -> None:
     samples = _data.SHAPES[size].samples_per_prompt
     threads = 2 if "2_threads" in contender else 1
-    peer: Any = Ours(samples, reuse=contender.endswith("reused"))
+    peer: Any = Ours(samples)
     if contender.startswith("skyrl_numpy"):
         peer = Restated(samples, _data.PAD_TOKEN_ID, DP_SIZE)
     elif not contender.startswith("skyrl_fast"):

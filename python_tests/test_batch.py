@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from skyrl_fast.advantages import advantages, normalize_advantages
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch_split import mini_batch_boundaries, split_micro_batches
+from skyrl_fast.batch.split import mini_batch_boundaries, split_micro_batches
 
 STEP_WISE_KEYS = ("trajectory_ids", "is_last_step")
 
@@ -228,22 +228,6 @@ def test_padding_rows_copy_row_0_with_loss_mask_0_and_are_trajectories_of_their_
     assert padded.uids == ["a"] * 5 + [f"pad{i}" for i in range(7)]
     assert padded.is_last_step == [False, True, False, False, True] + [True] * 7
     assert padded.pad_size == 7
-
-
-def test_padded_can_reuse_the_memory_of_an_earlier_result():
-    large = StepBatch.from_generator_output(worked_output())
-    small = StepBatch.from_generator_output(default_output(), uids=DEFAULT_UIDS)
-    old = large.padded(9, pad_size=2)
-    place = old.sequences.data_ptr()
-    got, want = small.padded(9, reuse=old), small.padded(9)
-    assert got.sequences.data_ptr() == place
-    again = large.padded(9, pad_size=2, reuse=got)
-    assert again.sequences.data_ptr() == place
-    for name in ("attention_mask", "response_mask", "rewards", "loss_mask"):
-        fresh = large.padded(9, pad_size=2)
-        assert torch.equal(getattr(again, name), getattr(fresh, name)), name
-    assert want.rollout_logprobs is None
-    assert small.padded(9, reuse=again).sequences.tolist() == want.sequences.tolist()
 
 
 @pytest.mark.spec("4.6", "4.7", "4.8")

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("omegaconf")
 
 from skyrl_fast.config import Config, ConfigError, to_dict
-from skyrl_fast.config_loading import build_config, check_config, load_config
+from skyrl_fast.config.loading import build_config, check_config, load_config
 
 NEEDED = ["data.train_data=[train.jsonl]", "trainer.policy.model.path=model"]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch_split import mini_batch_boundaries
+from skyrl_fast.batch.split import mini_batch_boundaries
 from skyrl_fast.config import DynamicSamplingConfig
 from skyrl_fast.generator_output import generator_output_from_trajectories
 from skyrl_fast.rollout.trajectory import Step, Trajectory

@@ -18,7 +18,7 @@ from skyrl_fast import gae, gigpo_advantage, turn_group_advantage, turn_level_re
 from skyrl_fast.advantages import advantages, gae_advantages, normalize_advantages
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import ADVANTAGE_ESTIMATORS, Config, ConfigError
-from skyrl_fast.config_loading import load_config
+from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.anchors import anchor_ids

@@ -74,10 +74,15 @@ def test_rollouts_know_no_trainer() -> None:
     assert offenders(python_files("rollout"), ("skyrl_fast.train", "skyrl_fast.cli")) == []
 
 
+def test_kernels_are_called_by_ops_alone() -> None:
+    files = [p for p in python_files("") if PACKAGE / "ops" not in p.parents]
+    told = ("doctor.py", "__init__.py")  # what was built, and whether it loads
+    assert offenders([p for p in files if p.name not in told], ("skyrl_fast._C",)) == []
+
+
 def test_batches_know_no_trainer_and_no_engine() -> None:
-    files = [
-        p for p in PACKAGE.glob("*.py") if p.name.startswith(("batch", "metrics", "generator"))
-    ]
+    files = [p for p in PACKAGE.glob("*.py") if p.name.startswith(("metrics", "generator"))]
+    files += python_files("batch")
     forbidden = ("skyrl_fast.train", "skyrl_fast.cli", "vllm", "skyrl_gym")
     assert offenders(files, forbidden) == []
 

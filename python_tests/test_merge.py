@@ -15,7 +15,7 @@ from skyrl_fast import merge_steps, merge_stepwise_output
 from skyrl_fast.advantages import advantages
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import ConfigError, GeneratorConfig
-from skyrl_fast.config_loading import load_config
+from skyrl_fast.config.loading import load_config
 from skyrl_fast.generator_output import TrajectoryID
 from skyrl_fast.metrics import batch_metrics
 from skyrl_fast.train.rows import training_rows

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import skyrl_fast
-from skyrl_fast.config_loading import build_config
+from skyrl_fast.config.loading import build_config
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ from examples.search_r1.run import serve  # noqa: E402
 from examples.search_r1.warm_start import search_tokenizer  # noqa: E402
 from examples.tiny_model.jsonl import read_jsonl  # noqa: E402
 from examples.tiny_model.model import make_tokenizer  # noqa: E402
-from skyrl_fast.config_loading import load_config  # noqa: E402
+from skyrl_fast.config.loading import load_config  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIGS = sorted(EXAMPLES.rglob("*.yaml"))

@@ -18,7 +18,7 @@ import torch
 from _fakes import FakeRollouts, FakeTokenizer, tiny_model, write_prompts
 
 from skyrl_fast.config import Config
-from skyrl_fast.config_loading import load_config
+from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.checkpoint import RunInUseError, checkpoints

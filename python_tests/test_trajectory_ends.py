@@ -17,7 +17,7 @@ from fake_envs import (
     says,
 )
 
-from skyrl_fast.config_loading import build_config
+from skyrl_fast.config.loading import build_config
 from skyrl_fast.generator_output import generator_output_from_trajectories
 from skyrl_fast.rollout.engine import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.env import EnvConfig, EnvFactory

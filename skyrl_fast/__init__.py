@@ -10,7 +10,9 @@ except ImportError as error:
         "by `pip install .`, in a source tree by `make setup`"
     ) from error
 
+from skyrl_fast.batch import PaddedBatch, StepBatch
 from skyrl_fast.generator_merge import merge_stepwise_output
+from skyrl_fast.ops._backend import set_page_pool_limit
 from skyrl_fast.ops._ragged import Concat, Ragged
 from skyrl_fast.ops.advantage import group_advantage
 from skyrl_fast.ops.batch_tensors import (
@@ -43,7 +45,9 @@ __all__ = [
     "Concat",
     "MaskedLogprobLoss",
     "MergePlan",
+    "PaddedBatch",
     "Ragged",
+    "StepBatch",
     "Varlen",
     "__version__",
     "append_rollout_expert_indices",
@@ -68,6 +72,7 @@ __all__ = [
     "reinforce_plus_plus",
     "router_padding_mask",
     "selected_logprob",
+    "set_page_pool_limit",
     "turn_group_advantage",
     "turn_level_returns",
     "unpack_steps",

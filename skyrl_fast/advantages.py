@@ -15,7 +15,7 @@ from skyrl_fast.ops.credit_turns import (
 )
 
 if TYPE_CHECKING:
-    from skyrl_fast.batch import StepBatch
+    from skyrl_fast.batch.step_batch import StepBatch
 
 MIN_VARIANCE = 1e-8
 ALWAYS_NORMALIZED = ("gae", "reinforce++")

@@ -74,7 +74,7 @@ def _train(options: argparse.Namespace) -> int:
     )
     try:
         from skyrl_fast.config import ConfigError
-        from skyrl_fast.config_loading import load_config
+        from skyrl_fast.config.loading import load_config
         from skyrl_fast.rollout.engine import EngineError
         from skyrl_fast.rollout.failures import RolloutError
         from skyrl_fast.rollout.weight_update import WeightSyncError

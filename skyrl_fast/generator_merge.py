@@ -8,15 +8,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from skyrl_fast import _C
+from skyrl_fast.batch.row_index import row_index
 from skyrl_fast.generator_output import (
     TIME_SPLITS,
     GeneratorOutput,
     rewards_are_per_token,
     validate_generator_output,
 )
-from skyrl_fast.ops.merge import MAX_DRIFT_TOKENS, MergePlan, merge_steps
-from skyrl_fast.row_index import row_index
+from skyrl_fast.ops.merge import MAX_DRIFT_TOKENS, MergePlan, join_lists, merge_steps
 
 OP = "merge_stepwise_output"
 IMAGES = ("pixel_values", "image_grid_thw")
@@ -122,7 +121,7 @@ def _join(
     """Return M rows of pieces of rows: lists where all rows are, else arrays."""
     lengths = plan.merged_response_lengths
     if all(isinstance(row, (list, tuple)) for row in rows):
-        return cast(list[Any], _C.join_lists(OP, field, list(rows), pieces, lengths, zero))
+        return join_lists(OP, field, rows, pieces, lengths, zero)
     arrays = [np.asarray(row) for row in rows]
     dtype = np.result_type(*[array for array in arrays if len(array)] or [arrays[0]])
     merged = [np.zeros(length, dtype) for length in lengths.tolist()]

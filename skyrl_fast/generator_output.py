@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 import numpy as np
 
-from skyrl_fast.metrics import rollout_metrics
-from skyrl_fast.row_index import (
+from skyrl_fast.batch.row_index import (
     bool_array,
     dense_ids,
     is_step_wise,
@@ -22,6 +21,7 @@ from skyrl_fast.row_index import (
     split_trajectory_ids,
     trajectory_keys,
 )
+from skyrl_fast.metrics import rollout_metrics
 
 if TYPE_CHECKING:
     from skyrl_fast.rollout.trajectory import Step, Trajectory

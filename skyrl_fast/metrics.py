@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from skyrl_fast import _C
+from skyrl_fast.batch.row_index import row_index, row_lengths
+from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.ops import _backend, _ragged
-from skyrl_fast.row_index import row_index, row_lengths
 
 if TYPE_CHECKING:
-    from skyrl_fast.batch import StepBatch
+    from skyrl_fast.batch.step_batch import StepBatch
 
 PASS_THRESHOLD = 0.0  # a trajectory passes when its reward is above
 SLOW_PERCENTILE = 90  # of completion times
@@ -129,22 +129,12 @@ def _sizes_of_batch(batch: StepBatch) -> RowSizes:
     )
 
 
-def segment_sums(values: np.ndarray, offsets: np.ndarray, dtype: Any) -> np.ndarray:
-    """Return (N,) sums of `values[offsets[i] : offsets[i + 1]]`; 0 for an empty segment."""
-    sums = np.zeros(len(offsets) - 1, dtype=dtype)
-    filled = np.flatnonzero(offsets[1:] > offsets[:-1])
-    if filled.size:  # reduceat would give an empty segment its neighbour's value
-        values = values[: offsets[-1]]
-        sums[filled] = np.add.reduceat(values, offsets[filled], dtype=dtype)
-    return sums
-
-
 def _flat_rows(op: str, field: str, rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     """Return (S,) float32 values of all rows, read in one walk, and their (N + 1,) offsets."""
     read = _ragged.read_field(op, field, rows)
     offsets = _ragged.offsets(read.lengths)
     flat = _backend.empty((int(offsets[-1]),), torch.float32)
-    _C.fill_rows(op, _ragged.copy_jobs(read, flat, offsets[:-1]), [], _backend.num_threads())
+    _ragged.fill(op, _ragged.copy_jobs(read, flat, offsets[:-1]))
     return flat.numpy(), offsets.numpy()
 
 

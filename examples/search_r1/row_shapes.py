@@ -32,7 +32,7 @@ from examples.search_r1 import make_data as data  # noqa: E402
 from examples.search_r1.run import LONG_MAX_LENGTH, serve  # noqa: E402
 from examples.search_r1.warm_start import search_tokenizer  # noqa: E402
 from examples.tiny_model.jsonl import read_jsonl, write_jsonl  # noqa: E402
-from skyrl_fast.config_loading import load_config  # noqa: E402
+from skyrl_fast.config.loading import load_config  # noqa: E402
 from skyrl_fast.rollout.context import make_context  # noqa: E402
 from skyrl_fast.rollout.engine import Generation, SamplingParams  # noqa: E402
 from skyrl_fast.rollout.env import EnvConfig, EnvFactory  # noqa: E402

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from skyrl_fast import _C
+from skyrl_fast.ops import _backend
 
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -173,6 +174,16 @@ def copy_jobs(
         jobs.append((part, out, starts, low, high))
         starts = starts + lengths
     return jobs
+
+
+def fill(op: str, copies: Sequence[tuple[Any, ...]], fills: Sequence[tuple[Any, ...]] = ()) -> None:
+    """Do the copies of `copy_jobs`, and write padding and masks beside them.
+
+    Args:
+        copies: (rows, out, starts, low, high) each.
+        fills: (out, lengths, side, value) each; value None: a mask.
+    """
+    _C.fill_rows(op, list(copies), list(fills), _backend.num_threads())
 
 
 def check_names(op: str, argument: str, names: Sequence[str], fields: Mapping[str, Any]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from skyrl_fast import _C
@@ -134,6 +136,11 @@ def check_row_ids(
         return ids.to(torch.int64).contiguous()
     if isinstance(ids, str):
         raise TypeError(f"{op}: {name} must be one id per row, got a single string")
+    return dense_ids(op, name, ids)
+
+
+def dense_ids(op: str, name: str, ids: Sequence[Any] | np.ndarray | torch.Tensor) -> torch.Tensor:
+    """Return (N,) int64, the number of each id (string or int) by first appearance."""
     labels = ids.tolist() if hasattr(ids, "tolist") else ids
     dense = torch.empty(len(labels), dtype=torch.int64)
     _C.dense_ids(labels, dense, op, name)

@@ -236,7 +236,7 @@ def _convert(
             by_name[name] = out = _backend.empty(shapes[columns], torch.float32)
             copies += _ragged.copy_jobs(fields[name], out, starts)
             fills.append((out, response_lengths, left, 0.0))
-    _C.fill_rows(OP, copies, fills, _backend.num_threads())
+    _ragged.fill(OP, copies, fills)
     if "row_rewards" in fields:
         by_name["rewards"] = _place_row_rewards(
             fields["row_rewards"], response_lengths, shapes[columns]
@@ -249,7 +249,7 @@ def _place_row_rewards(
     scores: _ragged.Field, response_lengths: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
     values = torch.empty(len(response_lengths), dtype=torch.float32)
-    _C.fill_rows(OP, _ragged.copy_jobs(scores, values, torch.zeros(1, dtype=torch.int64)), [], 1)
+    _ragged.fill(OP, _ragged.copy_jobs(scores, values, torch.zeros(1, dtype=torch.int64)))
     lost = (response_lengths == 0) & (values != 0)
     if bool(lost.any()):
         row = int(lost.nonzero()[0])
@@ -299,7 +299,7 @@ def _convert_routes(
     field = _ragged.read_field(OP, "rollout_expert_indices", flat)
     cells = torch.arange(len(lengths), dtype=torch.int64) * width + starts
     jobs = _ragged.copy_jobs(field, out.view(-1), cells * (num_layers * top_k), 0)
-    _C.fill_rows(OP, jobs, [], threads)
+    _ragged.fill(OP, jobs)
     return out
 
 

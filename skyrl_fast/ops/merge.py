@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -223,6 +224,24 @@ def copy_segments(
     _C.copy_segments(op, source, places[0], target, places[1], places[2], threads)
 
 
+def join_lists(
+    op: str,
+    field: str,
+    rows: Sequence[Any],
+    pieces: tuple[np.ndarray, ...],
+    lengths: np.ndarray,
+    zero: float,
+) -> list[Any]:
+    """Return a list of each given length: `zero`, but for the pieces of rows written into it.
+
+    Args:
+        rows: lists or tuples.
+        pieces: begin and count in each row, place and list that it goes to.
+    """
+    joined: list[Any] = _C.join_lists(op, field, list(rows), pieces, lengths, zero)
+    return joined
+
+
 def _empty_plan(num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     overlaps, limits = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
     return overlaps, np.empty(num_rows, np.uint8), limits
@@ -250,5 +269,5 @@ def _ids(trajectory_ids: np.ndarray | torch.Tensor | Sequence[int], num_rows: in
 def _flat_mask(field: _ragged.Field) -> torch.Tensor:
     cu = _ragged.offsets(field.lengths)
     mask = _backend.empty((int(cu[-1]),), torch.uint8)
-    _C.fill_rows(OP, _ragged.copy_jobs(field, mask, cu[:-1], 0, 1), [], _backend.num_threads())
+    _ragged.fill(OP, _ragged.copy_jobs(field, mask, cu[:-1], 0, 1))
     return mask

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _ragged
 from skyrl_fast.ops._ragged import Concat, Ragged, Rows
 from skyrl_fast.ops.reference import pack as reference
@@ -75,7 +74,7 @@ def pack_steps(
         values = _backend.empty((int(cu[-1]),), dtype)
         copies += _ragged.copy_jobs(field, values, cu[:-1].to(torch.int64))
         packed[name] = Ragged(values, cu)
-    _C.fill_rows(op, copies, [], _backend.num_threads())
+    _ragged.fill(op, copies)
     return packed
 
 
@@ -145,7 +144,7 @@ def pad_steps(
             if of == name:
                 padded[mask] = _backend.empty((len(field.lengths), columns), torch.int64)
                 fills.append((padded[mask], field.lengths, code, None))
-    _C.fill_rows(op, copies, fills, _backend.num_threads())
+    _ragged.fill(op, copies, fills)
     return padded
 
 

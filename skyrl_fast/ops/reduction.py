@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from skyrl_fast import _C
-from skyrl_fast.ops import _backend
+from skyrl_fast.ops import _backend, _rows
 from skyrl_fast.ops.reference import policy_loss as reference
 
 OP = "reduction_weights"
@@ -142,10 +142,8 @@ def segments_of(
         distinct, segment = torch.unique(segment, return_inverse=True)
         num_segments = distinct.numel()
     else:
-        labels = ids.tolist() if hasattr(ids, "tolist") else ids
-        segment = torch.empty(len(labels), dtype=torch.int64)
-        _C.dense_ids(labels, segment)
-        num_segments = int(segment.max()) + 1 if labels else 0
+        segment = _rows.dense_ids(op, name, ids)
+        num_segments = int(segment.max()) + 1 if len(segment) else 0
     if segment.numel() != num_rows:
         raise ValueError(f"{op}: {name} must have {num_rows} entries, got {segment.numel()}")
     return segment, num_segments

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from skyrl_fast.batch.row_index import dense_ids
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.row_index import dense_ids
 
 START = 0  # before the environment said anything, also nothing: the prompt, which a group shares
 

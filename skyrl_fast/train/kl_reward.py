@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.config import KlCtrlConfig
-from skyrl_fast.metrics import segment_sums
 from skyrl_fast.ops.policy_loss import kl_penalty
 from skyrl_fast.train.sequence_scope import sequences
 

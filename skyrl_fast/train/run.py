@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.config import Config, to_dict
-from skyrl_fast.config_loading import check_config
+from skyrl_fast.config.loading import check_config
 from skyrl_fast.train.checkpoint import (
     RunInUseError,
     checkpoints,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.config import SCOPES
-from skyrl_fast.metrics import segment_sums
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.config import AlgorithmConfig
-from skyrl_fast.metrics import segment_sums
 from skyrl_fast.ops.policy_loss import policy_loss, reduction_weights
 from skyrl_fast.ops.reduction import Scope
 from skyrl_fast.train.micro_batch import MicroBatch, plan_micro_batches

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_fast import config as settings
+from skyrl_fast.config import settings
 from skyrl_fast.rollout.engine import Engine, SamplingParams
 from skyrl_fast.rollout.env import EnvConfig, EnvFactory
 from skyrl_fast.rollout.failures import FailureWatch

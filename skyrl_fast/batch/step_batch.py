@@ -10,60 +10,25 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from skyrl_fast.batch_columns import columns_of_output
-from skyrl_fast.batch_file import read_batch_file, write_batch_file
-from skyrl_fast.batch_merge import merged_columns
-from skyrl_fast.batch_padded import PaddedBatch, padded_batch
-from skyrl_fast.batch_split import mini_batch_boundaries, split_micro_batches
+from skyrl_fast.batch.columns import columns_of_output
+from skyrl_fast.batch.fields import OP, check_fields
+from skyrl_fast.batch.file import read_batch_file, write_batch_file
+from skyrl_fast.batch.merge import merged_columns
+from skyrl_fast.batch.padded import PaddedBatch, padded_batch
+from skyrl_fast.batch.row_choice import (
+    padding_batch,
+    row_choice,
+    row_numbers,
+    row_range,
+    with_padding_rows,
+)
+from skyrl_fast.batch.split import mini_batch_boundaries, split_micro_batches
 from skyrl_fast.ops.merge import MAX_DRIFT_TOKENS, check_drift
-
-OP = "StepBatch"
-Rows = Literal["token", "response", "row", "expert"]
-_OFFSETS: dict[Rows, str] = {
-    "token": "cu_seqlens",
-    "response": "cu_responses",
-    "expert": "cu_experts",
-}
-
-
-# Which arrays have an entry per token, per response token, per row or per captured route.
-_COLUMNS: dict[str, tuple[Rows, torch.dtype | None]] = {
-    "tokens": ("token", torch.int32),
-    "loss_mask": ("response", torch.uint8),
-    "rewards": ("response", torch.float32),
-    "row_rewards": ("row", torch.float32),
-    "group_ids": ("row", torch.int32),
-    "trajectory_ids": ("row", torch.int32),
-    "is_last_step": ("row", torch.bool),
-    "policy_version": ("row", torch.int32),
-    "anchor_ids": ("row", torch.int32),
-    "rollout_logprobs": ("response", torch.float32),
-    "old_logprobs": ("response", torch.float32),
-    "ref_logprobs": ("response", torch.float32),
-    "advantages": ("response", torch.float32),
-    "values": ("response", torch.float32),
-    "returns": ("response", torch.float32),
-    "token_weights": ("response", torch.float32),
-    "row_weights": ("row", torch.float32),
-    "expert_indices": ("expert", None),
-}
-_OPTIONAL = {
-    "anchor_ids",
-    "rollout_logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "advantages",
-    "values",
-    "returns",
-    "token_weights",
-    "row_weights",
-    "expert_indices",
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +87,7 @@ class StepBatch:
     reward_per_row: bool = False
 
     def __post_init__(self) -> None:  # noqa: D105
-        _check(self)
+        check_fields(self)
 
     @property
     def num_rows(self) -> int:
@@ -211,7 +176,6 @@ class StepBatch:
         *,
         pad_size: int = 0,
         pad_mode: str = "repeat",
-        reuse: PaddedBatch | None = None,
     ) -> PaddedBatch:
         """Return SkyRL's seven padded tensors; nothing is truncated.
 
@@ -219,14 +183,12 @@ class StepBatch:
             pad_token_id: fills `sequences` left of each row.
             pad_size: padding rows to add, already in place.
             pad_mode: what they hold, "repeat" or "cheap", as in `ops.padding_rows.pad_batch`.
-            reuse: an earlier result that nobody reads any more: its memory is written again where
-                it is large enough. New memory costs more to map than to fill.
 
         Raises:
             ValueError: a negative `pad_size`, padding rows for an empty batch, or a reward of an
                 empty response, which no token can hold.
         """
-        return padded_batch(self, pad_token_id, pad_size, pad_mode, reuse)
+        return padded_batch(self, pad_token_id, pad_size, pad_mode)
 
     def merged(
         self,
@@ -302,9 +264,9 @@ class StepBatch:
         if isinstance(index, slice):
             start, stop, step = index.indices(self.num_rows)
             if step == 1:
-                return _row_range(self, start, max(start, stop))
+                return row_range(self, start, max(start, stop))
             index = range(start, stop, step)
-        return _row_choice(self, _row_numbers(self, index))
+        return row_choice(self, row_numbers(self, index))
 
     def mini_batches(self, mini_batch_size: int) -> list[StepBatch]:
         """Return consecutive parts of exactly `mini_batch_size` prompts each; no padding rows.
@@ -348,7 +310,7 @@ class StepBatch:
         parts = split_micro_batches(lengths, token_budget, num_ranks=num_ranks, units=units)[rank]
         if len(parts) == 1 and len(parts[0]) == self.num_rows:
             return [self]
-        return [self.rows(p) if len(p) else _padding_batch(self) for p in parts]
+        return [self.rows(p) if len(p) else padding_batch(self) for p in parts]
 
     def with_padding_rows(self, pad_size: int) -> StepBatch:
         """Return the batch with rows added that cost almost nothing: one token, no response.
@@ -360,153 +322,4 @@ class StepBatch:
         """
         if pad_size < 0:
             raise ValueError(f"with_padding_rows: pad_size must be at least 0, got {pad_size}")
-        return self if pad_size == 0 else _with_padding_rows(self, pad_size)
-
-
-# --- checking ----------------------------------------------------------------------------------
-
-
-def _check(batch: StepBatch) -> None:
-    num_rows = batch.cu_seqlens.shape[0] - 1
-    num_experts = 0 if batch.expert_indices is None else batch.expert_indices.shape[0]
-    sizes = {
-        "token": batch.tokens.shape[0],
-        "response": batch.loss_mask.shape[0],
-        "row": num_rows,
-        "expert": num_experts,
-    }
-    if num_rows < 0 or batch.cu_responses.shape != batch.cu_seqlens.shape:
-        raise ValueError(
-            f"{OP}: cu_responses must be of shape {tuple(batch.cu_seqlens.shape)} like cu_seqlens, "
-            f"got {tuple(batch.cu_responses.shape)}"
-        )
-    for name, (per, dtype) in _COLUMNS.items():
-        value = getattr(batch, name)
-        if value is None and name in _OPTIONAL:
-            continue
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{OP}: {name} must be a tensor, got {type(value).__name__}")
-        if dtype is not None and value.dtype != dtype:
-            raise ValueError(f"{OP}: {name} must be {dtype}, got {value.dtype}")
-        if value.shape[:1] != (sizes[per],) or (dtype is not None and value.dim() != 1):
-            raise ValueError(
-                f"{OP}: {name} must be of shape ({sizes[per]},), got {tuple(value.shape)}"
-            )
-    if batch.stop_reasons is not None and len(batch.stop_reasons) != num_rows:
-        raise ValueError(
-            f"{OP}: stop_reasons must have one entry per row ({num_rows}), "
-            f"got {len(batch.stop_reasons)}"
-        )
-    if not 0 <= batch.num_padding_rows <= num_rows:
-        raise ValueError(
-            f"{OP}: num_padding_rows must be from 0 to {num_rows}, got {batch.num_padding_rows}"
-        )
-
-
-def _given(batch: StepBatch, per: Rows) -> dict[str, torch.Tensor]:
-    """Return the columns of one kind that the batch has."""
-    columns = {name: getattr(batch, name) for name, (kind, _) in _COLUMNS.items() if kind == per}
-    return {name: value for name, value in columns.items() if value is not None}
-
-
-# --- choosing rows -----------------------------------------------------------------------------
-
-
-def _row_range(batch: StepBatch, start: int, stop: int) -> StepBatch:
-    """Views of rows `start` to `stop` - 1."""
-    changes: dict[str, Any] = {n: v[start:stop] for n, v in _given(batch, "row").items()}
-    for per, name_of_offsets in _OFFSETS.items():
-        cu = getattr(batch, name_of_offsets)
-        if cu is None:
-            continue
-        first, last = int(cu[start]), int(cu[stop])
-        changes |= {n: v[first:last] for n, v in _given(batch, per).items()}
-        changes[name_of_offsets] = cu[start : stop + 1] - first
-    if batch.stop_reasons is not None:
-        changes["stop_reasons"] = batch.stop_reasons[start:stop]
-    changes["num_padding_rows"] = max(0, stop - max(start, batch.num_real_rows))
-    return _renumbered(batch, changes)
-
-
-def _row_choice(batch: StepBatch, rows: torch.Tensor) -> StepBatch:
-    """Copies of the chosen rows."""
-    changes: dict[str, Any] = {n: v[rows] for n, v in _given(batch, "row").items()}
-    order = rows.tolist()
-    for per, name_of_offsets in _OFFSETS.items():
-        cu = getattr(batch, name_of_offsets)
-        if cu is None:
-            continue
-        starts, ends = cu[rows].tolist(), cu[rows + 1].tolist()
-        for name, values in _given(batch, per).items():
-            # Slicing numpy costs a tenth of slicing torch, and there is a slice per row.
-            array = values.numpy()
-            pieces = [array[a:b] for a, b in zip(starts, ends, strict=True)]
-            changes[name] = torch.from_numpy(np.concatenate(pieces)) if pieces else values[:0]
-        changes[name_of_offsets] = torch.cat([cu[:1], cu.diff()[rows].cumsum(0).to(cu.dtype)])
-    if batch.stop_reasons is not None:
-        changes["stop_reasons"] = tuple(batch.stop_reasons[i] for i in order)
-    padding = rows >= batch.num_real_rows
-    num_padding = int(padding.sum())
-    if num_padding and not bool(padding[-num_padding:].all()):
-        raise ValueError(f"{OP}.rows: padding rows must come last")
-    changes["num_padding_rows"] = num_padding
-    return _renumbered(batch, changes)
-
-
-def _renumbered(batch: StepBatch, changes: dict[str, Any]) -> StepBatch:
-    groups, group_ids = torch.unique(changes["group_ids"], return_inverse=True)
-    _, trajectory_ids = torch.unique(changes["trajectory_ids"], return_inverse=True)
-    changes["group_ids"] = group_ids.to(torch.int32)
-    changes["trajectory_ids"] = trajectory_ids.to(torch.int32)
-    changes["uids"] = tuple(batch.uids[group] for group in groups.tolist())
-    return dataclasses.replace(batch, **changes)
-
-
-def _row_numbers(
-    batch: StepBatch, index: Sequence[int] | np.ndarray | torch.Tensor
-) -> torch.Tensor:
-    rows = torch.as_tensor(index)
-    if rows.dtype == torch.bool:
-        if rows.shape != (batch.num_rows,):
-            raise ValueError(
-                f"{OP}.rows: a bool index must be of shape ({batch.num_rows},), "
-                f"got {tuple(rows.shape)}"
-            )
-        return rows.nonzero()[:, 0]
-    rows = rows.to(torch.int64).reshape(-1)
-    if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= batch.num_rows):
-        raise ValueError(
-            f"{OP}.rows: row numbers must be from 0 to {batch.num_rows - 1}, got "
-            f"{int(rows.min())} to {int(rows.max())}"
-        )
-    return rows
-
-
-# --- padding rows ------------------------------------------------------------------------------
-
-
-def _with_padding_rows(batch: StepBatch, pad_size: int) -> StepBatch:
-    changes: dict[str, Any] = {
-        name: torch.cat([value, value.new_zeros(pad_size)])
-        for name, value in _given(batch, "row").items()
-    }
-    more = torch.arange(pad_size, dtype=torch.int32)
-    changes["group_ids"][-pad_size:] = batch.num_groups + more
-    changes["trajectory_ids"][-pad_size:] = batch.num_trajectories + more
-    changes["is_last_step"][-pad_size:] = True
-    changes["tokens"] = torch.cat([batch.tokens, batch.tokens.new_zeros(pad_size)])
-    changes["cu_seqlens"] = torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:] + 1 + more])
-    for name in ("cu_responses", "cu_experts"):
-        cu = getattr(batch, name)
-        changes[name] = None if cu is None else torch.cat([cu, cu[-1:].expand(pad_size)])
-    start = batch.num_padding_rows
-    changes["uids"] = batch.uids + tuple(f"pad{start + i}" for i in range(pad_size))
-    if batch.stop_reasons is not None:
-        changes["stop_reasons"] = batch.stop_reasons + ("padding",) * pad_size
-    changes["num_padding_rows"] = start + pad_size
-    return dataclasses.replace(batch, **changes)
-
-
-def _padding_batch(batch: StepBatch) -> StepBatch:
-    """One padding row, with the columns that `batch` has."""
-    return _with_padding_rows(_row_range(batch, 0, 0), 1)
+        return self if pad_size == 0 else with_padding_rows(self, pad_size)

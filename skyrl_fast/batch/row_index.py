@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_fast import _C
+from skyrl_fast.ops import _rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +123,7 @@ def trajectory_keys(instances: Sequence[Any], repetitions: np.ndarray) -> np.nda
 
 def dense_ids(labels: Sequence[Any] | np.ndarray | torch.Tensor) -> np.ndarray:
     """Return (N,) int64, the number of each label by first appearance; strings or ints."""
-    if isinstance(labels, (np.ndarray, torch.Tensor)):
-        labels = labels.tolist()
-    ids = np.empty(len(labels), dtype=np.int64)
-    _C.dense_ids(labels, ids)
-    return ids
+    return _rows.dense_ids("row_index", "ids", labels).numpy()
 
 
 def first_appearances(ids: np.ndarray) -> np.ndarray:

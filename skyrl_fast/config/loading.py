@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_fast.config import (
+from skyrl_fast.config.settings import (
     TURN_ESTIMATORS,
     AlgorithmConfig,
     Config,

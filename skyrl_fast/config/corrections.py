@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from skyrl_fast.config_setting import setting
+from skyrl_fast.config.field import setting
 
 
 @dataclass(slots=True)

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_fast import _C
+from skyrl_fast.batch.row_index import row_index
+from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.generator_output import rewards_are_per_token, validate_generator_output
-from skyrl_fast.metrics import segment_sums
 from skyrl_fast.ops import _backend, _ragged
 from skyrl_fast.ops.merge import MergePlan, merge_steps
-from skyrl_fast.row_index import row_index
 
 OP = "StepBatch.from_generator_output"
 TOKENS = ("prompt_token_ids", "response_ids")
@@ -126,7 +125,7 @@ def _flat_values(
             out.zero_()
         bounds = (0, 1) if is_mask else ()
         copies += _ragged.copy_jobs(fields[name], out, response_starts, *bounds)
-    _C.fill_rows(OP, copies, [], _backend.num_threads())
+    _ragged.fill(OP, copies)
     return flat
 
 

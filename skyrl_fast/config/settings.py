@@ -1,6 +1,6 @@
 """The settings of a training run: plain dataclasses, with SkyRL's names wherever SkyRL has the key.
 
-`config_loading.load_config` reads YAML and dotted overrides into them, `check_config` there says
+`config.loading.load_config` reads YAML and dotted overrides into them, `check_config` there says
 what is wrong with a value. Every field carries its limits and a line of help in its metadata, so
 that checking and documentation come from one place.
 """
@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from skyrl_fast.config_corrections import (
+from skyrl_fast.config.corrections import (
     DynamicSamplingConfig,
     KlCtrlConfig,
     OffPolicyCorrectionConfig,
 )
-from skyrl_fast.config_setting import ConfigError as ConfigError
-from skyrl_fast.config_setting import setting
+from skyrl_fast.config.field import ConfigError as ConfigError
+from skyrl_fast.config.field import setting
 
 OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl")
 TURN_ESTIMATORS = ("turn_level_returns", "turn_level_group", "gigpo")

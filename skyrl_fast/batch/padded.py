@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _ragged
 from skyrl_fast.ops.pack import SIDES, row_starts
 from skyrl_fast.ops.padding_rows import check_pad_mode, write_padding_rows
 
 if TYPE_CHECKING:
-    from skyrl_fast.batch import StepBatch
+    from skyrl_fast.batch.step_batch import StepBatch
 
 OP = "StepBatch.padded"
 
@@ -54,7 +53,6 @@ def padded_batch(
     pad_token_id: int,
     pad_size: int,
     pad_mode: str = "repeat",
-    reuse: PaddedBatch | None = None,
 ) -> PaddedBatch:
     """Return the padded view of a batch; arguments and errors as `StepBatch.padded`."""
     check_pad_mode(OP, pad_size, pad_mode)
@@ -83,7 +81,7 @@ def padded_batch(
     for name, (side, values, pad_value) in columns.items():
         floating = side == "response" and values is not None
         dtype = torch.float32 if floating else torch.int64
-        tensors[name] = out = _block(getattr(reuse, name, None), shapes[side], dtype)
+        tensors[name] = out = _backend.empty(shapes[side], dtype)
         fills.append(
             (out, sides[side], SIDES["left"], None if values is None else float(pad_value))
         )
@@ -92,7 +90,7 @@ def padded_batch(
             field = _ragged.read_field(OP, name, (values, offsets))
             starts = row_starts(sides[side], shapes[side][1], SIDES["left"])
             copies += _ragged.copy_jobs(field, out, starts)
-    _C.fill_rows(OP, copies, fills, _backend.num_threads())
+    _ragged.fill(OP, copies, fills)
     for name, tensor in tensors.items():
         write_padding_rows(name, tensor, num_rows, pad_mode)
     routes, mask = _experts(batch, pad_size)
@@ -119,14 +117,6 @@ def _refuse_lost_rewards(row_rewards: torch.Tensor, response_lengths: torch.Tens
             f"{OP}: rewards must be 0 for an empty response (there is no token to hold it), got "
             f"{float(row_rewards[row])} in row {row}"
         )
-
-
-def _block(old: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in the memory of `old` where that is large enough, else in new memory."""
-    num_bytes = shape[0] * shape[1] * dtype.itemsize
-    if old is None or old.dtype != dtype or old.untyped_storage().nbytes() < num_bytes:
-        return _backend.empty(shape, dtype)
-    return torch.empty(0, dtype=dtype).set_(old.untyped_storage(), 0, shape, (shape[1], 1))
 
 
 def _experts(

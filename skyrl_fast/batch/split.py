@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from skyrl_fast.row_index import dense_ids, run_starts
+from skyrl_fast.batch.row_index import dense_ids, run_starts
 
 
 def mini_batch_boundaries(

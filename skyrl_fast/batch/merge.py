@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from skyrl_fast.batch_columns import offsets, rewards_on_last_tokens
+from skyrl_fast.batch.columns import offsets, rewards_on_last_tokens
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.merge import MergePlan, copy_segments, merge_flat_steps
 
 if TYPE_CHECKING:
-    from skyrl_fast.batch import StepBatch
+    from skyrl_fast.batch.step_batch import StepBatch
 
 OP = "StepBatch.merged"
 PER_RESPONSE_TOKEN = ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs")

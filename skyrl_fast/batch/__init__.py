@@ -1,0 +1,6 @@
+"""The batch that training works on: rows of steps, from lists to tensors and in parts."""
+
+from skyrl_fast.batch.padded import PaddedBatch
+from skyrl_fast.batch.step_batch import StepBatch
+
+__all__ = ["PaddedBatch", "StepBatch"]

@@ -1,0 +1,38 @@
+"""The settings of a training run: what there is (`settings`), and how it is read (`loading`)."""
+
+from skyrl_fast.config.corrections import (
+    DynamicSamplingConfig,
+    KlCtrlConfig,
+    OffPolicyCorrectionConfig,
+)
+from skyrl_fast.config.field import ConfigError
+from skyrl_fast.config.loading import check_config, load_config
+from skyrl_fast.config.settings import (
+    ADVANTAGE_ESTIMATORS,
+    OUTCOME_ESTIMATORS,
+    SCOPES,
+    AlgorithmConfig,
+    Config,
+    GeneratorConfig,
+    OptimizerConfig,
+    max_input_length,
+    to_dict,
+)
+
+__all__ = [
+    "ADVANTAGE_ESTIMATORS",
+    "OUTCOME_ESTIMATORS",
+    "SCOPES",
+    "AlgorithmConfig",
+    "Config",
+    "ConfigError",
+    "DynamicSamplingConfig",
+    "GeneratorConfig",
+    "KlCtrlConfig",
+    "OffPolicyCorrectionConfig",
+    "OptimizerConfig",
+    "check_config",
+    "load_config",
+    "max_input_length",
+    "to_dict",
+]

@@ -63,7 +63,8 @@ def test_the_reward_rises(base: Path, tmp_path: Path, recipe: str, variant: str)
     if variant == "thinking":
         last = rows[-1]
         assert last["generate/avg_num_turns"] > 1.5
-        assert last["generate/num_seq_after_merge"] == last["generate/num_seq_before_merge"]
+        # Only a turn that had no thoughts to strip can be joined to the next.
+        assert last["generate/num_seq_after_merge"] > 0.9 * last["generate/num_seq_before_merge"]
 
 
 def test_long_passages_make_no_row_longer_than_allowed(base: Path, tmp_path: Path) -> None:

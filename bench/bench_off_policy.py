@@ -75,10 +75,10 @@ def threads(request: pytest.FixtureRequest) -> Any:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("who", ["skyrl", "skyrl_fast"])
+@pytest.mark.parametrize("contender", ["skyrl", "skyrl_fast"])
 @pytest.mark.parametrize("case", ["token_tis", "full", "full_trajectory"])
 @pytest.mark.parametrize("size", SIZES)
-def test_correction(benchmark: Any, size: str, case: str, who: str, threads: int) -> None:
+def test_correction(benchmark: Any, size: str, case: str, contender: str, threads: int) -> None:
     d = batch(size)
     if case != "full_trajectory":
         want, got = run_skyrl(case, d), run_ours(case, d)
@@ -86,7 +86,7 @@ def test_correction(benchmark: Any, size: str, case: str, who: str, threads: int
         kept = want[1]
         torch.testing.assert_close(got[0] * kept, want[0] * kept, rtol=1e-4, atol=1e-5)
         assert 0.01 < float(kept.mean()) < 0.99
-    function = run_skyrl if who == "skyrl" else run_ours
+    function = run_skyrl if contender == "skyrl" else run_ours
     benchmark.group = f"off-policy {case}, {size}, {threads} thread(s)"
     benchmark.extra_info["cells"] = d["mask"].numel()
     benchmark.pedantic(function, (case, d), rounds=ROUNDS[size], warmup_rounds=2)

@@ -110,10 +110,10 @@ def timed(
     benchmark.extra_info["gb_per_s"] = num_bytes / seconds / 1e9
 
 
-@pytest.mark.parametrize("source", ["lists", "arrays"])
-def test_convert_and_pad(benchmark: Any, size: str, threads: int, source: str) -> None:
+@pytest.mark.parametrize("contender", ["skyrl_fast", "skyrl_fast_from_arrays"])
+def test_convert_and_pad(benchmark: Any, size: str, threads: int, contender: str) -> None:
     benchmark.group = f"convert and pad {size} {threads}T"
-    fields = lists(size) if source == "lists" else arrays(size)
+    fields = lists(size) if contender == "skyrl_fast" else arrays(size)
     small = [rows[:7] for rows in lists(size)]
     wanted = baselines.restated_convert(SimpleNamespace(pad_token_id=1), *small)
     got = convert_prompts_responses_to_batch_tensors(1, *small)
@@ -121,10 +121,11 @@ def test_convert_and_pad(benchmark: Any, size: str, threads: int, source: str) -
     timed(benchmark, ours, fields, size, size=size)
 
 
-@pytest.mark.parametrize("name", ["skyrl", "restated"])
+@pytest.mark.parametrize("contender", ["skyrl", "restated"])
 @pytest.mark.parametrize("pages", ["default", "warm"])
-def test_peer_convert_and_pad(benchmark: Any, size: str, pages: str, name: str) -> None:
+def test_peer_convert_and_pad(benchmark: Any, size: str, pages: str, contender: str) -> None:
     benchmark.group = f"convert and pad {size} 1T"
+    name = contender
     if name == "skyrl" and baselines.skyrl_convert()[1] != "skyrl":
         pytest.skip("SkyRL is not installed")
     warm = all(os.environ.get(variable) == value for variable, value in WARM.items())
@@ -140,12 +141,12 @@ def test_peer_convert_and_pad(benchmark: Any, size: str, pages: str, name: str) 
         gc.enable()
 
 
-@pytest.mark.parametrize("floor", ["copy", "fill"])
-def test_floor(benchmark: Any, size: str, threads: int, floor: str) -> None:
+@pytest.mark.parametrize("contender", ["copy_floor", "fill_floor"])
+def test_floor(benchmark: Any, size: str, threads: int, contender: str) -> None:
     benchmark.group = f"convert and pad {size} {threads}T"
     out = torch.zeros(batch_bytes(size) // 8, dtype=torch.int64)
-    source = torch.zeros_like(out) if floor == "copy" else None
-    function = (lambda: out.copy_(source)) if floor == "copy" else (lambda: out.fill_(1))
+    source = torch.zeros_like(out) if contender == "copy_floor" else None
+    function = (lambda: out.copy_(source)) if contender == "copy_floor" else (lambda: out.fill_(1))
     timed(benchmark, function, size=size)
 
 

@@ -28,8 +28,8 @@ CONTENDERS = (
     "skyrl_warm",
     "skyrl_numpy",
     "skyrl_numpy_warm",
+    "skyrl_fast",
     "skyrl_fast_1_thread",
-    "skyrl_fast_2_threads",
 )
 ROUNDS = {"medium": 15, "large": 5}
 SLOW_ROUNDS = {"medium": 5, "large": 2}  # of SkyRL's own: half a minute each at large
@@ -84,7 +84,7 @@ def _check(got: dict[str, Any], size: str) -> None:
 @pytest.mark.parametrize("contender", CONTENDERS)
 def test_pipeline(benchmark: Any, contender: str, size: str) -> None:
     samples = _data.SHAPES[size].samples_per_prompt
-    threads = 2 if "2_threads" in contender else 1
+    threads = 2 if contender == "skyrl_fast" else 1
     peer: Any = Ours(samples)
     if contender.startswith("skyrl_numpy"):
         peer = Restated(samples, _data.PAD_TOKEN_ID, DP_SIZE)

@@ -100,10 +100,12 @@ def threads(request: pytest.FixtureRequest) -> Any:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("who", ["skyrl", "skyrl_fast"])
+@pytest.mark.parametrize("contender", ["skyrl", "skyrl_fast"])
 @pytest.mark.parametrize("loss", list(LOSSES))
 @pytest.mark.parametrize("size", SIZES)
-def test_forward_backward(benchmark: Any, size: str, loss: str, who: str, threads: int) -> None:
+def test_forward_backward(
+    benchmark: Any, size: str, loss: str, contender: str, threads: int
+) -> None:
     d = batch(size)
     grads = []
     for name in ("skyrl", "skyrl_fast"):
@@ -114,7 +116,7 @@ def test_forward_backward(benchmark: Any, size: str, loss: str, who: str, thread
         # k3 by exp(x) - x - 1 in float32 is off by some 1e-7; the others are weighted by 1 / tokens
         atol = 1e-6 if loss == "k3" else 1e-9
         torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=atol)
-    function = LOSSES[loss][who]
+    function = LOSSES[loss][contender]
     x = d["logprobs"].clone().requires_grad_()
 
     def run() -> None:

@@ -32,25 +32,27 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="the result of an earlier run")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    path = args.json or run(args.benches)
+    path, failed = (args.json, False) if args.json else run(args.benches)
     report = json.loads(path.read_text())
     groups = by_group(report["benchmarks"])
     tables = "\n\n".join(table(name, rows) for name, rows in groups.items())
     print(f"{machine(report)}\n\n{tables}")
     if args.write:
         write(report, groups, tables)
+    if failed:
+        raise SystemExit("a bench failed; its lines are missing from the tables")
 
 
-def run(benches: list[str]) -> Path:
-    """Run the named benches under pytest-benchmark; return the path of their JSON."""
+def run(benches: list[str]) -> tuple[Path, bool]:
+    """Run the named benches under pytest-benchmark; return the JSON, and whether one failed."""
     files = [f"bench/bench_{name}.py" for name in benches]
     files = files or sorted(str(f.relative_to(ROOT)) for f in (ROOT / "bench").glob("bench_*.py"))
     path = ROOT / "build" / "bench.json"
     path.parent.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     command += ["--benchmark-json", str(path), "--benchmark-quiet", "-o", "timeout=1800"]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
-    return path
+    done = subprocess.run(command, cwd=ROOT, stdout=sys.stderr)
+    return path, done.returncode != 0
 
 
 def by_group(benchmarks: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

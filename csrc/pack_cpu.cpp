@@ -9,6 +9,10 @@
 #include "pack.h"
 #include "parallel.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace skyrl_fast {
 namespace {
 
@@ -38,6 +42,14 @@ int64_t copy_ints(const ArrayRow& row, Out* __restrict__ out, Bounds bounds) {
   if (row.stride == 1 && bounds.contain(std::numeric_limits<In>::min()) &&
       bounds.contain(std::numeric_limits<In>::max())) {
     for (int64_t i = 0; i < n; ++i) out[i] = static_cast<Out>(in[i]);
+  } else if (row.stride == 1 && bounds.low == 0 && (bounds.high & (bounds.high + 1)) == 0) {
+    // From 0 to 2^k - 1: the values have no higher bit if all of them together have none.
+    uint64_t bits = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      out[i] = static_cast<Out>(in[i]);
+      bits |= static_cast<uint64_t>(static_cast<int64_t>(in[i]));
+    }
+    good = bits <= static_cast<uint64_t>(bounds.high);
   } else if (row.stride == 1) {
     for (int64_t i = 0; i < n; ++i) {
       out[i] = static_cast<Out>(in[i]);
@@ -106,24 +118,66 @@ template <typename T>
 #if defined(__GNUC__)
 __attribute__((noinline))
 #endif
-void fill_cells(T* out, T value, int64_t n) {
+void fill_cached(T* out, T value, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     out[i] = value;
   }
 }
 
+// Stores past the caches: what is larger than they are need not be read before it is written.
+template <typename T>
+void fill_streaming(T* out, T value, int64_t n) {
+#if defined(__SSE2__)
+  constexpr int64_t kLine = 64, kVector = 16;
+  const int64_t head =
+      std::min<int64_t>(n, (kLine - reinterpret_cast<uintptr_t>(out) % kLine) % kLine / sizeof(T));
+  fill_cached(out, value, head);
+  alignas(kVector) T repeated[kVector / sizeof(T)];
+  for (T& cell : repeated) cell = value;
+  const __m128i vector = _mm_load_si128(reinterpret_cast<const __m128i*>(repeated));
+  constexpr int64_t kCells = kLine / sizeof(T);
+  int64_t i = head;
+  for (; i + kCells <= n; i += kCells) {
+    __m128i* line = reinterpret_cast<__m128i*>(out + i);
+    for (int64_t k = 0; k < kLine / kVector; ++k) _mm_stream_si128(line + k, vector);
+  }
+  _mm_sfence();  // streaming stores are seen by other threads only after it
+  fill_cached(out + i, value, n - i);
+#else
+  fill_cached(out, value, n);
+#endif
+}
+
+template <typename T>
+void fill_cells(T* out, T value, int64_t n, bool streaming) {
+  constexpr int64_t kShortest = 1024;  // bytes; below, the ends of the run are most of it
+  if (streaming && n * static_cast<int64_t>(sizeof(T)) >= kShortest) {
+    fill_streaming(out, value, n);
+  } else {
+    fill_cached(out, value, n);
+  }
+}
+
+// Larger than what a core's caches hold, so that it leaves them anyway.
+bool is_large(const PaddedLayout& layout, int64_t cell_bytes) {
+  constexpr int64_t kCacheBytes = 4 << 20;
+  return layout.num_rows * layout.width * cell_bytes > kCacheBytes;
+}
+
 template <typename T>
 void fill_padding(T* out, T value, const PaddedLayout& layout, int64_t begin, int64_t end) {
+  const bool streaming = is_large(layout, sizeof(T));
   for (int64_t row = begin; row < end; ++row) {
-    fill_cells(out + layout.pad_start(row), value, layout.num_pads(row));
+    fill_cells(out + layout.pad_start(row), value, layout.num_pads(row), streaming);
   }
 }
 
 template <typename T>
 void fill_mask(T* out, const PaddedLayout& layout, int64_t begin, int64_t end) {
+  const bool streaming = is_large(layout, sizeof(T));
   for (int64_t row = begin; row < end; ++row) {
-    fill_cells(out + layout.pad_start(row), T{0}, layout.num_pads(row));
-    fill_cells(out + layout.row_start(row), T{1}, layout.lengths[row]);
+    fill_cells(out + layout.pad_start(row), T{0}, layout.num_pads(row), streaming);
+    fill_cells(out + layout.row_start(row), T{1}, layout.lengths[row], streaming);
   }
 }
 

@@ -3,7 +3,7 @@
 "skyrl" is SkyRL's own function (skipped where the package is not installed); into tensors its
 conversion follows. "restated" is the same greedy merge in plain Python without checks and metrics.
 Ours gives a `StepBatch` of flat arrays ("skyrl_fast") and, as SkyRL's conversion does, padded
-tensors ("skyrl_fast_padded"). "fresh": every id is an object of its own, as after a pickle, and
+tensors ("skyrl_fast_padded"). "skyrl_fast_fresh": every id is an object of its own, as after a pickle, and
 not shared between a turn's prompt and the turn before. "warm": freed memory stays mapped and the
 garbage collector is off; lists are as slow as the pages that they are written to.
 
@@ -32,7 +32,14 @@ from skyrl_fast.batch import StepBatch
 
 SIZES = ("medium", "large")
 ROUNDS = {"tiny": 3, "medium": 9, "large": 3}
-LIST_CONTENDERS = ("skyrl_fast", "skyrl_fast_warm", "skyrl", "skyrl_warm", "restated", "fresh")
+LIST_CONTENDERS = (
+    "skyrl_fast",
+    "skyrl_fast_warm",
+    "skyrl",
+    "skyrl_warm",
+    "restated",
+    "skyrl_fast_fresh",
+)
 TOKENIZER = SimpleNamespace(pad_token_id=_data.PAD_TOKEN_ID)
 
 
@@ -75,7 +82,7 @@ def timed(benchmark: Any, size: str, function: Callable[..., Any], *args: Any) -
 @pytest.mark.parametrize("contender", LIST_CONTENDERS)
 def test_lists(benchmark: Any, contender: str, size: str) -> None:
     benchmark.group = f"merge lists to lists {size}"
-    output = rollouts(size, contender == "fresh")
+    output = rollouts(size, contender == "skyrl_fast_fresh")
     function: Callable[..., Any] = merge_stepwise_output
     if contender == "restated":
         function = restated_merge
@@ -91,11 +98,18 @@ def test_lists(benchmark: Any, contender: str, size: str) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     "contender",
-    ["skyrl_fast", "skyrl_fast_padded", "skyrl", "skyrl_warm", "restated_numpy", "fresh"],
+    [
+        "skyrl_fast",
+        "skyrl_fast_padded",
+        "skyrl",
+        "skyrl_warm",
+        "restated_numpy",
+        "skyrl_fast_fresh",
+    ],
 )
 def test_tensors(benchmark: Any, contender: str, size: str, threads: int) -> None:
     benchmark.group = f"merge lists to tensors {size} {threads}T"
-    output = rollouts(size, contender == "fresh")
+    output = rollouts(size, contender == "skyrl_fast_fresh")
     function: Callable[..., Any] = direct
     if contender == "skyrl_fast_padded":
         function = padded

@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE.parents[1]))  # this file may be started from anywhe
 
 from examples.tiny_model.recipe import Recipe, main, make_once  # noqa: E402
 
-LONG_FILLER_WORDS = 900  # on average: some passages have thousands
+LONG_FILLER_WORDS = 2000  # on average: three passages can be longer than a prompt may be
 LONG_MAX_LENGTH = 4096 + 512  # of the model: the longest prompt and an answer
 
 

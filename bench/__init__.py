@@ -1,0 +1,1 @@
+"""Every op beside the code people use otherwise."""

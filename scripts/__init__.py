@@ -1,0 +1,1 @@
+"""What the Makefile runs, and what reports on the project."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
+
 from skyrl_fast.batch import StepBatch
 
 
@@ -45,3 +47,14 @@ def masks_of(batch: StepBatch) -> list[str]:
     """The loss mask of each row, a digit per token."""
     digits = "".join(map(str, batch.loss_mask.tolist()))
     return [digits[a:b] for a, b in pairwise(batch.cu_responses.tolist())]
+
+
+def assert_same(a: StepBatch, b: StepBatch) -> None:
+    """Every field of two batches is equal, tensors with their dtypes."""
+    for name in StepBatch.__slots__:
+        value, other = getattr(a, name), getattr(b, name)
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == other.dtype, name
+            assert torch.equal(value, other), name
+        else:
+            assert value == other, name

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _rows import assert_same
 
 from skyrl_fast import merge_steps, merge_stepwise_output
 from skyrl_fast.advantages import advantages
@@ -54,16 +55,6 @@ def token_level(output: dict[str, Any]) -> dict[str, Any]:
     rows = zip(output["rewards"], output["response_ids"], strict=True)
     rewards = [[0.0] * (len(r) - 1) + [float(reward)] if r else [] for reward, r in rows]
     return {**output, "rewards": rewards}
-
-
-def assert_same(a: StepBatch, b: StepBatch) -> None:
-    for name in StepBatch.__slots__:
-        value, other = getattr(a, name), getattr(b, name)
-        if isinstance(value, torch.Tensor):
-            assert value.dtype == other.dtype, name
-            assert torch.equal(value, other), name
-        else:
-            assert value == other, name
 
 
 # --- a table that a person can check --------------------------------------------------------------

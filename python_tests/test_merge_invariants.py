@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _rows import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,16 +19,6 @@ from skyrl_fast.generator_output import validate_generator_output
 from skyrl_fast.ops.merge import merge_flat_steps
 
 LISTS = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")
-
-
-def assert_same(a: StepBatch, b: StepBatch) -> None:
-    for name in StepBatch.__slots__:
-        value, other = getattr(a, name), getattr(b, name)
-        if isinstance(value, torch.Tensor):
-            assert value.dtype == other.dtype, name
-            assert torch.equal(value, other), name
-        else:
-            assert value == other, name
 
 
 def greedy(output: dict[str, Any], drift: str, most: int) -> list[dict[str, Any]]:

@@ -346,19 +346,9 @@ void kl_penalty_cpu(KlKind kl, const T* logprobs, const T* reference, const Loss
 // Trained tokens of each row.
 void mask_counts_cpu(const LossMask& mask, const RowLayout& rows, int64_t* counts, int num_threads);
 
-// Of each row, over its trained tokens, with delta = a - b and ratio = exp(clamp(delta, +-20)).
-enum DeltaStat : int {
-  kDeltaSum,
-  kDeltaRatioMin,  // NaN apart; +inf in a row without trained tokens
-  kDeltaRatioMax,  // NaN apart; 0 in a row without trained tokens
-  kDeltaCount,
-  kDeltaRatioSum,  // of ratio - 1
-  kDeltaRatioSq,   // squared deviations of the ratio from the row's own mean
-  kNumDeltaStats,
-};
-// stats [num_rows, kNumDeltaStats].
+// sums [num_rows, 2]: of each row's trained tokens the sum of a - b, and how many they are.
 template <typename T>
-void delta_stats_cpu(const T* a, const T* b, const LossMask& mask, const RowLayout& rows,
-                     double* stats, int num_threads);
+void delta_sums_cpu(const T* a, const T* b, const LossMask& mask, const RowLayout& rows,
+                    double* sums, int num_threads);
 
 }  // namespace skyrl_fast

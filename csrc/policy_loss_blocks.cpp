@@ -229,63 +229,25 @@ static void kl_block(const KlJob<T>& job, int64_t begin, int64_t end) {
   }
 }
 
-// delta = a - b of trained cells and exp(clamp(delta)) - 1, both 0 elsewhere.
 template <typename T>
-static void stage_deltas(const T* __restrict__ a, const T* __restrict__ b, int64_t n,
-                         Staged<T>* __restrict__ s) {
-  Extremes<T> extremes;
-  SKYRL_NO_OVERLAP
-  for (int64_t i = 0; i < n; ++i) {
-    const bool live = s->live[i] != 0;
-    const T raw_a = a[i], raw_b = b[i];
-    const T delta = (live ? raw_a : T(0)) - (live ? raw_b : T(0));
-    const T excess = exp_minus_1(clamp_to(delta, T(-kMaxDelta), T(kMaxDelta)));
-    s->value[i] = delta;
-    s->ratio_minus_1[i] = excess;
-    const bool counts = live & (delta == delta);
-    const auto bits = bits_of(excess + T(1));
-    const auto high = counts ? bits : 0, low = counts ? bits : BitsOf<T>::kMost;
-    extremes.most = high > extremes.most ? high : extremes.most;
-    extremes.least = low < extremes.least ? low : extremes.least;
-  }
-  s->extremes = extremes;
-}
-
-// One row's statistics. Squared deviations are merged chunk by chunk from centred sums (Chan et
-// al.), so that ratios near 1 keep their variance.
-template <typename T>
-static void delta_rows(const DeltaJob<T>& job, int64_t begin, int64_t end, double* stats) {
-  Staged<T> s;
-  for (int64_t row = begin; row < end; ++row) {
-    double* out = stats + row * kNumDeltaStats;
-    for (int i = 0; i < kNumDeltaStats; ++i) out[i] = 0.0;
-    out[kDeltaRatioMin] = INFINITY;
-  }
-  for_chunks(
-      job.rows, offset_of(job.rows, begin), offset_of(job.rows, end),
-      [&](int64_t row, int64_t cell, int64_t n) {
-        const int64_t count = read_mask(job.mask, cell, n, s.live);
-        if (count == 0) return;
-        double* out = stats + row * kNumDeltaStats;
-        stage_deltas(job.a + cell, job.b + cell, n, &s);
-        out[kDeltaSum] += fold(s.value, n);
-        const double most = float_of<T>(s.extremes.most), least = float_of<T>(s.extremes.least);
-        if (most > out[kDeltaRatioMax]) out[kDeltaRatioMax] = most;
-        if (s.extremes.least != BitsOf<T>::kMost && least < out[kDeltaRatioMin]) {
-          out[kDeltaRatioMin] = least;
-        }
-        const double added = static_cast<double>(count), before = out[kDeltaCount];
-        const double sum = fold(s.ratio_minus_1, n), mean = sum / added;
-        SKYRL_NO_OVERLAP
-        for (int64_t i = 0; i < n; ++i) {
-          const T deviation = s.ratio_minus_1[i] - static_cast<T>(mean);
-          s.approx_kl[i] = s.live[i] ? deviation * deviation : T(0);
-        }
-        const double gap = before > 0 ? mean - out[kDeltaRatioSum] / before : 0.0;
-        out[kDeltaRatioSq] += fold(s.approx_kl, n) + gap * gap * before * added / (before + added);
-        out[kDeltaRatioSum] += sum;
-        out[kDeltaCount] += added;
-      });
+static void delta_rows(const DeltaJob<T>& job, int64_t begin, int64_t end, double* sums) {
+  typename BitsOf<T>::Type live[kChunk];
+  T delta[kChunk];
+  fill(sums + 2 * begin, 2 * (end - begin), 0.0);
+  for_chunks(job.rows, offset_of(job.rows, begin), offset_of(job.rows, end),
+             [&](int64_t row, int64_t cell, int64_t n) {
+               const int64_t count = read_mask(job.mask, cell, n, live);
+               if (count == 0) return;
+               const T* a = job.a + cell;
+               const T* b = job.b + cell;
+               SKYRL_NO_OVERLAP
+               for (int64_t i = 0; i < n; ++i) {
+                 const T raw_a = a[i], raw_b = b[i];
+                 delta[i] = (live[i] ? raw_a : T(0)) - (live[i] ? raw_b : T(0));
+               }
+               sums[2 * row] += fold(delta, n);
+               sums[2 * row + 1] += static_cast<double>(count);
+             });
 }
 
 static void count_rows(const LossMask& mask, const RowLayout& rows, int64_t begin, int64_t end,

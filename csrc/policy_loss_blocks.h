@@ -45,7 +45,7 @@ template <typename T>
 struct BlockKernels {
   void (*loss)(const LossJob<T>&, int64_t begin, int64_t end, LossSums* sums);
   void (*kl)(const KlJob<T>&, int64_t begin, int64_t end);
-  void (*delta)(const DeltaJob<T>&, int64_t begin_row, int64_t end_row, double* stats);
+  void (*delta)(const DeltaJob<T>&, int64_t begin_row, int64_t end_row, double* sums);
 };
 
 struct BlockKernelSet {

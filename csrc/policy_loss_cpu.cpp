@@ -113,22 +113,22 @@ void mask_counts_cpu(const LossMask& mask, const RowLayout& rows, int64_t* count
 }
 
 template <typename T>
-void delta_stats_cpu(const T* a, const T* b, const LossMask& mask, const RowLayout& rows,
-                     double* stats, int num_threads) {
+void delta_sums_cpu(const T* a, const T* b, const LossMask& mask, const RowLayout& rows,
+                    double* sums, int num_threads) {
   if (rows.num_rows == 0) return;
   const DeltaJob<T> job{a, b, mask, rows};
   const auto some_rows = kernels<T>().delta;
   parallel_for(num_threads, rows.num_rows, rows_per_thread(rows),
-               [&](int64_t begin, int64_t end) { some_rows(job, begin, end, stats); });
+               [&](int64_t begin, int64_t end) { some_rows(job, begin, end, sums); });
 }
 
-#define SKYRL_INSTANTIATE(T)                                                                       \
-  template void policy_loss_cpu<T>(LossKind, KlKind, const LossParams<T>&,                         \
-                                   const PolicyLossInputs<T>&, T*, double*, int);                  \
-  template void kl_penalty_cpu<T>(KlKind, const T*, const T*, const LossMask&, const T*, int64_t,  \
-                                  T*, int);                                                        \
-  template void delta_stats_cpu<T>(const T*, const T*, const LossMask&, const RowLayout&, double*, \
-                                   int);
+#define SKYRL_INSTANTIATE(T)                                                                      \
+  template void policy_loss_cpu<T>(LossKind, KlKind, const LossParams<T>&,                        \
+                                   const PolicyLossInputs<T>&, T*, double*, int);                 \
+  template void kl_penalty_cpu<T>(KlKind, const T*, const T*, const LossMask&, const T*, int64_t, \
+                                  T*, int);                                                       \
+  template void delta_sums_cpu<T>(const T*, const T*, const LossMask&, const RowLayout&, double*, \
+                                  int);
 SKYRL_INSTANTIATE(float)
 SKYRL_INSTANTIATE(double)
 #undef SKYRL_INSTANTIATE

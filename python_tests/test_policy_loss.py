@@ -557,7 +557,7 @@ def test_opcheck() -> None:
     kl = (d["logprobs"], d["ref"], d["mask"])
     torch.library.opcheck(ops.kl_penalty.default, (*kl, None, 4))
     torch.library.opcheck(ops.kl_penalty.default, (*kl, d["old"], 4))
-    torch.library.opcheck(ops.delta_stats.default, (d["old"], d["rollout"], d["mask"], None))
+    torch.library.opcheck(ops.delta_sums.default, (d["old"], d["rollout"], d["mask"], None))
     torch.library.opcheck(ops.mask_counts.default, (d["mask"], None))
 
 

@@ -129,24 +129,23 @@ void mask_counts(py::handle mask_obj, py::handle cu_obj, py::handle counts_obj, 
   mask_counts_cpu(loss_mask, rows, counts->ptr<int64_t>(), num_threads);
 }
 
-void delta_stats(py::handle a_obj, py::handle b_obj, py::handle mask_obj, py::handle cu_obj,
-                 py::handle stats_obj, int num_threads) {
-  constexpr char kOp[] = "off_policy_correction";
-  Borrowed a(a_obj, kOp, "old_logprobs"), b(b_obj, kOp, "rollout_logprobs");
-  Borrowed mask(mask_obj, kOp, "loss_mask"), stats(stats_obj, kOp, "stats");
+void delta_sums(py::handle a_obj, py::handle b_obj, py::handle mask_obj, py::handle cu_obj,
+                py::handle sums_obj, int num_threads) {
+  constexpr char kOp[] = "policy_loss";
+  Borrowed a(a_obj, kOp, "logprobs"), b(b_obj, kOp, "old_logprobs");
+  Borrowed mask(mask_obj, kOp, "loss_mask"), sums(sums_obj, kOp, "sums");
   Optional cu;
   if (!cu_obj.is_none()) cu.emplace(cu_obj, kOp, "cu_seqlens");
   const RowLayout rows = layout_of(*a, cu);
   const LossMask loss_mask = mask_of(*mask, *a);
-  check_cpu_array(*stats, DType::kFloat64, 2);
-  check_size(*stats, 0, rows.num_rows);
-  check_size(*stats, 1, kNumDeltaStats);
+  check_cpu_array(*sums, DType::kFloat64, 2);
+  check_size(*sums, 0, rows.num_rows);
+  check_size(*sums, 1, 2);
   with_float(*a, [&](auto zero) {
     using T = decltype(zero);
     check_like(*b, kDTypeOf<T>, *a);
     py::gil_scoped_release release;
-    delta_stats_cpu<T>(a->ptr<T>(), b->ptr<T>(), loss_mask, rows, stats->ptr<double>(),
-                       num_threads);
+    delta_sums_cpu<T>(a->ptr<T>(), b->ptr<T>(), loss_mask, rows, sums->ptr<double>(), num_threads);
   });
 }
 
@@ -156,7 +155,7 @@ void bind_policy_loss(py::module_& m) {
   m.def("policy_loss", &policy_loss);
   m.def("kl_penalty", &kl_penalty);
   m.def("mask_counts", &mask_counts);
-  m.def("delta_stats", &delta_stats);
+  m.def("delta_sums", &delta_sums);
 }
 
 }  // namespace skyrl_fast

@@ -79,7 +79,7 @@ _library.define(
     "kl_penalty(Tensor logprobs, Tensor ref_logprobs, Tensor loss_mask, Tensor? grad_out, int kl) "
     "-> Tensor"
 )
-_library.define("delta_stats(Tensor a, Tensor b, Tensor loss_mask, Tensor? cu_seqlens) -> Tensor")
+_library.define("delta_sums(Tensor a, Tensor b, Tensor loss_mask, Tensor? cu_seqlens) -> Tensor")
 
 
 def policy_loss(
@@ -378,8 +378,9 @@ def _sequence_delta(
     if kind != "gspo":
         return None
     then = current if base is None else base
-    stats = torch.ops.skyrl_fast.delta_stats(current.detach(), then.detach(), mask, cu_seqlens)
-    sums, counts = stats[:, 0], stats[:, 3]
+    sums, counts = torch.ops.skyrl_fast.delta_sums(
+        current.detach(), then.detach(), mask, cu_seqlens
+    ).unbind(1)
     if segment is not None:
         sums = torch.zeros_like(sums).index_add_(0, segment, sums)[segment]
         counts = torch.zeros_like(counts).index_add_(0, segment, counts)[segment]
@@ -519,27 +520,27 @@ def _kl_penalty_cpu(
     return out
 
 
-def _delta_stats_cpu(
+def _delta_sums_cpu(
     a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor | None
 ) -> torch.Tensor:
     num_rows = a.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    stats = torch.zeros((num_rows, 6), dtype=torch.float64)
-    _C.delta_stats(a, b, mask, cu_seqlens, stats, _backend.num_threads())
-    return stats
+    sums = torch.zeros((num_rows, 2), dtype=torch.float64)
+    _C.delta_sums(a, b, mask, cu_seqlens, sums, _backend.num_threads())
+    return sums
 
 
-def _delta_stats_fake(
+def _delta_sums_fake(
     a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor | None
 ) -> torch.Tensor:
     num_rows = a.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return a.new_empty((num_rows, 6), dtype=torch.float64)
+    return a.new_empty((num_rows, 2), dtype=torch.float64)
 
 
 _library.impl("policy_loss", _policy_loss_cpu, "CPU")
 _library.impl("kl_penalty", _kl_penalty_cpu, "CPU")
-_library.impl("delta_stats", _delta_stats_cpu, "CPU")
+_library.impl("delta_sums", _delta_sums_cpu, "CPU")
 torch.library.register_fake("skyrl_fast::policy_loss", _policy_loss_fake, lib=_library)
 torch.library.register_fake(
     "skyrl_fast::kl_penalty", lambda current, *_: current.new_empty(current.shape), lib=_library
 )
-torch.library.register_fake("skyrl_fast::delta_stats", _delta_stats_fake, lib=_library)
+torch.library.register_fake("skyrl_fast::delta_sums", _delta_sums_fake, lib=_library)

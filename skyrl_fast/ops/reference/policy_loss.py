@@ -307,32 +307,3 @@ def select_by_covariance(
     flat[picked] = True
     selected[cells] = flat
     return selected
-
-
-def delta_stats(
-    delta: torch.Tensor, live: torch.Tensor, row: torch.Tensor, num_rows: int
-) -> torch.Tensor:
-    """Return (N, 6) float64 of each row's trained cells, with ratio = exp(clamp(delta, +-20)).
-
-    Columns: sum of delta, minimum and maximum of the ratio (NaN apart), count, sum of (ratio - 1),
-    sum of squared deviations of the ratio from the row's mean.
-    """
-    delta, on = delta.double(), live.double()
-    zeros = delta.new_zeros(num_rows)
-    count = zeros.index_add(0, row, on)
-    excess = masked(torch.expm1(delta.clamp(-MAX_DELTA, MAX_DELTA)), live)
-    excess_sum = zeros.index_add(0, row, excess)
-    mean = excess_sum / count.clamp(min=1)
-    inf = torch.full_like(delta, torch.inf)
-    ratio, known = ratio_of(delta), live & ~delta.isnan()
-    return torch.stack(
-        [
-            zeros.index_add(0, row, delta),
-            (zeros + torch.inf).scatter_reduce(0, row, torch.where(known, ratio, inf), "amin"),
-            zeros.scatter_reduce(0, row, masked(ratio, known), "amax"),
-            count,
-            excess_sum,
-            zeros.index_add(0, row, masked((excess - mean[row]).square(), live)),
-        ],
-        dim=1,
-    )

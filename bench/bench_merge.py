@@ -81,7 +81,7 @@ def timed(benchmark: Any, size: str, function: Callable[..., Any], *args: Any) -
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("contender", LIST_CONTENDERS)
 def test_lists(benchmark: Any, contender: str, size: str) -> None:
-    benchmark.group = f"merge lists to lists {size}"
+    benchmark.group = f"merge lists to lists {size} 1T"
     output = rollouts(size, contender == "skyrl_fast_fresh")
     function: Callable[..., Any] = merge_stepwise_output
     if contender == "restated":

@@ -99,6 +99,6 @@ def test_metrics(benchmark: Any, contender: str, size: str) -> None:
     got, want = run(), skyrl_restated(size)()
     assert got[0]["avg"] == pytest.approx(want[0]["avg"])
     assert got[1] == pytest.approx(want[1])
-    benchmark.group = f"metrics {size}"
+    benchmark.group = f"metrics {size} 1T"
     benchmark.extra_info["rows"] = _data.describe(size)["rows"]
     benchmark.pedantic(run, rounds=ROUNDS[size], warmup_rounds=1)

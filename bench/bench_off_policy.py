@@ -87,6 +87,6 @@ def test_correction(benchmark: Any, size: str, case: str, contender: str, thread
         torch.testing.assert_close(got[0] * kept, want[0] * kept, rtol=1e-4, atol=1e-5)
         assert 0.01 < float(kept.mean()) < 0.99
     function = run_skyrl if contender == "skyrl" else run_ours
-    benchmark.group = f"off-policy {case}, {size}, {threads} thread(s)"
+    benchmark.group = f"off-policy {case} {size} {threads}T"
     benchmark.extra_info["cells"] = d["mask"].numel()
     benchmark.pedantic(function, (case, d), rounds=ROUNDS[size], warmup_rounds=2)

@@ -94,7 +94,7 @@ def test_pipeline(benchmark: Any, contender: str, size: str) -> None:
             pytest.skip("skyrl cannot be imported here")
     output, uids = peer.prepare(_data.generator_output(size)), _data.generator_output(size)["uids"]
     _check(peer.run(output, uids), size)
-    benchmark.group = f"pipeline {size}"
+    benchmark.group = f"pipeline {size} 2T"
     benchmark.extra_info["tokens"] = _data.describe(size)["tokens"]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -123,7 +123,7 @@ def test_forward_backward(
         x.grad = None
         function(x, d).backward()
 
-    benchmark.group = f"{loss} forward + backward, {size}, {threads} thread(s)"
+    benchmark.group = f"{loss} forward+backward {size} {threads}T"
     benchmark.extra_info["cells"] = d["mask"].numel()
     benchmark.extra_info["trained"] = float(d["mask"].mean())
     benchmark.pedantic(run, rounds=ROUNDS[size], warmup_rounds=3)

@@ -92,6 +92,11 @@ def test_retrieval_knows_nothing_of_training() -> None:
     assert offenders(python_files("retrieval"), tuple(f"skyrl_fast.{r}" for r in rooms)) == []
 
 
+def test_the_trajectory_store_knows_no_trainer_and_no_engine() -> None:
+    forbidden = ("skyrl_fast.train", "skyrl_fast.cli", "vllm", "skyrl_gym", "transformers")
+    assert offenders(python_files("trajectory_store"), forbidden) == []
+
+
 def test_only_the_command_line_knows_the_command_line() -> None:
     files = [p for p in python_files("") if p.name not in ("cli.py", "__main__.py")]
     assert offenders(files, ("skyrl_fast.cli",)) == []

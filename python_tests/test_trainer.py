@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import numpy as np
 import torch
 from _fakes import FakeRollouts, FakeTokenizer, tiny_model, write_prompts
 
@@ -28,6 +29,7 @@ from skyrl_fast.train.prompts import Prompt, PromptSampler, load_prompts
 from skyrl_fast.train.run import Outcome, SetupError, run_training
 from skyrl_fast.train.sinks import read_metrics
 from skyrl_fast.train.trainer import split_rollout_time
+from skyrl_fast.trajectory_store import read_trajectories
 
 CHANGING = ("timing/", "generate/trajectory")  # the clock's
 
@@ -123,10 +125,45 @@ def test_a_whole_run_learns_and_leaves_everything(folder: Path) -> None:
     assert recorder.rollouts[0].version == 24
     assert recorder.rollouts[0].closed
     record = json.loads((outcome.trajectories / "step_000001.jsonl").read_text().splitlines()[0])
-    assert len(record["turns"]) == 2 and record["prompt"].startswith("1 ")
+    assert len(record["turns"]) == 2 and record["turns"][0]["context"].startswith("1 ")
     assert (outcome.trajectories / "eval_step_000000.jsonl").exists()
     assert outcome.checkpoint == folder / "run/checkpoints/step_000024"
     assert "agent, turn 2" in outcome.sample
+
+
+# Three ways to the trainer's log-probabilities: the pass that trains, one before it, and with the
+# engine's as the old ones.
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.policy_mini_batch_size=4"],
+        ["trainer.policy_mini_batch_size=2"],
+        ["trainer.policy_mini_batch_size=4", "trainer.algorithm.old_logprobs=rollout"],
+        ["trainer.policy_mini_batch_size=4", "generator.merge_stepwise_output=true"],
+    ],
+)
+@pytest.mark.spec("14.6")
+def test_the_store_holds_what_was_trained(folder: Path, overrides: list[str]) -> None:
+    outcome = train(settings(folder, "run", "trainer.epochs=1", *overrides))
+    stored = list(read_trajectories(outcome.run_path, phase="train"))
+    assert [t.entry.step for t in stored] == [1] * 16 + [2] * 16
+    rewards = [t.entry.reward for t in stored if t.entry.step == 1]
+    row = read_metrics(outcome.metrics)[1]
+    assert sum(rewards) / 16 == pytest.approx(row["reward/avg_raw_reward"])
+    assert all(t.entry.staleness == 0 for t in stored)
+    compared = 0
+    for trajectory in stored:
+        for step in trajectory.steps:
+            assert step.loss_mask.tolist() == [1, 1]
+            assert step.advantages.tolist() == pytest.approx([trajectory.entry.advantage] * 2)
+            seen = ~np.isnan(step.trainer_logprobs)
+            # Rows of advantage 0 are not run, unless all log-probabilities were made before.
+            assert seen.all() or trajectory.entry.advantage == 0
+            # The sampler is the trainer's own model: what differs is rounding.
+            gap = np.abs(step.trainer_logprobs - step.rollout_logprobs)[seen]
+            assert (gap < 1e-4).all()
+            compared += len(gap)
+    assert compared > 0
 
 
 def test_the_engine_gets_the_trained_weights(folder: Path) -> None:

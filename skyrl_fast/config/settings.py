@@ -229,7 +229,7 @@ class TrainerConfig:
     logger: list[str] = setting(["jsonl", "tensorboard"], "where metrics go", choices=LOGGERS)
     project_name: str = setting("skyrl_fast", "of Weights & Biases")
     run_name: str = setting("run", "shown by loggers")
-    dump_trajectories: bool = setting(True, "write every step's trajectories as JSON lines")
+    dump_trajectories: bool = setting(True, "keep every trajectory in the run folder")
     plot: bool = setting(True, "draw the learning curve at the end")
     sync_tolerance: float = setting(
         0.0,

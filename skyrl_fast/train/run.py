@@ -40,7 +40,8 @@ from skyrl_fast.train.rollouts import Rollouts
 from skyrl_fast.train.schedule import total_optimizer_steps, total_steps
 from skyrl_fast.train.sinks import open_sinks, read_metrics
 from skyrl_fast.train.trainer import Parts, Progress, Trainer
-from skyrl_fast.train.trajectory_log import readable, total_reward
+from skyrl_fast.trajectory_store.record import total_reward
+from skyrl_fast.trajectory_store.words import readable
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config, max_input_length, to_dict
@@ -33,14 +35,9 @@ from skyrl_fast.train.random_state import load_random_state, save_random_state
 from skyrl_fast.train.rollouts import Rollouts
 from skyrl_fast.train.schedule import total_steps
 from skyrl_fast.train.sinks import Sink
-from skyrl_fast.train.training_batch import (
-    advantage_of_each,
-    informative_uids,
-    training_batch,
-    with_advantages,
-)
-from skyrl_fast.train.trajectory_log import write_trajectories
+from skyrl_fast.train.training_batch import informative_uids, training_batch, with_advantages
 from skyrl_fast.train.update import update_policy
+from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -107,6 +104,7 @@ class Trainer:
         self.total_steps = total_steps(config, len(parts.train_prompts))
         self._kl_coef = settings.algorithm.kl_loss_coef  # of the next step
         self._saved_step = -1
+        self._writer: TrajectoryWriter | None = None  # none: nothing is dumped
         self._whole = True  # weights, counters and data position belong together
         # One thread computes, so that the event loop stays alive for the engine and for signals.
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -151,6 +149,12 @@ class Trainer:
 
     async def _train(self) -> None:
         settings = self._config.trainer
+        if settings.dump_trajectories:
+            self._writer = TrajectoryWriter(
+                self._run_path / "trajectories",
+                self._parts.tokenizer,
+                last_step=self.progress.step,
+            )
         await self._sync({})
         if self.progress.step == 0 and settings.eval_before_train and self._parts.eval_prompts:
             metrics = await self._evaluate()
@@ -180,15 +184,16 @@ class Trainer:
         )
         metrics |= groups.metrics() | facts
         self._whole = False
+        trainer_logprobs = torch.full_like(batch.rewards, float("nan"))
         metrics |= await self._timed(
-            "forward_backward", times, self._in_thread(self._update, batch)
+            "forward_backward", times, self._in_thread(self._update, batch, trainer_logprobs)
         )
         # Only now, so that a step that was broken off is done again from its beginning.
         self._sampler, self._kl_coef = sampler, kl_coef
         self.progress.step += 1
         self._whole = True
         await self._sync(metrics, times)
-        self._dump(trajectories, batch)
+        await self._store("train", trajectories, batch, trainer_logprobs)
         self.progress.trajectories = trajectories
         if self._due(self._config.trainer.eval_interval) and parts.eval_prompts:
             metrics |= await self._evaluate()
@@ -240,7 +245,7 @@ class Trainer:
             kl_coef=self._kl_coef,
         )
 
-    def _update(self, batch: StepBatch) -> dict[str, float]:
+    def _update(self, batch: StepBatch, trainer_logprobs: torch.Tensor) -> dict[str, float]:
         settings, critic = self._config.trainer, self._parts.critic
         facts = {} if critic is None else critic.update(batch)
         return facts | update_policy(
@@ -254,6 +259,7 @@ class Trainer:
             or max_input_length(self._config)
             + self._config.generator.sampling_params.max_generate_length,
             reference=self._parts.reference,
+            seen_logprobs=trainer_logprobs,
         )
 
     async def _end_early(self) -> None:
@@ -295,8 +301,7 @@ class Trainer:
         metrics["eval/all/avg_num_turns"] = turns / len(trajectories)
         metrics["timing/eval"] = times["eval"]
         self.progress.trajectories = trajectories
-        if self._config.trainer.dump_trajectories:
-            self._write_trajectories(f"eval_step_{self.progress.step:06d}.jsonl", trajectories)
+        await self._store("eval", trajectories)
         return metrics
 
     # --- what it leaves -----------------------------------------------------------------------
@@ -306,22 +311,17 @@ class Trainer:
             sink.write(self.progress.step, metrics)
         self._display.step(self.progress.step, metrics)
 
-    def _dump(self, trajectories: list[Trajectory], batch: StepBatch) -> None:
-        if not self._config.trainer.dump_trajectories:
-            return
-        self._write_trajectories(
-            f"step_{self.progress.step:06d}.jsonl", trajectories, advantage_of_each(batch)
-        )
-
-    def _write_trajectories(
-        self, name: str, trajectories: list[Trajectory], values: list[float] | None = None
+    async def _store(
+        self,
+        phase: str,
+        trajectories: list[Trajectory],
+        batch: StepBatch | None = None,
+        trainer_logprobs: torch.Tensor | None = None,
     ) -> None:
-        write_trajectories(
-            self._run_path / "trajectories" / name,
-            trajectories,
-            tokenizer=self._parts.tokenizer,
-            advantages=values,
-        )
+        """The trajectories go to the run folder."""
+        if self._writer is not None:
+            write = partial(self._writer.write, batch=batch, trainer_logprobs=trainer_logprobs)
+            await self._in_thread(write, self.progress.step, phase, trajectories)
 
     def _save(self) -> None:
         self._display.phase("checkpoint")

@@ -109,17 +109,6 @@ def estimator_of(algorithm: AlgorithmConfig) -> str:
     return algorithm.advantage_estimator
 
 
-def advantage_of_each(batch: StepBatch) -> list[float]:
-    """Return the advantage of each trajectory: its last row's first response token's."""
-    assert batch.advantages is not None
-    starts = batch.cu_responses[:-1][batch.is_last_step].tolist()
-    lengths = batch.response_lengths[batch.is_last_step].tolist()
-    return [
-        float(batch.advantages[start]) if length else 0.0
-        for start, length in zip(starts, lengths, strict=True)
-    ]
-
-
 def _rows(
     trajectories: Sequence[Trajectory], config: Config
 ) -> tuple[StepBatch, Mapping[str, Any]]:

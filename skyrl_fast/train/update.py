@@ -15,7 +15,11 @@ from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.config import AlgorithmConfig
 from skyrl_fast.ops.policy_loss import policy_loss, reduction_weights
 from skyrl_fast.ops.reduction import Scope
-from skyrl_fast.train.micro_batch import MicroBatch, plan_micro_batches
+from skyrl_fast.train.micro_batch import (
+    MicroBatch,
+    plan_micro_batches,
+    response_positions,
+)
 from skyrl_fast.train.off_policy import corrected
 from skyrl_fast.train.policy import Optimizer, Policy
 
@@ -53,6 +57,7 @@ def update_policy(
     update_epochs: int = 1,
     max_seq_len: int | None = None,
     reference: Policy | None = None,
+    seen_logprobs: torch.Tensor | None = None,
 ) -> dict[str, float]:
     """Take `prompts / mini_batch_size * update_epochs` optimizer steps; return their mean metrics.
 
@@ -61,6 +66,9 @@ def update_policy(
         mini_batch_size: prompts per optimizer step.
         max_seq_len: denominator of seq_mean_token_sum_norm.
         reference: frozen model of the KL term, where the algorithm uses one.
+        seen_logprobs: (A,) float32, filled with the policy's log-probabilities of trained tokens:
+            those before the update where they were made, else those of the first pass over the
+            token. Nothing is computed for it: other cells stay as they are.
     """
     correct = algorithm.off_policy_correction.enabled
     single = batch.num_groups == mini_batch_size and update_epochs == 1
@@ -75,13 +83,29 @@ def update_policy(
         batch = batch.with_(old_logprobs=batch.rollout_logprobs)
     elif batch.old_logprobs is None and (correct or not single):
         batch = batch.with_(old_logprobs=policy.batch_logprobs(batch))
+    if seen_logprobs is not None and algorithm.old_logprobs != "rollout":
+        seen_logprobs = _take_old_logprobs(batch, seen_logprobs)
     minis = [corrected(mini, algorithm) for mini in batch.mini_batches(mini_batch_size)]
-    steps = [
-        facts | _optimizer_step(policy, optimizer, mini, algorithm, max_seq_len)
-        for _ in range(update_epochs)
-        for mini, facts in minis
-    ]
+    steps = []
+    for epoch in range(update_epochs):
+        cell = 0  # the mini-batch's first response token
+        for mini, facts in minis:
+            seen = None
+            if seen_logprobs is not None and epoch == 0:
+                seen = seen_logprobs[cell : cell + mini.loss_mask.shape[0]]
+            taken = _optimizer_step(policy, optimizer, mini, algorithm, max_seq_len, seen)
+            steps.append(facts | taken)
+            cell += mini.loss_mask.shape[0]
     return _mean_metrics(steps)
+
+
+def _take_old_logprobs(batch: StepBatch, seen_logprobs: torch.Tensor) -> torch.Tensor | None:
+    """Fill in the policy's own from before the update; return the tensor if there are none."""
+    if batch.old_logprobs is None:
+        return seen_logprobs
+    trained = batch.loss_mask != 0
+    seen_logprobs[trained] = batch.old_logprobs[trained]
+    return None
 
 
 def contributing_rows(batch: StepBatch, algorithm: AlgorithmConfig) -> np.ndarray:
@@ -115,10 +139,12 @@ def accumulate_gradient(
     *,
     algorithm: AlgorithmConfig,
     max_seq_len: int | None = None,
+    seen_logprobs: torch.Tensor | None = None,
 ) -> dict[str, float]:
     """Add the mini-batch's gradient to the weights' `.grad`, whatever the split; return metrics.
 
     Where `old_logprobs` is missing the policy's present ones are taken: the ratio is 1.
+    `seen_logprobs`, (A,) float32, takes those of the tokens that the forward pass visits.
     """
     weights = reduction_weights(
         batch.loss_mask,
@@ -137,7 +163,7 @@ def accumulate_gradient(
         keep_trajectories=_keeps_trajectories(algorithm),
         router_replay=policy.router_replay,
     )
-    parts = [_micro_step(policy, batch, weights, micro, algorithm) for micro in plan]
+    parts = [_micro_step(policy, batch, weights, micro, algorithm, seen_logprobs) for micro in plan]
     metrics = _token_mean_metrics(parts)
     metrics["policy/loss"] = sum(part["loss"] for part in parts)
     metrics["policy/num_micro_batches"] = float(len(plan))
@@ -152,9 +178,12 @@ def _optimizer_step(
     batch: StepBatch,
     algorithm: AlgorithmConfig,
     max_seq_len: int | None,
+    seen_logprobs: torch.Tensor | None,
 ) -> dict[str, float]:
     optimizer.zero_grad()
-    metrics = accumulate_gradient(policy, batch, algorithm=algorithm, max_seq_len=max_seq_len)
+    metrics = accumulate_gradient(
+        policy, batch, algorithm=algorithm, max_seq_len=max_seq_len, seen_logprobs=seen_logprobs
+    )
     return metrics | optimizer.step()
 
 
@@ -164,11 +193,14 @@ def _micro_step(
     weights: torch.Tensor,
     micro: MicroBatch,
     algorithm: AlgorithmConfig,
+    seen_logprobs: torch.Tensor | None,
 ) -> dict[str, float]:
     # The forward pass has its routes in `micro`; the loss needs none.
     rows = batch.with_(expert_indices=None, cu_experts=None).rows(micro.rows)
     trained, entropy = policy.logprobs(micro, return_entropy=True)
     assert entropy is not None
+    if seen_logprobs is not None:
+        seen_logprobs[response_positions(batch, micro)] = trained.detach().float().cpu()
     index = micro.response_index.to(trained.device)
     logprobs = trained.new_zeros(rows.loss_mask.shape[0]).index_put((index,), trained)
     rows = rows.to(trained.device)

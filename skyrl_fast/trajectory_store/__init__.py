@@ -1,0 +1,13 @@
+"""Every trajectory of a run on the disk: JSON lines with an index, written and read.
+
+Format and reasons: docs/design/015-trajectory-store-and-viewer.md; rules: docs/spec.md, section 14.
+"""
+
+from skyrl_fast.trajectory_store.reader import (
+    StoredStep,
+    StoredTrajectory,
+    read_index,
+    read_trajectories,
+)
+
+__all__ = ["StoredStep", "StoredTrajectory", "read_index", "read_trajectories"]

@@ -1,0 +1,161 @@
+"""Reads a run's trajectories, also while the run goes on and after it was killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skyrl_fast.trajectory_store.parts import (
+    IndexEntry,
+    Part,
+    entry_of,
+    parts,
+    read_index_file,
+    read_lines,
+)
+from skyrl_fast.trajectory_store.record import FORMAT
+
+FOLDER = "trajectories"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredStep:
+    """One step: what the model saw and sampled, and what training made of it. A response tokens.
+
+    Args:
+        prompt_token_ids: the whole context, list of ints.
+        response_ids: (A,) ints.
+        pieces: A texts; joined they are the response.
+        loss_mask: (A,) uint8, 1 = trained; in an evaluation 1 = sampled.
+        rollout_logprobs, trainer_logprobs, advantages: (A,) float32, NaN where there is none.
+        turn: the line's other values of the turn, such as "observation" and "reward".
+    """
+
+    prompt_token_ids: list[int]
+    response_ids: list[int]
+    pieces: list[str]
+    loss_mask: np.ndarray
+    rollout_logprobs: np.ndarray
+    trainer_logprobs: np.ndarray
+    advantages: np.ndarray
+    turn: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTrajectory:
+    """One trajectory: its index entry, its steps, and the environment's metrics."""
+
+    entry: IndexEntry
+    steps: list[StoredStep]
+    env_metrics: Mapping[str, Any]
+
+
+def read_index(run: str | Path) -> list[IndexEntry]:
+    """Return all trajectories of a run in short, by step, evaluations after the batch.
+
+    Args:
+        run: the run's folder.
+
+    Example:
+        >>> failed = [entry for entry in read_index("runs/guess") if entry.failure]
+        >>> pandas.DataFrame(map(dataclasses.asdict, read_index("runs/guess")))
+    """
+    folder = Path(run) / FOLDER
+    indexed = read_index_file(folder)
+    entries: list[IndexEntry] = []
+    for part in parts(folder):
+        own = indexed.get(part.path.name)
+        entries += [entry for entry, _ in read_part(part)] if own is None else own
+    return entries
+
+
+def read_trajectories(
+    run: str | Path, *, phase: str | None = None, steps: Container[int] | None = None
+) -> Iterator[StoredTrajectory]:
+    """Yield the trajectories of a run, one after the other, in the order of `read_index`.
+
+    Args:
+        run: the run's folder.
+        phase: "train" or "eval"; None: both.
+        steps: only of these; a `range` will do.
+
+    Raises:
+        ValueError: an unknown phase, or lines of a later format.
+
+    Example:
+        >>> for trajectory in read_trajectories("runs/guess", phase="train", steps=range(5, 9)):
+        ...     print(trajectory.entry.uid, trajectory.steps[-1].advantages.mean())
+    """
+    if phase not in (None, "train", "eval"):
+        raise ValueError(f"read_trajectories: phase: wanted 'train' or 'eval', got {phase!r}")
+    for part in parts(Path(run) / FOLDER):
+        if steps is not None and part.step not in steps:
+            continue
+        if phase is not None and part.evaluation != (phase == "eval"):
+            continue
+        for entry, record in read_part(part):
+            yield stored_trajectory(entry, record)
+
+
+def read_trajectory(run: str | Path, entry: IndexEntry) -> StoredTrajectory:
+    """Return the trajectory of one index entry; reads nothing else."""
+    with (Path(run) / FOLDER / entry.file).open("rb") as file:
+        file.seek(entry.offset)
+        return stored_trajectory(entry, json.loads(file.read(entry.bytes)))
+
+
+def read_part(part: Part) -> Iterator[tuple[IndexEntry, dict[str, Any]]]:
+    """Yield index entry and record of each whole line of a part.
+
+    Raises:
+        ValueError: lines of a later format than this package knows.
+    """
+    for offset, size, record in read_lines(part.path):
+        if record.get("format") != FORMAT:
+            raise ValueError(
+                f"{part.path}: wanted trajectories of format {FORMAT}, got "
+                f"{record.get('format')!r}: written by another version of this package"
+            )
+        yield entry_of(record, part.path.name, offset, size), record
+
+
+def stored_trajectory(entry: IndexEntry, record: Mapping[str, Any]) -> StoredTrajectory:
+    """Return a line as arrays, with every prompt whole again."""
+    steps: list[StoredStep] = []
+    before: list[int] = []
+    for turn, tokens in zip(record["turns"], record["tokens"], strict=True):
+        prompt = before[: tokens["prompt_shared"]] + tokens["prompt_token_ids"]
+        count = len(tokens["response_ids"])
+        steps.append(
+            StoredStep(
+                prompt_token_ids=prompt,
+                response_ids=tokens["response_ids"],
+                pieces=pieces_of(turn["response"], tokens["response_ends"]),
+                loss_mask=np.array(tokens["loss_mask"], dtype=np.uint8),
+                rollout_logprobs=_floats(tokens["rollout_logprobs"], count),
+                trainer_logprobs=_floats(tokens["trainer_logprobs"], count),
+                advantages=_floats(tokens["advantages"], count),
+                turn=turn,
+            )
+        )
+        before = prompt + tokens["response_ids"]
+    return StoredTrajectory(entry=entry, steps=steps, env_metrics=record["env_metrics"])
+
+
+def pieces_of(text: str, ends: Sequence[int]) -> list[str]:
+    """Return the text of each token.
+
+    Example:
+        >>> pieces_of("go on", [2, 5])
+        ['go', ' on']
+    """
+    return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _floats(values: Sequence[float | None], count: int) -> np.ndarray:
+    return np.array(values or [np.nan] * count, dtype=np.float32)  # None becomes NaN

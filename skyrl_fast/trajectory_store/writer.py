@@ -1,0 +1,112 @@
+"""Writes a run's trajectories, part by part; a part is whole or not there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.trajectory_store.lines import encode_line
+from skyrl_fast.trajectory_store.parts import (
+    INDEX,
+    IndexEntry,
+    entry_fields,
+    entry_of,
+    part_name,
+    parts,
+    read_index_file,
+)
+from skyrl_fast.trajectory_store.record import trajectory_record
+from skyrl_fast.trajectory_store.token_text import TokenText
+from skyrl_fast.trajectory_store.trained import trained_steps
+
+
+class TrajectoryWriter:
+    """The store of one run; made when the run starts or goes on.
+
+    Parts after `last_step` are removed: a resumed store equals an undisturbed one. Its methods may
+    be called from another thread than the tokenizer's user: it decodes with a copy.
+
+    Args:
+        folder: RUN/trajectories; made if absent.
+        tokenizer: with `decode(ids)`.
+        last_step: the step that the run goes on after; 0 for a new run.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Any, *, last_step: int) -> None:
+        self._folder = folder
+        self._text = TokenText(deepcopy(tokenizer))
+        folder.mkdir(parents=True, exist_ok=True)
+        for part in parts(folder):
+            if part.step > last_step:
+                part.path.unlink()
+        kept = read_index_file(folder)
+        self._replace(INDEX, "".join(_index_line(e) for own in kept.values() for e in own))
+
+    def write(
+        self,
+        step: int,
+        phase: str,
+        trajectories: Sequence[Trajectory],
+        *,
+        batch: StepBatch | None = None,
+        trainer_logprobs: torch.Tensor | None = None,
+    ) -> Path:
+        """Write one part, replacing it if it is there; return its path.
+
+        Args:
+            step: number of the training batch, or of the step after which was evaluated.
+            phase: "train" or "eval".
+            trajectories: those of a group adjacent.
+            batch: what was trained, with advantages; None for an evaluation.
+            trainer_logprobs: (A,) float32 of the batch's response tokens, NaN where there is none.
+
+        Raises:
+            OSError: the disk is full or not writable; no part of this name is left half written.
+        """
+        trained = (
+            [[] for _ in trajectories]
+            if batch is None
+            else trained_steps(trajectories, batch, trainer_logprobs)
+        )
+        name, offset = part_name(step, phase), 0
+        entries = []
+        partial = self._folder / f".{name}.partial"
+        try:
+            with partial.open("wb") as file:
+                for trajectory, own in zip(trajectories, trained, strict=True):
+                    record = trajectory_record(
+                        trajectory,
+                        self._text,
+                        phase=phase,
+                        step=step,
+                        trained=own,
+                        trainer_version=None if batch is None else step - 1,
+                    )
+                    line = encode_line(record).encode()
+                    file.write(line)
+                    entries.append(entry_of(record, name, offset, len(line)))
+                    offset += len(line)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self._folder / name)
+        finally:
+            partial.unlink(missing_ok=True)
+        with (self._folder / INDEX).open("a", encoding="utf-8") as file:
+            file.write("".join(_index_line(entry) for entry in entries))
+        return self._folder / name
+
+    def _replace(self, name: str, content: str) -> None:
+        partial = self._folder / f".{name}.partial"
+        partial.write_text(content, encoding="utf-8")
+        partial.replace(self._folder / name)
+
+
+def _index_line(entry: IndexEntry) -> str:
+    return encode_line(entry_fields(entry))

@@ -1,4 +1,4 @@
-"""Merging the steps of a trajectory: lists, flat arrays, and what the trainer trains.
+"""Merging the steps of a trajectory: lists and flat arrays.
 
 Section 10 of docs/spec.md.
 """
@@ -10,44 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _merging import drifted, worked_output
 from _rows import assert_same
 
 from skyrl_fast import merge_steps, merge_stepwise_output
 from skyrl_fast.advantages import advantages
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.config import ConfigError, GeneratorConfig
-from skyrl_fast.config.loading import load_config
-from skyrl_fast.generator_output import TrajectoryID
-from skyrl_fast.metrics import batch_metrics
-from skyrl_fast.train.rows import training_rows
 
 ROW_FIELDS = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")
-
-
-def worked_output() -> dict[str, Any]:
-    """Trajectory a/0 grows for three turns; a/1 rewrites its context after the first."""
-    return {
-        "prompt_token_ids": [
-            [1, 2],
-            [1, 2, 3, 9],
-            [1, 2, 3, 9, 4, 5, 8],
-            [1, 2],
-            [1, 7],
-            [1, 7, 6],
-        ],
-        "response_ids": [[3], [4, 5], [6], [3], [6], []],
-        "loss_masks": [[1], [1, 0], [1], [1], [1], []],
-        "rewards": [0.25, 0.5, 1.0, 0.0, 0.0, 2.0],
-        "rollout_logprobs": [[-0.5], [-1.0, 0.0], [-2.0], [-0.25], [-4.0], []],
-        "stop_reasons": ["stop", "stop", "length", "stop", "stop", "done"],
-        "trajectory_ids": [TrajectoryID("a", 0)] * 3 + [TrajectoryID("a", 1)] * 3,
-        "is_last_step": [False, False, True, False, False, True],
-        "policy_versions": [4, 5, 6, 5, 5, 4],
-        "trajectory_generation_times": [3.0, 3.0, 3.0, 2.0, 2.0, 2.0],
-        "trajectory_time_splits": {"llm": [2.5, 2.5, 2.5, 1.5, 1.5, 1.5]},
-        "env_metrics": [{"n": i} for i in range(6)],
-        "rollout_metrics": {"generate/avg_num_turns": 3.0},
-    }
 
 
 def token_level(output: dict[str, Any]) -> dict[str, Any]:
@@ -135,19 +105,6 @@ def test_rows_of_two_trajectories_never_merge() -> None:
 
 
 # --- drift ----------------------------------------------------------------------------------------
-
-
-def drifted(prompt: list[int], *, mask: list[int] | None = None) -> dict[str, Any]:
-    """One turn of prompt 1 2 and response 3 4 5 6, then a turn with this prompt."""
-    return {
-        "prompt_token_ids": [[1, 2], prompt],
-        "response_ids": [[3, 4, 5, 6], [7]],
-        "loss_masks": [mask or [1, 1, 1, 1], [1]],
-        "rewards": [[0.0, 0.0, 0.0, 1.0], [2.0]],
-        "rollout_logprobs": [[-1.0, -2.0, -3.0, -4.0], [-5.0]],
-        "trajectory_ids": [("a", 0)] * 2,
-        "is_last_step": [False, True],
-    }
 
 
 @pytest.mark.spec("10.18", "10.20", "10.21")
@@ -395,49 +352,3 @@ def test_bad_options_are_named() -> None:
         merge_steps([[1]], [[2]], [0], drift="realign")
     with pytest.raises(ValueError, match="trajectory_ids must be 1 integers"):
         merge_steps([[1]], [[2]], [0, 1])
-
-
-# --- what the trainer trains ----------------------------------------------------------------------
-
-
-def config(*overrides: str) -> GeneratorConfig:
-    needed = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"]
-    return load_config(None, [*needed, *overrides]).generator
-
-
-@pytest.mark.spec("10.1", "10.2", "10.3", "10.17")
-def test_rows_are_steps_merged_steps_or_trajectories() -> None:
-    steps = StepBatch.from_generator_output(worked_output())
-    assert training_rows(steps, config()) is steps
-    merged = training_rows(steps, config("generator.merge_stepwise_output=true"))
-    assert_same(merged, steps.merged())
-    metrics = batch_metrics(merged, num_rows_before_merge=steps.num_rows)
-    assert metrics["generate/num_seq_before_merge"] == 6
-    assert metrics["generate/num_seq_after_merge"] == 3
-    grown = steps.rows(slice(0, 3))
-    whole = training_rows(grown, config("generator.step_wise_trajectories=false"))
-    assert whole.num_rows == 1
-    assert whole.row_rewards.tolist() == [1.75]  # every step's reward, at the end of its response
-    assert whole.rewards.tolist() == [0.25, 0, 0, 0.5, 0, 1.0]
-
-
-@pytest.mark.spec("10.3")
-def test_a_context_that_was_rewritten_is_no_whole_trajectory() -> None:
-    steps = StepBatch.from_generator_output(worked_output())
-    with pytest.raises(ValueError, match=r"sample 1 of prompt 'a' the prompt of turn 2 .*agree on"):
-        training_rows(steps, config("generator.step_wise_trajectories=false"))
-
-
-def test_drift_is_a_setting() -> None:
-    steps = StepBatch.from_generator_output(drifted([1, 2, 3, 4, 50, 9]))
-    merge = "generator.merge_stepwise_output=true"
-    realign = "generator.merge_drift=realign"
-    assert training_rows(steps, config(merge)).num_rows == 2
-    assert training_rows(steps, config(merge, realign)).num_rows == 1
-    one = config(merge, realign, "generator.merge_max_drift_tokens=1")
-    assert training_rows(steps, one).num_rows == 2
-
-
-def test_merging_whole_trajectories_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"generator.merge_stepwise_output: wanted false"):
-        config("generator.step_wise_trajectories=false", "generator.merge_stepwise_output=true")

@@ -1,7 +1,11 @@
-// CUDA errors as exceptions, and the device a launch runs on. Host code only.
+// The CUDA runtime for host code: errors as exceptions, and the device a launch runs on.
 #pragma once
 
+#if defined(SKYRL_FAST_EMULATE_CUDA)
+#include "emulation/cuda_on_cpu.h"
+#else
 #include <cuda_runtime_api.h>
+#endif
 
 #include <stdexcept>
 #include <string>
@@ -12,6 +16,19 @@ inline void cuda_check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) {
     throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
   }
+}
+
+// The major compute capability of the current device.
+inline int compute_major() {
+#if defined(SKYRL_FAST_EMULATE_CUDA)
+  return emulation::settings().compute_major;
+#else
+  int device = 0, major = 0;
+  cuda_check(cudaGetDevice(&device), "cudaGetDevice");
+  cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+             "cudaDeviceGetAttribute");
+  return major;
+#endif
 }
 
 // Makes `device` current while it lives.

@@ -3,8 +3,7 @@
 
 #include <cstdint>
 
-#include "policy_loss.h"
-#include "tensor.h"
+#include "token_loss.h"
 
 namespace skyrl_fast {
 
@@ -19,7 +18,7 @@ struct LogitRows {
   int64_t outer_stride = 0;
   int64_t inner_stride = 0;
 
-  char* row(int64_t r) const {
+  SKYRL_HD char* row(int64_t r) const {
     const int64_t element = r / inner_rows * outer_stride + r % inner_rows * inner_stride;
     const int64_t item_size = dtype == DType::kFloat32 ? 4 : 2;
     return static_cast<char*>(data) + element * item_size;
@@ -33,7 +32,7 @@ struct Selection {
   const int64_t* target_ids = nullptr;
   const uint8_t* mask = nullptr;
   double temperature = 1.0;
-  bool has(int64_t row) const { return mask == nullptr || mask[row] != 0; }
+  SKYRL_HD bool has(int64_t row) const { return mask == nullptr || mask[row] != 0; }
 };
 
 // Softmax is that of logits / temperature. Rows of mask 0 give 0 everywhere.
@@ -65,6 +64,33 @@ struct TokenLossInputs {
   const float* token_weights = nullptr;  // multiply the policy loss, not the KL penalty; null: ones
   const float* weights = nullptr;        // multiply both: the reduction
 };
+
+struct WeightedLoss {
+  float value = 0.0f;
+  float grad = 0.0f;  // d value / d logprob
+};
+
+// A token of weight 0 has no policy loss, even where that would be NaN.
+SKYRL_HD WeightedLoss weighted_loss(const TokenLossInputs& in, int64_t row, float logprob) {
+  const float anchor = in.anchor ? in.anchor[row] : logprob;
+  const float advantage = in.advantages ? in.advantages[row] : 0.0f;
+  const TokenLoss<float> token =
+      token_loss(in.loss, in.params, logprob, anchor, logprob - anchor, advantage, false);
+  const float token_weight = in.token_weights ? in.token_weights[row] : 1.0f;
+  WeightedLoss out;
+  if (token_weight != 0.0f) {
+    out.value = token_weight * token.value;
+    out.grad = token_weight * token.grad;
+  }
+  if (in.kl != KlKind::kNone) {
+    const TokenKl<float> kl = token_kl(in.kl, logprob, in.reference[row]);
+    out.value += in.params.kl_coef * kl.value;
+    out.grad += in.params.kl_coef * kl.grad;
+  }
+  out.value *= in.weights[row];
+  out.grad *= in.weights[row];
+  return out;
+}
 
 // Log-probability, weighted loss and gradient of each row in one visit: the gradient is written
 // while the row is still in the cache. Rows of mask 0 give 0 and are never read.

@@ -62,28 +62,6 @@ int64_t row_bytes(const LogitRows& logits) {
   return logits.vocab * (logits.dtype == DType::kFloat32 ? 4 : 2);
 }
 
-struct WeightedLoss {
-  float value = 0.0f;
-  float grad = 0.0f;  // d value / d logprob
-};
-
-WeightedLoss weighted_loss(const TokenLossInputs& in, int64_t row, float logprob) {
-  const float anchor = in.anchor ? in.anchor[row] : logprob;
-  const float advantage = in.advantages ? in.advantages[row] : 0.0f;
-  const TokenLoss<float> token =
-      token_loss(in.loss, in.params, logprob, anchor, logprob - anchor, advantage, false);
-  const float token_weight = in.token_weights ? in.token_weights[row] : 1.0f;
-  WeightedLoss out{token_weight * token.value, token_weight * token.grad};
-  if (in.kl != KlKind::kNone) {
-    const TokenKl<float> kl = token_kl(in.kl, logprob, in.reference[row]);
-    out.value += in.params.kl_coef * kl.value;
-    out.grad += in.params.kl_coef * kl.grad;
-  }
-  out.value *= in.weights[row];
-  out.grad *= in.weights[row];
-  return out;
-}
-
 }  // namespace
 
 void selected_logprob_cpu(const LogitRows& logits, const Selection& selection, float* logprob,

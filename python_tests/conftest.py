@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from _emulation import cuda_on_cpu, emulated_gpu  # noqa: F401
+
 # Timings on shared machines vary; a slow example is no failure.
 settings.register_profile("default", deadline=None, max_examples=60)
 settings.register_profile("thorough", deadline=None, max_examples=2000)

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings/borrow.h"
+#include "bindings/loss_params.h"
 #include "bindings/ops.h"
 #include "simd.h"
 
@@ -134,25 +135,6 @@ void selected_logprob_backward(py::handle logits, py::handle targets, py::handle
   py::gil_scoped_release release;
   selected_logprob_backward_cpu(in.rows, in.selection, lse_data, entropy_data, grad_logprob_data,
                                 grad_entropy_data, grad_rows, num_threads);
-}
-
-// params: clip_low, clip_high, clip_ratio_c, tau_pos, tau_neg, delta_low, delta_high, kl_coef.
-LossParams<float> loss_params(const std::vector<float>& p) {
-  constexpr size_t kNumParams = 8;
-  if (p.size() != kNumParams) {
-    throw std::invalid_argument("masked_logprob_loss: params must be 8 numbers, got " +
-                                std::to_string(p.size()));
-  }
-  LossParams<float> params;
-  params.clip_low = p[0];
-  params.clip_high = p[1];
-  params.clip_ratio_c = p[2];
-  params.tau_pos = p[3];
-  params.tau_neg = p[4];
-  params.delta_low = p[5];
-  params.delta_high = p[6];
-  params.kl_coef = p[7];
-  return params;
 }
 
 void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask, double temperature,

@@ -1,125 +1,178 @@
-// selected_logprob on CUDA tensors: checks, device guard, launch.
+// The log-probability ops on CUDA tensors: checks, device guard, launch.
 #include "logprob_cuda.h"
 
-#include <optional>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
-#include "bindings/borrow.h"
+#include <string>
+#include <vector>
+
+#include "bindings/cuda_arguments.h"
+#include "bindings/loss_params.h"
 #include "bindings/ops.h"
-#include "cuda.h"
 
 namespace skyrl_fast {
 namespace {
 
 constexpr char kOp[] = "selected_logprob";
+constexpr char kLossOp[] = "masked_logprob_loss";
 
-// An optional tensor argument: None gives a null view.
-std::optional<Borrowed>& borrow_optional(py::handle object, const char* name,
-                                         std::optional<Borrowed>& slot) {
-  if (!object.is_none()) slot.emplace(object, kOp, name);
-  return slot;
+// (inner rows, vocab) or (outer rows, inner rows, vocab), in any row strides.
+LogitRows rows_of(const TensorView& t) {
+  check_cuda(t);
+  if (t.dtype != DType::kFloat32 && t.dtype != DType::kBFloat16 && t.dtype != DType::kFloat16) {
+    fail(t, "float32, bfloat16 or float16", dtype_name(t.dtype));
+  }
+  if (t.ndim != 2 && t.ndim != 3) fail(t, "2- or 3-dimensional", "shape " + t.shape_string());
+  const int last = t.ndim - 1;
+  if (t.shape[last] < 1) fail(t, "at least one column wide", "shape " + t.shape_string());
+  if (t.shape[last] > 1 && t.stride[last] != 1) {
+    fail(t, "contiguous in the last dimension", "stride " + std::to_string(t.stride[last]));
+  }
+  LogitRows rows;
+  rows.data = t.data;
+  rows.dtype = t.dtype;
+  rows.vocab = t.shape[last];
+  rows.inner_rows = t.shape[last - 1];
+  rows.inner_stride = t.stride[last - 1];
+  rows.outer_stride = t.ndim == 3 ? t.stride[0] : 0;
+  rows.num_rows = t.ndim == 3 ? t.shape[0] * t.shape[1] : t.shape[0];
+  return rows;
 }
 
-// (rows, vocab), or (outer, rows, vocab) where rows have two strides: one launch per outer index.
-struct Slices {
-  explicit Slices(const TensorView& t) : view(t) {
-    if (t.device != Device::kCuda) fail(t, "on a CUDA device", "a tensor on another device");
-    if (t.ndim != 2 && t.ndim != 3) fail(t, "2- or 3-dimensional", "shape " + t.shape_string());
-    const int last = t.ndim - 1;
-    if (t.shape[last] > 1 && t.stride[last] != 1) {
-      fail(t, "contiguous in the last dimension", "stride " + std::to_string(t.stride[last]));
+// The arguments that all ops share, borrowed and checked.
+struct Inputs {
+  Inputs(const char* op, py::handle logits_obj, py::handle targets_obj, py::handle mask_obj,
+         double temperature)
+      : logits(logits_obj, op, "logits"),
+        targets(targets_obj, op, "target_ids"),
+        mask(mask_obj, op, "mask"),
+        rows(rows_of(*logits)) {
+    selection.target_ids = cuda_array<int64_t>(*targets, DType::kInt64, rows.num_rows, *logits);
+    selection.mask = mask.array<uint8_t>(DType::kUInt8, rows.num_rows, *logits);
+    selection.temperature = temperature;
+    if (!(temperature > 0.0)) {
+      throw std::invalid_argument(std::string(op) + ": temperature must be positive, got " +
+                                  std::to_string(temperature));
     }
-    num_outer = t.ndim == 3 ? t.shape[0] : 1;
-    outer_stride = t.ndim == 3 ? t.stride[0] : 0;
-    rows = t.shape[last - 1];
-    row_stride = t.stride[last - 1];
-    vocab = t.shape[last];
   }
-  void* slice(int64_t outer) const {
-    const int64_t element_bytes = view.dtype == DType::kFloat32 ? 4 : 2;
-    return static_cast<char*>(view.data) + outer * outer_stride * element_bytes;
+  float* floats(const Borrowed& t) const {
+    return cuda_array<float>(*t, DType::kFloat32, rows.num_rows, *logits);
   }
-  const TensorView& view;
-  int64_t num_outer, outer_stride, rows, row_stride, vocab;
+  float* floats(const MaybeOnCuda& t) const {
+    return t.array<float>(DType::kFloat32, rows.num_rows, *logits);
+  }
+  double* doubles(const Borrowed& t) const {
+    return cuda_array<double>(*t, DType::kFloat64, rows.num_rows, *logits);
+  }
+  Borrowed logits, targets;
+  MaybeOnCuda mask;
+  LogitRows rows;
+  Selection selection;
 };
 
-void check_per_row(const TensorView& t, DType dtype, const Slices& logits) {
-  check_dtype(t, dtype);
-  check_ndim(t, 1);
-  check_contiguous(t);
-  check_size(t, 0, logits.num_outer * logits.rows);
-  if (t.device != Device::kCuda || t.device_index != logits.view.device_index) {
-    fail(t, "on the device of logits", "a tensor on another device");
+// Rows for the gradient: as many, as wide, of the same dtype and device as the logits.
+LogitRows rows_like(const TensorView& grad, const Inputs& in) {
+  const LogitRows rows = rows_of(grad);
+  check_beside(grad, *in.logits);
+  check_dtype(grad, in.rows.dtype);
+  if (rows.num_rows != in.rows.num_rows || rows.vocab != in.rows.vocab) {
+    fail(grad, "of shape " + in.logits->shape_string(), "shape " + grad.shape_string());
   }
+  return rows;
 }
 
-// The data of an optional per-row argument at `offset`, or null.
-template <typename T>
-T* at(const std::optional<Borrowed>& t, int64_t offset) {
-  return t ? (*t)->ptr<T>() + offset : nullptr;
-}
-
-void forward(py::handle logits_obj, py::handle targets_obj, py::handle mask_obj, double temperature,
+void forward(py::handle logits, py::handle targets, py::handle mask, double temperature,
              py::handle logprob_obj, py::handle lse_obj, py::handle entropy_obj, uintptr_t stream) {
-  Borrowed logits(logits_obj, kOp, "logits");
-  Borrowed targets(targets_obj, kOp, "target_ids");
-  Borrowed logprob(logprob_obj, kOp, "logprob");
-  Borrowed lse(lse_obj, kOp, "lse");
-  std::optional<Borrowed> mask, entropy;
-  borrow_optional(mask_obj, "mask", mask);
-  borrow_optional(entropy_obj, "entropy", entropy);
-  const Slices slices(*logits);
-  check_per_row(*targets, DType::kInt64, slices);
-  check_per_row(*logprob, DType::kFloat32, slices);
-  check_per_row(*lse, DType::kFloat64, slices);
-  if (mask) check_per_row(**mask, DType::kUInt8, slices);
-  if (entropy) check_per_row(**entropy, DType::kFloat32, slices);
+  const Inputs in(kOp, logits, targets, mask, temperature);
+  const Borrowed logprob(logprob_obj, kOp, "logprob"), lse(lse_obj, kOp, "lse");
+  const MaybeOnCuda entropy(entropy_obj, kOp, "entropy");
+  float* logprob_data = in.floats(logprob);
+  double* lse_data = in.doubles(lse);
+  float* entropy_data = in.floats(entropy);
   py::gil_scoped_release release;
-  DeviceGuard guard(logits->device_index);
-  for (int64_t outer = 0; outer < slices.num_outer; ++outer) {
-    const int64_t first = outer * slices.rows;
-    selected_logprob_cuda(slices.slice(outer), logits->dtype, slices.rows, slices.vocab,
-                          slices.row_stride, targets->ptr<int64_t>() + first,
-                          at<uint8_t>(mask, first), static_cast<float>(temperature),
-                          logprob->ptr<float>() + first, lse->ptr<double>() + first,
-                          at<float>(entropy, first), reinterpret_cast<cudaStream_t>(stream));
-  }
+  DeviceGuard guard(in.logits->device_index);
+  selected_logprob_cuda(in.rows, in.selection, logprob_data, lse_data, entropy_data,
+                        stream_of(stream));
 }
 
-void backward(py::handle logits_obj, py::handle targets_obj, py::handle mask_obj,
-              double temperature, py::handle lse_obj, py::handle entropy_obj,
-              py::handle grad_logprob_obj, py::handle grad_entropy_obj, py::handle grad_obj,
-              uintptr_t stream) {
-  Borrowed logits(logits_obj, kOp, "logits");
-  Borrowed targets(targets_obj, kOp, "target_ids");
-  Borrowed lse(lse_obj, kOp, "lse");
-  Borrowed grad(grad_obj, kOp, "grad");
-  std::optional<Borrowed> mask, entropy, grad_logprob, grad_entropy;
-  borrow_optional(mask_obj, "mask", mask);
-  borrow_optional(entropy_obj, "entropy", entropy);
-  borrow_optional(grad_logprob_obj, "grad_logprob", grad_logprob);
-  borrow_optional(grad_entropy_obj, "grad_entropy", grad_entropy);
-  const Slices slices(*logits), grad_slices(*grad);
-  check_dtype(*grad, logits->dtype);
-  if (grad->shape_string() != logits->shape_string()) {
-    fail(*grad, "of shape " + logits->shape_string(), "shape " + grad->shape_string());
+void backward(py::handle logits, py::handle targets, py::handle mask, double temperature,
+              py::handle lse_obj, py::handle entropy_obj, py::handle grad_logprob_obj,
+              py::handle grad_entropy_obj, py::handle grad_obj, uintptr_t stream) {
+  const Inputs in(kOp, logits, targets, mask, temperature);
+  const Borrowed lse(lse_obj, kOp, "lse"), grad(grad_obj, kOp, "grad");
+  const LogitRows grad_rows = rows_like(*grad, in);
+  const MaybeOnCuda entropy(entropy_obj, kOp, "entropy");
+  const MaybeOnCuda grad_logprob(grad_logprob_obj, kOp, "grad_logprob");
+  const MaybeOnCuda grad_entropy(grad_entropy_obj, kOp, "grad_entropy");
+  const double* lse_data = in.doubles(lse);
+  const float* entropy_data = in.floats(entropy);
+  const float* grad_logprob_data = in.floats(grad_logprob);
+  const float* grad_entropy_data = in.floats(grad_entropy);
+  if (grad_entropy && !entropy) {
+    throw std::invalid_argument(
+        "selected_logprob: grad_entropy must come with entropy, got entropy=None");
   }
-  check_per_row(*targets, DType::kInt64, slices);
-  check_per_row(*lse, DType::kFloat64, slices);
-  if (mask) check_per_row(**mask, DType::kUInt8, slices);
-  if (entropy) check_per_row(**entropy, DType::kFloat32, slices);
-  if (grad_logprob) check_per_row(**grad_logprob, DType::kFloat32, slices);
-  if (grad_entropy) check_per_row(**grad_entropy, DType::kFloat32, slices);
   py::gil_scoped_release release;
-  DeviceGuard guard(logits->device_index);
-  for (int64_t outer = 0; outer < slices.num_outer; ++outer) {
-    const int64_t first = outer * slices.rows;
-    selected_logprob_backward_cuda(
-        slices.slice(outer), logits->dtype, slices.rows, slices.vocab, slices.row_stride,
-        targets->ptr<int64_t>() + first, at<uint8_t>(mask, first), static_cast<float>(temperature),
-        lse->ptr<double>() + first, at<float>(entropy, first), at<float>(grad_logprob, first),
-        at<float>(grad_entropy, first), grad_slices.slice(outer), grad_slices.row_stride,
-        reinterpret_cast<cudaStream_t>(stream));
+  DeviceGuard guard(in.logits->device_index);
+  selected_logprob_backward_cuda(in.rows, in.selection, lse_data, entropy_data, grad_logprob_data,
+                                 grad_entropy_data, grad_rows, stream_of(stream));
+}
+
+void masked_loss(py::handle logits, py::handle targets, py::handle mask, double temperature,
+                 int loss, int kl, const std::vector<float>& params, py::handle anchor_obj,
+                 py::handle advantages_obj, py::handle reference_obj, py::handle token_weights_obj,
+                 py::handle weights_obj, py::handle logprob_obj, py::handle loss_obj,
+                 py::handle entropy_obj, py::handle grad_obj, uintptr_t stream) {
+  const Inputs in(kLossOp, logits, targets, mask, temperature);
+  const MaybeOnCuda anchor(anchor_obj, kLossOp, "anchor_logprobs");
+  const MaybeOnCuda advantages(advantages_obj, kLossOp, "advantages");
+  const MaybeOnCuda reference(reference_obj, kLossOp, "ref_logprobs");
+  const MaybeOnCuda token_weights(token_weights_obj, kLossOp, "token_weights");
+  const MaybeOnCuda entropy(entropy_obj, kLossOp, "entropy");
+  const Borrowed weights(weights_obj, kLossOp, "loss_weights");
+  const Borrowed logprob(logprob_obj, kLossOp, "logprob"), losses(loss_obj, kLossOp, "loss");
+  TokenLossInputs token;
+  token.loss = static_cast<LossKind>(loss);
+  token.kl = static_cast<KlKind>(kl);
+  token.params = loss_params(params);
+  token.anchor = in.floats(anchor);
+  token.advantages = in.floats(advantages);
+  token.reference = in.floats(reference);
+  token.token_weights = in.floats(token_weights);
+  token.weights = in.floats(weights);
+  if (token.kl != KlKind::kNone && token.reference == nullptr) {
+    throw std::invalid_argument("masked_logprob_loss: ref_logprobs must be given for a KL penalty");
   }
+  float* logprob_data = in.floats(logprob);
+  float* loss_data = in.floats(losses);
+  float* entropy_data = in.floats(entropy);
+  std::optional<Borrowed> grad;
+  LogitRows grad_rows;
+  if (!grad_obj.is_none()) {
+    grad.emplace(grad_obj, kLossOp, "grad");
+    grad_rows = rows_like(**grad, in);
+  }
+  py::gil_scoped_release release;
+  DeviceGuard guard(in.logits->device_index);
+  masked_logprob_loss_cuda(in.rows, in.selection, token, logprob_data, loss_data, entropy_data,
+                           grad ? &grad_rows : nullptr, stream_of(stream));
+}
+
+void scale_rows(py::handle rows_obj, py::handle factor_obj, uintptr_t stream) {
+  const Borrowed rows(rows_obj, kLossOp, "grad"), factor(factor_obj, kLossOp, "grad_loss");
+  const LogitRows logits = rows_of(*rows);
+  const float* factor_data = cuda_array<float>(*factor, DType::kFloat32, 1, *rows);
+  py::gil_scoped_release release;
+  DeviceGuard guard(rows->device_index);
+  scale_rows_cuda(logits, factor_data, stream_of(stream));
+}
+
+// (vectors per thread, threads, blocks per cluster); vectors 0: rows are read twice.
+py::tuple plan(int64_t vocab, int item_size, int major) {
+  const VisitPlan p =
+      plan_visit(vocab, item_size == 4 ? DType::kFloat32 : DType::kBFloat16, major);
+  return py::make_tuple(p.vectors, p.threads, p.cluster);
 }
 
 }  // namespace
@@ -127,6 +180,9 @@ void backward(py::handle logits_obj, py::handle targets_obj, py::handle mask_obj
 void bind_logprob_cuda(py::module_& m) {
   m.def("selected_logprob_cuda", &forward);
   m.def("selected_logprob_backward_cuda", &backward);
+  m.def("masked_logprob_loss_cuda", &masked_loss);
+  m.def("scale_rows_cuda", &scale_rows);
+  m.def("plan_visit", &plan);
 }
 
 }  // namespace skyrl_fast

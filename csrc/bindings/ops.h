@@ -8,9 +8,7 @@ namespace skyrl_fast {
 void bind_advantage(pybind11::module_& m);
 void bind_credit(pybind11::module_& m);
 void bind_logprob(pybind11::module_& m);
-#if defined(SKYRL_FAST_WITH_CUDA)
-void bind_logprob_cuda(pybind11::module_& m);
-#endif
+void bind_logprob_cuda(pybind11::module_& m);  // of CUDA builds
 void bind_merge(pybind11::module_& m);
 void bind_off_policy(pybind11::module_& m);
 void bind_pack(pybind11::module_& m);

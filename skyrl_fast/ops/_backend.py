@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def select(
         )
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"{op}: backend must be one of {BACKENDS} or None, got {backend!r}")
-    kind = devices.pop().type if devices else "cpu"
+    kind = device_kind(devices.pop()) if devices else "cpu"
     usable = _usable(kind, available, available_on_gpu)
     if backend is None:
         return next(b for b in BACKENDS if b in usable)
@@ -61,9 +62,34 @@ def _usable(kind: str, on_cpu: Sequence[str], on_gpu: Sequence[str]) -> tuple[st
     return ("torch",)
 
 
+def device_kind(device: torch.device) -> str:
+    """Return "cpu", "cuda" or another type of device."""
+    return device.type
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies on an NVIDIA GPU."""
+    return tensor.is_cuda
+
+
 def cuda_stream(tensor: torch.Tensor) -> int:
     """Return the handle of torch's current stream on the tensor's device."""
     return torch.cuda.current_stream(tensor.device).cuda_stream
+
+
+def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return uninitialised memory of the CPU that a GPU can read by itself."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+def launch_argument(tensor: torch.Tensor) -> int:
+    """Return what a kernel of the tensor's device takes last: a stream, or a number of threads."""
+    return cuda_stream(tensor) if on_gpu(tensor) else num_threads()
+
+
+def kernel(name: str, tensor: torch.Tensor) -> Any:
+    """Return the native kernel of that name for the tensor's device."""
+    return getattr(_C, f"{name}_cuda" if on_gpu(tensor) else name)
 
 
 def num_threads() -> int:

@@ -42,10 +42,7 @@ def forward(
     entropy = logits.new_empty(num_rows if return_entropy else 0, dtype=torch.float32)
     entropy_out = entropy if return_entropy else None
     args = (logits.detach(), targets, mask, temperature, logprob, lse, entropy_out)
-    if logits.is_cuda:
-        _C.selected_logprob_cuda(*args, _backend.cuda_stream(logits))
-    else:
-        _C.selected_logprob(*args, _backend.num_threads())
+    _backend.kernel("selected_logprob", logits)(*args, _backend.launch_argument(logits))
     return logprob, entropy, lse
 
 
@@ -97,10 +94,8 @@ def write_gradient(
         grad_entropy.contiguous() if grad_entropy is not None else None,
         grad.detach(),
     )
-    if logits.is_cuda:
-        _C.selected_logprob_backward_cuda(*args, _backend.cuda_stream(logits))
-    else:
-        _C.selected_logprob_backward(*args, _backend.num_threads())
+    write = _backend.kernel("selected_logprob_backward", logits)
+    write(*args, _backend.launch_argument(logits))
 
 
 def _backward_impl(

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skyrl_fast import _C
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.logprob import (
     KERNEL_DTYPES,
+    ON_GPU,
     as_uint8,
     check_logits,
     check_no_overlap,
@@ -109,10 +109,11 @@ def masked_logprob_loss(
     _check_loss(loss, kl_estimator, ref_logprobs, advantages)
     check_logits(OP, logits)
     check_selection(OP, logits, "logits", target_ids, loss_mask, temperature)
-    if _backend.select(OP, logits, target_ids) != "native" or logits.dtype not in KERNEL_DTYPES:
+    chosen = _backend.select(OP, logits, target_ids, available_on_gpu=ON_GPU)
+    if chosen != "native" or logits.dtype not in KERNEL_DTYPES:
         raise ValueError(
-            f"{OP}: logits must be float32, bfloat16 or float16 on the CPU, got {logits.dtype} on "
-            f"{logits.device}; use selected_logprob and policy_loss"
+            f"{OP}: logits must be float32, bfloat16 or float16 where a kernel is compiled in, got "
+            f"{logits.dtype} on {logits.device}; use selected_logprob and policy_loss"
         )
     cells = {
         "anchor": _cells("anchor_logprobs", anchor_logprobs, target_ids.shape),
@@ -124,8 +125,7 @@ def masked_logprob_loss(
     targets = target_ids.reshape(-1).to(torch.int64).contiguous()
     mask = as_uint8(loss_mask)
     if cells["weights"] is None:
-        num_trained = targets.numel() if mask is None else int(mask.count_nonzero())
-        cells["weights"] = torch.full(targets.shape, 1.0 / max(num_trained, 1))
+        cells["weights"] = _token_mean(targets, mask)
     params = [clip_low, clip_high, clip_ratio_c, tau_pos, tau_neg, delta_low, delta_high, kl_coef]
     call = (
         TOKEN_LOSSES[loss],
@@ -145,6 +145,14 @@ def masked_logprob_loss(
     return MaskedLogprobLoss(
         total, logprobs.view(shape), entropy.view(shape) if return_entropy else None
     )
+
+
+def _token_mean(targets: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return (M,) float32, one over the number of trained tokens; waits for no device."""
+    ones = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
+    if mask is None:
+        return ones / max(targets.numel(), 1)
+    return ones / mask.count_nonzero().clamp(min=1)
 
 
 def _check_loss(
@@ -196,15 +204,16 @@ class _Visit(torch.autograd.Function):
         wants_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_rows = targets.numel()
-        logprobs, losses = torch.empty(num_rows), torch.empty(num_rows)
-        entropy = torch.empty(num_rows if return_entropy else 0)
+        logprobs = logits.new_empty(num_rows, dtype=torch.float32)
+        losses = torch.empty_like(logprobs)
+        entropy = logprobs.new_empty(num_rows if return_entropy else 0)
         data, grad = logits.detach(), None
         if wants_grad:
-            grad = data if inplace else _backend.empty(logits.shape, logits.dtype)
+            grad = data if inplace else _backend.empty(logits.shape, logits.dtype, logits.device)
         entropy_out = entropy if return_entropy else None
-        threads = _backend.num_threads()
-        _C.masked_logprob_loss(
-            data, targets, mask, temperature, *call, logprobs, losses, entropy_out, grad, threads
+        _backend.kernel(OP, logits)(
+            *(data, targets, mask, temperature, *call, logprobs, losses, entropy_out, grad),
+            _backend.launch_argument(logits),
         )
         if grad is data:
             torch.autograd.graph.increment_version(logits)
@@ -222,6 +231,9 @@ class _Visit(torch.autograd.Function):
             raise RuntimeError(
                 f"{OP}: a second backward through the same loss has no gradient left"
             )
-        if float(grad_loss) != 1.0:
+        if _backend.on_gpu(grad):  # asking whether it is 1 would wait for the device
+            factor = grad_loss.reshape(1).to(torch.float32)
+            _backend.kernel("scale_rows", grad)(grad, factor, _backend.cuda_stream(grad))
+        elif float(grad_loss) != 1.0:
             grad.mul_(grad_loss)
         return grad, *(None,) * 7

@@ -1,0 +1,100 @@
+// CUDA kernels on the CPU, for tests: the threads of a block (of a cluster, where there is one) are
+// fibers of one thread, which change at barriers and shuffles. Not part of any build that is
+// installed: sources see it where SKYRL_FAST_EMULATE_CUDA is defined.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+namespace skyrl_fast {
+namespace emulation {
+
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
+
+// Threads wait until `expected` of them have arrived. A thread that ends without arriving leaves the
+// others waiting, which is reported as a deadlock.
+struct Barrier {
+  int expected = 0, arrived = 0;
+  int64_t generation = 0;
+};
+
+struct Block {
+  Index index;
+  unsigned rank = 0;
+  std::vector<uint64_t> shared;  // 8-byte words, filled with NaN
+  Barrier all;
+  std::vector<Barrier> warps;
+  std::vector<float> exchange;  // one value per thread, for shuffles
+};
+
+struct Cluster {
+  std::vector<Block> blocks;
+  Barrier all;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack;
+  Block* block = nullptr;
+  unsigned thread = 0;
+  bool done = false;
+};
+
+// What a test may choose: the order in which threads and blocks run, and what device is played.
+struct Settings {
+  int order = 0;  // 0 forward, 1 backward, else the seed of a random order
+  int compute_major = 9;
+  int64_t num_launches = 0;
+  unsigned last_grid_x = 0, last_grid_y = 0, last_cluster = 0;
+};
+Settings& settings();
+
+// The fiber that runs now.
+struct Now {
+  Fiber* fiber = nullptr;
+  Cluster* cluster = nullptr;
+};
+extern thread_local Now now;
+
+void wait(Barrier* barrier);
+int64_t arrive(Barrier* barrier);
+void wait_for(const Barrier& barrier, int64_t generation);
+
+struct Shape {
+  unsigned grid_x = 1, grid_y = 1, threads = 1, shared_bytes = 0, cluster = 1;
+};
+void run(const Shape& shape, const std::function<void()>& thread);
+
+void check_aligned(const void* p, size_t bytes);
+
+}  // namespace emulation
+
+// --- What kernels are written with ---------------------------------------------------------------
+
+extern thread_local emulation::Index threadIdx, blockIdx, blockDim, gridDim;
+
+inline void __syncthreads() { emulation::wait(&emulation::now.fiber->block->all); }
+
+using cudaStream_t = void*;
+using cudaError_t = int;
+constexpr cudaError_t cudaSuccess = 0;
+inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+
+}  // namespace skyrl_fast

@@ -1,0 +1,19 @@
+// The module that tests load: the CUDA ops of _C on the CPU, and what the emulation may be told.
+#include <pybind11/pybind11.h>
+
+#include "bindings/ops.h"
+#include "emulation/cuda_on_cpu.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_cuda_on_cpu, m) {
+  using skyrl_fast::emulation::settings;
+  m.def("set_order", [](int order) { settings().order = order; });
+  m.def("set_compute_major", [](int major) { settings().compute_major = major; });
+  m.def("launches", [] { return settings().num_launches; });
+  m.def("last_launch", [] {
+    const auto& s = settings();
+    return py::make_tuple(s.last_grid_x, s.last_grid_y, s.last_cluster);
+  });
+  skyrl_fast::bind_logprob_cuda(m);
+}

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec sanitize check bench wheel-test doctor ext format
+.PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec sanitize check cuda-check bench wheel-test doctor ext format
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,9 @@ check: setup ## format, lint, types
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' | grep -v dlpack.h)
+
+cuda-check: setup ## compile all CUDA kernels for all architectures (no GPU needed; skips without nvcc)
+	$(PY) scripts/cuda_check.py $(ARGS)
 
 format: setup ## rewrite the sources in the house's format
 	$(PY) -m ruff format .

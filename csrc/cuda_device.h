@@ -24,7 +24,8 @@ struct Launch {
   int64_t grid_x = 1, grid_y = 1;
   int threads = 1;
   int shared_bytes = 0;
-  int cluster = 1;  // adjacent blocks of x that share memory; above 1 on compute capability 9 or more
+  int cluster =
+      1;  // adjacent blocks of x that share memory; above 1 on compute capability 9 or more
   cudaStream_t stream = nullptr;
 };
 

@@ -89,7 +89,8 @@ SKYRL_HD Fp16 from_float<Fp16>(float x) {
   if (x != x) return {static_cast<uint16_t>(sign | 0x7e00u)};
   if (size >= 65520.0f) return {static_cast<uint16_t>(sign | 0x7c00u)};
   if (size < 6.103515625e-5f) {  // 2^-14: a multiple of 2^-24
-    return {static_cast<uint16_t>(sign | static_cast<uint16_t>(std::nearbyint(size * 16777216.0f)))};
+    return {
+        static_cast<uint16_t>(sign | static_cast<uint16_t>(std::nearbyint(size * 16777216.0f)))};
   }
   const uint32_t rounded = (bits & 0x7fffffffu) + 0xfffu + (bits >> 13 & 1u);
   return {static_cast<uint16_t>(sign | static_cast<uint16_t>((rounded >> 13) - (112u << 10)))};

@@ -1,7 +1,6 @@
 // Selected log-probability and entropy: one read of each row forward, one more backward.
-#include "logprob_cuda.h"
-
 #include "logit_rows_cuda.h"
+#include "logprob_cuda.h"
 
 namespace skyrl_fast {
 namespace {
@@ -95,7 +94,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) scale_kernel(const LogitRows rows, const float* factor) {
+__global__ void __launch_bounds__(kThreads)
+    scale_kernel(const LogitRows rows, const float* factor) {
   const float f = *factor;
   if (f == 1.0f) return;
   for (int64_t r = blockIdx.x; r < rows.num_rows; r += gridDim.x) {

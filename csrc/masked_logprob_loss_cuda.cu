@@ -119,8 +119,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   if (threadIdx.x == 0) shared->whole = part;
   cluster_wait(cluster_arrive());
   if (threadIdx.x == 0) {
-    shared->terms = finish_row(cluster_total(), target_x, in, r, scale, inv_temperature, out,
-                               rank == 0);
+    shared->terms =
+        finish_row(cluster_total(), target_x, in, r, scale, inv_temperature, out, rank == 0);
   }
   __syncthreads();
   const ClusterTicket has_read = cluster_arrive();  // and shared memory may go when all have
@@ -195,8 +195,8 @@ __global__ void __launch_bounds__(kRevisitThreads, 2)
   }
   const int64_t single = split.single(lane, logits.vocab);
   if (single >= 0) {
-    grad_row[single] = from_float<T>(single_gradient<T>(terms, to_float(row[single]), single,
-                                                        target, scale, inv_temperature));
+    grad_row[single] = from_float<T>(
+        single_gradient<T>(terms, to_float(row[single]), single, target, scale, inv_temperature));
   }
 }
 

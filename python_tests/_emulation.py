@@ -39,7 +39,7 @@ def sources() -> list[Path]:
     found = sorted((ROOT / "csrc").glob("*_cuda.cu"))
     found += sorted((ROOT / "csrc" / "bindings").glob("*_cuda.cpp"))
     found += sorted((ROOT / "csrc" / "emulation").glob("*.cpp"))
-    return [*found, ROOT / "csrc" / "bindings" / "borrow.cpp"]
+    return [*found, *(ROOT / "csrc" / "bindings" / f"{n}.cpp" for n in ("borrow", "cuda_on_cpu"))]
 
 
 def build() -> Path:
@@ -104,3 +104,14 @@ def emulated_gpu(cuda_on_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> It
     cuda_on_cpu.set_order(0)
     cuda_on_cpu.set_compute_major(9)
     yield cuda_on_cpu
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest) -> str:
+    """The device that a kernel test runs on: the CPU with emulated kernels, and a real GPU."""
+    if request.param == "cuda":
+        if _C.cuda_archs is None:
+            pytest.skip("the CUDA kernels are not compiled in")
+        return "cuda"
+    request.getfixturevalue("emulated_gpu")
+    return "cpu"

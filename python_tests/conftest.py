@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from _emulation import cuda_on_cpu, emulated_gpu, gpu  # noqa: F401
 from hypothesis import settings
-
-from _emulation import cuda_on_cpu, emulated_gpu  # noqa: F401
 
 # Timings on shared machines vary; a slow example is no failure.
 settings.register_profile("default", deadline=None, max_examples=60)

@@ -124,8 +124,8 @@ bool Borrowed::from_capsule(py::handle object) {
                                                       : py::reinterpret_borrow<py::object>(object);
   // -1: no wait between streams, which would break the capture of a CUDA graph.
   const bool is_cuda = py::hasattr(exported, "is_cuda") && py::cast<bool>(exported.attr("is_cuda"));
-  owner_ = is_cuda ? exported.attr("__dlpack__")(py::arg("stream") = -1)
-                   : exported.attr("__dlpack__")();
+  owner_ =
+      is_cuda ? exported.attr("__dlpack__")(py::arg("stream") = -1) : exported.attr("__dlpack__")();
   void* managed = PyCapsule_GetPointer(owner_.ptr(), "dltensor");
   if (managed == nullptr) throw py::error_already_set();
   fill(static_cast<DLManagedTensor*>(managed)->dl_tensor, &view_);

@@ -170,8 +170,7 @@ void scale_rows(py::handle rows_obj, py::handle factor_obj, uintptr_t stream) {
 
 // (vectors per thread, threads, blocks per cluster); vectors 0: rows are read twice.
 py::tuple plan(int64_t vocab, int item_size, int major) {
-  const VisitPlan p =
-      plan_visit(vocab, item_size == 4 ? DType::kFloat32 : DType::kBFloat16, major);
+  const VisitPlan p = plan_visit(vocab, item_size == 4 ? DType::kFloat32 : DType::kBFloat16, major);
   return py::make_tuple(p.vectors, p.threads, p.cluster);
 }
 

@@ -109,7 +109,8 @@ void run_cluster(const Shape& shape, unsigned first_x, unsigned y) {
       if (failure) std::rethrow_exception(std::exchange(failure, nullptr));
       num_live -= all[i].done;
     }
-    if (progress == before) throw std::runtime_error("emulation: threads wait at a barrier for ever");
+    if (progress == before)
+      throw std::runtime_error("emulation: threads wait at a barrier for ever");
   }
 }
 

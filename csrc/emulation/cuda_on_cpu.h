@@ -26,8 +26,8 @@ struct Index {
   unsigned x = 0, y = 0, z = 0;
 };
 
-// Threads wait until `expected` of them have arrived. A thread that ends without arriving leaves the
-// others waiting, which is reported as a deadlock.
+// Threads wait until `expected` of them have arrived. A thread that ends without arriving leaves
+// the others waiting, which is reported as a deadlock.
 struct Barrier {
   int expected = 0, arrived = 0;
   int64_t generation = 0;

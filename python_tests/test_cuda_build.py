@@ -1,0 +1,70 @@
+"""What was compiled for which GPU: the compile-only check's judgement, and the built extension."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts import cuda_check
+from skyrl_fast import _C
+
+LOG = """
+ptxas info    : Compiling entry function '_Zgood' for 'sm_80'
+ptxas info    : Function properties for _Zgood
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 400 bytes cmem[0]
+ptxas info    : Compiling entry function '_Zbad' for 'sm_90a'
+ptxas info    : Function properties for _Zbad
+    16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 255 registers
+"""
+
+
+def test_the_log_is_read() -> None:
+    good, bad = cuda_check.read_log(LOG)
+    assert good == cuda_check.Kernel("_Zgood", "sm_80", 40, 0, 0)
+    assert bad == cuda_check.Kernel("_Zbad", "sm_90a", 255, 16, 20)
+
+
+def test_spills_and_missing_architectures_are_faults() -> None:
+    faults = cuda_check.judged(Path("x.cu"), cuda_check.read_log(LOG))
+    assert faults == [
+        "x.cu: _Zbad for sm_90a: 16 bytes of stack, 20 bytes spilled",
+        "x.cu: no kernel for sm_100",
+        "x.cu: no kernel for sm_120",
+    ]
+
+
+def test_without_nvcc_the_check_says_so_and_succeeds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cuda_check, "find_nvcc", lambda: None)
+    monkeypatch.setattr("sys.argv", ["cuda_check.py"])
+    cuda_check.main()
+    assert "skipped, there is no nvcc" in capsys.readouterr().out
+
+
+def test_every_kernel_is_in_the_build_and_the_architectures_are_its() -> None:
+    text = (cuda_check.ROOT / "CMakeLists.txt").read_text()
+    for source in cuda_check.kernel_sources():
+        assert f"csrc/{source.name}" in text
+    for binding in (cuda_check.SOURCES / "bindings").glob("*_cuda.cpp"):
+        assert f"csrc/bindings/{binding.name}" in text
+    listed = re.search(r"CMAKE_CUDA_ARCHITECTURES (80-real[^)]*)\)", text)
+    assert listed is not None
+    names = [name.removesuffix("-real") for name in listed.group(1).split()]
+    assert names == list(cuda_check.ARCHITECTURES)
+
+
+def test_the_extension_holds_the_architectures_it_names() -> None:
+    if _C.cuda_archs is None:
+        pytest.skip("the CUDA kernels are not compiled in: no nvcc when this was built")
+    held = cuda_check.held_architectures(Path(_C.__file__))
+    if held is None:
+        pytest.skip("there is no cuobjdump here: neither on PATH nor with Triton")
+    code, ptx = held
+    names = _C.cuda_archs.split(",")
+    assert code == {f"sm_{name.removesuffix('-real')}" for name in names}
+    assert ptx == {f"sm_{name}" for name in names if not name.endswith("-real")}

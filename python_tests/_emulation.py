@@ -39,7 +39,10 @@ def sources() -> list[Path]:
     found = sorted((ROOT / "csrc").glob("*_cuda.cu"))
     found += sorted((ROOT / "csrc" / "bindings").glob("*_cuda.cpp"))
     found += sorted((ROOT / "csrc" / "emulation").glob("*.cpp"))
-    return [*found, *(ROOT / "csrc" / "bindings" / f"{n}.cpp" for n in ("borrow", "cuda_on_cpu"))]
+    return [
+        *found,
+        *(ROOT / "csrc" / "bindings" / f"{n}.cpp" for n in ("borrow", "cuda_on_cpu_module")),
+    ]
 
 
 def build() -> Path:

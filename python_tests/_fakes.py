@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from collections.abc import Sequence
@@ -71,6 +72,7 @@ def write_prompts(path: Path, number: int) -> str:
 class FakeRollouts:
     """Two turns of two tokens each; reward 1 if the second turn says the prompt's word.
 
+    Training asks for each group by itself; `calls` has them by batches of prompts.
     Sampling seeds derive from (seed, step, phase, uid, repetition, turn), as the real ones do.
     """
 
@@ -84,7 +86,8 @@ class FakeRollouts:
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str
     ) -> list[Trajectory]:
-        self.calls.append((step, phase, [prompt.uid for prompt in prompts]))
+        if self._note(step, phase, [prompt.uid for prompt in prompts]):
+            await self.before_batch(step, phase)
         generator = self.config.generator
         samples = (
             generator.n_samples_per_prompt
@@ -97,10 +100,35 @@ class FakeRollouts:
             for repetition in range(samples)
         ]
 
+    async def before_batch(self, step: int, phase: str) -> None:
+        """For tests: something that happens then."""
+
+    def _note(self, step: int, phase: str, uids: list[str]) -> bool:
+        """Keep the call; groups of one step's batch of prompts are one call. True: it is new."""
+        if phase == "train" and self.calls and self.calls[-1][:2] == (step, phase):
+            batch = self.calls[-1][2]
+            if len(batch) < self.config.trainer.train_batch_size:
+                batch += uids
+                return False
+        self.calls.append((step, phase, uids))
+        return True
+
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
         self.model.load_state_dict(policy.model.state_dict())
         self.version = version
         return {"sync/logprob_difference": 0.0}
+
+    async def wait_for_fault(self) -> None:
+        await asyncio.Event().wait()
+
+    async def repair(self, policy: Policy, *, version: int) -> None:
+        raise AssertionError("nothing is broken")
+
+    def activity(self, uids: Sequence[str]) -> list[str]:
+        return []
+
+    def faults(self) -> dict[str, float]:
+        return {}
 
     async def close(self) -> None:
         self.closed = True

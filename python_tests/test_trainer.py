@@ -20,6 +20,7 @@ from _fakes import FakeRollouts, FakeTokenizer, tiny_model, write_prompts
 
 from skyrl_fast.config import Config
 from skyrl_fast.config.loading import load_config
+from skyrl_fast.rollout.failures import RolloutError
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.checkpoint import RunInUseError, checkpoints
@@ -78,12 +79,9 @@ class Recorder:
         during = self.during
 
         class Watched(FakeRollouts):
-            async def generate(
-                self, prompts: Sequence[Prompt], *, step: int, phase: str
-            ) -> list[Trajectory]:
+            async def before_batch(self, step: int, phase: str) -> None:
                 if during is not None and phase == "train":
                     await during(step)
-                return await super().generate(prompts, step=step, phase=phase)
 
         self.rollouts.append(Watched(config, tiny_model(seed=1)))
         return self.rollouts[-1]
@@ -338,9 +336,10 @@ def test_failed_trajectories_are_counted_and_do_not_stop_the_step(folder: Path) 
             self, prompts: Sequence[Prompt], *, step: int, phase: str
         ) -> list[Trajectory]:
             trajectories = await super().generate(prompts, step=step, phase=phase)
-            trajectories[1].steps = []
-            trajectories[1].failure = "RuntimeError: flaky"
-            trajectories[1].stop_reason = "error"
+            if len(self.calls[-1][2]) == 1:  # the batch's first group
+                trajectories[1].steps = []
+                trajectories[1].failure = "RuntimeError: flaky"
+                trajectories[1].stop_reason = "error"
             return trajectories
 
     async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
@@ -388,6 +387,35 @@ def test_a_batch_in_which_everything_failed_trains_nothing_and_the_run_goes_on(
     assert rows[2]["generate/failed_trajectories"] == 0
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[1], weights[2])
+
+
+@pytest.mark.spec("3.28")
+@pytest.mark.parametrize("before_train", ["true", "false"])
+def test_three_batches_in_which_everything_failed_end_the_run(
+    folder: Path, before_train: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails(FakeRollouts):
+        async def generate(
+            self, prompts: Sequence[Prompt], *, step: int, phase: str
+        ) -> list[Trajectory]:
+            trajectories = await super().generate(prompts, step=step, phase=phase)
+            for one in trajectories:
+                one.steps, one.failure, one.stop_reason = [], "no such table", "env_error"
+            return trajectories
+
+    made: list[Fails] = []
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        made.append(Fails(config, tiny_model()))
+        return made[-1]
+
+    config = settings(
+        folder, "run", f"trainer.eval_before_train={before_train}", "trainer.eval_interval=-1"
+    )
+    with pytest.raises(RolloutError, match=r"3 batches in a row failed.*\(.*\): no such table"):
+        run_training(config, make_rollouts=make)
+    assert len(made[0].calls) == 3  # training or evaluation
+    assert caplog.text.count("NOTHING TO TRAIN IN THIS BATCH: 16 of 16") >= 2
 
 
 # --- filters, dynamic sampling, KL in the reward ------------------------------------------------
@@ -457,16 +485,12 @@ def test_dynamic_sampling_resumes_at_its_data_position(folder: Path) -> None:
 
     async def dying(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
         rollouts = await first(config, tokenizer, model_path)
-        generate = rollouts.generate
 
-        async def until_second_batch_of_step_2(
-            prompts: Sequence[Prompt], *, step: int, phase: str
-        ) -> list[Trajectory]:
-            if phase == "train" and [s for s, _ in train_calls(first)].count(2) == 1:
+        async def until_second_batch_of_step_2(step: int, phase: str) -> None:
+            if phase == "train" and [s for s, _ in train_calls(first)].count(2) == 2:
                 raise RuntimeError("gone")
-            return await generate(prompts, step=step, phase=phase)
 
-        rollouts.generate = until_second_batch_of_step_2  # type: ignore[method-assign]
+        rollouts.before_batch = until_second_batch_of_step_2  # type: ignore[method-assign]
         return rollouts
 
     with pytest.raises(RuntimeError, match="gone"):
@@ -546,10 +570,11 @@ def test_overlong_and_unfinished_from_the_settings(folder: Path) -> None:
             self, prompts: Sequence[Prompt], *, step: int, phase: str
         ) -> list[Trajectory]:
             trajectories = await super().generate(prompts, step=step, phase=phase)
-            for one in trajectories[:3]:
+            first = 3 if len(self.calls[-1][2]) == 1 else 0  # of the batch's first group
+            for one in trajectories[:first]:
                 one.stop_reason = one.steps[-1].stop_reason = "length"
                 one.steps[-1].reward = 1.0
-            for one in trajectories[3:]:
+            for one in trajectories[first:]:
                 one.steps[-1].reward = 0.0
             return trajectories
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from fake_envs import (
     Call,
@@ -17,14 +15,11 @@ from fake_envs import (
     says,
 )
 
-from skyrl_fast.config.loading import build_config
 from skyrl_fast.generator_output import generator_output_from_trajectories
 from skyrl_fast.rollout.engine import EngineDeadError, EngineError, Generation
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
 from skyrl_fast.rollout.failures import FailureWatch, RolloutError
 from skyrl_fast.rollout.rollout_config import RolloutConfig
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.train.vllm_rollouts import VllmRollouts
 
 register_fakes()
 
@@ -251,26 +246,3 @@ def test_three_batches_of_failures_in_a_row_end_the_run() -> None:
         watch.see(batch)
     with pytest.raises(RolloutError, match=r"3 batches in a row failed.*\(p0\): no such table"):
         watch.see(whole)
-
-
-@pytest.mark.spec("3.28")
-def test_a_run_watches_its_batches(tiny_tokenizer) -> None:
-    settings = {
-        "data": {"train_data": ["x.jsonl"]},
-        "trainer": {"policy": {"model": {"path": "m"}}},
-    }
-
-    async def go() -> None:
-        rollouts = VllmRollouts(
-            build_config(settings),
-            tiny_tokenizer,
-            ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a")),
-            EnvFactory(EnvConfig()),
-        )
-        typo = FakePrompt("p", env_class="typo")
-        for phase in ("eval", "train"):
-            assert (await rollouts.generate([typo], step=0, phase=phase))[0].failure
-        with pytest.raises(RolloutError, match="no environment of this name"):
-            await rollouts.generate([typo], step=1, phase="train")
-
-    asyncio.run(go())

@@ -1,4 +1,4 @@
-"""The command `skyrl-fast`: train, retrieval (a search server), doctor (what is installed)."""
+"""The command `skyrl-fast`: train, engine and retrieval (servers), doctor (what is installed)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from skyrl_fast.retrieval.command import add_arguments as add_retrieval_arguments
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if options.command == "train":
+    if options.command in ("train", "engine"):
         options.overrides += rest  # those after an option, which argparse hands back
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -33,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from skyrl_fast.doctor import main as doctor
 
         return doctor(as_json=options.json)
+    if options.command == "engine":
+        return _engine(options)
     if options.command == "retrieval":
         from skyrl_fast.retrieval.command import serve
 
@@ -58,6 +61,16 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--verbose", action="store_true", help="more of what goes on")
     doctor = commands.add_parser("doctor", help="what is built, found and missing")
     doctor.add_argument("--json", action="store_true", help="for machines")
+    engine = commands.add_parser(
+        "engine",
+        help="serve a model to trainers",
+        description="vLLM's server as generator.inference_engine.external_server_urls wants it. "
+        "Whoever reaches its port can change its weights: keep it on a private network.",
+    )
+    engine.add_argument("config", help="the trainer's YAML file")
+    engine.add_argument("overrides", nargs="*", metavar="key=value", help="as for train")
+    engine.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    engine.add_argument("--port", type=int, default=8000, help="port to listen on")
     retrieval = commands.add_parser(
         "retrieval",
         help="serve a corpus to search agents",
@@ -100,6 +113,26 @@ def _train(options: argparse.Namespace) -> int:
         return _complain("stopped before training began", SIGNAL_EXIT + 2)
     sys.stdout.write(summary(outcome))
     return 0 if outcome.signal is None else SIGNAL_EXIT + outcome.signal
+
+
+def _engine(options: argparse.Namespace) -> int:
+    try:
+        from skyrl_fast.config import ConfigError
+        from skyrl_fast.config.loading import load_config
+        from skyrl_fast.rollout.engine import EngineDeadError
+        from skyrl_fast.rollout.serve_vllm import serve
+        from skyrl_fast.rollout.vllm_start import check_model_folder
+        from skyrl_fast.train.vllm_rollouts import vllm_config
+    except ImportError as error:
+        return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train,vllm]'")
+    try:
+        config = load_config(options.config, options.overrides)
+        settings = vllm_config(config, str(config.trainer.policy.model.path))
+        check_model_folder(settings)
+    except (ConfigError, EngineDeadError) as error:
+        return _complain(str(error))
+    serve(replace(settings, log_file=None), host=options.host, port=options.port)
+    raise AssertionError("unreachable: this process has become the server")
 
 
 def summary(outcome: Outcome) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import field
 from typing import Any
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 
 class ConfigError(ValueError):
     """A setting that is unknown, mistyped or out of range; the message names its dotted key."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.settings import (
     TURN_ESTIMATORS,
     AlgorithmConfig,
@@ -24,7 +25,17 @@ _SKYRL_ONLY = {
     "trainer.strategy": "one process trains on one device; remove it",
     "trainer.policy.megatron_config": "models are transformers'; its moe_enable_routing_replay is "
     "trainer.policy.moe_enable_routing_replay",
-    "trainer.fully_async": "training is synchronous; remove it",
+    "trainer.fully_async.num_parallel_generation_workers": "as many groups run as the staleness "
+    "allows; generator.max_concurrent_trajectories limits them",
+    "trainer.fully_async.sample_full_batch": "use trainer.algorithm.dynamic_sampling.type=filter",
+    "trainer.fully_async.clear_kv_cache_on_weight_sync": "keys and values of another policy "
+    "version are never used; remove it",
+    "trainer.fully_async.simulate_training": "there is no simulated trainer; remove it",
+    "trainer.fully_async.simulate_training_step_seconds": "there is no simulated trainer; remove "
+    "it",
+    "trainer.fully_async.simulate_weight_sync_seconds": "there is no simulated trainer; remove it",
+    "generator.inference_engine.external_proxy_url": "requests go straight to "
+    "generator.inference_engine.external_server_urls",
     "trainer.export_path": "checkpoints are in Hugging Face format already; remove it",
     "trainer.hf_save_interval": "checkpoints are in Hugging Face format; use trainer.ckpt_interval",
     "trainer.micro_train_batch_size_per_gpu": "use trainer.max_tokens_per_microbatch",
@@ -34,7 +45,8 @@ _SKYRL_ONLY = {
     "trainer.algorithm.tis_imp_ratio_cap": "use "
     "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
     "generator.batched": "rollouts are always asynchronous; remove it",
-    "generator.inference_engine.num_engines": "one engine runs in this process; remove it",
+    "generator.inference_engine.num_engines": "one engine runs in this process; more of them are "
+    "servers of their own: generator.inference_engine.external_server_urls",
     "generator.sampling_params.logprobs": "the sampled token's logprob is always taken; remove it",
 }
 
@@ -123,6 +135,7 @@ def check_config(config: Config) -> None:
         )
     _check_algorithm(trainer.algorithm)
     _check_credit(config)
+    _check_engines(generator.inference_engine)
     if generator.merge_stepwise_output and not generator.step_wise_trajectories:
         raise ConfigError(
             "generator.merge_stepwise_output: wanted false where step_wise_trajectories is false "
@@ -155,6 +168,22 @@ def _check_algorithm(algorithm: AlgorithmConfig) -> None:
         )
     if algorithm.dynamic_sampling.max_sample_batches == 0:
         raise ConfigError(f"{key}.dynamic_sampling.max_sample_batches: wanted >= 1 or -1, got 0")
+
+
+def _check_engines(engine: InferenceEngineConfig) -> None:
+    key = "generator.inference_engine"
+    if engine.run_engines_locally == bool(engine.external_server_urls):
+        wanted = "none" if engine.run_engines_locally else "at least one address"
+        raise ConfigError(
+            f"{key}.external_server_urls: wanted {wanted} with "
+            f"run_engines_locally={str(engine.run_engines_locally).lower()}, got "
+            f"{engine.external_server_urls}"
+        )
+    for url in engine.external_server_urls:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{key}.external_server_urls: wanted http://host:port, got {url!r}")
+    if len(set(engine.external_server_urls)) < len(engine.external_server_urls):
+        raise ConfigError(f"{key}.external_server_urls: wanted different ones, got one twice")
 
 
 def _check_credit(config: Config) -> None:

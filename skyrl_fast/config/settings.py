@@ -11,13 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from skyrl_fast.config.asynchronous import FullyAsyncConfig
 from skyrl_fast.config.corrections import (
     DynamicSamplingConfig,
     KlCtrlConfig,
     OffPolicyCorrectionConfig,
 )
+from skyrl_fast.config.engine import InferenceEngineConfig
+from skyrl_fast.config.field import DTYPES, setting
 from skyrl_fast.config.field import ConfigError as ConfigError
-from skyrl_fast.config.field import setting
 
 OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl")
 TURN_ESTIMATORS = ("turn_level_returns", "turn_level_group", "gigpo")
@@ -47,7 +49,6 @@ KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
 SCHEDULERS = ("constant_with_warmup", "linear", "cosine")
 SCOPES = ("row", "trajectory")
 LOGGERS = ("jsonl", "tensorboard", "wandb")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(slots=True)
@@ -196,6 +197,7 @@ class TrainerConfig:
     ref: RefConfig = setting(RefConfig, "the frozen reference of the KL term")
     critic: CriticConfig = setting(CriticConfig, "the model that estimates values")
     algorithm: AlgorithmConfig = setting(AlgorithmConfig, "what is optimised")
+    fully_async: FullyAsyncConfig = setting(FullyAsyncConfig, "generation beside training")
     seed: int = setting(42, "of data order, sampling and initialisation", at_least=0)
     epochs: int = setting(1, "passes over the training prompts", at_least=1)
     max_training_steps: int | None = setting(None, "stop after so many batches", at_least=1)
@@ -250,27 +252,6 @@ class SamplingParams:
     repetition_penalty: float = setting(1.0, "1: none", above=0)
     stop: list[str] | None = setting(None, "strings that end a turn")
     additional_kwargs: dict[str, Any] = setting({}, "further vLLM sampling parameters")
-
-
-@dataclass(slots=True)
-class InferenceEngineConfig:
-    """The engine that generates."""
-
-    backend: str = setting("vllm", "the engine", choices=("vllm",))
-    model_dtype: str = setting("auto", "auto: the policy's", choices=DTYPES)
-    enable_prefix_caching: bool = setting(True, "reuse the keys and values of earlier turns")
-    enable_return_routed_experts: bool = setting(
-        False, "mixture of experts: record where the engine sent each token"
-    )
-    enforce_eager: bool = setting(True, "no graph capture: faster start")
-    max_num_seqs: int = setting(256, "sequences generated at once", at_least=1)
-    max_num_batched_tokens: int = setting(8192, "tokens of one engine step", at_least=1)
-    gpu_memory_utilization: float = setting(0.8, "of the engine, on GPU", above=0, at_most=1)
-    cpu_kvcache_gib: int = setting(1, "memory for keys and values, on CPU", at_least=1)
-    num_threads: int | None = setting(
-        None, "CPU threads of the engine; null: all cores but one", at_least=1
-    )
-    engine_init_kwargs: dict[str, Any] = setting({}, "further vLLM engine arguments")
 
 
 @dataclass(slots=True)
@@ -352,6 +333,12 @@ class Config:
     trainer: TrainerConfig = setting(TrainerConfig, "training")
     generator: GeneratorConfig = setting(GeneratorConfig, "rollouts")
     environment: EnvironmentConfig = setting(EnvironmentConfig, "what the agent acts in")
+
+    @property
+    def max_staleness(self) -> int:
+        """Policy versions from a group's start to its training at most; 0: synchronous."""
+        chosen = self.trainer.fully_async
+        return chosen.max_staleness_steps if chosen.enabled else 0
 
 
 def max_input_length(config: Config) -> int:

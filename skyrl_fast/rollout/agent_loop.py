@@ -9,11 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+from skyrl_fast.rollout.activity import (
+    ACTING,
+    CLOSING,
+    GENERATING,
+    MAKING,
+    Activity,
+    ActivityBoard,
+)
 from skyrl_fast.rollout.context import Context, ContextError, make_context, message_text
-from skyrl_fast.rollout.engine import Engine, EngineDeadError, EngineError, Generation
+from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_updates
+from skyrl_fast.rollout.engine import EngineDeadError, EngineError, Generation, Sampler
 from skyrl_fast.rollout.env import Env, EnvAnswer, EnvError, EnvFactory
 from skyrl_fast.rollout.rollout_config import RolloutConfig, RolloutPrompt
 from skyrl_fast.rollout.route_record import recorded_routes, routes_of_turn
@@ -27,6 +37,7 @@ from skyrl_fast.rollout.stop_reason import (
 )
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.rollout.turn import SampledTokens, decode_response, request_seed, sampled_tokens
+from skyrl_fast.rollout.weight_gate import WeightGate
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +47,7 @@ class AgentLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Sampler,
         tokenizer: Any,
         env_factory: EnvFactory,
         config: RolloutConfig,
@@ -44,8 +55,18 @@ class AgentLoop:
         phase: str,
         policy_version: int,
         seed: int,
+        gate: WeightGate | None = None,
+        board: ActivityBoard | None = None,
+        faults: Counter[str] | None = None,
     ) -> None:
-        """Keep what all trajectories share; arguments as for `rollout`."""
+        """Keep what all trajectories share; arguments as for `rollout`.
+
+        Args:
+            policy_version: at the start, for the seeds; requests run under the gate's.
+            gate: of the engine; None: nothing updates its weights meanwhile.
+            board: where trajectories say what they do.
+            faults: where failed attempts are counted.
+        """
         self._engine = engine
         self._tokenizer = tokenizer
         self._env_factory = env_factory
@@ -53,32 +74,55 @@ class AgentLoop:
         self._phase = phase
         self._policy_version = policy_version
         self._seed = seed
+        self._gate = gate or WeightGate(policy_version)
+        self._board = board or ActivityBoard()
+        self._faults = Counter() if faults is None else faults
 
-    async def run(self, prompt: RolloutPrompt, repetition_id: int) -> Trajectory:
+    async def run(
+        self,
+        prompt: RolloutPrompt,
+        repetition_id: int,
+        *,
+        row: Activity | None = None,
+        first_attempt: int = 0,
+    ) -> Trajectory:
         """One trajectory, tried again where its environment or the engine failed.
 
         Its deadline counts from here and covers all attempts. A trajectory at its deadline ends
         with the steps it has; only without any step it has failed.
+
+        Args:
+            row: its row on the board; None: a new one.
+            first_attempt: number of the first attempt, for the seeds.
 
         Raises:
             EngineDeadError: the engine is gone.
         """
         started = time.perf_counter()
         deadline = asyncio.get_running_loop().time() + self._config.trajectory_timeout_seconds
-        attempt = 0
+        row = row or self._board.enter(prompt.uid, repetition_id)
+        attempt = first_attempt
         while True:
-            trajectory = await self._attempt(prompt, repetition_id, attempt, deadline)
+            trajectory = await self._attempt(prompt, repetition_id, attempt, deadline, row)
             trajectory.seconds = time.perf_counter() - started
             late = asyncio.get_running_loop().time() >= deadline
-            if trajectory.failure is None or attempt == self._config.max_retries or late:
+            last = attempt - first_attempt == self._config.max_retries
+            if trajectory.failure is None or last or late:
+                self._board.leave(row)
                 return trajectory
+            self._faults["retried_trajectories"] += 1
             log.info(
                 "%s/%d, attempt %d: %s", prompt.uid, repetition_id, attempt, trajectory.failure
             )
             attempt += 1
 
     async def _attempt(
-        self, prompt: RolloutPrompt, repetition_id: int, attempt: int, deadline: float
+        self,
+        prompt: RolloutPrompt,
+        repetition_id: int,
+        attempt: int,
+        deadline: float,
+        row: Activity,
     ) -> Trajectory:
         trajectory = Trajectory(
             uid=prompt.uid,
@@ -92,27 +136,32 @@ class AgentLoop:
             data_source=prompt.data_source,
         )
         env: Env | None = None
+        self._board.does(row, MAKING, attempt=attempt, turn=0)
         try:
             async with asyncio.timeout_at(deadline) as clock:
                 # The environment ends the episode at its own max_turns; tell it ours.
                 extras = {**prompt.env_extras, "max_turns": self._config.max_turns}
                 env = await self._env_factory.make(prompt.env_class, extras)
-                trajectory.stop_reason = await self._episode(trajectory, prompt, env, attempt)
+                trajectory.stop_reason = await self._episode(trajectory, prompt, env, row)
         except EngineDeadError:
             raise
         except (EnvError, ContextError) as error:
+            self._faults["environment_errors"] += 1
             _end(trajectory, ENV_ERROR, str(error))
         except EngineError as error:
+            self._faults["engine_errors"] += 1
             _end(trajectory, ENGINE_ERROR, str(error))
         except TimeoutError as error:
             if not clock.expired():  # some connection's own, not our deadline
                 _end(trajectory, ENGINE_ERROR, f"TimeoutError: {error}")
             elif trajectory.steps:
+                log.info("at its deadline: %s", row.text(self._board.clock()))
                 trajectory.stop_reason = TIMEOUT
             else:
-                _end(trajectory, TIMEOUT, self._late(attempt))
+                _end(trajectory, TIMEOUT, self._late(row))
         finally:
             # Reached also when the whole rollout is cancelled.
+            self._board.does(row, CLOSING, attempt=attempt, turn=row.turn)
             if env is not None:
                 if trajectory.failure is None:
                     trajectory.env_metrics = await env.metrics()
@@ -121,15 +170,15 @@ class AgentLoop:
             trajectory.steps[-1].stop_reason = trajectory.stop_reason
         return trajectory
 
-    def _late(self, attempt: int) -> str:
+    def _late(self, row: Activity) -> str:
         return (
-            f"turn 1 of attempt {attempt + 1} was not over "
+            f"turn 1 of attempt {row.attempt + 1} was not over "
             f"{self._config.trajectory_timeout_seconds:g} s after the start, the deadline of a "
-            "trajectory"
+            f"trajectory ({row.phase} for {self._board.clock() - row.since:.1f} s)"
         )
 
     async def _episode(
-        self, trajectory: Trajectory, prompt: RolloutPrompt, env: Env, attempt: int
+        self, trajectory: Trajectory, prompt: RolloutPrompt, env: Env, row: Activity
     ) -> str:
         messages = await env.init([dict(message) for message in prompt.messages])
         context = make_context(
@@ -139,24 +188,27 @@ class AgentLoop:
             chat_template=self._config.chat_template,
             template_kwargs=self._config.chat_template_kwargs,
         )
-        return await self._turns(trajectory, context, env, attempt)
+        return await self._turns(trajectory, context, env, row)
 
-    async def _turns(self, trajectory: Trajectory, context: Context, env: Env, attempt: int) -> str:
+    async def _turns(
+        self, trajectory: Trajectory, context: Context, env: Env, row: Activity
+    ) -> str:
         """Append steps until something ends the trajectory; return what."""
         for turn in range(self._config.max_turns):
             prompt_token_ids = context.prompt_token_ids()
             if len(prompt_token_ids) > self._config.max_input_length:
                 return LENGTH
-            generation, llm_seconds = await self._generate(
-                trajectory, prompt_token_ids, turn, attempt
-            )
+            self._board.does(row, GENERATING, attempt=row.attempt, turn=turn)
+            versioned, llm_seconds = await self._generate(trajectory, prompt_token_ids, row)
+            generation = versioned.generation
             routes = routes_of_turn(trajectory.steps, prompt_token_ids, generation)
             text = decode_response(self._tokenizer, generation)
+            self._board.does(row, ACTING, attempt=row.attempt, turn=turn)
             answer = await env.step(text)
             last = answer.done or turn + 1 == self._config.max_turns
             sampled = self._with_end_token(generation, is_last=last)
             trajectory.steps.append(
-                self._step(prompt_token_ids, sampled, generation, text, answer, llm_seconds)
+                self._step(prompt_token_ids, sampled, versioned, text, answer, llm_seconds)
             )
             trajectory.steps[-1].expert_indices = routes
             if last:
@@ -167,8 +219,8 @@ class AgentLoop:
         raise AssertionError("unreachable: the last turn returns")
 
     async def _generate(
-        self, trajectory: Trajectory, prompt_token_ids: list[int], turn: int, attempt: int
-    ) -> tuple[Generation, float]:
+        self, trajectory: Trajectory, prompt_token_ids: list[int], row: Activity
+    ) -> tuple[VersionedGeneration, float]:
         place = f"{trajectory.uid}-{trajectory.repetition_id}"
         name = f"{self._phase}-{self._policy_version}-{place}"
         # Evaluations draw the same numbers whatever the version: what differs is the policy's.
@@ -176,19 +228,26 @@ class AgentLoop:
         known = recorded_routes(trajectory.steps, prompt_token_ids)
         sampling = replace(
             self._config.sampling(self._phase),
-            seed=request_seed(self._seed, seeded, attempt, turn),
             expert_indices_start=0 if known is None else len(known),
         )
+
+        def seed_of_part(part: int) -> int:
+            of_part = seeded if part == 0 else f"{seeded}+{part}"
+            return request_seed(self._seed, of_part, row.attempt, row.turn)
+
         started = time.perf_counter()
-        generation = await self._engine.generate(
+        versioned = await generate_through_updates(
+            self._engine,
+            self._gate,
+            self._tokenizer,
             prompt_token_ids,
             sampling,
-            session_id=f"{name}-{attempt}",
-            policy_version=self._policy_version,
+            session_id=f"{name}-{row.attempt}",
+            seed_of_part=seed_of_part,
         )
-        if not generation.token_ids:
-            raise EngineError(f"the engine gave no tokens for session {name}-{attempt}")
-        return generation, time.perf_counter() - started
+        if not versioned.generation.token_ids:
+            raise EngineError(f"the engine gave no tokens for session {name}-{row.attempt}")
+        return versioned, time.perf_counter() - started
 
     def _with_end_token(self, generation: Generation, *, is_last: bool) -> SampledTokens:
         """Append the end token where the rules say so.
@@ -212,23 +271,28 @@ class AgentLoop:
         self,
         prompt_token_ids: list[int],
         sampled: SampledTokens,
-        generation: Generation,
+        versioned: VersionedGeneration,
         text: str,
         answer: EnvAnswer,
         llm_seconds: float,
     ) -> Step:
+        versions = versioned.versions
+        one = versions[0] == versions[-1]
+        # An appended end token was not sampled: it counts to the tokens before it.
+        appended = len(sampled.response_ids) - len(versions)
         return Step(
             prompt_token_ids=prompt_token_ids,
             response_ids=sampled.response_ids,
             loss_mask=sampled.loss_mask,
             rollout_logprobs=sampled.rollout_logprobs,
             reward=answer.reward,
-            stop_reason=generation.stop_reason,
-            policy_version=self._policy_version,
+            stop_reason=versioned.generation.stop_reason,
+            policy_version=versions[0],
             text=text,
             observation="\n".join(message_text(message) for message in answer.messages),
             llm_seconds=llm_seconds,
             env_seconds=answer.seconds,
+            token_versions=None if one else versions + versions[-1:] * appended,
         )
 
 

@@ -56,7 +56,8 @@ class Generation:
     Args:
         token_ids: exactly the sampled tokens, an end token included if it was sampled.
         logprobs: one per token, under the distribution that was sampled from.
-        stop_reason: "stop" (end of sequence, stop string or stop token) or "length".
+        stop_reason: "stop" (end of sequence, stop string or stop token), "length", or "interrupted"
+            for a weight update, where there is more to come.
         stop_string: the stop string that ended it, or None.
         expert_indices: integers [tokens - 1 - start, layers, experts per token] of prompt and
             response from token `expert_indices_start` on (the last token is not run), or None.
@@ -71,14 +72,8 @@ class Generation:
     expert_indices_start: int = 0
 
 
-class Engine(Protocol):
-    """An inference engine; `VllmEngine` is the one in process, tests script their own."""
-
-    async def start(self) -> None:
-        """Load the model; return when requests can be served."""
-
-    async def close(self) -> None:
-        """Stop and free everything; closing twice is fine."""
+class Sampler(Protocol):
+    """Whatever answers the agent loop's requests: an engine, or several behind one `generate`."""
 
     async def generate(
         self,
@@ -99,6 +94,16 @@ class Engine(Protocol):
         Raises:
             EngineError: this request failed. EngineDeadError: all will.
         """
+
+
+class Engine(Sampler, Protocol):
+    """An inference engine; `VllmEngine` is the one in process, `RemoteEngine` a server."""
+
+    async def start(self) -> None:
+        """Load the model; return when requests can be served."""
+
+    async def close(self) -> None:
+        """Stop and free everything; closing twice is fine."""
 
     async def update_weights(
         self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]

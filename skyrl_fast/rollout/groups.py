@@ -6,17 +6,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from skyrl_fast.rollout.agent_loop import AgentLoop
-from skyrl_fast.rollout.engine import Engine
+from skyrl_fast.rollout.engine import Sampler
 from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.failures import log_failures
+from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.rollout_config import PHASES, RolloutConfig, RolloutPrompt
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.rollout.weight_gate import WeightGate
 
 
 async def rollout(
     prompts: Sequence[RolloutPrompt],
-    engine: Engine,
+    engine: Sampler,
     tokenizer: Any,
     env_factory: EnvFactory,
     config: RolloutConfig,
@@ -47,39 +48,39 @@ async def rollout(
         ValueError: an unknown phase, two prompts of one uid, a tokenizer without end token.
         EngineDeadError: the engine is gone.
     """
-    if phase not in PHASES:
-        raise ValueError(f"rollout: phase: wanted one of {PHASES}, got {phase!r}")
-    if len({prompt.uid for prompt in prompts}) != len(prompts):
-        raise ValueError("rollout: prompts: two prompts have the same uid")
-    if tokenizer.eos_token_id is None:
-        raise ValueError("rollout: tokenizer: it has no end-of-sequence token (eos_token)")
-    loop = AgentLoop(
+    runner = GroupRunner(
         engine,
         tokenizer,
         env_factory,
         config,
-        phase=phase,
-        policy_version=policy_version,
         seed=seed,
+        gate=WeightGate(policy_version),
+        on_trajectory=on_trajectory,
     )
-    slots = asyncio.Semaphore(config.max_concurrent_trajectories)
-
-    async def one(prompt: RolloutPrompt, repetition_id: int) -> Trajectory:
-        async with slots:
-            trajectory = await loop.run(prompt, repetition_id)
-        if on_trajectory is not None:
-            on_trajectory(trajectory)
-        return trajectory
-
-    async with _first_error() as tasks:
-        running = [
-            tasks.create_task(one(prompt, repetition_id))
-            for prompt in prompts
-            for repetition_id in range(config.samples(phase))
-        ]
-    trajectories = [task.result() for task in running]
+    trajectories = await run_groups(runner, prompts, phase=phase, policy_version=policy_version)
     log_failures(trajectories)
     return trajectories
+
+
+async def run_groups(
+    runner: GroupRunner, prompts: Sequence[RolloutPrompt], *, phase: str, policy_version: int
+) -> list[Trajectory]:
+    """The trajectories of these prompts, in order; the first error ends them all.
+
+    Raises:
+        ValueError: an unknown phase, two prompts of one uid, a tokenizer without end token.
+        EngineDeadError: the engine is gone.
+    """
+    if phase not in PHASES:
+        raise ValueError(f"rollout: phase: wanted one of {PHASES}, got {phase!r}")
+    if len({prompt.uid for prompt in prompts}) != len(prompts):
+        raise ValueError("rollout: prompts: two prompts have the same uid")
+    async with _first_error() as tasks:
+        running = [
+            tasks.create_task(runner.group(prompt, phase=phase, policy_version=policy_version))
+            for prompt in prompts
+        ]
+    return [trajectory for task in running for trajectory in task.result()]
 
 
 class _first_error:  # noqa: N801 - used like a function

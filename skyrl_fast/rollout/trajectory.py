@@ -19,12 +19,14 @@ class Step:
         rollout_logprobs: the sampler's log-probabilities (0.0 for an appended token), or None.
         reward: the environment's answer to this step.
         stop_reason: why the engine stopped; on the last step, what ended the trajectory.
-        policy_version: number of weight updates behind the policy that sampled.
+        policy_version: number of weight updates behind the policy that sampled; the oldest, where
+            the weights were updated while it was sampled.
         text: the decoded response.
         observation: the environment's answer in words; it is part of the next prompt only.
         llm_seconds: time in the engine.
         env_seconds: time in the environment.
         expert_indices: integers [tokens, layers, experts per token], or None.
+        token_versions: the policy version of each response token; None: `policy_version` for all.
     """
 
     prompt_token_ids: list[int]
@@ -39,6 +41,14 @@ class Step:
     llm_seconds: float
     env_seconds: float
     expert_indices: np.ndarray | None = None
+    token_versions: list[int] | None = None
+
+    @property
+    def versions(self) -> list[int]:
+        """The policy version of each response token."""
+        if self.token_versions is None:
+            return [self.policy_version] * len(self.response_ids)
+        return self.token_versions
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.rollout.engine import EngineDeadError, EngineError, Generation, SamplingParams
+from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.rollout.vllm_start import (
     VllmConfig,
     check_can_spawn,
@@ -26,7 +27,11 @@ from skyrl_fast.rollout.vllm_start import (
     environment,
     interrupts_blocked,
 )
-from skyrl_fast.rollout.weight_update import WeightsFile, WeightSyncError
+from skyrl_fast.rollout.weight_update import (
+    WeightsFile,
+    WeightSyncError,
+    refuse_missing_weights,
+)
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +60,7 @@ class VllmEngine:
         self._llm: Any = None
         self._request_ids = itertools.count()
         self._in_flight = 0
+        self._interrupted = False
         self._sampling_params: Any = None
         self._final_only: Any = None
 
@@ -66,6 +72,9 @@ class VllmEngine:
     async def __aexit__(self, *error: object) -> None:
         """Close."""
         await self.close()
+
+    name = "the engine of this process"
+    starts_with_model = True  # of its folder; a server may have been given others since
 
     @property
     def num_in_flight(self) -> int:
@@ -108,6 +117,7 @@ class VllmEngine:
     async def close(self) -> None:
         """Stop the engine's processes; closing twice is fine."""
         llm, self._llm = self._llm, None
+        self._interrupted = False
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, CLOSE_SECONDS)
 
@@ -149,7 +159,9 @@ class VllmEngine:
             for token, entry in zip(token_ids, answer.logprobs or [], strict=True)
         ]
         reason = answer.finish_reason or "abort"
-        if reason not in ("stop", "length"):
+        if reason == "abort" and self._interrupted:
+            reason = INTERRUPTED
+        if reason not in ("stop", "length", INTERRUPTED):
             raise EngineError(f"vLLM ended request of session {session_id} with {reason!r}")
         stop_string = answer.stop_reason if isinstance(answer.stop_reason, str) else None
         routes = answer.routed_experts if recording else None
@@ -227,28 +239,52 @@ class VllmEngine:
         Raises:
             WeightSyncError: the engine could not load them, or some of its parameters got none.
         """
-        llm = self._alive()
+        self._alive()
         started = time.perf_counter()
         with WeightsFile() as file:
             await asyncio.to_thread(file.write, weights)
-            async with self._paused():
-                try:
-                    answers = await llm.collective_rpc("load_weights_file", args=(str(file.path),))
-                except Exception as error:
-                    if llm.errored:
-                        raise EngineDeadError(self._explain("died", error)) from error
-                    raise WeightSyncError(
-                        f"vLLM could not load the new weights: {error}"
-                    ) from error
-                await self.reset_prefix_cache()
-        missing = sorted({name for answer in answers for name in answer})
-        if missing:
-            raise WeightSyncError(
-                f"{len(missing)} of the engine's parameters got no new values: "
-                f"{', '.join(missing[:8])}. The state dict must hold every parameter under its "
-                "Hugging Face name"
-            )
+            await self.load_weights_file(file.path)
         return time.perf_counter() - started
+
+    async def load_weights_file(self, path: Path) -> None:
+        """Load a safetensors file; as `update_weights`."""
+        llm = self._alive()
+        async with self._paused():
+            try:
+                answers = await llm.collective_rpc("load_weights_file", args=(str(path),))
+                await self.reset_prefix_cache()
+            except Exception as error:
+                if llm.errored:
+                    raise EngineDeadError(self._explain("died", error)) from error
+                raise WeightSyncError(f"vLLM could not load the new weights: {error}") from error
+        refuse_missing_weights(name for answer in answers for name in answer)
+
+    async def interrupt(self) -> None:
+        """End all requests; each returns what it has, with the stop reason "interrupted".
+
+        New ones wait until `resume`.
+        """
+        llm = self._alive()
+        self._interrupted = True
+        try:
+            await llm.pause_generation(mode="abort", clear_cache=False)
+        except Exception as error:
+            raise EngineDeadError(self._explain("could not be paused", error)) from error
+
+    async def resume(self) -> None:
+        """Serve requests again after `interrupt`."""
+        if not self._interrupted:
+            return
+        llm = self._alive()
+        try:
+            await llm.resume_generation()
+        except Exception as error:
+            raise EngineDeadError(self._explain("could not be resumed", error)) from error
+        self._interrupted = False
+
+    async def comes_back(self) -> bool:
+        """Whether `start` may bring it up again."""
+        return True
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:

@@ -230,9 +230,13 @@ class WeightsFile:
 
     safetensors holds tensors and nothing that could run. The file goes away on leaving the
     context.
+
+    Args:
+        folder: where to put it instead, such as one that several machines share.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str | None = None) -> None:
+        self._where = folder
         self._folder: Path | None = None
 
     def __enter__(self) -> WeightsFile:
@@ -266,7 +270,8 @@ class WeightsFile:
         if not tensors:
             raise WeightSyncError("there are no weights to hand over")
         size = sum(t.numel() * t.element_size() for t in tensors.values())
-        self._folder = Path(tempfile.mkdtemp(prefix="skyrl_fast-weights-", dir=_room_for(size)))
+        where = self._where or _room_for(size)
+        self._folder = Path(tempfile.mkdtemp(prefix="skyrl_fast-weights-", dir=where))
         save_file(tensors, self.path)
 
 
@@ -332,6 +337,17 @@ class WeightUpdateExtension:
         finally:
             del model.load_weights
         return [] if loaded is None else _unloaded(wanted, loaded)
+
+
+def refuse_missing_weights(names: Iterable[str]) -> None:
+    """WeightSyncError where the engine says that some of its parameters got no new value."""
+    missing = sorted(set(names))
+    if missing:
+        raise WeightSyncError(
+            f"{len(missing)} of the engine's parameters got no new values: "
+            f"{', '.join(missing[:8])}. The state dict must hold every parameter under its "
+            "Hugging Face name"
+        )
 
 
 def _unloaded(wanted: set[str], loaded: set[str]) -> list[str]:

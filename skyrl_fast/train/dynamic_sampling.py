@@ -17,7 +17,6 @@ import numpy as np
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import DynamicSamplingConfig
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.train.prompts import Prompt
 from skyrl_fast.train.sequence_scope import group_spread
 
 
@@ -85,26 +84,22 @@ class GroupSampling:
         self._random = random
         self._kept: dict[str, list[Trajectory]] = {}
         self._counts: Counter[str] = Counter()
-        self._asked: Counter[str] = Counter()
 
-    def distinct(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts, renamed where this step had one of that uid before.
+    @property
+    def num_kept(self) -> int:
+        """Groups to train on so far."""
+        return len(self._kept)
 
-        The data may come round again within a step; another uid is another group, with samples of
-        its own.
-        """
-        result = []
-        for prompt in prompts:
-            again = self._asked[prompt.uid]
-            self._asked[prompt.uid] += 1
-            result.append(replace(prompt, uid=f"{prompt.uid}~{again}") if again else prompt)
-        return result
+    @property
+    def kept_uids(self) -> set[str]:
+        """Their uids."""
+        return set(self._kept)
 
     def add(self, trajectories: Sequence[Trajectory], informative: Collection[str]) -> bool:
-        """Take one batch of whole groups; return whether there are enough now.
+        """Take whole groups; return whether there are enough now.
 
         Args:
-            trajectories: those of a group adjacent.
+            trajectories: those of a group adjacent; a batch of groups, or as many as are missing.
             informative: uids of the informative groups among them.
 
         Raises:
@@ -126,7 +121,7 @@ class GroupSampling:
         if len(self._kept) == self._wanted or self._config.type is None:
             return True
         limit = self._config.max_sample_batches
-        if 0 < limit <= self._counts["num_batches"]:
+        if 0 < limit * self._wanted <= self._counts["num_groups_sampled"]:
             raise DynamicSamplingError(self._too_few(limit))
         return False
 

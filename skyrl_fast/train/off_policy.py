@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import cast
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.config import AlgorithmConfig
+from skyrl_fast.config import AlgorithmConfig, Config
 from skyrl_fast.ops.off_policy import off_policy_correction
 from skyrl_fast.ops.reduction import Scope
+
+logger = logging.getLogger(__name__)
+
+# Losses whose ratio is to the policy that sampled, whatever old_logprobs says.
+_ROLLOUT_LOSSES = ("rollout_is", "dppo")
 
 
 def corrected(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[StepBatch, dict[str, float]]:
@@ -59,3 +65,20 @@ def corrected(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[StepBatch, 
     facts = {f"policy/{name}": float(value) for name, value in metrics.items()}
     kept = mask.to(batch.old_logprobs.dtype) if weights is None else weights
     return batch.with_(token_weights=kept), facts
+
+
+def warn_of_stale_tokens(config: Config) -> None:
+    """Warn where tokens of older policies are trained as if the present one had sampled them."""
+    algorithm = config.trainer.algorithm
+    corrected_somehow = (
+        algorithm.off_policy_correction.enabled
+        or algorithm.old_logprobs == "rollout"
+        or algorithm.policy_loss_type in _ROLLOUT_LOSSES
+    )
+    if config.max_staleness and not corrected_somehow:
+        logger.warning(
+            "tokens up to %d policy versions old are trained as if the present policy had sampled "
+            "them; trainer.algorithm.off_policy_correction.tis_ratio_type=token weighs them by how "
+            "likely it is to sample them",
+            config.max_staleness,
+        )

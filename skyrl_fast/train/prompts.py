@@ -129,18 +129,25 @@ class PromptSampler:
         """Whole batches in one pass over the prompts."""
         return self._num_prompts // self._batch_size
 
-    def peek(self) -> list[int]:
-        """The next batch's indices, without taking it."""
-        return self._order[self.position : self.position + self._batch_size]
+    def next_prompt(self) -> int:
+        """Takes the next prompt: its index."""
+        prompt = self._order[self.position]
+        self.position += 1
+        if self.position >= self.batches_per_epoch * self._batch_size:
+            self.epoch, self.position = self.epoch + 1, 0
+            self._order = self._permutation()
+        return prompt
 
     def next_batch(self) -> list[int]:
         """Takes the next batch: indices into the prompts."""
-        batch = self.peek()
-        self.position += self._batch_size
-        if self.position + self._batch_size > self._num_prompts:
-            self.epoch, self.position = self.epoch + 1, 0
+        return [self.next_prompt() for _ in range(self._batch_size)]
+
+    def move_to(self, epoch: int, position: int) -> None:
+        """Go on from this place."""
+        if epoch != self.epoch:
+            self.epoch = epoch
             self._order = self._permutation()
-        return batch
+        self.position = position
 
     def state(self) -> dict[str, int]:
         """What `restore` needs, plus what it checks: all plain ints."""
@@ -160,8 +167,7 @@ class PromptSampler:
                     f"resume: the checkpoint was made with {name}={state[name]}, "
                     f"this run has {self.state()[name]}: the data order would be another"
                 )
-        self.epoch, self.position = state["epoch"], state["position"]
-        self._order = self._permutation()
+        self.move_to(state["epoch"], state["position"])
 
     def _permutation(self) -> list[int]:
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)

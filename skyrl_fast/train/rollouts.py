@@ -11,7 +11,7 @@ from skyrl_fast.train.prompts import Prompt
 
 
 class Rollouts(Protocol):
-    """Generates trajectories with weights that it is given."""
+    """Generates trajectories with weights that it is given; calls of `generate` may overlap."""
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str
@@ -21,16 +21,37 @@ class Rollouts(Protocol):
         The same weights, seed, step and phase give the same trajectories. Cancelling it stops all.
 
         Args:
-            step: number of the batch, for the sampling seeds.
+            step: policy version when they start, for the sampling seeds; 0 in evaluation.
             phase: "train" or "eval".
+
+        Raises:
+            GroupDroppedError: nothing of a prompt's group ever came back.
         """
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
         """Give the engine the policy's weights, check that it uses them, and return metrics.
 
+        Trajectories on their way go on with the new weights.
+
         Raises:
-            RuntimeError: the engine's logprobs are not the trainer's.
+            WeightSyncError: the engine's logprobs are not the trainer's.
         """
+
+    async def wait_for_fault(self) -> None:
+        """Return when an engine has died that could be brought back."""
+
+    async def repair(self, policy: Policy, *, version: int) -> None:
+        """Bring back engines that died, with the policy's weights, which are those of `version`.
+
+        Raises:
+            EngineDeadError: it died too often, or cannot be started.
+        """
+
+    def activity(self, uids: Sequence[str]) -> list[str]:
+        """What the slowest trajectories of these groups are doing, in words."""
+
+    def faults(self) -> dict[str, float]:
+        """How often what went wrong since the start, by name."""
 
     async def close(self) -> None:
         """Stop the engine and everything that was started."""

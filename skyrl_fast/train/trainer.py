@@ -9,25 +9,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from copy import copy
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config, max_input_length, to_dict
 from skyrl_fast.generator_output import generator_output_from_trajectories
 from skyrl_fast.metrics import eval_metrics
+from skyrl_fast.rollout.failures import FailureWatch, log_failures
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train.batch_source import BatchSource, token_staleness
 from skyrl_fast.train.checkpoint import latest_checkpoint, read_json, write_checkpoint, write_json
 from skyrl_fast.train.critic import Critic
 from skyrl_fast.train.dynamic_sampling import GroupSampling
+from skyrl_fast.train.group_flow import GroupFlow
+from skyrl_fast.train.off_policy import warn_of_stale_tokens
 from skyrl_fast.train.policy import Optimizer, Policy
 from skyrl_fast.train.progress import ProgressDisplay
 from skyrl_fast.train.prompts import Prompt, PromptSampler
@@ -37,14 +38,11 @@ from skyrl_fast.train.schedule import total_steps
 from skyrl_fast.train.sinks import Sink
 from skyrl_fast.train.training_batch import informative_uids, training_batch, with_advantages
 from skyrl_fast.train.update import update_policy
+from skyrl_fast.train.waiting import Compute, StopRequested, Stopwatch, until_stopped
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class StopRequested(Exception):  # noqa: N818 - not an error
-    """Someone asked for the end while a phase was running; what it had done is dropped."""
 
 
 @dataclass(slots=True)
@@ -106,8 +104,12 @@ class Trainer:
         self._saved_step = -1
         self._writer: TrajectoryWriter | None = None  # none: nothing is dumped
         self._whole = True  # weights, counters and data position belong together
-        # One thread computes, so that the event loop stays alive for the engine and for signals.
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._compute = Compute()
+        self._timed = Stopwatch(parts.clock, display.phase)
+        self._failures = FailureWatch()
+        self._source = BatchSource(config, self._failures)
+        self._facts: dict[str, float] = {}
+        self._flow: GroupFlow | None = None
 
     async def run(self) -> Progress:
         """Train to the end, or until `stop` is set; a checkpoint is left either way.
@@ -123,7 +125,9 @@ class Trainer:
             self._rescue()
             raise
         finally:
-            self._compute.shutdown(wait=True)
+            if self._flow is not None:
+                await self._flow.close()
+            self._compute.close()
         if self._saved_step != self.progress.step:
             self._save()
         return self.progress
@@ -156,43 +160,56 @@ class Trainer:
                 last_step=self.progress.step,
             )
         await self._sync({})
+        warn_of_stale_tokens(self._config)
+        self._flow = flow = GroupFlow(
+            self._parts.rollouts,
+            self._parts.train_prompts,
+            self._sampler,
+            batch_size=settings.train_batch_size,
+            max_staleness=self._config.max_staleness,
+            version=self.progress.step,
+            epochs=settings.epochs,
+            last_version=self.total_steps,
+            clock=self._parts.clock,
+        )
         if self.progress.step == 0 and settings.eval_before_train and self._parts.eval_prompts:
             metrics = await self._evaluate()
             self._report(metrics)
         while not self._over():
             if self.stop.is_set():
                 raise StopRequested
-            if not await self._step():
+            if not await self._step(flow):
                 await self._end_early()
                 break
 
-    async def _step(self) -> bool:
+    async def _step(self, flow: GroupFlow) -> bool:
         """Train one batch; False if the prompts ended before it was full."""
         parts = self._parts
         started = parts.clock()
         times: dict[str, float] = {}
-        groups, sampler = await self._sample(times)
-        if sampler is None:
+        groups = await self._sample(flow, times)
+        if groups is None:
             return False
         trajectories = groups.trajectories()
         split_rollout_time(times, groups.sampled)
         batch, metrics = await self._timed(
-            "batch", times, self._in_thread(training_batch, trajectories, self._config)
+            "batch", times, self._compute(training_batch, trajectories, self._config)
         )
         batch, facts, kl_coef = await self._timed(
-            "advantages", times, self._in_thread(self._with_advantages, batch)
+            "advantages", times, self._compute(self._with_advantages, batch)
         )
-        metrics |= groups.metrics() | facts
+        metrics |= groups.metrics() | facts | self._facts
         self._whole = False
         trainer_logprobs = torch.full_like(batch.rewards, float("nan"))
         metrics |= await self._timed(
-            "forward_backward", times, self._in_thread(self._update, batch, trainer_logprobs)
+            "forward_backward", times, self._compute(self._update, batch, trainer_logprobs)
         )
         # Only now, so that a step that was broken off is done again from its beginning.
-        self._sampler, self._kl_coef = sampler, kl_coef
+        self._sampler, self._kl_coef = flow.consume(), kl_coef
         self.progress.step += 1
         self._whole = True
         await self._sync(metrics, times)
+        flow.advance(self.progress.step)
         await self._store("train", trajectories, batch, trainer_logprobs)
         self.progress.trajectories = trajectories
         if self._due(self._config.trainer.eval_interval) and parts.eval_prompts:
@@ -206,34 +223,26 @@ class Trainer:
             self._save()
         return True
 
-    async def _sample(self, times: dict[str, float]) -> tuple[GroupSampling, PromptSampler | None]:
-        """The step's groups, and the data position after them; None if the data ended first."""
-        settings, parts = self._config.trainer, self._parts
-        random = np.random.default_rng((settings.seed, self.progress.step))
-        dynamic = settings.algorithm.dynamic_sampling
-        groups = GroupSampling(dynamic, settings.train_batch_size, random)
-        ahead = copy(self._sampler)
-        while ahead.epoch < settings.epochs:
-            prompts = groups.distinct([parts.train_prompts[i] for i in ahead.next_batch()])
-            trajectories = await self._timed(
-                "rollout",
-                times,
-                self._until_stopped(
-                    parts.rollouts.generate(prompts, step=self.progress.step, phase="train")
-                ),
-            )
-            informative: set[str] = set()
-            if dynamic.type is not None:
-                informative = await self._timed(
-                    "batch", times, self._in_thread(informative_uids, trajectories, self._config)
-                )
-            if groups.add(trajectories, informative):
-                return groups, ahead
-        logger.warning(
-            "the prompts of all epochs are used up; the last batch is left out: %s",
-            groups.shortfall(),
-        )
-        return groups, None
+    async def _sample(self, flow: GroupFlow, times: dict[str, float]) -> GroupSampling | None:
+        """The step's groups; None if the data ended first."""
+        version = self.progress.step
+
+        async def wait(work: Coroutine[Any, Any, T]) -> T:
+            return await self._timed("rollout", times, self._until_stopped(work))
+
+        async def judge(trajectories: Sequence[Trajectory]) -> set[str]:
+            work = self._compute(informative_uids, trajectories, self._config)
+            return await self._timed("batch", times, work)
+
+        step = await self._source.next(flow, version, wait=wait, judge=judge)
+        if step is None:
+            return None
+        sampling, self._facts = step
+        if self._config.max_staleness:
+            self._facts |= token_staleness(sampling.trajectories(), version) | flow.metrics()
+        faults = self._parts.rollouts.faults() | flow.faults
+        self._facts |= {f"faults/{name}": float(number) for name, number in faults.items()}
+        return sampling
 
     def _with_advantages(self, batch: StepBatch) -> tuple[StepBatch, dict[str, float], float]:
         return with_advantages(
@@ -281,15 +290,12 @@ class Trainer:
         times: dict[str, float] = {}
         trajectories: list[Trajectory] = []
         for start in range(0, len(parts.eval_prompts), size):
-            trajectories += await self._timed(
-                "eval",
-                times,
-                self._until_stopped(
-                    parts.rollouts.generate(
-                        parts.eval_prompts[start : start + size], step=0, phase="eval"
-                    )
-                ),
-            )
+            prompts = parts.eval_prompts[start : start + size]
+            work = parts.rollouts.generate(prompts, step=0, phase="eval")
+            sampled = await self._timed("eval", times, self._until_stopped(work))
+            log_failures(sampled)
+            self._failures.see(sampled)
+            trajectories += sampled
         output = generator_output_from_trajectories(trajectories)
         sources = output["data_sources"]
         named = sources is not None and any(source is not None for source in sources)
@@ -321,7 +327,7 @@ class Trainer:
         """The trajectories go to the run folder."""
         if self._writer is not None:
             write = partial(self._writer.write, batch=batch, trainer_logprobs=trainer_logprobs)
-            await self._in_thread(write, self.progress.step, phase, trajectories)
+            await self._compute(write, self.progress.step, phase, trajectories)
 
     def _save(self) -> None:
         self._display.phase("checkpoint")
@@ -343,6 +349,7 @@ class Trainer:
             "step": self.progress.step,
             "policy_version": self.progress.step,
             "sampler": self._sampler.state(),
+            "groups": {} if self._flow is None else self._flow.state(),
             "kl_coef": self._kl_coef,
             "random": save_random_state(folder / "random.safetensors"),
             "config": to_dict(self._config),
@@ -371,30 +378,14 @@ class Trainer:
     def _due(self, interval: int) -> bool:
         return self._over() or (interval > 0 and self.progress.step % interval == 0)
 
-    async def _timed(self, name: str, times: dict[str, float], work: Awaitable[T]) -> T:
-        self._display.phase(name.replace("_", "-"))
-        started = self._parts.clock()
-        try:
-            return await work
-        finally:
-            times[name] = times.get(name, 0.0) + self._parts.clock() - started
-
-    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._compute, function, *arguments)
-
     async def _until_stopped(self, work: Coroutine[Any, Any, T]) -> T:
-        """The work's result, or StopRequested with the work cancelled."""
-        task = asyncio.ensure_future(work)
-        stop = asyncio.ensure_future(self.stop.wait())
-        try:
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise StopRequested
-        finally:
-            for pending in (task, stop):
-                pending.cancel()
-            await asyncio.gather(task, stop, return_exceptions=True)
+        rollouts = self._parts.rollouts
+        return await until_stopped(
+            work,
+            stop=self.stop,
+            wait_for_fault=rollouts.wait_for_fault,
+            repair=lambda: rollouts.repair(self._parts.policy, version=self.progress.step),
+        )
 
 
 def split_rollout_time(times: dict[str, float], trajectories: Sequence[Trajectory]) -> None:

@@ -1,4 +1,4 @@
-"""Rollouts by vLLM in this process: settings to engine, environments and agent loop."""
+"""Rollouts by vLLM, in this process or by servers: settings to engines and agent loop."""
 
 from __future__ import annotations
 
@@ -11,95 +11,164 @@ import torch
 
 from skyrl_fast.config import settings
 from skyrl_fast.rollout.engine import Engine, SamplingParams
+from skyrl_fast.rollout.engine_pool import EnginePool, PooledEngine
 from skyrl_fast.rollout.env import EnvConfig, EnvFactory
-from skyrl_fast.rollout.failures import FailureWatch
-from skyrl_fast.rollout.groups import rollout
+from skyrl_fast.rollout.group_runner import GroupRunner
+from skyrl_fast.rollout.groups import run_groups
+from skyrl_fast.rollout.remote_engine import RemoteEngine
 from skyrl_fast.rollout.rollout_config import RolloutConfig
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.rollout.vllm_engine import VllmEngine
 from skyrl_fast.rollout.vllm_start import VllmConfig
+from skyrl_fast.rollout.weight_gate import WeightGate
 from skyrl_fast.rollout.weight_update import TOLERANCES, WeightSync, WeightSyncReport
 from skyrl_fast.train.policy import Policy
 from skyrl_fast.train.prompts import Prompt, load_prompts
 
 PROBE_SEQUENCES = 2  # compared after each weight update; two prompts show any stale layer
 PROBE_TOKENS = 48
+# Faults that have a metric even before they happen.
+FAULTS = (
+    "retried_trajectories",
+    "environment_errors",
+    "engine_errors",
+    "slow_trajectories",
+    "stuck_trajectories",
+    "engine_deaths",
+    "engine_restarts",
+    "requests_sent_again",
+)
 
 
 async def start_rollouts(config: settings.Config, tokenizer: Any, model_path: str) -> VllmRollouts:
-    """Start vLLM on a model folder and make the environments' threads.
+    """Start vLLM on a model folder, or find its servers, and make the environments' threads.
 
     Raises:
         EngineDeadError: vLLM is missing or did not start; the message says what to do.
         ValueError: an environment's module cannot be imported, or a setting is out of range.
     """
     environments = EnvFactory(env_config(config))
-    engine = VllmEngine(vllm_config(config, model_path))
-    rollouts = VllmRollouts(config, tokenizer, engine, environments)
-    await engine.start()
+    settings_of_engine = config.generator.inference_engine
+    pool = EnginePool(
+        engines(config, model_path),
+        max_restarts=settings_of_engine.max_restarts,
+        weights_folder=settings_of_engine.weight_sync_path,
+    )
+    rollouts = VllmRollouts(config, tokenizer, pool, environments)
+    await pool.start()
     return rollouts
 
 
+def engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
+    """Return the engines of the settings, not started."""
+    engine = config.generator.inference_engine
+    if engine.run_engines_locally:
+        return [VllmEngine(vllm_config(config, model_path))]
+    return [
+        RemoteEngine(
+            url,
+            weight_sync=engine.weight_sync_backend,
+            records_routes=engine.enable_return_routed_experts,
+        )
+        for url in engine.external_server_urls
+    ]
+
+
 class VllmRollouts:
-    """The `Rollouts` of a real run: engine, agent loop, verified weight updates."""
+    """The `Rollouts` of a real run: engines, agent loop, verified weight updates."""
 
     def __init__(
-        self, config: settings.Config, tokenizer: Any, engine: Engine, environments: EnvFactory
+        self, config: settings.Config, tokenizer: Any, pool: EnginePool, environments: EnvFactory
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._engine = engine
+        self._pool = pool
         self._environments = environments
-        self._rollout = rollout_config(config)
-        self._sync: WeightSync | None = None
-        self._version = 0
-        self._failures = FailureWatch()
+        self._gate = WeightGate()
+        self._runner = GroupRunner(
+            pool,
+            tokenizer,
+            environments,
+            rollout_config(config),
+            seed=config.trainer.seed,
+            gate=self._gate,
+            env_timeout_seconds=config.environment.timeout_seconds,
+        )
+        self._interrupted = 0
+        self._updated = False
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str
     ) -> list[Trajectory]:
-        """See `Rollouts.generate`.
-
-        Raises:
-            RolloutError: nothing succeeded in this batch and in those before it.
-        """
-        trajectories = await rollout(
-            prompts,
-            self._engine,
-            self._tokenizer,
-            self._environments,
-            self._rollout,
-            phase=phase,
-            policy_version=self._version,
-            seed=self._config.trainer.seed,
-        )
-        self._failures.see(trajectories)
-        return trajectories
+        """See `Rollouts.generate`."""
+        version = step if phase == "train" else self._gate.version
+        return await run_groups(self._runner, prompts, phase=phase, policy_version=version)
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
-        """See `Rollouts.update_weights`; the first time the engine has them and is only checked."""
-        if self._sync is None:
-            self._sync = self._weight_sync(policy)
-            report = await self._sync.verify()
-        else:
-            report = await self._sync.update(policy.named_weights())
-        self._version = version
+        """See `Rollouts.update_weights`.
+
+        The first time an engine of this process has them from the model's folder and is only
+        checked.
+        """
+
+        def make_sync(engine: Engine) -> WeightSync:
+            return self._weight_sync(engine, policy)
+
+        in_flight = self._config.trainer.fully_async.weight_update == "in_flight"
+        interrupt = self._pool.interrupt if in_flight else self._pool.release
+        async with self._gate.closed(interrupt) as inside:
+            if self._updated or not self._pool.start_with_model:
+                report = await self._pool.update(policy.named_weights(), make_sync)
+            else:
+                report = await self._pool.verify(make_sync)
+            self._updated = True
+            self._gate.version = version
+        if in_flight:
+            self._interrupted += inside
         return _sync_metrics(report)
 
+    async def wait_for_fault(self) -> None:
+        """See `Rollouts.wait_for_fault`."""
+        await self._pool.wait_for_fault()
+
+    async def repair(self, policy: Policy, *, version: int) -> None:
+        """See `Rollouts.repair`."""
+        assert version == self._gate.version
+        await self._pool.repair(
+            policy.named_weights(), lambda engine: self._weight_sync(engine, policy)
+        )
+
+    def activity(self, uids: Sequence[str]) -> list[str]:
+        """See `Rollouts.activity`."""
+        board = self._runner.board
+        now = board.clock()
+        return [*self._pool.activity(), *(row.text(now) for row in board.oldest(list(uids)))]
+
+    def faults(self) -> dict[str, float]:
+        """See `Rollouts.faults`."""
+        counts = {
+            **dict.fromkeys(FAULTS, 0),
+            **self._runner.faults,
+            **self._pool.faults,
+            "environment_timeouts": self._environments.num_abandoned,
+            "requests_interrupted": self._interrupted,
+        }
+        return {name: float(number) for name, number in counts.items()}
+
     async def close(self) -> None:
-        """Stop the engine and the environments' threads."""
-        await self._engine.close()
+        """Stop the engines and the environments' threads."""
+        await self._pool.close()
         await self._environments.close()
 
-    def _weight_sync(self, policy: Policy) -> WeightSync:
-        engine = self._config.generator.inference_engine
-        dtype = policy.dtype if engine.model_dtype == "auto" else getattr(torch, engine.model_dtype)
+    def _weight_sync(self, engine: Engine, policy: Policy) -> WeightSync:
+        chosen = self._config.generator.inference_engine.model_dtype
+        dtype = policy.dtype if chosen == "auto" else getattr(torch, chosen)
 
         def replayed(probe: list[list[int]], routes: list[np.ndarray]) -> list[list[float]]:
             return [policy.sequence_logprobs(*one) for one in zip(probe, routes, strict=True)]
 
         return WeightSync(
-            self._engine,
+            engine,
             probe=self._probe(),
             trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
             replayed_logprobs=replayed if policy.router_replay else None,

@@ -1,0 +1,1 @@
+"""Asynchronous training, shown: against synchronous, killed, disturbed, by two servers."""

@@ -1,0 +1,109 @@
+"""Kill -9 an asynchronous run at random moments, resume it each time, count what it trained.
+
+    python examples/asynchronous/kill_and_resume.py --base work --kills 5
+
+Ends with an error unless each (uid, repetition) was trained as often as in a run that was left
+alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.asynchronous.quickstart_run import (
+    prepare,
+    settings,
+    start,
+    train,
+    trained,
+)
+from skyrl_fast.train.checkpoint import checkpoints, read_json
+
+BATCH = 4
+SMALL = [
+    f"trainer.train_batch_size={BATCH}",
+    f"trainer.policy_mini_batch_size={BATCH}",
+    "trainer.epochs=1",
+    "trainer.ckpt_interval=2",
+    "trainer.eval_before_train=false",
+    "trainer.eval_interval=-1",
+    "data.val_data=[]",
+    "generator.n_samples_per_prompt=4",
+]
+
+
+def main() -> None:
+    """Run both, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base", type=Path, default=Path("asynchronous"))
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    base: Path = options.base.resolve()
+    base.mkdir(parents=True, exist_ok=True)
+    prepare(base)
+    few = (base / "slow_train.jsonl").read_text(encoding="utf-8").splitlines()
+    few = few[: options.steps * BATCH]
+    (base / "few_train.jsonl").write_text("\n".join(few) + "\n", encoding="utf-8")
+    for name in ("undisturbed", "killed"):
+        shutil.rmtree(base / name, ignore_errors=True)
+    train(base, overrides("undisturbed"), log="undisturbed.log")
+    kill_and_resume(base, options.kills, random.Random(options.seed))
+    wanted, got = (
+        Counter((t["uid"], t["repetition_id"]) for t in trained(base / name))
+        for name in ("undisturbed", "killed")
+    )
+    print(f"undisturbed: {wanted.total()} trajectories; killed {options.kills} times: "
+          f"{got.total()}; the same: {wanted == got}")  # fmt: skip
+    sys.exit(wanted != got or set(got.values()) != {1})
+
+
+def overrides(name: str) -> list[str]:
+    """Return the settings of one run."""
+    chosen = settings(name, staleness=2)
+    return [*chosen, *SMALL, "data.train_data=[few_train.jsonl]"]
+
+
+def kill_and_resume(base: Path, kills: int, moments: random.Random) -> None:
+    """Let it run for a while after its start, kill it with everything it started, and again."""
+    resume = [*overrides("killed"), "trainer.resume_mode=latest"]
+    for number in range(kills):
+        before = last_step(base)
+        process = start(base, resume, log="killed.log")
+        until = None
+        while process.poll() is None:
+            if until is None and (base / "killed/trajectories").is_dir():
+                newest = max((base / "killed/trajectories").glob("step_*"), default=None)
+                if newest is not None and newest.name > f"step_{before:06d}.jsonl":
+                    until = time.monotonic() + moments.uniform(0, 4)  # it trains
+            if until is not None and time.monotonic() > until:
+                process.send_signal(signal.SIGKILL)
+                break
+            time.sleep(0.02)
+        if process.wait() != -signal.SIGKILL:
+            raise RuntimeError(f"ended with {process.returncode} before kill {number + 1}")
+        found = checkpoints(base / "killed/checkpoints")
+        flying = read_json(found[-1][1] / "state.json")["groups"]["in_flight"] if found else []
+        print(f"kill {number + 1}: newest checkpoint step {last_step(base)}, in flight there: "
+              f"{', '.join(flying)}", flush=True)  # fmt: skip
+    train(base, resume, log="killed.log")
+
+
+def last_step(base: Path) -> int:
+    """Return the newest checkpoint's step; 0 without one."""
+    found = checkpoints(base / "killed/checkpoints")
+    return found[-1][0] if found else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Two `vllm serve` processes drive one run; one of them is killed on the way, and comes back.
+
+    python examples/asynchronous/two_servers.py --base work --steps 12
+
+Ends with an error unless the run finishes with all its groups, both servers were used, the death
+and the return are in log and metrics, and both hold the trainer's last weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.asynchronous.quickstart_run import (
+    CONFIG,
+    environment,
+    prepare,
+    settings,
+    start,
+    trained,
+)
+from skyrl_fast.train.sinks import read_metrics
+
+SMALL = [
+    "trainer.train_batch_size=4",
+    "trainer.policy_mini_batch_size=4",
+    "trainer.eval_before_train=false",
+    "trainer.eval_interval=-1",
+    "trainer.ckpt_interval=-1",
+    "data.val_data=[]",
+    "generator.n_samples_per_prompt=4",
+    "generator.inference_engine.num_threads=1",
+]
+
+
+def main() -> None:
+    """Start both, train, kill one, start it again."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base", type=Path, default=Path("asynchronous"))
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--weight-sync", choices=("extension", "reload"), default="extension")
+    options = parser.parse_args()
+    base: Path = options.base.resolve()
+    base.mkdir(parents=True, exist_ok=True)
+    prepare(base)
+    shutil.rmtree(base / "servers", ignore_errors=True)
+    (base / "servers.log").unlink(missing_ok=True)
+    ports = free_ports(2)
+    servers = [serve(base, port) for port in ports]
+    process = None
+    try:
+        urls = ",".join(f"'http://127.0.0.1:{port}'" for port in ports)
+        chosen = [
+            *settings("servers", staleness=2),
+            *SMALL,
+            f"trainer.max_training_steps={options.steps}",
+            "generator.inference_engine.run_engines_locally=false",
+            f"generator.inference_engine.external_server_urls=[{urls}]",
+            f"generator.inference_engine.weight_sync_backend={options.weight_sync}",
+        ]
+        process = start(base, chosen, log="servers.log")
+        wait_for_step(process, base, options.steps // 3)
+        servers[0].send_signal(signal.SIGKILL)
+        print(f"killed the server of port {ports[0]}", flush=True)
+        wait_for_step(process, base, options.steps // 2)
+        servers[0].wait()
+        servers[0] = serve(base, ports[0])
+        code = process.wait()
+    finally:
+        for one in (*servers, process):
+            if one is not None:
+                one.terminate()
+                one.wait()
+    problems = look(base, options.steps, code)
+    print("\n".join(problems) or "all as it should be")
+    sys.exit(bool(problems))
+
+
+def serve(base: Path, port: int) -> subprocess.Popen[bytes]:
+    """Start `skyrl-fast engine`."""
+    command = [sys.executable, "-m", "skyrl_fast", "engine", str(CONFIG), "--port", str(port)]
+    with (base / f"server_{port}.log").open("ab") as file:
+        return subprocess.Popen(
+            [*command, *SMALL], cwd=base, stdout=file, stderr=file, env=environment()
+        )
+
+
+def free_ports(number: int) -> list[int]:
+    """Return ports that nobody listens on now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def wait_for_step(process: subprocess.Popen[bytes], base: Path, step: int) -> None:
+    """Return when the run has come so far, or is over."""
+    while process.poll() is None:
+        rows = read_metrics(base / "servers/metrics.jsonl")
+        if rows and rows[-1]["step"] >= step:
+            return
+        time.sleep(0.2)
+
+
+def look(base: Path, steps: int, code: int) -> list[str]:
+    """Return what is wrong, in words; print what was counted."""
+    problems = [] if code == 0 else [f"ended with {code}: see {base / 'servers.log'}"]
+    rows = [row for row in read_metrics(base / "servers/metrics.jsonl") if "timing/step" in row]
+    if len(rows) != steps or len(trained(base / "servers")) != 16 * steps:
+        problems.append(f"{len(rows)} of {steps} steps, {len(trained(base / 'servers'))} samples")
+    faults = {name: value for name, value in rows[-1].items() if name.startswith("faults/")}
+    print("\n".join(f"{name} {value:.0f}" for name, value in sorted(faults.items())))
+    log = (base / "servers.log").read_text(encoding="utf-8", errors="replace")
+    if not faults.get("faults/engine_deaths") or "DEAD: the server" not in log:
+        problems.append("nobody noticed that a server died")
+    back = [row["step"] for row in rows if row["faults/engine_restarts"]]
+    print(f"back from step {back[0]} on" if back else "it did not come back before the end")
+    worst = max(row["sync/logprob_abs_diff_max"] for row in rows)
+    print(f"largest difference of a probe's logprob after an update, both servers: {worst:.2g}")
+    return problems
+
+
+if __name__ == "__main__":
+    main()

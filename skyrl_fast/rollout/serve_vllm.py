@@ -1,0 +1,51 @@
+"""`vllm serve` as trainers of this package need it: the command line and its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_fast.rollout.vllm_start import VllmConfig, engine_args, engine_environment
+
+# Settings that are Python's, not the server's.
+_NO_FLAGS = ("model", "use_tqdm_on_load", "disable_log_stats", "enable_log_requests")
+
+
+def serve_command(config: VllmConfig, *, host: str, port: int) -> list[str]:
+    """Return the command that serves the model's folder on this address.
+
+    Example:
+        >>> serve_command(VllmConfig("model"), host="127.0.0.1", port=8001)[3:8]
+        ['serve', 'model', '--host', '127.0.0.1', '--port']
+    """
+    arguments = engine_args(config)
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", config.model]
+    command += ["--host", host, "--port", str(port), "--disable-log-stats"]
+    command += ["--disable-uvicorn-access-log"]
+    for name, value in arguments.items():
+        if name not in _NO_FLAGS and value is not None:
+            command += _flag(name, value)
+    return command
+
+
+def serve_environment(config: VllmConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the server: vLLM's calls for weights and pauses are switched on."""
+    wanted = {**engine_environment(config), "VLLM_SERVER_DEV_MODE": "1"}
+    return {**wanted, **environment}
+
+
+def serve(config: VllmConfig, *, host: str, port: int) -> None:
+    """Become the server; does not return."""
+    command = serve_command(config, host=host, port=port)
+    os.execve(command[0], command, serve_environment(config, os.environ))
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+    return [f"--{flag}", text]

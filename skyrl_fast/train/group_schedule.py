@@ -1,0 +1,200 @@
+"""Which group starts when, and which are trained next: a plain state machine.
+
+It knows no engine, no event loop and no clock: who drives it says what happened, and when.
+
+    accepted -> running -> ready -> taken -> consumed      (any of the first four: -> dropped)
+
+Groups are numbered in the order in which their prompts come, and leave in that order. With a batch
+of B groups and a bound S, at most (S + 1) * B of them have not left yet. So, when a group starts,
+fewer than (S + 1) * B stand before it, which are trained in at most S whole batches and its own:
+it is trained at most S policy versions after its start. Had groups left in the order in which they
+were ready, a slow one could be overtaken without end, and there would be no such bound.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+ACCEPTED = "accepted"  # in line, not started
+RUNNING = "running"
+READY = "ready"  # its trajectories are whole
+TAKEN = "taken"  # in the batch that is being put together or trained
+CONSUMED = "consumed"  # trained
+DROPPED = "dropped"  # will not be trained
+
+
+class ScheduleError(RuntimeError):
+    """The groups' order or bound was broken: a mistake in this package."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One prompt's place in line.
+
+    Args:
+        number: in the order of the data, from 0.
+        name: uid of its trajectories; unlike any other that has not left.
+        prompt: number of the prompt in the data set.
+        place: (epoch, position) of the prompt in the data.
+        state: one of the six above.
+        version: policy version at its start; -1 before.
+        started: clock at its start.
+    """
+
+    number: int
+    name: str
+    prompt: int
+    place: tuple[int, int]
+    state: str = ACCEPTED
+    version: int = -1
+    started: float = 0.0
+
+
+class GroupSchedule:
+    """The groups that are on their way, in the order of their start.
+
+    Args:
+        batch_size: groups trained for one new policy version.
+        max_staleness: how many versions older than the policy a group's start may be.
+        version: of the policy at the beginning.
+
+    Example:
+        >>> schedule = GroupSchedule(batch_size=2, max_staleness=1)
+        >>> schedule.room()
+        4
+        >>> first = schedule.accept("a", prompt=0, place=(0, 0))
+        >>> schedule.start(first, now=0.0); schedule.finish(first)
+        >>> schedule.next_ready(2) is None  # two are wanted
+        True
+    """
+
+    def __init__(self, *, batch_size: int, max_staleness: int, version: int = 0) -> None:
+        if batch_size < 1 or max_staleness < 0:
+            raise ValueError(
+                "GroupSchedule: wanted batch_size >= 1 and max_staleness >= 0, got "
+                f"{batch_size} and {max_staleness}"
+            )
+        self.version = version
+        self.capacity = (max_staleness + 1) * batch_size
+        self.counts: Counter[str] = Counter()
+        self._batch_size = batch_size
+        self._max_staleness = max_staleness
+        self._line: list[Group] = []
+        self._leaving = 0  # trained, but the engine has not got the new version yet
+        self._dropped: list[Group] = []  # since the last version
+        self._next_number = 0
+
+    @property
+    def line(self) -> tuple[Group, ...]:
+        """All groups that have not left, in the order of their start."""
+        return tuple(self._line)
+
+    @property
+    def dropped(self) -> tuple[Group, ...]:
+        """Groups dropped since the last version."""
+        return tuple(self._dropped)
+
+    def num(self, *states: str) -> int:
+        """Groups in line in one of these states."""
+        return sum(group.state in states for group in self._line)
+
+    def room(self, *, wanted: int = 0, limit: int | None = None) -> int:
+        """How many more may be accepted now.
+
+        Args:
+            wanted: groups that the trainer waits for, beyond those it has taken. They may start
+                even where there is no room: nobody else would ever make some. This happens only
+                with `max_staleness` 0, where a batch is filled up at its own version.
+            limit: groups of this version's batch and of all to come.
+        """
+        most = self.capacity if limit is None else min(self.capacity, limit)
+        untaken = len(self._line) - self.num(TAKEN)
+        return max(0, most - len(self._line) - self._leaving, wanted - untaken)
+
+    def accept(self, uid: str, *, prompt: int, place: tuple[int, int]) -> Group:
+        """Put the next prompt of the data at the end of the line.
+
+        A prompt that comes round again while an earlier group of it has not left, or within the
+        same policy version, gets another name: it is another group, with samples of its own.
+        """
+        used = {group.name for group in (*self._line, *self._dropped)}
+        name, again = uid, 0
+        while name in used:
+            again += 1
+            name = f"{uid}~{again}"
+        group = Group(self._next_number, name, prompt, place)
+        self._next_number += 1
+        self._line.append(group)
+        return group
+
+    def to_start(self) -> list[Group]:
+        """Accepted groups that wait for their start, in order."""
+        return [group for group in self._line if group.state == ACCEPTED]
+
+    def start(self, group: Group, *, now: float) -> None:
+        """It runs from now on, and its age counts from here."""
+        self._move(group, RUNNING, ACCEPTED)
+        group.version, group.started = self.version, now
+
+    def finish(self, group: Group) -> None:
+        """Its trajectories are whole."""
+        self._move(group, READY, RUNNING)
+
+    def drop(self, group: Group) -> None:
+        """It leaves without being trained and makes room."""
+        self._move(group, DROPPED, ACCEPTED, RUNNING, READY, TAKEN)
+        self._line.remove(group)
+        self._dropped.append(group)
+
+    def next_ready(self, number: int) -> list[Group] | None:
+        """The next `number` groups in the order of their start, once all of them are ready."""
+        following = [group for group in self._line if group.state != TAKEN][:number]
+        if len(following) < number or any(group.state != READY for group in following):
+            return None
+        return following
+
+    def take(self, groups: list[Group]) -> None:
+        """They are in the batch that is trained next.
+
+        Raises:
+            ScheduleError: one before them is left out, or one is older than the bound.
+        """
+        if groups != [group for group in self._line if group.state != TAKEN][: len(groups)]:
+            raise ScheduleError("groups are taken out of the order of their start")
+        for group in groups:
+            if self.version - group.version > self._max_staleness:
+                raise ScheduleError(
+                    f"group {group.name} started at version {group.version} and is taken at "
+                    f"{self.version}: more than {self._max_staleness} later"
+                )
+            self._move(group, TAKEN, READY)
+
+    def consume(self) -> list[Group]:
+        """What was taken is trained; return it. Its room is free at the next `advance`.
+
+        A group that started between the two would have one batch more before it than its version
+        says.
+        """
+        consumed = [group for group in self._line if group.state == TAKEN]
+        self._line = [group for group in self._line if group.state != TAKEN]
+        for group in consumed:
+            self._move(group, CONSUMED, TAKEN)
+        self._leaving += len(consumed)
+        self._dropped.clear()
+        return consumed
+
+    def advance(self, version: int) -> None:
+        """The engine has this version."""
+        self.version = version
+        self._leaving = 0
+
+    def staleness(self, groups: list[Group]) -> list[int]:
+        """How many versions ago each of them started."""
+        return [self.version - group.version for group in groups]
+
+    def _move(self, group: Group, state: str, *allowed: str) -> None:
+        if group.state not in allowed:
+            raise ScheduleError(f"group {group.name}: {group.state} cannot become {state}")
+        group.state = state
+        self.counts[state] += 1

@@ -6,7 +6,6 @@ What is random in a real run (which group ends when) is drawn from a seed here.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import random
@@ -33,6 +32,7 @@ from skyrl_fast.train.policy import Policy
 from skyrl_fast.train.prompts import Prompt, PromptSampler
 from skyrl_fast.train.run import Outcome, run_training
 from skyrl_fast.train.sinks import read_metrics
+from skyrl_fast.trajectory_store import read_index
 
 CHANGING = ("timing/", "generate/trajectory", "async/num_groups_r")  # the clock's
 
@@ -123,13 +123,11 @@ def train(config: Config, make: Any = None) -> Outcome:
 
 def trained(outcome: Outcome) -> list[tuple[int, str, int]]:
     """(step, uid, repetition) of every trajectory that was trained."""
-    result = []
-    for path in sorted(outcome.trajectories.glob("step_*.jsonl")):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            step = int(path.stem.removeprefix("step_"))
-            result.append((step, record["uid"], record["repetition_id"]))
-    return result
+    return [
+        (entry.step, entry.uid, entry.repetition_id)
+        for entry in read_index(outcome.run_path)
+        if entry.phase == "train"
+    ]
 
 
 def steady(path: Path) -> list[dict[str, Any]]:

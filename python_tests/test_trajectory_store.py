@@ -83,6 +83,7 @@ def test_a_line_holds_all_that_is_known(tmp_path: Path) -> None:
     assert first["rollout_logprobs"] == [-0.25, -0.5, -0.75]
     assert first["trainer_logprobs"] == [-0.5, -0.75, None]
     assert second["trainer_logprobs"] == []
+    assert first["policy_versions"] == []  # all of the turn's policy_version
     assert second["prompt_shared"] == 5 and second["prompt_token_ids"] == [30]
 
 

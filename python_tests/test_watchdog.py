@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -81,18 +82,21 @@ def test_the_board_knows_who_has_done_the_same_for_longest() -> None:
 
 
 class Deaf:
-    """An engine whose chosen requests never end and ignore that they are cancelled."""
+    """An engine whose chosen requests never end and ignore that they are cancelled.
 
-    def __init__(self, tokenizer: Any, deaf: set[int]) -> None:
+    `deaf`: of each repetition, how many of its first requests.
+    """
+
+    def __init__(self, tokenizer: Any, deaf: dict[int, int]) -> None:
         self.answer = says(tokenizer, "a")
-        self.deaf = deaf
-        self.asked = 0
+        self.deaf = Counter(deaf)
         self.let_go = asyncio.Event()
 
     async def generate(self, prompt_token_ids: Any, sampling: Any, **place: Any) -> Generation:
-        number = self.asked
-        self.asked += 1
-        while number in self.deaf and not self.let_go.is_set():
+        repetition_id = int(place["session_id"].split("-")[-2])
+        self.deaf[repetition_id] -= 1
+        never = self.deaf[repetition_id] >= 0
+        while never and not self.let_go.is_set():
             try:
                 await self.let_go.wait()
             except asyncio.CancelledError:
@@ -101,7 +105,7 @@ class Deaf:
 
 
 async def run_deaf(
-    tokenizer: Any, deaf: set[int], *, samples: int = 3, retries: int = 1, slots: int = 8
+    tokenizer: Any, deaf: dict[int, int], *, samples: int = 3, retries: int = 1, slots: int = 8
 ) -> tuple[GroupRunner, list[Trajectory] | Exception]:
     """One group; the clock runs ten deadlines ahead whenever nothing else happens."""
     clock = Clock()
@@ -144,7 +148,7 @@ def test_a_stuck_trajectory_begins_anew_and_the_whole_ones_stay(
     tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        runner, got = asyncio.run(run_deaf(tiny_tokenizer, {1}))
+        runner, got = asyncio.run(run_deaf(tiny_tokenizer, {1: 1}))
     assert isinstance(got, list)
     assert [(t.repetition_id, t.failure, len(t.steps)) for t in got] == [
         (i, None, 1) for i in range(3)
@@ -155,7 +159,7 @@ def test_a_stuck_trajectory_begins_anew_and_the_whole_ones_stay(
 
 @pytest.mark.spec("12.13", "12.15")
 def test_stuck_for_good_it_stays_as_a_failed_one(tiny_tokenizer: Any) -> None:
-    runner, got = asyncio.run(run_deaf(tiny_tokenizer, {0, 3}))
+    runner, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 2}))
     assert isinstance(got, list)
     assert [len(t.steps) for t in got] == [0, 1, 1]
     assert got[0].failure == "stuck past every deadline, and given up"
@@ -164,14 +168,14 @@ def test_stuck_for_good_it_stays_as_a_failed_one(tiny_tokenizer: Any) -> None:
 
 @pytest.mark.spec("12.14")
 def test_a_group_of_which_nothing_came_back_is_dropped(tiny_tokenizer: Any) -> None:
-    _, got = asyncio.run(run_deaf(tiny_tokenizer, set(range(9)), samples=2, retries=0))
+    _, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 9, 1: 9}, samples=2, retries=0))
     assert isinstance(got, GroupDroppedError)
     assert "group p: all 2 trajectories were stuck" in str(got)
 
 
 @pytest.mark.spec("12.13")
 def test_a_stuck_trajectory_gives_its_place_back(tiny_tokenizer: Any) -> None:
-    runner, got = asyncio.run(run_deaf(tiny_tokenizer, {0}, slots=1))
+    runner, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 1}, slots=1))
     assert isinstance(got, list)
     assert [t.failure for t in got] == [None] * 3
     assert not runner._slots.locked()
@@ -182,7 +186,7 @@ def test_slow_trajectories_are_in_the_log_and_the_counts(
     tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        runner, _ = asyncio.run(run_deaf(tiny_tokenizer, {2}))
+        runner, _ = asyncio.run(run_deaf(tiny_tokenizer, {2: 1}))
     assert runner.faults["slow_trajectories"] == 1
     assert "slow: p/2: turn 1, generating for 1000 s" in caplog.text
 

@@ -60,7 +60,7 @@ def main() -> None:
     train(base, overrides("undisturbed"), log="undisturbed.log")
     kill_and_resume(base, options.kills, random.Random(options.seed))
     wanted, got = (
-        Counter((t["uid"], t["repetition_id"]) for t in trained(base / name))
+        Counter((t.uid, t.repetition_id) for t in trained(base / name))
         for name in ("undisturbed", "killed")
     )
     print(f"undisturbed: {wanted.total()} trajectories; killed {options.kills} times: "

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from skyrl_fast.trajectory_store import read_index
+from skyrl_fast.trajectory_store.parts import IndexEntry
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -86,11 +88,6 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def trained(run_path: Path) -> list[dict[str, Any]]:
-    """Return the record of each trajectory that was trained, with its step."""
-    records = []
-    for path in sorted((run_path / "trajectories").glob("step_*.jsonl")):
-        step = int(path.stem.removeprefix("step_"))
-        for line in path.read_text(encoding="utf-8").splitlines():
-            records.append({**json.loads(line), "step": step})
-    return records
+def trained(run_path: Path) -> list[IndexEntry]:
+    """Return each trajectory that was trained, with its step."""
+    return [entry for entry in read_index(run_path) if entry.phase == "train"]

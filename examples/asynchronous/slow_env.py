@@ -21,7 +21,7 @@ HANGING_SECONDS = 3600.0
 _draw = random.Random()  # what happens when is nobody's to repeat
 
 
-class SlowText2SqlEnv(Text2SqlEnv):
+class SlowText2SqlEnv(Text2SqlEnv, skyrl_gym.Env):
     """Waits before each step; now and then raises, or never returns."""
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:

@@ -104,7 +104,7 @@ def look(base: Path, steps: int, code: int | None, memory: list[tuple[int, float
         print(f"{log.count(name)} times in the log: {name}")
         if name not in log:
             problems.append(f"not in the log: {name}")
-    per_group = Counter((t["step"], t["uid"]) for t in trained(base / "soak"))
+    per_group = Counter((t.step, t.uid) for t in trained(base / "soak"))
     if len(per_group) != 4 * steps or set(per_group.values()) != {4}:
         problems.append("some group is not whole, or was trained twice in a step")
     if max(row["async/staleness_max"] for row in rows) > 2:

@@ -108,7 +108,6 @@ class Trainer:
         self._timed = Stopwatch(parts.clock, display.phase)
         self._failures = FailureWatch()
         self._source = BatchSource(config, self._failures)
-        self._facts: dict[str, float] = {}
         self._flow: GroupFlow | None = None
 
     async def run(self) -> Progress:
@@ -187,9 +186,10 @@ class Trainer:
         parts = self._parts
         started = parts.clock()
         times: dict[str, float] = {}
-        groups = await self._sample(flow, times)
-        if groups is None:
+        sample = await self._sample(flow, times)
+        if sample is None:
             return False
+        groups, ages = sample
         trajectories = groups.trajectories()
         split_rollout_time(times, groups.sampled)
         batch, metrics = await self._timed(
@@ -198,7 +198,7 @@ class Trainer:
         batch, facts, kl_coef = await self._timed(
             "advantages", times, self._compute(self._with_advantages, batch)
         )
-        metrics |= groups.metrics() | facts | self._facts
+        metrics |= groups.metrics() | facts | ages
         self._whole = False
         trainer_logprobs = torch.full_like(batch.rewards, float("nan"))
         metrics |= await self._timed(
@@ -223,8 +223,10 @@ class Trainer:
             self._save()
         return True
 
-    async def _sample(self, flow: GroupFlow, times: dict[str, float]) -> GroupSampling | None:
-        """The step's groups; None if the data ended first."""
+    async def _sample(
+        self, flow: GroupFlow, times: dict[str, float]
+    ) -> tuple[GroupSampling, dict[str, float]] | None:
+        """The step's groups, and their ages and faults; None if the data ended first."""
         version = self.progress.step
 
         async def wait(work: Coroutine[Any, Any, T]) -> T:
@@ -237,12 +239,11 @@ class Trainer:
         step = await self._source.next(flow, version, wait=wait, judge=judge)
         if step is None:
             return None
-        sampling, self._facts = step
+        sampling, facts = step
         if self._config.max_staleness:
-            self._facts |= token_staleness(sampling.trajectories(), version) | flow.metrics()
+            facts |= token_staleness(sampling.trajectories(), version) | flow.metrics()
         faults = self._parts.rollouts.faults() | flow.faults
-        self._facts |= {f"faults/{name}": float(number) for name, number in faults.items()}
-        return sampling
+        return sampling, facts | {f"faults/{name}": float(n) for name, n in faults.items()}
 
     def _with_advantages(self, batch: StepBatch) -> tuple[StepBatch, dict[str, float], float]:
         return with_advantages(
@@ -380,11 +381,9 @@ class Trainer:
 
     async def _until_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         rollouts = self._parts.rollouts
+        repair = partial(rollouts.repair, self._parts.policy, version=self.progress.step)
         return await until_stopped(
-            work,
-            stop=self.stop,
-            wait_for_fault=rollouts.wait_for_fault,
-            repair=lambda: rollouts.repair(self._parts.policy, version=self.progress.step),
+            work, stop=self.stop, wait_for_fault=rollouts.wait_for_fault, repair=repair
         )
 
 

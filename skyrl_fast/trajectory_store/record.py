@@ -118,6 +118,7 @@ def _token_values(step: Step, own: TrainedStep | None, evaluated: bool) -> dict[
     mask = list(step.loss_mask) if evaluated else [0] * len(step.response_ids)
     return {
         "loss_mask": mask if own is None else own.loss_mask.tolist(),
+        "policy_versions": list(step.token_versions or []),
         "rollout_logprobs": rounded(step.rollout_logprobs or []),
         "trainer_logprobs": [] if own is None else _unless_empty(own.trainer_logprobs),
         "advantages": [] if own is None else _unless_empty(own.advantages),

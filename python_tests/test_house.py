@@ -97,12 +97,17 @@ def test_the_trajectory_store_knows_no_trainer_and_no_engine() -> None:
     assert offenders(python_files("trajectory_store"), forbidden) == []
 
 
+def test_nothing_leans_on_the_integrations() -> None:
+    files = [p for p in python_files("") if PACKAGE / "integrations" not in p.parents]
+    assert offenders(files, ("skyrl_fast.integrations",)) == []
+
+
 def test_only_the_command_line_knows_the_command_line() -> None:
     files = [p for p in python_files("") if p.name not in ("cli.py", "__main__.py")]
     assert offenders(files, ("skyrl_fast.cli",)) == []
 
 
-@pytest.mark.parametrize("heavy", ["vllm", "skyrl_gym"])
+@pytest.mark.parametrize("heavy", ["vllm", "skyrl_gym", "skyrl", "ray", "verl", "trl"])
 def test_engine_and_environments_are_imported_when_they_are_used(heavy: str) -> None:
     assert offenders(python_files(""), (heavy,), at_top_only=True) == []
 

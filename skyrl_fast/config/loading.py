@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -312,3 +313,8 @@ def _with_optional_sections() -> Config:
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
+
+
+def environment_setting(name: str) -> str:
+    """Return an environment variable's value, "" where it is not set."""
+    return os.environ.get(name, "")

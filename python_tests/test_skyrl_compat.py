@@ -1,0 +1,221 @@
+"""Losses, log-probabilities and the trainer's step-wise block beside SkyRL's own."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from _skyrl_cases import assert_same_outcome, outcome
+
+from skyrl_fast.integrations import skyrl as ours
+from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS
+
+pytestmark = pytest.mark.peers
+
+
+@pytest.fixture(autouse=True, scope="module")
+def there_is_skyrl() -> None:
+    pytest.importorskip("skyrl.train.trainer", reason="SkyRL is not installed")
+
+
+LOSSES = {
+    "regular": "ppo_policy_loss",
+    "dual_clip": "ppo_policy_loss",
+    "sapo": "sapo_policy_loss",
+    "gspo": "gspo_policy_loss",
+    "cispo": "compute_policy_loss_cispo",
+    "rollout_is": "rollout_is_policy_loss",
+    "dppo": "dppo_policy_loss",
+    "clip_cov": "compute_policy_loss_clip_cov",
+    "kl_cov": "compute_policy_loss_kl_cov",
+    "cross_entropy": "cross_entropy_loss",
+    "importance_sampling": "importance_sampling_loss",
+}
+# exp and float32 sums in another order; see the page on the drop-in for what differs and why.
+CLOSE = {"rtol": 2e-6, "atol": 2e-6}
+
+
+def algorithm(name: str) -> Any:
+    from skyrl.train.config import AlgorithmConfig
+
+    config = AlgorithmConfig(policy_loss_type=name, loss_reduction="sequence_mean")
+    config.dppo.delta_low = config.dppo.delta_high = 0.05
+    config.clip_cov.clip_cov_lb, config.clip_cov.clip_ratio = 0.0, 0.1
+    return config
+
+
+def cells(rows: int = 6, width: int = 40, seed: int = 0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    logprobs = -torch.rand(rows, width) * 3
+    return {
+        "logprobs": logprobs,
+        "old": logprobs + 0.3 * torch.randn(rows, width),
+        "rollout": logprobs + 0.3 * torch.randn(rows, width),
+        "advantages": torch.randn(rows, width) / 50,
+        "mask": (torch.rand(rows, width) < 0.6).float(),
+    }
+
+
+@pytest.mark.spec("17.2", "17.4")
+@pytest.mark.parametrize("correction", [False, True])
+@pytest.mark.parametrize("rollout", [False, True])
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_losses_equal(name: str, rollout: bool, correction: bool) -> None:
+    function = LOSSES[name]
+    theirs = ORIGINALS.function(function)
+    if theirs is None:
+        pytest.skip("this SkyRL has no such loss")
+    config, d = algorithm(name), cells()
+    if correction:
+        config.off_policy_correction.tis_ratio_type = "token"
+        config.off_policy_correction.sequence_mask_metric = "geometric"
+        config.off_policy_correction.geo_mask_low, config.off_policy_correction.geo_mask_high = (
+            0.9,
+            1.1,
+        )
+    results = []
+    for loss in (theirs, getattr(ours, function)):
+        current = d["logprobs"].clone().requires_grad_()
+        torch.manual_seed(1)
+        given = d["rollout"] if rollout or name == "rollout_is" else None
+        value, metrics = loss(current, d["old"], d["advantages"], config, d["mask"], given)
+        value.backward()
+        results.append((value.detach(), current.grad, metrics))
+    (want, want_grad, want_metrics), (got, got_grad, metrics) = results
+    torch.testing.assert_close(got, want, **CLOSE)
+    torch.testing.assert_close(got_grad, want_grad, **CLOSE)
+    assert metrics.keys() == want_metrics.keys()
+    for key, value in want_metrics.items():
+        assert metrics[key] == pytest.approx(value, rel=1e-6, abs=1e-7), key
+    if "clip_ratio" in want_metrics:
+        assert metrics["clip_ratio"] == want_metrics["clip_ratio"]
+
+
+@pytest.mark.spec("17.2")
+def test_losses_leave_odd_input_to_skyrl() -> None:
+    config, d = algorithm("regular"), cells()
+    for change in (
+        {"mask": None},
+        {"mask": d["mask"] * 0.5},
+        {"logprobs": d["logprobs"].bfloat16()},
+        {"old": d["old"].double()},
+        {"mask": torch.zeros_like(d["mask"])},
+        {"advantages": d["advantages"] * float("nan")},
+    ):
+        given = {**d, **change}
+        args = (given["logprobs"], given["old"], given["advantages"], config, given["mask"])
+        want, want_metrics = ORIGINALS.function("ppo_policy_loss")(*args)
+        got, metrics = ours.ppo_policy_loss(*args)
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, equal_nan=True)
+        assert metrics == want_metrics
+    with pytest.raises(AssertionError):
+        config.policy_loss_type = "other"
+        ours.ppo_policy_loss(d["logprobs"], d["old"], d["advantages"], config, d["mask"])
+
+
+@pytest.mark.spec("17.2", "17.4")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_equal(dtype: torch.dtype) -> None:
+    theirs = ORIGINALS.function("logprobs_from_logits")
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 5, 1000) * 4, torch.randint(0, 1000, (2, 5))
+    results = []
+    for function in (theirs, ours.logprobs_from_logits):
+        given = logits.to(dtype).requires_grad_()
+        out = function(given, labels)
+        assert out.dtype == dtype
+        out.float().sum().backward()
+        results.append((out.detach(), given.grad))
+    # a logsumexp near 16 is rounded to steps of 1e-6; bfloat16 near -16 to steps of 1/16
+    close = {"rtol": 0.0, "atol": 4e-6} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 0.0}
+    torch.testing.assert_close(results[1][0], results[0][0], **close)
+    # SkyRL's bfloat16 gradient goes through log-probabilities rounded to 8 bits
+    rtol = 1e-4 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=rtol, atol=1e-5)
+    for bad in (labels + 1000, labels[:1], labels.float()):
+        assert_same_outcome(
+            outcome(theirs, logits, bad), outcome(ours.logprobs_from_logits, logits, bad)
+        )
+
+
+def trainer_stub(estimator: str, *, step_wise: bool = True) -> Any:
+    """As much of SkyRL's trainer as the method reads."""
+    chosen = SimpleNamespace(
+        advantage_estimator=estimator, grpo_norm_by_std=True, gamma=1.0, lambd=1.0
+    )
+    cfg = SimpleNamespace(
+        trainer=SimpleNamespace(algorithm=chosen),
+        generator=SimpleNamespace(step_wise_trajectories=step_wise),
+    )
+    return SimpleNamespace(cfg=cfg, all_metrics={})
+
+
+def step_wise_batch(seed: int, *, token_rewards: bool = False) -> Any:
+    from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+
+    rng = np.random.default_rng(seed)
+    flags, uids = [], []
+    for trajectory in range(12):
+        steps = int(rng.integers(1, 5))
+        flags += [False] * (steps - 1) + [True]
+        uids += [f"p{trajectory // 3}"] * steps
+    pad = 3
+    flags, uids = flags + [True] * pad, uids + [f"pad{i}" for i in range(pad)]
+    rows, width = len(flags), 17
+    lengths = torch.from_numpy(rng.integers(1, width + 1, rows))
+    mask = (torch.arange(width)[None] >= width - lengths[:, None]).long()
+    rewards = torch.zeros(rows, width)
+    rewards[:, -1] = torch.from_numpy(rng.integers(0, 2, rows)).float()
+    if token_rewards:
+        rewards = torch.from_numpy(rng.normal(size=(rows, width))).float() * mask
+    batch = TrainingInputBatch({"rewards": rewards, "response_mask": mask, "values": None})
+    batch.metadata = {
+        "uids": uids, "is_last_step": flags, "avg_response_length": 3.0, "pad_size": pad,
+    }  # fmt: skip
+    return batch
+
+
+@pytest.mark.spec("17.2", "17.4")
+@pytest.mark.parametrize("token_rewards", [False, True])
+@pytest.mark.parametrize("estimator", ["grpo", "maxrl"])
+def test_step_wise_block_equals(estimator: str, token_rewards: bool) -> None:
+    name = "RayPPOTrainer.compute_advantages_and_returns"
+    theirs = ORIGINALS.function(name)
+    for seed in range(5):
+        batch = step_wise_batch(seed, token_rewards=token_rewards)
+        stubs = trainer_stub(estimator), trainer_stub(estimator)
+        before = ORIGINALS.counts[name].handed_back
+        want = theirs(stubs[0], copy.deepcopy(batch))
+        got = ours.compute_advantages_and_returns(stubs[1], copy.deepcopy(batch))
+        assert ORIGINALS.counts[name].handed_back == before, ORIGINALS.counts[name].last_reason
+        assert torch.equal(got["advantages"], want["advantages"])
+        assert torch.equal(got["returns"], want["returns"])
+        assert stubs[1].all_metrics == pytest.approx(stubs[0].all_metrics, rel=1e-5, abs=1e-7)
+        assert got.metadata["metrics"] == pytest.approx(
+            want.metadata["metrics"], rel=1e-5, abs=1e-7
+        )
+
+
+@pytest.mark.spec("17.2")
+def test_step_wise_block_leaves_the_rest_to_skyrl() -> None:
+    name = "RayPPOTrainer.compute_advantages_and_returns"
+    theirs = ORIGINALS.function(name)
+    for estimator, step_wise in (("rloo", True), ("grpo", False), ("reinforce++", False)):
+        batch = step_wise_batch(0)
+        before = ORIGINALS.counts[name].handed_back
+        want = theirs(trainer_stub(estimator, step_wise=step_wise), copy.deepcopy(batch))
+        got = ours.compute_advantages_and_returns(
+            trainer_stub(estimator, step_wise=step_wise), copy.deepcopy(batch)
+        )
+        assert ORIGINALS.counts[name].handed_back == before + 1
+        torch.testing.assert_close(got["advantages"], want["advantages"])
+    broken = step_wise_batch(0)
+    broken.metadata["is_last_step"][-1] = False
+    for function in (theirs, ours.compute_advantages_and_returns):
+        with pytest.raises(AssertionError):
+            function(trainer_stub("grpo"), copy.deepcopy(broken))

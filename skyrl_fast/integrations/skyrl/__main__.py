@@ -1,0 +1,31 @@
+"""Run a module of SkyRL's with the stand-ins installed: `python -m skyrl_fast.integrations.skyrl`.
+
+python -m skyrl_fast.integrations.skyrl [--mode compat|fixed] MODULE [ARGUMENTS ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+
+from skyrl_fast.integrations.skyrl.switch import MODES, install
+
+
+def main() -> None:
+    """Install, then run the module as if it had been started itself."""
+    parser = argparse.ArgumentParser(
+        prog="python -m skyrl_fast.integrations.skyrl",
+        description="Run a module with skyrl_fast installed in SkyRL.",
+    )
+    parser.add_argument("--mode", choices=MODES, default="compat")
+    parser.add_argument("module", help="such as skyrl.train.entrypoints.main_base")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the module")
+    args = parser.parse_args()
+    print(install(args.mode), file=sys.stderr)
+    sys.argv = [args.module, *args.arguments]
+    runpy.run_module(args.module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""SkyRL's padded batch and padding rows. N rows, T, R padded lengths, L layers, K experts."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_fast.integrations.skyrl.names import NEWEST
+from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, require, stand_in
+from skyrl_fast.ops import batch_tensors, padding_rows
+
+logger = logging.getLogger(__name__)
+CONVERT = "convert_prompts_responses_to_batch_tensors"
+PAD = "pad_training_input_batch"
+MAX_DUMMY_EXPERTS = 256  # beyond, the dummy route 0, 1, ... does not fit SkyRL's smallest dtype
+
+
+@stand_in(CONVERT, renamed={"tokenizer": "pad_token_id"})
+def convert_prompts_responses_to_batch_tensors(
+    pad_token_id: Any,
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    rewards: list[list[float] | torch.Tensor],
+    loss_masks: list[list[int]],
+    logprobs: list[list[float]] | None = None,
+    rollout_expert_indices: list[np.ndarray] | None = None,
+    max_seq_len: int | None = None,
+) -> batch_tensors.BatchTensors:
+    """Return the seven tensors of a padded batch, as SkyRL's function of that name.
+
+    Args:
+        pad_token_id: the id, or, as up to 0.3.0, the tokenizer that has it.
+        prompts, responses, rewards, loss_masks, logprobs: N rows.
+        rollout_expert_indices: N arrays (tokens, L, K). Up to 0.3.0, where the dummy route is
+            zeros, they are left to SkyRL.
+        max_seq_len: a warning is logged where a row is longer.
+
+    Raises:
+        What SkyRL raises.
+
+    Example:
+        >>> rows = [[5]], [[7, 8]], [[0.0, 1.0]], [[1, 1]]
+        >>> convert_prompts_responses_to_batch_tensors(0, *rows)[0]
+        tensor([[5, 7, 8]])
+    """
+    newest = ORIGINALS.label(CONVERT) == NEWEST
+    require(isinstance(rewards, list), "rewards that are no list")
+    kinds = {list, np.ndarray} if newest else {list}
+    for rows in (prompts, responses):
+        require(isinstance(rows, list) and set(map(type, rows)) <= kinds, "rows of another type")
+    require(
+        all(kind is list or issubclass(kind, torch.Tensor) for kind in set(map(type, rewards))),
+        "rewards that are neither lists nor tensors",
+    )
+    if rollout_expert_indices is not None:
+        require(newest and _are_canonical(rollout_expert_indices), "routes of another form")
+    if newest:
+        require(not hasattr(pad_token_id, "pad_token_id"), "a tokenizer instead of an id")
+    else:
+        pad_token_id = pad_token_id.pad_token_id
+    tensors = batch_tensors.convert_prompts_responses_to_batch_tensors(
+        pad_token_id, prompts, responses, rewards, loss_masks, logprobs, rollout_expert_indices
+    )
+    width = tensors[0].shape[1]
+    if max_seq_len is not None and width > max_seq_len:
+        logger.warning(
+            "Max sequence length in batch (%d) exceeds max_seq_len (%d). No truncation is "
+            "performed; consider checking generator settings.",
+            width,
+            max_seq_len,
+        )
+    return tensors
+
+
+def _are_canonical(routes: Any) -> bool:
+    if not isinstance(routes, list) or not routes:
+        return False
+    return all(
+        isinstance(array, np.ndarray)
+        and array.ndim == 3
+        and len(array) > 0
+        and 1 <= array.shape[2] <= MAX_DUMMY_EXPERTS
+        for array in routes
+    )
+
+
+@stand_in("make_router_padding_mask")
+def make_router_padding_mask(
+    attention_mask: torch.Tensor, captured_route_lengths: Sequence[int]
+) -> torch.Tensor:
+    """Return (N, T) bool, True without a captured route, as SkyRL's function of that name.
+
+    Args:
+        attention_mask: (N, T) integers, left padded.
+        captured_route_lengths: N, the number of each row's first tokens that have a route.
+
+    Raises:
+        ValueError: SkyRL's.
+
+    Example:
+        >>> make_router_padding_mask(torch.tensor([[0, 1, 1]]), [1])
+        tensor([[ True, False,  True]])
+    """
+    require(not attention_mask.is_floating_point(), "a mask of floats")
+    require(attention_mask.ndim == 2, "a mask of another shape")
+    require(len(captured_route_lengths) == len(attention_mask), "another number of rows")
+    require(min(captured_route_lengths, default=0) >= 0, "a negative length")
+    routes = [range(int(length)) for length in captured_route_lengths]  # only their lengths count
+    return batch_tensors.router_padding_mask(routes, attention_mask)
+
+
+@stand_in(PAD)
+def pad_training_input_batch(unpadded_batch: Any, pad_size: int) -> Any:
+    """Return the batch with `pad_size` padding rows, as SkyRL's function of that name.
+
+    Args:
+        unpadded_batch: SkyRL's TrainingInputBatch, on the CPU.
+        pad_size: rows to add; 0 gives the same object back.
+
+    Raises:
+        AssertionError: SkyRL's.
+    """
+    device = unpadded_batch.device
+    require(device is None or device.type == "cpu", "a batch on another device")
+    require(isinstance(pad_size, int) and pad_size >= 0, "a pad_size that is no count")
+    if pad_size:
+        require(type(unpadded_batch).__name__ == "TrainingInputBatch", "a batch of another type")
+        for name in ("uids", "is_last_step"):
+            value = (unpadded_batch.metadata or {}).get(name, [])
+            require(isinstance(value, list), f"{name} that are no list")
+        routes = unpadded_batch.get("rollout_expert_indices")
+        mask = unpadded_batch.get("router_padding_mask")
+        if routes is not None or mask is not None:
+            require(ORIGINALS.label(PAD) == NEWEST, "routes, which older texts pad otherwise")
+            require(mask is None or mask.dtype == torch.bool, "a router_padding_mask of numbers")
+    return padding_rows.pad_training_input_batch(unpadded_batch, pad_size)
+
+
+@stand_in("RayPPOTrainer.pad_batch")
+def pad_batch(self: Any, training_input: Any) -> Any:
+    """Return the batch padded to the data-parallel size, as SkyRL 0.1.0's method of that name.
+
+    There the padding rows repeat the first `pad_size` rows, not the first row alone.
+    """
+    num_rows, dp_size = training_input.batch_size, self.dispatch.get_lcm_dp_size()
+    pad_size = math.ceil(num_rows / dp_size) * dp_size - num_rows
+    require(pad_size <= num_rows, "more padding rows than rows")
+    metadata = training_input.metadata
+    if pad_size == 0:
+        metadata["pad_size"] = 0
+        return training_input
+    require(isinstance(metadata.get("uids"), list), "uids that are no list")
+    padded = padding_rows.pad_training_input_batch(training_input, pad_size)
+    for name, tensor in training_input.items():
+        if tensor is None:
+            del padded[name]  # that version drops them
+        elif name == "is_last_step":
+            padded[name][num_rows:] = 1
+        elif name != "loss_mask":
+            padded[name][num_rows:] = tensor[:pad_size]
+    metadata["pad_size"] = pad_size
+    if "trajectory_ids" in metadata:
+        names = [f"pad{i}" for i in range(pad_size)]
+        padded.metadata["trajectory_ids"] = metadata["trajectory_ids"] + names
+    return padded

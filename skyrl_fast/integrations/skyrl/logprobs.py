@@ -1,0 +1,42 @@
+"""SkyRL's log-probabilities of tokens. Shapes: ... rows in any arrangement, V vocabulary."""
+
+from __future__ import annotations
+
+import torch
+
+from skyrl_fast.integrations.skyrl.stand_in import require, stand_in
+from skyrl_fast.ops import _backend
+from skyrl_fast.ops.logprob import ON_GPU, selected_logprob
+
+
+@stand_in("logprobs_from_logits")
+def logprobs_from_logits(
+    logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True
+) -> torch.Tensor:
+    """Return each label's log-probability, as SkyRL's function of that name.
+
+    Sums run in float32 with a float64 flush, in one pass; the result is rounded to the logits'
+    dtype, as SkyRL's is. It differs from SkyRL's by the rounding of its sums.
+
+    Args:
+        logits: (B, S, V) float32, bfloat16 or float16. On a GPU without compiled kernels they are
+            left to SkyRL.
+        labels: (B, S) integers.
+        inplace_backward: whether the gradient may overwrite the logits; as in SkyRL this holds on a
+            GPU alone.
+
+    Example:
+        >>> logprobs_from_logits(torch.zeros(1, 1, 2), torch.tensor([[1]]))
+        tensor([[-0.6931]])
+    """
+    require(logits.numel() > 0 and logits.ndim > 1, "no rows")
+    require(logits.shape[:-1] == labels.shape, "labels of another shape")
+    require(logits.dtype in (torch.float32, torch.bfloat16, torch.float16), "another dtype")
+    require(labels.dtype == torch.int64, "labels of another dtype")
+    on_gpu = logits.device.type == "cuda"
+    chosen = _backend.select("logprobs_from_logits", logits, available_on_gpu=ON_GPU)
+    require(chosen == "native", "a device without kernels")
+    inplace = inplace_backward and on_gpu
+    out = selected_logprob(logits, labels, inplace_backward=inplace)
+    assert isinstance(out, torch.Tensor)
+    return out.to(logits.dtype)

@@ -1,0 +1,339 @@
+"""SkyRL's policy losses and loss reduction. N rows, R padded cells.
+
+SkyRL scales the advantages, so that a loss is a plain sum over the trained tokens; here the rows
+therefore weigh 1. Tensors on the CPU in float32 are computed by `skyrl_fast.policy_loss`, others by
+SkyRL. The corrections for sampling from another policy, with their metrics, are SkyRL's own: they
+come in as a weight per token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_fast.integrations.skyrl.names import NEWEST
+from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError, require, stand_in
+from skyrl_fast.ops import _backend
+from skyrl_fast.ops.policy_loss import policy_loss
+
+REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
+Loss = tuple[torch.Tensor, dict[str, float]]
+Tensor = torch.Tensor
+
+
+@stand_in(REDUCTION)
+def apply_loss_reduction_to_advantages_minibatch(
+    advantages: Tensor,
+    loss_mask: Tensor,
+    loss_reduction: str,
+    micro_batch_size: int,
+    max_seq_len: int,
+    prompt_boundaries: list[tuple[int, int]] | None = None,
+) -> Tensor:
+    """Return the advantages scaled so that a sum gives the reduction, as SkyRL's function.
+
+    Args:
+        advantages, loss_mask: (N, R) of a mini-batch.
+        loss_reduction: "token_mean", "sequence_mean", "seq_mean_token_sum_norm" or "prompt_mean";
+            others are left to SkyRL.
+        micro_batch_size: read by SkyRL's legacy reduction alone.
+        max_seq_len: for "seq_mean_token_sum_norm".
+        prompt_boundaries: (start, end) rows of each prompt, all rows in order; for "prompt_mean".
+
+    Raises:
+        ValueError: SkyRL's.
+    """
+    require(advantages.dtype == torch.float32 == loss_mask.dtype, "another dtype")
+    require(advantages.device.type == "cpu" and advantages.shape == loss_mask.shape, "other shapes")
+    num_rows = len(advantages)
+    divisor: Any
+    if loss_reduction == "token_mean":
+        divisor = loss_mask.sum().clamp(min=1)
+    elif loss_reduction == "sequence_mean":
+        divisor = num_rows * loss_mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    elif loss_reduction == "seq_mean_token_sum_norm":
+        divisor = num_rows * max_seq_len
+    else:
+        require(loss_reduction == "prompt_mean", "another reduction")
+        divisor = _tokens_of_prompts(loss_mask, prompt_boundaries)
+    out = _backend.empty(advantages.shape, advantages.dtype)
+    return torch.div(advantages.detach(), divisor, out=out)
+
+
+def _tokens_of_prompts(mask: Tensor, boundaries: list[tuple[int, int]] | None) -> Tensor:
+    """Return (N, 1): number of prompts times the trained tokens of each row's prompt."""
+    require(bool(boundaries), "no prompts")
+    assert boundaries is not None
+    starts, ends = (list(edge) for edge in zip(*boundaries, strict=True))
+    require(starts == [0, *ends[:-1]] and ends[-1] == len(mask), "rows outside of prompts")
+    totals = torch.stack([mask[start:end].sum() for start, end in boundaries]).clamp(min=1)
+    sizes = torch.tensor(ends) - torch.tensor(starts)
+    return (len(boundaries) * totals).repeat_interleave(sizes)[:, None]
+
+
+@stand_in("ppo_policy_loss")
+def ppo_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    config: Any,
+    loss_mask: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+) -> Loss:
+    """Return SkyRL's "regular" or "dual_clip" loss and its metrics, by `config.policy_loss_type`.
+
+    Args (of all losses here):
+        log_probs, old_log_probs, advantages, loss_mask, rollout_logprobs: (N, R).
+        config: SkyRL's AlgorithmConfig.
+    """
+    kind = str(config.policy_loss_type)
+    require(kind in ("regular", "dual_clip"), "another loss")
+    return _loss(
+        "ppo_policy_loss", kind, log_probs, old_log_probs, advantages, config, loss_mask,
+        rollout_logprobs, clip_ratio_c=config.clip_ratio_c, **_clip(config),
+    )  # fmt: skip
+
+
+@stand_in("sapo_policy_loss")
+def sapo_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    config: Any,
+    loss_mask: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+) -> Loss:
+    """Return SkyRL's SAPO loss and its metrics."""
+    require(config.loss_reduction == "sequence_mean", "a reduction of which SkyRL warns")
+    loss, metrics = _loss(
+        "sapo_policy_loss", "sapo", log_probs, old_log_probs, advantages, config, loss_mask,
+        rollout_logprobs, tau_pos=config.sapo.tau_pos, tau_neg=config.sapo.tau_neg,
+    )  # fmt: skip
+    return loss, {**metrics, "clip_ratio": 0.0}
+
+
+@stand_in("gspo_policy_loss")
+def gspo_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    config: Any,
+    loss_mask: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+) -> Loss:
+    """Return SkyRL's GSPO loss and its metrics."""
+    require(config.loss_reduction == "sequence_mean", "a reduction of which SkyRL warns")
+    return _loss(
+        "gspo_policy_loss", "gspo", log_probs, old_log_probs, advantages, config, loss_mask,
+        rollout_logprobs, scope="row", **_clip(config),
+    )  # fmt: skip
+
+
+@stand_in("compute_policy_loss_cispo")
+def compute_policy_loss_cispo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    config: Any,
+    loss_mask: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+) -> Loss:
+    """Return SkyRL's CISPO loss and its metrics.
+
+    Texts that log the mean of the clamped ratio keep their own function: the kernel has no such
+    mean.
+    """
+    require(ORIGINALS.label("compute_policy_loss_cispo") != NEWEST, "the clamped ratio's mean")
+    return _loss(
+        "compute_policy_loss_cispo", "cispo", log_probs, old_log_probs, advantages, config,
+        loss_mask, rollout_logprobs, cispo_eps_clip_low=config.cispo.cispo_eps_clip_low,
+        cispo_eps_clip_high=config.cispo.cispo_eps_clip_high,
+    )  # fmt: skip
+
+
+@stand_in("rollout_is_policy_loss")
+def rollout_is_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    config: Any,
+    loss_mask: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+) -> Loss:
+    """Return SkyRL's importance-weighted loss against the sampler's policy, and its metrics."""
+    require(rollout_logprobs is not None, "no rollout_logprobs")
+    return _loss(
+        "rollout_is_policy_loss", "rollout_is", log_probs, old_log_probs, advantages, config,
+        loss_mask, rollout_logprobs, **_clip(config),
+    )  # fmt: skip
+
+
+@stand_in("dppo_policy_loss")
+def dppo_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    config: Any,
+    loss_mask: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+) -> Loss:
+    """Return SkyRL's DPPO loss and its metrics."""
+    return _loss(
+        "dppo_policy_loss", "dppo", log_probs, old_log_probs, advantages, config, loss_mask,
+        rollout_logprobs, dppo_type=config.dppo.dppo_type, delta_low=config.dppo.delta_low,
+        delta_high=config.dppo.delta_high,
+    )  # fmt: skip
+
+
+@stand_in("compute_policy_loss_clip_cov")
+def compute_policy_loss_clip_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    config: Any,
+    loss_mask: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+) -> Loss:
+    """Return SkyRL's Clip-Cov loss and its metrics; torch's generator draws, as in SkyRL."""
+    return _loss(
+        "compute_policy_loss_clip_cov", "clip_cov", log_probs, old_log_probs, advantages, config,
+        loss_mask, None, clip_cov_ratio=config.clip_cov.clip_ratio,
+        clip_cov_lb=config.clip_cov.clip_cov_lb, clip_cov_ub=config.clip_cov.clip_cov_ub,
+        **_clip(config),
+    )  # fmt: skip
+
+
+@stand_in("compute_policy_loss_kl_cov")
+def compute_policy_loss_kl_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    config: Any,
+    loss_mask: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+) -> Loss:
+    """Return SkyRL's KL-Cov loss and its metrics."""
+    loss, _ = _loss(
+        "compute_policy_loss_kl_cov", "kl_cov", log_probs, old_log_probs, advantages, config,
+        loss_mask, None, kl_cov_frac=config.kl_cov.kl_cov_frac,
+        ppo_kl_coef=config.kl_cov.ppo_kl_coef,
+    )  # fmt: skip
+    return loss, {"clip_ratio": 0.0}
+
+
+@stand_in("cross_entropy_loss")
+def cross_entropy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    config: Any,
+    loss_mask: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+) -> Loss:
+    """Return SkyRL's cross entropy and its metrics."""
+    loss, _ = _loss(
+        "cross_entropy_loss", "cross_entropy", log_probs, None, None, config, loss_mask, None
+    )
+    return loss, {"clip_ratio": 0.0}
+
+
+@stand_in("importance_sampling_loss")
+def importance_sampling_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    config: Any,
+    loss_mask: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+) -> Loss:
+    """Return SkyRL's importance-sampling loss and its metrics.
+
+    SkyRL does not bound the ratio here; where it leaves exp(-20) to exp(20), SkyRL computes it.
+    """
+    loss, metrics = _loss(
+        "importance_sampling_loss", "importance_sampling", log_probs, old_log_probs, advantages,
+        config, loss_mask, None,
+    )  # fmt: skip
+    return loss, {"importance_ratio": metrics["ratio_mean"]}
+
+
+def _clip(config: Any) -> dict[str, float]:
+    return {"eps_clip_low": config.eps_clip_low, "eps_clip_high": config.eps_clip_high}
+
+
+# Losses whose ratio SkyRL does not bound, while the kernel bounds it by exp(+-20).
+UNBOUNDED = ("gspo", "clip_cov", "kl_cov", "importance_sampling")
+LARGEST_LOG_RATIO = {"gspo": 10.0}
+DEFAULT_LARGEST = 20.0
+
+
+def _loss(
+    name: str,
+    kind: str,
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor | None,
+    config: Any,
+    loss_mask: Tensor | None,
+    rollout_logprobs: Tensor | None,
+    **parameters: Any,
+) -> Loss:
+    """Return the sum over trained tokens of one loss, and SkyRL's metrics of it."""
+    require(isinstance(log_probs, torch.Tensor) and loss_mask is not None, "no loss mask")
+    assert loss_mask is not None
+    others = [t for t in (old_log_probs, advantages, rollout_logprobs) if t is not None]
+    require(log_probs.ndim == 2 and log_probs.device.type == "cpu", "another shape or device")
+    require(not any(t.requires_grad for t in others), "gradients of more than log_probs")
+    require(all(t.dtype == torch.float32 for t in (log_probs, loss_mask, *others)), "other dtypes")
+    require(all(t.shape == log_probs.shape for t in (loss_mask, *others)), "other shapes")
+    require(_is_zero_one(loss_mask), "a mask that is not 0 and 1")
+    weights: Tensor | None = None
+    metrics: dict[str, float] = {}
+    if rollout_logprobs is not None:
+        weights, metrics = _correction(name, old_log_probs, rollout_logprobs, loss_mask, config)
+    loss, own = policy_loss(
+        log_probs, old_log_probs, advantages, loss_mask, loss=kind,
+        rollout_logprobs=rollout_logprobs, token_weights=weights,
+        row_weights=torch.ones(len(log_probs)), **parameters,
+    )  # fmt: skip
+    if kind in UNBOUNDED:
+        limit = float(np.exp(LARGEST_LOG_RATIO.get(kind, DEFAULT_LARGEST))) * 0.99
+        inside = 1 / limit < float(own["ratio_min"]) and float(own["ratio_max"]) < limit
+        require(inside or not float(own["num_tokens"]), "ratios beyond the kernel's bounds")
+    if not np.isfinite(loss.item()):
+        raise NotOursError("a loss that is no number")
+    count = float(own["num_tokens"])
+    clipped = np.float32(round(float(own["clip_ratio"]) * count)) / np.float32(max(count, 1.0))
+    if kind == "importance_sampling":
+        return loss, {"ratio_mean": float(own["ratio_mean"])}
+    return loss, {"clip_ratio": float(clipped), **metrics}
+
+
+def _is_zero_one(mask: Tensor) -> bool:
+    """Return whether all cells are 0 or 1.
+
+    The sum, the sum of squares and the number of non-zeros of a mask are equal only then: a sum of
+    squares is at least the square of the sum over the number, with equality for equal cells.
+    """
+    flat = mask.reshape(-1)
+    count = float(torch.count_nonzero(flat))
+    return float(flat.sum()) == count == float(torch.dot(flat, flat))
+
+
+def _correction(
+    name: str, old: Tensor | None, rollout: Tensor, mask: Tensor, config: Any
+) -> tuple[Tensor | None, dict[str, float]]:
+    """Return SkyRL's weight per token for sampling from another policy, and its metrics."""
+    original = ORIGINALS.function(name)
+    if original is None:
+        raise NotOursError("SkyRL is not there, whose function makes the correction")
+    apply = inspect.unwrap(original).__globals__["apply_off_policy_correction"]
+    is_enabled = apply.__globals__.get("off_policy_correction_enabled")
+    settings = config.off_policy_correction
+    if is_enabled is not None and not is_enabled(settings):
+        return None, {}
+    ratio, kept, metrics = apply(torch.ones_like(mask), old, rollout, mask, settings)
+    return ratio * kept, metrics

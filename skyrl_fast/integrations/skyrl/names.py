@@ -1,0 +1,175 @@
+"""What of SkyRL is replaced: where it is defined, which texts of it are known, what stands in.
+
+A text is known by its fingerprint (see `source.fingerprint`): that of the function itself and of
+the private ones that it calls. A version in which the text is another one keeps its own function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PREPROCESS = ("skyrl.train.dataset.preprocess", "skyrl_train.dataset.preprocess")
+TRAINING_BATCH = ("skyrl.backends.skyrl_train.training_batch", "skyrl_train.training_batch")
+GENERATORS = ("skyrl.train.generators.utils", "skyrl_train.generators.utils")
+TRAINER_UTILS = ("skyrl.train.utils.trainer_utils", "skyrl_train.utils.trainer_utils")
+PPO = ("skyrl.backends.skyrl_train.utils.ppo_utils", "skyrl_train.utils.ppo_utils")
+TORCH_UTILS = ("skyrl.backends.skyrl_train.utils.torch_utils", "skyrl_train.utils.torch_utils")
+TRAINER = ("skyrl.train.trainer", "skyrl_train.trainer")
+GYM_GENERATOR = (
+    "skyrl.train.generators.skyrl_gym_generator",
+    "skyrl_train.generators.skyrl_gym_generator",
+)
+NEWEST = "main"  # the label of the newest text that is known
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One function or method of SkyRL.
+
+    Args:
+        name: of the function, or `Class.method`.
+        modules: where it is defined: today's layout, and the older `skyrl_train`.
+        texts: known fingerprints, each with the first version that has it.
+        stand_in: `module.function` of this package.
+        uses: private functions of the same module that belong to the text.
+        rules: fixed rules it carries out; with any, it is replaced only where one of them is on.
+    """
+
+    name: str
+    modules: tuple[str, str]
+    texts: Mapping[str, str]
+    stand_in: str
+    uses: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+
+    @property
+    def short_name(self) -> str:
+        """The name without its class."""
+        return self.name.rpartition(".")[2]
+
+
+def _estimator(name: str, text: str, since: str = "0.1.0") -> Target:
+    return Target(name, PPO, {text: since}, f"advantages.{name}")
+
+
+def _loss(name: str, text: str, since: str = "0.2.0") -> Target:
+    return Target(name, PPO, {text: since}, f"losses.{name}")
+
+
+TARGETS = (
+    Target(
+        "convert_prompts_responses_to_batch_tensors",
+        PREPROCESS,
+        {"2e718702551576ba": "main", "8b9b1157d9fb71ff": "0.2.0"},
+        "batches.convert_prompts_responses_to_batch_tensors",
+        ("_verify_inputs", "_reward_to_numpy"),
+    ),
+    Target(
+        "make_router_padding_mask",
+        PREPROCESS,
+        {"9d906156cf90684a": "main"},
+        "batches.make_router_padding_mask",
+    ),
+    Target(
+        "compute_prompt_mini_batch_boundaries",
+        PREPROCESS,
+        {"d3bf0fda26e560c3": "0.2.0"},
+        "boundaries.compute_prompt_mini_batch_boundaries",
+    ),
+    Target(
+        "compute_prompt_boundaries",
+        PREPROCESS,
+        {"6c5d9023672ddc7c": "0.3.0"},
+        "boundaries.compute_prompt_boundaries",
+    ),
+    Target(
+        "pad_training_input_batch",
+        TRAINING_BATCH,
+        {"ac531ca0fbf01f60": "main", "d60fa884c02932f1": "0.2.0"},
+        "batches.pad_training_input_batch",
+    ),
+    Target("RayPPOTrainer.pad_batch", TRAINER, {"6dc453c17a0b2176": "0.1.0"}, "batches.pad_batch"),
+    Target(
+        "validate_generator_output",
+        TRAINER_UTILS,
+        {"151a606d7f17e22a": "0.2.0"},
+        "outputs.validate_generator_output",
+        ("_validate_step_wise_fields",),
+    ),
+    Target(
+        "get_metrics_from_generator_output",
+        GENERATORS,
+        {"1b1143ce5c7fb423": "0.1.0"},
+        "output_metrics.get_metrics_from_generator_output",
+    ),
+    Target(
+        "get_rollout_metrics",
+        GENERATORS,
+        {"564ea46197873fef": "main", "9db0604082455a9c": "0.3.0"},
+        "output_metrics.get_rollout_metrics",
+        ("compute_turn_token_counts", "_add_time_stats"),
+    ),
+    Target(
+        "concatenate_generator_outputs",
+        GENERATORS,
+        {"87751c248e0ab789": "main", "9f7dd8710bf61d69": "0.3.0"},
+        "outputs.concatenate_generator_outputs",
+        ("_flatten_field", "_concat_optional_field", "_last_step_only"),
+    ),
+    Target(
+        "merge_stepwise_output",
+        GENERATORS,
+        {"bf05bc3249e9a922": "main", "d28f87beee8c5b93": "0.3.0"},
+        "outputs.merge_stepwise_output",
+        (
+            "_is_prefix",
+            "slice_generator_output",
+            "_slice_generator_output",
+            "_merge_single_trajectory",
+        ),
+    ),
+    _estimator("compute_grpo_outcome_advantage", "7f05e2a1f6daef00"),
+    _estimator("compute_rloo_outcome_advantage", "6ad56a848d29b5fe"),
+    _estimator("compute_maxrl_advantage", "eaabf958c85d9d83", "0.2.0"),
+    Target(
+        "RayPPOTrainer.compute_advantages_and_returns",
+        TRAINER,
+        {"a872ebf526bd473d": "0.2.0"},
+        "advantages.compute_advantages_and_returns",
+    ),
+    Target(
+        "apply_loss_reduction_to_advantages_minibatch",
+        PPO,
+        {"0e904c5e0272d876": "0.3.0"},
+        "losses.apply_loss_reduction_to_advantages_minibatch",
+    ),
+    _loss("ppo_policy_loss", "0b95f8006e64490c"),
+    _loss("sapo_policy_loss", "395407cec3d814e8"),
+    _loss("gspo_policy_loss", "3699f00bcbd9c3f1"),
+    Target(
+        "compute_policy_loss_cispo",
+        PPO,
+        {"b4f6fba4eefbcd0b": "main", "ccd8e9c3baa62e21": "0.2.0"},
+        "losses.compute_policy_loss_cispo",
+    ),
+    _loss("rollout_is_policy_loss", "3660846e61794815"),
+    _loss("dppo_policy_loss", "1bda5e4f2b824be9", "0.3.0"),
+    _loss("compute_policy_loss_clip_cov", "6a8d0bec94f18e44"),
+    _loss("compute_policy_loss_kl_cov", "b0a5c49596ee0de3"),
+    _loss("cross_entropy_loss", "f040be715480c385"),
+    _loss("importance_sampling_loss", "3781a7625974a02b", "0.1.0"),
+    Target(
+        "logprobs_from_logits",
+        TORCH_UTILS,
+        {"674b281eebaf8ca0": "0.1.0"},
+        "logprobs.logprobs_from_logits",
+        ("logprobs_from_logits_v2",),
+    ),
+)
+BY_NAME = {target.name: target for target in TARGETS}
+
+# Named by users of SkyRL, and left as they are.
+KEPT = {
+    "reduce_loss": "one product and one sum; the policy losses that stand in do not call it",
+}

@@ -1,0 +1,72 @@
+"""Calling back when modules have been imported, without importing them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class ImportWatch(MetaPathFinder):
+    """Calls back with the name of each of these modules, right after it has run.
+
+    Args:
+        names: of modules.
+        callback: gets the name. Modules loaded already are told at `start`.
+    """
+
+    def __init__(self, names: Collection[str], callback: Callable[[str], None]) -> None:
+        self._names = frozenset(names)
+        self._callback = callback
+
+    def start(self) -> None:
+        """Begin to watch."""
+        sys.meta_path.insert(0, self)
+        for name in sorted(self._names & sys.modules.keys()):
+            self._callback(name)
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return what the other finders find, with a loader that calls back."""
+        if fullname not in self._names:
+            return None
+        for finder in sys.meta_path:
+            if finder is self:
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _CallingLoader(spec.loader, self._callback)
+                return spec
+        return None
+
+
+class _CallingLoader(Loader):
+    """A module's own loader, which takes its place again before the callback is called."""
+
+    def __init__(self, loader: Any, callback: Callable[[str], None]) -> None:
+        self._loader = loader
+        self._callback = callback
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Return what the module's own loader creates."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module, then call back."""
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._callback(module.__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

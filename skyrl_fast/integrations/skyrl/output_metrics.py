@@ -1,0 +1,134 @@
+"""SkyRL's metrics of generator outputs. N rows, A response tokens of all rows.
+
+SkyRL's own function makes them. What it walks through token by token, the rewards and masks, is
+read here in one pass, and handed over as one number per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError, require, stand_in
+from skyrl_fast.ops.pack import pack_steps
+
+ROLLOUT = "get_rollout_metrics"
+REWARD = "get_metrics_from_generator_output"
+
+
+@stand_in(ROLLOUT)
+def get_rollout_metrics(
+    responses: list[list[int]],
+    rewards: list[float] | list[list[float]],
+    env_metrics: list[dict[str, Any]] | None = None,
+    env_classes: list[str] | None = None,
+    loss_masks: list[list[int]] | None = None,
+    trajectory_completion_times: list[float] | None = None,
+    **times: Any,
+) -> dict[str, Any]:
+    """Return the metrics of the rows, as SkyRL's function of that name, which makes most of them.
+
+    Args:
+        responses, rewards, loss_masks: N rows.
+        env_metrics, env_classes, trajectory_completion_times: N each, or None.
+        times: `trajectory_time_splits`, in texts that have it.
+
+    Raises:
+        What SkyRL raises.
+    """
+    original = ORIGINALS.function(ROLLOUT)
+    if original is None:
+        raise NotOursError("SkyRL is not there, whose function makes the metrics")
+    masks = None if loss_masks is None else _flat(loss_masks, "loss masks", torch.uint8)
+    metrics = original(
+        [range(len(response)) for response in responses],  # their lengths are all that counts
+        _row_rewards(rewards, np.sum),
+        env_metrics,
+        env_classes,
+        trajectory_completion_times=trajectory_completion_times,
+        **times,
+    )
+    if masks is not None:
+        metrics.update(_trained_metrics(*masks))
+    return metrics
+
+
+@stand_in(REWARD)
+def get_metrics_from_generator_output(generator_output: Any, uids: Sequence[str]) -> Any:
+    """Return mean reward, pass@n and mean positive reward, as SkyRL's function, which makes them.
+
+    Args:
+        generator_output: SkyRL's mapping of lists; `rewards` are read.
+        uids: N, the prompt of each row.
+
+    Raises:
+        ValueError: SkyRL's.
+    """
+    rewards = generator_output["rewards"]
+    original = ORIGINALS.function(REWARD)
+    if original is None:
+        raise NotOursError("SkyRL is not there, whose function makes the metrics")
+    require(len(rewards) > 0 and set(map(type, rewards)) == {list}, "rewards that are one per row")
+    values, offsets = _flat(rewards, "rewards", torch.float32)
+    filled = np.diff(offsets) > 0
+    require(bool(filled.all()), "a row without rewards")
+    # A row whose rewards are 0 but for the last one is that one number, whatever SkyRL sums.
+    others = np.add.reduceat(values != 0, offsets[:-1]) - (values[offsets[1:] - 1] != 0)
+    short = [row if rest else row[-1:] for row, rest in zip(rewards, others.tolist(), strict=True)]
+    return original({"rewards": short}, uids)
+
+
+def _flat(rows: Any, what: str, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Return (A,) values of all rows, and their (N + 1,) offsets."""
+    require(isinstance(rows, list) and set(map(type, rows)) <= {list}, f"{what} of another type")
+    packed = pack_steps({"rows": rows}, dtypes={"rows": dtype})["rows"]
+    return packed.values.numpy(), packed.cu_seqlens.numpy().astype(np.int64)
+
+
+def _row_rewards(rewards: Any, add: Any) -> list[float]:
+    """Return N sums, each the very number that `add` gives for the row."""
+    kinds = set(map(type, rewards))
+    if not kinds <= {list}:
+        require(list not in kinds, "a mixture of rewards")
+        return rewards
+    values, offsets = _flat(rewards, "rewards", torch.float32)
+    places = np.flatnonzero(values)
+    row_of = np.searchsorted(offsets, places, side="right") - 1
+    counts = np.bincount(row_of, minlength=len(rewards))
+    sums: list[float] = [0.0] * len(rewards)
+    for row, place in zip(row_of.tolist(), (places - offsets[row_of]).tolist(), strict=True):
+        if counts[row] == 1:
+            sums[row] = float(rewards[row][place])
+    for row in np.flatnonzero(counts > 1).tolist():
+        sums[row] = float(add(rewards[row]))
+    return sums
+
+
+def _trained_metrics(masks: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
+    """Return the metrics of trained tokens: per row, and per turn (a run of trained tokens)."""
+    require(int(masks.max(initial=0)) <= 1, "loss masks that are not 0 and 1")
+    trained = masks != 0
+    totals = np.concatenate([[0], np.cumsum(trained)])
+    per_row = totals[offsets[1:]] - totals[offsets[:-1]]
+    metrics = {
+        "generate/avg_assistant_tokens": np.mean(per_row).item(),
+        "generate/min_assistant_tokens": np.min(per_row).item(),
+        "generate/max_assistant_tokens": np.max(per_row).item(),
+        "generate/std_assistant_tokens": np.std(per_row).item(),
+    }
+    begins, ends = trained.copy(), trained.copy()
+    begins[1:] &= ~trained[:-1]
+    ends[:-1] &= ~trained[1:]
+    filled = offsets[:-1][np.diff(offsets) > 0]
+    begins[filled] = trained[filled]
+    last = offsets[1:][np.diff(offsets) > 0] - 1
+    ends[last] = trained[last]
+    per_turn = np.flatnonzero(ends) - np.flatnonzero(begins) + 1
+    if per_turn.size:
+        metrics["generate/tokens_per_turn_mean"] = np.mean(per_turn).item()
+        metrics["generate/tokens_per_turn_std"] = np.std(per_turn).item()
+        metrics["generate/tokens_per_turn_max"] = np.max(per_turn).item()
+    return metrics

@@ -1,0 +1,179 @@
+"""SkyRL's generator outputs: checked, concatenated, merged. N rows, one per step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from skyrl_fast import generator_merge, generator_output
+from skyrl_fast.batch.row_index import split_trajectory_ids
+from skyrl_fast.integrations.skyrl import output_metrics
+from skyrl_fast.integrations.skyrl.names import NEWEST
+from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, require, stand_in
+
+VALIDATE = "validate_generator_output"
+CONCATENATE = "concatenate_generator_outputs"
+MERGE = "merge_stepwise_output"
+TIME_SPLITS = "trajectory_time_splits"
+ALWAYS = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
+OPTIONAL = ("stop_reasons", "rollout_logprobs", "trajectory_generation_times")
+IMAGES = ("pixel_values", "image_grid_thw")
+# The fields of a row that SkyRL's merge gives back.
+MERGED = (*ALWAYS, "stop_reasons", "rollout_logprobs", "trajectory_ids", "is_last_step")
+
+
+@stand_in(VALIDATE)
+def validate_generator_output(
+    num_prompts: int, generator_output: Any, step_wise: bool = False
+) -> None:
+    """Check a generator output, as SkyRL's function of that name.
+
+    Args:
+        num_prompts: on the default path as many rows must have come back.
+        generator_output: SkyRL's mapping of lists.
+        step_wise: whether the step-wise rules hold.
+
+    Raises:
+        AssertionError, RuntimeError, KeyError: SkyRL's.
+    """
+    _check(num_prompts, generator_output, step_wise)
+
+
+def _check(num_prompts: int, output: Any, step_wise: bool) -> None:
+    """Return where SkyRL would find nothing to say; anything else is SkyRL's to say."""
+    require("rollout_logprobs" in output, "no rollout_logprobs key")
+    require(all(output.get(field) is None for field in IMAGES), "images")
+    listed = [output[field] for field in ALWAYS]
+    logprobs = output["rollout_logprobs"]
+    if logprobs is not None:
+        require(len(logprobs) > 0, "an empty list of rollout_logprobs")
+        listed.append(logprobs)
+    require(all(isinstance(rows, list) for rows in listed), "a field that is no list")
+    require(set(map(type, output["loss_masks"])) <= {list}, "loss masks of another type")
+    kinds = set(map(type, output["rewards"]))
+    require(kinds <= {list} or kinds <= {float, int}, "rewards of another type")
+    if step_wise:
+        _check_ids(output)
+    require(any(map(any, output["loss_masks"])), "loss masks that are all zero")
+    generator_output_check = generator_output.validate_generator_output
+    generator_output_check(output, num_prompts=num_prompts, step_wise=step_wise)
+
+
+def _check_ids(output: Any) -> None:
+    last = output.get("is_last_step")
+    require(isinstance(last, list) and set(map(type, last)) <= {bool}, "is_last_step of non-bools")
+    ids = output.get("trajectory_ids")
+    require(isinstance(ids, list), "trajectory_ids that are no list")
+    require(all(hasattr(kind, "to_string") for kind in set(map(type, ids))), "ids of another type")
+    instances, _ = split_trajectory_ids(VALIDATE, ids)
+    require(set(map(type, instances)) <= {str}, "instance ids that are no strings")
+
+
+@stand_in(CONCATENATE)
+def concatenate_generator_outputs(
+    generator_outputs: Sequence[Any], step_wise: bool = False
+) -> dict[str, Any]:
+    """Return one output with the rows of all and metrics of the whole, as SkyRL's function.
+
+    Args:
+        generator_outputs: at least one.
+        step_wise: whether the result must keep the step-wise rules.
+
+    Raises:
+        ValueError, AssertionError, KeyError: SkyRL's.
+    """
+    outputs = list(generator_outputs)
+    newest = ORIGINALS.label(CONCATENATE) == NEWEST
+    result: dict[str, Any] = {}
+    for field in ALWAYS:
+        result[field] = _joined([output[field] for output in outputs])
+    for field in (*OPTIONAL, TIME_SPLITS) if newest else OPTIONAL:
+        parts = [output.get(field) for output in outputs]
+        given = [part is not None for part in parts]
+        require(all(given) or not any(given), f"{field} in some outputs only")
+        result[field] = _joined(parts) if all(given) else None
+    for field, value in outputs[0].items():
+        if field not in result and isinstance(value, list):
+            result[field] = _joined([output[field] for output in outputs])
+    times, splits = result["trajectory_generation_times"], result.get(TIME_SPLITS)
+    if step_wise and result.get("is_last_step"):
+        times = _of_last_steps(times, result["is_last_step"])
+        splits = _of_last_steps(splits, result["is_last_step"])
+    metrics = output_metrics.get_rollout_metrics(
+        result["response_ids"],
+        result["rewards"],
+        loss_masks=result["loss_masks"],
+        trajectory_completion_times=times,
+        **({"trajectory_time_splits": splits} if newest else {}),
+    )
+    metrics.update(_own_metrics(outputs, metrics))
+    result["rollout_metrics"] = metrics
+    validate_generator_output(len(result["prompt_token_ids"]), result, step_wise=step_wise)
+    return result
+
+
+def _joined(parts: list[Any]) -> Any:
+    if isinstance(parts[0], dict):
+        return {name: list(chain.from_iterable(p[name] for p in parts)) for name in parts[0]}
+    require(all(isinstance(part, list) for part in parts), "a field that is no list")
+    return list(chain.from_iterable(parts))
+
+
+def _of_last_steps(values: Any, is_last_step: Sequence[bool]) -> Any:
+    if isinstance(values, dict):
+        return {name: _of_last_steps(part, is_last_step) for name, part in values.items()}
+    if not values:
+        return values
+    return [value for value, last in zip(values, is_last_step, strict=False) if last]
+
+
+def _own_metrics(outputs: list[Any], known: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers that generators added themselves, joined as SkyRL does: by their names."""
+    found: dict[str, list[Any]] = {}
+    for output in outputs:
+        for name, value in (output.get("rollout_metrics") or {}).items():
+            if name not in known and isinstance(value, (int, float)):
+                found.setdefault(name, []).append(value)
+    joined: dict[str, Any] = {}
+    for name, values in found.items():
+        if "avg" in name or "mean" in name:
+            joined[name] = sum(values) / len(values)
+        elif "min" in name:
+            joined[name] = min(values)
+        else:
+            joined[name] = max(values) if "max" in name else sum(values)
+    return joined
+
+
+@stand_in(MERGE)
+def merge_stepwise_output(generator_output: Any) -> dict[str, Any]:
+    """Return the output with steps joined where the context only grew, as SkyRL's function.
+
+    Args:
+        generator_output: a valid step-wise output.
+
+    Raises:
+        AssertionError, KeyError: SkyRL's.
+    """
+    output = generator_output
+    for field in ("rollout_expert_indices", *IMAGES):
+        require(output.get(field) is None, f"{field}, which SkyRL refuses here")
+    for field, value in output.items():
+        if field != "rollout_metrics" and value is not None:
+            require(isinstance(value, list), f"{field} that is no list")
+            require(len(value) == len(output["response_ids"]), f"{field} of another length")
+    given = {"rollout_logprobs": None, **output}
+    _check(len(output["response_ids"]), given, step_wise=True)
+    steps = {field: given[field] for field in MERGED if given.get(field) is not None}
+    merged = dict(generator_merge.merge_stepwise_output(steps))
+    empty = dict.fromkeys((*OPTIONAL, *([TIME_SPLITS] if _has_splits() else [])))
+    merged = {**empty, **merged}
+    merged["rollout_metrics"] = output_metrics.get_rollout_metrics(
+        merged["response_ids"], merged["rewards"], loss_masks=merged["loss_masks"]
+    )
+    return merged
+
+
+def _has_splits() -> bool:
+    return ORIGINALS.label(CONCATENATE) == NEWEST

@@ -1,0 +1,124 @@
+"""Installing in Ray's worker processes, not only in the driver.
+
+Ray runs a set-up hook at the start of each worker process where the runtime environment of
+`ray.init` names one. While stand-ins are installed, `ray.init` adds `autoinstall` and what it shall
+do to that environment, so that SkyRL's own call of `ray.init` needs no change. Whoever starts Ray
+otherwise gives `runtime_env()` to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from skyrl_fast.config.loading import environment_setting
+
+logger = logging.getLogger(__name__)
+VARIABLE = "SKYRL_FAST_AUTOINSTALL"
+HOOK = "worker_process_setup_hook"
+AUTOINSTALL = "skyrl_fast.integrations.skyrl.autoinstall"
+NEXT_HOOK = "SKYRL_FAST_NEXT_SETUP_HOOK"  # a set-up hook of the user's, run after ours
+OFF = ("", "0", "off", "false")
+
+_ray_init: Callable[..., Any] | None = None
+
+
+def runtime_env(
+    mode: str = "compat",
+    rules: tuple[str, ...] | None = None,
+    base: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return a Ray runtime environment whose workers install by themselves.
+
+    Args:
+        mode, rules: as for `install`.
+        base: an environment to add to; None: an empty one. A set-up hook that it names by its
+            import path runs after ours.
+
+    Raises:
+        ValueError: `base` has a set-up hook that is no import path.
+
+    Example:
+        >>> runtime_env()["env_vars"]
+        {'SKYRL_FAST_AUTOINSTALL': 'compat'}
+    """
+    env = dict(base or {})
+    variables = dict(env.get("env_vars") or {})
+    hook = env.get(HOOK)
+    if hook is not None and hook != AUTOINSTALL:
+        if not isinstance(hook, str):
+            raise ValueError(
+                f"runtime_env: {HOOK} must be an import path beside ours, got {hook!r}; call "
+                f"{AUTOINSTALL} in it and give ray_workers=False to install"
+            )
+        variables[NEXT_HOOK] = hook
+    variables.setdefault(VARIABLE, _setting(mode, rules))
+    return {**env, HOOK: AUTOINSTALL, "env_vars": variables}
+
+
+def _setting(mode: str, rules: tuple[str, ...] | None) -> str:
+    return mode if rules is None or mode == "compat" else f"{mode}:{','.join(rules)}"
+
+
+def autoinstall() -> None:
+    """Install on import as the variable SKYRL_FAST_AUTOINSTALL says: Ray's set-up hook.
+
+    "1" or "compat", "fixed", or "fixed:" with rules between commas; unset, empty or "0" does
+    nothing. An error is logged and the worker goes on with SkyRL's own functions.
+    """
+    setting = environment_setting(VARIABLE)
+    if setting not in OFF:
+        try:
+            _install(setting)
+        except Exception:  # a wrong setting is no reason to end the worker
+            logger.exception("%s=%s: nothing was installed in this process", VARIABLE, setting)
+    following = environment_setting(NEXT_HOOK)
+    if following:
+        module, _, name = following.rpartition(".")
+        getattr(importlib.import_module(module), name)()
+
+
+def _install(setting: str) -> None:
+    from skyrl_fast.integrations.skyrl.switch import install_on_import
+
+    mode, _, names = setting.partition(":")
+    if mode == "1":
+        mode = "compat"
+    rules = tuple(names.split(",")) if names else None
+    install_on_import(mode, rules=rules)
+
+
+def add_hook(mode: str, rules: tuple[str, ...]) -> None:
+    """Make `ray.init` start workers that install; without Ray nothing is done."""
+    global _ray_init
+    try:
+        import ray
+    except ImportError:
+        return
+    if _ray_init is not None:
+        remove_hook()
+    if ray.is_initialized():
+        logger.warning(
+            "Ray runs already: its workers keep SkyRL's own functions; install before ray.init"
+        )
+    original = _ray_init = ray.init
+
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        kwargs["runtime_env"] = runtime_env(mode, rules, kwargs.get("runtime_env"))
+        return original(*args, **kwargs)
+
+    ray.init = init
+
+
+def remove_hook() -> None:
+    """Put Ray's own `init` back."""
+    global _ray_init
+    if _ray_init is not None:
+        import ray
+
+        ray.init = _ray_init
+        _ray_init = None

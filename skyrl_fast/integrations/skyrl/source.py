@@ -1,0 +1,67 @@
+"""Fingerprints of functions: which text a name stands for, comments and layout aside."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import io
+import textwrap
+import tokenize
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+DIGITS = 16  # of the hash: enough for a table that a person can read
+
+
+def fingerprint(functions: Sequence[Callable[..., Any]]) -> str:
+    """Return a hash of the functions' texts without comments, docstrings and whitespace.
+
+    The same text gives the same hash under every Python version.
+
+    Raises:
+        OSError: a function whose source is not at hand.
+    """
+    digest = hashlib.sha256()
+    for function in functions:
+        digest.update(plain_text(inspect.getsource(inspect.unwrap(function))).encode())
+    return digest.hexdigest()[:DIGITS]
+
+
+def plain_text(source: str) -> str:
+    """Return the source of one function without comments, docstring and whitespace.
+
+    Example:
+        >>> plain_text("def f(x):  # a comment\\n    return x\\n")
+        'deff(x):returnx'
+    """
+    source = textwrap.dedent(source)
+    lines = source.splitlines(keepends=True)
+    spans = [
+        (token.start, token.end)
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    doc = _docstring(source)
+    if doc is not None:
+        spans.append(((doc.lineno, doc.col_offset), (doc.end_lineno or 0, doc.end_col_offset or 0)))
+    for (row, column), (end_row, end_column) in sorted(spans, reverse=True):
+        head, tail = lines[row - 1][:column], lines[end_row - 1][end_column:]
+        lines[row - 1 : end_row] = [head + tail]
+    return "".join("".join(lines).split())
+
+
+def _docstring(source: str) -> ast.expr | None:
+    function = ast.parse(source).body[0]
+    body = getattr(function, "body", [])
+    first = body[0] if body else None
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        return first.value if isinstance(first.value.value, str) else None
+    return None
+
+
+def used_functions(module: ModuleType, names: Sequence[str]) -> list[Callable[..., Any]]:
+    """Return the functions that these names stand for in the module; absent ones are left out."""
+    found = (getattr(module, name, None) for name in names)
+    return [function for function in found if callable(function)]

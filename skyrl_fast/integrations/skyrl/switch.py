@@ -1,0 +1,286 @@
+"""Putting stand-ins in SkyRL's places, and taking them out again.
+
+A replaced function is replaced wherever a loaded module, class or registry of SkyRL's holds it;
+modules loaded later find the stand-in in its home module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+from skyrl_fast.integrations.skyrl import rules as fixed_rules
+from skyrl_fast.integrations.skyrl.names import KEPT, PPO, TARGETS, Target
+from skyrl_fast.integrations.skyrl.on_import import ImportWatch
+from skyrl_fast.integrations.skyrl.report import Report, Row, SkyRLFastWarning
+from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, Counts, find, known_label
+
+OURS = "skyrl_fast"
+MODES = ("compat", "fixed")
+PACKAGES = ("skyrl", "skyrl_train")
+REGISTRIES = ("AdvantageEstimatorRegistry", "PolicyLossRegistry")
+# Loaded by `install`, so that what they bind is replaced: SkyRL's trainer and its generator.
+ENTRY_MODULES = (
+    ("skyrl.train.trainer", "skyrl_train.trainer"),
+    ("skyrl.train.generators.skyrl_gym_generator", "skyrl_train.generators.skyrl_gym_generator"),
+)
+UNKNOWN_TEXT = "its text is not one that the stand-in is known to equal"
+
+_installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # theirs, ours
+_registered: dict[tuple[str, str], Callable[..., Any]] = {}  # by registry and entry: theirs
+_report = Report("", "")
+_watch: ImportWatch | None = None
+
+
+def install(
+    mode: str = "compat", *, rules: Iterable[str] | None = None, ray_workers: bool = True
+) -> Report:
+    """Replace SkyRL's functions by this package's, in this process and in its Ray workers.
+
+    Installing again changes nothing; another mode or other rules take the place of the former.
+
+    Args:
+        mode: "compat": the same results as SkyRL's, errors included. "fixed": besides, the rules
+            of the contract where SkyRL departs from them.
+        rules: with "fixed", which of `rules.RULES` are on; None: all.
+        ray_workers: whether a `ray.init` after this call makes each worker install too.
+
+    Returns:
+        What was replaced, what was not, and why.
+
+    Raises:
+        ImportError: there is no SkyRL.
+        ValueError: an unknown mode or rule, or rules with "compat".
+
+    Warns:
+        SkyRLFastWarning: a function of SkyRL's has a text that is not known; it stays.
+    """
+    global _report
+    chosen = _chosen_rules(mode, rules)
+    if _report.mode == mode and _report.rules == chosen:
+        return report()
+    uninstall()
+    version = _version()
+    failures = _load_entry_modules()
+    rows = [_replace_one(target, chosen) for target in _targets(chosen)]
+    rows += [Row(name, "kept", why) for name, why in KEPT.items()]
+    _report = Report(mode, version, chosen, tuple(rows))
+    if ray_workers:
+        from skyrl_fast.integrations.skyrl import ray_workers as workers
+
+        workers.add_hook(mode, chosen)
+    _warn(rows, version, failures)
+    return report()
+
+
+def install_on_import(mode: str = "compat", *, rules: Iterable[str] | None = None) -> None:
+    """Replace SkyRL's functions as soon as their modules are imported; import nothing now.
+
+    For processes that may not import SkyRL yet, as a Ray worker while it is set up: SkyRL's modules
+    talk to Ray when they are imported. `report` shows what was replaced so far.
+
+    Args:
+        mode, rules: as for `install`.
+
+    Raises:
+        ValueError: an unknown mode or rule, or rules with "compat".
+    """
+    global _report, _watch
+    chosen = _chosen_rules(mode, rules)
+    if _report.mode == mode and _report.rules == chosen:
+        return
+    uninstall()
+    _report = Report(mode, "", chosen)
+
+    def loaded(module_name: str) -> None:
+        global _report
+        rows = [_replace_one(t, chosen) for t in _targets(chosen) if module_name in t.modules]
+        _report = replace(_report, version=_version(), rows=(*_report.rows, *rows))
+        _warn(rows, _report.version, [])
+
+    _watch = ImportWatch({name for target in _targets(chosen) for name in target.modules}, loaded)
+    _watch.start()
+
+
+def _targets(rules: tuple[str, ...]) -> tuple[Target, ...]:
+    return (*TARGETS, *(fixed_rules.TARGETS if rules else ()))
+
+
+def uninstall() -> None:
+    """Put SkyRL's own functions back, in this process. Without `install` this does nothing."""
+    global _report, _watch
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
+    for theirs, ours in _installed.values():
+        _rebind(ours, theirs)
+        _unregister(theirs, ours)
+    _installed.clear()
+    _registered.clear()
+    ORIGINALS.forget()
+    _report = Report("", "")
+    workers = sys.modules.get("skyrl_fast.integrations.skyrl.ray_workers")
+    if workers is not None:
+        workers.remove_hook()
+
+
+def report() -> Report:
+    """Return what is replaced now, with the number of calls so far."""
+    rows = []
+    for row in _report.rows:
+        counts = ORIGINALS.counts.get(row.name, Counts())
+        rows.append(
+            replace(
+                row,
+                calls=counts.calls,
+                handed_back=counts.handed_back,
+                last_reason=counts.last_reason,
+            )
+        )
+    return replace(_report, rows=tuple(rows))
+
+
+def _chosen_rules(mode: str, rules: Iterable[str] | None) -> tuple[str, ...]:
+    if mode not in MODES:
+        raise ValueError(f"install: mode must be one of {MODES}, got {mode!r}")
+    if mode == "compat":
+        if rules is not None:
+            raise ValueError("install: rules are for mode 'fixed', got them with 'compat'")
+        return ()
+    known = [rule.name for rule in fixed_rules.RULES]
+    wanted = known if rules is None else list(rules)
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"install: rules must be of {known}, got {name!r}")
+    return tuple(name for name in known if name in wanted)
+
+
+def _version() -> str:
+    for package in PACKAGES:
+        try:
+            module = importlib.import_module(package)
+        except ImportError:
+            continue
+        own = getattr(module, "__version__", None)
+        if own is not None:
+            return str(own)
+        try:
+            return metadata.version(package.replace("_", "-"))
+        except metadata.PackageNotFoundError:
+            return "of unknown version"
+    raise ImportError("install: SkyRL cannot be imported; install `skyrl`, or put it on the path")
+
+
+def _load_entry_modules() -> list[str]:
+    failures = []
+    for names in ENTRY_MODULES:
+        errors = []
+        for name in names:
+            try:
+                importlib.import_module(name)
+                break
+            except Exception as error:  # whatever an import runs into: it is reported
+                errors.append(f"{name}: {type(error).__name__}: {error}")
+        else:
+            failures.append(errors[0])
+    return failures
+
+
+def _replace_one(target: Target, rules: tuple[str, ...]) -> Row:
+    active = [rule for rule in fixed_rules.RULES if rule.name in rules and rule.target == target]
+    found = find(target)
+    if found is None:
+        return Row(target.name, "absent")
+    module, theirs = found
+    label = known_label(target, module, theirs)
+    if label is None:
+        return Row(target.name, "kept", UNKNOWN_TEXT)
+    ORIGINALS.keep(target.name, theirs, label)
+    place = active[-1].stand_in if active else target.stand_in
+    home, _, name = place.rpartition(".")
+    ours = getattr(importlib.import_module(f"{__package__}.{home}"), name)
+    places = _rebind(theirs, ours) + _register(theirs, ours)
+    _installed[target.name] = (theirs, ours)
+    why = f"rules: {', '.join(rule.name for rule in active)}" if active else ""
+    return Row(target.name, "replaced", why, label, tuple(places))
+
+
+def _rebind(old: Callable[..., Any], new: Callable[..., Any]) -> list[str]:
+    """Put `new` wherever a module or class has `old`; return the places."""
+    places = []
+    for where, namespace, setter in _namespaces():
+        for name, value in list(namespace.items()):
+            if value is old:
+                setter(name, new)
+                places.append(f"{where}.{name}")
+    return places
+
+
+def _register(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
+    """Put `ours` wherever a registry has SkyRL's function, under whatever decorator."""
+    places, bare = [], inspect.unwrap(theirs)
+    for where, functions in _registries():
+        for name, value in list(functions.items()):
+            if inspect.unwrap(value) is bare:
+                _registered[where, name] = value
+                functions[name] = ours
+                places.append(f"{where}[{name!r}]")
+    return places
+
+
+def _unregister(theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    for where, functions in _registries():
+        for name, value in list(functions.items()):
+            if value is ours:
+                functions[name] = _registered.pop((where, name), theirs)
+
+
+def _namespaces() -> Iterator[tuple[str, dict[str, Any], Callable[[str, Any], None]]]:
+    """Yield every loaded module but ours, and every class of SkyRL's: name, contents, setter."""
+    for module_name, module in list(sys.modules.items()):
+        package = module_name.partition(".")[0]
+        if (
+            module is None
+            or package == OURS
+            or not isinstance(getattr(module, "__dict__", 0), dict)
+        ):
+            continue
+        yield module_name, module.__dict__, module.__dict__.__setitem__
+        if package in PACKAGES:
+            for name, value in list(module.__dict__.items()):
+                if inspect.isclass(value) and value.__module__ == module_name:
+                    yield f"{module_name}.{name}", dict(vars(value)), _class_setter(value)
+
+
+def _class_setter(owner: type) -> Callable[[str, Any], None]:
+    return lambda name, value: setattr(owner, name, value)
+
+
+def _registries() -> Iterator[tuple[str, dict[str, Callable[..., Any]]]]:
+    for module_name in PPO:
+        module = sys.modules.get(module_name)
+        for name in REGISTRIES:
+            registry = getattr(module, name, None)
+            if registry is not None:
+                yield name, registry._functions
+
+
+def _warn(rows: list[Row], version: str, failures: list[str]) -> None:
+    unknown = [row.name for row in rows if row.why == UNKNOWN_TEXT]
+    if not unknown and not failures:
+        return
+    absent = [row.name for row in rows if row.state == "absent"]
+    parts = [f"SkyRL {version}: not everything could be replaced."]
+    if unknown:
+        parts.append(f"Other texts than those known, left as they are: {', '.join(unknown)}.")
+    if absent:
+        parts.append(f"Not there: {', '.join(absent)}.")
+    if failures:
+        parts.append(f"Not importable: {'; '.join(failures)}.")
+    warnings.warn(" ".join(parts), SkyRLFastWarning, stacklevel=3)

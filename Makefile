@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec sanitize check cuda-check bench wheel-test doctor ext format
+.PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec screenshots sanitize check cuda-check bench wheel-test doctor ext format
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -31,6 +31,9 @@ test-slow: setup ## the tests that take minutes
 
 spec: setup ## every rule of docs/spec.md with the tests that hold it
 	$(PY) scripts/spec_report.py $(ARGS)
+
+screenshots: setup ## pictures of the quickstart's run for docs/viewer.md; needs a Chromium
+	$(PY) scripts/screenshots.py quickstart/run $(ARGS)
 
 check: setup ## format, lint, types
 	$(PY) -m ruff format --check .

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.generator_output import generator_output_from_trajectories
 from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
 END = 1  # the end token of WordTokenizer
 
@@ -68,3 +71,81 @@ def batch_of(trajectories: Sequence[Trajectory], *, merged: str | None = None) -
     number = batch.trajectory_ids + 1
     of_tokens = torch.repeat_interleave(number, batch.response_lengths.long()).float()
     return batch.with_(advantages=of_tokens)
+
+
+# --- a run with a hostile trajectory among the others ---------------------------------------------
+
+MARKUP = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>"
+TURNED = "\u202eevil\u2066 \u200b\u2028\u2029\x1b[31m\x00\x7f\U000e0041 \ud800"
+HOSTILE = f"{MARKUP}\"'`${{window.hacked=3}}\\{TURNED} <!-- ]]> javascript:alert(1)"
+LONG_LINE = "x" * 30_000
+WORDS = ["", "", "look", "at", "the", "table", ",", "then", "select", "from", "users"]
+WORDS += ["<sql>", "</sql>", "\n"]
+TOKENS = [*WORDS, HOSTILE, "日", "👩\u200d👩\u200d👧", "\u202e"]
+HOSTILE_TOKENS = list(range(len(WORDS), len(TOKENS)))
+
+
+def write_run(run: Path, *, steps: int = 6, groups: int = 3, samples: int = 4) -> Path:
+    """A run of made-up trajectories with metrics; group 0 of step 1 is hostile in every text."""
+    writer = TrajectoryWriter(run / "trajectories", WordTokenizer(TOKENS), last_step=0)
+    rows = []
+    for step in range(1, steps + 1):
+        trajectories = [
+            _made(step, group, sample) for group in range(groups) for sample in range(samples)
+        ]
+        batch = batch_of(trajectories)
+        signs = torch.where(batch.trajectory_ids % 2 == 0, 1.0, -0.5)
+        batch = batch.with_(
+            advantages=torch.repeat_interleave(signs, batch.response_lengths.long())
+        )
+        assert batch.rollout_logprobs is not None
+        shift = torch.linspace(-0.2, 0.2, len(batch.rollout_logprobs))
+        seen = batch.rollout_logprobs + shift
+        writer.write(step, "train", trajectories, batch=batch, trainer_logprobs=seen)
+        rows.append(
+            {
+                "step": step,
+                "reward/avg_raw_reward": step / steps,
+                "timing/generate": 1.0,
+                "timing/forward_backward": 2.0,
+                "faults/environments_failed": float(step),
+                "faults/engines_restarted": 0.0,
+                HOSTILE: 0.5,
+            }
+        )
+    writer.write(steps, "eval", [_made(steps, group, 0) for group in range(1, groups)])
+    metrics = "".join(json.dumps(row) + "\n" for row in rows)
+    (run / "metrics.jsonl").write_text(metrics)
+    config = {"trainer": {"run_name": HOSTILE}}
+    (run / "config.json").write_text(json.dumps(config))
+    return run
+
+
+def _made(step: int, group: int, sample: int) -> Trajectory:
+    hostile = step == 1 and group == 0
+    words = HOSTILE_TOKENS if hostile else [2, 3, 4, 5, 12]
+    uid = HOSTILE if hostile else f"prompt {group + 100 * step}"
+    age = sample % 3 if step > 2 else 0
+    version = step - 1 - age
+    turns = [
+        make_step(
+            [2, 3, *HOSTILE_TOKENS] if hostile else [2, 3],
+            [*words, END],
+            loss_mask=[1] * len(words) + [0],
+            observation=HOSTILE + LONG_LINE if hostile else "id | name\n1 | Ann",
+            policy_version=version,
+        )
+    ]
+    if age:  # updated while it was sampled: the rest is of the next policy
+        turns[0].token_versions = [version, *[version + 1] * len(words)]
+    if sample != 3:  # a second turn; that of sample 2 with another context
+        start = [7] if sample == 2 else [*turns[0].prompt_token_ids, *words, END, 8, 9]
+        turns.append(make_step(start, [10, 6, 11, END], policy_version=version, reward=1.0))
+    values: dict[str, Any] = {"env_metrics": {"rows": 3}}
+    if hostile:
+        values |= {"env_class": HOSTILE, "data_source": HOSTILE}
+        values["env_metrics"] = {"__proto__": HOSTILE, HOSTILE: {"constructor": HOSTILE}}
+    if sample == 1:
+        values |= {"failure": HOSTILE if hostile else "the database is gone"}
+        values |= {"stop_reason": HOSTILE if hostile else "env_error"}
+    return make_trajectory(uid, sample, turns, **values)

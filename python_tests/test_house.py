@@ -97,6 +97,12 @@ def test_the_trajectory_store_knows_no_trainer_and_no_engine() -> None:
     assert offenders(python_files("trajectory_store"), forbidden) == []
 
 
+def test_the_viewer_knows_the_trajectory_store_alone() -> None:
+    rooms = ("train", "rollout", "batch", "ops", "config", "metrics", "cli")
+    forbidden = (*(f"skyrl_fast.{room}" for room in rooms), "torch", "vllm", "transformers")
+    assert offenders(python_files("viewer"), forbidden) == []
+
+
 def test_nothing_leans_on_the_integrations() -> None:
     files = [p for p in python_files("") if PACKAGE / "integrations" not in p.parents]
     assert offenders(files, ("skyrl_fast.integrations",)) == []

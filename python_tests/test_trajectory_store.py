@@ -207,6 +207,11 @@ def test_ends_grow_and_reach_the_end(text: str, cut: int) -> None:
     assert not ids or ends[-1] == len(words)
 
 
+def test_ends_are_those_of_the_text_that_is_stored() -> None:
+    words, ends = TokenText(WordTokenizer(["a", LONE, "b"])).ends([0, 1, 2])
+    assert words == "a \\udc80 b" and ends == [1, 8, 10]
+
+
 @given(st.lists(st.integers(0, 9), max_size=30))
 def test_tokenizers_that_write_spaces_between_words(ids: list[int]) -> None:
     words, ends = TokenText(WordTokenizer()).ends(ids)
@@ -252,6 +257,7 @@ def test_numbers_that_json_does_not_have() -> None:
 @pytest.mark.spec("14.11")
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
+    group[1].steps[0].token_versions = [0, 1, 1]
     store = writer(tmp_path)
     store.write(0, "eval", [two_turns("e", 0, 1.0)])
     store.write(1, "train", group, batch=batch_of(group))
@@ -268,6 +274,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
         assert step.rollout_logprobs.tolist() == pytest.approx(want.rollout_logprobs)
         assert step.advantages.tolist() == [2.0] * len(want.response_ids)
         assert np.isnan(step.trainer_logprobs).all()
+        assert step.policy_versions.tolist() == want.versions
     one = read_trajectory(tmp_path, read_index(tmp_path)[2])
     assert (one.entry.uid, one.entry.repetition_id) == ("q", 1)
     assert one.steps[1].prompt_token_ids == [10, 11, 20, 21, END, 30]

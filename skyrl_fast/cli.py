@@ -1,4 +1,4 @@
-"""The command `skyrl-fast`: train, engine and retrieval (servers), doctor (what is installed)."""
+"""The command `skyrl-fast`: train, view (look at a run), engine and retrieval (servers), doctor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from skyrl_fast.retrieval.command import add_arguments as add_retrieval_arguments
+from skyrl_fast.viewer.command import add_arguments as add_view_arguments
 
 if TYPE_CHECKING:
     from skyrl_fast.train.run import Outcome
@@ -40,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from skyrl_fast.retrieval.command import serve
 
         return serve(options)
+    if options.command == "view":
+        from skyrl_fast.viewer.command import view
+
+        return view(options)
     return _train(options)
 
 
@@ -59,6 +64,12 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", action="store_true", help="go on from the newest checkpoint, if there is one"
     )
     train.add_argument("--verbose", action="store_true", help="more of what goes on")
+    view = commands.add_parser(
+        "view",
+        help="look at a run's trajectories and curves in a browser",
+        description="Write a folder of static pages about a run; it needs no server.",
+    )
+    add_view_arguments(view)
     doctor = commands.add_parser("doctor", help="what is built, found and missing")
     doctor.add_argument("--json", action="store_true", help="for machines")
     engine = commands.add_parser(

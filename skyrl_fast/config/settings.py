@@ -231,7 +231,9 @@ class TrainerConfig:
     logger: list[str] = setting(["jsonl", "tensorboard"], "where metrics go", choices=LOGGERS)
     project_name: str = setting("skyrl_fast", "of Weights & Biases")
     run_name: str = setting("run", "shown by loggers")
-    dump_trajectories: bool = setting(True, "keep every trajectory in the run folder")
+    dump_trajectories: bool = setting(
+        True, "keep every trajectory, for people and `skyrl-fast view`"
+    )
     plot: bool = setting(True, "draw the learning curve at the end")
     sync_tolerance: float = setting(
         0.0,

@@ -33,8 +33,12 @@ def encode_line(record: Mapping[str, Any]) -> str:
         '{"text":"a\\u2028b","reward":null}\n'
     """
     text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    text = _LONE_SURROGATE.sub(lambda found: f"\\\\u{ord(found[0]):04x}", text)
     return _UNSEEN.sub(lambda found: json.dumps(found[0])[1:-1], text) + "\n"
+
+
+def storable(text: str) -> str:
+    """Return the text as a file can hold it: each lone surrogate as six characters."""
+    return _LONE_SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def rounded(values: np.ndarray | Sequence[float]) -> list[float | None]:
@@ -48,7 +52,9 @@ def rounded(values: np.ndarray | Sequence[float]) -> list[float | None]:
 
 def _plain(value: Any) -> Any:
     """The value in JSON's own types."""
-    if value is None or isinstance(value, (str, bool)):
+    if isinstance(value, str):
+        return storable(value)
+    if value is None or isinstance(value, bool):
         return value
     if isinstance(value, np.generic):
         return _plain(value.item())
@@ -57,7 +63,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {storable(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return str(value)
+    return storable(str(value))

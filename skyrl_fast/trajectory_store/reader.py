@@ -32,6 +32,7 @@ class StoredStep:
         response_ids: (A,) ints.
         pieces: A texts; joined they are the response.
         loss_mask: (A,) uint8, 1 = trained; in an evaluation 1 = sampled.
+        policy_versions: (A,) int64, weight updates behind the policy that sampled the token.
         rollout_logprobs, trainer_logprobs, advantages: (A,) float32, NaN where there is none.
         turn: the line's other values of the turn, such as "observation" and "reward".
     """
@@ -40,6 +41,7 @@ class StoredStep:
     response_ids: list[int]
     pieces: list[str]
     loss_mask: np.ndarray
+    policy_versions: np.ndarray
     rollout_logprobs: np.ndarray
     trainer_logprobs: np.ndarray
     advantages: np.ndarray
@@ -137,6 +139,9 @@ def stored_trajectory(entry: IndexEntry, record: Mapping[str, Any]) -> StoredTra
                 response_ids=tokens["response_ids"],
                 pieces=pieces_of(turn["response"], tokens["response_ends"]),
                 loss_mask=np.array(tokens["loss_mask"], dtype=np.uint8),
+                policy_versions=np.array(
+                    tokens["policy_versions"] or [turn["policy_version"]] * count, dtype=np.int64
+                ),
                 rollout_logprobs=_floats(tokens["rollout_logprobs"], count),
                 trainer_logprobs=_floats(tokens["trainer_logprobs"], count),
                 advantages=_floats(tokens["advantages"], count),

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from skyrl_fast.trajectory_store.lines import storable
+
 _MAX_PAIRS = 1 << 18  # remembered pairs of tokens; then they are forgotten and learnt again
 _UNFINISHED = "\ufffd"  # what a tokenizer writes for a part of a character
 
@@ -27,8 +29,8 @@ class TokenText:
         self._after: dict[tuple[int, int], str] = {}
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the tokens' text, special tokens included."""
-        return str(self._tokenizer.decode(list(ids))) if len(ids) else ""
+        """Return the tokens' text as it is stored, special tokens included."""
+        return storable(self._tokenizer.decode(list(ids))) if len(ids) else ""
 
     def ends(self, ids: Sequence[int]) -> tuple[str, list[int]]:
         """Return the text and, for each token, how many characters end with it.

@@ -1,0 +1,446 @@
+"""The viewer in headless Chromium, from the disk: hostile texts, reading, filters, keys, size."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _stored import MARKUP, write_run
+
+from scripts.browser import NoBrowserError, headless_browser
+from skyrl_fast.trajectory_store.lines import encode_line
+from skyrl_fast.viewer.build import build_view
+
+MANY = 10_000
+QUICK_MS = 1000  # what a person waits for; several times what it takes on two busy cores
+PATIENCE_SECONDS = 10
+Open = Callable[..., Any]
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    try:
+        with headless_browser() as found:
+            yield found
+    except NoBrowserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def view(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's page; one line holds a lone surrogate as another program may write it."""
+    run = write_run(tmp_path_factory.mktemp("run"))
+    part = run / "trajectories/step_000002.jsonl"
+    part.write_bytes(part.read_bytes().replace(b"1 | Ann", b"1 | \\udfff", 1))
+    return build_view(run).page
+
+
+@pytest.fixture
+def opened(browser: Any, view: Path) -> Iterator[Open]:
+    """Opens the page; at the end: no dialog, no error, nothing loaded but the folder's files."""
+    wrong: list[str] = []
+    pages = []
+
+    def open_page(place: str = "", *, page: Path = view, **options: Any) -> Any:
+        tab = browser.new_page(viewport={"width": 1400, "height": 900}, **options)
+        pages.append(tab)
+        tab.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+        tab.on("console", lambda said: wrong.append(f"{said.type}: {said.text}"))
+        tab.on("dialog", lambda dialog: (wrong.append("dialog"), dialog.dismiss()))
+        folder = page.parent.as_uri()
+        tab.on("request", lambda r: None if r.url.startswith(folder) else wrong.append(r.url))
+        tab.goto(page.as_uri() + place)
+        tab.wait_for_selector("html[data-ready]")
+        return tab
+
+    yield open_page
+    for tab in pages:
+        assert tab.evaluate("window.hacked") is None
+        tab.close()
+    assert wrong == []
+
+
+def until(tab: Any, condition: str) -> None:
+    """Wait for a JavaScript condition; asked from outside, where the page's policy is no bar."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not tab.evaluate(condition):
+        assert time.monotonic() < deadline, condition
+        time.sleep(0.01)
+
+
+def show(tab: Any, index: int) -> None:
+    tab.evaluate(f"location.hash = '#/{index}'")
+    until(tab, f"document.querySelector('#group [aria-current][data-index=\"{index}\"]')")
+
+
+# --- hostile texts ------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("15.1", "15.4", "15.5")
+def test_a_hostile_trajectory_is_text(opened: Open) -> None:
+    tab = opened("#/0")
+    body = tab.locator("#body")
+    body.locator("section.turn").first.wait_for()
+    assert MARKUP in body.inner_text()  # as an observation, and in the metrics
+    assert MARKUP[:40] in tab.locator("#list .row").first.inner_text()
+    assert MARKUP in body.locator(".tokens").first.inner_text()  # as a token of the response
+    assert MARKUP in tab.locator("#run-name").inner_text()
+    assert MARKUP[:30] in tab.locator("#filter-stop").inner_text()
+    assert "__proto__" in body.locator("dl.metrics").inner_text()
+    show(tab, 1)
+    assert MARKUP in body.locator(".failure").inner_text()
+    tab.keyboard.press("c")
+    tab.locator("#any-metric option").first.wait_for(state="attached")
+    names = tab.locator("#any-metric option").all_inner_texts()
+    tab.select_option("#any-metric", index=next(i for i, n in enumerate(names) if MARKUP in n))
+    assert MARKUP in tab.locator(".any h3").inner_text()
+    made = "img, iframe, object, embed, form:not(#filters), a:not(.skip), b, svg script, [onerror]"
+    assert tab.locator(made).count() == 0
+    assert tab.evaluate("Object.keys(Object.prototype).length + Object.keys({}).length") == 0
+
+
+@pytest.mark.spec("15.4")
+def test_what_cannot_be_seen_is_shown_by_its_number(opened: Open) -> None:
+    tab = opened("#/0")
+    observed = tab.locator("#body .said.env .text").first
+    chips = observed.locator(".unseen").all_inner_texts()
+    assert chips == [
+        *("U+202E", "U+2066", "U+200B", "U+2028", "U+2029", "U+001B", "U+0000"),
+        *("U+007F", "U+E0041"),
+    ]
+    assert (
+        observed.locator(".unseen").first.get_attribute("title") == "U+202E right-to-left override"
+    )
+    assert "\\ud800" in observed.inner_text()
+    tokens = tab.locator("#body .tokens").first
+    assert "👩\u200d👩\u200d👧" in tokens.inner_text()  # one picture, of which joiners are a part
+    assert tokens.locator(".tok").nth(3).locator(".unseen").inner_text() == "U+202E"
+    raw = tab.evaluate("document.body.innerText")
+    assert not set("\u202e\u2066\u2028\u2029\x00\x1b") & set(raw)
+    show(tab, 12)
+    assert tab.locator("#body .said.env .unseen").first.inner_text() == "U+DFFF"
+
+
+@pytest.mark.spec("15.4")
+def test_text_does_not_leave_its_block(opened: Open) -> None:
+    tab = opened("#/0")
+    for selector in (".text", ".who", ".head h2", "dl.metrics dd"):
+        style = f"getComputedStyle(document.querySelector('{selector}')).unicodeBidi"
+        assert tab.evaluate(style) == "isolate", selector
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert tab.evaluate(
+        "byId = document.getElementById('body'), byId.scrollWidth <= byId.clientWidth"
+    )
+
+
+@pytest.mark.spec("15.13")
+def test_a_huge_line_comes_in_parts(opened: Open) -> None:
+    tab = opened("#/0")
+    observed = tab.locator("#body .said.env .text").first
+    assert observed.inner_text().count("x") < 5000
+    observed.locator("button.more").click()
+    assert observed.inner_text().count("x") >= 30_000
+    assert observed.locator("button.more").count() == 0
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("15.6")
+def test_a_trajectory_is_read_turn_by_turn(opened: Open) -> None:
+    tab = opened("#/4")
+    turns = tab.locator("#body section.turn")
+    assert turns.count() == 2
+    first, second = turns.nth(0), turns.nth(1)
+    assert first.locator("summary").inner_text() == "prompt: 2 tokens"
+    assert first.locator(".context .text").inner_text() == "look at"
+    assert first.locator(".tokens").inner_text().split() == ["look", "at", "the", "table", "</sql>"]
+    assert first.locator(".env .text").inner_text() == "id | name\n1 | Ann"
+    assert second.locator("summary").inner_text() == "context: 8 tokens as before, 2 new"
+    assert "reward 1" in second.locator("header").inner_text()
+    facts = tab.locator("dl.facts").inner_text()
+    assert "advantage\n1" in facts and "ended by\nstop" in facts and "step\n1" in facts
+    show(tab, 6)
+    summary = turns.nth(1).locator("summary").inner_text()
+    assert summary == "context: 0 tokens as before, 1 new; 8 were dropped or rewritten"
+
+
+@pytest.mark.spec("15.7")
+def test_trained_tokens_have_the_colour_of_their_numbers(opened: Open) -> None:
+    tab = opened("#/4")
+    tokens = tab.locator("#body .tokens").first.locator(".tok")
+    tokens.first.wait_for()
+
+    def classes() -> list[str]:
+        return [
+            name.replace("tok", "").strip()
+            for name in tokens.evaluate_all("spans => spans.map((span) => span.className)")
+        ]
+
+    assert classes() == ["pos5"] * 5 + ["plain"]
+    tab.keyboard.press("2")  # engine: -0.25, -0.5, ...: p 0.78, 0.61, 0.47, 0.37, 0.29
+    assert classes() == ["odd1", "odd1", "odd2", "odd2", "odd2", "plain"]
+    tab.keyboard.press("3")  # the trainer finds them less likely, by up to 0.2
+    assert {name[:3] for name in classes()[:5]} == {"neg"} and classes()[5] == "plain"
+    assert "\u22120.2" in tab.locator("#legend").inner_text()
+    tab.keyboard.press("0")
+    assert classes() == [""] * 5 + ["plain"]
+    show(tab, 5)  # a negative advantage of a failed trajectory: nothing of it was trained
+    tab.keyboard.press("1")
+    assert classes() == ["plain"] * 6
+    show(tab, 26)  # step 3, sampled two updates before
+    tab.keyboard.press("4")
+    assert classes() == ["odd2", *["odd1"] * 4, "plain"]  # updated after its first token
+    assert "staleness\n2 updates" in tab.locator("dl.facts").inner_text()
+
+
+@pytest.mark.spec("15.7", "15.11")
+def test_a_token_tells_its_numbers_to_pointer_and_keys(opened: Open) -> None:
+    tab = opened("#/4")
+    block = tab.locator("#body .tokens").first
+    block.locator(".tok").nth(1).hover()
+    said = tab.locator("#token").inner_text()
+    assert said.startswith(
+        "“ at” · id 3 · trained · advantage 1 · engine \u22120.5 (p 0.61) · trainer"
+    )
+    block.focus()
+    tab.keyboard.press("ArrowRight")
+    tab.keyboard.press("ArrowRight")
+    tab.keyboard.press("ArrowRight")
+    assert block.locator(".here").inner_text() == " the"
+    assert tab.locator("#spoken").inner_text().startswith("“ the” · id 4")
+
+
+@pytest.mark.spec("15.9")
+def test_the_group_is_beside_it(opened: Open) -> None:
+    tab = opened("#/5")
+    others = tab.locator("#group button")
+    assert others.count() == 4
+    assert "4 trajectories of this prompt" in tab.locator("#group").inner_text()
+    assert others.nth(1).get_attribute("aria-current") == "true"
+    assert "failed" in others.nth(1).inner_text()
+    assert "users , <sql>" in others.nth(0).inner_text()  # how it ended
+    others.nth(3).click()
+    until(tab, "location.hash === '#/7'")
+    tab.locator("#body").click(position={"x": 5, "y": 5})
+    tab.keyboard.press("[")
+    until(tab, "location.hash === '#/6'")
+    tab.keyboard.press("]")
+    tab.keyboard.press("]")  # the last one stays
+    until(tab, "location.hash === '#/7'")
+
+
+# --- finding ------------------------------------------------------------------------------------
+
+
+def found(tab: Any, number: int) -> None:
+    until(tab, f"document.getElementById('found').textContent === '{number} of 74 trajectories'")
+
+
+@pytest.mark.spec("15.8")
+def test_filters(opened: Open) -> None:
+    tab = opened()
+    found(tab, 74)
+    tab.select_option("#filter-phase", label="eval")
+    found(tab, 2)
+    tab.keyboard.press("Escape")
+    tab.keyboard.press("x")
+    found(tab, 74)
+    tab.select_option("#filter-failure", label="failed")
+    found(tab, 18)
+    tab.select_option("#filter-stop", label="env_error")
+    found(tab, 17)
+    tab.get_by_role("button", name="clear").click()
+    tab.fill("#filter-stepFrom", "2")
+    tab.fill("#filter-stepTo", "3")
+    found(tab, 24)
+    tab.fill("#filter-rewardFrom", "0.5")
+    found(tab, 18)
+    tab.keyboard.press("Escape")
+    tab.keyboard.press("/")
+    tab.keyboard.type("Prompt 30")
+    found(tab, 9)
+    assert tab.locator("#list .row").count() == 9
+    tab.get_by_role("button", name="clear").click()
+    tab.select_option("#filter-sort", label="turns")
+    found(tab, 74)
+    until(tab, "document.querySelector('#list .row .how').textContent.includes('1 turn')")
+    tab.locator("#filters button").first.click()
+    until(tab, "document.querySelector('#list .row .how').textContent.includes('2 turns')")
+
+
+@pytest.mark.spec("15.11")
+def test_keys_alone_reach_everything(opened: Open) -> None:
+    tab = opened()
+    until(tab, "location.hash === '#/0'")
+    tab.keyboard.press("j")
+    until(tab, "location.hash === '#/1'")
+    tab.keyboard.press("k")
+    until(tab, "location.hash === '#/0'")
+    tab.focus("#list")
+    tab.keyboard.press("End")
+    until(tab, "location.hash === '#/73'")
+    assert tab.locator("#list").get_attribute("aria-activedescendant") == "row-73"
+    assert tab.locator("#row-73").get_attribute("aria-posinset") == "74"
+    show(tab, 4)
+    for key, turn in (("n", 1), ("n", 2), ("n", 2), ("p", 1)):
+        tab.keyboard.press(key)
+        focused = tab.evaluate("document.activeElement.getAttribute('aria-label')")
+        assert focused == f"Turn {turn} of 2"
+    tab.keyboard.press("?")
+    dialog = tab.locator("dialog[open]")
+    assert "next, previous trajectory of the list" in dialog.inner_text()
+    tab.keyboard.press("j")  # not while the overlay is there
+    tab.keyboard.press("Escape")
+    assert tab.locator("dialog[open]").count() == 0
+    assert tab.evaluate("location.hash") == "#/4"
+    tab.keyboard.press("/")
+    tab.keyboard.type("jk2t")  # typed, not done
+    assert tab.input_value("#filter-uid") == "jk2t"
+    assert tab.evaluate("document.documentElement.dataset.theme") is None
+    tab.keyboard.press("Escape")
+    tab.keyboard.press("c")
+    assert tab.locator("#tab-charts").get_attribute("aria-selected") == "true"
+    tab.locator("figure svg").first.focus()
+    tab.keyboard.press("End")
+    assert tab.locator("figure .readout").first.inner_text() == "step 6: training 1"
+    tab.keyboard.press("Enter")
+    found(tab, 12)
+
+
+@pytest.mark.spec("15.11")
+def test_everything_has_a_name_for_a_screen_reader(opened: Open) -> None:
+    tab = opened("#/4")
+    tab.keyboard.press("c")
+    tab.locator("figure svg").first.wait_for()
+    unnamed = tab.evaluate(
+        """() => [...document.querySelectorAll('button, input, select, [role], svg[tabindex]')]
+        .filter((e) => !(e.getAttribute('aria-label') || e.getAttribute('aria-labelledby')
+          || e.title || e.textContent.trim() || (e.labels && e.labels.length) || e.placeholder
+          || ['presentation', 'alert', 'status'].includes(e.getAttribute('role'))))
+        .map((e) => e.outerHTML.slice(0, 80))"""
+    )
+    assert unnamed == []
+    label = tab.locator("figure svg").first.get_attribute("aria-label")
+    assert label == "Reward. training: from 0.167 to 1"
+    tab.locator("figure details summary").first.click()
+    tab.locator("figure td").first.wait_for()
+    cells = tab.locator("figure").first.locator("td").all_inner_texts()
+    assert cells == ["0.167", "0.333", "0.5", "0.667", "0.833", "1"]
+
+
+@pytest.mark.spec("15.10")
+def test_charts_of_the_run(opened: Open) -> None:
+    tab = opened("#/charts")
+    tab.locator("figure").first.wait_for()
+    titles = tab.locator("figure h3").all_inner_texts()
+    for title in ("Reward", "Where the time went", "How trajectories ended", "Staleness"):
+        assert title in titles
+    faults = tab.locator("figure", has_text="Faults").locator("svg").get_attribute("aria-label")
+    assert faults == "Faults. environments failed: from 1 to 6"  # and nothing that did not happen
+    staleness = tab.locator("figure", has_text="Staleness")
+    staleness.locator("summary").click()
+    staleness.locator("td").first.wait_for()
+    rows = staleness.locator("tbody tr").all_inner_texts()
+    assert rows == ["0\t48", "1\t12", "2\t12"]  # of samples 1 and 2, from step 3 on
+
+
+@pytest.mark.spec("15.12")
+def test_light_and_dark(opened: Open) -> None:
+    sheet = "getComputedStyle(document.querySelector('.top')).backgroundColor"
+    dark = opened(color_scheme="dark")
+    assert dark.evaluate(sheet) == "rgb(23, 27, 33)"
+    dark.keyboard.press("t")
+    assert dark.evaluate(sheet) == "rgb(255, 255, 255)"
+    light = opened(color_scheme="light")
+    assert light.evaluate(sheet) == "rgb(255, 255, 255)"
+
+
+# --- size ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def large_view(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """10,000 trajectories: a small run's lines, told apart by uid and step."""
+    source = write_run(tmp_path_factory.mktemp("small"), steps=3, groups=5)
+    lines = (source / "trajectories/step_000003.jsonl").read_text().split("\n")[:-1]
+    records = [json.loads(line) for line in lines]
+    for record in records:  # as long as real ones
+        tokens, turn = record["tokens"][0], record["turns"][0]
+        for name, values in tokens.items():
+            if isinstance(values, list) and name != "prompt_token_ids":
+                tokens[name] = values * 40
+        width = len(turn["response"]) + 1
+        ends = tokens["response_ends"][: len(tokens["response_ends"]) // 40]
+        tokens["response_ends"] = [end + width * k for k in range(40) for end in ends]
+        turn["response"] = (turn["response"] + " ") * 40
+    folder = tmp_path_factory.mktemp("large") / "trajectories"
+    folder.mkdir()
+    for step in range(1, MANY // 20 + 1):
+        with (folder / f"step_{step:06d}.jsonl").open("w") as file:
+            for record in records:
+                uid = f"{record['uid']} of {step}"
+                file.write(encode_line({**record, "step": step, "uid": uid}))
+    return build_view(folder.parent).page
+
+
+def timed(tab: Any, action: str, until: str) -> float:
+    """Milliseconds from an action to the next frame in which a condition holds."""
+    result = tab.evaluate(
+        f"""() => new Promise((resolve) => {{
+            const started = performance.now();
+            {action};
+            const look = () => ({until}) ? resolve(performance.now() - started)
+                : requestAnimationFrame(look);
+            requestAnimationFrame(look);
+        }})"""
+    )
+    return float(result)
+
+
+@pytest.mark.spec("15.14")
+def test_ten_thousand_trajectories_stay_fast(
+    opened: Open, large_view: Path, record_property: Callable[[str, object], None]
+) -> None:
+    started = time.perf_counter()
+    tab = opened(page=large_view)
+    figures = {"start": 1000 * (time.perf_counter() - started)}
+    until(tab, "document.querySelectorAll('section.turn').length > 0")
+    loaded = tab.evaluate(
+        "performance.getEntriesByType('resource').filter((e) => e.name.includes('/chunk')).length"
+    )
+    assert loaded <= 2  # of about a hundred
+    assert tab.locator("#list .row").count() < 60
+    figures["scroll"] = timed(
+        tab,
+        "document.getElementById('list').scrollTop = 300000",
+        "Number(document.querySelector('#list .row').dataset.index) > 6000",
+    )
+    assert tab.locator("#list .row").count() < 60
+    figures["filter"] = timed(
+        tab,
+        """const uid = document.getElementById('filter-uid'); uid.value = 'of 77';
+           uid.dispatchEvent(new Event('input', { bubbles: true }))""",
+        "document.getElementById('found').textContent === '20 of 10,000 trajectories'",
+    )
+    figures["open"] = timed(
+        tab, "location.hash = '#/9876'", "document.querySelector('#group [data-index=\"9876\"]')"
+    )
+    assert tab.locator("#body .tok").count() > 200
+    figures["colour"] = timed(
+        tab,
+        "document.querySelector('[data-mode=logprob]').click()",
+        "document.querySelector('#body .odd1')",
+    )
+    for name, milliseconds in figures.items():
+        record_property(name, round(milliseconds))
+    assert {
+        name: ms for name, ms in figures.items() if ms > QUICK_MS * (3 if name == "start" else 1)
+    } == {}
+    print(figures)

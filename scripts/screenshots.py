@@ -1,0 +1,118 @@
+"""Pictures of a run's page for the documentation, made by a headless Chromium.
+
+    python scripts/screenshots.py RUN [--out docs/images]
+
+`make screenshots` does it for the quickstart's run. The trajectory that is shown lost in a group in
+which others won, after several turns: the first such one in the second half of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # this file may be started from anywhere
+
+from scripts.browser import NoBrowserError, headless_browser  # noqa: E402
+from skyrl_fast.trajectory_store import read_index  # noqa: E402
+from skyrl_fast.viewer.build import ViewError, build_view  # noqa: E402
+
+SIZE = {"width": 1280, "height": 800}
+COLOURS = 256  # of a picture: small files, and no difference to the eye
+MIN_TURNS = 3
+
+
+def main() -> int:
+    """Make all pictures; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="folder of a run")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/images")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory() as folder, headless_browser() as browser:
+            page = build_view(options.run, Path(folder) / "view").page.as_uri()
+            chosen = telling_trajectory(options.run)
+            for name, scheme, place, act in (
+                ("viewer-trajectory", "light", f"#/{chosen}", show_advantage),
+                ("viewer-tokens", "dark", f"#/{chosen}", show_token),
+                ("viewer-charts", "light", "#/charts", show_charts),
+                ("viewer-keys", "dark", f"#/{chosen}", show_keys),
+            ):
+                tab = browser.new_page(viewport=SIZE, color_scheme=scheme)
+                tab.goto(page + place)
+                tab.wait_for_selector("html[data-ready]")
+                act(tab)
+                path = options.out / f"{name}.png"
+                tab.screenshot(path=path, animations="disabled")
+                tab.close()
+                shrink(path)
+                print(f"{path}: {path.stat().st_size // 1024} KiB")
+    except (NoBrowserError, ViewError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def telling_trajectory(run: Path) -> int:
+    """Return the number of a trajectory that lost after several turns where others won."""
+    index = read_index(run)
+    groups: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for number, entry in enumerate(index):
+        if entry.phase == "train":
+            groups[entry.step, entry.uid].append(number)
+    half = max(entry.step for entry in index) / 2
+    for (step, _), numbers in groups.items():
+        rewards = [index[number].reward or 0.0 for number in numbers]
+        for number, reward in zip(numbers, rewards, strict=True):
+            lost = reward < max(rewards) and index[number].turns >= MIN_TURNS
+            if step >= half and lost and sum(r > reward for r in rewards) >= len(rewards) / 2:
+                return number
+    return 0
+
+
+def show_advantage(tab: Any) -> None:
+    """Colours by advantage, from the top."""
+    tab.locator("section.turn").first.wait_for()
+
+
+def show_token(tab: Any) -> None:
+    """Colours by probability, from the second turn on, and the numbers of an unlikely token."""
+    tab.locator("section.turn").nth(1).wait_for()
+    for key in ("2", "n", "n"):
+        tab.keyboard.press(key)
+    tab.evaluate("document.activeElement.blur()")
+    unlikely = tab.locator(".odd5, .odd4")
+    if unlikely.count():
+        unlikely.last.hover()
+
+
+def show_charts(tab: Any) -> None:
+    """All charts that fit."""
+    tab.locator("figure svg").first.wait_for()
+
+
+def show_keys(tab: Any) -> None:
+    """The overlay."""
+    tab.locator("section.turn").first.wait_for()
+    tab.keyboard.press("?")
+
+
+def shrink(path: Path) -> None:
+    """Rewrite the picture with a palette."""
+    from PIL import Image
+
+    with Image.open(path) as picture:
+        small = picture.convert("RGB").quantize(
+            COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+        )
+    small.save(path, optimize=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""A run as a folder of static pages: `skyrl-fast view RUN`."""

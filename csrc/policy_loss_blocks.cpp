@@ -24,11 +24,10 @@ template <typename T>
 struct alignas(64) Staged {
   typename BitsOf<T>::Type live[kChunk];
   typename BitsOf<T>::Type selected[kChunk];
-  T value[kChunk];  // weighted by token and row
-  T grad[kChunk];   // of the KL penalty, for kl_block; scratch where no gradient is wanted
-  T ratio_minus_1[kChunk];
-  T approx_kl[kChunk];
+  T grad[kChunk];  // of the KL penalty, for kl_block; scratch where no gradient is wanted
   T kl[kChunk];
+  // of one chunk: a few dozen addends for each lane, so no wider than the addends' own rounding
+  T value, ratio_minus_1, approx_kl;
   int32_t num_low, num_high, num_chosen;
   Extremes<T> extremes;
 };
@@ -60,9 +59,11 @@ static void loss_chunk(const LossParams<T>& params, const Piece<T>& piece,
   const typename BitsOf<T>::Type* __restrict__ selections = piece.selected;
   const T sequence_delta = piece.sequence_delta, row_weight = piece.row_weight;
   const int64_t n = piece.n;
+  T sum = T(0), ratio_minus_1 = T(0), approx_kl = T(0);
   int32_t num_low = 0, num_high = 0, num_chosen = 0;
-  Extremes<T> extremes;
-  SKYRL_NO_OVERLAP
+  typename BitsOf<T>::Type most = 0, least = BitsOf<T>::kMost;
+#pragma omp simd reduction(+ : sum, ratio_minus_1, approx_kl, num_low, num_high, num_chosen) \
+    reduction(max : most) reduction(min : least)
   for (int64_t i = 0; i < n; ++i) {
     const bool live = lives[i] != 0;
     const T raw_logprob = logprobs[i], raw_anchor = anchor[i];
@@ -75,23 +76,27 @@ static void loss_chunk(const LossParams<T>& params, const Piece<T>& piece,
     const T delta = kKind == LossKind::kGspo ? sequence_delta : logprob - base;
     const bool selected = kUsesSelection && selections[i] != 0;
     const TokenLoss<T> t = token_loss<kKind, T>(p, logprob, base, delta, advantage, selected);
-    s->value[i] = weighed ? t.value * weight : T(0);
+    sum += weighed ? t.value * weight : T(0);
     grad[i] = weighed ? t.grad * weight : T(0);
-    s->ratio_minus_1[i] = live ? t.ratio_minus_1 : T(0);
-    s->approx_kl[i] = live ? t.ratio_minus_1 - t.delta : T(0);
+    ratio_minus_1 += live ? t.ratio_minus_1 : T(0);
+    approx_kl += live ? t.ratio_minus_1 - t.delta : T(0);
     const bool counts = live & (t.ratio_minus_1 == t.ratio_minus_1);
     const auto bits = bits_of(t.ratio_minus_1 + T(1));
     const auto high = counts ? bits : 0, low = counts ? bits : BitsOf<T>::kMost;
-    extremes.most = high > extremes.most ? high : extremes.most;
-    extremes.least = low < extremes.least ? low : extremes.least;
+    most = high > most ? high : most;
+    least = low < least ? low : least;
     num_low += live & t.clipped_low;
     num_high += live & t.clipped_high;
     num_chosen += live & t.chosen;
   }
+  s->value = sum;
+  s->ratio_minus_1 = ratio_minus_1;
+  s->approx_kl = approx_kl;
   s->num_low = num_low;
   s->num_high = num_high;
   s->num_chosen = num_chosen;
-  s->extremes = extremes;
+  s->extremes.most = most;
+  s->extremes.least = least;
 }
 
 template <typename T>
@@ -152,7 +157,6 @@ template <typename T>
 static void loss_block(const LossJob<T>& job, int64_t begin, int64_t end, LossSums* out) {
   Staged<T> s;
   LossSums sums;
-  Lanes policy, ratio, approx_kl;
   Extremes<T> extremes;
   const PolicyLossInputs<T>& in = job.in;
   for_chunks(in.rows, begin, end, [&](int64_t row, int64_t chunk, int64_t length) {
@@ -186,9 +190,9 @@ static void loss_block(const LossJob<T>& job, int64_t begin, int64_t end, LossSu
       sums.kl += kl;
       sums.kl_weighted += static_cast<double>(in.row_weights[row]) * kl;
     }
-    accumulate(s.value, n, &policy);
-    accumulate(s.ratio_minus_1, n, &ratio);
-    accumulate(s.approx_kl, n, &approx_kl);
+    sums.policy += s.value;
+    sums.ratio_minus_1 += s.ratio_minus_1;
+    sums.approx_kl += s.approx_kl;
     sums.tokens += static_cast<double>(count);
     sums.low += s.num_low;
     sums.high += s.num_high;
@@ -196,9 +200,6 @@ static void loss_block(const LossJob<T>& job, int64_t begin, int64_t end, LossSu
     if (s.extremes.most > extremes.most) extremes.most = s.extremes.most;
     if (s.extremes.least < extremes.least) extremes.least = s.extremes.least;
   });
-  sums.policy = total(policy);
-  sums.ratio_minus_1 = total(ratio);
-  sums.approx_kl = total(approx_kl);
   sums.ratio_max = float_of<T>(extremes.most);
   sums.ratio_min = extremes.least == BitsOf<T>::kMost ? INFINITY : float_of<T>(extremes.least);
   *out = sums;

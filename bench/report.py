@@ -2,7 +2,8 @@
 
 One table per group: contender, fastest and median time, and how many times the contender's median
 is ours. `--json` reads an earlier run instead of making one. `--write` saves the tables with
-machine and versions under bench/results/ and puts the summary between README.md's bench markers.
+machine and versions under bench/results/ and puts the summary between README.md's bench markers;
+tables of the same machine and versions that this run did not make stay.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def main() -> None:
     path, failed = (args.json, False) if args.json else run(args.benches)
     report = json.loads(path.read_text())
     groups = by_group(report["benchmarks"])
-    tables = "\n\n".join(table(name, rows) for name, rows in groups.items())
-    print(f"{machine(report)}\n\n{tables}")
+    tables = {name: table(rows) for name, rows in groups.items()}
+    print(document(machine(report), tables))
     if args.write:
-        write(report, groups, tables)
+        write(machine(report), tables)
     if failed:
         raise SystemExit("a bench failed; its lines are missing from the tables")
 
@@ -80,11 +81,10 @@ def own_median(rows: list[dict[str, Any]]) -> float | None:
     return own[0]["stats"]["median"] if own else None
 
 
-def table(name: str, rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """Return one group as a Markdown table."""
     own = own_median(rows)
-    lines = [f"### {name}", "", "| contender | min ms | median ms | median / ours | |"]
-    lines.append("|---|---:|---:|---:|---|")
+    lines = ["| contender | min ms | median ms | median / ours | |", "|---|---:|---:|---:|---|"]
     for row in rows:
         stats = row["stats"]
         ratio = f"{stats['median'] / own:.2f}" if own else ""
@@ -99,34 +99,53 @@ def table(name: str, rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def document(machine: str, tables: dict[str, str]) -> str:
+    """Return all tables as one page."""
+    parts = [f"### {name}\n\n{table}" for name, table in tables.items()]
+    return "\n\n".join(["# CPU", machine, *parts])
+
+
+def tables_of(document: str) -> tuple[str, dict[str, str]]:
+    """Return the machine and the tables of such a page."""
+    head, *parts = document.strip().split("\n\n### ")
+    tables = dict(part.split("\n\n", 1) for part in parts)
+    return head.removeprefix("# CPU\n\n"), tables
+
+
 # Group names end in a size and a number of threads; the README has one line for all four of them.
 GROUP = re.compile(r"(.*?) (medium|large|1024x32000|4096x151936)( fp32| bf16)? ([12])T")
 LARGER = ("large", "4096x151936")
 COLUMNS = ((False, 1), (False, 2), (True, 1), (True, 2))
 
 
-def summary(groups: dict[str, list[dict[str, Any]]]) -> str:
+def summary(tables: dict[str, str]) -> str:
     """Return one line per work: how many times ours is as fast as the fastest other contender."""
     cells: dict[str, dict[tuple[bool, int], str]] = defaultdict(dict)
-    for name, rows in groups.items():
-        own = own_median(rows)
-        peers = [r for r in rows if OURS not in contender(r) and "floor" not in contender(r)]
+    for name, table in tables.items():
+        medians = medians_of(table)
+        own = medians.get(OURS, next((m for c, m in medians.items() if c.startswith(OURS)), None))
+        peers = {c: m for c, m in medians.items() if OURS not in c and "floor" not in c}
         if own is None or not peers:
             continue
-        best = min(peers, key=lambda r: r["stats"]["median"])
+        best = min(peers, key=peers.__getitem__)
+        beside = f"{own:.3g} ms; {best}"
+        if "skyrl" in peers and best != "skyrl" and not best.startswith("skyrl_warm"):
+            beside += f"; skyrl {peers['skyrl'] / own:.0f}"  # what users of SkyRL have now
         parts = GROUP.fullmatch(name)
         work = parts[1] + (parts[3] or "") if parts else name
         column = (parts[2] in LARGER, int(parts[4])) if parts else COLUMNS[-1]
-        beside = f"{own * 1e3:.3g} ms; {contender(best)}"
-        for row in peers:  # what users of SkyRL have now, where another formulation is faster
-            if contender(row) == "skyrl" and not contender(best).startswith("skyrl_warm"):
-                beside += f"; skyrl {row['stats']['median'] / own:.0f}" if row is not best else ""
-        cells[work][column] = f"**{best['stats']['median'] / own:.1f}** ({beside})"
+        cells[work][column] = f"**{peers[best] / own:.1f}** ({beside})"
     lines = ["| work | medium, 1 thread | medium, 2 threads | large, 1 thread | large, 2 threads |"]
     lines.append("|---|---|---|---|---|")
     for work, by_column in cells.items():
         lines.append(f"| {work} | " + " | ".join(by_column.get(c, "") for c in COLUMNS) + " |")
     return "\n".join(lines)
+
+
+def medians_of(table: str) -> dict[str, float]:
+    """Return each contender's median in milliseconds."""
+    rows = (line.strip("| ").split(" | ") for line in table.splitlines()[2:])
+    return {name: float(median) for name, _, median, *_ in rows}
 
 
 def machine(report: dict[str, Any]) -> str:
@@ -145,16 +164,17 @@ def machine(report: dict[str, Any]) -> str:
     )
 
 
-def write(report: dict[str, Any], groups: dict[str, list[dict[str, Any]]], tables: str) -> None:
+def write(machine: str, tables: dict[str, str]) -> None:
     """Save the tables, and put the summary into the README."""
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "cpu.md").write_text(f"# CPU\n\n{machine(report)}\n\n{tables}\n")
-    readme = ROOT / "README.md"
+    page, readme = RESULTS / "cpu.md", ROOT / "README.md"
+    before, kept = tables_of(page.read_text()) if page.exists() else ("", {})
+    if before.rpartition(";")[0] == machine.rpartition(";")[0]:  # but for the date
+        tables = {**kept, **tables}
+    page.write_text(document(machine, tables) + "\n")
     text = readme.read_text()
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    text = f"{before}{BEGIN}\n{summary(groups)}\n\n{machine(report)}\n{END}{after}"
-    readme.write_text(text)
+    readme.write_text(f"{before}{BEGIN}\n{summary(tables)}\n\n{machine}\n{END}{after}")
 
 
 if __name__ == "__main__":

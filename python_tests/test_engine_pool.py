@@ -289,6 +289,73 @@ def test_requests_that_wait_for_an_engine_let_an_update_pass() -> None:
     asyncio.run(go())
 
 
+@pytest.mark.spec("12.29")
+def test_an_engine_that_hangs_is_dead_to_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves nobody, answers no pause, and holds up neither requests nor the update."""
+    monkeypatch.setattr(engine_pool, "PAUSE_SECONDS", 0.05)
+
+    class Hangs(OneWeight):
+        hangs = False
+
+        async def interrupt(self) -> None:
+            if self.hangs:
+                await asyncio.Event().wait()
+            await super().interrupt()
+
+    async def go() -> None:
+        engines = [Hangs("a"), OneWeight("b")]
+        pool, trainer = await started(*engines)
+        for engine in engines:
+            engine.hold = asyncio.Event()
+        asked = [asyncio.create_task(ask(pool, f"s{i}")) for i in range(20)]
+        await asyncio.sleep(0.01)
+        engines[0].hangs = True
+        trainer.weight = 0.5
+        await pool.interrupt()
+        await pool.update(trainer.weights, trainer.make_sync)
+        got = await asyncio.wait_for(asyncio.gather(*asked), 5)
+        assert len(got) == 20
+        assert pool.faults["engine_deaths"] == pool.faults["engine_restarts"] == 1
+        assert [engine.weight for engine in engines] == [0.5, 0.5]
+
+    asyncio.run(go())
+
+
+def test_a_cancelled_request_stays_cancelled() -> None:
+    async def go() -> None:
+        engine = OneWeight("a")
+        pool, _ = await started(engine)
+        engine.hold = asyncio.Event()
+        asked = asyncio.create_task(ask(pool, "s"))
+        await asyncio.sleep(0.01)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert pool.faults == {}
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("12.29")
+def test_waiting_for_any_engine_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_pool, "WORD_SECONDS", 0.05)
+
+    async def go() -> None:
+        engine = OneWeight("a", comes_back=False)
+        pool, trainer = await started(engine)
+        engine.alive = False
+        update = asyncio.create_task(pool.update(trainer.weights, trainer.make_sync))
+        await asyncio.sleep(0.2)
+        assert not update.done()
+        engine.may_come_back = True
+        await asyncio.wait_for(update, 5)
+
+    asyncio.run(go())
+    assert "waiting for an engine. a is down for 0 s: a died" in caplog.text
+
+
 def test_a_pool_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="engines: wanted at least one"):
         EnginePool([])

@@ -253,6 +253,21 @@ def test_the_engine_command_serves_the_trainers_model_on_loopback(
     assert served == [(str(model), 1100, "127.0.0.1", 8003)]
 
 
+@pytest.mark.spec("12.28")
+def test_a_servers_engine_is_told_to_end_with_it() -> None:
+    server = Server()
+
+    async def go() -> None:
+        async with RemoteEngine("http://there:1", transport=httpx.MockTransport(server)):
+            pass
+
+    asyncio.run(go())
+    assert server.asked == [
+        ("/resume", {}),  # a trainer that was killed may have left it paused
+        ("/collective_rpc", {"method": "end_with_parent"}),
+    ]
+
+
 def test_a_server_that_never_answers_is_an_error_in_time() -> None:
     server = Server()
     server.well = False

@@ -1,6 +1,6 @@
 """Two `vllm serve` processes drive one run; one of them is killed on the way, and comes back.
 
-    python examples/asynchronous/two_servers.py --base work --steps 12
+    python examples/asynchronous/two_servers.py --base work --steps 80
 
 Ends with an error unless the run finishes with all its groups, both servers were used, the death
 and the return are in log and metrics, and both hold the trainer's last weights.
@@ -9,6 +9,7 @@ and the return are in log and metrics, and both hold the trainer's last weights.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import signal
 import socket
@@ -29,6 +30,7 @@ from examples.asynchronous.quickstart_run import (
 )
 from skyrl_fast.train.sinks import read_metrics
 
+END_SECONDS = 20.0  # for a server to end by itself
 SMALL = [
     "trainer.train_batch_size=4",
     "trainer.policy_mini_batch_size=4",
@@ -45,7 +47,7 @@ def main() -> None:
     """Start both, train, kill one, start it again."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", type=Path, default=Path("asynchronous"))
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--weight-sync", choices=("extension", "reload"), default="extension")
     options = parser.parse_args()
     base: Path = options.base.resolve()
@@ -69,16 +71,14 @@ def main() -> None:
         process = start(base, chosen, log="servers.log")
         wait_for_step(process, base, options.steps // 3)
         servers[0].send_signal(signal.SIGKILL)
-        print(f"killed the server of port {ports[0]}", flush=True)
-        wait_for_step(process, base, options.steps // 2)
         servers[0].wait()
+        print(f"killed the server of port {ports[0]}", flush=True)
         servers[0] = serve(base, ports[0])
         code = process.wait()
     finally:
         for one in (*servers, process):
             if one is not None:
-                one.terminate()
-                one.wait()
+                end(one)
     problems = look(base, options.steps, code)
     print("\n".join(problems) or "all as it should be")
     sys.exit(bool(problems))
@@ -89,8 +89,26 @@ def serve(base: Path, port: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "skyrl_fast", "engine", str(CONFIG), "--port", str(port)]
     with (base / f"server_{port}.log").open("ab") as file:
         return subprocess.Popen(
-            [*command, *SMALL], cwd=base, stdout=file, stderr=file, env=environment()
+            [*command, *SMALL],
+            cwd=base,
+            stdout=file,
+            stderr=file,
+            env=environment(),
+            start_new_session=True,
         )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and, if it does not end in good order, all that it started."""
+    process.terminate()
+    try:
+        process.wait(timeout=END_SECONDS)
+    except subprocess.TimeoutExpired:
+        if os.getpgid(process.pid) == process.pid:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+        process.wait()
 
 
 def free_ports(number: int) -> list[int]:

@@ -59,18 +59,21 @@ class ActivityBoard:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._rows: dict[tuple[str, int], Activity] = {}
+        self._groups: dict[str, dict[int, Activity]] = {}
 
     def enter(self, uid: str, repetition_id: int) -> Activity:
         """A trajectory waits for its turn; an earlier run of it is forgotten."""
         row = Activity(uid, repetition_id, since=self.clock())
-        self._rows[uid, repetition_id] = row
+        self._groups.setdefault(uid, {})[repetition_id] = row
         return row
 
     def leave(self, row: Activity) -> None:
         """It is over."""
-        if self._rows.get((row.uid, row.repetition_id)) is row:
-            del self._rows[row.uid, row.repetition_id]
+        group = self._groups.get(row.uid, {})
+        if group.get(row.repetition_id) is row:
+            del group[row.repetition_id]
+            if not group:
+                del self._groups[row.uid]
 
     def does(self, row: Activity, phase: str, *, attempt: int, turn: int) -> None:
         """It begins something else."""
@@ -81,19 +84,19 @@ class ActivityBoard:
 
     def of(self, uid: str) -> list[Activity]:
         """All of a group."""
-        return [row for row in self._rows.values() if row.uid == uid]
+        return list(self._groups.get(uid, {}).values())
 
     def oldest(self, uids: list[str], number: int = 3) -> list[Activity]:
         """Those of these groups that have done the same for longest."""
-        wanted = set(uids)
-        rows = [row for row in self._rows.values() if row.uid in wanted]
+        rows = [row for uid in uids for row in self.of(uid)]
         return sorted(rows, key=lambda row: row.since)[:number]
 
     def counts(self) -> dict[str, int]:
         """How many trajectories are in each phase."""
         result = dict.fromkeys((WAITING, MAKING, GENERATING, ACTING, CLOSING), 0)
-        for row in self._rows.values():
-            result[row.phase] += 1
+        for group in self._groups.values():
+            for row in group.values():
+                result[row.phase] += 1
         return result
 
 

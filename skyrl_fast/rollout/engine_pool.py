@@ -7,10 +7,10 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -19,8 +19,12 @@ from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.rollout.weight_update import WeightsFile, WeightSync, WeightSyncReport
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LOOK_SECONDS = 1.0  # between two looks whether a dead engine can be brought back
+PAUSE_SECONDS = 60.0  # an engine that does not pause within so long hangs
+LOAD_SECONDS = 600.0  # the same for loading weights and for the probe
+WORD_SECONDS = 60.0  # waiting so long for any engine, the log says so
 
 
 class PooledEngine(Engine, Protocol):
@@ -50,6 +54,7 @@ class _Member:
     error: EngineDeadError | None = None
     restarts: int = 0  # since the last weight update that it survived
     given_up: bool = False
+    requests: set[asyncio.Task[Generation]] = field(default_factory=set)
 
     @property
     def up(self) -> bool:
@@ -113,23 +118,34 @@ class EnginePool:
         """
         while True:
             member = await self._choose(session_id)
-            if member is None:  # all are down, and an update is under way
+            if member is None:
                 return Generation([], [], INTERRUPTED)
-            try:
-                return await member.engine.generate(
+            request = asyncio.create_task(
+                member.engine.generate(
                     prompt_token_ids,
                     sampling,
                     session_id=session_id,
                     policy_version=policy_version,
                 )
+            )
+            member.requests.add(request)
+            try:
+                return await request
             except EngineDeadError as error:
                 await self._fell(member, error)
-                self.faults["requests_sent_again"] += 1
+            except asyncio.CancelledError:
+                if not (request.cancelled() and _only_the_request()):
+                    raise
+            finally:
+                member.requests.discard(request)
+            self.faults["requests_sent_again"] += 1
 
     async def interrupt(self) -> None:
         """All requests end soon, with what they have; those that wait for an engine, too."""
         await self.release()
-        await asyncio.gather(*(self._or_fell(m, m.engine.interrupt) for m in self._up()))
+        await asyncio.gather(
+            *(self._or_fell(m, m.engine.interrupt, PAUSE_SECONDS) for m in self._up())
+        )
 
     async def release(self) -> None:
         """Requests that wait for an engine end, without tokens, until the next update is over."""
@@ -158,6 +174,7 @@ class EnginePool:
             started = time.perf_counter()
             await asyncio.to_thread(file.write, weights)
             seconds = time.perf_counter() - started
+            waited = 0.0
             while not reports:
                 members = [*self._up(), *await self._started_again()]
                 found = await asyncio.gather(
@@ -166,7 +183,7 @@ class EnginePool:
                 reports = [report for report in found if report is not None]
                 if not reports:
                     self._refuse_if_none_comes_back()
-                    await asyncio.sleep(LOOK_SECONDS)
+                    waited = await self._wait_for_any(waited)
         await self._go_on()
         return max(reports, key=lambda report: report.max_difference)
 
@@ -223,13 +240,16 @@ class EnginePool:
         return [member for member in self._members if member.up]
 
     async def _choose(self, session_id: str) -> _Member | None:
-        """An engine that is up: the same for a session, whose former turns it has cached."""
+        """An engine that is up: the same for a session, whose former turns it has cached.
+
+        None where an update is under way: it waits for requests to end, not to begin.
+        """
         async with self._changed:
-            while not (up := self._up()):
-                if self._interrupting:
-                    return None
+            while not (up := self._up()) and not self._interrupting:
                 self._refuse_if_none_comes_back()
                 await self._changed.wait()
+        if self._interrupting:
+            return None
         digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
         return up[int.from_bytes(digest, "little") % len(up)]
 
@@ -245,14 +265,30 @@ class EnginePool:
             len(self._members),
             _first_line(error),
         )
+        for request in member.requests:  # where it hangs they would never end
+            request.cancel()
         async with self._changed:
             self._changed.notify_all()
 
-    async def _or_fell(self, member: _Member, call: Callable[[], object]) -> None:
+    async def _or_fell(
+        self, member: _Member, call: Callable[[], Coroutine[Any, Any, T]], seconds: float
+    ) -> T | None:
+        """What the engine says, or None if it died of the question or does not answer in time."""
         try:
-            await call()  # type: ignore[misc]
+            return await asyncio.wait_for(call(), seconds)
         except EngineDeadError as error:
             await self._fell(member, error)
+        except TimeoutError:
+            text = f"{member.engine.name} did not answer within {seconds:g} s"
+            await self._fell(member, EngineDeadError(text))
+        return None
+
+    async def _wait_for_any(self, waited: float) -> float:
+        """A little; the log says so from time to time. Return the seconds in all."""
+        await asyncio.sleep(LOOK_SECONDS)
+        if int(waited / WORD_SECONDS) < int((waited + LOOK_SECONDS) / WORD_SECONDS):
+            log.warning("waiting for an engine. %s", "; ".join(self.activity()))
+        return waited + LOOK_SECONDS
 
     async def _load(
         self,
@@ -262,15 +298,17 @@ class EnginePool:
         seconds: float,
     ) -> WeightSyncReport | None:
         """Load, and serve again; None if it died of that."""
-        started = time.perf_counter()
-        try:
+
+        async def load() -> WeightSyncReport:
+            started = time.perf_counter()
             await member.engine.load_weights_file(path)
             await member.engine.resume()
-            seconds += time.perf_counter() - started
+            taken = seconds + time.perf_counter() - started
             member.sync = member.sync or make_sync(member.engine)
-            report = await member.sync.verify(update_seconds=seconds)
-        except EngineDeadError as error:
-            await self._fell(member, error)
+            return await member.sync.verify(update_seconds=taken)
+
+        report = await self._or_fell(member, load, LOAD_SECONDS)
+        if report is None:
             return None
         if not member.up:
             self.faults["engine_restarts"] += 1
@@ -310,6 +348,12 @@ class EnginePool:
         async with self._changed:
             self._interrupting = False
             self._changed.notify_all()
+
+
+def _only_the_request() -> bool:
+    """Whether nobody has cancelled the task that waits for it."""
+    task = asyncio.current_task()
+    return task is not None and not task.cancelling()
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -115,6 +115,9 @@ class RemoteEngine:
         self._model = (await self._get("/v1/models"))["data"][0]["id"]
         self._interrupted = True  # by a trainer that was killed, perhaps
         await self.resume()
+        if self._weight_sync == "extension":
+            # vLLM's server leaves its engine behind where it is killed itself.
+            await self._post("/collective_rpc", json={"method": "end_with_parent"})
 
     async def close(self) -> None:
         """Leave the server; it goes on."""

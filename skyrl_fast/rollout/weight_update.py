@@ -318,6 +318,10 @@ class WeightUpdateExtension:
         """
         threading.Thread(target=_end_with_process, args=(pid,), daemon=True).start()
 
+    def end_with_parent(self) -> None:
+        """Let this engine process end when the server that started it does, even by kill -9."""
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
     def load_weights_file(self, path: str) -> list[str]:
         """Load a safetensors file's tensors; return the parameters that got no new value."""
         model = self.model_runner.get_model()
@@ -364,6 +368,12 @@ def _end_with_process(pid: int) -> None:
             os.kill(pid, 0)
         except ProcessLookupError:
             os._exit(1)
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_SECONDS)
+    os._exit(1)
 
 
 def _tensors_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:

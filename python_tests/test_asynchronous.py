@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 import signal
@@ -185,6 +186,38 @@ def test_stale_tokens_are_corrected_or_warned_of(
     nothing = "trainer.algorithm.off_policy_correction.tis_ratio_type=null"
     train(settings(folder, "plain", nothing, "trainer.max_training_steps=1"))
     assert "tokens up to 1 policy versions old are trained as if" in caplog.text
+
+
+@pytest.mark.spec("12.12")
+@pytest.mark.parametrize(
+    ("overrides", "metric"),
+    [
+        (["trainer.algorithm.policy_loss_type=rollout_is"], "policy/loss"),
+        (
+            [
+                "trainer.algorithm.off_policy_correction={tis_ratio_type: sequence, "
+                "sequence_mask_metric: geometric}"
+            ],
+            "policy/geo_sequence_mask_masked_ratio",
+        ),
+        (
+            ["trainer.algorithm.policy_loss_type=gspo", "trainer.algorithm.old_logprobs=rollout",
+             "trainer.algorithm.off_policy_correction={tis_ratio_type: null}"],
+            "policy/loss",
+        ),
+    ],
+)  # fmt: skip
+def test_corrections_work_at_trajectory_scope_on_stale_groups(
+    folder: Path, overrides: list[str], metric: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(folder, "run", "trainer.epochs=1", *overrides, staleness=2)
+    assert config.trainer.algorithm.sequence_scope == "trajectory"
+    rows = read_metrics(train(config).metrics)[1:]
+    assert len(rows) == 6 and max(row["async/staleness_max"] for row in rows) == 2
+    assert all(math.isfinite(row[metric]) for row in rows)
+    if "ratio" in metric:  # on policy nothing is masked, later something is
+        assert rows[0][metric] == 0 < max(row[metric] for row in rows)
+    assert "as if the present policy had sampled them" not in caplog.text
 
 
 class DiedError(Exception):

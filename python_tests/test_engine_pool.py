@@ -321,6 +321,32 @@ def test_an_engine_that_hangs_is_dead_to_an_update(monkeypatch: pytest.MonkeyPat
     asyncio.run(go())
 
 
+@pytest.mark.spec("12.29")
+def test_a_pause_that_a_dead_engine_never_answers_ends_with_it() -> None:
+    """As vLLM's does where its engine is killed in that moment."""
+
+    class Silent(OneWeight):
+        async def interrupt(self) -> None:
+            assert self.hold is not None
+            self.hold.set()
+            await asyncio.Event().wait()
+
+    async def go() -> None:
+        engine = Silent("a")
+        pool, trainer = await started(engine)
+        engine.hold = asyncio.Event()
+        asked = asyncio.create_task(ask(pool, "s"))
+        await asyncio.sleep(0.01)
+        engine.alive = False
+        trainer.weight = 0.5
+        await asyncio.wait_for(pool.interrupt(), 5)
+        await asyncio.wait_for(pool.update(trainer.weights, trainer.make_sync), 5)
+        assert (await asked).stop_reason in ("stop", INTERRUPTED)
+        assert engine.weight == 0.5
+
+    asyncio.run(go())
+
+
 def test_a_cancelled_request_stays_cancelled() -> None:
     async def go() -> None:
         engine = OneWeight("a")

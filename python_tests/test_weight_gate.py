@@ -172,6 +172,35 @@ def test_nobody_passes_a_closed_gate_and_an_update_waits_for_those_inside() -> N
     ]  # fmt: skip
 
 
+@pytest.mark.spec("12.29")
+def test_an_update_that_waits_long_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        seconds = iter(range(0, 1000, 40))
+        gate = WeightGate(clock=lambda: float(next(seconds)))
+        leave = asyncio.Event()
+
+        async def request() -> None:
+            async with gate.request():
+                await leave.wait()
+
+        task = asyncio.create_task(request())
+        await asyncio.sleep(0)
+        calls = 0
+
+        async def interrupt() -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 4:
+                leave.set()
+
+        async with gate.closed(interrupt):
+            pass
+        await task
+
+    asyncio.run(go())
+    assert "a weight update waits for 1 requests" in caplog.text
+
+
 def test_an_engine_that_gives_too_much_is_refused(tiny_tokenizer: Any) -> None:
     with pytest.raises(EngineError, match="no room for more"):
         through(tiny_tokenizer, [], [1])

@@ -54,7 +54,7 @@ class _Member:
     error: EngineDeadError | None = None
     restarts: int = 0  # since the last weight update that it survived
     given_up: bool = False
-    requests: set[asyncio.Task[Generation]] = field(default_factory=set)
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)  # that it has not answered
 
     @property
     def up(self) -> bool:
@@ -128,16 +128,16 @@ class EnginePool:
                     policy_version=policy_version,
                 )
             )
-            member.requests.add(request)
+            member.calls.add(request)
             try:
                 return await request
             except EngineDeadError as error:
                 await self._fell(member, error)
             except asyncio.CancelledError:
-                if not (request.cancelled() and _only_the_request()):
+                if not (request.cancelled() and _only_the_call()):
                     raise
             finally:
-                member.requests.discard(request)
+                member.calls.discard(request)
             self.faults["requests_sent_again"] += 1
 
     async def interrupt(self) -> None:
@@ -265,22 +265,29 @@ class EnginePool:
             len(self._members),
             _first_line(error),
         )
-        for request in member.requests:  # where it hangs they would never end
-            request.cancel()
+        for call in member.calls:  # nobody will ever answer them
+            call.cancel()
         async with self._changed:
             self._changed.notify_all()
 
     async def _or_fell(
         self, member: _Member, call: Callable[[], Coroutine[Any, Any, T]], seconds: float
     ) -> T | None:
-        """What the engine says, or None if it died of the question or does not answer in time."""
+        """What the engine says, or None if it died meanwhile or does not answer in time."""
+        task = asyncio.create_task(asyncio.wait_for(call(), seconds))
+        member.calls.add(task)
         try:
-            return await asyncio.wait_for(call(), seconds)
+            return await task
         except EngineDeadError as error:
             await self._fell(member, error)
         except TimeoutError:
             text = f"{member.engine.name} did not answer within {seconds:g} s"
             await self._fell(member, EngineDeadError(text))
+        except asyncio.CancelledError:
+            if not (task.cancelled() and _only_the_call()):
+                raise
+        finally:
+            member.calls.discard(task)
         return None
 
     async def _wait_for_any(self, waited: float) -> float:
@@ -350,8 +357,8 @@ class EnginePool:
             self._changed.notify_all()
 
 
-def _only_the_request() -> bool:
-    """Whether nobody has cancelled the task that waits for it."""
+def _only_the_call() -> bool:
+    """Whether nobody has cancelled the task that waits for the call."""
     task = asyncio.current_task()
     return task is not None and not task.cancelling()
 

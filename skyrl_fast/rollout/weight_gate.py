@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+log = logging.getLogger(__name__)
+
+WORD_SECONDS = 60.0  # an update that waits so long says so
 # A request that had passed the gate but not yet reached the engine when it was interrupted is
 # caught by the next interruption.
 INTERRUPT_AGAIN_SECONDS = 0.05
@@ -24,8 +29,9 @@ class WeightGate:
             gate.version += 1
     """
 
-    def __init__(self, version: int = 0) -> None:
+    def __init__(self, version: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.version = version
+        self._clock = clock
         self.num_inside = 0
         self._open = asyncio.Event()
         self._open.set()
@@ -58,13 +64,16 @@ class WeightGate:
         """
         self._open.clear()
         inside = self.num_inside
+        said = self._clock()
         try:
             while self.num_inside:
                 await interrupt()
                 try:
                     await asyncio.wait_for(self._empty.wait(), INTERRUPT_AGAIN_SECONDS)
                 except TimeoutError:
-                    continue
+                    if self._clock() - said >= WORD_SECONDS:
+                        said = self._clock()
+                        log.warning("a weight update waits for %d requests", self.num_inside)
             yield inside
         finally:
             self._open.set()

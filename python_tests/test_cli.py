@@ -64,8 +64,13 @@ def fake_training(monkeypatch: pytest.MonkeyPatch, result: Outcome | BaseExcepti
 
 
 def test_train_prints_where_everything_is(
-    yaml: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    yaml: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/x/trajectories").mkdir(parents=True)
     seen = fake_training(monkeypatch, outcome())
     assert cli.main(["train", yaml, "trainer.seed=3"]) == 0
     assert (seen[0].trainer.seed, seen[0].trainer.resume_mode) == (3, "none")
@@ -76,6 +81,7 @@ def test_train_prints_where_everything_is(
         "runs/x/learning_curve.png",
         "runs/x/metrics.jsonl",
         "runs/x/trajectories",
+        "skyrl-fast view runs/x",
         "runs/x/checkpoints/step_000040",
         "agent, turn 1: 3",
     ):

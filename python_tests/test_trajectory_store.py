@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -440,3 +444,44 @@ def test_datasets_reads_it(tmp_path: Path) -> None:
     assert len(rows) == 6
     assert rows[4]["turns"][0]["observation"].startswith("2020-01-01")
     assert rows[0]["tokens"][0]["rollout_logprobs"] == [-0.25, -0.5, -0.75]
+
+
+# --- kill -9 ------------------------------------------------------------------------------------
+
+WRITES_ON = """
+import sys
+from pathlib import Path
+from _stored import WordTokenizer, batch_of, two_turns
+from skyrl_fast.trajectory_store.writer import TrajectoryWriter
+
+run, last_step = Path(sys.argv[1]), int(sys.argv[2])
+store = TrajectoryWriter(run / "trajectories", WordTokenizer(), last_step=last_step)
+print("ready", flush=True)
+for step in range(last_step + 1, 10_000):
+    group = [two_turns(f"q{step}", sample, 1.0) for sample in range(40)]
+    store.write(step, "train", group, batch=batch_of(group))
+"""
+
+
+@pytest.mark.spec("14.13", "14.14", "14.15", "14.16")
+def test_killed_at_any_moment_it_is_read_and_goes_on(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    random, last_step = np.random.default_rng(0), 0
+    for _ in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITES_ON, str(tmp_path), str(last_step)],
+            env={**os.environ, "PYTHONPATH": f"{here}:{here.parent}"},
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        time.sleep(random.uniform(0.05, 0.4))
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        steps = {entry.step for entry in read_index(tmp_path)}
+        newest = max(steps, default=0)
+        want = [(f"q{step}", sample, step) for step in range(1, newest + 1) for sample in range(40)]
+        assert stored(tmp_path) == want
+        assert [(e.uid, e.repetition_id, e.step) for e in read_index(tmp_path)] == want
+        last_step = max(0, newest - 1)  # the checkpoint is a step behind
+    assert last_step > 0

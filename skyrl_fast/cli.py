@@ -160,6 +160,8 @@ def summary(outcome: Outcome) -> str:
     ):
         if path is not None:
             lines.append(f"{name + ':':16}{path}")
+    if outcome.trajectories.is_dir():
+        lines.append(f"{'look at it:':16}skyrl-fast view {outcome.run_path}")
     if outcome.sample:
         lines += ["", "one trajectory:", outcome.sample]
     if outcome.signal is not None:

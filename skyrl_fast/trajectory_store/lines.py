@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 DECIMALS = 6  # of log-probabilities and advantages: about what a float32 near -8 resolves
+_NUMBERS = {int, float, type(None)}
 _MAX_INT = 2**53  # beyond it a reader with doubles only sees another number
 
 # Control characters, line separators, what changes the direction of text, and what has no width:
@@ -50,6 +51,13 @@ def rounded(values: np.ndarray | Sequence[float]) -> list[float | None]:
     return [x if good else None for x, good in zip(numbers.tolist(), finite, strict=True)]
 
 
+def _is_plain(values: Sequence[Any]) -> bool:
+    """Whether these are numbers that JSON takes as they are; quick, for the long lists."""
+    return set(map(type, values)) <= _NUMBERS and all(
+        value is None or -_MAX_INT <= value <= _MAX_INT for value in values
+    )
+
+
 def _plain(value: Any) -> Any:
     """The value in JSON's own types."""
     if isinstance(value, str):
@@ -65,5 +73,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {storable(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
+        if _is_plain(value):
+            return list(value)
         return [_plain(item) for item in value]
     return storable(str(value))

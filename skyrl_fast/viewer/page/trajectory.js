@@ -21,7 +21,8 @@
       pane.append(SF.el("p", { class: "note" }, "A filter took this trajectory's tokens out of training."));
     }
     if (!texts.turns.length) {
-      pane.append(SF.el("p", { class: "note" }, "No turn: the first prompt was too long, or nothing was sampled."));
+      const why = texts.failure ? "No turn was over before." : "No turn: the first prompt was too long.";
+      pane.append(SF.el("p", { class: "note" }, why));
     }
     const longest = Math.max(1e-9, ...texts.turns.map((turn) => turn.llm_seconds + turn.env_seconds));
     texts.turns.forEach((turn, number) => {

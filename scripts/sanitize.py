@@ -29,6 +29,7 @@ KERNEL_TESTS = (
     "off_policy",
     "pack",
     "policy_loss",
+    "prefix_tree",
 )
 
 

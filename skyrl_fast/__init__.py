@@ -11,6 +11,7 @@ except ImportError as error:
     ) from error
 
 from skyrl_fast.batch import PaddedBatch, StepBatch
+from skyrl_fast.batch.token_counts import TokenCounts, token_counts
 from skyrl_fast.generator_merge import merge_stepwise_output
 from skyrl_fast.ops._backend import set_page_pool_limit
 from skyrl_fast.ops._ragged import Concat, Ragged
@@ -36,7 +37,9 @@ from skyrl_fast.ops.policy_loss import (
     policy_loss,
     reduction_weights,
 )
+from skyrl_fast.ops.prefix_tree import PrefixTree, build_prefix_tree, prefix_tree_size
 from skyrl_fast.ops.routed_experts import append_rollout_expert_indices
+from skyrl_fast.ops.tree_attention import TreeAttention, plan_tree_attention, tree_attention
 from skyrl_fast.ops.varlen import Varlen, padded_to_varlen, varlen_to_padded
 
 __version__ = "0.1.0"
@@ -46,11 +49,15 @@ __all__ = [
     "MaskedLogprobLoss",
     "MergePlan",
     "PaddedBatch",
+    "PrefixTree",
     "Ragged",
     "StepBatch",
+    "TokenCounts",
+    "TreeAttention",
     "Varlen",
     "__version__",
     "append_rollout_expert_indices",
+    "build_prefix_tree",
     "convert_prompts_responses_to_batch_tensors",
     "gae",
     "gigpo_advantage",
@@ -67,12 +74,16 @@ __all__ = [
     "pad_training_input_batch",
     "padded_to_varlen",
     "padding_metadata",
+    "plan_tree_attention",
     "policy_loss",
+    "prefix_tree_size",
     "reduction_weights",
     "reinforce_plus_plus",
     "router_padding_mask",
     "selected_logprob",
     "set_page_pool_limit",
+    "token_counts",
+    "tree_attention",
     "turn_group_advantage",
     "turn_level_returns",
     "unpack_steps",

@@ -37,4 +37,5 @@ PYBIND11_MODULE(_C, m) {
   skyrl_fast::bind_pack(m);
   skyrl_fast::bind_page_pool(m);
   skyrl_fast::bind_policy_loss(m);
+  skyrl_fast::bind_prefix_tree(m);
 }

@@ -14,5 +14,6 @@ void bind_off_policy(pybind11::module_& m);
 void bind_pack(pybind11::module_& m);
 void bind_page_pool(pybind11::module_& m);
 void bind_policy_loss(pybind11::module_& m);
+void bind_prefix_tree(pybind11::module_& m);
 
 }  // namespace skyrl_fast

@@ -16,6 +16,7 @@ from skyrl_fast.config.settings import (
     GeneratorConfig,
     OptimizerConfig,
     max_input_length,
+    merges_steps,
     to_dict,
 )
 
@@ -34,5 +35,6 @@ __all__ = [
     "check_config",
     "load_config",
     "max_input_length",
+    "merges_steps",
     "to_dict",
 ]

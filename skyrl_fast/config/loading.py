@@ -18,6 +18,7 @@ from skyrl_fast.config.settings import (
     Config,
     ConfigError,
     SamplingParams,
+    merges_steps,
 )
 
 # Sections of SkyRL's own configuration that have no meaning here, with what to do instead.
@@ -137,17 +138,29 @@ def check_config(config: Config) -> None:
     _check_algorithm(trainer.algorithm)
     _check_credit(config)
     _check_engines(generator.inference_engine)
-    if generator.merge_stepwise_output and not generator.step_wise_trajectories:
-        raise ConfigError(
-            "generator.merge_stepwise_output: wanted false where step_wise_trajectories is false "
-            "(one row per trajectory already), got true"
-        )
+    _check_rows(config)
     if generator.sampling_params.temperature == 0:
         raise ConfigError("generator.sampling_params.temperature: wanted > 0 in training, got 0")
     if trainer.eval_interval == 0 or trainer.ckpt_interval == 0 or trainer.max_ckpts_to_keep == 0:
         raise ConfigError(
             "trainer.eval_interval, ckpt_interval, max_ckpts_to_keep: wanted >= 1 or -1, got 0"
         )
+
+
+def _check_rows(config: Config) -> None:
+    """The forms of rows that exclude each other."""
+    generator, rows = config.generator, config.trainer.rows
+    if merges_steps(config) and not generator.step_wise_trajectories:
+        key = "trainer.rows" if rows == "merged" else "generator.merge_stepwise_output"
+        wanted, got = ("auto or tree", rows) if rows == "merged" else ("false", "true")
+        raise ConfigError(
+            f"{key}: wanted {wanted} where generator.step_wise_trajectories is false "
+            f"(one row per trajectory already), got {got}"
+        )
+    whole = not generator.step_wise_trajectories
+    if rows == "step" and (whole or generator.merge_stepwise_output):
+        other = "step_wise_trajectories=false" if whole else "merge_stepwise_output=true"
+        raise ConfigError(f"trainer.rows: wanted another form with generator.{other}, got step")
 
 
 def _check_algorithm(algorithm: AlgorithmConfig) -> None:
@@ -204,7 +217,7 @@ def _check_credit(config: Config) -> None:
             "trainer.critic_mini_batch_size: wanted a divisor of trainer.train_batch_size="
             f"{trainer.train_batch_size}, got {critic_size}"
         )
-    whole_turns = generator.step_wise_trajectories and not generator.merge_stepwise_output
+    whole_turns = generator.step_wise_trajectories and not merges_steps(config)
     if estimator in TURN_ESTIMATORS and not whole_turns:
         raise ConfigError(
             f"trainer.algorithm.advantage_estimator: {estimator} judges turns and wants a row for "

@@ -49,6 +49,7 @@ KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
 SCHEDULERS = ("constant_with_warmup", "linear", "cosine")
 SCOPES = ("row", "trajectory")
 LOGGERS = ("jsonl", "tensorboard", "wandb")
+ROWS = ("auto", "step", "merged", "tree")
 
 
 @dataclass(slots=True)
@@ -208,6 +209,13 @@ class TrainerConfig:
     )
     update_epochs_per_batch: int = setting(1, "passes over each batch", at_least=1)
     max_tokens_per_microbatch: int = setting(16384, "tokens of one forward-backward", at_least=1)
+    rows: str = setting(
+        "auto",
+        "auto: as the generator's settings say; step: one per turn; merged: turns joined where the "
+        "context only grew; tree: as the generator's settings say, and each distinct token of a "
+        "prompt's rows goes through the model once",
+        choices=ROWS,
+    )
     gradient_checkpointing: bool = setting(False, "recompute activations to save memory")
     max_prompt_length: int = setting(512, "longest first prompt, in tokens", at_least=1)
     eval_before_train: bool = setting(True, "evaluate once before the first step")
@@ -347,6 +355,11 @@ def max_input_length(config: Config) -> int:
     """Longest prompt of any turn: generator.max_input_length, else trainer.max_prompt_length."""
     own = config.generator.max_input_length
     return config.trainer.max_prompt_length if own is None else own
+
+
+def merges_steps(config: Config) -> bool:
+    """Whether consecutive steps become one row where the context only grew."""
+    return config.generator.merge_stepwise_output or config.trainer.rows == "merged"
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from skyrl_fast.config import Config, OptimizerConfig
 from skyrl_fast.train.micro_batch import MicroBatch, plan_micro_batches, response_positions
 from skyrl_fast.train.policy import Optimizer, load_model
 from skyrl_fast.train.schedule import total_optimizer_steps
+from skyrl_fast.train.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
 
 HEAD_FILE = "value_head.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -40,7 +41,10 @@ class ValueModel(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return (n, L) values of (n, L) sequences: of the state behind each token."""
-        hidden = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
+        return self.of(self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state)
+
+    def of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return (...) values of (..., H) last hidden states."""
         return torch.nn.functional.linear(hidden.float(), self.value_head.weight)[..., 0]
 
 
@@ -56,6 +60,10 @@ class Critic:
         value_clip: see `value_loss`.
         max_tokens_per_microbatch: most padded tokens of one forward pass.
         dtype: of the forward pass.
+        tree: rows go through the model as prefix trees.
+
+    Raises:
+        ValueError: trees for a model that cannot.
     """
 
     def __init__(
@@ -69,8 +77,12 @@ class Critic:
         value_clip: float | None = None,
         max_tokens_per_microbatch: int = 16384,
         dtype: torch.dtype = torch.float32,
+        tree: bool = False,
     ) -> None:
         self.model = model
+        self.tree = tree
+        if tree:
+            prepare_for_trees(model.backbone)
         self.optimizer = Optimizer(self, optimizer_config, total_steps=total_steps)
         self.mini_batch_size = mini_batch_size
         self.update_epochs = update_epochs
@@ -85,15 +97,17 @@ class Critic:
 
     def values(self, micro: MicroBatch) -> torch.Tensor:
         """Return (M,) float32, the values of the states in which the tokens were sampled."""
+        micro = padded_trees(micro, self.device)
         with self._autocast():
-            values = self.model(micro.input_ids.to(self.device))
-        return values.flatten().index_select(0, micro.hidden_index.to(self.device)).float()
+            values = self.model.of(last_hidden_states(self.model.backbone, micro, self.device))
+        values = values.index_select(0, micro.hidden_index.to(self.device)).float()
+        return values if micro.copies is None else values[micro.copies.to(self.device)]
 
     def batch_values(self, batch: StepBatch) -> torch.Tensor:
         """Return (A,) float32 values of the trained tokens, without gradients; 0 elsewhere."""
         result = torch.zeros(batch.loss_mask.shape[0])
         with torch.no_grad():
-            for micro in plan_micro_batches(batch, self.max_tokens_per_microbatch):
+            for micro in self._plan(batch):
                 result[response_positions(batch, micro)] = self.values(micro).cpu()
         return result
 
@@ -133,7 +147,7 @@ class Critic:
         total = max(1, int((batch.loss_mask != 0).sum()))
         assert batch.values is not None and batch.returns is not None
         sums = {"critic_loss": 0.0, "values_mean": 0.0, "values_clipfrac": 0.0}
-        for micro in plan_micro_batches(batch, self.max_tokens_per_microbatch):
+        for micro in self._plan(batch):
             index = response_positions(batch, micro)
             old, returns = batch.values[index], batch.returns[index]
             values = self.values(micro)
@@ -147,6 +161,9 @@ class Critic:
             sums["values_clipfrac"] += float(clipped.sum()) / total
         facts = {name.removeprefix("policy/"): v for name, v in self.optimizer.step().items()}
         return {f"critic/{name}": value for name, value in (sums | facts).items()}
+
+    def _plan(self, batch: StepBatch) -> list[MicroBatch]:
+        return plan_micro_batches(batch, self.max_tokens_per_microbatch, tree=self.tree)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.dtype == torch.float32:
@@ -215,6 +232,7 @@ def make_critic(
         value_clip=trainer.algorithm.value_clip,
         max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
         dtype=dtype,
+        tree=trainer.rows == "tree",
     )
 
 

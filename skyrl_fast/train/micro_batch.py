@@ -1,4 +1,4 @@
-"""What the policy's forward pass runs: sequences in micro-batches, and where their logprobs belong.
+"""What the policy's forward pass runs: rows in micro-batches, as sequences or as prefix trees.
 
 N rows of a batch, A their response tokens, n sequences padded on the right to length L, M trained
 tokens. Routes: D layers, K experts per token.
@@ -11,37 +11,16 @@ part, so loss and gradient are those of separate rows, for about half the tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """One forward pass.
-
-    Args:
-        input_ids: (n, L) int64, padded on the right. Real tokens never look at what follows them,
-            so causal attention needs no mask and positions count from 0.
-        hidden_index: (M,) int64 into the (n * L) hidden states: those that predict a trained token.
-        target_ids: (M,) int64, the trained tokens.
-        response_index: (M,) int64 into the response tokens of `rows`.
-        rows: int64, rows of the batch that are trained here, ascending.
-        expert_indices: (n, L, D, K) recorded routes, or None where they are not replayed.
-        router_padding_mask: (n, L) bool, True where a token has no recorded route; None with it.
-    """
-
-    input_ids: torch.Tensor
-    hidden_index: torch.Tensor
-    target_ids: torch.Tensor
-    response_index: torch.Tensor
-    rows: torch.Tensor
-    expert_indices: torch.Tensor | None = None
-    router_padding_mask: torch.Tensor | None = None
+from skyrl_fast.train.forward_pass import MicroBatch as MicroBatch
+from skyrl_fast.train.forward_pass import response_positions as response_positions
+from skyrl_fast.train.tree_batch import tree_micro_batches
 
 
 def plan_micro_batches(
@@ -51,6 +30,7 @@ def plan_micro_batches(
     rows: np.ndarray | None = None,
     keep_trajectories: bool = False,
     router_replay: bool = False,
+    tree: bool = False,
 ) -> list[MicroBatch]:
     """Return the forward passes that give a logprob to every trained token of the rows.
 
@@ -59,8 +39,10 @@ def plan_micro_batches(
         token_budget: most padded tokens (n * L) of a micro-batch; a longer sequence goes alone.
         rows: (N,) bool, rows to visit; None: all with a trained token.
         keep_trajectories: a trajectory's rows stay together (losses that look at all of them).
-        router_replay: add the recorded routes. Rows share a sequence only where their records
-            agree, as they do in contexts that only grow.
+        router_replay: add the recorded routes. Rows share a token only where their records agree,
+            as they do in contexts that only grow.
+        tree: lay the rows out as prefix trees, one per group: the budget counts their nodes. Else
+            as sequences, which rows of a trajectory share where contexts only grew.
 
     Raises:
         ValueError: a trained row with an empty prompt: nothing predicts its first token. Or replay
@@ -77,6 +59,14 @@ def plan_micro_batches(
     if bool(np.any(prompts[visited] < 1)):
         row = int(np.flatnonzero(visited & (prompts < 1))[0])
         raise ValueError(f"plan_micro_batches: row {row} is trained but has an empty prompt")
+    if tree:
+        return tree_micro_batches(
+            batch,
+            token_budget,
+            visited,
+            keep_trajectories=keep_trajectories,
+            router_replay=router_replay,
+        )
     hosts = sequence_hosts(batch, visited, router_replay=router_replay)
     members: dict[int, list[int]] = {}
     for row in np.flatnonzero(visited).tolist():
@@ -117,15 +107,6 @@ def sequence_hosts(
         if not router_replay or _same_routes(batch, row, following):
             hosts[row] = hosts[following]
     return hosts
-
-
-def response_positions(batch: StepBatch, micro: MicroBatch) -> torch.Tensor:
-    """Return (M,) positions of the micro-batch's trained tokens in the whole batch's responses."""
-    starts = batch.cu_responses[micro.rows].to(torch.int64)
-    lengths = batch.cu_responses.diff()[micro.rows].to(torch.int64)
-    local_starts = lengths.cumsum(0) - lengths
-    shift = torch.repeat_interleave(starts - local_starts, lengths)
-    return micro.response_index + shift[micro.response_index]
 
 
 def _same_routes(batch: StepBatch, row: int, host: int) -> bool:

@@ -23,6 +23,7 @@ from skyrl_fast.config import OptimizerConfig
 from skyrl_fast.ops.logprob import linear_logprob
 from skyrl_fast.train.micro_batch import MicroBatch, plan_micro_batches, response_positions
 from skyrl_fast.train.router_replay import RouterReplay
+from skyrl_fast.train.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +42,11 @@ class Policy:
         max_tokens_per_microbatch: most padded tokens of one forward pass.
         dtype: of the forward pass; the weights are float32.
         router_replay: tokens go to the experts that the sampler recorded; see `RouterReplay`.
+        tree: rows go through the model as prefix trees, each distinct token of a prompt once.
 
     Raises:
         ValueError: a model that does something else to its logits (a soft cap, a scale, a bias);
-            replay for a model whose routers are not known.
+            replay for a model whose routers are not known; trees for a model that cannot.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Policy:
         max_tokens_per_microbatch: int = 16384,
         dtype: torch.dtype = torch.float32,
         router_replay: bool = False,
+        tree: bool = False,
     ) -> None:
         self.model = model
         self.temperature = temperature
@@ -64,6 +67,9 @@ class Policy:
         if self._replay is not None and _checkpoints_gradients(model):
             _checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
         self._check_head()
+        self.tree = tree
+        if tree:
+            prepare_for_trees(model.base_model)
 
     @property
     def router_replay(self) -> bool:
@@ -79,11 +85,10 @@ class Policy:
         self, micro: MicroBatch, *, return_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (M,) float32 logprobs of the micro-batch's trained tokens, and their entropies."""
+        micro = padded_trees(micro, self.device)
         with self._autocast(), self._replayed(micro):
-            hidden = self.model.base_model(
-                input_ids=micro.input_ids.to(self.device), use_cache=False
-            ).last_hidden_state
-        hidden = hidden.flatten(0, 1).index_select(0, micro.hidden_index.to(self.device))
+            hidden = last_hidden_states(self.model.base_model, micro, self.device)
+        hidden = hidden.index_select(0, micro.hidden_index.to(self.device))
         weight = self.model.get_output_embeddings().weight.to(hidden.dtype)
         result: Any = linear_logprob(
             hidden,
@@ -92,17 +97,24 @@ class Policy:
             temperature=self.temperature,
             return_entropy=return_entropy,
         )
-        return result if return_entropy else (result, None)
+        values, entropy = result if return_entropy else (result, None)
+        if micro.copies is None:
+            return values, entropy
+        copies = micro.copies.to(self.device)  # rows that share a token, each with its own loss
+        return values[copies], None if entropy is None else entropy[copies]
 
     def batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
         """Return (A,) float32 logprobs of the trained tokens, without gradients; 0 elsewhere."""
         result = torch.zeros(batch.loss_mask.shape[0])
         with torch.no_grad():
             for micro in plan_micro_batches(
-                batch, self.max_tokens_per_microbatch, router_replay=self.router_replay
+                batch,
+                self.max_tokens_per_microbatch,
+                router_replay=self.router_replay,
+                tree=self.tree,
             ):
                 values, _ = self.logprobs(micro)
-                result[response_positions(batch, micro)] = values.cpu()
+                result[response_positions(batch, micro)] = values.float().cpu()
         return result
 
     def sequence_logprobs(

@@ -10,7 +10,11 @@ from skyrl_fast.ops.merge import MergePlan, merge_flat_steps
 
 
 def training_rows(
-    steps: StepBatch, generator: GeneratorConfig, *, keep_rewards: bool = False
+    steps: StepBatch,
+    generator: GeneratorConfig,
+    *,
+    merge: bool | None = None,
+    keep_rewards: bool = False,
 ) -> StepBatch:
     """Return the rows that are trained; `steps` itself where these are its rows.
 
@@ -18,11 +22,18 @@ def training_rows(
     step's reward at the end of its response, so that its outcome is their sum; so has a merged row
     with `keep_rewards`, for estimators that read them all.
 
+    Args:
+        steps: a row per step.
+        generator: what is wanted.
+        merge: join steps; None: as `generator.merge_stepwise_output` says.
+        keep_rewards: see above.
+
     Raises:
         ValueError: without `step_wise_trajectories`, a trajectory whose context did not only grow.
     """
     whole = not generator.step_wise_trajectories
-    if not (whole or generator.merge_stepwise_output):
+    merge = generator.merge_stepwise_output if merge is None else merge
+    if not (whole or merge):
         return steps
     drift, most = generator.merge_drift, generator.merge_max_drift_tokens
     rewards = "token" if whole or keep_rewards else None

@@ -211,6 +211,7 @@ def _parts(config: Config, checkpoint: Path | None) -> tuple[Parts, str]:
             dtype=dtype,
             # The reference chooses its own experts: what it would have done is what is asked.
             router_replay=trained and settings.policy.moe_enable_routing_replay,
+            tree=settings.rows == "tree",
         )
 
     policy = policy_of(model_path, trained=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 from skyrl_fast.advantages import advantages, gae_advantages
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.config import OUTCOME_ESTIMATORS, AlgorithmConfig, Config
+from skyrl_fast.batch.token_counts import token_counts
+from skyrl_fast.config import OUTCOME_ESTIMATORS, AlgorithmConfig, Config, merges_steps
 from skyrl_fast.generator_output import generator_output_from_trajectories
 from skyrl_fast.metrics import batch_metrics, reward_metrics, rollout_metrics
 from skyrl_fast.rollout.trajectory import Trajectory
@@ -33,6 +34,9 @@ def training_batch(
     before = None if batch is steps else steps.num_real_rows
     metrics = rollout_metrics(output, batch=steps)
     metrics |= batch_metrics(batch, num_rows_before_merge=before)
+    counts_of_forms = token_counts(batch)
+    metrics["generate/batch_num_tokens_merged"] = float(counts_of_forms.merged)
+    metrics["generate/batch_num_tokens_tree"] = float(counts_of_forms.tree)
     batch, counts = filter_rollouts(batch, config)
     metrics |= counts | reward_metrics(batch, samples_per_prompt=samples)
     batch, counts = filter_groups(batch, config)
@@ -123,4 +127,6 @@ def _rows(
 
 def _training_rows(steps: StepBatch, config: Config) -> StepBatch:
     outcome = config.trainer.algorithm.advantage_estimator in OUTCOME_ESTIMATORS
-    return training_rows(steps, config.generator, keep_rewards=not outcome)
+    return training_rows(
+        steps, config.generator, merge=merges_steps(config), keep_rewards=not outcome
+    )

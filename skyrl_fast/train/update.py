@@ -162,12 +162,17 @@ def accumulate_gradient(
         rows=rows,
         keep_trajectories=_keeps_trajectories(algorithm),
         router_replay=policy.router_replay,
+        tree=policy.tree,
     )
     parts = [_micro_step(policy, batch, weights, micro, algorithm, seen_logprobs) for micro in plan]
     metrics = _token_mean_metrics(parts)
     metrics["policy/loss"] = sum(part["loss"] for part in parts)
     metrics["policy/num_micro_batches"] = float(len(plan))
     metrics["policy/forward_tokens"] = float(sum(micro.input_ids.numel() for micro in plan))
+    visited = (
+        torch.cat([micro.rows for micro in plan]) if plan else torch.zeros(0, dtype=torch.int64)
+    )
+    metrics["policy/row_tokens"] = float(batch.lengths[visited].sum())
     metrics["policy/rows_without_gradient"] = float(batch.num_rows - int(rows.sum()))
     return metrics
 

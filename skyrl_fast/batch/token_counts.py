@@ -1,0 +1,51 @@
+"""How many tokens a forward pass over a batch has, in each of the forms of its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from skyrl_fast.batch.step_batch import StepBatch
+from skyrl_fast.ops.merge import merge_flat_steps
+from skyrl_fast.ops.prefix_tree import prefix_tree_size
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Tokens of a batch without padding.
+
+    Args:
+        rows: of all rows, each by itself.
+        merged: of the rows that are left where consecutive steps join.
+        tree: of the prefix trees of the groups, one token for each distinct beginning.
+    """
+
+    rows: int
+    merged: int
+    tree: int
+
+
+def token_counts(batch: StepBatch) -> TokenCounts:
+    """Return what each form of the rows would cost, before anything is run; linear in tokens.
+
+    Args:
+        batch: padding rows are left out. Merging is judged without drift.
+
+    Example:
+        >>> batch = StepBatch.from_generator_output(
+        ...     {"prompt_token_ids": [[1], [1, 2, 3], [1]], "response_ids": [[2], [4], [2]],
+        ...      "rewards": [0.0, 1.0, 0.0], "loss_masks": [[1], [1], [1]],
+        ...      "trajectory_ids": [("a", 0), ("a", 0), ("a", 1)],
+        ...      "is_last_step": [False, True, True]})
+        >>> token_counts(batch)
+        TokenCounts(rows=8, merged=6, tree=4)
+    """
+    num_rows = batch.num_real_rows
+    cu = batch.cu_seqlens[: num_rows + 1]
+    tokens = batch.tokens[: int(cu[-1])]
+    cu_responses = batch.cu_responses[: num_rows + 1]
+    plan = merge_flat_steps(tokens, cu, cu_responses, batch.trajectory_ids[:num_rows])
+    merged = int(cu.diff()[torch.from_numpy(plan.ends)].sum())
+    tree = prefix_tree_size(tokens, cu, batch.group_ids[:num_rows])
+    return TokenCounts(rows=tokens.shape[0], merged=merged, tree=tree)

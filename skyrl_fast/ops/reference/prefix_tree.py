@@ -1,0 +1,80 @@
+"""Plain prefix trees: what every other backend must equal. N rows, T nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Node:
+    key: Hashable
+    source: tuple[int, int]  # a row through it, and the position in that row
+    number: int = -1
+    children: dict[Hashable, _Node] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Trees:
+    """Nodes in depth-first order. All lists of T, but for those named otherwise.
+
+    Args:
+        parents: -1 at a root.
+        positions: depth, from 0.
+        ends: one past the last node below.
+        sources: (row, position) of a token that is the node's.
+        row_nodes: N lists, the node of each of a row's tokens.
+        group_starts: first node of each group's tree, and T.
+    """
+
+    parents: list[int]
+    positions: list[int]
+    ends: list[int]
+    sources: list[tuple[int, int]]
+    row_nodes: list[list[int]]
+    group_starts: list[int]
+
+
+def prefix_tree(rows: Sequence[Sequence[Hashable]], group_ids: Sequence[int]) -> Trees:
+    """Return one tree per group, in the order in which groups first appear.
+
+    Args:
+        rows: N sequences of what must be equal for two tokens to be the same.
+        group_ids: N.
+    """
+    roots: dict[int, _Node] = {}
+    paths: list[list[_Node]] = []
+    for number, (row, group) in enumerate(zip(rows, group_ids, strict=True)):
+        node = roots.setdefault(group, _Node(None, (-1, -1)))
+        path = []
+        for position, key in enumerate(row):
+            node = node.children.setdefault(key, _Node(key, (number, position)))
+            path.append(node)
+        paths.append(path)
+    trees = Trees([], [], [], [], [], [])
+    for root in roots.values():
+        trees.group_starts.append(len(trees.parents))
+        for child in root.children.values():
+            _visit(child, trees)
+    trees.group_starts.append(len(trees.parents))
+    trees.row_nodes.extend([node.number for node in path] for path in paths)
+    return trees
+
+
+def _visit(root: _Node, trees: Trees) -> None:
+    """Number a node and all below it, without recursion: rows are long."""
+    waiting: list[tuple[_Node, int, int] | int] = [(root, -1, 0)]
+    while waiting:
+        entry = waiting.pop()
+        if isinstance(entry, int):  # all below it have their numbers
+            trees.ends[entry] = len(trees.parents)
+            continue
+        node, parent, depth = entry
+        node.number = len(trees.parents)
+        trees.parents.append(parent)
+        trees.positions.append(depth)
+        trees.ends.append(-1)
+        trees.sources.append(node.source)
+        waiting.append(node.number)
+        below = [(child, node.number, depth + 1) for child in node.children.values()]
+        waiting.extend(reversed(below))

@@ -33,7 +33,7 @@ spec: setup ## every rule of docs/spec.md with the tests that hold it
 	$(PY) scripts/spec_report.py $(ARGS)
 
 screenshots: setup ## pictures of the quickstart's run for docs/viewer.md; needs a Chromium
-	$(PY) scripts/screenshots.py quickstart/run $(ARGS)
+	$(PY) scripts/screenshots.py $(or $(RUN),quickstart/run) $(ARGS)
 
 check: setup ## format, lint, types
 	$(PY) -m ruff format --check .

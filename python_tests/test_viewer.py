@@ -278,7 +278,7 @@ def test_the_guide_reads_a_run(number: int, tmp_path: Path, monkeypatch: Any) ->
 
 def test_pictures_of_the_guide_are_there_and_small() -> None:
     pictures = re.findall(r"!\[[^\]]+\]\((images/[^)]+)\)", GUIDE)
-    assert len(pictures) == 4
+    assert len(pictures) == 5
     for picture in pictures:
         path = PAGES.parents[2] / "docs" / picture
         assert 10_000 < path.stat().st_size < 150_000, picture

@@ -2,8 +2,9 @@
 
     python scripts/screenshots.py RUN [--out docs/images]
 
-`make screenshots` does it for the quickstart's run. The trajectory that is shown lost in a group in
-which others won, after several turns: the first such one in the second half of the run.
+`make screenshots` does it for the quickstart's run; of an asynchronous run (make screenshots
+RUN=...) it makes the picture of staleness and faults. The trajectory that is shown lost in a group
+in which others won, after several turns: the first such one in the second half of the run.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +39,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as folder, headless_browser() as browser:
             page = build_view(options.run, Path(folder) / "view").page.as_uri()
-            chosen = telling_trajectory(options.run)
-            for name, scheme, place, act in (
-                ("viewer-trajectory", "light", f"#/{chosen}", show_advantage),
-                ("viewer-tokens", "dark", f"#/{chosen}", show_token),
-                ("viewer-charts", "light", "#/charts", show_charts),
-                ("viewer-keys", "dark", f"#/{chosen}", show_keys),
-            ):
+            for name, scheme, place, act in pictures(options.run):
                 tab = browser.new_page(viewport=SIZE, color_scheme=scheme)
                 tab.goto(page + place)
                 tab.wait_for_selector("html[data-ready]")
@@ -57,6 +53,19 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def pictures(run: Path) -> list[tuple[str, str, str, Callable[[Any], None]]]:
+    """Return each picture's name, colours, place in the page, and what is done before it."""
+    if any(entry.staleness for entry in read_index(run)):
+        return [("viewer-asynchronous", "light", "#/charts", show_staleness)]
+    chosen = telling_trajectory(run)
+    return [
+        ("viewer-trajectory", "light", f"#/{chosen}", show_advantage),
+        ("viewer-tokens", "dark", f"#/{chosen}", show_token),
+        ("viewer-charts", "light", "#/charts", show_charts),
+        ("viewer-keys", "dark", f"#/{chosen}", show_keys),
+    ]
 
 
 def telling_trajectory(run: Path) -> int:
@@ -97,6 +106,13 @@ def show_charts(tab: Any) -> None:
     tab.locator("figure svg").first.wait_for()
 
 
+def show_staleness(tab: Any) -> None:
+    """Three columns of charts, from those of staleness on."""
+    tab.set_viewport_size({"width": 1440, "height": 560})
+    chart = tab.locator("figure", has=tab.get_by_role("heading", name="Staleness", exact=True))
+    chart.evaluate("(chart) => chart.scrollIntoView({ block: 'start' })")
+
+
 def show_keys(tab: Any) -> None:
     """The overlay."""
     tab.locator("section.turn").first.wait_for()
@@ -109,7 +125,7 @@ def shrink(path: Path) -> None:
 
     with Image.open(path) as picture:
         small = picture.convert("RGB").quantize(
-            COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+            COLOURS, method=Image.Quantize.MAXCOVERAGE, kmeans=3, dither=Image.Dither.NONE
         )
     small.save(path, optimize=True)
 

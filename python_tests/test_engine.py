@@ -116,6 +116,30 @@ def test_requests_carry_their_session_and_share_caches_within_one_version(
     assert [(w["seed"], w["temperature"], w["logprobs"]) for w in wanted] == [(5, 0.5, 0)] * 3
 
 
+@pytest.mark.spec("12.29")
+@pytest.mark.parametrize("call", ["interrupt", "load_weights_file", "reset_prefix_cache"])
+def test_a_call_that_a_killed_engine_never_answers_ends(
+    call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM fails the requests of an engine that died, and leaves other calls without answer."""
+    monkeypatch.setattr("skyrl_fast.rollout.vllm_engine.LOOK_SECONDS", 0.01)
+
+    class Killed:
+        errored = False
+
+        async def never(self, *arguments: Any, **options: Any) -> None:
+            self.errored = True  # in the middle of the call
+            await asyncio.Event().wait()
+
+        pause_generation = collective_rpc = reset_prefix_cache = never
+
+    engine = VllmEngine(VllmConfig("anything"))
+    engine._llm = Killed()
+    arguments = [tmp_path] if call == "load_weights_file" else []
+    with pytest.raises(EngineDeadError, match="the vLLM engine for anything"):
+        asyncio.run(asyncio.wait_for(getattr(engine, call)(*arguments), 5))
+
+
 def test_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SET_BY_USER", "1")
     monkeypatch.delenv("SET_BY_US", raising=False)

@@ -1,6 +1,6 @@
 """Asynchronous against synchronous training on the quickstart, with slow environments.
 
-    python examples/asynchronous/compare.py --base work --seeds 3 --steps 20
+    python examples/asynchronous/compare.py --base work --seeds 3 --steps 26
 
 Runs both for each seed, one after the other, and writes `comparison.json` and `comparison.png`.
 """
@@ -28,8 +28,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", type=Path, default=Path("asynchronous"))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--staleness", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=26)
+    parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--plot", type=Path, default=None, help="where the plot goes")
     options = parser.parse_args()
     options.base.mkdir(parents=True, exist_ok=True)

@@ -8,10 +8,10 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +34,9 @@ from skyrl_fast.rollout.weight_update import (
 )
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
+LOOK_SECONDS = 0.5  # between two looks whether the engine that is to answer has died
 CLOSE_SECONDS = 10.0  # for the engine's processes to end by themselves
 LOG_TAIL_LINES = 15  # of vLLM's log, quoted when the engine dies
 INSTALL_HINT = (
@@ -251,8 +253,12 @@ class VllmEngine:
         llm = self._alive()
         async with self._paused():
             try:
-                answers = await llm.collective_rpc("load_weights_file", args=(str(path),))
+                answers = await self._answer(
+                    llm.collective_rpc("load_weights_file", args=(str(path),))
+                )
                 await self.reset_prefix_cache()
+            except EngineDeadError:
+                raise
             except Exception as error:
                 if llm.errored:
                     raise EngineDeadError(self._explain("died", error)) from error
@@ -267,7 +273,7 @@ class VllmEngine:
         llm = self._alive()
         self._interrupted = True
         try:
-            await llm.pause_generation(mode="abort", clear_cache=False)
+            await self._answer(llm.pause_generation(mode="abort", clear_cache=False))
         except Exception as error:
             raise EngineDeadError(self._explain("could not be paused", error)) from error
 
@@ -277,7 +283,7 @@ class VllmEngine:
             return
         llm = self._alive()
         try:
-            await llm.resume_generation()
+            await self._answer(llm.resume_generation())
         except Exception as error:
             raise EngineDeadError(self._explain("could not be resumed", error)) from error
         self._interrupted = False
@@ -300,7 +306,23 @@ class VllmEngine:
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached keys and values that no running request uses."""
-        await self._alive().reset_prefix_cache()
+        await self._answer(self._alive().reset_prefix_cache())
+
+    async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
+        """What the engine's process answers; vLLM never says that it died before it did.
+
+        Raises:
+            EngineDeadError: it died.
+        """
+        task = asyncio.create_task(call)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=LOOK_SECONDS)
+                if not task.done():
+                    self._alive()
+            return task.result()
+        finally:
+            task.cancel()
 
     def _alive(self) -> Any:
         if self._llm is None:

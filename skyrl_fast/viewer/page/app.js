@@ -62,10 +62,18 @@
   }
 
   function makeReading() {
-    const modes = SF.el("div", { id: "modes", role: "group", "aria-label": "Colour of trained tokens" }, SF.el("span", {}, "colour by"));
+    const modes = SF.el(
+      "div",
+      { id: "modes", role: "group", "aria-label": "Colour of trained tokens" },
+      SF.el("span", {}, "colour by"),
+    );
     if (!SF.columns.staleness.some((age) => age > 0)) delete SF.MODES.age; // nothing was ever old
     for (const [mode, { key, name }] of Object.entries(SF.MODES)) {
-      const button = SF.el("button", { type: "button", "data-mode": mode, "aria-pressed": "false", title: `${name} (${key})` }, name);
+      const button = SF.el(
+        "button",
+        { type: "button", "data-mode": mode, "aria-pressed": "false", title: `${name} (${key})` },
+        name,
+      );
       button.addEventListener("click", () => setMode(mode));
       modes.append(button);
     }
@@ -86,7 +94,11 @@
     }
     if (tab === "charts") {
       history.replaceState(null, "", "#/charts");
-      charts = charts || SF.loadData("metrics").then((metrics) => SF.showCharts(byId("panel-charts"), metrics, pickStep));
+      charts =
+        charts ||
+        SF.loadData("metrics").then((metrics) =>
+          SF.showCharts(byId("panel-charts"), metrics, pickStep),
+        );
       charts.catch(problem);
     } else if (state.index >= 0) history.replaceState(null, "", `#/${state.index}`);
   }
@@ -115,7 +127,12 @@
     const top = byId("body").getBoundingClientRect().top;
     const tops = turns.map((turn) => turn.getBoundingClientRect().top - top);
     const focused = turns.indexOf(document.activeElement);
-    let at = focused >= 0 ? focused + by : by > 0 ? tops.findIndex((y) => y > 4) : tops.findLastIndex((y) => y < -4);
+    let at =
+      focused >= 0
+        ? focused + by
+        : by > 0
+          ? tops.findIndex((y) => y > 4)
+          : tops.findLastIndex((y) => y < -4);
     at = Math.max(0, Math.min(turns.length - 1, at));
     if (turns[at]) {
       turns[at].scrollIntoView({ block: "start" });
@@ -139,10 +156,16 @@
   }
 
   function makeHelp() {
-    const rows = KEYS.map(([keys, what]) => SF.el("tr", {}, SF.el("th", { scope: "row" }, SF.el("kbd", {}, keys)), SF.el("td", {}, what)));
+    const rows = KEYS.map(([keys, what]) =>
+      SF.el("tr", {}, SF.el("th", { scope: "row" }, SF.el("kbd", {}, keys)), SF.el("td", {}, what)),
+    );
     const close = SF.el("button", { type: "button" }, "Close");
     close.addEventListener("click", () => byId("keys").close());
-    byId("keys").append(SF.el("h2", { id: "keys-title" }, "Keys"), SF.el("table", {}, SF.el("tbody", {}, ...rows)), close);
+    byId("keys").append(
+      SF.el("h2", { id: "keys-title" }, "Keys"),
+      SF.el("table", {}, SF.el("tbody", {}, ...rows)),
+      close,
+    );
   }
 
   const ACTIONS = {
@@ -161,7 +184,8 @@
     "?": () => byId("keys").showModal(),
   };
   const ANYWHERE = new Set(["c", "t", "?"]);
-  for (const [mode, { key }] of Object.entries(SF.MODES)) ACTIONS[key] = () => SF.MODES[mode] && setMode(mode);
+  for (const [mode, { key }] of Object.entries(SF.MODES))
+    ACTIONS[key] = () => SF.MODES[mode] && setMode(mode);
 
   function onKey(event) {
     if (event.altKey || event.ctrlKey || event.metaKey || byId("keys").open) return;

@@ -11,7 +11,8 @@
 
   function svg(tag, attributes, ...children) {
     const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes || {})) element.setAttribute(name, String(value));
+    for (const [name, value] of Object.entries(attributes || {}))
+      element.setAttribute(name, String(value));
     element.append(...children);
     return element;
   }
@@ -24,7 +25,8 @@
     let step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough);
     if (whole) step = Math.max(1, Math.round(step));
     const result = [];
-    for (let tick = Math.ceil(least / step) * step; tick <= most + step * 1e-9; tick += step) result.push(Number(tick.toPrecision(12)));
+    for (let tick = Math.ceil(least / step) * step; tick <= most + step * 1e-9; tick += step)
+      result.push(Number(tick.toPrecision(12)));
     return result;
   }
 
@@ -36,40 +38,76 @@
   SF.chart = function ({ title, note, kind, xs, series, xName, yName, xWords, pick }) {
     const drawn = series.filter((one) => one.ys.some((y) => y !== null));
     if (!drawn.length || !xs.length) return null;
-    const figure = SF.el("figure", { class: "chart" }, SF.el("figcaption", {}, SF.el("h3", {}, title), note ? SF.el("p", {}, note) : null));
+    const figure = SF.el(
+      "figure",
+      { class: "chart" },
+      SF.el("figcaption", {}, SF.el("h3", {}, title), note ? SF.el("p", {}, note) : null),
+    );
     const layers = kind === "area" ? stack(drawn) : drawn.map(({ ys }) => ys);
     const flat = layers.flat().filter((y) => y !== null);
     const from0 = kind !== "line";
     let low = flat.reduce((a, b) => Math.min(a, b), from0 ? 0 : Infinity);
     let high = flat.reduce((a, b) => Math.max(a, b), from0 ? 0 : -Infinity);
-    if (low === high) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
+    if (low === high)
+      [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
     const pad = kind === "line" ? (high - low) * 0.05 : 0;
     low -= pad;
     high += (high - low) * 0.04;
     const bars = kind === "bar";
     const xLow = xs[0] - (bars ? 0.5 : 0);
-    const xHigh = (xs[xs.length - 1] === xs[0] && !bars ? xs[0] + 1 : xs[xs.length - 1]) + (bars ? 0.5 : 0);
-    const x = (value) => EDGE.left + ((value - xLow) / (xHigh - xLow)) * (WIDTH - EDGE.left - EDGE.right);
-    const y = (value) => HEIGHT - EDGE.bottom - ((value - low) / (high - low)) * (HEIGHT - EDGE.top - EDGE.bottom);
+    const xHigh =
+      (xs[xs.length - 1] === xs[0] && !bars ? xs[0] + 1 : xs[xs.length - 1]) + (bars ? 0.5 : 0);
+    const x = (value) =>
+      EDGE.left + ((value - xLow) / (xHigh - xLow)) * (WIDTH - EDGE.left - EDGE.right);
+    const y = (value) =>
+      HEIGHT - EDGE.bottom - ((value - low) / (high - low)) * (HEIGHT - EDGE.top - EDGE.bottom);
 
     const label = `${title}. ${drawn.map((one) => `${one.name}: ${brief(one.ys)}`).join("; ")}`;
-    const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: "0", "aria-label": label });
+    const picture = svg("svg", {
+      viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
+      role: "img",
+      tabindex: "0",
+      "aria-label": label,
+    });
     for (const tick of ticks(low, high, false)) {
       picture.append(
-        svg("line", { class: "grid", x1: EDGE.left, x2: WIDTH - EDGE.right, y1: y(tick), y2: y(tick) }),
-        svg("text", { class: "tick", x: EDGE.left - 6, y: y(tick) + 4, "text-anchor": "end" }, SF.number(tick)));
+        svg("line", {
+          class: "grid",
+          x1: EDGE.left,
+          x2: WIDTH - EDGE.right,
+          y1: y(tick),
+          y2: y(tick),
+        }),
+        svg(
+          "text",
+          { class: "tick", x: EDGE.left - 6, y: y(tick) + 4, "text-anchor": "end" },
+          SF.number(tick),
+        ),
+      );
     }
     const word = (value) => (xWords ? xWords[xs.indexOf(value)] : String(value));
     for (const tick of xWords ? xs : ticks(xs[0], xs[xs.length - 1], true)) {
-      picture.append(svg("text", { class: "tick", x: x(tick), y: HEIGHT - EDGE.bottom + 16, "text-anchor": "middle" }, word(tick)));
+      picture.append(
+        svg(
+          "text",
+          { class: "tick", x: x(tick), y: HEIGHT - EDGE.bottom + 16, "text-anchor": "middle" },
+          word(tick),
+        ),
+      );
     }
     picture.append(
-      svg("text", { class: "axis", x: WIDTH - EDGE.right, y: HEIGHT - 4, "text-anchor": "end" }, xName || "step"),
-      svg("text", { class: "axis", x: EDGE.left, y: EDGE.top - 2 }, yName || ""));
+      svg(
+        "text",
+        { class: "axis", x: WIDTH - EDGE.right, y: HEIGHT - 4, "text-anchor": "end" },
+        xName || "step",
+      ),
+      svg("text", { class: "axis", x: EDGE.left, y: EDGE.top - 2 }, yName || ""),
+    );
     layers.forEach((ys, number) => {
       const colour = `c${number % COLOURS}`;
       if (kind === "line") picture.append(...line(xs, ys, x, y, colour));
-      else if (kind === "area") picture.append(area(xs, ys, number ? layers[number - 1] : null, x, y, colour));
+      else if (kind === "area")
+        picture.append(area(xs, ys, number ? layers[number - 1] : null, x, y, colour));
       else picture.append(...bar(xs, ys, x, y, colour));
     });
     const cursor = svg("line", { class: "cursor", y1: EDGE.top, y2: HEIGHT - EDGE.bottom });
@@ -77,7 +115,16 @@
     picture.append(cursor);
     const readout = SF.el("p", { class: "readout" });
     const key = SF.el("ul", { class: "key" });
-    drawn.forEach((one, number) => key.append(SF.el("li", {}, SF.el("span", { class: `mark ${kind} c${number % COLOURS}`, "aria-hidden": "true" }), one.name)));
+    drawn.forEach((one, number) =>
+      key.append(
+        SF.el(
+          "li",
+          {},
+          SF.el("span", { class: `mark ${kind} c${number % COLOURS}`, "aria-hidden": "true" }),
+          one.name,
+        ),
+      ),
+    );
     if (drawn.length === 1) key.hidden = true; // the title says it
     figure.append(picture, key, readout, table(xs.map(word), drawn, xName || "step"));
     follow({ picture, cursor, readout, xs, drawn, x, word, xName: xName || "step", pick });
@@ -104,16 +151,21 @@
       const stretch = known.slice(i, i + every);
       const least = stretch.reduce((a, b) => (b[1] < a[1] ? b : a));
       const most = stretch.reduce((a, b) => (b[1] > a[1] ? b : a));
-      for (const [px, py] of least[0] <= most[0] ? [least, most] : [most, least]) points.push(`${x(px).toFixed(1)},${y(py).toFixed(1)}`);
+      for (const [px, py] of least[0] <= most[0] ? [least, most] : [most, least])
+        points.push(`${x(px).toFixed(1)},${y(py).toFixed(1)}`);
     }
     parts.push(svg("polyline", { class: `line ${colour}`, points: points.join(" ") }));
-    if (sparse) for (const [px, py] of known) parts.push(svg("circle", { class: `dot ${colour}`, cx: x(px), cy: y(py), r: 3 }));
+    if (sparse)
+      for (const [px, py] of known)
+        parts.push(svg("circle", { class: `dot ${colour}`, cx: x(px), cy: y(py), r: 3 }));
     return parts;
   }
 
   function area(xs, ys, below, x, y, colour) {
     const over = ys.map((value, i) => `${x(xs[i]).toFixed(1)},${y(value).toFixed(1)}`);
-    const under = ys.map((_, i) => `${x(xs[i]).toFixed(1)},${y(below ? below[i] : 0).toFixed(1)}`).reverse();
+    const under = ys
+      .map((_, i) => `${x(xs[i]).toFixed(1)},${y(below ? below[i] : 0).toFixed(1)}`)
+      .reverse();
     return svg("polygon", { class: `area ${colour}`, points: [...over, ...under].join(" ") });
   }
 
@@ -121,7 +173,13 @@
     return ys.map((value, i) => {
       const half = Math.min(0.4, 0.08 * xs.length); // few bars stay bars
       const [left, right] = [x(xs[i] - half), x(xs[i] + half)];
-      return svg("rect", { class: `area ${colour}`, x: left, width: right - left, y: y(value || 0), height: y(0) - y(value || 0) });
+      return svg("rect", {
+        class: `area ${colour}`,
+        x: left,
+        width: right - left,
+        y: y(value || 0),
+        height: y(0) - y(value || 0),
+      });
     });
   }
 
@@ -156,7 +214,14 @@
       readout.textContent = "";
     });
     picture.addEventListener("keydown", (event) => {
-      const moves = { ArrowRight: 1, ArrowLeft: -1, PageDown: 10, PageUp: -10, Home: -xs.length, End: xs.length };
+      const moves = {
+        ArrowRight: 1,
+        ArrowLeft: -1,
+        PageDown: 10,
+        PageUp: -10,
+        Home: -xs.length,
+        End: xs.length,
+      };
       if (event.key in moves) {
         event.preventDefault();
         event.stopPropagation();
@@ -174,11 +239,37 @@
     const details = SF.el("details", { class: "table" }, SF.el("summary", {}, "as a table"));
     details.addEventListener("toggle", () => {
       if (details.children.length > 1) return;
-      const head = SF.el("tr", {}, SF.el("th", { scope: "col" }, xName), ...drawn.map((one) => SF.el("th", { scope: "col" }, one.name)));
-      const body = xs.slice(0, TABLE_ROWS).map((value, i) =>
-        SF.el("tr", {}, SF.el("th", { scope: "row" }, String(value)), ...drawn.map((one) => SF.el("td", {}, SF.number(one.ys[i])))));
-      details.append(SF.el("div", { class: "scroll", tabindex: "0" }, SF.el("table", {}, SF.el("thead", {}, head), SF.el("tbody", {}, ...body))));
-      if (xs.length > TABLE_ROWS) details.append(SF.el("p", { class: "note" }, `${xs.length - TABLE_ROWS} further rows are in metrics.jsonl`));
+      const head = SF.el(
+        "tr",
+        {},
+        SF.el("th", { scope: "col" }, xName),
+        ...drawn.map((one) => SF.el("th", { scope: "col" }, one.name)),
+      );
+      const body = xs
+        .slice(0, TABLE_ROWS)
+        .map((value, i) =>
+          SF.el(
+            "tr",
+            {},
+            SF.el("th", { scope: "row" }, String(value)),
+            ...drawn.map((one) => SF.el("td", {}, SF.number(one.ys[i]))),
+          ),
+        );
+      details.append(
+        SF.el(
+          "div",
+          { class: "scroll", tabindex: "0" },
+          SF.el("table", {}, SF.el("thead", {}, head), SF.el("tbody", {}, ...body)),
+        ),
+      );
+      if (xs.length > TABLE_ROWS)
+        details.append(
+          SF.el(
+            "p",
+            { class: "note" },
+            `${xs.length - TABLE_ROWS} further rows are in metrics.jsonl`,
+          ),
+        );
     });
     return details;
   }

@@ -3,8 +3,12 @@
 
 (function (SF) {
   const TIMES = [
-    ["timing/generate", "generate"], ["timing/environment", "environment"], ["timing/forward_backward", "forward, backward"],
-    ["timing/sync", "weights"], ["timing/batch", "batch"], ["timing/advantages", "advantages"],
+    ["timing/generate", "generate"],
+    ["timing/environment", "environment"],
+    ["timing/forward_backward", "forward, backward"],
+    ["timing/sync", "weights"],
+    ["timing/batch", "batch"],
+    ["timing/advantages", "advantages"],
   ];
   const MOST_REASONS = 6;
   const MOST_LINES = 6;
@@ -16,30 +20,76 @@
     const { steps, series } = metrics;
     const line = (title, names, more) => {
       const found = names.filter(([name]) => series[name]);
-      return SF.chart({ title, kind: "line", ...only(steps, found.map(([name, label]) => ({ name: label, ys: series[name] }))), pick, ...more });
+      return SF.chart({
+        title,
+        kind: "line",
+        ...only(
+          steps,
+          found.map(([name, label]) => ({ name: label, ys: series[name] })),
+        ),
+        pick,
+        ...more,
+      });
     };
     const passed = Object.keys(series).find((name) => /^reward\/avg_pass_at_\d+$/.test(name));
-    const grid = SF.el("div", { class: "charts" },
-      line("Reward", [
-        ["reward/avg_raw_reward", "training"], ["eval/all/avg_score", "evaluation"],
-        ...(passed ? [[passed, passed.replace("reward/avg_pass_at_", "pass@")]] : []),
-      ], { yName: "mean per trajectory" }),
+    const grid = SF.el(
+      "div",
+      { class: "charts" },
+      line(
+        "Reward",
+        [
+          ["reward/avg_raw_reward", "training"],
+          ["eval/all/avg_score", "evaluation"],
+          ...(passed ? [[passed, passed.replace("reward/avg_pass_at_", "pass@")]] : []),
+        ],
+        { yName: "mean per trajectory" },
+      ),
       timesChart(steps, series, pick),
       endsChart(pick),
       stalenessChart(),
-      line("Staleness by step", [
-        ["async/staleness_mean", "groups, mean"], ["async/staleness_max", "groups, most"],
-        ["async/token_staleness_mean", "tokens, mean"], ["async/token_staleness_max", "tokens, most"],
-      ], { yName: "updates" }),
-      line("Faults", faults(series), { yName: "since the start", note: "Those that happened; all are under faults/." }),
+      line(
+        "Staleness by step",
+        [
+          ["async/staleness_mean", "groups, mean"],
+          ["async/staleness_max", "groups, most"],
+          ["async/token_staleness_mean", "tokens, mean"],
+          ["async/token_staleness_max", "tokens, most"],
+        ],
+        { yName: "updates" },
+      ),
+      line("Faults", faults(series), {
+        yName: "since the start",
+        note: "Those that happened; all are under faults/.",
+      }),
       line("Turns", [["generate/avg_num_turns", "turns"]], { yName: "mean per trajectory" }),
-      line("Tokens", [["generate/avg_num_tokens", "sampled"], ["generate/avg_final_context_length", "final context"]], { yName: "mean per trajectory" }),
-      line("Trainer against engine", [["policy/rollout_train_logprobs_abs_diff_mean", "mean"], ["policy/rollout_train_logprobs_abs_diff_max", "largest"]],
-        { note: "How far the log-probabilities of the same tokens lie apart." }),
+      line(
+        "Tokens",
+        [
+          ["generate/avg_num_tokens", "sampled"],
+          ["generate/avg_final_context_length", "final context"],
+        ],
+        { yName: "mean per trajectory" },
+      ),
+      line(
+        "Trainer against engine",
+        [
+          ["policy/rollout_train_logprobs_abs_diff_mean", "mean"],
+          ["policy/rollout_train_logprobs_abs_diff_max", "largest"],
+        ],
+        { note: "How far the log-probabilities of the same tokens lie apart." },
+      ),
       rewardsChart(),
     );
-    pane.replaceChildren(SF.el("h2", {}, "Charts"), SF.el("p", { class: "note" },
-      "Arrow keys move through a chart that has the focus; Enter or a click shows the trajectories of that step."), grid, anyMetric(steps, series, pick));
+    pane.replaceChildren(
+      SF.el("h2", {}, "Charts"),
+      SF.el(
+        "p",
+        { class: "note" },
+        "Arrow keys move through a chart that has the focus; Enter or a click shows the trajectories of that step.",
+      ),
+      grid,
+      anyMetric(steps, series, pick),
+    );
   };
 
   /** The faults that happened, those that happened most first. */
@@ -55,12 +105,24 @@
   /** Without the steps at which none of the series has a value. */
   function only(xs, series) {
     const kept = xs.map((_, i) => i).filter((i) => series.some(({ ys }) => ys[i] !== null));
-    return { xs: kept.map((i) => xs[i]), series: series.map(({ name, ys }) => ({ name, ys: kept.map((i) => ys[i]) })) };
+    return {
+      xs: kept.map((i) => xs[i]),
+      series: series.map(({ name, ys }) => ({ name, ys: kept.map((i) => ys[i]) })),
+    };
   }
 
   function timesChart(steps, series, pick) {
-    const found = TIMES.filter(([name]) => series[name]).map(([name, label]) => ({ name: label, ys: series[name] }));
-    return SF.chart({ title: "Where the time went", kind: "area", yName: "seconds per step", ...only(steps, found), pick });
+    const found = TIMES.filter(([name]) => series[name]).map(([name, label]) => ({
+      name: label,
+      ys: series[name],
+    }));
+    return SF.chart({
+      title: "Where the time went",
+      kind: "area",
+      yName: "seconds per step",
+      ...only(steps, found),
+      pick,
+    });
   }
 
   function trained() {
@@ -81,40 +143,74 @@
       all[at]++;
     }
     const series = counts
-      .map((count, i) => ({ name: SF.inLine(SF.names.stop_reason[i], 30), ys: Array.from(count, (n, at) => n / all[at]) }))
+      .map((count, i) => ({
+        name: SF.inLine(SF.names.stop_reason[i], 30),
+        ys: Array.from(count, (n, at) => n / all[at]),
+      }))
       .filter(({ ys }) => ys.some((share) => share > 0))
       .slice(0, MOST_REASONS);
-    return SF.chart({ title: "How trajectories ended", kind: "area", yName: "share", xs: steps, series, pick });
+    return SF.chart({
+      title: "How trajectories ended",
+      kind: "area",
+      yName: "share",
+      xs: steps,
+      series,
+      pick,
+    });
   }
 
   function stalenessChart() {
-    const ages = trained().map((i) => SF.columns.staleness[i]).filter((age) => age !== null);
+    const ages = trained()
+      .map((i) => SF.columns.staleness[i])
+      .filter((age) => age !== null);
     const most = ages.reduce((a, b) => Math.max(a, b), 0);
     const counts = Array(most + 1).fill(0);
     for (const age of ages) counts[Math.max(0, age)]++;
     const note = most ? null : "All trajectories were trained by the policy that sampled them.";
     return SF.chart({
-      title: "Staleness", note, kind: "bar", xName: "updates", yName: "trajectories",
-      xs: counts.map((_, i) => i), series: ages.length ? [{ name: "trajectories", ys: counts }] : [],
+      title: "Staleness",
+      note,
+      kind: "bar",
+      xName: "updates",
+      yName: "trajectories",
+      xs: counts.map((_, i) => i),
+      series: ages.length ? [{ name: "trajectories", ys: counts }] : [],
     });
   }
 
   /** How often each reward came, training only. */
   function rewardsChart() {
-    const rewards = trained().map((i) => SF.columns.reward[i]).filter((reward) => reward !== null);
+    const rewards = trained()
+      .map((i) => SF.columns.reward[i])
+      .filter((reward) => reward !== null);
     const least = rewards.reduce((a, b) => Math.min(a, b), 0);
     const most = rewards.reduce((a, b) => Math.max(a, b), 0);
     const width = (most - least) / BINS || 1;
     const distinct = [...new Set(rewards)].sort((a, b) => a - b);
     if (distinct.length <= MOST_BARS) {
       const counts = distinct.map((value) => rewards.filter((reward) => reward === value).length);
-      return SF.chart({ title: "Rewards", kind: "bar", xName: "reward", yName: "trajectories", xs: distinct.map((_, i) => i),
-        xWords: distinct.map((value) => SF.number(value)), series: [{ name: "trajectories", ys: counts }] });
+      return SF.chart({
+        title: "Rewards",
+        kind: "bar",
+        xName: "reward",
+        yName: "trajectories",
+        xs: distinct.map((_, i) => i),
+        xWords: distinct.map((value) => SF.number(value)),
+        series: [{ name: "trajectories", ys: counts }],
+      });
     }
     const counts = Array(BINS).fill(0);
-    for (const reward of rewards) counts[Math.min(BINS - 1, Math.floor((reward - least) / width))]++;
-    return SF.chart({ title: "Rewards", note: `${BINS} equal parts from ${SF.number(least)} to ${SF.number(most)}.`, kind: "bar", xName: "part",
-      yName: "trajectories", xs: counts.map((_, i) => i + 1), series: [{ name: "trajectories", ys: counts }] });
+    for (const reward of rewards)
+      counts[Math.min(BINS - 1, Math.floor((reward - least) / width))]++;
+    return SF.chart({
+      title: "Rewards",
+      note: `${BINS} equal parts from ${SF.number(least)} to ${SF.number(most)}.`,
+      kind: "bar",
+      xName: "part",
+      yName: "trajectories",
+      xs: counts.map((_, i) => i + 1),
+      series: [{ name: "trajectories", ys: counts }],
+    });
   }
 
   /** Whatever else was measured, one at a time. */
@@ -126,12 +222,23 @@
     const show = () => {
       const label = SF.inLine(select.value, 90);
       const ys = series[select.value] || [];
-      const chart = SF.chart({ title: label, kind: "line", ...only(steps, [{ name: label, ys }]), pick });
+      const chart = SF.chart({
+        title: label,
+        kind: "line",
+        ...only(steps, [{ name: label, ys }]),
+        pick,
+      });
       place.replaceChildren(chart || SF.el("p", { class: "note" }, "No values."));
     };
     select.addEventListener("input", show);
     show();
-    return SF.el("section", { class: "any" }, SF.el("h2", {}, "Any metric"),
-      SF.el("label", { for: "any-metric" }, "metric "), select, place);
+    return SF.el(
+      "section",
+      { class: "any" },
+      SF.el("h2", {}, "Any metric"),
+      SF.el("label", { for: "any-metric" }, "metric "),
+      select,
+      place,
+    );
   }
 })(skyrlFastView);

@@ -65,7 +65,8 @@
   /** First and last (exclusive) trajectory of the group of one: they are adjacent. */
   SF.groupOf = function (index) {
     const { uid, phase, step } = SF.columns;
-    const same = (i) => uid[i] === uid[index] && phase[i] === phase[index] && step[i] === step[index];
+    const same = (i) =>
+      uid[i] === uid[index] && phase[i] === phase[index] && step[i] === step[index];
     let first = index;
     let end = index + 1;
     while (first > 0 && same(first - 1)) first--;
@@ -86,7 +87,8 @@
       if (filter.phase >= 0 && phase[i] !== filter.phase) continue;
       if (filter.stop >= 0 && stop[i] !== filter.stop) continue;
       if (step[i] < filter.stepFrom || step[i] > filter.stepTo) continue;
-      if (filter.hasReward && !(reward[i] >= filter.rewardFrom && reward[i] <= filter.rewardTo)) continue;
+      if (filter.hasReward && !(reward[i] >= filter.rewardFrom && reward[i] <= filter.rewardTo))
+        continue;
       if (filter.failure === "failed" && failure[i] === noFailure) continue;
       if (filter.failure === "fine" && failure[i] !== noFailure) continue;
       if (filter.failure === "filtered" && !SF.columns.filtered[i]) continue;

@@ -8,8 +8,13 @@
   const WAIT = 60; // milliseconds after a key in a filter
 
   const SORTS = [
-    ["", "run order"], ["reward", "reward"], ["advantage", "advantage"], ["turns", "turns"],
-    ["tokens", "tokens"], ["seconds", "seconds"], ["staleness", "staleness"],
+    ["", "run order"],
+    ["reward", "reward"],
+    ["advantage", "advantage"],
+    ["turns", "turns"],
+    ["tokens", "tokens"],
+    ["seconds", "seconds"],
+    ["staleness", "staleness"],
   ];
 
   /** The list; `open(index)` is called when another trajectory is chosen. */
@@ -22,7 +27,11 @@
 
     const height = () => Math.min(found.length * ROW, TALLEST);
     // Where the whole list is taller than TALLEST, a pixel of the bar is more than one of the list.
-    const ratio = () => Math.max(1, (found.length * ROW - box.clientHeight) / Math.max(1, height() - box.clientHeight));
+    const ratio = () =>
+      Math.max(
+        1,
+        (found.length * ROW - box.clientHeight) / Math.max(1, height() - box.clientHeight),
+      );
 
     function draw() {
       const top = box.scrollTop * ratio();
@@ -35,12 +44,17 @@
       const shift = box.scrollTop - top;
       const fresh = [];
       for (let place = first; place < end; place++) {
-        const row = SF.listRow(found[place], { position: place + 1, of: found.length, chosen: place === current });
+        const row = SF.listRow(found[place], {
+          position: place + 1,
+          of: found.length,
+          chosen: place === current,
+        });
         row.style.transform = `translateY(${place * ROW + shift}px)`;
         fresh.push(row);
       }
       rows.replaceChildren(...fresh);
-      if (current >= first && current < end) box.setAttribute("aria-activedescendant", `row-${found[current]}`);
+      if (current >= first && current < end)
+        box.setAttribute("aria-activedescendant", `row-${found[current]}`);
       else box.removeAttribute("aria-activedescendant");
     }
 
@@ -48,7 +62,8 @@
       const above = current * ROW;
       const top = box.scrollTop * ratio();
       const below = top + box.clientHeight;
-      if (above + 2 * ROW < top || above > below + ROW) box.scrollTop = (above - box.clientHeight / 2) / ratio();
+      if (above + 2 * ROW < top || above > below + ROW)
+        box.scrollTop = (above - box.clientHeight / 2) / ratio();
       else if (above < top) box.scrollTop = above / ratio();
       else if (above + ROW > below) box.scrollTop = (above + ROW - box.clientHeight) / ratio();
       draw();
@@ -92,7 +107,14 @@
     });
     box.addEventListener("keydown", (event) => {
       const page = Math.max(1, Math.floor(box.clientHeight / ROW) - 1);
-      const moves = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -found.length, End: found.length };
+      const moves = {
+        ArrowDown: 1,
+        ArrowUp: -1,
+        PageDown: page,
+        PageUp: -page,
+        Home: -found.length,
+        End: found.length,
+      };
       if (!(event.key in moves) || event.altKey || event.ctrlKey || event.metaKey) return;
       event.preventDefault();
       event.stopPropagation();
@@ -106,16 +128,38 @@
     const value = (name) => SF.value(name, index);
     const failure = SF.word("failure", index);
     const row = SF.el("div", {
-      class: "row", role: "option", id: `row-${index}`, "aria-selected": chosen ? "true" : "false",
-      "aria-setsize": of, "aria-posinset": position, "data-index": index,
+      class: "row",
+      role: "option",
+      id: `row-${index}`,
+      "aria-selected": chosen ? "true" : "false",
+      "aria-setsize": of,
+      "aria-posinset": position,
+      "data-index": index,
     });
-    const how = [SF.word("stop_reason", index), plural(value("turns"), "turn"), plural(value("tokens"), "token")];
+    const how = [
+      SF.word("stop_reason", index),
+      plural(value("turns"), "turn"),
+      plural(value("tokens"), "token"),
+    ];
     if (value("staleness")) how.push(`${plural(value("staleness"), "update")} old`);
     return SF.add(
       row,
-      SF.el("span", { class: `reward ${value("reward") > 0 ? "good" : "bad"}` }, SF.number(value("reward"))),
-      SF.el("span", { class: "who" }, `${SF.inLine(SF.word("uid", index), 60)} `, SF.el("small", {}, `#${value("repetition_id")}`)),
-      SF.el("span", { class: "when" }, SF.word("phase", index) === "eval" ? `eval ${value("step")}` : `step ${value("step")}`),
+      SF.el(
+        "span",
+        { class: `reward ${value("reward") > 0 ? "good" : "bad"}` },
+        SF.number(value("reward")),
+      ),
+      SF.el(
+        "span",
+        { class: "who" },
+        `${SF.inLine(SF.word("uid", index), 60)} `,
+        SF.el("small", {}, `#${value("repetition_id")}`),
+      ),
+      SF.el(
+        "span",
+        { class: "when" },
+        SF.word("phase", index) === "eval" ? `eval ${value("step")}` : `step ${value("step")}`,
+      ),
       SF.el("span", { class: "how" }, SF.inLine(how.join(" · "), 120)),
       failure ? SF.el("span", { class: "flag", title: SF.inLine(failure) }, "failed") : null,
       !failure && value("filtered") ? SF.el("span", { class: "flag" }, "filtered") : null,
@@ -150,23 +194,45 @@
       ...SF.names[name].map((word, i) => [String(i), SF.inLine(word, 40) || "(empty)"]),
     ];
     const numeric = (name, end) =>
-      SF.el("input", { type: "number", step: "any", placeholder: SF.number(bounds[name][end]).replace("−", "-") });
+      SF.el("input", {
+        type: "number",
+        step: "any",
+        placeholder: SF.number(bounds[name][end]).replace("−", "-"),
+      });
     const input = {
-      uid: field("uid", "uid", SF.el("input", { type: "search", placeholder: "part of it", spellcheck: "false" })),
+      uid: field(
+        "uid",
+        "uid",
+        SF.el("input", { type: "search", placeholder: "part of it", spellcheck: "false" }),
+      ),
       phase: field("phase", "phase", select(words("phase"))),
       stop: field("stop", "stop reason", select(words("stop_reason"))),
-      failure: field("failure", "failure", select([["", "all"], ["failed", "failed"], ["fine", "not failed"], ["filtered", "filtered"]])),
+      failure: field(
+        "failure",
+        "failure",
+        select([
+          ["", "all"],
+          ["failed", "failed"],
+          ["fine", "not failed"],
+          ["filtered", "filtered"],
+        ]),
+      ),
       stepFrom: field("stepFrom", "step ≥", numeric("step", 0)),
       stepTo: field("stepTo", "step ≤", numeric("step", 1)),
       rewardFrom: field("rewardFrom", "reward ≥", numeric("reward", 0)),
       rewardTo: field("rewardTo", "reward ≤", numeric("reward", 1)),
       sort: field("sort", "sort by", select(SORTS)),
     };
-    const down = SF.el("button", { type: "button", "aria-pressed": "false", title: "Largest first" }, "↓");
+    const down = SF.el(
+      "button",
+      { type: "button", "aria-pressed": "false", title: "Largest first" },
+      "↓",
+    );
     const clear = SF.el("button", { type: "button", title: "No filters (x)" }, "clear");
     form.append(SF.el("span", { class: "field buttons" }, down, clear));
 
-    const bound = (element, otherwise) => (element.value === "" ? otherwise : Number(element.value));
+    const bound = (element, otherwise) =>
+      element.value === "" ? otherwise : Number(element.value);
     const read = () => ({
       uid: input.uid.value,
       phase: Number(input.phase.value),

@@ -14,16 +14,30 @@ var skyrlFastView = window.skyrlFastView || {};
   const JOINER = "\u200d"; // inside an emoji it is what makes it one
   const EMOJI_BEFORE = /\p{Extended_Pictographic}[\ufe0f\u{1f3fb}-\u{1f3ff}]*$/u;
   const NAMES = {
-    0x00: "null", 0x08: "backspace", 0x0d: "carriage return", 0x1b: "escape",
-    0xad: "soft hyphen", 0x61c: "Arabic letter mark", 0x200b: "zero width space",
-    0x200c: "zero width non-joiner", 0x200d: "zero width joiner",
-    0x200e: "left-to-right mark", 0x200f: "right-to-left mark",
-    0x2028: "line separator", 0x2029: "paragraph separator",
-    0x202a: "left-to-right embedding", 0x202b: "right-to-left embedding",
-    0x202c: "end of direction", 0x202d: "left-to-right override",
-    0x202e: "right-to-left override", 0x2060: "word joiner",
-    0x2066: "left-to-right isolate", 0x2067: "right-to-left isolate",
-    0x2068: "first strong isolate", 0x2069: "end of isolate", 0xfeff: "byte order mark",
+    0x00: "null",
+    0x08: "backspace",
+    0x0d: "carriage return",
+    0x1b: "escape",
+    0xad: "soft hyphen",
+    0x61c: "Arabic letter mark",
+    0x200b: "zero width space",
+    0x200c: "zero width non-joiner",
+    0x200d: "zero width joiner",
+    0x200e: "left-to-right mark",
+    0x200f: "right-to-left mark",
+    0x2028: "line separator",
+    0x2029: "paragraph separator",
+    0x202a: "left-to-right embedding",
+    0x202b: "right-to-left embedding",
+    0x202c: "end of direction",
+    0x202d: "left-to-right override",
+    0x202e: "right-to-left override",
+    0x2060: "word joiner",
+    0x2066: "left-to-right isolate",
+    0x2067: "right-to-left isolate",
+    0x2068: "first strong isolate",
+    0x2069: "end of isolate",
+    0xfeff: "byte order mark",
   };
   const FIRST_CHARACTERS = 4000; // of a text are shown at once
   const MORE_CHARACTERS = 100000;
@@ -68,7 +82,8 @@ var skyrlFastView = window.skyrlFastView || {};
         return;
       }
       part.split("\n").forEach((line, number) => {
-        if (number) element.append(SF.el("span", { class: "newline", "aria-hidden": "true" }, "↵"), "\n");
+        if (number)
+          element.append(SF.el("span", { class: "newline", "aria-hidden": "true" }, "↵"), "\n");
         if (line) element.append(line);
       });
     };
@@ -85,8 +100,11 @@ var skyrlFastView = window.skyrlFastView || {};
   /** One line of visible text for labels and titles, cut to a length. */
   SF.inLine = function (text, most = 200) {
     const cut = text.length > most ? safeSlice(text, 0, most) + "…" : text;
-    return cut.replace(/[ \t\n]+/g, " ").replace(UNSEEN, (found, at, whole) =>
-      inEmoji(whole, found, at) ? found : `[${codeName(found.codePointAt(0))[0]}]`);
+    return cut
+      .replace(/[ \t\n]+/g, " ")
+      .replace(UNSEEN, (found, at, whole) =>
+        inEmoji(whole, found, at) ? found : `[${codeName(found.codePointAt(0))[0]}]`,
+      );
   };
 
   function inEmoji(text, found, at) {
@@ -97,7 +115,12 @@ var skyrlFastView = window.skyrlFastView || {};
   SF.textBlock = function (text, attributes) {
     const block = SF.el("div", { class: "text", dir: "auto", ...attributes });
     // Empty lines at both ends are only counted.
-    const breaks = (count) => SF.el("span", { class: "newline", title: SF.plural(count, "line break") }, count > 3 ? ` ↵×${count} ` : "↵".repeat(count));
+    const breaks = (count) =>
+      SF.el(
+        "span",
+        { class: "newline", title: SF.plural(count, "line break") },
+        count > 3 ? ` ↵×${count} ` : "↵".repeat(count),
+      );
     const blank = /^\n*/.exec(text)[0].length;
     const last = Math.max(blank, text.length - /\n*$/.exec(text)[0].length);
     if (blank) block.append(breaks(blank));
@@ -110,8 +133,11 @@ var skyrlFastView = window.skyrlFastView || {};
         return;
       }
       const left = last - end;
-      const more = SF.el("button", { class: "more", type: "button" },
-        `${SF.count(Math.min(left, MORE_CHARACTERS))} more of ${SF.count(left)} characters`);
+      const more = SF.el(
+        "button",
+        { class: "more", type: "button" },
+        `${SF.count(Math.min(left, MORE_CHARACTERS))} more of ${SF.count(left)} characters`,
+      );
       more.addEventListener("click", () => {
         more.remove();
         add(end, MORE_CHARACTERS);
@@ -143,5 +169,9 @@ var skyrlFastView = window.skyrlFastView || {};
   };
 
   SF.seconds = (value) =>
-    value === null || value === undefined ? "none" : value < 1 ? `${Math.round(value * 1000)} ms` : `${SF.number(value)} s`;
+    value === null || value === undefined
+      ? "none"
+      : value < 1
+        ? `${Math.round(value * 1000)} ms`
+        : `${SF.number(value)} s`;
 })(skyrlFastView);

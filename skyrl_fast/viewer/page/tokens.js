@@ -36,7 +36,10 @@
   /** The shade grows with the root: small values differ too where a few are large. */
   function diverging(value, scale) {
     if (value === null || !scale || Math.abs(value) < NEUTRAL * scale) return "";
-    const level = Math.max(1, Math.min(LEVELS, Math.round(Math.sqrt(Math.abs(value) / scale) * LEVELS)));
+    const level = Math.max(
+      1,
+      Math.min(LEVELS, Math.round(Math.sqrt(Math.abs(value) / scale) * LEVELS)),
+    );
     return (value > 0 ? "pos" : "neg") + level;
   }
 
@@ -79,7 +82,10 @@
   /** The response of a turn as tokens; arrow keys walk through them when it has the focus. */
   SF.tokenBlock = function (turn, number, trainedVersion, tell) {
     const block = SF.el("div", {
-      class: "text tokens", dir: "auto", tabindex: "0", role: "group",
+      class: "text tokens",
+      dir: "auto",
+      tabindex: "0",
+      role: "group",
       "aria-label": `Response of turn ${number + 1}: ${turn.ids.length} tokens; left and right go through them`,
     });
     const spans = [];
@@ -102,8 +108,11 @@
         block.append(span);
       }
       if (end === turn.ids.length) return;
-      const more = SF.el("button", { class: "more", type: "button" },
-        `${SF.count(turn.ids.length - end)} more tokens`);
+      const more = SF.el(
+        "button",
+        { class: "more", type: "button" },
+        `${SF.count(turn.ids.length - end)} more tokens`,
+      );
       more.addEventListener("click", () => {
         more.remove();
         add(end);
@@ -143,8 +152,10 @@
   /** What the colours of a mode mean. */
   SF.legend = function (mode) {
     const legend = SF.el("div", { class: "legend", role: "img" });
-    const border = (scale, level) => `from ${SF.number((level > 1 ? ((level - 0.5) / LEVELS) ** 2 : NEUTRAL) * scale)} on`;
-    const swatch = (level, text, title) => SF.el("span", { class: `swatch tok ${level}`, title }, text);
+    const border = (scale, level) =>
+      `from ${SF.number((level > 1 ? ((level - 0.5) / LEVELS) ** 2 : NEUTRAL) * scale)} on`;
+    const swatch = (level, text, title) =>
+      SF.el("span", { class: `swatch tok ${level}`, title }, text);
     const scale = SF.run.scales[mode];
     let words = "";
     if (mode === "advantage" || mode === "mismatch") {
@@ -158,16 +169,22 @@
           ...steps.map((i) => swatch(`pos${i + 1}`, "", border(scale, i + 1))),
           SF.el("span", {}, `+${SF.number(scale)}`),
         );
-        words = mode === "advantage"
-          ? "orange, dotted: less likely from now on; blue: more likely"
-          : "orange, dotted: the trainer finds it less likely than the engine; blue: more";
+        words =
+          mode === "advantage"
+            ? "orange, dotted: less likely from now on; blue: more likely"
+            : "orange, dotted: the trainer finds it less likely than the engine; blue: more";
       }
     } else if (mode === "logprob") {
-      legend.append(...["p ≥ 0.9", "< 0.9", "< 0.5", "< 0.2", "< 0.05", "< 0.01"].map((text, i) =>
-        swatch(i ? `odd${i}` : "", text)));
+      legend.append(
+        ...["p ≥ 0.9", "< 0.9", "< 0.5", "< 0.2", "< 0.05", "< 0.01"].map((text, i) =>
+          swatch(i ? `odd${i}` : "", text),
+        ),
+      );
       words = "the stronger, the less likely the token was";
     } else if (mode === "age") {
-      legend.append(...["0", "1", "2", "3", "4", "5+"].map((text, i) => swatch(i ? `odd${i}` : "", text)));
+      legend.append(
+        ...["0", "1", "2", "3", "4", "5+"].map((text, i) => swatch(i ? `odd${i}` : "", text)),
+      );
       words = "updates between sampling and training";
     }
     if (words) legend.append(SF.el("span", { class: "words" }, words));

@@ -8,23 +8,42 @@
   /** Fill the reading pane. `shown` holds what is shown; `tell` says what a token is. */
   SF.showTrajectory = function (pane, index, texts, mode, tell) {
     const phase = SF.word("phase", index);
-    const version = SF.value("staleness", index) === null ? null : SF.value("policy_version", index) + SF.value("staleness", index);
+    const version =
+      SF.value("staleness", index) === null
+        ? null
+        : SF.value("policy_version", index) + SF.value("staleness", index);
     const blocks = [];
-    const heading = SF.el("h2", { tabindex: "-1" },
-      SF.inLine(SF.word("uid", index), 120), SF.el("small", {}, ` #${SF.value("repetition_id", index)}`));
-    pane.replaceChildren(
-      SF.el("div", { class: "head" }, heading, facts(index, phase)),
+    const heading = SF.el(
+      "h2",
+      { tabindex: "-1" },
+      SF.inLine(SF.word("uid", index), 120),
+      SF.el("small", {}, ` #${SF.value("repetition_id", index)}`),
     );
+    pane.replaceChildren(SF.el("div", { class: "head" }, heading, facts(index, phase)));
     if (texts.failure) {
-      pane.append(SF.el("div", { class: "failure", role: "note" }, SF.el("strong", {}, "Failed. "), SF.textBlock(texts.failure)));
+      pane.append(
+        SF.el(
+          "div",
+          { class: "failure", role: "note" },
+          SF.el("strong", {}, "Failed. "),
+          SF.textBlock(texts.failure),
+        ),
+      );
     } else if (SF.value("filtered", index)) {
-      pane.append(SF.el("p", { class: "note" }, "A filter took this trajectory's tokens out of training."));
+      pane.append(
+        SF.el("p", { class: "note" }, "A filter took this trajectory's tokens out of training."),
+      );
     }
     if (!texts.turns.length) {
-      const why = texts.failure ? "No turn was over before." : "No turn: the first prompt was too long.";
+      const why = texts.failure
+        ? "No turn was over before."
+        : "No turn: the first prompt was too long.";
       pane.append(SF.el("p", { class: "note" }, why));
     }
-    const longest = Math.max(1e-9, ...texts.turns.map((turn) => turn.llm_seconds + turn.env_seconds));
+    const longest = Math.max(
+      1e-9,
+      ...texts.turns.map((turn) => turn.llm_seconds + turn.env_seconds),
+    );
     texts.turns.forEach((turn, number) => {
       const before = number ? texts.turns[number - 1] : null;
       const block = SF.tokenBlock(turn, number, version, tell);
@@ -35,10 +54,25 @@
     if (metrics.length) {
       const list = SF.el("dl", { class: "metrics" });
       for (const [name, value] of metrics) {
-        const text = typeof value === "number" ? SF.number(value, 4) : typeof value === "string" ? value : JSON.stringify(value);
-        list.append(SF.addText(SF.el("dt"), SF.inLine(name)), SF.addText(SF.el("dd", { dir: "auto" }), SF.inLine(text, 400)));
+        const text =
+          typeof value === "number"
+            ? SF.number(value, 4)
+            : typeof value === "string"
+              ? value
+              : JSON.stringify(value);
+        list.append(
+          SF.addText(SF.el("dt"), SF.inLine(name)),
+          SF.addText(SF.el("dd", { dir: "auto" }), SF.inLine(text, 400)),
+        );
       }
-      pane.append(SF.el("section", { "aria-label": "Environment metrics" }, SF.el("h3", {}, "Environment metrics"), list));
+      pane.append(
+        SF.el(
+          "section",
+          { "aria-label": "Environment metrics" },
+          SF.el("h3", {}, "Environment metrics"),
+          list,
+        ),
+      );
     }
     const paint = (next) => blocks.forEach((block) => block.paint(next));
     paint(mode);
@@ -49,14 +83,20 @@
   function facts(index, phase) {
     const value = (name) => SF.value(name, index);
     const list = SF.el("dl", { class: "facts" });
-    const fact = (name, text, kind) => list.append(SF.el("div", { class: kind || "" }, SF.el("dt", {}, name), SF.el("dd", {}, text)));
+    const fact = (name, text, kind) =>
+      list.append(
+        SF.el("div", { class: kind || "" }, SF.el("dt", {}, name), SF.el("dd", {}, text)),
+      );
     fact("reward", SF.number(value("reward")), value("reward") > 0 ? "good" : "bad");
     if (phase !== "eval") fact("advantage", SF.number(value("advantage")));
     fact("ended by", SF.inLine(SF.word("stop_reason", index), 60));
     fact(phase === "eval" ? "evaluation" : "step", String(value("step")));
     if (value("policy_version") !== null) fact("policy", String(value("policy_version")));
     if (value("staleness") !== null) fact("staleness", SF.plural(value("staleness"), "update"));
-    fact("tokens", `${SF.count(value("tokens"))}${phase === "eval" ? "" : `, ${SF.count(value("trained_tokens"))} trained`}`);
+    fact(
+      "tokens",
+      `${SF.count(value("tokens"))}${phase === "eval" ? "" : `, ${SF.count(value("trained_tokens"))} trained`}`,
+    );
     fact("time", SF.seconds(value("seconds")));
     fact("environment", SF.inLine(SF.word("env_class", index), 60));
     if (SF.word("data_source", index)) fact("data", SF.inLine(SF.word("data_source", index), 60));
@@ -64,7 +104,11 @@
   }
 
   function turnSection(turn, number, total, before, block, longest) {
-    const section = SF.el("section", { class: "turn", tabindex: "-1", "aria-label": `Turn ${number + 1} of ${total}` });
+    const section = SF.el("section", {
+      class: "turn",
+      tabindex: "-1",
+      "aria-label": `Turn ${number + 1} of ${total}`,
+    });
     const bits = [
       `reward ${SF.number(turn.reward)}`,
       SF.inLine(turn.stop_reason, 40),
@@ -72,12 +116,25 @@
     ];
     if (turn.policy_version !== null) bits.push(`policy ${turn.policy_version}`);
     section.append(
-      SF.el("header", {}, SF.el("h3", {}, `Turn ${number + 1}`), SF.el("span", { class: "bits" }, bits.join(" · ")), times(turn, longest)),
+      SF.el(
+        "header",
+        {},
+        SF.el("h3", {}, `Turn ${number + 1}`),
+        SF.el("span", { class: "bits" }, bits.join(" · ")),
+        times(turn, longest),
+      ),
       context(turn, number, before),
       SF.el("div", { class: "said agent" }, SF.el("h4", {}, "agent"), block),
     );
     if (turn.observation) {
-      section.append(SF.el("div", { class: "said env" }, SF.el("h4", {}, "environment"), SF.textBlock(turn.observation)));
+      section.append(
+        SF.el(
+          "div",
+          { class: "said env" },
+          SF.el("h4", {}, "environment"),
+          SF.textBlock(turn.observation),
+        ),
+      );
     }
     return section;
   }
@@ -92,7 +149,11 @@
       title = `context: ${SF.count(turn.prompt_shared)} tokens as before, ${SF.count(fresh)} new`;
       if (rewritten) title += `; ${SF.count(seen - turn.prompt_shared)} were dropped or rewritten`;
     }
-    const details = SF.el("details", { class: `said context${rewritten ? " rewritten" : ""}` }, SF.el("summary", {}, title));
+    const details = SF.el(
+      "details",
+      { class: `said context${rewritten ? " rewritten" : ""}` },
+      SF.el("summary", {}, title),
+    );
     const fill = () => {
       if (details.open && details.children.length === 1) details.append(SF.textBlock(turn.context));
     };
@@ -110,8 +171,12 @@
       return part;
     };
     const words = `model ${SF.seconds(turn.llm_seconds)}, environment ${SF.seconds(turn.env_seconds)}`;
-    return SF.el("span", { class: "times", title: words, role: "img", "aria-label": words },
-      bar("llm", turn.llm_seconds), bar("env", turn.env_seconds));
+    return SF.el(
+      "span",
+      { class: "times", title: words, role: "img", "aria-label": words },
+      bar("llm", turn.llm_seconds),
+      bar("env", turn.env_seconds),
+    );
   }
 
   /** The group's trajectories, each with how it ended; `open(index)` shows one. */
@@ -120,32 +185,55 @@
     const rewards = SF.columns.reward.slice(first, end).filter((reward) => reward !== null);
     const mean = rewards.reduce((sum, reward) => sum + reward, 0) / Math.max(1, rewards.length);
     const spread = Math.sqrt(
-      rewards.reduce((sum, reward) => sum + (reward - mean) ** 2, 0) / Math.max(1, rewards.length - 1));
+      rewards.reduce((sum, reward) => sum + (reward - mean) ** 2, 0) /
+        Math.max(1, rewards.length - 1),
+    );
     const items = SF.el("ul");
     pane.replaceChildren(
       SF.el("h2", {}, "The group"),
-      SF.el("p", { class: "note" },
-        `${SF.plural(end - first, "trajectory").replace("trajectorys", "trajectories")} of this prompt; rewards ${SF.number(mean)} ± ${SF.number(spread)}`),
+      SF.el(
+        "p",
+        { class: "note" },
+        `${SF.plural(end - first, "trajectory").replace("trajectorys", "trajectories")} of this prompt; rewards ${SF.number(mean)} ± ${SF.number(spread)}`,
+      ),
       items,
     );
     for (let i = first; i < end; i++) {
-      const how = [SF.word("stop_reason", i), SF.plural(SF.value("turns", i), "turn"), SF.plural(SF.value("tokens", i), "token")];
+      const how = [
+        SF.word("stop_reason", i),
+        SF.plural(SF.value("turns", i), "turn"),
+        SF.plural(SF.value("tokens", i), "token"),
+      ];
       const advantage = SF.value("advantage", i);
       const preview = SF.el("span", { class: "preview", dir: "auto" });
-      const button = SF.el("button", { type: "button", "aria-current": i === index ? "true" : null, "data-index": i },
-        SF.el("span", { class: `reward ${SF.value("reward", i) > 0 ? "good" : "bad"}` }, SF.number(SF.value("reward", i))),
+      const button = SF.el(
+        "button",
+        { type: "button", "aria-current": i === index ? "true" : null, "data-index": i },
+        SF.el(
+          "span",
+          { class: `reward ${SF.value("reward", i) > 0 ? "good" : "bad"}` },
+          SF.number(SF.value("reward", i)),
+        ),
         SF.el("span", { class: "who" }, `#${SF.value("repetition_id", i)}`),
-        SF.el("span", { class: "when" }, advantage === null ? "" : `advantage ${SF.number(advantage)}`),
+        SF.el(
+          "span",
+          { class: "when" },
+          advantage === null ? "" : `advantage ${SF.number(advantage)}`,
+        ),
         SF.el("span", { class: "how" }, SF.inLine(how.join(" · "), 100)),
         SF.word("failure", i) ? SF.el("span", { class: "flag" }, "failed") : null,
-        preview);
+        preview,
+      );
       button.addEventListener("click", () => open(i));
       items.append(SF.el("li", {}, button));
       if (i === index) requestAnimationFrame(() => button.scrollIntoView({ block: "nearest" }));
-      load(i).then((texts) => {
-        const last = texts.turns[texts.turns.length - 1];
-        if (last) preview.append(SF.inLine(last.pieces.join("").slice(0, 4 * PREVIEW), PREVIEW));
-      }, () => {}); // said where the trajectory itself is shown
+      load(i).then(
+        (texts) => {
+          const last = texts.turns[texts.turns.length - 1];
+          if (last) preview.append(SF.inLine(last.pieces.join("").slice(0, 4 * PREVIEW), PREVIEW));
+        },
+        () => {},
+      ); // said where the trajectory itself is shown
     }
   };
 })(skyrlFastView);

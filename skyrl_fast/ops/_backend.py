@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 import os
 from collections.abc import Sequence
@@ -56,10 +58,23 @@ def select(
 
 def _usable(kind: str, on_cpu: Sequence[str], on_gpu: Sequence[str]) -> tuple[str, ...]:
     if kind == "cpu":
-        return tuple(on_cpu)
+        interpreted = "triton" in on_gpu and triton_is_interpreted()
+        return (*on_cpu, "triton") if interpreted else tuple(on_cpu)
     if kind == "cuda":
-        return tuple(b for b in on_gpu if b != "native" or _C.cuda_archs is not None)
+        is_there = {"native": _C.cuda_archs is not None, "triton": has_triton(), "torch": True}
+        return tuple(b for b in on_gpu if is_there[b])
     return ("torch",)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Return whether Triton can be imported; looks without importing it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def triton_is_interpreted() -> bool:
+    """Return whether Triton's kernels run on the CPU, as Python (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
 
 
 def device_kind(device: torch.device) -> str:
@@ -87,9 +102,15 @@ def launch_argument(tensor: torch.Tensor) -> int:
     return cuda_stream(tensor) if on_gpu(tensor) else num_threads()
 
 
-def kernel(name: str, tensor: torch.Tensor) -> Any:
-    """Return the native kernel of that name for the tensor's device."""
-    return getattr(_C, f"{name}_cuda" if on_gpu(tensor) else name)
+def run_kernel(name: str, use_triton: bool, tensor: torch.Tensor, *arguments: Any) -> None:
+    """Call Triton's or the native kernel of that name, the latter for the tensor's device."""
+    if use_triton:
+        from skyrl_fast.ops import triton_ops
+
+        getattr(triton_ops, name)(*arguments)
+        return
+    native = getattr(_C, f"{name}_cuda" if on_gpu(tensor) else name)
+    native(*arguments, launch_argument(tensor))
 
 
 def num_threads() -> int:

@@ -14,9 +14,12 @@ from skyrl_fast.ops.reference import logprob as reference
 OP = "selected_logprob"
 LINEAR_OP = "linear_logprob"
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ON_GPU = ("native", "torch")
+ON_GPU = ("native", "triton", "torch")
 CHUNK_BYTES = 128 << 20  # of logits: large enough that the products run at full speed
+GPU_CHUNK_BYTES = 512 << 20  # the same on a GPU: 1,766 rows of 151,936 bfloat16 logits
+GPU_ROW_MULTIPLE = 128  # of the tiles of a GPU's matrix products
 MIN_CHUNK_ROWS = 64
+HAS_MIXED_PRODUCT = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch 2.8 and newer
 
 
 def selected_logprob(
@@ -52,7 +55,7 @@ def selected_logprob(
         inplace_backward: the backward writes the gradient over the logits, which saves a tensor
             of their size; anyone else's later use of the logits in a backward is an error of
             autograd's. A function compiled by torch.compile allocates the gradient all the same.
-        backend: "native", "torch", or None to choose.
+        backend: "native", "triton" (GPUs), "torch", or None to choose.
 
     Returns:
         (...) float32; with `return_entropy` a pair of them.
@@ -70,16 +73,13 @@ def selected_logprob(
     shape = target_ids.shape
     targets = target_ids.reshape(-1).to(torch.int64).contiguous()
     keep = as_uint8(mask)
-    native = (
-        _backend.select(OP, logits, target_ids, backend=backend, available_on_gpu=ON_GPU)
-        == "native"
-    )
-    if native and logits.dtype in KERNEL_DTYPES:
+    chosen = _backend.select(OP, logits, target_ids, backend=backend, available_on_gpu=ON_GPU)
+    if chosen != "torch" and logits.dtype in KERNEL_DTYPES:
         rows = kernel_rows(OP, logits)
         if inplace_backward:
             check_no_overlap(OP, rows)
         logprob, entropy, _ = torch.ops.skyrl_fast.selected_logprob(
-            rows, targets, keep, temperature, return_entropy, inplace_backward
+            rows, targets, keep, temperature, return_entropy, inplace_backward, chosen == "triton"
         )
     else:
         check_targets(OP, targets, keep, logits.shape[-1])
@@ -229,17 +229,19 @@ def linear_logprob(
     rows = None
     if mask is not None:
         rows = (mask.reshape(-1) != 0).nonzero().squeeze(1)
+        if rows.device != hidden.device:
+            rows = rows.to(hidden.device, non_blocking=True)
         hidden, targets = hidden[rows], targets[rows]
-    check_targets(LINEAR_OP, targets, None, lm_head_weight.shape[0])
-    native = (
-        _backend.select(LINEAR_OP, hidden, lm_head_weight, backend=backend, available_on_gpu=ON_GPU)
-        == "native"
+    chosen = _backend.select(
+        LINEAR_OP, hidden, lm_head_weight, backend=backend, available_on_gpu=ON_GPU
     )
-    if native and hidden.dtype in KERNEL_DTYPES:
-        vocab_bytes = lm_head_weight.shape[0] * hidden.element_size()
-        chunk = chunk_rows or max(CHUNK_BYTES // vocab_bytes, MIN_CHUNK_ROWS)
+    if chosen == "torch" or not _backend.on_gpu(hidden):
+        check_targets(LINEAR_OP, targets, None, lm_head_weight.shape[0])
+    if chosen != "torch" and hidden.dtype in KERNEL_DTYPES:
+        on_gpu = _backend.on_gpu(hidden)
+        chunk = chunk_rows or default_chunk_rows(lm_head_weight, on_gpu=on_gpu)
         logprob, entropy = _LinearLogprob.apply(
-            hidden, lm_head_weight, targets, temperature, return_entropy, chunk
+            hidden, lm_head_weight, targets, temperature, return_entropy, chunk, chosen == "triton"
         )
     else:
         logprob, entropy = reference.linear_logprob(
@@ -247,6 +249,15 @@ def linear_logprob(
         )
     logprob = _spread(logprob, rows, shape)
     return (logprob, _spread(entropy, rows, shape)) if return_entropy else logprob
+
+
+def default_chunk_rows(weight: torch.Tensor, *, on_gpu: bool) -> int:
+    """Return how many rows of logits are made at once; on a GPU whole tiles of the product."""
+    row_bytes = weight.shape[0] * weight.element_size()
+    if not on_gpu:
+        return max(CHUNK_BYTES // row_bytes, MIN_CHUNK_ROWS)
+    tiles = GPU_CHUNK_BYTES // row_bytes // GPU_ROW_MULTIPLE
+    return max(tiles, 1) * GPU_ROW_MULTIPLE
 
 
 def _check_linear(
@@ -297,6 +308,7 @@ class _LinearLogprob(torch.autograd.Function):
         temperature: float,
         return_entropy: bool,
         chunk_rows: int,
+        use_triton: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows = hidden.shape[0]
         shape = (min(chunk_rows, num_rows), weight.shape[0])
@@ -306,14 +318,14 @@ class _LinearLogprob(torch.autograd.Function):
             chunk = logits[: min(chunk_rows, num_rows - start)]
             torch.mm(hidden[start : start + chunk_rows], weight.T, out=chunk)
             chunk_targets = targets[start : start + chunk_rows]
-            parts.append(
-                logprob_op.forward(chunk, chunk_targets, None, temperature, return_entropy)
-            )
+            options = (None, temperature, return_entropy, use_triton)
+            parts.append(logprob_op.forward(chunk, chunk_targets, *options))
         if not parts:
-            parts.append(logprob_op.forward(logits, targets, None, temperature, return_entropy))
+            options = (None, temperature, return_entropy, use_triton)
+            parts.append(logprob_op.forward(logits, targets, *options))
         logprob, entropy, lse = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, targets, entropy, lse)
-        ctx.options = (temperature, return_entropy, chunk_rows)
+        ctx.options = (temperature, return_entropy, chunk_rows, use_triton)
         ctx.only_chunk = logits if num_rows <= chunk_rows and any(ctx.needs_input_grad) else None
         return logprob, entropy
 
@@ -323,7 +335,7 @@ class _LinearLogprob(torch.autograd.Function):
         ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, entropy, lse = ctx.saved_tensors
-        temperature, return_entropy, chunk_rows = ctx.options
+        temperature, return_entropy, chunk_rows, use_triton = ctx.options
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         num_rows = hidden.shape[0]
         logits, ctx.only_chunk = ctx.only_chunk, None  # a second backward computes it again
@@ -352,12 +364,22 @@ class _LinearLogprob(torch.autograd.Function):
                 grad_logprob[rows],
                 grad_entropy[rows] if return_entropy else None,
                 chunk,
+                use_triton,
             )
             if d_hidden is not None:
                 torch.mm(chunk, weight, out=d_hidden[rows])
             if d_weight is not None:
-                beta = 0 if start == 0 else 1  # 0: what the memory held does not count
-                d_weight.addmm_(chunk.float().T, hidden[rows].float(), beta=beta)
+                _add_product(d_weight, chunk.T, hidden[rows], is_first=start == 0)
         if d_weight is not None:
             d_weight = d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_first: bool) -> None:
+    """Add a @ b to float32 `total` in float32; `is_first`: whatever it held does not count."""
+    beta = 0 if is_first else 1
+    if a.is_cuda and a.dtype != torch.float32 and HAS_MIXED_PRODUCT:
+        # 16-bit operands, float32 sums: the tensor cores do this without copies of the operands
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, beta=beta, out=total)
+    else:
+        total.addmm_(a.float(), b.float(), beta=beta)

@@ -15,12 +15,13 @@ from skyrl_fast.ops import _backend
 _lib = torch.library.Library("skyrl_fast", "FRAGMENT")
 _lib.define(
     "selected_logprob(Tensor logits, Tensor target_ids, Tensor? mask, float temperature, "
-    "bool return_entropy, bool inplace_backward) -> (Tensor, Tensor, Tensor)"
+    "bool return_entropy, bool inplace_backward, bool use_triton=False) -> "
+    "(Tensor, Tensor, Tensor)"
 )
 _lib.define(
     "selected_logprob_backward(Tensor logits, Tensor target_ids, Tensor? mask, "
-    "float temperature, Tensor lse, Tensor entropy, Tensor? grad_logprob, Tensor? grad_entropy)"
-    " -> Tensor"
+    "float temperature, Tensor lse, Tensor entropy, Tensor? grad_logprob, Tensor? grad_entropy, "
+    "bool use_triton=False) -> Tensor"
 )
 
 _wanted_level = _backend.simd_override()
@@ -34,6 +35,7 @@ def forward(
     mask: torch.Tensor | None,
     temperature: float,
     return_entropy: bool,
+    use_triton: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (M,) log-probabilities, entropies (empty unless asked for) and log-sum-exps."""
     num_rows = targets.numel()
@@ -42,7 +44,7 @@ def forward(
     entropy = logits.new_empty(num_rows if return_entropy else 0, dtype=torch.float32)
     entropy_out = entropy if return_entropy else None
     args = (logits.detach(), targets, mask, temperature, logprob, lse, entropy_out)
-    _backend.kernel("selected_logprob", logits)(*args, _backend.launch_argument(logits))
+    _backend.run_kernel("selected_logprob", use_triton, logits, *args)
     return logprob, entropy, lse
 
 
@@ -53,8 +55,9 @@ def _forward_impl(
     temperature: float,
     return_entropy: bool,
     inplace_backward: bool,
+    use_triton: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return forward(logits, targets, mask, temperature, return_entropy)
+    return forward(logits, targets, mask, temperature, return_entropy, use_triton)
 
 
 def _forward_fake(
@@ -64,6 +67,7 @@ def _forward_fake(
     temperature: float,
     return_entropy: bool,
     inplace_backward: bool,
+    use_triton: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_rows = targets.shape[0]
     logprob = logits.new_empty(num_rows, dtype=torch.float32)
@@ -81,6 +85,7 @@ def write_gradient(
     grad_logprob: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
     grad: torch.Tensor,
+    use_triton: bool = False,
 ) -> None:
     """Write the gradient of log-probability and entropy into `grad`, which may be `logits`."""
     args = (
@@ -94,8 +99,7 @@ def write_gradient(
         grad_entropy.contiguous() if grad_entropy is not None else None,
         grad.detach(),
     )
-    write = _backend.kernel("selected_logprob_backward", logits)
-    write(*args, _backend.launch_argument(logits))
+    _backend.run_kernel("selected_logprob_backward", use_triton, logits, *args)
 
 
 def _backward_impl(
@@ -107,11 +111,11 @@ def _backward_impl(
     entropy: torch.Tensor,
     grad_logprob: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
+    use_triton: bool = False,
 ) -> torch.Tensor:
     grad = _backend.empty(logits.shape, logits.dtype, logits.device)
-    write_gradient(
-        logits, targets, mask, temperature, lse, entropy, grad_logprob, grad_entropy, grad
-    )
+    incoming = (grad_logprob, grad_entropy)
+    write_gradient(logits, targets, mask, temperature, lse, entropy, *incoming, grad, use_triton)
     return grad
 
 
@@ -124,18 +128,20 @@ def _backward_fake(
     entropy: torch.Tensor,
     grad_logprob: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
+    use_triton: bool = False,
 ) -> torch.Tensor:
     return logits.new_empty(logits.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    logits, targets, mask, temperature, return_entropy, inplace = inputs
+    logits, targets, mask, temperature, return_entropy, inplace, use_triton = inputs
     _, entropy, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(logits, targets, mask, entropy, lse)
     ctx.temperature = temperature
     ctx.return_entropy = return_entropy
     ctx.inplace = inplace
+    ctx.use_triton = use_triton
 
 
 def _autograd(
@@ -147,14 +153,14 @@ def _autograd(
     # While a graph is traced the logits are a stand-in without memory, which is a subclass.
     if ctx.inplace and type(logits) in (torch.Tensor, torch.nn.Parameter):
         grad = logits.detach()
-        write_gradient(*args, grad)
+        write_gradient(*args, grad, ctx.use_triton)
         torch.autograd.graph.increment_version(logits)
     else:
-        grad = torch.ops.skyrl_fast.selected_logprob_backward(*args)
-    return grad, None, None, None, None, None
+        grad = torch.ops.skyrl_fast.selected_logprob_backward(*args, ctx.use_triton)
+    return grad, None, None, None, None, None, None
 
 
-for _key in ("CPU", "CUDA") if _C.cuda_archs is not None else ("CPU",):
+for _key in ("CPU", "CUDA"):
     _lib.impl("selected_logprob", _forward_impl, _key)
     _lib.impl("selected_logprob_backward", _backward_impl, _key)
 torch.library.register_fake("skyrl_fast::selected_logprob", _forward_fake, lib=_lib)

@@ -64,6 +64,7 @@ def masked_logprob_loss(
     delta_high: float = 0.2,
     return_entropy: bool = False,
     inplace: bool = False,
+    backend: str | None = None,
 ) -> MaskedLogprobLoss:
     """Return the policy loss of logits, with the gradient made while each row is in the cache.
 
@@ -96,6 +97,7 @@ def masked_logprob_loss(
         return_entropy: also give the entropy, without a gradient.
         inplace: write the gradient over the logits, during this call; whoever else saved them
             for a backward gets an error of autograd's.
+        backend: "native", "triton" (GPUs), or None to choose.
 
     Raises:
         ValueError: an unknown or sequence-level loss, shapes that disagree, a target out of range
@@ -109,8 +111,8 @@ def masked_logprob_loss(
     _check_loss(loss, kl_estimator, ref_logprobs, advantages)
     check_logits(OP, logits)
     check_selection(OP, logits, "logits", target_ids, loss_mask, temperature)
-    chosen = _backend.select(OP, logits, target_ids, available_on_gpu=ON_GPU)
-    if chosen != "native" or logits.dtype not in KERNEL_DTYPES:
+    chosen = _backend.select(OP, logits, target_ids, backend=backend, available_on_gpu=ON_GPU)
+    if chosen == "torch" or logits.dtype not in KERNEL_DTYPES:
         raise ValueError(
             f"{OP}: logits must be float32, bfloat16 or float16 where a kernel is compiled in, got "
             f"{logits.dtype} on {logits.device}; use selected_logprob and policy_loss"
@@ -139,7 +141,8 @@ def masked_logprob_loss(
     if inplace and wants_grad:
         check_no_overlap(OP, rows)
     total, logprobs, entropy = _Visit.apply(
-        rows, targets, mask, temperature, call, return_entropy, inplace, wants_grad
+        *(rows, targets, mask, temperature, call, return_entropy, inplace, wants_grad),
+        chosen == "triton",
     )
     shape = target_ids.shape
     return MaskedLogprobLoss(
@@ -202,6 +205,7 @@ class _Visit(torch.autograd.Function):
         return_entropy: bool,
         inplace: bool,
         wants_grad: bool,
+        use_triton: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_rows = targets.numel()
         logprobs = logits.new_empty(num_rows, dtype=torch.float32)
@@ -211,13 +215,11 @@ class _Visit(torch.autograd.Function):
         if wants_grad:
             grad = data if inplace else _backend.empty(logits.shape, logits.dtype, logits.device)
         entropy_out = entropy if return_entropy else None
-        _backend.kernel(OP, logits)(
-            *(data, targets, mask, temperature, *call, logprobs, losses, entropy_out, grad),
-            _backend.launch_argument(logits),
-        )
+        arguments = (data, targets, mask, temperature, *call, logprobs, losses, entropy_out, grad)
+        _backend.run_kernel(OP, use_triton, logits, *arguments)
         if grad is data:
             torch.autograd.graph.increment_version(logits)
-        ctx.grad = grad
+        ctx.grad, ctx.use_triton = grad, use_triton
         ctx.mark_non_differentiable(logprobs, entropy)
         return losses.sum(dtype=torch.float64).to(torch.float32), logprobs, entropy
 
@@ -231,9 +233,12 @@ class _Visit(torch.autograd.Function):
             raise RuntimeError(
                 f"{OP}: a second backward through the same loss has no gradient left"
             )
-        if _backend.on_gpu(grad):  # asking whether it is 1 would wait for the device
-            factor = grad_loss.reshape(1).to(torch.float32)
-            _backend.kernel("scale_rows", grad)(grad, factor, _backend.cuda_stream(grad))
-        elif float(grad_loss) != 1.0:
+        if not _backend.on_gpu(grad):
+            if float(grad_loss) != 1.0:
+                grad.mul_(grad_loss)
+        elif ctx.use_triton:
             grad.mul_(grad_loss)
-        return grad, *(None,) * 7
+        else:  # asking whether it is 1 would wait for the device: the kernel asks
+            factor = grad_loss.reshape(1).to(torch.float32)
+            _backend.run_kernel("scale_rows", False, grad, grad, factor)
+        return grad, *(None,) * 8

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec screenshots sanitize check cuda-check bench wheel-test doctor ext format
+.PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec screenshots sanitize check cuda-check bench bench-gpu plot-gpu wheel-test doctor ext format
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -51,6 +51,12 @@ format: setup ## rewrite the sources in the house's format
 
 bench: setup ## every op beside the code people use now; prints the table
 	$(PY) -m bench.report $(ARGS)
+
+bench-gpu: setup ## every GPU op beside its peers; writes bench/results/gpu.md (needs a GPU)
+	$(PY) -m bench.gpu.report $(ARGS)
+
+plot-gpu: setup ## time and memory over tokens and vocabulary, from bench/results/gpu.json
+	$(PY) -m bench.gpu.plot $(ARGS)
 
 sanitize: setup ## the kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(PYTHON) scripts/sanitize.py --venv $(VENV)

@@ -1,7 +1,9 @@
 // Group-wise advantages: scores of last rows, statistics of groups, advantages on all cells. Sums
-// are taken in the order of the CPU's, without fused multiply-adds, so that both give the same bits.
-#include "advantage_cuda.h"
+// are taken in the order of the CPU's, without fused multiply-adds, so that both give the same
+// bits.
+#include <cmath>
 
+#include "advantage_cuda.h"
 #include "cuda_device.h"
 
 namespace skyrl_fast {
@@ -35,8 +37,8 @@ __global__ void __launch_bounds__(kThreads) score_kernel(const GroupAdvantageJob
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const int slot = static_cast<int>(threadIdx.x) / kLanes;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + slot;
-  const bool is_read = row < job.reward_rows.num_rows &&
-                       (job.is_last_step == nullptr || job.is_last_step[row] != 0);
+  const bool is_read =
+      row < job.reward_rows.num_rows && (job.is_last_step == nullptr || job.is_last_step[row] != 0);
   const int64_t length = is_read ? job.reward_rows.length(row) : 0;
   const float* cells = job.rewards + (is_read ? job.reward_rows.offset(row) : 0);
   const int64_t whole = length / kLanes * kLanes;
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(kThreads) group_kernel(const GroupAdvantageJob
     const double score = job.scores[row];
     const double advantage = advantage_of(job.estimator, score, mean, std, count);
     // A score that is not finite is an error on the CPU; here it marks its group.
-    job.row_advantage[row] = isfinite(mean) ? static_cast<float>(advantage) : NAN;
+    job.row_advantage[row] = mean - mean == 0.0 ? static_cast<float>(advantage) : NAN;
   }
 }
 
@@ -91,8 +93,7 @@ __device__ __forceinline__ float mask_at(const GroupAdvantageJob& job, int64_t c
   switch (job.mask_type) {
     case MaskDType::kUInt8: return static_cast<float>(static_cast<const uint8_t*>(job.mask)[cell]);
     case MaskDType::kInt64:
-      return static_cast<float>(
-          static_cast<int32_t>(static_cast<const int64_t*>(job.mask)[cell]));
+      return static_cast<float>(static_cast<int32_t>(static_cast<const int64_t*>(job.mask)[cell]));
     case MaskDType::kFloat32: return static_cast<const float*>(job.mask)[cell];
     default: return 1.0f;
   }

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "advantage.h"
 #include "cuda.h"
+#include "estimator.h"
 
 namespace skyrl_fast {
 

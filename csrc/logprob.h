@@ -45,6 +45,7 @@ void selected_logprob_cpu(const LogitRows& logits, const Selection& selection, f
 
 // Gradient with respect to the logits, in rows laid out like `grad`, which may be `logits` itself.
 // Rows of mask 0, and rows whose incoming gradients are 0, are set to 0 and not read.
+// A target below 0 stands for one that is not among the row's logits (a slice of the vocabulary).
 //   lse, entropy   as the forward gave them; entropy only where grad_entropy is given
 //   grad_logprob   float [num_rows], or null: zeros
 //   grad_entropy   float [num_rows], or null: zeros

@@ -195,7 +195,8 @@ SKYRL_INLINE void backward_row(const T* row, int64_t vocab, int64_t target, doub
                                const RowStats& stats, const RowGrads& grads, T* grad) {
   const float c = static_cast<float>(kLog2E / temperature);
   const Vec c_lanes = set1(c);
-  const GradTerms t = grad_terms(c, to_float(row[target]), temperature, stats, grads);
+  const float target_logit = target < 0 ? 0.0f : to_float(row[target]);
+  const GradTerms t = grad_terms(c, target_logit, temperature, stats, grads);
   int64_t i = 0;
   for (; i + kGroup <= vocab; i += kGroup) {
     prefetch_group(row + i);
@@ -210,7 +211,7 @@ SKYRL_INLINE void backward_row(const T* row, int64_t vocab, int64_t target, doub
     differentiate<kEntropy>(rest, c_lanes, t, rest);
     memcpy(grad + i, rest, (vocab - i) * sizeof(T));
   }
-  from_float(t.at_target, grad + target);
+  if (target >= 0) from_float(t.at_target, grad + target);
 }
 
 template <typename T>

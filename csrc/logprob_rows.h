@@ -16,7 +16,8 @@ struct RowGrads {
   double entropy;  // d loss / d entropy
 };
 
-// `row` and `grad` are vocab elements of the kernel's dtype, in any alignment; grad may be row.
+// `row` and `grad` are vocab elements of the kernel's dtype, in any alignment; grad may be row. A
+// target below 0 in the backward is none of the row's elements.
 struct RowKernels {
   void (*forward)(const void* row, int64_t vocab, int64_t target, double temperature,
                   bool with_entropy, RowStats* stats);

@@ -1,7 +1,6 @@
 // Ragged rows on a CUDA device. Every output byte is written once, by consecutive threads.
-#include "pack_cuda.h"
-
 #include "cuda_device.h"
+#include "pack_cuda.h"
 
 namespace skyrl_fast {
 namespace {
@@ -50,7 +49,6 @@ __device__ __forceinline__ Out cell_value(const ExpandField& f, const FieldRow& 
   if (j < 0) return static_cast<Out>(f.pad_value);
   switch (f.kind) {
     case FieldKind::kMask: return Out{1};
-    case FieldKind::kPositions: return static_cast<Out>(j);
     case FieldKind::kJoined:
       if (j >= r.first_length) {
         return static_cast<Out>(
@@ -160,14 +158,16 @@ __device__ __forceinline__ MoveRow move_row(const MoveJob& job, int64_t row) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    padded_to_flat_kernel(const MoveJob job, const char* padded, char* flat, int64_t* position_ids) {
+    padded_to_flat_kernel(const MoveJob job, const char* padded, char* flat,
+                          int64_t* position_ids) {
   const int64_t row = blockIdx.x;
   const MoveRow r = move_row(job, row);
   copy_block(padded + r.padded, flat + r.flat, r.bytes);
   if (position_ids == nullptr) return;
   const int64_t length = job.cu[row + 1] - job.cu[row];
   const int64_t step = static_cast<int64_t>(gridDim.y) * kThreads;
-  for (int64_t t = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x; t < length; t += step) {
+  for (int64_t t = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x; t < length;
+       t += step) {
     position_ids[job.cu[row] + t] = t;
   }
 }
@@ -177,7 +177,8 @@ struct Pattern {
 };
 
 __global__ void __launch_bounds__(kThreads)
-    flat_to_padded_kernel(const MoveJob job, const char* flat, const Pattern pattern, char* padded) {
+    flat_to_padded_kernel(const MoveJob job, const char* flat, const Pattern pattern,
+                          char* padded) {
   const int64_t row = blockIdx.x;
   const MoveRow r = move_row(job, row);
   copy_block(flat + r.flat, padded + r.padded, r.bytes);

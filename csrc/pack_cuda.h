@@ -11,11 +11,10 @@ namespace skyrl_fast {
 
 // What a cell of an expanded field holds.
 enum class FieldKind : int {
-  kValues = 0,     // the row's elements
-  kMask = 1,       // 1 in the row's cells, 0 in the padding
-  kPositions = 2,  // 0, 1, ... in the row's cells, 0 in the padding
-  kJoined = 3,     // the row's elements of `source`, then those of `second`
-  kLast = 4,       // one element per row, in the row's last cell; 0 elsewhere
+  kValues = 0,  // the row's elements
+  kMask = 1,    // 1 in the row's cells, 0 in the padding
+  kJoined = 2,  // the row's elements of `source`, then those of `second`
+  kLast = 3,    // one element per row, in the row's last cell; 0 elsewhere
 };
 
 constexpr int kMaxFields = 8;
@@ -27,7 +26,7 @@ struct ExpandField {
   const void* source = nullptr;  // int32 or float, flat
   const void* second = nullptr;
   const int64_t* offsets = nullptr;         // num_rows + 1
-  const int64_t* second_offsets = nullptr;  // kJoined, and masks and positions of joined rows
+  const int64_t* second_offsets = nullptr;  // kJoined, and masks of joined rows
   void* out = nullptr;                      // int64 (from int32) or float [num_rows, width]
   int64_t width = 0;
   bool is_float = false;

@@ -39,10 +39,8 @@ def sources() -> list[Path]:
     found = sorted((ROOT / "csrc").glob("*_cuda.cu"))
     found += sorted((ROOT / "csrc" / "bindings").glob("*_cuda.cpp"))
     found += sorted((ROOT / "csrc" / "emulation").glob("*.cpp"))
-    return [
-        *found,
-        *(ROOT / "csrc" / "bindings" / f"{n}.cpp" for n in ("borrow", "cuda_on_cpu_module")),
-    ]
+    names = ("bindings/borrow", "bindings/cuda_on_cpu_module", "pack_cpu")
+    return [*found, *(ROOT / "csrc" / f"{name}.cpp" for name in names)]
 
 
 def build() -> Path:
@@ -93,19 +91,24 @@ def cuda_on_cpu() -> ModuleType:
     return load()
 
 
-@pytest.fixture
-def emulated_gpu(cuda_on_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def play_gpu(cuda_on_cpu: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Make the CPU pass for a GPU: ops take their GPU path, down to emulated kernels."""
     for name in dir(cuda_on_cpu):
         if not name.startswith("__"):
-            monkeypatch.setattr(_C, name, getattr(cuda_on_cpu, name), raising=False)
-    monkeypatch.setattr(_C, "cuda_archs", "emulated")
-    monkeypatch.setattr(_backend, "on_gpu", lambda tensor: True)
-    monkeypatch.setattr(_backend, "device_kind", lambda device: "cuda")
-    monkeypatch.setattr(_backend, "cuda_stream", lambda tensor: 0)
-    monkeypatch.setattr(_backend, "pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+            patch.setattr(_C, name, getattr(cuda_on_cpu, name), raising=False)
+    patch.setattr(_C, "cuda_archs", "emulated")
+    patch.setattr(_backend, "on_gpu", lambda tensor: True)
+    patch.setattr(_backend, "device_kind", lambda device: "cuda")
+    patch.setattr(_backend, "cuda_stream", lambda tensor: 0)
+    patch.setattr(_backend, "pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
     cuda_on_cpu.set_order(0)
     cuda_on_cpu.set_compute_major(9)
+
+
+@pytest.fixture
+def emulated_gpu(cuda_on_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The emulated ops, while the CPU passes for a GPU."""
+    play_gpu(cuda_on_cpu, monkeypatch)
     yield cuda_on_cpu
 
 

@@ -41,6 +41,7 @@ from skyrl_fast.ops.prefix_tree import PrefixTree, build_prefix_tree, prefix_tre
 from skyrl_fast.ops.routed_experts import append_rollout_expert_indices
 from skyrl_fast.ops.tree_attention import TreeAttention, plan_tree_attention, tree_attention
 from skyrl_fast.ops.varlen import Varlen, padded_to_varlen, varlen_to_padded
+from skyrl_fast.ops.vocab_parallel import vocab_parallel_logprob
 
 __version__ = "0.1.0"
 
@@ -88,4 +89,5 @@ __all__ = [
     "turn_level_returns",
     "unpack_steps",
     "varlen_to_padded",
+    "vocab_parallel_logprob",
 ]

@@ -39,7 +39,7 @@ T* cuda_array(const TensorView& t, DType dtype, int64_t size, const TensorView& 
 }
 
 // An argument that may be None.
-class MaybeOnCuda {
+class SKYRL_HIDDEN MaybeOnCuda {
  public:
   MaybeOnCuda(py::handle object, const char* op, const char* name) {
     if (!object.is_none()) borrowed_.emplace(object, op, name);

@@ -15,5 +15,7 @@ PYBIND11_MODULE(_cuda_on_cpu, m) {
     const auto& s = settings();
     return py::make_tuple(s.last_grid_x, s.last_grid_y, s.last_cluster);
   });
+  skyrl_fast::bind_advantage_cuda(m);
   skyrl_fast::bind_logprob_cuda(m);
+  skyrl_fast::bind_pack_cuda(m);
 }

@@ -30,7 +30,9 @@ PYBIND11_MODULE(_C, m) {
   skyrl_fast::bind_credit(m);
   skyrl_fast::bind_logprob(m);
 #if defined(SKYRL_FAST_WITH_CUDA)
+  skyrl_fast::bind_advantage_cuda(m);
   skyrl_fast::bind_logprob_cuda(m);
+  skyrl_fast::bind_pack_cuda(m);
 #endif
   skyrl_fast::bind_merge(m);
   skyrl_fast::bind_off_policy(m);

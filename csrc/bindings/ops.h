@@ -6,12 +6,14 @@
 namespace skyrl_fast {
 
 void bind_advantage(pybind11::module_& m);
+void bind_advantage_cuda(pybind11::module_& m);  // of CUDA builds
 void bind_credit(pybind11::module_& m);
 void bind_logprob(pybind11::module_& m);
 void bind_logprob_cuda(pybind11::module_& m);  // of CUDA builds
 void bind_merge(pybind11::module_& m);
 void bind_off_policy(pybind11::module_& m);
 void bind_pack(pybind11::module_& m);
+void bind_pack_cuda(pybind11::module_& m);  // of CUDA builds
 void bind_page_pool(pybind11::module_& m);
 void bind_policy_loss(pybind11::module_& m);
 void bind_prefix_tree(pybind11::module_& m);

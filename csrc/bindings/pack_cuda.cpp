@@ -17,7 +17,7 @@ namespace skyrl_fast {
 namespace {
 
 // Borrows arrays for the length of a call, all on one device.
-class Arrays {
+class SKYRL_HIDDEN Arrays {
  public:
   explicit Arrays(const char* op) : op_(op) {}
   const TensorView& take(py::handle object, const char* name) {
@@ -70,10 +70,8 @@ void expand_rows(const py::list& fields, uintptr_t stream) {
       check_dtype(values, f.is_float ? DType::kFloat32 : DType::kInt32);
       (part == 1 ? f.source : f.second) = values.data;
     }
-    const bool reads = f.kind != FieldKind::kMask && f.kind != FieldKind::kPositions;
-    const bool joins = f.kind == FieldKind::kJoined;
-    if ((reads && f.source == nullptr) ||
-        (joins && (f.second == nullptr || f.second_offsets == nullptr))) {
+    const bool reads = f.kind != FieldKind::kMask, joins = f.kind == FieldKind::kJoined;
+    if ((reads && given[1].is_none()) || (joins && (given[2].is_none() || given[4].is_none()))) {
       throw std::invalid_argument("expand_rows: a field lacks its values");
     }
     f.pad_value = py::cast<double>(given[6]);

@@ -97,6 +97,13 @@ def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
+def to_gpu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on a GPU; one of the CPU is sent from pinned memory, without waiting."""
+    if tensor.device == device and on_gpu(tensor):
+        return tensor
+    return pinned(tensor.shape, tensor.dtype).copy_(tensor).to(device, non_blocking=True)
+
+
 def launch_argument(tensor: torch.Tensor) -> int:
     """Return what a kernel of the tensor's device takes last: a stream, or a number of threads."""
     return cuda_stream(tensor) if on_gpu(tensor) else num_threads()

@@ -192,7 +192,10 @@ def _check_cu_seqlens(
     if cu_seqlens is None:
         return None
     cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
-    if cu_seqlens.shape != (num_rows + 1,) or bool((cu_seqlens.diff() < 0).any()):
+    is_bad = cu_seqlens.shape != (num_rows + 1,)
+    if not is_bad and not _backend.on_gpu(cu_seqlens):  # to look there would wait for the device
+        is_bad = bool((cu_seqlens.diff() < 0).any())
+    if is_bad:
         raise ValueError(
             f"{op}: cu_seqlens must be {num_rows + 1} non-decreasing offsets, got "
             f"{cu_seqlens.tolist()[:8]}"
@@ -210,7 +213,10 @@ def _result_shape(
 ) -> torch.Size:
     """Return the shape of the result: the mask's, which must fit the rows."""
     if cu_seqlens is not None:
-        shape = torch.Size([int(cu_seqlens[-1])])
+        if not _backend.on_gpu(cu_seqlens):
+            shape = torch.Size([int(cu_seqlens[-1])])
+        else:
+            shape = mask.shape if mask is not None else rewards.shape
         if rewards.shape not in (shape, (num_rows,)):
             raise ValueError(
                 f"{op}: rewards must be ({num_rows},) or {tuple(shape)}, got {tuple(rewards.shape)}"

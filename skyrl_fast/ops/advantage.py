@@ -38,6 +38,9 @@ def group_advantage(
     their group, and every row of a trajectory receives the trajectory's advantage times its own
     mask. Statistics are taken in float64 with a centred variance, in a fixed order.
 
+    Where the rewards are on a GPU nothing waits for it: what cannot be checked without that (a
+    score that is not finite, flags and ids that are on the GPU) gives NaN there, not an error.
+
     With s a score, mean, std (unbiased) and n of its group (in brackets: a group of one):
     "grpo" (s - mean) / (std + 1e-6) [s / (1 + 1e-6)], Shao et al. 2024, arXiv:2402.03300;
     "dr_grpo" s - mean [s], Liu et al. 2025, arXiv:2503.20783;
@@ -74,8 +77,15 @@ def group_advantage(
     _check_estimator(estimator)
     ids = check_row_ids(OP, "group_ids", group_ids)
     rows = check_rows(OP, rewards, ids.numel(), is_last_step, response_mask, cu_seqlens)
-    if _backend.select(OP, rows.rewards, backend=backend) == "torch":
+    chosen = _backend.select(
+        OP, rows.rewards, backend=backend, available_on_gpu=("native", "torch")
+    )
+    if chosen == "torch":
         return _torch(rows, ids, estimator)
+    if _backend.on_gpu(rows.rewards):
+        if not isinstance(group_ids, torch.Tensor) and not isinstance(is_last_step, torch.Tensor):
+            check_trajectories(rows, ids)  # what the CPU holds costs no wait
+        return _on_gpu(rows, ids, estimator)
     out = rows.empty()
     _C.group_advantage(
         rows.rewards,
@@ -87,6 +97,37 @@ def group_advantage(
         ESTIMATORS[estimator],
         out,
         _backend.num_threads(),
+    )
+    return out
+
+
+def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Three launches and a sort, which bring the last rows of each group together in row order."""
+    device = rows.rewards.device
+    ids = _backend.to_gpu(ids, device)
+    last = None if rows.last is None else _backend.to_gpu(rows.last, device)
+    cu = None if rows.cu_seqlens is None else _backend.to_gpu(rows.cu_seqlens, device)
+    no_group = torch.iinfo(torch.int64).max
+    keys = ids if last is None else torch.where(last, ids, no_group)
+    sorted_ids, order = torch.sort(keys, stable=True)
+    scores = torch.empty(rows.num_rows, dtype=torch.float64, device=device)
+    out = torch.empty(rows.shape, dtype=torch.float32, device=device)
+    mask = rows.mask
+    if mask is not None and mask.dtype not in (torch.bool, torch.uint8, torch.int64, torch.float32):
+        mask = mask.to(torch.float32)
+    _C.group_advantage_cuda(
+        rows.rewards,
+        sorted_ids,
+        order,
+        last,
+        mask,
+        cu,
+        rows.ragged_rewards,
+        ESTIMATORS[estimator],
+        scores,
+        scores.new_empty(rows.num_rows, dtype=torch.float32),
+        out,
+        _backend.cuda_stream(out),
     )
     return out
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from skyrl_fast import _C
-from skyrl_fast.ops import _backend, _ragged
+from skyrl_fast.ops import _backend, _ragged, device_batch
 from skyrl_fast.ops._ragged import Rows
 from skyrl_fast.ops.pack import SIDES, row_starts
 from skyrl_fast.ops.padding_rows import check_pad_mode, dummy_route, write_padding_rows
@@ -43,6 +43,7 @@ def convert_prompts_responses_to_batch_tensors(
     pad_size: int = 0,
     pad_mode: str = "repeat",
     vocab_size: int | None = None,
+    device: torch.device | str | None = None,
     backend: str | None = None,
 ) -> BatchTensors:
     """Return the seven tensors of a padded training batch, in SkyRL's order and layout.
@@ -65,6 +66,8 @@ def convert_prompts_responses_to_batch_tensors(
             `padding_metadata` for the batch's metadata.
         pad_mode: "repeat" or "cheap", as in `pad_batch`.
         vocab_size: ids must be below it, if given. They must never be negative.
+        device: where the tensors are made; None: the CPU. On a GPU the rows are sent as they are,
+            ragged, in one copy from pinned memory, and padded there, in one launch.
         backend: "native", "torch", or None to choose.
 
     Returns:
@@ -84,6 +87,7 @@ def convert_prompts_responses_to_batch_tensors(
         >>> out[0].tolist(), out[2].tolist()
         ([[0, 5, 5, 7], [6, 8, 8, 8]], [[0, 0, 1], [1, 1, 1]])
     """
+    place = torch.device("cpu") if device is None else torch.device(device)
     use_torch = _backend.select(OP, backend=backend) == "torch"
     pad_token_id = _check_pad_token(getattr(pad_token_id, "pad_token_id", pad_token_id))
     check_pad_mode(OP, pad_size, pad_mode)
@@ -108,9 +112,13 @@ def convert_prompts_responses_to_batch_tensors(
         )
         if pad_size:
             tensors = [t if t is None else _with_rows(t, pad_size) for t in tensors]
+    elif device is not None and _backend.device_kind(place) == "cuda" and _C.cuda_archs is not None:
+        tensors = _convert_on_gpu(fields, width, pad_token_id, vocab_size, pad_size, place)
     else:
         tensors = _convert(fields, lengths, width, pad_token_id, vocab_size, pad_size)
     routes = _convert_routes(rollout_expert_indices, lengths, width, pad_size)
+    tensors = [t if t is None else t.to(place) for t in tensors]
+    routes = routes if routes is None else routes.to(place)
     names = ("sequences", "attention_mask", "response_mask", "rewards", "loss_mask", "logprobs")
     for name, tensor in zip((*names, "rollout_expert_indices"), (*tensors, routes), strict=True):
         if tensor is not None:
@@ -245,9 +253,25 @@ def _convert(
     return [sequences, attention_mask, response_mask, *response_side]
 
 
-def _place_row_rewards(
-    scores: _ragged.Field, response_lengths: torch.Tensor, shape: tuple[int, int]
-) -> torch.Tensor:
+def _convert_on_gpu(
+    fields: dict[str, _ragged.Field],
+    width: int,
+    pad_token_id: int,
+    vocab_size: int | None,
+    pad_size: int,
+    device: torch.device,
+) -> list[torch.Tensor | None]:
+    lengths = fields["responses"].lengths
+    if "row_rewards" in fields:
+        _check_row_rewards(fields["row_rewards"], lengths)
+    columns = int(lengths.max())
+    return device_batch.convert(
+        OP, fields, width, columns, pad_token_id, vocab_size, pad_size, device
+    )
+
+
+def _check_row_rewards(scores: _ragged.Field, response_lengths: torch.Tensor) -> torch.Tensor:
+    """Return (N,) float32 rewards, after a look for one that no token can hold."""
     values = torch.empty(len(response_lengths), dtype=torch.float32)
     _ragged.fill(OP, _ragged.copy_jobs(scores, values, torch.zeros(1, dtype=torch.int64)))
     lost = (response_lengths == 0) & (values != 0)
@@ -257,6 +281,13 @@ def _place_row_rewards(
             f"{OP}: rewards must be 0 for an empty response (there is no token to hold it), got "
             f"{float(values[row])} in row {row}"
         )
+    return values
+
+
+def _place_row_rewards(
+    scores: _ragged.Field, response_lengths: torch.Tensor, shape: tuple[int, int]
+) -> torch.Tensor:
+    values = _check_row_rewards(scores, response_lengths)
     out = _backend.empty(shape, torch.float32).zero_()
     if shape[1] > 0:
         out[: len(values), -1] = values

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from skyrl_fast import _C
-from skyrl_fast.ops import _backend, _ragged
+from skyrl_fast.ops import _backend, _ragged, varlen_cuda
 from skyrl_fast.ops.reference import pack as reference
 
 SIDES = {"left": 0, "right": 1}
@@ -44,8 +44,10 @@ def padded_to_varlen(
     Args:
         padded: (N, W, ...), any dtype; differentiable where it is floating point.
         attention_mask: (N, W), 1 in the real cells, which are one block at the row's end (padding
-            on the left) or beginning. Give this or `lengths`.
-        lengths: (N,) integers, the number of real cells of each row.
+            on the left) or beginning. Give this or `lengths`. One on a GPU costs a wait for the
+            device: the shape of the result depends on it.
+        lengths: (N,) integers, the number of real cells of each row; on the CPU, so that nothing
+            waits for a device.
         side: the side that the padding is on, "left" or "right".
         backend: "native", "torch", or None to choose.
 
@@ -77,6 +79,9 @@ def padded_to_varlen(
     lengths = _check_lengths(op, lengths, len(padded), padded.shape[1])
     use_native = _select(op, padded, backend)
     cu_seqlens = _ragged.int32_offsets(op, "padded", lengths)
+    if use_native and _backend.on_gpu(padded):
+        values, position_ids = varlen_cuda.padded_to_flat(padded, lengths, SIDES[side])
+        return Varlen(values, _backend.to_gpu(cu_seqlens, padded.device), position_ids)
     values = _PaddedToFlat.apply(padded, lengths, side, use_native)
     position_ids = _position_ids(lengths, cu_seqlens, use_native)
     return Varlen(values, cu_seqlens.to(padded.device), position_ids.to(padded.device))
@@ -130,6 +135,8 @@ def varlen_to_padded(
     if width < longest:
         raise ValueError(f"{op}: width must hold the longest row ({longest}), got {width}")
     use_native = _select(op, values, backend)
+    if use_native and _backend.on_gpu(values):
+        return varlen_cuda.flat_to_padded(values, lengths, width, SIDES[side], pad_value)
     return _FlatToPadded.apply(values, lengths, width, side, pad_value, use_native)
 
 
@@ -184,7 +191,12 @@ class _FlatToPadded(torch.autograd.Function):
 def _select(op: str, values: torch.Tensor, backend: str | None) -> bool:
     """Return whether the native kernels run; dtypes that they do not know go to torch."""
     available = ("native", "torch") if values.dtype in NATIVE_DTYPES else ("torch",)
-    return _backend.select(op, values, backend=backend, available=available) == "native"
+    return (
+        _backend.select(
+            op, values, backend=backend, available=available, available_on_gpu=available
+        )
+        == "native"
+    )
 
 
 def _check_side(op: str, side: str) -> None:
@@ -193,6 +205,8 @@ def _check_side(op: str, side: str) -> None:
 
 
 def _lengths_of_mask(op: str, mask: torch.Tensor, side: str) -> torch.Tensor:
+    if _backend.on_gpu(mask):
+        return varlen_cuda.lengths_of_mask(op, mask.detach(), SIDES[side])
     lengths = torch.empty(len(mask), dtype=torch.int64)
     known = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32)
     mask = (mask if mask.dtype in known else mask.to(torch.float32)).detach().cpu().contiguous()

@@ -1,0 +1,143 @@
+"""Run the GPU benches and write their table: make bench-gpu.
+
+    python -m bench.gpu.report [--only logprob] [--device cuda] [--tiny]
+
+Writes bench/results/gpu.json and bench/results/gpu.md with the GPU, driver and versions, and beside
+each figure the share of its floor: the bytes that must move, at the bandwidth of a copy measured in
+the same run. `--device cpu --tiny` tries the code without a GPU and saves nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu import cases
+from bench.gpu.peers import NotInstalledError
+from bench.gpu.timing import Stopwatch
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+PACKAGES = ("torch", "triton", "liger-kernel", "trl", "verl", "flash-attn", "quack-kernels")
+COPY_BYTES = 4 << 30
+LOGPROB_TOLERANCE = 0.07  # of peers that compute in bfloat16
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="groups whose name holds this")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes that only try the code")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("bench-gpu: there is no GPU here; nothing was measured")
+    report = measured(options.device, tiny=options.tiny, only=options.only)
+    print(table(report))
+    if options.device == "cuda" and not options.tiny and not options.only:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+        (RESULTS / "gpu.md").write_text(f"# GPU\n\n{table(report)}\n")
+
+
+def measured(device: str, *, tiny: bool, only: str = "") -> dict[str, Any]:
+    """Return machine, copy bandwidth and one entry per case."""
+    size = cases.TINY if tiny else cases.FULL
+    watch = Stopwatch(device, **({"rounds": 2, "flush_bytes": 1024} if tiny else {}))
+    bandwidth = watch.copy_bandwidth(4096 if tiny else COPY_BYTES)
+    dtype = torch.bfloat16
+    entries = [
+        entry(case, watch, bandwidth)
+        for case in cases.all_cases(size, device, dtype)
+        if only in case.group
+    ]
+    return {"machine": machine(device), "copy_bytes_per_s": bandwidth, "entries": entries}
+
+
+def entry(case: cases.Case, watch: Stopwatch, bandwidth: float) -> dict[str, Any]:
+    """Return one case's timing, or why there is none."""
+    found: dict[str, Any] = {"group": case.group, "contender": case.contender}
+    found["floor_ms"] = case.floor_bytes / bandwidth * 1e3
+    facts = dict(case.facts)
+    check = facts.pop("check", None)
+    try:
+        if check is not None:
+            found["error"] = error_of(*check)
+        found |= watch.measure(case.call, case.prepare).as_dict() | facts
+    except NotInstalledError as missing:
+        found["skipped"] = f"not installed ({missing})"
+    except Exception as failure:  # a peer that fails must not end the others' run
+        if case.contender.startswith(cases.OURS) and "Triton" not in case.contender:
+            raise
+        found["skipped"] = f"fails: {type(failure).__name__}: {str(failure)[:120]}"
+    return found
+
+
+def error_of(function: Any, x: cases.Logits) -> float:
+    """Return the largest error of a contender's log-probabilities against float64."""
+    rows = slice(0, 64)
+    with torch.no_grad():
+        got = function(x.master[rows], x.targets[rows]).double()
+    exact = x.master[rows].double().log_softmax(1).gather(1, x.targets[rows, None]).squeeze(1)
+    error = float((got - exact).abs().max())
+    if error > LOGPROB_TOLERANCE:
+        raise ValueError(f"wrong by {error:.3g}")
+    return error
+
+
+def machine(device: str) -> str:
+    """Return GPU, driver and versions in one line."""
+    parts = [torch.cuda.get_device_name() if device == "cuda" else "CPU (no measurement)"]
+    if device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        parts.append("driver " + subprocess.check_output(query, text=True).split()[0])
+    for package in PACKAGES:
+        try:
+            parts.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join([*parts, str(datetime.date.today())])
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return the report as Markdown."""
+    lines = [report["machine"], ""]
+    lines.append(f"Copy: {report['copy_bytes_per_s'] / 1e9:.0f} GB/s, read and written.")
+    group = None
+    for e in report["entries"]:
+        if e["group"] != group:
+            group = e["group"]
+            lines += ["", f"## {group}", ""]
+            lines.append(f"Floor: {e['floor_ms']:.3f} ms." if e["floor_ms"] else "")
+            lines += ["", "| contender | median ms | p10 | p90 | of floor | extra memory | notes |"]
+            lines.append("|---|---:|---:|---:|---:|---:|---|")
+        lines.append(line(e))
+    return "\n".join(lines)
+
+
+def line(e: dict[str, Any]) -> str:
+    """Return one contender's row of the table."""
+    if "skipped" in e:
+        return f"| {e['contender']} | | | | | | {e['skipped']} |"
+    share = f"{e['floor_ms'] / e['median_ms']:.0%}" if e["floor_ms"] else ""
+    notes = []
+    if "error" in e:
+        notes.append(f"error {e['error']:.1e}")
+    if "flops" in e:
+        notes.append(f"{e['flops'] / e['median_ms'] / 1e9:.0f} TFLOP/s")
+    notes.append(f"first call {e['first_ms']:.0f} ms")
+    return (
+        f"| {e['contender']} | {e['median_ms']:.3f} | {e['p10_ms']:.3f} | {e['p90_ms']:.3f} "
+        f"| {share} | {e['peak_bytes'] / 2**20:.1f} MiB | {', '.join(notes)} |"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Timing on a GPU: CUDA events around each call, caches flushed before it, peak memory of one call.
+
+On a CPU (to try the benches without a GPU; its figures mean nothing) a clock takes their place.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+ROUNDS = 30
+WARM_UP = 5
+FLUSH_BYTES = 512 << 20  # several times the last cache of any of these GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds of a call, and bytes of memory beyond what it was given."""
+
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    first_ms: float  # with compilation and tuning
+    peak_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+class Stopwatch:
+    """Times calls on one device."""
+
+    def __init__(
+        self, device: str, *, rounds: int = ROUNDS, flush_bytes: int = FLUSH_BYTES
+    ) -> None:
+        self.device = torch.device(device)
+        self.rounds = rounds
+        self.flush = torch.empty(flush_bytes, dtype=torch.uint8, device=device)
+
+    def once(self, call: Callable[[], object]) -> float:
+        """Return the milliseconds of one call, begun with cold caches."""
+        self.flush.zero_()
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            call()
+            return (time.perf_counter() - start) * 1e3
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def measure(self, call: Callable[[], object], prepare: Callable[[], object]) -> Timing:
+        """Return the timing of `call`; `prepare` comes before each, untimed."""
+        times = []
+        prepare()
+        first = self.once(call)
+        for _ in range(WARM_UP):
+            prepare()
+            self.once(call)
+        for _ in range(self.rounds):
+            prepare()
+            times.append(self.once(call))
+        prepare()
+        times.sort()
+        return Timing(
+            statistics.median(times),
+            times[len(times) // 10],
+            times[-1 - len(times) // 10],
+            first,
+            self.peak_of(call),
+        )
+
+    def peak_of(self, call: Callable[[], object]) -> int:
+        """Return the bytes that a call adds at its peak."""
+        if self.device.type != "cuda":
+            call()
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def copy_bandwidth(self, num_bytes: int) -> float:
+        """Return the bytes per second, read and written, of copying so many: the ceiling."""
+        source = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        timing = self.measure(lambda: target.copy_(source), lambda: None)
+        return 2 * num_bytes / (timing.median_ms * 1e-3)

@@ -1,0 +1,130 @@
+"""group_advantage on a GPU, and its kernels emulated on the CPU: the CPU's bits."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from skyrl_fast import group_advantage
+from skyrl_fast.ops import _backend
+
+ESTIMATORS = ["grpo", "dr_grpo", "rloo", "maxrl"]
+
+
+def on_cpu(*arguments: object, **options: object) -> torch.Tensor:
+    """The CPU's own kernel, within an emulated GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_backend, "on_gpu", lambda tensor: tensor.is_cuda)
+        patch.setattr(_backend, "device_kind", lambda device: device.type)
+        return group_advantage(*arguments, **options)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_by_hand(gpu: str, estimator: str) -> None:
+    """Group a: a trajectory of two rows with reward 1, one of three with reward 0."""
+    rewards = torch.tensor([[9.0, 9.0], [0.5, 0.5], [9, 9], [9, 9], [0, 0]]).to(gpu)
+    mask = torch.tensor([[1, 1], [0, 1], [1, 1], [1, 0], [1, 1]]).to(gpu)
+    got = group_advantage(
+        rewards,
+        ["a"] * 5,
+        is_last_step=[False, True, False, False, True],
+        response_mask=mask,
+        estimator=estimator,
+    )
+    high, low = {
+        "grpo": (0.70710, -0.70710),
+        "dr_grpo": (0.5, -0.5),
+        "rloo": (1.0, -1.0),
+        "maxrl": (1.0, -1.0),
+    }[estimator]
+    want = torch.tensor([high, high, low, low, low])[:, None] * mask.cpu()
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=1e-5)
+
+
+@given(
+    trajectories=st.lists(
+        st.tuples(st.integers(-3, 3), st.integers(1, 4)), min_size=0, max_size=40
+    ),
+    width=st.integers(0, 70),
+    layout=st.sampled_from(["padded", "ragged", "per row"]),
+    mask_dtype=st.sampled_from([None, torch.bool, torch.uint8, torch.int64, torch.float32]),
+    estimator=st.sampled_from(ESTIMATORS),
+    order=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_bits_of_the_cpu(
+    emulated_gpu: ModuleType,
+    trajectories: list[tuple[int, int]],
+    width: int,
+    layout: str,
+    mask_dtype: torch.dtype | None,
+    estimator: str,
+    order: int,
+    seed: int,
+) -> None:
+    emulated_gpu.set_order(order)
+    g = torch.Generator().manual_seed(seed)
+    ids = [f"g{group}" for group, turns in trajectories for _ in range(turns)]
+    last = [turn == turns - 1 for _, turns in trajectories for turn in range(turns)]
+    num_rows, cu = len(ids), None
+    shape: tuple[int, ...] = (num_rows, width)
+    if layout == "ragged":
+        lengths = torch.randint(0, width + 1, (num_rows,), generator=g)
+        cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32)
+        shape = (int(cu[-1]),)
+    rewards = torch.randn(shape if layout != "per row" else (num_rows,), generator=g)
+    mask = torch.randint(0, 2, shape, generator=g).to(mask_dtype) if mask_dtype else None
+    options = {"is_last_step": last, "response_mask": mask, "estimator": estimator}
+    got = group_advantage(rewards, ids, cu_seqlens=cu, **options)
+    want = on_cpu(rewards, ids, cu_seqlens=cu, **options)
+    assert torch.equal(got, want)
+
+
+def test_ids_and_flags_on_the_device(gpu: str) -> None:
+    rewards = torch.randn(50, 3, generator=torch.Generator().manual_seed(1))
+    ids, last = torch.arange(50) // 5 % 4, torch.arange(50) % 5 == 4
+    got = group_advantage(rewards.to(gpu), ids.to(gpu), is_last_step=last.to(gpu))
+    assert torch.equal(got.cpu(), on_cpu(rewards, ids, is_last_step=last))
+
+
+def test_a_score_that_is_not_finite_marks_its_group_alone(gpu: str) -> None:
+    rewards = torch.tensor([1.0, math.nan, 2.0, 1.0, math.inf, 0.0]).to(gpu)
+    got = group_advantage(rewards, ["a", "a", "b", "b", "c", "c"])
+    assert got.isnan().tolist() == [True, True, False, False, True, True]
+
+
+def test_mistakes_that_the_cpu_sees_are_errors(gpu: str) -> None:
+    rewards = torch.zeros(2, device=gpu)
+    with pytest.raises(ValueError, match="is_last_step must be True in the last row"):
+        group_advantage(rewards, ["a", "a"], is_last_step=[True, False])
+    with pytest.raises(ValueError, match="group_ids must be equal within a trajectory"):
+        group_advantage(rewards, ["a", "b"], is_last_step=[False, True])
+
+
+def test_three_launches(emulated_gpu: ModuleType) -> None:
+    before = emulated_gpu.launches()
+    group_advantage(torch.zeros(1000), [i // 10 for i in range(1000)])
+    assert emulated_gpu.launches() == before + 3
+
+
+@pytest.mark.gpu
+def test_cuda_graph_and_no_wait() -> None:
+    rewards, ids = torch.randn(64, 5, device="cuda"), (torch.arange(64) // 8).cuda()
+    mask = torch.ones(64, 5, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        want = group_advantage(rewards, ids, response_mask=mask)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = group_advantage(rewards, ids, response_mask=mask)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, want)

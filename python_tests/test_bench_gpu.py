@@ -1,0 +1,103 @@
+"""The GPU benches, tried with tiny sizes on emulated kernels; their figures mean nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from bench.gpu import cases, plot, report
+from bench.gpu.timing import Stopwatch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_every_case_of_ours_runs(emulated_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = {"F.cross_entropy": cases.peers.LOGPROB["F.cross_entropy"]}
+    monkeypatch.setattr(cases.peers, "LOGPROB", keep)  # no compiling here
+    found = report.measured("cpu", tiny=True)
+    ours = [e for e in found["entries"] if e["contender"] == cases.OURS]
+    groups = {e["group"] for e in found["entries"]}
+    assert len(ours) == len(groups) and all("median_ms" in e for e in ours)
+    assert all(e["error"] < 1e-4 for e in ours if "error" in e)
+    text = report.table(found)
+    assert "no measurement" in text and "| F.cross_entropy |" in text
+    for work in ("logprob forward", "masked_logprob_loss", "linear_logprob", "pack", "group_adv"):
+        assert any(work in group for group in groups)
+
+
+def test_a_peer_that_is_missing_is_said(emulated_gpu: ModuleType) -> None:
+    def missing() -> None:
+        cases.peers.needs("no_such_package", "x")
+
+    case = cases.Case("g", "peer", missing, 0.0)
+    found = report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), 1.0)
+    assert found["skipped"].startswith("not installed (no_such_package")
+
+
+def test_our_own_failure_ends_the_run() -> None:
+    def wrong() -> None:
+        raise ValueError("x")
+
+    case = cases.Case("g", cases.OURS, wrong, 0.0)
+    with pytest.raises(ValueError):
+        report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), 1.0)
+
+
+def test_without_a_gpu_nothing_is_measured_or_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if report.torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["report"])
+    with pytest.raises(SystemExit, match="nothing was measured"):
+        report.main()
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_results_there_is_no_plot(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.gpu.plot", "--results", str(tmp_path / "gpu.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == plot.NO_RESULT
+    assert "there is no result yet" in done.stdout
+
+
+def made_up_report() -> dict[str, object]:
+    """Numbers for the plot's own test, in no way measured."""
+    entries = []
+    for group in (
+        "logprob forward + backward 8192 x 32000 bf16",
+        "logprob forward + backward 8192 x 128256 bf16",
+        "over tokens: logprob forward + backward 512 x 151936 bf16",
+        "over tokens: logprob forward + backward 1024 x 151936 bf16",
+    ):
+        for name in ("skyrl_fast", "peer"):
+            entries.append({"group": group, "contender": name, "median_ms": 1.0, "peak_bytes": 0})
+        entries.append({"group": group, "contender": "missing", "skipped": "not installed"})
+    return {"machine": "none", "entries": entries}
+
+
+def test_the_points_of_the_plot() -> None:
+    work = "logprob forward + backward"
+    by_vocab = plot.series(made_up_report(), work, over_tokens=False)
+    by_tokens = plot.series(made_up_report(), work, over_tokens=True)
+    assert by_vocab["skyrl_fast"] == [(32_000, 1.0, 0.0), (128_256, 1.0, 0.0)]
+    assert by_tokens["peer"] == [(512, 1.0, 0.0), (1024, 1.0, 0.0)]
+    assert "missing" not in by_tokens
+
+
+def test_the_plot_is_drawn_from_results_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "gpu.json").write_text(json.dumps(made_up_report()))
+    out = tmp_path / "plot.png"
+    arguments = ["plot", "--results", str(tmp_path / "gpu.json"), "--out", str(out)]
+    monkeypatch.setattr("sys.argv", arguments)
+    plot.main()
+    assert out.stat().st_size > 1000

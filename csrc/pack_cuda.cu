@@ -16,7 +16,7 @@ struct Tiling {
   int64_t blocks_per_row;  // 1 where it has few
 };
 
-inline Tiling tiling_of(int64_t width) {
+SKYRL_HD Tiling tiling_of(int64_t width) {
   if (width >= kCellsPerBlock) return {1, (width + kCellsPerBlock - 1) / kCellsPerBlock};
   return {width == 0 ? kCellsPerBlock : kCellsPerBlock / width, 1};
 }
@@ -92,14 +92,7 @@ __device__ __forceinline__ void expand_part(const ExpandField& f, const Tiling& 
 // Blocks of y take fields, blocks of x parts of them.
 __global__ void __launch_bounds__(kThreads) expand_kernel(const ExpandJob job) {
   const ExpandField& f = job.fields[blockIdx.y];
-  Tiling tiling;
-  tiling.rows_per_block = 1;
-  tiling.blocks_per_row = 1;
-  if (f.width >= kCellsPerBlock) {
-    tiling.blocks_per_row = (f.width + kCellsPerBlock - 1) / kCellsPerBlock;
-  } else if (f.width > 0) {
-    tiling.rows_per_block = kCellsPerBlock / f.width;
-  }
+  const Tiling tiling = tiling_of(f.width);
   if (f.width == 0 || blockIdx.x / tiling.blocks_per_row * tiling.rows_per_block >= job.num_rows) {
     return;  // another field has more blocks
   }

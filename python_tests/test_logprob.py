@@ -107,6 +107,7 @@ def test_gradient_by_hand(backend, simd):
 # --- every level and dtype equals the float64 reference ----------------------------------------
 
 
+@pytest.mark.spec("6.48")
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_equals_reference(vocab, dtype, simd):
@@ -167,6 +168,7 @@ def test_large_vocab(dtype, simd):
     torch.testing.assert_close(got[2].double(), want[2], **GRADIENT_TOLERANCE[dtype])
 
 
+@pytest.mark.spec("6.51")
 def test_same_input_same_bits_with_any_threads():
     logits, targets = made(40_000, rows=40)
     before = torch.get_num_threads()
@@ -182,6 +184,7 @@ def test_same_input_same_bits_with_any_threads():
 # --- rows: masks, layouts, counts --------------------------------------------------------------
 
 
+@pytest.mark.spec("6.49")
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
 def test_masked_rows_are_never_read(mask_dtype, backend, simd):
     logits, targets = made(50)

@@ -54,6 +54,7 @@ def compare(got: list[torch.Tensor], want: list[torch.Tensor], dtype: torch.dtyp
     torch.testing.assert_close(got[2].cpu().double(), want[2], **GRADIENT[dtype])
 
 
+@pytest.mark.spec("6.48")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("inplace", [False, True])
@@ -137,6 +138,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.spec("6.50")
 @pytest.mark.parametrize("name", list(HOSTILE))
 @pytest.mark.parametrize("vocab", [3, 8 * 3, 1500])
 def test_hostile_values(gpu: str, name: str, vocab: int) -> None:
@@ -146,6 +148,7 @@ def test_hostile_values(gpu: str, name: str, vocab: int) -> None:
     compare(got, exact(logits, targets), torch.float32)
 
 
+@pytest.mark.spec("6.50")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nan_and_inf_give_nan(gpu: str, value: float) -> None:
     logits = torch.zeros(3, 40, device=gpu)
@@ -155,11 +158,13 @@ def test_nan_and_inf_give_nan(gpu: str, value: float) -> None:
     assert entropy.isnan().tolist() == [False, True, False]
 
 
+@pytest.mark.spec("6.50")
 def test_nothing_but_minus_inf_gives_nan(gpu: str) -> None:
     logits = torch.full((1, 40), -math.inf, device=gpu)
     assert selected_logprob(logits, torch.tensor([3]).to(gpu)).isnan().all()
 
 
+@pytest.mark.spec("6.49")
 def test_masked_rows_are_not_read(gpu: str) -> None:
     logits = torch.zeros(3, 64, device=gpu)
     logits[1] = math.nan
@@ -168,6 +173,7 @@ def test_masked_rows_are_not_read(gpu: str) -> None:
     torch.testing.assert_close(got.cpu(), torch.tensor([-4.1588831, 0.0, -4.1588831]))
 
 
+@pytest.mark.spec("6.52")
 def test_a_target_out_of_range_is_nan(gpu: str) -> None:
     logits = torch.zeros(3, 8, device=gpu)
     got = selected_logprob(logits, torch.tensor([8, 1, -1]).to(gpu))
@@ -224,6 +230,7 @@ def both_paths(case: dict[str, torch.Tensor], device: str, **options: object) ->
     return [t.detach().cpu().double() for t in (out.loss, out.logprobs, out.entropy, leaf.grad)]
 
 
+@pytest.mark.spec("6.54")
 @pytest.mark.parametrize("kl", [None, "k1", "abs", "k2", "k3"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_equals_the_cpu_kernel(gpu: str, loss: str, kl: str | None) -> None:
@@ -261,6 +268,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.spec("6.54")
 @pytest.mark.parametrize(("vocab", "dtype", "major", "plan"), PLANS)
 def test_every_plan(
     emulated_gpu: ModuleType, vocab: int, dtype: torch.dtype, major: int, plan: tuple[int, ...]
@@ -303,6 +311,7 @@ def test_plans_hold_the_whole_row(
         assert vectors > 0  # rows of 262,144 bfloat16 logits are read once
 
 
+@pytest.mark.spec("6.51")
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("vocab", [1000, 40_001])
 def test_the_order_of_threads_does_not_change_the_bits(
@@ -315,6 +324,20 @@ def test_the_order_of_threads_does_not_change_the_bits(
         emulated_gpu.set_order(o)
         results.append([*visited(logits, targets), *both_paths(case, "cpu")])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.spec("6.51")
+def test_a_row_does_not_depend_on_the_rows_beside_it(gpu: str) -> None:
+    logits, targets = made(5, 20_001, torch.bfloat16)
+    case = loss_case(20_001, torch.bfloat16)
+    whole = selected_logprob(logits.to(gpu), targets.to(gpu), return_entropy=True)
+    whole_loss = both_paths(case, gpu)
+    for rows in (slice(2, 3), slice(3, 5)):
+        part = selected_logprob(logits[rows].to(gpu), targets[rows].to(gpu), return_entropy=True)
+        assert all(torch.equal(a[rows], b) for a, b in zip(whole, part, strict=True))
+        part_loss = both_paths({name: value[rows] for name, value in case.items()}, gpu)
+        for a, b in zip(whole_loss[1:], part_loss[1:], strict=True):
+            assert torch.equal(a[rows], b)
 
 
 def test_a_loss_without_gradient_reads_once_and_writes_nothing(gpu: str) -> None:
@@ -396,6 +419,7 @@ def test_same_bits_on_another_stream_and_again() -> None:
     assert all(torch.equal(want, g) for g in got)
 
 
+@pytest.mark.spec("6.51")
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [32_000, 151_936, 262_144])
 def test_twenty_losses_with_the_same_bits(vocab: int) -> None:
@@ -449,6 +473,7 @@ def test_the_second_device() -> None:
     torch.testing.assert_close(got.cpu(), selected_logprob(logits, targets), **FORWARD)
 
 
+@pytest.mark.spec("6.52")
 @pytest.mark.gpu
 def test_nothing_waits_for_the_device() -> None:
     case = {n: v.cuda() for n, v in loss_case(500, torch.bfloat16).items()}

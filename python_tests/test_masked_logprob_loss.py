@@ -50,6 +50,7 @@ def plain_loss(
     return -advantages * ratio
 
 
+@pytest.mark.spec("6.54")
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)

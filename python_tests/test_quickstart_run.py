@@ -133,6 +133,20 @@ def test_it_learns(base: Path, tmp_path: Path) -> None:
     assert sum(training) <= LEARNING_SECONDS
 
 
+@pytest.mark.spec("16.11")
+def test_on_trees_the_first_steps_are_those_of_rows(base: Path, tmp_path: Path) -> None:
+    runs = {
+        form: finish(base, tmp_path / form, *SMALL, f"trainer.rows={form}")
+        for form in ("step", "tree")
+    }
+    first, on_trees = (run[1] for run in runs.values())
+    for name in ("reward/avg_raw_reward", "generate/batch_num_tokens", "policy/trained_tokens"):
+        assert on_trees[name] == first[name], name  # sampled before any update
+    # float32 sums in another order
+    assert on_trees["policy/grad_norm"] == pytest.approx(first["policy/grad_norm"], rel=1e-3)
+    assert on_trees["policy/forward_tokens"] < 0.8 * first["policy/forward_tokens"]
+
+
 def test_without_a_learning_rate_it_stays_flat(base: Path, tmp_path: Path) -> None:
     rows = finish(
         base,

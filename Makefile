@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec screenshots sanitize check cuda-check bench bench-gpu plot-gpu wheel-test doctor ext format
+.PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec screenshots sanitize check cuda-check bench bench-gpu plot-gpu wheel-test doctor ext format peers bench-peers
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -60,6 +60,12 @@ plot-gpu: setup ## time and memory over tokens and vocabulary, from bench/result
 
 sanitize: setup ## the kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(PYTHON) scripts/sanitize.py --venv $(VENV)
+
+peers: setup ## SkyRL's tests with and without us, ours beside SkyRL, verl, TRL; SKYRL=its source tree
+	$(PY) scripts/peers.py --venv $(VENV) $(if $(SKYRL),--skyrl $(SKYRL)) $(ARGS)
+
+bench-peers: setup ## SkyRL stock against SkyRL with us installed, op by op and end to end
+	$(PY) scripts/peers.py --venv $(VENV) --bench $(if $(SKYRL),--skyrl $(SKYRL)) $(ARGS)
 
 wheel-test: setup ## the built wheel under other torch versions
 	$(PYTHON) scripts/wheel_test.py

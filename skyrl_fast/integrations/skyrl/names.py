@@ -33,7 +33,6 @@ class Target:
         texts: known fingerprints, each with the first version that has it.
         stand_in: `module.function` of this package.
         uses: private functions of the same module that belong to the text.
-        rules: fixed rules it carries out; with any, it is replaced only where one of them is on.
     """
 
     name: str
@@ -41,7 +40,6 @@ class Target:
     texts: Mapping[str, str]
     stand_in: str
     uses: tuple[str, ...] = ()
-    rules: tuple[str, ...] = ()
 
     @property
     def short_name(self) -> str:

@@ -44,6 +44,7 @@ class Originals:
         self._functions: dict[str, Callable[..., Any]] = {}
         self._labels: dict[str, str | None] = {}
         self.counts: dict[str, Counts] = {}
+        self.rules: frozenset[str] = frozenset()  # of mode "fixed", those that are on
 
     def keep(self, name: str, function: Callable[..., Any], label: str | None) -> None:
         """Remember a function that is about to be replaced."""
@@ -53,6 +54,7 @@ class Originals:
         """Forget all: they are in their places again."""
         self._functions.clear()
         self._labels.clear()
+        self.rules = frozenset()
 
     def function(self, name: str) -> Callable[..., Any] | None:
         """Return SkyRL's function, imported where it was not yet; None without SkyRL."""

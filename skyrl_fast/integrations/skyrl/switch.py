@@ -66,6 +66,7 @@ def install(
     if _report.mode == mode and _report.rules == chosen:
         return report()
     uninstall()
+    ORIGINALS.rules = frozenset(chosen)
     version = _version()
     failures = _load_entry_modules()
     rows = [_replace_one(target, chosen) for target in _targets(chosen)]
@@ -96,6 +97,7 @@ def install_on_import(mode: str = "compat", *, rules: Iterable[str] | None = Non
     if _report.mode == mode and _report.rules == chosen:
         return
     uninstall()
+    ORIGINALS.rules = frozenset(chosen)
     _report = Report(mode, "", chosen)
 
     def loaded(module_name: str) -> None:
@@ -109,7 +111,11 @@ def install_on_import(mode: str = "compat", *, rules: Iterable[str] | None = Non
 
 
 def _targets(rules: tuple[str, ...]) -> tuple[Target, ...]:
-    return (*TARGETS, *(fixed_rules.TARGETS if rules else ()))
+    targets = list(TARGETS)
+    for rule in fixed_rules.RULES:
+        if rule.name in rules and rule.target not in targets:
+            targets.append(rule.target)
+    return tuple(targets)
 
 
 def uninstall() -> None:

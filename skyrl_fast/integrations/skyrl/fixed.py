@@ -1,0 +1,79 @@
+"""Mode "fixed": the contract's rules in place of SkyRL's, for outputs and tensors. N rows."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from skyrl_fast import generator_merge, generator_output
+from skyrl_fast.advantages import normalize_advantages
+from skyrl_fast.integrations.skyrl import logprobs, outputs
+from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS
+from skyrl_fast.metrics import rollout_metrics
+from skyrl_fast.ops.logprob import selected_logprob
+
+NORMALIZE = "RayPPOTrainer._normalize_advantages"
+
+
+def merge_stepwise_output(generator_output: Any) -> dict[str, Any]:
+    """Return the output with steps joined, time splits and routes of experts among them."""
+    return dict(generator_merge.merge_stepwise_output(generator_output))
+
+
+def validate_generator_output(
+    num_prompts: int, generator_output: Any, step_wise: bool = False
+) -> None:
+    """Check what the contract asks: NumPy's bools are bools, rows of a group are adjacent.
+
+    Raises:
+        ValueError: the first rule that is broken, with the row that breaks it.
+    """
+    _check(generator_output, num_prompts, step_wise)
+
+
+def _check(output: Any, num_prompts: int, step_wise: bool) -> None:
+    generator_output.validate_generator_output(output, num_prompts=num_prompts, step_wise=step_wise)
+
+
+def concatenate_generator_outputs(generator_outputs: Any, step_wise: bool = False) -> Any:
+    """Return SkyRL's concatenation, with step-wise metrics per trajectory and not per row."""
+    result = outputs.concatenate_generator_outputs(generator_outputs, step_wise=step_wise)
+    if step_wise:
+        result["rollout_metrics"].update(rollout_metrics(result))
+    return result
+
+
+def logprobs_from_logits(
+    logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True
+) -> torch.Tensor:
+    """Return each label's log-probability in float32, whatever the logits are."""
+    if logits.dtype not in (torch.bfloat16, torch.float16):
+        return logprobs.logprobs_from_logits(logits, labels, inplace_backward)
+    inplace = inplace_backward and logits.device.type == "cuda"
+    out = selected_logprob(logits, labels, inplace_backward=inplace)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+@torch.no_grad()
+def normalize(
+    self: Any, data: Any, mini_batch_boundaries: Any, prompt_boundaries: Any = None
+) -> Any:
+    """Return the batch with advantages normalised over real response tokens, then as SkyRL does.
+
+    SkyRL takes the mean over padded cells too, and counts the tokens of padding rows.
+    """
+    original = ORIGINALS.function(NORMALIZE)
+    assert original is not None
+    if not self.cfg.trainer.algorithm.advantage_batch_normalize:
+        return original(self, data, mini_batch_boundaries, prompt_boundaries)
+    mask = data["response_mask"].clone()
+    num_real = len(mask) - data.metadata.get("pad_size", 0)
+    mask[num_real:] = 0
+    data["advantages"] = normalize_advantages(data["advantages"], mask)
+    own = copy.copy(self)
+    own.cfg = copy.deepcopy(self.cfg)
+    own.cfg.trainer.algorithm.advantage_batch_normalize = False
+    return original(own, data, mini_batch_boundaries, prompt_boundaries)

@@ -1,0 +1,129 @@
+"""Mode "fixed": the contract's rules for SkyRL's agent loop, around SkyRL's own loop."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS
+from skyrl_fast.ops.routed_experts import append_rollout_expert_indices
+
+LOOP = "SkyRLGymGenerator.agent_loop"
+UPDATE = "SkyRLGymGenerator._update_agent_loop_state_with_multiturn_chat_template"
+
+
+class _Engine:
+    """The inference engine, asked only for prompts within the limit."""
+
+    def __init__(self, engine: Any, limit: int | None, eos: int) -> None:
+        self._engine = engine
+        self._limit = limit
+        self._eos = eos
+        self._gave_logprobs = False
+        self.over = False
+        self.last_ids: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, engine_input: Any, **kwargs: Any) -> Any:
+        """Return what the engine returns; for a prompt over the limit an answer to be dropped."""
+        if self._limit is not None and len(engine_input["prompt_token_ids"][0]) > self._limit:
+            self.over = True
+            logprobs = [[0.0]] if self._gave_logprobs else None
+            return {
+                "responses": [""],
+                "response_ids": [[self._eos]],
+                "stop_reasons": ["length"],
+                "response_logprobs": logprobs,
+            }
+        output = await self._engine.generate(engine_input, **kwargs)
+        self._gave_logprobs = output.get("response_logprobs") is not None
+        self.last_ids = list(output["response_ids"][0])
+        return output
+
+
+async def agent_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run SkyRL's loop by the rules that are on: `length_check`, `gen_only_rows`, `appended_eos`.
+
+    SkyRL checks the length of the turn before. Here a prompt over the limit reaches neither the
+    engine nor the environment; its turn leaves no step, and the last step's reason is "length".
+    """
+    original = ORIGINALS.function(LOOP)
+    assert original is not None
+    rules, eos = ORIGINALS.rules, self.tokenizer.eos_token_id
+    arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    step_wise = self.generator_cfg.step_wise_trajectories
+    limit = arguments["max_input_length"] if step_wise and "length_check" in rules else None
+    own = copy.copy(self)
+    own.inference_engine_client = engine = _Engine(self.inference_engine_client, limit, eos)
+    own._run_in_executor_if_available = _watched(self._run_in_executor_if_available, engine)
+    output = await original(own, *args, **kwargs)
+    if step_wise:
+        if limit is not None:
+            _end_by_length(output, engine.over, original.__globals__["TrajectoryOutput"], eos)
+        if "gen_only_rows" in rules:
+            for step in output.step_outputs:
+                _without_observation(step, eos)
+    elif "appended_eos" in rules and not self.use_conversation_multi_turn:
+        sampled = engine.last_ids[-1:] == [eos]
+        if output.response_ids[-1:] == [eos] and not sampled:
+            output.loss_mask[-1] = 0
+    return output
+
+
+def _watched(run: Callable[..., Awaitable[Any]], engine: _Engine) -> Callable[..., Awaitable[Any]]:
+    async def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if engine.over and getattr(function, "__name__", "") == "step":
+            return {"observations": [], "reward": 0.0, "done": True, "metadata": {}}
+        return await run(function, *args, **kwargs)
+
+    return watched
+
+
+def _end_by_length(output: Any, over: bool, row: Any, eos: int) -> None:
+    """Drop the turn that was over the limit; a trajectory without steps gets a masked row."""
+    steps = output.step_outputs
+    if over:
+        dropped = steps.pop()
+        if steps:
+            steps[-1].stop_reason = "length"
+            steps[-1].env_metrics = dropped.env_metrics
+    if not steps:
+        steps.append(
+            row(
+                response_ids=[eos],
+                reward=[0.0],
+                stop_reason="length",
+                loss_mask=[0],
+                prompt_ids=[eos],
+                rollout_logprobs=[0.0],
+                env_metrics={},
+            )
+        )
+
+
+def _without_observation(step: Any, eos: int) -> None:
+    """Cut a step's response behind what was sampled, an appended end token included."""
+    end = max((i + 1 for i, trained in enumerate(step.loss_mask) if trained), default=0)
+    if end == 0:
+        return
+    if step.response_ids[end : end + 1] == [eos]:
+        end += 1
+    for field in ("response_ids", "loss_mask", "rollout_logprobs", "reward"):
+        value = getattr(step, field)
+        if isinstance(value, list):
+            setattr(step, field, value[:end])
+
+
+def update_state(self: Any, agent_loop_state: Any, turn_output: Any) -> Any:
+    """Return SkyRL's next state, the turn's routes of experts behind those recorded before."""
+    original = ORIGINALS.function(UPDATE)
+    assert original is not None
+    recorded, new = agent_loop_state.rollout_expert_indices, turn_output.rollout_expert_indices
+    state = original(self, agent_loop_state, turn_output)
+    if not self.generator_cfg.step_wise_trajectories:
+        state.rollout_expert_indices = append_rollout_expert_indices(recorded, new)
+    return state

@@ -24,7 +24,7 @@ from bench import _data
 from bench.baselines.pipeline import SkyRL
 
 RESULT = Path(__file__).resolve().parent / "results" / "skyrl_drop_in.md"
-REPEATS = {"small": 15, "medium": 7, "large": 5}
+REPEATS = {"small": 15, "medium": 7, "large": 3}
 DP_SIZE = 8
 LOSS_CELLS = 4096 * 512  # of a mini-batch for the policy loss
 LOGITS = (1, 256, 32000)

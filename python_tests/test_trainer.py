@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -274,6 +275,14 @@ def test_a_signal_stops_with_a_checkpoint_and_the_run_goes_on(
     resumed = train(settings(folder, "run", "trainer.resume_mode=latest"))
     assert (resumed.step, resumed.signal) == (6, None)
     assert steady(resumed.metrics) == steady(expected.metrics)
+
+
+def test_a_resume_before_the_first_checkpoint_begins_anew(folder: Path) -> None:
+    expected = train(settings(folder, "run"))
+    kept = steady(expected.metrics)
+    shutil.rmtree(folder / "run/checkpoints")
+    outcome = train(settings(folder, "run", "trainer.resume_mode=latest"))
+    assert steady(outcome.metrics) == kept
 
 
 def test_learning_rate_zero_keeps_weights_and_reward(folder: Path) -> None:

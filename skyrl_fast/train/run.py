@@ -113,7 +113,7 @@ def _run(
             project=config.trainer.project_name,
             run_name=config.trainer.run_name,
             config=to_dict(config),
-            last_step=None if checkpoint is None else _step_of(checkpoint),
+            last_step=-1 if checkpoint is None else _step_of(checkpoint),
         )
     write_json(run_path / "config.json", to_dict(config))
     steps = total_steps(config, len(parts.train_prompts))

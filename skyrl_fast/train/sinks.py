@@ -105,7 +105,8 @@ def open_sinks(
     Args:
         names: of "jsonl", "tensorboard", "wandb".
         run_path: the run's folder; files go to metrics.jsonl and tensorboard/ in it.
-        last_step: the step a resumed run goes on after; None: a new run.
+        last_step: the step a resumed run goes on after, -1 where it has to begin anew (it was
+            ended before its first checkpoint); None keeps all there is.
 
     Raises:
         ValueError: a package is missing; the message says how to install it.

@@ -219,3 +219,18 @@ def test_step_wise_block_leaves_the_rest_to_skyrl() -> None:
     for function in (theirs, ours.compute_advantages_and_returns):
         with pytest.raises(AssertionError):
             function(trainer_stub("grpo"), copy.deepcopy(broken))
+
+
+@pytest.mark.spec("17.2")
+def test_rows_that_are_tuples_are_merged_as_skyrl_does() -> None:
+    from skyrl.train.generators.base import TrajectoryID
+
+    output = {
+        "prompt_token_ids": [(1,), (1, 2, 3)], "response_ids": [[2], [4]],
+        "loss_masks": [[1], [1]], "rewards": [0.0, 1.0], "rollout_logprobs": None,
+        "trajectory_ids": [TrajectoryID("a", 0)] * 2, "is_last_step": [False, True],
+    }  # fmt: skip
+    assert_same_outcome(
+        outcome(ORIGINALS.function("merge_stepwise_output"), output),
+        outcome(ours.merge_stepwise_output, output),
+    )

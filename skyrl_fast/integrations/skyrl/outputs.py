@@ -163,6 +163,8 @@ def merge_stepwise_output(generator_output: Any) -> dict[str, Any]:
         if field != "rollout_metrics" and value is not None:
             require(isinstance(value, list), f"{field} that is no list")
             require(len(value) == len(output["response_ids"]), f"{field} of another length")
+    for field in ("prompt_token_ids", "response_ids"):  # a tuple never equals a list's beginning
+        require(set(map(type, output[field])) <= {list}, f"{field} of another type")
     given = {"rollout_logprobs": None, **output}
     _check(len(output["response_ids"]), given, step_wise=True)
     steps = {field: given[field] for field in MERGED if given.get(field) is not None}

@@ -65,8 +65,10 @@ def test_advantage(benchmark, contender: str, size: str, threads: int) -> None:
         if contender == "skyrl_warm_no_gc":
             gc.collect()
             gc.disable()
-        rounds = 5 if "skyrl" in contender and contender != "skyrl_fast" else 25
-        benchmark.pedantic(function, args=args, rounds=rounds, warmup_rounds=1)
+        rounds = {"medium": 200, "large": 25}[size]
+        if contender.startswith("skyrl") and contender != "skyrl_fast":
+            rounds //= 5
+        benchmark.pedantic(function, args=args, rounds=rounds, warmup_rounds=3)
     finally:
         gc.enable()
         torch.set_num_threads(before)

@@ -27,7 +27,7 @@ from skyrl_fast.ops.policy_loss import (
 )
 
 SIZES = ["medium", "large"]
-ROUNDS = {"medium": 60, "large": 7}
+ROUNDS = {"medium": 300, "large": 7}
 
 
 @functools.lru_cache(maxsize=1)
@@ -126,4 +126,4 @@ def test_forward_backward(
     benchmark.group = f"{loss} forward+backward {size} {threads}T"
     benchmark.extra_info["cells"] = d["mask"].numel()
     benchmark.extra_info["trained"] = float(d["mask"].mean())
-    benchmark.pedantic(run, rounds=ROUNDS[size], warmup_rounds=3)
+    benchmark.pedantic(run, rounds=ROUNDS[size], warmup_rounds=5)

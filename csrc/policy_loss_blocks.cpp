@@ -105,18 +105,7 @@ SKYRL_HD void any_loss_chunk(LossKind loss, const LossParams<T>& params, const P
   switch (loss) {
 #define SKYRL_LOSS_CASE(name) \
   case LossKind::name: return loss_chunk<LossKind::name, T>(params, piece, s, grad);
-    SKYRL_LOSS_CASE(kRegular)
-    SKYRL_LOSS_CASE(kDualClip)
-    SKYRL_LOSS_CASE(kGspo)
-    SKYRL_LOSS_CASE(kCispo)
-    SKYRL_LOSS_CASE(kRolloutIs)
-    SKYRL_LOSS_CASE(kClipCov)
-    SKYRL_LOSS_CASE(kKlCov)
-    SKYRL_LOSS_CASE(kSapo)
-    SKYRL_LOSS_CASE(kDppoTv)
-    SKYRL_LOSS_CASE(kDppoKl)
-    SKYRL_LOSS_CASE(kCrossEntropy)
-    SKYRL_LOSS_CASE(kImportanceSampling)
+    SKYRL_EACH_LOSS(SKYRL_LOSS_CASE)
 #undef SKYRL_LOSS_CASE
   }
 }

@@ -224,6 +224,21 @@ SKYRL_HD TokenLoss<T> token_loss(const LossParams<T>& p, T logprob, T anchor, T 
   return out;
 }
 
+// For switches over all losses that call a template of the kind.
+#define SKYRL_EACH_LOSS(CASE) \
+  CASE(kRegular)              \
+  CASE(kDualClip)             \
+  CASE(kGspo)                 \
+  CASE(kCispo)                \
+  CASE(kRolloutIs)            \
+  CASE(kClipCov)              \
+  CASE(kKlCov)                \
+  CASE(kSapo)                 \
+  CASE(kDppoTv)               \
+  CASE(kDppoKl)               \
+  CASE(kCrossEntropy)         \
+  CASE(kImportanceSampling)
+
 // The same with the kind known only at run time.
 template <typename T>
 SKYRL_HD TokenLoss<T> token_loss(LossKind kind, const LossParams<T>& p, T logprob, T anchor,
@@ -232,18 +247,7 @@ SKYRL_HD TokenLoss<T> token_loss(LossKind kind, const LossParams<T>& p, T logpro
 #define SKYRL_LOSS_CASE(name) \
   case LossKind::name:        \
     return token_loss<LossKind::name, T>(p, logprob, anchor, delta, advantage, selected);
-    SKYRL_LOSS_CASE(kRegular)
-    SKYRL_LOSS_CASE(kDualClip)
-    SKYRL_LOSS_CASE(kGspo)
-    SKYRL_LOSS_CASE(kCispo)
-    SKYRL_LOSS_CASE(kRolloutIs)
-    SKYRL_LOSS_CASE(kClipCov)
-    SKYRL_LOSS_CASE(kKlCov)
-    SKYRL_LOSS_CASE(kSapo)
-    SKYRL_LOSS_CASE(kDppoTv)
-    SKYRL_LOSS_CASE(kDppoKl)
-    SKYRL_LOSS_CASE(kCrossEntropy)
-    SKYRL_LOSS_CASE(kImportanceSampling)
+    SKYRL_EACH_LOSS(SKYRL_LOSS_CASE)
 #undef SKYRL_LOSS_CASE
   }
   return TokenLoss<T>();

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/cuda_arguments.h"
+#include "bindings/logit_rows.h"
 #include "bindings/loss_params.h"
 #include "bindings/ops.h"
 
@@ -17,27 +18,9 @@ namespace {
 constexpr char kOp[] = "selected_logprob";
 constexpr char kLossOp[] = "masked_logprob_loss";
 
-// (inner rows, vocab) or (outer rows, inner rows, vocab), in any row strides.
 LogitRows rows_of(const TensorView& t) {
   check_cuda(t);
-  if (t.dtype != DType::kFloat32 && t.dtype != DType::kBFloat16 && t.dtype != DType::kFloat16) {
-    fail(t, "float32, bfloat16 or float16", dtype_name(t.dtype));
-  }
-  if (t.ndim != 2 && t.ndim != 3) fail(t, "2- or 3-dimensional", "shape " + t.shape_string());
-  const int last = t.ndim - 1;
-  if (t.shape[last] < 1) fail(t, "at least one column wide", "shape " + t.shape_string());
-  if (t.shape[last] > 1 && t.stride[last] != 1) {
-    fail(t, "contiguous in the last dimension", "stride " + std::to_string(t.stride[last]));
-  }
-  LogitRows rows;
-  rows.data = t.data;
-  rows.dtype = t.dtype;
-  rows.vocab = t.shape[last];
-  rows.inner_rows = t.shape[last - 1];
-  rows.inner_stride = t.stride[last - 1];
-  rows.outer_stride = t.ndim == 3 ? t.stride[0] : 0;
-  rows.num_rows = t.ndim == 3 ? t.shape[0] * t.shape[1] : t.shape[0];
-  return rows;
+  return logit_rows(t);
 }
 
 // The arguments that all ops share, borrowed and checked.

@@ -1,4 +1,5 @@
 // Turn-level credit on the CPU: one pass over the rewards, the rest over rows.
+#include <cmath>
 #include <vector>
 
 #include "advantage.h"

@@ -1,17 +1,24 @@
-// Threads for large loops: started per call, so that forked children and idle processes own none.
+// Large loops on several threads, which a pool keeps between calls.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <exception>
-#include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace skyrl_fast {
 
+// Calls run(context, part) once for each part of [0, num_parts) and returns when all are done.
+// Part 0 runs on this thread; the others are taken in order by the pool's threads and, after its
+// own, by this one: it never waits for a part that nobody has begun, so calls may nest and come
+// from several threads at once. `run` must not throw.
+void run_parts(int64_t num_parts, void (*run)(const void* context, int64_t part),
+               const void* context);
+
 // Runs fn(begin, end) over [0, n) split in equal contiguous parts, at most num_threads of them and
-// none smaller than `grain`. The caller's thread takes the first part. Which elements share a part
-// depends on num_threads; results must not (write disjoint outputs, or combine in element order).
+// none smaller than `grain`. Which elements share a part depends on num_threads; results must not
+// (write disjoint outputs, or combine in element order).
 template <typename Fn>
 void parallel_for(int num_threads, int64_t n, int64_t grain, const Fn& fn) {
   if (n <= 0) return;
@@ -22,25 +29,18 @@ void parallel_for(int num_threads, int64_t n, int64_t grain, const Fn& fn) {
     return;
   }
   std::vector<std::exception_ptr> errors(parts);
-  auto run = [&](int64_t part) {
+  const auto run = [&](int64_t part) {
     try {
       fn(n * part / parts, n * (part + 1) / parts);
     } catch (...) {
       errors[part] = std::current_exception();
     }
   };
-  std::vector<std::thread> threads;
-  threads.reserve(parts - 1);
-  for (int64_t part = 1; part < parts; ++part) {
-    try {
-      threads.emplace_back(run, part);
-    } catch (...) {  // no thread to be had: do the part here
-      run(part);
-    }
-  }
-  run(0);
-  for (auto& thread : threads) thread.join();
-  for (auto& error : errors) {
+  using Run = std::remove_reference_t<decltype(run)>;
+  run_parts(
+      parts, [](const void* context, int64_t part) { (*static_cast<const Run*>(context))(part); },
+      &run);
+  for (const auto& error : errors) {
     if (error) std::rethrow_exception(error);
   }
 }

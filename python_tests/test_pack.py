@@ -290,7 +290,8 @@ def test_bad_rows_are_named(rows: object, error: type[Exception], message: str) 
 def test_bad_options_are_named() -> None:
     rows = {"a": [[1, 2]], "b": [[1]]}
     cases = [
-        (lambda: pack_steps({}), TypeError, "non-empty mapping"),
+        (lambda: pack_steps({}), TypeError, "non-empty mapping .*, got an empty one"),
+        (lambda: pack_steps([[1, 2]]), TypeError, "non-empty mapping .*, got list$"),
         (
             lambda: pack_steps({"a": [[1]], "b": []}),
             ValueError,

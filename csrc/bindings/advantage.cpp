@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstring>
 #include <string>
 
 #include "bindings/ops.h"
@@ -38,6 +39,14 @@ void check_still(const py::object& values, Py_ssize_t size, const std::string& w
   }
 }
 
+// Whether two labels are plain strings of equal text: cheaper than to look one up.
+bool same_text(PyObject* a, PyObject* b) {
+  if (!PyUnicode_CheckExact(a) || !PyUnicode_CheckExact(b)) return false;
+  const Py_ssize_t length = PyUnicode_GET_LENGTH(a);
+  return length == PyUnicode_GET_LENGTH(b) && PyUnicode_KIND(a) == PyUnicode_KIND(b) &&
+         std::memcmp(PyUnicode_DATA(a), PyUnicode_DATA(b), length * PyUnicode_KIND(a)) == 0;
+}
+
 // Dense ids of hashable labels (strings, ints) in order of first appearance.
 void dense_ids(py::handle labels_obj, py::handle out_obj, const std::string& op,
                const std::string& name) {
@@ -63,6 +72,10 @@ void dense_ids(py::handle labels_obj, py::handle out_obj, const std::string& op,
     if (!PyUnicode_Check(label.ptr()) && !PyLong_Check(label.ptr())) {
       throw py::type_error(what + " must be strings or ints, but entry " + std::to_string(i) +
                            " is a " + Py_TYPE(label.ptr())->tp_name);
+    }
+    if (previous && same_text(label.ptr(), previous.ptr())) {
+      ids[i] = ids[i - 1];
+      continue;
     }
     py::object next = py::int_(PyDict_GET_SIZE(seen.ptr()));
     PyObject* id = PyDict_SetDefault(seen.ptr(), label.ptr(), next.ptr());

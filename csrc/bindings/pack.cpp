@@ -16,13 +16,15 @@
 #include "bindings/borrow.h"
 #include "bindings/ops.h"
 #include "bindings/rows.h"
+#include "parallel.h"
 
 namespace skyrl_fast {
 namespace {
 
-constexpr int64_t kBytesPerUnit = 1 << 20;     // one thread's bite of the work
-constexpr int64_t kBytesForThreads = 8 << 20;  // below this, starting a thread costs more
-constexpr int64_t kBytesPerListItem = 40;      // read for one item: a pointer and a small int
+constexpr int64_t kBytesPerUnit = 1 << 20;  // one thread's bite of the work
+constexpr int64_t kBytesForThreads = 8
+                                     << 20;  // below this a second thread costs more than it saves
+constexpr int64_t kBytesPerListItem = 40;    // read for one item: a pointer and a small int
 
 #if defined(Py_GIL_DISABLED)
 constexpr bool kListsByAllThreads = false;  // nothing keeps other threads from changing them
@@ -71,20 +73,15 @@ class Fill {
   }
 
   void run(int num_threads) {
-    const int helpers = total_bytes_ < kBytesForThreads ? 0 : std::max(0, num_threads - 1);
-    Helpers threads(this, helpers);
-    try {
-      read_lists();
-      read_other_lists();
-    } catch (...) {
-      next_unit_ = static_cast<int64_t>(units_.size());  // nothing more to begin
-      throw;
-    }
-    {
-      py::gil_scoped_release release;
-      work();
-      threads.join();
-    }
+    const int threads = total_bytes_ < kBytesForThreads ? 1 : std::max(1, num_threads);
+    parallel_for(threads, threads, 1, [&](int64_t thread, int64_t) {
+      if (thread == 0) {
+        lead();  // on the caller's thread, which holds the GIL
+      } else {
+        if (kListsByAllThreads) work_on_lists();
+        work();
+      }
+    });
     if (failure_) std::rethrow_exception(failure_);
     if (bad_copy_ >= 0) copies_[bad_copy_].rows->refuse(bad_row_, bad_position_, bad_bounds());
   }
@@ -96,29 +93,17 @@ class Fill {
     bool is_done = false;  // of lists: all rows were plain
   };
 
-  class Helpers {
-   public:
-    Helpers(Fill* fill, int count) {
-      for (int i = 0; i < count; ++i) {
-        try {
-          threads_.emplace_back([fill] {
-            if (kListsByAllThreads) fill->work_on_lists();
-            fill->work();
-          });
-        } catch (...) {  // no thread to be had: the caller does it all
-          return;
-        }
-      }
+  void lead() {
+    try {
+      read_lists();
+      read_other_lists();
+    } catch (...) {
+      next_unit_ = static_cast<int64_t>(units_.size());  // nothing more to begin
+      throw;
     }
-    ~Helpers() { join(); }
-    void join() {
-      for (std::thread& thread : threads_) thread.join();
-      threads_.clear();
-    }
-
-   private:
-    std::vector<std::thread> threads_;
-  };
+    py::gil_scoped_release release;
+    work();
+  }
 
   Bounds bad_bounds() const { return copies_[bad_copy_].bounds; }
 

@@ -105,7 +105,8 @@ def read_field(op: str, name: str, rows: Rows) -> Field:
 def read_fields(op: str, fields: Mapping[str, Rows]) -> dict[str, Field]:
     """Return every field; all must have the same number of rows."""
     if not isinstance(fields, Mapping) or not fields:
-        raise TypeError(f"{op}: fields must be a non-empty mapping of name to rows, got {fields!r}")
+        got = "an empty one" if isinstance(fields, Mapping) else type(fields).__name__
+        raise TypeError(f"{op}: fields must be a non-empty mapping of name to rows, got {got}")
     read = {name: read_field(op, name, rows) for name, rows in fields.items()}
     first = next(iter(read.values()))
     for field in read.values():

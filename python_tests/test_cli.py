@@ -20,6 +20,7 @@ from skyrl_fast.rollout.weight_update import WeightSyncError
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.checkpoint import CheckpointError, RunInUseError
 from skyrl_fast.train.run import Outcome, SetupError
+from skyrl_fast.trajectory_store.writer import StoreError
 
 ROOT = Path(__file__).parent.parent
 
@@ -118,6 +119,7 @@ def test_stopped_runs_say_how_to_go_on(
         (EngineDeadError("the vLLM engine died"), 1),
         (WeightSyncError("the engine's logprobs differ"), 1),
         (RolloutError("all 8 trajectories failed"), 1),
+        (StoreError("the disk is full"), 1),
         (KeyboardInterrupt(), 130),
     ],
 )

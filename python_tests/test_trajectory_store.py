@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -28,11 +29,11 @@ from hypothesis import strategies as st
 
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.trajectory_store import read_index, read_trajectories
-from skyrl_fast.trajectory_store.lines import encode_line
+from skyrl_fast.trajectory_store.lines import encode_line, plain
 from skyrl_fast.trajectory_store.reader import read_trajectory
 from skyrl_fast.trajectory_store.token_text import TokenText
 from skyrl_fast.trajectory_store.trained import trained_steps
-from skyrl_fast.trajectory_store.writer import TrajectoryWriter
+from skyrl_fast.trajectory_store.writer import StoreError, TrajectoryWriter
 
 LONE = "\udc80"
 HOSTILE = "</script><script>\u2028\u2029\u0085\x00\x1b[31m\u202eabc\u2066 " + LONE + "é 日本 🙂"
@@ -241,7 +242,7 @@ def test_whatever_was_written_is_one_line_that_every_reader_takes(tmp_path: Path
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists))
 def test_every_value_becomes_strict_json(value: Any) -> None:
-    line = encode_line({"value": value})
+    line = encode_line({"value": plain(value)})
 
     def no_constant(name: str) -> None:
         raise AssertionError(name)
@@ -252,7 +253,12 @@ def test_every_value_becomes_strict_json(value: Any) -> None:
 
 def test_numbers_that_json_does_not_have() -> None:
     record = {"nan": float("nan"), "inf": np.float32("-inf"), "big": 2**60, "np": np.int64(3)}
-    assert json.loads(encode_line(record)) == {"nan": None, "inf": None, "big": str(2**60), "np": 3}
+    assert json.loads(encode_line(plain(record))) == {
+        "nan": None,
+        "inf": None,
+        "big": str(2**60),
+        "np": 3,
+    }
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -394,13 +400,14 @@ def test_a_part_is_whole_or_not_there(tmp_path: Path) -> None:
 
     class Unreadable(dict[str, Any]):
         def items(self) -> Any:
-            raise OSError("no space left")
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     bad: list[Trajectory] = [
         two_turns("a", 0, 1.0),
         two_turns("b", 0, 1.0, env_metrics=Unreadable(x=1)),
     ]
-    with pytest.raises(OSError, match="no space left"):
+    want = "trajectories of step 1 not written to .*/trajectories: the disk is full; free space"
+    with pytest.raises(StoreError, match=want):
         store.write(1, "eval", bad)
     assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["index.jsonl"]
     assert read_index(tmp_path) == []

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,8 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from skyrl_fast.rollout import weight_update
-from skyrl_fast.rollout.weight_update import WeightsFile, WeightSync, WeightSyncError
+from skyrl_fast.rollout import weights_file
+from skyrl_fast.rollout.weight_update import WeightSync, WeightSyncError
+from skyrl_fast.rollout.weights_file import WeightsFile
 
 PROBE = [[1, 2, 3], [4, 5]]
 
@@ -155,13 +160,38 @@ def test_file_holds_the_tensors_is_private_and_goes_away() -> None:
     assert not path.parent.exists()
 
 
+KILLED_WHILE_IT_HANDS_OVER = """
+import os, signal, sys, torch
+from skyrl_fast.rollout.weights_file import WeightsFile
+
+with WeightsFile(sys.argv[1]) as file:
+    file.write({"a": torch.zeros(3)})
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_goes_with_the_next_update(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED_WHILE_IT_HANDS_OVER, str(tmp_path)]
+    root = Path(weights_file.__file__).parents[2]
+    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    (tmp_path / "skyrl_fast-weights-link").symlink_to(tmp_path.parent)  # never followed
+    with WeightsFile(str(tmp_path)) as one, WeightsFile(str(tmp_path)) as other:
+        one.write({"a": torch.zeros(3)})
+        other.write({"a": torch.zeros(3)})
+        assert not left.exists()
+        assert one.path.exists() and other.path.exists()  # in use: left alone
+    assert [path.name for path in tmp_path.iterdir()] == ["skyrl_fast-weights-link"]
+
+
 def test_nothing_to_hand_over_and_no_room_are_errors(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with WeightsFile() as file, pytest.raises(WeightSyncError, match="no weights"):
         file.write({})
     full = type("Usage", (), {"free": 10})
-    monkeypatch.setattr(weight_update.shutil, "disk_usage", lambda path: full)
+    monkeypatch.setattr(weights_file.shutil, "disk_usage", lambda path: full)
     with (
         WeightsFile() as file,
         pytest.raises(WeightSyncError, match="no room to hand over 48 bytes"),
@@ -172,8 +202,8 @@ def test_nothing_to_hand_over_and_no_room_are_errors(
 def test_without_shared_memory_the_temporary_folder_serves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(weight_update, "SHARED_MEMORY", tmp_path / "absent")
-    monkeypatch.setattr(weight_update.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(weights_file, "SHARED_MEMORY", tmp_path / "absent")
+    monkeypatch.setattr(weights_file.tempfile, "tempdir", str(tmp_path))
     with WeightsFile() as file:
         file.write({"a": torch.zeros(3)})
         assert file.path.is_relative_to(tmp_path)

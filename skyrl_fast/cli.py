@@ -105,6 +105,7 @@ def _train(options: argparse.Namespace) -> int:
         from skyrl_fast.train.checkpoint import CheckpointError, RunInUseError
         from skyrl_fast.train.dynamic_sampling import DynamicSamplingError
         from skyrl_fast.train.run import SetupError, run_training
+        from skyrl_fast.trajectory_store.writer import StoreError
     except ImportError as error:
         return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train]'")
     overrides = [*options.overrides, *(["trainer.resume_mode=latest"] if options.resume else [])]
@@ -117,6 +118,7 @@ def _train(options: argparse.Namespace) -> int:
         DynamicSamplingError,
         EngineError,
         RolloutError,
+        StoreError,
         WeightSyncError,
     ) as error:
         return _complain(str(error), EXIT_FAILED)

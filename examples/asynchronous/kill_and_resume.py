@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -78,14 +79,12 @@ def kill_and_resume(base: Path, kills: int, moments: random.Random) -> None:
     """Let it run for a while after its start, kill it with everything it started, and again."""
     resume = [*overrides("killed"), "trainer.resume_mode=latest"]
     for number in range(kills):
-        before = last_step(base)
+        known = parts_of(base)
         process = start(base, resume, log="killed.log")
         until = None
         while process.poll() is None:
-            if until is None and (base / "killed/trajectories").is_dir():
-                newest = max((base / "killed/trajectories").glob("step_*"), default=None)
-                if newest is not None and newest.name > f"step_{before:06d}.jsonl":
-                    until = time.monotonic() + moments.uniform(0, 4)  # it trains
+            if until is None and parts_of(base) - known:
+                until = time.monotonic() + moments.uniform(0, 4)  # it trains
             if until is not None and time.monotonic() > until:
                 process.send_signal(signal.SIGKILL)
                 break
@@ -97,6 +96,14 @@ def kill_and_resume(base: Path, kills: int, moments: random.Random) -> None:
         print(f"kill {number + 1}: newest checkpoint step {last_step(base)}, in flight there: "
               f"{', '.join(flying)}", flush=True)  # fmt: skip
     train(base, resume, log="killed.log")
+
+
+def parts_of(base: Path) -> set[tuple[str, int]]:
+    """Return the stored batches and when they were written; a resumed run writes some again."""
+    folder = base / "killed/trajectories"
+    with suppress(FileNotFoundError):  # the run removes what is after its checkpoint
+        return {(path.name, path.stat().st_mtime_ns) for path in folder.glob("step_*")}
+    return set()
 
 
 def last_step(base: Path) -> int:

@@ -48,7 +48,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", type=Path, default=Path("asynchronous"))
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--weight-sync", choices=("extension", "reload"), default="extension")
+    parser.add_argument(
+        "--weight-sync",
+        choices=("extension", "reload"),
+        default="extension",
+        help="reload: not on CPU, where it leaves the quickstart's tied head behind",
+    )
     options = parser.parse_args()
     base: Path = options.base.resolve()
     base.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,8 @@ import torch
 
 from skyrl_fast.rollout.engine import Engine, EngineDeadError, Generation, SamplingParams
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
-from skyrl_fast.rollout.weight_update import WeightsFile, WeightSync, WeightSyncReport
+from skyrl_fast.rollout.weight_update import WeightSync, WeightSyncReport
+from skyrl_fast.rollout.weights_file import WeightsFile
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

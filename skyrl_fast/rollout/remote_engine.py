@@ -23,7 +23,8 @@ import torch
 
 from skyrl_fast.rollout.engine import EngineDeadError, EngineError, Generation, SamplingParams
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
-from skyrl_fast.rollout.weight_update import WeightsFile, WeightSyncError, refuse_missing_weights
+from skyrl_fast.rollout.weight_update import WeightSyncError, refuse_missing_weights
+from skyrl_fast.rollout.weights_file import WeightsFile
 
 log = logging.getLogger(__name__)
 

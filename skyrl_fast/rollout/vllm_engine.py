@@ -28,10 +28,10 @@ from skyrl_fast.rollout.vllm_start import (
     interrupts_blocked,
 )
 from skyrl_fast.rollout.weight_update import (
-    WeightsFile,
     WeightSyncError,
     refuse_missing_weights,
 )
+from skyrl_fast.rollout.weights_file import WeightsFile
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -6,13 +6,10 @@ import asyncio
 import logging
 import math
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")
 PARENT_POLL_SECONDS = 1.0  # how long an engine outlives a trainer that was killed
 # Largest |engine - trainer| of one logprob that rounding explains, by the engine's dtype. Measured
 # in float32 on CPU: 1e-6 to 1e-5. bfloat16 has 8 bits of mantissa.
@@ -184,7 +180,8 @@ def _likely_causes(engine: list[list[float]], before: list[list[float]] | None) 
     """Causes, the likeliest first: an engine that did not move has not taken the weights."""
     causes = [
         "this model type's weights cannot be reloaded in this vLLM (its kernel keeps a copy of its "
-        "own): restart the engine from a saved checkpoint instead",
+        "own): take weight_sync_backend=extension if it is reload, else restart the engine from a "
+        "saved checkpoint",
         "the state dict lacks parameters, or names them otherwise than the checkpoint does",
         "the engine and the trainer compute in different dtypes: set the same dtype or a tolerance",
         "the trainer's logprob callback uses another temperature, position ids or attention mask",
@@ -220,90 +217,6 @@ def _check_lengths(probe: list[list[int]], trainer: list[list[float]]) -> None:
         raise ValueError(
             f"WeightSync: trainer_logprobs: wanted {wanted} values per probe sequence, got {got}"
         )
-
-
-# --- handing over ------------------------------------------------------------------------------
-
-
-class WeightsFile:
-    """A safetensors file in shared memory (or a temporary folder) that only this user can read.
-
-    safetensors holds tensors and nothing that could run. The file goes away on leaving the
-    context.
-
-    Args:
-        folder: where to put it instead, such as one that several machines share.
-    """
-
-    def __init__(self, folder: str | None = None) -> None:
-        self._where = folder
-        self._folder: Path | None = None
-
-    def __enter__(self) -> WeightsFile:
-        """The file itself; nothing is written yet."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Delete the file."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
-
-    @property
-    def path(self) -> Path:
-        """Where the weights lie once written."""
-        if self._folder is None:
-            raise WeightSyncError("no weights were written yet")
-        return self._folder / "weights.safetensors"
-
-    def write(
-        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-    ) -> None:
-        """Write all tensors; a tensor met again under another name (tied) is written once.
-
-        Raises:
-            WeightSyncError: nothing to write, or no room for it.
-        """
-        from safetensors.torch import save_file
-
-        tensors = _host_tensors(weights)
-        if not tensors:
-            raise WeightSyncError("there are no weights to hand over")
-        size = sum(t.numel() * t.element_size() for t in tensors.values())
-        where = self._where or _room_for(size)
-        self._folder = Path(tempfile.mkdtemp(prefix="skyrl_fast-weights-", dir=where))
-        save_file(tensors, self.path)
-
-
-def _host_tensors(
-    weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
-) -> dict[str, torch.Tensor]:
-    items = weights.items() if isinstance(weights, Mapping) else weights
-    result: dict[str, torch.Tensor] = {}
-    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-    for name, tensor in items:
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if tensor.numel() and key in seen:
-            continue
-        seen.add(key)
-        result[name] = tensor.detach().to("cpu").contiguous()
-    return result
-
-
-def _room_for(size: int) -> str | None:
-    """Shared memory if it can take `size` bytes, else the temporary folder, else an error."""
-    margin = size + size // 16
-    if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
-        if shutil.disk_usage(SHARED_MEMORY).free > margin:
-            return str(SHARED_MEMORY)
-        log.warning("%s has no room for %d bytes of weights", SHARED_MEMORY, size)
-    folder = tempfile.gettempdir()
-    if shutil.disk_usage(folder).free <= margin:
-        raise WeightSyncError(
-            f"no room to hand over {size} bytes of weights: neither in {SHARED_MEMORY} nor in "
-            f"{folder}. Free some, or set TMPDIR to a larger folder"
-        )
-    return folder
 
 
 class WeightUpdateExtension:

@@ -55,3 +55,16 @@ class Rollouts(Protocol):
 
     async def close(self) -> None:
         """Stop the engine and everything that was started."""
+
+
+def split_rollout_time(times: dict[str, float], trajectories: Sequence[Trajectory]) -> None:
+    """Share the rollouts' wall time between generate and environment, as their own sums are.
+
+    Both go on at once for many trajectories, so that only their proportion is known.
+    """
+    wall = times.pop("rollout")
+    steps = [step for trajectory in trajectories for step in trajectory.steps]
+    environment = sum(step.env_seconds for step in steps)
+    both = environment + sum(step.llm_seconds for step in steps)
+    times["environment"] = wall * environment / both if both else 0.0
+    times["generate"] = wall - times["environment"]

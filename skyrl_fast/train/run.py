@@ -89,6 +89,7 @@ def run_training(config: Config, *, make_rollouts: MakeRollouts | None = None) -
         SetupError: data, model or a package is missing.
         RunInUseError: the run folder belongs to another process or holds an earlier run.
         CheckpointError: a checkpoint cannot be read or written.
+        StoreError: trajectories cannot be written.
     """
     check_config(config)
     run_path = Path(config.trainer.run_path)

@@ -33,12 +33,12 @@ from skyrl_fast.train.policy import Optimizer, Policy
 from skyrl_fast.train.progress import ProgressDisplay
 from skyrl_fast.train.prompts import Prompt, PromptSampler
 from skyrl_fast.train.random_state import load_random_state, save_random_state
-from skyrl_fast.train.rollouts import Rollouts
+from skyrl_fast.train.rollouts import Rollouts, split_rollout_time
 from skyrl_fast.train.schedule import total_steps
 from skyrl_fast.train.sinks import Sink
 from skyrl_fast.train.training_batch import informative_uids, training_batch, with_advantages
 from skyrl_fast.train.update import update_policy
-from skyrl_fast.train.waiting import Compute, StopRequested, Stopwatch, until_stopped
+from skyrl_fast.train.waiting import Beside, Compute, StopRequested, Stopwatch, until_stopped
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
 logger = logging.getLogger(__name__)
@@ -105,6 +105,7 @@ class Trainer:
         self._writer: TrajectoryWriter | None = None  # none: nothing is dumped
         self._whole = True  # weights, counters and data position belong together
         self._compute = Compute()
+        self._beside = Beside(parts.clock)  # writes trajectories
         self._timed = Stopwatch(parts.clock, display.phase)
         self._failures = FailureWatch()
         self._source = BatchSource(config, self._failures)
@@ -127,8 +128,10 @@ class Trainer:
             if self._flow is not None:
                 await self._flow.close()
             self._compute.close()
+            self._beside.close()
         if self._saved_step != self.progress.step:
             self._save()
+        self._beside.wait()
         return self.progress
 
     def restore(self, checkpoint: Path) -> None:
@@ -210,7 +213,9 @@ class Trainer:
         self._whole = True
         await self._sync(metrics, times)
         flow.advance(self.progress.step)
-        await self._store("train", trajectories, batch, trainer_logprobs)
+        storing = self._store("train", trajectories, batch, trainer_logprobs)
+        await self._timed("store", times, storing)
+        times["store_beside"] = self._beside.took()
         self.progress.trajectories = trajectories
         if self._due(self._config.trainer.eval_interval) and parts.eval_prompts:
             metrics |= await self._evaluate()
@@ -325,13 +330,15 @@ class Trainer:
         batch: StepBatch | None = None,
         trainer_logprobs: torch.Tensor | None = None,
     ) -> None:
-        """The trajectories go to the run folder."""
+        """The trajectories go to the run folder beside what comes next; one part at a time."""
         if self._writer is not None:
             write = partial(self._writer.write, batch=batch, trainer_logprobs=trainer_logprobs)
-            await self._compute(write, self.progress.step, phase, trajectories)
+            part = partial(write, self.progress.step, phase, trajectories)
+            await self._compute(self._beside.start, part)
 
     def _save(self) -> None:
         self._display.phase("checkpoint")
+        self._beside.wait()  # a checkpoint says that what came before it is in the store
         self.progress.checkpoint = write_checkpoint(
             self._checkpoints,
             self.progress.step,
@@ -385,16 +392,3 @@ class Trainer:
         return await until_stopped(
             work, stop=self.stop, wait_for_fault=rollouts.wait_for_fault, repair=repair
         )
-
-
-def split_rollout_time(times: dict[str, float], trajectories: Sequence[Trajectory]) -> None:
-    """Share the rollouts' wall time between generate and environment, as their own sums are.
-
-    Both go on at once for many trajectories, so that only their proportion is known.
-    """
-    wall = times.pop("rollout")
-    steps = [step for trajectory in trajectories for step in trajectory.steps]
-    environment = sum(step.env_seconds for step in steps)
-    both = environment + sum(step.llm_seconds for step in steps)
-    times["environment"] = wall * environment / both if both else 0.0
-    times["generate"] = wall - times["environment"]

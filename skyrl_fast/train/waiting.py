@@ -1,10 +1,13 @@
-"""How the trainer waits: timed, in a thread, until it is stopped, and mending engines meanwhile."""
+"""How the trainer waits: timed, in a thread, until it is stopped, and mending engines meanwhile.
+
+And where it does not wait: what one thread writes beside it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -28,6 +31,48 @@ class Compute:
     def close(self) -> None:
         """Wait for what is computed, and end."""
         self._threads.shutdown(wait=True)
+
+
+class Beside:
+    """One thread that works beside the trainer, one call at a time, and none waiting behind it.
+
+    Args:
+        clock: gives seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="beside")
+        self._last: Future[None] | None = None
+        self._seconds = 0.0
+
+    def start(self, function: Callable[[], Any]) -> None:
+        """Begin a call, as soon as the one before is over.
+
+        Raises:
+            Whatever the call before raised; nothing new is begun then.
+        """
+        self.wait()
+        self._last = self._thread.submit(self._run, function)
+
+    def wait(self) -> None:
+        """Wait for the last call; raise what it raised, each time."""
+        if self._last is not None:
+            self._last.result()
+
+    def took(self) -> float:
+        """Return the seconds of the calls that ended since it was last asked."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def close(self) -> None:
+        """Wait for the last call, and end; only `wait` says how it went."""
+        self._thread.shutdown(wait=True)
+
+    def _run(self, function: Callable[[], Any]) -> None:
+        started = self._clock()
+        function()
+        self._seconds += self._clock() - started
 
 
 class Stopwatch:

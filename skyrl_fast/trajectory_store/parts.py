@@ -14,7 +14,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,8 @@ class IndexEntry:
     trained_tokens: int
 
 
-_COPIED = [f.name for f in fields(IndexEntry)][3:-3]
+_FIELDS = [f.name for f in fields(IndexEntry)]
+_COPIED = _FIELDS[3:-3]
 
 
 def part_name(step: int, phase: str) -> str:
@@ -98,7 +99,7 @@ def entry_of(record: Mapping[str, Any], file: str, offset: int, size: int) -> In
 
 def entry_fields(entry: IndexEntry) -> dict[str, Any]:
     """Return the entry as plain values, in order."""
-    return asdict(entry)
+    return {name: getattr(entry, name) for name in _FIELDS}
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:

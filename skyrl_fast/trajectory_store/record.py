@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_fast.rollout.trajectory import Step, Trajectory
-from skyrl_fast.trajectory_store.lines import rounded
+from skyrl_fast.trajectory_store.lines import plain, rounded
 from skyrl_fast.trajectory_store.token_text import TokenText
 from skyrl_fast.trajectory_store.trained import TrainedStep
 
@@ -55,7 +55,7 @@ def trajectory_record(
         "repetition_id": trajectory.repetition_id,
         "env_class": trajectory.env_class,
         "data_source": trajectory.data_source or "",
-        "reward": total_reward(trajectory),
+        "reward": plain(total_reward(trajectory)),
         "advantage": _advantage(trained),
         "stop_reason": trajectory.stop_reason,
         "failure": trajectory.failure or "",
@@ -63,13 +63,13 @@ def trajectory_record(
         "policy_version": oldest,
         "staleness": staleness,
         "seconds": round(trajectory.seconds, _SECOND_DECIMALS),
-        "env_metrics": trajectory.env_metrics,
+        "env_metrics": plain(trajectory.env_metrics),
         "turns": [
             {
                 "context": text.decode(own.prompt_token_ids[shared:]),
                 "response": words,
                 "observation": own.observation,
-                "reward": float(own.reward),
+                "reward": plain(float(own.reward)),
                 "stop_reason": own.stop_reason,
                 "prompt_tokens": len(own.prompt_token_ids),
                 "response_tokens": len(own.response_ids),
@@ -126,7 +126,8 @@ def _token_values(step: Step, own: TrainedStep | None, evaluated: bool) -> dict[
 
 
 def _unless_empty(values: np.ndarray) -> list[float | None]:
-    return [] if np.isnan(values).all() else rounded(values)
+    numbers = rounded(values)
+    return [] if numbers.count(None) == len(numbers) else numbers
 
 
 def _advantage(trained: Sequence[TrainedStep]) -> float | None:

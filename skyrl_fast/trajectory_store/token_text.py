@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from skyrl_fast.trajectory_store.lines import storable
 
-_MAX_PAIRS = 1 << 18  # remembered pairs of tokens; then they are forgotten and learnt again
+_MAX_LEARNT = 1 << 18  # tokens or pairs of them; then they are forgotten and learnt again
 _UNFINISHED = "\ufffd"  # what a tokenizer writes for a part of a character
+
+
+class _Learnt(dict[Any, str]):
+    """Texts, each made when it is first asked for."""
+
+    def __init__(self, make: Callable[[Any], str]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: Any) -> str:
+        if len(self) >= _MAX_LEARNT:
+            self.clear()
+        self[key] = text = self._make(key)
+        return text
 
 
 class TokenText:
@@ -25,8 +39,8 @@ class TokenText:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._alone: dict[int, str] = {}
-        self._after: dict[tuple[int, int], str] = {}
+        self._alone = _Learnt(lambda token: self.decode([token]))
+        self._after = _Learnt(self._behind)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the tokens' text as it is stored, special tokens included."""
@@ -47,28 +61,17 @@ class TokenText:
         return text, self._by_prefixes(ids, text)
 
     def _pieces_alone(self, ids: Sequence[int], text: str) -> list[int] | None:
-        return _ends_if_equal([self._of(token) for token in ids], text)
+        return _ends_if_equal(list(map(self._alone.__getitem__, ids)), text)
 
     def _pieces_after(self, ids: Sequence[int], text: str) -> list[int] | None:
         if not len(ids):
             return []
-        pieces = [self._of(ids[0])]
-        pieces += [self._behind(one, two) for one, two in pairwise(ids)]
+        pieces = [self._alone[ids[0]], *map(self._after.__getitem__, pairwise(ids))]
         return _ends_if_equal(pieces, text)
 
-    def _of(self, token: int) -> str:
-        if token not in self._alone:
-            self._alone[token] = self.decode([token])
-        return self._alone[token]
-
-    def _behind(self, before: int, token: int) -> str:
-        key = (before, token)
-        if key not in self._after:
-            if len(self._after) >= _MAX_PAIRS:
-                self._after.clear()
-            first, both = self._of(before), self.decode([before, token])
-            self._after[key] = both[len(first) :] if both.startswith(first) else ""
-        return self._after[key]
+    def _behind(self, pair: tuple[int, int]) -> str:
+        first, both = self._alone[pair[0]], self.decode(pair)
+        return both[len(first) :] if both.startswith(first) else ""
 
     def _by_prefixes(self, ids: Sequence[int], text: str) -> list[int]:
         """Decode from the last finished token on: each token twice, never the whole prefix."""
@@ -88,8 +91,4 @@ class TokenText:
 def _ends_if_equal(pieces: list[str], text: str) -> list[int] | None:
     if "".join(pieces) != text:
         return None
-    ends, position = [], 0
-    for piece in pieces:
-        position += len(piece)
-        ends.append(position)
-    return ends
+    return list(accumulate(map(len, pieces)))

@@ -21,7 +21,7 @@ class TrainedStep:
 
     Args:
         loss_mask: uint8, after all filters: 1 = trained.
-        advantages: float32, NaN where the token was not part of a row.
+        advantages: float32, NaN where the token is not in the row.
         trainer_logprobs: float32, NaN where the trainer made none.
     """
 
@@ -69,8 +69,8 @@ class _Cells:
 
     def __init__(self, batch: StepBatch, trainer_logprobs: torch.Tensor | None) -> None:
         assert batch.advantages is not None
-        self.cu_seqlens = batch.cu_seqlens.numpy()
-        self.cu_responses = batch.cu_responses.numpy()
+        self.cu_seqlens = batch.cu_seqlens.tolist()
+        self.cu_responses = batch.cu_responses.tolist()
         self.tokens = batch.tokens.numpy()
         self.loss_mask = batch.loss_mask.numpy()
         self.advantages = batch.advantages.numpy()
@@ -86,16 +86,20 @@ class _Cells:
 
     def prompt_length(self, row: int) -> int:
         whole = self.cu_seqlens[row + 1] - self.cu_seqlens[row]
-        return int(whole - (self.cu_responses[row + 1] - self.cu_responses[row]))
+        return whole - (self.cu_responses[row + 1] - self.cu_responses[row])
 
     def of_step(self, step: Step, row: int) -> TrainedStep:
-        wanted = np.asarray(step.response_ids)
+        wanted = list(step.response_ids)
         start = len(step.prompt_token_ids)
         found = self.row_tokens(row)[start : start + len(wanted)]
+        offset = self.cu_responses[row] + start - self.prompt_length(row)
+        cells = slice(offset, offset + len(found))
+        if found.tolist() == wanted:  # the usual case, compared in one go
+            return TrainedStep(
+                self.loss_mask[cells], self.advantages[cells], self.trainer_logprobs[cells]
+            )
         same = np.zeros(len(wanted), dtype=bool)
         same[: len(found)] = found == wanted[: len(found)]
-        offset = int(self.cu_responses[row]) + start - self.prompt_length(row)
-        cells = slice(offset, offset + len(found))
         missing = np.full(len(wanted) - len(found), np.nan, dtype=np.float32)
 
         def taken(values: np.ndarray) -> np.ndarray:

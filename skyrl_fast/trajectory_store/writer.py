@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ from skyrl_fast.trajectory_store.parts import (
 from skyrl_fast.trajectory_store.record import trajectory_record
 from skyrl_fast.trajectory_store.token_text import TokenText
 from skyrl_fast.trajectory_store.trained import trained_steps
+
+
+class StoreError(RuntimeError):
+    """Trajectories could not be written; the message says what to do."""
 
 
 class TrajectoryWriter:
@@ -68,27 +73,39 @@ class TrajectoryWriter:
             trainer_logprobs: (A,) float32 of the batch's response tokens, NaN where there is none.
 
         Raises:
-            OSError: the disk is full or not writable; no part of this name is left half written.
+            StoreError: the disk is full or not writable. No part of this name is half written.
         """
         trained = (
             [[] for _ in trajectories]
             if batch is None
             else trained_steps(trajectories, batch, trainer_logprobs)
         )
-        name, offset = part_name(step, phase), 0
-        entries = []
+        records = (
+            trajectory_record(
+                trajectory,
+                self._text,
+                phase=phase,
+                step=step,
+                trained=own,
+                trainer_version=None if batch is None else step - 1,
+            )
+            for trajectory, own in zip(trajectories, trained, strict=True)
+        )
+        try:
+            return self._write_part(part_name(step, phase), records)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            cause = "the disk is full; free space" if full else f"{error}; make it writable"
+            raise StoreError(
+                f"trajectories of step {step} not written to {self._folder}: {cause} and resume"
+            ) from error
+
+    def _write_part(self, name: str, records: Iterable[dict[str, Any]]) -> Path:
+        entries, offset = [], 0
         partial = self._folder / f".{name}.partial"
         try:
             with partial.open("wb") as file:
-                for trajectory, own in zip(trajectories, trained, strict=True):
-                    record = trajectory_record(
-                        trajectory,
-                        self._text,
-                        phase=phase,
-                        step=step,
-                        trained=own,
-                        trainer_version=None if batch is None else step - 1,
-                    )
+                for record in records:
                     line = encode_line(record).encode()
                     file.write(line)
                     entries.append(entry_of(record, name, offset, len(line)))

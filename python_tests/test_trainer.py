@@ -382,16 +382,19 @@ def test_one_call_goes_on_beside_and_the_next_one_waits_for_it() -> None:
         events.append("second")
         raise ValueError("broken")
 
-    beside.start(first)
-    assert events == []  # it did not wait for its end
-    threading.Timer(0.1, go.set).start()
-    beside.start(second)
-    assert events[0] == "first" and beside.took() >= 0.05
-    for _ in range(2):
-        with pytest.raises(ValueError, match="broken"):
-            beside.wait()
+    async def work() -> None:
+        await beside.start(first)
+        assert events == []  # it did not wait for its end
+        asyncio.get_running_loop().call_later(0.1, go.set)  # the loop is alive while it waits
+        await beside.start(second)
+        assert events[0] == "first" and beside.took() >= 0.05
+        for _ in range(2):
+            with pytest.raises(ValueError, match="broken"):
+                await beside.start(first)
+
+    asyncio.run(work())
     with pytest.raises(ValueError, match="broken"):
-        beside.start(first)
+        beside.wait()
     beside.close()
     assert events == ["first", "second"]
 

@@ -334,7 +334,7 @@ class Trainer:
         if self._writer is not None:
             write = partial(self._writer.write, batch=batch, trainer_logprobs=trainer_logprobs)
             part = partial(write, self.progress.step, phase, trajectories)
-            await self._compute(self._beside.start, part)
+            await self._beside.start(part)
 
     def _save(self) -> None:
         self._display.phase("checkpoint")

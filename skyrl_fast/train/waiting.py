@@ -46,17 +46,18 @@ class Beside:
         self._last: Future[None] | None = None
         self._seconds = 0.0
 
-    def start(self, function: Callable[[], Any]) -> None:
+    async def start(self, function: Callable[[], Any]) -> None:
         """Begin a call, as soon as the one before is over.
 
         Raises:
             Whatever the call before raised; nothing new is begun then.
         """
-        self.wait()
+        if self._last is not None:
+            await asyncio.wrap_future(self._last)
         self._last = self._thread.submit(self._run, function)
 
     def wait(self) -> None:
-        """Wait for the last call; raise what it raised, each time."""
+        """Block until the last call is over; raise what it raised, each time."""
         if self._last is not None:
             self._last.result()
 

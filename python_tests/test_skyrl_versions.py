@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "skyrl_versions.md"
 FOLDER = ROOT / "build" / "peers" / "versions"
 # One rule for each function that only mode "fixed" replaces.
 FIRST_RULES = ("length_check", "routes_append", "dynamic_sampling_filter",
-               "dynamic_sampling_replace", "advantage_normalization")  # fmt: skip
+               "dynamic_sampling_replace")  # fmt: skip
 VERSIONS = ("0.0.1", "0.1.0", "0.2.0", "0.3.0")  # all that the package index offered
 
 
@@ -74,7 +74,8 @@ def state(tree: Path, target: Target) -> str:
 
 def page(trees: dict[str, Path]) -> str:
     targets = list(TARGETS)
-    targets += [rule.target for rule in RULES if rule.name in FIRST_RULES]
+    extra = [rule.target for rule in RULES if rule.name in FIRST_RULES]
+    targets += [target for target in extra if target not in targets]
     lines = [
         "# Versions of SkyRL",
         "",

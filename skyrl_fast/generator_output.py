@@ -253,8 +253,9 @@ def _check_step_wise(op: str, output: Mapping[str, Any]) -> None:
             f"{op}: is_last_step must be True in the last row ({len(last) - 1}), got False"
         )
     instances, repetitions = split_trajectory_ids(op, trajectory_ids)
-    starts = run_starts(trajectory_keys(instances, repetitions))
-    row = _first_return(trajectory_keys(instances, repetitions), starts)
+    keys = trajectory_keys(instances, repetitions)
+    starts = run_starts(keys)
+    row = _first_return(keys, starts)
     if row is not None:
         raise ValueError(
             f"{op}: rows of one trajectory must be adjacent, but trajectory_ids "
@@ -269,7 +270,7 @@ def _check_step_wise(op: str, output: Mapping[str, Any]) -> None:
             f"{op}: is_last_step must be {bool(ends[row])} in row {row}, because {why}, "
             f"got {bool(last[row])}"
         )
-    group_ids = dense_ids(instances)
+    group_ids = keys >> 32
     row = _first_return(group_ids, run_starts(group_ids))
     if row is not None:
         raise ValueError(
@@ -281,9 +282,9 @@ def _check_step_wise(op: str, output: Mapping[str, Any]) -> None:
 def _first_return(ids: np.ndarray, starts: np.ndarray) -> int | None:
     """Return the first row that starts a run of an id seen in an earlier run, or None."""
     heads = np.flatnonzero(starts)
-    first_of_id = np.unique(ids[heads], return_index=True)[1]
-    if len(first_of_id) == len(heads):
+    if dense_ids(ids[heads]).max() + 1 == len(heads):
         return None
+    first_of_id = np.unique(ids[heads], return_index=True)[1]
     returned = np.ones(len(heads), dtype=bool)
     returned[first_of_id] = False
     return int(heads[np.flatnonzero(returned)[0]])

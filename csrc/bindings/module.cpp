@@ -27,6 +27,7 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("data_ptr"), py::arg("num_bytes"));
   skyrl_fast::bind_advantage(m);
+  skyrl_fast::bind_cell_rows(m);
   skyrl_fast::bind_credit(m);
   skyrl_fast::bind_logprob(m);
 #if defined(SKYRL_FAST_WITH_CUDA)

@@ -7,6 +7,7 @@ namespace skyrl_fast {
 
 void bind_advantage(pybind11::module_& m);
 void bind_advantage_cuda(pybind11::module_& m);  // of CUDA builds
+void bind_cell_rows(pybind11::module_& m);
 void bind_credit(pybind11::module_& m);
 void bind_logprob(pybind11::module_& m);
 void bind_logprob_cuda(pybind11::module_& m);  // of CUDA builds

@@ -201,8 +201,11 @@ class Fill {
       Unit& unit = list_units_[i];
       const CopyJob& copy = copies_[unit.job];
       unit.is_done = kListsByAllThreads;
+      const void* before = nullptr;
       for (int64_t row = unit.begin; row < unit.end && unit.is_done; ++row) {
-        unit.is_done = copy.rows->read_plain(row, copy.dtype, copy.place(row), copy.bounds);
+        void* out = copy.place(row);
+        unit.is_done = copy.rows->read_plain(row, copy.dtype, out, copy.bounds, before);
+        before = out;
       }
       num_lists_done_.fetch_add(1, std::memory_order_release);
     }

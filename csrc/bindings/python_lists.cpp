@@ -328,19 +328,33 @@ int64_t common_prefix_of_lists(const ListPart& a, const ListPart& b, int64_t n) 
   return i;
 }
 
-bool read_plain_list(PyObject* list, int64_t size, DType dtype, void* out, Bounds bounds) {
+int64_t shared_beginning(PyObject* a, PyObject* b) {
+  const int64_t n = std::min(list_size(a), list_size(b));
+  PyObject* const* left = PySequence_Fast_ITEMS(a);
+  PyObject* const* right = PySequence_Fast_ITEMS(b);
+  constexpr int64_t kBlock = 64;
+  int64_t i = 0;
+  while (i + kBlock <= n && std::memcmp(left + i, right + i, kBlock * sizeof(*left)) == 0) {
+    i += kBlock;
+  }
+  while (i < n && left[i] == right[i]) ++i;
+  return std::max<int64_t>(0, i);
+}
+
+bool read_plain_list(PyObject* list, int64_t size, DType dtype, void* out, Bounds bounds,
+                     int64_t done) {
   if (list_size(list) != size) return false;
   PyObject* const* items = PySequence_Fast_ITEMS(list);
   bool good = true;
   const auto ints = [&](auto* typed) {
-    return read_small_ints(items, 0, size, typed, bounds, &good) == size && good;
+    return read_small_ints(items, done, size, typed, bounds, &good) == size && good;
   };
   switch (dtype) {
     case DType::kUInt8: return ints(static_cast<uint8_t*>(out));
     case DType::kInt16: return ints(static_cast<int16_t*>(out));
     case DType::kInt32: return ints(static_cast<int32_t*>(out));
     case DType::kInt64: return ints(static_cast<int64_t*>(out));
-    case DType::kFloat32: return read_floats(items, 0, size, static_cast<float*>(out)) == size;
+    case DType::kFloat32: return read_floats(items, done, size, static_cast<float*>(out)) == size;
     default: return false;
   }
 }

@@ -31,7 +31,13 @@ void read_number_list(PyObject* list, int64_t size, DType dtype, void* out, Boun
 // The same for a list of nothing but exact small ints and floats (and bools where they count), all
 // within the bounds: returns false, and leaves anything in `out`, where it is something else. Calls
 // nothing of Python: any thread may, as long as some thread holds the GIL and runs no Python.
-bool read_plain_list(PyObject* list, int64_t size, DType dtype, void* out, Bounds bounds);
+// The first `done` numbers are in `out` already.
+bool read_plain_list(PyObject* list, int64_t size, DType dtype, void* out, Bounds bounds,
+                     int64_t done);
+
+// How many of the first items of two lists are the very same objects, by their addresses alone:
+// what one holds as a number, the other does too. Calls nothing of Python, as `read_plain_list`.
+int64_t shared_beginning(PyObject* a, PyObject* b);
 
 // A part of a list or tuple of ints.
 struct ListPart {

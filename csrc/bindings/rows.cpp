@@ -1,6 +1,8 @@
 // Ragged rows from Python.
 #include "bindings/rows.h"
 
+#include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace skyrl_fast {
@@ -102,12 +104,19 @@ void Rows::check_convertible(DType out) const {
   }
 }
 
-bool Rows::read_plain(int64_t row, DType dtype, void* out, Bounds bounds) const {
+bool Rows::read_plain(int64_t row, DType dtype, void* out, Bounds bounds,
+                      const void* before) const {
   if (!rows_[row].list) return true;
   const int64_t ahead = row + 4 < num_rows() ? row + 4 : row;
   __builtin_prefetch(rows_[ahead].list.ptr());
   if (row + 1 < num_rows() && rows_[row + 1].list) prefetch_list(rows_[row + 1].list.ptr());
-  return read_plain_list(rows_[row].list.ptr(), rows_[row].size, dtype, out, bounds);
+  int64_t done = 0;
+  if (before != nullptr && rows_[row - 1].list) {
+    done = shared_beginning(rows_[row - 1].list.ptr(), rows_[row].list.ptr());
+    done = std::min(done, rows_[row].size);
+    std::memcpy(out, before, done * element_size(dtype));
+  }
+  return read_plain_list(rows_[row].list.ptr(), rows_[row].size, dtype, out, bounds, done);
 }
 
 void Rows::read_list(int64_t row, DType dtype, void* out, Bounds bounds) const {

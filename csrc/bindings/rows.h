@@ -39,8 +39,10 @@ class SKYRL_HIDDEN Rows {
   void check_convertible(DType out) const;
 
   // Any thread, while some thread holds the GIL and runs no Python. False: the row is a list, but
-  // not of plain numbers within the bounds, and `read_list` has to look at it.
-  bool read_plain(int64_t row, DType dtype, void* out, Bounds bounds) const;
+  // not of plain numbers within the bounds, and `read_list` has to look at it. `before`: where the
+  // row before was read to by this function with these bounds, or null. Contexts grow: what both
+  // lists begin with is copied from there.
+  bool read_plain(int64_t row, DType dtype, void* out, Bounds bounds, const void* before) const;
 
   // With the GIL; may run Python code. Throws at what is no number within the bounds.
   void read_list(int64_t row, DType dtype, void* out, Bounds bounds) const;

@@ -117,8 +117,8 @@ def _is_trajectory_id(entry: Any) -> bool:
 
 
 def trajectory_keys(instances: Sequence[Any], repetitions: np.ndarray) -> np.ndarray:
-    """Return (N,) int64, equal exactly where both ids are."""
-    return dense_ids(instances) * (1 << 32) + np.unique(repetitions, return_inverse=True)[1]
+    """Return (N,) int64, equal exactly where both ids are; the upper half numbers the instances."""
+    return (dense_ids(instances) << 32) + dense_ids(repetitions)
 
 
 def dense_ids(labels: Sequence[Any] | np.ndarray | torch.Tensor) -> np.ndarray:

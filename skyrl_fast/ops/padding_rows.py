@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from skyrl_fast.ops import _backend
 
 OP = "pad_batch"
 PAD_MODES = ("repeat", "cheap")
+SCALARS = {int, float, str, bool, type(None)}
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
 
 
@@ -53,7 +55,7 @@ def pad_batch(batch: Batch, pad_size: int, *, mode: str = "repeat") -> Batch:
         metadata["pad_size"] = 0
         return batch
     padded = {
-        name: _pad_field(name, value, pad_size, mode)
+        name: pad_field(name, value, pad_size, mode)
         for name, value in batch.items()
         if name != "metadata"
     }
@@ -84,9 +86,18 @@ def padding_metadata(metadata: Mapping[str, Any] | None, pad_size: int) -> dict[
         elif name == "is_last_step" and value is not None:
             padded[name] = [*value, *[True] * pad_size]
         else:
-            padded[name] = copy.deepcopy(value)
+            padded[name] = _deep_copy(value)
     padded["pad_size"] = pad_size
     return padded
+
+
+def _deep_copy(value: Any) -> Any:
+    """Return what copy.deepcopy returns, faster for lists of scalars and of tuples of scalars."""
+    if type(value) is list:
+        inner = value if set(map(type, value)) != {tuple} else chain.from_iterable(value)
+        if set(map(type, inner)) <= SCALARS:
+            return value.copy()
+    return copy.deepcopy(value)
 
 
 def check_pad_mode(op: str, pad_size: int, mode: str) -> None:
@@ -124,7 +135,8 @@ def write_padding_rows(name: str, tensor: torch.Tensor, num_rows: int, mode: str
             rows[..., -1] = 1
 
 
-def _pad_field(name: str, value: Any, pad_size: int, mode: str) -> Any:
+def pad_field(name: str, value: Any, pad_size: int, mode: str) -> Any:
+    """Return a batch's field with `pad_size` more rows, None for None; see `pad_batch`."""
     if value is None:
         return None
     if isinstance(value, torch.Tensor):

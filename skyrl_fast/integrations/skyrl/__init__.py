@@ -50,6 +50,11 @@ from skyrl_fast.integrations.skyrl.outputs import (
 from skyrl_fast.integrations.skyrl.ray_workers import autoinstall, runtime_env
 from skyrl_fast.integrations.skyrl.report import Report, SkyRLFastWarning
 from skyrl_fast.integrations.skyrl.switch import install, report, uninstall
+from skyrl_fast.integrations.skyrl.trainer_steps import (
+    convert_to_training_input,
+    normalize_advantages,
+    postprocess_generator_output,
+)
 
 __all__ = [
     "Report",
@@ -67,6 +72,7 @@ __all__ = [
     "compute_rloo_outcome_advantage",
     "concatenate_generator_outputs",
     "convert_prompts_responses_to_batch_tensors",
+    "convert_to_training_input",
     "cross_entropy_loss",
     "dppo_policy_loss",
     "get_metrics_from_generator_output",
@@ -77,8 +83,10 @@ __all__ = [
     "logprobs_from_logits",
     "make_router_padding_mask",
     "merge_stepwise_output",
+    "normalize_advantages",
     "pad_batch",
     "pad_training_input_batch",
+    "postprocess_generator_output",
     "ppo_policy_loss",
     "report",
     "rollout_is_policy_loss",

@@ -8,16 +8,17 @@ not by `skyrl_fast.group_advantage`, which keeps float64 throughout.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
 import torch
 
+from skyrl_fast import _C
 from skyrl_fast.batch.row_index import dense_ids
 from skyrl_fast.integrations.skyrl.names import BY_NAME
 from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError, find, require, stand_in
 from skyrl_fast.ops import _backend
-from skyrl_fast.ops.advantage import group_advantage
 
 METHOD = "RayPPOTrainer.compute_advantages_and_returns"
 GRPO, RLOO, MAXRL = (
@@ -174,32 +175,25 @@ def compute_advantages_and_returns(self: Any, data: Any) -> Any:
     name = _builtin_estimator(algorithm.advantage_estimator)
     rewards, mask, metadata = data["rewards"], data["response_mask"], data.metadata
     require(rewards.dtype == torch.float32 and rewards.device.type == "cpu", "other rewards")
-    require(mask.shape == rewards.shape, "a mask of another shape")
+    require(mask.dtype == torch.int64 and mask.shape == rewards.shape, "another mask")
     flags = metadata["is_last_step"]
     require(len(flags) == len(rewards) and set(map(type, flags)) <= {bool}, "other is_last_step")
     require(flags[-1], "a last row that is no last step")
-    last = torch.tensor(flags, dtype=torch.bool)
-    ends = last.nonzero()[:, 0]
-    scores = _last_scores(rewards, ends)
-    labels = np.array(metadata["uids"], dtype=object)[ends.numpy()]
+    last = torch.from_numpy(np.array(flags, dtype=bool))
+    scores = _last_scores(rewards, last.nonzero()[:, 0])
+    labels = list(compress(metadata["uids"], flags))
     outcomes = _outcomes(name, scores, labels, norm_by_std=algorithm.grpo_norm_by_std)
-    trajectory = torch.cumsum(last, 0) - last.long()
-    spread = torch.zeros(len(last))
-    spread[ends] = outcomes
-    # Each trajectory is a group of its own, so that its score is its advantage.
-    advantages = group_advantage(
-        spread, trajectory, is_last_step=last, response_mask=mask, estimator="dr_grpo"
-    )
+    of_rows = outcomes[torch.cumsum(last, 0) - last.long()]
+    advantages = _backend.empty(mask.shape, torch.float32)
+    counts = torch.empty(len(mask), dtype=torch.int64)
+    _C.multiply_rows(of_rows, mask.contiguous(), advantages, counts, _backend.num_threads())
     data["returns"], data["advantages"] = advantages, advantages
     num_real = len(rewards) - metadata.get("pad_size", 0)
     final = scores[: int(last[:num_real].sum())].mean().item()
-    counts = torch.ops.skyrl_fast.mask_counts(mask.contiguous(), None)[:num_real].double()
-    of_rows = outcomes.double()[trajectory[:num_real]]
-    total = counts.sum()
+    sums = of_rows[:num_real].double() * counts[:num_real]
+    total = counts[:num_real].sum()
     data = data.to("cpu")
-    _log(
-        self, data, final, (of_rows * counts).sum() / total, (of_rows.abs() * counts).sum() / total
-    )
+    _log(self, data, final, sums.sum() / total, sums.abs().sum() / total)
     return data
 
 
@@ -220,9 +214,14 @@ def _builtin_estimator(name: Any) -> str:
 
 
 def _last_scores(rewards: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    rows = _backend.empty((len(ends), rewards.shape[1]), rewards.dtype)
-    torch.index_select(rewards, 0, ends, out=rows)
-    return rows.sum(dim=-1)
+    """Return (J,) sums of the rewards of these rows, to the bit what torch gives."""
+    nonzeros = torch.empty(len(ends), dtype=torch.int64)
+    lasts = torch.empty(len(ends), dtype=torch.float32)
+    rewards = rewards.detach().contiguous()
+    _C.count_nonzeros(rewards, ends, nonzeros, lasts, _backend.num_threads())
+    if int(nonzeros.max()) <= 1:  # that number, in whatever order it is summed
+        return lasts
+    return rewards[ends].sum(dim=-1)
 
 
 def _log(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,44 @@ logger = logging.getLogger(__name__)
 CONVERT = "convert_prompts_responses_to_batch_tensors"
 PAD = "pad_training_input_batch"
 MAX_DUMMY_EXPERTS = 256  # beyond, the dummy route 0, 1, ... does not fit SkyRL's smallest dtype
+
+
+class SpareRows(threading.local):
+    """While a trainer converts: padding rows that are made with the batch, so that none is copied.
+
+    `convert` makes them behind the rows that it returns; `pad` gives back what it finds there.
+    """
+
+    num_rows = 0
+
+    def __init__(self) -> None:
+        self._wholes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def made(self, num_rows: int) -> Iterator[None]:
+        """Let `convert` make so many padding rows."""
+        self.num_rows = num_rows
+        try:
+            yield
+        finally:
+            self.num_rows = 0
+            self._wholes.clear()
+
+    def heads(self, tensors: batch_tensors.BatchTensors) -> batch_tensors.BatchTensors:
+        """Return the tensors without their last rows, which `whole` finds again."""
+        heads = [t if t is None else t[: len(t) - self.num_rows] for t in tensors]
+        for head, whole in zip(heads, tensors, strict=True):
+            if head is not None and whole is not None:
+                self._wholes[id(head)] = (head, whole)
+        return tuple(heads)  # type: ignore[return-value]
+
+    def whole(self, head: Any) -> torch.Tensor | None:
+        """Return the tensor with its padding rows, None for a tensor that has none."""
+        known = self._wholes.get(id(head))
+        return None if known is None else known[1]
+
+
+SPARE = SpareRows()
 
 
 @stand_in(CONVERT, renamed={"tokenizer": "pad_token_id"})
@@ -64,8 +104,11 @@ def convert_prompts_responses_to_batch_tensors(
     else:
         pad_token_id = pad_token_id.pad_token_id
     tensors = batch_tensors.convert_prompts_responses_to_batch_tensors(
-        pad_token_id, prompts, responses, rewards, loss_masks, logprobs, rollout_expert_indices
-    )
+        pad_token_id, prompts, responses, rewards, loss_masks, logprobs, rollout_expert_indices,
+        pad_size=SPARE.num_rows,
+    )  # fmt: skip
+    if SPARE.num_rows:
+        tensors = SPARE.heads(tensors)
     width = tensors[0].shape[1]
     if max_seq_len is not None and width > max_seq_len:
         logger.warning(
@@ -138,7 +181,19 @@ def pad_training_input_batch(unpadded_batch: Any, pad_size: int) -> Any:
         if routes is not None or mask is not None:
             require(ORIGINALS.label(PAD) == NEWEST, "routes, which older texts pad otherwise")
             require(mask is None or mask.dtype == torch.bool, "a router_padding_mask of numbers")
-    return padding_rows.pad_training_input_batch(unpadded_batch, pad_size)
+    if not pad_size or pad_size != SPARE.num_rows:
+        return padding_rows.pad_training_input_batch(unpadded_batch, pad_size)
+    metadata = padding_rows.padding_metadata(unpadded_batch.metadata, pad_size)
+    padded = type(unpadded_batch)(
+        {name: _padded(name, value, pad_size) for name, value in unpadded_batch.items()}
+    )
+    padded.metadata = metadata
+    return padded
+
+
+def _padded(name: str, value: Any, pad_size: int) -> Any:
+    whole = SPARE.whole(value)
+    return padding_rows.pad_field(name, value, pad_size, "repeat") if whole is None else whole
 
 
 @stand_in("RayPPOTrainer.pad_batch")

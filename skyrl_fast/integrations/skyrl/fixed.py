@@ -9,12 +9,9 @@ import torch
 
 from skyrl_fast import generator_merge, generator_output
 from skyrl_fast.advantages import normalize_advantages
-from skyrl_fast.integrations.skyrl import logprobs, outputs
-from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS
+from skyrl_fast.integrations.skyrl import logprobs, outputs, trainer_steps
 from skyrl_fast.metrics import rollout_metrics
 from skyrl_fast.ops.logprob import selected_logprob
-
-NORMALIZE = "RayPPOTrainer._normalize_advantages"
 
 
 def merge_stepwise_output(generator_output: Any) -> dict[str, Any]:
@@ -65,10 +62,9 @@ def normalize(
 
     SkyRL takes the mean over padded cells too, and counts the tokens of padding rows.
     """
-    original = ORIGINALS.function(NORMALIZE)
-    assert original is not None
+    scale = trainer_steps.normalize_advantages
     if not self.cfg.trainer.algorithm.advantage_batch_normalize:
-        return original(self, data, mini_batch_boundaries, prompt_boundaries)
+        return scale(self, data, mini_batch_boundaries, prompt_boundaries)
     mask = data["response_mask"].clone()
     num_real = len(mask) - data.metadata.get("pad_size", 0)
     mask[num_real:] = 0
@@ -76,4 +72,4 @@ def normalize(
     own = copy.copy(self)
     own.cfg = copy.deepcopy(self.cfg)
     own.cfg.trainer.algorithm.advantage_batch_normalize = False
-    return original(own, data, mini_batch_boundaries, prompt_boundaries)
+    return scale(own, data, mini_batch_boundaries, prompt_boundaries)

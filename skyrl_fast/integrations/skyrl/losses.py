@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from skyrl_fast import _C
 from skyrl_fast.integrations.skyrl.names import NEWEST
 from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError, require, stand_in
 from skyrl_fast.ops import _backend
@@ -22,6 +23,7 @@ from skyrl_fast.ops.policy_loss import policy_loss
 REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
 Loss = tuple[torch.Tensor, dict[str, float]]
 Tensor = torch.Tensor
+FLOAT32_COUNTS = 1 << 24  # below, counts are exact in float32, in whatever order they are summed
 
 
 @stand_in(REDUCTION)
@@ -46,32 +48,51 @@ def apply_loss_reduction_to_advantages_minibatch(
     Raises:
         ValueError: SkyRL's.
     """
+    out = _backend.empty(advantages.shape, advantages.dtype)
+    reduce_into(out, advantages, loss_mask, loss_reduction, max_seq_len, prompt_boundaries)
+    return out
+
+
+def reduce_into(
+    out: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    loss_reduction: str,
+    max_seq_len: int,
+    prompt_boundaries: list[tuple[int, int]] | None,
+) -> None:
+    """Write the scaled advantages to `out`, (N, R) as they are."""
     require(advantages.dtype == torch.float32 == loss_mask.dtype, "another dtype")
     require(advantages.device.type == "cpu" and advantages.shape == loss_mask.shape, "other shapes")
-    num_rows = len(advantages)
-    divisor: Any
+    num_rows, threads = len(advantages), _backend.num_threads()
+    counts = torch.empty(num_rows, dtype=torch.int64)
+    lasts = torch.empty(num_rows, dtype=torch.float32)
+    others = _C.count_nonzeros(loss_mask, None, counts, lasts, threads)
+    total = int(counts.sum())
+    require(not others and total < FLOAT32_COUNTS, "a mask whose sums depend on their order")
+    tokens = counts.float()
     if loss_reduction == "token_mean":
-        divisor = loss_mask.sum().clamp(min=1)
+        divisor = torch.tensor([float(max(total, 1))])
     elif loss_reduction == "sequence_mean":
-        divisor = num_rows * loss_mask.sum(dim=-1, keepdim=True).clamp(min=1)
+        divisor = num_rows * tokens.clamp(min=1)
     elif loss_reduction == "seq_mean_token_sum_norm":
-        divisor = num_rows * max_seq_len
+        divisor = torch.tensor([float(num_rows * max_seq_len)])
     else:
         require(loss_reduction == "prompt_mean", "another reduction")
-        divisor = _tokens_of_prompts(loss_mask, prompt_boundaries)
-    out = _backend.empty(advantages.shape, advantages.dtype)
-    return torch.div(advantages.detach(), divisor, out=out)
+        divisor = _tokens_of_prompts(counts, prompt_boundaries)
+    _C.divide_rows(advantages.detach(), divisor, out, threads)
 
 
-def _tokens_of_prompts(mask: Tensor, boundaries: list[tuple[int, int]] | None) -> Tensor:
-    """Return (N, 1): number of prompts times the trained tokens of each row's prompt."""
+def _tokens_of_prompts(counts: Tensor, boundaries: list[tuple[int, int]] | None) -> Tensor:
+    """Return (N,): number of prompts times the trained tokens of each row's prompt."""
     require(bool(boundaries), "no prompts")
     assert boundaries is not None
     starts, ends = (list(edge) for edge in zip(*boundaries, strict=True))
-    require(starts == [0, *ends[:-1]] and ends[-1] == len(mask), "rows outside of prompts")
-    totals = torch.stack([mask[start:end].sum() for start, end in boundaries]).clamp(min=1)
+    require(starts == [0, *ends[:-1]] and ends[-1] == len(counts), "rows outside of prompts")
     sizes = torch.tensor(ends) - torch.tensor(starts)
-    return (len(boundaries) * totals).repeat_interleave(sizes)[:, None]
+    prompt = torch.arange(len(ends)).repeat_interleave(sizes)
+    totals = torch.zeros(len(ends), dtype=torch.int64).index_add_(0, prompt, counts)
+    return (len(boundaries) * totals.float().clamp(min=1))[prompt]
 
 
 @stand_in("ppo_policy_loss")

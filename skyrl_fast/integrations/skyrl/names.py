@@ -137,6 +137,24 @@ TARGETS = (
         "advantages.compute_advantages_and_returns",
     ),
     Target(
+        "RayPPOTrainer.convert_to_training_input",
+        TRAINER,
+        {"87f0ac37486ca8d3": "main", "b7aba4fd2d1c2137": "0.3.0"},
+        "trainer_steps.convert_to_training_input",
+    ),
+    Target(
+        "RayPPOTrainer.postprocess_generator_output",
+        TRAINER,
+        {"13ace7ffcc38d592": "0.3.0"},
+        "trainer_steps.postprocess_generator_output",
+    ),
+    Target(
+        "RayPPOTrainer._normalize_advantages",
+        TRAINER,
+        {"ce6ad5a2c58d301b": "0.3.0"},
+        "trainer_steps.normalize_advantages",
+    ),
+    Target(
         "apply_loss_reduction_to_advantages_minibatch",
         PPO,
         {"0e904c5e0272d876": "0.3.0"},

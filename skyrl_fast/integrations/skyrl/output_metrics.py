@@ -6,12 +6,14 @@ read here in one pass, and handed over as one number per row.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from skyrl_fast.batch.row_index import dense_ids
 from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError, require, stand_in
 from skyrl_fast.ops.pack import pack_steps
 
@@ -77,8 +79,20 @@ def get_metrics_from_generator_output(generator_output: Any, uids: Sequence[str]
     require(bool(filled.all()), "a row without rewards")
     # A row whose rewards are 0 but for the last one is that one number, whatever SkyRL sums.
     others = np.add.reduceat(values != 0, offsets[:-1]) - (values[offsets[1:] - 1] != 0)
-    short = [row if rest else row[-1:] for row, rest in zip(rewards, others.tolist(), strict=True)]
-    return original({"rewards": short}, uids)
+    if others.any():
+        short = [row if n else row[-1:] for row, n in zip(rewards, others.tolist(), strict=True)]
+        return original({"rewards": short}, uids)
+    last = [row[-1] for row in rewards]
+    require(set(map(type, last)) <= {float, int}, "rewards of another type")
+    prompts = dense_ids(uids[: len(last)])
+    require(len(prompts) == len(last), "another number of uids")
+    scores = np.array(last, dtype=np.float64) + 0.0  # SkyRL's sums start from 0: -0.0 is 0.0
+    passed = np.unique(prompts[scores > 0])
+    return inspect.unwrap(original).__globals__["MetricsOutput"](
+        avg_score=float(np.mean(scores)),
+        pass_at_n=len(passed) / (int(prompts.max()) + 1),
+        mean_positive_reward=float(np.mean(np.maximum(scores, 0.0))),
+    )
 
 
 def _flat(rows: Any, what: str, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:

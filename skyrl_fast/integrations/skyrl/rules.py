@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from skyrl_fast.integrations.skyrl.names import (
     BY_NAME,
     GYM_GENERATOR,
-    TRAINER,
     TRAINER_UTILS,
     Target,
 )
@@ -46,12 +45,7 @@ UPDATE = Target(
     {"db2fc5a83c65fa45": "main"},
     "fixed_generation.update_state",
 )
-NORMALIZE = Target(
-    "RayPPOTrainer._normalize_advantages",
-    TRAINER,
-    {"ce6ad5a2c58d301b": "0.3.0"},
-    "fixed.normalize",
-)
+NORMALIZE = BY_NAME["RayPPOTrainer._normalize_advantages"]
 FILTER = Target(
     "handle_filter_sampling",
     TRAINER_UTILS,

@@ -24,6 +24,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 REFUSALS = (TypeError, ValueError, LookupError, AttributeError, OverflowError)
 
 
+STANDS_IN_FOR = "_skyrl_fast_stands_in_for"
+
+
 class NotOursError(Exception):
     """SkyRL's own function must treat this input; the message says why."""
 
@@ -64,6 +67,13 @@ class Originals:
                 return None
             self.keep(name, found[1], known_label(BY_NAME[name], found[0], found[1]))
         return self._functions[name]
+
+    def is_known(self, name: str, function: Any) -> bool:
+        """Return whether the function is the stand-in, or SkyRL's own of a known text."""
+        theirs = self.function(name)
+        if theirs is None or self._labels[name] is None:
+            return False
+        return function is theirs or getattr(function, STANDS_IN_FOR, "") == name
 
     def label(self, name: str) -> str:
         """Return the label of the text of SkyRL's function, the newest without SkyRL."""
@@ -124,6 +134,7 @@ def stand_in(name: str, *, renamed: Mapping[str, str] | None = None) -> Callable
                 logger.debug("%s: left to SkyRL: %s", name, counts.last_reason)
             return theirs(*args, **kwargs)
 
+        setattr(call, STANDS_IN_FOR, name)
         return call  # type: ignore[return-value]
 
     return decorate

@@ -69,7 +69,7 @@ def install(
     ORIGINALS.rules = frozenset(chosen)
     version = _version()
     failures = _load_entry_modules()
-    rows = [_replace_one(target, chosen) for target in _targets(chosen)]
+    rows = _replace(_targets(chosen), chosen)
     rows += [Row(name, "kept", why) for name, why in KEPT.items()]
     _report = Report(mode, version, chosen, tuple(rows))
     if ray_workers:
@@ -102,7 +102,7 @@ def install_on_import(mode: str = "compat", *, rules: Iterable[str] | None = Non
 
     def loaded(module_name: str) -> None:
         global _report
-        rows = [_replace_one(t, chosen) for t in _targets(chosen) if module_name in t.modules]
+        rows = _replace([t for t in _targets(chosen) if module_name in t.modules], chosen)
         _report = replace(_report, version=_version(), rows=(*_report.rows, *rows))
         _warn(rows, _report.version, [])
 
@@ -124,8 +124,8 @@ def uninstall() -> None:
     if _watch is not None:
         _watch.stop()
         _watch = None
+    _rebind([(ours, theirs) for theirs, ours in _installed.values()])
     for theirs, ours in _installed.values():
-        _rebind(ours, theirs)
         _unregister(theirs, ours)
     _installed.clear()
     _registered.clear()
@@ -198,7 +198,19 @@ def _load_entry_modules() -> list[str]:
     return failures
 
 
-def _replace_one(target: Target, rules: tuple[str, ...]) -> Row:
+def _replace(targets: Iterable[Target], rules: tuple[str, ...]) -> list[Row]:
+    """Put our functions in the places of these targets, of those whose text is known."""
+    rows = [_chosen(target, rules) for target in targets]
+    replaced = [row.name for row in rows if row.state == "replaced"]
+    places = _rebind([_installed[name] for name in replaced])
+    for name, found in zip(replaced, places, strict=True):
+        found += _register(*_installed[name])
+    of_name = dict(zip(replaced, places, strict=True))
+    return [replace(row, places=tuple(of_name.get(row.name, ()))) for row in rows]
+
+
+def _chosen(target: Target, rules: tuple[str, ...]) -> Row:
+    """Return what becomes of a target; note its functions where it is to be replaced."""
     active = [rule for rule in fixed_rules.RULES if rule.name in rules and rule.target == target]
     found = find(target)
     if found is None:
@@ -211,20 +223,21 @@ def _replace_one(target: Target, rules: tuple[str, ...]) -> Row:
     place = active[-1].stand_in if active else target.stand_in
     home, _, name = place.rpartition(".")
     ours = getattr(importlib.import_module(f"{__package__}.{home}"), name)
-    places = _rebind(theirs, ours) + _register(theirs, ours)
     _installed[target.name] = (theirs, ours)
     why = f"rules: {', '.join(rule.name for rule in active)}" if active else ""
-    return Row(target.name, "replaced", why, label, tuple(places))
+    return Row(target.name, "replaced", why, label)
 
 
-def _rebind(old: Callable[..., Any], new: Callable[..., Any]) -> list[str]:
-    """Put `new` wherever a module or class has `old`; return the places."""
-    places = []
+def _rebind(pairs: list[tuple[Callable[..., Any], Callable[..., Any]]]) -> list[list[str]]:
+    """Put each pair's second function wherever a module or class has the first; return places."""
+    of_old = {id(old): (index, new) for index, (old, new) in enumerate(pairs)}
+    places: list[list[str]] = [[] for _ in pairs]
     for where, namespace, setter in _namespaces():
         for name, value in list(namespace.items()):
-            if value is old:
-                setter(name, new)
-                places.append(f"{where}.{name}")
+            found = of_old.get(id(value))
+            if found is not None:
+                setter(name, found[1])
+                places[found[0]].append(f"{where}.{name}")
     return places
 
 

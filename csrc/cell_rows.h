@@ -1,0 +1,21 @@
+// Rows of padded cells in one pass each: counts, quotients, products. N rows, R cells.
+#pragma once
+
+#include <cstdint>
+
+namespace skyrl_fast {
+
+// Of row row_ids[i] of cells (N, R) (row_ids null: of row i): nonzeros[i], how many cells are not
+// 0, and lasts[i], the last of them, or 0. Returns how many cells are neither 0 nor 1.
+int64_t count_nonzeros_cpu(const float* cells, int64_t width, const int64_t* row_ids,
+                           int64_t num_rows, int64_t* nonzeros, float* lasts, int num_threads);
+
+// out = cells / divisors[row], or / divisors[0] for all rows where `one_divisor`.
+void divide_rows_cpu(const float* cells, int64_t num_rows, int64_t width, const float* divisors,
+                     bool one_divisor, float* out, int num_threads);
+
+// out = values[row] * mask, and the number of cells of each row whose mask is not 0.
+void multiply_rows_cpu(const float* values, const int64_t* mask, int64_t num_rows, int64_t width,
+                       float* out, int64_t* counts, int num_threads);
+
+}  // namespace skyrl_fast

@@ -1,0 +1,74 @@
+"""Counts, quotients and products of rows of cells, and lists that share their beginnings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_fast import _C, Concat, pack_steps
+
+SHAPES = [(1, 1), (3, 0), (5, 17), (2100, 1031)]  # the last one is for two threads
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_count_nonzeros(shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(0)
+    cells = torch.from_numpy(rng.choice([0.0, 0.0, 1.0, -0.0, 2.5, np.nan], shape)).float()
+    ids = torch.from_numpy(rng.permutation(shape[0])[: shape[0] // 2 + 1].copy())
+    for row_ids in (None, ids):
+        chosen = cells if row_ids is None else cells[row_ids]
+        nonzeros = torch.empty(len(chosen), dtype=torch.int64)
+        lasts = torch.empty(len(chosen))
+        others = _C.count_nonzeros(cells, row_ids, nonzeros, lasts, 2)
+        assert others == int(((chosen != 0) & (chosen != 1)).sum())
+        assert torch.equal(nonzeros, (chosen != 0).sum(1))
+        want = [next((v for v in row[::-1] if v != 0), 0.0) for row in chosen.tolist()]
+        torch.testing.assert_close(lasts, torch.tensor(want), rtol=0, atol=0, equal_nan=True)
+
+
+def test_count_nonzeros_of_rows_that_are_not_there() -> None:
+    nonzeros, lasts = torch.empty(1, dtype=torch.int64), torch.empty(1)
+    for row in (-1, 2):
+        with pytest.raises(ValueError, match="rows of cells"):
+            _C.count_nonzeros(torch.ones(2, 3), torch.tensor([row]), nonzeros, lasts, 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_divide_and_multiply(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    cells, values = torch.randn(shape), torch.randn(shape[0])
+    mask = torch.randint(0, 3, shape)
+    out = torch.empty(shape)
+    for divisors in (values, torch.tensor([3.0])):
+        _C.divide_rows(cells, divisors, out, 2)
+        assert torch.equal(out, cells / divisors[:, None])
+    counts = torch.empty(shape[0], dtype=torch.int64)
+    _C.multiply_rows(values, mask, out, counts, 2)
+    assert torch.equal(out, values[:, None] * mask.float())
+    assert torch.equal(counts, (mask != 0).sum(1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_lists_that_share_their_beginning(data: st.DataObject) -> None:
+    """A context grows by the same objects; rows in between begin anew, or differ early."""
+    numbers = st.sampled_from([0, 1, 70_000, 2**31 - 1])
+    rows: list[list[int]] = [[]]
+    for _ in range(data.draw(st.integers(1, 9))):
+        kept = rows[-1][: data.draw(st.integers(0, len(rows[-1])))]
+        more = data.draw(st.integers(0, 150))
+        rows.append(kept + [data.draw(numbers) for _ in range(min(more, 3))] + [9] * (more - 3))
+    tail = [[5]] * len(rows)
+    packed = pack_steps({"tokens": Concat(rows, tail)})["tokens"]
+    assert packed.values.tolist() == [v for row in rows for v in [*row, 5]]
+
+
+@pytest.mark.parametrize("bad", ["x", None, 2**40, True])
+def test_a_shared_mistake_is_named_in_its_first_row(bad: object) -> None:
+    rows = [[1, 2], [1, 2, bad, 3]]
+    rows.append(rows[1] + [4])
+    with pytest.raises((TypeError, ValueError), match="row 1, position 2"):
+        pack_steps({"tokens": rows})

@@ -2,14 +2,17 @@
 
 Op by op and end to end (a step-wise generator output to scaled advantages, by SkyRL's own trainer
 methods), in one process, contenders in turn. Results are compared before anything is timed.
-`--write` saves the table under bench/results/.
+A second baseline is SkyRL with freed memory kept mapped and the garbage collector off. `--write`
+keeps the figures in bench/results/peers.json, by version and size, and makes peers.md from them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import inspect
+import json
 import platform
 import statistics
 import time
@@ -21,10 +24,21 @@ from typing import Any
 import torch
 
 from bench import _data
-from bench.baselines.pipeline import SkyRL
+from bench.baselines.pipeline import SkyRL, warm_pages
 
-RESULT = Path(__file__).resolve().parent / "results" / "skyrl_drop_in.md"
-REPEATS = {"small": 15, "medium": 7, "large": 3}
+RESULT = Path(__file__).resolve().parent / "results" / "peers.json"
+SIZES = ("small", "medium", "large")
+BLOCKS = 3  # of each contender, in turn
+REPEATS, MIN_REPEATS = 15, 1  # of a block
+BLOCK_SECONDS = 0.7  # then a block ends
+END_TO_END = "end to end"
+INTRODUCTION = """\
+`make bench-peers ARGS=--write`. Medians in milliseconds, contenders in turn within one process, after a
+comparison of their results. SkyRL: as it comes; warm: with freed memory kept mapped and the garbage collector
+off, its best case. Installed: SkyRL with `install()`, nothing else changed. End to end: generator output -> checks
+-> reward metrics (-> merged steps) -> padded batch -> advantages -> advantages scaled for the loss, by SkyRL's own
+trainer methods. Floor: the batch's bytes written once to mapped memory, and the pointers of its lists read once,
+by torch on all threads."""  # noqa: E501
 DP_SIZE = 8
 LOSS_CELLS = 4096 * 512  # of a mini-batch for the policy loss
 LOGITS = (1, 256, 32000)
@@ -125,30 +139,78 @@ def works(size: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     )
 
 
-def measure(size: str) -> Iterator[tuple[str, float, float]]:
-    """Yield work, stock milliseconds, installed milliseconds: medians."""
+def measure(size: str, only: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield work, rows and medians in milliseconds: stock, stock on warm pages, installed."""
     from skyrl_fast.integrations import skyrl as drop_in
 
     drop_in.uninstall()
-    for name, work in works(size):
-        times: dict[bool, list[float]] = {False: [], True: []}
-        for repeat in range(REPEATS[size] + 1):
-            results = []
-            for installed in (False, True):
-                if installed:
-                    drop_in.install(ray_workers=False)
-                start = time.perf_counter()
-                result = work()
-                times[installed].append(time.perf_counter() - start)
-                if repeat == 0:
-                    results.append(result)
-                del result
-                drop_in.uninstall()
-            if repeat == 0:
-                check(name, *results)
-                times = {False: [], True: []}  # the first round is for comparing and warming up
-        stock, installed_ms = (statistics.median(times[k]) * 1e3 for k in (False, True))
-        yield name, stock, installed_ms
+    chosen = [(name, work) for name, work in works(size) if not only or name in only]
+    by_name: dict[str, dict[str, Any]] = {}
+    for name, work in chosen:
+        want = work()  # warms up too
+        drop_in.install(ray_workers=False)
+        got = work()
+        drop_in.uninstall()
+        check(name, want, got)
+        bytes_out = sum(t.nbytes for t in tensors_of(got))
+        del want, got
+        stock, installed = [], []
+        for _ in range(BLOCKS):
+            stock += block(work)
+            drop_in.install(ray_workers=False)
+            installed += block(work)
+            drop_in.uninstall()
+        by_name[name] = {"work": name, "bytes": bytes_out, "stock": median_ms(stock),
+                         "installed": median_ms(installed)}  # fmt: skip
+    # At the end: glibc's setting cannot be taken back wholly.
+    with warm_pages():
+        for name, work in chosen:
+            by_name[name]["stock_warm"] = median_ms([t for _ in range(2) for t in block(work)])
+            yield by_name[name]
+
+
+def block(work: Callable[[], Any]) -> list[float]:
+    """Return the seconds of some runs; the first is not counted where it is short."""
+    seconds = [timed(work)]
+    if seconds[0] < BLOCK_SECONDS:
+        seconds.clear()
+    while len(seconds) < MIN_REPEATS or (len(seconds) < REPEATS and sum(seconds) < BLOCK_SECONDS):
+        seconds.append(timed(work))
+    return seconds
+
+
+def timed(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    result = work()
+    seconds = time.perf_counter() - start
+    del result
+    return seconds
+
+
+def median_ms(seconds: list[float]) -> float:
+    return statistics.median(seconds) * 1e3
+
+
+def tensors_of(result: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a result, each memory once."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (dict, list, tuple)):
+        values = list(result.values() if isinstance(result, dict) else result)
+        tensors = {id(v): v for v in values if isinstance(v, torch.Tensor)}
+        yield from {t.data_ptr(): t for t in tensors.values()}.values()
+
+
+def floor_ms(size: str, num_bytes: int) -> float:
+    """Return the time to write a batch's bytes to mapped memory and read its lists' pointers.
+
+    By torch on all threads: what no code that makes this batch from these lists can undercut.
+    """
+    facts = _data.describe(size)
+    pointers = facts["tokens"] + 3 * facts["response_tokens"]
+    out = torch.zeros(num_bytes // 8, dtype=torch.int64)
+    items = torch.zeros(pointers, dtype=torch.int64)
+    return median_ms([timed(lambda: (out.fill_(1), items.max())) for _ in range(9)])
 
 
 def check(name: str, want: Any, got: Any) -> None:
@@ -158,6 +220,8 @@ def check(name: str, want: Any, got: Any) -> None:
         for key in want:
             check(f"{name}: {key}", want[key], got[key])
     elif isinstance(want, torch.Tensor):
+        if want.dtype == got.dtype and torch.equal(want, got):
+            return
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=name)
     elif isinstance(want, (list, tuple)) and len(want) and isinstance(want[0], torch.Tensor):
         for a, b in zip(want, got, strict=True):
@@ -166,40 +230,88 @@ def check(name: str, want: Any, got: Any) -> None:
         assert want == got, name
 
 
+def table(entries: dict[str, Any]) -> str:
+    """Return the page of all figures that were kept."""
+    lines = [
+        "# SkyRL stock and installed",
+        "",
+        *INTRODUCTION.splitlines(),
+    ]
+    for version in sorted({key.split("/")[0] for key in entries}):
+        lines += ["", f"## SkyRL {version}"]
+        for size in SIZES:
+            entry = entries.get(f"{version}/{size}")
+            if entry is None:
+                continue
+            facts = entry["facts"]
+            lines += [
+                "",
+                f"{facts['trajectories']:,} trajectories, {facts['rows']:,} rows, "
+                f"{facts['tokens']:,} tokens; batch {entry['bytes'] / 2**20:,.0f} MiB, floor "
+                f"{entry['floor']:.1f} ms. {entry['where']}",
+                "",
+                "| work | SkyRL | warm | installed | times faster | than warm |",
+                "|---|---:|---:|---:|---:|---:|",
+            ]
+            for row in entry["rows"]:
+                stock, warm, ours = row["stock"], row["stock_warm"], row["installed"]
+                lines.append(
+                    f"| {row['work']} | {stock:.2f} | {warm:.2f} | {ours:.2f} "
+                    f"| {stock / ours:.1f} | {warm / ours:.1f} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
+def where() -> str:
+    """Return machine, versions and date in one line."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        text = Path("/proc/cpuinfo").read_text()
+        name = next(x for x in text.splitlines() if x.startswith("model name")).split(": ", 1)[1]
+    return (
+        f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {datetime.date.today()}."
+    )
+
+
 def main() -> None:
     """Measure, print, and write where asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="*", default=list(REPEATS), choices=list(REPEATS))
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--works", nargs="*", default=[], help="names of works; all without it")
+    parser.add_argument("--label", help="of this SkyRL in the table, such as main")
+    parser.add_argument("--write", action="store_true", help="keep the figures, make the page")
     args = parser.parse_args()
     import skyrl
     from loguru import logger
 
     logger.disable("skyrl")
     logger.disable("skyrl_fast")
-    version = getattr(skyrl, "__version__", "?")
-    lines = [
-        "| trajectories | work | SkyRL, median ms | installed, median ms | times faster |",
-        "|---:|---|---:|---:|---:|",
-    ]
+    version = args.label or getattr(skyrl, "__version__", "of a source tree")
+    entries = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     for size in args.sizes:
-        facts = _data.describe(size)
-        for name, stock, ours in measure(size):
-            lines.append(
-                f"| {facts['trajectories']:,} | {name} | {stock:.2f} | {ours:.2f} "
-                f"| {stock / ours:.1f} |"
-            )
-            print(lines[-1], flush=True)
-    where = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    lines += [
-        "",
-        f"SkyRL {version} ({Path(skyrl.__file__).parent.parent.name}), torch {torch.__version__}, "
-        f"Python {platform.python_version()}, {where}; {datetime.date.today()}. "
-        "Contenders in turn within one process; `make bench-peers`.",
-    ]
-    print("\n" + "\n".join(lines))
+        found = []
+        for row in measure(size, args.works):
+            found.append(row)
+            ratio = row["stock"] / row["installed"]
+            print(f"{size:7} {row['work']:45} {row['stock']:9.2f} {row['stock_warm']:9.2f} "
+                  f"{row['installed']:9.2f} {ratio:5.1f}", flush=True)  # fmt: skip
+        whole = next((row["bytes"] for row in found if row["work"] == END_TO_END), 0)
+        key = f"{version}/{size}"
+        kept = entries.get(key, {}).get("rows", [])
+        names = [row["work"] for row in found]
+        entries[key] = {
+            "facts": _data.describe(size),
+            "bytes": whole or entries.get(key, {}).get("bytes", 0),
+            "floor": floor_ms(size, whole) if whole else entries.get(key, {}).get("floor", 0.0),
+            "where": where(),
+            "rows": [row for row in kept if row["work"] not in names] + found,
+        }
+        _data.generator_output.cache_clear()
+    print(table(entries))
     if args.write:
-        RESULT.write_text("# SkyRL stock and installed\n\n" + "\n".join(lines) + "\n")
+        RESULT.write_text(json.dumps(entries, indent=1) + "\n")
+        RESULT.with_suffix(".md").write_text(table(entries))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_fast import _C, Concat, pack_steps
+from skyrl_fast import Concat, pack_steps
+from skyrl_fast.ops.cell_rows import count_nonzeros, divide_rows, multiply_rows
 
 SHAPES = [(1, 1), (3, 0), (5, 17), (2100, 1031)]  # the last one is for two threads
 
@@ -20,9 +21,7 @@ def test_count_nonzeros(shape: tuple[int, int]) -> None:
     ids = torch.from_numpy(rng.permutation(shape[0])[: shape[0] // 2 + 1].copy())
     for row_ids in (None, ids):
         chosen = cells if row_ids is None else cells[row_ids]
-        nonzeros = torch.empty(len(chosen), dtype=torch.int64)
-        lasts = torch.empty(len(chosen))
-        others = _C.count_nonzeros(cells, row_ids, nonzeros, lasts, 2)
+        nonzeros, lasts, others = count_nonzeros(cells, row_ids)
         assert others == int(((chosen != 0) & (chosen != 1)).sum())
         assert torch.equal(nonzeros, (chosen != 0).sum(1))
         want = [next((v for v in row[::-1] if v != 0), 0.0) for row in chosen.tolist()]
@@ -30,10 +29,9 @@ def test_count_nonzeros(shape: tuple[int, int]) -> None:
 
 
 def test_count_nonzeros_of_rows_that_are_not_there() -> None:
-    nonzeros, lasts = torch.empty(1, dtype=torch.int64), torch.empty(1)
     for row in (-1, 2):
         with pytest.raises(ValueError, match="rows of cells"):
-            _C.count_nonzeros(torch.ones(2, 3), torch.tensor([row]), nonzeros, lasts, 1)
+            count_nonzeros(torch.ones(2, 3), torch.tensor([row]))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -43,10 +41,9 @@ def test_divide_and_multiply(shape: tuple[int, int]) -> None:
     mask = torch.randint(0, 3, shape)
     out = torch.empty(shape)
     for divisors in (values, torch.tensor([3.0])):
-        _C.divide_rows(cells, divisors, out, 2)
+        divide_rows(cells, divisors, out)
         assert torch.equal(out, cells / divisors[:, None])
-    counts = torch.empty(shape[0], dtype=torch.int64)
-    _C.multiply_rows(values, mask, out, counts, 2)
+    out, counts = multiply_rows(values, mask)
     assert torch.equal(out, values[:, None] * mask.float())
     assert torch.equal(counts, (mask != 0).sum(1))
 

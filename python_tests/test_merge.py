@@ -5,6 +5,7 @@ Section 10 of docs/spec.md.
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -352,3 +353,18 @@ def test_bad_options_are_named() -> None:
         merge_steps([[1]], [[2]], [0], drift="realign")
     with pytest.raises(ValueError, match="trajectory_ids must be 1 integers"):
         merge_steps([[1]], [[2]], [0, 1])
+
+
+def test_joined_numbers_are_nothing_for_the_collector() -> None:
+    steps = {
+        "prompt_token_ids": [[1], [1, 2, 9]], "response_ids": [[2], [3]],
+        "loss_masks": [[1], [1]], "rewards": [[0.0], [1.0]],
+        "trajectory_ids": [("a", 0), ("a", 0)], "is_last_step": [False, True],
+    }  # fmt: skip
+    merged = merge_stepwise_output(steps)
+    assert not any(gc.is_tracked(merged[name][0]) for name in ("response_ids", "rewards"))
+    row = merged["response_ids"][0]
+    row.append(row)  # as any list
+    assert row[-1] is row and len(row) == 4
+    row.clear()
+    gc.collect()

@@ -364,7 +364,9 @@ py::object join_list_pieces(const std::vector<ListPiece>& pieces, int64_t length
   py::object joined = py::reinterpret_steal<py::object>(PyList_New(length));
   if (!joined) throw py::error_already_set();
   int64_t at = 0;
+  bool numbers = true;
   const auto put = [&](PyObject* item) {
+    numbers &= PyLong_CheckExact(item) || PyFloat_CheckExact(item) || PyBool_Check(item);
     Py_INCREF(item);
     PyList_SET_ITEM(joined.ptr(), at++, item);
   };
@@ -385,6 +387,13 @@ py::object join_list_pieces(const std::vector<ListPiece>& pieces, int64_t length
     }
   }
   while (at < length) put(filler);
+#if !defined(Py_GIL_DISABLED)
+  // Numbers refer to nothing: the collector need not walk through millions of them, again and
+  // again.
+  if (numbers) PyObject_GC_UnTrack(joined.ptr());
+#else
+  (void)numbers;
+#endif
   return joined;
 }
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_fast import _C
 from skyrl_fast.batch.row_index import dense_ids
 from skyrl_fast.integrations.skyrl.names import BY_NAME
 from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError, find, require, stand_in
 from skyrl_fast.ops import _backend
+from skyrl_fast.ops.cell_rows import count_nonzeros, multiply_rows
 
 METHOD = "RayPPOTrainer.compute_advantages_and_returns"
 GRPO, RLOO, MAXRL = (
@@ -184,9 +184,7 @@ def compute_advantages_and_returns(self: Any, data: Any) -> Any:
     labels = list(compress(metadata["uids"], flags))
     outcomes = _outcomes(name, scores, labels, norm_by_std=algorithm.grpo_norm_by_std)
     of_rows = outcomes[torch.cumsum(last, 0) - last.long()]
-    advantages = _backend.empty(mask.shape, torch.float32)
-    counts = torch.empty(len(mask), dtype=torch.int64)
-    _C.multiply_rows(of_rows, mask.contiguous(), advantages, counts, _backend.num_threads())
+    advantages, counts = multiply_rows(of_rows, mask.contiguous())
     data["returns"], data["advantages"] = advantages, advantages
     num_real = len(rewards) - metadata.get("pad_size", 0)
     final = scores[: int(last[:num_real].sum())].mean().item()
@@ -215,10 +213,7 @@ def _builtin_estimator(name: Any) -> str:
 
 def _last_scores(rewards: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return (J,) sums of the rewards of these rows, to the bit what torch gives."""
-    nonzeros = torch.empty(len(ends), dtype=torch.int64)
-    lasts = torch.empty(len(ends), dtype=torch.float32)
-    rewards = rewards.detach().contiguous()
-    _C.count_nonzeros(rewards, ends, nonzeros, lasts, _backend.num_threads())
+    nonzeros, lasts, _ = count_nonzeros(rewards.detach().contiguous(), ends)
     if int(nonzeros.max()) <= 1:  # that number, in whatever order it is summed
         return lasts
     return rewards[ends].sum(dim=-1)

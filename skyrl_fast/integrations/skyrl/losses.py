@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_fast import _C
 from skyrl_fast.integrations.skyrl.names import NEWEST
 from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError, require, stand_in
 from skyrl_fast.ops import _backend
+from skyrl_fast.ops.cell_rows import count_nonzeros, divide_rows
 from skyrl_fast.ops.policy_loss import policy_loss
 
 REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
@@ -64,10 +64,8 @@ def reduce_into(
     """Write the scaled advantages to `out`, (N, R) as they are."""
     require(advantages.dtype == torch.float32 == loss_mask.dtype, "another dtype")
     require(advantages.device.type == "cpu" and advantages.shape == loss_mask.shape, "other shapes")
-    num_rows, threads = len(advantages), _backend.num_threads()
-    counts = torch.empty(num_rows, dtype=torch.int64)
-    lasts = torch.empty(num_rows, dtype=torch.float32)
-    others = _C.count_nonzeros(loss_mask, None, counts, lasts, threads)
+    num_rows = len(advantages)
+    counts, _, others = count_nonzeros(loss_mask)
     total = int(counts.sum())
     require(not others and total < FLOAT32_COUNTS, "a mask whose sums depend on their order")
     tokens = counts.float()
@@ -80,7 +78,7 @@ def reduce_into(
     else:
         require(loss_reduction == "prompt_mean", "another reduction")
         divisor = _tokens_of_prompts(counts, prompt_boundaries)
-    _C.divide_rows(advantages.detach(), divisor, out, threads)
+    divide_rows(advantages.detach(), divisor, out)
 
 
 def _tokens_of_prompts(counts: Tensor, boundaries: list[tuple[int, int]] | None) -> Tensor:

@@ -1,0 +1,61 @@
+"""Rows of padded cells in one pass each, on the CPU. N rows, R cells."""
+
+from __future__ import annotations
+
+import torch
+
+from skyrl_fast import _C
+from skyrl_fast.ops import _backend
+
+
+def count_nonzeros(
+    cells: torch.Tensor, rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return how many cells of each row are not 0, the last of these, how many are neither 0 nor 1.
+
+    A row with at most one such cell has that number as its sum, in whatever order it is summed.
+
+    Args:
+        cells: (N, R) float32, contiguous.
+        rows: (M,) int64, the rows that are looked at; None: all.
+
+    Returns:
+        (M,) int64; (M,) float32, 0 where all are 0; an int.
+
+    Raises:
+        ValueError: another dtype or shape, a row that is not there.
+    """
+    size = len(cells) if rows is None else len(rows)
+    counts = torch.empty(size, dtype=torch.int64)
+    lasts = torch.empty(size, dtype=torch.float32)
+    others = _C.count_nonzeros(cells, rows, counts, lasts, _backend.num_threads())
+    return counts, lasts, others
+
+
+def divide_rows(cells: torch.Tensor, divisors: torch.Tensor, out: torch.Tensor) -> None:
+    """Write cells / divisors to `out`.
+
+    Args:
+        cells, out: (N, R) float32, contiguous.
+        divisors: (N,) float32, or (1,) for all rows.
+
+    Raises:
+        ValueError: another dtype or shape.
+    """
+    _C.divide_rows(cells, divisors, out, _backend.num_threads())
+
+
+def multiply_rows(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (N, R) float32 values * mask, and (N,) int64: how many mask cells are not 0.
+
+    Args:
+        values: (N,) float32.
+        mask: (N, R) int64, contiguous.
+
+    Raises:
+        ValueError: another dtype or shape.
+    """
+    out = _backend.empty(mask.shape, torch.float32)
+    counts = torch.empty(len(mask), dtype=torch.int64)
+    _C.multiply_rows(values, mask, out, counts, _backend.num_threads())
+    return out, counts

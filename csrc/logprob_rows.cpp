@@ -53,11 +53,14 @@ struct LaneSums {
 };
 
 template <bool kEntropy>
-SKYRL_INLINE void accumulate(Vec x, Vec c, const Reference& r, int which, LaneSums* lanes) {
-  const Vec y = max(set1(kMinExponent), exponent(x, c, r));  // keeps NaN; -inf adds 1e-38
-  const Vec e = exp2_normal<5>(y);
-  lanes->exps[which] = add(lanes->exps[which], e);
-  if (kEntropy) lanes->products[which] = fma(e, y, lanes->products[which]);
+SKYRL_INLINE void accumulate(const Vec (&x)[2], Vec c, const Reference& r, LaneSums* lanes) {
+  Vec y[2], e[2];
+  for (int k = 0; k < 2; ++k) y[k] = max(set1(kMinExponent), exponent(x[k], c, r));
+  exp2_normal2<5>(y[0], y[1], &e[0], &e[1]);
+  for (int k = 0; k < 2; ++k) {
+    lanes->exps[k] = add(lanes->exps[k], e[k]);
+    if (kEntropy) lanes->products[k] = fma(e[k], y[k], lanes->products[k]);
+  }
 }
 
 template <bool kEntropy>
@@ -67,23 +70,22 @@ SKYRL_INLINE void flush(LaneSums* lanes, Sums* sums) {
   *lanes = LaneSums();
 }
 
-// A larger logit has come: take it as the reference, and bring the sums to it.
-template <bool kEntropy>
-__attribute__((noinline)) static void raise_reference(const Vec& candidates, float c, Reference* r,
-                                                      LaneSums* lanes, Sums* sums) {
-  flush<kEntropy>(lanes, sums);
+// A larger logit has come: take it as the reference, and bring the sums to it. References to copies
+// only: what has its address taken leaves the registers, in the loop too.
+__attribute__((noinline)) static Reference raised(const Vec& candidates, float c,
+                                                  const Reference& r, Sums* sums) {
   float lane[kLanes];
   store_lanes(lane, candidates);
-  float largest = r->max;
+  float largest = r.max;
   for (int i = 0; i < kLanes; ++i) {
     if (lane[i] > largest) largest = lane[i];
   }
   const Reference raised = reference_at(largest, largest, c);
-  const double shift = r->offset - raised.offset;
-  const double factor = r->max == -INFINITY ? 0.0 : exp2(shift);
+  const double shift = r.offset - raised.offset;
+  const double factor = r.max == -INFINITY ? 0.0 : exp2(shift);
   sums->products = factor * (sums->products + shift * sums->exps);
   sums->exps *= factor;
-  *r = raised;
+  return raised;
 }
 
 template <bool kEntropy, int kNumPairs, typename T>
@@ -93,10 +95,15 @@ SKYRL_INLINE void visit(const T* p, float c, Reference* r, LaneSums* lanes, Sums
   Vec largest = max(x[0], x[1]);
   for (int k = 1; k < kNumPairs; ++k) largest = max(largest, max(x[2 * k], x[2 * k + 1]));
   if (__builtin_expect(any_greater(largest, r->max_lanes), 0)) {
-    raise_reference<kEntropy>(largest, c, r, lanes, sums);
+    flush<kEntropy>(lanes, sums);
+    const Reference before = *r;
+    const Vec candidates = largest;
+    Sums rescaled = *sums;
+    *r = raised(candidates, c, before, &rescaled);
+    *sums = rescaled;
   }
-  for (int k = 0; k < 2 * kNumPairs; ++k) {
-    accumulate<kEntropy>(x[k], set1(c), *r, k & 1, lanes);
+  for (int k = 0; k < kNumPairs; ++k) {
+    accumulate<kEntropy>({x[2 * k], x[2 * k + 1]}, set1(c), *r, lanes);
   }
 }
 

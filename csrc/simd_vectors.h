@@ -117,6 +117,11 @@ SKYRL_INLINE Vec exp2_normal(Vec y) {
   for (int k = kDegree - 2; k >= 0; --k) p = fma(p, f, set1(kExp2[kDegree][k]));
   return _mm512_scalef_ps(p, y);  // p * 2^floor(y)
 }
+template <int kDegree>
+SKYRL_INLINE void exp2_normal2(Vec y0, Vec y1, Vec* e0, Vec* e1) {
+  *e0 = exp2_normal<kDegree>(y0);
+  *e1 = exp2_normal<kDegree>(y1);
+}
 // The instructions give 0 for -inf, and subnormals, by themselves.
 template <int kDegree>
 SKYRL_INLINE Vec exp2_or_zero(Vec y) {
@@ -290,6 +295,20 @@ SKYRL_INLINE Vec exp2_normal(Vec y) {
   Vec p = fma(set1(kExp2[kDegree][kDegree]), f, set1(kExp2[kDegree][kDegree - 1]));
   for (int k = kDegree - 2; k >= 0; --k) p = fma(p, f, set1(kExp2[kDegree][k]));
   return scale_by_low_bits(p, shifted);
+}
+// Two at once, step by step: their chains of dependent instructions overlap.
+template <int kDegree>
+SKYRL_INLINE void exp2_normal2(Vec y0, Vec y1, Vec* e0, Vec* e1) {
+  const Vec s0 = add(y0, set1(kShift)), s1 = add(y1, set1(kShift));
+  const Vec f0 = sub(y0, sub(s0, set1(kShift))), f1 = sub(y1, sub(s1, set1(kShift)));
+  Vec p0 = fma(set1(kExp2[kDegree][kDegree]), f0, set1(kExp2[kDegree][kDegree - 1]));
+  Vec p1 = fma(set1(kExp2[kDegree][kDegree]), f1, set1(kExp2[kDegree][kDegree - 1]));
+  for (int k = kDegree - 2; k >= 0; --k) {
+    p0 = fma(p0, f0, set1(kExp2[kDegree][k]));
+    p1 = fma(p1, f1, set1(kExp2[kDegree][k]));
+  }
+  *e0 = scale_by_low_bits(p0, s0);
+  *e1 = scale_by_low_bits(p1, s1);
 }
 template <int kDegree>
 SKYRL_INLINE Vec exp2_or_zero(Vec y) {

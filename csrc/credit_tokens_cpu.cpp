@@ -171,7 +171,7 @@ void chain_row(const TokenChain<Mask>& c, int64_t row, const BlockChain& blocks,
       blocks.run(rewards ? rewards + at : kNoRewards, values ? values + at : nullptr, &l,
                  advantages + at, returns ? returns + at : nullptr, sums);
     } else if (trained == Trained::kNone) {
-      if (rewards) l.reward += row_cells().sum(rewards + at, kBlock);
+      if (rewards) l.reward += row_loops().sum(rewards + at, kBlock);
       std::fill_n(advantages + at, kBlock, 0.0f);
       if (returns) std::fill_n(returns + at, kBlock, 0.0f);
     } else {
@@ -188,7 +188,7 @@ template <typename Mask>
   for (int64_t row = last; row >= first; --row) {
     const double reward = c.rewards_per_row
                               ? static_cast<double>(c.rewards[row])
-                              : row_cells().sum(c.rewards + c.rewards_layout.offset(row),
+                              : row_loops().sum(c.rewards + c.rewards_layout.offset(row),
                                                 c.rewards_layout.length(row));
     if (!std::isfinite(reward)) refuse_rewards(c.op, row, reward);
     const int64_t offset = c.layout.offset(row);

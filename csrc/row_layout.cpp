@@ -9,12 +9,12 @@
 
 namespace skyrl_fast {
 
-const RowCells& row_cells() {
+const RowLoops& row_loops() {
 #if defined(SKYRL_SIMD_X86)
-  if (simd_level() == SimdLevel::kAvx512) return row_cells_avx512();
-  if (simd_level() == SimdLevel::kAvx2) return row_cells_avx2();
+  if (simd_level() == SimdLevel::kAvx512) return row_loops_avx512();
+  if (simd_level() == SimdLevel::kAvx2) return row_loops_avx2();
 #endif
-  return row_cells_baseline();
+  return row_loops_baseline();
 }
 
 void check_trajectories(const char* op, const int64_t* group_ids, const uint8_t* is_last_step,
@@ -40,7 +40,7 @@ void refuse_rewards(const char* op, int64_t row, double sum) {
 }
 
 double row_reward(const char* op, const float* rewards, const RowLayout& layout, int64_t row) {
-  const double sum = row_cells().sum(rewards + layout.offset(row), layout.length(row));
+  const double sum = row_loops().sum(rewards + layout.offset(row), layout.length(row));
   if (!std::isfinite(sum)) refuse_rewards(op, row, sum);
   return sum;
 }

@@ -7,7 +7,7 @@
 #include <unordered_map>
 
 #include "parallel.h"
-#include "row_cells.h"
+#include "row_loops.h"
 
 namespace skyrl_fast {
 
@@ -59,19 +59,20 @@ constexpr int64_t kStreamedCells = 1 << 22;  // from here on an output is larger
 template <typename Mask, typename ValueOfRow>
 void broadcast_rows(const ValueOfRow& value_of_row, const Mask* mask, const RowLayout& layout,
                     float* out, int num_threads) {
-  const RowCells& cells = row_cells();
-  const auto times = cells.times(mask);
+  const RowLoops& loops = row_loops();
+  const auto times = loops.times(mask);
   const bool stream = layout.num_rows > 0 && layout.offset(layout.num_rows) >= kStreamedCells;
   const int64_t grain = kRowCellsPerThread / layout.mean_length() + 1;
   parallel_for(num_threads, layout.num_rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t offset = layout.offset(row);
       if (mask == nullptr) {
-        cells.fill(value_of_row(row), layout.length(row), stream, out + offset);
+        loops.fill(value_of_row(row), layout.length(row), stream, out + offset);
       } else {
         times(value_of_row(row), mask + offset, layout.length(row), stream, out + offset);
       }
     }
+    if (stream) loops.end_stream();
   });
 }
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_fast import group_advantage
+from skyrl_fast import _C, group_advantage
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.reference import advantage as reference
 
@@ -245,3 +245,27 @@ def test_a_list_that_changes_while_it_is_read() -> None:
     ids[0].victim = ids
     with pytest.raises(ValueError, match="group_ids changed its length from 3 to 0"):
         group_advantage(torch.ones(3), ids)
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32, None])
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 61, 130, 4099])
+def test_every_simd_level_writes_the_same_bits(width: int, mask_dtype: torch.dtype | None) -> None:
+    """Rows begin anywhere in a cache line; at 4,099 the output is written past the caches."""
+    num_rows = 1100 if width > 4000 else 24
+    generator = torch.Generator().manual_seed(width)
+    rewards = torch.randint(0, 9, (num_rows, width), generator=generator).float()  # exact sums
+    cells = torch.randint(0, 2, rewards.shape, generator=generator)
+    mask = None if mask_dtype is None else cells.to(mask_dtype)
+    best, results = _C.simd_level(), []
+    for level in ["baseline", "avx2", "avx512"][: ["baseline", "avx2", "avx512"].index(best) + 1]:
+        _C.set_simd_level(level)
+        try:
+            results.append(
+                group_advantage(rewards, torch.arange(num_rows) // 4, response_mask=mask)
+            )
+        finally:
+            _C.set_simd_level(best)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    per_row = group_advantage(rewards.sum(1), torch.arange(num_rows) // 4)
+    wanted = per_row[:, None] * (torch.ones_like(rewards) if mask is None else mask.float())
+    torch.testing.assert_close(results[0], wanted, atol=F32, rtol=1e-4)

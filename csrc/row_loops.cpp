@@ -1,5 +1,5 @@
-// The loops of row_cells.h. Compiled once per SIMD level; all else has internal linkage.
-#include "row_cells.h"
+// The loops of row_loops.h. Compiled once per SIMD level; all else has internal linkage.
+#include "row_loops.h"
 
 #include <algorithm>
 #include <cstring>
@@ -83,16 +83,22 @@ void times(float value, const Mask* __restrict__ mask, int64_t length, bool stre
   write([=](int64_t t) { return value * mask_value(mask[t]); }, length, stream, out);
 }
 
-const RowCells kRowCells = {sum, fill, times<uint8_t>, times<int64_t>, times<float>};
+void end_stream() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+const RowLoops kRowLoops = {sum, fill, times<uint8_t>, times<int64_t>, times<float>, end_stream};
 
 }  // namespace
 
 #if defined(SKYRL_SIMD_AVX512)
-const RowCells& row_cells_avx512() { return kRowCells; }
+const RowLoops& row_loops_avx512() { return kRowLoops; }
 #elif defined(SKYRL_SIMD_AVX2)
-const RowCells& row_cells_avx2() { return kRowCells; }
+const RowLoops& row_loops_avx2() { return kRowLoops; }
 #else
-const RowCells& row_cells_baseline() { return kRowCells; }
+const RowLoops& row_loops_baseline() { return kRowLoops; }
 #endif
 
 }  // namespace skyrl_fast

@@ -6,8 +6,9 @@
 namespace skyrl_fast {
 
 // Masks are 0/1 (or small weights): 32 bits hold them, and convert in vectors where 64 do not.
-// `stream`: write past the caches, for outputs that are larger than those.
-struct RowCells {
+// `stream`: write past the caches, for outputs that are larger than those; other threads see that
+// only after `end_stream`.
+struct RowLoops {
   template <typename Mask>
   using Times = void (*)(float value, const Mask* mask, int64_t length, bool stream, float* out);
 
@@ -19,6 +20,7 @@ struct RowCells {
   Times<uint8_t> times_uint8;
   Times<int64_t> times_int64;
   Times<float> times_float;
+  void (*end_stream)();
 
   Times<uint8_t> times(const uint8_t*) const { return times_uint8; }
   Times<int64_t> times(const int64_t*) const { return times_int64; }
@@ -26,10 +28,10 @@ struct RowCells {
 };
 
 // The set of the SIMD level in force.
-const RowCells& row_cells();
+const RowLoops& row_loops();
 
-const RowCells& row_cells_baseline();
-const RowCells& row_cells_avx2();
-const RowCells& row_cells_avx512();
+const RowLoops& row_loops_baseline();
+const RowLoops& row_loops_avx2();
+const RowLoops& row_loops_avx512();
 
 }  // namespace skyrl_fast

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -38,6 +39,15 @@ SUITES = (
     "tests/backends/skyrl_train/utils", "tests/backends/skyrl_train/workers",
 )  # fmt: skip
 OUTCOMES = ("passed", "failed", "error", "skipped")
+# What a test of SkyRL's asks for that is not here, by the text of its error; the first that fits.
+REASONS = (
+    (r"OfflineModeIsEnabled|LocalEntryNotFound|HF_HUB_OFFLINE|couldn't connect to|offline mode",
+     "downloads a model or data from a hub (HF_HUB_OFFLINE=0 lets it)"),
+    (r"No module named '([\w.]+)'", r"imports the package \1, which is not installed"),
+    (r"fixture '(\w+)' not found", r"asks for a fixture that is not there: \1"),
+    (r"CUDA|NVIDIA|[Nn]o GPU|cuda", "needs a GPU"),
+    (r"Timeout", "took longer than a test may here"),
+)  # fmt: skip
 SECONDS_PER_TEST = 300  # one of them starts 16 processes
 
 
@@ -111,6 +121,7 @@ def compare_suites(python: Path, site: Path, tree: Path) -> bool:
     installed = run_suites(python, site, tree, installed=True)
     print_table("SkyRL's tests, SkyRL alone", stock)
     print_table("SkyRL's tests, with skyrl_fast installed (compat)", installed)
+    print_reasons(reasons("stock"), reasons("installed"))
     others = [test for test in sorted(stock.keys() | installed.keys())
               if stock.get(test) != installed.get(test)]  # fmt: skip
     for test in others:
@@ -148,6 +159,36 @@ def outcomes(result: Path) -> dict[str, str]:
                 outcome = name
         found[f"{case.get('classname')}::{case.get('name')}"] = outcome
     return found
+
+
+def reasons(name: str) -> Counter[str]:
+    """Return reason -> number of tests that failed for it in the last run of this name."""
+    found: Counter[str] = Counter()
+    for case in ElementTree.parse(BUILD / f"{name}.xml").getroot().iter("testcase"):
+        for child in case:
+            if child.tag in ("failure", "error"):
+                found[reason(f"{child.get('message') or ''}\n{child.text or ''}")] += 1
+    return found
+
+
+def reason(text: str) -> str:
+    """Return why a test could not succeed here, else its error's first line."""
+    for pattern, why in REASONS:
+        match = re.search(pattern, text)
+        if match:
+            return match.expand(why)
+    first = next((line for line in text.splitlines() if line.strip()), "?")
+    return first.strip().replace("|", "/")[:100]
+
+
+def print_reasons(stock: Counter[str], installed: Counter[str]) -> None:
+    """Print why tests fail or end in an error, and how many, both ways."""
+    if not stock and not installed:
+        return
+    print("Why tests failed\n\n| reason | SkyRL alone | installed |\n|---|---:|---:|")
+    for why in sorted(stock | installed, key=lambda why: -stock[why]):
+        print(f"| {why} | {stock[why]} | {installed[why]} |")
+    print(flush=True)
 
 
 def print_table(title: str, results: dict[str, str]) -> None:

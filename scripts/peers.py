@@ -64,7 +64,7 @@ def main() -> None:
     args, rest = parser.parse_known_args()
     if rest and not args.bench:
         parser.error(f"unknown arguments: {' '.join(rest)}")
-    python = args.venv / "bin" / "python"
+    python = args.venv.absolute() / "bin" / "python"  # the tests run in another folder
     site = args.site or install_packages(python, BUILD / "site")
     if args.bench:
         first = [args.skyrl.resolve()] if args.skyrl else []

@@ -17,8 +17,9 @@
 namespace skyrl_fast {
 namespace {
 
-// A sleeping thread takes some 25 us to wake up, so whoever waits for the last part looks first.
-constexpr std::chrono::microseconds kSpin{100};
+// A sleeping thread takes some 25 us to wake up. So whoever waits looks a while before it sleeps: a
+// caller for its last part, a thread for the next loop (one op often runs two, one after another).
+constexpr std::chrono::microseconds kCallerLooks{100}, kThreadLooks{50};
 
 struct Loop {
   void (*run)(const void*, int64_t);
@@ -35,6 +36,7 @@ class ThreadPool {
       std::lock_guard<std::mutex> lock(mutex_);
       start_threads(loop->num_parts - 1);
       open_.push_back(loop);
+      num_open_.store(static_cast<int64_t>(open_.size()), std::memory_order_relaxed);
     }
     for (int64_t others = 1; others < loop->num_parts; ++others) work_.notify_one();
     for (int64_t part = 0; part >= 0; part = take(loop)) {
@@ -57,6 +59,7 @@ class ThreadPool {
     const int64_t part = loop->begun++;
     if (loop->begun == loop->num_parts) {
       open_.erase(std::find(open_.begin(), open_.end(), loop));
+      num_open_.store(static_cast<int64_t>(open_.size()), std::memory_order_relaxed);
     }
     return part;
   }
@@ -65,7 +68,7 @@ class ThreadPool {
     const auto done = [&] {
       return loop.finished.load(std::memory_order_acquire) == loop.num_parts;
     };
-    const auto until = std::chrono::steady_clock::now() + kSpin;
+    const auto until = std::chrono::steady_clock::now() + kCallerLooks;
     while (!done()) {
       if (std::chrono::steady_clock::now() < until) continue;
       std::unique_lock<std::mutex> lock(mutex_);
@@ -110,14 +113,27 @@ class ThreadPool {
       lock.unlock();
       loop->run(loop->context, part);
       const bool last = loop->finished.fetch_add(1, std::memory_order_release) + 1 == num_parts;
-      lock.lock();  // a waiter has either seen the count or sleeps by now
-      if (last) finished_.notify_all();
+      if (last) {
+        lock.lock();  // a waiter has either seen the count or sleeps by now
+        lock.unlock();
+        finished_.notify_all();
+      }
+      look_for_work();
+      lock.lock();
+    }
+  }
+
+  void look_for_work() const {
+    const auto until = std::chrono::steady_clock::now() + kThreadLooks;
+    while (num_open_.load(std::memory_order_relaxed) == 0) {
+      if (std::chrono::steady_clock::now() >= until) return;
     }
   }
 
   std::mutex mutex_;
   std::condition_variable work_, finished_;
   std::deque<Loop*> open_;  // loops with parts that nobody has begun
+  std::atomic<int64_t> num_open_{0};
   int64_t num_threads_ = 0;
 };
 

@@ -15,22 +15,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from op_tests import OP_TESTS
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "sanitize"
-KERNEL_TESTS = (
-    "advantage",
-    "batch_tensors",
-    "credit_tokens",
-    "credit_turns",
-    "logprob",
-    "masked_logprob_loss",
-    "merge",
-    "merge_invariants",
-    "off_policy",
-    "pack",
-    "policy_loss",
-    "prefix_tree",
-)
 
 
 def main() -> None:
@@ -47,7 +35,7 @@ def main() -> None:
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         "HYPOTHESIS_PROFILE": "default",
     }
-    tests = [f"python_tests/test_{name}.py" for name in KERNEL_TESTS]
+    tests = [f"python_tests/test_{name}.py" for name in OP_TESTS]
     # torch.compile starts a compiler, which must not inherit the sanitizer.
     command = [python, "-m", "pytest", "-q", "-x", "-k", "not compile and not opcheck", *tests]
     subprocess.run(command, cwd=tree, env=environment, check=True)

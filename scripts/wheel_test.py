@@ -16,20 +16,10 @@ import sys
 import time
 from pathlib import Path
 
+from op_tests import OP_TESTS
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "wheel_test"
-OP_TESTS = (
-    "advantage",
-    "batch_tensors",
-    "credit_tokens",
-    "credit_turns",
-    "logprob",
-    "masked_logprob_loss",
-    "merge",
-    "off_policy",
-    "pack",
-    "policy_loss",
-)
 TEST_REQUIREMENTS = ("pytest", "pytest-timeout", "pytest-benchmark", "hypothesis", "numpy")
 
 

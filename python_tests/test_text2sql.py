@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +237,24 @@ def test_a_long_result_is_shown_as_skyrl_gym_shows_it() -> None:
 def test_one_wide_cell_does_not_widen_all_rows() -> None:
     rows = [("x" * 1_000_000,), *[(str(number),) for number in range(9_999)]]
     assert len(render_rows(rows)) < 50 * 2_100
+
+
+def test_tables_of_several_threads_are_whole() -> None:
+    """pandas cuts cells at 50 characters where another thread writes a table at the same time."""
+    import pandas
+
+    rows = [("CREATE TABLE parks (depth INT, weight INT, speed INT, age INT)",)]
+    wanted = render_rows(rows)
+    assert rows[0][0] in wanted
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            seen = set()
+            for _ in range(200):
+                pandas.reset_option("display.max_colwidth")  # the accident hides the next one
+                seen |= set(threads.map(lambda _: render_rows(rows), range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+        pandas.reset_option("display.max_colwidth")
+    assert seen == {wanted}

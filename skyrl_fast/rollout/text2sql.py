@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ ROWS_OF_LONG_OBSERVATION = 50
 WIDEST_CELL = 2_000  # characters of a cell, where the table would be larger than ...
 LARGEST_TABLE = 1_000_000  # characters
 WRONG_FORMAT, WRONG, RIGHT = -1.0, 0.0, 1.0
+# While pandas writes a table it changes a display option of the whole process and sets it back: a
+# table that another thread is still writing would then lose what is beyond 50 characters of a cell.
+_writing = threading.Lock()
 INVALID_ACTION = (
     "Your previous action is invalid. Follow the format of outputting thinking process and sql "
     "tool, and try again."
@@ -160,13 +164,19 @@ def render_rows(rows: Sequence[Row]) -> str:
         rows = [tuple(map(_narrow, row)) for row in rows[:ROWS_OF_LONG_OBSERVATION]]
         return _cut(pandas.DataFrame(rows))
     table = pandas.DataFrame(rows)
-    text = table.to_string(index=False)
+    text = _text(table)
     return text if len(text) <= LONG_OBSERVATION else _cut(table)
 
 
 def _cut(table: Any) -> str:
-    shown = table.head(ROWS_OF_LONG_OBSERVATION).to_string(index=False)
+    shown = _text(table.head(ROWS_OF_LONG_OBSERVATION))
     return f"Truncated to 50 lines since returned response too long: {shown}"
+
+
+def _text(table: Any) -> str:
+    with _writing:
+        text: str = table.to_string(index=False)
+    return text
 
 
 def _width(value: Any) -> int:

@@ -46,6 +46,8 @@ REASONS = (
     (r"No module named '([\w.]+)'", r"imports the package \1, which is not installed"),
     (r"fixture '(\w+)' not found", r"asks for a fixture that is not there: \1"),
     (r"CUDA|NVIDIA|[Nn]o GPU|cuda", "needs a GPU"),
+    (r"Can't pickle <class 'MonthDayNano'>",
+     "datasets cannot pickle what this version of pyarrow has: both are SkyRL's own needs"),
     (r"Timeout", "took longer than a test may here"),
 )  # fmt: skip
 SECONDS_PER_TEST = 300  # one of them starts 16 processes

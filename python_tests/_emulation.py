@@ -39,7 +39,7 @@ def sources() -> list[Path]:
     found = sorted((ROOT / "csrc").glob("*_cuda.cu"))
     found += sorted((ROOT / "csrc" / "bindings").glob("*_cuda.cpp"))
     found += sorted((ROOT / "csrc" / "emulation").glob("*.cpp"))
-    names = ("bindings/borrow", "bindings/cuda_on_cpu_module", "pack_cpu")
+    names = ("bindings/borrow", "bindings/cuda_on_cpu_module", "pack_cpu", "parallel")
     return [*found, *(ROOT / "csrc" / f"{name}.cpp" for name in names)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from skyrl_fast.ops.advantage import group_advantage
@@ -84,8 +85,17 @@ def advantages(
         )
     else:
         of_rows = group_advantage(rewards, ids, is_last_step=last, estimator=estimator)
-    raw = torch.repeat_interleave(of_rows, batch.response_lengths.long())
+    raw = spread_over_tokens(of_rows, batch.response_lengths)
     return normalize_advantages(raw, batch.loss_mask) if normalize else raw
+
+
+def spread_over_tokens(of_rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return (A,) each row's value once per token; by NumPy, which wakes no thread for so little.
+
+    Args:
+        of_rows: (N,). lengths: (N,) ints, how often each value is wanted.
+    """
+    return torch.from_numpy(np.repeat(of_rows.numpy(), lengths.numpy()))
 
 
 def gae_advantages(batch: StepBatch, *, gamma: float = 1.0, lambd: float = 1.0) -> StepBatch:

@@ -93,7 +93,7 @@ def outcomes_of_batch(batch: StepBatch) -> Outcomes:
     last_rows = np.flatnonzero(batch.is_last_step[:num_rows].numpy())
     rewards = batch.row_rewards[:num_rows].numpy()[last_rows].astype(np.float64)
     positive = np.maximum(rewards, 0.0)
-    if batch.rewards.numel() and float(batch.rewards.min()) < 0:
+    if batch.rewards.numel() and batch.rewards.numpy().min() < 0:
         tokens = batch.rewards.clamp(min=0).numpy()
         cu_responses = batch.cu_responses[: num_rows + 1].numpy()
         has_tokens = np.diff(cu_responses)[last_rows] > 0

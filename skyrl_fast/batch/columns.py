@@ -67,7 +67,7 @@ def columns_of_output(
         "policy_version": (
             torch.zeros(len(ends), dtype=torch.int32)
             if versions is None
-            else torch.from_numpy(np.minimum.reduceat(np.array(versions, np.int32), heads))
+            else torch.from_numpy(_oldest(np.array(versions, np.int32), heads))
         ),
         "uids": index.uids,
         "stop_reasons": None if stop_reasons is None else tuple(_at(stop_reasons, ends)),
@@ -76,6 +76,11 @@ def columns_of_output(
         "expert_indices": experts,
         "cu_experts": cu_experts,
     }
+
+
+def _oldest(versions: np.ndarray, heads: np.ndarray) -> np.ndarray:
+    """Return the oldest version of the rows from each head to the next."""
+    return versions if len(heads) == len(versions) else np.minimum.reduceat(versions, heads)
 
 
 def _token_fields(output: Mapping[str, Any]) -> list[str]:

@@ -38,18 +38,19 @@ template <typename In, typename Out>
 int64_t copy_ints(const ArrayRow& row, Out* __restrict__ out, Bounds bounds) {
   const In* __restrict__ in = static_cast<const In*>(row.data);
   const int64_t n = row.size;
+  const uint64_t high = static_cast<uint64_t>(bounds.high);  // one more than the largest may wrap
   bool good = true;
   if (row.stride == 1 && bounds.contain(std::numeric_limits<In>::min()) &&
       bounds.contain(std::numeric_limits<In>::max())) {
     for (int64_t i = 0; i < n; ++i) out[i] = static_cast<Out>(in[i]);
-  } else if (row.stride == 1 && bounds.low == 0 && (bounds.high & (bounds.high + 1)) == 0) {
+  } else if (row.stride == 1 && bounds.low == 0 && (high & (high + 1)) == 0) {
     // From 0 to 2^k - 1: the values have no higher bit if all of them together have none.
     uint64_t bits = 0;
     for (int64_t i = 0; i < n; ++i) {
       out[i] = static_cast<Out>(in[i]);
       bits |= static_cast<uint64_t>(static_cast<int64_t>(in[i]));
     }
-    good = bits <= static_cast<uint64_t>(bounds.high);
+    good = bits <= high;
   } else if (row.stride == 1) {
     for (int64_t i = 0; i < n; ++i) {
       out[i] = static_cast<Out>(in[i]);

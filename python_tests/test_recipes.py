@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +110,24 @@ def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         folder, env_class=request.param, num_train=40, num_eval=20, num_demonstrations=400
     )
     return request.param, folder
+
+
+def test_spins_are_set_before_torch_could_read_them(tmp_path: Path) -> None:
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from examples.tiny_model.recipe import Recipe, main\n"
+        "def prepare(folder):\n"
+        "    print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)\n"
+        "    raise SystemExit\n"
+        "main({'any': Recipe(Path('any'), Path('any.yaml'), prepare)}, '', ['--base', sys.argv[1]])"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    for given, seen in ((None, "2000"), ("77", "77")):
+        environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
+        environment |= {"GOMP_SPINCOUNT": given} if given else {}
+        out = subprocess.check_output(command, cwd=EXAMPLES.parent, env=environment, text=True)
+        assert out.split() == [seen, "False"]
 
 
 def test_gsm8k_same_seed_same_files(problems: Any, tmp_path: Path) -> None:

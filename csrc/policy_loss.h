@@ -32,7 +32,7 @@ struct PolicyLossInputs {
   const float* row_weights = nullptr;      // [num_rows]
 };
 
-// What policy_loss_cpu writes to `metrics`; means and fractions are over trained tokens.
+// What a policy loss writes to `metrics`; means and fractions are over trained tokens.
 enum PolicyLossMetric : int {
   kLoss,        // policy loss + kl_coef * KL, weighted by row
   kPolicyLoss,  // the first part

@@ -1,7 +1,7 @@
 // The loops of policy_loss_cpu.cpp over blocks of cells, one set per SIMD level. Internal to it.
 #pragma once
 
-#include "policy_loss.h"
+#include "loss_sums.h"
 
 namespace skyrl_fast {
 
@@ -12,13 +12,6 @@ struct LossJob {
   LossParams<T> params;
   PolicyLossInputs<T> in;
   T* grad;  // null: not wanted
-};
-
-// Sums of one block, in element order.
-struct LossSums {
-  double policy = 0, kl_weighted = 0, tokens = 0, low = 0, high = 0, chosen = 0;
-  double ratio_minus_1 = 0, approx_kl = 0, kl = 0;
-  double ratio_max = 0, ratio_min = 0;  // of the trained tokens, if there are any
 };
 
 template <typename T>
@@ -40,7 +33,7 @@ struct DeltaJob {
   RowLayout rows;
 };
 
-// Ranges are cells, and rows for the functions that write per row.
+// Ranges are cells, and rows for the functions that write per row. Sums are in element order.
 template <typename T>
 struct BlockKernels {
   void (*loss)(const LossJob<T>&, int64_t begin, int64_t end, LossSums* sums);

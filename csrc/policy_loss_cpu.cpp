@@ -1,6 +1,5 @@
 // Policy losses on the CPU: blocks of cells for threads, their sums in a fixed order.
 #include <algorithm>
-#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -32,41 +31,6 @@ const BlockKernels<T>& kernels() {
   }
 }
 
-void add(const LossSums& s, LossSums* total) {
-  total->policy += s.policy;
-  total->kl_weighted += s.kl_weighted;
-  total->tokens += s.tokens;
-  total->low += s.low;
-  total->high += s.high;
-  total->chosen += s.chosen;
-  total->ratio_minus_1 += s.ratio_minus_1;
-  total->approx_kl += s.approx_kl;
-  total->kl += s.kl;
-  total->ratio_max = std::max(total->ratio_max, s.ratio_max);
-  total->ratio_min = std::min(total->ratio_min, s.ratio_min);
-}
-
-double mean_or_zero(double sum, double count) { return count > 0 ? sum / count : 0.0; }
-
-void write_metrics(const LossSums& s, LossKind loss, double kl_coef, double* metrics) {
-  const bool any = s.tokens > 0;
-  metrics[kPolicyLoss] = s.policy;
-  metrics[kKlLoss] = s.kl_weighted;
-  // without a penalty 0 * kl is 0 whatever kl_coef
-  metrics[kLoss] = s.policy + (s.kl_weighted != 0 ? kl_coef * s.kl_weighted : 0.0);
-  metrics[kNumTokens] = s.tokens;
-  const double clipped = loss == LossKind::kClipCov ? s.chosen : s.low + s.high;
-  metrics[kClipRatio] = mean_or_zero(clipped, s.tokens);
-  metrics[kClippedLow] = mean_or_zero(s.low, s.tokens);
-  metrics[kClippedHigh] = mean_or_zero(s.high, s.tokens);
-  metrics[kChosen] = mean_or_zero(s.chosen, s.tokens);
-  metrics[kRatioMean] = any ? 1.0 + s.ratio_minus_1 / s.tokens : 0.0;
-  metrics[kRatioMax] = any ? s.ratio_max : 0.0;
-  metrics[kRatioMin] = any ? s.ratio_min : 0.0;
-  metrics[kApproxKl] = mean_or_zero(s.approx_kl, s.tokens);
-  metrics[kKlMean] = mean_or_zero(s.kl, s.tokens);
-}
-
 // Rows in parts of about kCellsPerThread cells or more.
 int64_t rows_per_thread(const RowLayout& rows) {
   const int64_t mean_length = std::max<int64_t>(1, rows.offset(rows.num_rows) / rows.num_rows);
@@ -90,7 +54,6 @@ void policy_loss_cpu(LossKind loss, KlKind kl, const LossParams<T>& params,
         }
       });
   LossSums total;
-  total.ratio_min = std::numeric_limits<double>::infinity();
   for (const LossSums& s : partial) add(s, &total);
   write_metrics(total, loss, static_cast<double>(params.kl_coef), metrics);
 }

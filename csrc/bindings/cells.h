@@ -50,16 +50,18 @@ inline RowLayout layout_of(const TensorView& t, const Optional& cu) {
   return rows;
 }
 
-inline LossMask mask_of(const TensorView& t, const TensorView& like) {
-  LossMask mask;
-  mask.data = t.data;
+inline MaskType mask_type(const TensorView& t) {
   switch (t.dtype) {
     case DType::kBool:
-    case DType::kUInt8: mask.type = MaskType::kUInt8; break;
-    case DType::kInt64: mask.type = MaskType::kInt64; break;
-    case DType::kFloat32: mask.type = MaskType::kFloat32; break;
+    case DType::kUInt8: return MaskType::kUInt8;
+    case DType::kInt64: return MaskType::kInt64;
+    case DType::kFloat32: return MaskType::kFloat32;
     default: fail(t, "bool, uint8, int64 or float32", dtype_name(t.dtype));
   }
+}
+
+inline LossMask mask_of(const TensorView& t, const TensorView& like) {
+  const LossMask mask = {t.data, mask_type(t)};
   check_like(t, t.dtype, like);
   return mask;
 }

@@ -18,4 +18,5 @@ PYBIND11_MODULE(_cuda_on_cpu, m) {
   skyrl_fast::bind_advantage_cuda(m);
   skyrl_fast::bind_logprob_cuda(m);
   skyrl_fast::bind_pack_cuda(m);
+  skyrl_fast::bind_policy_loss_cuda(m);
 }

@@ -121,7 +121,7 @@ void selected_logprob_backward(py::handle logits, py::handle targets, py::handle
 }
 
 void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask, double temperature,
-                         int loss, int kl, const std::vector<float>& params, py::handle anchor_obj,
+                         int loss, int kl, const std::vector<double>& params, py::handle anchor_obj,
                          py::handle advantages_obj, py::handle reference_obj,
                          py::handle token_weights_obj, py::handle weights_obj,
                          py::handle logprob_obj, py::handle loss_obj, py::handle entropy_obj,
@@ -137,7 +137,7 @@ void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask,
   TokenLossInputs token;
   token.loss = static_cast<LossKind>(loss);
   token.kl = static_cast<KlKind>(kl);
-  token.params = loss_params(params);
+  token.params = loss_params<float>("masked_logprob_loss", params);
   token.anchor = anchor.per_row_or_null<float>(DType::kFloat32, n);
   token.advantages = advantages.per_row_or_null<float>(DType::kFloat32, n);
   token.reference = reference.per_row_or_null<float>(DType::kFloat32, n);

@@ -103,7 +103,7 @@ void backward(py::handle logits, py::handle targets, py::handle mask, double tem
 }
 
 void masked_loss(py::handle logits, py::handle targets, py::handle mask, double temperature,
-                 int loss, int kl, const std::vector<float>& params, py::handle anchor_obj,
+                 int loss, int kl, const std::vector<double>& params, py::handle anchor_obj,
                  py::handle advantages_obj, py::handle reference_obj, py::handle token_weights_obj,
                  py::handle weights_obj, py::handle logprob_obj, py::handle loss_obj,
                  py::handle entropy_obj, py::handle grad_obj, uintptr_t stream) {
@@ -118,7 +118,7 @@ void masked_loss(py::handle logits, py::handle targets, py::handle mask, double 
   TokenLossInputs token;
   token.loss = static_cast<LossKind>(loss);
   token.kl = static_cast<KlKind>(kl);
-  token.params = loss_params(params);
+  token.params = loss_params<float>(kLossOp, params);
   token.anchor = in.floats(anchor);
   token.advantages = in.floats(advantages);
   token.reference = in.floats(reference);

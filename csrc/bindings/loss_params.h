@@ -1,4 +1,4 @@
-// The hyper-parameters of masked_logprob_loss, as Python hands them over.
+// The hyper-parameters of losses, as Python hands them over.
 #pragma once
 
 #include <stdexcept>
@@ -9,23 +9,33 @@
 
 namespace skyrl_fast {
 
-// params: clip_low, clip_high, clip_ratio_c, tau_pos, tau_neg, delta_low, delta_high, kl_coef.
-inline LossParams<float> loss_params(const std::vector<float>& p) {
-  constexpr size_t kNumParams = 8;
-  if (p.size() != kNumParams) {
-    throw std::invalid_argument("masked_logprob_loss: params must be 8 numbers, got " +
-                                std::to_string(p.size()));
+// values: clip_low, clip_high, clip_ratio_c, tau_pos, tau_neg, delta_low, delta_high, ppo_kl_coef,
+// kl_coef.
+template <typename T>
+LossParams<T> loss_params(const char* op, const std::vector<double>& values) {
+  constexpr size_t kNumParams = 9;
+  if (values.size() != kNumParams) {
+    throw std::invalid_argument(std::string(op) + ": params must be 9 numbers, got " +
+                                std::to_string(values.size()));
   }
-  LossParams<float> params;
-  params.clip_low = p[0];
-  params.clip_high = p[1];
-  params.clip_ratio_c = p[2];
-  params.tau_pos = p[3];
-  params.tau_neg = p[4];
-  params.delta_low = p[5];
-  params.delta_high = p[6];
-  params.kl_coef = p[7];
-  return params;
+  LossParams<T> p;
+  T* const fields[kNumParams] = {&p.clip_low,   &p.clip_high,   &p.clip_ratio_c,
+                                 &p.tau_pos,    &p.tau_neg,     &p.delta_low,
+                                 &p.delta_high, &p.ppo_kl_coef, &p.kl_coef};
+  for (size_t i = 0; i < kNumParams; ++i) *fields[i] = static_cast<T>(values[i]);
+  return p;
+}
+
+// Refuses numbers that name no loss or penalty, and a missing argument that these need.
+inline void check_loss(const char* op, int loss, int kl, bool has_advantages, bool has_reference,
+                       bool has_sequence_delta) {
+  const bool is_known =
+      loss >= 0 && loss < kNumLossKinds && kl >= 0 && kl <= static_cast<int>(KlKind::kK3);
+  if (!is_known || (loss == static_cast<int>(LossKind::kGspo) && !has_sequence_delta) ||
+      (loss != static_cast<int>(LossKind::kCrossEntropy) && !has_advantages) ||
+      (kl != static_cast<int>(KlKind::kNone) && !has_reference)) {
+    throw std::invalid_argument(std::string(op) + ": an argument that this loss needs is missing");
+  }
 }
 
 }  // namespace skyrl_fast

@@ -34,6 +34,7 @@ PYBIND11_MODULE(_C, m) {
   skyrl_fast::bind_advantage_cuda(m);
   skyrl_fast::bind_logprob_cuda(m);
   skyrl_fast::bind_pack_cuda(m);
+  skyrl_fast::bind_policy_loss_cuda(m);
 #endif
   skyrl_fast::bind_merge(m);
   skyrl_fast::bind_off_policy(m);

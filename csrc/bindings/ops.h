@@ -17,6 +17,7 @@ void bind_pack(pybind11::module_& m);
 void bind_pack_cuda(pybind11::module_& m);  // of CUDA builds
 void bind_page_pool(pybind11::module_& m);
 void bind_policy_loss(pybind11::module_& m);
+void bind_policy_loss_cuda(pybind11::module_& m);  // of CUDA builds
 void bind_prefix_tree(pybind11::module_& m);
 
 }  // namespace skyrl_fast

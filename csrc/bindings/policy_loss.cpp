@@ -10,25 +10,11 @@
 
 #include "bindings/borrow.h"
 #include "bindings/cells.h"
+#include "bindings/loss_params.h"
 #include "bindings/ops.h"
 
 namespace skyrl_fast {
 namespace {
-
-template <typename T>
-LossParams<T> params_of(const std::vector<double>& values) {
-  constexpr size_t kNumParams = 9;
-  if (values.size() != kNumParams) {
-    throw std::invalid_argument("policy_loss: params must be 9 numbers, got " +
-                                std::to_string(values.size()));
-  }
-  LossParams<T> p;
-  T* const fields[kNumParams] = {&p.clip_low,   &p.clip_high,   &p.clip_ratio_c,
-                                 &p.tau_pos,    &p.tau_neg,     &p.delta_low,
-                                 &p.delta_high, &p.ppo_kl_coef, &p.kl_coef};
-  for (size_t i = 0; i < kNumParams; ++i) *fields[i] = static_cast<T>(values[i]);
-  return p;
-}
 
 void policy_loss(py::handle logprobs_obj, py::handle anchor_obj, py::handle advantages_obj,
                  py::handle mask_obj, py::handle row_weights_obj, py::handle cu_obj,
@@ -56,12 +42,8 @@ void policy_loss(py::handle logprobs_obj, py::handle anchor_obj, py::handle adva
   }
   const LossKind kind = static_cast<LossKind>(loss);
   const KlKind kl_kind = static_cast<KlKind>(kl);
-  if (loss < 0 || loss >= kNumLossKinds || kl < 0 || kl > static_cast<int>(KlKind::kK3) ||
-      (kind == LossKind::kGspo && !sequence_delta) ||
-      (kind != LossKind::kCrossEntropy && advantages_obj.is_none()) ||
-      (kl_kind != KlKind::kNone && reference_obj.is_none())) {
-    throw std::invalid_argument("policy_loss: an argument that this loss needs is missing");
-  }
+  check_loss(kOp, loss, kl, !advantages_obj.is_none(), !reference_obj.is_none(),
+             sequence_delta.has_value());
   with_float(*logprobs, [&](auto zero) {
     using T = decltype(zero);
     constexpr DType kType = kDTypeOf<T>;
@@ -84,7 +66,7 @@ void policy_loss(py::handle logprobs_obj, py::handle anchor_obj, py::handle adva
       grad.emplace(grad_obj, kOp, "grad");
       check_like(**grad, kType, *logprobs);
     }
-    const LossParams<T> p = params_of<T>(params);
+    const LossParams<T> p = loss_params<T>(kOp, params);
     T* grad_data = grad ? (*grad)->template ptr<T>() : nullptr;
     double* metrics_data = metrics->ptr<double>();
     py::gil_scoped_release release;

@@ -104,6 +104,13 @@ def to_gpu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return pinned(tensor.shape, tensor.dtype).copy_(tensor).to(device, non_blocking=True)
 
 
+def beside(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the tensor on the device of `like`; one that a GPU gets is sent without waiting."""
+    if tensor.device == like.device:
+        return tensor
+    return to_gpu(tensor, like.device) if on_gpu(like) else tensor.to(like.device)
+
+
 def launch_argument(tensor: torch.Tensor) -> int:
     """Return what a kernel of the tensor's device takes last: a stream, or a number of threads."""
     return cuda_stream(tensor) if on_gpu(tensor) else num_threads()

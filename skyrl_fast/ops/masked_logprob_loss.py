@@ -128,7 +128,8 @@ def masked_logprob_loss(
     mask = as_uint8(loss_mask)
     if cells["weights"] is None:
         cells["weights"] = _token_mean(targets, mask)
-    params = [clip_low, clip_high, clip_ratio_c, tau_pos, tau_neg, delta_low, delta_high, kl_coef]
+    params = [clip_low, clip_high, clip_ratio_c, tau_pos, tau_neg, delta_low, delta_high]
+    params += [0.0, kl_coef]  # between them is the coefficient of a sequence loss
     call = (
         TOKEN_LOSSES[loss],
         KL_ESTIMATORS[kl_estimator],

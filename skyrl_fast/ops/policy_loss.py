@@ -22,9 +22,15 @@ from typing import Any
 
 import torch
 
-from skyrl_fast import _C
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.off_policy import off_policy_correction
+from skyrl_fast.ops.policy_loss_op import (
+    KL_ESTIMATORS,
+    LOSSES,
+    PARAMS,
+    KlPenalty,
+    loss_and_metrics,
+)
 from skyrl_fast.ops.reduction import (
     SCOPES,
     RowIds,
@@ -39,47 +45,9 @@ from skyrl_fast.ops.reference import policy_loss as reference
 __all__ = ["kl_penalty", "off_policy_correction", "policy_loss", "reduction_weights"]
 
 OP = "policy_loss"
-LOSSES = {
-    "regular": 0,
-    "dual_clip": 1,
-    "gspo": 2,
-    "cispo": 3,
-    "rollout_is": 4,
-    "clip_cov": 5,
-    "kl_cov": 6,
-    "sapo": 7,
-    "dppo_tv": 8,
-    "dppo_kl": 9,
-    "cross_entropy": 10,
-    "importance_sampling": 11,
-}
 LOSS_NAMES = (*(name for name in LOSSES if not name.startswith("dppo")), "dppo")
 DPPO_TYPES = {"binary_tv": "dppo_tv", "binary_kl": "dppo_kl"}
-KL_ESTIMATORS = {"k1": 1, "abs": 2, "k2": 3, "k3": 4}
-NATIVE_PARAMS = (
-    "clip_low",
-    "clip_high",
-    "clip_ratio_c",
-    "tau_pos",
-    "tau_neg",
-    "delta_low",
-    "delta_high",
-    "ppo_kl_coef",
-    "kl_coef",
-)
-
-_library = torch.library.Library("skyrl_fast", "FRAGMENT")
-_library.define(
-    "policy_loss(Tensor logprobs, Tensor? anchor, Tensor? advantages, Tensor loss_mask, "
-    "Tensor row_weights, Tensor? cu_seqlens, Tensor? ref_logprobs, Tensor? token_weights, "
-    "Tensor? selected, Tensor? sequence_delta, int loss, int kl, float[] params, bool with_grad) "
-    "-> (Tensor metrics, Tensor grad)"
-)
-_library.define(
-    "kl_penalty(Tensor logprobs, Tensor ref_logprobs, Tensor loss_mask, Tensor? grad_out, int kl) "
-    "-> Tensor"
-)
-_library.define("delta_sums(Tensor a, Tensor b, Tensor loss_mask, Tensor? cu_seqlens) -> Tensor")
+ON_GPU = ("native", "triton", "torch")
 
 
 def policy_loss(
@@ -160,7 +128,7 @@ def policy_loss(
             call. The other losses look at single tokens.
         token_weights: cells, from `off_policy_correction`; they weigh the policy loss, not the KL.
             A token of weight 0 has no policy loss, even where that would be NaN.
-        backend: "native", "torch", or None to choose.
+        backend: "native", "triton" (GPUs), "torch", or None to choose.
 
     Returns:
         The loss (0-dimensional, float32, or float64 for float64 logprobs), and a dict of
@@ -211,6 +179,8 @@ def policy_loss(
         got = logprobs.dtype if isinstance(logprobs, torch.Tensor) else type(logprobs).__name__
         raise TypeError(f"{OP}: logprobs must be a floating-point tensor, got {got}")
     cu_seqlens = checked_offsets(OP, logprobs, cu_seqlens)
+    if cu_seqlens is not None:
+        cu_seqlens = _backend.beside(cu_seqlens, logprobs)
     num_rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     base = _anchor(kind, anchor, old_logprobs, rollout_logprobs)
     if kind != "cross_entropy":
@@ -226,7 +196,7 @@ def policy_loss(
         raise ValueError(
             f"{OP}: loss_mask must be of shape {tuple(current.shape)}, got {tuple(mask.shape)}"
         )
-    chosen = _backend.select(OP, current, mask, backend=backend)
+    chosen = _backend.select(OP, current, mask, backend=backend, available_on_gpu=ON_GPU)
     if row_weights is None:
         row_weights = reduction_weights(
             mask,
@@ -235,7 +205,7 @@ def policy_loss(
             group_ids=group_ids,
             trajectory_ids=trajectory_ids,
             max_seq_len=max_seq_len,
-            backend=chosen,
+            backend="torch" if chosen == "torch" else None,
         )
     weights = row_weights.detach().to(current.device, torch.float32).contiguous()
     if weights.shape != (num_rows,):
@@ -254,14 +224,17 @@ def policy_loss(
             tokens, selected,
         )  # fmt: skip
     else:
-        sequence = _sequence_delta(current, base, mask, cu_seqlens, segment, kind)
+        use_triton = chosen == "triton"
+        sequence = None
+        if kind == "gspo":
+            sequence = _sequence_delta(current, base, mask, cu_seqlens, segment, use_triton)
         call = (
             base, adv, mask, weights, cu_seqlens, ref, tokens,
             None if selected is None else selected.view(torch.uint8), sequence, LOSSES[kind],
             0 if kl_estimator is None else KL_ESTIMATORS[kl_estimator],
-            [float(p[name]) for name in NATIVE_PARAMS],
+            [float(p[name]) for name in PARAMS], use_triton,
         )  # fmt: skip
-        total, metrics = _native(current, call)
+        total, metrics = loss_and_metrics(current, call)
     return total, dict(zip(reference.METRICS, metrics.unbind(), strict=True))
 
 
@@ -311,7 +284,7 @@ def kl_penalty(
         )
     if _backend.select(op, current, mask, backend=backend) == "torch":
         return reference.kl_penalty(current, ref, mask != 0, estimator)
-    return _KlPenalty.apply(current, ref, mask, KL_ESTIMATORS[estimator])
+    return KlPenalty.apply(current, ref, mask, KL_ESTIMATORS[estimator])
 
 
 def _one_of(op: str, name: str, value: object, allowed: Any) -> None:
@@ -372,19 +345,18 @@ def _sequence_delta(
     mask: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
     segment: torch.Tensor | None,
-    kind: str,
-) -> torch.Tensor | None:
-    """(N,) float64: for gspo, the mean of d over the trained tokens of each row's sequence."""
-    if kind != "gspo":
-        return None
+    use_triton: bool,
+) -> torch.Tensor:
+    """(N,) float64: the mean of d over the trained tokens of each row's sequence."""
     then = current if base is None else base
-    sums, counts = torch.ops.skyrl_fast.delta_sums(
-        current.detach(), then.detach(), mask, cu_seqlens
-    ).unbind(1)
+    sums = torch.ops.skyrl_fast.delta_sums(
+        current.detach(), then.detach(), mask, cu_seqlens, use_triton
+    )
     if segment is not None:
-        sums = torch.zeros_like(sums).index_add_(0, segment, sums)[segment]
-        counts = torch.zeros_like(counts).index_add_(0, segment, counts)[segment]
-    return sums / counts.clamp(min=1)
+        segment = _backend.beside(segment, current)
+        # index_put_ sorts the rows on a GPU, so that sums have the same bits
+        sums = torch.zeros_like(sums).index_put_((segment,), sums, accumulate=True)[segment]
+    return sums[:, 0] / sums[:, 1].clamp(min=1)
 
 
 def _torch(
@@ -420,127 +392,3 @@ def _torch(
         token_weights=flat(tokens),
         selected=flat(selected),
     )
-
-
-def _native(current: torch.Tensor, call: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    if not (torch.is_grad_enabled() and current.requires_grad):
-        metrics, _ = torch.ops.skyrl_fast.policy_loss(current, *call, False)
-        return metrics[0].to(current.dtype), metrics
-    if torch.compiler.is_compiling():
-        return _CompiledPolicyLoss.apply(current, *call)
-    return _PolicyLoss.apply(current, *call)
-
-
-class _PolicyLoss(torch.autograd.Function):
-    """The gradient is made with the loss and given away at the first backward.
-
-    So nothing is copied and autograd may keep it as `.grad`; another backward through a retained
-    graph makes it anew.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, current: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        metrics, ctx.grad = torch.ops.skyrl_fast.policy_loss(current, *call, True)
-        ctx.save_for_backward(current, *call[:9])
-        ctx.rest = call[9:]
-        ctx.mark_non_differentiable(metrics)
-        return metrics[0].to(current.dtype), metrics
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_loss: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        grad, ctx.grad = ctx.grad, None
-        if grad is None:
-            _, grad = torch.ops.skyrl_fast.policy_loss(*saved, *ctx.rest, True)
-        if grad_loss.device.type != "cpu" or float(grad_loss) != 1.0:
-            grad.mul_(grad_loss)
-        return (grad,) + (None,) * (len(saved) - 1 + len(ctx.rest))
-
-
-class _CompiledPolicyLoss(torch.autograd.Function):
-    """The same for a compiled graph, which may not hand a tensor over by mutation."""
-
-    @staticmethod
-    def forward(ctx: Any, current: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        metrics, grad = torch.ops.skyrl_fast.policy_loss(current, *call, True)
-        ctx.save_for_backward(grad)
-        ctx.num_inputs = 1 + len(call)
-        ctx.mark_non_differentiable(metrics)
-        return metrics[0].to(current.dtype), metrics
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
-        (grad,) = ctx.saved_tensors
-        return (grad * grad_loss,) + (None,) * (ctx.num_inputs - 1)
-
-
-class _KlPenalty(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, current: torch.Tensor, ref: torch.Tensor, mask: torch.Tensor, kl: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(current, ref, mask)
-        ctx.kl = kl
-        return torch.ops.skyrl_fast.kl_penalty(current, ref, mask, None, kl)
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
-        grad_out = grad_out.contiguous()
-        grad = torch.ops.skyrl_fast.kl_penalty(*ctx.saved_tensors, grad_out, ctx.kl)
-        return grad, None, None, None
-
-
-def _policy_loss_cpu(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    *inputs, with_grad = args
-    current = inputs[0]
-    metrics = torch.empty(len(reference.METRICS), dtype=torch.float64)
-    shape = current.shape if with_grad else (0,)
-    grad = _backend.empty(shape, current.dtype)
-    grad_arg = grad if with_grad else None
-    _C.policy_loss(*inputs, grad_arg, metrics, _backend.num_threads())
-    return metrics, grad
-
-
-def _policy_loss_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    current, with_grad = args[0], args[-1]
-    metrics = current.new_empty(len(reference.METRICS), dtype=torch.float64)
-    return metrics, current.new_empty(current.shape if with_grad else (0,))
-
-
-def _kl_penalty_cpu(
-    current: torch.Tensor,
-    ref: torch.Tensor,
-    mask: torch.Tensor,
-    grad_out: torch.Tensor | None,
-    kl: int,
-) -> torch.Tensor:
-    out = _backend.empty(current.shape, current.dtype)
-    _C.kl_penalty(current, ref, mask, kl, grad_out, out, _backend.num_threads())
-    return out
-
-
-def _delta_sums_cpu(
-    a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor | None
-) -> torch.Tensor:
-    num_rows = a.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    sums = torch.zeros((num_rows, 2), dtype=torch.float64)
-    _C.delta_sums(a, b, mask, cu_seqlens, sums, _backend.num_threads())
-    return sums
-
-
-def _delta_sums_fake(
-    a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor | None
-) -> torch.Tensor:
-    num_rows = a.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return a.new_empty((num_rows, 2), dtype=torch.float64)
-
-
-_library.impl("policy_loss", _policy_loss_cpu, "CPU")
-_library.impl("kl_penalty", _kl_penalty_cpu, "CPU")
-_library.impl("delta_sums", _delta_sums_cpu, "CPU")
-torch.library.register_fake("skyrl_fast::policy_loss", _policy_loss_fake, lib=_library)
-torch.library.register_fake(
-    "skyrl_fast::kl_penalty", lambda current, *_: current.new_empty(current.shape), lib=_library
-)
-torch.library.register_fake("skyrl_fast::delta_sums", _delta_sums_fake, lib=_library)

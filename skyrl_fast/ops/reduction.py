@@ -91,7 +91,7 @@ def reduction_weights(
         ids = trajectory_ids
         segment, num_segments = segments_of(OP, "trajectory_ids", ids, counts.numel(), reduction)
     weights = reference.reduction_weights(
-        counts, reduction, segment.to(counts.device), num_segments, max_seq_len
+        counts, reduction, _backend.beside(segment, counts), num_segments, max_seq_len
     )
     return weights.to(torch.float32)
 

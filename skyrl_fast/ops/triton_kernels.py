@@ -1,4 +1,4 @@
-"""Triton kernels of log-probabilities and the masked loss; `triton_ops` launches them.
+"""Triton kernels of log-probabilities and of logits to loss; `triton_ops` launches them.
 
 Shapes: M rows of V logits. Row r starts at element (r // inner) * outer_stride + (r % inner) *
 inner_stride. z = logit * scale with scale = log2(e) / temperature; sums are those of 2^(z - max).
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from skyrl_fast.ops.triton_losses import token_kl, token_loss
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -141,108 +143,6 @@ def backward_kernel(
         tl.store(out, d.to(grad.dtype.element_ty), mask=inside)
 
 
-# --- the losses of single tokens, by the numbers of csrc/token_loss.h ----------------------------
-
-
-@triton.jit
-def _clamp(x, low, high):
-    x = tl.where(x < low, low, x)  # NaN stays NaN
-    return tl.where(x > high, high, x)
-
-
-@triton.jit
-def _surrogate(ratio, slope, advantage, low, high):
-    free = -advantage * ratio
-    bound = -advantage * _clamp(ratio, low, high)
-    clipped = bound > free
-    return tl.where(clipped, bound, free), tl.where(clipped, 0.0, -advantage * slope)
-
-
-@triton.jit
-def _is_far(logprob, anchor, advantage, delta_low, delta_high, BY_KL: tl.constexpr):
-    """Whether dppo drops the token."""
-    now = tl.exp(_clamp(logprob, -80.0, 20.0))
-    then = tl.exp(_clamp(anchor, -80.0, 20.0))
-    if BY_KL:
-        rest = (1.0 - then + 1e-8) / (1.0 - now + 1e-8)
-        rest_log = tl.where(rest > 0, tl.log(tl.where(rest > 0, rest, 1.0)), float("nan"))
-        kl = then * (anchor - logprob) + (1.0 - then) * rest_log
-        high = (now > then) & (kl > delta_high)
-        low = (now < then) & (kl > delta_low)
-    else:
-        high = now - then > delta_high
-        low = then - now > delta_low
-    return ((advantage > 0) & high) | ((advantage < 0) & low)
-
-
-@triton.jit
-def token_loss(
-    logprob, anchor, advantage, low, high, ratio_c, tau_pos, tau_neg, delta_low, delta_high,
-    LOSS: tl.constexpr,
-):  # fmt: skip
-    """Value and derivative of one token's loss."""
-    delta = logprob - anchor
-    ratio = tl.exp(_clamp(delta, -20.0, 20.0))
-    slope = tl.where((delta > 20.0) | (delta < -20.0), 0.0, ratio)
-    if LOSS == 10:  # cross_entropy
-        value = -logprob
-        grad = -1.0 + 0.0 * slope
-    elif LOSS == 0:  # regular
-        value, grad = _surrogate(ratio, slope, advantage, low, high)
-    elif LOSS == 1:  # dual_clip
-        value, grad = _surrogate(ratio, slope, advantage, low, high)
-        ceiling = -advantage * ratio_c
-        chosen = (advantage < 0) & (ceiling < value)
-        value = tl.where(chosen, ceiling, value)
-        grad = tl.where(chosen, 0.0, grad)
-    elif LOSS == 3:  # cispo
-        grad = -advantage * _clamp(ratio, low, high)
-        value = grad * logprob
-    elif LOSS == 4:  # rollout_is
-        grad = -advantage * tl.where((ratio <= low) | (ratio >= high), 0.0, ratio)
-        value = grad * logprob
-    elif LOSS == 7:  # sapo
-        tau = tl.where(advantage > 0, tau_pos, tau_neg)
-        gate = 1.0 / (1.0 + tl.exp(-_clamp(tau * (ratio - 1.0), -80.0, 80.0)))
-        value = -advantage * gate * (4.0 / tau)
-        grad = -advantage * 4.0 * gate * (1.0 - gate) * slope
-    elif LOSS == 8:  # dppo_tv
-        far = _is_far(logprob, anchor, advantage, delta_low, delta_high, False)
-        value = tl.where(far, 0.0, -advantage * ratio)
-        grad = tl.where(far, 0.0, -advantage * slope)
-    elif LOSS == 9:  # dppo_kl
-        far = _is_far(logprob, anchor, advantage, delta_low, delta_high, True)
-        value = tl.where(far, 0.0, -advantage * ratio)
-        grad = tl.where(far, 0.0, -advantage * slope)
-    else:  # importance_sampling
-        value = -advantage * ratio
-        grad = -advantage * slope
-    return value, grad
-
-
-@triton.jit
-def token_kl(logprob, reference, KL: tl.constexpr):
-    """Value and derivative of one token's KL penalty."""
-    d = logprob - reference
-    sign = tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, 0.0))
-    if KL == 1:
-        value = d
-        grad = 1.0 + 0.0 * d
-    elif KL == 2:
-        value = d * sign
-        grad = sign
-    elif KL == 3:
-        value = 0.5 * d * d
-        grad = d
-    else:
-        x = _clamp(-d, -20.0, 20.0)
-        raw = tl.exp(x) - 1.0 - x
-        value = _clamp(raw, -10.0, 10.0)
-        grad = tl.where((x == -d) & (value == raw), 1.0 - tl.exp(x), 0.0)
-        grad = tl.where(d != d, d, grad)
-    return value, grad
-
-
 @triton.jit
 def masked_loss_kernel(
     logits, targets, mask, anchor_in, advantage_in, reference_in, token_weight_in, weight_in,
@@ -278,9 +178,9 @@ def masked_loss_kernel(
         advantage = tl.full((), 0.0, tl.float64)
         if HAS_ADVANTAGE:
             advantage = tl.load(advantage_in + row).to(tl.float64)
-        loss, slope = token_loss(
-            logprob, anchor, advantage, low, high, ratio_c, tau_pos, tau_neg, delta_low,
-            delta_high, LOSS,
+        loss, slope, _, _, _ = token_loss(
+            logprob, anchor, logprob - anchor, advantage, False, low, high, ratio_c, tau_pos,
+            tau_neg, delta_low, delta_high, 0.0, LOSS,
         )  # fmt: skip
         if HAS_TOKEN_WEIGHT:
             token_weight = tl.load(token_weight_in + row).to(tl.float64)

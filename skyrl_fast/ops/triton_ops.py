@@ -10,10 +10,12 @@ import torch
 import triton
 
 from skyrl_fast.ops import triton_kernels as kernels
+from skyrl_fast.ops import triton_losses as losses
 
 LOG2E = 1.4426950408889634
 MAX_BLOCK = 4096  # columns of one step: 16 per thread of 8 warps
 NUM_WARPS = 8
+LOSS_BLOCK = 512  # cells of one partial sum: 4 per thread of 4 warps
 
 Tensor = torch.Tensor
 
@@ -165,4 +167,81 @@ def masked_logprob_loss(
             HAS_GRAD=grad is not None,
             BLOCK=_block(vocab),
             num_warps=NUM_WARPS,
+        )
+
+
+def _bytes_of(mask: Tensor) -> Tensor:
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+
+
+def policy_loss(
+    current: Tensor,
+    anchor: Tensor | None,
+    advantages: Tensor | None,
+    mask: Tensor,
+    row_weights: Tensor,
+    cu_seqlens: Tensor | None,
+    reference: Tensor | None,
+    token_weights: Tensor | None,
+    selected: Tensor | None,
+    sequence_delta: Tensor | None,
+    loss: int,
+    kl: int,
+    params: Sequence[float],
+    grad: Tensor | None,
+    metrics: Tensor,
+) -> None:
+    """Write the metrics, and the gradient of cells (N, R) or (A,) with offsets."""
+    num_cells, num_rows = current.numel(), row_weights.numel()
+    num_programs = math.ceil(num_cells / LOSS_BLOCK)
+    partial = metrics.new_empty((losses.NUM_SUMS, num_programs))
+    with _current(current):
+        if num_cells > 0:
+            losses.loss_kernel[(num_programs,)](
+                current,
+                _or(anchor, current),
+                _or(advantages, current),
+                _bytes_of(mask),
+                row_weights,
+                _or(cu_seqlens, current),
+                _or(reference, current),
+                _or(token_weights, current),
+                _or(selected, current),
+                _or(sequence_delta, current),
+                _or(grad, current),
+                partial,
+                num_cells,
+                current.shape[-1],
+                num_rows,
+                *params,
+                LOSS=loss,
+                KL=kl,
+                HAS_ANCHOR=anchor is not None,
+                HAS_ADVANTAGE=advantages is not None,
+                HAS_TOKEN_WEIGHT=token_weights is not None,
+                HAS_SELECTED=selected is not None,
+                HAS_GRAD=grad is not None,
+                RAGGED=cu_seqlens is not None,
+                STEPS=num_rows.bit_length(),
+                BLOCK=LOSS_BLOCK,
+            )
+        losses.fold_kernel[(1,)](
+            partial, metrics, num_programs, params[-1], LOSS=loss, BLOCK=LOSS_BLOCK
+        )
+
+
+def delta_sums(a: Tensor, b: Tensor, mask: Tensor, cu_seqlens: Tensor | None, sums: Tensor) -> None:
+    """Write for each row the sum of a - b over its trained cells, and how many they are."""
+    if sums.shape[0] == 0:
+        return
+    with _current(a):
+        losses.delta_kernel[(sums.shape[0],)](
+            a,
+            b,
+            _bytes_of(mask),
+            _or(cu_seqlens, a),
+            sums,
+            a.shape[-1],
+            RAGGED=cu_seqlens is not None,
+            BLOCK=LOSS_BLOCK,
         )

@@ -66,41 +66,30 @@ struct TokenLossInputs {
   const float* weights = nullptr;        // multiply both: the reduction
 };
 
-struct WeightedLoss {
-  float value = 0.0f;
-  float grad = 0.0f;  // d value / d logprob
-};
-
-// A token of weight 0 has no policy loss, even where that would be NaN.
-SKYRL_HD WeightedLoss weighted_loss(const TokenLossInputs& in, int64_t row, float logprob) {
+// d loss / d logprob of a row's token. A token of weight 0 has no policy loss, even where that
+// would be NaN.
+SKYRL_HD float loss_gradient(const TokenLossInputs& in, int64_t row, float logprob) {
   const float anchor = in.anchor ? in.anchor[row] : logprob;
   const float advantage = in.advantages ? in.advantages[row] : 0.0f;
   const TokenLoss<float> token =
       token_loss(in.loss, in.params, logprob, anchor, logprob - anchor, advantage, false);
   const float token_weight = in.token_weights ? in.token_weights[row] : 1.0f;
-  WeightedLoss out;
-  if (token_weight != 0.0f) {
-    out.value = token_weight * token.value;
-    out.grad = token_weight * token.grad;
-  }
+  float grad = token_weight != 0.0f ? token_weight * token.grad : 0.0f;
   if (in.kl != KlKind::kNone) {
-    const TokenKl<float> kl = token_kl(in.kl, logprob, in.reference[row]);
-    out.value += in.params.kl_coef * kl.value;
-    out.grad += in.params.kl_coef * kl.grad;
+    grad += in.params.kl_coef * token_kl(in.kl, logprob, in.reference[row]).grad;
   }
-  out.value *= in.weights[row];
-  out.grad *= in.weights[row];
-  return out;
+  return grad * in.weights[row];
 }
 
-// Log-probability, weighted loss and gradient of each row in one visit: the gradient is written
-// while the row is still in the cache. Rows of mask 0 give 0 and are never read.
-//   logprob, loss  float [num_rows]
-//   entropy        float [num_rows], or null
-//   grad           rows for the gradient of the sum of `loss` with respect to the logits; may be
-//                  `logits` itself; null: no gradient
+// Log-probability of each row and gradient of the loss in one visit: the gradient is written while
+// the row is still in the cache. Rows of mask 0 give 0 and are never read. The loss's value and
+// metrics are policy_loss_cpu's, of the log-probabilities.
+//   logprob  float [num_rows]
+//   entropy  float [num_rows], or null
+//   grad     rows for the gradient of the loss with respect to the logits; may be `logits` itself;
+//            null: no gradient
 void masked_logprob_loss_cpu(const LogitRows& logits, const Selection& selection,
-                             const TokenLossInputs& in, float* logprob, float* loss, float* entropy,
+                             const TokenLossInputs& in, float* logprob, float* entropy,
                              const LogitRows* grad, int num_threads);
 
 }  // namespace skyrl_fast

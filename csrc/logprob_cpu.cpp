@@ -101,28 +101,27 @@ void selected_logprob_backward_cpu(const LogitRows& logits, const Selection& sel
 }
 
 void masked_logprob_loss_cpu(const LogitRows& logits, const Selection& selection,
-                             const TokenLossInputs& in, float* logprob, float* loss, float* entropy,
+                             const TokenLossInputs& in, float* logprob, float* entropy,
                              const LogitRows* grad, int num_threads) {
   if (logits.num_rows == 0) return;
   check_targets(logits, selection);
   const RowKernels& kernels = row_kernels(logits.dtype);
   for_each_row(logits, num_threads, [&](int64_t r) {
     RowStats stats = {0.0, 0.0, 0.0};
-    WeightedLoss weighted;
+    float loss_grad = 0.0f;
     if (selection.has(r)) {
       kernels.forward(logits.row(r), logits.vocab, selection.target_ids[r], selection.temperature,
                       entropy != nullptr, &stats);
-      weighted = weighted_loss(in, r, static_cast<float>(stats.logprob));
+      loss_grad = loss_gradient(in, r, static_cast<float>(stats.logprob));
     }
     logprob[r] = static_cast<float>(stats.logprob);
-    loss[r] = weighted.value;
     if (entropy != nullptr) entropy[r] = static_cast<float>(stats.entropy);
     if (grad == nullptr) return;
-    if (weighted.grad == 0.0f) {
+    if (loss_grad == 0.0f) {
       std::memset(grad->row(r), 0, row_bytes(logits));
     } else {
       kernels.backward(logits.row(r), logits.vocab, selection.target_ids[r], selection.temperature,
-                       stats, {weighted.grad, 0.0}, grad->row(r));
+                       stats, {loss_grad, 0.0}, grad->row(r));
     }
   });
 }

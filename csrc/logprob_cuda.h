@@ -27,8 +27,8 @@ struct VisitPlan {
 VisitPlan plan_visit(int64_t vocab, DType dtype, int compute_major);
 
 void masked_logprob_loss_cuda(const LogitRows& logits, const Selection& selection,
-                              const TokenLossInputs& in, float* logprob, float* loss,
-                              float* entropy, const LogitRows* grad, cudaStream_t stream);
+                              const TokenLossInputs& in, float* logprob, float* entropy,
+                              const LogitRows* grad, cudaStream_t stream);
 
 // Multiplies the rows by *factor, a float on the device; touches nothing where that is 1.
 void scale_rows_cuda(const LogitRows& rows, const float* factor, cudaStream_t stream);

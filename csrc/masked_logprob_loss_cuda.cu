@@ -1,5 +1,5 @@
-// Logits to policy loss and gradient: rows that fit stay in registers between their one read and
-// their one write, others are read twice.
+// Logits to log-probabilities and the gradient of a policy loss: rows that fit stay in registers
+// between their one read and their one write, others are read twice.
 #include "logit_rows_cuda.h"
 #include "logprob_cuda.h"
 
@@ -12,7 +12,6 @@ constexpr int kRevisitLoads = 4;
 
 struct Outputs {
   float* logprob;
-  float* loss;
   float* entropy;  // may be null
   bool wants_grad;
 };
@@ -29,25 +28,22 @@ __device__ __forceinline__ float target_logit(const T* row, int64_t target, int6
   return target >= 0 && target < vocab ? to_float(row[target]) : NAN;
 }
 
-// The loss of a row from its sums; writes the outputs where `writes` is set.
+// The gradient of a row's loss from its sums; writes the outputs where `writes` is set.
 __device__ __forceinline__ GradTerms finish_row(const SoftmaxPart& whole, float target_x,
                                                 const TokenLossInputs& in, int64_t r, float scale,
                                                 float inv_temperature, const Outputs& out,
                                                 bool writes) {
   const RowResult result = row_result(whole, target_x, scale);
   const float logprob = static_cast<float>(result.logprob);
-  const WeightedLoss weighted = weighted_loss(in, r, logprob);
   if (writes) {
     out.logprob[r] = logprob;
-    out.loss[r] = weighted.value;
     if (out.entropy != nullptr) out.entropy[r] = static_cast<float>(result.entropy);
   }
-  return grad_terms(result.lse, 0.0f, weighted.grad, 0.0f, inv_temperature);
+  return grad_terms(result.lse, 0.0f, loss_gradient(in, r, logprob), 0.0f, inv_temperature);
 }
 
 __device__ __forceinline__ void write_masked(int64_t r, const Outputs& out) {
   out.logprob[r] = 0.0f;
-  out.loss[r] = 0.0f;
   if (out.entropy != nullptr) out.entropy[r] = 0.0f;
 }
 
@@ -234,8 +230,8 @@ VisitPlan plan_visit(int64_t vocab, DType dtype, int compute_major) {
 }
 
 void masked_logprob_loss_cuda(const LogitRows& logits, const Selection& selection,
-                              const TokenLossInputs& in, float* logprob, float* loss,
-                              float* entropy, const LogitRows* grad, cudaStream_t stream) {
+                              const TokenLossInputs& in, float* logprob, float* entropy,
+                              const LogitRows* grad, cudaStream_t stream) {
   if (logits.num_rows == 0) return;
   VisitPlan plan = {0, kRevisitThreads, 1};
   if (grad != nullptr) plan = plan_visit(logits.vocab, logits.dtype, compute_major());
@@ -245,7 +241,7 @@ void masked_logprob_loss_cuda(const LogitRows& logits, const Selection& selectio
   l.shared_bytes = static_cast<int>(sizeof(SharedState));
   l.cluster = plan.cluster;
   l.stream = stream;
-  const Outputs out{logprob, loss, entropy, grad != nullptr};
+  const Outputs out{logprob, entropy, grad != nullptr};
   with_element(kOp, logits.dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     launch(kOp, l, kernel_of<T>(plan), logits, selection, in,

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from _logits import assert_loss_equals, exact_loss_and_grad, loss_and_grad, loss_case, made, visited
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,22 +25,6 @@ GRADIENT = {
     torch.float16: {"rtol": 2**-10, "atol": 2**-24},
 }
 VOCABS = [1, 2, 7, 8, 31, 32, 33, 127, 1000, 2049, 9001, 16_384]
-
-
-def made(rows: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    g = torch.Generator().manual_seed(seed + vocab)
-    logits = (torch.randn(rows, vocab, generator=g) * 4).to(dtype)
-    return logits, torch.randint(0, vocab, (rows,), generator=g)
-
-
-def visited(logits: torch.Tensor, targets: torch.Tensor, **options: object) -> list[torch.Tensor]:
-    """Log-probability, entropy, and the gradient of a fixed mixture of both."""
-    leaf = logits.detach().clone().requires_grad_()
-    logprob, entropy = selected_logprob(leaf * 1, targets, return_entropy=True, **options)
-    weight = torch.linspace(-1, 1, targets.numel(), dtype=logprob.dtype, device=logits.device)
-    weight = weight.view(targets.shape)
-    ((logprob * weight).sum() + 0.3 * (entropy * weight.flip(0)).sum()).backward()
-    return [logprob.detach(), entropy.detach(), leaf.grad]
 
 
 def exact(logits: torch.Tensor, targets: torch.Tensor, **options: object) -> list[torch.Tensor]:
@@ -201,57 +186,26 @@ def test_rows_that_get_no_gradient_are_not_read(gpu: str) -> None:
 # --- masked_logprob_loss -------------------------------------------------------------------------
 
 LOSSES = ["regular", "dual_clip", "cispo", "rollout_is", "sapo", "dppo_tv", "dppo_kl"]
-
-
-def loss_case(vocab: int, dtype: torch.dtype, rows: int = 5) -> dict[str, torch.Tensor]:
-    logits, targets = made(rows, vocab, dtype)
-    g = torch.Generator().manual_seed(7)
-    logprobs = reference.selected_logprob(logits.double(), targets, None, 0.9)[0].float()
-    return {
-        "logits": logits,
-        "target_ids": targets,
-        "anchor_logprobs": logprobs + torch.randn(rows, generator=g) * 0.3,
-        "advantages": torch.randn(rows, generator=g),
-        "loss_mask": torch.arange(rows) % 3 != 1,
-        "loss_weights": torch.rand(rows, generator=g),
-        "ref_logprobs": logprobs + torch.randn(rows, generator=g) * 0.3,
-    }
+LOSSES += ["cross_entropy", "importance_sampling"]
 
 
 def both_paths(case: dict[str, torch.Tensor], device: str, **options: object) -> list[torch.Tensor]:
     """Loss, log-probabilities, entropy and gradient, in place."""
-    moved = {name: value.to(device) for name, value in case.items()}
-    leaf = moved.pop("logits").clone().requires_grad_()
-    out = masked_logprob_loss(
-        leaf * 1, return_entropy=True, temperature=0.9, inplace=True, **moved, **options
-    )
-    (out.loss * 0.5).backward()
+    out, grad = loss_and_grad(case, device, **options)
     assert out.entropy is not None
-    return [t.detach().cpu().double() for t in (out.loss, out.logprobs, out.entropy, leaf.grad)]
+    return [t.detach().cpu().double() for t in (out.loss, out.logprobs, out.entropy, grad)]
 
 
-@pytest.mark.spec("6.54")
+@pytest.mark.spec("6.54", "6.56")
 @pytest.mark.parametrize("kl", [None, "k1", "abs", "k2", "k3"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_equals_the_cpu_kernel(gpu: str, loss: str, kl: str | None) -> None:
-    case = loss_case(129, torch.float32)
-    if kl is None:
-        del case["ref_logprobs"]
-    got = both_paths(case, gpu, loss=loss, kl_estimator=kl, kl_coef=0.3)
-    with pytest.MonkeyPatch.context() as patch:
-        unpatch(patch)
-        want = both_paths(case, "cpu", loss=loss, kl_estimator=kl, kl_coef=0.3)
-    for g, w in zip(got, want, strict=True):
-        # the loss carries the log-probability's 4e-6 through ratios of up to 3
-        torch.testing.assert_close(g, w, rtol=3e-5, atol=3e-6)
-
-
-def unpatch(patch: pytest.MonkeyPatch) -> None:
-    """Take the CPU's own path again, within an emulated GPU."""
-    from skyrl_fast.ops import _backend
-
-    patch.setattr(_backend, "on_gpu", lambda tensor: tensor.is_cuda)
-    patch.setattr(_backend, "device_kind", lambda device: device.type)
+def test_every_loss_equals_the_reference(gpu: str, loss: str, kl: str | None) -> None:
+    case = loss_case(129)
+    case["token_weights"] = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0])
+    options = {"loss": loss, "kl_estimator": kl, "kl_coef": 0.3}
+    got = loss_and_grad(case, gpu, **options)
+    # the loss carries the log-probability's 4e-6 through ratios of up to 3
+    assert_loss_equals(got, exact_loss_and_grad(case, **options), rtol=3e-5, atol=6e-6)
 
 
 # (vocab, dtype, compute capability) -> vectors, threads, cluster: each way to take a row

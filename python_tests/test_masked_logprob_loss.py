@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
 import pytest
 import torch
+from _logits import assert_loss_equals, exact_loss_and_grad, loss_and_grad
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from skyrl_fast.ops.masked_logprob_loss import TOKEN_LOSSES as ALL_LOSSES
 from skyrl_fast.ops.masked_logprob_loss import masked_logprob_loss
+from skyrl_fast.ops.masked_logprob_loss_op import Call
+from skyrl_fast.ops.policy_loss import policy_loss
 from skyrl_fast.ops.reference.logprob import selected_logprob as reference_logprob
 
 ROWS, VOCAB = 12, 45
@@ -98,6 +105,188 @@ def test_by_hand():
     out.loss.backward()
     assert out.loss.item() == pytest.approx(math.log(2))
     assert torch.equal(logits.grad, torch.tensor([[0.5, -0.5]]))
+
+
+LN2 = math.log(2)
+
+
+@pytest.mark.spec("6.56")
+def test_metrics_by_hand(backend):
+    """Log-probability -ln 2; ratios 2 (clipped, A > 0) and 1/2 (clipped, A < 0); a masked row."""
+    out = masked_logprob_loss(
+        torch.tensor([[3.0, 3.0], [0.0, 0.0], [math.nan, 0.0]]),
+        torch.tensor([0, 1, 0]),
+        torch.tensor([-2 * LN2, 0.0, math.nan]),
+        torch.tensor([1.0, -1.0, 5.0]),
+        loss_mask=torch.tensor([1, 1, 0]),
+        loss_weights=torch.tensor([0.25, 1.0, 9.0]),
+        token_weights=torch.tensor([2.0, 0.5, 9.0]),
+        ref_logprobs=torch.tensor([-2 * LN2, -2 * LN2, math.nan]),
+        kl_estimator="k1",
+        kl_coef=0.1,
+        return_entropy=True,
+        backend=backend,
+    )
+    policy = 0.25 * 2 * -1.2 + 1 * 0.5 * 0.8
+    want = {
+        "loss": policy + 0.1 * 1.25 * LN2,
+        "policy_loss": policy,
+        "kl_loss": 1.25 * LN2,
+        "num_tokens": 2,
+        "clip_ratio": 1,
+        "clip_ratio_low": 0.5,
+        "clip_ratio_high": 0.5,
+        "chosen_ratio": 0,
+        "ratio_mean": 1.25,
+        "ratio_max": 2,
+        "ratio_min": 0.5,
+        "approx_kl": (2 - 1 - LN2 + 0.5 - 1 + LN2) / 2,
+        "kl": LN2,
+        "entropy": LN2,
+    }
+    assert {name: value.item() for name, value in out.metrics.items()} == pytest.approx(want)
+    assert out.loss.item() == pytest.approx(want["loss"])
+
+
+@st.composite
+def calls(draw):
+    """Arguments of any loss on a few rows, masked and weighted in any way."""
+    rows, vocab = draw(st.integers(0, 6)), draw(st.integers(1, 40))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    new = lambda: torch.randn(rows, generator=g)  # noqa: E731
+    logits = torch.randn(rows, vocab, generator=g) * 3
+    targets = torch.randint(0, vocab, (rows,), generator=g)
+    logprobs = reference_logprob(logits.double(), targets)[0].float()
+    loss, kl = draw(st.sampled_from(ALL_LOSSES)), draw(st.sampled_from([None, "k1", "k2", "k3"]))
+    case = {
+        "logits": logits,
+        "target_ids": targets,
+        "anchor_logprobs": logprobs + 0.4 * new(),
+        "advantages": new(),
+        "loss_mask": torch.rand(rows, generator=g) < draw(st.sampled_from([0.0, 0.5, 1.0])),
+    }
+    if kl is not None:
+        case["ref_logprobs"] = logprobs + 0.4 * new()
+    if draw(st.booleans()):
+        case["loss_weights"] = new().abs()
+    if draw(st.booleans()):
+        case["token_weights"] = new().clamp(min=0)  # half of them 0
+    options = {"loss": loss, "kl_estimator": kl, "kl_coef": draw(st.sampled_from([0.0, 0.5]))}
+    return case, options
+
+
+@pytest.mark.spec("6.54", "6.56")
+@given(call=calls())
+def test_any_call_equals_the_reference(call):
+    case, options = call
+    got = loss_and_grad(case, "cpu", backend="native", **options)
+    # float32 log-probabilities, right to 1e-6, in ratios and gradients of up to 5
+    assert_loss_equals(got, exact_loss_and_grad(case, **options), rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.spec("6.54", "6.56")
+@given(call=calls(), order=st.integers(0, 3))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_call_on_an_emulated_gpu_equals_the_reference(
+    emulated_gpu: ModuleType, call: tuple, order: int
+):
+    emulated_gpu.set_order(order)
+    test_any_call_equals_the_reference.hypothesis.inner_test(call)
+
+
+@pytest.mark.spec("6.56")
+def test_the_metrics_are_those_of_policy_loss():
+    c = case()
+    out = masked_logprob_loss(
+        c["logits"],
+        c["targets"],
+        c["anchor"],
+        c["advantages"],
+        loss_mask=c["mask"],
+        ref_logprobs=c["reference"],
+        kl_estimator="k3",
+    )
+    column = {name: c[name][:, None] for name in ("anchor", "advantages", "mask", "reference")}
+    loss, metrics = policy_loss(
+        out.logprobs[:, None],
+        column["anchor"],
+        column["advantages"],
+        column["mask"],
+        ref_logprobs=column["reference"],
+        kl_estimator="k3",
+    )
+    assert torch.equal(out.loss, loss) and out.metrics == metrics
+
+
+def test_gradcheck():
+    c = case(torch.float64, vocab=4)
+    arguments = [c[name].double() for name in ("anchor", "advantages")]
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return masked_logprob_loss(
+            x,
+            c["targets"],
+            *arguments,
+            loss_mask=c["mask"],
+            ref_logprobs=c["reference"].double(),
+            kl_estimator="k3",
+        ).loss
+
+    assert torch.autograd.gradcheck(loss, c["logits"].requires_grad_())
+
+
+def test_opcheck(gpu):
+    c = {name: value.to(gpu) for name, value in case(torch.bfloat16).items()}
+    params = [0.8, 1.2, 3.0, 1.0, 1.05, 0.2, 0.2, 0.0, 0.1]
+    op = torch.ops.skyrl_fast.masked_logprob_loss.default
+    mask = c["mask"].to(torch.uint8)
+    for with_grad in (False, True):
+        call = Call(
+            c["targets"], mask, 0.9, 0, 4, params, c["anchor"], c["advantages"], c["reference"],
+            None, c["weights"], with_grad, False,
+        )  # fmt: skip
+        torch.library.opcheck(op, (c["logits"], *call, with_grad))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("shape", [(ROWS,), (2, ROWS // 2)])
+def test_compile_fullgraph(gpu, shape, inplace):
+    c = {name: value.to(gpu) for name, value in case(torch.bfloat16).items()}
+    c = {name: value.view(shape + value.shape[1:]) for name, value in c.items()}
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = masked_logprob_loss(
+            x * 1,
+            c["targets"],
+            c["anchor"],
+            c["advantages"],
+            loss_mask=c["mask"],
+            loss_weights=c["weights"],
+            ref_logprobs=c["reference"],
+            kl_estimator="k3",
+            return_entropy=True,
+            inplace=inplace,
+        )
+        return (2 * out.loss, out.logprobs, out.entropy, *out.metrics.values())
+
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        leaf = c["logits"].clone().requires_grad_()
+        loss, *rest = function(leaf)
+        loss.backward()
+        results.append([loss.detach(), *rest, leaf.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert results[0][-1].any()
+
+
+def test_compile_without_a_gradient(gpu):
+    c = {name: value.to(gpu) for name, value in case().items()}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return masked_logprob_loss(x, c["targets"], c["anchor"], c["advantages"]).loss
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(c["logits"]), step(c["logits"]))
 
 
 def test_token_mean_is_the_default():
@@ -200,7 +389,7 @@ def test_a_second_backward_is_refused():
         ({"advantages": torch.zeros(3)}, "advantages must be of shape"),
         ({"loss_weights": torch.zeros(1)}, "loss_weights must be of shape"),
         ({"target_ids": torch.tensor([0, 5])}, r"target_ids must be in \[0, 5\)"),
-        ({"logits": torch.zeros(2, 5).double()}, "float32, bfloat16 or float16"),
+        ({"logits": torch.zeros(2, 5).int()}, "float32, bfloat16, float16 or float64"),
         ({"temperature": 0.0}, "temperature must be positive"),
     ],
 )

@@ -51,7 +51,7 @@ TYPES = dict.fromkeys(("logits", "grad"), "*bf16") | {
         ("logprob_out", "entropy_out", "entropy_in", "grad_logprob_in", "grad_entropy_in"), "*fp32"
     ),
     **dict.fromkeys(("anchor_in", "advantage_in", "reference_in", "token_weight_in"), "*fp32"),
-    **dict.fromkeys(("weight_in", "loss_out", "logprobs", "advantages", "reference"), "*fp32"),
+    **dict.fromkeys(("weight_in", "logprobs", "advantages", "reference"), "*fp32"),
     **dict.fromkeys(("row_weights", "token_weights", "a", "b"), "*fp32"),
     **dict.fromkeys(("cu",), "*i32"),
     **dict.fromkeys(("vocab", "inner", "width", "num_rows", "count"), "i32"),

@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+from _logits import assert_loss_equals, exact_loss_and_grad, loss_and_grad, loss_case, made, visited
 
 from skyrl_fast import linear_logprob, masked_logprob_loss, selected_logprob
 
@@ -28,20 +29,6 @@ GRADIENT = {  # half a unit in the last place of the dtype, beside float32's 4e-
 }
 
 
-def made(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    g = torch.Generator().manual_seed(vocab)
-    logits = (torch.randn(rows, vocab, generator=g) * 4).to(dtype)
-    return logits, torch.randint(0, vocab, (rows,), generator=g)
-
-
-def visited(logits: torch.Tensor, targets: torch.Tensor, **options: object) -> list[torch.Tensor]:
-    leaf = logits.detach().clone().requires_grad_()
-    logprob, entropy = selected_logprob(leaf * 1, targets, return_entropy=True, **options)
-    weight = torch.linspace(-1, 1, targets.numel(), dtype=logprob.dtype, device=logits.device)
-    ((logprob * weight).sum() + 0.3 * (entropy * weight.flip(0)).sum()).backward()
-    return [t.detach().cpu().double() for t in (logprob, entropy, leaf.grad)]
-
-
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1, 7, 32, 33, 1000, 9001])
@@ -57,9 +44,8 @@ def test_selected_logprob(vocab: int, dtype: torch.dtype, inplace: bool) -> None
         backend="triton",
     )
     want = visited(logits.double(), targets, mask=mask, temperature=0.7, backend="torch")
-    torch.testing.assert_close(got[0], want[0], **FORWARD)
-    torch.testing.assert_close(got[1], want[1], **FORWARD)
-    torch.testing.assert_close(got[2], want[2], **GRADIENT[dtype])
+    for g, w, close in zip(got, want, (FORWARD, FORWARD, GRADIENT[dtype]), strict=True):
+        torch.testing.assert_close(g.cpu().double(), w, **close)
 
 
 def test_rows_in_two_strides() -> None:
@@ -113,33 +99,30 @@ LOSSES += ["cross_entropy", "importance_sampling"]
 
 @pytest.mark.parametrize("kl", [None, "k1", "abs", "k2", "k3"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_masked_loss_equals_the_native_kernel(loss: str, kl: str | None) -> None:
-    rows, vocab = 8, 200
-    logits, targets = made(rows, vocab)
-    g = torch.Generator().manual_seed(3)
-    anchor = selected_logprob(logits, targets, temperature=0.9) + torch.randn(rows, generator=g)
-    cells = {
-        "anchor_logprobs": anchor,
-        "advantages": torch.randn(rows, generator=g) * 2,
-        "loss_mask": torch.arange(rows) % 4 != 1,
-        "loss_weights": torch.rand(rows, generator=g),
-        "token_weights": torch.tensor([1.0, 0.5, 0.0, 1, 1, 1, 2, 1]),
-        "ref_logprobs": anchor + torch.randn(rows, generator=g) * 0.5 if kl else None,
-    }
+def test_masked_loss_equals_the_reference(loss: str, kl: str | None) -> None:
+    case = loss_case(200, rows=8)
+    case["token_weights"] = torch.tensor([1.0, 0.5, 0.0, 1, 1, 1, 2, 1])
+    options = {"loss": loss, "kl_estimator": kl, "kl_coef": 0.3}
+    got = loss_and_grad(case, DEVICE, backend="triton", **options)
+    # log-probabilities right to 4e-6, through ratios of up to 3
+    assert_loss_equals(got, exact_loss_and_grad(case, **options), rtol=3e-5, atol=6e-6)
+
+
+def test_masked_loss_compiled_whole() -> None:
+    case = {name: value.to(DEVICE) for name, value in loss_case(40).items()}
+    logits = case.pop("logits")
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = masked_logprob_loss(x, **case, backend="triton")
+        return out.loss, out.metrics["clip_ratio"]
+
     results = []
-    for device, backend in ((DEVICE, "triton"), ("cpu", "native")):
-        moved = {n: None if v is None else v.to(device) for n, v in cells.items()}
-        leaf = logits.to(device, copy=True).requires_grad_()
-        out = masked_logprob_loss(
-            leaf * 1, targets.to(device), loss=loss, kl_estimator=kl, kl_coef=0.3, temperature=0.9,
-            return_entropy=True, inplace=True, backend=backend, **moved,
-        )  # fmt: skip
-        (2 * out.loss).backward()
-        assert out.entropy is not None
-        results.append([t.detach().cpu() for t in (out.loss, out.logprobs, out.entropy, leaf.grad)])
-    for got, want in zip(*results, strict=True):
-        # log-probabilities right to 4e-6, through ratios of up to 20
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        leaf = logits.clone().requires_grad_()
+        loss, clip_ratio = function(leaf)
+        (3 * loss).backward()
+        results.append((loss.detach(), clip_ratio, leaf.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_masked_loss_without_gradient() -> None:

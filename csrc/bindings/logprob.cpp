@@ -124,8 +124,8 @@ void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask,
                          int loss, int kl, const std::vector<double>& params, py::handle anchor_obj,
                          py::handle advantages_obj, py::handle reference_obj,
                          py::handle token_weights_obj, py::handle weights_obj,
-                         py::handle logprob_obj, py::handle loss_obj, py::handle entropy_obj,
-                         py::handle grad_obj, int num_threads) {
+                         py::handle logprob_obj, py::handle entropy_obj, py::handle grad_obj,
+                         int num_threads) {
   const Inputs in(logits, targets, mask, temperature);
   const int64_t n = in.rows.num_rows;
   const MaybeBorrowed anchor(anchor_obj, "anchor"), advantages(advantages_obj, "advantages");
@@ -133,7 +133,6 @@ void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask,
   const MaybeBorrowed token_weights(token_weights_obj, "token_weights");
   const MaybeBorrowed entropy(entropy_obj, "entropy");
   const Borrowed weights(weights_obj, kOp, "weights"), logprob(logprob_obj, kOp, "logprob");
-  const Borrowed losses(loss_obj, kOp, "loss");
   TokenLossInputs token;
   token.loss = static_cast<LossKind>(loss);
   token.kl = static_cast<KlKind>(kl);
@@ -143,11 +142,9 @@ void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask,
   token.reference = reference.per_row_or_null<float>(DType::kFloat32, n);
   token.token_weights = token_weights.per_row_or_null<float>(DType::kFloat32, n);
   token.weights = per_row<float>(weights, DType::kFloat32, n);
-  if (token.kl != KlKind::kNone && token.reference == nullptr) {
-    throw std::invalid_argument("masked_logprob_loss: ref_logprobs must be given for a KL penalty");
-  }
+  check_loss("masked_logprob_loss", loss, kl, !advantages_obj.is_none(), !reference_obj.is_none(),
+             false);
   float* logprob_data = per_row<float>(logprob, DType::kFloat32, n);
-  float* loss_data = per_row<float>(losses, DType::kFloat32, n);
   float* entropy_data = entropy.per_row_or_null<float>(DType::kFloat32, n);
   std::optional<Borrowed> grad;
   LogitRows grad_rows;
@@ -156,7 +153,7 @@ void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask,
     grad_rows = rows_like(**grad, in);
   }
   py::gil_scoped_release release;
-  masked_logprob_loss_cpu(in.rows, in.selection, token, logprob_data, loss_data, entropy_data,
+  masked_logprob_loss_cpu(in.rows, in.selection, token, logprob_data, entropy_data,
                           grad ? &grad_rows : nullptr, num_threads);
 }
 

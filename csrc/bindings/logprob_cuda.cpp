@@ -105,8 +105,8 @@ void backward(py::handle logits, py::handle targets, py::handle mask, double tem
 void masked_loss(py::handle logits, py::handle targets, py::handle mask, double temperature,
                  int loss, int kl, const std::vector<double>& params, py::handle anchor_obj,
                  py::handle advantages_obj, py::handle reference_obj, py::handle token_weights_obj,
-                 py::handle weights_obj, py::handle logprob_obj, py::handle loss_obj,
-                 py::handle entropy_obj, py::handle grad_obj, uintptr_t stream) {
+                 py::handle weights_obj, py::handle logprob_obj, py::handle entropy_obj,
+                 py::handle grad_obj, uintptr_t stream) {
   const Inputs in(kLossOp, logits, targets, mask, temperature);
   const MaybeOnCuda anchor(anchor_obj, kLossOp, "anchor_logprobs");
   const MaybeOnCuda advantages(advantages_obj, kLossOp, "advantages");
@@ -114,7 +114,7 @@ void masked_loss(py::handle logits, py::handle targets, py::handle mask, double 
   const MaybeOnCuda token_weights(token_weights_obj, kLossOp, "token_weights");
   const MaybeOnCuda entropy(entropy_obj, kLossOp, "entropy");
   const Borrowed weights(weights_obj, kLossOp, "loss_weights");
-  const Borrowed logprob(logprob_obj, kLossOp, "logprob"), losses(loss_obj, kLossOp, "loss");
+  const Borrowed logprob(logprob_obj, kLossOp, "logprob");
   TokenLossInputs token;
   token.loss = static_cast<LossKind>(loss);
   token.kl = static_cast<KlKind>(kl);
@@ -124,11 +124,8 @@ void masked_loss(py::handle logits, py::handle targets, py::handle mask, double 
   token.reference = in.floats(reference);
   token.token_weights = in.floats(token_weights);
   token.weights = in.floats(weights);
-  if (token.kl != KlKind::kNone && token.reference == nullptr) {
-    throw std::invalid_argument("masked_logprob_loss: ref_logprobs must be given for a KL penalty");
-  }
+  check_loss(kLossOp, loss, kl, !advantages_obj.is_none(), !reference_obj.is_none(), false);
   float* logprob_data = in.floats(logprob);
-  float* loss_data = in.floats(losses);
   float* entropy_data = in.floats(entropy);
   std::optional<Borrowed> grad;
   LogitRows grad_rows;
@@ -138,7 +135,7 @@ void masked_loss(py::handle logits, py::handle targets, py::handle mask, double 
   }
   py::gil_scoped_release release;
   DeviceGuard guard(in.logits->device_index);
-  masked_logprob_loss_cuda(in.rows, in.selection, token, logprob_data, loss_data, entropy_data,
+  masked_logprob_loss_cuda(in.rows, in.selection, token, logprob_data, entropy_data,
                            grad ? &grad_rows : nullptr, stream_of(stream));
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,31 +14,26 @@ from skyrl_fast.ops.logprob import (
     check_logits,
     check_no_overlap,
     check_selection,
+    check_targets,
     kernel_rows,
 )
+from skyrl_fast.ops.masked_logprob_loss_op import Call, Result, visit
+from skyrl_fast.ops.policy_loss_op import KL_ESTIMATORS, LOSSES, PARAMS
+from skyrl_fast.ops.reference import logprob as logprob_reference
+from skyrl_fast.ops.reference import policy_loss as loss_reference
 
 OP = "masked_logprob_loss"
-TOKEN_LOSSES = {
-    "regular": 0,
-    "dual_clip": 1,
-    "cispo": 3,
-    "rollout_is": 4,
-    "sapo": 7,
-    "dppo_tv": 8,
-    "dppo_kl": 9,
-    "cross_entropy": 10,
-    "importance_sampling": 11,
-}
 SEQUENCE_LOSSES = ("gspo", "clip_cov", "kl_cov")
-KL_ESTIMATORS = {None: 0, "k1": 1, "abs": 2, "k2": 3, "k3": 4}
+TOKEN_LOSSES = tuple(name for name in LOSSES if name not in SEQUENCE_LOSSES)
 
 
 class MaskedLogprobLoss(NamedTuple):
     """What the visit saw. Only `loss` has a gradient."""
 
-    loss: torch.Tensor  # 0-dimensional float32
-    logprobs: torch.Tensor  # cells, float32, 0 where masked
-    entropy: torch.Tensor | None  # cells, float32, or None
+    loss: torch.Tensor  # 0-dimensional float32 (float64 for float64 logits)
+    logprobs: torch.Tensor  # cells, float32 (float64 for float64), 0 where masked
+    entropy: torch.Tensor | None  # the same, or None
+    metrics: dict[str, torch.Tensor]  # 0-dimensional float64: policy_loss's, perhaps "entropy"
 
 
 def masked_logprob_loss(
@@ -75,11 +70,15 @@ def masked_logprob_loss(
     not read again; the gradient of both is 0. Under torch.no_grad no gradient is made.
 
     The losses of whole sequences or batches (gspo, clip_cov, kl_cov, sequence masks) need every
-    log-probability before any derivative: use `selected_logprob` and `policy_loss` for them. Give
-    `logprobs` of the result to `policy_loss` under torch.no_grad for its metrics.
+    log-probability before any derivative: use `selected_logprob` and `policy_loss` for them.
+
+    `metrics` are those of `policy_loss` (ratios, shares of clipped tokens, KL, number of tokens
+    and the parts of the loss, see there), made from the log-probabilities of the visit; with
+    `return_entropy` also `entropy`, its mean over trained tokens.
 
     Args:
-        logits: cells + (V,) float32, bfloat16 or float16; the last dimension contiguous.
+        logits: cells + (V,) float32, bfloat16 or float16; the last dimension contiguous. float64
+            is computed by torch.
         target_ids: cells, integers; in [0, V) where the mask is 1.
         anchor_logprobs: cells, what the ratio is taken against (old or rollout log-probabilities).
             None: the current ones, ratio 1.
@@ -96,8 +95,9 @@ def masked_logprob_loss(
         clip_ratio_c, tau_pos, tau_neg, delta_low, delta_high: dual_clip, sapo, dppo.
         return_entropy: also give the entropy, without a gradient.
         inplace: write the gradient over the logits, during this call; whoever else saved them
-            for a backward gets an error of autograd's.
-        backend: "native", "triton" (GPUs), or None to choose.
+            for a backward gets an error of autograd's. A function compiled by torch.compile, and
+            backend "torch", allocate the gradient all the same.
+        backend: "native", "triton" (GPUs), "torch", or None to choose.
 
     Raises:
         ValueError: an unknown or sequence-level loss, shapes that disagree, a target out of range
@@ -112,48 +112,75 @@ def masked_logprob_loss(
     check_logits(OP, logits)
     check_selection(OP, logits, "logits", target_ids, loss_mask, temperature)
     chosen = _backend.select(OP, logits, target_ids, backend=backend, available_on_gpu=ON_GPU)
-    if chosen == "torch" or logits.dtype not in KERNEL_DTYPES:
-        raise ValueError(
-            f"{OP}: logits must be float32, bfloat16 or float16 where a kernel is compiled in, got "
-            f"{logits.dtype} on {logits.device}; use selected_logprob and policy_loss"
-        )
-    cells = {
-        "anchor": _cells("anchor_logprobs", anchor_logprobs, target_ids.shape),
-        "advantages": _cells("advantages", advantages, target_ids.shape),
-        "reference": _cells("ref_logprobs", ref_logprobs, target_ids.shape),
-        "token_weights": _cells("token_weights", token_weights, target_ids.shape),
-        "weights": _cells("loss_weights", loss_weights, target_ids.shape),
-    }
+    if logits.dtype not in KERNEL_DTYPES:
+        chosen = "torch"
+    shape = target_ids.shape
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    anchor = _cells("anchor_logprobs", anchor_logprobs, shape, dtype)
+    adv = _cells("advantages", None if loss == "cross_entropy" else advantages, shape, dtype)
+    reference = _cells("ref_logprobs", ref_logprobs if kl_estimator else None, shape, dtype)
+    factors = _cells("token_weights", token_weights, shape, dtype)
+    weights = _cells("loss_weights", loss_weights, shape, dtype)
     targets = target_ids.reshape(-1).to(torch.int64).contiguous()
     mask = as_uint8(loss_mask)
-    if cells["weights"] is None:
-        cells["weights"] = _token_mean(targets, mask)
-    params = [clip_low, clip_high, clip_ratio_c, tau_pos, tau_neg, delta_low, delta_high]
-    params += [0.0, kl_coef]  # between them is the coefficient of a sequence loss
-    call = (
-        TOKEN_LOSSES[loss],
-        KL_ESTIMATORS[kl_estimator],
-        params,
-        *(cells[name] for name in ("anchor", "advantages", "reference", "token_weights")),
-        cells["weights"],
-    )
-    rows = kernel_rows(OP, logits)
-    wants_grad = torch.is_grad_enabled() and logits.requires_grad
-    if inplace and wants_grad:
-        check_no_overlap(OP, rows)
-    total, logprobs, entropy = _Visit.apply(
-        *(rows, targets, mask, temperature, call, return_entropy, inplace, wants_grad),
-        chosen == "triton",
-    )
-    shape = target_ids.shape
-    return MaskedLogprobLoss(
-        total, logprobs.view(shape), entropy.view(shape) if return_entropy else None
-    )
+    if weights is None:
+        weights = _token_mean(targets, mask, dtype)
+    params = {
+        "clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c,
+        "tau_pos": tau_pos, "tau_neg": tau_neg, "delta_low": delta_low, "delta_high": delta_high,
+        "ppo_kl_coef": 0.0, "kl_coef": kl_coef,
+    }  # fmt: skip
+    call = Call(
+        targets, mask, float(temperature), LOSSES[loss],
+        0 if kl_estimator is None else KL_ESTIMATORS[kl_estimator],
+        [float(params[name]) for name in PARAMS], anchor, adv, reference, factors, weights,
+        return_entropy, chosen == "triton",
+    )  # fmt: skip
+    if chosen == "torch":
+        result = _torch(logits, call, loss, kl_estimator)
+    else:
+        rows = kernel_rows(OP, logits)
+        if inplace and torch.is_grad_enabled() and logits.requires_grad:
+            check_no_overlap(OP, rows)
+        result = visit(rows, call, inplace)
+    metrics = dict(zip(loss_reference.METRICS, result.metrics.unbind(), strict=True))
+    if not return_entropy:
+        return MaskedLogprobLoss(result.loss, result.logprobs.view(shape), None, metrics)
+    total = result.entropy.sum(dtype=torch.float64)  # 0 where masked
+    metrics["entropy"] = total / metrics["num_tokens"].clamp(min=1)
+    entropy = result.entropy.view(shape)
+    return MaskedLogprobLoss(result.loss, result.logprobs.view(shape), entropy, metrics)
 
 
-def _token_mean(targets: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return (M,) float32, one over the number of trained tokens; waits for no device."""
-    ones = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
+def _torch(logits: torch.Tensor, call: Call, loss: str, kl_estimator: str | None) -> Result:
+    """Log-probabilities, then the loss, by the references."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    live = torch.ones_like(call.targets, dtype=torch.bool) if call.mask is None else call.mask != 0
+    check_targets(OP, call.targets, call.mask, rows.shape[-1])
+    logprobs, entropy = logprob_reference.selected_logprob(
+        rows, call.targets, live, call.temperature
+    )
+    total, metrics = loss_reference.policy_loss(
+        loss,
+        dict(zip(PARAMS, call.params, strict=True)),
+        logprobs,
+        call.anchor,
+        call.advantages,
+        live,
+        torch.arange(live.numel(), device=live.device),
+        call.weights,
+        ref_logprobs=call.reference,
+        kl_estimator=kl_estimator,
+        token_weights=call.token_weights,
+    )
+    return Result(total, logprobs.detach(), entropy.detach(), metrics)
+
+
+def _token_mean(
+    targets: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return (M,), one over the number of trained tokens; waits for no device."""
+    ones = torch.ones(targets.shape, dtype=dtype, device=targets.device)
     if mask is None:
         return ones / max(targets.numel(), 1)
     return ones / mask.count_nonzero().clamp(min=1)
@@ -171,10 +198,11 @@ def _check_loss(
             "any derivative; use selected_logprob and policy_loss"
         )
     if loss not in TOKEN_LOSSES:
-        raise ValueError(f"{OP}: loss must be one of {tuple(TOKEN_LOSSES)}, got {loss!r}")
-    if kl_estimator not in KL_ESTIMATORS:
+        raise ValueError(f"{OP}: loss must be one of {TOKEN_LOSSES}, got {loss!r}")
+    if kl_estimator is not None and kl_estimator not in KL_ESTIMATORS:
         raise ValueError(
-            f"{OP}: kl_estimator must be one of {tuple(KL_ESTIMATORS)}, got {kl_estimator!r}"
+            f"{OP}: kl_estimator must be one of {tuple(KL_ESTIMATORS)} or None, "
+            f"got {kl_estimator!r}"
         )
     if kl_estimator is not None and ref_logprobs is None:
         raise ValueError(f"{OP}: kl_estimator {kl_estimator!r} needs ref_logprobs, got None")
@@ -182,64 +210,13 @@ def _check_loss(
         raise ValueError(f"{OP}: loss {loss!r} needs advantages, got None")
 
 
-def _cells(name: str, value: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+def _cells(
+    name: str, value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
+) -> torch.Tensor | None:
     if value is None:
         return None
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{OP}: {name} must be a torch tensor, got {type(value).__name__}")
     if value.shape != shape:
         raise ValueError(f"{OP}: {name} must be of shape {tuple(shape)}, got {tuple(value.shape)}")
-    return value.detach().to(torch.float32).reshape(-1).contiguous()
-
-
-class _Visit(torch.autograd.Function):
-    """The loss of rows of logits; the gradient is made in the forward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        mask: torch.Tensor | None,
-        temperature: float,
-        call: tuple[Any, ...],
-        return_entropy: bool,
-        inplace: bool,
-        wants_grad: bool,
-        use_triton: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        num_rows = targets.numel()
-        logprobs = logits.new_empty(num_rows, dtype=torch.float32)
-        losses = torch.empty_like(logprobs)
-        entropy = logprobs.new_empty(num_rows if return_entropy else 0)
-        data, grad = logits.detach(), None
-        if wants_grad:
-            grad = data if inplace else _backend.empty(logits.shape, logits.dtype, logits.device)
-        entropy_out = entropy if return_entropy else None
-        arguments = (data, targets, mask, temperature, *call, logprobs, losses, entropy_out, grad)
-        _backend.run_kernel(OP, use_triton, logits, *arguments)
-        if grad is data:
-            torch.autograd.graph.increment_version(logits)
-        ctx.grad, ctx.use_triton = grad, use_triton
-        ctx.mark_non_differentiable(logprobs, entropy)
-        return losses.sum(dtype=torch.float64).to(torch.float32), logprobs, entropy
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, grad_loss: torch.Tensor, *unused: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        grad, ctx.grad = ctx.grad, None
-        if grad is None:
-            raise RuntimeError(
-                f"{OP}: a second backward through the same loss has no gradient left"
-            )
-        if not _backend.on_gpu(grad):
-            if float(grad_loss) != 1.0:
-                grad.mul_(grad_loss)
-        elif ctx.use_triton:
-            grad.mul_(grad_loss)
-        else:  # asking whether it is 1 would wait for the device: the kernel asks
-            factor = grad_loss.reshape(1).to(torch.float32)
-            _backend.run_kernel("scale_rows", False, grad, grad, factor)
-        return grad, *(None,) * 8
+    return value.detach().to(dtype).reshape(-1).contiguous()

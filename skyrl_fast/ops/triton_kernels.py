@@ -146,7 +146,7 @@ def backward_kernel(
 @triton.jit
 def masked_loss_kernel(
     logits, targets, mask, anchor_in, advantage_in, reference_in, token_weight_in, weight_in,
-    logprob_out, loss_out, entropy_out, grad,
+    logprob_out, entropy_out, grad,
     vocab, inner, outer_stride, inner_stride, grad_outer_stride, grad_inner_stride,
     scale, inv_temperature,
     low, high, ratio_c, tau_pos, tau_neg, delta_low, delta_high, kl_coef,
@@ -154,14 +154,13 @@ def masked_loss_kernel(
     HAS_ADVANTAGE: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     HAS_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: its sums, its loss, and its gradient by a second read."""
+    """One program per row: its sums, and its loss's gradient by a second read."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = _row(logits, row, inner, outer_stride, inner_stride)
     columns = tl.arange(0, BLOCK)
     logprob = tl.full((), 0.0, tl.float64)
     lse = tl.full((), 0.0, tl.float64)
     entropy = tl.full((), 0.0, tl.float64)
-    loss = tl.full((), 0.0, tl.float64)
     slope = tl.full((), 0.0, tl.float64)
     target = tl.load(targets + row)
     keep = True
@@ -178,23 +177,18 @@ def masked_loss_kernel(
         advantage = tl.full((), 0.0, tl.float64)
         if HAS_ADVANTAGE:
             advantage = tl.load(advantage_in + row).to(tl.float64)
-        loss, slope, _, _, _ = token_loss(
+        _, slope, _, _, _ = token_loss(
             logprob, anchor, logprob - anchor, advantage, False, low, high, ratio_c, tau_pos,
             tau_neg, delta_low, delta_high, 0.0, LOSS,
         )  # fmt: skip
         if HAS_TOKEN_WEIGHT:
             token_weight = tl.load(token_weight_in + row).to(tl.float64)
-            loss = tl.where(token_weight == 0, 0.0, token_weight * loss)
             slope = tl.where(token_weight == 0, 0.0, token_weight * slope)
         if KL != 0:
-            kl, kl_slope = token_kl(logprob, tl.load(reference_in + row).to(tl.float64), KL)
-            loss = loss + kl_coef * kl
+            _, kl_slope = token_kl(logprob, tl.load(reference_in + row).to(tl.float64), KL)
             slope = slope + kl_coef * kl_slope
-        weight = tl.load(weight_in + row).to(tl.float64)
-        loss = loss * weight
-        slope = slope * weight
+        slope = slope * tl.load(weight_in + row).to(tl.float64)
     tl.store(logprob_out + row, logprob.to(tl.float32))
-    tl.store(loss_out + row, loss.to(tl.float32))
     if HAS_ENTROPY:
         tl.store(entropy_out + row, entropy.to(tl.float32))
     if HAS_GRAD:

@@ -126,11 +126,10 @@ def masked_logprob_loss(
     token_weights: Tensor | None,
     weights: Tensor,
     logprob: Tensor,
-    losses: Tensor,
     entropy: Tensor | None,
     grad: Tensor | None,
 ) -> None:
-    """Write log-probabilities, weighted losses, entropies and the gradient of the losses' sum."""
+    """Write log-probabilities, entropies and the gradient of the weighted losses' sum."""
     vocab = logits.shape[-1]
     if targets.numel() == 0:
         return
@@ -147,7 +146,6 @@ def masked_logprob_loss(
             _or(token_weights, weights),
             weights,
             logprob,
-            losses,
             _or(entropy, logprob),
             out,
             vocab,

@@ -1,0 +1,166 @@
+"""The torch operator under `masked_logprob_loss`: kernels, fake, autograd.
+
+Shapes: M rows, V vocab. Logits are (M, V), or (outer, inner, V) where rows have two strides.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from skyrl_fast.ops import _backend
+
+Tensor = torch.Tensor
+
+_library = torch.library.Library("skyrl_fast", "FRAGMENT")
+_library.define(
+    "masked_logprob_loss(Tensor logits, Tensor target_ids, Tensor? mask, float temperature, "
+    "int loss, int kl, float[] params, Tensor? anchor, Tensor? advantages, Tensor? ref_logprobs, "
+    "Tensor? token_weights, Tensor loss_weights, bool return_entropy, bool use_triton, "
+    "bool with_grad) -> (Tensor logprobs, Tensor entropy, Tensor grad)"
+)
+
+
+class Call(NamedTuple):
+    """The operator's arguments between the logits and `with_grad`."""
+
+    targets: Tensor  # (M,) int64
+    mask: Tensor | None  # (M,) uint8
+    temperature: float
+    loss: int
+    kl: int
+    params: list[float]  # by policy_loss_op.PARAMS
+    anchor: Tensor | None  # this and the following: (M,) float32
+    advantages: Tensor | None
+    reference: Tensor | None
+    token_weights: Tensor | None
+    weights: Tensor
+    return_entropy: bool
+    use_triton: bool
+
+
+class Result(NamedTuple):
+    """What the visit gives; the loss alone is differentiable."""
+
+    loss: Tensor  # 0-dimensional float32
+    logprobs: Tensor  # (M,) float32
+    entropy: Tensor  # (M,) float32, empty unless asked for
+    metrics: Tensor  # those of policy_loss, float64
+
+
+def visit(logits: Tensor, call: Call, inplace: bool) -> Result:
+    """Return the loss of rows of logits; its gradient, where one is wanted, is made at once."""
+    if not (torch.is_grad_enabled() and logits.requires_grad):
+        logprobs, entropy, _ = torch.ops.skyrl_fast.masked_logprob_loss(logits, *call, False)
+        return _with_loss(logprobs, entropy, call)
+    if torch.compiler.is_compiling():
+        return Result(*_CompiledVisit.apply(logits, *call))
+    return Result(*_Visit.apply(logits, call, inplace))
+
+
+def _with_loss(logprobs: Tensor, entropy: Tensor, call: Call) -> Result:
+    """The loss and its metrics: those of policy_loss for rows of one cell."""
+
+    def column(cells: Tensor | None) -> Tensor | None:
+        return None if cells is None else cells.view(-1, 1)
+
+    live = call.mask
+    if live is None:
+        live = torch.ones_like(logprobs, dtype=torch.uint8)
+    metrics, _ = torch.ops.skyrl_fast.policy_loss(
+        column(logprobs), column(call.anchor), column(call.advantages), column(live), call.weights,
+        None, column(call.reference), column(call.token_weights), None, None, call.loss, call.kl,
+        call.params, call.use_triton, False,
+    )  # fmt: skip
+    return Result(metrics[0].to(torch.float32), logprobs, entropy, metrics)
+
+
+class _Visit(torch.autograd.Function):
+    """The gradient is made with the loss and given away at the first backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, call: Call, inplace: bool) -> tuple[Tensor, ...]:
+        data = logits.detach()
+        if inplace:
+            logprobs, entropy = _run(data, call, data)
+            torch.autograd.graph.increment_version(logits)
+            ctx.grad = data
+        else:
+            logprobs, entropy, ctx.grad = torch.ops.skyrl_fast.masked_logprob_loss(
+                data, *call, True
+            )
+        ctx.use_triton = call.use_triton
+        ctx.mark_non_differentiable(logprobs, entropy)
+        result = _with_loss(logprobs, entropy, call)
+        ctx.mark_non_differentiable(*result[1:])
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+        grad, ctx.grad = ctx.grad, None
+        if grad is None:
+            raise RuntimeError(
+                "masked_logprob_loss: a second backward through the same loss has no gradient left"
+            )
+        if not _backend.on_gpu(grad):
+            if float(grad_loss) != 1.0:
+                grad.mul_(grad_loss)
+        elif ctx.use_triton:
+            grad.mul_(grad_loss)
+        else:  # asking whether it is 1 would wait for the device: the kernel asks
+            factor = grad_loss.reshape(1).to(torch.float32)
+            _backend.run_kernel("scale_rows", False, grad, grad, factor)
+        return grad, None, None
+
+
+class _CompiledVisit(torch.autograd.Function):
+    """The same for a compiled graph, which may not hand a tensor over by mutation."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, *call: Any) -> tuple[Tensor, ...]:
+        logprobs, entropy, grad = torch.ops.skyrl_fast.masked_logprob_loss(logits, *call, True)
+        ctx.save_for_backward(grad)
+        ctx.num_inputs = 1 + len(call)
+        result = _with_loss(logprobs, entropy, Call(*call))
+        ctx.mark_non_differentiable(*result[1:])
+        return tuple(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = ctx.saved_tensors
+        return (grad * grad_loss,) + (None,) * (ctx.num_inputs - 1)
+
+
+def _run(logits: Tensor, call: Call, grad: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies; write the gradient, perhaps over the logits."""
+    num_rows = call.targets.numel()
+    logprobs = logits.new_empty(num_rows, dtype=torch.float32)
+    entropy = logprobs.new_empty(num_rows if call.return_entropy else 0)
+    entropy_out = entropy if call.return_entropy else None
+    outputs = (logprobs, entropy_out, grad)
+    _backend.run_kernel(
+        "masked_logprob_loss", call.use_triton, logits, logits, *call[:-2], *outputs
+    )
+    return logprobs, entropy
+
+
+def _impl(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *call, with_grad = arguments
+    shape = logits.shape if with_grad else (0,)
+    grad = _backend.empty(shape, logits.dtype, logits.device)
+    return *_run(logits.detach(), Call(*call), grad if with_grad else None), grad
+
+
+def _fake(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *fields, with_grad = arguments
+    call = Call(*fields)
+    logprobs = logits.new_empty(call.targets.shape[0], dtype=torch.float32)
+    entropy = logprobs.new_empty(call.targets.shape[0] if call.return_entropy else 0)
+    return logprobs, entropy, logits.new_empty(logits.shape if with_grad else (0,))
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("masked_logprob_loss", _impl, _key)
+torch.library.register_fake("skyrl_fast::masked_logprob_loss", _fake, lib=_library)

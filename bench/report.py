@@ -1,9 +1,10 @@
-"""Run the benches and print their tables: `python -m bench.report [--write] [BENCH ...]`.
+"""Run the benches and print their tables: `python -m bench.report [--write|--readme] [BENCH ...]`.
 
 One table per group: contender, fastest and median time, and how many times the contender's median
 is ours. `--json` reads an earlier run instead of making one. `--write` saves the tables with
-machine and versions under bench/results/ and puts the summary between README.md's bench markers;
-tables of the same machine and versions that this run did not make stay.
+machine and versions under bench/results/, one page for each kind of CPU; tables of the same machine
+and versions that this run did not make stay. `--readme` also puts the page's summary between
+README.md's bench markers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import re
 import subprocess
@@ -33,14 +35,17 @@ def main() -> None:
     parser.add_argument("benches", nargs="*", help="names such as pack or logprob; default: all")
     parser.add_argument("--json", type=Path, help="the result of an earlier run")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--readme", action="store_true", help="as --write, and the README's table")
     args = parser.parse_args()
     path, failed = (args.json, False) if args.json else run(args.benches)
     report = json.loads(path.read_text())
     groups = by_group(report["benchmarks"])
     tables = {name: table(rows) for name, rows in groups.items()}
     print(document(machine(report), tables))
-    if args.write:
-        write(machine(report), tables)
+    if args.write or args.readme:
+        tables = write(machine(report), tables)
+    if args.readme:
+        write_readme(machine(report), tables)
     if failed:
         raise SystemExit("a bench failed; its lines are missing from the tables")
 
@@ -151,6 +156,9 @@ def medians_of(table: str) -> dict[str, float]:
 def machine(report: dict[str, Any]) -> str:
     """Return machine, date and versions in one line."""
     cpu = report["machine_info"].get("cpu", {})
+    total = cpu.get("count", "?")
+    used = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    cores = f"{total} cores" if used == total else f"{used} of {total} cores"
     versions = []
     for package in PACKAGES:
         try:
@@ -159,18 +167,30 @@ def machine(report: dict[str, Any]) -> str:
             continue
     date = datetime.datetime.fromisoformat(report["datetime"]).date()
     return (
-        f"{cpu.get('brand_raw', platform.processor())}, {cpu.get('count', '?')} cores, Python "
+        f"{cpu.get('brand_raw', platform.processor())}, {cores}, Python "
         f"{report['machine_info']['python_version']}, {', '.join(versions)}; {date}"
     )
 
 
-def write(machine: str, tables: dict[str, str]) -> None:
-    """Save the tables, and put the summary into the README."""
-    page, readme = RESULTS / "cpu.md", ROOT / "README.md"
+def page_of(machine: str) -> Path:
+    """Return the page of this kind of CPU: "Intel(R) Xeon(R) Processor, ..." -> cpu-intel-xeon.md."""
+    brand = re.sub(r"\(\w+\)|processor|cpu|@.*", " ", machine.split(",")[0].lower())
+    return RESULTS / f"cpu-{'-'.join(re.findall(r'[a-z0-9]+', brand)) or 'unknown'}.md"
+
+
+def write(machine: str, tables: dict[str, str]) -> dict[str, str]:
+    """Save the tables; return them with those of the page that stay."""
+    page = page_of(machine)
     before, kept = tables_of(page.read_text()) if page.exists() else ("", {})
     if before.rpartition(";")[0] == machine.rpartition(";")[0]:  # but for the date
         tables = {**kept, **tables}
     page.write_text(document(machine, tables) + "\n")
+    return tables
+
+
+def write_readme(machine: str, tables: dict[str, str]) -> None:
+    """Put the summary into the README."""
+    readme = ROOT / "README.md"
     text = readme.read_text()
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)

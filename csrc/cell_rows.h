@@ -1,7 +1,9 @@
-// Rows of padded cells in one pass each: counts, quotients, products. N rows, R cells.
+// Rows of cells in one pass each: counts, sums, quotients, products. N rows, R padded cells.
 #pragma once
 
 #include <cstdint>
+
+#include "row_layout.h"
 
 namespace skyrl_fast {
 
@@ -9,6 +11,9 @@ namespace skyrl_fast {
 // 0, and lasts[i], the last of them, or 0. Returns how many cells are neither 0 nor 1.
 int64_t count_nonzeros_cpu(const float* cells, int64_t width, const int64_t* row_ids,
                            int64_t num_rows, int64_t* nonzeros, float* lasts, int num_threads);
+
+// sums[i] = the sum of row i's cells.
+void sum_rows_cpu(const float* cells, const RowLayout& rows, double* sums, int num_threads);
 
 // out = cells / divisors[row], or / divisors[0] for all rows where `one_divisor`.
 void divide_rows_cpu(const float* cells, int64_t num_rows, int64_t width, const float* divisors,

@@ -1,4 +1,4 @@
-// Rows of padded cells in one pass each. Bound by memory bandwidth.
+// Rows of cells in one pass each. Bound by memory bandwidth.
 #include <atomic>
 
 #include "cell_rows.h"
@@ -34,6 +34,14 @@ int64_t count_nonzeros_cpu(const float* cells, int64_t width, const int64_t* row
     others += found;
   });
   return others;
+}
+
+void sum_rows_cpu(const float* cells, const RowLayout& rows, double* sums, int num_threads) {
+  const auto sum = row_loops().sum;
+  const int64_t grain = rows_per_thread(rows.mean_length());
+  parallel_for(num_threads, rows.num_rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) sums[i] = sum(cells + rows.offset(i), rows.length(i));
+  });
 }
 
 void divide_rows_cpu(const float* cells, int64_t num_rows, int64_t width, const float* divisors,

@@ -1,4 +1,4 @@
-"""Counts, quotients and products of rows of cells, and lists that share their beginnings."""
+"""Counts, sums, quotients and products of rows of cells, and lists that share their beginnings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_fast import Concat, pack_steps
-from skyrl_fast.ops.cell_rows import count_nonzeros, divide_rows, multiply_rows
+from skyrl_fast.ops.cell_rows import count_nonzeros, divide_rows, multiply_rows, sum_rows
 
 SHAPES = [(1, 1), (3, 0), (5, 17), (2100, 1031)]  # the last one is for two threads
 
@@ -32,6 +32,26 @@ def test_count_nonzeros_of_rows_that_are_not_there() -> None:
     for row in (-1, 2):
         with pytest.raises(ValueError, match="rows of cells"):
             count_nonzeros(torch.ones(2, 3), torch.tensor([row]))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 4001])  # the last one is for two threads
+def test_sum_rows(num_rows: int) -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 1100, num_rows)
+    lengths[::7] = 0
+    cu = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    cells = torch.from_numpy(rng.standard_normal(int(cu[-1]) + 3)).float()
+    rows = [cells[a:b].double().sum() for a, b in zip(cu.tolist(), cu.tolist()[1:], strict=False)]
+    sums = sum_rows(cells, cu)
+    torch.testing.assert_close(sums, torch.tensor(rows, dtype=torch.float64), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("offsets", [[-1, 2], [0, 2, 1], [0, 4], [1, 0]])
+def test_sum_rows_of_cells_that_are_not_there(offsets: list[int]) -> None:
+    with pytest.raises(ValueError, match="sum_rows: cu_seqlens must be non-decreasing offsets"):
+        sum_rows(torch.ones(3), torch.tensor(offsets, dtype=torch.int32))
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        sum_rows(torch.ones(3), torch.zeros(0, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -264,4 +264,8 @@ def test_tokens_of_zero_rewards_are_those_of_whole_trajectories(rows):
 def test_segment_sums(segments):
     offsets = np.concatenate([[0], np.cumsum([len(s) for s in segments])]).astype(np.int32)
     values = np.array([v for s in segments for v in s], dtype=np.uint8)
-    assert segment_sums(values, offsets, np.int64).tolist() == [sum(s) for s in segments]
+    expected = [sum(s) for s in segments]
+    assert segment_sums(values, offsets, np.int64).tolist() == expected
+    for offset_type in (np.int32, np.int64):
+        floats = values.astype(np.float32), offsets.astype(offset_type)
+        assert segment_sums(*floats, np.float64).tolist() == expected

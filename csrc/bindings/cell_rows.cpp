@@ -1,4 +1,4 @@
-// count_nonzeros, divide_rows, multiply_rows: checks, then the launchers.
+// count_nonzeros, sum_rows, divide_rows, multiply_rows: checks, then the launchers.
 #include "cell_rows.h"
 
 #include <pybind11/pybind11.h>
@@ -50,6 +50,27 @@ int64_t count_nonzeros(py::handle cells_obj, py::handle ids_obj, py::handle nonz
                             nonzeros->ptr<int64_t>(), lasts->ptr<float>(), num_threads);
 }
 
+void sum_rows(py::handle cells_obj, py::handle cu_obj, py::handle sums_obj, int num_threads) {
+  constexpr char kOp[] = "sum_rows";
+  Borrowed cells(cells_obj, kOp, "cells"), cu(cu_obj, kOp, "cu_seqlens");
+  Borrowed sums(sums_obj, kOp, "sums");
+  check_cpu_array(*cells, DType::kFloat32, 1);
+  check_contiguous(*cells);
+  check_cpu_array(*sums, DType::kFloat64, 1);
+  RowLayout rows;
+  rows.num_rows = sums->shape[0];
+  check_rows(*cu, DType::kInt32, rows.num_rows + 1);
+  rows.cu = cu->ptr<int32_t>();
+  for (int64_t i = 0; i <= rows.num_rows; ++i) {
+    if (rows.cu[i] < (i > 0 ? rows.cu[i - 1] : 0) || rows.cu[i] > cells->shape[0]) {
+      fail(*cu, "non-decreasing offsets from 0 to " + std::to_string(cells->shape[0]) + " at most",
+           std::to_string(rows.cu[i]) + " at " + std::to_string(i));
+    }
+  }
+  py::gil_scoped_release release;
+  sum_rows_cpu(cells->ptr<float>(), rows, sums->ptr<double>(), num_threads);
+}
+
 void divide_rows(py::handle cells_obj, py::handle divisors_obj, py::handle out_obj,
                  int num_threads) {
   constexpr char kOp[] = "divide_rows";
@@ -89,6 +110,7 @@ void multiply_rows(py::handle values_obj, py::handle mask_obj, py::handle out_ob
 
 void bind_cell_rows(py::module_& m) {
   m.def("count_nonzeros", &count_nonzeros);
+  m.def("sum_rows", &sum_rows);
   m.def("divide_rows", &divide_rows);
   m.def("multiply_rows", &multiply_rows);
 }

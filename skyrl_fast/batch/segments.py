@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+
+from skyrl_fast.ops.cell_rows import sum_rows
 
 
 def segment_sums(values: np.ndarray, offsets: np.ndarray, dtype: Any) -> np.ndarray:
     """Return (N,) sums of `values[offsets[i] : offsets[i + 1]]`; 0 for an empty segment."""
+    if (values.dtype, offsets.dtype, dtype) == (np.float32, np.int32, np.float64):
+        return sum_rows(torch.from_numpy(values), torch.from_numpy(offsets)).numpy()
     sums = np.zeros(len(offsets) - 1, dtype=dtype)
     filled = np.flatnonzero(offsets[1:] > offsets[:-1])
     if filled.size:  # reduceat would give an empty segment its neighbour's value

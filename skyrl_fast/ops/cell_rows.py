@@ -1,4 +1,4 @@
-"""Rows of padded cells in one pass each, on the CPU. N rows, R cells."""
+"""Rows of cells in one pass each, on the CPU. N rows, R padded or A ragged cells."""
 
 from __future__ import annotations
 
@@ -30,6 +30,21 @@ def count_nonzeros(
     lasts = torch.empty(size, dtype=torch.float32)
     others = _C.count_nonzeros(cells, rows, counts, lasts, _backend.num_threads())
     return counts, lasts, others
+
+
+def sum_rows(cells: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Return (N,) float64, the sum of `cells[cu_seqlens[i] : cu_seqlens[i + 1]]`; 0 where empty.
+
+    Args:
+        cells: (A,) float32, contiguous.
+        cu_seqlens: (N + 1,) int32; may end before A.
+
+    Raises:
+        ValueError: another dtype or shape, offsets that step back or leave the cells.
+    """
+    sums = torch.empty(max(0, len(cu_seqlens) - 1), dtype=torch.float64)
+    _C.sum_rows(cells, cu_seqlens, sums, _backend.num_threads())
+    return sums
 
 
 def divide_rows(cells: torch.Tensor, divisors: torch.Tensor, out: torch.Tensor) -> None:

@@ -173,7 +173,7 @@ def machine(report: dict[str, Any]) -> str:
 
 
 def page_of(machine: str) -> Path:
-    """Return the page of this kind of CPU: "Intel(R) Xeon(R) Processor, ..." -> cpu-intel-xeon.md."""
+    """Return the CPU's page: "Intel(R) Xeon(R) Processor, ..." -> cpu-intel-xeon.md."""
     brand = re.sub(r"\(\w+\)|processor|cpu|@.*", " ", machine.split(",")[0].lower())
     return RESULTS / f"cpu-{'-'.join(re.findall(r'[a-z0-9]+', brand)) or 'unknown'}.md"
 

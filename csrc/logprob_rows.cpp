@@ -37,6 +37,16 @@ SKYRL_INLINE Reference reference_at(float max, float logit, float c) {
   return r;
 }
 
+// Before the first logit: every exponent against it is +inf or NaN.
+SKYRL_INLINE Reference no_reference() {
+  Reference r;
+  r.max = -INFINITY;
+  r.max_lanes = set1(-INFINITY);
+  r.anchor = set1(kHasFma ? INFINITY : -INFINITY);
+  r.offset = 0.0;
+  return r;
+}
+
 // x c - offset
 SKYRL_INLINE Vec exponent(Vec x, Vec c, const Reference& r) {
   return kHasFma ? fma(x, c, r.anchor) : mul(add(x, mul(set1(-1.0f), r.anchor)), c);
@@ -52,11 +62,12 @@ struct LaneSums {
   Vec products[2] = {set1(0.0f), set1(0.0f)};
 };
 
+// Adds the terms of two vectors of exponents from kMinExponent to 1.
 template <bool kEntropy>
-SKYRL_INLINE void accumulate(const Vec (&x)[2], Vec c, const Reference& r, LaneSums* lanes) {
-  Vec y[2], e[2];
-  for (int k = 0; k < 2; ++k) y[k] = max(set1(kMinExponent), exponent(x[k], c, r));
-  exp2_normal2<5>(y[0], y[1], &e[0], &e[1]);
+SKYRL_INLINE void accumulate(Vec y0, Vec y1, LaneSums* lanes) {
+  const Vec y[2] = {y0, y1};
+  Vec e[2];
+  exp2_normal2<5>(y0, y1, &e[0], &e[1]);
   for (int k = 0; k < 2; ++k) {
     lanes->exps[k] = add(lanes->exps[k], e[k]);
     if (kEntropy) lanes->products[k] = fma(e[k], y[k], lanes->products[k]);
@@ -70,10 +81,8 @@ SKYRL_INLINE void flush(LaneSums* lanes, Sums* sums) {
   *lanes = LaneSums();
 }
 
-// A larger logit has come: take it as the reference, and bring the sums to it. References to copies
-// only: what has its address taken leaves the registers, in the loop too.
-__attribute__((noinline)) static Reference raised(const Vec& candidates, float c,
-                                                  const Reference& r, Sums* sums) {
+// A larger logit has come: take it as the reference, and bring the sums to it.
+SKYRL_INLINE Reference raised(Vec candidates, float c, const Reference& r, Sums* sums) {
   float lane[kLanes];
   store_lanes(lane, candidates);
   float largest = r.max;
@@ -88,23 +97,52 @@ __attribute__((noinline)) static Reference raised(const Vec& candidates, float c
   return raised;
 }
 
+// The same for any logits: a new reference where one is larger than all before, and exponents too
+// small for a normal float are taken as the smallest.
 template <bool kEntropy, int kNumPairs, typename T>
-SKYRL_INLINE void visit(const T* p, float c, Reference* r, LaneSums* lanes, Sums* sums) {
+__attribute__((noinline)) static void visit_any(const T* p, float c, Reference* r, LaneSums* lanes,
+                                                Sums* sums) {
   Vec x[2 * kNumPairs];
   for (int k = 0; k < kNumPairs; ++k) load2(p + k * kPairs, &x[2 * k], &x[2 * k + 1]);
   Vec largest = max(x[0], x[1]);
   for (int k = 1; k < kNumPairs; ++k) largest = max(largest, max(x[2 * k], x[2 * k + 1]));
-  if (__builtin_expect(any_greater(largest, r->max_lanes), 0)) {
+  if (any_greater(largest, r->max_lanes)) {
     flush<kEntropy>(lanes, sums);
-    const Reference before = *r;
-    const Vec candidates = largest;
-    Sums rescaled = *sums;
-    *r = raised(candidates, c, before, &rescaled);
-    *sums = rescaled;
+    *r = raised(largest, c, *r, sums);
   }
+  const Reference against = r->max == -INFINITY ? reference_at(-INFINITY, 0.0f, c) : *r;
+  const Vec least = set1(kMinExponent);
   for (int k = 0; k < kNumPairs; ++k) {
-    accumulate<kEntropy>({x[2 * k], x[2 * k + 1]}, set1(c), *r, lanes);
+    accumulate<kEntropy>(max(least, exponent(x[2 * k], set1(c), against)),
+                         max(least, exponent(x[2 * k + 1], set1(c), against)), lanes);
   }
+}
+
+// Nearly always all exponents lie from kMinExponent to -0, which one comparison tells.
+template <bool kEntropy, int kNumPairs, typename T>
+SKYRL_INLINE void visit(const T* p, float c, Reference* r, LaneSums* lanes, Sums* sums) {
+  Vec y[2 * kNumPairs];
+  for (int k = 0; k < kNumPairs; ++k) {
+    load2(p + k * kPairs, &y[2 * k], &y[2 * k + 1]);
+    y[2 * k] = exponent(y[2 * k], set1(c), *r);
+    y[2 * k + 1] = exponent(y[2 * k + 1], set1(c), *r);
+  }
+  BitVec extreme = max_bits(bits(y[0]), bits(y[1]));
+  for (int k = 1; k < kNumPairs; ++k) {
+    extreme = max_bits(extreme, max_bits(bits(y[2 * k]), bits(y[2 * k + 1])));
+  }
+  if (__builtin_expect(any_outside(extreme), 0)) {
+    // Copies: what has its address taken leaves the registers, in the loop too.
+    Reference reference = *r;
+    LaneSums lane_sums = *lanes;
+    Sums so_far = *sums;
+    visit_any<kEntropy, kNumPairs>(p, c, &reference, &lane_sums, &so_far);
+    *r = reference;
+    *lanes = lane_sums;
+    *sums = so_far;
+    return;
+  }
+  for (int k = 0; k < kNumPairs; ++k) accumulate<kEntropy>(y[2 * k], y[2 * k + 1], lanes);
 }
 
 template <typename T>
@@ -119,7 +157,7 @@ template <bool kEntropy, typename T>
 SKYRL_INLINE void forward_row(const T* row, int64_t vocab, int64_t target, double temperature,
                               RowStats* stats) {
   const float c = static_cast<float>(kLog2E / temperature);
-  Reference r = reference_at(-INFINITY, 0.0f, c);
+  Reference r = no_reference();
   LaneSums lanes;
   Sums sums;
   int64_t i = 0;

@@ -5,6 +5,8 @@
 //   Vec            kLanes floats
 //   load2/store2   2 * kLanes consecutive elements as two vectors. Which element lands in which
 //                  lane is the level's business, and load2 and store2 agree on it.
+//   BitVec         the lanes as signed integers. Of floats from -126 to -0 these are at most those
+//                  of -126; of all others (+0, NaN, infinities too) they are larger
 //   exp2_normal    2^y for kMinExponent <= y <= 1, NaN for NaN, by a polynomial of degree 3 to 5;
 //                  2^0 is 1 exactly
 //   exp2_or_zero   the same for any y <= 1: what is no normal float may be given as 0
@@ -27,7 +29,8 @@ struct Float16 {
   uint16_t bits;
 };
 
-constexpr float kMinExponent = -126.0f;  // below it 2^y is no normal float
+constexpr float kMinExponent = -126.0f;            // below it 2^y is no normal float
+constexpr int32_t kMinExponentBits = -0x3d040000;  // its bits, 0xc2fc0000
 
 #define SKYRL_INLINE static inline __attribute__((always_inline))
 
@@ -103,6 +106,12 @@ SKYRL_INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 SKYRL_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 SKYRL_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // b where either is NaN
 SKYRL_INLINE bool any_greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
+using BitVec = __m512i;
+SKYRL_INLINE BitVec bits(Vec v) { return _mm512_castps_si512(v); }
+SKYRL_INLINE BitVec max_bits(BitVec a, BitVec b) { return _mm512_max_epi32(a, b); }
+SKYRL_INLINE bool any_outside(BitVec v) {
+  return _mm512_cmpgt_epi32_mask(v, _mm512_set1_epi32(kMinExponentBits)) != 0;
+}
 SKYRL_INLINE double sum_lanes(Vec v) {
   const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(v));
   const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
@@ -175,6 +184,13 @@ SKYRL_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }  // b where e
 SKYRL_INLINE bool any_greater(Vec a, Vec b) {
   return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0;
 }
+using BitVec = __m256i;
+SKYRL_INLINE BitVec bits(Vec v) { return _mm256_castps_si256(v); }
+SKYRL_INLINE BitVec max_bits(BitVec a, BitVec b) { return _mm256_max_epi32(a, b); }
+SKYRL_INLINE bool any_outside(BitVec v) {
+  const __m256i outside = _mm256_cmpgt_epi32(v, _mm256_set1_epi32(kMinExponentBits));
+  return _mm256_movemask_ps(_mm256_castsi256_ps(outside)) != 0;
+}
 SKYRL_INLINE Vec zero_where_less(Vec value, Vec a, Vec b) {
   return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_NLT_UQ), value);
 }
@@ -245,6 +261,16 @@ SKYRL_INLINE Vec max(Vec a, Vec b) { return select((IntVec)(a > b), a, b); }  //
 SKYRL_INLINE bool any_greater(Vec a, Vec b) {
   const IntVec greater = (IntVec)(a > b);
   return (greater[0] | greater[1] | greater[2] | greater[3]) != 0;
+}
+using BitVec = IntVec;
+SKYRL_INLINE BitVec bits(Vec v) { return (BitVec)v; }
+SKYRL_INLINE BitVec max_bits(BitVec a, BitVec b) {
+  const BitVec where = a > b;
+  return (where & a) | (~where & b);
+}
+SKYRL_INLINE bool any_outside(BitVec v) {
+  const BitVec outside = v > BitVec{} + kMinExponentBits;
+  return (outside[0] | outside[1] | outside[2] | outside[3]) != 0;
 }
 SKYRL_INLINE Vec zero_where_less(Vec value, Vec a, Vec b) {
   return (Vec)(~(IntVec)(a < b) & (IntVec)value);

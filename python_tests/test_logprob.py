@@ -300,6 +300,50 @@ def test_forbidden_tokens(allowed, backend, simd):
     assert got[2].abs().sum() == pytest.approx(got[2][:, list(allowed)].abs().sum().item())
 
 
+def odd_rows(vocab: int) -> torch.Tensor:
+    """Return rows that leave the usual range of exponents: ties, new maxima, wide spreads, gaps."""
+    g = torch.Generator().manual_seed(vocab)
+    ramp = torch.linspace(0.0, 1.0, vocab)
+    noise = torch.randn(vocab, generator=g)
+    some, most = (torch.rand(vocab, generator=g) < share for share in (0.1, 0.9))
+    late = torch.full((vocab,), -math.inf)
+    late[-2:] = noise[-2:]
+    low = torch.full((vocab,), -60.0)  # the maximum comes at last, far above all others
+    low[-1] = 40.0
+    return torch.stack(
+        [
+            torch.zeros(vocab),
+            torch.full((vocab,), 7.3),
+            90.0 * ramp - 45.0,
+            45.0 - 90.0 * ramp,
+            300.0 * noise,
+            3.0 * noise - 1000.0,
+            (3.0 * noise).masked_fill(some, -math.inf),
+            (3.0 * noise).masked_fill(most, -math.inf).index_fill(0, torch.tensor([0]), 1.0),
+            late,
+            low,
+        ]
+    )
+
+
+@pytest.mark.parametrize("vocab", [40, 333, 9001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.2])
+def test_rows_outside_the_usual_range(vocab, dtype, temperature, simd):
+    logits = odd_rows(vocab).to(dtype)
+    targets = torch.where(logits.isinf(), -math.inf, logits).argmax(1)
+    for chosen in (targets, targets.roll(1)):
+        got = both(logits, chosen, temperature, backend="native")
+        want = exact(logits, chosen, temperature)
+        finite = want[0].isfinite()
+        assert torch.equal(got[0].isfinite(), finite)
+        # one float's step at 45 / 0.2 is 1.5e-5
+        torch.testing.assert_close(
+            got[0][finite].double(), want[0][finite], rtol=2e-6, atol=2e-5 / temperature
+        )
+        torch.testing.assert_close(got[1].double(), want[1], rtol=2e-6, atol=2e-5 / temperature)
+
+
 def test_zero_gradient_means_zero_even_from_nan():
     logits = torch.full((1, 8), math.nan, requires_grad=True)
     (selected_logprob(logits, torch.tensor([0])) * 0.0).nansum().backward()

@@ -7,7 +7,7 @@
 namespace skyrl_fast {
 namespace {
 
-constexpr int64_t kCellsPerThread = 1 << 20;
+constexpr int64_t kCellsPerThread = 1 << 16;
 
 int64_t rows_per_thread(int64_t width) { return kCellsPerThread / (width + 1) + 1; }
 

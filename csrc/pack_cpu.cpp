@@ -161,7 +161,7 @@ void fill_cells(T* out, T value, int64_t n, bool streaming) {
 
 // Larger than what a core's caches hold, so that it leaves them anyway.
 bool is_large(const PaddedLayout& layout, int64_t cell_bytes) {
-  constexpr int64_t kCacheBytes = 4 << 20;
+  constexpr int64_t kCacheBytes = 16 << 20;
   return layout.num_rows * layout.width * cell_bytes > kCacheBytes;
 }
 

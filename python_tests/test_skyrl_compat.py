@@ -234,3 +234,20 @@ def test_rows_that_are_tuples_are_merged_as_skyrl_does() -> None:
         outcome(ORIGINALS.function("merge_stepwise_output"), output),
         outcome(ours.merge_stepwise_output, output),
     )
+
+
+@pytest.mark.spec("17.2")
+@pytest.mark.parametrize("value", [None, "x", 0.5, True, -1, 2**70, float("nan"), np.int64(1), []])
+def test_odd_loss_masks_of_any_row_are_checked_as_skyrl_does(value: Any) -> None:
+    theirs = ORIGINALS.function("validate_generator_output")
+    for masks in ([[1], [value]], [[0], [value]], [[value], [1]]):
+        output = {
+            "prompt_token_ids": [[5], [6]],
+            "response_ids": [[7], [8]],
+            "loss_masks": masks,
+            "rewards": [1.0, 0.0],
+            "rollout_logprobs": None,
+        }
+        assert_same_outcome(
+            outcome(theirs, 2, output), outcome(ours.validate_generator_output, 2, output)
+        )

@@ -146,44 +146,108 @@ Out careful_number(PyObject* item, Bounds bounds, const ListPlace& place, int64_
   }
 }
 
+// How many of the n items from the first on are the first itself, in whole blocks: masks and rewards
+// are mostly runs of one object.
+inline int64_t run_of_one_object(PyObject* const* items, int64_t n) {
+  constexpr int64_t kBlock = 8;
+  if (n < kBlock || items[kBlock - 1] != items[0]) return 0;
+  const uintptr_t first = reinterpret_cast<uintptr_t>(items[0]);
+  int64_t run = 0;
+  for (; run + kBlock <= n; run += kBlock) {
+    uintptr_t others = 0;
+    for (int64_t k = 0; k < kBlock; ++k) {
+      others |= reinterpret_cast<uintptr_t>(items[run + k]) ^ first;
+    }
+    if (others != 0) break;
+  }
+  return run;
+}
+
+// Goes through items[begin:n] by read_run(i, run), which may be given items that are one object, by
+// read_four(i) and by read_one(i), all false for what they do not read; returns where it stopped.
+template <typename ReadRun, typename ReadFour, typename ReadOne>
+int64_t read_items(PyObject* const* items, int64_t begin, int64_t n, const ReadRun& read_run,
+                   const ReadFour& read_four, const ReadOne& read_one) {
+  int64_t i = begin;
+  while (i + 4 <= n) {
+    const int64_t run = run_of_one_object(items + i, n - i);
+    if (run > 0) {
+      if (!read_run(i, run)) break;
+      i += run;
+      continue;
+    }
+    if (i + kPrefetchAhead + 4 <= n) {
+      for (int k = 0; k < 4; ++k) prefetch(items[i + kPrefetchAhead + k]);
+    }
+    if (!read_four(i)) break;
+    i += 4;
+  }
+  while (i < n && read_one(i)) ++i;
+  return i;
+}
+
 // Reads items[begin:n] up to the first that is no exact small int; returns where it stopped.
 template <typename Out>
 int64_t read_small_ints(PyObject* const* items, int64_t begin, int64_t n, Out* out, Bounds bounds,
                         bool* good) {
   int64_t least = std::numeric_limits<int64_t>::max();
   int64_t most = std::numeric_limits<int64_t>::min();
-  int64_t i = begin;
-  const auto write = [&](int64_t at, int64_t value) {
-    out[at] = static_cast<Out>(value);
+  const auto write = [&](int64_t at, int64_t size, int64_t value) {
+    std::fill_n(out + at, size, static_cast<Out>(value));
     least = std::min(least, value);
     most = std::max(most, value);
   };
-  for (; i + kPrefetchAhead + 4 <= n; i += 4) {
-    for (int k = 0; k < 4; ++k) prefetch(items[i + kPrefetchAhead + k]);
-    PyObject *a = items[i], *b = items[i + 1], *c = items[i + 2], *d = items[i + 3];
-    if (!four_small_ints(a, b, c, d)) break;
+  const auto read_run = [&](int64_t at, int64_t size) {
+    int64_t value = 0;
+    if (!small_int(items[at], &value)) return false;
+    write(at, size, value);
+    return true;
+  };
+  const auto read_four = [&](int64_t at) {
+    PyObject *a = items[at], *b = items[at + 1], *c = items[at + 2], *d = items[at + 3];
+    if (!four_small_ints(a, b, c, d)) return false;
     const int64_t values[4] = {one_digit_value(a), one_digit_value(b), one_digit_value(c),
                                one_digit_value(d)};
-    for (int k = 0; k < 4; ++k) write(i + k, values[k]);
-  }
-  for (; i < n; ++i) {
+    for (int k = 0; k < 4; ++k) write(at + k, 1, values[k]);
+    return true;
+  };
+  const auto read_one = [&](int64_t at) {
     int64_t value = 0;
-    if (!small_int(items[i], &value)) {
-      if (sizeof(Out) > 1 || !PyBool_Check(items[i])) break;
-      value = items[i] == Py_True;
+    if (!small_int(items[at], &value)) {
+      if (sizeof(Out) > 1 || !PyBool_Check(items[at])) return false;
+      value = items[at] == Py_True;
     }
-    write(i, value);
-  }
-  *good &= i == begin || (least >= bounds.low && most <= bounds.high);
-  return i;
+    write(at, 1, value);
+    return true;
+  };
+  const int64_t end = read_items(items, begin, n, read_run, read_four, read_one);
+  *good &= end == begin || (least >= bounds.low && most <= bounds.high);
+  return end;
 }
 
 // Reads items[begin:n] up to the first that is no exact float, exact small int or bool.
 int64_t read_floats(PyObject* const* items, int64_t begin, int64_t n, float* out) {
-  int64_t i = begin;
-  for (; i + kPrefetchAhead + 4 <= n; i += 4) {
-    for (int k = 0; k < 4; ++k) prefetch(items[i + kPrefetchAhead + k]);
-    PyObject *a = items[i], *b = items[i + 1], *c = items[i + 2], *d = items[i + 3];
+  const auto number = [](PyObject* item, float* value) {
+    int64_t integer = 0;
+    if (PyFloat_CheckExact(item)) {
+      *value = static_cast<float>(PyFloat_AS_DOUBLE(item));
+    } else if (small_int(item, &integer)) {
+      *value = static_cast<float>(integer);
+    } else if (PyBool_Check(item)) {
+      *value = item == Py_True ? 1.0f : 0.0f;
+    } else {
+      return false;
+    }
+    return true;
+  };
+  const auto read_run = [&](int64_t at, int64_t size) {
+    float value = 0.0f;
+    if (!number(items[at], &value)) return false;
+    std::fill_n(out + at, size, value);
+    return true;
+  };
+  const auto read_four = [&](int64_t at) {
+    PyObject *a = items[at], *b = items[at + 1], *c = items[at + 2], *d = items[at + 3];
     double values[4];
     if (four_floats(a, b, c, d)) {
       values[0] = PyFloat_AS_DOUBLE(a);
@@ -196,24 +260,13 @@ int64_t read_floats(PyObject* const* items, int64_t begin, int64_t n, float* out
       values[2] = static_cast<double>(one_digit_value(c));
       values[3] = static_cast<double>(one_digit_value(d));
     } else {
-      break;
+      return false;
     }
-    for (int k = 0; k < 4; ++k) out[i + k] = static_cast<float>(values[k]);
-  }
-  for (; i < n; ++i) {
-    PyObject* item = items[i];
-    int64_t value = 0;
-    if (PyFloat_CheckExact(item)) {
-      out[i] = static_cast<float>(PyFloat_AS_DOUBLE(item));
-    } else if (small_int(item, &value)) {
-      out[i] = static_cast<float>(value);
-    } else if (PyBool_Check(item)) {
-      out[i] = item == Py_True ? 1.0f : 0.0f;
-    } else {
-      return i;
-    }
-  }
-  return n;
+    for (int k = 0; k < 4; ++k) out[at + k] = static_cast<float>(values[k]);
+    return true;
+  };
+  const auto read_one = [&](int64_t at) { return number(items[at], out + at); };
+  return read_items(items, begin, n, read_run, read_four, read_one);
 }
 
 // How many of the first n are the same object or exact small ints of one value.

@@ -44,7 +44,7 @@ def get_rollout_metrics(
     original = ORIGINALS.function(ROLLOUT)
     if original is None:
         raise NotOursError("SkyRL is not there, whose function makes the metrics")
-    masks = None if loss_masks is None else _flat(loss_masks, "loss masks", torch.uint8)
+    masks = None if loss_masks is None else flat(loss_masks, "loss masks", torch.uint8)
     metrics = original(
         [range(len(response)) for response in responses],  # their lengths are all that counts
         _row_rewards(rewards, np.sum),
@@ -74,7 +74,7 @@ def get_metrics_from_generator_output(generator_output: Any, uids: Sequence[str]
     if original is None:
         raise NotOursError("SkyRL is not there, whose function makes the metrics")
     require(len(rewards) > 0 and set(map(type, rewards)) == {list}, "rewards that are one per row")
-    values, offsets = _flat(rewards, "rewards", torch.float32)
+    values, offsets = flat(rewards, "rewards", torch.float32)
     filled = np.diff(offsets) > 0
     require(bool(filled.all()), "a row without rewards")
     # A row whose rewards are 0 but for the last one is that one number, whatever SkyRL sums.
@@ -95,7 +95,7 @@ def get_metrics_from_generator_output(generator_output: Any, uids: Sequence[str]
     )
 
 
-def _flat(rows: Any, what: str, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+def flat(rows: Any, what: str, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Return (A,) values of all rows, and their (N + 1,) offsets."""
     require(isinstance(rows, list) and set(map(type, rows)) <= {list}, f"{what} of another type")
     packed = pack_steps({"rows": rows}, dtypes={"rows": dtype})["rows"]
@@ -108,7 +108,7 @@ def _row_rewards(rewards: Any, add: Any) -> list[float]:
     if not kinds <= {list}:
         require(list not in kinds, "a mixture of rewards")
         return rewards
-    values, offsets = _flat(rewards, "rewards", torch.float32)
+    values, offsets = flat(rewards, "rewards", torch.float32)
     places = np.flatnonzero(values)
     row_of = np.searchsorted(offsets, places, side="right") - 1
     counts = np.bincount(row_of, minlength=len(rewards))

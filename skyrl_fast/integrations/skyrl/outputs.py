@@ -7,6 +7,8 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+import torch
+
 from skyrl_fast import generator_merge, generator_output
 from skyrl_fast.integrations.skyrl import output_metrics
 from skyrl_fast.integrations.skyrl.names import NEWEST
@@ -50,12 +52,12 @@ def _check(num_prompts: int, output: Any, step_wise: bool) -> None:
         require(len(logprobs) > 0, "an empty list of rollout_logprobs")
         listed.append(logprobs)
     require(all(isinstance(rows, list) for rows in listed), "a field that is no list")
-    require(set(map(type, output["loss_masks"])) <= {list}, "loss masks of another type")
     kinds = set(map(type, output["rewards"]))
     require(kinds <= {list} or kinds <= {float, int}, "rewards of another type")
     if step_wise:
         _check_ids(output)
-    require(any(map(any, output["loss_masks"])), "loss masks that are all zero")
+    masks, _ = output_metrics.flat(output["loss_masks"], "loss masks", torch.uint8)
+    require(bool(masks.any()), "loss masks that are all zero")
     generator_output_check = generator_output.validate_generator_output
     generator_output_check(output, num_prompts=num_prompts, step_wise=step_wise)
 

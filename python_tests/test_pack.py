@@ -175,6 +175,24 @@ def test_bools_are_masks_and_not_ids() -> None:
             pack_steps({"ids": bad})
 
 
+@pytest.mark.parametrize("size", [7, 8, 9, 16, 33, 200])
+@pytest.mark.parametrize("last", [3, 70_000, 2**40])
+def test_runs_of_one_object_and_what_follows_them(size: int, last: int) -> None:
+    one, half = 70_000, 0.5
+    rows = [[one] * size, [one] * size + [last], [last] + [one] * size, [one, last] * size]
+    ids = pack_steps({"ids": rows}, dtypes={"ids": torch.int64})["ids"].values
+    assert ids.tolist() == flattened(rows)
+    mixed = [[half] * size + [last], [True] * size + [half], [one] * size + [half, False]]
+    numbers = pack_steps({"x": mixed}, dtypes={"x": torch.float32})["x"].values
+    assert torch.equal(numbers, torch.tensor(flattened(mixed), dtype=torch.float32))
+
+
+@pytest.mark.parametrize("odd", [-1, 256, 2**70])
+def test_a_run_of_numbers_out_of_bounds_is_refused(odd: int) -> None:
+    with pytest.raises(ValueError, match=r"row 0, position 1\b"):
+        pack_steps({"x": [[1] + [odd] * 40]}, dtypes={"x": torch.uint8})
+
+
 @given(
     st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60), max_size=12), st.booleans()
 )

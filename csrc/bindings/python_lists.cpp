@@ -146,8 +146,8 @@ Out careful_number(PyObject* item, Bounds bounds, const ListPlace& place, int64_
   }
 }
 
-// How many of the n items from the first on are the first itself, in whole blocks: masks and rewards
-// are mostly runs of one object.
+// How many of the n items from the first on are the first itself, in whole blocks: masks and
+// rewards are mostly runs of one object.
 inline int64_t run_of_one_object(PyObject* const* items, int64_t n) {
   constexpr int64_t kBlock = 8;
   if (n < kBlock || items[kBlock - 1] != items[0]) return 0;

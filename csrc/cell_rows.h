@@ -1,4 +1,4 @@
-// Rows of cells in one pass each: counts, sums, quotients, products. N rows, R padded cells.
+// Rows of cells in one pass each: counts, sums, quotients, products, copies. N rows, R padded cells.
 #pragma once
 
 #include <cstdint>
@@ -22,5 +22,8 @@ void divide_rows_cpu(const float* cells, int64_t num_rows, int64_t width, const 
 // out = values[row] * mask, and the number of cells of each row whose mask is not 0.
 void multiply_rows_cpu(const float* values, const int64_t* mask, int64_t num_rows, int64_t width,
                        float* out, int64_t* counts, int num_threads);
+
+// out = cells: bytes, no overlap. What is larger than the caches is written past them.
+void copy_cells_cpu(const void* cells, int64_t num_bytes, void* out, int num_threads);
 
 }  // namespace skyrl_fast

@@ -1,4 +1,4 @@
-"""Counts, sums, quotients and products of rows of cells, and lists that share their beginnings."""
+"""Counts, sums, quotients, products, copies of rows of cells; lists that share their beginnings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_fast import Concat, pack_steps
-from skyrl_fast.ops.cell_rows import count_nonzeros, divide_rows, multiply_rows, sum_rows
+from skyrl_fast.ops.cell_rows import (
+    copy_cells,
+    count_nonzeros,
+    divide_rows,
+    multiply_rows,
+    sum_rows,
+)
 
 SHAPES = [(1, 1), (3, 0), (5, 17), (2100, 1031)]  # the last one is for two threads
 
@@ -66,6 +72,23 @@ def test_divide_and_multiply(shape: tuple[int, int]) -> None:
     out, counts = multiply_rows(values, mask)
     assert torch.equal(out, values[:, None] * mask.float())
     assert torch.equal(counts, (mask != 0).sum(1))
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (7, 3), (3, 0, 2), (2100, 1031), (5100, 1031)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.int64, torch.complex64])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_copy(shape: tuple[int, ...], dtype: torch.dtype, skipped: int) -> None:
+    torch.manual_seed(0)
+    cells = torch.randint(0, 2**15, (shape[0] + skipped, *shape[1:])).to(dtype)[skipped:]
+    whole = torch.zeros(shape[0] + 2, *shape[1:], dtype=dtype)
+    copy_cells(cells, whole[1:-1])  # begins and ends within a line of the caches
+    assert torch.equal(whole[1:-1], cells)
+    assert not whole[0].any() and not whole[-1].any()
+
+
+def test_copy_to_another_size() -> None:
+    with pytest.raises(ValueError, match="as large as cells"):
+        copy_cells(torch.ones(2, 3), torch.ones(7))
 
 
 @settings(max_examples=200, deadline=None)

@@ -120,7 +120,7 @@ def _join(
 ) -> list[Any]:
     """Return M rows of pieces of rows: lists where all rows are, else arrays."""
     lengths = plan.merged_response_lengths
-    if all(isinstance(row, (list, tuple)) for row in rows):
+    if all(issubclass(kind, (list, tuple)) for kind in set(map(type, rows))):
         return join_lists(OP, field, rows, pieces, lengths, zero)
     arrays = [np.asarray(row) for row in rows]
     dtype = np.result_type(*[array for array in arrays if len(array)] or [arrays[0]])

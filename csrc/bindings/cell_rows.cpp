@@ -1,4 +1,4 @@
-// count_nonzeros, sum_rows, divide_rows, multiply_rows: checks, then the launchers.
+// count_nonzeros, sum_rows, divide_rows, multiply_rows, copy_cells: checks, then the launchers.
 #include "cell_rows.h"
 
 #include <pybind11/pybind11.h>
@@ -106,6 +106,19 @@ void multiply_rows(py::handle values_obj, py::handle mask_obj, py::handle out_ob
                     counts->ptr<int64_t>(), num_threads);
 }
 
+void copy_cells(py::handle cells_obj, py::handle out_obj, int num_threads) {
+  constexpr char kOp[] = "copy_cells";
+  Borrowed cells(cells_obj, kOp, "cells"), out(out_obj, kOp, "out");
+  for (const Borrowed* bytes : {&cells, &out}) {
+    check_cpu(**bytes);
+    check_contiguous(**bytes);
+    check_dtype(**bytes, DType::kUInt8);
+  }
+  if (out->numel() != cells->numel()) fail(*out, "as large as cells", out->shape_string());
+  py::gil_scoped_release release;
+  copy_cells_cpu(cells->data, cells->numel(), out->data, num_threads);
+}
+
 }  // namespace
 
 void bind_cell_rows(py::module_& m) {
@@ -113,6 +126,7 @@ void bind_cell_rows(py::module_& m) {
   m.def("sum_rows", &sum_rows);
   m.def("divide_rows", &divide_rows);
   m.def("multiply_rows", &multiply_rows);
+  m.def("copy_cells", &copy_cells);
 }
 
 }  // namespace skyrl_fast

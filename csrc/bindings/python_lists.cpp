@@ -163,6 +163,16 @@ inline int64_t run_of_one_object(PyObject* const* items, int64_t n) {
   return run;
 }
 
+// As many Py_INCREFs, without one waiting for the other.
+inline void add_references(PyObject* item, int64_t times) {
+#if defined(Py_GIL_DISABLED) || defined(PYPY_VERSION) || defined(GRAALVM_PYTHON)
+  for (int64_t i = 0; i < times; ++i) Py_INCREF(item);
+#else
+  if (times == 1) return Py_INCREF(item);
+  Py_SET_REFCNT(item, Py_REFCNT(item) + times);  // leaves immortal objects alone
+#endif
+}
+
 // Goes through items[begin:n] by read_run(i, run), which may be given items that are one object, by
 // read_four(i) and by read_one(i), all false for what they do not read; returns where it stopped.
 template <typename ReadRun, typename ReadFour, typename ReadOne>
@@ -416,15 +426,20 @@ py::object join_list_pieces(const std::vector<ListPiece>& pieces, int64_t length
                             PyObject* filler) {
   py::object joined = py::reinterpret_steal<py::object>(PyList_New(length));
   if (!joined) throw py::error_already_set();
+  PyObject** out = PySequence_Fast_ITEMS(joined.ptr());
   int64_t at = 0;
   bool numbers = true;
-  const auto put = [&](PyObject* item) {
+  const auto put = [&](PyObject* item, int64_t times) {
     numbers &= PyLong_CheckExact(item) || PyFloat_CheckExact(item) || PyBool_Check(item);
-    Py_INCREF(item);
-    PyList_SET_ITEM(joined.ptr(), at++, item);
+    add_references(item, times);
+    std::fill_n(out + at, times, item);
+    at += times;
+  };
+  const auto fill_until = [&](int64_t end) {
+    if (at < end) put(filler, end - at);
   };
   for (const ListPiece& piece : pieces) {
-    while (at < piece.start) put(filler);
+    fill_until(piece.start);
     PyObject* list = piece.part.list;
     ListLock lock(list);
     const int64_t end = piece.part.begin + piece.size;
@@ -434,12 +449,14 @@ py::object join_list_pieces(const std::vector<ListPiece>& pieces, int64_t length
                                   "not change it meanwhile");
     }
     PyObject* const* items = PySequence_Fast_ITEMS(list);
-    for (int64_t i = piece.part.begin; i < end; ++i) {
+    for (int64_t i = piece.part.begin; i < end;) {
       prefetch(items[i + kPrefetchAhead < end ? i + kPrefetchAhead : i]);
-      put(items[i]);
+      const int64_t run = std::max<int64_t>(1, run_of_one_object(items + i, end - i));
+      put(items[i], run);
+      i += run;
     }
   }
-  while (at < length) put(filler);
+  fill_until(length);
 #if !defined(Py_GIL_DISABLED)
   // Numbers refer to nothing: the collector need not walk through millions of them, again and
   // again.

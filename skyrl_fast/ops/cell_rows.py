@@ -74,3 +74,15 @@ def multiply_rows(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tenso
     counts = torch.empty(len(mask), dtype=torch.int64)
     _C.multiply_rows(values, mask, out, counts, _backend.num_threads())
     return out, counts
+
+
+def copy_cells(cells: torch.Tensor, out: torch.Tensor) -> None:
+    """Write cells to `out`; large ones past the caches.
+
+    Args:
+        cells, out: of one shape and dtype, contiguous; neither a scalar.
+
+    Raises:
+        ValueError: another number of bytes.
+    """
+    _C.copy_cells(cells.view(torch.uint8), out.view(torch.uint8), _backend.num_threads())

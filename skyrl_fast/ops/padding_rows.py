@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from skyrl_fast.ops import _backend
+from skyrl_fast.ops.cell_rows import copy_cells
 
 OP = "pad_batch"
 PAD_MODES = ("repeat", "cheap")
@@ -143,7 +144,7 @@ def pad_field(name: str, value: Any, pad_size: int, mode: str) -> Any:
         _check_has_rows(name, value)
         shape = (len(value) + pad_size, *value.shape[1:])
         out = _backend.empty(shape, value.dtype, value.device)
-        out[: len(value)].copy_(value.detach())
+        _copy_rows(value.detach(), out[: len(value)])
         write_padding_rows(name, out, len(value), mode)
         return out
     tensors = value if isinstance(value, (list, tuple)) else getattr(value, "tensors", None)
@@ -153,6 +154,13 @@ def pad_field(name: str, value: Any, pad_size: int, mode: str) -> Any:
         )
     _check_has_rows(name, tensors)
     return type(value)([*tensors, *(copy.deepcopy(tensors[0]) for _ in range(pad_size))])
+
+
+def _copy_rows(rows: torch.Tensor, out: torch.Tensor) -> None:
+    if _backend.device_kind(rows.device) == "cpu" and rows.is_contiguous():
+        copy_cells(rows, out)
+    else:
+        out.copy_(rows)
 
 
 def _check_has_rows(name: str, rows: Sequence[Any] | torch.Tensor) -> None:

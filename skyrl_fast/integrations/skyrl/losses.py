@@ -9,6 +9,7 @@ come in as a weight per token.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from skyrl_fast.ops.policy_loss import policy_loss
 
 REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
 Loss = tuple[torch.Tensor, dict[str, float]]
+PolicyLoss = Callable[..., Loss]
+Settings = tuple[str, dict[str, Any]]  # the loss's name in `policy_loss`, and its parameters
 Tensor = torch.Tensor
 FLOAT32_COUNTS = 1 << 24  # below, counts are exact in float32, in whatever order they are summed
 
@@ -93,15 +96,37 @@ def _tokens_of_prompts(counts: Tensor, boundaries: list[tuple[int, int]] | None)
     return (len(boundaries) * totals.float().clamp(min=1))[prompt]
 
 
-@stand_in("ppo_policy_loss")
-def ppo_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    config: Any,
-    loss_mask: Tensor | None = None,
-    rollout_logprobs: Tensor | None = None,
-) -> Loss:
+def _loss_of(*, corrected: bool = True) -> Callable[[Callable[[Any], Settings]], PolicyLoss]:
+    """Make settings, read from SkyRL's AlgorithmConfig, the loss of SkyRL's that has their name.
+
+    Args:
+        corrected: whether SkyRL corrects the loss for tokens sampled from another policy.
+    """
+
+    def decorate(settings: Callable[[Any], Settings]) -> PolicyLoss:
+        name = settings.__name__
+
+        def loss(
+            log_probs: Tensor,
+            old_log_probs: Tensor,
+            advantages: Tensor,
+            config: Any,
+            loss_mask: Tensor | None = None,
+            rollout_logprobs: Tensor | None = None,
+        ) -> Loss:
+            kind, parameters = settings(config)
+            sampled = rollout_logprobs if corrected else None
+            given = (log_probs, old_log_probs, advantages, loss_mask, sampled)
+            return _loss(name, kind, config, *given, **parameters)
+
+        loss.__name__, loss.__qualname__, loss.__doc__ = name, name, settings.__doc__
+        return stand_in(name)(loss)
+
+    return decorate
+
+
+@_loss_of()
+def ppo_policy_loss(config: Any) -> Settings:
     """Return SkyRL's "regular" or "dual_clip" loss and its metrics, by `config.policy_loss_type`.
 
     Args (of all losses here):
@@ -110,173 +135,85 @@ def ppo_policy_loss(
     """
     kind = str(config.policy_loss_type)
     require(kind in ("regular", "dual_clip"), "another loss")
-    return _loss(
-        "ppo_policy_loss", kind, log_probs, old_log_probs, advantages, config, loss_mask,
-        rollout_logprobs, clip_ratio_c=config.clip_ratio_c, **_clip(config),
-    )  # fmt: skip
+    return kind, {"clip_ratio_c": config.clip_ratio_c, **_clip(config)}
 
 
-@stand_in("sapo_policy_loss")
-def sapo_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    config: Any,
-    loss_mask: Tensor | None = None,
-    rollout_logprobs: Tensor | None = None,
-) -> Loss:
+@_loss_of()
+def sapo_policy_loss(config: Any) -> Settings:
     """Return SkyRL's SAPO loss and its metrics."""
     require(config.loss_reduction == "sequence_mean", "a reduction of which SkyRL warns")
-    loss, metrics = _loss(
-        "sapo_policy_loss", "sapo", log_probs, old_log_probs, advantages, config, loss_mask,
-        rollout_logprobs, tau_pos=config.sapo.tau_pos, tau_neg=config.sapo.tau_neg,
-    )  # fmt: skip
-    return loss, {**metrics, "clip_ratio": 0.0}
+    return "sapo", {"tau_pos": config.sapo.tau_pos, "tau_neg": config.sapo.tau_neg}
 
 
-@stand_in("gspo_policy_loss")
-def gspo_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    config: Any,
-    loss_mask: Tensor | None = None,
-    rollout_logprobs: Tensor | None = None,
-) -> Loss:
+@_loss_of()
+def gspo_policy_loss(config: Any) -> Settings:
     """Return SkyRL's GSPO loss and its metrics."""
     require(config.loss_reduction == "sequence_mean", "a reduction of which SkyRL warns")
-    return _loss(
-        "gspo_policy_loss", "gspo", log_probs, old_log_probs, advantages, config, loss_mask,
-        rollout_logprobs, scope="row", **_clip(config),
-    )  # fmt: skip
+    return "gspo", {"scope": "row", **_clip(config)}
 
 
-@stand_in("compute_policy_loss_cispo")
-def compute_policy_loss_cispo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    config: Any,
-    loss_mask: Tensor | None = None,
-    rollout_logprobs: Tensor | None = None,
-) -> Loss:
+@_loss_of()
+def compute_policy_loss_cispo(config: Any) -> Settings:
     """Return SkyRL's CISPO loss and its metrics.
 
     Texts that log the mean of the clamped ratio keep their own function: the kernel has no such
     mean.
     """
     require(ORIGINALS.label("compute_policy_loss_cispo") != NEWEST, "the clamped ratio's mean")
-    return _loss(
-        "compute_policy_loss_cispo", "cispo", log_probs, old_log_probs, advantages, config,
-        loss_mask, rollout_logprobs, cispo_eps_clip_low=config.cispo.cispo_eps_clip_low,
-        cispo_eps_clip_high=config.cispo.cispo_eps_clip_high,
-    )  # fmt: skip
+    own = config.cispo
+    return "cispo", {
+        "cispo_eps_clip_low": own.cispo_eps_clip_low,
+        "cispo_eps_clip_high": own.cispo_eps_clip_high,
+    }
 
 
-@stand_in("rollout_is_policy_loss")
-def rollout_is_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    config: Any,
-    loss_mask: Tensor | None = None,
-    rollout_logprobs: Tensor | None = None,
-) -> Loss:
+@_loss_of()
+def rollout_is_policy_loss(config: Any) -> Settings:
     """Return SkyRL's importance-weighted loss against the sampler's policy, and its metrics."""
-    require(rollout_logprobs is not None, "no rollout_logprobs")
-    return _loss(
-        "rollout_is_policy_loss", "rollout_is", log_probs, old_log_probs, advantages, config,
-        loss_mask, rollout_logprobs, **_clip(config),
-    )  # fmt: skip
+    return "rollout_is", _clip(config)
 
 
-@stand_in("dppo_policy_loss")
-def dppo_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    config: Any,
-    loss_mask: Tensor | None = None,
-    rollout_logprobs: Tensor | None = None,
-) -> Loss:
+@_loss_of()
+def dppo_policy_loss(config: Any) -> Settings:
     """Return SkyRL's DPPO loss and its metrics."""
-    return _loss(
-        "dppo_policy_loss", "dppo", log_probs, old_log_probs, advantages, config, loss_mask,
-        rollout_logprobs, dppo_type=config.dppo.dppo_type, delta_low=config.dppo.delta_low,
-        delta_high=config.dppo.delta_high,
-    )  # fmt: skip
+    own = config.dppo
+    return "dppo", {
+        "dppo_type": own.dppo_type, "delta_low": own.delta_low, "delta_high": own.delta_high,
+    }  # fmt: skip
 
 
-@stand_in("compute_policy_loss_clip_cov")
-def compute_policy_loss_clip_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    config: Any,
-    loss_mask: Tensor | None = None,
-    rollout_logprobs: Tensor | None = None,
-) -> Loss:
+@_loss_of(corrected=False)
+def compute_policy_loss_clip_cov(config: Any) -> Settings:
     """Return SkyRL's Clip-Cov loss and its metrics; torch's generator draws, as in SkyRL."""
-    return _loss(
-        "compute_policy_loss_clip_cov", "clip_cov", log_probs, old_log_probs, advantages, config,
-        loss_mask, None, clip_cov_ratio=config.clip_cov.clip_ratio,
-        clip_cov_lb=config.clip_cov.clip_cov_lb, clip_cov_ub=config.clip_cov.clip_cov_ub,
+    own = config.clip_cov
+    return "clip_cov", {
+        "clip_cov_ratio": own.clip_ratio,
+        "clip_cov_lb": own.clip_cov_lb,
+        "clip_cov_ub": own.clip_cov_ub,
         **_clip(config),
-    )  # fmt: skip
+    }
 
 
-@stand_in("compute_policy_loss_kl_cov")
-def compute_policy_loss_kl_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    config: Any,
-    loss_mask: Tensor | None = None,
-    rollout_logprobs: Tensor | None = None,
-) -> Loss:
+@_loss_of(corrected=False)
+def compute_policy_loss_kl_cov(config: Any) -> Settings:
     """Return SkyRL's KL-Cov loss and its metrics."""
-    loss, _ = _loss(
-        "compute_policy_loss_kl_cov", "kl_cov", log_probs, old_log_probs, advantages, config,
-        loss_mask, None, kl_cov_frac=config.kl_cov.kl_cov_frac,
-        ppo_kl_coef=config.kl_cov.ppo_kl_coef,
-    )  # fmt: skip
-    return loss, {"clip_ratio": 0.0}
+    own = config.kl_cov
+    return "kl_cov", {"kl_cov_frac": own.kl_cov_frac, "ppo_kl_coef": own.ppo_kl_coef}
 
 
-@stand_in("cross_entropy_loss")
-def cross_entropy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    config: Any,
-    loss_mask: Tensor | None = None,
-    rollout_logprobs: Tensor | None = None,
-) -> Loss:
-    """Return SkyRL's cross entropy and its metrics."""
-    loss, _ = _loss(
-        "cross_entropy_loss", "cross_entropy", log_probs, None, None, config, loss_mask, None
-    )
-    return loss, {"clip_ratio": 0.0}
+@_loss_of(corrected=False)
+def cross_entropy_loss(config: Any) -> Settings:
+    """Return SkyRL's cross entropy and its metrics; only log_probs and loss_mask are read."""
+    return "cross_entropy", {}
 
 
-@stand_in("importance_sampling_loss")
-def importance_sampling_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    config: Any,
-    loss_mask: Tensor | None = None,
-    rollout_logprobs: Tensor | None = None,
-) -> Loss:
+@_loss_of(corrected=False)
+def importance_sampling_loss(config: Any) -> Settings:
     """Return SkyRL's importance-sampling loss and its metrics.
 
     SkyRL does not bound the ratio here; where it leaves exp(-20) to exp(20), SkyRL computes it.
     """
-    loss, metrics = _loss(
-        "importance_sampling_loss", "importance_sampling", log_probs, old_log_probs, advantages,
-        config, loss_mask, None,
-    )  # fmt: skip
-    return loss, {"importance_ratio": metrics["ratio_mean"]}
+    return "importance_sampling", {}
 
 
 def _clip(config: Any) -> dict[str, float]:
@@ -287,15 +224,17 @@ def _clip(config: Any) -> dict[str, float]:
 UNBOUNDED = ("gspo", "clip_cov", "kl_cov", "importance_sampling")
 LARGEST_LOG_RATIO = {"gspo": 10.0}
 DEFAULT_LARGEST = 20.0
+LOG_PROBS_ALONE = ("cross_entropy",)
+LOGGED_UNCLIPPED = ("sapo", "kl_cov", "cross_entropy")  # SkyRL logs a clip_ratio of 0 for them
 
 
 def _loss(
     name: str,
     kind: str,
+    config: Any,
     log_probs: Tensor,
     old_log_probs: Tensor | None,
     advantages: Tensor | None,
-    config: Any,
     loss_mask: Tensor | None,
     rollout_logprobs: Tensor | None,
     **parameters: Any,
@@ -303,6 +242,8 @@ def _loss(
     """Return the sum over trained tokens of one loss, and SkyRL's metrics of it."""
     require(isinstance(log_probs, torch.Tensor) and loss_mask is not None, "no loss mask")
     assert loss_mask is not None
+    if kind in LOG_PROBS_ALONE:
+        old_log_probs = advantages = None
     others = [t for t in (old_log_probs, advantages, rollout_logprobs) if t is not None]
     require(log_probs.ndim == 2 and log_probs.device.type == "cpu", "another shape or device")
     require(not any(t.requires_grad for t in others), "gradients of more than log_probs")
@@ -324,10 +265,12 @@ def _loss(
         require(inside or not float(own["num_tokens"]), "ratios beyond the kernel's bounds")
     if not np.isfinite(loss.item()):
         raise NotOursError("a loss that is no number")
+    if kind == "importance_sampling":
+        return loss, {"importance_ratio": float(own["ratio_mean"])}
+    if kind in LOGGED_UNCLIPPED:
+        return loss, {"clip_ratio": 0.0, **metrics}
     count = float(own["num_tokens"])
     clipped = np.float32(round(float(own["clip_ratio"]) * count)) / np.float32(max(count, 1.0))
-    if kind == "importance_sampling":
-        return loss, {"ratio_mean": float(own["ratio_mean"])}
     return loss, {"clip_ratio": float(clipped), **metrics}
 
 

@@ -125,14 +125,6 @@ def _trained_metrics(masks: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
     """Return the metrics of trained tokens: per row, and per turn (a run of trained tokens)."""
     require(int(masks.max(initial=0)) <= 1, "loss masks that are not 0 and 1")
     trained = masks != 0
-    totals = np.concatenate([[0], np.cumsum(trained)])
-    per_row = totals[offsets[1:]] - totals[offsets[:-1]]
-    metrics = {
-        "generate/avg_assistant_tokens": np.mean(per_row).item(),
-        "generate/min_assistant_tokens": np.min(per_row).item(),
-        "generate/max_assistant_tokens": np.max(per_row).item(),
-        "generate/std_assistant_tokens": np.std(per_row).item(),
-    }
     begins, ends = trained.copy(), trained.copy()
     begins[1:] &= ~trained[:-1]
     ends[:-1] &= ~trained[1:]
@@ -140,7 +132,16 @@ def _trained_metrics(masks: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
     begins[filled] = trained[filled]
     last = offsets[1:][np.diff(offsets) > 0] - 1
     ends[last] = trained[last]
-    per_turn = np.flatnonzero(ends) - np.flatnonzero(begins) + 1
+    first_of_turn = np.flatnonzero(begins)
+    per_turn = np.flatnonzero(ends) - first_of_turn + 1
+    row_of_turn = np.searchsorted(offsets, first_of_turn, side="right") - 1
+    per_row = np.bincount(row_of_turn, per_turn, len(offsets) - 1).astype(np.int64)
+    metrics = {
+        "generate/avg_assistant_tokens": np.mean(per_row).item(),
+        "generate/min_assistant_tokens": np.min(per_row).item(),
+        "generate/max_assistant_tokens": np.max(per_row).item(),
+        "generate/std_assistant_tokens": np.std(per_row).item(),
+    }
     if per_turn.size:
         metrics["generate/tokens_per_turn_mean"] = np.mean(per_turn).item()
         metrics["generate/tokens_per_turn_std"] = np.std(per_turn).item()

@@ -1,4 +1,4 @@
-// Rows of cells in one pass each: counts, sums, quotients, products, copies. N rows, R padded cells.
+// Rows of cells in one pass each: counts, sums, quotients, products, copies. N rows, R cells.
 #pragma once
 
 #include <cstdint>

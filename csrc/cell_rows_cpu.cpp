@@ -13,7 +13,7 @@
 namespace skyrl_fast {
 namespace {
 
-constexpr int64_t kCellsPerThread = 1 << 16;
+constexpr int64_t kCellsPerThread = 1 << 17;  // some 100 us of work
 
 int64_t rows_per_thread(int64_t width) { return kCellsPerThread / (width + 1) + 1; }
 

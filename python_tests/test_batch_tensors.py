@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from types import SimpleNamespace
 
@@ -299,8 +300,10 @@ def test_equals_skyrl() -> None:
     responses = [rng.integers(0, 1000, size).tolist() for size in rng.integers(1, 60, 40)]
     floats = [rng.normal(size=len(row)).tolist() for row in responses]
     masks = [rng.integers(0, 2, len(row)).tolist() for row in responses]
-    args = (SimpleNamespace(pad_token_id=PAD), prompts, responses, floats, masks, floats)
-    for ours, theirs in zip(
-        convert_prompts_responses_to_batch_tensors(*args)[:6], convert(*args)[:6], strict=True
-    ):
-        assert torch.equal(ours, theirs)
+    rows = (prompts, responses, floats, masks, floats)
+    takes_id = "pad_token_id" in inspect.signature(convert).parameters  # up to 0.3.0 a tokenizer
+    wanted = convert(PAD if takes_id else SimpleNamespace(pad_token_id=PAD), *rows)
+    for pad in (PAD, SimpleNamespace(pad_token_id=PAD)):
+        got = convert_prompts_responses_to_batch_tensors(pad, *rows)
+        for ours, theirs in zip(got[:6], wanted[:6], strict=True):
+            assert torch.equal(ours, theirs)

@@ -647,7 +647,8 @@ def test_equals_skyrl(name: str, reduction: str, backend: str) -> None:
     loss, our_metrics = policy_loss(
         ours, d["old"], d["advantages"], new_mask, loss=name, row_weights=row_weights,
         rollout_logprobs=d["rollout"], token_weights=token_weights, delta_low=0.05,
-        delta_high=0.05, backend=backend,
+        delta_high=0.05, cispo_eps_clip_low=config.cispo.cispo_eps_clip_low,
+        cispo_eps_clip_high=config.cispo.cispo_eps_clip_high, backend=backend,
     )  # fmt: skip
     loss.backward()
     torch.testing.assert_close(loss, want, **F32)

@@ -17,14 +17,10 @@ constexpr int64_t kElementsPerThread = 1 << 18;  // below this a thread costs mo
 constexpr int64_t kElementsPerTake = 1 << 16;  // rows are taken from a common counter in such lots
 
 const RowKernels& row_kernels(DType dtype) {
-  const RowKernelSet* set = &logprob_rows_baseline();
-#if defined(SKYRL_SIMD_X86)
-  if (simd_level() == SimdLevel::kAvx2) set = &logprob_rows_avx2();
-  if (simd_level() == SimdLevel::kAvx512) set = &logprob_rows_avx512();
-#endif
-  if (dtype == DType::kBFloat16) return set->bfloat16;
-  if (dtype == DType::kFloat16) return set->float16;
-  return set->float32;
+  const RowKernelSet& set = SKYRL_OF_SIMD_LEVEL(logprob_rows);
+  if (dtype == DType::kBFloat16) return set.bfloat16;
+  if (dtype == DType::kFloat16) return set.float16;
+  return set.float32;
 }
 
 void check_targets(const LogitRows& logits, const Selection& selection) {

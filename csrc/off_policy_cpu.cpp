@@ -19,11 +19,7 @@ constexpr int64_t kCellsPerThread = 1 << 17;  // below this a thread costs more 
 template <typename T>
 OffPolicyBlock<T> block_kernel() {
   if constexpr (std::is_same_v<T, float>) {
-#if defined(SKYRL_SIMD_X86)
-    if (simd_level() == SimdLevel::kAvx512) return off_policy_block_avx512();
-    if (simd_level() == SimdLevel::kAvx2) return off_policy_block_avx2();
-#endif
-    return off_policy_block_baseline();
+    return SKYRL_OF_SIMD_LEVEL(off_policy_block);
   } else {
     return off_policy_block_float64();
   }

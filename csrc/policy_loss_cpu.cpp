@@ -14,13 +14,7 @@ namespace {
 constexpr int64_t kBlockCells = 1 << 15;  // cells of one partial sum; fixes the order of summation
 constexpr int64_t kCellsPerThread = 1 << 17;  // below this a thread costs more than it saves
 
-const BlockKernelSet& kernel_set() {
-#if defined(SKYRL_SIMD_X86)
-  if (simd_level() == SimdLevel::kAvx512) return policy_loss_blocks_avx512();
-  if (simd_level() == SimdLevel::kAvx2) return policy_loss_blocks_avx2();
-#endif
-  return policy_loss_blocks_baseline();
-}
+const BlockKernelSet& kernel_set() { return SKYRL_OF_SIMD_LEVEL(policy_loss_blocks); }
 
 template <typename T>
 const BlockKernels<T>& kernels() {

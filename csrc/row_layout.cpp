@@ -9,13 +9,7 @@
 
 namespace skyrl_fast {
 
-const RowLoops& row_loops() {
-#if defined(SKYRL_SIMD_X86)
-  if (simd_level() == SimdLevel::kAvx512) return row_loops_avx512();
-  if (simd_level() == SimdLevel::kAvx2) return row_loops_avx2();
-#endif
-  return row_loops_baseline();
-}
+const RowLoops& row_loops() { return SKYRL_OF_SIMD_LEVEL(row_loops); }
 
 void check_trajectories(const char* op, const int64_t* group_ids, const uint8_t* is_last_step,
                         int64_t num_rows) {

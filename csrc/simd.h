@@ -12,6 +12,16 @@ enum class SimdLevel : int { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
 
 SimdLevel simd_level();
 
+// What the function name_avx512, name_avx2 or name_baseline of the level in force returns.
+#if defined(SKYRL_SIMD_X86)
+#define SKYRL_OF_SIMD_LEVEL(name)                       \
+  (simd_level() == SimdLevel::kAvx512 ? name##_avx512() \
+   : simd_level() == SimdLevel::kAvx2 ? name##_avx2()   \
+                                      : name##_baseline())
+#else
+#define SKYRL_OF_SIMD_LEVEL(name) name##_baseline()
+#endif
+
 // "baseline", "avx2" or "avx512".
 const char* simd_level_name(SimdLevel level);
 

@@ -19,6 +19,9 @@ pytest.importorskip("skyrl_gym")
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "examples/quickstart"
 CHANGING = ("timing/", "generate/trajectory", "sync/update_seconds", "sync/verify_seconds")
+# How far the engine's log-probabilities are from the trainer's: rounding, which depends on the
+# requests that the engine happens to serve together. A run repeated on four cores differs in it.
+ROUNDING = "policy/rollout_train_logprobs_abs_diff"
 SMALL = [
     "trainer.train_batch_size=4",
     "trainer.policy_mini_batch_size=4",
@@ -120,7 +123,11 @@ def test_killed_and_resumed_equals_undisturbed(base: Path, tmp_path: Path) -> No
 
     assert [row["step"] for row in resumed] == list(range(7))
     assert prompts_of(tmp_path / "broken") == prompts_of(tmp_path / "whole")
-    assert steady(resumed) == steady(whole)
+    for got, want in zip(steady(resumed), steady(whole), strict=True):
+        assert got == {
+            name: pytest.approx(value, abs=1e-5) if name.startswith(ROUNDING) else value
+            for name, value in want.items()
+        }
 
 
 def test_it_learns(base: Path, tmp_path: Path) -> None:

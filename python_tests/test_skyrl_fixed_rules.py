@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_fast.integrations.skyrl.rules import UPDATE
+from skyrl_fast.integrations.skyrl.stand_in import find, known_label
+
 pytestmark = [pytest.mark.peers, pytest.mark.spec("17.10")]
 EOS, LIMIT = 4, 24
 
@@ -70,8 +73,11 @@ class Env:
         return None
 
 
-def agent_loop(*, step_wise: bool) -> tuple[Any, list[int]]:
-    """Run SkyRL's generator with a scripted engine; return its output and the prompts' lengths."""
+def agent_loop(*, step_wise: bool, routes: bool = False) -> tuple[Any, list[int]]:
+    """Run SkyRL's generator with a scripted engine; return its output and the prompts' lengths.
+
+    With routes it is a conversation of turns, and each token's expert is the number of the call.
+    """
     from skyrl.train.config import ChatTemplateConfig, GeneratorConfig
     from skyrl.train.generators.base import TrajectoryID
     from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
@@ -81,8 +87,12 @@ def agent_loop(*, step_wise: bool) -> tuple[Any, list[int]]:
     async def generate(engine_input: Any, model: Any = None) -> Any:
         lengths.append(len(engine_input["prompt_token_ids"][0]))
         ids = [10, 11, 12, EOS] if step_wise else [10, 11, 12]
-        return {"responses": ["step"], "stop_reasons": ["stop"], "response_logprobs": None,
-                "response_ids": [ids]}  # fmt: skip
+        output = {"responses": ["step"], "stop_reasons": ["stop"], "response_logprobs": None,
+                  "response_ids": [ids]}  # fmt: skip
+        if routes:
+            experts = np.full((lengths[-1] + len(ids), 1, 1), len(lengths), dtype=np.uint8)
+            output["rollout_expert_indices"] = [experts]
+        return output
 
     def template(messages: Any, **kwargs: Any) -> Any:
         text = "".join(message.get("content", "") for message in messages)
@@ -93,8 +103,10 @@ def agent_loop(*, step_wise: bool) -> tuple[Any, list[int]]:
     tokenizer.encode.side_effect = lambda text, **_: [7] * len(text)
     cfg = GeneratorConfig()
     cfg.sampling_params.max_generate_length, cfg.sampling_params.logprobs = 50, None
-    cfg.max_input_length, cfg.batched, cfg.max_turns = LIMIT, False, 10
-    cfg.use_conversation_multi_turn = cfg.step_wise_trajectories = step_wise
+    cfg.max_input_length, cfg.batched, cfg.max_turns = 1000 if routes else LIMIT, False, 10
+    cfg.step_wise_trajectories = step_wise
+    cfg.use_conversation_multi_turn = step_wise or routes
+    cfg.inference_engine.enable_return_routed_experts = routes
     cfg.chat_template = ChatTemplateConfig(source="name", name_or_path=None)
     engine = MagicMock(generate=AsyncMock(side_effect=generate), finish_session=AsyncMock())
     gym = MagicMock(max_env_workers=0)
@@ -137,6 +149,23 @@ def test_appended_eos() -> None:
     assert (stock["response_ids"][0][-1], stock["loss_masks"][0][-1]) == (EOS, 1)
     assert output["loss_masks"][0][:-1] == stock["loss_masks"][0][:-1]
     assert output["loss_masks"][0][-1] == 0
+
+
+def test_routes_append() -> None:
+    found = find(UPDATE)
+    if found is None or known_label(UPDATE, *found) is None:
+        pytest.skip("this SkyRL keeps its own method")
+    (stock, _), (output, sent) = both(
+        "routes_append", lambda: agent_loop(step_wise=False, routes=True)
+    )
+    first = sent[0] + 3  # the first turn's prompt and response
+    stock_routes, routes = (
+        np.asarray(result["rollout_expert_indices"][0])[:, 0, 0].tolist()
+        for result in (stock, output)
+    )
+    assert stock["response_ids"] == output["response_ids"] and len(sent) == 2
+    assert stock_routes == [2] * (sent[1] + 3)
+    assert routes == [1] * first + [2] * (sent[1] + 3 - first)
 
 
 def output_of(outcomes: dict[str, list[list[float]]]) -> tuple[dict[str, Any], list[str]]:

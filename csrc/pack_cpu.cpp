@@ -125,7 +125,8 @@ void fill_cached(T* out, T value, int64_t n) {
   }
 }
 
-// Stores past the caches: what is larger than they are need not be read before it is written.
+// Stores past the caches: what is larger than they are need not be read before it is written. To be
+// followed by a `fence`.
 template <typename T>
 void fill_streaming(T* out, T value, int64_t n) {
 #if defined(__SSE2__)
@@ -142,10 +143,16 @@ void fill_streaming(T* out, T value, int64_t n) {
     __m128i* line = reinterpret_cast<__m128i*>(out + i);
     for (int64_t k = 0; k < kLine / kVector; ++k) _mm_stream_si128(line + k, vector);
   }
-  _mm_sfence();  // streaming stores are seen by other threads only after it
   fill_cached(out + i, value, n - i);
 #else
   fill_cached(out, value, n);
+#endif
+}
+
+// Streaming stores are seen by other threads only after it. It waits for them: once for many rows.
+void fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
 #endif
 }
 
@@ -171,6 +178,7 @@ void fill_padding(T* out, T value, const PaddedLayout& layout, int64_t begin, in
   for (int64_t row = begin; row < end; ++row) {
     fill_cells(out + layout.pad_start(row), value, layout.num_pads(row), streaming);
   }
+  fence();
 }
 
 template <typename T>
@@ -180,6 +188,7 @@ void fill_mask(T* out, const PaddedLayout& layout, int64_t begin, int64_t end) {
     fill_cells(out + layout.pad_start(row), T{0}, layout.num_pads(row), streaming);
     fill_cells(out + layout.row_start(row), T{1}, layout.lengths[row], streaming);
   }
+  fence();
 }
 
 // Writes `cell` n times, by copying what is there already, so that memcpy does long runs.

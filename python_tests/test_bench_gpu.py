@@ -19,14 +19,25 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_every_case_of_ours_runs(emulated_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = {"F.cross_entropy": cases.peers.LOGPROB["F.cross_entropy"]}
     monkeypatch.setattr(cases.peers, "LOGPROB", keep)  # no compiling here
+    for losses in (cases.peers.PPO, cases.peers.PPO_K3):
+        monkeypatch.delitem(losses, "torch.compile TRL formulation")
     found = report.measured("cpu", tiny=True)
     ours = [e for e in found["entries"] if e["contender"] == cases.OURS]
     groups = {e["group"] for e in found["entries"]}
     assert len(ours) == len(groups) and all("median_ms" in e for e in ours)
     assert all(e["error"] < 1e-4 for e in ours if "error" in e)
+    peers = [e for e in found["entries"] if "formulation" in e["contender"]]
+    assert len(peers) == 3 and all(e["error"] < 1e-5 for e in peers)
     text = report.table(found)
     assert "no measurement" in text and "| F.cross_entropy |" in text
-    for work in ("logprob forward", "masked_logprob_loss", "linear_logprob", "pack", "group_adv"):
+    for work in (
+        "logprob forward",
+        "masked_logprob_loss",
+        "linear_logprob",
+        "pack",
+        "group_adv",
+        "policy_loss PPO",
+    ):
         assert any(work in group for group in groups)
 
 

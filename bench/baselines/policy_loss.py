@@ -1,5 +1,5 @@
-"""SkyRL 0.3.0's policy loss, KL penalty and off-policy correction, restated as the torch calls that
-they make. Shapes: N rows, R padded response cells; all tensors are (N, R) float32.
+"""SkyRL 0.3.0's policy loss, KL penalty and off-policy correction, and TRL's loss, restated as the
+torch calls that they make. Shapes: N rows, R padded response cells; all tensors are (N, R) float32.
 
 Their weights per row are multiplied into the advantages beforehand, so the loss is a plain sum.
 """
@@ -48,6 +48,26 @@ def kl_k3(
     x = (ref_logprobs - logprobs).clamp(-EXPONENT_CLAMP, EXPONENT_CLAMP)
     kl = (x.exp() - x - 1).contiguous().clamp(-K3_CLAMP, K3_CLAMP)
     return torch.where(loss_mask.bool(), kl * loss_mask, 0.0)
+
+
+def trl_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    ref_logprobs: torch.Tensor | None = None,
+    beta: float = 0.0,
+    eps_clip: float = 0.2,
+) -> torch.Tensor:
+    """Return the token mean of TRL's clipped loss ("dapo"), with its unclamped k3."""
+    ratio = torch.exp(logprobs - old_logprobs)
+    free = ratio * advantages
+    bound = torch.clamp(ratio, 1 - eps_clip, 1 + eps_clip) * advantages
+    tokens = -torch.min(free, bound)
+    if ref_logprobs is not None:
+        x = ref_logprobs - logprobs
+        tokens = tokens + beta * (torch.exp(x) - x - 1)
+    return (tokens * loss_mask).sum() / loss_mask.sum().clamp(min=1.0)
 
 
 def token_tis(

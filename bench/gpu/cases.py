@@ -20,11 +20,15 @@ from skyrl_fast import (
     group_advantage,
     linear_logprob,
     masked_logprob_loss,
+    policy_loss,
     selected_logprob,
 )
+from skyrl_fast.ops.reference.policy_loss import METRICS
 
 OURS = "skyrl_fast"
 TRAINED_SHARE = 0.3
+LOGPROB_TOLERANCE = 0.07  # of peers that compute in bfloat16
+LOSS_TOLERANCE = 1e-5  # float32 sums of 10^7 terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class Case:
     call: Callable[[], object]
     floor_bytes: float
     prepare: Callable[[], object] = lambda: None
+    check: Callable[[], float] | None = None  # the answer's error, before anything is timed
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -84,6 +89,22 @@ class Logits:
         return self.work.detach().requires_grad_()
 
 
+def logprob_error(function: peers.Function, x: Logits) -> float:
+    """Return the largest error of log-probabilities against float64."""
+    rows = slice(0, 64)
+    with torch.no_grad():
+        got = function(x.master[rows], x.targets[rows]).double()
+    exact = x.master[rows].double().log_softmax(1).gather(1, x.targets[rows, None]).squeeze(1)
+    return within(float((got - exact).abs().max()), LOGPROB_TOLERANCE)
+
+
+def within(error: float, tolerance: float) -> float:
+    """Return the error; refuse one that is too large, and NaN."""
+    if not error <= tolerance:
+        raise ValueError(f"wrong by {error:.3g}")
+    return error
+
+
 def forward_cases(x: Logits, group: str) -> Iterator[Case]:
     """Log-probabilities without a gradient."""
 
@@ -98,7 +119,9 @@ def forward_cases(x: Logits, group: str) -> Iterator[Case]:
     }
     for name, function in (ours | peers.LOGPROB).items():
         call = functools.partial(run, function)
-        yield Case(group, name, call, x.num_bytes, facts={"check": (function, x)})
+        yield Case(
+            group, name, call, x.num_bytes, check=functools.partial(logprob_error, function, x)
+        )
 
 
 def backward_cases(x: Logits, group: str) -> Iterator[Case]:
@@ -167,6 +190,60 @@ def loss_cases(x: Logits, group: str) -> Iterator[Case]:
     yield Case(group, f"{OURS} Triton", functools.partial(ours, "triton"), floor, x.refill)
     yield Case(group, f"{OURS} in two visits", two_visits, floor, x.refill)
     yield Case(group, "Liger GRPO", liger, floor, x.refill)
+
+
+def policy_loss_cases(size: Size, device: str) -> Iterator[Case]:
+    """Log-probabilities to PPO's loss and gradient; each row trains the cells at its right end.
+
+    Floors: the mask read and the gradient written on all cells, the inputs read on trained ones.
+    """
+    num_rows, _, width = size.batch
+    g = torch.Generator(device=device).manual_seed(4)
+    lengths = torch.randint(1, width + 1, (num_rows, 1), generator=g, device=device)
+
+    def near(x: torch.Tensor | float) -> torch.Tensor:
+        return x + torch.randn(num_rows, width, generator=g, device=device) * 0.1
+
+    logprobs = -near(1.0).abs()
+    mask = (torch.arange(width, device=device) >= width - lengths).float()
+    advantages = torch.randn(num_rows, 1, generator=g, device=device) * mask
+    d = {"old": near(logprobs), "reference": near(logprobs), "mask": mask, "advantages": advantages}
+    d["scaled"] = advantages / mask.sum()
+    d["weights"] = torch.ones(num_rows, device=device) / mask.sum()
+    trained = float(mask.sum())
+
+    def ours(x: torch.Tensor, d: peers.Cells, **options: Any) -> torch.Tensor:
+        weights = d["weights"]
+        loss, metrics = policy_loss(
+            x, d["old"], d["advantages"], d["mask"], row_weights=weights, **options
+        )
+        assert len(metrics) == len(METRICS)  # which the others do not make, or in part
+        return loss
+
+    def run(function: peers.LossFunction) -> torch.Tensor:
+        leaf = logprobs.detach().requires_grad_()
+        function(leaf, d).backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    k3 = {"ref_logprobs": d["reference"], "kl_estimator": "k3", "kl_coef": peers.KL_COEF}
+    for name, options, others in (("PPO", {}, peers.PPO), ("PPO + k3", k3, peers.PPO_K3)):
+        inputs = 3 + len(options) // 3
+        floor = 8.0 * mask.numel() + 4 * inputs * trained
+        group = f"policy_loss {name} {num_rows} x {width} float32"
+        exact = run(functools.partial(ours, backend="torch", **options)) * trained
+
+        def error(function: peers.LossFunction, exact: torch.Tensor = exact) -> float:
+            return within(float((run(function) * trained - exact).abs().max()), LOSS_TOLERANCE)
+
+        contenders = {
+            OURS: functools.partial(ours, **options),
+            f"{OURS} Triton": functools.partial(ours, backend="triton", **options),
+            "the same in torch": functools.partial(ours, backend="torch", **options),
+        }
+        for contender, function in (contenders | others).items():
+            check = functools.partial(error, function)
+            yield Case(group, contender, functools.partial(run, function), floor, check=check)
 
 
 def linear_cases(size: Size, vocab: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -254,3 +331,4 @@ def all_cases(size: Size, device: str, dtype: torch.dtype) -> Iterator[Case]:
         del x
     yield from linear_cases(size, size.vocabs[-2], device, dtype)
     yield from packing_cases(size, device)
+    yield from policy_loss_cases(size, device)

@@ -13,8 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from bench.baselines import logprob as baselines
+from bench.baselines import policy_loss as loss_baselines
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Cells = dict[str, torch.Tensor]  # (N, R) float32: old, advantages, scaled, mask, reference
+LossFunction = Callable[[torch.Tensor, Cells], torch.Tensor]
+KL_COEF = 0.001
 
 
 class NotInstalledError(Exception):
@@ -123,3 +127,47 @@ def torch_linear(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tens
 
 
 LINEAR = {"torch whole logits": torch_linear, "Liger": liger_linear, "QuACK": quack_linear}
+
+
+# --- policy losses: PPO's clip by token mean, of log-probabilities and cells -----------------------
+
+
+def skyrl_ppo(logprobs: torch.Tensor, d: Cells) -> torch.Tensor:
+    """SkyRL's formulation, which waits for its clip ratio."""
+    return loss_baselines.ppo_loss(logprobs, d["old"], d["scaled"], d["mask"])[0]
+
+
+def trl_ppo(logprobs: torch.Tensor, d: Cells) -> torch.Tensor:
+    """TRL's formulation."""
+    return loss_baselines.trl_loss(logprobs, d["old"], d["advantages"], d["mask"])
+
+
+def trl_ppo_k3(logprobs: torch.Tensor, d: Cells) -> torch.Tensor:
+    """TRL's formulation with its KL penalty."""
+    cells = (d["old"], d["advantages"], d["mask"], d["reference"])
+    return loss_baselines.trl_loss(logprobs, *cells, beta=KL_COEF)
+
+
+def verl_ppo(logprobs: torch.Tensor, d: Cells) -> torch.Tensor:
+    """verl's loss, its second clip out of reach."""
+    loss = needs("verl.trainer.ppo.core_algos", "compute_policy_loss")
+    cells = (logprobs, d["advantages"], d["mask"])
+    return loss(d["old"], *cells, cliprange=0.2, clip_ratio_c=1e9)[0]
+
+
+@functools.cache
+def compiled_ppo(with_kl: bool) -> LossFunction:
+    """Return torch.compile of TRL's formulation, which waits for nothing."""
+    return torch.compile(trl_ppo_k3 if with_kl else trl_ppo, dynamic=True)
+
+
+PPO: dict[str, LossFunction] = {
+    "SkyRL formulation": skyrl_ppo,
+    "TRL formulation": trl_ppo,
+    "verl": verl_ppo,
+    "torch.compile TRL formulation": lambda x, d: compiled_ppo(False)(x, d),
+}
+PPO_K3: dict[str, LossFunction] = {
+    "TRL formulation": trl_ppo_k3,
+    "torch.compile TRL formulation": lambda x, d: compiled_ppo(True)(x, d),
+}

@@ -129,7 +129,7 @@ def torch_linear(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tens
 LINEAR = {"torch whole logits": torch_linear, "Liger": liger_linear, "QuACK": quack_linear}
 
 
-# --- policy losses: PPO's clip by token mean, of log-probabilities and cells -----------------------
+# --- policy losses: PPO's clip by token mean, of log-probabilities and cells ----------------------
 
 
 def skyrl_ppo(logprobs: torch.Tensor, d: Cells) -> torch.Tensor:

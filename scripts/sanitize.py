@@ -2,8 +2,8 @@
 
     python3 scripts/sanitize.py --venv .venv
 
-Builds the extension with both sanitizers into build/sanitize, beside a copy of the Python sources,
-and runs the tests of the ops there. Leaks are not looked for: Python and torch keep memory on
+Builds the extension and the emulated CUDA kernels with both sanitizers into build/sanitize, beside a
+copy of the sources, and runs the tests of the ops there. Leaks are not looked for: Python and torch keep memory on
 purpose. Any report of a sanitizer ends the run with an error.
 """
 
@@ -19,6 +19,8 @@ from op_tests import OP_TESTS
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "sanitize"
+EMULATED_TESTS = ("advantage_cuda", "logprob_cuda", "pack_cuda", "policy_loss_cuda")
+FLAGS = "-fsanitize=address,undefined -fno-omit-frame-pointer"
 
 
 def main() -> None:
@@ -29,13 +31,16 @@ def main() -> None:
     tree = BUILD / "tree"
     build_extension(python)
     copy_sources(tree)
-    environment = os.environ | {
+    compiling = os.environ | {"CXX": "g++", "CXXFLAGS": FLAGS}
+    emulation = [python, "python_tests/_emulation_build.py"]
+    subprocess.run(emulation, cwd=tree, env=compiling, check=True)
+    environment = compiling | {
         "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libstdc++.so')}",
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         "HYPOTHESIS_PROFILE": "default",
     }
-    tests = [f"python_tests/test_{name}.py" for name in OP_TESTS]
+    tests = [f"python_tests/test_{name}.py" for name in (*OP_TESTS, *EMULATED_TESTS)]
     # torch.compile starts a compiler, which must not inherit the sanitizer.
     command = [python, "-m", "pytest", "-q", "-x", "-k", "not compile and not opcheck", *tests]
     subprocess.run(command, cwd=tree, env=environment, check=True)
@@ -65,7 +70,7 @@ def copy_sources(tree: Path) -> None:
     """Lay the package and its tests into `tree`, with the sanitized extension."""
     shutil.rmtree(tree, ignore_errors=True)
     ignore = shutil.ignore_patterns("*.so", "__pycache__")
-    for folder in ("skyrl_fast", "python_tests"):
+    for folder in ("skyrl_fast", "python_tests", "csrc"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", tree)
     for extension in (BUILD / "out").glob("_C*.so"):

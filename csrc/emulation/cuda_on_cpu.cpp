@@ -6,6 +6,10 @@
 #include <random>
 #include <utility>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
+
 namespace skyrl_fast {
 
 thread_local emulation::Index threadIdx, blockIdx, blockDim, gridDim;
@@ -13,14 +17,43 @@ thread_local emulation::Index threadIdx, blockIdx, blockDim, gridDim;
 namespace emulation {
 namespace {
 
+#if defined(__SANITIZE_ADDRESS__)
+constexpr size_t kStackBytes = 256 << 10;  // its frames are larger
+#else
 constexpr size_t kStackBytes = 96 << 10;
+#endif
 
+// A stack that somebody runs on, and what AddressSanitizer keeps for it.
+struct Stack {
+  const void* bottom = nullptr;
+  size_t size = 0;
+  void* kept = nullptr;
+};
 thread_local ucontext_t scheduler;
+thread_local Stack scheduler_stack;
 thread_local const std::function<void()>* body = nullptr;
 thread_local std::exception_ptr failure;
 thread_local int64_t progress = 0;  // arrivals and ends: none in a whole round is a deadlock
 
+// Changes from one stack to another; returns when somebody changes back. AddressSanitizer has to be
+// told, or it takes one stack's bounds for the other's. `kept` is null where the stack is left for
+// ever.
+void change(ucontext_t* from, ucontext_t* to, const Stack& target, void** kept) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(kept, target.bottom, target.size);
+  swapcontext(from, to);
+  __sanitizer_finish_switch_fiber(*kept, nullptr, nullptr);
+#else
+  static_cast<void>(target);
+  static_cast<void>(kept);
+  swapcontext(from, to);
+#endif
+}
+
 void enter() {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack.bottom, &scheduler_stack.size);
+#endif
   try {
     (*body)();
   } catch (...) {
@@ -28,12 +61,12 @@ void enter() {
   }
   now.fiber->done = true;
   ++progress;
-  swapcontext(&now.fiber->context, &scheduler);
+  change(&now.fiber->context, &scheduler, scheduler_stack, nullptr);
 }
 
 void yield() {
   Fiber* self = now.fiber;
-  swapcontext(&self->context, &scheduler);
+  change(&self->context, &scheduler, scheduler_stack, &self->kept);
 }
 
 std::vector<size_t> order_of(size_t count) {
@@ -53,13 +86,13 @@ std::vector<Fiber>& fibers() {
 }
 
 void start(Fiber* fiber, Block* block, unsigned thread) {
-  if (fiber->stack.empty()) fiber->stack.resize(kStackBytes);
+  if (fiber->stack == nullptr) fiber->stack.reset(new char[kStackBytes]);
   fiber->block = block;
   fiber->thread = thread;
   fiber->done = false;
   getcontext(&fiber->context);
-  fiber->context.uc_stack.ss_sp = fiber->stack.data();
-  fiber->context.uc_stack.ss_size = fiber->stack.size();
+  fiber->context.uc_stack.ss_sp = fiber->stack.get();
+  fiber->context.uc_stack.ss_size = kStackBytes;
   fiber->context.uc_link = &scheduler;
   makecontext(&fiber->context, enter, 0);
 }
@@ -68,7 +101,7 @@ void resume(Fiber* fiber) {
   now.fiber = fiber;
   threadIdx = {fiber->thread, 0, 0};
   blockIdx = fiber->block->index;
-  swapcontext(&scheduler, &fiber->context);
+  change(&scheduler, &fiber->context, {fiber->stack.get(), kStackBytes}, &scheduler_stack.kept);
 }
 
 Block make_block(const Shape& shape, unsigned x, unsigned y, unsigned rank) {

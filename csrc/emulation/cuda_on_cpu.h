@@ -49,7 +49,8 @@ struct Cluster {
 
 struct Fiber {
   ucontext_t context;
-  std::vector<char> stack;
+  std::unique_ptr<char[]> stack;
+  void* kept = nullptr;  // AddressSanitizer's, while another fiber runs
   Block* block = nullptr;
   unsigned thread = 0;
   bool done = false;

@@ -120,6 +120,21 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) write_metrics(total, loss, kl_coef, metrics);
 }
 
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    kl_kernel(KlKind kl, const T* __restrict__ logprobs, const T* __restrict__ reference,
+              const LossMask mask, const T* __restrict__ grad_out, int64_t num_cells,
+              T* __restrict__ out) {
+  const int64_t cell = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (cell >= num_cells) return;
+  T value = T(0);
+  if (is_trained(mask, cell)) {
+    const TokenKl<T> penalty = token_kl<T>(kl, logprobs[cell], reference[cell]);
+    value = grad_out != nullptr ? penalty.grad * grad_out[cell] : penalty.value;
+  }
+  out[cell] = value;
+}
+
 // One block a row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
@@ -166,6 +181,17 @@ void policy_loss_cuda(LossKind loss, KlKind kl, const LossParams<T>& params,
 }
 
 template <typename T>
+void kl_penalty_cuda(KlKind kl, const T* logprobs, const T* reference, const LossMask& mask,
+                     const T* grad_out, int64_t num_cells, T* out, cudaStream_t stream) {
+  if (num_cells == 0) return;
+  Launch l;
+  l.grid_x = (num_cells + kThreads - 1) / kThreads;
+  l.threads = kThreads;
+  l.stream = stream;
+  launch("kl_penalty", l, kl_kernel<T>, kl, logprobs, reference, mask, grad_out, num_cells, out);
+}
+
+template <typename T>
 void delta_sums_cuda(const T* a, const T* b, const LossMask& mask, const RowLayout& rows,
                      double* sums, cudaStream_t stream) {
   if (rows.num_rows == 0) return;
@@ -176,6 +202,8 @@ void delta_sums_cuda(const T* a, const T* b, const LossMask& mask, const RowLayo
   template void policy_loss_cuda<T>(LossKind, KlKind, const LossParams<T>&,                        \
                                     const PolicyLossInputs<T>&, int64_t, T*, LossSums*, double*,   \
                                     cudaStream_t);                                                 \
+  template void kl_penalty_cuda<T>(KlKind, const T*, const T*, const LossMask&, const T*, int64_t, \
+                                   T*, cudaStream_t);                                              \
   template void delta_sums_cuda<T>(const T*, const T*, const LossMask&, const RowLayout&, double*, \
                                    cudaStream_t);
 SKYRL_INSTANTIATE(float)

@@ -19,6 +19,10 @@ void policy_loss_cuda(LossKind loss, KlKind kl, const LossParams<T>& params,
                       double* metrics, cudaStream_t stream);
 
 template <typename T>
+void kl_penalty_cuda(KlKind kl, const T* logprobs, const T* reference, const LossMask& mask,
+                     const T* grad_out, int64_t num_cells, T* out, cudaStream_t stream);
+
+template <typename T>
 void delta_sums_cuda(const T* a, const T* b, const LossMask& mask, const RowLayout& rows,
                      double* sums, cudaStream_t stream);
 

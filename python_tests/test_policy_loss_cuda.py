@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_policy_loss import F32, F64, IDS, NAN, VARIANTS, batch, loss_and_grad
 
 from skyrl_fast.ops import policy_loss_op
-from skyrl_fast.ops.policy_loss import KL_ESTIMATORS, policy_loss
+from skyrl_fast.ops.policy_loss import KL_ESTIMATORS, kl_penalty, policy_loss
 from skyrl_fast.ops.reduction import REDUCTIONS
 
 SHAPES = [(1, 1), (1, 2), (3, 31), (2, 32), (5, 33), (7, 1000)]  # the last: several blocks
@@ -156,6 +156,24 @@ def test_nothing_to_train(gpu: str, shape: tuple[int, int]) -> None:
         assert all(value.item() == 0.0 for value in metrics.values())
 
 
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("shape", [(0,), (300,), (3, 100)])
+def test_the_penalty_alone(gpu: str, estimator: str, shape: tuple[int, ...]) -> None:
+    data = batch(shape, torch.float64)
+    data["logprobs"][~data["mask"]] = NAN
+    results = []
+    for device, backend in ((gpu, "native"), ("cpu", "torch")):
+        x = data["logprobs"].to(device, copy=True).requires_grad_()
+        mask = data["mask"].to(device)
+        kl = kl_penalty(
+            x, data["ref"].to(device), estimator=estimator, loss_mask=mask, backend=backend
+        )
+        (grad,) = torch.autograd.grad((kl * data["old"].to(device)).sum(), x)
+        results.append((kl.detach().cpu(), grad.cpu()))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, **F64)
+
+
 def test_gspo_by_trajectories(gpu: str) -> None:
     data = batch((6, 30))
     options: dict[str, Any] = dict(loss="gspo", trajectory_ids=["a", "b", "a", "c", "b", "a"])
@@ -208,6 +226,7 @@ def test_opcheck(gpu: str) -> None:
     for with_grad in (False, True):
         args = (d["logprobs"], *call, 0, 4, params, False, with_grad)
         torch.library.opcheck(ops.policy_loss.default, args)
+    torch.library.opcheck(ops.kl_penalty.default, (d["old"], d["ref"], d["mask"], None, 4))
     torch.library.opcheck(ops.delta_sums.default, (d["old"], d["rollout"], d["mask"], None))
 
 

@@ -52,7 +52,7 @@ TYPES = dict.fromkeys(("logits", "grad"), "*bf16") | {
     ),
     **dict.fromkeys(("anchor_in", "advantage_in", "reference_in", "token_weight_in"), "*fp32"),
     **dict.fromkeys(("weight_in", "logprobs", "advantages", "reference"), "*fp32"),
-    **dict.fromkeys(("row_weights", "token_weights", "a", "b"), "*fp32"),
+    **dict.fromkeys(("row_weights", "token_weights", "a", "b", "grad_out", "out"), "*fp32"),
     **dict.fromkeys(("cu",), "*i32"),
     **dict.fromkeys(("vocab", "inner", "width", "num_rows", "count"), "i32"),
     **dict.fromkeys(("outer_stride", "inner_stride", "num_cells"), "i64"),
@@ -101,6 +101,7 @@ def test_compiled_for_gpus_that_are_not_here(
     assert assembled("forward_kernel", capability, BLOCK=4096)
     assert assembled("backward_kernel", capability, BLOCK=4096)
     assert assembled("fold_kernel", capability, LOSS=5, BLOCK=512)
+    assert assembled("kl_kernel", capability, KL=4, BLOCK=512)
     assert assembled("delta_kernel", capability, RAGGED=True, BLOCK=512)
 
 

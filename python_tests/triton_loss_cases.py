@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_policy_loss import IDS, NAN, VARIANTS, batch, loss_and_grad
 from triton_cases import DEVICE, pytestmark  # noqa: F401
 
-from skyrl_fast.ops.policy_loss import KL_ESTIMATORS, policy_loss
+from skyrl_fast.ops.policy_loss import KL_ESTIMATORS, kl_penalty, policy_loss
 from skyrl_fast.ops.reduction import REDUCTIONS
 
 # Clip bounds and coefficients reach a kernel as float32.
@@ -62,6 +62,24 @@ def test_penalties_and_reductions(estimator: str, reduction: str) -> None:
         batch((6, 40)), kl_estimator=estimator, kl_coef=0.3, reduction=reduction,
         group_ids=[0, 0, 0, 1, 1, 2], trajectory_ids=[0, 0, 1, 2, 2, 3], max_seq_len=64,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("shape", [(0,), (700,), (3, 100)])
+def test_the_penalty_alone(estimator: str, shape: tuple[int, ...]) -> None:
+    data = batch(shape)
+    data["logprobs"][~data["mask"]] = NAN
+    results = []
+    for device, backend in ((DEVICE, "triton"), ("cpu", "torch")):
+        x = data["logprobs"].to(device, copy=True).requires_grad_()
+        mask = data["mask"].to(device)
+        kl = kl_penalty(
+            x, data["ref"].to(device), estimator=estimator, loss_mask=mask, backend=backend
+        )
+        (grad,) = torch.autograd.grad((kl * data["old"].to(device)).sum(), x)
+        results.append((kl.detach().cpu(), grad.cpu()))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, **CLOSE[torch.float32])
 
 
 @given(

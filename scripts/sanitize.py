@@ -2,9 +2,9 @@
 
     python3 scripts/sanitize.py --venv .venv
 
-Builds the extension and the emulated CUDA kernels with both sanitizers into build/sanitize, beside a
-copy of the sources, and runs the tests of the ops there. Leaks are not looked for: Python and torch keep memory on
-purpose. Any report of a sanitizer ends the run with an error.
+Builds the extension and the emulated CUDA kernels with both sanitizers into build/sanitize, beside
+a copy of the sources, and runs the tests of the ops there. Leaks are not looked for: Python and
+torch keep memory on purpose. Any report of a sanitizer ends the run with an error.
 """
 
 from __future__ import annotations

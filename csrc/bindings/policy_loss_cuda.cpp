@@ -16,6 +16,7 @@ namespace skyrl_fast {
 namespace {
 
 constexpr char kOp[] = "policy_loss";
+constexpr char kKlOp[] = "kl_penalty";
 
 // Cells beside `like`, in its shape.
 template <typename T>
@@ -32,7 +33,7 @@ T* cells(const TensorView& t, DType dtype, const TensorView& like) {
 template <typename T>
 T* cells_or_null(py::handle object, const char* name, DType dtype, const TensorView& like) {
   // the tensor outlives the call, whose argument it is
-  return object.is_none() ? nullptr : cells<T>(*Borrowed(object, kOp, name), dtype, like);
+  return object.is_none() ? nullptr : cells<T>(*Borrowed(object, like.op, name), dtype, like);
 }
 
 // Cells of `t`: (N, R) padded, or (A,) with offsets, of which the shape alone is looked at.
@@ -103,6 +104,27 @@ void policy_loss(py::handle logprobs_obj, py::handle anchor, py::handle advantag
   });
 }
 
+void kl_penalty(py::handle logprobs_obj, py::handle reference_obj, py::handle mask_obj, int kl,
+                py::handle grad_out, py::handle out_obj, uintptr_t stream) {
+  const Borrowed logprobs(logprobs_obj, kKlOp, "logprobs"), mask(mask_obj, kKlOp, "loss_mask");
+  const Borrowed reference(reference_obj, kKlOp, "ref_logprobs"), out(out_obj, kKlOp, "out");
+  check_cuda(*logprobs);
+  check_contiguous(*logprobs);
+  const LossMask loss_mask = mask_on_cuda(*mask, *logprobs);
+  with_float(*logprobs, [&](auto zero) {
+    using T = decltype(zero);
+    constexpr DType kType = kDTypeOf<T>;
+    const TensorView& like = *logprobs;
+    const T* const reference_data = cells<T>(*reference, kType, like);
+    const T* const upstream = cells_or_null<T>(grad_out, "grad_out", kType, like);
+    T* const out_data = cells<T>(*out, kType, like);
+    py::gil_scoped_release release;
+    DeviceGuard guard(like.device_index);
+    kl_penalty_cuda<T>(static_cast<KlKind>(kl), like.ptr<T>(), reference_data, loss_mask, upstream,
+                       like.numel(), out_data, stream_of(stream));
+  });
+}
+
 void delta_sums(py::handle a_obj, py::handle b_obj, py::handle mask_obj, py::handle cu_obj,
                 py::handle sums_obj, uintptr_t stream) {
   const Borrowed a(a_obj, kOp, "logprobs"), b(b_obj, kOp, "old_logprobs");
@@ -133,6 +155,7 @@ void bind_policy_loss_cuda(py::module_& m) {
   m.attr("cells_per_sum") = kCellsPerSum;
   m.attr("num_loss_sums") = kNumLossSums;
   m.def("policy_loss_cuda", &policy_loss);
+  m.def("kl_penalty_cuda", &kl_penalty);
   m.def("delta_sums_cuda", &delta_sums);
 }
 

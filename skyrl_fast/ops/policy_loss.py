@@ -257,7 +257,7 @@ def kl_penalty(
         ref_logprobs: the same shape.
         estimator: "k1", "abs", "k2" or "k3".
         loss_mask: the same shape, or None: every cell counts.
-        backend: "native", "torch", or None to choose.
+        backend: "native", "triton" (GPUs), "torch", or None to choose.
 
     Returns:
         float32 (float64 for float64 logprobs) in the shape of `logprobs`.
@@ -282,9 +282,10 @@ def kl_penalty(
         raise ValueError(
             f"{op}: loss_mask must be of shape {tuple(current.shape)}, got {tuple(mask.shape)}"
         )
-    if _backend.select(op, current, mask, backend=backend) == "torch":
+    chosen = _backend.select(op, current, mask, backend=backend, available_on_gpu=ON_GPU)
+    if chosen == "torch":
         return reference.kl_penalty(current, ref, mask != 0, estimator)
-    return KlPenalty.apply(current, ref, mask, KL_ESTIMATORS[estimator])
+    return KlPenalty.apply(current, ref, mask, KL_ESTIMATORS[estimator], chosen == "triton")
 
 
 def _one_of(op: str, name: str, value: object, allowed: Any) -> None:

@@ -49,8 +49,8 @@ _library.define(
     "bool use_triton, bool with_grad) -> (Tensor metrics, Tensor grad)"
 )
 _library.define(
-    "kl_penalty(Tensor logprobs, Tensor ref_logprobs, Tensor loss_mask, Tensor? grad_out, int kl) "
-    "-> Tensor"
+    "kl_penalty(Tensor logprobs, Tensor ref_logprobs, Tensor loss_mask, Tensor? grad_out, int kl, "
+    "bool use_triton=False) -> Tensor"
 )
 _library.define(
     "delta_sums(Tensor a, Tensor b, Tensor loss_mask, Tensor? cu_seqlens, bool use_triton=False) "
@@ -124,19 +124,24 @@ class KlPenalty(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, current: torch.Tensor, ref: torch.Tensor, mask: torch.Tensor, kl: int
+        ctx: Any,
+        current: torch.Tensor,
+        ref: torch.Tensor,
+        mask: torch.Tensor,
+        kl: int,
+        use_triton: bool,
     ) -> torch.Tensor:
         """Return the penalties, in the shape of `current`."""
         ctx.save_for_backward(current, ref, mask)
-        ctx.kl = kl
-        return torch.ops.skyrl_fast.kl_penalty(current, ref, mask, None, kl)
+        ctx.how = (kl, use_triton)
+        return torch.ops.skyrl_fast.kl_penalty(current, ref, mask, None, kl, use_triton)
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradient of `current`."""
         grad_out = grad_out.contiguous()
-        grad = torch.ops.skyrl_fast.kl_penalty(*ctx.saved_tensors, grad_out, ctx.kl)
-        return grad, None, None, None
+        grad = torch.ops.skyrl_fast.kl_penalty(*ctx.saved_tensors, grad_out, *ctx.how)
+        return grad, None, None, None, None
 
 
 def _policy_loss(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,9 +170,10 @@ def _kl_penalty(
     mask: torch.Tensor,
     grad_out: torch.Tensor | None,
     kl: int,
+    use_triton: bool = False,
 ) -> torch.Tensor:
-    out = _backend.empty(current.shape, current.dtype)
-    _backend.run_kernel("kl_penalty", False, current, current, ref, mask, kl, grad_out, out)
+    out = _backend.empty(current.shape, current.dtype, current.device)
+    _backend.run_kernel("kl_penalty", use_triton, current, current, ref, mask, kl, grad_out, out)
     return out
 
 
@@ -198,7 +204,7 @@ def _delta_sums_fake(
 for _key in ("CPU", "CUDA"):
     _library.impl("policy_loss", _policy_loss, _key)
     _library.impl("delta_sums", _delta_sums, _key)
-_library.impl("kl_penalty", _kl_penalty, "CPU")
+    _library.impl("kl_penalty", _kl_penalty, _key)
 torch.library.register_fake("skyrl_fast::policy_loss", _policy_loss_fake, lib=_library)
 torch.library.register_fake(
     "skyrl_fast::kl_penalty", lambda current, *_: current.new_empty(current.shape), lib=_library

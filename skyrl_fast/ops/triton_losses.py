@@ -288,3 +288,18 @@ def delta_kernel(a, b, mask, cu, sums, width, RAGGED: tl.constexpr, BLOCK: tl.co
         count += live.to(tl.float64)
     tl.store(sums + 2 * row, tl.sum(total, 0))
     tl.store(sums + 2 * row + 1, tl.sum(count, 0))
+
+
+@triton.jit
+def kl_kernel(
+    logprobs, reference, mask, grad_out, out, num_cells,
+    KL: tl.constexpr, HAS_GRAD_OUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per BLOCK cells: their penalty, or its gradient."""
+    cell = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = cell < num_cells
+    live = inside & (tl.load(mask + cell, mask=inside, other=0) != 0)
+    value, slope = token_kl(_cells(logprobs, cell, live), _cells(reference, cell, live), KL)
+    if HAS_GRAD_OUT:
+        value = slope * _cells(grad_out, cell, live)
+    tl.store(out + cell, tl.where(live, value, 0.0).to(out.dtype.element_ty), mask=inside)

@@ -243,3 +243,23 @@ def delta_sums(a: Tensor, b: Tensor, mask: Tensor, cu_seqlens: Tensor | None, su
             RAGGED=cu_seqlens is not None,
             BLOCK=LOSS_BLOCK,
         )
+
+
+def kl_penalty(
+    current: Tensor, reference: Tensor, mask: Tensor, kl: int, grad_out: Tensor | None, out: Tensor
+) -> None:
+    """Write each cell's penalty, or with `grad_out` its gradient."""
+    if current.numel() == 0:
+        return
+    with _current(current):
+        losses.kl_kernel[(math.ceil(current.numel() / LOSS_BLOCK),)](
+            current,
+            reference,
+            _bytes_of(mask),
+            _or(grad_out, current),
+            out,
+            current.numel(),
+            KL=kl,
+            HAS_GRAD_OUT=grad_out is not None,
+            BLOCK=LOSS_BLOCK,
+        )

@@ -71,10 +71,9 @@ def main() -> None:
     if args.bench:
         first = [args.skyrl.resolve()] if args.skyrl else []
         command = [str(python), "-m", "bench.skyrl_drop_in", *rest]
-        env = {
-            **environment(site, *first),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", ""),
-        }
+        env = environment(site, *first)
+        if "OMP_NUM_THREADS" not in os.environ:
+            del env["OMP_NUM_THREADS"]  # as many threads as torch takes by itself
         sys.exit(subprocess.run(command, cwd=ROOT, env=env).returncode)
     failed = False
     if args.skyrl is None and args.only != "ours":

@@ -122,6 +122,17 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
+    scale_kernel(T* __restrict__ cells, int64_t num_cells, const T* __restrict__ factor) {
+  if (*factor == T(1)) return;
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kCellsPerSum + threadIdx.x;
+  for (int i = 0; i < kCellsPerThread; ++i) {
+    const int64_t cell = begin + i * kThreads;
+    if (cell < num_cells) cells[cell] *= *factor;
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
     kl_kernel(KlKind kl, const T* __restrict__ logprobs, const T* __restrict__ reference,
               const LossMask mask, const T* __restrict__ grad_out, int64_t num_cells,
               T* __restrict__ out) {
@@ -181,6 +192,15 @@ void policy_loss_cuda(LossKind loss, KlKind kl, const LossParams<T>& params,
 }
 
 template <typename T>
+void scale_cells_cuda(T* cells, int64_t num_cells, const T* factor, cudaStream_t stream) {
+  if (num_cells == 0) return;
+  const int64_t num_blocks = (num_cells + kCellsPerSum - 1) / kCellsPerSum;
+  Launch l = of_blocks(num_blocks, stream);
+  l.shared_bytes = 0;
+  launch(kOp, l, scale_kernel<T>, cells, num_cells, factor);
+}
+
+template <typename T>
 void kl_penalty_cuda(KlKind kl, const T* logprobs, const T* reference, const LossMask& mask,
                      const T* grad_out, int64_t num_cells, T* out, cudaStream_t stream) {
   if (num_cells == 0) return;
@@ -202,6 +222,7 @@ void delta_sums_cuda(const T* a, const T* b, const LossMask& mask, const RowLayo
   template void policy_loss_cuda<T>(LossKind, KlKind, const LossParams<T>&,                        \
                                     const PolicyLossInputs<T>&, int64_t, T*, LossSums*, double*,   \
                                     cudaStream_t);                                                 \
+  template void scale_cells_cuda<T>(T*, int64_t, const T*, cudaStream_t);                          \
   template void kl_penalty_cuda<T>(KlKind, const T*, const T*, const LossMask&, const T*, int64_t, \
                                    T*, cudaStream_t);                                              \
   template void delta_sums_cuda<T>(const T*, const T*, const LossMask&, const RowLayout&, double*, \

@@ -18,6 +18,10 @@ void policy_loss_cuda(LossKind loss, KlKind kl, const LossParams<T>& params,
                       const PolicyLossInputs<T>& in, int64_t num_cells, T* grad, LossSums* partial,
                       double* metrics, cudaStream_t stream);
 
+// Multiplies the cells by *factor, a T on the device; touches nothing where that is 1.
+template <typename T>
+void scale_cells_cuda(T* cells, int64_t num_cells, const T* factor, cudaStream_t stream);
+
 template <typename T>
 void kl_penalty_cuda(KlKind kl, const T* logprobs, const T* reference, const LossMask& mask,
                      const T* grad_out, int64_t num_cells, T* out, cudaStream_t stream);

@@ -409,6 +409,31 @@ def test_cuda_graph() -> None:
 
 
 @pytest.mark.gpu
+def test_cuda_graph_of_a_loss() -> None:
+    """Loss, metrics and gradient, captured together."""
+    case = {name: value.cuda() for name, value in loss_case(5000, torch.bfloat16, rows=16).items()}
+    logits = case.pop("logits").requires_grad_()
+
+    def step() -> list[torch.Tensor]:
+        out = masked_logprob_loss(logits, **case, kl_estimator="k3", return_entropy=True)
+        (grad,) = torch.autograd.grad(2 * out.loss, logits)
+        return [out.loss.detach(), grad, *out.metrics.values()]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        logits.copy_(made(16, 5000, torch.bfloat16, seed=9)[0])
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+@pytest.mark.gpu
 def test_compiled_whole() -> None:
     logits, targets = made(16, 5000, torch.bfloat16)
     compiled = torch.compile(lambda x, t: selected_logprob(x, t).sum(), fullgraph=True)

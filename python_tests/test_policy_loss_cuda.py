@@ -122,12 +122,25 @@ def test_the_order_of_threads_does_not_change_the_bits(
     assert results[0][2] == results[1][2]
 
 
-def test_two_launches(emulated_gpu: ModuleType) -> None:
-    data = batch((5, 1000))
-    weights = torch.full((5,), 0.01)
-    before = emulated_gpu.launches()
-    run("cpu", data, row_weights=weights, kl_estimator="k3")
+def test_two_launches_and_one_for_the_backward(emulated_gpu: ModuleType) -> None:
+    d = batch((5, 1000))
+    weights, before = torch.full((5,), 0.01), emulated_gpu.launches()
+    x = d["logprobs"].requires_grad_()
+    loss, _ = policy_loss(x, d["old"], d["advantages"], d["mask"], row_weights=weights)
     assert emulated_gpu.launches() == before + 2
+    loss.backward()
+    assert emulated_gpu.launches() == before + 3
+
+
+@pytest.mark.parametrize("factor", [1.0, -2.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradient_scales_with_the_loss(gpu: str, dtype: torch.dtype, factor: float) -> None:
+    d = {name: value.to(gpu) for name, value in batch((5, 1000), dtype).items()}
+    x = d["logprobs"].requires_grad_()
+    arguments = (x, d["old"], d["advantages"], d["mask"])
+    (want,) = torch.autograd.grad(policy_loss(*arguments, backend="torch")[0] * factor, x)
+    (got,) = torch.autograd.grad(policy_loss(*arguments)[0] * factor, x)
+    torch.testing.assert_close(got, want, **(F64 if dtype == torch.float64 else F32))
 
 
 def test_the_sizes_are_those_of_the_kernels(cuda_on_cpu: ModuleType) -> None:
@@ -295,3 +308,28 @@ def test_nothing_waits_for_the_device_and_the_bits_are_the_same(name: str) -> No
         torch.cuda.set_sync_debug_mode("default")
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_cells() -> None:
+    num_rows, width = 2**16 + 1, 2**15
+    if torch.cuda.get_device_properties(0).total_memory < 48 << 30:
+        pytest.skip("needs 48 GB")
+    logprobs = torch.zeros(num_rows, width, device="cuda", requires_grad=True)
+    mask = torch.zeros(num_rows, width, dtype=torch.bool, device="cuda")
+    mask[0, 0] = mask[-1, -1] = True
+    advantages = torch.ones(1, 1, device="cuda").expand(num_rows, width)
+    weights = torch.arange(num_rows, device="cuda").float()
+    loss, metrics = policy_loss(logprobs, None, advantages, mask, row_weights=weights)
+    loss.backward()
+    assert loss.item() == 1 - num_rows and metrics["num_tokens"].item() == 2
+    assert logprobs.grad is not None and logprobs.grad.count_nonzero().item() == 1
+    assert logprobs.grad[-1, -1].item() == 1 - num_rows
+
+
+@pytest.mark.gpu
+def test_the_second_device() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    data = batch((7, 300))
+    assert_equal(run("cuda:1", data, kl_estimator="k3"), reference(data, kl_estimator="k3"))

@@ -104,6 +104,19 @@ void policy_loss(py::handle logprobs_obj, py::handle anchor, py::handle advantag
   });
 }
 
+void scale_cells(py::handle cells_obj, py::handle factor_obj, uintptr_t stream) {
+  const Borrowed grad(cells_obj, kOp, "grad"), factor(factor_obj, kOp, "grad_loss");
+  check_cuda(*grad);
+  check_contiguous(*grad);
+  with_float(*grad, [&](auto zero) {
+    using T = decltype(zero);
+    const T* const factor_data = cuda_array<T>(*factor, kDTypeOf<T>, 1, *grad);
+    py::gil_scoped_release release;
+    DeviceGuard guard(grad->device_index);
+    scale_cells_cuda<T>(grad->ptr<T>(), grad->numel(), factor_data, stream_of(stream));
+  });
+}
+
 void kl_penalty(py::handle logprobs_obj, py::handle reference_obj, py::handle mask_obj, int kl,
                 py::handle grad_out, py::handle out_obj, uintptr_t stream) {
   const Borrowed logprobs(logprobs_obj, kKlOp, "logprobs"), mask(mask_obj, kKlOp, "loss_mask");
@@ -155,6 +168,7 @@ void bind_policy_loss_cuda(py::module_& m) {
   m.attr("cells_per_sum") = kCellsPerSum;
   m.attr("num_loss_sums") = kNumLossSums;
   m.def("policy_loss_cuda", &policy_loss);
+  m.def("scale_cells_cuda", &scale_cells);
   m.def("kl_penalty_cuda", &kl_penalty);
   m.def("delta_sums_cuda", &delta_sums);
 }

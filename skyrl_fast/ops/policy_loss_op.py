@@ -97,7 +97,10 @@ class _PolicyLoss(torch.autograd.Function):
         grad, ctx.grad = ctx.grad, None
         if grad is None:
             _, grad = torch.ops.skyrl_fast.policy_loss(*saved, *ctx.rest, True)
-        if _backend.on_gpu(grad) or float(grad_loss) != 1.0:  # to ask a GPU would be to wait for it
+        use_triton = ctx.rest[-1]
+        if _backend.on_gpu(grad) and not use_triton:  # the kernel asks whether the factor is 1
+            _backend.run_kernel("scale_cells", False, grad, grad, grad_loss.reshape(1))
+        elif _backend.on_gpu(grad) or float(grad_loss) != 1.0:
             grad.mul_(grad_loss)
         return (grad,) + (None,) * (len(saved) - 1 + len(ctx.rest))
 

@@ -149,7 +149,7 @@ template <typename T>
 SKYRL_INLINE void prefetch_group(const T* p) {
   const char* ahead = reinterpret_cast<const char*>(p) + kPrefetchBytes;
   for (int64_t b = 0; b < static_cast<int64_t>(kGroup * sizeof(T)); b += kLine) {
-    __builtin_prefetch(ahead + b);
+    __builtin_prefetch(ahead + b, 0, 2);  // into L2: of requests to L1 there can be few at a time
   }
 }
 

@@ -81,7 +81,8 @@ TABLE = [
     ("dual_clip", 0.6, -1.0, {}, 1.5, 1.5),
     ("gspo", 0.6, 1.0, {}, -1.2, 0.0),
     ("cispo", 0.6, 2.0, {"cispo_eps_clip_high": 0.1}, -2.2 * L6, -2.2),
-    ("cispo", 0.2, 2.0, {}, -2.0 * L2, -2.0),  # its lower bound is 1 by default
+    ("cispo", 0.2, 2.0, {}, -1.0 * L2, -1.0),  # by default its bounds are 0 and 5
+    ("cispo", 0.2, 2.0, {"cispo_eps_clip_low": 0.0}, -2.0 * L2, -2.0),
     ("rollout_is", 0.2, 2.0, {"eps_clip_low": 0.6}, -1.0 * L2, -1.0),
     ("rollout_is", 0.6, 2.0, {}, 0.0, 0.0),
     ("sapo", 0.6, 1.0, {}, -4 * SIGMOID, -4 * SIGMOID * (1 - SIGMOID) * 1.5),

@@ -65,8 +65,8 @@ def policy_loss(
     eps_clip_high: float = 0.2,
     clip_ratio_c: float = 3.0,
     anchor: str = "old",
-    cispo_eps_clip_low: float = 0.0,
-    cispo_eps_clip_high: float = 5.0,
+    cispo_eps_clip_low: float = 1.0,
+    cispo_eps_clip_high: float = 4.0,
     clip_cov_ratio: float = 0.0002,
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
@@ -111,7 +111,8 @@ def policy_loss(
         kl_coef: weight of the penalty.
         eps_clip_low, eps_clip_high: the ratio's bounds are 1 - low and 1 + high.
         clip_ratio_c: "dual_clip"; above 1.
-        anchor, cispo_eps_clip_low, cispo_eps_clip_high: "cispo".
+        anchor, cispo_eps_clip_low, cispo_eps_clip_high: "cispo"; its bounds are by default 0
+            and 5 (ScaleRL, arXiv:2510.13786), as in SkyRL's main; SkyRL 0.3.0 has 1 and 6.
         clip_cov_ratio, clip_cov_lb, clip_cov_ub, generator: "clip_cov": share of tokens to drop,
             bounds of their covariance, and what draws among them. The covariance is taken over
             the tokens of this call, so this loss depends on the split into micro-batches.

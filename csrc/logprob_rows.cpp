@@ -17,7 +17,7 @@ constexpr double kLn2 = 0.6931471805599453;
 constexpr int64_t kPairs = 2 * kLanes;            // elements in two vectors
 constexpr int64_t kGroup = kGroupPairs * kPairs;  // elements looked at together
 constexpr int64_t kGroupsPerFlush = 64;           // float sums this long lose nothing that counts
-constexpr int64_t kPrefetchBytes = 8192, kLine = 64;  // nearer than 8 KB loses up to 30 %
+constexpr int64_t kPrefetchBytes = 8192, kLine = 64;  // nearer loses up to 30 % on some
 
 // What exponents are taken against.
 struct Reference {
@@ -97,8 +97,8 @@ SKYRL_INLINE Reference raised(Vec candidates, float c, const Reference& r, Sums*
   return raised;
 }
 
-// The same for any logits: a new reference where one is larger than all before, and exponents too
-// small for a normal float are taken as the smallest.
+// Adds a group's terms whatever its logits: takes a new reference where one is larger than all
+// before, and the smallest normal exponent for those below it.
 template <bool kEntropy, int kNumPairs, typename T>
 __attribute__((noinline)) static void visit_any(const T* p, float c, Reference* r, LaneSums* lanes,
                                                 Sums* sums) {
@@ -118,7 +118,8 @@ __attribute__((noinline)) static void visit_any(const T* p, float c, Reference* 
   }
 }
 
-// Nearly always all exponents lie from kMinExponent to -0, which one comparison tells.
+// Adds a group's terms. Nearly always all exponents lie from kMinExponent to -0, which one
+// comparison tells.
 template <bool kEntropy, int kNumPairs, typename T>
 SKYRL_INLINE void visit(const T* p, float c, Reference* r, LaneSums* lanes, Sums* sums) {
   Vec y[2 * kNumPairs];

@@ -170,6 +170,16 @@ def test_corrections_under_skyrls_names() -> None:
         (["dynamic_sampling.max_sample_batches=0"], "wanted >= 1 or -1, got 0"),
         (["dynamic_sampling.type=drop"], "wanted one of filter, replace, got 'drop'"),
         (["sequence_scope=group"], "wanted one of row, trajectory, got 'group'"),
+        (
+            [
+                "policy_loss_type=cispo",
+                "cispo.cispo_anchor=rollout",
+                "off_policy_correction.tis_ratio_type=token",
+            ],
+            "wanted null with cispo_anchor=rollout",
+        ),
+        (["dppo.dppo_type=kl"], "wanted one of binary_tv, binary_kl, got 'kl'"),
+        (["clip_cov.clip_ratio=2"], "wanted at most 1, got 2.0"),
         (["use_tis=true"], "off_policy_correction.tis_ratio_type=token"),
     ],
 )

@@ -14,6 +14,13 @@ from test_policy import full_logprobs
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig, OffPolicyCorrectionConfig, OptimizerConfig
+from skyrl_fast.config.losses import (
+    CispoConfig,
+    ClipCovConfig,
+    DppoConfig,
+    KlCovConfig,
+    SapoConfig,
+)
 from skyrl_fast.ops.off_policy import off_policy_correction
 from skyrl_fast.ops.policy_loss import policy_loss, reduction_weights
 from skyrl_fast.train.off_policy import corrected
@@ -68,6 +75,49 @@ def loss_of(policy: Policy, batch: StepBatch, **options: Any) -> list[torch.Tens
 def close(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
     # float32 noise of another order of summation
     return all(torch.allclose(a, b, atol=2e-5) for a, b in zip(one, two, strict=True))
+
+
+# --- settings of single losses -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "options"),
+    [
+        ("dual_clip", {"clip_ratio_c": 1.01}, {"clip_ratio_c": 1.01}),
+        (
+            "cispo",
+            {"cispo": CispoConfig(0.02, 0.03, "rollout")},
+            {"cispo_eps_clip_low": 0.02, "cispo_eps_clip_high": 0.03, "anchor": "rollout"},
+        ),
+        ("sapo", {"sapo": SapoConfig(3.0, 0.5)}, {"tau_pos": 3.0, "tau_neg": 0.5}),
+        (
+            "dppo",
+            {"dppo": DppoConfig("binary_kl", 1e-5, 1e-5)},
+            {"dppo_type": "binary_kl", "delta_low": 1e-5, "delta_high": 1e-5},
+        ),
+        (
+            "clip_cov",
+            {"clip_cov": ClipCovConfig(1.0, -9.0, 9.0)},
+            {"clip_cov_ratio": 1.0, "clip_cov_lb": -9.0, "clip_cov_ub": 9.0},
+        ),
+        (
+            "kl_cov",
+            {"kl_cov": KlCovConfig(0.9, 3.0)},
+            {"kl_cov_frac": 0.9, "ppo_kl_coef": 3.0},
+        ),
+    ],
+)
+def test_a_loss_gets_its_own_settings(
+    loss: str, settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+    policy = Policy(tiny_model(), max_tokens_per_microbatch=1000)
+    batch = steps_batch()
+    old = near(policy.batch_logprobs(batch), 0.3)
+    batch = batch.with_(old_logprobs=old, rollout_logprobs=near(old.flip(0), 0.3).flip(0))
+    got = gradient(policy, batch, AlgorithmConfig(policy_loss_type=loss, **settings))
+    rollout = {"rollout_logprobs": batch.rollout_logprobs}
+    assert close(got, loss_of(policy, batch, loss=loss, **rollout, **options))
+    assert not close(got, loss_of(policy, batch, loss=loss, **rollout))
 
 
 # --- scope ---------------------------------------------------------------------------------------

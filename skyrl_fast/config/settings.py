@@ -20,6 +20,13 @@ from skyrl_fast.config.corrections import (
 from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.field import DTYPES, setting
 from skyrl_fast.config.field import ConfigError as ConfigError
+from skyrl_fast.config.losses import (
+    CispoConfig,
+    ClipCovConfig,
+    DppoConfig,
+    KlCovConfig,
+    SapoConfig,
+)
 
 OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl")
 TURN_ESTIMATORS = ("turn_level_returns", "turn_level_group", "gigpo")
@@ -156,6 +163,11 @@ class AlgorithmConfig:
     eps_clip_low: float = setting(0.2, "ratio clipped at 1 - this", at_least=0)
     eps_clip_high: float = setting(0.2, "ratio clipped at 1 + this", at_least=0)
     clip_ratio_c: float = setting(3.0, "second clip of dual_clip", above=1)
+    cispo: CispoConfig = setting(CispoConfig, "of policy_loss_type=cispo")
+    sapo: SapoConfig = setting(SapoConfig, "of policy_loss_type=sapo")
+    dppo: DppoConfig = setting(DppoConfig, "of policy_loss_type=dppo")
+    clip_cov: ClipCovConfig = setting(ClipCovConfig, "of policy_loss_type=clip_cov")
+    kl_cov: KlCovConfig = setting(KlCovConfig, "of policy_loss_type=kl_cov")
     old_logprobs: str = setting(
         "auto",
         "anchor of the ratio: 'policy' is the trainer's own before the update, 'rollout' the "
@@ -187,7 +199,6 @@ class AlgorithmConfig:
     kl_estimator_type: str = setting("k3", "estimator of the KL", choices=KL_ESTIMATORS)
     use_entropy_loss: bool = setting(False, "subtract entropy_loss_coef * entropy from the loss")
     entropy_loss_coef: float = setting(0.01, "weight of that term", at_least=0)
-    loss_options: dict[str, Any] = setting({}, "further options of the chosen loss, passed through")
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ A response tokens, M trained tokens of a micro-batch.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any, cast
 
 import numpy as np
@@ -38,6 +39,8 @@ _PROPORTIONAL_LOSSES = {
 _SEQUENCE_LOSSES = {"gspo"}
 _MINI_BATCH_LOSSES = {"clip_cov", "kl_cov"}
 _NO_BUDGET = 1 << 62  # tokens
+# settings that the op calls otherwise
+_OP_NAMES = {"cispo_anchor": "anchor", "clip_ratio": "clip_cov_ratio"}
 
 
 def optimizer_steps_per_batch(
@@ -242,15 +245,23 @@ def _loss_options(rows: StepBatch, algorithm: AlgorithmConfig) -> dict[str, Any]
         "eps_clip_low": algorithm.eps_clip_low,
         "eps_clip_high": algorithm.eps_clip_high,
     }
-    if algorithm.policy_loss_type == "dual_clip":
-        options["clip_ratio_c"] = algorithm.clip_ratio_c
+    own: dict[str, dict[str, Any]] = {
+        "dual_clip": {"clip_ratio_c": algorithm.clip_ratio_c},
+        "cispo": asdict(algorithm.cispo),
+        "sapo": asdict(algorithm.sapo),
+        "dppo": asdict(algorithm.dppo),
+        "clip_cov": asdict(algorithm.clip_cov),
+        "kl_cov": asdict(algorithm.kl_cov),
+    }
+    for name, value in own.get(algorithm.policy_loss_type, {}).items():
+        options[_OP_NAMES.get(name, name)] = value
     if algorithm.use_kl_loss:
         options |= {
             "ref_logprobs": rows.ref_logprobs,
             "kl_coef": algorithm.kl_loss_coef,
             "kl_estimator": algorithm.kl_estimator_type,
         }
-    return options | algorithm.loss_options
+    return options
 
 
 def _token_mean_metrics(parts: list[dict[str, float]]) -> dict[str, float]:

@@ -175,8 +175,7 @@ def _check_algorithm(algorithm: AlgorithmConfig) -> None:
             f"{key}.off_policy_correction: wanted a policy_loss_type other than clip_cov and "
             f"kl_cov, got {algorithm.policy_loss_type}"
         )
-    anchored = algorithm.policy_loss_type == "cispo" and algorithm.cispo.cispo_anchor == "rollout"
-    if anchored and correction.tis_ratio_type is not None:
+    if algorithm.is_cispo_by_rollout and correction.tis_ratio_type is not None:
         raise ConfigError(
             f"{key}.off_policy_correction.tis_ratio_type: wanted null with cispo_anchor=rollout, "
             f"whose ratio corrects already, got {correction.tis_ratio_type}"

@@ -200,6 +200,11 @@ class AlgorithmConfig:
     use_entropy_loss: bool = setting(False, "subtract entropy_loss_coef * entropy from the loss")
     entropy_loss_coef: float = setting(0.01, "weight of that term", at_least=0)
 
+    @property
+    def is_cispo_by_rollout(self) -> bool:
+        """Whether the loss is cispo with its ratio against the engine's log-probabilities."""
+        return self.policy_loss_type == "cispo" and self.cispo.cispo_anchor == "rollout"
+
 
 @dataclass(slots=True)
 class TrainerConfig:

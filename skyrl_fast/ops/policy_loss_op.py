@@ -187,8 +187,7 @@ def _delta_sums(
     cu_seqlens: torch.Tensor | None,
     use_triton: bool = False,
 ) -> torch.Tensor:
-    num_rows = a.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    sums = a.new_empty((num_rows, 2), dtype=torch.float64)
+    sums = _delta_sums_fake(a, b, mask, cu_seqlens)
     _backend.run_kernel("delta_sums", use_triton, a, a, b, mask, cu_seqlens, sums)
     return sums
 

@@ -74,7 +74,7 @@ def warn_of_stale_tokens(config: Config) -> None:
         algorithm.off_policy_correction.enabled
         or algorithm.old_logprobs == "rollout"
         or algorithm.policy_loss_type in _ROLLOUT_LOSSES
-        or (algorithm.policy_loss_type == "cispo" and algorithm.cispo.cispo_anchor == "rollout")
+        or algorithm.is_cispo_by_rollout
     )
     if config.max_staleness and not corrected_somehow:
         logger.warning(

@@ -39,7 +39,8 @@ _PROPORTIONAL_LOSSES = {
 _SEQUENCE_LOSSES = {"gspo"}
 _MINI_BATCH_LOSSES = {"clip_cov", "kl_cov"}
 _NO_BUDGET = 1 << 62  # tokens
-# settings that the op calls otherwise
+# Their own settings are the section of their name; the op calls some of these otherwise.
+_WITH_A_SECTION = {"cispo", "sapo", "dppo", "clip_cov", "kl_cov"}
 _OP_NAMES = {"cispo_anchor": "anchor", "clip_ratio": "clip_cov_ratio"}
 
 
@@ -245,16 +246,11 @@ def _loss_options(rows: StepBatch, algorithm: AlgorithmConfig) -> dict[str, Any]
         "eps_clip_low": algorithm.eps_clip_low,
         "eps_clip_high": algorithm.eps_clip_high,
     }
-    own: dict[str, dict[str, Any]] = {
-        "dual_clip": {"clip_ratio_c": algorithm.clip_ratio_c},
-        "cispo": asdict(algorithm.cispo),
-        "sapo": asdict(algorithm.sapo),
-        "dppo": asdict(algorithm.dppo),
-        "clip_cov": asdict(algorithm.clip_cov),
-        "kl_cov": asdict(algorithm.kl_cov),
-    }
-    for name, value in own.get(algorithm.policy_loss_type, {}).items():
-        options[_OP_NAMES.get(name, name)] = value
+    if algorithm.policy_loss_type == "dual_clip":
+        options["clip_ratio_c"] = algorithm.clip_ratio_c
+    if algorithm.policy_loss_type in _WITH_A_SECTION:
+        own = asdict(getattr(algorithm, algorithm.policy_loss_type))
+        options |= {_OP_NAMES.get(name, name): value for name, value in own.items()}
     if algorithm.use_kl_loss:
         options |= {
             "ref_logprobs": rows.ref_logprobs,

@@ -66,5 +66,7 @@ def test_the_extension_holds_the_architectures_it_names() -> None:
         pytest.skip("there is no cuobjdump here: neither on PATH nor with Triton")
     code, ptx = held
     names = _C.cuda_archs.split(",")
-    assert code == {f"sm_{name.removesuffix('-real')}" for name in names}
+    compiled = {f"sm_{name.removesuffix('-real')}" for name in names}
+    without_letters = {name.removesuffix("a") for name in compiled}  # as cuobjdump 12 prints them
+    assert code in (compiled, without_letters)
     assert ptx == {f"sm_{name}" for name in names if not name.endswith("-real")}

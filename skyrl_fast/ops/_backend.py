@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 import os
@@ -14,6 +13,8 @@ import torch
 from skyrl_fast import _C
 
 BACKENDS = ("native", "triton", "torch")
+# Looked for once, without importing it: torch.compile before 2.13 cannot trace the search.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 HUGE_PAGE_MIN_BYTES = 2 << 20  # smaller blocks come from memory that malloc already has mapped
 
 
@@ -61,20 +62,14 @@ def _usable(kind: str, on_cpu: Sequence[str], on_gpu: Sequence[str]) -> tuple[st
         interpreted = "triton" in on_gpu and triton_is_interpreted()
         return (*on_cpu, "triton") if interpreted else tuple(on_cpu)
     if kind == "cuda":
-        is_there = {"native": _C.cuda_archs is not None, "triton": has_triton(), "torch": True}
+        is_there = {"native": _C.cuda_archs is not None, "triton": HAS_TRITON, "torch": True}
         return tuple(b for b in on_gpu if is_there[b])
     return ("torch",)
 
 
-@functools.cache
-def has_triton() -> bool:
-    """Return whether Triton can be imported; looks without importing it."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def triton_is_interpreted() -> bool:
     """Return whether Triton's kernels run on the CPU, as Python (TRITON_INTERPRET=1)."""
-    return os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
+    return os.environ.get("TRITON_INTERPRET") == "1" and HAS_TRITON
 
 
 def device_kind(device: torch.device) -> str:

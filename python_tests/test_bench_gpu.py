@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from bench.gpu import cases, plot, report
-from bench.gpu.timing import Stopwatch
+from bench.gpu.timing import Ceilings, Stopwatch
 
 ROOT = Path(__file__).resolve().parent.parent
+CEILINGS = Ceilings(1e12, 1e10, 0.005)
 
 
 def test_every_case_of_ours_runs(emulated_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,11 +25,13 @@ def test_every_case_of_ours_runs(emulated_gpu: ModuleType, monkeypatch: pytest.M
     monkeypatch.setattr(cases.peers, "LOGPROB", keep)  # no compiling here
     for losses in (cases.peers.PPO, cases.peers.PPO_K3):
         monkeypatch.delitem(losses, "torch.compile TRL formulation")
-    found = report.measured("cpu", tiny=True)
+    *_, found = report.measured("cpu", tiny=True)
     ours = [e for e in found["entries"] if e["contender"] == cases.OURS]
     groups = {e["group"] for e in found["entries"]}
     assert len(ours) == len(groups) and all("median_ms" in e for e in ours)
-    assert all(e["error"] < 1e-4 for e in ours if "error" in e)
+    assert all(e["error"] < 5e-3 for e in ours if "error" in e)  # of bfloat16 gradients
+    unchecked = {e["group"].split(" 6")[0] for e in ours if "error" not in e}
+    assert unchecked == {"linear_logprob forward"}  # its gradients are, in the groups before it
     peers = [e for e in found["entries"] if "formulation" in e["contender"]]
     assert len(peers) == 3 and all(e["error"] < 1e-5 for e in peers)
     text = report.table(found)
@@ -46,7 +52,7 @@ def test_a_peer_that_is_missing_is_said(emulated_gpu: ModuleType) -> None:
         cases.peers.needs("no_such_package", "x")
 
     case = cases.Case("g", "peer", missing, 0.0)
-    found = report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), 1.0)
+    found = report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), CEILINGS)
     assert found["skipped"].startswith("not installed (no_such_package")
 
 
@@ -56,7 +62,79 @@ def test_our_own_failure_ends_the_run() -> None:
 
     case = cases.Case("g", cases.OURS, wrong, 0.0)
     with pytest.raises(ValueError):
-        report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), 1.0)
+        report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), CEILINGS)
+
+
+@pytest.mark.parametrize("wrong", [0.1, float("nan")])
+def test_a_wrong_answer_is_not_timed(wrong: float) -> None:
+    case = cases.Case("g", "peer", lambda: None, 0.0, check=lambda: cases.within(wrong, 0.01))
+    found = report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), CEILINGS)
+    assert found["skipped"].startswith("fails: ValueError: wrong by") and "median_ms" not in found
+
+
+def test_the_floor_counts_both_memories() -> None:
+    assert CEILINGS.floor_ms(2e9, 1e8) == pytest.approx(2.0 + 10.0)
+
+
+def test_a_slow_call_is_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, calls = Stopwatch("cpu", flush_bytes=8), []
+
+    def count(milliseconds: float) -> int:
+        calls.clear()
+        monkeypatch.setattr(watch, "once", lambda _: calls.append(0) or milliseconds)
+        assert watch.measure(lambda: None, lambda: None).median_ms == milliseconds
+        return len(calls)
+
+    assert count(1.0) == 2 + 5 + 30 and count(100.0) == 2 + 5 + 15 and count(1e4) == 2 + 2 + 3
+
+
+def test_parts_of_a_run_join(tmp_path: Path) -> None:
+    def saved(machine: str, group: str, ms: float) -> list[tuple[str, float]]:
+        entry = {"group": group, "contender": "x", "skipped": "", "floor_ms": ms}
+        part = {"machine": machine, "ceilings": asdict(CEILINGS), "entries": [entry]}
+        report.save(part, tmp_path)
+        entries = json.loads((tmp_path / "gpu.json").read_text())["entries"]
+        return [(e["group"], e["floor_ms"]) for e in entries]
+
+    assert saved("A", "pack", 1.0) == [("pack", 1.0)]
+    assert saved("A", "logprob", 2.0) == [("pack", 1.0), ("logprob", 2.0)]
+    assert saved("A", "pack", 3.0) == [("logprob", 2.0), ("pack", 3.0)]
+    assert saved("B", "pack", 4.0) == [("pack", 4.0)]  # figures of two machines do not mix
+    assert "## pack" in (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.peers
+def test_peers_that_are_installed_compute_the_same() -> None:
+    """In Triton's interpreter; QuACK and cut cross-entropy run on a GPU alone."""
+    command = [sys.executable, "-c", PEERS_PROGRAM]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    entries, tried = json.loads(done.stdout.splitlines()[-1]), []
+    for module, contenders in {
+        "trl": ("TRL", "TRL + gather", "TRL, masked", "TRL chunked", "TRL chunked + gather"),
+        "verl": ("verl",),
+        "flash_attn": ("flash-attn", "flash-attn + gather", "flash-attn, targets ignored"),
+        "liger_kernel": ("Liger", "Liger + gather", "Liger, targets ignored", "Liger GRPO",
+                         "Liger scaled", "Liger scaled + gather"),
+    }.items():  # fmt: skip
+        if importlib.util.find_spec(module) is None:
+            continue
+        tried.append(module)
+        for contender in contenders:
+            found = [e for e in entries if e["contender"] == contender]
+            assert found and all("median_ms" in e for e in found), found
+    if not tried:
+        pytest.skip("no peer is installed")
+
+
+PEERS_PROGRAM = """
+import contextlib, json, torch
+from bench.gpu import report
+torch.cuda.device = lambda index: contextlib.nullcontext()  # flash-attn names its device
+*_, found = report.measured("cpu", tiny=True, dtype=torch.float32)  # it knows no bfloat16
+print(json.dumps(found["entries"]))
+"""
 
 
 def test_without_a_gpu_nothing_is_measured_or_saved(

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "peers"
 # Without dependencies: SkyRL's, verl's and TRL's own lists bring GPU builds of torch and vLLM.
-PACKAGES = ("skyrl==0.3.0", "verl==0.9.1", "trl==1.16.0")
+PACKAGES = ("skyrl==0.3.0", "verl==0.9.1", "trl==1.16.0", "liger-kernel==0.8.5")
 NEEDED = (
     "ray>=2.51", "jaxtyping", "loguru", "tensordict", "torchdata", "omegaconf", "hydra-core",
     "accelerate", "peft", "polars", "datasets", "cloudpathlib", "codetiming", "msgpack", "orjson",

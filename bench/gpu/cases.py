@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -27,7 +27,11 @@ from skyrl_fast.ops.reference.policy_loss import METRICS
 
 OURS = "skyrl_fast"
 TRAINED_SHARE = 0.3
+CHECKED_TOKENS = 64  # compared with float64 before anything is timed
 LOGPROB_TOLERANCE = 0.07  # of peers that compute in bfloat16
+GRADIENT_TOLERANCE = 0.02  # the same, of what a token adds
+ADVANTAGE_TOLERANCE = 1e-4  # sums of a row's float32 rewards in another order
+LINEAR_TOLERANCE = 0.03  # the same, by norms
 LOSS_TOLERANCE = 1e-5  # float32 sums of 10^7 terms
 
 
@@ -54,26 +58,46 @@ class Case:
     group: str
     contender: str
     call: Callable[[], object]
-    floor_bytes: float
+    floor_bytes: float  # read and written in the device's memory
     prepare: Callable[[], object] = lambda: None
     check: Callable[[], float] | None = None  # the answer's error, before anything is timed
+    bus_bytes: float = 0.0  # sent to the device
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
 class Logits:
-    """Logits that every contender finds fresh, and what goes with them."""
+    """Logits that every contender finds fresh, and what goes with them, one of each per token."""
 
-    def __init__(self, tokens: int, vocab: int, device: str, dtype: torch.dtype) -> None:
+    master: torch.Tensor
+    work: torch.Tensor  # what contenders get, and write their gradients over
+    targets: torch.Tensor
+    mask: torch.Tensor  # of the tokens that are trained where not all are
+    anchor: torch.Tensor
+    advantages: torch.Tensor  # all the same: Liger's GRPO knows one per sequence
+    weights: torch.Tensor
+
+    @classmethod
+    def random(cls, tokens: int, vocab: int, device: str, dtype: torch.dtype) -> Logits:
+        """Return logits of a model that is unsure."""
         g = torch.Generator(device=device).manual_seed(1)
-        self.master = torch.randn(tokens, vocab, generator=g, device=device, dtype=dtype) * 3
-        self.work = torch.empty_like(self.master)
-        self.targets = torch.randint(0, vocab, (tokens,), generator=g, device=device)
-        self.mask = torch.rand(tokens, generator=g, device=device) < TRAINED_SHARE
-        self.trained = self.mask.nonzero().squeeze(1)
-        self.anchor = selected_logprob(self.master, self.targets, backend="torch").float()
-        self.anchor += torch.randn(tokens, generator=g, device=device) * 0.1
-        self.advantages = torch.randn(tokens, generator=g, device=device)
-        self.weights = torch.full((tokens,), 1.0 / tokens, device=device)
+        master = torch.randn(tokens, vocab, generator=g, device=device, dtype=dtype) * 3
+        targets = torch.randint(0, vocab, (tokens,), generator=g, device=device)
+        anchor = selected_logprob(master, targets).float()
+        anchor += torch.randn(tokens, generator=g, device=device) * 0.1
+        return cls(
+            master,
+            torch.empty_like(master),
+            targets,
+            torch.rand(tokens, generator=g, device=device) < TRAINED_SHARE,
+            anchor,
+            torch.ones(tokens, device=device),
+            torch.full((tokens,), 1.0 / tokens, device=device),
+        )
+
+    def first(self, count: int) -> Logits:
+        """Return the first tokens' part, in the same memory."""
+        return Logits(*(getattr(self, f.name)[:count] for f in fields(self)))
 
     @property
     def num_bytes(self) -> int:
@@ -88,14 +112,11 @@ class Logits:
         """Return the logits, to be differentiated, without a copy."""
         return self.work.detach().requires_grad_()
 
-
-def logprob_error(function: peers.Function, x: Logits) -> float:
-    """Return the largest error of log-probabilities against float64."""
-    rows = slice(0, 64)
-    with torch.no_grad():
-        got = function(x.master[rows], x.targets[rows]).double()
-    exact = x.master[rows].double().log_softmax(1).gather(1, x.targets[rows, None]).squeeze(1)
-    return within(float((got - exact).abs().max()), LOGPROB_TOLERANCE)
+    def exact_gradient(self) -> torch.Tensor:
+        """Return the float64 gradient of the weighted log-probabilities' sum."""
+        gradient = -self.master.double().softmax(1)
+        gradient[torch.arange(len(gradient), device=gradient.device), self.targets] += 1
+        return gradient * self.weights[:, None]
 
 
 def within(error: float, tolerance: float) -> float:
@@ -103,6 +124,30 @@ def within(error: float, tolerance: float) -> float:
     if not error <= tolerance:
         raise ValueError(f"wrong by {error:.3g}")
     return error
+
+
+def logprob_error(function: peers.Function, x: Logits) -> float:
+    """Return the largest error of log-probabilities against float64."""
+    part = x.first(CHECKED_TOKENS)
+    with torch.no_grad():
+        got = function(part.master, part.targets).double()
+    exact = part.master.double().log_softmax(1).gather(1, part.targets[:, None]).squeeze(1)
+    return within(float((got - exact).abs().max()), LOGPROB_TOLERANCE)
+
+
+def gradient_error(run: Callable[[Logits], torch.Tensor], x: Logits, exact: torch.Tensor) -> float:
+    """Return the largest error of a gradient of logits, as a share of a token's weight."""
+    part = x.first(CHECKED_TOKENS)
+    part.refill()
+    error = float((run(part)[: len(exact)].double() - exact).abs().max() / x.weights[0])
+    return within(error, GRADIENT_TOLERANCE)
+
+
+def gradient_of(leaf: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    """Return the loss's gradient at the leaf."""
+    loss.backward()
+    assert leaf.grad is not None
+    return leaf.grad
 
 
 def forward_cases(x: Logits, group: str) -> Iterator[Case]:
@@ -119,77 +164,100 @@ def forward_cases(x: Logits, group: str) -> Iterator[Case]:
     }
     for name, function in (ours | peers.LOGPROB).items():
         call = functools.partial(run, function)
-        yield Case(
-            group, name, call, x.num_bytes, check=functools.partial(logprob_error, function, x)
-        )
+        check = functools.partial(logprob_error, function, x)
+        yield Case(group, name, call, x.num_bytes, check=check)
 
 
 def backward_cases(x: Logits, group: str) -> Iterator[Case]:
     """Forward and backward; gradients in place where the contender can."""
 
-    def run(function: peers.Function) -> None:
-        (function(x.leaf(), x.targets) * x.weights).sum().backward()
+    def run(function: peers.Function, x: Logits) -> torch.Tensor:
+        leaf = x.leaf()
+        return gradient_of(leaf, (function(leaf, x.targets) * x.weights).sum())
 
-    ours = {
-        OURS: functools.partial(selected_logprob, inplace_backward=True),
-        f"{OURS} Triton": functools.partial(
-            selected_logprob, inplace_backward=True, backend="triton"
-        ),
-    }
+    in_place = functools.partial(selected_logprob, inplace_backward=True)
+    ours = {OURS: in_place, f"{OURS} Triton": functools.partial(in_place, backend="triton")}
+    exact = x.first(CHECKED_TOKENS).exact_gradient()
     for name, function in (ours | peers.LOGPROB).items():
-        yield Case(group, name, functools.partial(run, function), 3 * x.num_bytes, x.refill)
+        call = functools.partial(run, function)
+        check = functools.partial(gradient_error, call, x, exact)
+        yield Case(group, name, functools.partial(call, x), 3 * x.num_bytes, x.refill, check)
 
 
 def trained_cases(x: Logits, group: str) -> Iterator[Case]:
     """The same with part of the rows trained; every peer also with a gather of those rows."""
-    floor = (2 * TRAINED_SHARE + 1) * x.num_bytes
 
-    def ours() -> None:
-        logprob = selected_logprob(x.leaf(), x.targets, mask=x.mask, inplace_backward=True)
-        (logprob * x.weights).sum().backward()
+    def masked(function: peers.MaskedFunction, x: Logits) -> torch.Tensor:
+        leaf = x.leaf()
+        logprob = function(leaf, x.targets, x.mask)
+        return gradient_of(leaf, (logprob * x.weights * x.mask).sum())
 
-    def whole(function: peers.Function) -> None:
-        (function(x.leaf(), x.targets) * x.weights * x.mask).sum().backward()
+    def whole(function: peers.Function, x: Logits) -> torch.Tensor:
+        return masked(lambda leaf, targets, _: function(leaf, targets), x)
 
-    def gathered(function: peers.Function) -> None:
-        rows = x.leaf()[x.trained]
-        (function(rows, x.targets[x.trained]) * x.weights[x.trained]).sum().backward()
+    def gathered(function: peers.Function, x: Logits) -> torch.Tensor:
+        leaf, trained = x.leaf(), x.mask.nonzero().squeeze(1)
+        logprob = function(leaf[trained], x.targets[trained])
+        return gradient_of(leaf, (logprob * x.weights[trained]).sum())
 
-    yield Case(group, OURS, ours, floor, x.refill)
+    def ours(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return selected_logprob(logits, targets, mask=mask, inplace_backward=True)
+
+    runs = {OURS: functools.partial(masked, ours)}
     for name, function in peers.LOGPROB.items():
-        yield Case(group, name, functools.partial(whole, function), floor, x.refill)
-        call = functools.partial(gathered, function)
-        yield Case(group, f"{name} + gather", call, floor, x.refill)
+        runs[name] = functools.partial(whole, function)
+        runs[f"{name} + gather"] = functools.partial(gathered, function)
+    runs |= {name: functools.partial(masked, function) for name, function in peers.MASKED.items()}
+    floor = (2 * TRAINED_SHARE + 1) * x.num_bytes
+    part = x.first(CHECKED_TOKENS)
+    exact = part.exact_gradient() * part.mask[:, None]
+    for name, run in runs.items():
+        check = functools.partial(gradient_error, run, x, exact)
+        yield Case(group, name, functools.partial(run, x), floor, x.refill, check)
 
 
 def loss_cases(x: Logits, group: str) -> Iterator[Case]:
     """Logits to PPO's loss and its gradient."""
-    cells = {
-        "anchor_logprobs": x.anchor,
-        "advantages": x.advantages,
-        "loss_mask": x.mask,
-        "loss_weights": x.weights,
-    }
 
-    def ours(backend: str | None) -> None:
-        out = masked_logprob_loss(x.leaf(), x.targets, **cells, inplace=True, backend=backend)
-        out.loss.backward()
+    def cells(x: Logits) -> dict[str, torch.Tensor]:
+        return {
+            "anchor_logprobs": x.anchor,
+            "advantages": x.advantages,
+            "loss_mask": x.mask,
+            "loss_weights": x.weights,
+        }
 
-    def two_visits() -> None:
-        logprob = selected_logprob(x.leaf(), x.targets, mask=x.mask, inplace_backward=True)
+    def ours(backend: str | None, x: Logits) -> torch.Tensor:
+        leaf = x.leaf()
+        out = masked_logprob_loss(leaf, x.targets, **cells(x), inplace=True, backend=backend)
+        return gradient_of(leaf, out.loss)
+
+    def two_visits(x: Logits) -> torch.Tensor:
+        leaf = x.leaf()
+        logprob = selected_logprob(leaf, x.targets, mask=x.mask, inplace_backward=True)
         ratio = (logprob - x.anchor).exp()
         clipped = ratio.clamp(0.8, 1.2)
         tokens = torch.maximum(-x.advantages * ratio, -x.advantages * clipped)
-        (tokens * x.weights * x.mask).sum().backward()
+        return gradient_of(leaf, (tokens * x.weights * x.mask).sum())
 
-    def liger() -> None:
-        peers.liger_grpo(x.leaf(), x.targets, cells).backward()
+    def liger(x: Logits) -> torch.Tensor:
+        leaf = x.leaf()
+        return gradient_of(leaf, peers.liger_grpo(leaf, x.targets, cells(x)))
 
+    part = x.first(CHECKED_TOKENS)
+    leaf = part.master.double().requires_grad_()
+    out = masked_logprob_loss(leaf, part.targets, **cells(part), backend="torch")
+    exact = gradient_of(leaf, out.loss)[:-1]  # Liger's last token predicts nothing
+    runs = {
+        OURS: functools.partial(ours, None),
+        f"{OURS} Triton": functools.partial(ours, "triton"),
+        f"{OURS} in two visits": two_visits,
+        "Liger GRPO": liger,
+    }
     floor = (TRAINED_SHARE + 1) * x.num_bytes
-    yield Case(group, OURS, functools.partial(ours, None), floor, x.refill)
-    yield Case(group, f"{OURS} Triton", functools.partial(ours, "triton"), floor, x.refill)
-    yield Case(group, f"{OURS} in two visits", two_visits, floor, x.refill)
-    yield Case(group, "Liger GRPO", liger, floor, x.refill)
+    for name, run in runs.items():
+        check = functools.partial(gradient_error, run, x, exact)
+        yield Case(group, name, functools.partial(run, x), floor, x.refill, check)
 
 
 def policy_loss_cases(size: Size, device: str) -> Iterator[Case]:
@@ -247,28 +315,71 @@ def policy_loss_cases(size: Size, device: str) -> Iterator[Case]:
 
 
 def linear_cases(size: Size, vocab: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Hidden states to log-probabilities, forward and backward."""
+    """Hidden states to the sum of negative log-probabilities: of all tokens, and of part of them.
+
+    Rates count three products forward and backward (one forward) of the trained rows, whatever a
+    contender computes.
+    """
     g = torch.Generator(device=device).manual_seed(2)
     hidden = torch.randn(size.tokens, size.hidden, generator=g, device=device, dtype=dtype)
     weight = torch.randn(vocab, size.hidden, generator=g, device=device, dtype=dtype)
     weight *= size.hidden**-0.5
     targets = torch.randint(0, vocab, (size.tokens,), generator=g, device=device)
     mask = torch.rand(size.tokens, generator=g, device=device) < TRAINED_SHARE
+
+    def backward(function: peers.MaskedFunction, count: int | None = None) -> list[torch.Tensor]:
+        h, w = hidden[:count].detach().requires_grad_(), weight.detach().requires_grad_()
+        function(h, w, targets[:count]).backward()
+        assert h.grad is not None and w.grad is not None
+        return [h.grad, w.grad]
+
+    def forward(function: peers.LinearFunction) -> None:
+        with torch.no_grad():
+            function(hidden, weight, targets)
+
+    def exact_gradients(count: int, mask: torch.Tensor) -> list[torch.Tensor]:
+        h, w = hidden[:count].double().requires_grad_(), weight.double().requires_grad_()
+        logprob = (h @ w.T).log_softmax(1).gather(1, targets[:count, None]).squeeze(1)
+        return list(torch.autograd.grad(-(logprob * mask[:count]).sum(), (h, w)))
+
+    def error(function: peers.LinearFunction, exact: list[torch.Tensor]) -> float:
+        pairs = zip(backward(function, CHECKED_TOKENS), exact, strict=True)
+        return within(
+            max(float((a.double() - b).norm() / b.norm()) for a, b in pairs), LINEAR_TOLERANCE
+        )
+
+    def ours(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return -linear_logprob(h, w, t).sum()
+
+    def ours_masked(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return -linear_logprob(h, w, t, mask=mask[: len(h)]).sum()
+
+    def gathered(function: peers.LinearFunction) -> peers.LinearFunction:
+        def loss(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            rows = mask[: len(h)].nonzero().squeeze(1)
+            return function(h[rows], w, t[rows])
+
+        return loss
+
+    what = f"{size.tokens} x {size.hidden} x {vocab} {dtype}"
     flops = 2.0 * size.tokens * vocab * size.hidden
-
-    def run(function: Callable[..., torch.Tensor]) -> None:
-        h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        function(h, w, targets).backward()
-
-    ours = {
-        OURS: lambda h, w, t: -linear_logprob(h, w, t).sum(),
-        f"{OURS} 30 % trained": lambda h, w, t: -linear_logprob(h, w, t, mask=mask).sum(),
-    }
-    group = f"linear_logprob {size.tokens} x {size.hidden} x {vocab} {dtype}"
-    for name, function in (ours | peers.LINEAR).items():
-        share = TRAINED_SHARE if "trained" in name else 1.0
-        facts = {"flops": 3 * flops * share}
-        yield Case(group, name, functools.partial(run, function), 0.0, facts=facts)
+    whole = {OURS: ours} | peers.LINEAR
+    part = {OURS: ours_masked} | {f"{n} + gather": gathered(f) for n, f in peers.LINEAR.items()}
+    everything = torch.ones_like(mask)
+    for group, contenders, trained, share in (
+        ("linear_logprob", whole, everything, 1.0),
+        ("linear_logprob 30 % trained", part, mask, TRAINED_SHARE),
+    ):
+        exact = exact_gradients(CHECKED_TOKENS, trained)
+        for name, function in contenders.items():
+            call = functools.partial(backward, function)
+            check = functools.partial(error, function, exact)
+            facts = {"flops": 3 * flops * share}
+            yield Case(f"{group} {what}", name, call, 0.0, check=check, facts=facts)
+        del exact
+    for name, function in whole.items():
+        call = functools.partial(forward, function)
+        yield Case(f"linear_logprob forward {what}", name, call, 0.0, facts={"flops": flops})
 
 
 def packing_cases(size: Size, device: str) -> Iterator[Case]:
@@ -291,44 +402,66 @@ def packing_cases(size: Size, device: str) -> Iterator[Case]:
     sent = 4 * tokens + 12 * trained
     group = f"pack {num_rows} rows to the device"
 
-    def there() -> None:
-        convert_prompts_responses_to_batch_tensors(*arguments, device=device)
+    def there() -> list[torch.Tensor]:
+        batch = convert_prompts_responses_to_batch_tensors(*arguments, device=device)
+        return [tensor for tensor in batch if tensor is not None]
 
-    def here_then_there() -> None:
+    def here_then_there() -> list[torch.Tensor]:
         batch = convert_prompts_responses_to_batch_tensors(*arguments)
-        for tensor in batch:
-            if tensor is not None:
-                tensor.to(device)
+        return [tensor.to(device) for tensor in batch if tensor is not None]
 
-    facts = {"bytes over the bus": sent}
-    yield Case(group, OURS, there, padded + sent, facts=facts)
-    yield Case(group, "padded on the CPU, then sent", here_then_there, padded + sent)
+    def unequal() -> float:
+        pairs = zip(there(), here_then_there(), strict=True)
+        return within(float(sum(int((a != b).sum()) for a, b in pairs)), 0.0)
+
+    for name, call in ((OURS, there), ("padded on the CPU, then sent", here_then_there)):
+        yield Case(group, name, call, padded + sent, check=unequal, bus_bytes=sent)
 
     rewards = torch.randn(num_rows, int(responses.max()), device=device)
     mask = torch.ones_like(rewards)
     ids = torch.arange(num_rows, device=device) // 8
     group = f"group_advantage {tuple(rewards.shape)}"
     floor = 3.0 * rewards.nbytes
+    advantage = functools.partial(group_advantage, rewards, ids, response_mask=mask)
+
+    def difference() -> float:
+        native, plain = (advantage(backend=backend)[0] for backend in ("native", "torch"))
+        return within(float((native - plain).abs().max()), ADVANTAGE_TOLERANCE)
+
     for name, backend in ((OURS, "native"), ("the same in torch", "torch")):
-        call = functools.partial(group_advantage, rewards, ids, response_mask=mask, backend=backend)
-        yield Case(group, name, call, floor)
+        call = functools.partial(advantage, backend=backend)
+        yield Case(group, name, call, floor, check=difference)
 
 
-def all_cases(size: Size, device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Every case of a run; logits of one vocabulary at a time."""
-    for vocab in size.vocabs:
-        x = Logits(size.tokens, vocab, device, dtype)
-        what = f"{size.tokens} x {vocab} {dtype}"
-        yield from forward_cases(x, f"logprob forward {what}")
-        yield from backward_cases(x, f"logprob forward + backward {what}")
-        yield from trained_cases(x, f"logprob 30 % trained {what}")
-        yield from loss_cases(x, f"masked_logprob_loss {what}")
-        del x
-    for tokens in size.lengths:
-        x = Logits(tokens, size.vocabs[-2], device, dtype)
-        what = f"{tokens} x {size.vocabs[-2]} {dtype}"
-        yield from backward_cases(x, f"over tokens: logprob forward + backward {what}")
-        del x
-    yield from linear_cases(size, size.vocabs[-2], device, dtype)
-    yield from packing_cases(size, device)
-    yield from policy_loss_cases(size, device)
+LOGIT_WORKS: dict[str, Callable[[Logits, str], Iterator[Case]]] = {
+    "logprob forward": forward_cases,
+    "logprob forward + backward": backward_cases,
+    "logprob 30 % trained": trained_cases,
+    "masked_logprob_loss": loss_cases,
+}
+
+
+def logit_cases(size: Size, device: str, dtype: torch.dtype, only: str) -> Iterator[Case]:
+    """Everything that begins with logits; only one size of them is in memory at a time."""
+    over_tokens = {"over tokens: logprob forward + backward": backward_cases}
+    plans = [(size.tokens, vocab, LOGIT_WORKS) for vocab in size.vocabs]
+    plans += [(tokens, size.vocabs[-2], over_tokens) for tokens in size.lengths]
+    for tokens, vocab, works in plans:
+        groups = {f"{work} {tokens} x {vocab} {dtype}": cases for work, cases in works.items()}
+        groups = {group: cases for group, cases in groups.items() if only in group}
+        if groups:
+            x = Logits.random(tokens, vocab, device, dtype)
+            for group, cases in groups.items():
+                yield from cases(x, group)
+            del x
+
+
+def all_cases(size: Size, device: str, dtype: torch.dtype, only: str = "") -> Iterator[Case]:
+    """Every case of a run whose group's name holds `only`."""
+    yield from logit_cases(size, device, dtype, only)
+    others = (
+        *(linear_cases(size, size.vocabs[-2], device, dtype), packing_cases(size, device)),
+        policy_loss_cases(size, device),
+    )
+    for cases in others:
+        yield from (case for case in cases if only in case.group)

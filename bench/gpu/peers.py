@@ -16,9 +16,13 @@ from bench.baselines import logprob as baselines
 from bench.baselines import policy_loss as loss_baselines
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+MaskedFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+LinearFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Cells = dict[str, torch.Tensor]  # (N, R) float32: old, advantages, scaled, mask, reference
 LossFunction = Callable[[torch.Tensor, Cells], torch.Tensor]
 KL_COEF = 0.001
+IGNORED = -100  # a target that does not count, everywhere
+TRL_CHUNK = 32768  # its trainer's constant, of the vocabulary
 
 
 class NotInstalledError(Exception):
@@ -50,18 +54,21 @@ def compiled_logsumexp() -> Function:
     return torch.compile(logprob, dynamic=True)
 
 
-def trl_selective(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """TRL's selective_log_softmax."""
-    return needs("trl.trainer.utils", "selective_log_softmax")(logits, targets)
+def trl(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """TRL's Triton kernel, which makes the entropy too."""
+    return trl_masked(logits, targets, None)
 
 
-def trl_kernel(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """TRL's Triton kernel of log-probability and entropy."""
-    return needs("trl.kernels.logprob_entropy", "logprob_entropy")(logits, targets)[0]
+def trl_masked(
+    logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """The same with TRL's own mask of rows."""
+    name = "selective_log_softmax_and_entropy"
+    return needs("trl.kernels.logprob_entropy", name)(logits, targets, row_mask=mask)[0]
 
 
 def verl_logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """verl's choice among its formulations."""
+    """verl's choice: flash-attn's kernel where that is installed, else SkyRL's formulation."""
     return needs("verl.utils.torch_functional", "logprobs_from_logits")(logits, targets)
 
 
@@ -72,14 +79,24 @@ def flash_attention(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 
 
 def quack(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """QuACK's cross entropy."""
-    return -needs("quack.cross_entropy", "cross_entropy")(logits, targets, reduction="none")
+    """QuACK's cross entropy, with its gradient in place."""
+    loss = needs("quack.cross_entropy", "cross_entropy")
+    return -loss(logits, targets, reduction="none", inplace_backward=True)
 
 
 def liger(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Liger's cross entropy."""
+    """Liger's cross entropy, which makes its gradient in the forward, over the logits."""
     loss = needs("liger_kernel.transformers.functional", "liger_cross_entropy")
     return -loss(logits, targets, reduction="none")
+
+
+def ignoring(function: Function) -> MaskedFunction:
+    """Return a cross entropy that is told by its targets which rows do not count."""
+
+    def logprob(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return function(logits, targets.masked_fill(~mask, IGNORED))
+
+    return logprob
 
 
 LOGPROB: dict[str, Function] = {
@@ -87,46 +104,95 @@ LOGPROB: dict[str, Function] = {
     "torch.compile logsumexp": lambda x, t: compiled_logsumexp()(x, t),
     "F.cross_entropy": lambda x, t: -F.cross_entropy(x, t, reduction="none"),
     "SkyRL formulation": baselines.logsumexp_rows,
-    "TRL selective_log_softmax": trl_selective,
-    "TRL Triton": trl_kernel,
+    "TRL": trl,
     "verl": verl_logprobs,
     "flash-attn": flash_attention,
     "QuACK": quack,
     "Liger": liger,
 }
+# Those that leave rows out by themselves, so that no gather is needed.
+MASKED: dict[str, MaskedFunction] = {
+    "TRL, masked": trl_masked,
+    "flash-attn, targets ignored": ignoring(flash_attention),
+    "QuACK, targets ignored": ignoring(quack),
+    "Liger, targets ignored": ignoring(liger),
+}
 
 
-def liger_grpo(
-    logits: torch.Tensor, targets: torch.Tensor, cells: dict[str, torch.Tensor]
-) -> torch.Tensor:
-    """Liger's GRPO loss on logits (1, M + 1, V); the last position predicts nothing."""
+def liger_grpo(logits: torch.Tensor, targets: torch.Tensor, cells: Cells) -> torch.Tensor:
+    """Liger's GRPO loss on logits (1, M + 1, V); the last position predicts nothing.
+
+    It knows one advantage per sequence.
+    """
     loss = needs("liger_kernel.ops.grpo_loss", "GrpoLossFunction")
-    whole = logits.unsqueeze(0)
+    mask = cells["loss_mask"][None, :-1].int()
     losses, *_ = loss.apply(
-        *(whole, cells["anchor_logprobs"][None, :-1], None, targets[None, :-1]),
-        *(cells["advantages"][:1], cells["loss_mask"][None, :-1].int(), 1.0, 0.0, 0.2, 0.2, True),
+        *(logits.unsqueeze(0), cells["anchor_logprobs"][None, :-1], None, targets[None, :-1]),
+        *(cells["advantages"][:1], mask, 1.0, 0.0, 0.2, 0.2, True, "grpo", None, False),
     )
-    return losses.sum()
+    return (losses * cells["loss_weights"][None, :-1] * mask).sum()
+
+
+# --- hidden states and the head's weight to the sum of negative log-probabilities -----------------
 
 
 def liger_linear(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Liger's fused linear cross entropy, the sum."""
+    """Liger's fused linear cross entropy, its gradients made in the forward."""
     loss = needs("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")
     return loss(hidden, weight, targets, reduction="sum")
 
 
+def liger_scaled(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Liger's fused linear scaled cross entropy, with a kernel of its own for Hopper."""
+    name = "LigerFusedLinearScaledCrossEntropyFunction"
+    return (
+        needs("liger_kernel.ops.fused_linear_scaled_cross_entropy", name)
+        .apply(hidden, weight, targets)
+        .sum()
+    )
+
+
+def trl_linear(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """TRL's log-probabilities from hidden states, in chunks of its own trainer's size."""
+    function = needs("trl.kernels.chunked_logprob", "ChunkedLogProbFunction")
+    arguments = (hidden, weight, None, targets, 1.0, TRL_CHUNK, None, 1.0, ())
+    return -function.apply(*arguments)[0].sum()
+
+
 def quack_linear(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """QuACK's chunked linear cross entropy, the sum."""
+    """QuACK's chunked linear cross entropy."""
     loss = needs("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
     return loss(hidden, weight, targets, reduction="sum")
 
 
+def cut_linear(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cut cross-entropy, without its filter of small gradients."""
+    loss = needs("cut_cross_entropy", "linear_cross_entropy")
+    return loss(hidden, weight, targets, reduction="sum", filter_eps=None)
+
+
 def torch_linear(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Whole logits by torch, the sum."""
+    """Whole logits by torch."""
     return F.cross_entropy((hidden @ weight.T).float(), targets, reduction="sum")
 
 
-LINEAR = {"torch whole logits": torch_linear, "Liger": liger_linear, "QuACK": quack_linear}
+def torch_fused_linear(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """torch's own fused form, where torch has it."""
+    loss = needs("torch.nn.functional", "linear_cross_entropy")
+    return loss(hidden, weight, targets, reduction="sum")
+
+
+LINEAR: dict[str, LinearFunction] = {
+    "torch whole logits": torch_linear,
+    "torch F.linear_cross_entropy": torch_fused_linear,
+    "TRL chunked": trl_linear,
+    "Liger": liger_linear,
+    "Liger scaled": liger_scaled,
+    "QuACK": quack_linear,
+    "cut cross-entropy": cut_linear,
+}
 
 
 # --- policy losses: PPO's clip by token mean, of log-probabilities and cells ----------------------

@@ -1,10 +1,11 @@
 """Run the GPU benches and write their table: make bench-gpu.
 
-    python -m bench.gpu.report [--only logprob] [--device cuda] [--tiny]
+    python -m bench.gpu.report [--only "logprob 30 %"] [--device cuda] [--tiny] [--out FOLDER]
 
 Writes bench/results/gpu.json and bench/results/gpu.md with the GPU, driver and versions, and beside
 each figure the share of its floor: the bytes that must move, at the bandwidth of a copy measured in
-the same run. `--device cpu --tiny` tries the code without a GPU and saves nothing.
+the same run. `--only` replaces these groups alone, so that the whole can be measured in parts.
+`--device cpu --tiny` tries the code without a GPU and saves nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import datetime
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,13 @@ import torch
 
 from bench.gpu import cases
 from bench.gpu.peers import NotInstalledError
-from bench.gpu.timing import Stopwatch
+from bench.gpu.timing import Ceilings, Stopwatch
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-PACKAGES = ("torch", "triton", "liger-kernel", "trl", "verl", "flash-attn", "quack-kernels")
+PACKAGES = (
+    *("torch", "triton", "liger-kernel", "trl", "verl", "flash-attn", "quack-kernels"),
+    "cut-cross-entropy",
+)
 COPY_BYTES = 4 << 30
 
 
@@ -35,35 +41,50 @@ def main() -> None:
     parser.add_argument("--only", default="", help="groups whose name holds this")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes that only try the code")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json and gpu.md")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("bench-gpu: there is no GPU here; nothing was measured")
-    report = measured(options.device, tiny=options.tiny, only=options.only)
+    saves = options.device == "cuda" and not options.tiny
+    report: dict[str, Any] = {}
+    for report in measured(options.device, tiny=options.tiny, only=options.only):
+        if saves:  # after every case: a run that is cut off keeps what it has
+            save(report, options.out)
     print(table(report))
-    if options.device == "cuda" and not options.tiny and not options.only:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
-        (RESULTS / "gpu.md").write_text(f"# GPU\n\n{table(report)}\n")
 
 
-def measured(device: str, *, tiny: bool, only: str = "") -> dict[str, Any]:
-    """Return machine, copy bandwidth and one entry per case."""
+def save(report: dict[str, Any], folder: Path) -> None:
+    """Write the report; groups that it lacks stay, where they are of the same machine and day."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "gpu.json"
+    if path.exists():
+        before = json.loads(path.read_text())
+        if before["machine"] == report["machine"]:
+            groups = {e["group"] for e in report["entries"]}
+            kept = [e for e in before["entries"] if e["group"] not in groups]
+            report = report | {"entries": kept + report["entries"]}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    (folder / "gpu.md").write_text(f"# GPU\n\n{table(report)}\n")
+
+
+def measured(
+    device: str, *, tiny: bool, only: str = "", dtype: torch.dtype = torch.bfloat16
+) -> Iterator[dict[str, Any]]:
+    """Yield machine, ceilings and the entries of all cases so far, one case after another."""
     size = cases.TINY if tiny else cases.FULL
     watch = Stopwatch(device, **({"rounds": 2, "flush_bytes": 1024} if tiny else {}))
-    bandwidth = watch.copy_bandwidth(4096 if tiny else COPY_BYTES)
-    dtype = torch.bfloat16
-    entries = [
-        entry(case, watch, bandwidth)
-        for case in cases.all_cases(size, device, dtype)
-        if only in case.group
-    ]
-    return {"machine": machine(device), "copy_bytes_per_s": bandwidth, "entries": entries}
+    ceilings = watch.ceilings(4096 if tiny else COPY_BYTES)
+    report: dict[str, Any] = {"machine": machine(device), "ceilings": asdict(ceilings)}
+    report["entries"] = []
+    for case in cases.all_cases(size, device, dtype, only):
+        report["entries"].append(entry(case, watch, ceilings))
+        yield report
 
 
-def entry(case: cases.Case, watch: Stopwatch, bandwidth: float) -> dict[str, Any]:
+def entry(case: cases.Case, watch: Stopwatch, ceilings: Ceilings) -> dict[str, Any]:
     """Return one case's timing, or why there is none."""
     found: dict[str, Any] = {"group": case.group, "contender": case.contender}
-    found["floor_ms"] = case.floor_bytes / bandwidth * 1e3
+    found["floor_ms"] = ceilings.floor_ms(case.floor_bytes, case.bus_bytes)
     try:
         if case.check is not None:
             found["error"] = case.check()
@@ -94,7 +115,11 @@ def machine(device: str) -> str:
 def table(report: dict[str, Any]) -> str:
     """Return the report as Markdown."""
     lines = [report["machine"], ""]
-    lines.append(f"Copy: {report['copy_bytes_per_s'] / 1e9:.0f} GB/s, read and written.")
+    best = report["ceilings"]
+    lines.append(
+        f"Copy: {best['copy_bytes_per_s'] / 1e9:.0f} GB/s, read and written; to the device: "
+        f"{best['bus_bytes_per_s'] / 1e9:.0f} GB/s; a launch: {best['launch_ms'] * 1e3:.0f} us."
+    )
     group = None
     for e in report["entries"]:
         if e["group"] != group:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 ROUNDS = 30
+MIN_ROUNDS = 3  # of calls so slow that more of them would take longer than
+LONGEST_MS = 1500
 WARM_UP = 5
 FLUSH_BYTES = 512 << 20  # several times the last cache of any of these GPUs
 
@@ -31,6 +33,19 @@ class Timing:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the machine does at best, measured in the same run."""
+
+    copy_bytes_per_s: float  # read and written, in the device's memory
+    bus_bytes_per_s: float  # from pinned memory to the device
+    launch_ms: float  # one kernel with nothing to do
+
+    def floor_ms(self, moved: float, sent: float) -> float:
+        """Return the milliseconds that so many bytes take: moved on the device, sent to it."""
+        return (moved / self.copy_bytes_per_s + sent / self.bus_bytes_per_s) * 1e3
 
 
 class Stopwatch:
@@ -59,17 +74,17 @@ class Stopwatch:
 
     def measure(self, call: Callable[[], object], prepare: Callable[[], object]) -> Timing:
         """Return the timing of `call`; `prepare` comes before each, untimed."""
-        times = []
-        prepare()
-        first = self.once(call)
-        for _ in range(WARM_UP):
+
+        def prepared() -> float:
             prepare()
-            self.once(call)
-        for _ in range(self.rounds):
-            prepare()
-            times.append(self.once(call))
+            return self.once(call)
+
+        first, second = prepared(), prepared()
+        rounds = min(self.rounds, max(MIN_ROUNDS, round(LONGEST_MS / second)))
+        for _ in range(min(WARM_UP, rounds - 1)):
+            prepared()
+        times = sorted(prepared() for _ in range(rounds))
         prepare()
-        times.sort()
         return Timing(
             statistics.median(times),
             times[len(times) // 10],
@@ -90,9 +105,20 @@ class Stopwatch:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    def copy_bandwidth(self, num_bytes: int) -> float:
-        """Return the bytes per second, read and written, of copying so many: the ceiling."""
-        source = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+    def ceilings(self, num_bytes: int) -> Ceilings:
+        """Return what a copy of so many bytes, one to the device, and a tiny launch take."""
+        source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
-        timing = self.measure(lambda: target.copy_(source), lambda: None)
-        return 2 * num_bytes / (timing.median_ms * 1e-3)
+        host = torch.empty(num_bytes // 4, dtype=torch.uint8)
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        part = target[: len(host)]
+        copy, bus, launch = (
+            self.measure(call, lambda: None).median_ms * 1e-3
+            for call in (
+                lambda: target.copy_(source),
+                lambda: part.copy_(host, non_blocking=True),
+                lambda: target[:32].add_(1),
+            )
+        )
+        return Ceilings(2 * num_bytes / copy, len(host) / bus, launch * 1e3)

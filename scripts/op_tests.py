@@ -16,3 +16,4 @@ OP_TESTS = (
     "prefix_tree",
     "threads",
 )
+EMULATED_TESTS = ("advantage_cuda", "logprob_cuda", "pack_cuda", "policy_loss_cuda")

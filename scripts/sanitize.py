@@ -15,11 +15,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from op_tests import OP_TESTS
+from op_tests import EMULATED_TESTS, OP_TESTS
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "sanitize"
-EMULATED_TESTS = ("advantage_cuda", "logprob_cuda", "pack_cuda", "policy_loss_cuda")
 FLAGS = "-fsanitize=address,undefined -fno-omit-frame-pointer"
 
 

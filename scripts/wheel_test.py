@@ -3,8 +3,8 @@
     python3 scripts/wheel_test.py [--torch 2.6.0 --torch 2.13.0+cpu]
 
 For each version: a virtual environment of its own with that torch and the wheel (nothing else of
-the project), and the tests of the ops, run outside the source tree. A version that the package
-index does not have is reported and skipped.
+the project), and the tests of the ops, on an emulated GPU too, run outside the source tree. A
+version that the package index does not have is reported and skipped.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import sys
 import time
 from pathlib import Path
 
-from op_tests import OP_TESTS
+from op_tests import EMULATED_TESTS, OP_TESTS
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "wheel_test"
-TEST_REQUIREMENTS = ("pytest", "pytest-timeout", "pytest-benchmark", "hypothesis", "numpy")
+TEST_REQUIREMENTS = "pytest pytest-timeout pytest-benchmark hypothesis numpy pybind11".split()
 
 
 def main() -> None:
@@ -72,9 +72,10 @@ def test_under(version: str, wheel: Path) -> str:
     subprocess.run([python, "-m", "pip", "install", "-q", *TEST_REQUIREMENTS], check=True)
     subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True)
     tree = BUILD / f"tests-{version}"
-    shutil.copytree(ROOT / "python_tests", tree / "python_tests")
+    for folder in ("python_tests", "csrc"):  # CUDA kernels are emulated from their sources
+        shutil.copytree(ROOT / folder, tree / folder)
     shutil.copy(ROOT / "pyproject.toml", tree)
-    tests = [f"python_tests/test_{name}.py" for name in OP_TESTS]
+    tests = [f"python_tests/test_{name}.py" for name in (*OP_TESTS, *EMULATED_TESTS, "triton")]
     done = subprocess.run([python, "-m", "pytest", "-q", *tests], cwd=tree)
     return "passed" if done.returncode == 0 else "failed"
 

@@ -55,7 +55,8 @@ def visit(logits: Tensor, call: Call, inplace: bool) -> Result:
         logprobs, entropy, _ = torch.ops.skyrl_fast.masked_logprob_loss(logits, *call, False)
         return _with_loss(logprobs, entropy, call)
     if torch.compiler.is_compiling():
-        return Result(*_CompiledVisit.apply(logits, *call))
+        loss, *others = _CompiledVisit.apply(logits, *call)
+        return Result(loss, *(tensor.detach() for tensor in others))
     return Result(*_Visit.apply(logits, call, inplace))
 
 
@@ -123,9 +124,7 @@ class _CompiledVisit(torch.autograd.Function):
         logprobs, entropy, grad = torch.ops.skyrl_fast.masked_logprob_loss(logits, *call, True)
         ctx.save_for_backward(grad)
         ctx.num_inputs = 1 + len(call)
-        result = _with_loss(logprobs, entropy, Call(*call))
-        ctx.mark_non_differentiable(*result[1:])
-        return tuple(result)
+        return tuple(_with_loss(logprobs, entropy, Call(*call)))
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:

@@ -20,7 +20,9 @@ from op_tests import EMULATED_TESTS, OP_TESTS
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "wheel_test"
-TEST_REQUIREMENTS = "pytest pytest-timeout pytest-benchmark hypothesis numpy pybind11".split()
+TEST_REQUIREMENTS = (
+    "pytest", "pytest-timeout", "pytest-benchmark", "hypothesis", "numpy", "pybind11",
+)  # fmt: skip
 
 
 def main() -> None:

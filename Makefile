@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec screenshots sanitize check cuda-check bench bench-gpu plot-gpu wheel-test doctor ext format peers bench-peers
+.PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheel-test doctor ext format peers bench-peers
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,9 @@ check: setup ## format, lint, types
 
 cuda-check: setup ## compile all CUDA kernels for all architectures (no GPU needed; skips without nvcc)
 	$(PY) scripts/cuda_check.py $(ARGS)
+
+gpu-check: setup ## on a GPU: the tests that need one, plain and under compute-sanitizer
+	$(PY) -m scripts.gpu_check $(ARGS)
 
 format: setup ## rewrite the sources in the house's format
 	$(PY) -m ruff format .

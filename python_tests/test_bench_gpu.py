@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from bench.gpu import cases, plot, report
+from bench.gpu import cases, plot, report, tree_cases
+from bench.gpu.case import OURS, Case, within
 from bench.gpu.timing import Ceilings, Stopwatch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,13 +27,16 @@ def test_every_case_of_ours_runs(emulated_gpu: ModuleType, monkeypatch: pytest.M
     monkeypatch.setattr(cases.peers, "LOGPROB", keep)  # no compiling here
     for losses in (cases.peers.PPO, cases.peers.PPO_K3):
         monkeypatch.delitem(losses, "torch.compile TRL formulation")
+    monkeypatch.setattr(tree_cases, "SHAPES", ("search",))
     *_, found = report.measured("cpu", tiny=True)
-    ours = [e for e in found["entries"] if e["contender"] == cases.OURS]
+    ours = [e for e in found["entries"] if e["contender"] == OURS]
     groups = {e["group"] for e in found["entries"]}
     assert len(ours) == len(groups) and all("median_ms" in e for e in ours)
     assert all(e["error"] < 5e-3 for e in ours if "error" in e)  # of bfloat16 gradients
     unchecked = {e["group"].split(" 6")[0] for e in ours if "error" not in e}
     assert unchecked == {"linear_logprob forward"}  # its gradients are, in the groups before it
+    trees = [e for e in found["entries"] if e["group"].startswith("prefix tree: agents")]
+    assert {e["error"] < 1e-3 for e in trees if "tokens" in e} == {True}
     peers = [e for e in found["entries"] if "formulation" in e["contender"]]
     assert len(peers) == 3 and all(e["error"] < 1e-5 for e in peers)
     text = report.table(found)
@@ -51,23 +56,29 @@ def test_a_peer_that_is_missing_is_said(emulated_gpu: ModuleType) -> None:
     def missing() -> None:
         cases.peers.needs("no_such_package", "x")
 
-    case = cases.Case("g", "peer", missing, 0.0)
+    case = Case("g", "peer", missing, 0.0)
     found = report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), CEILINGS)
     assert found["skipped"].startswith("not installed (no_such_package")
 
 
-def test_our_own_failure_ends_the_run() -> None:
+def test_our_own_failure_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong() -> None:
         raise ValueError("x")
 
-    case = cases.Case("g", cases.OURS, wrong, 0.0)
-    with pytest.raises(ValueError):
-        report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), CEILINGS)
+    def all_cases(*_: object) -> Iterator[Case]:
+        yield Case("g", "peer", wrong, 0.0)
+        yield Case("g", OURS, wrong, 0.0)
+        yield Case("g", f"{OURS} Triton", lambda: None, 0.0)
+
+    monkeypatch.setattr(cases, "all_cases", all_cases)
+    monkeypatch.setattr("sys.argv", ["report", "--device", "cpu", "--tiny"])
+    with pytest.raises(SystemExit, match=r"ours failed: g, skyrl_fast$"):
+        report.main()
 
 
 @pytest.mark.parametrize("wrong", [0.1, float("nan")])
 def test_a_wrong_answer_is_not_timed(wrong: float) -> None:
-    case = cases.Case("g", "peer", lambda: None, 0.0, check=lambda: cases.within(wrong, 0.01))
+    case = Case("g", "peer", lambda: None, 0.0, check=lambda: within(wrong, 0.01))
     found = report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), CEILINGS)
     assert found["skipped"].startswith("fails: ValueError: wrong by") and "median_ms" not in found
 
@@ -79,13 +90,16 @@ def test_the_floor_counts_both_memories() -> None:
 def test_a_slow_call_is_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, calls = Stopwatch("cpu", flush_bytes=8), []
 
-    def count(milliseconds: float) -> int:
+    def rounds(milliseconds: float) -> tuple[int, int]:
         calls.clear()
         monkeypatch.setattr(watch, "once", lambda _: calls.append(0) or milliseconds)
-        assert watch.measure(lambda: None, lambda: None).median_ms == milliseconds
-        return len(calls)
+        timing = watch.measure(lambda: None, lambda: None)
+        assert timing.p10_ms == timing.median_ms == timing.p90_ms == milliseconds
+        return len(calls), timing.rounds
 
-    assert count(1.0) == 2 + 5 + 30 and count(100.0) == 2 + 5 + 15 and count(1e4) == 2 + 2 + 3
+    assert rounds(1.0) == (1 + 5 + 30, 30)
+    assert rounds(500.0) == (1 + 3 + 3, 3)
+    assert rounds(1e4) == (1, 1)
 
 
 def test_parts_of_a_run_join(tmp_path: Path) -> None:

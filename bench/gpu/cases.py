@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from bench.gpu import peers
+from bench.gpu.case import OURS, Case, within
+from bench.gpu.tree_cases import tree_cases
 from skyrl_fast import (
     convert_prompts_responses_to_batch_tensors,
     group_advantage,
@@ -25,7 +27,6 @@ from skyrl_fast import (
 )
 from skyrl_fast.ops.reference.policy_loss import METRICS
 
-OURS = "skyrl_fast"
 TRAINED_SHARE = 0.3
 CHECKED_TOKENS = 64  # compared with float64 before anything is timed
 LOGPROB_TOLERANCE = 0.07  # of peers that compute in bfloat16
@@ -44,25 +45,12 @@ class Size:
     hidden: int
     batch: tuple[int, int, int]  # rows, longest prompt, longest response
     lengths: tuple[int, ...]  # tokens of the plot over tokens, and of the test of many lengths
+    large_model: bool  # that trains on prefix trees
 
 
 FULL = Size(8192, (32_000, 128_256, 151_936, 262_144), 4096, (17_006, 3500, 500),
-            (512, 1024, 2048, 4096, 6144, 8192, 12_288, 16_384))  # fmt: skip
-TINY = Size(6, (50, 64), 8, (5, 7, 4), (2, 6))
-
-
-@dataclass(slots=True)
-class Case:
-    """One row of a table: a contender's call, and what comes before it untimed."""
-
-    group: str
-    contender: str
-    call: Callable[[], object]
-    floor_bytes: float  # read and written in the device's memory
-    prepare: Callable[[], object] = lambda: None
-    check: Callable[[], float] | None = None  # the answer's error, before anything is timed
-    bus_bytes: float = 0.0  # sent to the device
-    facts: dict[str, Any] = field(default_factory=dict)
+            (512, 1024, 2048, 4096, 6144, 8192, 12_288, 16_384), True)  # fmt: skip
+TINY = Size(6, (50, 64), 8, (5, 7, 4), (2, 6), False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +105,6 @@ class Logits:
         gradient = -self.master.double().softmax(1)
         gradient[torch.arange(len(gradient), device=gradient.device), self.targets] += 1
         return gradient * self.weights[:, None]
-
-
-def within(error: float, tolerance: float) -> float:
-    """Return the error; refuse one that is too large, and NaN."""
-    if not error <= tolerance:
-        raise ValueError(f"wrong by {error:.3g}")
-    return error
 
 
 def logprob_error(function: peers.Function, x: Logits) -> float:
@@ -465,3 +446,4 @@ def all_cases(size: Size, device: str, dtype: torch.dtype, only: str = "") -> It
     )
     for cases in others:
         yield from (case for case in cases if only in case.group)
+    yield from tree_cases(device, large=size.large_model, only=only)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from bench.gpu import cases
+from bench.gpu.case import OURS, Case
 from bench.gpu.peers import NotInstalledError
 from bench.gpu.timing import Ceilings, Stopwatch
 
@@ -33,6 +34,7 @@ PACKAGES = (
     "cut-cross-entropy",
 )
 COPY_BYTES = 4 << 30
+FAILS = "fails"
 
 
 def main() -> None:
@@ -51,6 +53,13 @@ def main() -> None:
         if saves:  # after every case: a run that is cut off keeps what it has
             save(report, options.out)
     print(table(report))
+    failed = [
+        f"{e['group']}, {e['contender']}"
+        for e in report["entries"]
+        if e["contender"].startswith(OURS) and e.get("skipped", "").startswith(FAILS)
+    ]
+    if failed:
+        sys.exit("bench-gpu: ours failed: " + "; ".join(failed))
 
 
 def save(report: dict[str, Any], folder: Path) -> None:
@@ -81,20 +90,20 @@ def measured(
         yield report
 
 
-def entry(case: cases.Case, watch: Stopwatch, ceilings: Ceilings) -> dict[str, Any]:
+def entry(case: Case, watch: Stopwatch, ceilings: Ceilings) -> dict[str, Any]:
     """Return one case's timing, or why there is none."""
     found: dict[str, Any] = {"group": case.group, "contender": case.contender}
     found["floor_ms"] = ceilings.floor_ms(case.floor_bytes, case.bus_bytes)
     try:
+        case.prepare()
+        found["first_ms"] = watch.once(case.call)  # with compilation and tuning
         if case.check is not None:
             found["error"] = case.check()
         found |= watch.measure(case.call, case.prepare).as_dict() | case.facts
     except NotInstalledError as missing:
         found["skipped"] = f"not installed ({missing})"
-    except Exception as failure:  # a peer that fails must not end the others' run
-        if case.contender.startswith(cases.OURS) and "Triton" not in case.contender:
-            raise
-        found["skipped"] = f"fails: {type(failure).__name__}: {str(failure)[:120]}"
+    except Exception as failure:  # which must not end the others' run
+        found["skipped"] = f"{FAILS}: {type(failure).__name__}: {str(failure)[:120]}"
     return found
 
 
@@ -140,9 +149,13 @@ def line(e: dict[str, Any]) -> str:
     notes = []
     if "error" in e:
         notes.append(f"error {e['error']:.1e}")
+    if "tokens" in e:
+        notes.append(f"{e['tokens']:,} tokens")
     if "flops" in e:
         notes.append(f"{e['flops'] / e['median_ms'] / 1e9:.0f} TFLOP/s")
     notes.append(f"first call {e['first_ms']:.0f} ms")
+    if e["rounds"] == 1:
+        notes.append("one round")
     return (
         f"| {e['contender']} | {e['median_ms']:.3f} | {e['p10_ms']:.3f} | {e['p90_ms']:.3f} "
         f"| {share} | {e['peak_bytes'] / 2**20:.1f} MiB | {', '.join(notes)} |"

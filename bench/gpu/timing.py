@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 ROUNDS = 30
-MIN_ROUNDS = 3  # of calls so slow that more of them would take longer than
-LONGEST_MS = 1500
+LONGEST_MS = 1500  # of all rounds together
 WARM_UP = 5
 FLUSH_BYTES = 512 << 20  # several times the last cache of any of these GPUs
 
@@ -27,7 +26,7 @@ class Timing:
     median_ms: float
     p10_ms: float
     p90_ms: float
-    first_ms: float  # with compilation and tuning
+    rounds: int
     peak_bytes: int
 
     def as_dict(self) -> dict[str, Any]:
@@ -73,37 +72,34 @@ class Stopwatch:
         return begin.elapsed_time(end)
 
     def measure(self, call: Callable[[], object], prepare: Callable[[], object]) -> Timing:
-        """Return the timing of `call`; `prepare` comes before each, untimed."""
+        """Return the timing of `call`, which was made before; `prepare` comes before each, untimed.
 
-        def prepared() -> float:
-            prepare()
-            return self.once(call)
-
-        first, second = prepared(), prepared()
-        rounds = min(self.rounds, max(MIN_ROUNDS, round(LONGEST_MS / second)))
-        for _ in range(min(WARM_UP, rounds - 1)):
-            prepared()
-        times = sorted(prepared() for _ in range(rounds))
+        The longer a call takes, the fewer rounds it gets; a very long one is made once.
+        """
         prepare()
-        return Timing(
-            statistics.median(times),
-            times[len(times) // 10],
-            times[-1 - len(times) // 10],
-            first,
-            self.peak_of(call),
-        )
+        once, peak = self.with_peak(call)
+        rounds = min(self.rounds, round(LONGEST_MS / once))
+        times = [once]
+        if rounds > 1:
+            times = []
+            for number in range(-min(WARM_UP, rounds), rounds):
+                prepare()
+                milliseconds = self.once(call)
+                if number >= 0:
+                    times.append(milliseconds)
+        times.sort()
+        tenth = len(times) // 10
+        return Timing(statistics.median(times), times[tenth], times[-1 - tenth], len(times), peak)
 
-    def peak_of(self, call: Callable[[], object]) -> int:
-        """Return the bytes that a call adds at its peak."""
+    def with_peak(self, call: Callable[[], object]) -> tuple[float, int]:
+        """Return the milliseconds of a call, and the bytes of memory that it adds at its peak."""
         if self.device.type != "cuda":
-            call()
-            return 0
+            return self.once(call), 0
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        milliseconds = self.once(call)
+        return milliseconds, torch.cuda.max_memory_allocated() - before
 
     def ceilings(self, num_bytes: int) -> Ceilings:
         """Return what a copy of so many bytes, one to the device, and a tiny launch take."""
@@ -114,7 +110,7 @@ class Stopwatch:
             host = host.pin_memory()
         part = target[: len(host)]
         copy, bus, launch = (
-            self.measure(call, lambda: None).median_ms * 1e-3
+            self.measure(call, call).median_ms * 1e-3
             for call in (
                 lambda: target.copy_(source),
                 lambda: part.copy_(host, non_blocking=True),

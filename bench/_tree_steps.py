@@ -1,0 +1,114 @@
+"""One training step over the rows of agents, in five forms of the same work.
+
+"padded": every row padded to the batch's longest, as SkyRL does. "packed": rows one behind another
+without padding, each seeing itself alone. "merged": the same with steps joined where contexts only
+grew. "prompt": the group's first prompt computed once, as PrefixGrouper does, rows apart behind it.
+"skyrl_fast": prefix trees. All give the same loss and gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from bench._agents import agents
+from bench.baselines.padded_rows import padded_micro_batches
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.train.forward_pass import MicroBatch, response_positions
+from skyrl_fast.train.micro_batch import plan_micro_batches
+from skyrl_fast.train.policy import Policy
+
+CONTENDERS = ("padded", "packed", "merged", "prompt", "skyrl_fast")
+GROUPS = {"search": 4, "agentic": 1, "sql": 1}
+# A Qwen2 of 0.2 M weights for lengths divided by 16, and the shape of Qwen2.5-1.5B for whole ones.
+SMALL = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SMALL_DIVISOR = 16
+LARGE = {
+    "vocab_size": 151_936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def policy(sizes: dict[str, Any], device: str, dtype: torch.dtype, budget: int) -> Policy:
+    """Return a Qwen2 with random weights, for forward passes of at most `budget` tokens."""
+    torch.manual_seed(0)
+    config = Qwen2Config(**sizes, max_position_embeddings=32768)
+    model = Qwen2ForCausalLM(config).to(device).eval()
+    if device == "cuda":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    return Policy(model, tree=True, dtype=dtype, max_tokens_per_microbatch=budget)
+
+
+def batch_of(shape: str, history: str, divisor: int) -> StepBatch:
+    """Return the rows of a few groups of agents."""
+    return agents(shape, history, num_groups=GROUPS[shape], divisor=divisor)
+
+
+def apart(batch: StepBatch) -> StepBatch:
+    """Every row a group of its own, so that nothing is shared."""
+    numbers = torch.arange(batch.num_rows, dtype=torch.int32)
+    return batch.with_(group_ids=numbers, uids=tuple(map(str, numbers.tolist())))
+
+
+def prompts_shared(batch: StepBatch) -> StepBatch:
+    """Labels (as routes would be) that differ from row to row behind the group's first prompt."""
+    first = np.unique(batch.group_ids.numpy(), return_index=True)[1]
+    prompts = (batch.lengths - batch.response_lengths)[torch.from_numpy(first)]
+    lengths = batch.lengths.long()
+    row_of = torch.repeat_interleave(torch.arange(batch.num_rows), lengths)
+    places = torch.arange(batch.num_tokens) - batch.cu_seqlens[row_of]
+    behind = places >= prompts[batch.group_ids.long()][row_of]
+    labels = torch.where(behind, row_of + 1, 0).to(torch.int32)
+    return batch.with_(expert_indices=labels[:, None, None], cu_experts=batch.cu_seqlens)
+
+
+def planned(contender: str, batch: StepBatch, budget: int) -> tuple[StepBatch, list[MicroBatch]]:
+    """The rows that a contender trains, and its forward passes."""
+    if contender == "padded":
+        return batch, padded_micro_batches(batch, budget)
+    if contender == "merged":
+        steps = batch.with_(advantages=None, rewards=batch.advantages, reward_per_row=False)
+        merged = steps.merged(rewards="token")
+        batch = merged.with_(advantages=merged.rewards)
+    if contender == "prompt":
+        plan = plan_micro_batches(prompts_shared(batch), budget, tree=True, router_replay=True)
+        return batch, [replace(m, expert_indices=None, router_padding_mask=None) for m in plan]
+    rows = batch if contender == "skyrl_fast" else apart(batch)
+    return batch, plan_micro_batches(rows, budget, tree=True)
+
+
+def step(contender: str, model: Policy, batch: StepBatch) -> tuple[float, int]:
+    """Plan, forward and backward; the loss, and the tokens that went through the model."""
+    rows, plan = planned(contender, batch, model.max_tokens_per_microbatch)
+    model.model.zero_grad(set_to_none=True)
+    assert rows.advantages is not None
+    total, loss = int(rows.loss_mask.sum()), 0.0
+    for micro in plan:
+        values, _ = model.logprobs(micro)
+        weights = rows.advantages[response_positions(rows, micro)].to(values.device)
+        part = -(values * weights).sum() / total
+        part.backward()
+        loss += float(part.detach())
+    return loss, sum(micro.input_ids.numel() for micro in plan)
+
+
+def gradient(model: Policy) -> torch.Tensor:
+    """Return all gradients as one vector on the CPU."""
+    return torch.cat([p.grad.flatten().cpu() for p in model.model.parameters()])

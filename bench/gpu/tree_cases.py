@@ -1,0 +1,79 @@
+"""Training steps over the rows of agents on a GPU: prefix trees beside other forms of the rows.
+
+The model has the shape of Qwen2.5-1.5B with random weights, computing in bfloat16; lengths are
+whole. "packed" rows go through FlexAttention, as trees do, "packed, varlen" through torch's flash
+attention of variable lengths, which alone knows no trees.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from bench._agents import HISTORIES, SHAPES
+from bench._tree_steps import (
+    CONTENDERS,
+    LARGE,
+    SMALL,
+    batch_of,
+    gradient,
+    planned,
+    policy,
+    step,
+)
+from bench.baselines.padded_rows import varlen_attention
+from bench.gpu.case import OURS, Case, within
+
+BUDGET = 32_768  # tokens of a forward pass
+TRIAL_DIVISOR = 100  # of lengths that only try the code
+TOLERANCE = 0.15  # of gradients by their norm: bfloat16 through 28 layers in other orders of sums
+
+
+def tree_cases(device: str, *, large: bool, only: str) -> Iterator[Case]:
+    """One group per shape and history of agents; "packed" is what the others are compared with."""
+    sizes, divisor, what = (
+        (LARGE, 1, "Qwen2.5-1.5B's shape, bfloat16")
+        if large
+        else (SMALL, TRIAL_DIVISOR, "a small model")
+    )
+    groups = {
+        f"prefix tree: agents {shape} {history}, {what}": (shape, history)
+        for shape in SHAPES
+        for history in HISTORIES
+    }
+    groups = {group: names for group, names in groups.items() if only in group}
+    if not groups:
+        return
+    model = policy(sizes, device, torch.bfloat16 if large else torch.float32, BUDGET)
+
+    def run(contender: str) -> tuple[float, int]:
+        if contender == "packed, varlen":
+            with varlen_attention(model):
+                return step("packed", model, batch)
+        return step(contender, model, batch)
+
+    def error(contender: str) -> float:
+        loss, _ = run(contender)
+        within(abs(loss - wanted_loss) / abs(wanted_loss), TOLERANCE)
+        return within(float((gradient(model) - wanted).norm() / wanted.norm()), TOLERANCE)
+
+    def forget() -> None:
+        model.model.zero_grad(set_to_none=True)
+
+    for group, (shape, history) in groups.items():
+        batch = batch_of(shape, history, divisor)
+        wanted_loss, _ = run("packed")
+        wanted = gradient(model)
+        contenders = list(CONTENDERS)
+        if device == "cuda":
+            contenders.insert(contenders.index("packed") + 1, "packed, varlen")
+        for contender in contenders:
+            plan = "packed" if contender == "packed, varlen" else contender
+            tokens = sum(m.input_ids.numel() for m in planned(plan, batch, BUDGET)[1])
+            call: Callable[[], object] = functools.partial(run, contender)
+            check = functools.partial(error, contender)
+            yield Case(group, contender, call, 0.0, forget, check, facts={"tokens": tokens})
+        planning = functools.partial(planned, OURS, batch, BUDGET)
+        yield Case(group, f"{OURS}, planning alone", planning, 0.0)

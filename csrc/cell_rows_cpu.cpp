@@ -1,14 +1,10 @@
 // Rows of cells in one pass each. Bound by memory bandwidth.
-#include <algorithm>
 #include <atomic>
 #include <cstring>
 
 #include "cell_rows.h"
 #include "parallel.h"
-
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
+#include "streaming.h"
 
 namespace skyrl_fast {
 namespace {
@@ -17,28 +13,13 @@ constexpr int64_t kCellsPerThread = 1 << 17;  // some 100 us of work
 
 int64_t rows_per_thread(int64_t width) { return kCellsPerThread / (width + 1) + 1; }
 
-// Stores past the caches, so that no line of `out` is read before it is written.
+// Past the caches, so that no line of `out` is read before it is written.
 void copy_streaming(const char* in, int64_t num_bytes, char* out) {
-#if defined(__SSE2__)
-  constexpr int64_t kLine = 64, kVector = 16;
-  const int64_t head = std::min<int64_t>(
-      num_bytes, (kLine - static_cast<int64_t>(reinterpret_cast<uintptr_t>(out) % kLine)) % kLine);
-  std::memcpy(out, in, head);
-  int64_t at = head;
-  for (; at + kLine <= num_bytes; at += kLine) {
-    __m128i line[kLine / kVector];
-    for (int64_t k = 0; k < kLine / kVector; ++k) {
-      line[k] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + at) + k);
-    }
-    for (int64_t k = 0; k < kLine / kVector; ++k) {
-      _mm_stream_si128(reinterpret_cast<__m128i*>(out + at) + k, line[k]);
-    }
-  }
-  _mm_sfence();  // streaming stores are seen by other threads only after it
+  int64_t at = bytes_to_line(out, num_bytes);
+  std::memcpy(out, in, at);
+  for (; at + kLineBytes <= num_bytes; at += kLineBytes) stream_line(in + at, out + at);
+  end_streaming();
   std::memcpy(out + at, in + at, num_bytes - at);
-#else
-  std::memcpy(out, in, num_bytes);
-#endif
 }
 
 }  // namespace
@@ -104,12 +85,11 @@ void multiply_rows_cpu(const float* values, const int64_t* mask, int64_t num_row
 }
 
 void copy_cells_cpu(const void* cells, int64_t num_bytes, void* out, int num_threads) {
-  constexpr int64_t kCacheBytes = 16 << 20;  // larger than what a core's caches hold
   constexpr int64_t kBytesPerThread = 1 << 20;
   parallel_for(num_threads, num_bytes, kBytesPerThread, [&](int64_t begin, int64_t end) {
     const char* in = static_cast<const char*>(cells) + begin;
     char* to = static_cast<char*>(out) + begin;
-    if (num_bytes > kCacheBytes) {
+    if (num_bytes > kStreamedBytes) {
       copy_streaming(in, end - begin, to);
     } else {
       std::memcpy(to, in, end - begin);

@@ -8,10 +8,7 @@
 
 #include "pack.h"
 #include "parallel.h"
-
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
+#include "streaming.h"
 
 namespace skyrl_fast {
 namespace {
@@ -125,35 +122,16 @@ void fill_cached(T* out, T value, int64_t n) {
   }
 }
 
-// Stores past the caches: what is larger than they are need not be read before it is written. To be
-// followed by a `fence`.
+// To be followed by `end_streaming`.
 template <typename T>
 void fill_streaming(T* out, T value, int64_t n) {
-#if defined(__SSE2__)
-  constexpr int64_t kLine = 64, kVector = 16;
-  const int64_t head =
-      std::min<int64_t>(n, (kLine - reinterpret_cast<uintptr_t>(out) % kLine) % kLine / sizeof(T));
-  fill_cached(out, value, head);
-  alignas(kVector) T repeated[kVector / sizeof(T)];
-  for (T& cell : repeated) cell = value;
-  const __m128i vector = _mm_load_si128(reinterpret_cast<const __m128i*>(repeated));
-  constexpr int64_t kCells = kLine / sizeof(T);
-  int64_t i = head;
-  for (; i + kCells <= n; i += kCells) {
-    __m128i* line = reinterpret_cast<__m128i*>(out + i);
-    for (int64_t k = 0; k < kLine / kVector; ++k) _mm_stream_si128(line + k, vector);
-  }
+  constexpr int64_t kCell = sizeof(T), kCells = kLineBytes / kCell;
+  alignas(kLineBytes) T line[kCells];
+  for (T& cell : line) cell = value;
+  int64_t i = bytes_to_line(out, n * kCell) / kCell;
+  fill_cached(out, value, i);
+  for (; i + kCells <= n; i += kCells) stream_line(line, out + i);
   fill_cached(out + i, value, n - i);
-#else
-  fill_cached(out, value, n);
-#endif
-}
-
-// Streaming stores are seen by other threads only after it. It waits for them: once for many rows.
-void fence() {
-#if defined(__SSE2__)
-  _mm_sfence();
-#endif
 }
 
 template <typename T>
@@ -166,10 +144,8 @@ void fill_cells(T* out, T value, int64_t n, bool streaming) {
   }
 }
 
-// Larger than what a core's caches hold, so that it leaves them anyway.
 bool is_large(const PaddedLayout& layout, int64_t cell_bytes) {
-  constexpr int64_t kCacheBytes = 16 << 20;
-  return layout.num_rows * layout.width * cell_bytes > kCacheBytes;
+  return layout.num_rows * layout.width * cell_bytes > kStreamedBytes;
 }
 
 template <typename T>
@@ -178,7 +154,7 @@ void fill_padding(T* out, T value, const PaddedLayout& layout, int64_t begin, in
   for (int64_t row = begin; row < end; ++row) {
     fill_cells(out + layout.pad_start(row), value, layout.num_pads(row), streaming);
   }
-  fence();
+  end_streaming();
 }
 
 template <typename T>
@@ -188,7 +164,7 @@ void fill_mask(T* out, const PaddedLayout& layout, int64_t begin, int64_t end) {
     fill_cells(out + layout.pad_start(row), T{0}, layout.num_pads(row), streaming);
     fill_cells(out + layout.row_start(row), T{1}, layout.lengths[row], streaming);
   }
-  fence();
+  end_streaming();
 }
 
 // Writes `cell` n times, by copying what is there already, so that memcpy does long runs.

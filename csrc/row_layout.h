@@ -8,6 +8,7 @@
 
 #include "parallel.h"
 #include "row_loops.h"
+#include "streaming.h"
 
 namespace skyrl_fast {
 
@@ -53,15 +54,16 @@ void check_trajectories(const char* op, const int64_t* group_ids, const uint8_t*
 // The sum of a row's rewards; refuses one that is not finite.
 double row_reward(const char* op, const float* rewards, const RowLayout& layout, int64_t row);
 
-constexpr int64_t kStreamedCells = 1 << 22;  // from here on an output is larger than most caches
-
 // out[i, :] = value_of_row(i) * mask[i, :]; a null mask is all ones.
 template <typename Mask, typename ValueOfRow>
 void broadcast_rows(const ValueOfRow& value_of_row, const Mask* mask, const RowLayout& layout,
                     float* out, int num_threads) {
   const RowLoops& loops = row_loops();
   const auto times = loops.times(mask);
-  const bool stream = layout.num_rows > 0 && layout.offset(layout.num_rows) >= kStreamedCells;
+  const int64_t num_bytes =
+      layout.num_rows > 0 ? layout.offset(layout.num_rows) * static_cast<int64_t>(sizeof(float))
+                          : 0;
+  const bool stream = num_bytes > kStreamedBytes;
   const int64_t grain = kRowCellsPerThread / layout.mean_length() + 1;
   parallel_for(num_threads, layout.num_rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -72,7 +74,7 @@ void broadcast_rows(const ValueOfRow& value_of_row, const Mask* mask, const RowL
         times(value_of_row(row), mask + offset, layout.length(row), stream, out + offset);
       }
     }
-    if (stream) loops.end_stream();
+    if (stream) end_streaming();
   });
 }
 

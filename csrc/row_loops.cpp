@@ -1,12 +1,9 @@
 // The loops of row_loops.h. Compiled once per SIMD level; all else has internal linkage.
 #include "row_loops.h"
 
-#include <algorithm>
 #include <cstring>
 
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
+#include "streaming.h"
 
 namespace skyrl_fast {
 namespace {
@@ -42,30 +39,13 @@ inline float mask_value(int64_t m) { return static_cast<float>(static_cast<int32
 inline float mask_value(uint8_t m) { return static_cast<float>(m); }
 inline float mask_value(float m) { return m; }
 
-constexpr int64_t kLineBytes = 64;
-constexpr int64_t kLine = kLineBytes / sizeof(float);
-
-// Past the caches: a line that nobody reads soon need not be fetched before it is written.
-inline void stream_line(const float* line, float* out) {
-#if defined(SKYRL_SIMD_AVX512)
-  _mm512_stream_ps(out, _mm512_load_ps(line));
-#elif defined(SKYRL_SIMD_AVX2)
-  for (int64_t i = 0; i < kLine; i += 8) _mm256_stream_ps(out + i, _mm256_load_ps(line + i));
-#elif defined(__SSE2__)
-  for (int64_t i = 0; i < kLine; i += 4) _mm_stream_ps(out + i, _mm_load_ps(line + i));
-#else
-  std::memcpy(out, line, kLineBytes);
-#endif
-}
-
 // out[t] = cell(t), in whole cache lines between a head and a tail: none is written by two stores.
 template <typename Cell>
 inline void write(const Cell& cell, int64_t length, bool stream, float* __restrict__ out) {
-  const int64_t past = reinterpret_cast<uintptr_t>(out) % kLineBytes / sizeof(float);
+  constexpr int64_t kCell = sizeof(float), kLine = kLineBytes / kCell;
+  const int64_t head = bytes_to_line(out, length * kCell) / kCell;
   int64_t t = 0;
-  for (const int64_t head = std::min(length, (kLine - past) % kLine); t < head; ++t) {
-    out[t] = cell(t);
-  }
+  for (; t < head; ++t) out[t] = cell(t);
   for (; stream && t + kLine <= length; t += kLine) {
     alignas(kLineBytes) float line[kLine];
     for (int64_t i = 0; i < kLine; ++i) line[i] = cell(t + i);
@@ -83,13 +63,7 @@ void times(float value, const Mask* __restrict__ mask, int64_t length, bool stre
   write([=](int64_t t) { return value * mask_value(mask[t]); }, length, stream, out);
 }
 
-void end_stream() {
-#if defined(__SSE2__)
-  _mm_sfence();
-#endif
-}
-
-const RowLoops kRowLoops = {sum, fill, times<uint8_t>, times<int64_t>, times<float>, end_stream};
+const RowLoops kRowLoops = {sum, fill, times<uint8_t>, times<int64_t>, times<float>};
 
 }  // namespace
 

@@ -6,8 +6,7 @@
 namespace skyrl_fast {
 
 // Masks are 0/1 (or small weights): 32 bits hold them, and convert in vectors where 64 do not.
-// `stream`: write past the caches, for outputs that are larger than those; other threads see that
-// only after `end_stream`.
+// `stream`: write past the caches, as streaming.h does, to be followed by its `end_streaming`.
 struct RowLoops {
   template <typename Mask>
   using Times = void (*)(float value, const Mask* mask, int64_t length, bool stream, float* out);
@@ -20,7 +19,6 @@ struct RowLoops {
   Times<uint8_t> times_uint8;
   Times<int64_t> times_int64;
   Times<float> times_float;
-  void (*end_stream)();
 
   Times<uint8_t> times(const uint8_t*) const { return times_uint8; }
   Times<int64_t> times(const int64_t*) const { return times_int64; }

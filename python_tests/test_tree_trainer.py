@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from _training import folder as folder  # a fixture
+from _training import settings, train
 from test_config import NEEDED, error_of
-from test_trainer import folder as folder  # a fixture
-from test_trainer import settings, train
 
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.train.sinks import read_metrics

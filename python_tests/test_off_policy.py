@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from _losses import batch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_policy_loss import batch, skyrl_losses
+from test_policy_loss_skyrl import skyrl_losses
 
 from skyrl_fast import _C
 from skyrl_fast.ops.off_policy import off_policy_correction

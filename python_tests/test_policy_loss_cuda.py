@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from _losses import F32, F64, IDS, NAN, VARIANTS, batch, loss_and_grad, penalty_and_grad
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_policy_loss import F32, F64, IDS, NAN, VARIANTS, batch, loss_and_grad
 
 from skyrl_fast.ops import policy_loss_op
-from skyrl_fast.ops.policy_loss import KL_ESTIMATORS, kl_penalty, policy_loss
+from skyrl_fast.ops.policy_loss import KL_ESTIMATORS, policy_loss
 from skyrl_fast.ops.reduction import REDUCTIONS
 
 SHAPES = [(1, 1), (1, 2), (3, 31), (2, 32), (5, 33), (7, 1000)]  # the last: several blocks
@@ -174,15 +174,10 @@ def test_nothing_to_train(gpu: str, shape: tuple[int, int]) -> None:
 def test_the_penalty_alone(gpu: str, estimator: str, shape: tuple[int, ...]) -> None:
     data = batch(shape, torch.float64)
     data["logprobs"][~data["mask"]] = NAN
-    results = []
-    for device, backend in ((gpu, "native"), ("cpu", "torch")):
-        x = data["logprobs"].to(device, copy=True).requires_grad_()
-        mask = data["mask"].to(device)
-        kl = kl_penalty(
-            x, data["ref"].to(device), estimator=estimator, loss_mask=mask, backend=backend
-        )
-        (grad,) = torch.autograd.grad((kl * data["old"].to(device)).sum(), x)
-        results.append((kl.detach().cpu(), grad.cpu()))
+    results = [
+        penalty_and_grad(data, device, estimator, backend)
+        for device, backend in ((gpu, "native"), ("cpu", "torch"))
+    ]
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, **F64)
 

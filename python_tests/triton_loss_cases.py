@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from _losses import IDS, NAN, VARIANTS, batch, loss_and_grad, penalty_and_grad
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_policy_loss import IDS, NAN, VARIANTS, batch, loss_and_grad
 from triton_cases import DEVICE, pytestmark  # noqa: F401
 
-from skyrl_fast.ops.policy_loss import KL_ESTIMATORS, kl_penalty, policy_loss
+from skyrl_fast.ops.policy_loss import KL_ESTIMATORS, policy_loss
 from skyrl_fast.ops.reduction import REDUCTIONS
 
 # Clip bounds and coefficients reach a kernel as float32.
@@ -69,15 +69,10 @@ def test_penalties_and_reductions(estimator: str, reduction: str) -> None:
 def test_the_penalty_alone(estimator: str, shape: tuple[int, ...]) -> None:
     data = batch(shape)
     data["logprobs"][~data["mask"]] = NAN
-    results = []
-    for device, backend in ((DEVICE, "triton"), ("cpu", "torch")):
-        x = data["logprobs"].to(device, copy=True).requires_grad_()
-        mask = data["mask"].to(device)
-        kl = kl_penalty(
-            x, data["ref"].to(device), estimator=estimator, loss_mask=mask, backend=backend
-        )
-        (grad,) = torch.autograd.grad((kl * data["old"].to(device)).sum(), x)
-        results.append((kl.detach().cpu(), grad.cpu()))
+    results = [
+        penalty_and_grad(data, device, estimator, backend)
+        for device, backend in ((DEVICE, "triton"), ("cpu", "torch"))
+    ]
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, **CLOSE[torch.float32])
 

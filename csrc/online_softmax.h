@@ -5,6 +5,9 @@
 #include <cstdint>
 
 #include "tensor.h"
+#if defined(SKYRL_FAST_EMULATE_CUDA)
+#include "emulation/cuda_on_cpu.h"
+#endif
 
 namespace skyrl_fast {
 
@@ -12,12 +15,15 @@ constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLn2 = 0.69314718055994531;
 constexpr float kMinExponent = -126.0f;  // of normal floats; below it 2^y is 0
 
-// 2^x; results below 2^-126 are 0. One instruction on the device.
+// 2^x; results below 2^-126 are 0. One instruction on the device, of up to two units in the last
+// place of error.
 SKYRL_HD float fast_exp2(float x) {
 #if defined(__CUDA_ARCH__)
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+#elif defined(SKYRL_FAST_EMULATE_CUDA)
+  return emulation::rough_exp2(x);
 #else
   return x < kMinExponent ? 0.0f : std::exp2(x);
 #endif

@@ -2,6 +2,8 @@
 #include "emulation/cuda_on_cpu.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <utility>
@@ -200,6 +202,21 @@ void check_aligned(const void* p, size_t bytes) {
     throw std::runtime_error("emulation: a misaligned access of " + std::to_string(bytes) +
                              " bytes");
   }
+}
+
+float rough_exp2(float x) {
+  const float exact = std::exp2(x);
+  if (exact < std::numeric_limits<float>::min()) return 0.0f;
+  if (x == 0.0f || !std::isfinite(exact)) return exact;
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  const uint32_t hash = bits * 2654435761u >> 16;  // Knuth's multiplier; its high bits are mixed
+  std::memcpy(&bits, &exact, sizeof(bits));
+  bits += hash % 5;  // -2 to 2 units in the last place
+  bits -= 2;
+  float rough;
+  std::memcpy(&rough, &bits, sizeof(rough));
+  return rough;
 }
 
 }  // namespace emulation

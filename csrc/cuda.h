@@ -18,19 +18,6 @@ inline void cuda_check(cudaError_t status, const char* what) {
   }
 }
 
-// The major compute capability of the current device.
-inline int compute_major() {
-#if defined(SKYRL_FAST_EMULATE_CUDA)
-  return emulation::settings().compute_major;
-#else
-  int device = 0, major = 0;
-  cuda_check(cudaGetDevice(&device), "cudaGetDevice");
-  cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-             "cudaDeviceGetAttribute");
-  return major;
-#endif
-}
-
 // Makes `device` current while it lives.
 class DeviceGuard {
  public:

@@ -37,7 +37,15 @@ inline void check_grid(const char* op, const Launch& l) {
   }
 }
 
+// The major compute capability of the code that runs `kernel` on the current device. Where the
+// driver makes it from PTX of an older architecture, that is not the device's own: such code has no
+// clusters.
 #if defined(SKYRL_FAST_EMULATE_CUDA)
+
+template <typename... P>
+int code_major(void (*)(P...)) {
+  return emulation::settings().compute_major;
+}
 
 template <typename... P, typename... A>
 void launch(const char* op, const Launch& l, void (*kernel)(P...), A... arguments) {
@@ -94,6 +102,13 @@ inline float cluster_read(int offset, int rank) {
 }
 
 #else
+
+template <typename... P>
+int code_major(void (*kernel)(P...)) {
+  cudaFuncAttributes attributes = {};
+  cuda_check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+  return attributes.ptxVersion / 10;  // 90 for sm_90a, with and without its PTX
+}
 
 template <typename... P, typename... A>
 void launch(const char* op, const Launch& l, void (*kernel)(P...), A... arguments) {

@@ -24,7 +24,10 @@ struct VisitPlan {
   int threads = 0;
   int cluster = 1;
 };
-VisitPlan plan_visit(int64_t vocab, DType dtype, int compute_major);
+VisitPlan plan_visit(int64_t vocab, DType dtype, int code_major);
+
+// The major compute capability of the code that the current device runs, see cuda_device.h.
+int visit_code_major();
 
 void masked_logprob_loss_cuda(const LogitRows& logits, const Selection& selection,
                               const TokenLossInputs& in, float* logprob, float* entropy,

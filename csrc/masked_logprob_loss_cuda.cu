@@ -212,10 +212,12 @@ auto kernel_of(const VisitPlan& plan) {
 
 }  // namespace
 
-VisitPlan plan_visit(int64_t vocab, DType dtype, int compute_major) {
+int visit_code_major() { return code_major(revisit_kernel<float>); }
+
+VisitPlan plan_visit(int64_t vocab, DType dtype, int code_major) {
   const int64_t per_vector = dtype == DType::kFloat32 ? 4 : 8;
   const int64_t num_vectors = vocab / per_vector;
-  const int most = compute_major >= 9 ? kMaxCluster : 1;
+  const int most = code_major >= 9 ? kMaxCluster : 1;
   for (int cluster = 1; cluster <= most; cluster *= 2) {
     if (num_vectors <= int64_t{kSmallVectors} * kVisitThreads * cluster) {
       return {kSmallVectors, kVisitThreads, cluster};
@@ -234,7 +236,7 @@ void masked_logprob_loss_cuda(const LogitRows& logits, const Selection& selectio
                               const LogitRows* grad, cudaStream_t stream) {
   if (logits.num_rows == 0) return;
   VisitPlan plan = {0, kRevisitThreads, 1};
-  if (grad != nullptr) plan = plan_visit(logits.vocab, logits.dtype, compute_major());
+  if (grad != nullptr) plan = plan_visit(logits.vocab, logits.dtype, visit_code_major());
   Launch l;
   l.grid_x = logits.num_rows * plan.cluster;
   l.threads = plan.threads;

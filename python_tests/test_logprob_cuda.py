@@ -11,7 +11,7 @@ from _logits import assert_loss_equals, exact_loss_and_grad, loss_and_grad, loss
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skyrl_fast import linear_logprob, masked_logprob_loss, selected_logprob
+from skyrl_fast import _C, linear_logprob, masked_logprob_loss, selected_logprob
 from skyrl_fast.ops.reference import logprob as reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -250,6 +250,14 @@ def plain_ppo(case: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     tokens = tokens + 0.001 * (x.exp() - x - 1)
     (0.5 * (tokens * case["loss_weights"].double())[case["loss_mask"]].sum()).backward()
     return [logprob.detach(), entropy.detach(), leaf.grad]
+
+
+def test_the_plan_is_that_of_the_code_that_runs(gpu: str) -> None:
+    """Code made from PTX of an older architecture has no clusters, whatever the device has."""
+    if gpu == "cpu":
+        assert _C.visit_code_major() == 9
+        return
+    assert (_C.visit_code_major() >= 9) == (torch.cuda.get_device_capability()[0] >= 9)
 
 
 @given(vocab=st.integers(1, 400_000), item_size=st.sampled_from([2, 4]), major=st.integers(8, 12))

@@ -162,6 +162,7 @@ void bind_logprob_cuda(py::module_& m) {
   m.def("masked_logprob_loss_cuda", &masked_loss);
   m.def("scale_rows_cuda", &scale_rows);
   m.def("plan_visit", &plan);
+  m.def("visit_code_major", &visit_code_major);
 }
 
 }  // namespace skyrl_fast

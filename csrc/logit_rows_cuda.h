@@ -151,10 +151,11 @@ __device__ __forceinline__ void store_gradient(T* grad, const float (&d)[RowSpli
   }
 }
 
-template <typename T>
+// `at_target(x)` is the gradient of the target, whose logit is x.
+template <typename T, typename AtTarget>
 __device__ __forceinline__ void store_vector_gradient(const Vector& v, const GradTerms& terms,
                                                       int64_t first, int64_t target, float scale,
-                                                      float inv_temperature, T* grad,
+                                                      const AtTarget& at_target, T* grad,
                                                       bool aligned) {
   constexpr int kCount = RowSplit<T>::kPerVector;
   float x[kCount], d[kCount];
@@ -162,10 +163,13 @@ __device__ __forceinline__ void store_vector_gradient(const Vector& v, const Gra
 #pragma unroll
   for (int i = 0; i < kCount; ++i) d[i] = off_target_gradient(terms, x[i], scale);
   if (target >= first && target < first + kCount) {
+    const int at = static_cast<int>(target - first);
+    float target_x = x[0];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (target == first + i) d[i] = target_gradient(terms, x[i], scale, inv_temperature);
-    }
+    for (int i = 1; i < kCount; ++i) target_x = i == at ? x[i] : target_x;
+    const float target_d = at_target(target_x);  // once: a copy per element is a lot of code
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) d[i] = i == at ? target_d : d[i];
   }
   store_gradient<T>(grad + first, d, aligned);
 }
@@ -176,12 +180,11 @@ __device__ __forceinline__ void store_zeros(T* grad, bool aligned) {
   store_gradient<T>(grad, d, aligned);
 }
 
-template <typename T>
+template <typename AtTarget>
 __device__ __forceinline__ float single_gradient(const GradTerms& terms, float x, int64_t index,
                                                  int64_t target, float scale,
-                                                 float inv_temperature) {
-  return index == target ? target_gradient(terms, x, scale, inv_temperature)
-                         : off_target_gradient(terms, x, scale);
+                                                 const AtTarget& at_target) {
+  return index == target ? at_target(x) : off_target_gradient(terms, x, scale);
 }
 
 __device__ __forceinline__ bool same_alignment(const void* a, const void* b) {

@@ -64,6 +64,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                        inv_temperature);
     target = selection.target_ids[r];
   }
+  const auto at_target = [&](float x) { return target_gradient(terms, x, scale, inv_temperature); };
   const bool aligned = same_alignment(row, grad_row);
   const RowSplit<T> split(row, logits.vocab);
   const int64_t base = static_cast<int64_t>(blockIdx.y) * kBackwardVectors + threadIdx.x;
@@ -81,15 +82,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     if (zero) {
       store_zeros<T>(grad_row + first, aligned);
     } else {
-      store_vector_gradient<T>(v[k], terms, first, target, scale, inv_temperature, grad_row,
-                               aligned);
+      store_vector_gradient<T>(v[k], terms, first, target, scale, at_target, grad_row, aligned);
     }
   }
   const int64_t single = blockIdx.y == 0 ? split.single(threadIdx.x, logits.vocab) : -1;
   if (single < 0) return;
-  const float d = zero ? 0.0f
-                       : single_gradient<T>(terms, to_float(row[single]), single, target, scale,
-                                            inv_temperature);
+  const float d =
+      zero ? 0.0f : single_gradient(terms, to_float(row[single]), single, target, scale, at_target);
   grad_row[single] = from_float<T>(d);
 }
 

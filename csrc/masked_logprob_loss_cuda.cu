@@ -16,10 +16,16 @@ struct Outputs {
   bool wants_grad;
 };
 
+// The gradient of a row: its terms, and its value at the target.
+struct RowGradient {
+  GradTerms terms;
+  float target;
+};
+
 // What thread 0 works out for the other threads of its block, and for other blocks.
 struct SharedState {
   SoftmaxPart whole;  // of the block; the first member: other blocks read it by its offset
-  GradTerms terms;
+  RowGradient gradient;
   SoftmaxPart warps[kRevisitThreads / kWarp];
 };
 
@@ -29,17 +35,21 @@ __device__ __forceinline__ float target_logit(const T* row, int64_t target, int6
 }
 
 // The gradient of a row's loss from its sums; writes the outputs where `writes` is set.
-__device__ __forceinline__ GradTerms finish_row(const SoftmaxPart& whole, float target_x,
-                                                const TokenLossInputs& in, int64_t r, float scale,
-                                                float inv_temperature, const Outputs& out,
-                                                bool writes) {
+__device__ __forceinline__ RowGradient finish_row(const SoftmaxPart& whole, float target_x,
+                                                  const TokenLossInputs& in, int64_t r, float scale,
+                                                  float inv_temperature, const Outputs& out,
+                                                  bool writes) {
   const RowResult result = row_result(whole, target_x, scale);
   const float logprob = static_cast<float>(result.logprob);
   if (writes) {
     out.logprob[r] = logprob;
     if (out.entropy != nullptr) out.entropy[r] = static_cast<float>(result.entropy);
   }
-  return grad_terms(result.lse, 0.0f, loss_gradient(in, r, logprob), 0.0f, inv_temperature);
+  RowGradient gradient;
+  gradient.terms =
+      grad_terms(result.lse, 0.0f, loss_gradient(in, r, logprob), 0.0f, inv_temperature);
+  gradient.target = target_gradient(gradient.terms, target_x, scale, inv_temperature);
+  return gradient;
 }
 
 __device__ __forceinline__ void write_masked(int64_t r, const Outputs& out) {
@@ -115,12 +125,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   if (threadIdx.x == 0) shared->whole = part;
   cluster_wait(cluster_arrive());
   if (threadIdx.x == 0) {
-    shared->terms =
+    shared->gradient =
         finish_row(cluster_total(), target_x, in, r, scale, inv_temperature, out, rank == 0);
   }
   __syncthreads();
   const ClusterTicket has_read = cluster_arrive();  // and shared memory may go when all have
-  const GradTerms terms = shared->terms;
+  const GradTerms terms = shared->gradient.terms;
+  const float target_d = shared->gradient.target;
+  const auto at_target = [target_d](float) { return target_d; };
   if (terms.is_zero()) {
     zero_row<T>(grad_row, split, logits.vocab, lane, step, aligned);
   } else {
@@ -128,12 +140,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     for (int k = 0; k < kVectors; ++k) {
       if (lane + k * step < split.num_vectors) {
         store_vector_gradient<T>(v[k], terms, split.first_of(lane + k * step), target, scale,
-                                 inv_temperature, grad_row, aligned);
+                                 at_target, grad_row, aligned);
       }
     }
     if (single >= 0) {
-      grad_row[single] = from_float<T>(
-          single_gradient<T>(terms, single_x, single, target, scale, inv_temperature));
+      grad_row[single] =
+          from_float<T>(single_gradient(terms, single_x, single, target, scale, at_target));
     }
   }
   cluster_wait(has_read);
@@ -164,11 +176,13 @@ __global__ void __launch_bounds__(kRevisitThreads, 2)
       row_part<true, T, kRevisitThreads, kRevisitLoads>(row, split, logits.vocab, scale),
       shared->warps);
   if (lane == 0) {
-    shared->terms = finish_row(part, target_x, in, r, scale, inv_temperature, out, true);
+    shared->gradient = finish_row(part, target_x, in, r, scale, inv_temperature, out, true);
   }
   if (!out.wants_grad) return;
   __syncthreads();
-  const GradTerms terms = shared->terms;
+  const GradTerms terms = shared->gradient.terms;
+  const float target_d = shared->gradient.target;
+  const auto at_target = [target_d](float) { return target_d; };
   if (terms.is_zero()) {
     zero_row<T>(grad_row, split, logits.vocab, lane, kRevisitThreads, aligned);
     return;
@@ -184,15 +198,15 @@ __global__ void __launch_bounds__(kRevisitThreads, 2)
     for (int k = 0; k < kRevisitLoads; ++k) {
       const int64_t i = base + k * kRevisitThreads;
       if (i < split.num_vectors) {
-        store_vector_gradient<T>(v[k], terms, split.first_of(i), target, scale, inv_temperature,
-                                 grad_row, aligned);
+        store_vector_gradient<T>(v[k], terms, split.first_of(i), target, scale, at_target, grad_row,
+                                 aligned);
       }
     }
   }
   const int64_t single = split.single(lane, logits.vocab);
   if (single >= 0) {
     grad_row[single] = from_float<T>(
-        single_gradient<T>(terms, to_float(row[single]), single, target, scale, inv_temperature));
+        single_gradient(terms, to_float(row[single]), single, target, scale, at_target));
   }
 }
 

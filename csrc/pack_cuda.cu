@@ -105,14 +105,23 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(const ExpandJob job) {
 
 constexpr int kVectorsPerThread = 4;
 constexpr int64_t kBytesPerBlock = int64_t{kThreads} * kVectorsPerThread * kVectorBytes;
+constexpr int64_t kMostBlocksPerRow = 1024;  // of longer rows a thread takes more vectors
 
-// Copies `bytes` bytes in units of `Unit`; a block takes the part at `begin`.
+// Calls fn(i) for the units of `bytes` bytes that the thread takes: every so many, over all blocks
+// of y.
+template <typename Unit, typename Fn>
+__device__ __forceinline__ void for_units(int64_t bytes, const Fn& fn) {
+  constexpr int64_t kUnit = sizeof(Unit);
+  const int64_t step = static_cast<int64_t>(gridDim.y) * kThreads * kUnit;
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
+  for (int64_t i = first * kUnit; i < bytes; i += step) fn(i);
+}
+
 template <typename Unit>
-__device__ __forceinline__ void copy_part(const char* from, char* to, int64_t begin, int64_t end) {
-  const int64_t unit = static_cast<int64_t>(sizeof(Unit));
-  for (int64_t i = begin + threadIdx.x * unit; i < end; i += kThreads * unit) {
+__device__ __forceinline__ void copy_units(const char* from, char* to, int64_t bytes) {
+  for_units<Unit>(bytes, [&](int64_t i) {
     *reinterpret_cast<Unit*>(to + i) = *reinterpret_cast<const Unit*>(from + i);
-  }
+  });
 }
 
 __device__ __forceinline__ int common_alignment(const void* a, const void* b, int64_t bytes) {
@@ -121,15 +130,13 @@ __device__ __forceinline__ int common_alignment(const void* a, const void* b, in
   return static_cast<int>(all & (~all + 1));
 }
 
-__device__ __forceinline__ void copy_block(const char* from, char* to, int64_t row_bytes) {
-  const int64_t begin = static_cast<int64_t>(blockIdx.y) * kBytesPerBlock;
-  const int64_t end = begin + kBytesPerBlock < row_bytes ? begin + kBytesPerBlock : row_bytes;
-  switch (common_alignment(from, to, row_bytes)) {
-    case 16: return copy_part<Vector>(from, to, begin, end);
-    case 8: return copy_part<uint64_t>(from, to, begin, end);
-    case 4: return copy_part<uint32_t>(from, to, begin, end);
-    case 2: return copy_part<uint16_t>(from, to, begin, end);
-    default: return copy_part<uint8_t>(from, to, begin, end);
+__device__ __forceinline__ void copy_row(const char* from, char* to, int64_t bytes) {
+  switch (common_alignment(from, to, bytes)) {
+    case 16: return copy_units<Vector>(from, to, bytes);
+    case 8: return copy_units<uint64_t>(from, to, bytes);
+    case 4: return copy_units<uint32_t>(from, to, bytes);
+    case 2: return copy_units<uint16_t>(from, to, bytes);
+    default: return copy_units<uint8_t>(from, to, bytes);
   }
 }
 
@@ -155,7 +162,7 @@ __global__ void __launch_bounds__(kThreads)
                           int64_t* position_ids) {
   const int64_t row = blockIdx.x;
   const MoveRow r = move_row(job, row);
-  copy_block(padded + r.padded, flat + r.flat, r.bytes);
+  copy_row(padded + r.padded, flat + r.flat, r.bytes);
   if (position_ids == nullptr) return;
   const int64_t length = job.cu[row + 1] - job.cu[row];
   const int64_t step = static_cast<int64_t>(gridDim.y) * kThreads;
@@ -169,38 +176,36 @@ struct Pattern {
   uint32_t word[4];
 };
 
+// Repeats the pattern from the first byte on, which begins an element.
+__device__ __forceinline__ void fill_row(char* to, const Pattern& pattern, int64_t bytes) {
+  if (common_alignment(to, to, bytes) == kVectorBytes) {
+    const Vector v = {{pattern.word[0], pattern.word[1], pattern.word[2], pattern.word[3]}};
+    return for_units<Vector>(bytes, [&](int64_t i) { store_vector(to + i, v); });
+  }
+  for_units<char>(bytes, [&](int64_t i) {
+    const int byte = static_cast<int>(i % kVectorBytes);
+    const uint32_t chosen = byte < 4    ? pattern.word[0]
+                            : byte < 8  ? pattern.word[1]
+                            : byte < 12 ? pattern.word[2]
+                                        : pattern.word[3];
+    to[i] = static_cast<char>(chosen >> (byte % 4 * 8));
+  });
+}
+
 __global__ void __launch_bounds__(kThreads)
     flat_to_padded_kernel(const MoveJob job, const char* flat, const Pattern pattern,
                           char* padded) {
   const int64_t row = blockIdx.x;
   const MoveRow r = move_row(job, row);
-  copy_block(flat + r.flat, padded + r.padded, r.bytes);
-  const int64_t begin = static_cast<int64_t>(blockIdx.y) * kBytesPerBlock;
-  const int64_t end = begin + kBytesPerBlock < r.pad_bytes ? begin + kBytesPerBlock : r.pad_bytes;
-  char* pads = padded + r.pad_begin;
-  if (common_alignment(pads, pads, r.pad_bytes) == kVectorBytes) {
-    const Vector v = {{pattern.word[0], pattern.word[1], pattern.word[2], pattern.word[3]}};
-    for (int64_t i = begin + threadIdx.x * kVectorBytes; i < end; i += kThreads * kVectorBytes) {
-      store_vector(pads + i, v);
-    }
-    return;
-  }
-  // The pattern repeats every 16 bytes from the first padding byte on, which begins an element.
-  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
-    const uint32_t word = pattern.word[0];
-    const int byte = static_cast<int>(i % kVectorBytes);
-    const uint32_t chosen = byte < 4    ? word
-                            : byte < 8  ? pattern.word[1]
-                            : byte < 12 ? pattern.word[2]
-                                        : pattern.word[3];
-    pads[i] = static_cast<char>(chosen >> (byte % 4 * 8));
-  }
+  copy_row(flat + r.flat, padded + r.padded, r.bytes);
+  fill_row(padded + r.pad_begin, pattern, r.pad_bytes);
 }
 
 Launch move_launch(const MoveJob& job, int64_t most_bytes, cudaStream_t stream) {
   Launch l;
   l.grid_x = job.num_rows;
-  l.grid_y = most_bytes == 0 ? 1 : (most_bytes + kBytesPerBlock - 1) / kBytesPerBlock;
+  const int64_t parts = (most_bytes + kBytesPerBlock - 1) / kBytesPerBlock;
+  l.grid_y = parts == 0 ? 1 : parts < kMostBlocksPerRow ? parts : kMostBlocksPerRow;
   l.threads = kThreads;
   l.stream = stream;
   return l;

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from skyrl_fast import (
+    _C,
     convert_prompts_responses_to_batch_tensors,
     padded_to_varlen,
     varlen_to_padded,
@@ -165,6 +166,19 @@ def test_hidden_states_and_their_gradient(gpu: str, dtype: torch.dtype, hidden: 
     assert torch.equal(leaf.grad.cpu().float(), want)
 
 
+@pytest.mark.parametrize("cell", [1, 16])
+def test_a_row_of_more_parts_than_blocks(gpu: str, cell: int) -> None:
+    """17 MB of row beside 17 MB of padding, at 16-byte borders and at none."""
+    width = (17 << 20) // cell + 1
+    flat = torch.arange(width * cell, dtype=torch.int32).to(torch.uint8).view(width, cell)
+    cu, lengths = torch.tensor([0, width]), torch.tensor([width])
+    padded = varlen_to_padded(flat.to(gpu), cu, width=2 * width, pad_value=3)
+    assert torch.equal(padded[0, width:].cpu(), flat) and bool((padded[0, :width] == 3).all())
+    assert torch.equal(padded_to_varlen(padded, lengths=lengths).values.cpu(), flat)
+    if gpu == "cpu":
+        assert _C.last_launch()[1] == 1024  # blocks a row, of 65,535 that a launch may have
+
+
 def test_gradcheck(gpu: str) -> None:
     lengths = torch.tensor([2, 0, 3])
     padded = torch.randn(3, 4, 2, dtype=torch.float64, device=gpu, requires_grad=True)
@@ -198,6 +212,16 @@ def test_pattern() -> None:
     assert varlen_cuda.pattern_of(-1, torch.int8) == bytes([255]) * 16
     assert varlen_cuda.pattern_of(1.0, torch.bfloat16) == bytes([0x80, 0x3F]) * 8
     assert varlen_cuda.pattern_of(True, torch.bool) == bytes([1]) * 16
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits_in_one_row() -> None:
+    length = 2**28 + 1  # cells of 16 bytes
+    flat = torch.arange(2 * length, device="cuda").view(length, 2)
+    cu, lengths = torch.tensor([0, length]), torch.tensor([length])
+    padded = varlen_to_padded(flat, cu, width=length + 1, pad_value=-1)
+    assert torch.equal(padded[0, 1:], flat) and padded[0, 0].tolist() == [-1, -1]
+    assert torch.equal(padded_to_varlen(padded, lengths=lengths).values, flat)
 
 
 @pytest.mark.spec("4.23")

@@ -194,19 +194,27 @@ def test_extra_memory(benchmark, contender: str) -> None:
     benchmark.pedantic(function, rounds=3)
 
 
-LINEAR = (512, 896, 151_936)  # rows, hidden, vocab: a 0.5 B model's head
+LINEAR_HEAD = (896, 151_936)  # hidden, vocab: a 0.5 B model's
+LINEAR_WORKS = {
+    "512x896x151936 fp32 2T, 30 % trained": (512, torch.float32, 0.3),
+    "1536x896x151936 bf16 2T": (1536, torch.bfloat16, 1.0),  # several chunks of logits
+}
 
 
 @pytest.mark.parametrize("contender", ["skyrl_fast", "torch_whole_logits", "torch_trained_rows"])
-def test_linear(benchmark, contender: str) -> None:
-    """Forward and backward with 30 % of the rows trained."""
-    rows, hidden, vocab = LINEAR
-    benchmark.group = f"linear_logprob {rows}x{hidden}x{vocab} fp32 2T, 30 % trained"
+@pytest.mark.parametrize("work", LINEAR_WORKS)
+def test_linear(benchmark, work: str, contender: str) -> None:
+    """Forward and backward; the gradients are compared before."""
+    rows, dtype, share = LINEAR_WORKS[work]
+    if share == 1.0 and contender == "torch_trained_rows":
+        pytest.skip("all rows are trained")
+    hidden, vocab = LINEAR_HEAD
+    benchmark.group = f"linear_logprob {work}"
     g = torch.Generator().manual_seed(4)
-    h = torch.randn(rows, hidden, generator=g).requires_grad_()
-    w = (torch.randn(vocab, hidden, generator=g) * hidden**-0.5).requires_grad_()
+    h = torch.randn(rows, hidden, generator=g).to(dtype).requires_grad_()
+    w = (torch.randn(vocab, hidden, generator=g) * hidden**-0.5).to(dtype).requires_grad_()
     targets = torch.randint(0, vocab, (rows,), generator=g)
-    mask = torch.rand(rows, generator=g) < 0.3
+    mask = torch.rand(rows, generator=g) < share
 
     def run() -> None:
         h.grad = w.grad = None
@@ -221,6 +229,21 @@ def test_linear(benchmark, contender: str) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        benchmark.pedantic(run, rounds=2, warmup_rounds=1)
+        run()
+        benchmark.extra_info["gradient_error"] = linear_error(h, w, targets, mask)
+        benchmark.pedantic(run, rounds=3)
     finally:
         torch.set_num_threads(before)
+
+
+def linear_error(
+    h: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor
+) -> float:
+    """The relative error of the gradient of a few trained rows of hidden, against float64."""
+    some = mask.nonzero().squeeze(1)[:8]
+    head = w.detach().double()
+    p = (h.detach()[some].double() @ head.T).softmax(1)
+    exact = head[targets[some]] - p @ head
+    error = float((h.grad[some].double() - exact).norm() / exact.norm())
+    assert error < (1e-4 if h.dtype == torch.float32 else 2e-2)
+    return error

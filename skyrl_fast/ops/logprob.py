@@ -18,7 +18,9 @@ ON_GPU = ("native", "triton", "torch")
 CHUNK_BYTES = 128 << 20  # of logits: large enough that the products run at full speed
 GPU_CHUNK_BYTES = 512 << 20  # the same on a GPU: 1,766 rows of 151,936 bfloat16 logits
 GPU_ROW_MULTIPLE = 128  # of the tiles of a GPU's matrix products
+COLUMN_MULTIPLE = 8  # of parts of the vocabulary: every row of 16-bit logits begins at 16 bytes
 MIN_CHUNK_ROWS = 64
+COPIED_COLUMNS = 8192  # of operands made float32 for a product: large enough for full speed
 HAS_MIXED_PRODUCT = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch 2.8 and newer
 
 
@@ -197,9 +199,10 @@ def linear_logprob(
     """Return the log-probability of one token per row under logits = hidden @ lm_head_weight.T.
 
     Rows of mask 0 are left out before the product. The others go through it in chunks, so that
-    no more than one chunk of logits is ever held. The backward computes each chunk's logits again,
-    unless there was only one, turns them into their gradient in place, and adds up the gradient
-    of the weight in float32.
+    no more than one chunk of logits is ever held: chunks of rows forward; backward, where the
+    log-sum-exps are known, of all rows and part of the vocabulary, which leaves no sum over chunks
+    but that of hidden's gradient, in float32. The backward computes the logits again, unless there
+    was only one chunk, and turns them into their gradient in place.
 
     Args:
         hidden: (..., H) float32, bfloat16, float16 or float64.
@@ -208,7 +211,8 @@ def linear_logprob(
         mask: (...) bool or number, or None: all ones.
         temperature: divides the logits.
         return_entropy: also return the entropy of softmax(logits / temperature), in nats.
-        chunk_rows: rows per chunk; None: as many as make 128 MB of logits, at least 64.
+        chunk_rows: rows per chunk, the backward's chunks are as large; None: as many as make
+            128 MB of logits (512 MB on a GPU), at least 64.
         backend: "native", "torch" (which holds the logits of all rows of mask 1), or None.
 
     Returns:
@@ -337,49 +341,69 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, targets, entropy, lse = ctx.saved_tensors
         temperature, return_entropy, chunk_rows, use_triton = ctx.options
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        num_rows = hidden.shape[0]
+        num_rows, vocab = hidden.shape[0], weight.shape[0]
         logits, ctx.only_chunk = ctx.only_chunk, None  # a second backward computes it again
         known = logits is not None
+        columns = vocab if known else min(vocab, _chunk_columns(chunk_rows, num_rows, vocab))
         if logits is None:
-            shape = (min(chunk_rows, num_rows), weight.shape[0])
-            logits = _backend.empty(shape, hidden.dtype, hidden.device)
-        d_hidden = torch.empty_like(hidden) if wants_hidden else None
+            logits = _backend.empty((num_rows * columns,), hidden.dtype, hidden.device)
         d_weight = None
         if wants_weight:
-            d_weight = _backend.empty(weight.shape, torch.float32, weight.device)
-            if num_rows == 0:
-                d_weight.zero_()
-        for start in range(0, num_rows, chunk_rows):
-            rows = slice(start, start + chunk_rows)
-            chunk = logits[: min(chunk_rows, num_rows - start)]
+            d_weight = _backend.empty(weight.shape, weight.dtype, weight.device)
+        # The one sum over chunks, in float32 unless a single product makes it.
+        sums = torch.float32 if columns < vocab else hidden.dtype
+        d_hidden = torch.empty_like(hidden, dtype=sums) if wants_hidden else None
+        for start in range(0, vocab, columns):
+            part = weight[start : start + columns]
+            chunk = logits.view(-1)[: num_rows * len(part)].view(num_rows, len(part))
             if not known:
-                torch.mm(hidden[rows], weight.T, out=chunk)
+                torch.mm(hidden, part.T, out=chunk)
+            here = targets if len(part) == vocab else _targets_of_slice(targets, start, len(part))
             logprob_op.write_gradient(
                 chunk,
-                targets[rows],
+                here,
                 None,
                 temperature,
-                lse[rows],
-                entropy[rows],
-                grad_logprob[rows],
-                grad_entropy[rows] if return_entropy else None,
+                lse,
+                entropy,
+                grad_logprob,
+                grad_entropy if return_entropy else None,
                 chunk,
                 use_triton,
             )
-            if d_hidden is not None:
-                torch.mm(chunk, weight, out=d_hidden[rows])
+            if d_hidden is not None and columns == vocab:
+                torch.mm(chunk, part, out=d_hidden)
+            elif d_hidden is not None:
+                _add_product(d_hidden, chunk, part, is_first=start == 0)
             if d_weight is not None:
-                _add_product(d_weight, chunk.T, hidden[rows], is_first=start == 0)
-        if d_weight is not None:
-            d_weight = d_weight.to(weight.dtype)
+                torch.mm(chunk.T, hidden, out=d_weight[start : start + columns])
+        if d_hidden is not None:
+            d_hidden = d_hidden.to(hidden.dtype)
         return d_hidden, d_weight, None, None, None, None, None
+
+
+def _chunk_columns(chunk_rows: int, num_rows: int, vocab: int) -> int:
+    """Return the columns of a chunk with all rows that is as large as one of `chunk_rows` rows."""
+    tiles = chunk_rows * vocab // max(num_rows, 1) // COLUMN_MULTIPLE
+    return max(tiles, 1) * COLUMN_MULTIPLE
+
+
+def _targets_of_slice(targets: torch.Tensor, start: int, width: int) -> torch.Tensor:
+    """Return the targets counted from a slice's first column; -1 where they are outside of it."""
+    here = targets - start
+    return torch.where((here >= 0) & (here < width), here, -1)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_first: bool) -> None:
     """Add a @ b to float32 `total` in float32; `is_first`: whatever it held does not count."""
-    beta = 0 if is_first else 1
-    if a.is_cuda and a.dtype != torch.float32 and HAS_MIXED_PRODUCT:
+    if a.dtype == torch.float32:
+        total.addmm_(a, b, beta=0 if is_first else 1)
+    elif a.is_cuda and HAS_MIXED_PRODUCT:
         # 16-bit operands, float32 sums: the tensor cores do this without copies of the operands
+        beta = 0 if is_first else 1
         torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, beta=beta, out=total)
-    else:
-        total.addmm_(a.float(), b.float(), beta=beta)
+    else:  # copies of the operands, of some columns at a time
+        for start in range(0, len(b), COPIED_COLUMNS):
+            columns = slice(start, start + COPIED_COLUMNS)
+            beta = 0 if is_first and start == 0 else 1
+            total.addmm_(a[:, columns].float(), b[columns].float(), beta=beta)

@@ -24,6 +24,7 @@ from skyrl_fast.rollout.serve_vllm import serve_command, serve_environment
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.rollout.vllm_start import VllmConfig
 from skyrl_fast.rollout.weight_update import WeightSyncError
+from skyrl_fast.train.vllm_rollouts import vllm_config
 
 SAMPLING = SamplingParams(
     max_generate_length=8, temperature=0.5, stop=("</a>",), stop_token_ids=(9,), seed=5
@@ -254,6 +255,35 @@ def test_the_engine_command_serves_the_trainers_model_on_loopback(
 
 
 @pytest.mark.spec("12.28")
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [
+        ({"max_position_embeddings": 40}, True),
+        ({"max_position_embeddings": 48}, False),
+        ({"max_position_embeddings": 40, "rope_scaling": {"rope_type": "yarn"}}, False),
+        ({"max_position_embeddings": 40, "rope_parameters": {"rope_type": "default"}}, True),
+        ({}, False),
+    ],
+)
+def test_rows_beyond_the_models_positions_are_refused_before_the_engine_starts(
+    model: dict[str, Any], refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    overrides = [
+        "generator.max_input_length=32",
+        "generator.sampling_params.max_generate_length=16",
+        f"trainer.policy.model.path={tmp_path}",
+        f"trainer.run_path={tmp_path}/run",
+    ]
+    config = load_config(None, ["data.train_data=[x.jsonl]", *overrides])
+    if refused:
+        wanted = r"max_input_length \(32\) and .*max_generate_length \(16\): .* 40 positions .* 48$"
+        with pytest.raises(ValueError, match=wanted):
+            vllm_config(config, str(tmp_path))
+    else:
+        assert vllm_config(config, str(tmp_path)).max_model_len == 48
+
+
 def test_a_servers_engine_is_told_to_end_with_it() -> None:
     server = Server()
 

@@ -12,12 +12,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from _fakes import write_prompts
+from _fakes import FakeRollouts, write_prompts
 from _training import Recorder, settings, steady, train
 from _training import folder as folder  # a fixture
 
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.checkpoint import RunInUseError, checkpoints
+from skyrl_fast.train.run import SetupError, run_training
 
 
 class DiedError(Exception):
@@ -99,6 +100,15 @@ def test_a_used_folder_is_not_overwritten(folder: Path) -> None:
     train(settings(folder, "run", "trainer.epochs=1"))
     with pytest.raises(RunInUseError, match="holds an earlier run: --resume"):
         train(settings(folder, "run", "trainer.epochs=1"))
+
+
+def test_a_run_whose_engine_did_not_start_leaves_the_folder_free(folder: Path) -> None:
+    async def broken(*_: object) -> FakeRollouts:
+        raise ValueError("no engine today")
+
+    with pytest.raises(SetupError, match="no engine today"):
+        run_training(settings(folder, "run", "trainer.epochs=1"), make_rollouts=broken)
+    assert train(settings(folder, "run", "trainer.epochs=1")).step == 2
 
 
 def test_resuming_with_other_data_is_refused(folder: Path) -> None:

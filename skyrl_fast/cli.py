@@ -130,7 +130,6 @@ def _train(options: argparse.Namespace) -> int:
 
 def _engine(options: argparse.Namespace) -> int:
     try:
-        from skyrl_fast.config import ConfigError
         from skyrl_fast.config.loading import load_config
         from skyrl_fast.rollout.engine import EngineDeadError
         from skyrl_fast.rollout.serve_vllm import serve
@@ -142,7 +141,7 @@ def _engine(options: argparse.Namespace) -> int:
         config = load_config(options.config, options.overrides)
         settings = vllm_config(config, str(config.trainer.policy.model.path))
         check_model_folder(settings)
-    except (ConfigError, EngineDeadError) as error:
+    except (ValueError, EngineDeadError) as error:
         return _complain(str(error))
     serve(replace(settings, log_file=None), host=options.host, port=options.port)
     raise AssertionError("unreachable: this process has become the server")

@@ -253,7 +253,7 @@ def _starting_point(config: Config) -> Path | None:
         return path
     if settings.resume_mode == "latest":
         return latest_checkpoint(folder)
-    if checkpoints(folder) or (run_path / "metrics.jsonl").exists():
+    if checkpoints(folder) or read_metrics(run_path / "metrics.jsonl"):
         raise RunInUseError(
             f"run folder {run_path} holds an earlier run: --resume goes on with it; for a new run "
             "choose another trainer.run_path or delete the folder"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -186,14 +187,26 @@ class VllmRollouts:
 
 
 def vllm_config(config: settings.Config, model_path: str) -> VllmConfig:
-    """Return what the engine loads and takes, from generator.inference_engine."""
+    """Return what the engine loads and takes, from generator.inference_engine.
+
+    Raises:
+        ValueError: prompts and responses may become longer than the model's positions.
+    """
     engine, generator = config.generator.inference_engine, config.generator
     samplings = [generator.sampling_params, generator.eval_sampling_params]
-    longest = max(s.max_generate_length for s in samplings if s is not None)
+    prompt = settings.max_input_length(config)
+    response = max(s.max_generate_length for s in samplings if s is not None)
+    positions = _positions(model_path)
+    if positions is not None and prompt + response > positions and not engine.engine_init_kwargs:
+        raise ValueError(
+            f"generator.max_input_length ({prompt}) and sampling_params.max_generate_length "
+            f"({response}): wanted at most the {positions} positions of {model_path} together, "
+            f"got {prompt + response}"
+        )
     return VllmConfig(
         model=model_path,
         dtype=engine.model_dtype,
-        max_model_len=settings.max_input_length(config) + longest,
+        max_model_len=prompt + response,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         enable_prefix_caching=engine.enable_prefix_caching,
@@ -206,6 +219,17 @@ def vllm_config(config: settings.Config, model_path: str) -> VllmConfig:
         log_file=str(Path(config.trainer.run_path) / "engine.log"),
         engine_init_kwargs=engine.engine_init_kwargs,
     )
+
+
+def _positions(model_path: str) -> int | None:
+    """Return how many positions a model in a folder was made for; None: unknown, or scaled."""
+    path = Path(model_path).expanduser() / "config.json"
+    if not path.is_file():
+        return None
+    model = json.loads(path.read_text(encoding="utf-8"))
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    return None if is_scaled else model.get("max_position_embeddings")
 
 
 def rollout_config(config: settings.Config) -> RolloutConfig:

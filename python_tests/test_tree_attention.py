@@ -89,6 +89,22 @@ def test_bfloat16_is_near() -> None:
     assert all(x.grad is not None and x.grad.dtype == torch.bfloat16 for x in low)
 
 
+@pytest.mark.parametrize("kind", ["blocks", "dense", "flex"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_under_autocast_queries_may_differ_from_values(kind: str) -> None:
+    """Rotary embeddings leave queries and keys in float32; the projections' values are not."""
+    tree = forest(0)
+    size = FLEX_BLOCK * -(-tree.num_nodes // FLEX_BLOCK)
+    plan = plan_tree_attention(*pad_trees(tree.parents, tree.ends, size), kind=kind)
+    query, key, value = (x.detach().float() for x in tensors(size))
+    low = [x.bfloat16() for x in (query, key, value)]
+    wanted = tree_attention(*low, plan)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = tree_attention(query, key, low[2], plan)
+        exact = tree_attention(*[x.double() for x in (query, key, value)], plan)
+    assert torch.equal(out, wanted) and exact.dtype == torch.float64
+
+
 @pytest.mark.parametrize("small", [1, 5, 64, 10_000])
 def test_blocks_cover_every_node_once_and_see_the_right_ones(
     small: int, monkeypatch: pytest.MonkeyPatch

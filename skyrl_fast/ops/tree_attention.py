@@ -103,6 +103,9 @@ def tree_attention(
 ) -> Tensor:
     """Return (1, H, T, D): softmax attention of each node over itself and the nodes above it.
 
+    Under autocast it runs in autocast's dtype, as torch's own attention does: rotary embeddings
+    may have left queries and keys in float32 beside values of another dtype.
+
     Args:
         query: (1, H, T, D) float32, bfloat16, float16 or float64.
         key, value: (1, G, T, D) with H a multiple of G; neighbouring heads share one.
@@ -119,6 +122,7 @@ def tree_attention(
         tensor([1.0000, 1.5000, 3.0000])
     """
     _check(query, key, value, plan)
+    query, key, value = (autocast(x) for x in (query, key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if plan.kind == "flex":
         return _flex(query, key, value, plan.mask, scale)
@@ -130,6 +134,14 @@ def tree_attention(
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=plan.mask, scale=scale
     )
+
+
+def autocast(tensor: Tensor) -> Tensor:
+    """Return the tensor as autocast has the arguments of torch's attention; float64 stays."""
+    kind = tensor.device.type
+    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 def flex_block_mask(ends: Tensor) -> Any:

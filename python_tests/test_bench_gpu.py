@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -11,12 +12,18 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+from bench.baselines.padded_rows import row_bounds, varlen_attention
 from bench.gpu import cases, plot, report, tree_cases
 from bench.gpu.case import OURS, Case, within
 from bench.gpu.timing import Ceilings, Stopwatch
+from skyrl_fast.ops.tree_attention import plan_tree_attention, tree_attention
+from skyrl_fast.train import tree_forward
 
 ROOT = Path(__file__).resolve().parent.parent
 CEILINGS = Ceilings(1e12, 1e10, 0.005)
@@ -204,3 +211,37 @@ def test_the_plot_is_drawn_from_results_alone(
     monkeypatch.setattr("sys.argv", arguments)
     plot.main()
     assert out.stat().st_size > 1000
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_varlen_attention_of_rows_that_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one row at a time in place of torch's kernel, which runs on a GPU alone."""
+
+    def row_by_row(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu: torch.Tensor, *_: Any,
+        window_size: tuple[int, int],
+    ) -> torch.Tensor:  # fmt: skip
+        assert window_size == (-1, 0) and query.dtype == key.dtype == value.dtype
+        rows = []
+        for begin, end in itertools.pairwise(cu.tolist()):
+            parts = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+            rows.append(F.scaled_dot_product_attention(*parts, is_causal=True).transpose(0, 1))
+        return torch.cat(rows)
+
+    module = pytest.importorskip("torch.nn.attention.varlen", reason="torch before 2.10")
+    monkeypatch.setattr(module, "varlen_attn", row_by_row)
+    with varlen_attention():
+        for kind, lengths in (("flex", [100, 1, 155]), ("dense", [3, 1, 2]), ("dense", [1, 4, 1])):
+            ends = torch.tensor(lengths).cumsum(0)
+            parents = torch.arange(int(ends[-1])) - 1
+            parents[[0, *ends[:-1].tolist()]] = -1
+            last = ends.repeat_interleave(torch.tensor(lengths))
+            plan = plan_tree_attention(parents.int(), last.int(), kind=kind)
+            cu, longest = row_bounds(plan)
+            assert cu.tolist() == [0, *ends.tolist()] and longest == max(lengths)
+            query, key, value = (torch.randn(1, heads, len(last), 8) for heads in (4, 2, 2))
+            with torch.autocast("cpu", torch.bfloat16):  # float32 queries beside bfloat16 values
+                got = tree_forward.tree_attention(query, key, value.bfloat16(), plan)
+                want = tree_attention(query, key, value.bfloat16(), plan)
+            torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)  # bfloat16
+            del plan  # the next may lie where this one lay

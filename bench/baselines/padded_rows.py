@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.ops.tree_attention import TreeAttention
+from skyrl_fast.ops.tree_attention import TreeAttention, autocast
 from skyrl_fast.train import tree_forward
 from skyrl_fast.train.forward_pass import MicroBatch
-from skyrl_fast.train.policy import Policy
 
 
 def padded_micro_batches(batch: StepBatch, budget: int) -> list[MicroBatch]:
@@ -48,20 +47,20 @@ def padded_micro_batches(batch: StepBatch, budget: int) -> list[MicroBatch]:
 
 
 @contextlib.contextmanager
-def varlen_attention(policy: Policy) -> Iterator[None]:
+def varlen_attention() -> Iterator[None]:
     """Rows without anything shared go through torch's varlen flash attention; CUDA only."""
     from torch.nn.attention.varlen import varlen_attn
 
     before = tree_forward.tree_attention
-    bounds: dict[int, tuple[torch.Tensor, int]] = {}
+    known: list[tuple[TreeAttention, torch.Tensor, int]] = []  # of the present forward pass
 
     def of_rows(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: TreeAttention, **_: Any
     ) -> torch.Tensor:
-        if id(plan) not in bounds:
-            bounds.clear()
-            bounds[id(plan)] = _row_bounds(plan)
-        cu, longest = bounds[id(plan)]
+        if not known or known[0][0] is not plan:
+            known[:] = [(plan, *row_bounds(plan))]
+        _, cu, longest = known[0]
+        query, key, value = (autocast(x) for x in (query, key, value))
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
@@ -75,12 +74,17 @@ def varlen_attention(policy: Policy) -> Iterator[None]:
         tree_forward.tree_attention = before
 
 
-def _row_bounds(plan: TreeAttention) -> tuple[torch.Tensor, int]:
-    """Offsets of rows that share nothing: a row begins where nothing before it reaches."""
-    sees: Any = plan.mask.mask_mod
-    numbers = torch.arange(plan.num_nodes, device=plan.mask.kv_indices.device)
-    before = numbers[1:] - 1
-    starts = numbers[1:][~sees(0, 0, numbers[1:], before)]
-    ends = torch.tensor([plan.num_nodes], device=numbers.device)
-    cu = torch.cat([numbers[:1], starts, ends]).to(torch.int32)
+def row_bounds(plan: TreeAttention) -> tuple[torch.Tensor, int]:
+    """Return (N + 1,) int32 offsets of rows that share nothing, and the longest row.
+
+    A row begins where a node does not see the one before it.
+    """
+    if plan.kind == "dense":
+        sees_the_last = plan.mask[0, 0].diagonal(-1)
+    else:
+        numbers = torch.arange(1, plan.num_nodes, device=plan.mask.kv_indices.device)
+        sees_the_last = plan.mask.mask_mod(0, 0, numbers, numbers - 1)
+    starts = (~sees_the_last).nonzero().flatten() + 1
+    ends = starts.new_tensor([plan.num_nodes])
+    cu = torch.cat([torch.zeros_like(ends), starts, ends]).to(torch.int32)
     return cu, int(cu.diff().max())

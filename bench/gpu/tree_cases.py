@@ -50,7 +50,7 @@ def tree_cases(device: str, *, large: bool, only: str) -> Iterator[Case]:
 
     def run(contender: str) -> tuple[float, int]:
         if contender == "packed, varlen":
-            with varlen_attention(model):
+            with varlen_attention():
                 return step("packed", model, batch)
         return step(contender, model, batch)
 

@@ -150,11 +150,11 @@ def dense_ids(op: str, name: str, ids: Sequence[Any] | np.ndarray | torch.Tensor
 def check_trajectories(rows: Rows, group_ids: torch.Tensor | None = None) -> None:
     """Refuse a last row that is no last step, and a trajectory in two groups.
 
-    The native kernels do this themselves.
+    The native kernels do this themselves on the CPU. Flags are looked at where they lie.
     """
-    if rows.num_rows == 0:
+    last = rows.last
+    if last is None or rows.num_rows == 0:  # without flags each row is a trajectory
         return
-    last = rows.last_or_all()
     if not bool(last[-1]):
         raise ValueError(f"{rows.op}: is_last_step must be True in the last row, got False")
     if group_ids is None:

@@ -110,5 +110,5 @@ def step(contender: str, model: Policy, batch: StepBatch) -> tuple[float, int]:
 
 
 def gradient(model: Policy) -> torch.Tensor:
-    """Return all gradients as one vector on the CPU."""
-    return torch.cat([p.grad.flatten().cpu() for p in model.model.parameters()])
+    """Return all gradients as one vector, where they are."""
+    return torch.cat([p.grad.flatten() for p in model.model.parameters()])

@@ -25,9 +25,11 @@ from skyrl_fast.ops.tree_attention import (
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
 
 
-def tensors(num_nodes: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def tensors(
+    num_nodes: int, dtype: torch.dtype = torch.float64, size: int = SIZE
+) -> list[torch.Tensor]:
     torch.manual_seed(num_nodes)
-    shapes = [(1, heads, num_nodes, SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    shapes = [(1, heads, num_nodes, size) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
@@ -164,11 +166,12 @@ def test_flex_attention_without_compiling() -> None:
 
 
 @pytest.mark.gpu
-def test_flex_attention_on_a_gpu() -> None:
+@pytest.mark.parametrize("size_of_head", [64, 128])  # torch's kernel takes 16 and more
+def test_flex_attention_on_a_gpu(size_of_head: int) -> None:
     tree = forest(3, num_groups=20, size=200)
     size = padded_size(tree.num_nodes, "flex")
     trees = pad_trees(tree.parents, tree.ends, size)
-    exact = tensors(size, torch.float32)
+    exact = tensors(size, torch.float32, size_of_head)
     results = []
     for kind, dtype in (("dense", torch.float32), ("dense", torch.bfloat16), ("flex", None)):
         inputs = [x.detach().to("cuda", dtype or torch.bfloat16).requires_grad_() for x in exact]

@@ -193,12 +193,12 @@ def test_without_trees_a_prepared_model_is_what_it_was(tmp_path: Any) -> None:
 def test_bfloat16_is_within_the_spread_of_two_row_orders(device: str) -> None:
     sizes = {"hidden_size": 32, "vocab_size": 64}
     forks = {"num_groups": 2, "samples": 4, "turns": 3, "vocabulary": 60}
-    if device == "cuda":  # more nodes than a mask of all pairs is made for
+    if device == "cuda":  # for FlexAttention whole, for a mask of all pairs in parts
         sizes = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 512}
         forks = {"num_groups": 12, "samples": 8, "turns": 5, "vocabulary": 400}
     batch = agent_batch(0, **forks)
     exact = gradients(tiny("Qwen2", torch.float32, **sizes).to(device), batch)[1]
-    runs = [(False, 1), (False, 100_000), (True, 100_000), (True, 1500)]
+    runs = [(False, 1), (False, 100_000), (True, 100_000), (True, 900)]
     found = [
         gradients(
             tiny("Qwen2", torch.float32, **sizes).to(device),

@@ -306,6 +306,19 @@ def test_nothing_waits_for_the_device_and_the_bits_are_the_same(name: str) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_either_device_s_generator_draws(place: str) -> None:
+    d = {name: value.cuda() for name, value in batch((16, 900)).items()}
+    options = {"loss": "clip_cov", "clip_cov_lb": 0.0, "clip_cov_ratio": 0.1}
+    losses = []
+    for seed in (1, 1, 2):
+        draws = torch.Generator(place).manual_seed(seed)
+        cells = (d["logprobs"], d["old"], d["advantages"], d["mask"])
+        losses.append(policy_loss(*cells, generator=draws, **options)[0].item())
+    assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.gpu
 def test_more_than_2_to_the_31_cells() -> None:
     num_rows, width = 2**16 + 1, 2**15
     if torch.cuda.get_device_properties(0).total_memory < 48 << 30:

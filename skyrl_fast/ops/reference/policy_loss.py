@@ -301,7 +301,9 @@ def select_by_covariance(
         inside = (covariance > p["clip_cov_lb"]) & (covariance < p["clip_cov_ub"])
         candidates = (inside & ~(low | high)).nonzero().reshape(-1)
         num = max(1, int(now.numel() * p["clip_cov_ratio"]))
-        order = torch.randperm(candidates.numel(), generator=generator).to(candidates.device)
+        place = "cpu" if generator is None else generator.device
+        order = torch.randperm(candidates.numel(), generator=generator, device=place)
+        order = order.to(candidates.device)
         picked = candidates[order[:num]]
     flat = torch.zeros(now.numel(), dtype=torch.bool, device=live.device)
     flat[picked] = True

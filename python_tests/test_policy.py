@@ -18,6 +18,7 @@ from skyrl_fast.advantages import advantages
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig
 from skyrl_fast.generator_output import generator_output_from_trajectories
+from skyrl_fast.train import policy as policy_module
 from skyrl_fast.train.micro_batch import plan_micro_batches, sequence_hosts
 from skyrl_fast.train.policy import Optimizer, Policy, learning_rate
 from skyrl_fast.train.update import accumulate_gradient, contributing_rows, update_policy
@@ -75,6 +76,40 @@ def test_logprobs_are_those_of_the_full_logits(budget: int, tied: bool) -> None:
         expected = full_logprobs(model, batch) * batch.loss_mask
     # float32 noise: another order of summation in the attention and in the head
     torch.testing.assert_close(policy.batch_logprobs(batch), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("head", "operands", "tolerance"),
+    [(None, torch.bfloat16, 2**-6), (torch.float32, torch.float32, 1e-5)],
+)
+def test_the_heads_dtype_is_the_forward_passs_or_a_choice(
+    head: torch.dtype | None,
+    operands: torch.dtype,
+    tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Norms leave float32 under autocast; the product with the vocabulary must not follow them."""
+    seen, chosen = [], policy_module.linear_logprob
+
+    def spy(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        seen.append((hidden.detach(), weight, rest[0], chosen(hidden, weight, *rest, **options)))
+        return seen[-1][-1]
+
+    monkeypatch.setattr(policy_module, "linear_logprob", spy)
+    model = tiny_model()
+    policy = Policy(model, dtype=torch.bfloat16, head_dtype=head)
+    batch = rollout_batch(tiny_model())
+    values = policy.batch_logprobs(batch)
+    policy.sequence_logprobs([4, 5, 6])
+    for hidden, weight, targets, got in seen:
+        assert hidden.dtype == weight.dtype == operands and got.dtype == torch.float32
+        exact = (hidden.double() @ weight.double().T).log_softmax(-1)
+        wanted = exact.gather(-1, targets[..., None]).squeeze(-1)
+        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=tolerance)
+    assert values[batch.loss_mask != 0].isfinite().all()
+    for micro in plan_micro_batches(batch, 16384):
+        policy.logprobs(micro)[0].sum().backward()
+    assert model.get_output_embeddings().weight.grad.dtype == torch.float32
 
 
 def test_steps_that_go_on_share_a_sequence() -> None:

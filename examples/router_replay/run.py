@@ -135,7 +135,10 @@ def _compare(name: str, model: Any, batch: StepBatch, dtype: torch.dtype) -> Ite
     trained = batch.loss_mask != 0
     assert batch.rollout_logprobs is not None
     for replay in (False, True):
-        policy = Policy(copy.deepcopy(model), dtype=dtype, router_replay=replay)
+        # The head in float32: what is measured is the routes, not the rounding of logits.
+        policy = Policy(
+            copy.deepcopy(model), dtype=dtype, head_dtype=torch.float32, router_replay=replay
+        )
         difference = (policy.batch_logprobs(batch) - batch.rollout_logprobs)[trained]
         size = difference.abs()
         yield Mismatch(

@@ -95,7 +95,12 @@ class PolicyConfig:
     model: ModelConfig = setting(ModelConfig, "the model that is trained")
     optimizer_config: OptimizerConfig = setting(OptimizerConfig, "its optimizer")
     dtype: str = setting(
-        "auto", "of the weights; auto: float32 on CPU, bfloat16 on GPU", choices=DTYPES
+        "auto", "of the forward pass; auto: float32 on CPU, bfloat16 on GPU", choices=DTYPES
+    )
+    lm_head_dtype: str = setting(
+        "auto",
+        "of the LM head's product; auto: dtype; float32 is slower and nearer to exact logprobs",
+        choices=DTYPES,
     )
     moe_enable_routing_replay: bool = setting(
         False, "mixture of experts: tokens go to the experts that the engine sent them to"

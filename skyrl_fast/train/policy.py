@@ -41,6 +41,7 @@ class Policy:
         temperature: of the sampler, so that logprobs are those of the sampling distribution.
         max_tokens_per_microbatch: most padded tokens of one forward pass.
         dtype: of the forward pass; the weights are float32.
+        head_dtype: of the LM head's product; None: the forward pass's.
         router_replay: tokens go to the experts that the sampler recorded; see `RouterReplay`.
         tree: rows go through the model as prefix trees, each distinct token of a prompt once.
 
@@ -56,6 +57,7 @@ class Policy:
         temperature: float = 1.0,
         max_tokens_per_microbatch: int = 16384,
         dtype: torch.dtype = torch.float32,
+        head_dtype: torch.dtype | None = None,
         router_replay: bool = False,
         tree: bool = False,
     ) -> None:
@@ -63,6 +65,7 @@ class Policy:
         self.temperature = temperature
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.dtype = dtype
+        self.head_dtype = head_dtype or dtype
         self._replay = RouterReplay(model) if router_replay else None
         if self._replay is not None and _checkpoints_gradients(model):
             _checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
@@ -89,10 +92,8 @@ class Policy:
         with self._autocast(), self._replayed(micro):
             hidden = last_hidden_states(self.model.base_model, micro, self.device)
         hidden = hidden.index_select(0, micro.hidden_index.to(self.device))
-        weight = self.model.get_output_embeddings().weight.to(hidden.dtype)
         result: Any = linear_logprob(
-            hidden,
-            weight,
+            *self._head_operands(hidden),
             micro.target_ids.to(self.device),
             temperature=self.temperature,
             return_entropy=return_entropy,
@@ -129,8 +130,7 @@ class Policy:
         ids = torch.tensor([token_ids], device=self.device)
         with torch.no_grad(), self._autocast(), self._at_routes(ids, expert_indices):
             hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
-            weight = self.model.get_output_embeddings().weight.to(hidden.dtype)
-            values: Any = linear_logprob(hidden.contiguous(), weight, ids[0, 1:])
+            values: Any = linear_logprob(*self._head_operands(hidden.contiguous()), ids[0, 1:])
             return values.tolist()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -175,6 +175,12 @@ class Policy:
         if self.dtype == torch.float32 or self.model.dtype == torch.float64:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def _head_operands(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return hidden states and the head's weight in the dtype of their product."""
+        dtype = torch.float64 if self.model.dtype == torch.float64 else self.head_dtype
+        # Norms leave float32 under autocast: as they are, they would slow the largest product.
+        return hidden.to(dtype), self.model.get_output_embeddings().weight.to(dtype)
 
     def _check_head(self) -> None:
         """The head is applied by us: its result must be what the model itself computes."""

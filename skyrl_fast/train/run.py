@@ -199,7 +199,7 @@ def _parts(config: Config, checkpoint: Path | None) -> tuple[Parts, str]:
     assert start_path is not None
     model_path = start_path if checkpoint is None else str(checkpoint / "policy")
     device = _device(settings.device)
-    dtype = _dtype(settings.policy.dtype, device)
+    dtype, head = _dtype(settings.policy.dtype, device), settings.policy.lm_head_dtype
 
     def policy_of(path: str, *, trained: bool) -> Policy:
         model = load_model(
@@ -210,6 +210,7 @@ def _parts(config: Config, checkpoint: Path | None) -> tuple[Parts, str]:
             temperature=config.generator.sampling_params.temperature,
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
             dtype=dtype,
+            head_dtype=dtype if head == "auto" else getattr(torch, head),
             # The reference chooses its own experts: what it would have done is what is asked.
             router_replay=trained and settings.policy.moe_enable_routing_replay,
             tree=settings.rows == "tree",

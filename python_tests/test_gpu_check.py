@@ -50,7 +50,7 @@ def test_every_tool_runs_and_a_finding_is_the_exit_status(
     assert "pytest -m gpu: passed" in said and "memcheck: passed" in said
     assert "initcheck: passed" in said and "racecheck: failed with status 9" in said
     logs = {path.stem: path.read_text() for path in gpu_check.BUILD.glob("*.log")}
-    assert logs.keys() == {"pytest", "memcheck", "racecheck", "initcheck"}
+    assert logs.keys() == {"pytest", *gpu_check.TOOLS}
     assert "-m pytest -q -m gpu -k advantage\n" in logs["pytest"]
     for tool in gpu_check.TOOLS:
         assert "no caching: 1" in logs[tool] and f"--tool {tool} --error-exitcode 9" in logs[tool]

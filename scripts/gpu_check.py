@@ -1,6 +1,6 @@
 """The tests that need a GPU, plain and then under NVIDIA's compute-sanitizer: make gpu-check.
 
-    python -m scripts.gpu_check [--tools memcheck,racecheck,initcheck] [-k EXPRESSION]
+    python -m scripts.gpu_check [--tools memcheck,racecheck,initcheck,synccheck] [-k EXPRESSION]
 
 The sanitizer's tools run side by side, over the tests of the CUDA kernels. Everything runs to its
 end, and the exit status says whether all passed. Without a GPU nothing is checked, which is an
@@ -21,9 +21,10 @@ from scripts.op_tests import EMULATED_TESTS
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "gpu_check"
-TOOLS = ("memcheck", "racecheck", "initcheck")
-# Graphs need the caching allocator, which hides errors; 2^31 elements would take the tools hours.
-NOT_UNDER_TOOLS = "not graph and not offsets_beyond and not compile"
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# Graphs need the caching allocator, which hides errors; 2^31 elements, and the test of twenty losses
+# over the largest vocabularies, would take the tools hours.
+NOT_UNDER_TOOLS = "not graph and not offsets_beyond and not compile and not twenty"
 LAST_LINES = 15
 
 

@@ -22,8 +22,8 @@ from scripts.op_tests import EMULATED_TESTS
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "gpu_check"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Graphs need the caching allocator, which hides errors; 2^31 elements, and the test of twenty losses
-# over the largest vocabularies, would take the tools hours.
+# Graphs need the caching allocator, which hides errors; 2^31 elements, and twenty losses over the
+# largest vocabularies, would take the tools hours.
 NOT_UNDER_TOOLS = "not graph and not offsets_beyond and not compile and not twenty"
 LAST_LINES = 15
 

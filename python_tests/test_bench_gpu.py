@@ -109,6 +109,12 @@ def test_a_slow_call_is_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rounds(1e4) == (1, 1)
 
 
+def test_a_part_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["report", "--device", "cpu", "--tiny", "--only", "nothing"])
+    with pytest.raises(SystemExit, match="no group's name holds 'nothing'"):
+        report.main()
+
+
 def test_parts_of_a_run_join(tmp_path: Path) -> None:
     def saved(machine: str, group: str, ms: float) -> list[tuple[str, float]]:
         entry = {"group": group, "contender": "x", "skipped": "", "floor_ms": ms}

@@ -52,6 +52,8 @@ def main() -> None:
     for report in measured(options.device, tiny=options.tiny, only=options.only):
         if saves:  # after every case: a run that is cut off keeps what it has
             save(report, options.out)
+    if not report:
+        sys.exit(f"bench-gpu: no group's name holds {options.only!r}")
     print(table(report))
     failed = [
         f"{e['group']}, {e['contender']}"

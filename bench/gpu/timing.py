@@ -76,17 +76,18 @@ class Stopwatch:
 
         The longer a call takes, the fewer rounds it gets; a very long one is made once.
         """
+
+        def prepared() -> float:
+            prepare()
+            return self.once(call)
+
         prepare()
         once, peak = self.with_peak(call)
-        rounds = min(self.rounds, round(LONGEST_MS / once))
-        times = [once]
+        times, rounds = [once], min(self.rounds, round(LONGEST_MS / once))
         if rounds > 1:
-            times = []
-            for number in range(-min(WARM_UP, rounds), rounds):
-                prepare()
-                milliseconds = self.once(call)
-                if number >= 0:
-                    times.append(milliseconds)
+            for _ in range(min(WARM_UP, rounds)):
+                prepared()
+            times = [prepared() for _ in range(rounds)]
         times.sort()
         tenth = len(times) // 10
         return Timing(statistics.median(times), times[tenth], times[-1 - tenth], len(times), peak)

@@ -99,9 +99,19 @@ __global__ void __launch_bounds__(kThreads)
   if (f == 1.0f) return;
   for (int64_t r = blockIdx.x; r < rows.num_rows; r += gridDim.x) {
     T* row = reinterpret_cast<T*>(rows.row(r));
-    for (int64_t i = threadIdx.x; i < rows.vocab; i += kThreads) {
-      row[i] = from_float<T>(to_float(row[i]) * f);
+    const RowSplit<T> split(row, rows.vocab);
+    for (int64_t k = threadIdx.x; k < split.num_vectors; k += kThreads) {
+      T* at = row + split.first_of(k);
+      Vector v = load_vector(at);
+      float x[RowSplit<T>::kPerVector];
+      unpack(v, x, at);
+#pragma unroll
+      for (float& value : x) value *= f;
+      pack(x, &v, at);
+      store_vector(at, v);
     }
+    const int64_t single = split.single(threadIdx.x, rows.vocab);
+    if (single >= 0) row[single] = from_float<T>(to_float(row[single]) * f);
   }
 }
 

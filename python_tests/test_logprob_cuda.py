@@ -209,6 +209,20 @@ def test_every_loss_equals_the_reference(gpu: str, loss: str, kl: str | None) ->
     assert_loss_equals(got, exact_loss_and_grad(case, **options), rtol=3e-5, atol=6e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 7, 8, 9, 31, 300])
+def test_rows_are_scaled_wherever_they_begin(
+    emulated_gpu: ModuleType, vocab: int, dtype: torch.dtype
+) -> None:
+    wide = made(5, vocab + 3, dtype)[0]
+    for begin in range(4):
+        rows = wide.clone()
+        emulated_gpu.scale_rows_cuda(rows[:, begin : begin + vocab], torch.tensor([0.3]), 0)
+        want = wide.clone()
+        want[:, begin : begin + vocab] = (want[:, begin : begin + vocab].float() * 0.3).to(dtype)
+        assert torch.equal(rows, want)
+
+
 # (vocab, dtype, compute capability) -> vectors, threads, cluster: each way to take a row
 PLANS = [
     (33, torch.bfloat16, 9, (8, 256, 1)),

@@ -6,6 +6,7 @@ OP_TESTS = (
     "cell_rows",
     "credit_tokens",
     "credit_turns",
+    "linear_logprob",
     "logprob",
     "masked_logprob_loss",
     "merge",

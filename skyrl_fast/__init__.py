@@ -26,7 +26,8 @@ from skyrl_fast.ops.credit_turns import (
     turn_group_advantage,
     turn_level_returns,
 )
-from skyrl_fast.ops.logprob import linear_logprob, selected_logprob
+from skyrl_fast.ops.linear_logprob import linear_logprob
+from skyrl_fast.ops.logprob import selected_logprob
 from skyrl_fast.ops.masked_logprob_loss import MaskedLogprobLoss, masked_logprob_loss
 from skyrl_fast.ops.merge import MergePlan, merge_steps
 from skyrl_fast.ops.pack import pack_steps, pad_steps, unpack_steps

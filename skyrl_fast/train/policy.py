@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import OptimizerConfig
-from skyrl_fast.ops.logprob import linear_logprob
+from skyrl_fast.ops.linear_logprob import linear_logprob
 from skyrl_fast.train.micro_batch import MicroBatch, plan_micro_batches, response_positions
 from skyrl_fast.train.router_replay import RouterReplay
 from skyrl_fast.train.tree_forward import last_hidden_states, padded_trees, prepare_for_trees

@@ -20,14 +20,18 @@ from skyrl_fast.train.sinks import read_metrics
 CHANGING = ("timing/", "generate/trajectory")  # the clock's
 
 
+def fill(folder: Path, monkeypatch: pytest.MonkeyPatch, *, num_prompts: int) -> Path:
+    """A folder with a model and prompts, and no real tokenizer."""
+    tiny_model().save_pretrained(folder / "model")
+    write_prompts(folder / "train.jsonl", num_prompts)
+    write_prompts(folder / "val.jsonl", 4)
+    monkeypatch.setattr(run_module, "load_tokenizer", lambda path: FakeTokenizer())
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model, prompts and no real tokenizer."""
-    tiny_model().save_pretrained(tmp_path / "model")
-    write_prompts(tmp_path / "train.jsonl", 8)
-    write_prompts(tmp_path / "val.jsonl", 4)
-    monkeypatch.setattr(run_module, "load_tokenizer", lambda path: FakeTokenizer())
-    return tmp_path
+    return fill(tmp_path, monkeypatch, num_prompts=8)
 
 
 def settings(folder: Path, name: str, *overrides: str) -> Config:

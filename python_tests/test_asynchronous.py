@@ -22,7 +22,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from _fakes import FakeRollouts, FakeTokenizer, tiny_model, write_prompts
+from _fakes import FakeRollouts, tiny_model
+from _training import fill
 
 from skyrl_fast.config import Config
 from skyrl_fast.config.loading import load_config
@@ -42,12 +43,7 @@ CHANGING = ("timing/", "generate/trajectory", "async/num_groups_r")  # the clock
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model, prompts and no real tokenizer."""
-    tiny_model().save_pretrained(tmp_path / "model")
-    write_prompts(tmp_path / "train.jsonl", 24)
-    write_prompts(tmp_path / "val.jsonl", 4)
-    monkeypatch.setattr(run_module, "load_tokenizer", lambda path: FakeTokenizer())
-    return tmp_path
+    return fill(tmp_path, monkeypatch, num_prompts=24)
 
 
 def settings(folder: Path, name: str, *overrides: str, staleness: int = 1) -> Config:

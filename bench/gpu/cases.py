@@ -118,7 +118,7 @@ def linear_cases(size: Size, vocab: int, device: str, dtype: torch.dtype) -> Ite
     targets = torch.randint(0, vocab, (size.tokens,), generator=g, device=device)
     mask = torch.rand(size.tokens, generator=g, device=device) < TRAINED_SHARE
 
-    def backward(function: peers.MaskedFunction, count: int | None = None) -> list[torch.Tensor]:
+    def backward(function: peers.LinearFunction, count: int | None = None) -> list[torch.Tensor]:
         h, w = hidden[:count].detach().requires_grad_(), weight.detach().requires_grad_()
         function(h, w, targets[:count]).backward()
         assert h.grad is not None and w.grad is not None

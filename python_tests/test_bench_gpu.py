@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.baselines.padded_rows import row_bounds, varlen_attention
-from bench.gpu import cases, plot, report, tree_cases
+from bench.gpu import cases, linear_cases, logit_cases, peers, plot, report, tree_cases
 from bench.gpu.case import OURS, Case, within
 from bench.gpu.timing import Ceilings, Stopwatch
 from skyrl_fast.ops.tree_attention import plan_tree_attention, tree_attention
@@ -30,9 +30,9 @@ CEILINGS = Ceilings(1e12, 1e10, 0.005)
 
 
 def test_every_case_of_ours_runs(emulated_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = {"F.cross_entropy": cases.peers.LOGPROB["F.cross_entropy"]}
-    monkeypatch.setattr(cases.peers, "LOGPROB", keep)  # no compiling here
-    for losses in (cases.peers.PPO, cases.peers.PPO_K3):
+    keep = {"F.cross_entropy": peers.LOGPROB["F.cross_entropy"]}
+    monkeypatch.setattr(peers, "LOGPROB", keep)  # no compiling here
+    for losses in (peers.PPO, peers.PPO_K3):
         monkeypatch.delitem(losses, "torch.compile TRL formulation")
     monkeypatch.setattr(tree_cases, "SHAPES", ("search",))
     *_, found = report.measured("cpu", tiny=True)
@@ -44,8 +44,8 @@ def test_every_case_of_ours_runs(emulated_gpu: ModuleType, monkeypatch: pytest.M
     assert unchecked == {"linear_logprob forward"}  # its gradients are, in the groups before it
     trees = [e for e in found["entries"] if e["group"].startswith("prefix tree: agents")]
     assert {e["error"] < 1e-3 for e in trees if "tokens" in e} == {True}
-    peers = [e for e in found["entries"] if "formulation" in e["contender"]]
-    assert len(peers) == 3 and all(e["error"] < 1e-5 for e in peers)
+    others = [e for e in found["entries"] if "formulation" in e["contender"]]
+    assert len(others) == 3 and all(e["error"] < 1e-5 for e in others)
     text = report.table(found)
     assert "no measurement" in text and "| F.cross_entropy |" in text
     for work in (
@@ -59,9 +59,22 @@ def test_every_case_of_ours_runs(emulated_gpu: ModuleType, monkeypatch: pytest.M
         assert any(work in group for group in groups)
 
 
+def test_groups_that_are_not_wanted_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unwanted(*_: object, **__: object) -> None:
+        raise AssertionError("made data of a group that is not wanted")
+
+    monkeypatch.setattr(logit_cases.Logits, "random", unwanted)
+    monkeypatch.setattr(linear_cases.Head, "random", unwanted)
+    monkeypatch.setattr(tree_cases, "policy", unwanted)
+    *_, found = report.measured("cpu", tiny=True, only="policy_loss PPO + k3")
+    assert {e["group"] for e in found["entries"]} == {"policy_loss PPO + k3 5 x (7 + 4)"}
+    with pytest.raises(AssertionError, match="not wanted"):
+        list(report.measured("cpu", tiny=True, only="linear_logprob forward"))
+
+
 def test_a_peer_that_is_missing_is_said(emulated_gpu: ModuleType) -> None:
     def missing() -> None:
-        cases.peers.needs("no_such_package", "x")
+        peers.needs("no_such_package", "x")
 
     case = Case("g", "peer", missing, 0.0)
     found = report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), CEILINGS)

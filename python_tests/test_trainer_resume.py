@@ -6,19 +6,25 @@ import asyncio
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
-from _fakes import FakeRollouts, write_prompts
+from _fakes import FakeRollouts, tiny_model, write_prompts
 from _training import Recorder, settings, steady, train
 from _training import folder as folder  # a fixture
 
+from skyrl_fast.config import Config
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.checkpoint import RunInUseError, checkpoints
+from skyrl_fast.train.policy import Policy
 from skyrl_fast.train.run import SetupError, run_training
+from skyrl_fast.train.sinks import read_metrics
+from skyrl_fast.trajectory_store import read_index
 
 
 class DiedError(Exception):
@@ -114,5 +120,101 @@ def test_a_run_whose_engine_did_not_start_leaves_the_folder_free(folder: Path) -
 def test_resuming_with_other_data_is_refused(folder: Path) -> None:
     train(settings(folder, "run", "trainer.epochs=1"))
     write_prompts(folder / "train.jsonl", 12)
-    with pytest.raises(ValueError, match="num_prompts=8, this run has 12"):
+    with pytest.raises(SetupError, match="num_prompts=8, this run has 12"):
         train(settings(folder, "run", "trainer.resume_mode=latest"))
+
+
+@pytest.mark.parametrize(
+    ("where", "version"),
+    [
+        ("stopped in eval", 0),
+        ("stopped in train", 0),
+        ("stopped in eval", 4),  # the last one
+        ("failed in eval", 2),
+        ("failed in sync", 3),
+    ],
+)
+@pytest.mark.spec("8.8", "14.18")
+def test_a_step_that_was_broken_off_after_its_update_is_evaluated_and_reported_once(
+    folder: Path, where: str, version: int
+) -> None:
+    expected = train(settings(folder, "whole", "trainer.epochs=2"))
+    how, _, phase_of_end = where.partition(" in ")
+    ends = [how]
+
+    class Ends(FakeRollouts):
+        async def before_batch(self, step: int, phase: str) -> None:
+            if phase == phase_of_end and self.version == version and ends:
+                if ends.pop() == "failed":
+                    raise RuntimeError("the engine is gone")
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.sleep(60)  # cancelled by the stop
+
+        async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
+            if phase_of_end == "sync" and version == 3 and ends:
+                ends.pop()
+                raise RuntimeError("the engine is gone")
+            return await super().update_weights(policy, version=version)
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        return Ends(config, tiny_model(seed=1))
+
+    if how == "failed":
+        with pytest.raises(RuntimeError, match="the engine is gone"):
+            run_training(settings(folder, "run", "trainer.epochs=2"), make_rollouts=make)
+    else:
+        assert (
+            run_training(settings(folder, "run", "trainer.epochs=2"), make_rollouts=make).step
+            == version
+        )
+    assert checkpoints(folder / "run/checkpoints")[-1][0] == version
+    going_on = settings(folder, "run", "trainer.epochs=2", "trainer.resume_mode=latest")
+    resumed = run_training(going_on, make_rollouts=make)
+    assert not ends
+    assert steady(resumed.metrics) == steady(expected.metrics)
+    assert (resumed.before, resumed.after) == (expected.before, expected.after)
+    stored = [
+        [(e.phase, e.step, e.uid, e.repetition_id, e.reward) for e in read_index(folder / run)]
+        for run in ("run", "whole")
+    ]
+    assert stored[0] == stored[1]
+    # Now that it is reported, its checkpoint says so: going on once more repeats nothing.
+    again = train(going_on)
+    assert steady(again.metrics) == steady(expected.metrics)
+
+
+def test_an_evaluation_is_no_part_of_its_steps_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    class Slow(FakeRollouts):
+        async def before_batch(self, step: int, phase: str) -> None:
+            now[0] += 1000.0 if phase == "eval" else 10.0
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        return Slow(config, tiny_model(seed=1))
+
+    parts = partial(run_module.Parts, clock=lambda: now[0])
+    monkeypatch.setattr(run_module, "Parts", parts)
+    outcome = run_training(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
+    row = read_metrics(outcome.metrics)[2]
+    assert (row["timing/step"], row["timing/eval"]) == (10.0, 1000.0)
+    assert row["timing/tokens_per_second"] == row["generate/batch_num_tokens"] / 10.0
+
+
+@pytest.mark.spec("12.30")
+def test_going_on_from_a_path_where_later_checkpoints_lie_is_refused(folder: Path) -> None:
+    expected = steady(train(settings(folder, "run")).metrics)
+    chosen = folder / "run/checkpoints/step_000002"
+    again = settings(
+        folder, "run", "trainer.resume_mode=from_path", f"trainer.resume_path={chosen}"
+    )
+    with pytest.raises(SetupError, match=r"after step 2 .* got step_000004, step_000006: move"):
+        train(again)
+    assert steady(folder / "run/metrics.jsonl") == expected  # nothing was touched
+    for later in ("step_000004", "step_000006"):
+        shutil.rmtree(folder / "run/checkpoints" / later)
+    named = chosen.rename(folder / "the one")  # a checkpoint's name says nothing
+    again.trainer.resume_path = str(named)
+    assert steady(train(again).metrics) == expected

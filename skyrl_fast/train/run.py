@@ -22,6 +22,7 @@ from skyrl_fast.train.checkpoint import (
     checkpoints,
     latest_checkpoint,
     locked_run,
+    read_json,
     write_json,
 )
 from skyrl_fast.train.critic import make_critic
@@ -114,13 +115,11 @@ def _run(
             project=config.trainer.project_name,
             run_name=config.trainer.run_name,
             config=to_dict(config),
-            last_step=-1 if checkpoint is None else _step_of(checkpoint),
+            last_step=_last_reported(checkpoint),
         )
     write_json(run_path / "config.json", to_dict(config))
     steps = total_steps(config, len(parts.train_prompts))
-    display = ProgressDisplay(
-        total_steps=steps, start_step=0 if checkpoint is None else _step_of(checkpoint)
-    )
+    display = ProgressDisplay(total_steps=steps, start_step=_step_of(checkpoint))
     try:
         progress, received = asyncio.run(
             _run_loop(config, parts, display, checkpoint, model_path, make_rollouts)
@@ -165,7 +164,8 @@ async def _run_loop(
     try:
         trainer = Trainer(config, parts, display)
         if checkpoint is not None:
-            trainer.restore(checkpoint)
+            with _as_setup_error():
+                trainer.restore(checkpoint)
             display.say(f"resuming after step {trainer.progress.step} from {checkpoint}")
         loop = asyncio.get_running_loop()
 
@@ -251,6 +251,13 @@ def _starting_point(config: Config) -> Path | None:
         path = Path(str(settings.resume_path))
         if not (path / "state.json").is_file():
             raise SetupError(f"trainer.resume_path: no checkpoint in {path}")
+        later = [other.name for step, other in checkpoints(folder) if step > _step_of(path)]
+        if later:
+            raise SetupError(
+                f"trainer.resume_path: wanted no checkpoint after step {_step_of(path)} in "
+                f"{folder}, got {', '.join(later)}: move or delete them, or choose another "
+                "trainer.run_path (or ckpt_path)"
+            )
         return path
     if settings.resume_mode == "latest":
         return latest_checkpoint(folder)
@@ -262,8 +269,16 @@ def _starting_point(config: Config) -> Path | None:
     return None
 
 
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
+def _step_of(checkpoint: Path | None) -> int:
+    return 0 if checkpoint is None else int(read_json(checkpoint / "state.json")["step"])
+
+
+def _last_reported(checkpoint: Path | None) -> int:
+    """Return the last step whose metrics were written before the checkpoint; -1: none."""
+    if checkpoint is None:
+        return -1
+    state = read_json(checkpoint / "state.json")
+    return int(state["step"]) - (state.get("unreported") is not None)
 
 
 def _device(name: str) -> torch.device:

@@ -104,6 +104,9 @@ class Trainer:
         self._saved_step = -1
         self._writer: TrajectoryWriter | None = None  # none: nothing is dumped
         self._whole = True  # weights, counters and data position belong together
+        # Metrics of the step that was trained, until it is reported; step 0's are its evaluation's.
+        first = settings.eval_before_train and parts.eval_prompts
+        self._unreported: dict[str, Any] | None = {} if first else None
         self._compute = Compute()
         self._beside = Beside(parts.clock)  # writes trajectories
         self._timed = Stopwatch(parts.clock, display.phase)
@@ -144,6 +147,7 @@ class Trainer:
         state = read_json(checkpoint / "state.json")
         self._sampler.restore(state["sampler"])
         self._kl_coef = state.get("kl_coef", self._kl_coef)
+        self._unreported = state.get("unreported")
         self._parts.optimizer.load(checkpoint / "optimizer.safetensors")
         if self._parts.critic is not None:
             self._parts.critic.restore(checkpoint / "critic")
@@ -161,7 +165,8 @@ class Trainer:
                 self._parts.tokenizer,
                 last_step=self.progress.step,
             )
-        await self._sync({})
+        synced: dict[str, Any] = {}
+        await self._sync(synced, {})
         warn_of_stale_tokens(self._config)
         self._flow = flow = GroupFlow(
             self._parts.rollouts,
@@ -174,9 +179,8 @@ class Trainer:
             last_version=self.total_steps,
             clock=self._parts.clock,
         )
-        if self.progress.step == 0 and settings.eval_before_train and self._parts.eval_prompts:
-            metrics = await self._evaluate()
-            self._report(metrics)
+        if self._unreported is not None:
+            await self._conclude(synced | self._unreported if self.progress.step else {})
         while not self._over():
             if self.stop.is_set():
                 raise StopRequested
@@ -210,23 +214,31 @@ class Trainer:
         # Only now, so that a step that was broken off is done again from its beginning.
         self._sampler, self._kl_coef = flow.consume(), kl_coef
         self.progress.step += 1
-        self._whole = True
-        await self._sync(metrics, times)
-        flow.advance(self.progress.step)
+        metrics["trainer/epoch"] = float(self._sampler.epoch)
+        self._whole, self._unreported = True, metrics
+        # Before anything that may fail: no checkpoint of this step is without them.
         storing = self._store("train", trajectories, batch, trainer_logprobs)
         await self._timed("store", times, storing)
         times["store_beside"] = self._beside.took()
+        await self._sync(metrics, times)
+        flow.advance(self.progress.step)
         self.progress.trajectories = trajectories
-        if self._due(self._config.trainer.eval_interval) and parts.eval_prompts:
-            metrics |= await self._evaluate()
-        times["step"] = parts.clock() - started - times.get("eval", 0.0)
+        times["step"] = parts.clock() - started
         metrics |= {f"timing/{name}": seconds for name, seconds in times.items()}
         metrics["timing/tokens_per_second"] = batch.num_tokens / times["step"]
-        metrics["trainer/epoch"] = float(self._sampler.epoch)
-        self._report(metrics)
-        if self._due(self._config.trainer.ckpt_interval):
-            self._save()
+        await self._conclude(metrics)
         return True
+
+    async def _conclude(self, metrics: dict[str, Any]) -> None:
+        """Evaluate where that is due, and report the step. A resumed run does what a stop left."""
+        first = self.progress.step == 0
+        if self._parts.eval_prompts and (first or self._due(self._config.trainer.eval_interval)):
+            metrics |= await self._evaluate()
+        self._report(metrics)
+        self._unreported = None
+        outdated = self._saved_step == self.progress.step  # that checkpoint says otherwise
+        if outdated or (not first and self._due(self._config.trainer.ckpt_interval)):
+            self._save()
 
     async def _sample(
         self, flow: GroupFlow, times: dict[str, float]
@@ -282,13 +294,9 @@ class Trainer:
         if self._parts.eval_prompts and not self._due(self._config.trainer.eval_interval):
             self._report(await self._evaluate())
 
-    async def _sync(self, metrics: dict[str, float], times: dict[str, float] | None = None) -> None:
-        self._display.phase("sync")
-        metrics |= await self._timed(
-            "sync",
-            {} if times is None else times,
-            self._parts.rollouts.update_weights(self._parts.policy, version=self.progress.step),
-        )
+    async def _sync(self, metrics: dict[str, Any], times: dict[str, float]) -> None:
+        work = self._parts.rollouts.update_weights(self._parts.policy, version=self.progress.step)
+        metrics |= await self._timed("sync", times, work)
 
     async def _evaluate(self) -> dict[str, float]:
         """Reward on the held-out prompts, sampled with the same seeds every time."""
@@ -359,6 +367,7 @@ class Trainer:
             "sampler": self._sampler.state(),
             "groups": {} if self._flow is None else self._flow.state(),
             "kl_coef": self._kl_coef,
+            "unreported": self._unreported,
             "random": save_random_state(folder / "random.safetensors"),
             "config": to_dict(self._config),
         }
@@ -371,10 +380,8 @@ class Trainer:
         try:
             self._save()
         except Exception:
-            logger.exception("no checkpoint after the error; the last one is %s", self._latest())
-
-    def _latest(self) -> Path | None:
-        return latest_checkpoint(self._checkpoints)
+            latest = latest_checkpoint(self._checkpoints)
+            logger.exception("no checkpoint after the error; the last one is %s", latest)
 
     # --- waiting ------------------------------------------------------------------------------
 

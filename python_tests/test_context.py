@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_envs import CountingEnv, ScriptedEngine, prompt_with, register_fakes, run, says
+from fake_envs import (
+    CountingEnv,
+    FakePrompt,
+    ScriptedEngine,
+    prompt_with,
+    register_fakes,
+    run,
+    says,
+)
 
 from skyrl_fast.rollout.context import ContextError, make_context, message_text
 from skyrl_fast.rollout.rollout_config import RolloutConfig
@@ -191,6 +199,31 @@ def test_a_template_that_rewrites_calls_is_refused_with_advice(tiny_tokenizer) -
     context.add_response([1, 2], message, replaced=False)
     with pytest.raises(ContextError, match="use context=retemplate"):
         context.add_observation(TOOL_ANSWERS)
+
+
+@pytest.mark.spec("3.23")
+def test_a_template_that_leaves_answers_out_is_refused_with_advice(tiny_tokenizer) -> None:
+    # What stands behind an answer that is not there would be the whole conversation once more.
+    forgetful = "{% for m in messages if m.role != 'assistant' %}[{{ m.content }}]{% endfor %}"
+    context = make_context("append", tiny_tokenizer, TASK, chat_template=forgetful)
+    context.add_response([1, 2], {"role": "assistant", "content": "x"}, replaced=False)
+    with pytest.raises(ContextError, match=r"leaves out or changes an answer .*=retemplate"):
+        context.add_observation([{"role": "user", "content": "seen"}])
+
+
+@pytest.mark.spec("3.23", "3.11")
+@pytest.mark.parametrize("context", ["append", "retemplate", "single"])
+def test_an_observation_that_no_tokenizer_takes_fails_its_trajectory_only(
+    tiny_tokenizer, context: str
+) -> None:
+    config = RolloutConfig(max_turns=2, context=context, max_retries=0)
+    engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
+    # A file name or a tool's output that was no UTF-8 holds such characters.
+    prompts = [FakePrompt("bad", env_extras={"observation": "caf\udce9"}), FakePrompt("good")]
+    bad, good = run(tiny_tokenizer, prompts, config, engine)
+    assert (bad.stop_reason, good.failure) == ("env_error", None)
+    assert bad.failure is not None and "the tokenizer refuses the messages' text" in bad.failure
+    assert CountingEnv.closed == ["", ""]
 
 
 def test_unknown_kind_is_refused(tiny_tokenizer) -> None:

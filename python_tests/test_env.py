@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_envs import CountingEnv, register_fakes
 
@@ -204,6 +205,7 @@ def test_sys_exit_in_an_environment_ends_only_its_call() -> None:
 GOOD = {"observations": [], "reward": 1, "done": False}
 
 
+@pytest.mark.spec("3.23")
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -212,6 +214,11 @@ GOOD = {"observations": [], "reward": 1, "done": False}
         ({**GOOD, "reward": float("nan")}, "reward: wanted a finite number, got nan"),
         ({**GOOD, "reward": "high"}, "reward: wanted a finite number, got 'high'"),
         ({**GOOD, "reward": None}, "reward: wanted a finite number, got None"),
+        ({**GOOD, "reward": 10**400}, "reward: wanted a finite number, got 1000"),
+        ({**GOOD, "reward": -1e39}, "reward: wanted a finite number, got -1e"),  # not in float32
+        ({**GOOD, "reward": np.ones(2)}, "reward: wanted a finite number, got array"),
+        ({**GOOD, "done": np.array([True, False])}, "done: wanted true or false, got array"),
+        ({"observations": [], 3: 4}, r"lacks reward, done; it has \['3', 'observations'\]"),
         ({**GOOD, "observations": [1]}, "wanted messages with role and content"),
         ({**GOOD, "observations": [{"role": "user"}]}, "wanted messages with role and content"),
         ({**GOOD, "postprocessed_action": 3}, "postprocessed_action: wanted text or an assistant"),

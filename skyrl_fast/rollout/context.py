@@ -17,7 +17,7 @@ _ANSWER = "ANSWER-4f1c9b"
 
 
 class ContextError(RuntimeError):
-    """The chat template refuses the messages, or rewrites what was to be appended to."""
+    """Template or tokenizer refuse the messages, or the template rewrites what they follow."""
 
 
 def message_text(message: Message) -> str:
@@ -113,7 +113,13 @@ class _Template:
 
     def token_ids(self, text: str) -> list[int]:
         """Tokens of a text whose special tokens the template has written."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        except Exception as error:  # a lone surrogate, for one, is in no vocabulary
+            raise ContextError(
+                f"the tokenizer refuses the messages' text ({len(text)} characters): "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def behind_answer(
         self, prompt: Sequence[Message], answer: Message, observation: Sequence[Message]
@@ -124,20 +130,30 @@ class _Template:
             marker += "-"
         plain = {"role": "assistant", "content": marker}
         if not answer.get("tool_calls"):
-            return self.text([*prompt, plain, *observation]).rpartition(marker)[2]
+            return _behind(marker, self.text([*prompt, plain, *observation]))
         # The sampled tokens hold the calls already; yet some templates want to see a tool's
         # answer behind the call that it answers. So: the end of a plain answer, and what is added
         # behind the one with calls.
-        closed = self.text([*prompt, plain], answer_next=False).rpartition(marker)[2]
+        closed = _behind(marker, self.text([*prompt, plain], answer_next=False))
         called = [*prompt, {**answer, "content": marker}]
-        before = self.text(called, answer_next=False).rpartition(marker)[2]
-        after = self.text([*called, *observation]).rpartition(marker)[2]
+        before = _behind(marker, self.text(called, answer_next=False))
+        after = _behind(marker, self.text([*called, *observation]))
         if not after.startswith(before):
             raise ContextError(
                 "the chat template rewrites an answer with tool calls when an observation follows: "
                 "use context=retemplate"
             )
         return closed + after[len(before) :]
+
+
+def _behind(marker: str, text: str) -> str:
+    _, found, behind = text.rpartition(marker)
+    if not found:
+        raise ContextError(
+            "the chat template leaves out or changes an answer when an observation follows: use "
+            "context=retemplate"
+        )
+    return behind
 
 
 class _AppendContext:

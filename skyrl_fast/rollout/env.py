@@ -21,6 +21,7 @@ from skyrl_fast.rollout.env_threads import EnvThreads
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
+LARGEST_REWARD = 3.4028234663852886e38  # of float32, in which rewards are trained
 
 
 class EnvError(RuntimeError):
@@ -327,13 +328,20 @@ def _answer(answer: Any, seconds: float, where: str) -> EnvAnswer:
         )
     absent = [key for key in ("observations", "reward", "done") if key not in answer]
     if absent:
-        raise EnvError(f"{where}: the answer lacks {', '.join(absent)}; it has {sorted(answer)}")
+        has = sorted(map(str, answer))
+        raise EnvError(f"{where}: the answer lacks {', '.join(absent)}; it has {has}")
     try:
         reward = float(answer["reward"])
-    except (TypeError, ValueError):
+    except Exception:  # of whatever it is: an array, a tensor, a huge integer
         reward = math.nan
-    if not math.isfinite(reward):
+    if not abs(reward) <= LARGEST_REWARD:
         raise EnvError(f"{where}: reward: wanted a finite number, got {answer['reward']!r:.100}")
+    try:
+        done = bool(answer["done"])
+    except Exception:  # an array of several has no truth
+        done = None
+    if done is None:
+        raise EnvError(f"{where}: done: wanted true or false, got {answer['done']!r:.100}")
     action = answer.get("postprocessed_action")
     if isinstance(action, Mapping) and _is_message(action) and action["role"] == "assistant":
         action = dict(action)
@@ -343,4 +351,4 @@ def _answer(answer: Any, seconds: float, where: str) -> EnvAnswer:
             f"{action!r:.200}"
         )
     messages = _messages(answer["observations"], where)
-    return EnvAnswer(messages, reward, bool(answer["done"]), action, seconds)
+    return EnvAnswer(messages, reward, done, action, seconds)

@@ -95,6 +95,16 @@ def test_unknown_key_gets_a_suggestion(override: str, wanted: str) -> None:
         ("trainer.seed", "wanted dotted.key=value"),
         ("+trainer.seed=1", "wanted dotted.key=value"),
         ("trainer.ckpt_path=${nothing.here}", "cannot be read"),
+        ("trainer.seed=1700000000000000000", "trainer.seed: wanted at most 4294967295, got 17"),
+        (
+            "generator.sampling_params.additional_kwargs={n: 2}",
+            "generator.sampling_params.additional_kwargs: wanted parameters of vLLM that are "
+            "neither settings nor the agent loop's own, got n",
+        ),
+        (
+            "generator.eval_sampling_params.additional_kwargs={temperature: 0.5}",
+            "generator.eval_sampling_params.additional_kwargs: wanted parameters of vLLM that",
+        ),
     ],
 )
 def test_wrong_values_name_the_key(override: str, wanted: str) -> None:

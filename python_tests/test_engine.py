@@ -116,6 +116,34 @@ def test_requests_carry_their_session_and_share_caches_within_one_version(
     assert [(w["seed"], w["temperature"], w["logprobs"]) for w in wanted] == [(5, 0.5, 0)] * 3
 
 
+@pytest.mark.spec("3.3", "3.24")
+def test_further_sampling_parameters_go_first_and_wrong_ones_fail_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.exceptions"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["vllm.v1.engine.exceptions"].EngineDeadError = KeyError  # type: ignore
+    engine = VllmEngine(VllmConfig("anything"))
+    engine._llm = FakeLlm()
+    wanted: list[dict[str, Any]] = []
+
+    def params(**kw: Any) -> None:
+        if "nonsense" in kw:
+            raise TypeError("Unexpected keyword argument 'nonsense'")
+        wanted.append(kw)
+
+    engine._sampling_params = params
+
+    async def ask(extra: dict[str, Any]) -> None:
+        sampling = SamplingParams(extra=extra)
+        await engine.generate([1, 2], sampling, session_id="a", policy_version=0)
+
+    asyncio.run(ask({"stop_token_ids": [5], "bad_words": ["x"]}))
+    assert (wanted[0]["stop_token_ids"], wanted[0]["bad_words"]) == ([5], ["x"])
+    with pytest.raises(EngineError, match=r"sampling parameters: Unexpected .* 'nonsense'"):
+        asyncio.run(ask({"nonsense": 1}))
+
+
 @pytest.mark.spec("12.29")
 @pytest.mark.parametrize("call", ["interrupt", "load_weights_file", "reset_prefix_cache"])
 def test_a_call_that_a_killed_engine_never_answers_ends(

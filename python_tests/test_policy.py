@@ -340,3 +340,26 @@ def test_a_trained_row_without_a_prompt_is_refused() -> None:
     batch = StepBatch.from_generator_output(output, step_wise=True)
     with pytest.raises(ValueError, match="row 0 is trained but has an empty prompt"):
         plan_micro_batches(batch, 100)
+
+
+def test_a_parameter_that_never_had_a_gradient_does_not_hinder_a_resume(tmp_path: Path) -> None:
+    def made() -> tuple[Policy, Optimizer]:
+        model = tiny_model()
+        model.unused = torch.nn.Parameter(torch.ones(3))  # as an expert that no token was sent to
+        policy = Policy(model)
+        return policy, Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=4)
+
+    def step(policy: Policy, optimizer: Optimizer) -> None:
+        policy.model(torch.tensor([[1, 2, 3]])).logits.square().sum().backward()
+        optimizer.step()
+
+    policy, optimizer = made()
+    step(policy, optimizer)
+    optimizer.save(tmp_path / "optimizer.safetensors")
+    again, resumed = made()
+    again.model.load_state_dict(policy.model.state_dict())
+    resumed.load(tmp_path / "optimizer.safetensors")
+    step(policy, optimizer)
+    step(again, resumed)
+    for one, two in zip(policy.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, two)

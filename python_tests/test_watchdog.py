@@ -105,7 +105,13 @@ class Deaf:
 
 
 async def run_deaf(
-    tokenizer: Any, deaf: dict[int, int], *, samples: int = 3, retries: int = 1, slots: int = 8
+    tokenizer: Any,
+    deaf: dict[int, int],
+    *,
+    samples: int = 3,
+    retries: int = 1,
+    slots: int = 8,
+    phase: str = "train",
 ) -> tuple[GroupRunner, list[Trajectory] | Exception]:
     """One group; the clock runs ten deadlines ahead whenever nothing else happens."""
     clock = Clock()
@@ -116,7 +122,10 @@ async def run_deaf(
         tokenizer,
         factory,
         RolloutConfig(
-            n_samples_per_prompt=samples, max_retries=retries, max_concurrent_trajectories=slots
+            n_samples_per_prompt=samples,
+            eval_n_samples_per_prompt=samples,
+            max_retries=retries,
+            max_concurrent_trajectories=slots,
         ),
         seed=0,
         gate=WeightGate(),
@@ -133,7 +142,7 @@ async def run_deaf(
     passing = asyncio.create_task(time_passes())
     prompt = FakePrompt("p", env_extras={"turns": 1})
     try:
-        return runner, await runner.group(prompt, phase="train", policy_version=0)
+        return runner, await runner.group(prompt, phase=phase, policy_version=0)
     except GroupDroppedError as error:
         return runner, error
     finally:
@@ -171,6 +180,14 @@ def test_a_group_of_which_nothing_came_back_is_dropped(tiny_tokenizer: Any) -> N
     _, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 9, 1: 9}, samples=2, retries=0))
     assert isinstance(got, GroupDroppedError)
     assert "group p: all 2 trajectories were stuck" in str(got)
+
+
+@pytest.mark.spec("12.14")
+def test_in_an_evaluation_a_group_of_which_nothing_came_back_stays(tiny_tokenizer: Any) -> None:
+    _, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 9, 1: 9}, samples=2, retries=0, phase="eval"))
+    assert isinstance(got, list)
+    assert [(t.phase, t.steps, t.stop_reason) for t in got] == [("eval", [], "timeout")] * 2
+    assert all(t.failure == "stuck past every deadline, and given up" for t in got)
 
 
 @pytest.mark.spec("12.13")

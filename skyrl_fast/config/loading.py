@@ -52,6 +52,14 @@ _SKYRL_ONLY = {
     "generator.sampling_params.logprobs": "the sampled token's logprob is always taken; remove it",
 }
 
+# Parameters of vLLM that the settings or the agent loop give.
+_OWN_SAMPLING = frozenset(
+    (
+        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"),
+        *("seed", "n", "logprobs", "include_stop_str_in_output", "detokenize", "output_kind"),
+    )
+)
+
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file, applies dotted overrides, and returns the checked settings.
@@ -139,11 +147,22 @@ def check_config(config: Config) -> None:
     _check_credit(config)
     _check_engines(generator.inference_engine)
     _check_rows(config)
+    for name in ("sampling_params", "eval_sampling_params"):
+        _check_sampling(f"generator.{name}", getattr(generator, name))
     if generator.sampling_params.temperature == 0:
         raise ConfigError("generator.sampling_params.temperature: wanted > 0 in training, got 0")
     if trainer.eval_interval == 0 or trainer.ckpt_interval == 0 or trainer.max_ckpts_to_keep == 0:
         raise ConfigError(
             "trainer.eval_interval, ckpt_interval, max_ckpts_to_keep: wanted >= 1 or -1, got 0"
+        )
+
+
+def _check_sampling(key: str, sampling: SamplingParams | None) -> None:
+    """What a setting says, and what the agent loop relies on, is not said a second time."""
+    for name in sorted(_OWN_SAMPLING & set(sampling.additional_kwargs if sampling else ())):
+        raise ConfigError(
+            f"{key}.additional_kwargs: wanted parameters of vLLM that are neither settings nor "
+            f"the agent loop's own, got {name}"
         )
 
 

@@ -220,7 +220,9 @@ class TrainerConfig:
     critic: CriticConfig = setting(CriticConfig, "the model that estimates values")
     algorithm: AlgorithmConfig = setting(AlgorithmConfig, "what is optimised")
     fully_async: FullyAsyncConfig = setting(FullyAsyncConfig, "generation beside training")
-    seed: int = setting(42, "of data order, sampling and initialisation", at_least=0)
+    seed: int = setting(
+        42, "of data order, sampling and initialisation", at_least=0, at_most=2**32 - 1
+    )
     epochs: int = setting(1, "passes over the training prompts", at_least=1)
     max_training_steps: int | None = setting(None, "stop after so many batches", at_least=1)
     train_batch_size: int = setting(64, "prompts per batch", at_least=1)

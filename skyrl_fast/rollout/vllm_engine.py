@@ -136,23 +136,27 @@ class VllmEngine:
         recording = self._config.enable_return_routed_experts
         start = sampling.expert_indices_start if recording else 0
         known = {"routed_experts_prompt_start": start} if recording else {}
-        params = self._sampling_params(
-            max_tokens=sampling.max_generate_length,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            stop=list(sampling.stop) or None,
-            stop_token_ids=list(sampling.stop_token_ids) or None,
-            include_stop_str_in_output=True,
-            seed=sampling.seed,
-            logprobs=0,
-            detokenize=bool(sampling.stop),
-            output_kind=self._final_only,
+        wanted = {
+            "max_tokens": sampling.max_generate_length,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop": list(sampling.stop) or None,
+            "stop_token_ids": list(sampling.stop_token_ids) or None,
+            "include_stop_str_in_output": True,
+            "seed": sampling.seed,
+            "logprobs": 0,
+            "detokenize": bool(sampling.stop),
+            "output_kind": self._final_only,
             **known,
             **sampling.extra,
-        )
+        }
+        try:
+            params = self._sampling_params(**wanted)
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"vLLM refuses the sampling parameters: {error}") from error
         output = await self._run(prompt_token_ids, params, session_id, f"policy-{policy_version}")
         answer = output.outputs[0]
         token_ids = list(answer.token_ids)

@@ -7,6 +7,7 @@ autocast. A response tokens of a batch, M trained tokens, H hidden size, V vocab
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 from collections.abc import Iterator
@@ -271,14 +272,20 @@ class Optimizer:
             if parameter in self._adamw.state
             for key in MOMENTS
         }
-        save_file(tensors, str(path), metadata={"step_count": str(self.step_count)})
+        unmoved = [name for name, parameter in self._named if parameter not in self._adamw.state]
+        facts = {"step_count": str(self.step_count), "without_gradient": json.dumps(unmoved)}
+        save_file(tensors, str(path), metadata=facts)
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote. ValueError if a parameter is missing or has another shape."""
         tensors = load_file(str(path))
         with safe_open(str(path), framework="pt") as file:
-            self.step_count = int(file.metadata()["step_count"])
+            facts = file.metadata()
+        self.step_count = int(facts["step_count"])
+        unmoved = set(json.loads(facts.get("without_gradient", "[]")))
         for name, parameter in self._named:
+            if name in unmoved:
+                continue
             if tensors and f"{name}.exp_avg" not in tensors:
                 raise ValueError(f"{path}: no optimizer state for {name}: another model?")
             if tensors and tensors[f"{name}.exp_avg"].shape != parameter.shape:

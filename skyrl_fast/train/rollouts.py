@@ -25,7 +25,7 @@ class Rollouts(Protocol):
             phase: "train" or "eval".
 
         Raises:
-            GroupDroppedError: nothing of a prompt's group ever came back.
+            GroupDroppedError: nothing of a prompt's group ever came back, in training.
         """
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:

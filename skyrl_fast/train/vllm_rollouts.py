@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -170,18 +171,23 @@ class VllmRollouts:
 
         return WeightSync(
             engine,
-            probe=self._probe(),
+            probe=self._probe,
             trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
             replayed_logprobs=replayed if policy.router_replay else None,
             tolerance=self._config.trainer.sync_tolerance or TOLERANCES[dtype],
         )
 
+    @cached_property
     def _probe(self) -> list[list[int]]:
+        """Beginnings of the first prompts; at the engine one token is sampled behind them."""
+        sampling = self._config.generator.sampling_params
+        longest = settings.max_input_length(self._config) + sampling.max_generate_length - 1
         prompts = load_prompts(self._config.data.train_data, default_env_class="")
         probe = []
         for prompt in prompts[:PROBE_SEQUENCES]:
             text = "\n".join(str(message["content"]) for message in prompt.messages)
-            ids = self._tokenizer.encode(text, add_special_tokens=False)[:PROBE_TOKENS]
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            ids = ids[: min(PROBE_TOKENS, longest)]
             probe.append(ids if len(ids) > 1 else [0, 1])
         return probe
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import subprocess
 import sys
@@ -9,13 +10,14 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from skyrl_fast.integrations import skyrl
 from skyrl_fast.integrations.skyrl import ray_workers, switch
-from skyrl_fast.integrations.skyrl.names import KEPT, TARGETS, Target
+from skyrl_fast.integrations.skyrl.names import KEPT, PPO, TARGETS, Target
 from skyrl_fast.integrations.skyrl.source import fingerprint, plain_text
 
 PREPROCESS = '''
@@ -105,6 +107,59 @@ def test_an_unknown_text_stays_and_is_named(fake_skyrl: Path) -> None:
     assert "SkyRL 9.9" in str(caught[0].message)
     assert "make_router_padding_mask" in str(report) and "kept" in str(report)
     assert set(KEPT) <= set(report.names("kept"))
+
+
+@pytest.mark.spec("17.11")
+def test_a_users_wrapper_around_a_known_text_stays(
+    fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = importlib.import_module("skyrl.train.dataset.preprocess")
+    theirs = home.compute_prompt_boundaries
+
+    @functools.wraps(theirs)
+    def mine(uids: list[str]) -> str:
+        return "mine, then " + theirs(uids)
+
+    monkeypatch.setattr(home, "compute_prompt_boundaries", mine)
+    with pytest.warns(skyrl.SkyRLFastWarning, match="compute_prompt_boundaries"):
+        report = skyrl.install(ray_workers=False)
+    assert report.row("compute_prompt_boundaries").state == "kept"
+    trainer = importlib.import_module("skyrl.train.trainer")
+    assert trainer.boundaries(["a"]) == "mine, then theirs"
+
+
+@pytest.mark.spec("17.11")
+def test_a_users_wrapper_in_a_registry_stays(
+    fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = importlib.import_module("skyrl.train.dataset.preprocess").compute_prompt_boundaries
+    decorated = torch.no_grad()(theirs)
+    mine = functools.wraps(theirs)(lambda uids: "mine")
+    functions = {"theirs": theirs, "decorated": decorated, "mine": mine}
+    module = SimpleNamespace(PolicyLossRegistry=SimpleNamespace(_functions=functions))
+    monkeypatch.setitem(sys.modules, PPO[0], module)  # type: ignore[arg-type]
+    with pytest.warns(skyrl.SkyRLFastWarning, match="make_router_padding_mask"):
+        skyrl.install(ray_workers=False)
+    ours = skyrl.compute_prompt_boundaries
+    assert functions == {"theirs": ours, "decorated": ours, "mine": mine}
+    skyrl.uninstall()
+    assert functions == {"theirs": theirs, "decorated": decorated, "mine": mine}
+
+
+@pytest.mark.spec("17.12")
+def test_uninstalling_leaves_our_functions_to_those_who_had_them(
+    fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = skyrl.compute_prompt_boundaries
+    users = ModuleType("users_module")
+    users.boundaries = ours  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "users_module", users)
+    with pytest.warns(skyrl.SkyRLFastWarning):
+        skyrl.install(ray_workers=False)
+    skyrl.uninstall()
+    assert users.boundaries is ours
+    home = importlib.import_module("skyrl.train.dataset.preprocess")
+    assert home.compute_prompt_boundaries(["a"]) == "theirs"
 
 
 @pytest.mark.spec("17.1")

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 DIGITS = 16  # of the hash: enough for a table that a person can read
+DECORATORS = ("skyrl", "skyrl_train", "torch")  # whose wrappers do what the function does
 
 
 def fingerprint(functions: Sequence[Callable[..., Any]]) -> str:
@@ -25,8 +26,24 @@ def fingerprint(functions: Sequence[Callable[..., Any]]) -> str:
     """
     digest = hashlib.sha256()
     for function in functions:
-        digest.update(plain_text(inspect.getsource(inspect.unwrap(function))).encode())
+        bare = undecorated(function)
+        # Of its code: getsource would look through the wrappers of others, too.
+        source = inspect.getsource(getattr(bare, "__code__", bare))
+        digest.update(plain_text(source).encode())
     return digest.hexdigest()[:DIGITS]
+
+
+def undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function under SkyRL's and torch's own decorators.
+
+    A wrapper of anybody else's stays: what it does besides is not known.
+    """
+    while hasattr(function, "__wrapped__"):
+        home = getattr(function, "__globals__", {}).get("__name__", "")
+        if home.partition(".")[0] not in DECORATORS:
+            break
+        function = function.__wrapped__
+    return function
 
 
 def plain_text(source: str) -> str:

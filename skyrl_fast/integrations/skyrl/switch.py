@@ -10,7 +10,7 @@ import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
@@ -19,6 +19,7 @@ from skyrl_fast.integrations.skyrl import rules as fixed_rules
 from skyrl_fast.integrations.skyrl.names import KEPT, PPO, TARGETS, Target
 from skyrl_fast.integrations.skyrl.on_import import ImportWatch
 from skyrl_fast.integrations.skyrl.report import Report, Row, SkyRLFastWarning
+from skyrl_fast.integrations.skyrl.source import undecorated
 from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, Counts, find, known_label
 
 OURS = "skyrl_fast"
@@ -34,6 +35,7 @@ UNKNOWN_TEXT = "its text is not one that the stand-in is known to equal"
 
 _installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # theirs, ours
 _registered: dict[tuple[str, str], Callable[..., Any]] = {}  # by registry and entry: theirs
+_held: set[tuple[str, str]] = set()  # names that had our function before it was installed
 _report = Report("", "")
 _watch: ImportWatch | None = None
 
@@ -124,11 +126,12 @@ def uninstall() -> None:
     if _watch is not None:
         _watch.stop()
         _watch = None
-    _rebind([(ours, theirs) for theirs, ours in _installed.values()])
+    _rebind([(ours, theirs) for theirs, ours in _installed.values()], but=_held)
     for theirs, ours in _installed.values():
         _unregister(theirs, ours)
     _installed.clear()
     _registered.clear()
+    _held.clear()
     ORIGINALS.forget()
     _report = Report("", "")
     workers = sys.modules.get("skyrl_fast.integrations.skyrl.ray_workers")
@@ -202,6 +205,7 @@ def _replace(targets: Iterable[Target], rules: tuple[str, ...]) -> list[Row]:
     """Put our functions in the places of these targets, of those whose text is known."""
     rows = [_chosen(target, rules) for target in targets]
     replaced = [row.name for row in rows if row.state == "replaced"]
+    _held.update(_places({id(_installed[name][1]) for name in replaced}))
     places = _rebind([_installed[name] for name in replaced])
     for name, found in zip(replaced, places, strict=True):
         found += _register(*_installed[name])
@@ -228,25 +232,40 @@ def _chosen(target: Target, rules: tuple[str, ...]) -> Row:
     return Row(target.name, "replaced", why, label)
 
 
-def _rebind(pairs: list[tuple[Callable[..., Any], Callable[..., Any]]]) -> list[list[str]]:
-    """Put each pair's second function wherever a module or class has the first; return places."""
+def _places(functions: set[int]) -> Iterator[tuple[str, str]]:
+    """Yield the modules and classes, and their names, that have functions of these ids."""
+    for where, namespace, _ in _namespaces():
+        for name, value in list(namespace.items()):
+            if id(value) in functions:
+                yield where, name
+
+
+def _rebind(
+    pairs: list[tuple[Callable[..., Any], Callable[..., Any]]],
+    but: Collection[tuple[str, str]] = (),
+) -> list[list[str]]:
+    """Put each pair's second function wherever a module or class has the first; return places.
+
+    Args:
+        but: modules and classes, and their names, that stay.
+    """
     of_old = {id(old): (index, new) for index, (old, new) in enumerate(pairs)}
     places: list[list[str]] = [[] for _ in pairs]
     for where, namespace, setter in _namespaces():
         for name, value in list(namespace.items()):
             found = of_old.get(id(value))
-            if found is not None:
+            if found is not None and (where, name) not in but:
                 setter(name, found[1])
                 places[found[0]].append(f"{where}.{name}")
     return places
 
 
 def _register(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
-    """Put `ours` wherever a registry has SkyRL's function, under whatever decorator."""
-    places, bare = [], inspect.unwrap(theirs)
+    """Put `ours` wherever a registry has SkyRL's function, under decorators of its own."""
+    places, bare = [], undecorated(theirs)
     for where, functions in _registries():
         for name, value in list(functions.items()):
-            if inspect.unwrap(value) is bare:
+            if undecorated(value) is bare:
                 _registered[where, name] = value
                 functions[name] = ours
                 places.append(f"{where}[{name!r}]")

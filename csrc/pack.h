@@ -56,8 +56,14 @@ int64_t element_size(DType dtype);
 // dtypes that the caller should have refused.
 int64_t copy_row_cpu(const ArrayRow& row, DType out_dtype, void* out, Bounds bounds);
 
+// What padding cells hold: a double has not all digits of an int64.
+struct PadValue {
+  double real = 0.0;    // of floats
+  int64_t integer = 0;  // of all others
+};
+
 // Writes `value` to the padding cells of rows [begin, end).
-void fill_padding_cpu(void* out, DType dtype, double value, const PaddedLayout& layout,
+void fill_padding_cpu(void* out, DType dtype, const PadValue& value, const PaddedLayout& layout,
                       int64_t begin, int64_t end);
 
 // Writes 1 to the cells of rows [begin, end) and 0 to their padding; uint8 or int64.

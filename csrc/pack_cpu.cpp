@@ -238,23 +238,18 @@ int64_t copy_row_cpu(const ArrayRow& row, DType out_dtype, void* out, Bounds bou
   }
 }
 
-void fill_padding_cpu(void* out, DType dtype, double value, const PaddedLayout& layout,
+void fill_padding_cpu(void* out, DType dtype, const PadValue& value, const PaddedLayout& layout,
                       int64_t begin, int64_t end) {
+  const auto fill = [&](auto* cells, auto number) {
+    using T = std::remove_pointer_t<decltype(cells)>;
+    fill_padding(cells, static_cast<T>(number), layout, begin, end);
+  };
   switch (dtype) {
-    case DType::kUInt8:
-      return fill_padding(static_cast<uint8_t*>(out), static_cast<uint8_t>(value), layout, begin,
-                          end);
-    case DType::kInt16:
-      return fill_padding(static_cast<int16_t*>(out), static_cast<int16_t>(value), layout, begin,
-                          end);
-    case DType::kInt32:
-      return fill_padding(static_cast<int32_t*>(out), static_cast<int32_t>(value), layout, begin,
-                          end);
-    case DType::kInt64:
-      return fill_padding(static_cast<int64_t*>(out), static_cast<int64_t>(value), layout, begin,
-                          end);
-    case DType::kFloat32:
-      return fill_padding(static_cast<float*>(out), static_cast<float>(value), layout, begin, end);
+    case DType::kUInt8: return fill(static_cast<uint8_t*>(out), value.integer);
+    case DType::kInt16: return fill(static_cast<int16_t*>(out), value.integer);
+    case DType::kInt32: return fill(static_cast<int32_t*>(out), value.integer);
+    case DType::kInt64: return fill(static_cast<int64_t*>(out), value.integer);
+    case DType::kFloat32: return fill(static_cast<float*>(out), value.real);
     default: throw std::logic_error("fill_padding_cpu: a dtype that no caller should ask for");
   }
 }
@@ -282,7 +277,7 @@ void padded_to_flat_cpu(const void* padded, int64_t row_bytes, const PaddedLayou
 
 void flat_to_padded_cpu(const void* flat, const PaddedLayout& layout, int64_t cell_bytes,
                         const void* pad_cell, void* padded, int num_threads) {
-  if (layout.num_rows == 0) return;
+  if (layout.num_rows == 0 || cell_bytes == 0) return;
   const std::vector<int64_t> cu = offsets_of(layout.lengths, layout.num_rows);
   const int64_t grain =
       rows_per_thread(layout.width * cell_bytes * layout.num_rows, layout.num_rows);

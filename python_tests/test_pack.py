@@ -62,6 +62,12 @@ def test_pad_fills_one_side(backend: str, side: str, expected: list[list[int]]) 
     assert padded.dtype == torch.int64
 
 
+@pytest.mark.parametrize("value", [2**63 - 1, -(2**63), 2**53 + 1, -1])
+def test_a_pad_value_keeps_all_digits(value: int, backend: str) -> None:
+    padded = pad_steps({"ids": [[5], [5, 6]]}, pad_values=value, backend=backend)["ids"]
+    assert padded.tolist() == [[value, 5], [5, 6]]
+
+
 def test_pad_takes_options_per_field(backend: str) -> None:
     padded = pad_steps(
         {"ids": [[5], [6, 7]], "logprobs": [[-0.5], [-1.0, -2.0]]},
@@ -250,6 +256,16 @@ def test_varlen_has_gradients(backend: str) -> None:
 
     x = torch.randn(3, 3, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(there_and_back, (x,))
+
+
+@pytest.mark.spec("4.20")
+def test_varlen_of_cells_without_elements(backend: str) -> None:
+    x = torch.zeros(2, 5, 0, requires_grad=True)
+    varlen = padded_to_varlen(x, lengths=torch.tensor([1, 2]), backend=backend)
+    assert varlen.values.shape == (3, 0)
+    assert varlen_to_padded(*varlen[:2], width=7, backend=backend).shape == (2, 7, 0)
+    varlen.values.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
 
 
 # --- hostile input ---------------------------------------------------------------------------

@@ -47,8 +47,20 @@ struct FillJob {
   DType dtype;
   PaddedLayout layout;
   bool is_mask;
-  double value;
+  PadValue value;
 };
+
+PadValue pad_value_of(const py::handle& value, DType dtype) {
+  PadValue pad;
+  if (dtype == DType::kFloat32) {
+    pad.real = py::cast<double>(value);
+  } else if (PyLong_Check(value.ptr())) {
+    pad.integer = py::cast<int64_t>(value);
+  } else {
+    pad.integer = static_cast<int64_t>(py::cast<double>(value));
+  }
+  return pad;
+}
 
 Bounds bounds_of(DType dtype, int64_t low, int64_t high) {
   const auto within = [&](int64_t least, int64_t most) {
@@ -168,7 +180,7 @@ class Fill {
     fill_job.layout.lengths = lengths->ptr<int64_t>();
     fill_job.layout.side = static_cast<Side>(py::cast<int>(job[2]));
     fill_job.is_mask = job[3].is_none();
-    fill_job.value = fill_job.is_mask ? 0.0 : py::cast<double>(job[3]);
+    if (!fill_job.is_mask) fill_job.value = pad_value_of(job[3], fill_job.dtype);
     if (out->shape[0] < lengths->shape[0]) fail(*out, "of a row per length", out->shape_string());
     if (fill_job.is_mask && out->dtype != DType::kInt64 && element_size(out->dtype) != 1) {
       fail(*out, "int64, uint8 or bool", dtype_name(out->dtype));

@@ -9,6 +9,7 @@ Rows are, here and in every function of this module: a list of rows, each a list
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -139,7 +140,7 @@ def pad_steps(
             padded[name] = out = _backend.empty((len(field.lengths), columns), dtype)
             starts = row_starts(field.lengths, columns, code)
             copies += _ragged.copy_jobs(field, out, starts)
-            fills.append((_bytes_of_bool(out), field.lengths, code, float(pad_value)))
+            fills.append((_bytes_of_bool(out), field.lengths, code, pad_value))
         for mask, of in masks.items():
             if of == name:
                 padded[mask] = _backend.empty((len(field.lengths), columns), torch.int64)
@@ -249,7 +250,7 @@ def _check_pad_value(op: str, name: str, value: float, dtype: torch.dtype) -> fl
     if dtype.is_floating_point:
         return float(value)
     low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    if value != value or value != int(value) or not low <= value <= high:
+    if not math.isfinite(value) or value != int(value) or not low <= value <= high:
         raise ValueError(f"{op}: the pad value of {name} must fit {dtype}, got {value!r}")
     return int(value)
 

@@ -448,6 +448,25 @@ def test_inplace_backward_is_noticed_by_other_readers():
         other.backward()
 
 
+@pytest.mark.spec("6.57")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_second_derivative_is_refused(compiled):
+    x = torch.randn(2, 5, requires_grad=True)
+    op = torch.compile(selected_logprob, fullgraph=True) if compiled else selected_logprob
+    logprob = op(x, torch.tensor([0, 1]))
+    with pytest.raises(RuntimeError, match=r"no derivative of its own|double backward"):
+        (first,) = torch.autograd.grad(logprob.sum(), x, create_graph=True)
+        torch.autograd.grad(first.square().sum(), x)
+
+
+def test_the_torch_backend_has_a_second_derivative():
+    x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 1])
+    assert torch.autograd.gradgradcheck(
+        lambda x: selected_logprob(x, targets, backend="torch"), (x,)
+    )
+
+
 def test_no_gradient_wanted():
     logits, targets = made(20)
     with torch.no_grad():

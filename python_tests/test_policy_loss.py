@@ -488,6 +488,20 @@ def test_kl_gradcheck(estimator: str, backend: str) -> None:
     )
 
 
+@pytest.mark.spec("6.57")
+@pytest.mark.parametrize("penalty", [True, False])
+def test_a_second_derivative_is_refused(penalty: bool) -> None:
+    d = batch((2, 6))
+    x = d["logprobs"].requires_grad_()
+    if penalty:
+        value = kl_penalty(x, d["ref"], estimator="k2", loss_mask=d["mask"]).sum()
+    else:
+        value, _ = policy_loss(x, d["old"], d["advantages"], d["mask"])
+    (first,) = torch.autograd.grad(value, x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        torch.autograd.grad(first.square().sum(), x)
+
+
 def test_backward_twice_through_a_retained_graph(backend: str) -> None:
     d = batch((2, 6))
     x = d["logprobs"].requires_grad_()

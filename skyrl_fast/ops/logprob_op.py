@@ -160,6 +160,12 @@ def _autograd(
     return grad, None, None, None, None, None, None
 
 
+def _no_second_derivative(ctx: Any, *gradients: torch.Tensor) -> None:
+    raise RuntimeError(
+        "selected_logprob: its gradient has no derivative of its own; use backend='torch'"
+    )
+
+
 for _key in ("CPU", "CUDA"):
     _lib.impl("selected_logprob", _forward_impl, _key)
     _lib.impl("selected_logprob_backward", _backward_impl, _key)
@@ -167,4 +173,7 @@ torch.library.register_fake("skyrl_fast::selected_logprob", _forward_fake, lib=_
 torch.library.register_fake("skyrl_fast::selected_logprob_backward", _backward_fake, lib=_lib)
 torch.library.register_autograd(
     "skyrl_fast::selected_logprob", _autograd, setup_context=_setup_context, lib=_lib
+)
+torch.library.register_autograd(
+    "skyrl_fast::selected_logprob_backward", _no_second_derivative, lib=_lib
 )

@@ -140,6 +140,7 @@ class KlPenalty(torch.autograd.Function):
         return torch.ops.skyrl_fast.kl_penalty(current, ref, mask, None, kl, use_triton)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradient of `current`."""
         grad_out = grad_out.contiguous()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skyrl_fast import _C, group_advantage
 from skyrl_fast.ops import _backend
@@ -168,6 +169,12 @@ def test_bad_input_is_refused_by_name(change: dict, message: str, backend: str) 
 def test_group_ids_of_other_types(bad: list) -> None:
     with pytest.raises(TypeError, match="entry 0"):
         group_advantage(torch.ones(2), bad)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_tensor_without_memory_is_an_error() -> None:
+    with FakeTensorMode(), pytest.raises((ValueError, RuntimeError), match=r"FakeTensor|memory"):
+        group_advantage(torch.ones(2), ["a", "b"])
 
 
 def test_a_backend_that_cannot_run_is_an_error() -> None:

@@ -115,6 +115,9 @@ bool Borrowed::from_exchange_table(py::handle object) {
   DLTensor t;
   if (table->dltensor_from_py_object_no_sync(object.ptr(), &t) != 0) throw py::error_already_set();
   fill(t, &view_);
+  if (view_.data == nullptr && view_.numel() > 0) {
+    fail(view_, "a tensor with memory", "one without, such as a FakeTensor");
+  }
   return true;
 }
 

@@ -131,6 +131,25 @@ def test_kill_while_writing_keeps_the_one_before(tmp_path: Path) -> None:
     assert names(tmp_path) == ["started", "step_000002"]
 
 
+def test_what_a_kill_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    for left in (".step_000002.partial", ".step_000003.old", ".step_000004.old"):
+        (tmp_path / left).mkdir(parents=True)
+        (tmp_path / left / "weights").write_text("half")
+    (tmp_path / "step_000003").mkdir()
+    write_checkpoint(tmp_path, 5, write_text("whole"))  # never step 2 again
+    # The one without its successor is whole: the kill came between the two renames.
+    assert names(tmp_path) == [".step_000004.old", "step_000003", "step_000005"]
+
+
+def test_a_kill_while_an_old_one_is_deleted_leaves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, 1, write_text("good"))
+    monkeypatch.setattr("shutil.rmtree", lambda path, **options: None)  # killed in there
+    write_checkpoint(tmp_path, 2, write_text("next"), keep=1)
+    assert [step for step, _ in checkpoints(tmp_path)] == [2]
+
+
 def test_a_crash_between_the_two_renames_is_mended(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, 3, write_text("good"))
     path.rename(tmp_path / ".step_000003.old")

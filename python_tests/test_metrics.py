@@ -165,8 +165,12 @@ def test_metrics_per_data_source(rows):
         reward_metrics(rows, samples_per_prompt=2, data_sources=["x"])
 
 
+@pytest.mark.spec("8.7")
 def test_eval_metrics(rows):
+    named = eval_metrics(rows, ks=(1,), data_sources=["all", "all", "all", "y", "y"])
+    assert named["eval/all/avg_score"] == eval_metrics(rows)["eval/all/avg_score"]
     metrics = eval_metrics(rows, ks=(1,), data_sources=["x", "x", "x", "y", "y"])
+    assert named["eval/all_/avg_score"] == metrics["eval/x/avg_score"]
     assert metrics["eval/all/avg_score"] == pytest.approx(1 / 3)
     assert metrics["eval/all/pass_at_1"] == 0.25  # the mean of 1/2 and 0, over groups
     assert metrics["eval/x/pass_at_1"] == 0.5

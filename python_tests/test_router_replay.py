@@ -292,6 +292,26 @@ def test_a_batch_without_routes_says_which_setting_is_missing() -> None:
         policy.logprobs(micro)
 
 
+@pytest.mark.spec("3.11", "6.32")
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_batch_of_stubs_alone_has_no_routes_and_trains_nothing(tree: bool) -> None:
+    output: dict[str, Any] = {  # every trajectory failed, so the engine recorded nothing
+        "prompt_token_ids": [[3, 4], [0]],
+        "response_ids": [[], []],
+        "loss_masks": [[], []],
+        "rewards": [0.0, 0.0],
+        "rollout_logprobs": [[], []],
+        "trajectory_ids": [("a", 0), ("a", 1)],
+        "is_last_step": [True, True],
+    }
+    batch = StepBatch.from_generator_output(output, step_wise=True)
+    policy = Policy(tiny_moe(), router_replay=True, tree=tree)
+    assert policy.batch_logprobs(batch).tolist() == []
+    batch = batch.with_(advantages=torch.zeros(0))
+    metrics = accumulate_gradient(policy, batch, algorithm=AlgorithmConfig())
+    assert (metrics["policy/loss"], metrics["policy/num_micro_batches"]) == (0.0, 0.0)
+
+
 @pytest.mark.spec("11.19")
 def test_logprobs_of_a_sequence_at_given_routes() -> None:
     policy = Policy(tiny_moe(), router_replay=True)

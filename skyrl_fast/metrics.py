@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PASS_THRESHOLD = 0.0  # a trajectory passes when its reward is above
 SLOW_PERCENTILE = 90  # of completion times
-UNKNOWN_SOURCE = "unknown"
+RENAMED_SOURCES = {None: "unknown", "": "unknown", "all": "all_"}  # eval/all/ is of everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +373,8 @@ def _by_source(
             f"{prefix}_metrics: data_sources must have one entry per row "
             f"({len(table.trajectory_ids)}), got {len(data_sources)}"
         )
-    names = np.array([name or UNKNOWN_SOURCE for name in _of_last_rows(data_sources, table)])
+    sources = _of_last_rows(data_sources, table)
+    names = np.array([RENAMED_SOURCES.get(name, name) for name in sources])
     return everything + [
         (f"{prefix}/{name.replace('/', '_')}", names == name) for name in np.unique(names).tolist()
     ]

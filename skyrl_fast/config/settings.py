@@ -220,9 +220,7 @@ class TrainerConfig:
     critic: CriticConfig = setting(CriticConfig, "the model that estimates values")
     algorithm: AlgorithmConfig = setting(AlgorithmConfig, "what is optimised")
     fully_async: FullyAsyncConfig = setting(FullyAsyncConfig, "generation beside training")
-    seed: int = setting(
-        42, "of data order, sampling and initialisation", at_least=0, at_most=2**32 - 1
-    )
+    seed: int = setting(42, "of data order and sampling", at_least=0, at_most=2**32 - 1)
     epochs: int = setting(1, "passes over the training prompts", at_least=1)
     max_training_steps: int | None = setting(None, "stop after so many batches", at_least=1)
     train_batch_size: int = setting(64, "prompts per batch", at_least=1)
@@ -240,9 +238,11 @@ class TrainerConfig:
         choices=ROWS,
     )
     gradient_checkpointing: bool = setting(False, "recompute activations to save memory")
-    max_prompt_length: int = setting(512, "longest first prompt, in tokens", at_least=1)
+    max_prompt_length: int = setting(512, "where generator.max_input_length is null", at_least=1)
     eval_before_train: bool = setting(True, "evaluate once before the first step")
-    eval_interval: int = setting(5, "evaluate every so many steps; -1: never", at_least=-1)
+    eval_interval: int = setting(
+        5, "evaluate every so many steps; -1: only at the end", at_least=-1
+    )
     eval_batch_size: int = setting(1024, "prompts evaluated at a time", at_least=1)
     run_path: str = setting("runs/default", "folder of everything this run writes")
     ckpt_path: str | None = setting(None, "folder of checkpoints; null: run_path/checkpoints")

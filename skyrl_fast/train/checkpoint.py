@@ -54,7 +54,7 @@ def write_checkpoint(
     temporary = folder / f".{final.name}.partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove_left_behind(folder)
         temporary.mkdir()
         write(temporary)
         _flush_tree(temporary)
@@ -74,8 +74,16 @@ def write_checkpoint(
         raise
     if keep > 0:
         for _, old in checkpoints(folder)[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            old.rename(folder / f".{old.name}.partial")
+        _remove_left_behind(folder)
     return final
+
+
+def _remove_left_behind(folder: Path) -> None:
+    """Remove what is half written or half deleted, here or by a process that was killed."""
+    replaced = (old for old in folder.glob(".step_*.old") if (folder / old.name[1:-4]).exists())
+    for path in (*folder.glob(".step_*.partial"), *replaced):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:

@@ -48,12 +48,14 @@ def plan_micro_batches(
         ValueError: a trained row with an empty prompt: nothing predicts its first token. Or replay
             of a batch without routes.
     """
+    visited = _trained_rows(batch) if rows is None else rows & _trained_rows(batch)
+    if not visited.any():  # stubs alone, say: they have no routes either
+        return []
     if router_replay and batch.expert_indices is None:
         raise ValueError(
             "plan_micro_batches: the batch has no routes to replay: set "
             "generator.inference_engine.enable_return_routed_experts=true"
         )
-    visited = _trained_rows(batch) if rows is None else rows & _trained_rows(batch)
     cu = batch.cu_seqlens.numpy().astype(np.int64)
     prompts = np.diff(cu) - np.diff(batch.cu_responses.numpy().astype(np.int64))
     if bool(np.any(prompts[visited] < 1)):

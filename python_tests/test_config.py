@@ -111,6 +111,23 @@ def test_wrong_values_name_the_key(override: str, wanted: str) -> None:
     assert wanted in error_of(override)
 
 
+@pytest.mark.parametrize("estimator", ["rloo", "turn_level_group"])
+def test_a_baseline_from_the_others_needs_others(estimator: str) -> None:
+    chosen = f"trainer.algorithm.advantage_estimator={estimator}"
+    assert load_config(None, [*NEEDED, chosen])
+    message = error_of(chosen, "generator.n_samples_per_prompt=1")
+    assert "generator.n_samples_per_prompt: wanted at least 2" in message
+    assert estimator in message
+
+
+@pytest.mark.spec("5.42")
+def test_a_horizon_that_one_batch_fills_five_times_is_refused() -> None:
+    control = "trainer.algorithm.kl_ctrl={type: adaptive, horizon: 64}"
+    assert load_config(None, [*NEEDED, control])  # without effect
+    message = error_of(control, "trainer.algorithm.use_kl_in_reward=true")  # 64 prompts, 5 samples
+    assert "kl_ctrl.horizon: wanted more than 64, or one batch could make" in message
+
+
 @pytest.mark.spec("11.16")
 def test_replay_needs_recorded_routes() -> None:
     replay = "trainer.policy.moe_enable_routing_replay=true"

@@ -108,6 +108,34 @@ def test_a_used_folder_is_not_overwritten(folder: Path) -> None:
         train(settings(folder, "run", "trainer.epochs=1"))
 
 
+def test_trajectories_alone_say_too_that_a_folder_is_used(folder: Path) -> None:
+    async def die(step: int) -> None:
+        if step == 1:
+            raise DiedError
+
+    unseen = ["trainer.logger=[]", "data.val_data=[]"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(DiedError):
+        patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
+        train(settings(folder, "run", *unseen), Recorder(die))
+    (part,) = (folder / "run/trajectories").glob("step_*.jsonl")
+    kept = part.read_bytes()
+    with pytest.raises(RunInUseError, match="holds an earlier run: --resume"):
+        train(settings(folder, "run", *unseen))
+    assert part.read_bytes() == kept
+
+
+def test_home_in_the_runs_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    config = settings(
+        folder, "x", "trainer.epochs=1", "trainer.run_path=~/runs/a", "trainer.ckpt_path=~/kept"
+    )
+    outcome = train(config)
+    assert (outcome.run_path, outcome.checkpoint) == (
+        folder / "runs/a",
+        folder / "kept/step_000002",
+    )
+
+
 def test_a_run_whose_engine_did_not_start_leaves_the_folder_free(folder: Path) -> None:
     async def broken(*_: object) -> FakeRollouts:
         raise ValueError("no engine today")

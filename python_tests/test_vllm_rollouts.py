@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine_pool import EnginePool
 from skyrl_fast.rollout.env import EnvConfig, EnvFactory
-from skyrl_fast.train.vllm_rollouts import VllmRollouts
+from skyrl_fast.train.vllm_rollouts import VllmRollouts, vllm_config
 
 
 class NoEngine:
@@ -38,3 +40,35 @@ def test_the_probe_is_made_once_and_fits_the_engine(tmp_path: Path, tiny_tokeniz
     assert tiny_tokenizer.decode(probe[0]) == "a prompt th"
     data.unlink()  # an update long after the start reads nothing
     assert rollouts._probe is probe
+
+
+@pytest.mark.parametrize("path", ["~/model", "org/model"])
+def test_the_engine_finds_the_model_where_the_trainer_does(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "model"
+    if path == "org/model":  # as a download leaves it
+        folder = tmp_path / "models--org--model/snapshots/abc"
+        refs = tmp_path / "models--org--model/refs"
+        refs.mkdir(parents=True)
+        (refs / "main").write_text("abc")
+        monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"max_position_embeddings": 64}')
+    needed = ["data.train_data=[a.jsonl]", f"trainer.policy.model.path={path}"]
+    config = load_config(
+        None,
+        [*needed, "trainer.max_prompt_length=8", "generator.sampling_params.max_generate_length=8"],
+    )
+    assert vllm_config(config, path).model == str(folder)
+    config.trainer.max_prompt_length = 60  # its positions are read there, too
+    with pytest.raises(ValueError, match="wanted at most the 64 positions"):
+        vllm_config(config, path)
+
+
+def test_a_model_that_is_nowhere_keeps_its_name() -> None:
+    config = load_config(None, ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"])
+    for path in ("nowhere", "./nowhere", "org/nowhere", "no/hub/name"):
+        assert vllm_config(config, path).model == path

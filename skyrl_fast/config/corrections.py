@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from skyrl_fast.config.field import setting
 
+MAX_KL_STEP = 0.2  # of the KL coefficient in a horizon: Ziegler et al. 2019, section 2.2
+
 
 @dataclass(slots=True)
 class OffPolicyCorrectionConfig:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.settings import (
     TURN_ESTIMATORS,
@@ -52,6 +53,7 @@ _SKYRL_ONLY = {
     "generator.sampling_params.logprobs": "the sampled token's logprob is always taken; remove it",
 }
 
+_LEAVE_ONE_OUT = ("rloo", "turn_level_group")
 # Parameters of vLLM that the settings or the agent loop give.
 _OWN_SAMPLING = frozenset(
     (
@@ -144,6 +146,7 @@ def check_config(config: Config) -> None:
             "trainer.resume_path: wanted a checkpoint folder (resume_mode=from_path), got null"
         )
     _check_algorithm(trainer.algorithm)
+    _check_group_sizes(config)
     _check_credit(config)
     _check_engines(generator.inference_engine)
     _check_rows(config)
@@ -206,6 +209,24 @@ def _check_algorithm(algorithm: AlgorithmConfig) -> None:
         )
     if algorithm.dynamic_sampling.max_sample_batches == 0:
         raise ConfigError(f"{key}.dynamic_sampling.max_sample_batches: wanted >= 1 or -1, got 0")
+
+
+def _check_group_sizes(config: Config) -> None:
+    """A baseline from the others needs others; a horizon must hold the batch's trajectories."""
+    algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
+    if algorithm.advantage_estimator in _LEAVE_ONE_OUT and samples == 1:
+        raise ConfigError(
+            "generator.n_samples_per_prompt: wanted at least 2 with trainer.algorithm."
+            f"advantage_estimator={algorithm.advantage_estimator}, whose advantage is 0 in a group "
+            "of one, got 1"
+        )
+    least, control = MAX_KL_STEP * config.trainer.train_batch_size * samples, algorithm.kl_ctrl
+    adaptive = algorithm.use_kl_in_reward and control.type == "adaptive"
+    if adaptive and control.horizon <= least:
+        raise ConfigError(
+            f"trainer.algorithm.kl_ctrl.horizon: wanted more than {least:g}, or one batch could "
+            f"make the coefficient 0 or negative, got {control.horizon}"
+        )
 
 
 def _check_engines(engine: InferenceEngineConfig) -> None:

@@ -8,10 +8,9 @@ import torch
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.config import KlCtrlConfig
+from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.ops.policy_loss import kl_penalty
 from skyrl_fast.train.sequence_scope import sequences
-
-MAX_PROPORTIONAL_ERROR = 0.2  # Ziegler et al. 2019, section 2.2
 
 
 def kl_in_reward(
@@ -101,5 +100,5 @@ def next_kl_coef(coef: float, kl: float, num_trajectories: int, control: KlCtrlC
     """
     if control.type == "fixed":
         return coef
-    error = min(MAX_PROPORTIONAL_ERROR, max(-MAX_PROPORTIONAL_ERROR, kl / control.kl_target - 1))
+    error = min(MAX_KL_STEP, max(-MAX_KL_STEP, kl / control.kl_target - 1))
     return coef * (1 + error * num_trajectories / control.horizon)

@@ -9,7 +9,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from skyrl_fast.train.rollouts import Rollouts
 from skyrl_fast.train.schedule import total_optimizer_steps, total_steps
 from skyrl_fast.train.sinks import open_sinks, read_metrics
 from skyrl_fast.train.trainer import Parts, Progress, Trainer
+from skyrl_fast.trajectory_store.parts import parts as stored_parts
 from skyrl_fast.trajectory_store.record import total_reward
 from skyrl_fast.trajectory_store.words import readable
 
@@ -93,6 +94,7 @@ def run_training(config: Config, *, make_rollouts: MakeRollouts | None = None) -
         StoreError: trajectories cannot be written.
     """
     check_config(config)
+    config = _with_home(config)
     run_path = Path(config.trainer.run_path)
     with locked_run(run_path):
         checkpoint = _starting_point(config)
@@ -242,6 +244,15 @@ def _parts(config: Config, checkpoint: Path | None) -> tuple[Parts, str]:
     return parts, model_path
 
 
+def _with_home(config: Config) -> Config:
+    """Return the settings with ~ in the run's paths as the home folder, as in those of data."""
+    settings = replace(config.trainer)
+    for name in ("run_path", "ckpt_path", "resume_path"):
+        path = getattr(settings, name)
+        setattr(settings, name, None if path is None else str(Path(path).expanduser()))
+    return replace(config, trainer=settings)
+
+
 def _starting_point(config: Config) -> Path | None:
     """The checkpoint to go on from, or None for a new run in a folder without one."""
     settings = config.trainer
@@ -261,7 +272,8 @@ def _starting_point(config: Config) -> Path | None:
         return path
     if settings.resume_mode == "latest":
         return latest_checkpoint(folder)
-    if checkpoints(folder) or read_metrics(run_path / "metrics.jsonl"):
+    logged = read_metrics(run_path / "metrics.jsonl")
+    if checkpoints(folder) or logged or stored_parts(run_path / "trajectories"):
         raise RunInUseError(
             f"run folder {run_path} holds an earlier run: --resume goes on with it; for a new run "
             "choose another trainer.run_path or delete the folder"

@@ -195,9 +195,13 @@ class VllmRollouts:
 def vllm_config(config: settings.Config, model_path: str) -> VllmConfig:
     """Return what the engine loads and takes, from generator.inference_engine.
 
+    Args:
+        model_path: a folder, or the hub name of a model that was downloaded.
+
     Raises:
         ValueError: prompts and responses may become longer than the model's positions.
     """
+    model_path = _model_folder(model_path)
     engine, generator = config.generator.inference_engine, config.generator
     samplings = [generator.sampling_params, generator.eval_sampling_params]
     prompt = settings.max_input_length(config)
@@ -227,9 +231,23 @@ def vllm_config(config: settings.Config, model_path: str) -> VllmConfig:
     )
 
 
+def _model_folder(path: str) -> str:
+    """Return where a model's files lie, as the trainer finds them; `path` itself if nowhere."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    try:
+        config = try_to_load_from_cache(path, "config.json")
+    except ValueError:  # no name of the hub's either
+        return path
+    return str(Path(config).parent) if isinstance(config, str) else path
+
+
 def _positions(model_path: str) -> int | None:
     """Return how many positions a model in a folder was made for; None: unknown, or scaled."""
-    path = Path(model_path).expanduser() / "config.json"
+    path = Path(model_path) / "config.json"
     if not path.is_file():
         return None
     model = json.loads(path.read_text(encoding="utf-8"))

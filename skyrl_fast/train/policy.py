@@ -273,7 +273,9 @@ class Optimizer:
             for key in MOMENTS
         }
         unmoved = [name for name, parameter in self._named if parameter not in self._adamw.state]
-        facts = {"step_count": str(self.step_count), "without_gradient": json.dumps(unmoved)}
+        facts = {"step_count": str(self.step_count)}
+        if unmoved:  # one entry as a rule: the order of several differs from file to file
+            facts["without_gradient"] = json.dumps(unmoved)
         save_file(tensors, str(path), metadata=facts)
 
     def load(self, path: Path) -> None:
@@ -283,9 +285,7 @@ class Optimizer:
             facts = file.metadata()
         self.step_count = int(facts["step_count"])
         unmoved = set(json.loads(facts.get("without_gradient", "[]")))
-        for name, parameter in self._named:
-            if name in unmoved:
-                continue
+        for name, parameter in (own for own in self._named if own[0] not in unmoved):
             if tensors and f"{name}.exp_avg" not in tensors:
                 raise ValueError(f"{path}: no optimizer state for {name}: another model?")
             if tensors and tensors[f"{name}.exp_avg"].shape != parameter.shape:

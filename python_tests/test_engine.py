@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ import torch
 
 from skyrl_fast.rollout.engine import EngineDeadError, EngineError, Generation, SamplingParams
 from skyrl_fast.rollout.vllm_engine import VllmEngine
-from skyrl_fast.rollout.vllm_start import VllmConfig, environment
+from skyrl_fast.rollout.vllm_start import VllmConfig, engine_environment, environment
 from skyrl_fast.rollout.weight_update import WeightSync, WeightSyncError
 
 needs_vllm = pytest.mark.skipif(
@@ -67,6 +68,21 @@ def test_engine_that_was_not_started_says_so() -> None:
 
     with pytest.raises(EngineDeadError, match="not running"):
         asyncio.run(ask())
+
+
+def test_an_engine_that_starts_again_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    config = VllmConfig("anything", log_file=str(tmp_path / "run/engine.log"))
+    first, second = engine_environment(config), engine_environment(config)
+    assert first == second
+    assert Path(first["VLLM_LOGGING_CONFIG_PATH"]).parent == tmp_path / "run"
+    written = json.loads(Path(first["VLLM_LOGGING_CONFIG_PATH"]).read_text())
+    assert written["handlers"]["file"]["filename"] == config.log_file
+    assert list(temporary.iterdir()) == []
 
 
 class FakeLlm:

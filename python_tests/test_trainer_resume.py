@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,27 @@ def test_a_resume_before_the_first_checkpoint_begins_anew(folder: Path) -> None:
     shutil.rmtree(folder / "run/checkpoints")
     outcome = train(settings(folder, "run", "trainer.resume_mode=latest"))
     assert steady(outcome.metrics) == kept
+
+
+def test_the_event_loop_lives_while_a_checkpoint_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+    alive: list[bool] = []
+
+    async def note(step: int) -> None:
+        loops.append(asyncio.get_running_loop())
+
+    def save(policy: Policy, *arguments: Any) -> None:
+        answered = threading.Event()
+        loops[0].call_soon_threadsafe(answered.set)
+        alive.append(answered.wait(timeout=5))  # trajectories have deadlines
+        write(policy, *arguments)
+
+    write = Policy.save
+    monkeypatch.setattr(Policy, "save", save)
+    train(settings(folder, "run", "trainer.max_training_steps=2"), Recorder(note))
+    assert alive == [True]
 
 
 def test_a_used_folder_is_not_overwritten(folder: Path) -> None:

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -169,7 +168,7 @@ def engine_environment(config: VllmConfig) -> dict[str, str]:
 
 
 def _logging_config(log_file: str) -> str:
-    """A Python logging config, as a file, that sends vLLM's messages to `log_file`."""
+    """A Python logging config, as a file beside it, that sends vLLM's messages to `log_file`."""
     path = Path(log_file).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     settings = {
@@ -181,10 +180,9 @@ def _logging_config(log_file: str) -> str:
         },
         "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}},
     }
-    handle, name = tempfile.mkstemp(prefix="skyrl_fast-vllm-log-", suffix=".json")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(settings, file)
-    return name
+    file = path.with_name(f".{path.name}.json")
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    return str(file)
 
 
 @contextmanager

@@ -238,7 +238,7 @@ class Trainer:
         self._unreported = None
         outdated = self._saved_step == self.progress.step  # that checkpoint says otherwise
         if outdated or (not first and self._due(self._config.trainer.ckpt_interval)):
-            self._save()
+            await self._compute(self._save)  # generation goes on meanwhile
 
     async def _sample(
         self, flow: GroupFlow, times: dict[str, float]

@@ -12,7 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from skyrl_fast.rollout import engine_pool
-from skyrl_fast.rollout.engine import Engine, EngineDeadError, Generation, SamplingParams
+from skyrl_fast.rollout.engine import (
+    Engine,
+    EngineDeadError,
+    EngineError,
+    Generation,
+    SamplingParams,
+)
 from skyrl_fast.rollout.engine_pool import EnginePool
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.rollout.weight_update import WeightSync, WeightSyncError
@@ -380,6 +386,45 @@ def test_waiting_for_any_engine_is_said(
 
     asyncio.run(go())
     assert "waiting for an engine. a is down for 0 s: a died" in caplog.text
+
+
+class Refusing(OneWeight):
+    """It answers, but not as it should, from its start of this number on."""
+
+    first = 1
+
+    async def start(self) -> None:
+        await super().start()
+        if self.starts >= self.first:
+            raise EngineError(f"{self.name} answered 404 to /v1/models")
+
+
+def test_where_one_engine_does_not_start_all_are_closed() -> None:
+    async def go() -> None:
+        one, other = OneWeight("a"), Refusing("b")
+        with pytest.raises(EngineError, match="b answered 404"):
+            await started(one, other)
+        assert not one.alive and not other.alive
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("12.18", "12.26")
+def test_an_engine_that_comes_back_and_refuses_is_given_up_and_the_others_go_on() -> None:
+    async def go() -> None:
+        one, other = OneWeight("a"), Refusing("b")
+        other.first = 2
+        pool, trainer = await started(one, other, max_restarts=1)
+        other.alive = False
+        await asyncio.gather(*(ask(pool, f"s{i}") for i in range(20)))  # some find it dead
+        for _ in range(2):  # a restart; then it is given up
+            await asyncio.wait_for(pool.wait_for_fault(), 5)
+            await pool.repair(trainer.weights, trainer.make_sync)
+        assert (other.starts, pool.faults["engine_restarts"]) == (2, 0)
+        assert "b answered 404" in pool.activity()[0]
+        assert (await ask(pool, "s")).stop_reason == "stop"
+
+    asyncio.run(go())
 
 
 def test_a_pool_of_nothing_is_refused() -> None:

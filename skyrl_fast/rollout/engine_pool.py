@@ -14,7 +14,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from skyrl_fast.rollout.engine import Engine, EngineDeadError, Generation, SamplingParams
+from skyrl_fast.rollout.engine import (
+    Engine,
+    EngineDeadError,
+    EngineError,
+    Generation,
+    SamplingParams,
+)
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.rollout.weight_update import WeightSync, WeightSyncReport
 from skyrl_fast.rollout.weights_file import WeightsFile
@@ -91,13 +97,17 @@ class EnginePool:
         self._interrupting = False
 
     async def start(self) -> None:
-        """Start all; return when requests can be served.
+        """Start all; return when requests can be served. All are closed where one does not start.
 
         Raises:
-            EngineDeadError: one did not start.
+            EngineError: one did not start.
         """
-        for member in self._members:
-            await member.engine.start()
+        try:
+            for member in self._members:
+                await member.engine.start()
+        except BaseException:  # Ctrl-C, too
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """Stop all."""
@@ -340,8 +350,8 @@ class EnginePool:
             try:
                 await member.engine.close()
                 await member.engine.start()
-            except EngineDeadError as error:
-                member.error = error
+            except EngineError as error:  # of a server that answers, but not as it should
+                member.error = EngineDeadError(str(error))
                 continue
             member.sync = None
             started.append(member)

@@ -132,6 +132,22 @@ def test_prompts_that_end_before_the_batch_is_full_end_the_run(
     assert again.step == 1
 
 
+@pytest.mark.spec("6.42", "8.8")
+def test_going_on_after_prompts_that_ended_early_repeats_nothing(folder: Path) -> None:
+    order = PromptSampler(8, batch_size=4, seed=42)
+    order.next_batch()
+    alike = [str(prompt) for prompt in order.next_batch()[:2]]  # of the second batch
+    for epochs, wanted in ((1, 1), (1, 1), (2, 3)):  # once more, and with more data
+        config = settings(
+            folder, "run", FILTER, f"trainer.epochs={epochs}", "trainer.resume_mode=latest"
+        )
+        outcome = run_training(config, make_rollouts=outcomes_by_uid(alike))
+        assert outcome.step == wanted
+        steps = [row["step"] for row in read_metrics(outcome.metrics)]
+        # The step could not know that it was the last: its evaluation has a row of its own.
+        assert steps[:3] == [0, 1, 1] and steps[3:].count(1) == 0
+
+
 @pytest.mark.spec("6.43")
 def test_replacing_keeps_the_number_of_groups_and_steps(folder: Path) -> None:
     make = outcomes_by_uid(["0", "1", "2", "3"])

@@ -102,6 +102,7 @@ class Trainer:
         self.total_steps = total_steps(config, len(parts.train_prompts))
         self._kl_coef = settings.algorithm.kl_loss_coef  # of the next step
         self._saved_step = -1
+        self._used_up = 0  # epochs whose last prompts made no whole batch
         self._writer: TrajectoryWriter | None = None  # none: nothing is dumped
         self._whole = True  # weights, counters and data position belong together
         # Metrics of the step that was trained, until it is reported; step 0's are its evaluation's.
@@ -148,6 +149,7 @@ class Trainer:
         self._sampler.restore(state["sampler"])
         self._kl_coef = state.get("kl_coef", self._kl_coef)
         self._unreported = state.get("unreported")
+        self._used_up = state.get("epochs_used_up", 0)
         self._parts.optimizer.load(checkpoint / "optimizer.safetensors")
         if self._parts.critic is not None:
             self._parts.critic.restore(checkpoint / "critic")
@@ -293,6 +295,7 @@ class Trainer:
         """The evaluation at the end, where the last step could not know that it was the last."""
         if self._parts.eval_prompts and not self._due(self._config.trainer.eval_interval):
             self._report(await self._evaluate())
+        self._used_up, self._saved_step = self._config.trainer.epochs, -1  # a checkpoint says so
 
     async def _sync(self, metrics: dict[str, Any], times: dict[str, float]) -> None:
         work = self._parts.rollouts.update_weights(self._parts.policy, version=self.progress.step)
@@ -368,6 +371,7 @@ class Trainer:
             "groups": {} if self._flow is None else self._flow.state(),
             "kl_coef": self._kl_coef,
             "unreported": self._unreported,
+            "epochs_used_up": self._used_up,
             "random": save_random_state(folder / "random.safetensors"),
             "config": to_dict(self._config),
         }
@@ -387,7 +391,7 @@ class Trainer:
 
     def _over(self) -> bool:
         # Dynamic sampling takes more prompts per step: then the epochs end before total_steps.
-        spent = self._sampler.epoch >= self._config.trainer.epochs
+        spent = max(self._sampler.epoch, self._used_up) >= self._config.trainer.epochs
         return spent or self.progress.step >= self.total_steps
 
     def _due(self, interval: int) -> bool:

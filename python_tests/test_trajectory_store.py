@@ -240,6 +240,27 @@ def test_whatever_was_written_is_one_line_that_every_reader_takes(tmp_path: Path
     assert "日本 🙂" in content.decode()  # a person reads them
 
 
+@pytest.mark.spec("14.9")
+def test_metrics_that_cannot_be_written_end_no_run(tmp_path: Path) -> None:
+    class Wordless:
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    circle: dict[str, Any] = {}
+    circle["itself"] = circle
+    group = [
+        make_trajectory("p", number, [make_step([1], [2])], env_metrics=metrics)
+        for number, metrics in enumerate([circle, {"who": Wordless()}, {"long": np.longdouble(2)}])
+    ]
+    assert [
+        record["env_metrics"] for record in lines(writer(tmp_path).write(1, "eval", group))
+    ] == [
+        {"unreadable": "RecursionError"},
+        {"unreadable": "RuntimeError"},
+        {"long": 2.0},
+    ]
+
+
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists))
 def test_every_value_becomes_strict_json(value: Any) -> None:
     line = encode_line({"value": plain(value)})

@@ -75,8 +75,11 @@ def plain(value: Any) -> Any:
     """
     if value is None or isinstance(value, (str, bool)):
         return value
+    if isinstance(value, np.floating):  # a long double's item is a long double
+        return plain(float(value))
     if isinstance(value, np.generic):
-        return plain(value.item())
+        item = value.item()
+        return str(item) if isinstance(item, np.generic) else plain(item)
     if isinstance(value, int):
         return value if abs(value) <= _MAX_INT else str(value)
     if isinstance(value, float):

@@ -63,7 +63,7 @@ def trajectory_record(
         "policy_version": oldest,
         "staleness": staleness,
         "seconds": round(trajectory.seconds, _SECOND_DECIMALS),
-        "env_metrics": plain(trajectory.env_metrics),
+        "env_metrics": _metrics(trajectory),
         "turns": [
             {
                 "context": text.decode(own.prompt_token_ids[shared:]),
@@ -91,6 +91,14 @@ def trajectory_record(
             for own, shared, (_, ends), value in zip(steps, contexts, texts, values, strict=True)
         ],
     }
+
+
+def _metrics(trajectory: Trajectory) -> Any:
+    """What the environment reported; of what holds itself, say, or has no text, that it was so."""
+    try:
+        return plain(trajectory.env_metrics)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        return {"unreadable": type(error).__name__}
 
 
 def total_reward(trajectory: Trajectory) -> float:

@@ -105,6 +105,34 @@ def test_parts_are_balanced() -> None:
     assert [len(part) for part in parts] == [4, 4, 4]
 
 
+@pytest.mark.spec("16.2")
+@given(rows=ROWS, budget=st.integers(1, 40), data=st.data())
+def test_parts_of_whole_trajectories_keep_to_the_budget(
+    rows: list[list[int]], budget: int, data: Any
+) -> None:
+    units = np.array([data.draw(st.integers(0, 3)) for _ in rows], dtype=np.int64)
+    groups = [0] * len(rows)
+    parts = parts_of(tree_of(rows, groups), groups, budget, trajectory_ids=units)
+    assert sorted(row for part in parts for row in part) == [i for i, row in enumerate(rows) if row]
+    owners = [set(units[part].tolist()) for part in parts]
+    assert sum(map(len, owners)) == len(set().union(*owners))
+    for part, own in zip(parts, owners, strict=True):
+        assert size_of([rows[row] for row in part]) <= budget or len(own) == 1
+
+
+@pytest.mark.spec("16.2")
+def test_trajectories_between_each_others_rows_are_taken_one_by_one() -> None:
+    # What a template leaves of two answers: both first turns begin with a thought, 9.
+    rows = [[1, 9, 2], [1, 3, 4], [1, 9, 5], [1, 6, 7], [1, 9, 8], [1, 6, 10]]
+    units = np.array([0, 0, 1, 1, 2, 2])
+    tree = tree_of(rows, [0] * 6)
+    whole = [[0, 1, 2, 3, 4, 5]]
+    assert parts_of(tree, [0] * 6, 11, trajectory_ids=units) == whole  # a tree of 11 nodes
+    parts = parts_of(tree, [0] * 6, 8, trajectory_ids=units)
+    assert sorted(parts) == [[0, 1, 2, 3], [4, 5]]
+
+
+@pytest.mark.spec("16.2")
 def test_trajectories_stay_whole() -> None:
     rows = [[1, 2, 3], [1, 4, 5], [1, 2, 6], [1, 4, 7]]
     units = np.array([0, 1, 0, 1])
@@ -112,5 +140,5 @@ def test_trajectories_stay_whole() -> None:
     assert parts_of(tree, [0] * 4, 4, trajectory_ids=units) == [[0, 2], [1, 3]]
     assert parts_of(tree, [0] * 4, 3, trajectory_ids=units) == [[0, 2], [1, 3]]
     assert len(parts_of(tree, [0] * 4, 3)) == 4
-    mixed = np.array([0, 0, 1, 1])  # each has rows on both sides of the fork
-    assert parts_of(tree, [0] * 4, 4, trajectory_ids=mixed) == [[0, 1, 2, 3]]
+    mixed = np.array([0, 0, 1, 1])  # each has rows on both sides of the fork, and five nodes
+    assert parts_of(tree, [0] * 4, 4, trajectory_ids=mixed) == [[0, 1], [2, 3]]

@@ -318,7 +318,7 @@ def test_every_trained_token_is_read_once_at_the_node_before_it(budget: int, kee
     for micro, own in zip(plan, parts, strict=True):
         assert micro.tree is not None
         nodes = micro.input_ids.shape[1]
-        assert nodes <= max(budget, longest) or (keep and len(own) > 1)
+        assert nodes <= max(budget, longest) or (keep and len(own) == 1)
         assert micro.rows.tolist() == sorted(micro.rows.tolist())
         copies = micro.copies if micro.copies is not None else torch.arange(len(micro.target_ids))
         places = response_positions(batch, micro)

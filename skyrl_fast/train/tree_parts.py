@@ -25,7 +25,8 @@ def tree_parts(
 
     A group's rows stay together where their tree keeps to the budget. A larger one is cut between
     rows that stand next to each other in the tree, so that the path that they share is repeated:
-    where the repeated nodes are fewest in total.
+    where the repeated nodes are fewest in total. Trajectories whose rows stand between each
+    other's are taken one after the other.
 
     Args:
         tree: its empty rows go nowhere.
@@ -51,10 +52,39 @@ def tree_parts(
             units = None if trajectory_ids is None else trajectory_ids[order[own]]
             cuts = cheapest_cuts(lengths[order[own]], common, token_budget, units)
         for first, last in pairwise(cuts):
-            pieces.append(order[own[first:last]])
-            sizes.append(int(lengths[pieces[-1][0]] + fresh[last - 1] - fresh[first]))
+            piece = order[own[first:last]]
+            size = int(lengths[piece[0]] + fresh[last - 1] - fresh[first])
+            if size > token_budget and trajectory_ids is not None:
+                for part, nodes in _by_trajectory(tree, piece, trajectory_ids, token_budget):
+                    pieces.append(part)
+                    sizes.append(nodes)
+                continue
+            pieces.append(piece)
+            sizes.append(size)
     (parts,) = split_micro_batches(sizes, token_budget)
     return [np.sort(np.concatenate([pieces[p] for p in part])) for part in parts if len(part)]
+
+
+def _by_trajectory(
+    tree: PrefixTree, rows: np.ndarray, trajectory_ids: np.ndarray, budget: int
+) -> list[tuple[np.ndarray, int]]:
+    """Return parts of whole trajectories, each of as many as the budget holds, with their nodes."""
+    starts, nodes = tree.row_starts.tolist(), tree.row_nodes.numpy()
+    of_row = trajectory_ids[rows]
+    parts: list[tuple[np.ndarray, int]] = []
+    chosen: list[np.ndarray] = []
+    held = nodes[:0]
+    for trajectory in dict.fromkeys(of_row.tolist()):
+        own = rows[of_row == trajectory]
+        paths = [nodes[starts[row] : starts[row + 1]] for row in own.tolist()]
+        alone = np.unique(np.concatenate(paths))
+        together = np.union1d(held, alone)
+        if chosen and len(together) > budget:
+            parts.append((np.concatenate(chosen), len(held)))
+            chosen, together = [], alone
+        chosen.append(own)
+        held = together
+    return [*parts, (np.concatenate(chosen), len(held))]
 
 
 def cheapest_cuts(

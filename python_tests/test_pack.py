@@ -390,6 +390,18 @@ def test_more_elements_than_offsets_can_count() -> None:
         padded_to_varlen(wide, lengths=torch.tensor([2**30 + 1, 2**30]))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_an_interrupt_in_an_elements_code_is_not_its_fault(dtype: torch.dtype) -> None:
+    class Interrupted:
+        def __index__(self) -> int:
+            raise KeyboardInterrupt
+
+        __float__ = __index__
+
+    with pytest.raises(KeyboardInterrupt):
+        pack_steps({"x": [[1, Interrupted()]]}, dtypes={"x": dtype})
+
+
 def test_list_changed_by_its_own_elements() -> None:
     class Shrinking:
         def __index__(self) -> int:

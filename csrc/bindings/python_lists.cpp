@@ -92,6 +92,10 @@ std::string describe(PyObject* item) {
 
 [[noreturn]] void refuse_type(const ListPlace& place, int64_t position, const char* wanted,
                               PyObject* item) {
+  // Ctrl-C while the item's own code ran is no fault of the item.
+  if (PyErr_Occurred() != nullptr && PyErr_ExceptionMatches(PyExc_Exception) == 0) {
+    throw py::error_already_set();
+  }
   PyErr_Clear();
   throw py::type_error(place.at(position) + " must be " + wanted + ", got " + describe(item));
 }

@@ -118,6 +118,34 @@ def test_losses_leave_odd_input_to_skyrl() -> None:
         ours.ppo_policy_loss(d["logprobs"], d["old"], d["advantages"], config, d["mask"])
 
 
+@pytest.mark.spec("17.2")
+def test_what_is_left_to_skyrl_draws_the_same_tokens() -> None:
+    config, d = algorithm("clip_cov"), cells()
+    d["logprobs"][tuple(d["mask"].nonzero()[0])] += 40  # beyond the kernel's bounds
+    results = []
+    for loss in (
+        ORIGINALS.function("compute_policy_loss_clip_cov"),
+        ours.compute_policy_loss_clip_cov,
+    ):
+        current = d["logprobs"].clone().requires_grad_()
+        torch.manual_seed(1)
+        value, _ = loss(current, d["old"], d["advantages"], config, d["mask"])
+        value.backward()
+        results.append((value.detach(), current.grad, torch.rand(())))
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.spec("17.2")
+def test_importance_sampling_of_no_tokens_is_logged_as_skyrl_does() -> None:
+    config, d = algorithm("importance_sampling"), cells()
+    args = (d["logprobs"], d["old"], d["advantages"], config, torch.zeros_like(d["mask"]))
+    want, want_metrics = ORIGINALS.function("importance_sampling_loss")(*args)
+    got, metrics = ours.importance_sampling_loss(*args)
+    torch.testing.assert_close(got, want, equal_nan=True)
+    assert metrics == pytest.approx(want_metrics, nan_ok=True)
+
+
 @pytest.mark.spec("17.2", "17.4")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_equal(dtype: torch.dtype) -> None:

@@ -225,6 +225,8 @@ UNBOUNDED = ("gspo", "clip_cov", "kl_cov", "importance_sampling")
 LARGEST_LOG_RATIO = {"gspo": 10.0}
 DEFAULT_LARGEST = 20.0
 LOG_PROBS_ALONE = ("cross_entropy",)
+NOT_OF_NO_TOKENS = ("importance_sampling",)  # SkyRL logs NaN for a mask of zeros
+DRAWING = ("clip_cov",)
 LOGGED_UNCLIPPED = ("sapo", "kl_cov", "cross_entropy")  # SkyRL logs a clip_ratio of 0 for them
 
 
@@ -254,11 +256,26 @@ def _loss(
     metrics: dict[str, float] = {}
     if rollout_logprobs is not None:
         weights, metrics = _correction(name, old_log_probs, rollout_logprobs, loss_mask, config)
+    if kind in NOT_OF_NO_TOKENS:
+        require(bool(loss_mask.any()), "a mask without trained tokens")
+    drawn = torch.get_rng_state() if kind in DRAWING else None
     loss, own = policy_loss(
         log_probs, old_log_probs, advantages, loss_mask, loss=kind,
         rollout_logprobs=rollout_logprobs, token_weights=weights,
         row_weights=torch.ones(len(log_probs)), **parameters,
     )  # fmt: skip
+    try:
+        return loss, _own_metrics(kind, loss, own, metrics)
+    except NotOursError:
+        if drawn is not None:
+            torch.set_rng_state(drawn)  # SkyRL draws the same tokens
+        raise
+
+
+def _own_metrics(
+    kind: str, loss: Tensor, own: dict[str, Tensor], correction: dict[str, float]
+) -> dict[str, float]:
+    """Return SkyRL's metrics of a loss; refuse a loss that SkyRL computes otherwise."""
     if kind in UNBOUNDED:
         limit = float(np.exp(LARGEST_LOG_RATIO.get(kind, DEFAULT_LARGEST))) * 0.99
         inside = 1 / limit < float(own["ratio_min"]) and float(own["ratio_max"]) < limit
@@ -266,12 +283,12 @@ def _loss(
     if not np.isfinite(loss.item()):
         raise NotOursError("a loss that is no number")
     if kind == "importance_sampling":
-        return loss, {"importance_ratio": float(own["ratio_mean"])}
+        return {"importance_ratio": float(own["ratio_mean"])}
     if kind in LOGGED_UNCLIPPED:
-        return loss, {"clip_ratio": 0.0, **metrics}
+        return {"clip_ratio": 0.0, **correction}
     count = float(own["num_tokens"])
     clipped = np.float32(round(float(own["clip_ratio"]) * count)) / np.float32(max(count, 1.0))
-    return loss, {"clip_ratio": float(clipped), **metrics}
+    return {"clip_ratio": float(clipped), **correction}
 
 
 def _is_zero_one(mask: Tensor) -> bool:

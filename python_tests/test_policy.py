@@ -159,6 +159,28 @@ def test_gradient_does_not_depend_on_the_split(reduction: str) -> None:
             torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.spec("8.9")
+def test_metrics_do_not_depend_on_the_split() -> None:
+    algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.5)
+    batch = mixed_batch()
+    old = batch.rollout_logprobs
+    batch = batch.with_(old_logprobs=old, ref_logprobs=old - 0.3)
+    found = [
+        accumulate_gradient(
+            Policy(tiny_model(), max_tokens_per_microbatch=budget), batch, algorithm=algorithm
+        )
+        for budget in (10_000, 20, 1)
+    ]
+    whole = found[0]
+    both = whole["policy/policy_loss"] + 0.5 * whole["policy/kl_loss"]
+    assert both == pytest.approx(whole["policy/loss"], rel=1e-5)
+    split = {"policy/num_micro_batches", "policy/forward_tokens"}
+    for other in found[1:]:
+        assert other.keys() == whole.keys()
+        for name in whole.keys() - split:
+            assert other[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
+
+
 def test_masked_tokens_have_no_gradient() -> None:
     algorithm = AlgorithmConfig()
     batch = mixed_batch()

@@ -104,6 +104,7 @@ def _train(options: argparse.Namespace) -> int:
         from skyrl_fast.rollout.weight_update import WeightSyncError
         from skyrl_fast.train.checkpoint import CheckpointError, RunInUseError
         from skyrl_fast.train.dynamic_sampling import DynamicSamplingError
+        from skyrl_fast.train.ranks import RankError
         from skyrl_fast.train.run import SetupError, run_training
         from skyrl_fast.trajectory_store.writer import StoreError
     except ImportError as error:
@@ -117,6 +118,7 @@ def _train(options: argparse.Namespace) -> int:
         CheckpointError,
         DynamicSamplingError,
         EngineError,
+        RankError,
         RolloutError,
         StoreError,
         WeightSyncError,

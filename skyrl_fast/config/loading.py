@@ -24,8 +24,17 @@ from skyrl_fast.config.settings import (
 
 # Sections of SkyRL's own configuration that have no meaning here, with what to do instead.
 _SKYRL_ONLY = {
-    "trainer.placement": "one process trains on one device; remove it",
-    "trainer.strategy": "one process trains on one device; remove it",
+    "trainer.placement.colocate_all": "rank 0's GPU is the engine's too, unless that is a server: "
+    "generator.inference_engine.run_engines_locally=false; remove it",
+    "trainer.placement.colocate_policy_ref": "they share the GPUs always; remove it",
+    "trainer.placement.policy_num_nodes": "one machine trains; remove it",
+    **{
+        f"trainer.placement.{model}_num_{what}": "it is divided as the policy is; remove it"
+        for model in ("ref", "critic")
+        for what in ("nodes", "gpus_per_node")
+    },
+    "trainer.strategy": "FSDP2 where trainer.placement.policy_num_gpus_per_node is above 1; "
+    "remove it",
     "trainer.policy.megatron_config": "models are transformers'; its moe_enable_routing_replay is "
     "trainer.policy.moe_enable_routing_replay",
     "trainer.fully_async.num_parallel_generation_workers": "as many groups run as the staleness "

@@ -212,6 +212,18 @@ class AlgorithmConfig:
 
 
 @dataclass(slots=True)
+class PlacementConfig:
+    """Where the models that are trained are."""
+
+    policy_num_gpus_per_node: int = setting(
+        1,
+        "GPUs that share the update, and with it each weight, gradient and moment; the reference "
+        "and the critic are divided as the policy is. Without a GPU: processes",
+        at_least=1,
+    )
+
+
+@dataclass(slots=True)
 class TrainerConfig:
     """Batches, intervals, folders."""
 
@@ -220,6 +232,7 @@ class TrainerConfig:
     critic: CriticConfig = setting(CriticConfig, "the model that estimates values")
     algorithm: AlgorithmConfig = setting(AlgorithmConfig, "what is optimised")
     fully_async: FullyAsyncConfig = setting(FullyAsyncConfig, "generation beside training")
+    placement: PlacementConfig = setting(PlacementConfig, "on how many GPUs")
     seed: int = setting(42, "of data order and sampling", at_least=0, at_most=2**32 - 1)
     epochs: int = setting(1, "passes over the training prompts", at_least=1)
     max_training_steps: int | None = setting(None, "stop after so many batches", at_least=1)

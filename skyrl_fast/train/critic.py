@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config, OptimizerConfig
 from skyrl_fast.train.micro_batch import MicroBatch, plan_micro_batches, response_positions
 from skyrl_fast.train.policy import Optimizer, load_model
+from skyrl_fast.train.rank_shares import own_micro_batches
+from skyrl_fast.train.ranks import ALONE, Ranks, mirrored
 from skyrl_fast.train.schedule import total_optimizer_steps
+from skyrl_fast.train.sharding import all_whole, run_whole, shard, weights_of
 from skyrl_fast.train.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
 
 HEAD_FILE = "value_head.safetensors"
@@ -61,6 +65,7 @@ class Critic:
         max_tokens_per_microbatch: most padded tokens of one forward pass.
         dtype: of the forward pass.
         tree: rows go through the model as prefix trees.
+        ranks: that share the work and the weights.
 
     Raises:
         ValueError: trees for a model that cannot.
@@ -78,11 +83,15 @@ class Critic:
         max_tokens_per_microbatch: int = 16384,
         dtype: torch.dtype = torch.float32,
         tree: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model = model
+        self.ranks = ranks
         self.tree = tree
         if tree:
             prepare_for_trees(model.backbone)
+        shard(model, ranks)
+        ranks.join(self)
         self.optimizer = Optimizer(self, optimizer_config, total_steps=total_steps)
         self.mini_batch_size = mini_batch_size
         self.update_epochs = update_epochs
@@ -98,17 +107,26 @@ class Critic:
     def values(self, micro: MicroBatch) -> torch.Tensor:
         """Return (M,) float32, the values of the states in which the tokens were sampled."""
         micro = padded_trees(micro, self.device)
-        with self._autocast():
-            values = self.model.of(last_hidden_states(self.model.backbone, micro, self.device))
+
+        def values_of() -> torch.Tensor:
+            with self._autocast():
+                return self.model.of(last_hidden_states(self.model.backbone, micro, self.device))
+
+        values = run_whole(self.model, values_of)
         values = values.index_select(0, micro.hidden_index.to(self.device)).float()
         return values if micro.copies is None else values[micro.copies.to(self.device)]
 
+    @mirrored
     def batch_values(self, batch: StepBatch) -> torch.Tensor:
         """Return (A,) float32 values of the trained tokens, without gradients; 0 elsewhere."""
-        result = torch.zeros(batch.loss_mask.shape[0])
         with torch.no_grad():
-            for micro in self._plan(batch):
-                result[response_positions(batch, micro)] = self.values(micro).cpu()
+            own = [
+                (response_positions(batch, micro), self.values(micro).cpu())
+                for micro in self._micro_batches(batch)
+            ]
+        result = torch.zeros(batch.loss_mask.shape[0])
+        for positions, values in self.ranks.gather(own):
+            result[positions] = values
         return result
 
     def update(self, batch: StepBatch) -> dict[str, float]:
@@ -134,9 +152,15 @@ class Critic:
     def save(self, folder: Path) -> None:
         """Write backbone (Hugging Face format), head and optimizer (safetensors)."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.model.backbone.save_pretrained(folder)
-        save_file({"weight": self.model.value_head.weight.detach()}, str(folder / HEAD_FILE))
+        weights = {name: value.cpu() for name, value in self._weights()}
+        save_file({"weight": weights.pop("value_head.weight")}, str(folder / HEAD_FILE))
+        backbone = {name.removeprefix("backbone."): value for name, value in weights.items()}
+        self.model.backbone.save_pretrained(folder, state_dict=backbone)
         self.optimizer.save(folder / OPTIMIZER_FILE)
+
+    @mirrored
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from all_whole(weights_of(self.model))
 
     def restore(self, folder: Path) -> None:
         """Read the optimizer's state; the weights were loaded from the folder already."""
@@ -144,10 +168,19 @@ class Critic:
 
     def _step(self, batch: StepBatch) -> dict[str, float]:
         self.optimizer.zero_grad()
+        parts = self._gradient(batch)
+        names = ("critic_loss", "values_mean", "values_clipfrac")
+        sums = {name: sum(part[i] for part in parts) for i, name in enumerate(names)}
+        facts = {name.removeprefix("policy/"): v for name, v in self.optimizer.step().items()}
+        return {f"critic/{name}": value for name, value in (sums | facts).items()}
+
+    @mirrored
+    def _gradient(self, batch: StepBatch) -> list[tuple[float, float, float]]:
+        """Add the mini-batch's gradient; return parts of its loss, mean value and clipped share."""
         total = max(1, int((batch.loss_mask != 0).sum()))
         assert batch.values is not None and batch.returns is not None
-        sums = {"critic_loss": 0.0, "values_mean": 0.0, "values_clipfrac": 0.0}
-        for micro in self._plan(batch):
+        parts = []
+        for micro in self._micro_batches(batch):
             index = response_positions(batch, micro)
             old, returns = batch.values[index], batch.returns[index]
             values = self.values(micro)
@@ -156,14 +189,13 @@ class Critic:
             )
             loss = losses.sum() / total
             loss.backward()
-            sums["critic_loss"] += float(loss.detach())
-            sums["values_mean"] += float(values.detach().sum()) / total
-            sums["values_clipfrac"] += float(clipped.sum()) / total
-        facts = {name.removeprefix("policy/"): v for name, v in self.optimizer.step().items()}
-        return {f"critic/{name}": value for name, value in (sums | facts).items()}
+            mean, share = values.detach().sum() / total, clipped.sum() / total
+            parts.append((float(loss.detach()), float(mean), float(share)))
+        return self.ranks.gather(parts)
 
-    def _plan(self, batch: StepBatch) -> list[MicroBatch]:
-        return plan_micro_batches(batch, self.max_tokens_per_microbatch, tree=self.tree)
+    def _micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
+        plan = partial(plan_micro_batches, batch, tree=self.tree)
+        return own_micro_batches(plan, self.max_tokens_per_microbatch, self.ranks)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.dtype == torch.float32:
@@ -210,13 +242,20 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
 
 
 def make_critic(
-    config: Config, path: str, device: torch.device, dtype: torch.dtype, *, num_prompts: int
+    config: Config,
+    path: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    num_prompts: int,
+    ranks: Ranks = ALONE,
 ) -> Critic:
     """Return the critic of a run.
 
     Args:
         path: a model's folder or hub name, or the critic's folder in a checkpoint.
         num_prompts: of the training data.
+        ranks: that share the work and the weights.
     """
     trainer = config.trainer
     size = trainer.critic_mini_batch_size or trainer.policy_mini_batch_size
@@ -233,6 +272,7 @@ def make_critic(
         max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
         dtype=dtype,
         tree=trainer.rows == "tree",
+        ranks=ranks,
     )
 
 

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,10 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import OptimizerConfig
 from skyrl_fast.ops.linear_logprob import linear_logprob
 from skyrl_fast.train.micro_batch import MicroBatch, plan_micro_batches, response_positions
+from skyrl_fast.train.rank_shares import own_micro_batches
+from skyrl_fast.train.ranks import ALONE, Ranks, mirrored
 from skyrl_fast.train.router_replay import RouterReplay
+from skyrl_fast.train.sharding import all_whole, part_of, run_whole, shard, weights_of, whole
 from skyrl_fast.train.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
 
 logger = logging.getLogger(__name__)
@@ -45,6 +49,7 @@ class Policy:
         head_dtype: of the LM head's product; None: the forward pass's.
         router_replay: tokens go to the experts that the sampler recorded; see `RouterReplay`.
         tree: rows go through the model as prefix trees, each distinct token of a prompt once.
+        ranks: that share the work and the weights.
 
     Raises:
         ValueError: a model that does something else to its logits (a soft cap, a scale, a bias);
@@ -61,8 +66,10 @@ class Policy:
         head_dtype: torch.dtype | None = None,
         router_replay: bool = False,
         tree: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model = model
+        self.ranks = ranks
         self.temperature = temperature
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.dtype = dtype
@@ -74,6 +81,8 @@ class Policy:
         self.tree = tree
         if tree:
             prepare_for_trees(model.base_model)
+        shard(model, ranks)
+        ranks.join(self)
 
     @property
     def router_replay(self) -> bool:
@@ -90,35 +99,40 @@ class Policy:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (M,) float32 logprobs of the micro-batch's trained tokens, and their entropies."""
         micro = padded_trees(micro, self.device)
-        with self._autocast(), self._replayed(micro):
-            hidden = last_hidden_states(self.model.base_model, micro, self.device)
-        hidden = hidden.index_select(0, micro.hidden_index.to(self.device))
-        result: Any = linear_logprob(
-            *self._head_operands(hidden),
-            micro.target_ids.to(self.device),
-            temperature=self.temperature,
-            return_entropy=return_entropy,
-        )
+
+        def distinct() -> Any:
+            with self._autocast(), self._replayed(micro):
+                hidden = last_hidden_states(self.model.base_model, micro, self.device)
+            hidden = hidden.index_select(0, micro.hidden_index.to(self.device))
+            return linear_logprob(
+                *self._head_operands(hidden),
+                micro.target_ids.to(self.device),
+                temperature=self.temperature,
+                return_entropy=return_entropy,
+            )
+
+        result = run_whole(self.model, distinct)
         values, entropy = result if return_entropy else (result, None)
         if micro.copies is None:
             return values, entropy
         copies = micro.copies.to(self.device)  # rows that share a token, each with its own loss
         return values[copies], None if entropy is None else entropy[copies]
 
+    @mirrored
     def batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
         """Return (A,) float32 logprobs of the trained tokens, without gradients; 0 elsewhere."""
-        result = torch.zeros(batch.loss_mask.shape[0])
+        plan = partial(plan_micro_batches, batch, router_replay=self.router_replay, tree=self.tree)
         with torch.no_grad():
-            for micro in plan_micro_batches(
-                batch,
-                self.max_tokens_per_microbatch,
-                router_replay=self.router_replay,
-                tree=self.tree,
-            ):
-                values, _ = self.logprobs(micro)
-                result[response_positions(batch, micro)] = values.float().cpu()
+            own = [
+                (response_positions(batch, micro), self.logprobs(micro)[0].float().cpu())
+                for micro in own_micro_batches(plan, self.max_tokens_per_microbatch, self.ranks)
+            ]
+        result = torch.zeros(batch.loss_mask.shape[0])
+        for positions, values in self.ranks.gather(own):
+            result[positions] = values
         return result
 
+    @mirrored
     def sequence_logprobs(
         self, token_ids: list[int], expert_indices: np.ndarray | None = None
     ) -> list[float]:
@@ -129,26 +143,33 @@ class Policy:
             expert_indices: (T or T - 1, L, K) routes to replay; None: free routing.
         """
         ids = torch.tensor([token_ids], device=self.device)
-        with torch.no_grad(), self._autocast(), self._at_routes(ids, expert_indices):
+
+        def values() -> Any:
             hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
-            values: Any = linear_logprob(*self._head_operands(hidden.contiguous()), ids[0, 1:])
-            return values.tolist()
+            return linear_logprob(*self._head_operands(hidden.contiguous()), ids[0, 1:])
+
+        with torch.no_grad(), self._autocast(), self._at_routes(ids, expert_indices):
+            return run_whole(self.model, values).tolist()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights under the names of a Hugging Face checkpoint; tied ones once."""
-        weights = {
-            name: value.detach()
-            for name, value in self.model.named_parameters(remove_duplicate=True)
-        }
-        persistent = set(self.model.state_dict())
-        weights |= {n: v for n, v in self.model.named_buffers() if n in persistent}
-        yield from _checkpoint_names(self.model, weights).items()
+        if self.ranks.size == 1:
+            yield from _checkpoint_names(self.model, dict(self._weights())).items()
+            return
+        for name, value in self._weights():  # whole one at a time
+            yield from _checkpoint_names(self.model, {name: value}).items()
 
     def save(self, folder: Path, tokenizer: Any | None = None) -> None:
         """Write the model (and its tokenizer) in Hugging Face format."""
-        self.model.save_pretrained(folder)
+        weights = {name: value.cpu() for name, value in self._weights()}
+        self.model.save_pretrained(folder, state_dict=weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+
+    @mirrored
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the whole weights under the model's own names, tied ones once."""
+        yield from all_whole(weights_of(self.model))
 
     def _replayed(self, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
         if self._replay is None:
@@ -206,6 +227,7 @@ class HasModel(Protocol):
     """What is optimised: a `Policy`, or a `Critic`."""
 
     model: Any
+    ranks: Ranks
 
 
 class Optimizer:
@@ -219,6 +241,8 @@ class Optimizer:
 
     def __init__(self, policy: HasModel, config: OptimizerConfig, *, total_steps: int) -> None:
         self.step_count = 0
+        self.ranks = policy.ranks
+        self.ranks.join(self)
         self._config = config
         self._total_steps = total_steps
         self._named = [(n, p) for n, p in policy.model.named_parameters() if p.requires_grad]
@@ -236,10 +260,12 @@ class Optimizer:
             fused=True,
         )
 
+    @mirrored
     def zero_grad(self) -> None:
         """Forget the gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
+    @mirrored
     def step(self) -> dict[str, float]:
         """Clip, update the weights, and return gradient norm and learning rate.
 
@@ -247,7 +273,9 @@ class Optimizer:
         """
         parameters = [p for _, p in self._named if p.grad is not None]
         limit = self._config.max_grad_norm or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit)) if parameters else 0.0
+        norm = 0.0
+        if parameters:
+            norm = float(whole(torch.nn.utils.clip_grad_norm_(parameters, limit)))
         rate = learning_rate(self.step_count, self._config, total_steps=self._total_steps)
         if math.isfinite(norm):
             for group in self._adamw.param_groups:
@@ -256,7 +284,7 @@ class Optimizer:
         else:
             logger.warning("optimizer step %d left out: gradient norm %s", self.step_count, norm)
         self.step_count += 1
-        self.zero_grad()
+        self._adamw.zero_grad(set_to_none=True)
         skipped = float(not math.isfinite(norm))
         return {
             "policy/grad_norm": norm,
@@ -266,18 +294,23 @@ class Optimizer:
 
     def save(self, path: Path) -> None:
         """Write the moments of every parameter by its name (safetensors)."""
-        tensors = {
-            f"{name}.{key}": self._adamw.state[parameter][key].contiguous()
-            for name, parameter in self._named
-            if parameter in self._adamw.state
-            for key in MOMENTS
-        }
+        tensors = {name: moment.cpu().contiguous() for name, moment in self._moments()}
         unmoved = [name for name, parameter in self._named if parameter not in self._adamw.state]
         facts = {"step_count": str(self.step_count)}
         if unmoved:  # one entry as a rule: the order of several differs from file to file
             facts["without_gradient"] = json.dumps(unmoved)
         save_file(tensors, str(path), metadata=facts)
 
+    @mirrored
+    def _moments(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from all_whole(
+            (f"{name}.{key}", self._adamw.state[parameter][key])
+            for name, parameter in self._named
+            if parameter in self._adamw.state
+            for key in MOMENTS
+        )
+
+    @mirrored
     def load(self, path: Path) -> None:
         """Read what `save` wrote. ValueError if a parameter is missing or has another shape."""
         tensors = load_file(str(path))
@@ -293,7 +326,7 @@ class Optimizer:
             if tensors:
                 state = {key: tensors[f"{name}.{key}"] for key in MOMENTS}
                 for key in ("exp_avg", "exp_avg_sq"):
-                    state[key] = state[key].to(parameter.device)
+                    state[key] = part_of(state[key].to(parameter.device), parameter)
                 state["step"] = state["step"].to(parameter.device)
                 self._adamw.state[parameter] = state
 

@@ -8,8 +8,9 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Awaitable, Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from skyrl_fast.train.checkpoint import (
     read_json,
     write_json,
 )
-from skyrl_fast.train.critic import make_critic
+from skyrl_fast.train.critic import Critic, make_critic
 from skyrl_fast.train.plot import plot_learning_curve
 from skyrl_fast.train.policy import (
     Optimizer,
@@ -35,8 +36,10 @@ from skyrl_fast.train.policy import (
     load_tokenizer,
 )
 from skyrl_fast.train.progress import ProgressDisplay
-from skyrl_fast.train.prompts import load_prompts
+from skyrl_fast.train.prompts import Prompt, load_prompts
 from skyrl_fast.train.random_state import seed_everything
+from skyrl_fast.train.rank_processes import started_ranks
+from skyrl_fast.train.ranks import Ranks
 from skyrl_fast.train.rollouts import Rollouts
 from skyrl_fast.train.schedule import total_optimizer_steps, total_steps
 from skyrl_fast.train.sinks import open_sinks, read_metrics
@@ -92,24 +95,38 @@ def run_training(config: Config, *, make_rollouts: MakeRollouts | None = None) -
         RunInUseError: the run folder belongs to another process or holds an earlier run.
         CheckpointError: a checkpoint cannot be read or written.
         StoreError: trajectories cannot be written.
+        RankError: the process of another rank has ended.
     """
     check_config(config)
     config = _with_home(config)
     run_path = Path(config.trainer.run_path)
     with locked_run(run_path):
         checkpoint = _starting_point(config)
-        if config.trainer.num_threads is not None:
-            torch.set_num_threads(config.trainer.num_threads)
-        seed_everything(config.trainer.seed)
-        hide_progress_bars()
-        return _run(config, run_path, checkpoint, make_rollouts or _vllm_rollouts)
+        with ExitStack() as stack:
+            with _as_setup_error():
+                prompts = _prompts(config)
+                ranks = stack.enter_context(
+                    started_ranks(
+                        config.trainer.placement.policy_num_gpus_per_node,
+                        partial(_models, config, checkpoint, len(prompts[0])),
+                        cuda=_device(config.trainer.device).type == "cuda",
+                        folder=run_path,
+                    )
+                )
+            make_rollouts = make_rollouts or _vllm_rollouts
+            return _run(config, run_path, checkpoint, prompts, ranks, make_rollouts)
 
 
 def _run(
-    config: Config, run_path: Path, checkpoint: Path | None, make_rollouts: MakeRollouts
+    config: Config,
+    run_path: Path,
+    checkpoint: Path | None,
+    prompts: tuple[list[Prompt], list[Prompt]],
+    ranks: Ranks,
+    make_rollouts: MakeRollouts,
 ) -> Outcome:
     with _as_setup_error():
-        parts, model_path = _parts(config, checkpoint)
+        parts, model_path = _parts(config, checkpoint, prompts, ranks)
         plot_module_checked = _check_plot(config)
         parts.sinks = open_sinks(
             config.trainer.logger,
@@ -187,19 +204,61 @@ async def _run_loop(
     return progress, received[0] if progress.stopped else None
 
 
-def _parts(config: Config, checkpoint: Path | None) -> tuple[Parts, str]:
-    settings = config.trainer
+def _prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
+    """Those to train on, and those to evaluate on."""
     env_class = config.environment.env_class
     train_prompts = load_prompts(config.data.train_data, default_env_class=env_class)
     eval_prompts = load_prompts(config.data.val_data, default_env_class=env_class, prefix="eval-")
-    if len(train_prompts) < settings.train_batch_size:
+    wanted = config.trainer.train_batch_size
+    if len(train_prompts) < wanted:
         raise ValueError(
-            f"data.train_data: wanted at least trainer.train_batch_size="
-            f"{settings.train_batch_size} prompts, got {len(train_prompts)}"
+            f"data.train_data: wanted at least trainer.train_batch_size={wanted} prompts, "
+            f"got {len(train_prompts)}"
         )
-    start_path = settings.policy.model.path
+    return train_prompts, eval_prompts
+
+
+def _parts(
+    config: Config,
+    checkpoint: Path | None,
+    prompts: tuple[list[Prompt], list[Prompt]],
+    ranks: Ranks,
+) -> tuple[Parts, str]:
+    model_path = _model_path(config, checkpoint)
+    models = _models(config, checkpoint, len(prompts[0]), ranks)
+    parts = Parts(
+        policy=models.policy,
+        optimizer=models.optimizer,
+        tokenizer=load_tokenizer(model_path),
+        rollouts=None,  # type: ignore[arg-type]  # the engine starts when all else is right
+        train_prompts=prompts[0],
+        eval_prompts=prompts[1],
+        reference=models.reference,
+        critic=models.critic,
+    )
+    return parts, model_path
+
+
+def _model_path(config: Config, checkpoint: Path | None) -> str:
+    start_path = config.trainer.policy.model.path
     assert start_path is not None
-    model_path = start_path if checkpoint is None else str(checkpoint / "policy")
+    return start_path if checkpoint is None else str(checkpoint / "policy")
+
+
+@dataclass(frozen=True, slots=True)
+class _Models:
+    policy: Policy
+    optimizer: Optimizer
+    reference: Policy | None
+    critic: Critic | None
+
+
+def _models(config: Config, checkpoint: Path | None, num_prompts: int, ranks: Ranks) -> _Models:
+    """What every rank makes, in this order."""
+    settings = config.trainer
+    _set_threads(settings.num_threads, ranks)
+    seed_everything(settings.seed)
+    hide_progress_bars()
     device = _device(settings.device)
     dtype, head = _dtype(settings.policy.dtype, device), settings.policy.lm_head_dtype
 
@@ -216,32 +275,30 @@ def _parts(config: Config, checkpoint: Path | None) -> tuple[Parts, str]:
             # The reference chooses its own experts: what it would have done is what is asked.
             router_replay=trained and settings.policy.moe_enable_routing_replay,
             tree=settings.rows == "tree",
+            ranks=ranks,
         )
 
-    policy = policy_of(model_path, trained=True)
+    policy = policy_of(_model_path(config, checkpoint), trained=True)
     reference = None
     if settings.algorithm.use_kl_loss or settings.algorithm.use_kl_in_reward:
-        reference = policy_of(settings.ref.model.path or start_path, trained=False)
+        reference = policy_of(settings.ref.model.path or _model_path(config, None), trained=False)
     optimizer = Optimizer(
         policy,
         settings.policy.optimizer_config,
-        total_steps=total_optimizer_steps(config, len(train_prompts)),
+        total_steps=total_optimizer_steps(config, num_prompts),
     )
     critic = None
     if settings.critic.model.path is not None:
         source = settings.critic.model.path if checkpoint is None else str(checkpoint / "critic")
-        critic = make_critic(config, source, device, dtype, num_prompts=len(train_prompts))
-    parts = Parts(
-        policy=policy,
-        optimizer=optimizer,
-        tokenizer=load_tokenizer(model_path),
-        rollouts=None,  # type: ignore[arg-type]  # the engine starts when all else is right
-        train_prompts=train_prompts,
-        eval_prompts=eval_prompts,
-        reference=reference,
-        critic=critic,
-    )
-    return parts, model_path
+        critic = make_critic(config, source, device, dtype, num_prompts=num_prompts, ranks=ranks)
+    return _Models(policy, optimizer, reference, critic)
+
+
+def _set_threads(chosen: int | None, ranks: Ranks) -> None:
+    if chosen is None and ranks.size > 1:
+        chosen = max(1, torch.get_num_threads() // ranks.size)
+    if chosen is not None:
+        torch.set_num_threads(chosen)
 
 
 def _with_home(config: Config) -> Config:

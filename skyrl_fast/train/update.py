@@ -5,7 +5,8 @@ A response tokens, M trained tokens of a micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -23,6 +24,8 @@ from skyrl_fast.train.micro_batch import (
 )
 from skyrl_fast.train.off_policy import corrected
 from skyrl_fast.train.policy import Optimizer, Policy
+from skyrl_fast.train.rank_shares import own_micro_batches
+from skyrl_fast.train.ranks import mirrored
 
 # Their gradient is zero where the advantage is: whole rows need no forward pass.
 _PROPORTIONAL_LOSSES = {
@@ -41,6 +44,8 @@ _MINI_BATCH_LOSSES = {"clip_cov", "kl_cov"}
 _NO_BUDGET = 1 << 62  # tokens
 # Their own settings are the section of their name; the op calls some of these otherwise.
 _WITH_A_SECTION = {"cispo", "sapo", "dppo", "clip_cov", "kl_cov"}
+_SUMS = {"policy/policy_loss", "policy/kl_loss"}  # weighted by the mini-batch's row weights
+_COUNTED = {"loss", "num_tokens"}  # of a micro-batch; the mini-batch's are made here
 _OP_NAMES = {"cispo_anchor": "anchor", "clip_ratio": "clip_cov_ratio"}
 
 
@@ -150,6 +155,46 @@ def accumulate_gradient(
     Where `old_logprobs` is missing the policy's present ones are taken: the ratio is 1.
     `seen_logprobs`, (A,) float32, takes those of the tokens that the forward pass visits.
     """
+    parts = _gradient(policy, batch, algorithm, max_seq_len)
+    if seen_logprobs is not None:
+        for part in parts:
+            seen_logprobs[part.positions] = part.logprobs
+    metrics = _token_mean_metrics(parts)
+    metrics["policy/loss"] = sum(part.loss for part in parts)
+    metrics["policy/num_micro_batches"] = float(len(parts))
+    metrics["policy/forward_tokens"] = float(sum(part.forward_tokens for part in parts))
+    rows = [part.rows for part in parts]
+    visited = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+    metrics["policy/row_tokens"] = float(batch.lengths[visited].sum())
+    without = batch.num_rows - int(contributing_rows(batch, algorithm).sum())
+    metrics["policy/rows_without_gradient"] = float(without)
+    return metrics
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one micro-batch leaves beside its gradient.
+
+    Args:
+        loss: its part of the mini-batch's.
+        facts: metrics, of its M trained tokens.
+        forward_tokens: that went through the model, padding included.
+        rows: of the mini-batch.
+        positions, logprobs: (M,) of the trained tokens, in the mini-batch's responses.
+    """
+
+    loss: float
+    facts: dict[str, float]
+    forward_tokens: int
+    rows: torch.Tensor
+    positions: torch.Tensor
+    logprobs: torch.Tensor
+
+
+@mirrored
+def _gradient(
+    policy: Policy, batch: StepBatch, algorithm: AlgorithmConfig, max_seq_len: int | None
+) -> list[_Part]:
     weights = reduction_weights(
         batch.loss_mask,
         reduction=algorithm.loss_reduction,
@@ -160,25 +205,18 @@ def accumulate_gradient(
     )
     rows = contributing_rows(batch, algorithm)
     whole = algorithm.policy_loss_type in _MINI_BATCH_LOSSES
-    plan = plan_micro_batches(
+    plan = partial(
+        plan_micro_batches,
         batch,
-        _NO_BUDGET if whole else policy.max_tokens_per_microbatch,
         rows=rows,
         keep_trajectories=_keeps_trajectories(algorithm),
         router_replay=policy.router_replay,
         tree=policy.tree,
     )
-    parts = [_micro_step(policy, batch, weights, micro, algorithm, seen_logprobs) for micro in plan]
-    metrics = _token_mean_metrics(parts)
-    metrics["policy/loss"] = sum(part["loss"] for part in parts)
-    metrics["policy/num_micro_batches"] = float(len(plan))
-    metrics["policy/forward_tokens"] = float(sum(micro.input_ids.numel() for micro in plan))
-    visited = (
-        torch.cat([micro.rows for micro in plan]) if plan else torch.zeros(0, dtype=torch.int64)
-    )
-    metrics["policy/row_tokens"] = float(batch.lengths[visited].sum())
-    metrics["policy/rows_without_gradient"] = float(batch.num_rows - int(rows.sum()))
-    return metrics
+    budget = _NO_BUDGET if whole else policy.max_tokens_per_microbatch
+    own = own_micro_batches(plan, budget, policy.ranks, divisible=not whole)
+    parts = [_micro_step(policy, batch, weights, micro, algorithm) for micro in own]
+    return policy.ranks.gather([part for part in parts if part is not None])
 
 
 def _optimizer_step(
@@ -202,14 +240,15 @@ def _micro_step(
     weights: torch.Tensor,
     micro: MicroBatch,
     algorithm: AlgorithmConfig,
-    seen_logprobs: torch.Tensor | None,
-) -> dict[str, float]:
-    # The forward pass has its routes in `micro`; the loss needs none.
-    rows = batch.with_(expert_indices=None, cu_experts=None).rows(micro.rows)
+) -> _Part | None:
+    """Add a micro-batch's gradient; None of an idle one, beside those of other ranks."""
     trained, entropy = policy.logprobs(micro, return_entropy=True)
     assert entropy is not None
-    if seen_logprobs is not None:
-        seen_logprobs[response_positions(batch, micro)] = trained.detach().float().cpu()
+    if trained.shape[0] == 0:
+        trained.sum().backward()
+        return None
+    # The forward pass has its routes in `micro`; the loss needs none.
+    rows = batch.with_(expert_indices=None, cu_experts=None).rows(micro.rows)
     index = micro.response_index.to(trained.device)
     logprobs = trained.new_zeros(rows.loss_mask.shape[0]).index_put((index,), trained)
     rows = rows.to(trained.device)
@@ -231,13 +270,20 @@ def _micro_step(
         bonus = (entropy * weights[micro.rows].to(entropy.device)[row_of_token]).sum()
         loss = loss - algorithm.entropy_loss_coef * bonus
     loss.backward()
-    facts = {f"policy/{name}": float(value) for name, value in metrics.items()}
+    facts = {f"policy/{name}": float(v) for name, v in metrics.items() if name not in _COUNTED}
     facts["policy/policy_entropy"] = float(entropy.detach().mean())
     if rows.rollout_logprobs is not None:
         difference = (trained.detach() - rows.rollout_logprobs[index]).abs()
         facts["policy/rollout_train_logprobs_abs_diff_mean"] = float(difference.mean())
         facts["policy/rollout_train_logprobs_abs_diff_max"] = float(difference.max())
-    return facts | {"loss": float(loss.detach()), "tokens": float(trained.shape[0])}
+    return _Part(
+        loss=float(loss.detach()),
+        facts=facts,
+        forward_tokens=micro.input_ids.numel(),
+        rows=micro.rows,
+        positions=response_positions(batch, micro),
+        logprobs=trained.detach().float().cpu(),
+    )
 
 
 def _loss_options(rows: StepBatch, algorithm: AlgorithmConfig) -> dict[str, Any]:
@@ -260,18 +306,21 @@ def _loss_options(rows: StepBatch, algorithm: AlgorithmConfig) -> dict[str, Any]
     return options
 
 
-def _token_mean_metrics(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Means weighted by trained tokens; names that end in max or min take that instead."""
-    total = sum(part["tokens"] for part in parts)
+def _token_mean_metrics(parts: list[_Part]) -> dict[str, float]:
+    """Means weighted by trained tokens; sums, largest and smallest where the name says so."""
+    tokens = [float(part.positions.shape[0]) for part in parts]
+    total = sum(tokens)
     result = {"policy/trained_tokens": total}
-    for name in parts[0] if parts else ():
-        values = [part[name] for part in parts]
-        if name.endswith("_max"):
+    for name in parts[0].facts if parts else ():
+        values = [part.facts[name] for part in parts]
+        if name in _SUMS:
+            result[name] = sum(values)
+        elif name.endswith("_max"):
             result[name] = max(values)
         elif name.endswith("_min"):
             result[name] = min(values)
-        elif name.startswith("policy/"):
-            result[name] = sum(v * p["tokens"] for v, p in zip(values, parts, strict=True)) / total
+        else:
+            result[name] = sum(v * n for v, n in zip(values, tokens, strict=True)) / total
     return result
 
 

@@ -1,0 +1,90 @@
+"""Models that several ranks share, made alike on each: for the tests of ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from _fakes import tiny_model
+from _moe import tiny_moe
+
+from skyrl_fast.config import OptimizerConfig
+from skyrl_fast.train.critic import Critic, ValueModel
+from skyrl_fast.train.policy import Optimizer, Policy
+from skyrl_fast.train.ranks import Ranks, mirrored
+
+BUDGET = 40  # tokens of a micro-batch: several for each rank
+
+
+@dataclass(slots=True)
+class Models:
+    """What one rank holds: every kind of policy with its optimizer, a reference, a critic."""
+
+    ranks: Ranks
+    policies: dict[str, Policy]
+    optimizers: dict[str, Optimizer]
+    reference: Policy
+    critic: Critic
+
+
+class Probe:
+    """Shows who takes part in a call, and what is sent; `fault_on` is raised on that rank alone."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        ranks.join(self)
+
+    @mirrored
+    def processes(self) -> list[int]:
+        return self.ranks.gather([os.getpid()])
+
+    @mirrored
+    def echo(self, value: Any, *, of: Any = None) -> list[Any]:
+        return self.ranks.gather([(self.ranks.rank, value, of is self)])
+
+    @mirrored
+    def fault_on(self, rank: int) -> None:
+        if self.ranks.rank == rank:
+            raise ValueError(f"a fault of rank {rank}")
+        self.ranks.gather([0])
+
+    @mirrored
+    def nested(self) -> list[int]:
+        return self.processes()
+
+
+def make_models(ranks: Ranks) -> Models:
+    """All of it; the same weights on every rank, whatever number there is."""
+    device = "cpu" if ranks.mesh is None else ranks.mesh.device_type
+
+    def policy(model: Any, **options: Any) -> Policy:
+        return Policy(model.to(device), max_tokens_per_microbatch=BUDGET, ranks=ranks, **options)
+
+    policies = {
+        "tied": policy(tiny_model(tied=True)),
+        "untied": policy(tiny_model(seed=1)),
+        "tree": policy(tiny_model(seed=2), tree=True),
+        "experts": policy(tiny_moe(), router_replay=True),
+    }
+    config = OptimizerConfig(lr=1e-2)
+    optimizers = {name: Optimizer(p, config, total_steps=9) for name, p in policies.items()}
+    reference = policy(tiny_model(seed=5).requires_grad_(False))
+    torch.manual_seed(0)
+    value_model = ValueModel(tiny_model(seed=6).base_model)
+    critic = Critic(
+        value_model.to(device),
+        config,
+        total_steps=9,
+        mini_batch_size=2,
+        max_tokens_per_microbatch=BUDGET,
+        ranks=ranks,
+    )
+    return Models(ranks, policies, optimizers, reference, critic)
+
+
+def fail(ranks: Ranks) -> None:
+    """Models that cannot be made on the other ranks."""
+    if ranks.rank > 0:
+        raise ValueError("no such model here")

@@ -1,0 +1,149 @@
+"""The processes of ranks: calls that reach them, their faults, their ends; a whole run of two."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from _ranked import Probe, fail
+from _training import folder as folder
+from _training import settings, steady, train
+
+from skyrl_fast.train.rank_processes import started_ranks
+from skyrl_fast.train.ranks import RankError
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Iterator[Probe]:
+    with started_ranks(2, Probe, cuda=False, folder=tmp_path) as ranks:
+        yield Probe(ranks)
+
+
+def gone(process: int, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_call_reaches_all_ranks(tmp_path: Path) -> None:
+    with started_ranks(2, Probe, cuda=False, folder=tmp_path) as ranks:
+        probe = Probe(ranks)
+        own, other = probe.processes()
+        assert own == os.getpid() != other
+        view = torch.arange(1000)[::10].bool()
+        found = probe.echo({"view": view, "none": None}, of=probe)
+        assert [(rank, mine) for rank, _, mine in found] == [(0, True), (1, True)]
+        assert all(torch.equal(value["view"], view) for _, value, _ in found)
+        with pytest.raises(RuntimeError, match="processes: called by another mirrored function"):
+            probe.nested()
+    assert gone(other)
+
+
+@pytest.mark.spec("7.8")
+def test_a_rank_that_raises_ends_the_call_with_its_reason(probe: Probe) -> None:
+    other = probe.processes()[1]
+    with pytest.raises(RankError, match=r"rank 1 ended with exit code 1; .*a fault of rank 1"):
+        probe.fault_on(1)
+    with pytest.raises(RankError, match="a fault of rank 1"):  # nothing waits for it any more
+        probe.processes()
+    assert gone(other)
+
+
+@pytest.mark.spec("7.8")
+def test_a_rank_that_is_killed_is_named(probe: Probe) -> None:
+    os.kill(probe.processes()[1], signal.SIGKILL)
+    with pytest.raises(RankError, match="rank 1 ended with exit code -9"):
+        probe.processes()
+
+
+def test_an_error_of_rank_0_is_raised_and_leaves_nobody(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="a fault of rank 0"),
+        started_ranks(2, Probe, cuda=False, folder=tmp_path) as ranks,
+    ):
+        probe = Probe(ranks)
+        other = probe.processes()[1]
+        try:
+            probe.fault_on(0)
+        finally:
+            with pytest.raises(RankError, match="rank 0 left the others behind: ValueError"):
+                probe.processes()
+    assert gone(other)
+
+
+@pytest.mark.spec("7.8")
+def test_ranks_that_cannot_make_their_models_are_named(tmp_path: Path) -> None:
+    with started_ranks(2, fail, cuda=False, folder=tmp_path) as ranks:
+        probe = Probe(ranks)
+        with pytest.raises(RankError, match="no such model here"):
+            probe.processes()
+
+
+KILLED = """
+import os, time
+from pathlib import Path
+from _ranked import Probe
+from skyrl_fast.train.rank_processes import started_ranks
+
+if __name__ == "__main__":
+    with started_ranks(2, Probe, cuda=False, folder=Path(".")) as ranks:
+        print(*Probe(ranks).processes(), flush=True)
+        time.sleep(60)
+"""
+
+
+@pytest.mark.spec("7.8")
+def test_no_process_is_left_when_rank_0_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    here = Path(__file__).resolve().parent
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(script)]
+    environment = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        own, other = map(int, child.stdout.readline().split())
+        os.kill(own, signal.SIGKILL)
+    assert gone(other)
+
+
+@pytest.mark.spec("7.9")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match=r"policy_num_gpus_per_node: .* visible \(0\), got 2"),
+        started_ranks(2, Probe, cuda=True, folder=tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.spec("7.6", "7.7")
+def test_a_run_that_changes_its_number_of_ranks_goes_as_that_of_one(folder: Path) -> None:
+    shared, resume = "trainer.placement.policy_num_gpus_per_node=2", "trainer.resume_mode=latest"
+    train(settings(folder, "alone"))
+    train(settings(folder, "shared", shared, "trainer.max_training_steps=2"))
+    train(settings(folder, "shared", resume, "trainer.max_training_steps=4"))
+    outcome = train(settings(folder, "shared", shared, resume))
+    assert outcome.step == outcome.total_steps == 6
+    one, two = (steady(folder / name / "metrics.jsonl") for name in ("alone", "shared"))
+    assert len(one) == len(two)
+    for wanted, found in zip(one, two, strict=True):
+        assert found.keys() >= wanted.keys()  # its parts end with evaluations
+        for name in {"reward/avg_raw_reward", "policy/grad_norm", "policy/loss"} & wanted.keys():
+            assert found[name] == pytest.approx(wanted[name], rel=1e-2, abs=1e-4), name
+    assert (folder / "shared" / "rank_1.log").exists()

@@ -1,0 +1,178 @@
+"""The processes of the other ranks: started, watched, ended, and none left behind.
+
+Each makes the same models from the same settings and follows rank 0 (`ranks.py`). What they print
+goes to `rank_1.log`, ... in the run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from skyrl_fast.train.ranks import ALONE, RankError, Ranks
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 300.0  # for the other processes to import what they need
+STOP_SECONDS = 30.0  # for them to end by themselves
+HANG_SECONDS = 60.0  # in which rank 0 notices by itself that another has ended
+AS_LONG_AS_IT_TAKES = timedelta(days=365)
+LOG_LINES = 5  # of a rank's log, shown when it ended
+
+
+@contextlib.contextmanager
+def started_ranks(
+    size: int, make_models: Callable[[Ranks], object], *, cuda: bool, folder: Path
+) -> Iterator[Ranks]:
+    """Yield rank 0's place among `size` processes, the others of which end with the block.
+
+    Args:
+        make_models: what every rank makes before it follows; importable by name. Rank 0 makes the
+            same, in the block.
+        cuda: rank r computes on the r-th visible GPU, else all compute on the CPU.
+        folder: of the logs.
+
+    Raises:
+        ValueError: fewer GPUs than ranks.
+        RankError: a process could not be started.
+    """
+    if size == 1:
+        yield ALONE
+        return
+    if cuda and torch.cuda.device_count() < size:
+        raise ValueError(
+            f"trainer.placement.policy_num_gpus_per_node: wanted at most the GPUs that are visible "
+            f"({torch.cuda.device_count()}), got {size}"
+        )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    spawn = multiprocessing.get_context("spawn")
+    processes = [
+        spawn.Process(
+            target=_follow,
+            args=(rank, size, store.port, cuda, _log(folder, rank), make_models),
+            name=f"rank {rank}",
+            daemon=True,
+        )
+        for rank in range(1, size)
+    ]
+    ending = threading.Event()
+    try:
+        for process in processes:
+            process.start()
+        _wait_for_all(store, processes, folder)
+        ranks = _joined(0, size, store, cuda)
+        watch = (ranks, processes, folder, ending)
+        threading.Thread(target=_watch, args=watch, name="ranks", daemon=True).start()
+        yield ranks
+        ending.set()
+        if ranks.release():
+            dist.destroy_process_group()
+            for process in processes:
+                process.join(STOP_SECONDS)
+    finally:
+        ending.set()
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+        if dist.is_initialized() and not cuda:  # on GPUs that would wait for those that are gone
+            dist.destroy_process_group()
+
+
+def _joined(rank: int, size: int, store: Any, cuda: bool) -> Ranks:
+    if cuda:
+        torch.cuda.set_device(rank)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    messages = dist.new_group(backend="gloo", timeout=AS_LONG_AS_IT_TAKES)
+    mesh = dist.init_device_mesh("cuda" if cuda else "cpu", (size,))
+    return Ranks(rank, size, messages, mesh)
+
+
+def _wait_for_all(store: Any, processes: Sequence[BaseProcess], folder: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not store.check([_ready(rank + 1) for rank in range(len(processes))]):
+        dead = [process for process in processes if process.exitcode is not None]
+        if dead or time.monotonic() > deadline:
+            what = _end_of(dead[0], folder) if dead else f"no answer in {START_SECONDS:.0f} s"
+            raise RankError(f"trainer.placement: the ranks did not start: {what}")
+        time.sleep(0.05)
+
+
+def _watch(
+    ranks: Ranks, processes: Sequence[BaseProcess], folder: Path, ending: threading.Event
+) -> None:
+    """Say that a rank has ended; end this process where it goes on waiting for it."""
+    ended = wait([process.sentinel for process in processes])
+    if ending.is_set():
+        return
+    process = next(process for process in processes if process.sentinel in ended)
+    process.join()
+    ranks.lose(_end_of(process, folder))
+    logger.error("%s", _end_of(process, folder))
+    if not ending.wait(HANG_SECONDS):  # a collective on a GPU may wait for it without end
+        logger.error("rank 0 still waits for it: leaving; the last checkpoint is whole")
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(1)
+
+
+def _end_of(process: BaseProcess, folder: Path) -> str:
+    log = _log(folder, int(process.name.removeprefix("rank ")))
+    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
+    said = f", which ends: {' | '.join(lines)}" if lines else ""
+    return f"{process.name} ended with exit code {process.exitcode}; its log is {log}{said}"
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.log"
+
+
+def _ready(rank: int) -> str:
+    return f"ready/{rank}"
+
+
+def _follow(
+    rank: int,
+    size: int,
+    port: int,
+    cuda: bool,
+    log: Path,
+    make_models: Callable[[Ranks], object],
+) -> None:
+    """What the process of another rank does."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when it ends
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with log.open("w") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    store = dist.TCPStore("127.0.0.1", port)
+    store.set(_ready(rank), "1")
+    ranks = _joined(rank, size, store, cuda)
+    kept = make_models(ranks)
+    ranks.follow()
+    del kept
+    dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

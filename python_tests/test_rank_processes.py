@@ -122,6 +122,31 @@ def test_no_process_is_left_when_rank_0_is_killed(tmp_path: Path) -> None:
     assert gone(other)
 
 
+def test_a_script_that_trains_when_it_is_imported_is_told_what_to_do(folder: Path) -> None:
+    script = folder / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from skyrl_fast.config.loading import load_config\n"
+        "from skyrl_fast.train.run import run_training\n"
+        "run_training(load_config(None, sys.argv[1:]))\n"
+    )
+    options = [
+        f"data.train_data=[{folder}/train.jsonl]",
+        f"trainer.policy.model.path={folder}/model",
+        f"trainer.run_path={folder}/run",
+        "trainer.train_batch_size=4",
+        "trainer.policy_mini_batch_size=4",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "trainer.device=cpu",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    ended = subprocess.run(
+        [sys.executable, str(script), *options], env=environment, capture_output=True, text=True
+    )
+    assert 'put the call below `if __name__ == "__main__":`' in ended.stderr
+    assert "the ranks did not start: rank 1 ended with exit code 1" in ended.stderr
+
+
 @pytest.mark.spec("7.9")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:

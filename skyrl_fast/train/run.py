@@ -97,6 +97,7 @@ def run_training(config: Config, *, make_rollouts: MakeRollouts | None = None) -
         StoreError: trajectories cannot be written.
         RankError: the process of another rank has ended.
     """
+    _check_main_module()
     check_config(config)
     config = _with_home(config)
     run_path = Path(config.trainer.run_path)
@@ -299,6 +300,15 @@ def _set_threads(chosen: int | None, ranks: Ranks) -> None:
         chosen = max(1, torch.get_num_threads() // ranks.size)
     if chosen is not None:
         torch.set_num_threads(chosen)
+
+
+def _check_main_module() -> None:
+    """Engine and ranks are processes that import the main module: it must not train again."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise SetupError(
+            "run_training: called by a process that training itself has started, and that imports "
+            'your main module: put the call below `if __name__ == "__main__":`'
+        )
 
 
 def _with_home(config: Config) -> Config:

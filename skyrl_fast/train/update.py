@@ -155,7 +155,8 @@ def accumulate_gradient(
     Where `old_logprobs` is missing the policy's present ones are taken: the ratio is 1.
     `seen_logprobs`, (A,) float32, takes those of the tokens that the forward pass visits.
     """
-    parts = _gradient(policy, batch, algorithm, max_seq_len)
+    contributing = contributing_rows(batch, algorithm)
+    parts = _gradient(policy, batch, contributing, algorithm, max_seq_len)
     if seen_logprobs is not None:
         for part in parts:
             seen_logprobs[part.positions] = part.logprobs
@@ -166,8 +167,7 @@ def accumulate_gradient(
     rows = [part.rows for part in parts]
     visited = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
     metrics["policy/row_tokens"] = float(batch.lengths[visited].sum())
-    without = batch.num_rows - int(contributing_rows(batch, algorithm).sum())
-    metrics["policy/rows_without_gradient"] = float(without)
+    metrics["policy/rows_without_gradient"] = float((~contributing).sum())
     return metrics
 
 
@@ -193,8 +193,13 @@ class _Part:
 
 @mirrored
 def _gradient(
-    policy: Policy, batch: StepBatch, algorithm: AlgorithmConfig, max_seq_len: int | None
+    policy: Policy,
+    batch: StepBatch,
+    rows: np.ndarray,
+    algorithm: AlgorithmConfig,
+    max_seq_len: int | None,
 ) -> list[_Part]:
+    """Add the gradient of the micro-batches that this rank takes of the (N,) bool rows."""
     weights = reduction_weights(
         batch.loss_mask,
         reduction=algorithm.loss_reduction,
@@ -203,7 +208,6 @@ def _gradient(
         trajectory_ids=batch.trajectory_ids,
         max_seq_len=max_seq_len,
     )
-    rows = contributing_rows(batch, algorithm)
     whole = algorithm.policy_loss_type in _MINI_BATCH_LOSSES
     plan = partial(
         plan_micro_batches,

@@ -89,6 +89,20 @@ def test_train_prints_where_everything_is(
         assert text in printed
 
 
+@pytest.mark.parametrize(
+    ("rewards", "line"),
+    [
+        ({"before": None}, "evaluation reward: 0.875 after\n"),
+        ({"after": None}, "evaluation reward: 0.250 before\n"),
+        ({"before": None, "after": None}, None),
+    ],
+)
+def test_an_evaluation_that_was_not_made_is_not_shown(rewards: Any, line: str | None) -> None:
+    text = cli.summary(outcome(**rewards))
+    assert ("evaluation reward" in text) == (line is not None)
+    assert line is None or line in text
+
+
 def test_resume_takes_the_newest_checkpoint(yaml: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = fake_training(monkeypatch, outcome())
     assert cli.main(["train", yaml, "--resume", "trainer.seed=4"]) == 0

@@ -153,8 +153,13 @@ def summary(outcome: Outcome) -> str:
     """Return the end of a run in words: rewards before and after, files, one trajectory."""
     done = f"{outcome.step} of {outcome.total_steps} steps"
     lines = ["", f"{'finished' if outcome.signal is None else 'stopped'}: {done}"]
-    if outcome.before is not None and outcome.after is not None:
-        lines.append(f"evaluation reward: {outcome.before:.3f} before, {outcome.after:.3f} after")
+    rewards = [
+        f"{reward:.3f} {when}"
+        for when, reward in (("before", outcome.before), ("after", outcome.after))
+        if reward is not None
+    ]
+    if rewards:
+        lines.append(f"evaluation reward: {', '.join(rewards)}")
     for name, path in (
         ("learning curve", outcome.plot),
         ("metrics", outcome.metrics),

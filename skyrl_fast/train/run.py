@@ -65,7 +65,8 @@ class Outcome:
     Args:
         step, total_steps: batches trained, and of the whole run.
         signal: number of the signal that stopped it, or None.
-        before, after: mean evaluation reward of the first and the last evaluation, or None.
+        before, after: mean evaluation reward before the first step, and the last one after a step;
+            None where there was none.
         sample: one trajectory in words.
     """
 
@@ -148,7 +149,8 @@ def _run(
         for sink in parts.sinks:
             sink.close()
     rows = read_metrics(run_path / "metrics.jsonl")
-    rewards = [row[EVAL_REWARD] for row in rows if EVAL_REWARD in row]
+    rewards = {row["step"]: row[EVAL_REWARD] for row in rows if EVAL_REWARD in row}
+    last = max(rewards, default=0)
     plot = None
     if plot_module_checked and rows:
         plot = plot_learning_curve(
@@ -158,8 +160,8 @@ def _run(
         step=progress.step,
         total_steps=steps,
         signal=received,
-        before=rewards[0] if rewards else None,
-        after=rewards[-1] if rewards else None,
+        before=rewards.get(0),
+        after=rewards[last] if last else None,
         run_path=run_path,
         metrics=run_path / "metrics.jsonl",
         trajectories=run_path / "trajectories",

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.baselines.padded_rows import row_bounds, varlen_attention
-from bench.gpu import cases, linear_cases, logit_cases, peers, plot, report, tree_cases
+from bench.gpu import batch_cases, cases, linear_cases, logit_cases, peers, plot, report, tree_cases
 from bench.gpu.case import OURS, Case, within
 from bench.gpu.timing import Ceilings, Stopwatch
 from skyrl_fast.ops.tree_attention import plan_tree_attention, tree_attention
@@ -57,6 +57,20 @@ def test_every_case_of_ours_runs(emulated_gpu: ModuleType, monkeypatch: pytest.M
         "policy_loss PPO",
     ):
         assert any(work in group for group in groups)
+
+
+def test_a_wrong_advantage_of_any_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = batch_cases.group_advantage
+
+    def wrong(*arguments: Any, backend: str, **options: Any) -> torch.Tensor:
+        result = right(*arguments, backend=backend, **options)
+        if backend == "native":
+            result[-1, -1] += 0.01
+        return result
+
+    monkeypatch.setattr(batch_cases, "group_advantage", wrong)
+    *_, found = report.measured("cpu", tiny=True, only="group_advantage")
+    assert all("wrong by 0.01" in entry["skipped"] for entry in found["entries"])
 
 
 def test_groups_that_are_not_wanted_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

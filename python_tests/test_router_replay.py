@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from _fakes import tiny_model, write_prompts
+from _fakes import tiny_model
 from _moe import NUM_EXPERTS, NUM_LAYERS, TOP_K, block_by_hand, own_routes, tiny_moe
 
 from skyrl_fast.batch import StepBatch
@@ -339,22 +339,20 @@ def test_weights_go_out_under_the_names_of_a_checkpoint(tmp_path: Any) -> None:
 
 
 @pytest.mark.spec("11.17")
-def test_the_reference_routes_freely(tmp_path: Any, tiny_tokenizer: Any) -> None:
+def test_the_reference_routes_freely(tmp_path: Any) -> None:
     from skyrl_fast.config import Config
-    from skyrl_fast.train.run import _parts
+    from skyrl_fast.train.ranks import ALONE
+    from skyrl_fast.train.run import _models
 
-    folder = tmp_path / "model"
-    tiny_moe(vocab_size=len(tiny_tokenizer)).save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
+    tiny_moe().save_pretrained(tmp_path)
     config = Config()
-    config.data.train_data = [write_prompts(tmp_path / "train.jsonl", 2)]
     config.trainer.train_batch_size = 2
     config.trainer.policy_mini_batch_size = 2
     config.trainer.device = "cpu"
-    config.trainer.policy.model.path = str(folder)
+    config.trainer.policy.model.path = str(tmp_path)
     config.trainer.policy.moe_enable_routing_replay = True
     config.trainer.algorithm.use_kl_loss = True
-    parts, _ = _parts(config, None)
-    assert parts.policy.router_replay
-    assert parts.reference is not None
-    assert not parts.reference.router_replay
+    models = _models(config, None, 2, ALONE)
+    assert models.policy.router_replay
+    assert models.reference is not None
+    assert not models.reference.router_replay

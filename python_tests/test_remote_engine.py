@@ -184,6 +184,82 @@ def test_a_refused_call_says_what_the_server_said() -> None:
         with_engine(server, ask)
 
 
+@pytest.mark.spec("12.31")
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        (httpx.Response(200, text="<html>hello</html>"), "with no JSON: '<html>hello"),
+        (httpx.Response(200, content=b"\xff\xfe{"), "with no JSON: "),
+        (httpx.Response(200, text='{"choices": [{"token_ids": [5'), "with no JSON: "),
+        (httpx.Response(200, json=[]), "otherwise than vLLM does: TypeError"),
+        (httpx.Response(200, json={"choices": []}), "otherwise than vLLM does: IndexError"),
+        (httpx.Response(200, json={"error": "x"}), "otherwise than vLLM does: KeyError: 'choices'"),
+        ({"text": "a", "finish_reason": "stop"}, "than vLLM does: KeyError: 'token_ids'"),
+        (choice([5], [None]), "otherwise than vLLM does: TypeError"),  # type: ignore[list-item]
+        (choice(["a"], [-1.0]), "otherwise than vLLM does: ValueError"),  # type: ignore[list-item]
+        (choice([5, 6], [-0.5]), "2 tokens and 1 logprobs"),
+        (choice([5], [-0.5], routed_experts="AAAA"), "otherwise than vLLM does: ValueError"),
+        (httpx.Response(307, headers={"location": "/b"}), "answered 307 to /v1/completions"),
+        (httpx.Response(404, text="<html>none</html>"), "answered 404 .*<html>none"),
+        (httpx.Response(503, text="loading"), "answered 503 to /v1/completions: loading"),
+    ],
+)
+def test_an_answer_that_is_none_fails_its_request_and_is_quoted(answer: Any, wanted: str) -> None:
+    server = Server(lambda body: answer)
+    with pytest.raises(EngineError, match=wanted) as caught:
+        with_engine(server, ask, records_routes=True)
+    assert not isinstance(caught.value, EngineDeadError)
+
+
+@pytest.mark.spec("12.31")
+def test_a_body_that_cannot_be_decoded_is_asked_for_again() -> None:
+    answers = [
+        httpx.Response(
+            200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"no gzip")
+        ),
+        choice([5], [-0.5]),
+    ]
+    server = Server(lambda body: answers.pop(0))
+    assert with_engine(server, ask).token_ids == [5]
+
+
+@pytest.mark.spec("12.31")
+def test_probes_and_updates_of_another_kind_of_server_are_named() -> None:
+    server = Server(lambda body: choice([4], [-1.0], prompt_logprobs=[None, {}]))
+    with pytest.raises(EngineError, match="otherwise than vLLM does: KeyError: '2'"):
+        with_engine(server, lambda e: e.prompt_logprobs([1, 2]))
+    server.missing = 3  # type: ignore[assignment]
+    with pytest.raises(EngineError, match="/collective_rpc otherwise than vLLM does"):
+        with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}))
+
+
+@pytest.mark.spec("12.31")
+@pytest.mark.parametrize(
+    ("path", "answer", "wanted"),
+    [
+        ("/v1/models", httpx.Response(200, text="<html>"), "/v1/models with no JSON: '<html>'"),
+        ("/v1/models", httpx.Response(200, json={}), "KeyError: 'data'"),
+        ("/health", httpx.Response(404), "within 0 s: it answered 404 to /health"),
+        ("/resume", None, "is healthy but did not answer within 0.05 s"),
+    ],
+)
+def test_what_does_not_greet_as_vllm_does_is_named(
+    path: str, answer: httpx.Response | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_fast.rollout.remote_engine.GREETING_SECONDS", 0.05)
+    server = Server()
+
+    async def reply(request: httpx.Request) -> httpx.Response:
+        if request.url.path != path:
+            return server(request)
+        if answer is None:
+            await asyncio.Event().wait()  # for ever
+        return answer
+
+    with pytest.raises(EngineError, match=wanted):
+        with_engine(reply, ask, start_timeout_seconds=0.0)  # type: ignore[arg-type]
+
+
 @pytest.mark.spec("12.26")
 def test_a_server_that_is_gone_is_dead_and_one_that_is_well_is_asked_again() -> None:
     server = Server()
@@ -315,6 +391,11 @@ def test_a_server_that_never_answers_is_an_error_in_time() -> None:
             ["run_engines_locally=false", "external_server_urls=['http://a:1','http://a:1']"],
             "got one twice",
         ),
+        (
+            ["run_engines_locally=false", "external_server_urls=['http://a:b']"],
+            "wanted http://host:",
+        ),
+        (["run_engines_locally=false", "external_server_urls=['http://']"], "wanted http://host:"),
         (["external_proxy_url=x"], "requests go straight to"),
     ],
 )

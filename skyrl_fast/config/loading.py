@@ -10,6 +10,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.config.engine import InferenceEngineConfig
@@ -248,10 +249,18 @@ def _check_engines(engine: InferenceEngineConfig) -> None:
             f"{engine.external_server_urls}"
         )
     for url in engine.external_server_urls:
-        if not url.startswith(("http://", "https://")):
+        if not url.startswith(("http://", "https://")) or not _has_host(url):
             raise ConfigError(f"{key}.external_server_urls: wanted http://host:port, got {url!r}")
     if len(set(engine.external_server_urls)) < len(engine.external_server_urls):
         raise ConfigError(f"{key}.external_server_urls: wanted different ones, got one twice")
+
+
+def _has_host(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0  # a port that is none raises
+    except ValueError:
+        return False
 
 
 def _check_credit(config: Config) -> None:

@@ -14,7 +14,8 @@ import importlib.util
 import io
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,12 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 5.0
 CONTROL_SECONDS = 600.0  # for a call that loads weights
+GREETING_SECONDS = 60.0  # for the calls to a server that has just come up, together
+QUOTED_CHARACTERS = 500  # of an answer, in an error
 START_LOOK_SECONDS = 1.0
 SENT_AGAIN = 3  # a request whose connection broke, while the server is well
 RELOADS = ("extension", "reload")
+COMPLETIONS = "/v1/completions"
 
 
 class RemoteEngine:
@@ -107,13 +111,22 @@ class RemoteEngine:
                 trust_env=False,
             )
         deadline = time.monotonic() + self._start_timeout_seconds
-        while not await self.comes_back():
+        while ill := await self._illness():
             if time.monotonic() >= deadline:
                 raise EngineDeadError(
-                    f"{self.name} did not answer within {self._start_timeout_seconds:g} s"
+                    f"{self.name} did not answer within {self._start_timeout_seconds:g} s: {ill}"
                 )
             await asyncio.sleep(START_LOOK_SECONDS)
-        self._model = (await self._get("/v1/models"))["data"][0]["id"]
+        try:
+            await asyncio.wait_for(self._greet(), GREETING_SECONDS)
+        except TimeoutError as error:
+            text = f"{self.name} is healthy but did not answer within {GREETING_SECONDS:g} s"
+            raise EngineDeadError(text) from error
+
+    async def _greet(self) -> None:
+        models = await self._get("/v1/models")
+        with self._understood("/v1/models"):
+            self._model = str(models["data"][0]["id"])
         self._interrupted = True  # by a trainer that was killed, perhaps
         await self.resume()
         if self._weight_sync == "extension":
@@ -156,10 +169,12 @@ class RemoteEngine:
             **sampling.extra,
         }
         choice = await self._complete(request, session_id)
-        token_ids = list(choice["token_ids"] or [])
-        logprobs = choice["logprobs"]
-        values = [] if logprobs is None else [float(x) for x in logprobs["token_logprobs"]]
-        reason = choice["finish_reason"] or "abort"
+        with self._understood(COMPLETIONS):
+            token_ids = [int(token) for token in choice["token_ids"] or []]
+            logprobs = choice["logprobs"]
+            values = [] if logprobs is None else [float(x) for x in logprobs["token_logprobs"]]
+            reason = choice["finish_reason"] or "abort"
+            routes = _routes(choice) if self._records_routes else None
         if reason == "abort" and self._interrupted:
             reason = INTERRUPTED
         if reason not in ("stop", "length", INTERRUPTED) or len(values) != len(token_ids):
@@ -173,21 +188,24 @@ class RemoteEngine:
             values,
             reason,
             stopped_by if isinstance(stopped_by, str) else None,
-            _routes(choice) if self._records_routes else None,
+            routes,
             start,
         )
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of given tokens; see `Engine.prompt_logprobs`."""
-        return _prompt_logprobs(await self._probe(token_ids), token_ids)
+        choice = await self._probe(token_ids)
+        with self._understood(COMPLETIONS):
+            return _prompt_logprobs(choice, token_ids)
 
     async def prompt_routes(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray]:
         """Logprobs of given tokens and their routes; see `Engine.prompt_routes`."""
         choice = await self._probe(token_ids)
-        routes = _routes(choice)
+        with self._understood(COMPLETIONS):
+            logprobs, routes = _prompt_logprobs(choice, token_ids), _routes(choice)
         if routes is None:
             raise EngineError(f"{self.name} records no routes")
-        return _prompt_logprobs(choice, token_ids), routes
+        return logprobs, routes
 
     async def _probe(self, token_ids: Sequence[int]) -> dict[str, Any]:
         request = {
@@ -228,7 +246,9 @@ class RemoteEngine:
         except EngineError as error:
             raise WeightSyncError(f"{self.name} could not load the new weights: {error}") from error
         if self._weight_sync == "extension":
-            refuse_missing_weights(name for names in answer["results"] for name in names or [])
+            with self._understood("/collective_rpc"):
+                missing = [name for names in answer["results"] for name in names or []]
+            refuse_missing_weights(missing)
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached keys and values that no running request uses."""
@@ -247,38 +267,66 @@ class RemoteEngine:
 
     async def comes_back(self) -> bool:
         """Whether the server answers."""
+        return not await self._illness()
+
+    async def _illness(self) -> str:
+        """What speaks against asking the server, "" if nothing."""
         import httpx
 
         try:
-            async with httpx.AsyncClient(
-                base_url=self._url,
-                timeout=HEALTH_SECONDS,
-                transport=self._transport,
-                trust_env=False,
-            ) as client:
-                return (await client.get("/health")).status_code == httpx.codes.OK
-        except httpx.TransportError:
-            return False
+            async with (
+                asyncio.timeout(HEALTH_SECONDS),  # httpx's own begins anew with each byte
+                httpx.AsyncClient(
+                    base_url=self._url,
+                    timeout=HEALTH_SECONDS,
+                    transport=self._transport,
+                    trust_env=False,
+                ) as client,
+            ):
+                answer = await client.get("/health")
+        except (httpx.RequestError, TimeoutError) as error:
+            return f"{type(error).__name__}: {error}"
+        well = answer.status_code == httpx.codes.OK
+        return "" if well else f"it answered {answer.status_code} to /health"
 
     async def _complete(self, request: dict[str, Any], session_id: str) -> dict[str, Any]:
         body = {key: value for key, value in request.items() if value is not None}
         answer = await self._post(
-            "/v1/completions",
+            COMPLETIONS,
             json={"model": self._model, **body},
             headers={"x-session-id": session_id},
         )
-        choice: dict[str, Any] = answer["choices"][0]
+        with self._understood(COMPLETIONS):
+            choice: dict[str, Any] = answer["choices"][0]
         return choice
 
     async def _get(self, path: str) -> Any:
-        return (await self._send("GET", path)).json()
+        return self._json(await self._send("GET", path), path)
 
     async def _post(self, path: str, **arguments: Any) -> Any:
         answer = await self._send("POST", path, **arguments)
-        return answer.json() if answer.content else {}
+        return self._json(answer, path) if answer.content else {}
+
+    def _json(self, answer: Any, path: str) -> Any:
+        try:
+            return answer.json()
+        except ValueError as error:
+            text = answer.text[:QUOTED_CHARACTERS]
+            raise EngineError(f"{self.name} answered {path} with no JSON: {text!r}") from error
+
+    @contextmanager
+    def _understood(self, path: str) -> Iterator[None]:
+        """An answer in which something is missing, or is another thing, is the server's error."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(
+                f"{self.name} answered {path} otherwise than vLLM does: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     async def _send(self, method: str, path: str, **arguments: Any) -> Any:
-        """The server's answer; a broken connection is tried again while the server is well."""
+        """The server's answer; a broken one is asked for again while the server is well."""
         import httpx
 
         for _ in range(SENT_AGAIN):
@@ -286,14 +334,15 @@ class RemoteEngine:
                 raise EngineDeadError(f"{self.name} is not connected: await engine.start() first")
             try:
                 answer = await self._client.request(method, path, **arguments)
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 if not await self.comes_back():
                     text = f"{self.name} is gone: {type(error).__name__}: {error}"
                     raise EngineDeadError(text) from error
                 continue
             if answer.is_success:
                 return answer
-            text = f"{self.name} answered {answer.status_code} to {path}: {answer.text[:500]}"
+            quoted = answer.text[:QUOTED_CHARACTERS]
+            text = f"{self.name} answered {answer.status_code} to {path}: {quoted}"
             failed = answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR
             if failed and not await self.comes_back():
                 raise EngineDeadError(text)

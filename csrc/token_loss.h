@@ -187,7 +187,7 @@ SKYRL_HD TokenLoss<T> token_loss(const LossParams<T>& p, T logprob, T anchor, T 
     out.grad = -advantage * weight;
   } else if (kKind == LossKind::kRolloutIs) {
     out.clipped_low = ratio <= p.clip_low;
-    out.clipped_high = ratio >= p.clip_high;
+    out.clipped_high = (ratio >= p.clip_high) & !out.clipped_low;  // once where the bounds meet
     const T weight = (out.clipped_low | out.clipped_high) ? T(0) : ratio;
     out.value = -advantage * weight * logprob;
     out.grad = -advantage * weight;

@@ -23,6 +23,7 @@ from skyrl_fast.rollout.env import (
     _answer,
     _messages,
 )
+from skyrl_fast.rollout.env_threads import EnvThreads
 
 register_fakes()
 
@@ -138,6 +139,19 @@ def test_call_that_never_returns_costs_its_deadline_and_no_worker() -> None:
         return time.perf_counter() - started
 
     assert with_factory(EnvConfig(max_env_workers=1, timeout_seconds=0.05), use) < 0.9
+
+
+@pytest.mark.spec("3.23")
+def test_a_call_that_came_back_while_the_loop_was_busy_is_no_late_one() -> None:
+    async def use() -> tuple[Any, int]:
+        threads = EnvThreads(1)
+        call = asyncio.create_task(threads.run(lambda: "an answer", 0.02))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the call runs
+        time.sleep(0.1)  # the loop is busy when it is over, and at its deadline
+        return await call, threads.num_abandoned
+
+    assert asyncio.run(use()) == ("an answer", 0)
 
 
 @pytest.mark.spec("3.25")

@@ -13,6 +13,7 @@ from torch.autograd import gradcheck
 
 from skyrl_fast import _C
 from skyrl_fast.ops.logprob import selected_logprob
+from skyrl_fast.ops.masked_logprob_loss import masked_logprob_loss
 
 # Sums in float32 lanes and an exponential right to 2e-7, of logits of magnitude 10.
 FORWARD_TOLERANCE = {"rtol": 1e-6, "atol": 2e-6}
@@ -457,6 +458,22 @@ def test_a_second_derivative_is_refused(compiled):
     with pytest.raises(RuntimeError, match=r"no derivative of its own|double backward"):
         (first,) = torch.autograd.grad(logprob.sum(), x, create_graph=True)
         torch.autograd.grad(first.square().sum(), x)
+
+
+@pytest.mark.spec("6.57")
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_a_forward_mode_derivative_is_refused(wants_grad):
+    x, targets = torch.randn(2, 5, requires_grad=wants_grad), torch.tensor([0, 1])
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones(2, 5))
+        with pytest.raises(RuntimeError, match="selected_logprob: no forward-mode derivative"):
+            selected_logprob(dual, targets)
+    with pytest.raises(RuntimeError, match="masked_logprob_loss: no forward-mode derivative"):
+        torch.func.jvp(
+            lambda x: masked_logprob_loss(x, targets, None, None, loss="cross_entropy").loss,
+            (x,),
+            (torch.ones(2, 5),),
+        )
 
 
 def test_the_torch_backend_has_a_second_derivative():

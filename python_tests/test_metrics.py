@@ -166,6 +166,12 @@ def test_metrics_per_data_source(rows):
 
 
 @pytest.mark.spec("8.7")
+def test_data_sets_of_one_metric_name_share_it(rows):
+    shared = eval_metrics(rows, data_sources=["x/y", "x/y", "x/y", "x_y", "x_y"])
+    assert shared["eval/x_y/avg_score"] == shared["eval/all/avg_score"]
+
+
+@pytest.mark.spec("8.7")
 def test_eval_metrics(rows):
     named = eval_metrics(rows, ks=(1,), data_sources=["all", "all", "all", "y", "y"])
     assert named["eval/all/avg_score"] == eval_metrics(rows)["eval/all/avg_score"]

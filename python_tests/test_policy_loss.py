@@ -117,6 +117,17 @@ def test_metrics_by_hand(backend: str) -> None:
         assert math.isclose(float(m[name]), value, rel_tol=1e-5), name
 
 
+@pytest.mark.spec("6.6")
+def test_a_ratio_where_the_bounds_meet_is_clipped_once(backend: str) -> None:
+    loss, _, m = loss_and_grad(
+        log(0.4, 0.4), None, torch.ones(1, 2), torch.ones(1, 2), loss="rollout_is",
+        rollout_logprobs=log(0.4, 0.8), eps_clip_low=0.0, eps_clip_high=0.0, backend=backend,
+    )  # fmt: skip
+    assert float(loss) == 0.0
+    names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+    assert [float(m[name]) for name in names] == [1.0, 1.0, 0.0]
+
+
 # Rows 0 and 1 are trajectory 0 (prompt a), row 2 is trajectory 1 (prompt a), row 3 is trajectory 2
 # (prompt b). Trained tokens: 3, 1, 2, 0.
 MASK = torch.tensor([[1, 1, 1], [0, 0, 1], [0, 1, 1], [0, 0, 0]])
@@ -500,6 +511,24 @@ def test_a_second_derivative_is_refused(penalty: bool) -> None:
     (first,) = torch.autograd.grad(value, x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
         torch.autograd.grad(first.square().sum(), x)
+
+
+@pytest.mark.spec("6.57")
+@pytest.mark.parametrize("penalty", [True, False])
+def test_a_forward_mode_derivative_is_refused(penalty: bool) -> None:
+    d = batch((2, 6))
+
+    def value(x: torch.Tensor, backend: str | None = None) -> torch.Tensor:
+        if penalty:
+            return kl_penalty(x, d["ref"], loss_mask=d["mask"], backend=backend).sum()
+        return policy_loss(x, d["old"], d["advantages"], d["mask"], backend=backend)[0]
+
+    x, along = d["logprobs"], torch.randn(2, 6)
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(value, (x,), (along,))
+    _, tangent = torch.func.jvp(lambda x: value(x, "torch"), (x,), (along,))
+    (grad,) = torch.autograd.grad(value(leaf := x.clone().requires_grad_()), leaf)
+    torch.testing.assert_close(tangent, (grad * along).sum())
 
 
 def test_backward_twice_through_a_retained_graph(backend: str) -> None:

@@ -185,6 +185,8 @@ def test_labels_fork_what_tokens_share(backend: str) -> None:
     ("change", "message"),
     [
         ({"tokens": torch.zeros(3)}, "tokens must be"),
+        ({"tokens": torch.tensor([1, 2**31, 3])}, "ids of 32 bits, got 2147483648"),
+        ({"tokens": torch.tensor([1, 2, -(2**31) - 1])}, "ids of 32 bits, got -2147483649"),
         ({"cu_seqlens": torch.tensor([0, 2])}, "cu_seqlens must rise"),
         ({"cu_seqlens": torch.tensor([0, 4, 3])}, "cu_seqlens must rise"),
         ({"group_ids": [0]}, "group_ids must be 2"),

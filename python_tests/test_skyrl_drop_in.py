@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -173,6 +174,24 @@ def test_installing_twice_changes_nothing(fake_skyrl: Path) -> None:
         again = skyrl.install(ray_workers=False)
     assert trainer.compute_prompt_boundaries is held
     assert again.names("replaced") == first.names("replaced")
+
+
+@pytest.mark.spec("17.1", "17.6")
+def test_installing_again_may_take_in_rays_workers_or_leave_them_out(
+    fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray: Any = ModuleType("ray")
+    ray.init, ray.is_initialized = lambda **kwargs: kwargs, lambda: False
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.warns(skyrl.SkyRLFastWarning):
+        skyrl.install(ray_workers=False)
+    assert ray.init() == {}
+    for _ in range(2):
+        skyrl.install()
+        variables = ray.init()["runtime_env"]["env_vars"]
+        assert variables == {"SKYRL_FAST_AUTOINSTALL": "compat"}
+    skyrl.install(ray_workers=False)
+    assert ray.init() == {}
 
 
 @pytest.mark.spec("17.2", "17.5")

@@ -11,7 +11,7 @@ import pytest
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine_pool import EnginePool
 from skyrl_fast.rollout.env import EnvConfig, EnvFactory
-from skyrl_fast.train.vllm_rollouts import VllmRollouts, vllm_config
+from skyrl_fast.train.vllm_rollouts import VllmRollouts, rollout_config, vllm_config
 
 
 class NoEngine:
@@ -66,6 +66,28 @@ def test_the_engine_finds_the_model_where_the_trainer_does(
     config.trainer.max_prompt_length = 60  # its positions are read there, too
     with pytest.raises(ValueError, match="wanted at most the 64 positions"):
         vllm_config(config, path)
+
+
+@pytest.mark.spec("3.32")
+@pytest.mark.parametrize("stop", ["", "</sql>"])
+def test_evaluations_without_trainings_stop_strings_are_warned_of(
+    stop: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(
+        None,
+        [
+            "data.train_data=[x.jsonl]",
+            "trainer.policy.model.path=m",
+            "generator.sampling_params={max_generate_length: 7, stop: ['</sql>']}",
+            f"generator.eval_sampling_params={{temperature: 0, stop: ['{stop}']}}"
+            if stop
+            else "generator.eval_sampling_params.temperature=0",
+        ],
+    )
+    own = rollout_config(config).eval_sampling_params
+    assert own is not None
+    assert (own.max_generate_length, own.stop) == (1024, (stop,) if stop else ())
+    assert ("eval_sampling_params.stop: nothing ends a turn" in caplog.text) == (not stop)
 
 
 def test_a_model_that_is_nowhere_keeps_its_name() -> None:

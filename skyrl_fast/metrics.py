@@ -374,10 +374,9 @@ def _by_source(
             f"({len(table.trajectory_ids)}), got {len(data_sources)}"
         )
     sources = _of_last_rows(data_sources, table)
-    names = np.array([RENAMED_SOURCES.get(name, name) for name in sources])
-    return everything + [
-        (f"{prefix}/{name.replace('/', '_')}", names == name) for name in np.unique(names).tolist()
-    ]
+    # A name's metrics are of all whose name it is: "a/b" and "a_b" are both a_b.
+    names = np.array([RENAMED_SOURCES.get(name, name).replace("/", "_") for name in sources])
+    return everything + [(f"{prefix}/{name}", names == name) for name in np.unique(names).tolist()]
 
 
 # --- batch metrics -----------------------------------------------------------------------------

@@ -312,7 +312,10 @@ class GeneratorConfig:
         None, "longest prompt of any turn; null: trainer.max_prompt_length", at_least=1
     )
     sampling_params: SamplingParams = setting(SamplingParams, "in training")
-    eval_sampling_params: SamplingParams | None = setting(None, "in evaluation; null: as training")
+    eval_sampling_params: SamplingParams | None = setting(
+        None,
+        "in evaluation; null: as training. What is left out has its default, not training's value",
+    )
     use_conversation_multi_turn: bool = setting(True, "each turn is a message of its own")
     context: str = setting(
         "auto",

@@ -40,6 +40,7 @@ def select(
 
     Raises:
         ValueError: tensors on different devices, an unknown backend, or one that cannot run here.
+        RuntimeError: a forward-mode derivative is asked of a kernel, which has none.
     """
     devices = {t.device for t in tensors}
     if len(devices) > 1:
@@ -50,11 +51,19 @@ def select(
         raise ValueError(f"{op}: backend must be one of {BACKENDS} or None, got {backend!r}")
     kind = device_kind(devices.pop()) if devices else "cpu"
     usable = _usable(kind, available, available_on_gpu)
-    if backend is None:
-        return next(b for b in BACKENDS if b in usable)
-    if backend not in usable:
+    chosen = next(b for b in BACKENDS if b in usable) if backend is None else backend
+    if chosen not in usable:
         raise ValueError(f"{op}: backend {backend!r} cannot run on {kind}; usable: {usable}")
-    return backend
+    if chosen != "torch" and any(map(_is_dual, tensors)):
+        raise RuntimeError(f"{op}: no forward-mode derivative; use backend='torch'")
+    return chosen
+
+
+def _is_dual(tensor: torch.Tensor) -> bool:
+    """Return whether it carries a tangent, of which a kernel would know nothing."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _usable(kind: str, on_cpu: Sequence[str], on_gpu: Sequence[str]) -> tuple[str, ...]:

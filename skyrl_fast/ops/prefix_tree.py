@@ -18,6 +18,7 @@ from skyrl_fast.ops._rows import check_row_ids
 from skyrl_fast.ops.reference import prefix_tree as reference
 
 OP = "build_prefix_tree"
+MAX_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,11 @@ def _checked(
         )
     if tokens.device.type != "cpu":
         raise ValueError(f"{OP}: tokens must be on the CPU, got {tokens.device}")
+    if tokens.dtype == torch.int64 and len(tokens):
+        least, most = (int(bound) for bound in tokens.aminmax())
+        if least < -MAX_ID - 1 or most > MAX_ID:
+            wrong = most if most > MAX_ID else least
+            raise ValueError(f"{OP}: tokens must be ids of 32 bits, got {wrong}")
     starts, full = _spans("cu_seqlens", cu_seqlens, tokens.shape[0])
     num_rows = len(full)
     groups = torch.zeros(num_rows, dtype=torch.int64)

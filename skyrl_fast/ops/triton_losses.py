@@ -68,7 +68,7 @@ def token_loss(
         value = grad * logprob
     elif LOSS == 4:  # rollout_is
         clipped_low = ratio <= low
-        clipped_high = ratio >= high
+        clipped_high = (ratio >= high) & (ratio > low)  # counted once where the bounds meet
         grad = -advantage * tl.where(clipped_low | clipped_high, 0.0, ratio)
         value = grad * logprob
     elif LOSS == 7:  # sapo

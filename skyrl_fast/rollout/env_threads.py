@@ -34,17 +34,18 @@ class EnvThreads:
             future = loop.create_future()
             worker.submit(call, loop, future)
             try:
-                result = await asyncio.wait_for(future, timeout)
-            except BaseException as error:
-                if future.done() and not future.cancelled():
-                    self._idle.append(worker)  # the call itself raised: the thread is free
+                # Not wait_for: where the loop was busy at the deadline it may forget a result.
+                await asyncio.wait({future}, timeout=timeout)
+            finally:  # also where the caller is cancelled
+                if future.done():
+                    self._idle.append(worker)
                 else:
+                    future.cancel()
                     worker.stop()
-                    if isinstance(error, TimeoutError):
-                        self.num_abandoned += 1
-                raise
-            self._idle.append(worker)
-            return result
+            if future.cancelled():
+                self.num_abandoned += 1
+                raise TimeoutError
+            return future.result()
 
     def close(self) -> None:
         """Let idle threads end."""

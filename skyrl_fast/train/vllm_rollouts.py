@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,8 @@ from skyrl_fast.rollout.weight_gate import WeightGate
 from skyrl_fast.rollout.weight_update import TOLERANCES, WeightSync, WeightSyncReport
 from skyrl_fast.train.policy import Policy
 from skyrl_fast.train.prompts import Prompt, load_prompts
+
+log = logging.getLogger(__name__)
 
 PROBE_SEQUENCES = 2  # compared after each weight update; two prompts show any stale layer
 PROBE_TOKENS = 48
@@ -260,6 +263,12 @@ def rollout_config(config: settings.Config) -> RolloutConfig:
     """Return the agent loop's settings, from generator."""
     generator = config.generator
     own = generator.eval_sampling_params
+    if own is not None and generator.sampling_params.stop and not own.stop:
+        log.warning(
+            "generator.eval_sampling_params.stop: nothing ends a turn of an evaluation where "
+            "sampling_params.stop (%s) ends one of training; say it there too",
+            ", ".join(generator.sampling_params.stop),
+        )
     context = generator.context
     if context == "auto":
         context = "append" if generator.use_conversation_multi_turn else "single"

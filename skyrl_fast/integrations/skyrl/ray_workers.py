@@ -114,6 +114,11 @@ def add_hook(mode: str, rules: tuple[str, ...]) -> None:
     ray.init = init
 
 
+def has_hook() -> bool:
+    """Return whether `ray.init` is ours."""
+    return _ray_init is not None
+
+
 def remove_hook() -> None:
     """Put Ray's own `init` back."""
     global _ray_init

@@ -45,7 +45,8 @@ def install(
 ) -> Report:
     """Replace SkyRL's functions by this package's, in this process and in its Ray workers.
 
-    Installing again changes nothing; another mode or other rules take the place of the former.
+    Installing again changes nothing; another mode, other rules or another `ray_workers` take the
+    place of the former.
 
     Args:
         mode: "compat": the same results as SkyRL's, errors included. "fixed": besides, the rules
@@ -66,6 +67,8 @@ def install(
     global _report
     chosen = _chosen_rules(mode, rules)
     if _report.mode == mode and _report.rules == chosen:
+        if _watch is None:  # a worker starts none
+            _set_ray_workers(ray_workers, mode, chosen)
         return report()
     uninstall()
     ORIGINALS.rules = frozenset(chosen)
@@ -74,12 +77,18 @@ def install(
     rows = _replace(_targets(chosen), chosen)
     rows += [Row(name, "kept", why) for name, why in KEPT.items()]
     _report = Report(mode, version, chosen, tuple(rows))
-    if ray_workers:
-        from skyrl_fast.integrations.skyrl import ray_workers as workers
-
-        workers.add_hook(mode, chosen)
+    _set_ray_workers(ray_workers, mode, chosen)
     _warn(rows, version, failures)
     return report()
+
+
+def _set_ray_workers(wanted: bool, mode: str, rules: tuple[str, ...]) -> None:
+    from skyrl_fast.integrations.skyrl import ray_workers as workers
+
+    if not wanted:
+        workers.remove_hook()
+    elif not workers.has_hook():
+        workers.add_hook(mode, rules)
 
 
 def install_on_import(mode: str = "compat", *, rules: Iterable[str] | None = None) -> None:

@@ -127,7 +127,8 @@ def token_loss(
         weight = ratio.detach().clamp(p["clip_low"], p["clip_high"])
         return -advantages * weight * logprobs, ratio < p["clip_low"], ratio > p["clip_high"], no
     if loss == "rollout_is":
-        low, high = ratio <= p["clip_low"], ratio >= p["clip_high"]
+        low = ratio <= p["clip_low"]
+        high = (ratio >= p["clip_high"]) & ~low  # counted once where the bounds meet
         weight = masked(ratio.detach(), ~(low | high))
         return -advantages * weight * logprobs, low, high, no
     if loss == "sapo":

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
@@ -301,6 +303,36 @@ def test_schedules() -> None:
     ]  # fmt: skip
     cosine = OptimizerConfig(lr=1.0, scheduler="cosine")
     assert learning_rate(5, cosine, total_steps=10) == pytest.approx(0.5)
+
+
+class _Casts(TorchDispatchMode):
+    """Remembers what was cast to bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16:
+            self._made.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    def alive(self) -> int:
+        return sum(not made.expired() for made in self._made)
+
+
+def test_no_layer_leaves_its_weights_cast_where_activations_are_made_again() -> None:
+    model = tiny_model()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = Policy(model.train(), dtype=torch.bfloat16)
+    (micro,) = plan_micro_batches(mixed_batch(), 1 << 20)
+    left = []
+    with _Casts() as casts:
+        for layer in model.base_model.layers:
+            layer.register_forward_hook(lambda *_: left.append(casts.alive()))
+        policy.logprobs(micro)
+    assert len(left) == 2 and left[0] == left[1]
 
 
 def test_optimizer_state_round_trip(tmp_path: Path) -> None:

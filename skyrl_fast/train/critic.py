@@ -200,7 +200,8 @@ class Critic:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.dtype)
+        # Its cache would keep all weights in that dtype to the pass's end; each is cast once.
+        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=False)
 
 
 def value_loss(

@@ -196,7 +196,8 @@ class Policy:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.dtype == torch.float32 or self.model.dtype == torch.float64:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.dtype)
+        # Its cache would keep all weights in that dtype to the pass's end; each is cast once.
+        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=False)
 
     def _head_operands(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden states and the head's weight in the dtype of their product."""

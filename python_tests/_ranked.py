@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +57,12 @@ class Probe:
         return self.processes()
 
 
+def checkpointed(model: Any) -> Any:
+    """The model, which computes a layer's activations again in the backward pass."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
 def make_models(ranks: Ranks) -> Models:
     """All of it; the same weights on every rank, whatever number there is."""
     device = "cpu" if ranks.mesh is None else ranks.mesh.device_type
@@ -67,6 +75,7 @@ def make_models(ranks: Ranks) -> Models:
         "untied": policy(tiny_model(seed=1)),
         "tree": policy(tiny_model(seed=2), tree=True),
         "experts": policy(tiny_moe(), router_replay=True),
+        "checkpointed": policy(checkpointed(tiny_moe()), router_replay=True),
     }
     config = OptimizerConfig(lr=1e-2)
     optimizers = {name: Optimizer(p, config, total_steps=9) for name, p in policies.items()}
@@ -82,6 +91,13 @@ def make_models(ranks: Ranks) -> Models:
         ranks=ranks,
     )
     return Models(ranks, policies, optimizers, reference, critic)
+
+
+def with_a_thread(ranks: Ranks) -> Probe:
+    """A probe, and on the other ranks a thread for which Python's end waits."""
+    if ranks.rank > 0:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+    return Probe(ranks)
 
 
 def fail(ranks: Ranks) -> None:

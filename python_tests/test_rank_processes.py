@@ -9,13 +9,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
 import torch
-from _ranked import Probe, fail
+import torch.distributed as dist
+from _ranked import Probe, fail, with_a_thread
 from _training import folder as folder
 from _training import settings, steady, train
 
@@ -94,6 +96,53 @@ def test_ranks_that_cannot_make_their_models_are_named(tmp_path: Path) -> None:
             probe.processes()
 
 
+@pytest.mark.spec("7.8")
+def test_a_rank_that_raises_does_not_wait_for_its_threads(tmp_path: Path) -> None:
+    with started_ranks(2, with_a_thread, cuda=False, folder=tmp_path) as ranks:
+        probe = with_a_thread(ranks)
+        started = time.monotonic()
+        with pytest.raises(RankError, match="a fault of rank 1"):
+            probe.fault_on(1)
+        assert time.monotonic() - started < 30.0  # the thread takes 60
+
+
+def test_a_process_of_another_group_is_refused_and_stays_in_it(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with (
+            pytest.raises(RankError, match=r"in a process group of .* already"),
+            started_ranks(2, Probe, cuda=False, folder=tmp_path),
+        ):
+            pass
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+ENDS_EARLY = """
+import logging, os
+from pathlib import Path
+from _ranked import Probe
+from skyrl_fast.train import rank_processes
+
+if __name__ == "__main__":
+    logging.basicConfig()
+    rank_processes.HANG_SECONDS = 1.0
+    with rank_processes.started_ranks(2, Probe, cuda=False, folder=Path(".")) as ranks:
+        print("started")
+else:  # in the other process
+    rank_processes._connect = lambda *arguments: os._exit(3)
+"""
+
+
+@pytest.mark.spec("7.8")
+def test_nothing_waits_for_a_rank_that_ends_before_it_is_connected(tmp_path: Path) -> None:
+    with script(ENDS_EARLY, tmp_path, stderr=subprocess.PIPE) as child:
+        said, errors = child.communicate(timeout=60)
+    assert child.returncode == 1 and not said
+    assert "rank 1 ended with exit code 3" in errors
+
+
 KILLED = """
 import os, time
 from pathlib import Path
@@ -102,24 +151,36 @@ from skyrl_fast.train.rank_processes import started_ranks
 
 if __name__ == "__main__":
     with started_ranks(2, Probe, cuda=False, folder=Path(".")) as ranks:
-        print(*Probe(ranks).processes(), flush=True)
+        processes = Probe(ranks).processes()
+        tool = os.fork()  # has all that is open here
+        if tool:
+            print(*processes, tool, flush=True)
         time.sleep(60)
 """
 
 
-@pytest.mark.spec("7.8")
-def test_no_process_is_left_when_rank_0_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED)
+def script(text: str, folder: Path, **options: Any) -> subprocess.Popen[str]:
+    file = folder / "script.py"
+    file.write_text(text)
     here = Path(__file__).resolve().parent
     path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(script)]
     environment = {**os.environ, "PYTHONPATH": path}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as child:
+    command = [sys.executable, str(file)]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, **options
+    )
+
+
+@pytest.mark.spec("7.8")
+def test_no_process_is_left_when_rank_0_is_killed(tmp_path: Path) -> None:
+    with script(KILLED, tmp_path) as child:
         assert child.stdout is not None
-        own, other = map(int, child.stdout.readline().split())
+        own, other, tool = map(int, child.stdout.readline().split())
         os.kill(own, signal.SIGKILL)
-    assert gone(other)
+    try:
+        assert gone(other)
+    finally:
+        os.kill(tool, signal.SIGKILL)
 
 
 def test_a_script_that_trains_when_it_is_imported_is_told_what_to_do(folder: Path) -> None:
@@ -159,6 +220,7 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.spec("7.6", "7.7")
 def test_a_run_that_changes_its_number_of_ranks_goes_as_that_of_one(folder: Path) -> None:
+    threads = torch.get_num_threads()
     shared, resume = "trainer.placement.policy_num_gpus_per_node=2", "trainer.resume_mode=latest"
     train(settings(folder, "alone"))
     train(settings(folder, "shared", shared, "trainer.max_training_steps=2"))
@@ -172,3 +234,4 @@ def test_a_run_that_changes_its_number_of_ranks_goes_as_that_of_one(folder: Path
         for name in {"reward/avg_raw_reward", "policy/grad_norm", "policy/loss"} & wanted.keys():
             assert found[name] == pytest.approx(wanted[name], rel=1e-2, abs=1e-4), name
     assert (folder / "shared" / "rank_1.log").exists()
+    assert torch.get_num_threads() == threads

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig
+from skyrl_fast.rollout.weights_file import WeightsFile
 from skyrl_fast.train.policy import Policy, load_model
 from skyrl_fast.train.rank_processes import started_ranks
 from skyrl_fast.train.ranks import ALONE
@@ -81,6 +82,7 @@ CASES: dict[str, tuple[str, AlgorithmConfig]] = {
     "own head": ("untied", AlgorithmConfig(policy_loss_type="dual_clip")),
     "prefix trees": ("tree", AlgorithmConfig(use_entropy_loss=True)),
     "replayed routes": ("experts", AlgorithmConfig()),
+    "replayed routes, activations made again": ("checkpointed", AlgorithmConfig()),
     "ratio of a trajectory": ("untied", AlgorithmConfig(policy_loss_type="gspo")),
     "loss of the whole mini-batch": ("untied", AlgorithmConfig(policy_loss_type="clip_cov")),
     "KL to a reference": ("untied", AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)),
@@ -162,6 +164,27 @@ def test_checkpoints_of_one_rank_and_of_several_are_the_same(
         models.optimizers[name].load(folder / "optimizer.safetensors")
         update(models, name, batch)
     assert_close(*(weights(models.policies[name]) for models, _ in sides))
+
+
+@pytest.mark.spec("7.6")
+def test_the_engine_is_given_the_weights_of_one_rank(
+    both: Both, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    update(both.alone, "untied", agent_batch(11, num_groups=2))
+    update(both.shared, "untied", agent_batch(11, num_groups=2))
+    parts = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]  # one weight in the checkpoint
+    joined = WeightConverter(["mlp.gate_up_proj.weight"], parts, operations=[Chunk(dim=0)])
+    given = []
+    for models in (both.alone, both.shared):
+        policy = models.policies["untied"]
+        monkeypatch.setattr(policy.model, "_weight_conversions", [joined], raising=False)
+        with WeightsFile(str(tmp_path)) as file:
+            file.write(policy.named_weights())
+            given.append(load_file(file.path))
+    assert_close(*given)
+    assert any(name.endswith("gate_up_proj.weight") for name in given[0])
 
 
 def test_who_takes_some_weights_only_leaves_the_ranks_in_step(both: Both) -> None:

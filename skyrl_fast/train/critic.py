@@ -152,15 +152,15 @@ class Critic:
     def save(self, folder: Path) -> None:
         """Write backbone (Hugging Face format), head and optimizer (safetensors)."""
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: value.cpu() for name, value in self._weights()}
+        weights = {name: value.cpu() for name, value in self._weights().items()}
         save_file({"weight": weights.pop("value_head.weight")}, str(folder / HEAD_FILE))
         backbone = {name.removeprefix("backbone."): value for name, value in weights.items()}
         self.model.backbone.save_pretrained(folder, state_dict=backbone)
         self.optimizer.save(folder / OPTIMIZER_FILE)
 
     @mirrored
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from all_whole(weights_of(self.model))
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return all_whole(weights_of(self.model), self.ranks)
 
     def restore(self, folder: Path) -> None:
         """Read the optimizer's state; the weights were loaded from the folder already."""

@@ -153,23 +153,19 @@ class Policy:
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights under the names of a Hugging Face checkpoint; tied ones once."""
-        if self.ranks.size == 1:
-            yield from _checkpoint_names(self.model, dict(self._weights())).items()
-            return
-        for name, value in self._weights():  # whole one at a time
-            yield from _checkpoint_names(self.model, {name: value}).items()
+        yield from _checkpoint_names(self.model, self._weights()).items()
 
     def save(self, folder: Path, tokenizer: Any | None = None) -> None:
         """Write the model (and its tokenizer) in Hugging Face format."""
-        weights = {name: value.cpu() for name, value in self._weights()}
+        weights = {name: value.cpu() for name, value in self._weights().items()}
         self.model.save_pretrained(folder, state_dict=weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
     @mirrored
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the whole weights under the model's own names, tied ones once."""
-        yield from all_whole(weights_of(self.model))
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Return the whole weights under the model's own names, tied ones once."""
+        return all_whole(weights_of(self.model), self.ranks)
 
     def _replayed(self, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
         if self._replay is None:
@@ -295,7 +291,7 @@ class Optimizer:
 
     def save(self, path: Path) -> None:
         """Write the moments of every parameter by its name (safetensors)."""
-        tensors = {name: moment.cpu().contiguous() for name, moment in self._moments()}
+        tensors = {name: moment.cpu().contiguous() for name, moment in self._moments().items()}
         unmoved = [name for name, parameter in self._named if parameter not in self._adamw.state]
         facts = {"step_count": str(self.step_count)}
         if unmoved:  # one entry as a rule: the order of several differs from file to file
@@ -303,13 +299,14 @@ class Optimizer:
         save_file(tensors, str(path), metadata=facts)
 
     @mirrored
-    def _moments(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from all_whole(
+    def _moments(self) -> dict[str, torch.Tensor]:
+        moments = (
             (f"{name}.{key}", self._adamw.state[parameter][key])
             for name, parameter in self._named
             if parameter in self._adamw.state
             for key in MOMENTS
         )
+        return all_whole(moments, self.ranks)
 
     @mirrored
     def load(self, path: Path) -> None:

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 300.0  # for the other processes to import what they need
 STOP_SECONDS = 30.0  # for them to end by themselves
 HANG_SECONDS = 60.0  # in which rank 0 notices by itself that another has ended
+PARENT_SECONDS = 1.0  # between two looks whether rank 0 is there
 AS_LONG_AS_IT_TAKES = timedelta(days=365)
 LOG_LINES = 5  # of a rank's log, shown when it ended
 
@@ -49,11 +51,17 @@ def started_ranks(
 
     Raises:
         ValueError: fewer GPUs than ranks.
-        RankError: a process could not be started.
+        RankError: a process could not be started, or this one is in a process group already.
     """
     if size == 1:
         yield ALONE
         return
+    if dist.is_initialized():
+        raise RankError(
+            "trainer.placement: this process is in a process group of torch.distributed already, "
+            "its own (torchrun?) or that of a run that failed: start the run in a new process, "
+            "by itself"
+        )
     if cuda and torch.cuda.device_count() < size:
         raise ValueError(
             f"trainer.placement.policy_num_gpus_per_node: wanted at most the GPUs that are visible "
@@ -75,9 +83,10 @@ def started_ranks(
         for process in processes:
             process.start()
         _wait_for_all(store, processes, folder)
-        ranks = _joined(0, size, store, cuda)
+        ranks = Ranks(0, size)
         watch = (ranks, processes, folder, ending)
         threading.Thread(target=_watch, args=watch, name="ranks", daemon=True).start()
+        _connect(ranks, store, cuda)  # waits for the others, be they gone by now
         yield ranks
         ending.set()
         if ranks.release():
@@ -94,14 +103,13 @@ def started_ranks(
             dist.destroy_process_group()
 
 
-def _joined(rank: int, size: int, store: Any, cuda: bool) -> Ranks:
+def _connect(ranks: Ranks, store: Any, cuda: bool) -> None:
     if cuda:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(ranks.rank)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size)
     messages = dist.new_group(backend="gloo", timeout=AS_LONG_AS_IT_TAKES)
-    mesh = dist.init_device_mesh("cuda" if cuda else "cpu", (size,))
-    return Ranks(rank, size, messages, mesh)
+    ranks.connect(messages, dist.init_device_mesh("cuda" if cuda else "cpu", (ranks.size,)))
 
 
 def _wait_for_all(store: Any, processes: Sequence[BaseProcess], folder: Path) -> None:
@@ -162,17 +170,24 @@ def _follow(
     with log.open("w") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
-    store = dist.TCPStore("127.0.0.1", port)
-    store.set(_ready(rank), "1")
-    ranks = _joined(rank, size, store, cuda)
-    kept = make_models(ranks)
-    ranks.follow()
-    del kept
-    dist.destroy_process_group()
+    try:
+        store = dist.TCPStore("127.0.0.1", port)
+        store.set(_ready(rank), "1")
+        ranks = Ranks(rank, size)
+        _connect(ranks, store, cuda)
+        kept = make_models(ranks)
+        ranks.follow()
+        del kept
+        dist.destroy_process_group()
+    except BaseException:  # at once: Python's own end waits for threads, and a GPU's for the others
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
+    # Not by its pipe or by sockets: what it has forked, such as a tool, keeps those open.
+    while os.getppid() == parent.pid:
+        time.sleep(PARENT_SECONDS)
     os._exit(1)

@@ -8,11 +8,11 @@ called on all ranks, with the same arguments, and rank 0 has the result. One ran
 from __future__ import annotations
 
 import functools
+import inspect
 import io
 import pickle
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -32,22 +32,29 @@ class Ranks:
     """This process's place among those that train one model.
 
     Args:
-        rank, size: which, of how many.
-        messages: process group on the CPU for calls and results; it waits for as long as rollouts
-            take. None where there is one rank.
-        mesh: device mesh of the weights; None with it.
+        rank, size: which, of how many. Several are of use when they are connected.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, messages: Any = None, mesh: Any = None):
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
-        self.mesh = mesh
-        self._messages = messages
+        self.mesh: Any = None  # of the weights' devices
+        self._messages: Any = None
         self._members: list[Any] = []
         self._lock = threading.Lock()
         self._caller: int | None = None  # the thread that holds it
         self._lost = threading.Event()
         self._reason = ""
+
+    def connect(self, messages: Any, mesh: Any) -> None:
+        """Reach the other ranks.
+
+        Args:
+            messages: process group on the CPU for calls and results; it waits for as long as
+                rollouts take.
+            mesh: device mesh of the weights.
+        """
+        self._messages, self.mesh = messages, mesh
 
     def join(self, member: Any) -> None:
         """Let mirrored calls name this object; every rank makes the same ones in the same order."""
@@ -92,9 +99,7 @@ class Ranks:
         """On the other ranks: make the calls of rank 0, until it releases them."""
         while (call := self._receive()) is not None:
             function, arguments, options = call
-            result = function(*arguments, **options)
-            if isinstance(result, Iterator):
-                deque(result, maxlen=0)
+            function(*arguments, **options)
 
     def release(self) -> bool:
         """On rank 0: let the others end; False if they cannot be reached."""
@@ -129,8 +134,9 @@ ALONE = Ranks()
 def mirrored(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Owner, P], R]:
     """Let a function of something with `ranks` run on all of them at once.
 
-    It must not call another mirrored one. Of a generator, all ranks take every item.
+    It must not call another mirrored one, nor be a generator: a call is over when it returns.
     """
+    assert not inspect.isgeneratorfunction(method)
 
     @functools.wraps(method)
     def call(owner: Owner, *arguments: P.args, **options: P.kwargs) -> R:

@@ -105,6 +105,7 @@ def run_training(config: Config, *, make_rollouts: MakeRollouts | None = None) -
     with locked_run(run_path):
         checkpoint = _starting_point(config)
         with ExitStack() as stack:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
             with _as_setup_error():
                 prompts = _prompts(config)
                 ranks = stack.enter_context(

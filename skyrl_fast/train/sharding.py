@@ -6,7 +6,7 @@ the ranks, so that a sum of losses over all ranks' micro-batches is what is mini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -74,18 +74,20 @@ def weights_of(model: Any) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(remove_duplicate=True), *buffers]
 
 
-def all_whole(
-    items: Iterable[tuple[str, torch.Tensor]],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor whole; who takes only some of them still asks for all, as the others do."""
-    left = iter(items)
-    try:
-        for name, tensor in left:
-            yield name, whole(tensor.detach())
-    except GeneratorExit:
-        for _, tensor in left:
-            whole(tensor.detach())
-        raise
+def all_whole(items: Iterable[tuple[str, torch.Tensor]], ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Return the whole tensors by their names; all ranks must ask.
+
+    Of several ranks, rank 0 has them in main memory, so that its GPU holds one at a time, and the
+    others have none. One rank alone has them where they are.
+    """
+    if ranks.size == 1:
+        return {name: tensor.detach() for name, tensor in items}
+    found = {}
+    for name, tensor in items:
+        value = whole(tensor.detach())
+        if ranks.rank == 0:
+            found[name] = value.cpu()
+    return found
 
 
 def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -126,13 +126,20 @@ ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELEC
 
 @pytest.mark.spec("3.30")
 @pytest.mark.parametrize(
-    ("limits", "rows"), [((10, 1000), 10), ((1000, 50), 10)], ids=["rows", "bytes"]
+    ("limits", "rows"), [((10, 1000), 10), ((1000, 130), 10)], ids=["rows", "bytes"]
 )
 def test_a_result_is_cut_or_refused(database: Path, limits: tuple[int, int], rows: int) -> None:
     cut = QueryLimits(5.0, *limits, cut=True)
     assert run_query(database, ENDLESS, cut) == [(k + 1, "abcde") for k in range(rows)]
     with pytest.raises(QueryError, match="the result is larger than"):
         run_query(database, ENDLESS, QueryLimits(5.0, *limits))
+
+
+@pytest.mark.spec("3.30")
+def test_numbers_count_in_the_size_of_a_result(database: Path) -> None:
+    many = ENDLESS.replace("'abcde'", ", ".join(f"x + {k}.5" for k in range(1_249)))
+    few = QueryLimits(5.0, max_rows=1_000, max_bytes=100_000, cut=True)
+    assert len(run_query(database, many, few)) == 10  # of 1250 numbers
 
 
 def test_a_file_that_is_no_database_is_an_error(tmp_path: Path) -> None:
@@ -237,6 +244,12 @@ def test_a_long_result_is_shown_as_skyrl_gym_shows_it() -> None:
 def test_one_wide_cell_does_not_widen_all_rows() -> None:
     rows = [("x" * 1_000_000,), *[(str(number),) for number in range(9_999)]]
     assert len(render_rows(rows)) < 50 * 2_100
+
+
+@pytest.mark.spec("3.33")
+def test_many_wide_cells_do_not_make_a_large_observation() -> None:
+    rows = [("x" * 2_000,) * 1_900, *[(str(number),) * 1_900 for number in range(60)]]
+    assert len(render_rows(rows)) < 2_000_000
 
 
 def test_tables_of_several_threads_are_whole() -> None:

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 Row = tuple[Any, ...]
 
+NUMBER_BYTES = 8  # of a number or NULL; as an object of Python it takes up to four times that
 OPERATIONS_PER_CHECK = 1_000  # of SQLite's virtual machine; with large values each takes long
 # SQLite counts this over all connections of the process, and it can only be lowered.
 HEAP_BYTES = 1 << 30
@@ -54,7 +55,7 @@ class QueryLimits:
     Args:
         seconds: of running; one call of an SQL function is not interrupted.
         max_rows: of the result, before equal rows are joined.
-        max_bytes: of texts and blobs in the result.
+        max_bytes: of the result, a number counted as NUMBER_BYTES.
         cut: a larger result is cut at the limit; False: it is an error.
     """
 
@@ -133,7 +134,7 @@ def _fetch(cursor: sqlite3.Cursor, limits: QueryLimits) -> list[Row]:
     rows: dict[Row, None] = {}
     num_bytes = 0
     for number, row in enumerate(cursor, start=1):
-        num_bytes += sum(len(value) for value in row if isinstance(value, str | bytes))
+        num_bytes += sum(map(_size, row))
         if number > limits.max_rows or num_bytes > limits.max_bytes:
             if limits.cut:
                 break
@@ -142,3 +143,7 @@ def _fetch(cursor: sqlite3.Cursor, limits: QueryLimits) -> list[Row]:
             )
         rows[row] = None
     return list(rows)
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes) else NUMBER_BYTES

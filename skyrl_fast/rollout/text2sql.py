@@ -161,8 +161,9 @@ def render_rows(rows: Sequence[Row]) -> str:
     if rows and len(rows) * sum(max(map(_width, column)) for column in zip(*rows, strict=True)) > (
         LARGEST_TABLE
     ):
-        rows = [tuple(map(_narrow, row)) for row in rows[:ROWS_OF_LONG_OBSERVATION]]
-        return _cut(pandas.DataFrame(rows))
+        rows = rows[:ROWS_OF_LONG_OBSERVATION]
+        widest = max(1, min(WIDEST_CELL, LARGEST_TABLE // (len(rows) * len(rows[0]))))
+        return _cut(pandas.DataFrame([tuple(_narrow(value, widest) for value in r) for r in rows]))
     table = pandas.DataFrame(rows)
     text = _text(table)
     return text if len(text) <= LONG_OBSERVATION else _cut(table)
@@ -183,5 +184,5 @@ def _width(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes) else len(str(value))
 
 
-def _narrow(value: Any) -> Any:
-    return value[:WIDEST_CELL] if isinstance(value, str | bytes) else value
+def _narrow(value: Any, widest: int) -> Any:
+    return value[:widest] if isinstance(value, str | bytes) else value

@@ -54,6 +54,30 @@ def test_dict_round_trip() -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        (b"5\n", "cannot be read"),
+        ("# caf\xe9".encode("latin-1"), "cannot be read: 'utf-8' codec"),
+        (b"trainer: {seed: 1, seed: 2}", "found duplicate key seed"),
+        (b"trainer:\n  run_path: ???\n", "Missing mandatory value: run_path"),
+        (b"generator:\n", "generator: wanted a section with keys, got None"),
+    ],
+)
+def test_files_that_hold_no_settings_are_named(content: bytes, wanted: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=wanted):
+        load_config(path, NEEDED)
+
+
+@pytest.mark.parametrize(
+    "override", ["data.train_data[0]=x", "trainer=[1]", "trainer.seed=[", "trainer.run_path=\ud800"]
+)
+def test_an_override_that_fits_nowhere_is_named(override: str) -> None:
+    assert error_of(override).startswith(f"override {override!r}: cannot be read: ")
+
+
+@pytest.mark.parametrize(
     ("override", "wanted"),
     [
         ("trainer.trian_batch_size=4", "did you mean trainer.train_batch_size?"),

@@ -92,6 +92,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    where = str(path)
     try:
         merged: Any = OmegaConf.create({})
         if path is not None:
@@ -103,12 +104,15 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
                     f"{path}: wanted sections (data, trainer, ...), got a list or nothing"
                 )
         for text in overrides:
+            where = f"override {text!r}"
             if "=" not in text or text.startswith(("=", "+", "-")):
-                raise ConfigError(f"override {text!r}: wanted dotted.key=value")
+                raise ConfigError(f"{where}: wanted dotted.key=value")
             merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([text]))
-        values: Any = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"{path or 'overrides'}: cannot be read: {error}") from error
+        where = "overrides" if path is None else str(path)
+        values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    # A file that is no mapping is an OSError of OmegaConf's, a list for a section a TypeError.
+    except (OmegaConfBaseException, YAMLError, OSError, TypeError, UnicodeError) as error:
+        raise ConfigError(f"{where}: cannot be read: {error}") from error
     assert isinstance(values, dict)
     config = build_config(values)
     check_config(config)

@@ -165,6 +165,65 @@ def test_faiss_finds_the_nearest_vector(corpus: Corpus, tmp_path: Path) -> None:
         FaissIndex(Corpus(smaller), LetterCounts(), tmp_path / "vectors")
 
 
+@pytest.mark.spec("13.8")
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_what_a_kill_left_of_an_index_is_named(
+    share: float, corpus: Corpus, tmp_path: Path
+) -> None:
+    def cut(file: Path) -> None:
+        content = file.read_bytes()
+        file.write_bytes(content[: int(len(content) * share)])
+
+    Bm25Index(corpus, tmp_path / "words")
+    for file in (tmp_path / "words").iterdir():
+        cut(file)
+    with pytest.raises(ValueError, match="words cannot be read, delete it to make it anew"):
+        Bm25Index(corpus, tmp_path / "words")
+    pytest.importorskip("faiss")
+    FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
+    cut(tmp_path / "vectors")
+    with pytest.raises(ValueError, match="vectors cannot be read, delete it to make it anew"):
+        FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
+
+
+@pytest.mark.spec("13.8")
+def test_an_index_takes_its_place_when_it_is_whole(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bm25s
+
+    def killed(self: Any, folder: str, **options: Any) -> None:
+        Path(folder).mkdir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bm25s.BM25, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Bm25Index(corpus, tmp_path / "words")
+    Bm25Index(corpus, tmp_path / "words")
+    assert [path.name for path in tmp_path.iterdir()] == ["words"]
+
+
+@pytest.mark.spec("13.8")
+def test_vectors_of_another_encoder_are_refused(corpus: Corpus, tmp_path: Path) -> None:
+    pytest.importorskip("faiss")
+    FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
+
+    class Other(LetterCounts):
+        def encode(self, texts: Sequence[str], *, is_query: bool) -> np.ndarray:
+            return super().encode(texts, is_query=is_query)[:, :8]
+
+    with pytest.raises(ValueError, match="has vectors of 26 numbers, the encoder gives 8"):
+        FaissIndex(corpus, Other(), tmp_path / "vectors")
+
+
+def test_a_corpus_without_words_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"contents": "the of a"}')
+    with pytest.raises(ValueError, match=r"corpus\.jsonl has no words"):
+        Bm25Index(Corpus(path))
+
+
 def test_encoder_gives_unit_vectors_that_padding_does_not_move(tiny_model_folder: Path) -> None:
     encoder = index_module.TransformersEncoder(str(tiny_model_folder))
     alone = encoder.encode(["sea"], is_query=True)
@@ -201,6 +260,24 @@ def test_several_queries_without_scores(client: TestClient) -> None:
     answer = client.post("/retrieve", json={"queries": ["born Bruno", "zebra", "sea"]})
     assert found(answer) == [["d1", "d0"], [], ["d2"]]
     assert answer.json()["result"][2] == [{"id": "d2", "contents": PASSAGES[2]}]
+
+
+@pytest.mark.spec("13.2")
+def test_half_a_surrogate_pair_in_a_passage_does_not_fail_its_queries(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"id": "\\ud800", "contents": "cat \\ud800 \\ud83d\\ude00"}\n')
+    corpus = Corpus(path)
+    answer = TestClient(make_app(corpus, Bm25Index(corpus))).post(
+        "/retrieve", json={"query": "cat"}
+    )
+    assert answer.json()["result"] == [[{"id": "?", "contents": "cat ? \U0001f600"}]]
+
+
+@pytest.mark.spec("13.7")
+def test_an_unknown_key_is_not_sent_back(client: TestClient) -> None:
+    answer = client.post("/retrieve", json={"query": "a", "secret" * 100: 1})
+    assert answer.status_code == 422
+    assert answer.json()["detail"][0]["where"] == ["body", "an unknown key"]
 
 
 @pytest.mark.spec("13.4")

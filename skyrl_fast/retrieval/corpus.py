@@ -67,8 +67,13 @@ class Corpus:
             raise ValueError(f"{where}: no JSON: {error}") from error
         if not isinstance(row, dict) or not isinstance(row.get("contents"), str):
             raise ValueError(f"{where}: wanted an object with the text 'contents'")
-        return {"id": str(row.get("id", index)), "contents": row["contents"]}
+        return {"id": _sendable(str(row.get("id", index))), "contents": _sendable(row["contents"])}
 
     def texts(self) -> Iterator[str]:
         """The contents of all passages, in order."""
         return (self[index]["contents"] for index in range(len(self)))
+
+
+def _sendable(text: str) -> str:
+    """The text with a question mark for half a surrogate pair, which no answer could hold."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -5,7 +5,9 @@ N passages, Q queries, D dimensions of a vector.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,6 +53,27 @@ def best(scores: np.ndarray, topk: int) -> Hits:
     return [(int(number), float(scores[number])) for number in order]
 
 
+@contextmanager
+def _kept(path: Path) -> Iterator[None]:
+    """What a kept index cannot be read for, as an error that names it."""
+    try:
+        yield
+    except (AttributeError, EOFError, LookupError, OSError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"index: {path} cannot be read, delete it to make it anew: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _partial(path: Path) -> Path:
+    """Where an index is written before it takes its place whole; what a kill left there goes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    if partial.is_dir():
+        shutil.rmtree(partial)
+    return partial
+
+
 class Bm25Index:
     """BM25 (Robertson and Zaragoza 2009, Lucene's variant) over words, in memory.
 
@@ -62,7 +85,7 @@ class Bm25Index:
 
     Raises:
         MissingPackageError: without bm25s.
-        ValueError: the kept index is of another corpus.
+        ValueError: the kept index is of another corpus or cannot be read; no passage has a word.
     """
 
     name = "bm25"
@@ -76,8 +99,9 @@ class Bm25Index:
             ) from error
         self._tokenize = bm25s.tokenize
         if folder is not None and folder.exists():
-            self._bm25 = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
-            indexed = int(self._bm25.scores["num_docs"])
+            with _kept(folder):
+                self._bm25 = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
+                indexed = int(self._bm25.scores["num_docs"])
             if indexed != len(corpus):
                 raise ValueError(
                     f"index: {folder} is of {indexed} passages, {corpus.path} has {len(corpus)}: "
@@ -86,9 +110,13 @@ class Bm25Index:
             return
         self._bm25 = bm25s.BM25(method="lucene")
         words = bm25s.tokenize(list(corpus.texts()), stopwords="en", show_progress=False)
+        if not words.vocab:
+            raise ValueError(f"index: {corpus.path} has no words but very frequent ones")
         self._bm25.index(words, show_progress=False)
         if folder is not None:
-            self._bm25.save(str(folder), show_progress=False)
+            partial = _partial(folder)
+            self._bm25.save(str(partial), show_progress=False)
+            partial.rename(folder)
 
     def search(self, queries: Sequence[str], topk: int) -> list[Hits]:
         """See `Index.search`."""
@@ -157,7 +185,7 @@ class FaissIndex:
 
     Raises:
         MissingPackageError: without faiss.
-        ValueError: the kept index is of another corpus.
+        ValueError: the kept index is of another corpus or encoder, or cannot be read.
     """
 
     name = "faiss"
@@ -172,7 +200,14 @@ class FaissIndex:
             ) from error
         self._encoder = encoder
         if file is not None and file.exists():
-            self._faiss: Any = faiss.read_index(str(file))
+            with _kept(file):
+                self._faiss: Any = faiss.read_index(str(file))
+            width = encoder.encode(["width"], is_query=True).shape[1]
+            if self._faiss.d != width:
+                raise ValueError(
+                    f"index: {file} has vectors of {self._faiss.d} numbers, the encoder gives "
+                    f"{width}: delete the file to make it anew"
+                )
             if self._faiss.ntotal != len(corpus):
                 raise ValueError(
                     f"index: {file} is of {self._faiss.ntotal} passages, {corpus.path} has "
@@ -188,7 +223,9 @@ class FaissIndex:
         for part in parts:
             self._faiss.add(part)
         if file is not None:
-            faiss.write_index(self._faiss, str(file))
+            partial = _partial(file)
+            faiss.write_index(self._faiss, str(partial))
+            partial.rename(file)
 
     def search(self, queries: Sequence[str], topk: int) -> list[Hits]:
         """See `Index.search`."""

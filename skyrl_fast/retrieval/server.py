@@ -90,10 +90,16 @@ def make_app(corpus: Corpus, index: Index, *, topk: int = 3, limits: Limits | No
     @app.exception_handler(RequestValidationError)
     def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
         # What was wrong and where; never the input itself, which may be long.
-        what = [{"where": list(map(str, e["loc"])), "what": e["msg"]} for e in error.errors()]
+        what = [{"where": list(map(_place, e["loc"])), "what": e["msg"]} for e in error.errors()]
         return JSONResponse({"detail": what[:5]}, status_code=UNPROCESSABLE)
 
     return BodyLimit(app, limits.body_bytes)
+
+
+def _place(part: int | str) -> str:
+    """Part of a place in a request; a key that we do not know is the sender's own text."""
+    known = isinstance(part, int) or part == "body" or part in RetrieveRequest.model_fields
+    return str(part) if known else "an unknown key"
 
 
 def _checked(request: RetrieveRequest, topk: int, limits: Limits) -> tuple[list[str], int]:

@@ -107,6 +107,43 @@ def test_an_earlier_page_is_replaced_and_nothing_else(run: Path, tmp_path: Path)
 
 
 @pytest.mark.spec("15.2")
+def test_a_link_stays_and_the_present_folder_is_left_alone(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("real", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for _ in range(2):
+        assert build_view(run, tmp_path / "link").page == tmp_path / "real/index.html"
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "link/index.html").is_file()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ViewError, match="the folder that you are in cannot be replaced"):
+        build_view(run, Path("."))
+
+
+@pytest.mark.spec("15.2")
+@pytest.mark.parametrize(
+    ("changed", "wanted"),
+    [
+        ({"turns": None}, "TypeError"),
+        ({"tokens": []}, "ValueError"),
+        ({"tokens": [{}, {}]}, "KeyError: 'prompt_shared'"),
+    ],
+)
+def test_a_line_that_is_no_trajectory_is_named(
+    changed: dict[str, Any], wanted: str, run: Path, tmp_path: Path
+) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    part = copied / "trajectories/step_000006.jsonl"
+    first, second, *_ = part.read_text().splitlines(keepends=True)
+    part.write_text(first + json.dumps({**json.loads(second), **changed}) + "\n")
+    where = f"step_000006.jsonl: the line at byte {len(first.encode())} is no trajectory: {wanted}"
+    with pytest.raises(ValueError, match=re.escape(where)):
+        build_view(copied)
+
+
+@pytest.mark.spec("15.2")
 def test_a_page_that_fails_leaves_the_earlier_one(run: Path, tmp_path: Path) -> None:
     copied = tmp_path / "run"
     shutil.copytree(run / "trajectories", copied / "trajectories")

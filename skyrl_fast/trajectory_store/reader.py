@@ -115,7 +115,7 @@ def read_part(part: Part) -> Iterator[tuple[IndexEntry, dict[str, Any]]]:
     """Yield index entry and record of each whole line of a part.
 
     Raises:
-        ValueError: lines of a later format than this package knows.
+        ValueError: lines of a later format than this package knows, or that are no trajectories.
     """
     for offset, size, record in read_lines(part.path):
         if record.get("format") != FORMAT:
@@ -123,7 +123,18 @@ def read_part(part: Part) -> Iterator[tuple[IndexEntry, dict[str, Any]]]:
                 f"{part.path}: wanted trajectories of format {FORMAT}, got "
                 f"{record.get('format')!r}: written by another version of this package"
             )
-        yield entry_of(record, part.path.name, offset, size), record
+        try:
+            entry = entry_of(record, part.path.name, offset, size)
+        except (AttributeError, LookupError, TypeError) as error:
+            raise no_trajectory(part, offset, error) from error
+        yield entry, record
+
+
+def no_trajectory(part: Part, offset: int, error: Exception) -> ValueError:
+    """Return the error of a line that has not what a trajectory has."""
+    return ValueError(
+        f"{part.path}: the line at byte {offset} is no trajectory: {type(error).__name__}: {error}"
+    )
 
 
 def stored_trajectory(entry: IndexEntry, record: Mapping[str, Any]) -> StoredTrajectory:

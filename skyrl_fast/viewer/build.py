@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 
 from skyrl_fast.trajectory_store.parts import IndexEntry, parts, read_lines
-from skyrl_fast.trajectory_store.reader import FOLDER, StoredStep, read_part, stored_trajectory
+from skyrl_fast.trajectory_store.reader import (
+    FOLDER,
+    StoredStep,
+    no_trajectory,
+    read_part,
+    stored_trajectory,
+)
 from skyrl_fast.viewer.columns import Columns, Spread, short
 from skyrl_fast.viewer.script import script
 
@@ -61,7 +67,7 @@ def build_view(run: Path, out: Path | None = None) -> View:
         ViewError: no trajectories, or `out` holds something else.
         ValueError: trajectories of another format.
     """
-    out = run / "view" if out is None else out
+    out = (run / "view" if out is None else out).resolve()  # what a link names is replaced
     if not run.is_dir():
         raise ViewError(f"{run}: no such folder")
     if not parts(run / FOLDER):
@@ -71,6 +77,10 @@ def build_view(run: Path, out: Path | None = None) -> View:
         )
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MARK).exists())):
         raise ViewError(f"{out}: not empty and no page of this command; choose another --out")
+    if out == Path.cwd():
+        raise ViewError(
+            f"{out}: the folder that you are in cannot be replaced; choose another --out"
+        )
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -124,7 +134,11 @@ def _chunks(
                 yield chunk
                 chunk, size = [], 0
             group = (part, entry.uid)
-            chunk.append((entry, _shown(entry, record, spreads)))
+            try:
+                shown = _shown(entry, record, spreads)
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise no_trajectory(part, entry.offset, error) from error
+            chunk.append((entry, shown))
             size += entry.bytes
     if chunk:
         yield chunk
@@ -181,9 +195,11 @@ def _metrics(run: Path) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    if not isinstance(value, (int, float)) or not np.isfinite(value):
+    if isinstance(value, int):
+        return value
+    if not isinstance(value, float) or not np.isfinite(value):
         return None
-    return value if isinstance(value, int) else float(f"{value:.6g}")
+    return float(f"{value:.6g}")
 
 
 def _run_name(run: Path) -> str:

@@ -79,7 +79,7 @@ doctor: setup ## what was built, what was found, what to do about what is missin
 ext: ## the extension alone, into skyrl_fast/, with the active Python (for development)
 	@mkdir -p build
 	@cmake -S . -B build/dev -G Ninja -DSKYRL_FAST_CUDA=$(or $(SKYRL_FAST_CUDA),off) \
-		-Dpybind11_DIR=$$(python -c 'import pybind11; print(pybind11.get_cmake_dir())') \
-		-DPython_EXECUTABLE=$$(python -c 'import sys; print(sys.executable)') >build/dev.log 2>&1 \
+		-Dpybind11_DIR="$$(python -c 'import pybind11; print(pybind11.get_cmake_dir())')" \
+		-DPython_EXECUTABLE="$$(python -c 'import sys; print(sys.executable)')" >build/dev.log 2>&1 \
 		|| { cat build/dev.log; exit 1; }
 	@cmake --build build/dev -j2

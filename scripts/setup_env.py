@@ -35,7 +35,7 @@ def main() -> None:
     venv = parser.parse_args().venv.resolve()
     check_machine()
     python = venv / "bin" / "python"
-    if not python.exists():
+    if not any((venv / "bin").glob("pip*")):  # the last that is made: none, or half made
         step(f"making the virtual environment {venv}")
         run(sys.executable, "-m", "venv", str(venv))
     gpu = has_gpu()

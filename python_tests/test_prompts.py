@@ -50,13 +50,19 @@ def test_prompt_rows(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": 3}\n', "row 0: prompt: wanted a list of messages"),
         ("a.jsonl", "[1]\n", "row 0: wanted a mapping"),
         ("a.jsonl", '{"prompt": "x"}\n{', "line 2: no JSON"),
+        (
+            "a.jsonl",
+            b'{"prompt": "x"}\n{"prompt": "\xe9"}',
+            r"a\.jsonl, line 2: no JSON: 'utf-8' codec",
+        ),
+        ("a.json", b'[{"prompt": "\xe9"}]', r"a\.json: no JSON: 'utf-8' codec"),
         ("a.json", "{}", "wanted a list of rows"),
         ("a.csv", "x", "wanted .jsonl, .json or .parquet"),
     ],
 )
 def test_broken_prompt_files_name_the_place(
-    tmp_path: Path, name: str, text: str, wanted: str
+    tmp_path: Path, name: str, text: str | bytes, wanted: str
 ) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(ValueError, match=wanted):
         load_prompts([str(tmp_path / name)], default_env_class="d")

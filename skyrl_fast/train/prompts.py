@@ -50,17 +50,17 @@ def _rows(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise ValueError(f"data file not found: {path}")
     if path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines):
                 if line.strip():
                     try:
                         yield json.loads(line)
-                    except json.JSONDecodeError as error:
+                    except ValueError as error:  # no UTF-8, too
                         raise ValueError(f"{path}, line {number + 1}: no JSON: {error}") from error
     elif path.suffix == ".json":
         try:
-            rows = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+            rows = json.loads(path.read_bytes())
+        except ValueError as error:
             raise ValueError(f"{path}: no JSON: {error}") from error
         if not isinstance(rows, list):
             raise ValueError(f"{path}: wanted a list of rows, got {type(rows).__name__}")

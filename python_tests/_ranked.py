@@ -57,6 +57,13 @@ class Probe:
         return self.processes()
 
 
+def nested(model: Any) -> Any:
+    """The model, which names two kinds of pieces, one within the other, as Mamba's do."""
+    layer = model.base_model.layers[0]
+    model._no_split_modules = [type(layer).__name__, type(layer.mlp).__name__]
+    return model
+
+
 def checkpointed(model: Any) -> Any:
     """The model, which computes a layer's activations again in the backward pass."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -73,6 +80,7 @@ def make_models(ranks: Ranks) -> Models:
     policies = {
         "tied": policy(tiny_model(tied=True)),
         "untied": policy(tiny_model(seed=1)),
+        "nested": policy(nested(tiny_model(seed=4))),
         "tree": policy(tiny_model(seed=2), tree=True),
         "experts": policy(tiny_moe(), router_replay=True),
         "checkpointed": policy(checkpointed(tiny_moe()), router_replay=True),

@@ -80,6 +80,7 @@ def update(models: Models, name: str, batch: StepBatch, **options: Any) -> dict[
 CASES: dict[str, tuple[str, AlgorithmConfig]] = {
     "one head for in and out": ("tied", AlgorithmConfig()),
     "own head": ("untied", AlgorithmConfig(policy_loss_type="dual_clip")),
+    "layers within layers": ("nested", AlgorithmConfig()),
     "prefix trees": ("tree", AlgorithmConfig(use_entropy_loss=True)),
     "replayed routes": ("experts", AlgorithmConfig()),
     "replayed routes, activations made again": ("checkpointed", AlgorithmConfig()),

@@ -42,7 +42,7 @@ def shard(model: Any, ranks: Ranks) -> None:
         for name in getattr(module, "_no_split_modules", ()) or ()
     }
     layers = [module for module in model.modules() if type(module).__name__ in kept]
-    for module in (*layers, model):
+    for module in (*reversed(layers), model):  # a layer may lie in another
         fully_shard(module, mesh=ranks.mesh)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

@@ -197,6 +197,7 @@ def test_a_refused_call_says_what_the_server_said() -> None:
         ({"text": "a", "finish_reason": "stop"}, "than vLLM does: KeyError: 'token_ids'"),
         (choice([5], [None]), "otherwise than vLLM does: TypeError"),  # type: ignore[list-item]
         (choice(["a"], [-1.0]), "otherwise than vLLM does: ValueError"),  # type: ignore[list-item]
+        (choice([5, -6], [-0.5, -0.5]), "otherwise than vLLM does: ValueError: token id -6"),
         (choice([5, 6], [-0.5]), "2 tokens and 1 logprobs"),
         (choice([5], [-0.5], routed_experts="AAAA"), "otherwise than vLLM does: ValueError"),
         (httpx.Response(307, headers={"location": "/b"}), "answered 307 to /v1/completions"),

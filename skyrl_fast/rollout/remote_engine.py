@@ -170,7 +170,7 @@ class RemoteEngine:
         }
         choice = await self._complete(request, session_id)
         with self._understood(COMPLETIONS):
-            token_ids = [int(token) for token in choice["token_ids"] or []]
+            token_ids = [_token_id(token) for token in choice["token_ids"] or []]
             logprobs = choice["logprobs"]
             values = [] if logprobs is None else [float(x) for x in logprobs["token_logprobs"]]
             reason = choice["finish_reason"] or "abort"
@@ -348,6 +348,13 @@ class RemoteEngine:
                 raise EngineDeadError(text)
             raise EngineError(text)
         raise EngineError(f"{self.name}: the connection for {path} broke {SENT_AGAIN} times")
+
+
+def _token_id(value: Any) -> int:
+    token = int(value)
+    if not 0 <= token < 1 << 31:
+        raise ValueError(f"token id {token}")
+    return token
 
 
 def _prompt_logprobs(choice: Mapping[str, Any], token_ids: Sequence[int]) -> list[float]:

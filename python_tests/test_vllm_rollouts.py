@@ -68,6 +68,14 @@ def test_the_engine_finds_the_model_where_the_trainer_does(
         vllm_config(config, path)
 
 
+@pytest.mark.parametrize(("text", "wanted"), [("{", "no JSON"), ("[]", "got list")])
+def test_a_models_broken_settings_are_named(text: str, wanted: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    needed = ["data.train_data=[x.jsonl]", f"trainer.policy.model.path={tmp_path}"]
+    with pytest.raises(ValueError, match=rf"config\.json: .*{wanted}"):
+        vllm_config(load_config(None, needed), str(tmp_path))
+
+
 @pytest.mark.spec("3.32")
 @pytest.mark.parametrize("stop", ["", "</sql>"])
 def test_evaluations_without_trainings_stop_strings_are_warned_of(

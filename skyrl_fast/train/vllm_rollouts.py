@@ -202,7 +202,8 @@ def vllm_config(config: settings.Config, model_path: str) -> VllmConfig:
         model_path: a folder, or the hub name of a model that was downloaded.
 
     Raises:
-        ValueError: prompts and responses may become longer than the model's positions.
+        ValueError: prompts and responses may become longer than the model's positions, or its
+            config.json says nothing.
     """
     model_path = _model_folder(model_path)
     engine, generator = config.generator.inference_engine, config.generator
@@ -253,7 +254,12 @@ def _positions(model_path: str) -> int | None:
     path = Path(model_path) / "config.json"
     if not path.is_file():
         return None
-    model = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        model = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: no JSON: {error}") from error
+    if not isinstance(model, dict):
+        raise ValueError(f"{path}: wanted a model's settings, got {type(model).__name__}")
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
     return None if is_scaled else model.get("max_position_embeddings")

@@ -21,6 +21,7 @@ from _ranked import Probe, fail, with_a_thread
 from _training import folder as folder
 from _training import settings, steady, train
 
+from skyrl_fast.train import rank_processes
 from skyrl_fast.train.rank_processes import started_ranks
 from skyrl_fast.train.ranks import RankError
 
@@ -71,6 +72,38 @@ def test_a_rank_that_is_killed_is_named(probe: Probe) -> None:
     os.kill(probe.processes()[1], signal.SIGKILL)
     with pytest.raises(RankError, match="rank 1 ended with exit code -9"):
         probe.processes()
+
+
+def test_a_rank_that_ends_while_none_is_needed_is_named_by_the_next_call(
+    probe: Probe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_processes, "HANG_SECONDS", 0.2)
+    monkeypatch.setattr(rank_processes, "WATCH_SECONDS", 0.1)
+    other = probe.processes()[1]
+    os.kill(other, signal.SIGKILL)
+    assert gone(other)
+    time.sleep(1.0)  # else rank 0 would be gone by now
+    with pytest.raises(RankError, match="rank 1 ended with exit code -9"):
+        probe.processes()
+
+
+def listening(process: int) -> set[str]:
+    """The addresses that a process listens on, as /proc writes them."""
+    links = (os.readlink(f) for f in Path(f"/proc/{process}/fd").iterdir() if f.is_symlink())
+    own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in own:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+@pytest.mark.spec("7.10")
+def test_the_ranks_listen_to_their_machine_alone(probe: Probe) -> None:
+    for process in probe.processes():
+        assert listening(process) == {"0100007F"}  # 127.0.0.1
 
 
 def test_an_error_of_rank_0_is_raised_and_leaves_nobody(tmp_path: Path) -> None:

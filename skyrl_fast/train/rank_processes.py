@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -32,8 +33,11 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 300.0  # for the other processes to import what they need
 STOP_SECONDS = 30.0  # for them to end by themselves
 HANG_SECONDS = 60.0  # in which rank 0 notices by itself that another has ended
+WATCH_SECONDS = 0.5  # between two looks whether rank 0 waits
 PARENT_SECONDS = 1.0  # between two looks whether rank 0 is there
 AS_LONG_AS_IT_TAKES = timedelta(days=365)
+LOOPBACK = "127.0.0.1"
+INTERFACE = "GLOO_SOCKET_IFNAME"
 LOG_LINES = 5  # of a rank's log, shown when it ended
 
 
@@ -67,12 +71,19 @@ def started_ranks(
             f"trainer.placement.policy_num_gpus_per_node: wanted at most the GPUs that are visible "
             f"({torch.cuda.device_count()}), got {size}"
         )
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server((LOOPBACK, 0))  # torch's own would answer other machines
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        *(LOOPBACK, port),
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     spawn = multiprocessing.get_context("spawn")
     processes = [
         spawn.Process(
             target=_follow,
-            args=(rank, size, store.port, cuda, _log(folder, rank), make_models),
+            args=(rank, size, port, cuda, _log(folder, rank), make_models),
             name=f"rank {rank}",
             daemon=True,
         )
@@ -107,9 +118,23 @@ def _connect(ranks: Ranks, store: Any, cuda: bool) -> None:
     if cuda:
         torch.cuda.set_device(ranks.rank)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size)
-    messages = dist.new_group(backend="gloo", timeout=AS_LONG_AS_IT_TAKES)
-    ranks.connect(messages, dist.init_device_mesh("cuda" if cuda else "cpu", (ranks.size,)))
+    with _on_loopback():
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size)
+        messages = dist.new_group(backend="gloo", timeout=AS_LONG_AS_IT_TAKES)
+        mesh = dist.init_device_mesh("cuda" if cuda else "cpu", (ranks.size,))
+    ranks.connect(messages, mesh)
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let gloo listen to this machine alone, unless GLOO_SOCKET_IFNAME says otherwise."""
+    before = os.environ.get(INTERFACE)
+    os.environ.setdefault(INTERFACE, "lo")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[INTERFACE]
 
 
 def _wait_for_all(store: Any, processes: Sequence[BaseProcess], folder: Path) -> None:
@@ -133,11 +158,15 @@ def _watch(
     process.join()
     ranks.lose(_end_of(process, folder))
     logger.error("%s", _end_of(process, folder))
-    if not ending.wait(HANG_SECONDS):  # a collective on a GPU may wait for it without end
-        logger.error("rank 0 still waits for it: leaving; the last checkpoint is whole")
-        for child in multiprocessing.active_children():
-            child.kill()
-        os._exit(1)
+    since = time.monotonic()
+    while not ending.wait(WATCH_SECONDS):
+        if not ranks.is_waiting:  # its next call raises
+            since = time.monotonic()
+        elif time.monotonic() - since > HANG_SECONDS:  # as collectives on a GPU do, without end
+            logger.error("rank 0 still waits for it: leaving; the last checkpoint is whole")
+            for child in multiprocessing.active_children():
+                child.kill()
+            os._exit(1)
 
 
 def _end_of(process: BaseProcess, folder: Path) -> str:
@@ -171,7 +200,7 @@ def _follow(
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
     try:
-        store = dist.TCPStore("127.0.0.1", port)
+        store = dist.TCPStore(LOOPBACK, port)
         store.set(_ready(rank), "1")
         ranks = Ranks(rank, size)
         _connect(ranks, store, cuda)

@@ -56,6 +56,11 @@ class Ranks:
         """
         self._messages, self.mesh = messages, mesh
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it may be waiting for the others: to connect, or in a call."""
+        return self._messages is None or self._caller is not None
+
     def join(self, member: Any) -> None:
         """Let mirrored calls name this object; every rank makes the same ones in the same order."""
         if self.size > 1:

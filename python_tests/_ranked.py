@@ -14,7 +14,8 @@ from _moe import tiny_moe
 
 from skyrl_fast.config import OptimizerConfig
 from skyrl_fast.train.critic import Critic, ValueModel
-from skyrl_fast.train.policy import Optimizer, Policy
+from skyrl_fast.train.optimizer import Optimizer
+from skyrl_fast.train.policy import Policy
 from skyrl_fast.train.ranks import Ranks, mirrored
 
 BUDGET = 40  # tokens of a micro-batch: several for each rank

@@ -22,7 +22,8 @@ from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig
 from skyrl_fast.generator_output import generator_output_from_trajectories
 from skyrl_fast.train import policy as policy_module
 from skyrl_fast.train.micro_batch import plan_micro_batches, sequence_hosts
-from skyrl_fast.train.policy import Optimizer, Policy, learning_rate
+from skyrl_fast.train.optimizer import Optimizer, learning_rate
+from skyrl_fast.train.policy import Policy
 from skyrl_fast.train.update import accumulate_gradient, contributing_rows, update_policy
 
 

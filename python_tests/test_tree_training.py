@@ -25,7 +25,8 @@ from skyrl_fast.ops.tree_attention import plan_tree_attention, tree_attention
 from skyrl_fast.train import micro_batch
 from skyrl_fast.train.critic import Critic, ValueModel
 from skyrl_fast.train.micro_batch import plan_micro_batches, response_positions
-from skyrl_fast.train.policy import Optimizer, Policy, load_model
+from skyrl_fast.train.optimizer import Optimizer
+from skyrl_fast.train.policy import Policy, load_model
 from skyrl_fast.train.update import accumulate_gradient, update_policy
 
 SIZES = {

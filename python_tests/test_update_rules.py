@@ -24,7 +24,8 @@ from skyrl_fast.config.losses import (
 from skyrl_fast.ops.off_policy import off_policy_correction
 from skyrl_fast.ops.policy_loss import policy_loss, reduction_weights
 from skyrl_fast.train.off_policy import corrected
-from skyrl_fast.train.policy import Optimizer, Policy
+from skyrl_fast.train.optimizer import Optimizer
+from skyrl_fast.train.policy import Policy
 from skyrl_fast.train.update import accumulate_gradient, contributing_rows, update_policy
 
 GSPO = AlgorithmConfig(policy_loss_type="gspo")

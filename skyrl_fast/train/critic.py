@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config, OptimizerConfig
 from skyrl_fast.train.micro_batch import MicroBatch, plan_micro_batches, response_positions
-from skyrl_fast.train.policy import Optimizer, load_model
+from skyrl_fast.train.optimizer import Optimizer
+from skyrl_fast.train.policy import load_model
 from skyrl_fast.train.rank_shares import own_micro_batches
 from skyrl_fast.train.ranks import ALONE, Ranks, mirrored
 from skyrl_fast.train.schedule import total_optimizer_steps

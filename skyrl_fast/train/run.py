@@ -27,9 +27,9 @@ from skyrl_fast.train.checkpoint import (
     write_json,
 )
 from skyrl_fast.train.critic import Critic, make_critic
+from skyrl_fast.train.optimizer import Optimizer
 from skyrl_fast.train.plot import plot_learning_curve
 from skyrl_fast.train.policy import (
-    Optimizer,
     Policy,
     hide_progress_bars,
     load_model,

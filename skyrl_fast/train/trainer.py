@@ -29,7 +29,8 @@ from skyrl_fast.train.critic import Critic
 from skyrl_fast.train.dynamic_sampling import GroupSampling
 from skyrl_fast.train.group_flow import GroupFlow
 from skyrl_fast.train.off_policy import warn_of_stale_tokens
-from skyrl_fast.train.policy import Optimizer, Policy
+from skyrl_fast.train.optimizer import Optimizer
+from skyrl_fast.train.policy import Policy
 from skyrl_fast.train.progress import ProgressDisplay
 from skyrl_fast.train.prompts import Prompt, PromptSampler
 from skyrl_fast.train.random_state import load_random_state, save_random_state

@@ -23,7 +23,8 @@ from skyrl_fast.train.micro_batch import (
     response_positions,
 )
 from skyrl_fast.train.off_policy import corrected
-from skyrl_fast.train.policy import Optimizer, Policy
+from skyrl_fast.train.optimizer import Optimizer
+from skyrl_fast.train.policy import Policy
 from skyrl_fast.train.rank_shares import own_micro_batches
 from skyrl_fast.train.ranks import mirrored
 

@@ -11,7 +11,7 @@ from skyrl_fast.config.field import setting
 class FullyAsyncConfig:
     """How far generation may run ahead of training."""
 
-    enabled: bool = setting(False, "generate while training; false: the same as max_staleness 0")
+    enabled: bool = setting(False, "generate while training; false: as with max_staleness_steps=0")
     max_staleness_steps: int = setting(
         4,
         "a group is trained at most so many policy versions (batches) after its start; 0: one "

@@ -271,7 +271,9 @@ class TrainerConfig:
     )
     resume_path: str | None = setting(None, "checkpoint folder for resume_mode=from_path")
     device: str = setting("auto", "auto: the GPU if there is one", choices=("auto", "cpu", "cuda"))
-    num_threads: int | None = setting(None, "CPU threads of the trainer; null: torch's", at_least=1)
+    num_threads: int | None = setting(
+        None, "CPU threads of each rank; null: torch's, divided among them", at_least=1
+    )
     logger: list[str] = setting(["jsonl", "tensorboard"], "where metrics go", choices=LOGGERS)
     project_name: str = setting("skyrl_fast", "of Weights & Biases")
     run_name: str = setting("run", "shown by loggers")

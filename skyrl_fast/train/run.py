@@ -97,6 +97,8 @@ def run_training(config: Config, *, make_rollouts: MakeRollouts | None = None) -
         CheckpointError: a checkpoint cannot be read or written.
         StoreError: trajectories cannot be written.
         RankError: the process of another rank has ended.
+        EngineError, WeightSyncError: the engine is gone, or samples from other weights.
+        RolloutError, DynamicSamplingError: batch after batch, everything failed or taught nothing.
     """
     _check_main_module()
     check_config(config)

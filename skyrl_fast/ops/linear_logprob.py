@@ -56,6 +56,7 @@ def linear_logprob(
     Raises:
         ValueError: shapes or dtypes that disagree, a target out of range where the mask is 1,
             temperature or chunk_rows not positive.
+        RuntimeError: a forward-mode derivative, which backend="torch" alone has.
 
     Example:
         >>> linear_logprob(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3]))

@@ -55,6 +55,7 @@ def selected_logprob(
     Raises:
         ValueError: shapes that disagree, a target out of range where the mask is 1, temperature
             not positive, logits of another dtype or not contiguous in the last dimension.
+        RuntimeError: a second or a forward-mode derivative, which backend="torch" alone has.
 
     Example:
         >>> selected_logprob(torch.tensor([[0.0, 0.0], [0.0, 50.0]]), torch.tensor([1, 1]))

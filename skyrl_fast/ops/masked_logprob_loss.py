@@ -102,6 +102,7 @@ def masked_logprob_loss(
     Raises:
         ValueError: an unknown or sequence-level loss, shapes that disagree, a target out of range
             where the mask is 1, or a device or dtype without a kernel.
+        RuntimeError: a forward-mode derivative, which backend="torch" alone has.
 
     Example:
         >>> logits, targets = torch.zeros(1, 4), torch.tensor([2])

@@ -142,6 +142,7 @@ def policy_loss(
     Raises:
         ValueError, TypeError: an unknown name, an argument that the loss needs and that is
             missing, or shapes, dtypes or devices that disagree.
+        RuntimeError: a forward-mode derivative, which backend="torch" alone has.
 
     Example:
         >>> logprobs = torch.log(torch.tensor([[0.6, 0.5]])).requires_grad_()
@@ -265,6 +266,7 @@ def kl_penalty(
 
     Raises:
         ValueError: an unknown estimator or shapes that disagree.
+        RuntimeError: a forward-mode derivative, which backend="torch" alone has.
 
     Example:
         >>> kl_penalty(torch.tensor([-1.0]), torch.tensor([-2.0]), estimator="k1")

@@ -130,7 +130,8 @@ def build_prefix_tree(
         backend: "native", "torch", or None to choose.
 
     Raises:
-        ValueError: arguments that do not fit each other, tokens on another device than the CPU.
+        ValueError: arguments that do not fit each other, tokens of more than 32 bits or on another
+            device than the CPU.
 
     Example:
         >>> tree = build_prefix_tree(torch.tensor([1, 2, 3, 1, 2, 4]), torch.tensor([0, 3, 6]))

@@ -98,11 +98,14 @@ Borrowed::Borrowed(py::handle object, const char* op, const char* name) {
   view_.op = op;
   view_.name = name;
   if (from_buffer(object)) return;  // numpy; tensors have no buffer
-  if (from_exchange_table(object)) return;
-  if (from_capsule(object)) return;
-  throw py::type_error(std::string(op) + ": " + name +
-                       " must be a torch tensor or a numpy array, got " +
-                       Py_TYPE(object.ptr())->tp_name);
+  if (!from_exchange_table(object) && !from_capsule(object)) {
+    throw py::type_error(std::string(op) + ": " + name +
+                         " must be a torch tensor or a numpy array, got " +
+                         Py_TYPE(object.ptr())->tp_name);
+  }
+  if (view_.data == nullptr && view_.numel() > 0) {
+    fail(view_, "a tensor with memory", "one without, such as a FakeTensor");
+  }
 }
 
 Borrowed::~Borrowed() {
@@ -115,9 +118,6 @@ bool Borrowed::from_exchange_table(py::handle object) {
   DLTensor t;
   if (table->dltensor_from_py_object_no_sync(object.ptr(), &t) != 0) throw py::error_already_set();
   fill(t, &view_);
-  if (view_.data == nullptr && view_.numel() > 0) {
-    fail(view_, "a tensor with memory", "one without, such as a FakeTensor");
-  }
   return true;
 }
 

@@ -43,7 +43,7 @@ def _shortest(
     total = sum(micro.input_ids.numel() for micro in plans[0])
     rounds = -(-len(plans[0]) // size)
     if divisible and total:
-        budgets = {min(token_budget, int(slack * total / (rounds * size))) + 1 for slack in SLACK}
+        budgets = {min(token_budget, int(slack * total / (rounds * size)) + 1) for slack in SLACK}
         plans += [plan(budget) for budget in sorted(budgets)]
     return min(plans, key=lambda micros: _waiting(_deal(micros, size)))
 

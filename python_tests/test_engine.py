@@ -104,16 +104,22 @@ class FakeLlm:
         yield SimpleNamespace(outputs=[answer])
 
 
-@pytest.mark.spec("3.3", "3.15")
-def test_requests_carry_their_session_and_share_caches_within_one_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def fake_engine(monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
+    """The engine without vLLM: with an empty package of its name."""
     for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.exceptions"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["vllm.v1.engine.exceptions"].EngineDeadError = KeyError  # type: ignore
     engine = VllmEngine(VllmConfig("anything"))
-    wanted: list[dict[str, Any]] = []
     engine._llm = FakeLlm()
+    return engine
+
+
+@pytest.mark.spec("3.3", "3.15")
+def test_requests_carry_their_session_and_share_caches_within_one_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = fake_engine(monkeypatch)
+    wanted: list[dict[str, Any]] = []
     engine._sampling_params = lambda **kw: wanted.append(kw)
 
     async def ask() -> None:
@@ -136,11 +142,7 @@ def test_requests_carry_their_session_and_share_caches_within_one_version(
 def test_further_sampling_parameters_go_first_and_wrong_ones_fail_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.exceptions"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["vllm.v1.engine.exceptions"].EngineDeadError = KeyError  # type: ignore
-    engine = VllmEngine(VllmConfig("anything"))
-    engine._llm = FakeLlm()
+    engine = fake_engine(monkeypatch)
     wanted: list[dict[str, Any]] = []
 
     def params(**kw: Any) -> None:

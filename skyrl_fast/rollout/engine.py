@@ -48,6 +48,22 @@ class SamplingParams:
     expert_indices_start: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    def for_vllm(self) -> dict[str, Any]:
+        """Return what vLLM is asked for, by its names; `extra` goes over it."""
+        return {
+            "max_tokens": self.max_generate_length,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "stop": list(self.stop) or None,
+            "stop_token_ids": list(self.stop_token_ids) or None,
+            "include_stop_str_in_output": True,
+            "seed": self.seed,
+            "logprobs": 0,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:

@@ -338,10 +338,9 @@ def _answer(answer: Any, seconds: float, where: str) -> EnvAnswer:
         raise EnvError(f"{where}: reward: wanted a finite number, got {answer['reward']!r:.100}")
     try:
         done = bool(answer["done"])
-    except Exception:  # an array of several has no truth
-        done = None
-    if done is None:
-        raise EnvError(f"{where}: done: wanted true or false, got {answer['done']!r:.100}")
+    except Exception as error:  # an array of several has no truth
+        text = f"{where}: done: wanted true or false, got {answer['done']!r:.100}"
+        raise EnvError(text) from error
     action = answer.get("postprocessed_action")
     if isinstance(action, Mapping) and _is_message(action) and action["role"] == "assistant":
         action = dict(action)

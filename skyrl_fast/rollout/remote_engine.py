@@ -152,17 +152,7 @@ class RemoteEngine:
         start = sampling.expert_indices_start if self._records_routes else 0
         request = {
             "prompt": list(prompt_token_ids),
-            "max_tokens": sampling.max_generate_length,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop": list(sampling.stop) or None,
-            "stop_token_ids": list(sampling.stop_token_ids) or None,
-            "include_stop_str_in_output": True,
-            "seed": sampling.seed,
-            "logprobs": 0,
+            **sampling.for_vllm(),
             "return_token_ids": True,
             "cache_salt": f"policy-{policy_version}",
             **({"routed_experts_prompt_start": start} if self._records_routes else {}),

@@ -137,17 +137,7 @@ class VllmEngine:
         start = sampling.expert_indices_start if recording else 0
         known = {"routed_experts_prompt_start": start} if recording else {}
         wanted = {
-            "max_tokens": sampling.max_generate_length,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop": list(sampling.stop) or None,
-            "stop_token_ids": list(sampling.stop_token_ids) or None,
-            "include_stop_str_in_output": True,
-            "seed": sampling.seed,
-            "logprobs": 0,
+            **sampling.for_vllm(),
             "detokenize": bool(sampling.stop),
             "output_kind": self._final_only,
             **known,

@@ -23,7 +23,7 @@ from skyrl_fast.train.policy import load_model
 from skyrl_fast.train.rank_shares import own_micro_batches
 from skyrl_fast.train.ranks import ALONE, Ranks, mirrored
 from skyrl_fast.train.schedule import total_optimizer_steps
-from skyrl_fast.train.sharding import all_whole, run_whole, shard, weights_of
+from skyrl_fast.train.sharding import run_whole, shard, whole_weights
 from skyrl_fast.train.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
 
 HEAD_FILE = "value_head.safetensors"
@@ -153,15 +153,11 @@ class Critic:
     def save(self, folder: Path) -> None:
         """Write backbone (Hugging Face format), head and optimizer (safetensors)."""
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: value.cpu() for name, value in self._weights().items()}
+        weights = {name: value.cpu() for name, value in whole_weights(self).items()}
         save_file({"weight": weights.pop("value_head.weight")}, str(folder / HEAD_FILE))
         backbone = {name.removeprefix("backbone."): value for name, value in weights.items()}
         self.model.backbone.save_pretrained(folder, state_dict=backbone)
         self.optimizer.save(folder / OPTIMIZER_FILE)
-
-    @mirrored
-    def _weights(self) -> dict[str, torch.Tensor]:
-        return all_whole(weights_of(self.model), self.ranks)
 
     def restore(self, folder: Path) -> None:
         """Read the optimizer's state; the weights were loaded from the folder already."""

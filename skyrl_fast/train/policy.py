@@ -21,7 +21,7 @@ from skyrl_fast.train.micro_batch import MicroBatch, plan_micro_batches, respons
 from skyrl_fast.train.rank_shares import own_micro_batches
 from skyrl_fast.train.ranks import ALONE, Ranks, mirrored
 from skyrl_fast.train.router_replay import RouterReplay
-from skyrl_fast.train.sharding import all_whole, run_whole, shard, weights_of
+from skyrl_fast.train.sharding import run_whole, shard, whole_weights
 from skyrl_fast.train.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
 
 PROBE_TOKENS = 8  # of the check that our logprobs are the model's own
@@ -143,19 +143,14 @@ class Policy:
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights under the names of a Hugging Face checkpoint; tied ones once."""
-        yield from _checkpoint_names(self.model, self._weights()).items()
+        yield from _checkpoint_names(self.model, whole_weights(self)).items()
 
     def save(self, folder: Path, tokenizer: Any | None = None) -> None:
         """Write the model (and its tokenizer) in Hugging Face format."""
-        weights = {name: value.cpu() for name, value in self._weights().items()}
+        weights = {name: value.cpu() for name, value in whole_weights(self).items()}
         self.model.save_pretrained(folder, state_dict=weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-
-    @mirrored
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """Return the whole weights under the model's own names, tied ones once."""
-        return all_whole(weights_of(self.model), self.ranks)
 
     def _replayed(self, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
         if self._replay is None:

@@ -156,8 +156,9 @@ def _watch(
         return
     process = next(process for process in processes if process.sentinel in ended)
     process.join()
-    ranks.lose(_end_of(process, folder))
-    logger.error("%s", _end_of(process, folder))
+    reason = _end_of(process, folder)
+    ranks.lose(reason)
+    logger.error("%s", reason)
     since = time.monotonic()
     while not ending.wait(WATCH_SECONDS):
         if not ranks.is_waiting:  # its next call raises

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from skyrl_fast.train.ranks import Ranks
+from skyrl_fast.train.ranks import Ranks, mirrored
 
 T = TypeVar("T")
 METHOD = "run_whole"
@@ -88,6 +88,12 @@ def all_whole(items: Iterable[tuple[str, torch.Tensor]], ranks: Ranks) -> dict[s
         if ranks.rank == 0:
             found[name] = value.cpu()
     return found
+
+
+@mirrored
+def whole_weights(owner: Any) -> dict[str, torch.Tensor]:
+    """Return the whole weights of a policy's or critic's model, as `weights_of` names them."""
+    return all_whole(weights_of(owner.model), owner.ranks)
 
 
 def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -22,10 +22,10 @@ FLAGS = (
 
 def sources() -> list[Path]:
     """Every CUDA kernel file, its binding, and the emulation."""
-    found = sorted((ROOT / "csrc").glob("*_cuda.cu"))
-    found += sorted((ROOT / "csrc" / "bindings").glob("*_cuda.cpp"))
+    found = sorted((ROOT / "csrc").glob("*/*_cuda.cu"))
+    found += sorted((ROOT / "csrc").glob("*/*_cuda_bind.cpp"))
     found += sorted((ROOT / "csrc" / "emulation").glob("*.cpp"))
-    names = ("bindings/borrow", "bindings/cuda_on_cpu_module", "pack_cpu", "parallel")
+    names = ("bindings/borrow", "bindings/cuda_on_cpu_module", "pack/pack_cpu", "core/parallel")
     return [*found, *(ROOT / "csrc" / f"{name}.cpp" for name in names)]
 
 

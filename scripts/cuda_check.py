@@ -71,7 +71,7 @@ def main() -> None:
 
 def kernel_sources() -> list[Path]:
     """Return the CUDA sources."""
-    return sorted(SOURCES.glob("*.cu"))
+    return sorted(SOURCES.glob("*/*.cu"))
 
 
 def find_nvcc() -> str | None:
@@ -99,7 +99,7 @@ def compiled(nvcc: str, source: Path) -> Path:
     """Return the log of compiling `source`; the object lies beside it."""
     command = [nvcc, *OPTIONS, *target_options(), "-c", str(source)]
     digest = hashlib.sha256("\n".join([*command, version(nvcc)]).encode())
-    for path in [source, *sorted(SOURCES.glob("*.h"))]:
+    for path in [source, *sorted(SOURCES.glob("*/*.h"))]:
         digest.update(path.name.encode() + path.read_bytes())
     log = BUILD / f"{source.stem}.log"
     stamp = log.with_suffix(".stamp")

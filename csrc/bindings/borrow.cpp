@@ -1,7 +1,7 @@
 // Borrowing torch tensors and numpy arrays through DLPack.
 #include "bindings/borrow.h"
 
-#include "dlpack.h"
+#include "core/dlpack.h"
 
 namespace skyrl_fast {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include "tensor.h"
+#include "core/tensor.h"
 
 namespace skyrl_fast {
 

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "bindings/borrow.h"
-#include "cuda.h"
+#include "core/cuda.h"
 
 namespace skyrl_fast {
 

@@ -3,7 +3,7 @@
 
 #include "bindings/borrow.h"
 #include "bindings/ops.h"
-#include "memory.h"
+#include "core/memory.h"
 
 namespace py = pybind11;
 

@@ -1,5 +1,5 @@
 // Blocks of the page pool as Python objects with the buffer protocol.
-#include "page_pool.h"
+#include "core/page_pool.h"
 
 #include <pybind11/pybind11.h>
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "pack.h"
+#include "pack/pack.h"
 
 namespace skyrl_fast {
 

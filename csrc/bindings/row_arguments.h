@@ -5,7 +5,7 @@
 #include <string>
 
 #include "bindings/borrow.h"
-#include "row_layout.h"
+#include "core/row_layout.h"
 
 namespace skyrl_fast {
 

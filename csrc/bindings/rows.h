@@ -9,7 +9,7 @@
 
 #include "bindings/borrow.h"
 #include "bindings/python_lists.h"
-#include "pack.h"
+#include "pack/pack.h"
 
 namespace skyrl_fast {
 

@@ -16,7 +16,7 @@ from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _ragged
 
 ALIGNMENT = 16  # bytes; of each array in the block
-# What csrc/pack_cuda.h calls FieldKind.
+# What csrc/pack/pack_cuda.h calls FieldKind.
 VALUES, MASK, JOINED, LAST = 0, 1, 2, 3
 
 Tensor = torch.Tensor

@@ -1,0 +1,200 @@
+// What kernels need beside C++: launches, 16-byte accesses, shuffles, shared memory, clusters of
+// blocks. Included by kernels' sources alone, compiled by nvcc, or by a C++ compiler in tests.
+#pragma once
+
+#include <cstdint>
+
+#include "core/cuda.h"
+#include "core/tensor.h"
+#if !defined(SKYRL_FAST_EMULATE_CUDA)
+#include <cuda_runtime.h>
+#endif
+
+namespace skyrl_fast {
+
+constexpr int kWarp = 32;
+constexpr int kVectorBytes = 16;
+constexpr int64_t kMaxGridX = 0x7fffffff;
+
+struct alignas(kVectorBytes) Vector {
+  uint32_t word[4];
+};
+
+struct Launch {
+  int64_t grid_x = 1, grid_y = 1;
+  int threads = 1;
+  int shared_bytes = 0;
+  int cluster =
+      1;  // adjacent blocks of x that share memory; above 1 on compute capability 9 or more
+  cudaStream_t stream = nullptr;
+};
+
+inline void check_grid(const char* op, const Launch& l) {
+  constexpr int64_t kMaxGridY = 65535;
+  if (l.grid_x > kMaxGridX || l.grid_y > kMaxGridY) {
+    throw std::invalid_argument(std::string(op) + ": too many rows for one launch, got a grid of " +
+                                std::to_string(l.grid_x) + " x " + std::to_string(l.grid_y));
+  }
+}
+
+// The major compute capability of the code that runs `kernel` on the current device. Where the
+// driver makes it from PTX of an older architecture, that is not the device's own: such code has no
+// clusters.
+#if defined(SKYRL_FAST_EMULATE_CUDA)
+
+template <typename... P>
+int code_major(void (*)(P...)) {
+  return emulation::settings().compute_major;
+}
+
+template <typename... P, typename... A>
+void launch(const char* op, const Launch& l, void (*kernel)(P...), A... arguments) {
+  check_grid(op, l);
+  emulation::Shape shape;
+  shape.grid_x = static_cast<unsigned>(l.grid_x);
+  shape.grid_y = static_cast<unsigned>(l.grid_y);
+  shape.threads = static_cast<unsigned>(l.threads);
+  shape.shared_bytes = static_cast<unsigned>(l.shared_bytes);
+  shape.cluster = static_cast<unsigned>(l.cluster);
+  emulation::run(shape, [&] { kernel(arguments...); });
+}
+
+inline Vector load_vector(const void* p) {
+  emulation::check_aligned(p, kVectorBytes);
+  Vector v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+inline Vector load_vector_once(const void* p) { return load_vector(p); }
+inline void store_vector(void* p, const Vector& v) {
+  emulation::check_aligned(p, kVectorBytes);
+  std::memcpy(p, &v, sizeof(v));
+}
+
+inline float shuffle_xor(float value, int lane_mask) {
+  emulation::Block* block = emulation::now.fiber->block;
+  const unsigned thread = emulation::now.fiber->thread;
+  emulation::Barrier* warp = &block->warps[thread / kWarp];
+  block->exchange[thread] = value;
+  emulation::wait(warp);
+  const float other = block->exchange[thread ^ static_cast<unsigned>(lane_mask)];
+  emulation::wait(warp);
+  return other;
+}
+
+template <typename T>
+T* block_shared() {
+  return reinterpret_cast<T*>(emulation::now.fiber->block->shared.data());
+}
+
+inline int cluster_rank() { return static_cast<int>(emulation::now.fiber->block->rank); }
+inline int cluster_size() { return static_cast<int>(emulation::now.cluster->blocks.size()); }
+struct ClusterTicket {
+  int64_t generation;
+};
+inline ClusterTicket cluster_arrive() { return {emulation::arrive(&emulation::now.cluster->all)}; }
+inline void cluster_wait(const ClusterTicket& ticket) {
+  emulation::wait_for(emulation::now.cluster->all, ticket.generation);
+}
+// The float at `offset` floats of block `rank`'s shared memory.
+inline float cluster_read(int offset, int rank) {
+  return reinterpret_cast<const float*>(emulation::now.cluster->blocks[rank].shared.data())[offset];
+}
+
+#else
+
+template <typename... P>
+int code_major(void (*kernel)(P...)) {
+  cudaFuncAttributes attributes = {};
+  cuda_check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+  return attributes.ptxVersion / 10;  // 90 for sm_90a, with and without its PTX
+}
+
+template <typename... P, typename... A>
+void launch(const char* op, const Launch& l, void (*kernel)(P...), A... arguments) {
+  check_grid(op, l);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(l.grid_x), static_cast<unsigned>(l.grid_y), 1);
+  config.blockDim = dim3(static_cast<unsigned>(l.threads), 1, 1);
+  config.dynamicSmemBytes = static_cast<size_t>(l.shared_bytes);
+  config.stream = l.stream;
+  cudaLaunchAttribute cluster[1];
+  cluster[0].id = cudaLaunchAttributeClusterDimension;
+  cluster[0].val.clusterDim.x = static_cast<unsigned>(l.cluster);
+  cluster[0].val.clusterDim.y = 1;
+  cluster[0].val.clusterDim.z = 1;
+  config.attrs = cluster;
+  config.numAttrs = l.cluster > 1 ? 1 : 0;
+  cuda_check(cudaLaunchKernelEx(&config, kernel, P(arguments)...), op);
+}
+
+__device__ __forceinline__ Vector of_uint4(const uint4& v) { return {{v.x, v.y, v.z, v.w}}; }
+__device__ __forceinline__ Vector load_vector(const void* p) {
+  return of_uint4(*static_cast<const uint4*>(p));
+}
+// For bytes that nobody reads again soon.
+__device__ __forceinline__ Vector load_vector_once(const void* p) {
+  return of_uint4(__ldcs(static_cast<const uint4*>(p)));
+}
+__device__ __forceinline__ void store_vector(void* p, const Vector& v) {
+  *static_cast<uint4*>(p) = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
+}
+
+__device__ __forceinline__ float shuffle_xor(float value, int lane_mask) {
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
+
+// The block's dynamic shared memory.
+template <typename T>
+__device__ __forceinline__ T* block_shared() {
+  extern __shared__ uint4 skyrl_fast_shared[];
+  return reinterpret_cast<T*>(skyrl_fast_shared);
+}
+
+struct ClusterTicket {};
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+__device__ __forceinline__ int cluster_size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return static_cast<int>(size);
+}
+// All threads of the cluster's blocks arrive; what they wrote before is seen after the wait.
+__device__ __forceinline__ ClusterTicket cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  return {};
+}
+__device__ __forceinline__ void cluster_wait(const ClusterTicket&) {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+// The float at `offset` floats of block `rank`'s shared memory.
+__device__ __forceinline__ float cluster_read(int offset, int rank) {
+  const uint32_t local =
+      static_cast<uint32_t>(__cvta_generic_to_shared(block_shared<float>() + offset));
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
+  float value;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(remote) : "memory");
+  return value;
+}
+#else  // a block is a cluster of its own
+__device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ int cluster_size() { return 1; }
+__device__ __forceinline__ ClusterTicket cluster_arrive() {
+  __syncthreads();
+  return {};
+}
+__device__ __forceinline__ void cluster_wait(const ClusterTicket&) {}
+__device__ __forceinline__ float cluster_read(int offset, int) {
+  return block_shared<float>()[offset];
+}
+#endif
+
+#endif  // SKYRL_FAST_EMULATE_CUDA
+
+}  // namespace skyrl_fast

@@ -1,0 +1,167 @@
+// The pool of threads: started when a loop first wants them, asleep between loops.
+#include "core/parallel.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#include <signal.h>
+#define SKYRL_POSIX 1
+#endif
+
+namespace skyrl_fast {
+namespace {
+
+// A sleeping thread takes some 25 us to wake up. So whoever waits looks a while before it sleeps: a
+// caller for its last part, a thread for the next loop (one op often runs two, one after another).
+constexpr std::chrono::microseconds kCallerLooks{100}, kThreadLooks{50};
+
+struct Loop {
+  void (*run)(const void*, int64_t);
+  const void* context;
+  int64_t num_parts;
+  int64_t begun = 1;                 // the first is the caller's; guarded by the pool's mutex
+  std::atomic<int64_t> finished{0};  // its last increment is the last touch of a loop
+};
+
+class ThreadPool {
+ public:
+  void run(Loop* loop) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      start_threads(loop->num_parts - 1);
+      open_.push_back(loop);
+      num_open_.store(static_cast<int64_t>(open_.size()), std::memory_order_relaxed);
+    }
+    for (int64_t others = 1; others < loop->num_parts; ++others) work_.notify_one();
+    for (int64_t part = 0; part >= 0; part = take(loop)) {
+      loop->run(loop->context, part);
+      loop->finished.fetch_add(1, std::memory_order_release);
+    }
+    wait(*loop);
+  }
+
+ private:
+  // The next part of the loop, or -1 where all are begun. A loop leaves the queue with its last
+  // part.
+  int64_t take(Loop* loop) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return take_locked(loop);
+  }
+
+  int64_t take_locked(Loop* loop) {
+    if (loop->begun == loop->num_parts) return -1;
+    const int64_t part = loop->begun++;
+    if (loop->begun == loop->num_parts) {
+      open_.erase(std::find(open_.begin(), open_.end(), loop));
+      num_open_.store(static_cast<int64_t>(open_.size()), std::memory_order_relaxed);
+    }
+    return part;
+  }
+
+  void wait(const Loop& loop) {
+    const auto done = [&] {
+      return loop.finished.load(std::memory_order_acquire) == loop.num_parts;
+    };
+    const auto until = std::chrono::steady_clock::now() + kCallerLooks;
+    while (!done()) {
+      if (std::chrono::steady_clock::now() < until) continue;
+      std::unique_lock<std::mutex> lock(mutex_);
+      finished_.wait(lock, done);
+    }
+  }
+
+  void start_threads(int64_t wanted) {
+    for (; num_threads_ < wanted; ++num_threads_) {
+      if (!start_thread()) return;  // no thread to be had: the callers do the work
+    }
+  }
+
+  bool start_thread() {
+#if defined(SKYRL_POSIX)
+    sigset_t all, before;  // signals are the interpreter's: they go to its threads
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+#endif
+    bool started = true;
+    try {
+      std::thread([this] { serve(); }).detach();
+    } catch (...) {
+      started = false;
+    }
+#if defined(SKYRL_POSIX)
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+#endif
+    return started;
+  }
+
+  void serve() {
+#if defined(__linux__)
+    pthread_setname_np(pthread_self(), "skyrl_fast");
+#endif
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      work_.wait(lock, [&] { return !open_.empty(); });
+      Loop* loop = open_.front();
+      const int64_t part = take_locked(loop);
+      const int64_t num_parts = loop->num_parts;
+      lock.unlock();
+      loop->run(loop->context, part);
+      const bool last = loop->finished.fetch_add(1, std::memory_order_release) + 1 == num_parts;
+      if (last) {
+        lock.lock();  // a waiter has either seen the count or sleeps by now
+        lock.unlock();
+        finished_.notify_all();
+      }
+      look_for_work();
+      lock.lock();
+    }
+  }
+
+  void look_for_work() const {
+    const auto until = std::chrono::steady_clock::now() + kThreadLooks;
+    while (num_open_.load(std::memory_order_relaxed) == 0) {
+      if (std::chrono::steady_clock::now() >= until) return;
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable work_, finished_;
+  std::deque<Loop*> open_;  // loops with parts that nobody has begun
+  std::atomic<int64_t> num_open_{0};
+  int64_t num_threads_ = 0;
+};
+
+// Never destroyed: its threads may still look at it while the process ends.
+std::atomic<ThreadPool*> pool{nullptr};
+
+#if defined(SKYRL_POSIX)
+// A forked child has none of the threads, and its copy may be locked: it leaves that behind.
+[[maybe_unused]] const int kForgetsInChildren =
+    pthread_atfork(nullptr, nullptr, [] { pool.store(nullptr, std::memory_order_release); });
+#endif
+
+ThreadPool& thread_pool() {
+  ThreadPool* current = pool.load(std::memory_order_acquire);
+  if (current != nullptr) return *current;
+  auto* made = new ThreadPool();
+  if (pool.compare_exchange_strong(current, made, std::memory_order_acq_rel)) return *made;
+  delete made;  // another thread was first
+  return *current;
+}
+
+}  // namespace
+
+void run_parts(int64_t num_parts, void (*run)(const void* context, int64_t part),
+               const void* context) {
+  if (num_parts <= 1) return num_parts == 1 ? run(context, 0) : void();
+  Loop loop{run, context, num_parts};
+  thread_pool().run(&loop);
+}
+
+}  // namespace skyrl_fast

@@ -1,0 +1,169 @@
+// selected_logprob and its gradient, and the SIMD level: checks, then the launchers.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bindings/borrow.h"
+#include "bindings/ops.h"
+#include "core/simd.h"
+#include "logprob/logit_rows_bind.h"
+#include "logprob/logprob.h"
+#include "policy_loss/loss_params_bind.h"
+
+namespace skyrl_fast {
+namespace {
+
+constexpr char kOp[] = "selected_logprob";
+constexpr double kMaxTemperature = std::numeric_limits<double>::max();
+
+LogitRows rows_of(const TensorView& t) {
+  check_cpu(t);
+  return logit_rows(t);
+}
+
+template <typename T>
+T* per_row(const Borrowed& borrowed, DType dtype, int64_t num_rows) {
+  check_cpu_array(*borrowed, dtype, 1);
+  check_size(*borrowed, 0, num_rows);
+  return borrowed->ptr<T>();
+}
+
+// An argument that may be None.
+class MaybeBorrowed {
+ public:
+  MaybeBorrowed(py::handle object, const char* name) {
+    if (!object.is_none()) borrowed_.emplace(object, kOp, name);
+  }
+  template <typename T>
+  T* per_row_or_null(DType dtype, int64_t num_rows) const {
+    return borrowed_ ? per_row<T>(*borrowed_, dtype, num_rows) : nullptr;
+  }
+
+ private:
+  std::optional<Borrowed> borrowed_;
+};
+
+// The arguments that forward and backward share, borrowed and checked.
+struct Inputs {
+  Inputs(py::handle logits_obj, py::handle targets_obj, py::handle mask_obj, double temperature)
+      : logits(logits_obj, kOp, "logits"),
+        targets(targets_obj, kOp, "target_ids"),
+        mask(mask_obj, "mask"),
+        rows(rows_of(*logits)) {
+    selection.target_ids = per_row<int64_t>(targets, DType::kInt64, rows.num_rows);
+    selection.mask = mask.per_row_or_null<uint8_t>(DType::kUInt8, rows.num_rows);
+    selection.temperature = temperature;
+    if (!(temperature > 0.0) || temperature > kMaxTemperature) {
+      throw std::invalid_argument(
+          "selected_logprob: temperature must be positive and finite, got " +
+          std::to_string(temperature));
+    }
+  }
+  Borrowed logits, targets;
+  MaybeBorrowed mask;
+  LogitRows rows;
+  Selection selection;
+};
+
+// Rows for the gradient: as many, as wide, and of the same dtype as the logits.
+LogitRows rows_like(const TensorView& grad, const Inputs& in) {
+  const LogitRows rows = rows_of(grad);
+  check_dtype(grad, in.rows.dtype);
+  if (rows.num_rows != in.rows.num_rows || rows.vocab != in.rows.vocab) {
+    fail(grad, "of shape " + in.logits->shape_string(), "shape " + grad.shape_string());
+  }
+  return rows;
+}
+
+void selected_logprob(py::handle logits, py::handle targets, py::handle mask, double temperature,
+                      py::handle logprob_obj, py::handle lse_obj, py::handle entropy_obj,
+                      int num_threads) {
+  const Inputs in(logits, targets, mask, temperature);
+  const Borrowed logprob(logprob_obj, kOp, "logprob");
+  const Borrowed lse(lse_obj, kOp, "lse");
+  const MaybeBorrowed entropy(entropy_obj, "entropy");
+  const int64_t n = in.rows.num_rows;
+  float* logprob_data = per_row<float>(logprob, DType::kFloat32, n);
+  double* lse_data = per_row<double>(lse, DType::kFloat64, n);
+  float* entropy_data = entropy.per_row_or_null<float>(DType::kFloat32, n);
+  py::gil_scoped_release release;
+  selected_logprob_cpu(in.rows, in.selection, logprob_data, lse_data, entropy_data, num_threads);
+}
+
+void selected_logprob_backward(py::handle logits, py::handle targets, py::handle mask,
+                               double temperature, py::handle lse_obj, py::handle entropy_obj,
+                               py::handle grad_logprob_obj, py::handle grad_entropy_obj,
+                               py::handle grad_obj, int num_threads) {
+  const Inputs in(logits, targets, mask, temperature);
+  const Borrowed grad(grad_obj, kOp, "grad");
+  const LogitRows grad_rows = rows_like(*grad, in);
+  const Borrowed lse(lse_obj, kOp, "lse");
+  const MaybeBorrowed entropy(entropy_obj, "entropy");
+  const MaybeBorrowed grad_logprob(grad_logprob_obj, "grad_logprob");
+  const MaybeBorrowed grad_entropy(grad_entropy_obj, "grad_entropy");
+  const int64_t n = in.rows.num_rows;
+  const double* lse_data = per_row<double>(lse, DType::kFloat64, n);
+  const float* entropy_data = entropy.per_row_or_null<float>(DType::kFloat32, n);
+  const float* grad_logprob_data = grad_logprob.per_row_or_null<float>(DType::kFloat32, n);
+  const float* grad_entropy_data = grad_entropy.per_row_or_null<float>(DType::kFloat32, n);
+  if (grad_entropy_data != nullptr && entropy_data == nullptr) {
+    throw std::invalid_argument(
+        "selected_logprob: grad_entropy must come with entropy, got entropy=None");
+  }
+  py::gil_scoped_release release;
+  selected_logprob_backward_cpu(in.rows, in.selection, lse_data, entropy_data, grad_logprob_data,
+                                grad_entropy_data, grad_rows, num_threads);
+}
+
+void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask, double temperature,
+                         int loss, int kl, const std::vector<double>& params, py::handle anchor_obj,
+                         py::handle advantages_obj, py::handle reference_obj,
+                         py::handle token_weights_obj, py::handle weights_obj,
+                         py::handle logprob_obj, py::handle entropy_obj, py::handle grad_obj,
+                         int num_threads) {
+  const Inputs in(logits, targets, mask, temperature);
+  const int64_t n = in.rows.num_rows;
+  const MaybeBorrowed anchor(anchor_obj, "anchor"), advantages(advantages_obj, "advantages");
+  const MaybeBorrowed reference(reference_obj, "ref_logprobs");
+  const MaybeBorrowed token_weights(token_weights_obj, "token_weights");
+  const MaybeBorrowed entropy(entropy_obj, "entropy");
+  const Borrowed weights(weights_obj, kOp, "weights"), logprob(logprob_obj, kOp, "logprob");
+  TokenLossInputs token;
+  token.loss = static_cast<LossKind>(loss);
+  token.kl = static_cast<KlKind>(kl);
+  token.params = loss_params<float>("masked_logprob_loss", params);
+  token.anchor = anchor.per_row_or_null<float>(DType::kFloat32, n);
+  token.advantages = advantages.per_row_or_null<float>(DType::kFloat32, n);
+  token.reference = reference.per_row_or_null<float>(DType::kFloat32, n);
+  token.token_weights = token_weights.per_row_or_null<float>(DType::kFloat32, n);
+  token.weights = per_row<float>(weights, DType::kFloat32, n);
+  check_loss("masked_logprob_loss", loss, kl, !advantages_obj.is_none(), !reference_obj.is_none(),
+             false);
+  float* logprob_data = per_row<float>(logprob, DType::kFloat32, n);
+  float* entropy_data = entropy.per_row_or_null<float>(DType::kFloat32, n);
+  std::optional<Borrowed> grad;
+  LogitRows grad_rows;
+  if (!grad_obj.is_none()) {
+    grad.emplace(grad_obj, kOp, "grad");
+    grad_rows = rows_like(**grad, in);
+  }
+  py::gil_scoped_release release;
+  masked_logprob_loss_cpu(in.rows, in.selection, token, logprob_data, entropy_data,
+                          grad ? &grad_rows : nullptr, num_threads);
+}
+
+}  // namespace
+
+void bind_logprob(py::module_& m) {
+  m.def("selected_logprob", &selected_logprob);
+  m.def("selected_logprob_backward", &selected_logprob_backward);
+  m.def("masked_logprob_loss", &masked_logprob_loss);
+  m.def("set_simd_level", &set_simd_level);
+  m.def("simd_level", [] { return simd_level_name(simd_level()); });
+}
+
+}  // namespace skyrl_fast

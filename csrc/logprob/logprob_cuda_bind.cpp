@@ -1,0 +1,167 @@
+// The log-probability ops on CUDA tensors: checks, device guard, launch.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <vector>
+
+#include "bindings/cuda_arguments.h"
+#include "bindings/ops.h"
+#include "logprob/logit_rows_bind.h"
+#include "logprob/logprob_cuda.h"
+#include "policy_loss/loss_params_bind.h"
+
+namespace skyrl_fast {
+namespace {
+
+constexpr char kOp[] = "selected_logprob";
+constexpr char kLossOp[] = "masked_logprob_loss";
+
+LogitRows rows_of(const TensorView& t) {
+  check_cuda(t);
+  return logit_rows(t);
+}
+
+// The arguments that all ops share, borrowed and checked.
+struct Inputs {
+  Inputs(const char* op, py::handle logits_obj, py::handle targets_obj, py::handle mask_obj,
+         double temperature)
+      : logits(logits_obj, op, "logits"),
+        targets(targets_obj, op, "target_ids"),
+        mask(mask_obj, op, "mask"),
+        rows(rows_of(*logits)) {
+    selection.target_ids = cuda_array<int64_t>(*targets, DType::kInt64, rows.num_rows, *logits);
+    selection.mask = mask.array<uint8_t>(DType::kUInt8, rows.num_rows, *logits);
+    selection.temperature = temperature;
+    if (!(temperature > 0.0)) {
+      throw std::invalid_argument(std::string(op) + ": temperature must be positive, got " +
+                                  std::to_string(temperature));
+    }
+  }
+  float* floats(const Borrowed& t) const {
+    return cuda_array<float>(*t, DType::kFloat32, rows.num_rows, *logits);
+  }
+  float* floats(const MaybeOnCuda& t) const {
+    return t.array<float>(DType::kFloat32, rows.num_rows, *logits);
+  }
+  double* doubles(const Borrowed& t) const {
+    return cuda_array<double>(*t, DType::kFloat64, rows.num_rows, *logits);
+  }
+  Borrowed logits, targets;
+  MaybeOnCuda mask;
+  LogitRows rows;
+  Selection selection;
+};
+
+// Rows for the gradient: as many, as wide, of the same dtype and device as the logits.
+LogitRows rows_like(const TensorView& grad, const Inputs& in) {
+  const LogitRows rows = rows_of(grad);
+  check_beside(grad, *in.logits);
+  check_dtype(grad, in.rows.dtype);
+  if (rows.num_rows != in.rows.num_rows || rows.vocab != in.rows.vocab) {
+    fail(grad, "of shape " + in.logits->shape_string(), "shape " + grad.shape_string());
+  }
+  return rows;
+}
+
+void forward(py::handle logits, py::handle targets, py::handle mask, double temperature,
+             py::handle logprob_obj, py::handle lse_obj, py::handle entropy_obj, uintptr_t stream) {
+  const Inputs in(kOp, logits, targets, mask, temperature);
+  const Borrowed logprob(logprob_obj, kOp, "logprob"), lse(lse_obj, kOp, "lse");
+  const MaybeOnCuda entropy(entropy_obj, kOp, "entropy");
+  float* logprob_data = in.floats(logprob);
+  double* lse_data = in.doubles(lse);
+  float* entropy_data = in.floats(entropy);
+  py::gil_scoped_release release;
+  DeviceGuard guard(in.logits->device_index);
+  selected_logprob_cuda(in.rows, in.selection, logprob_data, lse_data, entropy_data,
+                        stream_of(stream));
+}
+
+void backward(py::handle logits, py::handle targets, py::handle mask, double temperature,
+              py::handle lse_obj, py::handle entropy_obj, py::handle grad_logprob_obj,
+              py::handle grad_entropy_obj, py::handle grad_obj, uintptr_t stream) {
+  const Inputs in(kOp, logits, targets, mask, temperature);
+  const Borrowed lse(lse_obj, kOp, "lse"), grad(grad_obj, kOp, "grad");
+  const LogitRows grad_rows = rows_like(*grad, in);
+  const MaybeOnCuda entropy(entropy_obj, kOp, "entropy");
+  const MaybeOnCuda grad_logprob(grad_logprob_obj, kOp, "grad_logprob");
+  const MaybeOnCuda grad_entropy(grad_entropy_obj, kOp, "grad_entropy");
+  const double* lse_data = in.doubles(lse);
+  const float* entropy_data = in.floats(entropy);
+  const float* grad_logprob_data = in.floats(grad_logprob);
+  const float* grad_entropy_data = in.floats(grad_entropy);
+  if (grad_entropy && !entropy) {
+    throw std::invalid_argument(
+        "selected_logprob: grad_entropy must come with entropy, got entropy=None");
+  }
+  py::gil_scoped_release release;
+  DeviceGuard guard(in.logits->device_index);
+  selected_logprob_backward_cuda(in.rows, in.selection, lse_data, entropy_data, grad_logprob_data,
+                                 grad_entropy_data, grad_rows, stream_of(stream));
+}
+
+void masked_loss(py::handle logits, py::handle targets, py::handle mask, double temperature,
+                 int loss, int kl, const std::vector<double>& params, py::handle anchor_obj,
+                 py::handle advantages_obj, py::handle reference_obj, py::handle token_weights_obj,
+                 py::handle weights_obj, py::handle logprob_obj, py::handle entropy_obj,
+                 py::handle grad_obj, uintptr_t stream) {
+  const Inputs in(kLossOp, logits, targets, mask, temperature);
+  const MaybeOnCuda anchor(anchor_obj, kLossOp, "anchor_logprobs");
+  const MaybeOnCuda advantages(advantages_obj, kLossOp, "advantages");
+  const MaybeOnCuda reference(reference_obj, kLossOp, "ref_logprobs");
+  const MaybeOnCuda token_weights(token_weights_obj, kLossOp, "token_weights");
+  const MaybeOnCuda entropy(entropy_obj, kLossOp, "entropy");
+  const Borrowed weights(weights_obj, kLossOp, "loss_weights");
+  const Borrowed logprob(logprob_obj, kLossOp, "logprob");
+  TokenLossInputs token;
+  token.loss = static_cast<LossKind>(loss);
+  token.kl = static_cast<KlKind>(kl);
+  token.params = loss_params<float>(kLossOp, params);
+  token.anchor = in.floats(anchor);
+  token.advantages = in.floats(advantages);
+  token.reference = in.floats(reference);
+  token.token_weights = in.floats(token_weights);
+  token.weights = in.floats(weights);
+  check_loss(kLossOp, loss, kl, !advantages_obj.is_none(), !reference_obj.is_none(), false);
+  float* logprob_data = in.floats(logprob);
+  float* entropy_data = in.floats(entropy);
+  std::optional<Borrowed> grad;
+  LogitRows grad_rows;
+  if (!grad_obj.is_none()) {
+    grad.emplace(grad_obj, kLossOp, "grad");
+    grad_rows = rows_like(**grad, in);
+  }
+  py::gil_scoped_release release;
+  DeviceGuard guard(in.logits->device_index);
+  masked_logprob_loss_cuda(in.rows, in.selection, token, logprob_data, entropy_data,
+                           grad ? &grad_rows : nullptr, stream_of(stream));
+}
+
+void scale_rows(py::handle rows_obj, py::handle factor_obj, uintptr_t stream) {
+  const Borrowed rows(rows_obj, kLossOp, "grad"), factor(factor_obj, kLossOp, "grad_loss");
+  const LogitRows logits = rows_of(*rows);
+  const float* factor_data = cuda_array<float>(*factor, DType::kFloat32, 1, *rows);
+  py::gil_scoped_release release;
+  DeviceGuard guard(rows->device_index);
+  scale_rows_cuda(logits, factor_data, stream_of(stream));
+}
+
+// (vectors per thread, threads, blocks per cluster); vectors 0: rows are read twice.
+py::tuple plan(int64_t vocab, int item_size, int major) {
+  const VisitPlan p = plan_visit(vocab, item_size == 4 ? DType::kFloat32 : DType::kBFloat16, major);
+  return py::make_tuple(p.vectors, p.threads, p.cluster);
+}
+
+}  // namespace
+
+void bind_logprob_cuda(py::module_& m) {
+  m.def("selected_logprob_cuda", &forward);
+  m.def("selected_logprob_backward_cuda", &backward);
+  m.def("masked_logprob_loss_cuda", &masked_loss);
+  m.def("scale_rows_cuda", &scale_rows);
+  m.def("plan_visit", &plan);
+  m.def("visit_code_major", &visit_code_major);
+}
+
+}  // namespace skyrl_fast

@@ -1,0 +1,449 @@
+// The one call that writes ragged rows with their padding and masks, and the moves between layouts.
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "bindings/borrow.h"
+#include "bindings/ops.h"
+#include "bindings/rows.h"
+#include "core/parallel.h"
+#include "pack/pack.h"
+
+namespace skyrl_fast {
+namespace {
+
+constexpr int64_t kBytesPerUnit = 1 << 20;  // one thread's bite of the work
+constexpr int64_t kBytesForThreads = 8
+                                     << 20;  // below this a second thread costs more than it saves
+constexpr int64_t kBytesPerListItem = 40;    // read for one item: a pointer and a small int
+
+#if defined(Py_GIL_DISABLED)
+constexpr bool kListsByAllThreads = false;  // nothing keeps other threads from changing them
+#else
+constexpr bool kListsByAllThreads = true;
+#endif
+
+struct CopyJob {
+  const Rows* rows;
+  char* out;
+  DType dtype;
+  const int64_t* starts;
+  Bounds bounds;
+
+  void* place(int64_t row) const { return out + starts[row] * element_size(dtype); }
+};
+
+struct FillJob {
+  void* out;
+  DType dtype;
+  PaddedLayout layout;
+  bool is_mask;
+  PadValue value;
+};
+
+PadValue pad_value_of(const py::handle& value, DType dtype) {
+  PadValue pad;
+  if (dtype == DType::kFloat32) {
+    pad.real = py::cast<double>(value);
+  } else if (PyLong_Check(value.ptr())) {
+    pad.integer = py::cast<int64_t>(value);
+  } else {
+    pad.integer = static_cast<int64_t>(py::cast<double>(value));
+  }
+  return pad;
+}
+
+Bounds bounds_of(DType dtype, int64_t low, int64_t high) {
+  const auto within = [&](int64_t least, int64_t most) {
+    return Bounds{std::max(low, least), std::min(high, most)};
+  };
+  switch (dtype) {
+    case DType::kUInt8: return within(0, 255);
+    case DType::kInt16: return within(INT16_MIN, INT16_MAX);
+    case DType::kInt32: return within(INT32_MIN, INT32_MAX);
+    default: return Bounds{low, high};
+  }
+}
+
+// Everything that one call writes, in three phases: plain lists are read by all threads while the
+// caller holds the GIL and waits, so that no list can change; what is not plain, by the caller;
+// then array rows are copied and padding and masks filled, without the GIL.
+class Fill {
+ public:
+  Fill(std::string op, const py::list& copies, const py::list& fills) : op_(std::move(op)) {
+    for (py::handle item : copies) add_copy(py::cast<py::tuple>(item));
+    for (py::handle item : fills) add_fill(py::cast<py::tuple>(item));
+  }
+
+  void run(int num_threads) {
+    const int threads = total_bytes_ < kBytesForThreads ? 1 : std::max(1, num_threads);
+    parallel_for(threads, threads, 1, [&](int64_t thread, int64_t) {
+      if (thread == 0) {
+        lead();  // on the caller's thread, which holds the GIL
+      } else {
+        if (kListsByAllThreads) work_on_lists();
+        work();
+      }
+    });
+    if (failure_) std::rethrow_exception(failure_);
+    if (bad_copy_ >= 0) copies_[bad_copy_].rows->refuse(bad_row_, bad_position_, bad_bounds());
+  }
+
+ private:
+  struct Unit {
+    int64_t job;  // index into copies_, then fills_
+    int64_t begin, end;
+    bool is_done = false;  // of lists: all rows were plain
+  };
+
+  void lead() {
+    try {
+      read_lists();
+      read_other_lists();
+    } catch (...) {
+      next_unit_ = static_cast<int64_t>(units_.size());  // nothing more to begin
+      throw;
+    }
+    py::gil_scoped_release release;
+    work();
+  }
+
+  Bounds bad_bounds() const { return copies_[bad_copy_].bounds; }
+
+  Borrowed& borrow(py::handle object, const char* name) {
+    borrowed_.push_back(std::make_unique<Borrowed>(object, op_.c_str(), name));
+    check_cpu(**borrowed_.back());
+    check_contiguous(**borrowed_.back());
+    return *borrowed_.back();
+  }
+
+  void add_units(std::vector<Unit>* units, int64_t job, int64_t num_rows, int64_t num_bytes) {
+    total_bytes_ += num_bytes;
+    if (num_rows == 0) return;
+    const int64_t step = std::max<int64_t>(1, kBytesPerUnit / (num_bytes / num_rows + 1));
+    for (int64_t begin = 0; begin < num_rows; begin += step) {
+      units->push_back({job, begin, std::min(begin + step, num_rows), false});
+    }
+  }
+
+  // (rows, out, starts, low, high)
+  void add_copy(const py::tuple& job) {
+    CopyJob copy;
+    copy.rows = py::cast<const Rows*>(job[0]);
+    const Borrowed& out = borrow(job[1], copy.rows->field().c_str());
+    const Borrowed& starts = borrow(job[2], "starts");
+    check_cpu_array(*starts, DType::kInt64, 1);
+    check_size(*starts, 0, copy.rows->num_rows());
+    copy.out = out->ptr<char>();
+    copy.dtype = out->dtype;
+    copy.starts = starts->ptr<int64_t>();
+    copy.bounds = bounds_of(out->dtype, py::cast<int64_t>(job[3]), py::cast<int64_t>(job[4]));
+    copy.rows->check_convertible(out->dtype);
+    int64_t cells = 0;
+    for (int64_t row = 0; row < copy.rows->num_rows(); ++row) {
+      const int64_t size = copy.rows->size(row);
+      if (copy.starts[row] < 0 || size > out->numel() - copy.starts[row]) {
+        fail(*out, "large enough", "no room for row " + std::to_string(row));
+      }
+      cells += size;
+    }
+    const int64_t index = static_cast<int64_t>(copies_.size());
+    copies_.push_back(copy);
+    if (copy.rows->any_list()) {
+      add_units(&list_units_, index, copy.rows->num_rows(), cells * kBytesPerListItem);
+    }
+    if (copy.rows->any_array()) {
+      add_units(&units_, index, copy.rows->num_rows(), cells * element_size(copy.dtype));
+    }
+  }
+
+  // (out, lengths, side, value); value None: a mask. Units of fills follow those of all copies.
+  void add_fill(const py::tuple& job) {
+    FillJob fill_job;
+    const Borrowed& out = borrow(job[0], "out");
+    const Borrowed& lengths = borrow(job[1], "lengths");
+    check_ndim(*out, 2);
+    check_cpu_array(*lengths, DType::kInt64, 1);
+    fill_job.out = out->data;
+    fill_job.dtype = out->dtype;
+    fill_job.layout.num_rows = lengths->shape[0];
+    fill_job.layout.width = out->shape[1];
+    fill_job.layout.lengths = lengths->ptr<int64_t>();
+    fill_job.layout.side = static_cast<Side>(py::cast<int>(job[2]));
+    fill_job.is_mask = job[3].is_none();
+    if (!fill_job.is_mask) fill_job.value = pad_value_of(job[3], fill_job.dtype);
+    if (out->shape[0] < lengths->shape[0]) fail(*out, "of a row per length", out->shape_string());
+    if (fill_job.is_mask && out->dtype != DType::kInt64 && element_size(out->dtype) != 1) {
+      fail(*out, "int64, uint8 or bool", dtype_name(out->dtype));
+    }
+    int64_t cells = 0;
+    for (int64_t row = 0; row < fill_job.layout.num_rows; ++row) {
+      const int64_t length = fill_job.layout.lengths[row];
+      if (length < 0 || length > fill_job.layout.width) {
+        fail(*lengths, "from 0 to " + std::to_string(fill_job.layout.width),
+             std::to_string(length) + " at row " + std::to_string(row));
+      }
+      cells += fill_job.is_mask ? fill_job.layout.width : fill_job.layout.num_pads(row);
+    }
+    const int64_t index = static_cast<int64_t>(copies_.size() + fills_.size());
+    fills_.push_back(fill_job);
+    add_units(&units_, index, fill_job.layout.num_rows, cells * element_size(fill_job.dtype));
+  }
+
+  void read_lists() {
+    work_on_lists();
+    while (num_lists_done_.load(std::memory_order_acquire) <
+           static_cast<int64_t>(list_units_.size())) {
+      std::this_thread::yield();  // at most for one unit
+    }
+  }
+
+  void work_on_lists() {
+    const int64_t num_units = static_cast<int64_t>(list_units_.size());
+    for (int64_t i = next_list_unit_++; i < num_units; i = next_list_unit_++) {
+      Unit& unit = list_units_[i];
+      const CopyJob& copy = copies_[unit.job];
+      unit.is_done = kListsByAllThreads;
+      const void* before = nullptr;
+      for (int64_t row = unit.begin; row < unit.end && unit.is_done; ++row) {
+        void* out = copy.place(row);
+        unit.is_done = copy.rows->read_plain(row, copy.dtype, out, copy.bounds, before);
+        before = out;
+      }
+      num_lists_done_.fetch_add(1, std::memory_order_release);
+    }
+  }
+
+  // In the order of fields and rows, so that the first mistake is the one reported.
+  void read_other_lists() {
+    for (const Unit& unit : list_units_) {
+      const CopyJob& copy = copies_[unit.job];
+      for (int64_t row = unit.begin; row < unit.end && !unit.is_done; ++row) {
+        copy.rows->read_list(row, copy.dtype, copy.place(row), copy.bounds);
+      }
+    }
+  }
+
+  void work() {
+    try {
+      for (int64_t i = next_unit_++; i < static_cast<int64_t>(units_.size()); i = next_unit_++) {
+        do_unit(units_[i]);
+      }
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!failure_) failure_ = std::current_exception();
+    }
+  }
+
+  void do_unit(const Unit& unit) {
+    const int64_t num_copies = static_cast<int64_t>(copies_.size());
+    if (unit.job >= num_copies) {
+      const FillJob& job = fills_[unit.job - num_copies];
+      if (job.is_mask) return fill_mask_cpu(job.out, job.dtype, job.layout, unit.begin, unit.end);
+      return fill_padding_cpu(job.out, job.dtype, job.value, job.layout, unit.begin, unit.end);
+    }
+    const CopyJob& copy = copies_[unit.job];
+    for (int64_t row = unit.begin; row < unit.end; ++row) {
+      const int64_t position = copy.rows->copy_array(row, copy.dtype, copy.place(row), copy.bounds);
+      if (position >= 0) note_bad(unit.job, row, position);
+    }
+  }
+
+  // The first in the order of fields and rows is reported, whichever thread met one first.
+  void note_bad(int64_t copy, int64_t row, int64_t position) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (bad_copy_ >= 0 && std::pair(bad_copy_, bad_row_) <= std::pair(copy, row)) return;
+    bad_copy_ = copy;
+    bad_row_ = row;
+    bad_position_ = position;
+  }
+
+  std::string op_;
+  std::vector<std::unique_ptr<Borrowed>> borrowed_;
+  std::vector<CopyJob> copies_;
+  std::vector<FillJob> fills_;
+  std::vector<Unit> units_, list_units_;
+  int64_t total_bytes_ = 0;
+  std::atomic<int64_t> next_unit_{0}, next_list_unit_{0}, num_lists_done_{0};
+  std::mutex mutex_;
+  std::exception_ptr failure_;
+  int64_t bad_copy_ = -1, bad_row_ = -1, bad_position_ = -1;
+};
+
+void fill_rows(const std::string& op, const py::list& copies, const py::list& fills,
+               int num_threads) {
+  Fill(op, copies, fills).run(num_threads);
+}
+
+PaddedLayout checked_layout(const Borrowed& lengths, int64_t num_rows, int64_t width, int side) {
+  check_cpu_array(*lengths, DType::kInt64, 1);
+  check_size(*lengths, 0, num_rows);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t length = lengths->ptr<int64_t>()[row];
+    if (length < 0 || length > width) {
+      fail(*lengths, "from 0 to " + std::to_string(width),
+           std::to_string(length) + " at row " + std::to_string(row));
+    }
+  }
+  return {num_rows, width, lengths->ptr<int64_t>(), static_cast<Side>(side)};
+}
+
+int64_t cell_bytes_of(const TensorView& t, int first_cell_dim) {
+  int64_t bytes = element_size(t.dtype);
+  for (int d = first_cell_dim; d < t.ndim; ++d) bytes *= t.shape[d];
+  return bytes;
+}
+
+int64_t total_of(const PaddedLayout& layout) {
+  int64_t total = 0;
+  for (int64_t row = 0; row < layout.num_rows; ++row) total += layout.lengths[row];
+  return total;
+}
+
+void check_like(const TensorView& t, const TensorView& like, int64_t t_cells, int64_t like_cells) {
+  check_dtype(t, like.dtype);
+  if (t_cells != like_cells) fail(t, "with cells like the input's", t.shape_string());
+}
+
+// padded (N, W, ...), lengths (N,) -> flat (sum of lengths, ...)
+void padded_to_flat(py::handle padded_obj, py::handle lengths_obj, int side, py::handle flat_obj,
+                    int num_threads) {
+  constexpr char kOp[] = "padded_to_varlen";
+  Borrowed padded(padded_obj, kOp, "padded");
+  Borrowed lengths(lengths_obj, kOp, "lengths");
+  Borrowed flat(flat_obj, kOp, "out");
+  check_cpu(*padded);
+  check_contiguous(*padded);
+  check_cpu(*flat);
+  check_contiguous(*flat);
+  const int64_t cell_bytes = cell_bytes_of(*padded, 2);
+  check_like(*flat, *padded, cell_bytes_of(*flat, 1), cell_bytes);
+  const PaddedLayout layout = checked_layout(lengths, padded->shape[0], padded->shape[1], side);
+  check_size(*flat, 0, total_of(layout));
+  py::gil_scoped_release release;
+  padded_to_flat_cpu(padded->data, padded->shape[1] * cell_bytes, layout, cell_bytes, flat->data,
+                     num_threads);
+}
+
+// flat (S, ...), lengths (N,) -> padded (N, W, ...) with pad_cell (...) elsewhere
+void flat_to_padded(py::handle flat_obj, py::handle lengths_obj, int side, py::handle pad_cell_obj,
+                    py::handle padded_obj, int num_threads) {
+  constexpr char kOp[] = "varlen_to_padded";
+  Borrowed flat(flat_obj, kOp, "values");
+  Borrowed lengths(lengths_obj, kOp, "lengths");
+  Borrowed pad_cell(pad_cell_obj, kOp, "pad_value");
+  Borrowed padded(padded_obj, kOp, "out");
+  check_cpu(*padded);
+  check_contiguous(*padded);
+  check_cpu(*flat);
+  check_contiguous(*flat);
+  check_cpu(*pad_cell);
+  check_contiguous(*pad_cell);
+  const int64_t cell_bytes = cell_bytes_of(*flat, 1);
+  check_like(*padded, *flat, cell_bytes_of(*padded, 2), cell_bytes);
+  check_like(*pad_cell, *flat, cell_bytes_of(*pad_cell, 0), cell_bytes);
+  const PaddedLayout layout = checked_layout(lengths, padded->shape[0], padded->shape[1], side);
+  check_size(*flat, 0, total_of(layout));
+  py::gil_scoped_release release;
+  flat_to_padded_cpu(flat->data, layout, cell_bytes, pad_cell->data, padded->data, num_threads);
+}
+
+void position_ids(py::handle lengths_obj, py::handle out_obj, int num_threads) {
+  constexpr char kOp[] = "padded_to_varlen";
+  Borrowed lengths(lengths_obj, kOp, "lengths");
+  Borrowed out(out_obj, kOp, "position_ids");
+  check_cpu_array(*out, DType::kInt64, 1);
+  const PaddedLayout layout = checked_layout(lengths, lengths->numel(), out->shape[0], 0);
+  check_size(*out, 0, total_of(layout));
+  py::gil_scoped_release release;
+  position_ids_cpu(layout.lengths, layout.num_rows, out->ptr<int64_t>(), num_threads);
+}
+
+// out (N, T, ...), starts and lengths (N,): `cell` (...) goes to the cells outside each row.
+void fill_around(py::handle out_obj, py::handle starts_obj, py::handle lengths_obj,
+                 py::handle cell_obj, int num_threads) {
+  constexpr char kOp[] = "convert_prompts_responses_to_batch_tensors";
+  Borrowed out(out_obj, kOp, "rollout_expert_indices");
+  Borrowed starts(starts_obj, kOp, "starts");
+  Borrowed lengths(lengths_obj, kOp, "lengths");
+  Borrowed cell(cell_obj, kOp, "dummy route");
+  check_cpu(*out);
+  check_contiguous(*out);
+  check_cpu(*cell);
+  check_contiguous(*cell);
+  const int64_t num_rows = lengths->shape[0], width = out->shape[1];
+  check_cpu_array(*starts, DType::kInt64, 1);
+  check_size(*starts, 0, num_rows);
+  if (out->shape[0] < num_rows) fail(*out, "of a row per length", out->shape_string());
+  const int64_t cell_bytes = cell_bytes_of(*out, 2);
+  check_like(*cell, *out, cell_bytes_of(*cell, 0), cell_bytes);
+  checked_layout(lengths, num_rows, width, 0);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t start = starts->ptr<int64_t>()[row];
+    if (start < 0 || start + lengths->ptr<int64_t>()[row] > width) {
+      fail(*starts, "within the row", std::to_string(start) + " at row " + std::to_string(row));
+    }
+  }
+  py::gil_scoped_release release;
+  fill_around_cpu(out->data, starts->ptr<int64_t>(), lengths->ptr<int64_t>(), num_rows, width,
+                  cell_bytes, cell->data, num_threads);
+}
+
+// mask (N, W) -> lengths (N,), if each row is padding on `side` and ones beside it.
+void mask_lengths(const std::string& op, py::handle mask_obj, int side, py::handle lengths_obj,
+                  int num_threads) {
+  Borrowed mask(mask_obj, op.c_str(), "attention_mask");
+  Borrowed lengths(lengths_obj, op.c_str(), "lengths");
+  check_cpu(*mask);
+  check_ndim(*mask, 2);
+  check_contiguous(*mask);
+  check_cpu_array(*lengths, DType::kInt64, 1);
+  check_size(*lengths, 0, mask->shape[0]);
+  int64_t bad = -1;
+  auto count = [&](auto* data) {
+    py::gil_scoped_release release;
+    bad = mask_lengths_cpu(data, mask->shape[0], mask->shape[1], static_cast<Side>(side),
+                           lengths->ptr<int64_t>(), num_threads);
+  };
+  switch (mask->dtype) {
+    case DType::kBool:
+    case DType::kUInt8: count(mask->ptr<const uint8_t>()); break;
+    case DType::kInt32: count(mask->ptr<const int32_t>()); break;
+    case DType::kInt64: count(mask->ptr<const int64_t>()); break;
+    case DType::kFloat32: count(mask->ptr<const float>()); break;
+    default: fail(*mask, "bool, uint8, int32, int64 or float32", dtype_name(mask->dtype));
+  }
+  if (bad >= 0) {
+    fail(*mask,
+         side == 0 ? "0 in the padding on the left and 1 in all that follows"
+                   : "1 in each row's cells and 0 in the padding on the right",
+         "something else in row " + std::to_string(bad));
+  }
+}
+
+}  // namespace
+
+void bind_pack(py::module_& m) {
+  py::class_<Rows>(m, "Rows")
+      .def(py::init<std::string, std::string, py::handle>())
+      .def(py::init<std::string, std::string, py::handle, py::handle>())
+      .def_property_readonly("num_rows", &Rows::num_rows)
+      .def_property_readonly("kind", &Rows::kind)
+      .def("lengths", &Rows::lengths);
+  m.def("fill_rows", &fill_rows);
+  m.def("padded_to_flat", &padded_to_flat);
+  m.def("flat_to_padded", &flat_to_padded);
+  m.def("position_ids", &position_ids);
+  m.def("fill_around", &fill_around);
+  m.def("mask_lengths", &mask_lengths);
+}
+
+}  // namespace skyrl_fast

@@ -1,0 +1,251 @@
+// Ragged rows on a CUDA device. Every output byte is written once, by consecutive threads.
+#include "core/cuda_device.h"
+#include "pack/pack_cuda.h"
+
+namespace skyrl_fast {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kCellsPerThread = 8;
+constexpr int64_t kCellsPerBlock = kThreads * kCellsPerThread;
+
+// The row that cell `cell` of all rows' cells belongs to would be a division for each cell; blocks
+// take a part of one row's columns instead, or several short rows.
+struct Tiling {
+  int64_t rows_per_block;  // 1 where a row has many columns
+  int64_t blocks_per_row;  // 1 where it has few
+};
+
+SKYRL_HD Tiling tiling_of(int64_t width) {
+  if (width >= kCellsPerBlock) return {1, (width + kCellsPerBlock - 1) / kCellsPerBlock};
+  return {width == 0 ? kCellsPerBlock : kCellsPerBlock / width, 1};
+}
+
+// One row of a field, at the place of its first cell.
+struct FieldRow {
+  int64_t first, length, first_offset, second_offset, first_length;
+};
+
+__device__ __forceinline__ FieldRow row_of(const ExpandField& f, int64_t row) {
+  FieldRow r;
+  r.first_offset = f.offsets[row];
+  r.first_length = f.offsets[row + 1] - r.first_offset;
+  r.second_offset = f.second_offsets != nullptr ? f.second_offsets[row] : 0;
+  r.length = r.first_length +
+             (f.second_offsets != nullptr ? f.second_offsets[row + 1] - r.second_offset : 0);
+  r.first = f.width - r.length;
+  return r;
+}
+
+template <typename In, typename Out>
+__device__ __forceinline__ Out cell_value(const ExpandField& f, const FieldRow& r, int64_t row,
+                                          int64_t column) {
+  const int64_t j = column - r.first;
+  if (f.kind == FieldKind::kLast) {
+    return column == f.width - 1 && r.length > 0
+               ? static_cast<Out>(static_cast<const In*>(f.source)[row])
+               : Out{0};
+  }
+  if (j < 0) return static_cast<Out>(f.pad_value);
+  switch (f.kind) {
+    case FieldKind::kMask: return Out{1};
+    case FieldKind::kJoined:
+      if (j >= r.first_length) {
+        return static_cast<Out>(
+            static_cast<const In*>(f.second)[r.second_offset + j - r.first_length]);
+      }
+      break;
+    default: break;
+  }
+  return static_cast<Out>(static_cast<const In*>(f.source)[r.first_offset + j]);
+}
+
+template <typename In, typename Out>
+__device__ __forceinline__ void expand_part(const ExpandField& f, const Tiling& tiling,
+                                            int64_t num_rows, int64_t block) {
+  Out* out = static_cast<Out*>(f.out);
+  const int64_t first_row = block / tiling.blocks_per_row * tiling.rows_per_block;
+  const int64_t end_row =
+      first_row + tiling.rows_per_block < num_rows ? first_row + tiling.rows_per_block : num_rows;
+  const int64_t first_column = block % tiling.blocks_per_row * kCellsPerBlock;
+  if (tiling.rows_per_block == 1) {
+    if (first_row >= num_rows) return;
+    const FieldRow r = row_of(f, first_row);
+#pragma unroll
+    for (int k = 0; k < kCellsPerThread; ++k) {
+      const int64_t column = first_column + k * kThreads + threadIdx.x;
+      if (column < f.width) {
+        out[first_row * f.width + column] = cell_value<In, Out>(f, r, first_row, column);
+      }
+    }
+    return;
+  }
+  const uint32_t width = static_cast<uint32_t>(f.width);  // below kCellsPerBlock
+  const int64_t num_cells = (end_row - first_row) * f.width;
+  for (int64_t i = threadIdx.x; i < num_cells; i += kThreads) {
+    const uint32_t cell = static_cast<uint32_t>(i);
+    const int64_t row = first_row + cell / width;
+    out[first_row * f.width + i] = cell_value<In, Out>(f, row_of(f, row), row, cell % width);
+  }
+}
+
+// Blocks of y take fields, blocks of x parts of them.
+__global__ void __launch_bounds__(kThreads) expand_kernel(const ExpandJob job) {
+  const ExpandField& f = job.fields[blockIdx.y];
+  const Tiling tiling = tiling_of(f.width);
+  if (f.width == 0 || blockIdx.x / tiling.blocks_per_row * tiling.rows_per_block >= job.num_rows) {
+    return;  // another field has more blocks
+  }
+  if (f.is_float) {
+    expand_part<float, float>(f, tiling, job.num_rows, blockIdx.x);
+  } else {
+    expand_part<int32_t, int64_t>(f, tiling, job.num_rows, blockIdx.x);
+  }
+}
+
+constexpr int kVectorsPerThread = 4;
+constexpr int64_t kBytesPerBlock = int64_t{kThreads} * kVectorsPerThread * kVectorBytes;
+constexpr int64_t kMostBlocksPerRow = 1024;  // of longer rows a thread takes more vectors
+
+// Calls fn(i) for the units of `bytes` bytes that the thread takes: every so many, over all blocks
+// of y.
+template <typename Unit, typename Fn>
+__device__ __forceinline__ void for_units(int64_t bytes, const Fn& fn) {
+  constexpr int64_t kUnit = sizeof(Unit);
+  const int64_t step = static_cast<int64_t>(gridDim.y) * kThreads * kUnit;
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
+  for (int64_t i = first * kUnit; i < bytes; i += step) fn(i);
+}
+
+template <typename Unit>
+__device__ __forceinline__ void copy_units(const char* from, char* to, int64_t bytes) {
+  for_units<Unit>(bytes, [&](int64_t i) {
+    *reinterpret_cast<Unit*>(to + i) = *reinterpret_cast<const Unit*>(from + i);
+  });
+}
+
+__device__ __forceinline__ int common_alignment(const void* a, const void* b, int64_t bytes) {
+  const uint64_t all = reinterpret_cast<uint64_t>(a) | reinterpret_cast<uint64_t>(b) |
+                       static_cast<uint64_t>(bytes) | kVectorBytes;
+  return static_cast<int>(all & (~all + 1));
+}
+
+__device__ __forceinline__ void copy_row(const char* from, char* to, int64_t bytes) {
+  switch (common_alignment(from, to, bytes)) {
+    case 16: return copy_units<Vector>(from, to, bytes);
+    case 8: return copy_units<uint64_t>(from, to, bytes);
+    case 4: return copy_units<uint32_t>(from, to, bytes);
+    case 2: return copy_units<uint16_t>(from, to, bytes);
+    default: return copy_units<uint8_t>(from, to, bytes);
+  }
+}
+
+struct MoveRow {
+  int64_t flat, padded, bytes, pad_begin, pad_bytes;
+};
+
+__device__ __forceinline__ MoveRow move_row(const MoveJob& job, int64_t row) {
+  MoveRow r;
+  const int64_t length = job.cu[row + 1] - job.cu[row];
+  const int64_t pads = (job.width - length) * job.cell_bytes;
+  const int64_t begin = row * job.width * job.cell_bytes;
+  r.flat = job.cu[row] * job.cell_bytes;
+  r.bytes = length * job.cell_bytes;
+  r.padded = begin + (job.pads_left ? pads : 0);
+  r.pad_begin = begin + (job.pads_left ? 0 : r.bytes);
+  r.pad_bytes = pads;
+  return r;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    padded_to_flat_kernel(const MoveJob job, const char* padded, char* flat,
+                          int64_t* position_ids) {
+  const int64_t row = blockIdx.x;
+  const MoveRow r = move_row(job, row);
+  copy_row(padded + r.padded, flat + r.flat, r.bytes);
+  if (position_ids == nullptr) return;
+  const int64_t length = job.cu[row + 1] - job.cu[row];
+  const int64_t step = static_cast<int64_t>(gridDim.y) * kThreads;
+  for (int64_t t = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x; t < length;
+       t += step) {
+    position_ids[job.cu[row] + t] = t;
+  }
+}
+
+struct Pattern {
+  uint32_t word[4];
+};
+
+// Repeats the pattern from the first byte on, which begins an element.
+__device__ __forceinline__ void fill_row(char* to, const Pattern& pattern, int64_t bytes) {
+  if (common_alignment(to, to, bytes) == kVectorBytes) {
+    const Vector v = {{pattern.word[0], pattern.word[1], pattern.word[2], pattern.word[3]}};
+    return for_units<Vector>(bytes, [&](int64_t i) { store_vector(to + i, v); });
+  }
+  for_units<char>(bytes, [&](int64_t i) {
+    const int byte = static_cast<int>(i % kVectorBytes);
+    const uint32_t chosen = byte < 4    ? pattern.word[0]
+                            : byte < 8  ? pattern.word[1]
+                            : byte < 12 ? pattern.word[2]
+                                        : pattern.word[3];
+    to[i] = static_cast<char>(chosen >> (byte % 4 * 8));
+  });
+}
+
+__global__ void __launch_bounds__(kThreads)
+    flat_to_padded_kernel(const MoveJob job, const char* flat, const Pattern pattern,
+                          char* padded) {
+  const int64_t row = blockIdx.x;
+  const MoveRow r = move_row(job, row);
+  copy_row(flat + r.flat, padded + r.padded, r.bytes);
+  fill_row(padded + r.pad_begin, pattern, r.pad_bytes);
+}
+
+Launch move_launch(const MoveJob& job, int64_t most_bytes, cudaStream_t stream) {
+  Launch l;
+  l.grid_x = job.num_rows;
+  const int64_t parts = (most_bytes + kBytesPerBlock - 1) / kBytesPerBlock;
+  l.grid_y = parts == 0 ? 1 : parts < kMostBlocksPerRow ? parts : kMostBlocksPerRow;
+  l.threads = kThreads;
+  l.stream = stream;
+  return l;
+}
+
+}  // namespace
+
+void expand_rows_cuda(const ExpandJob& job, cudaStream_t stream) {
+  if (job.num_rows == 0 || job.num_fields == 0) return;
+  int64_t most_blocks = 0;
+  for (int i = 0; i < job.num_fields; ++i) {
+    const Tiling t = tiling_of(job.fields[i].width);
+    const int64_t blocks =
+        (job.num_rows + t.rows_per_block - 1) / t.rows_per_block * t.blocks_per_row;
+    if (job.fields[i].width > 0 && blocks > most_blocks) most_blocks = blocks;
+  }
+  if (most_blocks == 0) return;
+  Launch l;
+  l.grid_x = most_blocks;
+  l.grid_y = job.num_fields;
+  l.threads = kThreads;
+  l.stream = stream;
+  launch("expand_rows", l, expand_kernel, job);
+}
+
+void padded_to_flat_cuda(const MoveJob& job, const void* padded, void* flat, int64_t* position_ids,
+                         cudaStream_t stream) {
+  if (job.num_rows == 0) return;
+  launch("padded_to_varlen", move_launch(job, job.width * job.cell_bytes, stream),
+         padded_to_flat_kernel, job, static_cast<const char*>(padded), static_cast<char*>(flat),
+         position_ids);
+}
+
+void flat_to_padded_cuda(const MoveJob& job, const void* flat, const uint32_t (&pattern)[4],
+                         void* padded, cudaStream_t stream) {
+  if (job.num_rows == 0 || job.width * job.cell_bytes == 0) return;
+  Pattern p;
+  for (int i = 0; i < 4; ++i) p.word[i] = pattern[i];
+  launch("varlen_to_padded", move_launch(job, job.width * job.cell_bytes, stream),
+         flat_to_padded_kernel, job, static_cast<const char*>(flat), p, static_cast<char*>(padded));
+}
+
+}  // namespace skyrl_fast

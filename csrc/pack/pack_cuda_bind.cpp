@@ -1,0 +1,142 @@
+// Packing on CUDA tensors: checks, device guard, launch. Offsets were checked before they were sent
+// to the device; sizes that need them are given.
+#include <pybind11/pybind11.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bindings/cuda_arguments.h"
+#include "bindings/ops.h"
+#include "pack/pack.h"
+#include "pack/pack_cuda.h"
+
+namespace skyrl_fast {
+namespace {
+
+// Borrows arrays for the length of a call, all on one device.
+class SKYRL_HIDDEN Arrays {
+ public:
+  explicit Arrays(const char* op) : op_(op) {}
+  const TensorView& take(py::handle object, const char* name) {
+    borrowed_.push_back(std::make_unique<Borrowed>(object, op_, name));
+    const TensorView& t = **borrowed_.back();
+    check_cuda(t);
+    check_contiguous(t);
+    check_beside(t, **borrowed_.front());
+    return t;
+  }
+  const int64_t* offsets(py::handle object, int64_t num_rows) {
+    const TensorView& t = take(object, "offsets");
+    return cuda_array<int64_t>(t, DType::kInt64, num_rows + 1, t);
+  }
+
+ private:
+  const char* op_;
+  std::vector<std::unique_ptr<Borrowed>> borrowed_;
+};
+
+// fields: (kind, source, second, offsets, second_offsets, out, pad_value), see ExpandField.
+void expand_rows(const py::list& fields, uintptr_t stream) {
+  constexpr char kOp[] = "expand_rows";
+  if (fields.empty() || fields.size() > kMaxFields) {
+    throw std::invalid_argument("expand_rows: fields must be 1 to 8, got " +
+                                std::to_string(fields.size()));
+  }
+  Arrays arrays(kOp);
+  ExpandJob job;
+  job.num_fields = static_cast<int>(fields.size());
+  int device = 0;
+  for (int i = 0; i < job.num_fields; ++i) {
+    const py::tuple given = fields[i];
+    ExpandField& f = job.fields[i];
+    f.kind = static_cast<FieldKind>(py::cast<int>(given[0]));
+    const TensorView& out = arrays.take(given[5], "out");
+    check_ndim(out, 2);
+    f.is_float = out.dtype == DType::kFloat32;
+    if (!f.is_float) check_dtype(out, DType::kInt64);
+    if (i == 0) job.num_rows = out.shape[0];
+    check_size(out, 0, job.num_rows);
+    device = out.device_index;
+    f.out = out.data;
+    f.width = out.shape[1];
+    f.offsets = arrays.offsets(given[3], job.num_rows);
+    if (!given[4].is_none()) f.second_offsets = arrays.offsets(given[4], job.num_rows);
+    for (int part = 1; part <= 2; ++part) {
+      if (given[part].is_none()) continue;
+      const TensorView& values = arrays.take(given[part], "values");
+      check_dtype(values, f.is_float ? DType::kFloat32 : DType::kInt32);
+      (part == 1 ? f.source : f.second) = values.data;
+    }
+    const bool reads = f.kind != FieldKind::kMask, joins = f.kind == FieldKind::kJoined;
+    if ((reads && given[1].is_none()) || (joins && (given[2].is_none() || given[4].is_none()))) {
+      throw std::invalid_argument("expand_rows: a field lacks its values");
+    }
+    f.pad_value = py::cast<double>(given[6]);
+  }
+  py::gil_scoped_release release;
+  DeviceGuard guard(device);
+  expand_rows_cuda(job, stream_of(stream));
+}
+
+MoveJob move_job(const TensorView& padded, const TensorView& flat, const int64_t* cu, int side) {
+  MoveJob job;
+  job.num_rows = padded.shape[0];
+  job.width = padded.shape[1];
+  job.cu = cu;
+  job.pads_left = side == static_cast<int>(Side::kLeft);
+  job.cell_bytes = element_size(padded.dtype);
+  for (int d = 2; d < padded.ndim; ++d) job.cell_bytes *= padded.shape[d];
+  int64_t flat_bytes = element_size(flat.dtype);
+  for (int d = 1; d < flat.ndim; ++d) flat_bytes *= flat.shape[d];
+  check_dtype(flat, padded.dtype);
+  if (flat_bytes != job.cell_bytes) fail(flat, "with cells like padded's", flat.shape_string());
+  return job;
+}
+
+// padded (N, W, ...), cu int64 (N + 1,) -> flat (S, ...) and position ids int64 (S,), or None.
+void padded_to_flat(py::handle padded_obj, py::handle cu_obj, int side, py::handle flat_obj,
+                    py::handle positions_obj, uintptr_t stream) {
+  Arrays arrays("padded_to_varlen");
+  const TensorView& padded = arrays.take(padded_obj, "padded");
+  const TensorView& flat = arrays.take(flat_obj, "out");
+  const MoveJob job = move_job(padded, flat, arrays.offsets(cu_obj, padded.shape[0]), side);
+  int64_t* positions = nullptr;
+  if (!positions_obj.is_none()) {
+    const TensorView& t = arrays.take(positions_obj, "position_ids");
+    positions = cuda_array<int64_t>(t, DType::kInt64, flat.shape[0], padded);
+  }
+  py::gil_scoped_release release;
+  DeviceGuard guard(padded.device_index);
+  padded_to_flat_cuda(job, padded.data, flat.data, positions, stream_of(stream));
+}
+
+// flat (S, ...), cu int64 (N + 1,) -> padded (N, W, ...); `pattern`: an element's bytes, repeated
+// to 16.
+void flat_to_padded(py::handle flat_obj, py::handle cu_obj, int side, const py::bytes& pattern,
+                    py::handle padded_obj, uintptr_t stream) {
+  Arrays arrays("varlen_to_padded");
+  const TensorView& padded = arrays.take(padded_obj, "out");
+  const TensorView& flat = arrays.take(flat_obj, "values");
+  const MoveJob job = move_job(padded, flat, arrays.offsets(cu_obj, padded.shape[0]), side);
+  const std::string bytes = pattern;
+  uint32_t words[4];
+  if (bytes.size() != sizeof(words)) {
+    throw std::invalid_argument("varlen_to_padded: pattern must have 16 bytes");
+  }
+  std::memcpy(words, bytes.data(), sizeof(words));
+  py::gil_scoped_release release;
+  DeviceGuard guard(padded.device_index);
+  flat_to_padded_cuda(job, flat.data, words, padded.data, stream_of(stream));
+}
+
+}  // namespace
+
+void bind_pack_cuda(py::module_& m) {
+  m.def("expand_rows_cuda", &expand_rows);
+  m.def("padded_to_flat_cuda", &padded_to_flat);
+  m.def("flat_to_padded_cuda", &flat_to_padded);
+}
+
+}  // namespace skyrl_fast

@@ -1,0 +1,72 @@
+// Policy losses and KL penalties of cells: what the launchers take and give.
+#pragma once
+
+#include <cstdint>
+
+#include "core/row_layout.h"
+#include "policy_loss/token_loss.h"
+
+namespace skyrl_fast {
+
+enum class MaskType : int { kUInt8 = 0, kInt64 = 1, kFloat32 = 2 };
+
+// A token is trained where its mask is not 0. Nothing is read where it is 0.
+struct LossMask {
+  const void* data = nullptr;
+  MaskType type = MaskType::kUInt8;
+};
+
+// Cells are those of `rows`; every array is dense.
+template <typename T>
+struct PolicyLossInputs {
+  RowLayout rows;
+  LossMask mask;
+  const T* logprobs = nullptr;
+  const T* anchor = nullptr;          // null: the logprobs themselves (ratio 1)
+  const T* advantages = nullptr;      // null only for kCrossEntropy
+  const T* reference = nullptr;       // for the KL penalty; null without
+  const T* token_weights = nullptr;   // multiply the policy loss, not the KL penalty; 0: nothing of
+                                      // the token counts, NaN neither; null: ones
+  const uint8_t* selected = nullptr;  // for kClipCov and kKlCov
+  const double* sequence_delta = nullptr;  // [num_rows], for kGspo
+  const float* row_weights = nullptr;      // [num_rows]
+};
+
+// What a policy loss writes to `metrics`; means and fractions are over trained tokens.
+enum PolicyLossMetric : int {
+  kLoss,        // policy loss + kl_coef * KL, weighted by row
+  kPolicyLoss,  // the first part
+  kKlLoss,      // weighted KL, before kl_coef
+  kNumTokens,   // trained tokens
+  kClipRatio,   // fractions: of clipped tokens (clip_cov: of selected ones)
+  kClippedLow,
+  kClippedHigh,
+  kChosen,
+  kRatioMean,
+  kRatioMax,
+  kRatioMin,
+  kApproxKl,  // mean of (ratio - 1 - delta), Schulman's estimate of KL(anchor || current)
+  kKlMean,    // mean of the KL penalty's estimate
+  kNumPolicyLossMetrics,
+};
+
+// Loss and d loss / d logprobs in one pass. `grad` [cells] may be null. Sums are float64 over fixed
+// blocks in element order: the same bits for any num_threads.
+template <typename T>
+void policy_loss_cpu(LossKind loss, KlKind kl, const LossParams<T>& params,
+                     const PolicyLossInputs<T>& in, T* grad, double* metrics, int num_threads);
+
+// Per-token KL penalty, 0 where masked. With `grad_out` the result is grad_out * d kl / d logprob.
+template <typename T>
+void kl_penalty_cpu(KlKind kl, const T* logprobs, const T* reference, const LossMask& mask,
+                    const T* grad_out, int64_t num_cells, T* out, int num_threads);
+
+// Trained tokens of each row.
+void mask_counts_cpu(const LossMask& mask, const RowLayout& rows, int64_t* counts, int num_threads);
+
+// sums [num_rows, 2]: of each row's trained tokens the sum of a - b, and how many they are.
+template <typename T>
+void delta_sums_cpu(const T* a, const T* b, const LossMask& mask, const RowLayout& rows,
+                    double* sums, int num_threads);
+
+}  // namespace skyrl_fast

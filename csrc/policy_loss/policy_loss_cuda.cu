@@ -1,0 +1,234 @@
+// Policy losses of cells: one launch makes gradients and partial sums, a second one adds these up.
+#include "core/cuda_device.h"
+#include "policy_loss/policy_loss_cuda.h"
+
+namespace skyrl_fast {
+namespace {
+
+constexpr char kOp[] = "policy_loss";
+constexpr int kThreads = 256;
+constexpr int kCellsPerThread = static_cast<int>(kCellsPerSum) / kThreads;
+
+__device__ __forceinline__ bool is_trained(const LossMask& mask, int64_t cell) {
+  switch (mask.type) {
+    case MaskType::kInt64: return static_cast<const int64_t*>(mask.data)[cell] != 0;
+    case MaskType::kFloat32: return static_cast<const float*>(mask.data)[cell] != 0.0f;
+    default: return static_cast<const uint8_t*>(mask.data)[cell] != 0;
+  }
+}
+
+// The row of cells that come in ascending order.
+struct RowCursor {
+  int64_t row = 0, end = 0;
+  __device__ __forceinline__ void move_to(const RowLayout& rows, int64_t cell) {
+    if (cell < end) return;
+    if (rows.cu == nullptr) {
+      row = cell / rows.width;
+      end = (row + 1) * rows.width;
+      return;
+    }
+    int64_t above = rows.num_rows;  // cu[row] <= cell < cu[above], past rows without cells
+    while (above - row > 1) {
+      const int64_t middle = row + (above - row) / 2;
+      if (rows.cu[middle] <= cell) {
+        row = middle;
+      } else {
+        above = middle;
+      }
+    }
+    end = rows.cu[row + 1];
+  }
+};
+
+// Adds a trained cell to the sums and returns its gradient.
+template <typename T>
+__device__ __forceinline__ T visit(LossKind loss, KlKind kl, const LossParams<T>& params,
+                                   const PolicyLossInputs<T>& in, int64_t cell, int64_t row,
+                                   LossSums* sums) {
+  const T logprob = in.logprobs[cell];
+  const T anchor = in.anchor != nullptr ? in.anchor[cell] : logprob;
+  const T advantage = in.advantages != nullptr ? in.advantages[cell] : T(0);
+  const T delta =
+      loss == LossKind::kGspo ? static_cast<T>(in.sequence_delta[row]) : logprob - anchor;
+  const bool selected = in.selected != nullptr && in.selected[cell] != 0;
+  const T row_weight = static_cast<T>(in.row_weights[row]);
+  const T token_weight = in.token_weights != nullptr ? in.token_weights[cell] : T(1);
+  const TokenLoss<T> t = token_loss<T>(loss, params, logprob, anchor, delta, advantage, selected);
+  const T ratio = t.ratio_minus_1 + T(1);
+  T grad = T(0);
+  if (token_weight != T(0)) {
+    sums->policy += t.value * (row_weight * token_weight);
+    grad = t.grad * (row_weight * token_weight);
+  }
+  sums->tokens += 1.0;
+  sums->low += t.clipped_low ? 1.0 : 0.0;
+  sums->high += t.clipped_high ? 1.0 : 0.0;
+  sums->chosen += t.chosen ? 1.0 : 0.0;
+  sums->ratio_minus_1 += t.ratio_minus_1;
+  sums->approx_kl += t.ratio_minus_1 - t.delta;
+  if (ratio > sums->ratio_max) sums->ratio_max = ratio;  // NaN is neither
+  if (ratio < sums->ratio_min) sums->ratio_min = ratio;
+  if (kl != KlKind::kNone) {
+    const TokenKl<T> penalty = token_kl<T>(kl, logprob, in.reference[cell]);
+    sums->kl += penalty.value;
+    sums->kl_weighted += static_cast<double>(row_weight) * static_cast<double>(penalty.value);
+    grad += row_weight * params.kl_coef * penalty.grad;
+  }
+  return grad;
+}
+
+// The sums of the block's threads, whole in thread 0, in an order that is always the same.
+__device__ __forceinline__ LossSums block_total(const LossSums& mine) {
+  LossSums* slots = block_shared<LossSums>();
+  slots[threadIdx.x] = mine;
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < half) add(slots[threadIdx.x + half], &slots[threadIdx.x]);
+  }
+  return slots[0];
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    loss_kernel(LossKind loss, KlKind kl, const LossParams<T> params, const PolicyLossInputs<T> in,
+                int64_t num_cells, T* __restrict__ grad, LossSums* __restrict__ partial) {
+  LossSums sums;
+  RowCursor at;
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kCellsPerSum + threadIdx.x;
+#pragma unroll 1
+  for (int i = 0; i < kCellsPerThread; ++i) {
+    const int64_t cell = begin + i * kThreads;
+    if (cell >= num_cells) break;
+    T cell_grad = T(0);
+    if (is_trained(in.mask, cell)) {
+      at.move_to(in.rows, cell);
+      cell_grad = visit<T>(loss, kl, params, in, cell, at.row, &sums);
+    }
+    if (grad != nullptr) grad[cell] = cell_grad;
+  }
+  const LossSums total = block_total(sums);
+  if (threadIdx.x == 0) partial[blockIdx.x] = total;
+}
+
+// One block.
+__global__ void __launch_bounds__(kThreads)
+    fold_kernel(const LossSums* __restrict__ partial, int64_t num_partial, LossKind loss,
+                double kl_coef, double* __restrict__ metrics) {
+  LossSums sums;
+  for (int64_t i = threadIdx.x; i < num_partial; i += kThreads) add(partial[i], &sums);
+  const LossSums total = block_total(sums);
+  if (threadIdx.x == 0) write_metrics(total, loss, kl_coef, metrics);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    scale_kernel(T* __restrict__ cells, int64_t num_cells, const T* __restrict__ factor) {
+  if (*factor == T(1)) return;
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kCellsPerSum + threadIdx.x;
+  for (int i = 0; i < kCellsPerThread; ++i) {
+    const int64_t cell = begin + i * kThreads;
+    if (cell < num_cells) cells[cell] *= *factor;
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    kl_kernel(KlKind kl, const T* __restrict__ logprobs, const T* __restrict__ reference,
+              const LossMask mask, const T* __restrict__ grad_out, int64_t num_cells,
+              T* __restrict__ out) {
+  const int64_t cell = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (cell >= num_cells) return;
+  T value = T(0);
+  if (is_trained(mask, cell)) {
+    const TokenKl<T> penalty = token_kl<T>(kl, logprobs[cell], reference[cell]);
+    value = grad_out != nullptr ? penalty.grad * grad_out[cell] : penalty.value;
+  }
+  out[cell] = value;
+}
+
+// One block a row.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    delta_kernel(const T* __restrict__ a, const T* __restrict__ b, const LossMask mask,
+                 const RowLayout rows, double* __restrict__ sums) {
+  const int64_t row = blockIdx.x;
+  const int64_t begin = rows.cu != nullptr ? rows.cu[row] : row * rows.width;
+  const int64_t end = rows.cu != nullptr ? rows.cu[row + 1] : begin + rows.width;
+  LossSums mine;
+  for (int64_t cell = begin + threadIdx.x; cell < end; cell += kThreads) {
+    if (!is_trained(mask, cell)) continue;
+    mine.kl += a[cell] - b[cell];
+    mine.tokens += 1.0;
+  }
+  const LossSums total = block_total(mine);
+  if (threadIdx.x == 0) {
+    sums[2 * row] = total.kl;
+    sums[2 * row + 1] = total.tokens;
+  }
+}
+
+Launch of_blocks(int64_t num_blocks, cudaStream_t stream) {
+  Launch l;
+  l.grid_x = num_blocks;
+  l.threads = kThreads;
+  l.shared_bytes = kThreads * static_cast<int>(sizeof(LossSums));
+  l.stream = stream;
+  return l;
+}
+
+}  // namespace
+
+template <typename T>
+void policy_loss_cuda(LossKind loss, KlKind kl, const LossParams<T>& params,
+                      const PolicyLossInputs<T>& in, int64_t num_cells, T* grad, LossSums* partial,
+                      double* metrics, cudaStream_t stream) {
+  const int64_t num_partial = (num_cells + kCellsPerSum - 1) / kCellsPerSum;
+  if (num_partial > 0) {
+    launch(kOp, of_blocks(num_partial, stream), loss_kernel<T>, loss, kl, params, in, num_cells,
+           grad, partial);
+  }
+  launch(kOp, of_blocks(1, stream), fold_kernel, partial, num_partial, loss,
+         static_cast<double>(params.kl_coef), metrics);
+}
+
+template <typename T>
+void scale_cells_cuda(T* cells, int64_t num_cells, const T* factor, cudaStream_t stream) {
+  if (num_cells == 0) return;
+  const int64_t num_blocks = (num_cells + kCellsPerSum - 1) / kCellsPerSum;
+  Launch l = of_blocks(num_blocks, stream);
+  l.shared_bytes = 0;
+  launch(kOp, l, scale_kernel<T>, cells, num_cells, factor);
+}
+
+template <typename T>
+void kl_penalty_cuda(KlKind kl, const T* logprobs, const T* reference, const LossMask& mask,
+                     const T* grad_out, int64_t num_cells, T* out, cudaStream_t stream) {
+  if (num_cells == 0) return;
+  Launch l;
+  l.grid_x = (num_cells + kThreads - 1) / kThreads;
+  l.threads = kThreads;
+  l.stream = stream;
+  launch("kl_penalty", l, kl_kernel<T>, kl, logprobs, reference, mask, grad_out, num_cells, out);
+}
+
+template <typename T>
+void delta_sums_cuda(const T* a, const T* b, const LossMask& mask, const RowLayout& rows,
+                     double* sums, cudaStream_t stream) {
+  if (rows.num_rows == 0) return;
+  launch(kOp, of_blocks(rows.num_rows, stream), delta_kernel<T>, a, b, mask, rows, sums);
+}
+
+#define SKYRL_INSTANTIATE(T)                                                                       \
+  template void policy_loss_cuda<T>(LossKind, KlKind, const LossParams<T>&,                        \
+                                    const PolicyLossInputs<T>&, int64_t, T*, LossSums*, double*,   \
+                                    cudaStream_t);                                                 \
+  template void scale_cells_cuda<T>(T*, int64_t, const T*, cudaStream_t);                          \
+  template void kl_penalty_cuda<T>(KlKind, const T*, const T*, const LossMask&, const T*, int64_t, \
+                                   T*, cudaStream_t);                                              \
+  template void delta_sums_cuda<T>(const T*, const T*, const LossMask&, const RowLayout&, double*, \
+                                   cudaStream_t);
+SKYRL_INSTANTIATE(float)
+SKYRL_INSTANTIATE(double)
+#undef SKYRL_INSTANTIATE
+
+}  // namespace skyrl_fast

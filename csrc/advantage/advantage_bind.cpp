@@ -118,7 +118,10 @@ void flags(py::handle values_obj, py::handle out_obj, const std::string& name,
 }  // namespace
 
 void bind_advantage(py::module_& m) {
-  m.def("group_advantage", &group_advantage);
+  m.def("group_advantage", &group_advantage, py::arg("rewards"), py::arg("group_ids"),
+        py::arg("is_last_step"), py::arg("mask"), py::arg("cu_seqlens"),
+        py::arg("rewards_are_ragged"), py::arg("estimator"), py::arg("out"),
+        py::arg("num_threads"));
   m.def("dense_ids", &dense_ids, py::arg("labels"), py::arg("out"), py::arg("op") = kOp,
         py::arg("name") = "group_ids");
   m.def("flags", &flags, py::arg("values"), py::arg("out"), py::arg("name"), py::arg("op") = kOp);

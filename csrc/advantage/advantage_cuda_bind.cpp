@@ -81,6 +81,11 @@ void group_advantage(py::handle rewards_obj, py::handle ids_obj, py::handle orde
 
 }  // namespace
 
-void bind_advantage_cuda(py::module_& m) { m.def("group_advantage_cuda", &group_advantage); }
+void bind_advantage_cuda(py::module_& m) {
+  m.def("group_advantage_cuda", &group_advantage, py::arg("rewards"), py::arg("ids"),
+        py::arg("order"), py::arg("last"), py::arg("mask"), py::arg("cu_seqlens"),
+        py::arg("rewards_are_ragged"), py::arg("estimator"), py::arg("scores"), py::arg("work"),
+        py::arg("out"), py::arg("stream"));
+}
 
 }  // namespace skyrl_fast

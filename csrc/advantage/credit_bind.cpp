@@ -114,10 +114,21 @@ void token_chain(const std::string& op, int64_t num_rows, py::handle rewards, py
 }  // namespace
 
 void bind_credit(py::module_& m) {
-  m.def("turn_level_returns", &turn_level_returns);
-  m.def("turn_group_advantage", &turn_group_advantage);
-  m.def("gigpo_advantage", &gigpo_advantage);
-  m.def("token_chain", &token_chain);
+  m.def("turn_level_returns", &turn_level_returns, py::arg("num_rows"), py::arg("rewards"),
+        py::arg("is_last_step"), py::arg("mask"), py::arg("cu_seqlens"),
+        py::arg("rewards_are_ragged"), py::arg("gamma"), py::arg("out"), py::arg("num_threads"));
+  m.def("turn_group_advantage", &turn_group_advantage, py::arg("rewards"), py::arg("group_ids"),
+        py::arg("is_last_step"), py::arg("mask"), py::arg("cu_seqlens"),
+        py::arg("rewards_are_ragged"), py::arg("gamma"), py::arg("baseline"),
+        py::arg("scale_by_std"), py::arg("out"), py::arg("num_threads"));
+  m.def("gigpo_advantage", &gigpo_advantage, py::arg("rewards"), py::arg("group_ids"),
+        py::arg("anchor_ids"), py::arg("is_last_step"), py::arg("mask"), py::arg("cu_seqlens"),
+        py::arg("rewards_are_ragged"), py::arg("gamma"), py::arg("step_weight"),
+        py::arg("scale_by_std"), py::arg("out"), py::arg("num_threads"));
+  m.def("token_chain", &token_chain, py::arg("op"), py::arg("num_rows"), py::arg("rewards"),
+        py::arg("values"), py::arg("is_last_step"), py::arg("mask"), py::arg("cu_seqlens"),
+        py::arg("rewards_are_ragged"), py::arg("gamma"), py::arg("lambd"), py::arg("normalize"),
+        py::arg("advantages"), py::arg("returns"), py::arg("num_threads"));
 }
 
 }  // namespace skyrl_fast

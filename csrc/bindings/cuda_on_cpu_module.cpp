@@ -8,8 +8,8 @@ namespace py = pybind11;
 
 PYBIND11_MODULE(_cuda_on_cpu, m) {
   using skyrl_fast::emulation::settings;
-  m.def("set_order", [](int order) { settings().order = order; });
-  m.def("set_compute_major", [](int major) { settings().compute_major = major; });
+  m.def("set_order", [](int order) { settings().order = order; }, py::arg("order"));
+  m.def("set_compute_major", [](int major) { settings().compute_major = major; }, py::arg("major"));
   m.def("launches", [] { return settings().num_launches; });
   m.def("last_launch", [] {
     const auto& s = settings();

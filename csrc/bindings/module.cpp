@@ -26,6 +26,7 @@ PYBIND11_MODULE(_C, m) {
         skyrl_fast::advise_huge_pages(reinterpret_cast<void*>(data), num_bytes);
       },
       py::arg("data_ptr"), py::arg("num_bytes"));
+  skyrl_fast::bind_pack(m);  // first: others name its classes in their signatures
   skyrl_fast::bind_advantage(m);
   skyrl_fast::bind_cell_rows(m);
   skyrl_fast::bind_credit(m);
@@ -38,7 +39,6 @@ PYBIND11_MODULE(_C, m) {
 #endif
   skyrl_fast::bind_merge(m);
   skyrl_fast::bind_off_policy(m);
-  skyrl_fast::bind_pack(m);
   skyrl_fast::bind_page_pool(m);
   skyrl_fast::bind_policy_loss(m);
   skyrl_fast::bind_prefix_tree(m);

@@ -1,4 +1,4 @@
-// One function per file of this folder; module.cpp calls them all.
+// One function per *_bind.cpp file; module.cpp calls them all.
 #pragma once
 
 #include <pybind11/pybind11.h>

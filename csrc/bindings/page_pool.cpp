@@ -37,9 +37,11 @@ class PageBlock {
 
 void bind_page_pool(py::module_& m) {
   py::class_<PageBlock>(m, "PageBlock", py::buffer_protocol())
-      .def(py::init<int64_t>())
+      .def(py::init<int64_t>(), py::arg("num_bytes"))
       .def_buffer([](PageBlock& block) { return block.buffer(); });
-  m.def("set_page_pool_limit", [](int64_t num_bytes) { page_pool().set_idle_limit(num_bytes); });
+  m.def(
+      "set_page_pool_limit", [](int64_t num_bytes) { page_pool().set_idle_limit(num_bytes); },
+      py::arg("num_bytes"));
   m.def("page_pool_limit", [] { return page_pool().idle_limit(); });
   m.def("page_pool_idle_bytes", [] { return page_pool().idle_bytes(); });
 }

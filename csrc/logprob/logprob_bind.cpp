@@ -159,10 +159,19 @@ void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask,
 }  // namespace
 
 void bind_logprob(py::module_& m) {
-  m.def("selected_logprob", &selected_logprob);
-  m.def("selected_logprob_backward", &selected_logprob_backward);
-  m.def("masked_logprob_loss", &masked_logprob_loss);
-  m.def("set_simd_level", &set_simd_level);
+  m.def("selected_logprob", &selected_logprob, py::arg("logits"), py::arg("target_ids"),
+        py::arg("mask"), py::arg("temperature"), py::arg("logprobs"), py::arg("lse"),
+        py::arg("entropy"), py::arg("num_threads"));
+  m.def("selected_logprob_backward", &selected_logprob_backward, py::arg("logits"),
+        py::arg("target_ids"), py::arg("mask"), py::arg("temperature"), py::arg("lse"),
+        py::arg("entropy"), py::arg("grad_logprobs"), py::arg("grad_entropy"), py::arg("grad"),
+        py::arg("num_threads"));
+  m.def("masked_logprob_loss", &masked_logprob_loss, py::arg("logits"), py::arg("target_ids"),
+        py::arg("mask"), py::arg("temperature"), py::arg("loss"), py::arg("kl"), py::arg("params"),
+        py::arg("old_logprobs"), py::arg("advantages"), py::arg("ref_logprobs"),
+        py::arg("token_weights"), py::arg("row_weights"), py::arg("logprobs"), py::arg("entropy"),
+        py::arg("grad"), py::arg("num_threads"));
+  m.def("set_simd_level", &set_simd_level, py::arg("name"));
   m.def("simd_level", [] { return simd_level_name(simd_level()); });
 }
 

@@ -156,11 +156,19 @@ py::tuple plan(int64_t vocab, int item_size, int major) {
 }  // namespace
 
 void bind_logprob_cuda(py::module_& m) {
-  m.def("selected_logprob_cuda", &forward);
-  m.def("selected_logprob_backward_cuda", &backward);
-  m.def("masked_logprob_loss_cuda", &masked_loss);
-  m.def("scale_rows_cuda", &scale_rows);
-  m.def("plan_visit", &plan);
+  m.def("selected_logprob_cuda", &forward, py::arg("logits"), py::arg("target_ids"),
+        py::arg("mask"), py::arg("temperature"), py::arg("logprobs"), py::arg("lse"),
+        py::arg("entropy"), py::arg("stream"));
+  m.def("selected_logprob_backward_cuda", &backward, py::arg("logits"), py::arg("target_ids"),
+        py::arg("mask"), py::arg("temperature"), py::arg("lse"), py::arg("entropy"),
+        py::arg("grad_logprobs"), py::arg("grad_entropy"), py::arg("grad"), py::arg("stream"));
+  m.def("masked_logprob_loss_cuda", &masked_loss, py::arg("logits"), py::arg("target_ids"),
+        py::arg("mask"), py::arg("temperature"), py::arg("loss"), py::arg("kl"), py::arg("params"),
+        py::arg("old_logprobs"), py::arg("advantages"), py::arg("ref_logprobs"),
+        py::arg("token_weights"), py::arg("row_weights"), py::arg("logprobs"), py::arg("entropy"),
+        py::arg("grad"), py::arg("stream"));
+  m.def("scale_rows_cuda", &scale_rows, py::arg("rows"), py::arg("factor"), py::arg("stream"));
+  m.def("plan_visit", &plan, py::arg("vocab"), py::arg("item_size"), py::arg("major"));
   m.def("visit_code_major", &visit_code_major);
 }
 

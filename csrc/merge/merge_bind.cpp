@@ -287,11 +287,18 @@ py::list join_lists(const std::string& op, const std::string& field, const py::l
 }  // namespace
 
 void bind_merge(py::module_& m) {
-  m.def("merge_plan_flat", &merge_plan_flat);
-  m.def("merge_plan_rows", &merge_plan_rows);
-  m.def("merge_routes", &merge_routes);
-  m.def("copy_segments", &copy_segments);
-  m.def("join_lists", &join_lists);
+  m.def("merge_plan_flat", &merge_plan_flat, py::arg("op"), py::arg("tokens"),
+        py::arg("cu_seqlens"), py::arg("rows"), py::arg("max_drift_tokens"), py::arg("out"),
+        py::arg("num_threads"));
+  m.def("merge_plan_rows", &merge_plan_rows, py::arg("op"), py::arg("prompts"),
+        py::arg("responses"), py::arg("rows"), py::arg("max_drift_tokens"), py::arg("out"),
+        py::arg("num_threads"));
+  m.def("merge_routes", &merge_routes, py::arg("op"), py::arg("counts"), py::arg("plan"),
+        py::arg("out"));
+  m.def("copy_segments", &copy_segments, py::arg("op"), py::arg("source"), py::arg("source_starts"),
+        py::arg("target"), py::arg("target_starts"), py::arg("lengths"), py::arg("num_threads"));
+  m.def("join_lists", &join_lists, py::arg("op"), py::arg("field"), py::arg("rows"),
+        py::arg("pieces"), py::arg("lengths"), py::arg("filler"));
 }
 
 }  // namespace skyrl_fast

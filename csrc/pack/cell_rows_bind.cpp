@@ -121,11 +121,15 @@ void copy_cells(py::handle cells_obj, py::handle out_obj, int num_threads) {
 }  // namespace
 
 void bind_cell_rows(py::module_& m) {
-  m.def("count_nonzeros", &count_nonzeros);
-  m.def("sum_rows", &sum_rows);
-  m.def("divide_rows", &divide_rows);
-  m.def("multiply_rows", &multiply_rows);
-  m.def("copy_cells", &copy_cells);
+  m.def("count_nonzeros", &count_nonzeros, py::arg("cells"), py::arg("ids"), py::arg("nonzeros"),
+        py::arg("lasts"), py::arg("num_threads"));
+  m.def("sum_rows", &sum_rows, py::arg("cells"), py::arg("cu_seqlens"), py::arg("sums"),
+        py::arg("num_threads"));
+  m.def("divide_rows", &divide_rows, py::arg("cells"), py::arg("divisors"), py::arg("out"),
+        py::arg("num_threads"));
+  m.def("multiply_rows", &multiply_rows, py::arg("values"), py::arg("mask"), py::arg("out"),
+        py::arg("counts"), py::arg("num_threads"));
+  m.def("copy_cells", &copy_cells, py::arg("cells"), py::arg("out"), py::arg("num_threads"));
 }
 
 }  // namespace skyrl_fast

@@ -433,17 +433,24 @@ void mask_lengths(const std::string& op, py::handle mask_obj, int side, py::hand
 
 void bind_pack(py::module_& m) {
   py::class_<Rows>(m, "Rows")
-      .def(py::init<std::string, std::string, py::handle>())
-      .def(py::init<std::string, std::string, py::handle, py::handle>())
+      .def(py::init<std::string, std::string, py::handle>(), py::arg("op"), py::arg("name"),
+           py::arg("rows"))
+      .def(py::init<std::string, std::string, py::handle, py::handle>(), py::arg("op"),
+           py::arg("name"), py::arg("flat"), py::arg("offsets"))
       .def_property_readonly("num_rows", &Rows::num_rows)
       .def_property_readonly("kind", &Rows::kind)
-      .def("lengths", &Rows::lengths);
-  m.def("fill_rows", &fill_rows);
-  m.def("padded_to_flat", &padded_to_flat);
-  m.def("flat_to_padded", &flat_to_padded);
-  m.def("position_ids", &position_ids);
-  m.def("fill_around", &fill_around);
-  m.def("mask_lengths", &mask_lengths);
+      .def("lengths", &Rows::lengths, py::arg("out"));
+  m.def("fill_rows", &fill_rows, py::arg("op"), py::arg("copies"), py::arg("fills"),
+        py::arg("num_threads"));
+  m.def("padded_to_flat", &padded_to_flat, py::arg("padded"), py::arg("lengths"), py::arg("side"),
+        py::arg("flat"), py::arg("num_threads"));
+  m.def("flat_to_padded", &flat_to_padded, py::arg("flat"), py::arg("lengths"), py::arg("side"),
+        py::arg("pad_cell"), py::arg("padded"), py::arg("num_threads"));
+  m.def("position_ids", &position_ids, py::arg("lengths"), py::arg("out"), py::arg("num_threads"));
+  m.def("fill_around", &fill_around, py::arg("out"), py::arg("starts"), py::arg("lengths"),
+        py::arg("cell"), py::arg("num_threads"));
+  m.def("mask_lengths", &mask_lengths, py::arg("op"), py::arg("mask"), py::arg("side"),
+        py::arg("lengths"), py::arg("num_threads"));
 }
 
 }  // namespace skyrl_fast

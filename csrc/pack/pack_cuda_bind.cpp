@@ -134,9 +134,11 @@ void flat_to_padded(py::handle flat_obj, py::handle cu_obj, int side, const py::
 }  // namespace
 
 void bind_pack_cuda(py::module_& m) {
-  m.def("expand_rows_cuda", &expand_rows);
-  m.def("padded_to_flat_cuda", &padded_to_flat);
-  m.def("flat_to_padded_cuda", &flat_to_padded);
+  m.def("expand_rows_cuda", &expand_rows, py::arg("fields"), py::arg("stream"));
+  m.def("padded_to_flat_cuda", &padded_to_flat, py::arg("padded"), py::arg("cu_seqlens"),
+        py::arg("side"), py::arg("flat"), py::arg("positions"), py::arg("stream"));
+  m.def("flat_to_padded_cuda", &flat_to_padded, py::arg("flat"), py::arg("cu_seqlens"),
+        py::arg("side"), py::arg("pattern"), py::arg("padded"), py::arg("stream"));
 }
 
 }  // namespace skyrl_fast

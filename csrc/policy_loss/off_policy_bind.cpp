@@ -116,6 +116,12 @@ void off_policy_correction(py::handle old_obj, py::handle rollout_obj, py::handl
 
 }  // namespace
 
-void bind_off_policy(py::module_& m) { m.def("off_policy_correction", &off_policy_correction); }
+void bind_off_policy(py::module_& m) {
+  m.def("off_policy_correction", &off_policy_correction, py::arg("old_logprobs"),
+        py::arg("rollout_logprobs"), py::arg("mask"), py::arg("cu_seqlens"), py::arg("starts"),
+        py::arg("order"), py::arg("outliers"), py::arg("bounded"), py::arg("tis"),
+        py::arg("sequence_mask"), py::arg("numbers"), py::arg("new_mask"), py::arg("row_weights"),
+        py::arg("metrics"), py::arg("num_threads"));
+}
 
 }  // namespace skyrl_fast

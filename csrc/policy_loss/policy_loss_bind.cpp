@@ -133,10 +133,17 @@ void delta_sums(py::handle a_obj, py::handle b_obj, py::handle mask_obj, py::han
 }  // namespace
 
 void bind_policy_loss(py::module_& m) {
-  m.def("policy_loss", &policy_loss);
-  m.def("kl_penalty", &kl_penalty);
-  m.def("mask_counts", &mask_counts);
-  m.def("delta_sums", &delta_sums);
+  m.def("policy_loss", &policy_loss, py::arg("logprobs"), py::arg("old_logprobs"),
+        py::arg("advantages"), py::arg("mask"), py::arg("row_weights"), py::arg("cu_seqlens"),
+        py::arg("ref_logprobs"), py::arg("token_weights"), py::arg("selected"),
+        py::arg("sequence_delta"), py::arg("loss"), py::arg("kl"), py::arg("params"),
+        py::arg("grad"), py::arg("metrics"), py::arg("num_threads"));
+  m.def("kl_penalty", &kl_penalty, py::arg("logprobs"), py::arg("ref_logprobs"), py::arg("mask"),
+        py::arg("kl"), py::arg("grad_out"), py::arg("out"), py::arg("num_threads"));
+  m.def("mask_counts", &mask_counts, py::arg("mask"), py::arg("cu_seqlens"), py::arg("counts"),
+        py::arg("num_threads"));
+  m.def("delta_sums", &delta_sums, py::arg("a"), py::arg("b"), py::arg("mask"),
+        py::arg("cu_seqlens"), py::arg("sums"), py::arg("num_threads"));
 }
 
 }  // namespace skyrl_fast

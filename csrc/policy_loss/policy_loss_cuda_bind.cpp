@@ -166,10 +166,16 @@ void delta_sums(py::handle a_obj, py::handle b_obj, py::handle mask_obj, py::han
 void bind_policy_loss_cuda(py::module_& m) {
   m.attr("cells_per_sum") = kCellsPerSum;
   m.attr("num_loss_sums") = kNumLossSums;
-  m.def("policy_loss_cuda", &policy_loss);
-  m.def("scale_cells_cuda", &scale_cells);
-  m.def("kl_penalty_cuda", &kl_penalty);
-  m.def("delta_sums_cuda", &delta_sums);
+  m.def("policy_loss_cuda", &policy_loss, py::arg("logprobs"), py::arg("old_logprobs"),
+        py::arg("advantages"), py::arg("mask"), py::arg("row_weights"), py::arg("cu_seqlens"),
+        py::arg("ref_logprobs"), py::arg("token_weights"), py::arg("selected"),
+        py::arg("sequence_delta"), py::arg("loss"), py::arg("kl"), py::arg("params"),
+        py::arg("grad"), py::arg("metrics"), py::arg("partial"), py::arg("stream"));
+  m.def("scale_cells_cuda", &scale_cells, py::arg("cells"), py::arg("factor"), py::arg("stream"));
+  m.def("kl_penalty_cuda", &kl_penalty, py::arg("logprobs"), py::arg("ref_logprobs"),
+        py::arg("mask"), py::arg("kl"), py::arg("grad_out"), py::arg("out"), py::arg("stream"));
+  m.def("delta_sums_cuda", &delta_sums, py::arg("a"), py::arg("b"), py::arg("mask"),
+        py::arg("cu_seqlens"), py::arg("sums"), py::arg("stream"));
 }
 
 }  // namespace skyrl_fast

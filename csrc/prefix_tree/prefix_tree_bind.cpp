@@ -117,10 +117,12 @@ class SKYRL_HIDDEN BuiltTree {
 
 void bind_prefix_tree(py::module_& m) {
   py::class_<BuiltTree>(m, "PrefixTree")
-      .def(py::init<py::handle, const py::tuple&, const py::object&, int>())
+      .def(py::init<py::handle, const py::tuple&, const py::object&, int>(), py::arg("tokens"),
+           py::arg("rows"), py::arg("labels"), py::arg("num_threads"))
       .def_property_readonly("num_nodes", &BuiltTree::num_nodes)
       .def_property_readonly("num_groups", &BuiltTree::num_groups)
-      .def("write", &BuiltTree::write);
+      .def("write", &BuiltTree::write, py::arg("nodes"), py::arg("group_starts"),
+           py::arg("row_nodes"), py::arg("row_node_starts"), py::arg("num_threads"));
 }
 
 }  // namespace skyrl_fast

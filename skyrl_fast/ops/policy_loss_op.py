@@ -38,7 +38,7 @@ PARAMS = (
     "ppo_kl_coef",
     "kl_coef",
 )
-# of csrc/policy_loss/policy_loss_cuda.h: cells of one partial sum on a GPU, and how many numbers that is
+# csrc/policy_loss/policy_loss_cuda.h: cells per partial sum on a GPU, and the numbers in each
 CELLS_PER_SUM, NUM_LOSS_SUMS = 2048, 11
 
 _library = torch.library.Library("skyrl_fast", "FRAGMENT")

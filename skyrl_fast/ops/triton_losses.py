@@ -1,7 +1,7 @@
 """Triton kernels of policy losses; `triton_ops` launches them.
 
-Losses and penalties have the numbers of csrc/policy_loss/token_loss.h, sums and metrics the order of
-csrc/policy_loss/loss_sums.h and csrc/policy_loss/policy_loss.h. Arithmetic is float64, so exp(x) - 1 needs no series; the
+Losses and penalties have the codes of csrc/policy_loss/token_loss.h, sums and metrics the order of
+loss_sums.h and policy_loss.h there. Arithmetic is float64, so exp(x) - 1 needs no series; the
 hyper-parameters reach a kernel as float32.
 """
 

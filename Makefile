@@ -29,7 +29,7 @@ test: setup ## the default tests, real vLLM among them
 test-slow: setup ## the tests that take minutes
 	$(PY) -m pytest -m slow $(ARGS)
 
-spec: setup ## every rule of docs/spec.md with the tests that hold it
+spec: setup ## every rule of docs/spec.md with the tests that cover it
 	$(PY) scripts/spec_report.py $(ARGS)
 
 screenshots: setup ## pictures of the quickstart's run for docs/viewer.md; needs a Chromium

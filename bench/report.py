@@ -1,10 +1,10 @@
-"""Run the benches and print their tables: `python -m bench.report [--write|--readme] [BENCH ...]`.
+"""Run the benches and print their tables: `python -m bench.report [--write|--summary] [BENCH ...]`.
 
 One table per group: contender, fastest and median time, and how many times the contender's median
 is ours. `--json` reads an earlier run instead of making one. `--write` saves the tables with
 machine and versions under bench/results/, one page for each kind of CPU; tables of the same machine
-and versions that this run did not make stay. `--readme` also puts the page's summary between
-README.md's bench markers.
+and versions that this run did not make stay. `--summary` also writes the page's summary between the
+bench markers of docs/benchmarks.md, and its headlines between those of README.md.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ def main() -> None:
     parser.add_argument("benches", nargs="*", help="names such as pack or logprob; default: all")
     parser.add_argument("--json", type=Path, help="the result of an earlier run")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--readme", action="store_true", help="as --write, and the README's table")
+    parser.add_argument(
+        "--summary", action="store_true", help="as --write, and the tables of docs and README"
+    )
     args = parser.parse_args()
     path, failed = (args.json, False) if args.json else run(args.benches)
     report = json.loads(path.read_text())
     groups = by_group(report["benchmarks"])
     tables = {name: table(rows) for name, rows in groups.items()}
     print(document(machine(report), tables))
-    if args.write or args.readme:
+    if args.write or args.summary:
         tables = write(machine(report), tables)
-    if args.readme:
-        write_readme(machine(report), tables)
+    if args.summary:
+        cells = speed_ups(tables)
+        replace_table(ROOT / "docs" / "benchmarks.md", summary(cells), machine(report))
+        replace_table(ROOT / "README.md", headlines(cells), machine(report))
     if failed:
         raise SystemExit("a bench failed; its lines are missing from the tables")
 
@@ -117,14 +121,21 @@ def tables_of(document: str) -> tuple[str, dict[str, str]]:
     return head.removeprefix("# CPU\n\n"), tables
 
 
-# Group names end in a size and a number of threads; the README has one line for all four of them.
+# Group names end in a size and a number of threads; the summary has one line for all four of them.
 GROUP = re.compile(r"(.*?) (medium|large|1024x32000|4096x151936)( fp32| bf16)? ([12])T")
 LARGER = ("large", "4096x151936")
-COLUMNS = ((False, 1), (False, 2), (True, 1), (True, 2))
+COLUMNS = ((False, 1), (False, 2), (True, 1), (True, 2))  # (larger size, threads)
+HEADLINES = (
+    "advantage grpo",
+    "ppo forward+backward",
+    "logprob forward+backward bf16",
+    "pipeline",
+    "merge lists to tensors",
+)
 
 
-def summary(tables: dict[str, str]) -> str:
-    """Return one line per work: how many times ours is as fast as the fastest other contender."""
+def speed_ups(tables: dict[str, str]) -> dict[str, dict[tuple[bool, int], str]]:
+    """Return, by work and column, the speed-up over the fastest alternative as a table cell."""
     cells: dict[str, dict[tuple[bool, int], str]] = defaultdict(dict)
     for name, table in tables.items():
         medians = medians_of(table)
@@ -140,10 +151,26 @@ def summary(tables: dict[str, str]) -> str:
         work = parts[1] + (parts[3] or "") if parts else name
         column = (parts[2] in LARGER, int(parts[4])) if parts else COLUMNS[-1]
         cells[work][column] = f"**{peers[best] / own:.1f}** ({beside})"
+    return cells
+
+
+def summary(cells: dict[str, dict[tuple[bool, int], str]]) -> str:
+    """Return the table of all speed-ups, a line per work."""
     lines = ["| work | medium, 1 thread | medium, 2 threads | large, 1 thread | large, 2 threads |"]
     lines.append("|---|---|---|---|---|")
     for work, by_column in cells.items():
         lines.append(f"| {work} | " + " | ".join(by_column.get(c, "") for c in COLUMNS) + " |")
+    return "\n".join(lines)
+
+
+def headlines(cells: dict[str, dict[tuple[bool, int], str]]) -> str:
+    """Return the README's table: a few lines of the summary, with two threads."""
+    lines = ["| work | medium | large |", "|---|---|---|"]
+    for work in HEADLINES:
+        by_column = cells.get(work, {})
+        lines.append(
+            f"| {work} | {by_column.get((False, 2), '')} | {by_column.get((True, 2), '')} |"
+        )
     return "\n".join(lines)
 
 
@@ -188,13 +215,11 @@ def write(machine: str, tables: dict[str, str]) -> dict[str, str]:
     return tables
 
 
-def write_readme(machine: str, tables: dict[str, str]) -> None:
-    """Put the summary into the README."""
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(BEGIN)
+def replace_table(path: Path, table: str, machine: str) -> None:
+    """Replace what stands between the bench markers of a page."""
+    before, rest = path.read_text().split(BEGIN)
     _, after = rest.split(END)
-    readme.write_text(f"{before}{BEGIN}\n{summary(tables)}\n\n{machine}\n{END}{after}")
+    path.write_text(f"{before}{BEGIN}\n{table}\n\n{machine}\n{END}{after}")
 
 
 if __name__ == "__main__":

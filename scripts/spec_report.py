@@ -1,11 +1,11 @@
-"""Print every rule of docs/spec.md with the tests that hold it; fail on a rule without one.
+"""Print every rule of docs/spec.md with the tests that cover it; fail on a rule without one.
 
     python scripts/spec_report.py [--missing] [--section 3]
 
-A rule is the text in front of a tag such as `[3.2]`, back to the tag before it or to the start of
-its paragraph, list item or table row. Tests name the rules they hold: `@pytest.mark.spec("3.2")`.
-An error is: a rule without a test, a mark that names no rule, and text of section 2 or later that
-belongs to no rule. CONTRIBUTING.md says how to tag.
+A rule is the text before a tag such as `[loss.dual-clip]`, back to the previous tag or to the start
+of its paragraph, list item or table row. Tests name the rules they cover:
+`@pytest.mark.spec("loss.dual-clip")`. Errors are: a rule without a test, a mark that names no rule,
+and text of section 2 or later that belongs to no rule. CONTRIBUTING.md says how to tag.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SPEC = ROOT / "docs" / "spec.md"
-FIRST_NORMATIVE_SECTION = 2  # section 1 explains words; it may have rules, but need not
-SHOWN_MARKS = ("slow", "gpu", "vllm", "peers")  # said behind a test: where it does not always run
+FIRST_NORMATIVE_SECTION = 2  # section 1 defines terms; it may have rules, but need not
+SHOWN_MARKS = ("slow", "gpu", "vllm", "peers")  # shown after a test that does not always run
 WIDTH = 100  # of the report
 SHORT = 96  # of a text that an error quotes
 
-TAG = re.compile(r"\[(\d+\.\d+)\]")
+TAG = re.compile(r"(?<!\w)\[([a-z]+\.[a-z0-9]+(?:-[a-z0-9]+)*)\](?!\()")  # [area.name]
 HEADING = re.compile(r"^#+ +(?:(\d+)\. )?(.*)$")
 LIST_ITEM = re.compile(r"^(?:[-*]|\d+\.) +")
 
@@ -39,8 +39,9 @@ LIST_ITEM = re.compile(r"^(?:[-*]|\d+\.) +")
 class Rule:
     """One rule of the contract."""
 
-    id: str
+    name: str
     text: str
+    section: int
     line: int
 
 
@@ -54,7 +55,7 @@ class Section:
 
 @dataclass(slots=True)
 class Contract:
-    """What docs/spec.md says, and where it is tagged badly."""
+    """The rules of docs/spec.md, and the places that are tagged badly."""
 
     sections: list[Section] = field(default_factory=list)
     rules: dict[str, Rule] = field(default_factory=dict)
@@ -71,11 +72,11 @@ class _Block:
 
 
 def read_contract(text: str, name: str = "docs/spec.md") -> Contract:
-    """Return the rules of a contract in Markdown, and what is wrong with its tags.
+    """Return the rules of a contract in Markdown, and the errors in its tags.
 
     Example:
-        >>> read_contract("## 2. Output\\n\\nOne entry per row. [2.1]\\n").rules
-        {'2.1': Rule(id='2.1', text='One entry per row.', line=3)}
+        >>> read_contract("## 2. Output\\n\\nOne entry per row. [output.row]\\n").rules
+        {'output.row': Rule(name='output.row', text='One entry per row.', section=2, line=3)}
     """
     contract = Contract()
     section = 0
@@ -110,30 +111,27 @@ def read_contract(text: str, name: str = "docs/spec.md") -> Contract:
 
 
 def _read_tags(contract: Contract, block: _Block, section: int, name: str) -> str:
-    """Record the rules of a block; return the text behind the last tag."""
+    """Record the rules of a block; return the text after the last tag."""
     if block.kind == "code":
         return ""
     start = 0
     for tag in TAG.finditer(block.text):
         text = LIST_ITEM.sub("", block.text[start : tag.start()].strip(" |"))
-        rule = Rule(tag[1], text, block.line)
+        rule = Rule(tag[1], text, section, block.line)
         start = tag.end()
-        where = f"{name}:{block.line}: [{rule.id}]"
-        if rule.id in contract.rules:
-            contract.problems.append(
-                f"{where}: line {contract.rules[rule.id].line} has the same id"
-            )
-        elif rule.id.partition(".")[0] != str(section):
-            contract.problems.append(f"{where}: stands in section {section}")
+        where = f"{name}:{block.line}: [{rule.name}]"
+        if rule.name in contract.rules:
+            first = contract.rules[rule.name].line
+            contract.problems.append(f"{where}: line {first} has the same name")
         elif not rule.text:
-            contract.problems.append(f"{where}: no text in front of it")
+            contract.problems.append(f"{where}: no text before it")
         else:
-            contract.rules[rule.id] = rule
+            contract.rules[rule.name] = rule
     return block.text[start:].strip(" |")
 
 
 def _untagged(name: str, block: _Block, text: str) -> str:
-    return f"{name}:{block.line}: no tag behind: {_shorten(text)}"
+    return f"{name}:{block.line}: no tag after: {_shorten(text)}"
 
 
 def _blocks(text: str) -> Iterator[_Block]:
@@ -179,38 +177,38 @@ def _kind(stripped: str, line: str, block: _Block | None, in_code: bool) -> str:
 
 @dataclass(slots=True, eq=False)
 class MarkedTests:
-    """A plugin of pytest that notes which tests hold which rules."""
+    """A pytest plugin that records which tests cover which rules."""
 
     by_rule: dict[str, dict[str, int]] = field(default_factory=dict)  # test -> its cases
     problems: list[str] = field(default_factory=list)
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Note the marks of all tests, also of those that a default run leaves out."""
+        """Record the marks of all tests, including those that a default run deselects."""
         for item in items:
             test = item.nodeid.partition("[")[0]
             marks = [m.name for m in item.iter_markers() if m.name in SHOWN_MARKS]
             shown = " ".join([test, *(f"({name})" for name in sorted(set(marks)))])
             for mark in item.iter_markers("spec"):
                 if not mark.args or not all(isinstance(a, str) for a in mark.args) or mark.kwargs:
-                    self.problems.append(f'{test}: wanted @pytest.mark.spec("3.2", ...)')
+                    self.problems.append(f'{test}: wanted @pytest.mark.spec("loss.gspo", ...)')
                 for rule in {a for a in mark.args if isinstance(a, str)}:
                     cases = self.by_rule.setdefault(rule, {})
                     cases[shown] = cases.get(shown, 0) + 1
 
     def pytest_collectreport(self, report: Any) -> None:
-        """A module that is skipped or broken hides its marks."""
+        """Record a module that is skipped or broken, which hides its marks."""
         if report.outcome != "passed":
             self.problems.append(f"{report.nodeid}: not collected: {_shorten(report.longreprtext)}")
 
 
 def collect_marks(paths: Iterable[str] = ()) -> MarkedTests:
-    """Return which tests hold which rules; imports the tests, runs none.
+    """Return which tests cover which rules; imports the tests, runs none.
 
     Args:
-        paths: files or folders of tests; none: all of the project's.
+        paths: test files or folders; empty: all of the project's.
 
     Raises:
-        RuntimeError: pytest did not get as far as the tests.
+        RuntimeError: pytest failed before collecting the tests.
     """
     marked = MarkedTests()
     where = list(paths) or [str(ROOT / "python_tests")]
@@ -240,25 +238,25 @@ def report(
     lines: list[str] = []
     errors = [*contract.problems, *marked.problems]
     for part in contract.sections:
-        rules = [r for r in contract.rules.values() if r.id.startswith(f"{part.number}.")]
-        held = [r for r in rules if r.id in marked.by_rule]
+        rules = [r for r in contract.rules.values() if r.section == part.number]
+        covered = sum(r.name in marked.by_rule for r in rules)
         if section in (None, part.number):
-            lines += [f"\n{part.number}. {part.title}: {len(held)} of {len(rules)} rules held"]
+            lines += [f"\n{part.number}. {part.title}: {covered} of {len(rules)} rules covered"]
         for rule in rules:
-            tests = marked.by_rule.get(rule.id, {})
+            tests = marked.by_rule.get(rule.name, {})
             if not tests:
-                errors.append(f"[{rule.id}] has no test: {_shorten(rule.text)}")
+                errors.append(f"[{rule.name}] has no test: {_shorten(rule.text)}")
             if section in (None, part.number) and not (missing and tests):
                 lines += _rule_lines(rule, tests)
-    for rule_id in sorted(set(marked.by_rule) - set(contract.rules)):
-        tests_named = ", ".join(sorted(marked.by_rule[rule_id]))
-        errors.append(f'spec("{rule_id}") names no rule: {tests_named}')
+    for name in sorted(set(marked.by_rule) - set(contract.rules)):
+        tests_named = ", ".join(sorted(marked.by_rule[name]))
+        errors.append(f'spec("{name}") names no rule: {tests_named}')
     return "\n".join(lines).lstrip("\n"), errors
 
 
 def _rule_lines(rule: Rule, tests: dict[str, int]) -> list[str]:
     indent = {"initial_indent": "  ", "subsequent_indent": "  "}
-    lines = [textwrap.fill(f"[{rule.id}] {rule.text}", WIDTH, **indent)]
+    lines = [textwrap.fill(f"[{rule.name}] {rule.text}", WIDTH, **indent)]
     for test, cases in sorted(tests.items()):
         test = test.removeprefix("python_tests/")
         lines.append(f"      {test}" + (f" x{cases}" if cases > 1 else ""))
@@ -271,7 +269,7 @@ def _shorten(text: str) -> str:
 
 
 def main() -> int:
-    """Print the report; 1 if there are errors."""
+    """Print the report; return 1 if there are errors."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--section", type=int, help="only this section")
     parser.add_argument("--missing", action="store_true", help="only rules without a test")

@@ -5,16 +5,20 @@ from skyrl_fast.config.corrections import (
     KlCtrlConfig,
     OffPolicyCorrectionConfig,
 )
+from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.field import ConfigError
-from skyrl_fast.config.loading import check_config, load_config
+from skyrl_fast.config.loading import check_config, check_limits, load_config
 from skyrl_fast.config.settings import (
     ADVANTAGE_ESTIMATORS,
     OUTCOME_ESTIMATORS,
     SCOPES,
     AlgorithmConfig,
     Config,
+    EnvironmentConfig,
     GeneratorConfig,
     OptimizerConfig,
+    SamplingParams,
+    SkyRLGymConfig,
     max_input_length,
     merges_steps,
     to_dict,
@@ -28,11 +32,16 @@ __all__ = [
     "Config",
     "ConfigError",
     "DynamicSamplingConfig",
+    "EnvironmentConfig",
     "GeneratorConfig",
+    "InferenceEngineConfig",
     "KlCtrlConfig",
     "OffPolicyCorrectionConfig",
     "OptimizerConfig",
+    "SamplingParams",
+    "SkyRLGymConfig",
     "check_config",
+    "check_limits",
     "load_config",
     "max_input_length",
     "merges_steps",

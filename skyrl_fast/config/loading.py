@@ -130,8 +130,7 @@ def build_config(values: dict[str, Any]) -> Config:
 
 def check_config(config: Config) -> None:
     """Raises ConfigError for values that are out of range or do not fit together."""
-    for key, item, value in _leaves(config, ""):
-        _check_limits(key, item.metadata, value)
+    check_limits(config)
     trainer, generator = config.trainer, config.generator
     if not config.data.train_data:
         raise ConfigError("data.train_data: wanted at least one file of prompts, got none")
@@ -172,6 +171,12 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             "trainer.eval_interval, ckpt_interval, max_ckpts_to_keep: wanted >= 1 or -1, got 0"
         )
+
+
+def check_limits(section: Any, key: str = "") -> None:
+    """Raise ConfigError for a value of this section that is out of range; `key`: the section's."""
+    for path, item, value in _leaves(section, key):
+        _check_limits(path, item.metadata, value)
 
 
 def _check_sampling(key: str, sampling: SamplingParams | None) -> None:

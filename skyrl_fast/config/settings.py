@@ -352,6 +352,16 @@ class GeneratorConfig:
     trajectory_timeout_seconds: float = setting(300.0, "deadline of one trajectory", above=0)
     max_retries: int = setting(1, "of a failed trajectory before it becomes a stub", at_least=0)
 
+    def samples(self, phase: str) -> int:
+        """Return the trajectories per prompt in "train" or "eval"."""
+        return self.n_samples_per_prompt if phase == "train" else self.eval_n_samples_per_prompt
+
+    def sampling(self, phase: str) -> SamplingParams:
+        """Return the sampling parameters of "train" or "eval"."""
+        if phase == "eval" and self.eval_sampling_params is not None:
+            return self.eval_sampling_params
+        return self.sampling_params
+
 
 @dataclass(slots=True)
 class SkyRLGymConfig:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_fast.config import GeneratorConfig, SamplingParams
+from skyrl_fast.config import EnvironmentConfig, GeneratorConfig, SamplingParams, SkyRLGymConfig
 from skyrl_fast.rollout.engine import Generation
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.trajectory import Trajectory
 
@@ -187,7 +187,11 @@ def run(
     """Roll out with scripted environments and engine."""
 
     async def go() -> list[Trajectory]:
-        factory = EnvFactory(EnvConfig(timeout_seconds=timeout, max_env_workers=workers))
+        factory = EnvFactory(
+            EnvironmentConfig(
+                timeout_seconds=timeout, skyrl_gym=SkyRLGymConfig(max_env_workers=workers)
+            )
+        )
         try:
             return await rollout(
                 prompts,

@@ -15,10 +15,10 @@ import torch
 from fake_envs import FakePrompt, loop_config, register_fakes
 
 from examples.asynchronous.soak import children, command_of
-from skyrl_fast.config import SamplingParams
+from skyrl_fast.config import EnvironmentConfig, SamplingParams
 from skyrl_fast.rollout.engine import Engine
 from skyrl_fast.rollout.engine_pool import EnginePool
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.groups import run_groups
 from skyrl_fast.rollout.trajectory import Trajectory
@@ -105,7 +105,7 @@ def test_no_token_has_a_wrong_version_and_a_killed_engine_comes_back(
         pool = EnginePool([VllmEngine(config)])
         await pool.start()
         gate = WeightGate()
-        factory = EnvFactory(EnvConfig())
+        factory = EnvFactory(EnvironmentConfig())
         loop = loop_config(
             n_samples_per_prompt=6,
             max_turns=3,

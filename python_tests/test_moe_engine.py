@@ -14,10 +14,10 @@ import torch
 from fake_envs import FakePrompt, loop_config, register_fakes
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.config import InferenceEngineConfig, SamplingParams
+from skyrl_fast.config import EnvironmentConfig, InferenceEngineConfig, SamplingParams
 from skyrl_fast.generator_output import generator_output_from_trajectories
 from skyrl_fast.rollout.engine import EngineDeadError
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.rollout.vllm_engine import VllmEngine
@@ -127,7 +127,7 @@ async def _drive(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
 
 
 async def _rollouts(engine: VllmEngine, tokenizer: Any, *, version: int) -> list[Trajectory]:
-    environments = EnvFactory(EnvConfig())
+    environments = EnvFactory(EnvironmentConfig())
     try:
         return await rollout(
             [

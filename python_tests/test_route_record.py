@@ -12,13 +12,13 @@ import pytest
 from fake_envs import FakePrompt, loop_config, register_fakes
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.config import SamplingParams
+from skyrl_fast.config import EnvironmentConfig, SamplingParams
 from skyrl_fast.generator_output import (
     concatenate_generator_outputs,
     generator_output_from_trajectories,
 )
 from skyrl_fast.rollout.engine import EngineError, Generation
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.route_record import recorded_routes, routes_of_turn
 from skyrl_fast.rollout.trajectory import Step, Trajectory
@@ -123,7 +123,7 @@ class RoutingEngine:
 
 def run(tokenizer: Any, engine: RoutingEngine, context: str, turns: int = 3) -> Trajectory:
     async def go() -> list[Trajectory]:
-        factory = EnvFactory(EnvConfig())
+        factory = EnvFactory(EnvironmentConfig())
         config = loop_config(max_turns=turns, max_input_length=500, context=context)
         try:
             return await rollout(

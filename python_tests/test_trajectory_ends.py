@@ -190,7 +190,7 @@ def test_metrics_that_raise_cost_the_metrics_only(tiny_tokenizer, caplog) -> Non
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     (t,) = run(tiny_tokenizer, [prompt_with(turns=1, odd_metrics=True)], loop_config(), engine)
     assert (t.failure, t.env_metrics, len(t.steps)) == (None, {}, 1)
-    assert "get_metrics raised KeyError" in caplog.text
+    assert "metrics raised KeyError" in caplog.text
 
 
 # --- the others go on --------------------------------------------------------------------------

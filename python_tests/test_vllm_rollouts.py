@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from skyrl_fast.config import EnvironmentConfig
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine_pool import EnginePool
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.rollout_config import loop_settings
 from skyrl_fast.train.vllm_rollouts import VllmRollouts, vllm_setup
 
@@ -35,7 +36,7 @@ def test_the_probe_is_made_once_and_fits_the_engine(tmp_path: Path, tiny_tokeniz
         ],
     )
     pool = EnginePool([NoEngine()])  # type: ignore[list-item]
-    rollouts = VllmRollouts(config, tiny_tokenizer, pool, EnvFactory(EnvConfig()))
+    rollouts = VllmRollouts(config, tiny_tokenizer, pool, EnvFactory(EnvironmentConfig()))
     probe = rollouts._probe
     assert [len(ids) for ids in probe] == [11, 9]  # with the token behind it 12, the engine's most
     assert tiny_tokenizer.decode(probe[0]) == "a prompt th"

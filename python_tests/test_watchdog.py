@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fake_envs import Call, FakePrompt, ScriptedEngine, loop_config, register_fakes, says
 
+from skyrl_fast.config import EnvironmentConfig
 from skyrl_fast.rollout.activity import (
     ACTING,
     GENERATING,
@@ -19,7 +20,7 @@ from skyrl_fast.rollout.activity import (
     Watchdog,
 )
 from skyrl_fast.rollout.engine import Generation
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.group_runner import GroupDroppedError, GroupRunner
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.rollout.weight_gate import WeightGate
@@ -115,7 +116,7 @@ async def run_deaf(
     """One group; the clock runs ten deadlines ahead whenever nothing else happens."""
     clock = Clock()
     engine = Deaf(tokenizer, deaf)
-    factory = EnvFactory(EnvConfig())
+    factory = EnvFactory(EnvironmentConfig())
     runner = GroupRunner(
         engine,
         tokenizer,
@@ -213,7 +214,7 @@ def test_failed_attempts_are_counted_by_name(tiny_tokenizer: Any) -> None:
         return says(tiny_tokenizer, "a")
 
     async def go() -> GroupRunner:
-        factory = EnvFactory(EnvConfig())
+        factory = EnvFactory(EnvironmentConfig())
         runner = GroupRunner(
             ScriptedEngine(answer), tiny_tokenizer, factory, loop_config(max_turns=2),
             seed=0, gate=WeightGate(),

@@ -12,10 +12,10 @@ from fake_envs import FakePrompt, loop_config, register_fakes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_fast.config import SamplingParams
+from skyrl_fast.config import EnvironmentConfig, SamplingParams
 from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_updates
 from skyrl_fast.rollout.engine import EngineError, Generation
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.groups import run_groups
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
@@ -241,7 +241,7 @@ def test_steps_record_the_versions_of_their_tokens(tiny_tokenizer: Any, in_fligh
     async def go() -> Trajectory:
         engine = TwoTurns(tiny_tokenizer)
         gate = WeightGate(3)
-        factory = EnvFactory(EnvConfig())
+        factory = EnvFactory(EnvironmentConfig())
         config = loop_config(max_turns=2, sampling_params=SamplingParams(max_generate_length=4))
         runner = GroupRunner(engine, tiny_tokenizer, factory, config, seed=0, gate=gate)
         work = asyncio.create_task(

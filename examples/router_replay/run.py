@@ -28,12 +28,13 @@ from examples.router_replay.make_model import WORDS, make_model  # noqa: E402
 from examples.tiny_model.recipe import make_once  # noqa: E402
 from skyrl_fast.batch import StepBatch  # noqa: E402
 from skyrl_fast.config import (  # noqa: E402
+    EnvironmentConfig,
     GeneratorConfig,
     InferenceEngineConfig,
     SamplingParams,
 )
 from skyrl_fast.generator_output import generator_output_from_trajectories  # noqa: E402
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory  # noqa: E402
+from skyrl_fast.rollout.env import EnvFactory  # noqa: E402
 from skyrl_fast.rollout.groups import rollout  # noqa: E402
 from skyrl_fast.rollout.vllm_engine import VllmEngine  # noqa: E402
 from skyrl_fast.rollout.vllm_start import VllmSetup  # noqa: E402
@@ -94,7 +95,7 @@ async def sample(model_path: Path, log_file: Path, *, num_prompts: int, samples:
             log_file=str(log_file),
         )
     )
-    environments = EnvFactory(EnvConfig(register=(str(HERE / "rooms_env.py"),)))
+    environments = EnvFactory(EnvironmentConfig(register=[str(HERE / "rooms_env.py")]))
     try:
         await engine.start()
         trajectories = await rollout(

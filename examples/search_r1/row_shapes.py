@@ -32,11 +32,11 @@ from examples.search_r1 import make_data as data  # noqa: E402
 from examples.search_r1.run import LONG_MAX_LENGTH, serve  # noqa: E402
 from examples.search_r1.warm_start import search_tokenizer  # noqa: E402
 from examples.tiny_model.jsonl import read_jsonl, write_jsonl  # noqa: E402
-from skyrl_fast.config import GeneratorConfig, SamplingParams  # noqa: E402
+from skyrl_fast.config import EnvironmentConfig, GeneratorConfig, SamplingParams, SkyRLGymConfig  # noqa: E402
 from skyrl_fast.config.loading import load_config  # noqa: E402
 from skyrl_fast.rollout.context import make_context  # noqa: E402
 from skyrl_fast.rollout.engine import Generation  # noqa: E402
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory  # noqa: E402
+from skyrl_fast.rollout.env import EnvFactory  # noqa: E402
 from skyrl_fast.rollout.groups import rollout  # noqa: E402
 from skyrl_fast.train.prompts import Prompt, load_prompts  # noqa: E402
 
@@ -155,7 +155,7 @@ async def all_forms(
         context="append",
     )
     search = {**settings.environment.skyrl_gym.search, "search_url": search_url}
-    environments = EnvFactory(EnvConfig(settings={"search": search}))
+    environments = EnvFactory(EnvironmentConfig(skyrl_gym=SkyRLGymConfig(search=search)))
 
     def engine() -> ScriptedEngine:
         return ScriptedEngine(tokenizer, config.max_turns)

@@ -378,10 +378,14 @@ class SkyRLGymConfig:
 class EnvironmentConfig:
     """What the agent acts in."""
 
-    env_class: str = setting("gsm8k", "registered in skyrl_gym; a row's own env_class goes first")
+    env_class: str = setting(
+        "gsm8k",
+        "module:Class or file.py:Class of an Env, or a name registered in skyrl_gym; a row's own "
+        "env_class goes first",
+    )
     skyrl_gym: SkyRLGymConfig = setting(SkyRLGymConfig, "skyrl_gym's settings")
     register: list[str] = setting(
-        [], "Python modules or files imported first: they call skyrl_gym.register"
+        [], "Python modules or files imported first, such as those that call skyrl_gym.register"
     )
     timeout_seconds: float = setting(60.0, "deadline of one environment call", above=0)
 

@@ -24,7 +24,7 @@ from skyrl_fast.rollout.activity import (
 from skyrl_fast.rollout.context import Context, ContextError, make_context, message_text
 from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_updates
 from skyrl_fast.rollout.engine import EngineDeadError, EngineError, Generation, Sampler
-from skyrl_fast.rollout.env import Env, EnvAnswer, EnvError, EnvFactory
+from skyrl_fast.rollout.env import EnvAnswer, EnvError, EnvFactory, EnvSession
 from skyrl_fast.rollout.rollout_config import RolloutPrompt
 from skyrl_fast.rollout.route_record import recorded_routes, routes_of_turn
 from skyrl_fast.rollout.stop_reason import (
@@ -137,7 +137,7 @@ class AgentLoop:
             phase=self._phase,
             data_source=prompt.data_source,
         )
-        env: Env | None = None
+        env: EnvSession | None = None
         self._board.does(row, MAKING, attempt=attempt, turn=0)
         try:
             async with asyncio.timeout_at(deadline) as clock:
@@ -180,7 +180,7 @@ class AgentLoop:
         )
 
     async def _episode(
-        self, trajectory: Trajectory, prompt: RolloutPrompt, env: Env, row: Activity
+        self, trajectory: Trajectory, prompt: RolloutPrompt, env: EnvSession, row: Activity
     ) -> str:
         messages = await env.init([dict(message) for message in prompt.messages])
         context = make_context(
@@ -193,7 +193,7 @@ class AgentLoop:
         return await self._turns(trajectory, context, env, row)
 
     async def _turns(
-        self, trajectory: Trajectory, context: Context, env: Env, row: Activity
+        self, trajectory: Trajectory, context: Context, env: EnvSession, row: Activity
     ) -> str:
         """Append steps until something ends the trajectory; return what."""
         for turn in range(self._config.max_turns):

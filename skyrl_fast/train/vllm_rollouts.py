@@ -15,7 +15,7 @@ import torch
 from skyrl_fast.config import settings
 from skyrl_fast.rollout.engine import Engine
 from skyrl_fast.rollout.engine_pool import EnginePool, PooledEngine
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.groups import run_groups
 from skyrl_fast.rollout.remote_engine import RemoteEngine
@@ -52,7 +52,7 @@ async def start_rollouts(config: settings.Config, tokenizer: Any, model_path: st
         EngineDeadError: vLLM is missing or did not start; the message says what to do.
         ValueError: an environment's module cannot be imported, or a setting is out of range.
     """
-    environments = EnvFactory(env_config(config))
+    environments = EnvFactory(config.environment)
     settings_of_engine = config.generator.inference_engine
     pool = EnginePool(
         engines(config, model_path),
@@ -254,22 +254,6 @@ def _positions(model_path: str) -> int | None:
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
     return None if is_scaled else model.get("max_position_embeddings")
-
-
-def env_config(config: settings.Config) -> EnvConfig:
-    """Return how environments are made and run, from environment."""
-    gym = config.environment.skyrl_gym
-    return EnvConfig(
-        register=tuple(config.environment.register),
-        settings={
-            "text2sql": gym.text2sql,
-            "search": gym.search,
-            "gsm8k_llm_as_a_judge": gym.llm_as_a_judge,
-            **gym.env_config,
-        },
-        max_env_workers=gym.max_env_workers,
-        timeout_seconds=config.environment.timeout_seconds,
-    )
 
 
 def _sync_metrics(report: WeightSyncReport) -> dict[str, float]:

@@ -8,6 +8,7 @@ from skyrl_fast.config.corrections import (
 from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.field import ConfigError
 from skyrl_fast.config.loading import check_config, check_limits, load_config
+from skyrl_fast.config.loggers import LOGGERS
 from skyrl_fast.config.settings import (
     ADVANTAGE_ESTIMATORS,
     OUTCOME_ESTIMATORS,
@@ -26,6 +27,7 @@ from skyrl_fast.config.settings import (
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
+    "LOGGERS",
     "OUTCOME_ESTIMATORS",
     "SCOPES",
     "AlgorithmConfig",

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.config.engine import InferenceEngineConfig
+from skyrl_fast.config.objects import is_object_name
 from skyrl_fast.config.settings import (
     TURN_ESTIMATORS,
     AlgorithmConfig,
@@ -350,7 +351,7 @@ def _check_limits(key: str, metadata: typing.Mapping[str, Any], value: Any) -> N
     choices = metadata.get("choices")
     if choices is not None:
         for item in value if isinstance(value, list) else [value]:
-            if item not in choices:
+            if item not in choices and not (metadata["or_object"] and is_object_name(item)):
                 near = difflib.get_close_matches(str(item), choices, n=1)
                 hint = f" (did you mean {near[0]!r}?)" if near else ""
                 raise ConfigError(f"{key}: wanted one of {', '.join(choices)}, got {item!r}{hint}")

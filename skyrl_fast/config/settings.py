@@ -20,6 +20,7 @@ from skyrl_fast.config.corrections import (
 from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.field import DTYPES, setting
 from skyrl_fast.config.field import ConfigError as ConfigError
+from skyrl_fast.config.loggers import LOGGERS
 from skyrl_fast.config.losses import (
     CispoConfig,
     ClipCovConfig,
@@ -55,7 +56,6 @@ LOSS_REDUCTIONS = (
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
 SCHEDULERS = ("constant_with_warmup", "linear", "cosine")
 SCOPES = ("row", "trajectory")
-LOGGERS = ("jsonl", "tensorboard", "wandb")
 ROWS = ("auto", "step", "merged", "tree")
 
 
@@ -274,8 +274,13 @@ class TrainerConfig:
     num_threads: int | None = setting(
         None, "CPU threads of each rank; null: torch's, divided among them", at_least=1
     )
-    logger: list[str] = setting(["jsonl", "tensorboard"], "where metrics go", choices=LOGGERS)
-    project_name: str = setting("skyrl_fast", "of Weights & Biases")
+    logger: list[str] = setting(
+        ["jsonl", "tensorboard"],
+        "where metrics go; also module:Class or file.py:Class of a Logger",
+        choices=tuple(LOGGERS),
+        or_object=True,
+    )
+    project_name: str = setting("skyrl_fast", "of Weights & Biases, MLflow, Trackio")
     run_name: str = setting("run", "shown by loggers")
     dump_trajectories: bool = setting(
         True, "keep every trajectory, for people and `skyrl-fast view`"

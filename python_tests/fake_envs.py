@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_fast.rollout.engine import Generation, SamplingParams
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.config import EnvironmentConfig, GeneratorConfig, SamplingParams, SkyRLGymConfig
+from skyrl_fast.rollout.engine import Generation
+from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.groups import rollout
-from skyrl_fast.rollout.rollout_config import RolloutConfig
 from skyrl_fast.rollout.trajectory import Trajectory
 
 skyrl_gym = pytest.importorskip("skyrl_gym")  # without it, tests that import this file skip
@@ -112,6 +112,7 @@ class Call:
     sampling: SamplingParams
     session_id: str
     policy_version: int
+    seed: int | None = None
 
 
 class ScriptedEngine:
@@ -139,8 +140,10 @@ class ScriptedEngine:
         *,
         session_id: str,
         policy_version: int,
+        seed: int | None = None,
+        expert_indices_start: int = 0,
     ) -> Generation:
-        call = Call(list(prompt_token_ids), sampling, session_id, policy_version)
+        call = Call(list(prompt_token_ids), sampling, session_id, policy_version, seed)
         self.calls.append(call)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -162,10 +165,16 @@ def says(tokenizer: Any, text: str, *, end: bool = True, stop: str | None = None
     return Generation(ids, [-0.5] * len(ids), "stop", stop)
 
 
+def loop_config(**changes: Any) -> GeneratorConfig:
+    """Return settings of an agent loop of one turn and one trajectory per prompt."""
+    first = {"n_samples_per_prompt": 1, "max_input_length": 512, "context": "append"}
+    return GeneratorConfig(**(first | changes))
+
+
 def run(
     tokenizer: Any,
     prompts: list[FakePrompt],
-    config: RolloutConfig,
+    config: GeneratorConfig,
     engine: ScriptedEngine,
     *,
     phase: str = "train",
@@ -178,7 +187,11 @@ def run(
     """Roll out with scripted environments and engine."""
 
     async def go() -> list[Trajectory]:
-        factory = EnvFactory(EnvConfig(timeout_seconds=timeout, max_env_workers=workers))
+        factory = EnvFactory(
+            EnvironmentConfig(
+                timeout_seconds=timeout, skyrl_gym=SkyRLGymConfig(max_env_workers=workers)
+            )
+        )
         try:
             return await rollout(
                 prompts,

@@ -8,6 +8,7 @@ from fake_envs import (
     FakePrompt,
     FlakyEnv,
     ScriptedEngine,
+    loop_config,
     prompt_with,
     register_fakes,
     run,
@@ -15,9 +16,9 @@ from fake_envs import (
 )
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import SamplingParams
 from skyrl_fast.generator_output import generator_output_from_trajectories
-from skyrl_fast.rollout.engine import Generation, SamplingParams
-from skyrl_fast.rollout.rollout_config import RolloutConfig
+from skyrl_fast.rollout.engine import Generation
 
 register_fakes()
 
@@ -31,7 +32,7 @@ def forget() -> None:
 @pytest.mark.spec("1.3", "3.1", "3.5", "3.6", "3.20")
 def test_three_turns_give_three_gen_only_steps_and_token_in_token_out(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, f"a{n}"))
-    (t,) = run(tiny_tokenizer, [prompt_with(turns=3)], RolloutConfig(max_turns=5), engine)
+    (t,) = run(tiny_tokenizer, [prompt_with(turns=3)], loop_config(max_turns=5), engine)
     end = tiny_tokenizer.eos_token_id
     assert [s.text for s in t.steps] == ["a0", "a1", "a2"]
     assert [s.response_ids for s in t.steps] == [
@@ -63,7 +64,7 @@ def test_three_turns_give_three_gen_only_steps_and_token_in_token_out(tiny_token
 def test_no_prompt_exceeds_the_limit_and_the_last_step_says_length(tiny_tokenizer, context) -> None:
     limit = 120
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "x" * 9))
-    config = RolloutConfig(max_turns=50, max_input_length=limit, context=context)
+    config = loop_config(max_turns=50, max_input_length=limit, context=context)
     (t,) = run(tiny_tokenizer, [prompt_with(observation="o" * 10)], config, engine)
     lengths = [len(s.prompt_token_ids) for s in t.steps]
     growth = lengths[1] - lengths[0]
@@ -80,7 +81,7 @@ def test_first_prompt_too_long_gives_no_steps_and_a_masked_row(tiny_tokenizer, c
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     long = FakePrompt("long", messages=[{"role": "user", "content": "x" * 200}])
     fine = FakePrompt("fine", env_extras={"turns": 1})
-    config = RolloutConfig(max_input_length=100)
+    config = loop_config(max_input_length=100)
     got = run(tiny_tokenizer, [long, fine], config, engine)
     assert (got[0].steps, got[0].stop_reason, got[0].failure) == ([], "length", None)
     rows = generator_output_from_trajectories(got)
@@ -96,7 +97,7 @@ def test_first_prompt_too_long_gives_no_steps_and_a_masked_row(tiny_tokenizer, c
 def test_appended_end_token_is_not_trained(tiny_tokenizer, context: str) -> None:
     end = tiny_tokenizer.eos_token_id
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "<q>", end=False, stop="<q>"))
-    config = RolloutConfig(max_turns=2, context=context)
+    config = loop_config(max_turns=2, context=context)
     (t,) = run(tiny_tokenizer, [prompt_with(turns=2)], config, engine)
     for step in t.steps:
         assert step.response_ids == [*tiny_tokenizer.encode("<q>"), end]
@@ -108,7 +109,7 @@ def test_appended_end_token_is_not_trained(tiny_tokenizer, context: str) -> None
 
 def test_without_the_appended_end_token_the_template_closes_the_turn(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "<q>", end=False, stop="<q>"))
-    config = RolloutConfig(max_turns=2, append_eos_after_stop_string=False)
+    config = loop_config(max_turns=2, append_eos_token_after_stop_str_in_multi_turn=False)
     (t,) = run(tiny_tokenizer, [prompt_with(turns=2)], config, engine)
     assert t.steps[0].loss_mask == [1, 1, 1]
     assert "<q><|im_end|>\n<|im_start|>user\nobs1" in tiny_tokenizer.decode(
@@ -122,7 +123,7 @@ def test_single_conversation_appends_the_end_only_to_the_last_response(
     tiny_tokenizer, max_turns: int
 ) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "ab", end=False, stop="b"))
-    config = RolloutConfig(max_turns=max_turns, context="single")
+    config = loop_config(max_turns=max_turns, context="single")
     prompt = prompt_with(turns=2) if max_turns == 3 else prompt_with()
     (t,) = run(tiny_tokenizer, [prompt], config, engine)
     assert [s.loss_mask for s in t.steps] == [[1, 1], [1, 1, 0]]
@@ -138,7 +139,7 @@ def test_no_end_token_where_there_is_no_room_or_the_response_was_cut(
     full = says(tiny_tokenizer, "<q>", end=False, stop="<q>")
     cut = Generation(full.token_ids, full.logprobs, "length", None)
     for answer, longest in ((full, 3), (cut, 4)):
-        config = RolloutConfig(
+        config = loop_config(
             context=context, sampling_params=SamplingParams(max_generate_length=longest)
         )
         engine = ScriptedEngine(lambda call, n, answer=answer: answer)
@@ -149,7 +150,7 @@ def test_no_end_token_where_there_is_no_room_or_the_response_was_cut(
 @pytest.mark.spec("3.16")
 def test_the_reward_lies_on_an_appended_end_token(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "<q>", end=False, stop="<q>"))
-    got = run(tiny_tokenizer, [prompt_with(turns=1)], RolloutConfig(), engine)
+    got = run(tiny_tokenizer, [prompt_with(turns=1)], loop_config(), engine)
     batch = StepBatch.from_generator_output(generator_output_from_trajectories(got))
     assert batch.loss_mask.tolist() == [1, 1, 1, 0]
     assert batch.rewards.tolist() == [0.0, 0.0, 0.0, 1.0]
@@ -160,7 +161,7 @@ def test_the_reward_lies_on_an_appended_end_token(tiny_tokenizer) -> None:
 def test_a_response_is_what_was_sampled_whatever_the_observation(tiny_tokenizer, context) -> None:
     answers = [says(tiny_tokenizer, "ab"), says(tiny_tokenizer, "<q>", end=False, stop="<q>")]
     engine = ScriptedEngine(lambda call, n: answers[n % 2])
-    config = RolloutConfig(max_turns=4, max_input_length=4096, context=context)
+    config = loop_config(max_turns=4, max_input_length=4096, context=context)
     (t,) = run(tiny_tokenizer, [prompt_with(turns=4, observation="o" * 300)], config, engine)
     for number, step in enumerate(t.steps):
         sampled = answers[number % 2].token_ids
@@ -172,7 +173,7 @@ def test_a_response_is_what_was_sampled_whatever_the_observation(tiny_tokenizer,
 
 def test_text_after_the_stop_string_does_not_reach_the_environment(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "<a>!!", end=False, stop="<a>"))
-    (t,) = run(tiny_tokenizer, [prompt_with(turns=1)], RolloutConfig(), engine)
+    (t,) = run(tiny_tokenizer, [prompt_with(turns=1)], loop_config(), engine)
     assert t.env_metrics["last_action"] == "<a>"
     assert t.steps[0].text == "<a>"
 
@@ -180,7 +181,7 @@ def test_text_after_the_stop_string_does_not_reach_the_environment(tiny_tokenize
 @pytest.mark.spec("3.7", "3.8")
 def test_max_turns_is_recorded_on_the_last_step(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
-    (t,) = run(tiny_tokenizer, [prompt_with()], RolloutConfig(max_turns=2), engine)
+    (t,) = run(tiny_tokenizer, [prompt_with()], loop_config(max_turns=2), engine)
     assert [s.stop_reason for s in t.steps] == ["stop", "max_turns"]
     assert t.stop_reason == "max_turns"
 
@@ -190,14 +191,14 @@ def test_max_turns_is_recorded_on_the_last_step(tiny_tokenizer) -> None:
 def test_response_cut_by_length_is_recorded(tiny_tokenizer, extras: dict) -> None:
     cut = Generation([1, 2], [-1.0, -1.0], "length", None)
     engine = ScriptedEngine(lambda call, n: cut)
-    (t,) = run(tiny_tokenizer, [prompt_with(**extras)], RolloutConfig(), engine)
+    (t,) = run(tiny_tokenizer, [prompt_with(**extras)], loop_config(), engine)
     assert (t.stop_reason, t.steps[0].stop_reason) == ("length", "length")
 
 
 @pytest.mark.spec("3.12", "3.19")
 def test_retemplated_history_takes_the_environments_rewriting(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "<think>long</think>short"))
-    config = RolloutConfig(max_turns=2, context="retemplate")
+    config = loop_config(max_turns=2, context="retemplate")
     (t,) = run(tiny_tokenizer, [prompt_with(turns=2, rewrite="short")], config, engine)
     second = tiny_tokenizer.decode(t.steps[1].prompt_token_ids)
     assert "assistant\nshort<|im_end|>" in second

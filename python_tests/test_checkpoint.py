@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from skyrl_fast.train.checkpoint import (
     write_json,
 )
 from skyrl_fast.train.random_state import load_random_state, save_random_state, seed_everything
-from skyrl_fast.train.sinks import JsonlSink, read_metrics
+from skyrl_fast.train.sinks import JsonlLogger, RunInfo, read_metrics
 
 
 def write_text(text: str):
@@ -212,13 +213,14 @@ def test_random_states_round_trip(tmp_path: Path) -> None:
 
 def test_metrics_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink(path)
+    run = RunInfo(tmp_path, "project", "run", {})
+    sink = JsonlLogger(run)
     for step in range(5):
         sink.write(step, {"x": step / 2})
     sink.close()
     with path.open("a") as file:
         file.write('{"step": 5, "x"')  # cut by a crash
-    sink = JsonlSink(path, last_step=2)
+    sink = JsonlLogger(replace(run, last_step=2))
     sink.write(3, {"x": 9.0})
     sink.close()
     assert read_metrics(path) == [

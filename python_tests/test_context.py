@@ -9,14 +9,15 @@ from fake_envs import (
     CountingEnv,
     FakePrompt,
     ScriptedEngine,
+    loop_config,
     prompt_with,
     register_fakes,
     run,
     says,
 )
 
+from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.rollout.context import ContextError, make_context, message_text
-from skyrl_fast.rollout.rollout_config import RolloutConfig
 
 register_fakes()
 
@@ -43,7 +44,7 @@ def forget() -> None:
     CountingEnv.closed.clear()
 
 
-def prompts_of(tokenizer: Any, config: RolloutConfig, answer: str, **extras: Any) -> list[str]:
+def prompts_of(tokenizer: Any, config: GeneratorConfig, answer: str, **extras: Any) -> list[str]:
     engine = ScriptedEngine(lambda call, n: says(tokenizer, answer))
     (t,) = run(tokenizer, [prompt_with(**extras)], config, engine)
     assert t.failure is None
@@ -60,7 +61,7 @@ def rendered(tokenizer: Any, template: str, messages: list[dict[str, Any]]) -> s
 def test_a_template_that_strips_thinking_is_obeyed_when_history_is_retemplated(
     tiny_tokenizer,
 ) -> None:
-    config = RolloutConfig(max_turns=3, context="retemplate", chat_template=THINK_TEMPLATE)
+    config = loop_config(max_turns=3, context="retemplate", chat_template=THINK_TEMPLATE)
     prompts = prompts_of(tiny_tokenizer, config, "<think>why</think>so", turns=3)
     assert prompts[2] == rendered(
         tiny_tokenizer,
@@ -77,7 +78,7 @@ def test_a_template_that_strips_thinking_is_obeyed_when_history_is_retemplated(
 
 @pytest.mark.spec("3.1")
 def test_appended_tokens_stay_whatever_the_template_would_strip(tiny_tokenizer) -> None:
-    config = RolloutConfig(max_turns=3, context="append", chat_template=THINK_TEMPLATE)
+    config = loop_config(max_turns=3, context="append", chat_template=THINK_TEMPLATE)
     prompts = prompts_of(tiny_tokenizer, config, "<think>why</think>so", turns=3)
     assert prompts[2].count("<think>why</think>so<|im_end|>") == 2
     assert prompts[2].startswith(prompts[1])
@@ -85,7 +86,7 @@ def test_appended_tokens_stay_whatever_the_template_would_strip(tiny_tokenizer) 
 
 @pytest.mark.spec("3.13")
 def test_single_conversation_is_one_answer_with_observations_inside(tiny_tokenizer) -> None:
-    config = RolloutConfig(max_turns=3, context="single")
+    config = loop_config(max_turns=3, context="single")
     prompts = prompts_of(tiny_tokenizer, config, "a", turns=3)
     assert prompts[2] == "<|im_start|>user\ntask<|im_end|>\n<|im_start|>assistant\naobs1aobs2"
 
@@ -101,7 +102,7 @@ TOOL_ANSWERS = [
 def test_answers_of_tools_reach_the_template_with_all_their_keys(
     tiny_tokenizer, context: str
 ) -> None:
-    config = RolloutConfig(max_turns=2, context=context, chat_template=TOOL_TEMPLATE)
+    config = loop_config(max_turns=2, context=context, chat_template=TOOL_TEMPLATE)
     prompts = prompts_of(tiny_tokenizer, config, "a", turns=2, messages=TOOL_ANSWERS)
     history = [*TASK, {"role": "assistant", "content": "a"}, *TOOL_ANSWERS]
     assert prompts[1] == rendered(tiny_tokenizer, TOOL_TEMPLATE, history)
@@ -113,7 +114,7 @@ def test_answers_of_tools_reach_the_template_with_all_their_keys(
 def test_an_answer_as_a_message_with_tool_calls(tiny_tokenizer, context: str) -> None:
     said = 'I look.<call>{"name": "look", "arguments": {"at": "x"}}</call>'
     message = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
-    config = RolloutConfig(max_turns=2, context=context, chat_template=TOOL_TEMPLATE)
+    config = loop_config(max_turns=2, context=context, chat_template=TOOL_TEMPLATE)
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, said))
     prompt = prompt_with(turns=2, messages=TOOL_ANSWERS, rewrite=message)
     (t,) = run(tiny_tokenizer, [prompt], config, engine)
@@ -127,7 +128,7 @@ def test_an_answer_as_a_message_with_tool_calls(tiny_tokenizer, context: str) ->
 @pytest.mark.spec("3.19")
 def test_a_message_leaves_the_sampled_tokens_in_an_appended_context(tiny_tokenizer) -> None:
     message = {"role": "assistant", "content": "other", "tool_calls": [CALL]}
-    config = RolloutConfig(max_turns=2, chat_template=TOOL_TEMPLATE)
+    config = loop_config(max_turns=2, chat_template=TOOL_TEMPLATE)
     prompts = prompts_of(tiny_tokenizer, config, "sampled", turns=2, rewrite=message)
     assert "assistant\nsampled<|im_end|>\n<|im_start|>user\nobs1" in prompts[1]
     assert "call" not in prompts[1]
@@ -136,7 +137,7 @@ def test_a_message_leaves_the_sampled_tokens_in_an_appended_context(tiny_tokeniz
 @pytest.mark.spec("3.19")
 @pytest.mark.parametrize("context", ["append", "retemplate", "single"])
 def test_an_empty_text_replaces_the_answer_too(tiny_tokenizer, context: str) -> None:
-    config = RolloutConfig(max_turns=2, context=context)
+    config = loop_config(max_turns=2, context=context)
     prompts = prompts_of(tiny_tokenizer, config, "sampled", turns=2, rewrite="")
     assert "sampled" not in prompts[1]
     assert "obs1" in prompts[1]
@@ -216,7 +217,7 @@ def test_a_template_that_leaves_answers_out_is_refused_with_advice(tiny_tokenize
 def test_an_observation_that_no_tokenizer_takes_fails_its_trajectory_only(
     tiny_tokenizer, context: str
 ) -> None:
-    config = RolloutConfig(max_turns=2, context=context, max_retries=0)
+    config = loop_config(max_turns=2, context=context, max_retries=0)
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     # A file name or a tool's output that was no UTF-8 holds such characters.
     prompts = [FakePrompt("bad", env_extras={"observation": "caf\udce9"}), FakePrompt("good")]

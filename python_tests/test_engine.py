@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_fast.rollout.engine import EngineDeadError, EngineError, Generation, SamplingParams
+from skyrl_fast.config import InferenceEngineConfig, SamplingParams
+from skyrl_fast.rollout.engine import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.vllm_engine import VllmEngine
-from skyrl_fast.rollout.vllm_start import VllmConfig, engine_environment, environment
+from skyrl_fast.rollout.vllm_start import VllmSetup, engine_environment, environment
 from skyrl_fast.rollout.weight_update import WeightSync, WeightSyncError
 
 needs_vllm = pytest.mark.skipif(
@@ -25,25 +26,25 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
-def start(config: VllmConfig) -> None:
+def start(config: VllmSetup) -> None:
     asyncio.run(VllmEngine(config).start())
 
 
 def test_missing_vllm_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EngineDeadError, match="pip install vllm"):
-        start(VllmConfig("anything"))
+        start(VllmSetup("anything"))
 
 
 @needs_vllm
 def test_missing_model_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineDeadError, match=r"model folder not found.*nothing-here"):
-        start(VllmConfig(str(tmp_path / "nothing-here")))
+        start(VllmSetup(str(tmp_path / "nothing-here")))
     with pytest.raises(EngineDeadError, match=r"has no config\.json"):
-        start(VllmConfig(str(tmp_path)))
+        start(VllmSetup(str(tmp_path)))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(EngineDeadError, match=r"has no \*\.safetensors"):
-        start(VllmConfig(str(tmp_path)))
+        start(VllmSetup(str(tmp_path)))
 
 
 def test_start_while_a_child_imports_main_asks_for_a_guard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,18 +52,18 @@ def test_start_while_a_child_imports_main_asks_for_a_guard(monkeypatch: pytest.M
 
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(EngineDeadError, match="__main__"):
-        start(VllmConfig("anything"))
+        start(VllmSetup("anything"))
 
 
 def test_main_module_that_is_no_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/nowhere/<stdin>", raising=False)
     with pytest.raises(EngineDeadError, match="is no file"):
-        start(VllmConfig("anything"))
+        start(VllmSetup("anything"))
 
 
 def test_engine_that_was_not_started_says_so() -> None:
     async def ask() -> None:
-        await VllmEngine(VllmConfig("anything")).generate(
+        await VllmEngine(VllmSetup("anything")).generate(
             [1], SamplingParams(), session_id="a", policy_version=0
         )
 
@@ -76,7 +77,7 @@ def test_an_engine_that_starts_again_leaves_nothing_behind(
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    config = VllmConfig("anything", log_file=str(tmp_path / "run/engine.log"))
+    config = VllmSetup("anything", log_file=str(tmp_path / "run/engine.log"))
     first, second = engine_environment(config), engine_environment(config)
     assert first == second
     assert Path(first["VLLM_LOGGING_CONFIG_PATH"]).parent == tmp_path / "run"
@@ -109,7 +110,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
     for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.exceptions"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["vllm.v1.engine.exceptions"].EngineDeadError = KeyError  # type: ignore
-    engine = VllmEngine(VllmConfig("anything"))
+    engine = VllmEngine(VllmSetup("anything"))
     engine._llm = FakeLlm()
     return engine
 
@@ -123,10 +124,10 @@ def test_requests_carry_their_session_and_share_caches_within_one_version(
     engine._sampling_params = lambda **kw: wanted.append(kw)
 
     async def ask() -> None:
-        sampling = SamplingParams(stop=("</a>",), seed=5, temperature=0.5)
+        sampling = SamplingParams(stop=["</a>"], temperature=0.5)
         for session_id, version in (("a", 3), ("b", 3), ("a", 4)):
             got = await engine.generate(
-                [1, 2], sampling, session_id=session_id, policy_version=version
+                [1, 2], sampling, session_id=session_id, policy_version=version, seed=5
             )
             assert (got.token_ids, got.logprobs, got.stop_string) == ([7], [-0.5], "</a>")
 
@@ -153,7 +154,7 @@ def test_further_sampling_parameters_go_first_and_wrong_ones_fail_the_request(
     engine._sampling_params = params
 
     async def ask(extra: dict[str, Any]) -> None:
-        sampling = SamplingParams(extra=extra)
+        sampling = SamplingParams(additional_kwargs=extra)
         await engine.generate([1, 2], sampling, session_id="a", policy_version=0)
 
     asyncio.run(ask({"stop_token_ids": [5], "bad_words": ["x"]}))
@@ -179,7 +180,7 @@ def test_a_call_that_a_killed_engine_never_answers_ends(
 
         pause_generation = collective_rpc = reset_prefix_cache = never
 
-    engine = VllmEngine(VllmConfig("anything"))
+    engine = VllmEngine(VllmSetup("anything"))
     engine._llm = Killed()
     arguments = [tmp_path] if call == "load_weights_file" else []
     with pytest.raises(EngineDeadError, match="the vLLM engine for anything"):
@@ -224,7 +225,12 @@ async def _drive_real_engine(folder: Path, tokenizer, tmp_path: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
     log_file = tmp_path / "vllm.log"
-    config = VllmConfig(str(folder), max_model_len=256, max_num_seqs=32, log_file=str(log_file))
+    config = VllmSetup(
+        str(folder),
+        InferenceEngineConfig(max_num_seqs=32),
+        max_model_len=256,
+        log_file=str(log_file),
+    )
     async with VllmEngine(config) as engine:
         prompts = [tokenizer.encode(f"question {i}, " * (1 + i % 5)) for i in range(12)]
         first = await _sample(engine, prompts)
@@ -244,9 +250,10 @@ async def _sample(engine: VllmEngine, prompts: list[list[int]], *, version: int 
         *[
             engine.generate(
                 prompt,
-                SamplingParams(max_generate_length=24, seed=100 + i, temperature=0.7),
+                SamplingParams(max_generate_length=24, temperature=0.7),
                 session_id=f"s{i}",
                 policy_version=version,
+                seed=100 + i,
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -273,9 +280,10 @@ async def _is_reproducible(engine: VllmEngine, prompts, first) -> None:
         _are_the_same(again, before)
     alone = await engine.generate(
         prompts[3],
-        SamplingParams(max_generate_length=24, seed=103, temperature=0.7),
+        SamplingParams(max_generate_length=24, temperature=0.7),
         session_id="alone",
         policy_version=2,
+        seed=103,
     )
     _are_the_same(alone, first[3])
 
@@ -289,24 +297,28 @@ def _are_the_same(one: Generation, two: Generation) -> None:
 async def _stops_where_told(engine: VllmEngine, tokenizer) -> None:
     prompt = tokenizer.encode("stop test")
     free = await engine.generate(
-        prompt, SamplingParams(max_generate_length=30, seed=5), session_id="f", policy_version=0
+        prompt, SamplingParams(max_generate_length=30), session_id="f", policy_version=0, seed=5
     )
     text = tokenizer.decode(free.token_ids)
     printable = next(c for c in text if c.isascii() and c.isprintable())
     stopped = await engine.generate(
         prompt,
-        SamplingParams(max_generate_length=30, seed=5, stop=(printable,)),
+        SamplingParams(max_generate_length=30, stop=[printable]),
         session_id="g",
         policy_version=0,
+        seed=5,
     )
     assert (stopped.stop_reason, stopped.stop_string) == ("stop", printable)
     assert tokenizer.decode(stopped.token_ids).index(printable) >= 0
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
     by_id = await engine.generate(
         prompt,
-        SamplingParams(max_generate_length=30, seed=5, stop_token_ids=(free.token_ids[2],)),
+        SamplingParams(
+            max_generate_length=30, additional_kwargs={"stop_token_ids": [free.token_ids[2]]}
+        ),
         session_id="h",
         policy_version=0,
+        seed=5,
     )
     assert by_id.stop_string is None
     assert by_id.token_ids[-1] == free.token_ids[2]

@@ -68,6 +68,8 @@ class OneWeight:
         *,
         session_id: str,
         policy_version: int,
+        seed: int | None = None,
+        expert_indices_start: int = 0,
     ) -> Generation:
         self.check()
         assert not self.paused

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from fake_envs import FakePrompt, register_fakes
+from fake_envs import FakePrompt, loop_config, register_fakes
 
 from examples.asynchronous.soak import children, command_of
-from skyrl_fast.rollout.engine import Engine, SamplingParams
+from skyrl_fast.config import EnvironmentConfig, SamplingParams
+from skyrl_fast.rollout.engine import Engine
 from skyrl_fast.rollout.engine_pool import EnginePool
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.groups import run_groups
-from skyrl_fast.rollout.rollout_config import RolloutConfig
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.rollout.vllm_engine import VllmEngine
-from skyrl_fast.rollout.vllm_start import VllmConfig
+from skyrl_fast.rollout.vllm_start import VllmSetup
 from skyrl_fast.rollout.weight_gate import WeightGate
 from skyrl_fast.rollout.weight_update import WeightSync
 
@@ -101,16 +101,18 @@ def test_no_token_has_a_wrong_version_and_a_killed_engine_comes_back(
 ) -> None:
     async def go() -> None:
         versions = Versions(tiny_model_folder)
-        config = VllmConfig(str(tiny_model_folder), log_file=str(tmp_path / "engine.log"))
+        config = VllmSetup(str(tiny_model_folder), log_file=str(tmp_path / "engine.log"))
         pool = EnginePool([VllmEngine(config)])
         await pool.start()
         gate = WeightGate()
-        factory = EnvFactory(EnvConfig())
-        loop = RolloutConfig(
+        factory = EnvFactory(EnvironmentConfig())
+        loop = loop_config(
             n_samples_per_prompt=6,
             max_turns=3,
             max_input_length=900,
-            sampling_params=SamplingParams(max_generate_length=120, extra={"ignore_eos": True}),
+            sampling_params=SamplingParams(
+                max_generate_length=120, additional_kwargs={"ignore_eos": True}
+            ),
         )
         runner = GroupRunner(pool, tiny_tokenizer, factory, loop, seed=0, gate=gate)
         try:

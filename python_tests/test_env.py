@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from fake_envs import CountingEnv, register_fakes
 
+from skyrl_fast.config import EnvironmentConfig, SkyRLGymConfig
 from skyrl_fast.rollout.env import (
     EnvAnswer,
-    EnvConfig,
     EnvError,
     EnvFactory,
     EnvTimeoutError,
@@ -28,7 +28,7 @@ from skyrl_fast.rollout.env_threads import EnvThreads
 register_fakes()
 
 
-def with_factory(config: EnvConfig, use: Callable[[EnvFactory], Awaitable[Any]]) -> Any:
+def with_factory(config: EnvironmentConfig, use: Callable[[EnvFactory], Awaitable[Any]]) -> Any:
     async def go() -> Any:
         factory = EnvFactory(config)
         try:
@@ -37,6 +37,16 @@ def with_factory(config: EnvConfig, use: Callable[[EnvFactory], Awaitable[Any]])
             await factory.close()
 
     return asyncio.run(go())
+
+
+def gym(**env_config: Any) -> EnvironmentConfig:
+    """Return settings with those of environments of skyrl-gym, by their names."""
+    return EnvironmentConfig(skyrl_gym=SkyRLGymConfig(env_config=env_config))
+
+
+def workers(number: int, **options: Any) -> EnvironmentConfig:
+    """Return settings with so many threads."""
+    return EnvironmentConfig(skyrl_gym=SkyRLGymConfig(max_env_workers=number), **options)
 
 
 def test_text2sql_runs_a_query_and_scores_the_solution(tmp_path: Path) -> None:
@@ -63,7 +73,9 @@ def test_text2sql_runs_a_query_and_scores_the_solution(tmp_path: Path) -> None:
         await env.close()
         return looked, solved
 
-    config = EnvConfig(settings={"text2sql": {"db_path": str(tmp_path)}})
+    config = EnvironmentConfig(
+        skyrl_gym=SkyRLGymConfig(env_config={"text2sql": {"db_path": str(tmp_path)}})
+    )
     looked, solved = with_factory(config, use)
     assert (looked.done, looked.reward) == (False, 0.0)
     assert "5" in looked.messages[0]["content"]
@@ -73,9 +85,9 @@ def test_text2sql_runs_a_query_and_scores_the_solution(tmp_path: Path) -> None:
 def test_settings_reach_the_environment_as_attributes() -> None:
     async def use(factory: EnvFactory) -> Any:
         env = await factory.make("counting", {"max_turns": 1})
-        return env._env.env_config
+        return env._env.env.env_config
 
-    settings = with_factory(EnvConfig(settings={"counting": {"db_path": "x"}}), use)
+    settings = with_factory(gym(counting={"db_path": "x"}), use)
     assert settings.db_path == settings["db_path"] == "x"
     with pytest.raises(AttributeError, match="no 'db_pth'; it has \\['db_path'\\]"):
         _ = settings.db_pth
@@ -85,9 +97,9 @@ def test_settings_left_out_take_the_environments_defaults() -> None:
     async def use(factory: EnvFactory) -> Any:
         extras = {"max_turns": 2, "reward_spec": {"ground_truth": {"target": "x"}}}
         env = await factory.make("search", extras)
-        return env._env.tool_group
+        return env._env.env.tool_group
 
-    tools = with_factory(EnvConfig(settings={"search": {"topk": 7}}), use)
+    tools = with_factory(gym(search={"topk": 7}), use)
     assert (tools.topk, tools.search_url) == (7, "http://127.0.0.1:8000/retrieve")
 
 
@@ -107,23 +119,91 @@ def test_users_module_registers_its_environment(tmp_path: Path) -> None:
         return await (await factory.make("mine", {})).step("four")
 
     for _ in range(2):  # registering twice would be an error of skyrl_gym
-        assert with_factory(EnvConfig(register=(str(path),)), use).reward == 4.0
+        assert with_factory(EnvironmentConfig(register=[str(path)]), use).reward == 4.0
+
+
+OWN_ENV = """
+from skyrl_fast.rollout.env_protocol import Env, EnvStep
+
+class Echo(Env):
+    def __init__(self, row):
+        self.row = row
+
+    def step(self, action):
+        done = action == self.row["word"]
+        return EnvStep(float(done), done=done, observations="" if done else "again")
+
+    def metrics(self):
+        return {"word_length": len(self.row["word"])}
+
+def shouting(row):
+    return Echo({"word": row["word"].upper()})
+
+class Nothing:
+    def __init__(self, row): pass
+    def step(self, action): return {}
+"""
+
+
+@pytest.mark.parametrize(("name", "word"), [("Echo", "yes"), ("shouting", "YES")])
+def test_an_environment_by_its_class_or_factory(name: str, word: str, tmp_path: Path) -> None:
+    path = tmp_path / "own_env.py"
+    path.write_text(OWN_ENV)
+    env_class = f"{path}:{name}"
+
+    async def use(factory: EnvFactory) -> None:
+        env = await factory.make(env_class, {"word": "yes"})
+        prompt = [{"role": "user", "content": "say it"}]
+        assert await env.init(prompt) == prompt
+        first, second = await env.step("no"), await env.step(word)
+        assert (first.messages, first.reward, first.done) == (
+            [{"role": "user", "content": "again"}],
+            0.0,
+            False,
+        )
+        assert (second.messages, second.reward, second.done) == ([], 1.0, True)
+        assert await env.metrics() == {"word_length": 3}
+        await env.close()
+
+    with_factory(EnvironmentConfig(env_class=env_class), use)
+
+
+def test_an_environment_without_the_methods_of_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "own_env.py"
+    path.write_text(OWN_ENV)
+    wanted = "wanted an Env, got Nothing without init, metrics, close"
+    with pytest.raises(EnvError, match=wanted):
+        with_factory(EnvironmentConfig(), lambda factory: factory.make(f"{path}:Nothing", {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:Env", "env_class: cannot import 'no_such_module'"),
+        ("json:Env", "env_class: json has no 'Env'"),
+    ],
+)
+def test_an_environment_that_cannot_be_imported_is_refused_at_the_start(
+    name: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        EnvFactory(EnvironmentConfig(env_class=name))
 
 
 @pytest.mark.parametrize("module", ["no_such_module_anywhere", "/nowhere/env.py"])
 def test_module_that_cannot_be_imported_is_named(module: str) -> None:
     with pytest.raises(ValueError, match=f"environment.register: cannot import '{module}'"):
-        EnvFactory(EnvConfig(register=(module,)))
+        EnvFactory(EnvironmentConfig(register=[module]))
 
 
 def test_unknown_environment_lists_the_known_ones() -> None:
     with pytest.raises(EnvError, match=r"no environment of this name.*text2sql"):
-        with_factory(EnvConfig(), lambda factory: factory.make("typo", {}))
+        with_factory(EnvironmentConfig(), lambda factory: factory.make("typo", {}))
 
 
 def test_constructor_that_raises_is_named() -> None:
     with pytest.raises(EnvError, match=r"text2sql: make raised ValueError: the row lacks db_id"):
-        with_factory(EnvConfig(), lambda factory: factory.make("text2sql", {}))
+        with_factory(EnvironmentConfig(), lambda factory: factory.make("text2sql", {}))
 
 
 def test_call_that_never_returns_costs_its_deadline_and_no_worker() -> None:
@@ -138,7 +218,13 @@ def test_call_that_never_returns_costs_its_deadline_and_no_worker() -> None:
         assert factory.num_abandoned == 1
         return time.perf_counter() - started
 
-    assert with_factory(EnvConfig(max_env_workers=1, timeout_seconds=0.05), use) < 0.9
+    assert (
+        with_factory(
+            workers(1, timeout_seconds=0.05),
+            use,
+        )
+        < 0.9
+    )
 
 
 @pytest.mark.spec("3.23")
@@ -166,7 +252,7 @@ def test_an_environment_that_was_made_too_late_is_closed() -> None:
                 break
             await asyncio.sleep(0.05)
 
-    with_factory(EnvConfig(timeout_seconds=0.05), use)
+    with_factory(EnvironmentConfig(timeout_seconds=0.05), use)
     assert CountingEnv.closed == ["late"]
 
 
@@ -191,7 +277,7 @@ def test_no_more_calls_run_at_once_than_there_are_workers() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CountingEnv, "step", step)
-        with_factory(EnvConfig(max_env_workers=3), use)
+        with_factory(workers(3), use)
     assert 1 < most <= 3
 
 
@@ -201,19 +287,19 @@ def test_waiting_for_a_worker_does_not_count_against_the_deadline() -> None:
         envs = [await factory.make("counting", extras) for _ in range(6)]
         return await asyncio.gather(*[env.step("a") for env in envs])
 
-    answers = with_factory(EnvConfig(max_env_workers=1, timeout_seconds=0.4), use)
+    answers = with_factory(workers(1, timeout_seconds=0.4), use)
     assert [a.done for a in answers] == [True] * 6
 
 
 def test_sys_exit_in_an_environment_ends_only_its_call() -> None:
     async def use(factory: EnvFactory) -> None:
         env = await factory.make("counting", {"max_turns": 1})
-        env._env.step = lambda action: exit(3)
+        env._env.env.step = lambda action: exit(3)
         with pytest.raises(EnvError, match="SystemExit: 3"):
             await env.step("a")
         assert await env.metrics() == {"turns": 0, "last_action": ""}
 
-    with_factory(EnvConfig(), use)
+    with_factory(EnvironmentConfig(), use)
 
 
 GOOD = {"observations": [], "reward": 1, "done": False}
@@ -223,7 +309,7 @@ GOOD = {"observations": [], "reward": 1, "done": False}
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (None, "wanted a mapping with observations, reward, done; got NoneType"),
+        (None, "wanted an EnvStep, or a mapping with observations, reward, done; got NoneType"),
         ({"reward": 1.0}, "the answer lacks observations, done"),
         ({**GOOD, "reward": float("nan")}, "reward: wanted a finite number, got nan"),
         ({**GOOD, "reward": "high"}, "reward: wanted a finite number, got 'high'"),
@@ -263,10 +349,13 @@ def test_forms_of_observations(value: Any, wanted: list[dict[str, str]]) -> None
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (EnvConfig(max_env_workers=0), "max_env_workers: wanted >= 1, got 0"),
-        (EnvConfig(timeout_seconds=0), "timeout_seconds: wanted > 0, got 0"),
+        (
+            workers(0),
+            "max_env_workers: wanted at least 1, got 0",
+        ),
+        (EnvironmentConfig(timeout_seconds=0), "timeout_seconds: wanted more than 0, got 0"),
     ],
 )
-def test_config_out_of_range(config: EnvConfig, message: str) -> None:
+def test_config_out_of_range(config: EnvironmentConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EnvFactory(config)

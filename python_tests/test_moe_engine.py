@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_envs import FakePrompt, register_fakes
+from fake_envs import FakePrompt, loop_config, register_fakes
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import EnvironmentConfig, InferenceEngineConfig, SamplingParams
 from skyrl_fast.generator_output import generator_output_from_trajectories
-from skyrl_fast.rollout.engine import EngineDeadError, SamplingParams
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.engine import EngineDeadError
+from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.groups import rollout
-from skyrl_fast.rollout.rollout_config import RolloutConfig
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.rollout.vllm_engine import VllmEngine
-from skyrl_fast.rollout.vllm_start import VllmConfig
+from skyrl_fast.rollout.vllm_start import VllmSetup
 from skyrl_fast.rollout.weight_update import WeightSync, WeightSyncError
 
 register_fakes()
@@ -67,7 +67,9 @@ def moe_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) ->
 
 @needs_vllm
 def test_recording_routes_of_a_dense_model_is_refused(tiny_model_folder: Path) -> None:
-    config = VllmConfig(str(tiny_model_folder), enable_return_routed_experts=True)
+    config = VllmSetup(
+        str(tiny_model_folder), InferenceEngineConfig(enable_return_routed_experts=True)
+    )
     with pytest.raises(EngineDeadError, match="is no mixture of experts"):
         asyncio.run(VllmEngine(config).start())
 
@@ -89,11 +91,10 @@ async def _drive(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
 
     model = load_model(str(folder), device=torch.device("cpu"))
     policy = Policy(model, router_replay=True)
-    config = VllmConfig(
+    config = VllmSetup(
         str(folder),
+        InferenceEngineConfig(max_num_seqs=16, enable_return_routed_experts=True),
         max_model_len=300,
-        max_num_seqs=16,
-        enable_return_routed_experts=True,
         log_file=str(tmp_path / "vllm.log"),
     )
     async with VllmEngine(config) as engine:
@@ -126,7 +127,7 @@ async def _drive(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
 
 
 async def _rollouts(engine: VllmEngine, tokenizer: Any, *, version: int) -> list[Trajectory]:
-    environments = EnvFactory(EnvConfig())
+    environments = EnvFactory(EnvironmentConfig())
     try:
         return await rollout(
             [
@@ -140,7 +141,7 @@ async def _rollouts(engine: VllmEngine, tokenizer: Any, *, version: int) -> list
             engine,
             tokenizer,
             environments,
-            RolloutConfig(
+            loop_config(
                 n_samples_per_prompt=2,
                 max_turns=2,
                 max_input_length=256,
@@ -198,9 +199,11 @@ async def _cached_prefixes_return_the_routes_they_were_computed_with(
     for start in (0, known, len(second.prompt_token_ids)):
         again = await engine.generate(
             second.prompt_token_ids,
-            SamplingParams(max_generate_length=1, seed=1, expert_indices_start=start),
+            SamplingParams(max_generate_length=1),
             session_id="again",
             policy_version=0,
+            seed=1,
+            expert_indices_start=start,
         )
         assert again.expert_indices_start == start
         np.testing.assert_array_equal(

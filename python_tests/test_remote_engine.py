@@ -16,18 +16,18 @@ import pytest
 import torch
 
 from skyrl_fast import cli
-from skyrl_fast.config import ConfigError
+from skyrl_fast.config import ConfigError, InferenceEngineConfig, SamplingParams
 from skyrl_fast.config.loading import load_config
-from skyrl_fast.rollout.engine import EngineDeadError, EngineError, Generation, SamplingParams
+from skyrl_fast.rollout.engine import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.remote_engine import RemoteEngine
 from skyrl_fast.rollout.serve_vllm import serve_command, serve_environment
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
-from skyrl_fast.rollout.vllm_start import VllmConfig
+from skyrl_fast.rollout.vllm_start import VllmSetup
 from skyrl_fast.rollout.weight_update import WeightSyncError
-from skyrl_fast.train.vllm_rollouts import vllm_config
+from skyrl_fast.train.vllm_rollouts import vllm_setup
 
 SAMPLING = SamplingParams(
-    max_generate_length=8, temperature=0.5, stop=("</a>",), stop_token_ids=(9,), seed=5
+    max_generate_length=8, temperature=0.5, stop=["</a>"], additional_kwargs={"stop_token_ids": [9]}
 )
 
 
@@ -85,7 +85,7 @@ def with_engine(server: Server, work: Callable[[RemoteEngine], Any], **options: 
 
 
 async def ask(engine: RemoteEngine, version: int = 3) -> Generation:
-    return await engine.generate([1, 2], SAMPLING, session_id="s-1", policy_version=version)
+    return await engine.generate([1, 2], SAMPLING, session_id="s-1", policy_version=version, seed=5)
 
 
 @pytest.mark.spec("12.23")
@@ -289,7 +289,9 @@ def test_a_server_that_is_gone_is_dead_and_one_that_is_well_is_asked_again() -> 
 
 @pytest.mark.spec("12.28")
 def test_the_command_of_a_server(tmp_path: Path) -> None:
-    config = VllmConfig("model", max_model_len=100, max_num_batched_tokens=50, num_threads=1)
+    config = VllmSetup(
+        "model", InferenceEngineConfig(max_num_batched_tokens=50, num_threads=1), max_model_len=100
+    )
     command = serve_command(config, host="127.0.0.1", port=8001)
     assert command[3:9] == ["serve", "model", "--host", "127.0.0.1", "--port", "8001"]
     text = " ".join(command)
@@ -319,7 +321,7 @@ def test_the_engine_command_serves_the_trainers_model_on_loopback(
     class Served(Exception):  # noqa: N818
         pass
 
-    def serve(config: VllmConfig, *, host: str, port: int) -> None:
+    def serve(config: VllmSetup, *, host: str, port: int) -> None:
         served.append((config.model, config.max_model_len, host, port))
         raise Served
 
@@ -356,9 +358,9 @@ def test_rows_beyond_the_models_positions_are_refused_before_the_engine_starts(
     if refused:
         wanted = r"max_input_length \(32\) and .*max_generate_length \(16\): .* 40 positions .* 48$"
         with pytest.raises(ValueError, match=wanted):
-            vllm_config(config, str(tmp_path))
+            vllm_setup(config, str(tmp_path))
     else:
-        assert vllm_config(config, str(tmp_path)).max_model_len == 48
+        assert vllm_setup(config, str(tmp_path)).max_model_len == 48
 
 
 def test_a_servers_engine_is_told_to_end_with_it() -> None:

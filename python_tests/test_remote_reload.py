@@ -15,10 +15,10 @@ import torch
 from test_engine_updates import TOLERANCE, Versions
 
 from examples.asynchronous.two_servers import end, free_ports
-from skyrl_fast.rollout.engine import SamplingParams
+from skyrl_fast.config import InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.remote_engine import RemoteEngine
 from skyrl_fast.rollout.serve_vllm import serve_command, serve_environment
-from skyrl_fast.rollout.vllm_start import VllmConfig
+from skyrl_fast.rollout.vllm_start import VllmSetup
 from skyrl_fast.rollout.weight_update import WeightSyncError
 
 pytestmark = [
@@ -33,7 +33,7 @@ pytestmark = [
 def plain_server(model: Path, log: Path) -> Iterator[str]:
     """`vllm serve` without the worker extension; its address."""
     (port,) = free_ports(1)
-    config = VllmConfig(str(model), max_model_len=256, num_threads=1)
+    config = VllmSetup(str(model), InferenceEngineConfig(num_threads=1), max_model_len=256)
     command = serve_command(config, host="127.0.0.1", port=port)
     at = command.index("--worker-extension-cls")
     del command[at : at + 2]
@@ -77,9 +77,9 @@ def test_weights_reach_a_server_by_vllms_own_reload(
                 weights = dict(versions.models[-1].named_parameters())
                 report = await sync.update(weights)
                 assert report.max_difference < TOLERANCE < report.max_change
-                sampling = SamplingParams(max_generate_length=20, seed=version)
+                sampling = SamplingParams(max_generate_length=20)
                 got = await engine.generate(
-                    [5, 6, 7], sampling, session_id="a", policy_version=version
+                    [5, 6, 7], sampling, session_id="a", policy_version=version, seed=version
                 )
                 exact = versions.logprobs(version, [5, 6, 7, *got.token_ids])[2:].tolist()
                 assert got.logprobs == pytest.approx(exact, abs=TOLERANCE)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from fake_envs import FakePrompt, ScriptedEngine, prompt_with, register_fakes, run, says
+from fake_envs import (
+    FakePrompt,
+    ScriptedEngine,
+    loop_config,
+    prompt_with,
+    register_fakes,
+    run,
+    says,
+)
 
-from skyrl_fast.rollout.engine import SamplingParams
-from skyrl_fast.rollout.rollout_config import RolloutConfig
+from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.rollout.turn import request_seed
 
@@ -20,7 +25,7 @@ def test_groups_are_ordered_by_prompt_then_repetition(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     prompts = [FakePrompt(f"p{i}", env_extras={"turns": 3 - i}) for i in range(3)]
     seen: list[Trajectory] = []
-    config = RolloutConfig(n_samples_per_prompt=2, max_turns=4)
+    config = loop_config(n_samples_per_prompt=2, max_turns=4)
     got = run(tiny_tokenizer, prompts, config, engine, on_trajectory=seen.append)
     assert [(t.uid, t.repetition_id) for t in got] == [
         (f"p{i}", r) for i in range(3) for r in (0, 1)
@@ -30,7 +35,7 @@ def test_groups_are_ordered_by_prompt_then_repetition(tiny_tokenizer) -> None:
 
 @pytest.mark.spec("3.3", "3.17")
 def test_phase_chooses_samples_and_sampling_parameters(tiny_tokenizer) -> None:
-    config = RolloutConfig(
+    config = loop_config(
         n_samples_per_prompt=3,
         sampling_params=SamplingParams(temperature=1.0),
         eval_sampling_params=SamplingParams(temperature=0.0, max_generate_length=9),
@@ -46,7 +51,7 @@ def test_phase_chooses_samples_and_sampling_parameters(tiny_tokenizer) -> None:
 @pytest.mark.spec("3.17")
 def test_at_most_so_many_at_once(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
-    config = RolloutConfig(n_samples_per_prompt=20, max_concurrent_trajectories=3)
+    config = loop_config(n_samples_per_prompt=20, max_concurrent_trajectories=3)
     run(tiny_tokenizer, [prompt_with(turns=1)], config, engine)
     assert 1 <= engine.most_running <= 3
 
@@ -59,11 +64,11 @@ def seeds(tiny_tokenizer, **options) -> dict[str, int]:
     run(
         tiny_tokenizer,
         prompts,
-        RolloutConfig(n_samples_per_prompt=2, max_turns=2, max_concurrent_trajectories=2),
+        loop_config(n_samples_per_prompt=2, max_turns=2, max_concurrent_trajectories=2),
         engine,
         **options,
     )
-    return {f"{c.session_id}/{len(c.prompt_token_ids)}": c.sampling.seed for c in engine.calls}
+    return {f"{c.session_id}/{len(c.prompt_token_ids)}": c.seed for c in engine.calls}
 
 
 @pytest.mark.spec("3.14")
@@ -89,19 +94,21 @@ def test_evaluations_draw_the_same_numbers_at_every_version(tiny_tokenizer) -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_turns": 0}, "max_turns: wanted >= 1, got 0"),
-        ({"context": "other"}, "context: wanted one of"),
-        ({"max_retries": -1}, "max_retries >= 0"),
+        ({"max_turns": 0}, "generator.max_turns: wanted at least 1, got 0"),
+        ({"context": "other"}, "generator.context: wanted one of"),
+        ({"max_retries": -1}, "generator.max_retries: wanted at least 0, got -1"),
+        ({"max_input_length": None}, "wanted max_input_length and context resolved"),
     ],
 )
-def test_config_refuses_what_cannot_work(change: dict, message: str) -> None:
+def test_config_refuses_what_cannot_work(change: dict, message: str, tiny_tokenizer) -> None:
+    engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     with pytest.raises(ValueError, match=message):
-        replace(RolloutConfig(), **change)
+        run(tiny_tokenizer, [FakePrompt("a")], loop_config(**change), engine)
 
 
 def test_arguments_are_checked(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     with pytest.raises(ValueError, match="phase: wanted one of"):
-        run(tiny_tokenizer, [FakePrompt("a")], RolloutConfig(), engine, phase="test")
+        run(tiny_tokenizer, [FakePrompt("a")], loop_config(), engine, phase="test")
     with pytest.raises(ValueError, match="same uid"):
-        run(tiny_tokenizer, [FakePrompt("a"), FakePrompt("a")], RolloutConfig(), engine)
+        run(tiny_tokenizer, [FakePrompt("a"), FakePrompt("a")], loop_config(), engine)

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_envs import FakePrompt, register_fakes
+from fake_envs import FakePrompt, loop_config, register_fakes
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import EnvironmentConfig, SamplingParams
 from skyrl_fast.generator_output import (
     concatenate_generator_outputs,
     generator_output_from_trajectories,
 )
-from skyrl_fast.rollout.engine import EngineError, Generation, SamplingParams
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.engine import EngineError, Generation
+from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.groups import rollout
-from skyrl_fast.rollout.rollout_config import RolloutConfig
 from skyrl_fast.rollout.route_record import recorded_routes, routes_of_turn
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 
@@ -105,11 +105,16 @@ class RoutingEngine:
         self.starts: list[int] = []
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, **_: Any
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        expert_indices_start: int,
+        **_: Any,
     ) -> Generation:
         call = len(self.starts)
-        self.starts.append(sampling.expert_indices_start)
-        start = sampling.expert_indices_start if self.from_start else 0
+        self.starts.append(expert_indices_start)
+        start = expert_indices_start if self.from_start else 0
         ids = [*self.tokenizer.encode("yes"), self.tokenizer.eos_token_id]
         places = np.arange(len(prompt_token_ids) + len(ids) - 1, dtype=np.uint16)
         cells = np.stack([places, np.full_like(places, 1000 + call)], -1)[:, None]
@@ -118,8 +123,8 @@ class RoutingEngine:
 
 def run(tokenizer: Any, engine: RoutingEngine, context: str, turns: int = 3) -> Trajectory:
     async def go() -> list[Trajectory]:
-        factory = EnvFactory(EnvConfig())
-        config = RolloutConfig(max_turns=turns, max_input_length=500, context=context)
+        factory = EnvFactory(EnvironmentConfig())
+        config = loop_config(max_turns=turns, max_input_length=500, context=context)
         try:
             return await rollout(
                 [FakePrompt("p", env_extras={"turns": turns})],

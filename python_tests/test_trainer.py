@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -152,19 +153,19 @@ def test_learning_rate_zero_keeps_weights_and_reward(folder: Path) -> None:
         ("trainer.policy.model.path=./nowhere", "model folder not found: ./nowhere"),
         ("data.train_data=[nowhere.jsonl]", "data file not found: nowhere.jsonl"),
         ("trainer.train_batch_size=32", "at least trainer.train_batch_size=32 prompts, got 8"),
-        ("trainer.logger=[wandb]", "wandb"),
+        ("trainer.logger=[wandb]", "wandb is not installed: pip install wandb"),
+        ("trainer.logger=[mlflow]", "mlflow is not installed: pip install mlflow"),
+        ("trainer.logger=[trackio]", "trackio is not installed: pip install trackio"),
+        ("trainer.logger=['json:Nothing']", "trainer.logger: json has no 'Nothing'"),
+        ("trainer.logger=['json:loads']", "trainer.logger: json:loads did not start: TypeError"),
     ],
 )
 def test_what_is_missing_is_said_before_the_engine_starts(
     folder: Path, override: str, wanted: str
 ) -> None:
-    if "wandb" in override:
-        try:
-            import wandb  # noqa: F401
-
-            pytest.skip("wandb is installed")
-        except ImportError:
-            pass
+    package = wanted.partition(" ")[0]
+    if "is not installed" in wanted and importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
     recorder = Recorder()
     extra = ["trainer.policy_mini_batch_size=4"] if "batch" in override else []
     with pytest.raises(SetupError, match=wanted):

@@ -9,6 +9,7 @@ from fake_envs import (
     FakePrompt,
     FlakyEnv,
     ScriptedEngine,
+    loop_config,
     prompt_with,
     register_fakes,
     run,
@@ -18,7 +19,6 @@ from fake_envs import (
 from skyrl_fast.generator_output import generator_output_from_trajectories
 from skyrl_fast.rollout.engine import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.failures import FailureWatch, RolloutError
-from skyrl_fast.rollout.rollout_config import RolloutConfig
 from skyrl_fast.rollout.trajectory import Trajectory
 
 register_fakes()
@@ -36,9 +36,9 @@ def test_flaky_environment_is_tried_again(tiny_tokenizer) -> None:
     flaky = FakePrompt(
         "f", env_class="flaky", env_extras={"name": "f", "fail_times": 1, "turns": 1}
     )
-    (t,) = run(tiny_tokenizer, [flaky], RolloutConfig(max_retries=1), engine)
+    (t,) = run(tiny_tokenizer, [flaky], loop_config(max_retries=1), engine)
     assert (t.failure, len(t.steps)) == (None, 1)
-    assert len({c.sampling.seed for c in engine.calls}) == 2  # another attempt, another sample
+    assert len({c.seed for c in engine.calls}) == 2  # another attempt, another sample
 
 
 @pytest.mark.spec("3.10", "3.11")
@@ -48,7 +48,7 @@ def test_one_broken_environment_of_64_does_not_stop_the_step(tiny_tokenizer) -> 
         FakePrompt(f"p{i}", env_extras={"turns": 2, **({"raise_at": 2} if i == 17 else {})})
         for i in range(64)
     ]
-    got = run(tiny_tokenizer, prompts, RolloutConfig(max_turns=2, max_retries=2), engine)
+    got = run(tiny_tokenizer, prompts, loop_config(max_turns=2, max_retries=2), engine)
     failed = [t for t in got if t.failure]
     assert [t.uid for t in failed] == ["p17"]
     assert "counting: step raised RuntimeError: the database is locked" in failed[0].failure
@@ -67,7 +67,7 @@ def test_call_that_does_not_return_is_an_environment_error_and_the_others_finish
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     hanging = FakePrompt("h", env_extras={"turns": 2, "hang_at": 1, "hang_seconds": 1.5})
     prompts = [hanging, *[FakePrompt(f"p{i}", env_extras={"turns": 1}) for i in range(6)]]
-    config = RolloutConfig(max_turns=2, max_retries=1)
+    config = loop_config(max_turns=2, max_retries=1)
     got = run(tiny_tokenizer, prompts, config, engine, timeout=0.1, workers=2)
     assert (got[0].stop_reason, got[0].steps) == ("env_error", [])
     assert "step did not return within 0.1 s" in got[0].failure
@@ -85,7 +85,7 @@ def test_call_that_does_not_return_is_an_environment_error_and_the_others_finish
 )
 def test_environment_errors(tiny_tokenizer, extras: dict, failure: str) -> None:
     refusing = "{% if messages[-1]['role'] == 'judge' %}{{ raise_exception('who?') }}{% endif %}"
-    config = RolloutConfig(
+    config = loop_config(
         max_turns=3, max_retries=0, chat_template=refusing + tiny_tokenizer.chat_template
     )
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
@@ -104,11 +104,11 @@ def test_error_after_some_steps_starts_anew_with_other_seeds(tiny_tokenizer) -> 
         return EngineError("refused") if n == 2 else says(tiny_tokenizer, f"a{n}")
 
     engine = ScriptedEngine(answer)
-    (t,) = run(tiny_tokenizer, [prompt_with(turns=3)], RolloutConfig(max_turns=3), engine)
+    (t,) = run(tiny_tokenizer, [prompt_with(turns=3)], loop_config(max_turns=3), engine)
     assert (t.failure, t.stop_reason) == (None, "stop")
     assert [s.text for s in t.steps] == ["a3", "a4", "a5"]  # nothing of the first attempt
     assert [c.session_id[-2:] for c in engine.calls] == ["-0"] * 3 + ["-1"] * 3
-    assert len({c.sampling.seed for c in engine.calls}) == 6
+    assert len({c.seed for c in engine.calls}) == 6
     assert CountingEnv.closed == ["", ""]
 
 
@@ -118,7 +118,7 @@ def test_error_after_some_steps_starts_anew_with_other_seeds(tiny_tokenizer) -> 
 @pytest.mark.spec("3.22", "3.8", "3.25")
 def test_at_its_deadline_a_trajectory_ends_with_the_steps_it_has(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: None if n == 2 else says(tiny_tokenizer, "a"))
-    config = RolloutConfig(max_turns=9, max_retries=3, trajectory_timeout_seconds=0.3)
+    config = loop_config(max_turns=9, max_retries=3, trajectory_timeout_seconds=0.3)
     (t,) = run(tiny_tokenizer, [prompt_with(turns=9)], config, engine)
     assert (t.stop_reason, t.failure, len(engine.calls)) == ("timeout", None, 3)
     assert [s.stop_reason for s in t.steps] == ["stop", "timeout"]
@@ -136,7 +136,7 @@ def test_deadline_within_an_environment_call_leaves_that_turn_out(tiny_tokenizer
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     slow = FakePrompt("slow", env_extras={"turns": 9, "hang_at": 2, "hang_seconds": 1.0})
     fast = FakePrompt("fast", env_extras={"turns": 1})
-    config = RolloutConfig(max_turns=9, max_retries=0, trajectory_timeout_seconds=0.3)
+    config = loop_config(max_turns=9, max_retries=0, trajectory_timeout_seconds=0.3)
     got = run(tiny_tokenizer, [slow, fast], config, engine)
     assert (got[0].stop_reason, got[0].failure, len(got[0].steps)) == ("timeout", None, 1)
     assert got[0].steps[-1].stop_reason == "timeout"
@@ -150,7 +150,7 @@ def test_deadline_before_the_first_step_is_a_failure_without_another_attempt(
     tiny_tokenizer,
 ) -> None:
     engine = ScriptedEngine(lambda call, n: None)
-    config = RolloutConfig(max_turns=9, max_retries=5, trajectory_timeout_seconds=0.2)
+    config = loop_config(max_turns=9, max_retries=5, trajectory_timeout_seconds=0.2)
     (t,) = run(tiny_tokenizer, [prompt_with(turns=9)], config, engine)
     assert (t.stop_reason, t.steps, len(engine.calls)) == ("timeout", [], 1)
     assert "turn 1 of attempt 1 was not over 0.2 s after the start" in t.failure
@@ -161,7 +161,7 @@ def test_deadline_before_the_first_step_is_a_failure_without_another_attempt(
 @pytest.mark.spec("3.26")
 def test_the_deadline_covers_all_attempts(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: EngineError("refused") if n == 0 else None)
-    config = RolloutConfig(max_turns=9, max_retries=5, trajectory_timeout_seconds=0.3)
+    config = loop_config(max_turns=9, max_retries=5, trajectory_timeout_seconds=0.3)
     (t,) = run(tiny_tokenizer, [prompt_with(turns=9)], config, engine)
     assert len(engine.calls) == 2
     assert "turn 1 of attempt 2" in t.failure
@@ -180,7 +180,7 @@ def test_the_deadline_covers_all_attempts(tiny_tokenizer) -> None:
 )
 def test_engine_errors(tiny_tokenizer, answer: Generation | Exception, failure: str) -> None:
     engine = ScriptedEngine(lambda call, n: answer)
-    (t,) = run(tiny_tokenizer, [prompt_with(turns=1)], RolloutConfig(max_retries=1), engine)
+    (t,) = run(tiny_tokenizer, [prompt_with(turns=1)], loop_config(max_retries=1), engine)
     assert t.stop_reason == "engine_error"
     assert failure in t.failure
     assert len(engine.calls) == 2  # tried again
@@ -188,9 +188,9 @@ def test_engine_errors(tiny_tokenizer, answer: Generation | Exception, failure: 
 
 def test_metrics_that_raise_cost_the_metrics_only(tiny_tokenizer, caplog) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
-    (t,) = run(tiny_tokenizer, [prompt_with(turns=1, odd_metrics=True)], RolloutConfig(), engine)
+    (t,) = run(tiny_tokenizer, [prompt_with(turns=1, odd_metrics=True)], loop_config(), engine)
     assert (t.failure, t.env_metrics, len(t.steps)) == (None, {}, 1)
-    assert "get_metrics raised KeyError" in caplog.text
+    assert "metrics raised KeyError" in caplog.text
 
 
 # --- the others go on --------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_failed_request_fails_its_trajectory_only(tiny_tokenizer) -> None:
     got = run(
         tiny_tokenizer,
         [FakePrompt(uid, env_extras={"turns": 1}) for uid in ("good", "bad")],
-        RolloutConfig(),
+        loop_config(),
         ScriptedEngine(answer),
     )
     assert [t.stop_reason for t in got] == ["stop", "engine_error"]
@@ -214,14 +214,14 @@ def test_failed_request_fails_its_trajectory_only(tiny_tokenizer) -> None:
 def test_dead_engine_ends_the_rollout(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: EngineDeadError("gone"))
     with pytest.raises(EngineDeadError, match="gone"):
-        run(tiny_tokenizer, [FakePrompt("a"), FakePrompt("b")], RolloutConfig(), engine)
+        run(tiny_tokenizer, [FakePrompt("a"), FakePrompt("b")], loop_config(), engine)
 
 
 @pytest.mark.spec("3.28", "3.11")
 def test_a_batch_of_failures_is_stubs_and_a_loud_warning(tiny_tokenizer, caplog) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     prompts = [FakePrompt(f"p{i}", env_class="typo") for i in range(7)]
-    got = run(tiny_tokenizer, prompts, RolloutConfig(), engine)
+    got = run(tiny_tokenizer, prompts, loop_config(), engine)
     assert [t.stop_reason for t in got] == ["env_error"] * 7
     assert "NOTHING TO TRAIN IN THIS BATCH: 7 of 7 trajectories failed" in caplog.text
     assert "p0/0: environment typo: make raised ValueError: no environment" in caplog.text

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from skyrl_fast.config import EnvironmentConfig
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine_pool import EnginePool
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
-from skyrl_fast.train.vllm_rollouts import VllmRollouts, rollout_config, vllm_config
+from skyrl_fast.rollout.env import EnvFactory
+from skyrl_fast.rollout.rollout_config import loop_settings
+from skyrl_fast.train.vllm_rollouts import VllmRollouts, vllm_setup
 
 
 class NoEngine:
@@ -34,7 +36,7 @@ def test_the_probe_is_made_once_and_fits_the_engine(tmp_path: Path, tiny_tokeniz
         ],
     )
     pool = EnginePool([NoEngine()])  # type: ignore[list-item]
-    rollouts = VllmRollouts(config, tiny_tokenizer, pool, EnvFactory(EnvConfig()))
+    rollouts = VllmRollouts(config, tiny_tokenizer, pool, EnvFactory(EnvironmentConfig()))
     probe = rollouts._probe
     assert [len(ids) for ids in probe] == [11, 9]  # with the token behind it 12, the engine's most
     assert tiny_tokenizer.decode(probe[0]) == "a prompt th"
@@ -62,10 +64,10 @@ def test_the_engine_finds_the_model_where_the_trainer_does(
         None,
         [*needed, "trainer.max_prompt_length=8", "generator.sampling_params.max_generate_length=8"],
     )
-    assert vllm_config(config, path).model == str(folder)
+    assert vllm_setup(config, path).model == str(folder)
     config.trainer.max_prompt_length = 60  # its positions are read there, too
     with pytest.raises(ValueError, match="wanted at most the 64 positions"):
-        vllm_config(config, path)
+        vllm_setup(config, path)
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("{", "no JSON"), ("[]", "got list")])
@@ -73,7 +75,7 @@ def test_a_models_broken_settings_are_named(text: str, wanted: str, tmp_path: Pa
     (tmp_path / "config.json").write_text(text)
     needed = ["data.train_data=[x.jsonl]", f"trainer.policy.model.path={tmp_path}"]
     with pytest.raises(ValueError, match=rf"config\.json: .*{wanted}"):
-        vllm_config(load_config(None, needed), str(tmp_path))
+        vllm_setup(load_config(None, needed), str(tmp_path))
 
 
 @pytest.mark.spec("3.32")
@@ -92,13 +94,13 @@ def test_evaluations_without_trainings_stop_strings_are_warned_of(
             else "generator.eval_sampling_params.temperature=0",
         ],
     )
-    own = rollout_config(config).eval_sampling_params
+    own = loop_settings(config).eval_sampling_params
     assert own is not None
-    assert (own.max_generate_length, own.stop) == (1024, (stop,) if stop else ())
+    assert (own.max_generate_length, own.stop) == (1024, [stop] if stop else None)
     assert ("eval_sampling_params.stop: nothing ends a turn" in caplog.text) == (not stop)
 
 
 def test_a_model_that_is_nowhere_keeps_its_name() -> None:
     config = load_config(None, ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"])
     for path in ("nowhere", "./nowhere", "org/nowhere", "no/hub/name"):
-        assert vllm_config(config, path).model == path
+        assert vllm_setup(config, path).model == path

@@ -8,8 +8,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from fake_envs import Call, FakePrompt, ScriptedEngine, register_fakes, says
+from fake_envs import Call, FakePrompt, ScriptedEngine, loop_config, register_fakes, says
 
+from skyrl_fast.config import EnvironmentConfig
 from skyrl_fast.rollout.activity import (
     ACTING,
     GENERATING,
@@ -19,9 +20,8 @@ from skyrl_fast.rollout.activity import (
     Watchdog,
 )
 from skyrl_fast.rollout.engine import Generation
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.group_runner import GroupDroppedError, GroupRunner
-from skyrl_fast.rollout.rollout_config import RolloutConfig
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.rollout.weight_gate import WeightGate
 
@@ -116,12 +116,12 @@ async def run_deaf(
     """One group; the clock runs ten deadlines ahead whenever nothing else happens."""
     clock = Clock()
     engine = Deaf(tokenizer, deaf)
-    factory = EnvFactory(EnvConfig())
+    factory = EnvFactory(EnvironmentConfig())
     runner = GroupRunner(
         engine,
         tokenizer,
         factory,
-        RolloutConfig(
+        loop_config(
             n_samples_per_prompt=samples,
             eval_n_samples_per_prompt=samples,
             max_retries=retries,
@@ -214,9 +214,9 @@ def test_failed_attempts_are_counted_by_name(tiny_tokenizer: Any) -> None:
         return says(tiny_tokenizer, "a")
 
     async def go() -> GroupRunner:
-        factory = EnvFactory(EnvConfig())
+        factory = EnvFactory(EnvironmentConfig())
         runner = GroupRunner(
-            ScriptedEngine(answer), tiny_tokenizer, factory, RolloutConfig(max_turns=2),
+            ScriptedEngine(answer), tiny_tokenizer, factory, loop_config(max_turns=2),
             seed=0, gate=WeightGate(),
         )  # fmt: skip
         prompt = FakePrompt("p", env_extras={"raise_at": 1})

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_envs import FakePrompt, register_fakes
+from fake_envs import FakePrompt, loop_config, register_fakes
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_fast.config import EnvironmentConfig, SamplingParams
 from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_updates
-from skyrl_fast.rollout.engine import EngineError, Generation, SamplingParams
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.engine import EngineError, Generation
+from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.groups import run_groups
-from skyrl_fast.rollout.rollout_config import RolloutConfig
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.rollout.weight_gate import WeightGate
@@ -35,7 +35,7 @@ class Parts:
         self.gate = gate
         self.response = list(response)
         self.sizes = list(sizes)
-        self.asked: list[tuple[list[int], SamplingParams, int]] = []
+        self.asked: list[tuple[list[int], SamplingParams, int | None]] = []
 
     async def generate(
         self,
@@ -44,8 +44,10 @@ class Parts:
         *,
         session_id: str,
         policy_version: int,
+        seed: int | None = None,
+        expert_indices_start: int = 0,
     ) -> Generation:
-        self.asked.append((list(prompt_token_ids), sampling, policy_version))
+        self.asked.append((list(prompt_token_ids), sampling, seed))
         done = len(prompt_token_ids) - 2
         left = self.response[done:]
         if not self.sizes:
@@ -64,14 +66,14 @@ class Parts:
 
 
 def through(
-    tokenizer: Any, response: Sequence[int], sizes: Sequence[int], stop: tuple[str, ...] = ()
+    tokenizer: Any, response: Sequence[int], sizes: Sequence[int], stop: Sequence[str] = ()
 ) -> tuple[Parts, VersionedGeneration]:
     async def go() -> tuple[Parts, VersionedGeneration]:
         gate = WeightGate(7)
         parts = Parts(gate, response, sizes)
         got = await generate_through_updates(
             parts, gate, tokenizer, [1, 2],
-            SamplingParams(max_generate_length=len(response), stop=stop),
+            SamplingParams(max_generate_length=len(response), stop=list(stop)),
             session_id="s", seed_of_part=lambda part: 1000 + part,
         )  # fmt: skip
         return parts, got
@@ -90,7 +92,7 @@ def test_tokens_stay_and_know_their_version(tiny_tokenizer: Any) -> None:
         [1, 2], [1, 2, 10, 11], [1, 2, 10, 11], [1, 2, 10, 11, 12],
     ]  # fmt: skip
     assert [s.max_generate_length for _, s, _ in parts.asked] == [5, 3, 3, 2]
-    assert [s.seed for _, s, _ in parts.asked] == [1000, 1001, 1002, 1003]
+    assert [seed for _, _, seed in parts.asked] == [1000, 1001, 1002, 1003]
 
 
 def test_routes_that_are_recorded_stay(tiny_tokenizer: Any) -> None:
@@ -239,8 +241,8 @@ def test_steps_record_the_versions_of_their_tokens(tiny_tokenizer: Any, in_fligh
     async def go() -> Trajectory:
         engine = TwoTurns(tiny_tokenizer)
         gate = WeightGate(3)
-        factory = EnvFactory(EnvConfig())
-        config = RolloutConfig(max_turns=2, sampling_params=SamplingParams(max_generate_length=4))
+        factory = EnvFactory(EnvironmentConfig())
+        config = loop_config(max_turns=2, sampling_params=SamplingParams(max_generate_length=4))
         runner = GroupRunner(engine, tiny_tokenizer, factory, config, seed=0, gate=gate)
         work = asyncio.create_task(
             run_groups(runner, [FakePrompt("p")], phase="train", policy_version=3)

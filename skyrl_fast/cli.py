@@ -136,16 +136,16 @@ def _engine(options: argparse.Namespace) -> int:
         from skyrl_fast.rollout.engine import EngineDeadError
         from skyrl_fast.rollout.serve_vllm import serve
         from skyrl_fast.rollout.vllm_start import check_model_folder
-        from skyrl_fast.train.vllm_rollouts import vllm_config
+        from skyrl_fast.train.vllm_rollouts import vllm_setup
     except ImportError as error:
         return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train,vllm]'")
     try:
         config = load_config(options.config, options.overrides)
-        settings = vllm_config(config, str(config.trainer.policy.model.path))
-        check_model_folder(settings)
+        setup = vllm_setup(config, str(config.trainer.policy.model.path))
+        check_model_folder(setup)
     except (ValueError, EngineDeadError) as error:
         return _complain(str(error))
-    serve(replace(settings, log_file=None), host=options.host, port=options.port)
+    serve(replace(setup, log_file=None), host=options.host, port=options.port)
     raise AssertionError("unreachable: this process has become the server")
 
 

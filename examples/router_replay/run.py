@@ -27,13 +27,17 @@ sys.path.insert(0, str(HERE.parents[1]))  # this file may be started from anywhe
 from examples.router_replay.make_model import WORDS, make_model  # noqa: E402
 from examples.tiny_model.recipe import make_once  # noqa: E402
 from skyrl_fast.batch import StepBatch  # noqa: E402
+from skyrl_fast.config import (  # noqa: E402
+    EnvironmentConfig,
+    GeneratorConfig,
+    InferenceEngineConfig,
+    SamplingParams,
+)
 from skyrl_fast.generator_output import generator_output_from_trajectories  # noqa: E402
-from skyrl_fast.rollout.engine import SamplingParams  # noqa: E402
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory  # noqa: E402
+from skyrl_fast.rollout.env import EnvFactory  # noqa: E402
 from skyrl_fast.rollout.groups import rollout  # noqa: E402
-from skyrl_fast.rollout.rollout_config import RolloutConfig  # noqa: E402
 from skyrl_fast.rollout.vllm_engine import VllmEngine  # noqa: E402
-from skyrl_fast.rollout.vllm_start import VllmConfig  # noqa: E402
+from skyrl_fast.rollout.vllm_start import VllmSetup  # noqa: E402
 from skyrl_fast.train.micro_batch import plan_micro_batches  # noqa: E402
 from skyrl_fast.train.policy import Policy, hide_progress_bars, load_model  # noqa: E402
 from skyrl_fast.train.prompts import Prompt  # noqa: E402
@@ -76,22 +80,22 @@ async def sample(model_path: Path, log_file: Path, *, num_prompts: int, samples:
     """Roll out on vLLM, and return the rows with log-probabilities and routes."""
     from transformers import AutoTokenizer
 
-    config = RolloutConfig(
+    config = GeneratorConfig(
         n_samples_per_prompt=samples,
         max_turns=TURNS,
         max_input_length=MAX_INPUT_LENGTH,
         sampling_params=SamplingParams(max_generate_length=MAX_GENERATE_LENGTH),
+        context="append",
     )
     engine = VllmEngine(
-        VllmConfig(
+        VllmSetup(
             str(model_path),
-            dtype="float32",
+            InferenceEngineConfig(model_dtype="float32", enable_return_routed_experts=True),
             max_model_len=MAX_INPUT_LENGTH + MAX_GENERATE_LENGTH,
-            enable_return_routed_experts=True,
             log_file=str(log_file),
         )
     )
-    environments = EnvFactory(EnvConfig(register=(str(HERE / "rooms_env.py"),)))
+    environments = EnvFactory(EnvironmentConfig(register=[str(HERE / "rooms_env.py")]))
     try:
         await engine.start()
         trajectories = await rollout(

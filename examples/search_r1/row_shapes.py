@@ -32,12 +32,12 @@ from examples.search_r1 import make_data as data  # noqa: E402
 from examples.search_r1.run import LONG_MAX_LENGTH, serve  # noqa: E402
 from examples.search_r1.warm_start import search_tokenizer  # noqa: E402
 from examples.tiny_model.jsonl import read_jsonl, write_jsonl  # noqa: E402
+from skyrl_fast.config import EnvironmentConfig, GeneratorConfig, SamplingParams, SkyRLGymConfig  # noqa: E402
 from skyrl_fast.config.loading import load_config  # noqa: E402
 from skyrl_fast.rollout.context import make_context  # noqa: E402
-from skyrl_fast.rollout.engine import Generation, SamplingParams  # noqa: E402
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory  # noqa: E402
+from skyrl_fast.rollout.engine import Generation  # noqa: E402
+from skyrl_fast.rollout.env import EnvFactory  # noqa: E402
 from skyrl_fast.rollout.groups import rollout  # noqa: E402
-from skyrl_fast.rollout.rollout_config import RolloutConfig  # noqa: E402
 from skyrl_fast.train.prompts import Prompt, load_prompts  # noqa: E402
 
 FILLER_WORDS = 600  # behind each fact, on average: three passages are thousands of tokens
@@ -112,7 +112,7 @@ async def old_form(
     engine: ScriptedEngine,
     tokenizer: Any,
     environments: EnvFactory,
-    config: RolloutConfig,
+    config: GeneratorConfig,
 ) -> list[tuple[int, int, int]]:
     """Rows of one trajectory whose observations lie in the responses, its check a turn late."""
     extras = {**prompt.env_extras, "max_turns": config.max_turns}
@@ -147,14 +147,15 @@ async def all_forms(
     from skyrl_fast.generator_output import generator_output_from_trajectories
 
     generator = settings.generator
-    config = RolloutConfig(
+    config = GeneratorConfig(
         n_samples_per_prompt=generator.n_samples_per_prompt,
         max_turns=generator.max_turns,
         max_input_length=generator.max_input_length,
         sampling_params=SamplingParams(generator.sampling_params.max_generate_length),
+        context="append",
     )
     search = {**settings.environment.skyrl_gym.search, "search_url": search_url}
-    environments = EnvFactory(EnvConfig(settings={"search": search}))
+    environments = EnvFactory(EnvironmentConfig(skyrl_gym=SkyRLGymConfig(search=search)))
 
     def engine() -> ScriptedEngine:
         return ScriptedEngine(tokenizer, config.max_turns)

@@ -5,16 +5,21 @@ from skyrl_fast.config.corrections import (
     KlCtrlConfig,
     OffPolicyCorrectionConfig,
 )
+from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.field import ConfigError
-from skyrl_fast.config.loading import check_config, load_config
+from skyrl_fast.config.loading import check_config, check_limits, load_config
+from skyrl_fast.config.loggers import LOGGERS
 from skyrl_fast.config.settings import (
     ADVANTAGE_ESTIMATORS,
     OUTCOME_ESTIMATORS,
     SCOPES,
     AlgorithmConfig,
     Config,
+    EnvironmentConfig,
     GeneratorConfig,
     OptimizerConfig,
+    SamplingParams,
+    SkyRLGymConfig,
     max_input_length,
     merges_steps,
     to_dict,
@@ -22,17 +27,23 @@ from skyrl_fast.config.settings import (
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
+    "LOGGERS",
     "OUTCOME_ESTIMATORS",
     "SCOPES",
     "AlgorithmConfig",
     "Config",
     "ConfigError",
     "DynamicSamplingConfig",
+    "EnvironmentConfig",
     "GeneratorConfig",
+    "InferenceEngineConfig",
     "KlCtrlConfig",
     "OffPolicyCorrectionConfig",
     "OptimizerConfig",
+    "SamplingParams",
+    "SkyRLGymConfig",
     "check_config",
+    "check_limits",
     "load_config",
     "max_input_length",
     "merges_steps",

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.config.engine import InferenceEngineConfig
+from skyrl_fast.config.objects import is_object_name
 from skyrl_fast.config.settings import (
     TURN_ESTIMATORS,
     AlgorithmConfig,
@@ -130,8 +131,7 @@ def build_config(values: dict[str, Any]) -> Config:
 
 def check_config(config: Config) -> None:
     """Raises ConfigError for values that are out of range or do not fit together."""
-    for key, item, value in _leaves(config, ""):
-        _check_limits(key, item.metadata, value)
+    check_limits(config)
     trainer, generator = config.trainer, config.generator
     if not config.data.train_data:
         raise ConfigError("data.train_data: wanted at least one file of prompts, got none")
@@ -172,6 +172,12 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             "trainer.eval_interval, ckpt_interval, max_ckpts_to_keep: wanted >= 1 or -1, got 0"
         )
+
+
+def check_limits(section: Any, key: str = "") -> None:
+    """Raise ConfigError for a value of this section that is out of range; `key`: the section's."""
+    for path, item, value in _leaves(section, key):
+        _check_limits(path, item.metadata, value)
 
 
 def _check_sampling(key: str, sampling: SamplingParams | None) -> None:
@@ -345,7 +351,7 @@ def _check_limits(key: str, metadata: typing.Mapping[str, Any], value: Any) -> N
     choices = metadata.get("choices")
     if choices is not None:
         for item in value if isinstance(value, list) else [value]:
-            if item not in choices:
+            if item not in choices and not (metadata["or_object"] and is_object_name(item)):
                 near = difflib.get_close_matches(str(item), choices, n=1)
                 hint = f" (did you mean {near[0]!r}?)" if near else ""
                 raise ConfigError(f"{key}: wanted one of {', '.join(choices)}, got {item!r}{hint}")

@@ -20,6 +20,7 @@ from skyrl_fast.config.corrections import (
 from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.field import DTYPES, setting
 from skyrl_fast.config.field import ConfigError as ConfigError
+from skyrl_fast.config.loggers import LOGGERS
 from skyrl_fast.config.losses import (
     CispoConfig,
     ClipCovConfig,
@@ -55,7 +56,6 @@ LOSS_REDUCTIONS = (
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
 SCHEDULERS = ("constant_with_warmup", "linear", "cosine")
 SCOPES = ("row", "trajectory")
-LOGGERS = ("jsonl", "tensorboard", "wandb")
 ROWS = ("auto", "step", "merged", "tree")
 
 
@@ -274,8 +274,13 @@ class TrainerConfig:
     num_threads: int | None = setting(
         None, "CPU threads of each rank; null: torch's, divided among them", at_least=1
     )
-    logger: list[str] = setting(["jsonl", "tensorboard"], "where metrics go", choices=LOGGERS)
-    project_name: str = setting("skyrl_fast", "of Weights & Biases")
+    logger: list[str] = setting(
+        ["jsonl", "tensorboard"],
+        "where metrics go; also module:Class or file.py:Class of a Logger",
+        choices=tuple(LOGGERS),
+        or_object=True,
+    )
+    project_name: str = setting("skyrl_fast", "of Weights & Biases, MLflow, Trackio")
     run_name: str = setting("run", "shown by loggers")
     dump_trajectories: bool = setting(
         True, "keep every trajectory, for people and `skyrl-fast view`"
@@ -352,6 +357,16 @@ class GeneratorConfig:
     trajectory_timeout_seconds: float = setting(300.0, "deadline of one trajectory", above=0)
     max_retries: int = setting(1, "of a failed trajectory before it becomes a stub", at_least=0)
 
+    def samples(self, phase: str) -> int:
+        """Return the trajectories per prompt in "train" or "eval"."""
+        return self.n_samples_per_prompt if phase == "train" else self.eval_n_samples_per_prompt
+
+    def sampling(self, phase: str) -> SamplingParams:
+        """Return the sampling parameters of "train" or "eval"."""
+        if phase == "eval" and self.eval_sampling_params is not None:
+            return self.eval_sampling_params
+        return self.sampling_params
+
 
 @dataclass(slots=True)
 class SkyRLGymConfig:
@@ -368,10 +383,14 @@ class SkyRLGymConfig:
 class EnvironmentConfig:
     """What the agent acts in."""
 
-    env_class: str = setting("gsm8k", "registered in skyrl_gym; a row's own env_class goes first")
+    env_class: str = setting(
+        "gsm8k",
+        "module:Class or file.py:Class of an Env, or a name registered in skyrl_gym; a row's own "
+        "env_class goes first",
+    )
     skyrl_gym: SkyRLGymConfig = setting(SkyRLGymConfig, "skyrl_gym's settings")
     register: list[str] = setting(
-        [], "Python modules or files imported first: they call skyrl_gym.register"
+        [], "Python modules or files imported first, such as those that call skyrl_gym.register"
     )
     timeout_seconds: float = setting(60.0, "deadline of one environment call", above=0)
 

@@ -10,9 +10,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
+from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.rollout.activity import (
     ACTING,
     CLOSING,
@@ -24,8 +24,8 @@ from skyrl_fast.rollout.activity import (
 from skyrl_fast.rollout.context import Context, ContextError, make_context, message_text
 from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_updates
 from skyrl_fast.rollout.engine import EngineDeadError, EngineError, Generation, Sampler
-from skyrl_fast.rollout.env import Env, EnvAnswer, EnvError, EnvFactory
-from skyrl_fast.rollout.rollout_config import RolloutConfig, RolloutPrompt
+from skyrl_fast.rollout.env import EnvAnswer, EnvError, EnvFactory, EnvSession
+from skyrl_fast.rollout.rollout_config import RolloutPrompt
 from skyrl_fast.rollout.route_record import recorded_routes, routes_of_turn
 from skyrl_fast.rollout.stop_reason import (
     ENGINE_ERROR,
@@ -50,7 +50,7 @@ class AgentLoop:
         engine: Sampler,
         tokenizer: Any,
         env_factory: EnvFactory,
-        config: RolloutConfig,
+        config: GeneratorConfig,
         *,
         phase: str,
         policy_version: int,
@@ -71,6 +71,8 @@ class AgentLoop:
         self._tokenizer = tokenizer
         self._env_factory = env_factory
         self._config = config
+        assert config.max_input_length is not None
+        self._max_input_length = config.max_input_length
         self._phase = phase
         self._policy_version = policy_version
         self._seed = seed
@@ -135,7 +137,7 @@ class AgentLoop:
             phase=self._phase,
             data_source=prompt.data_source,
         )
-        env: Env | None = None
+        env: EnvSession | None = None
         self._board.does(row, MAKING, attempt=attempt, turn=0)
         try:
             async with asyncio.timeout_at(deadline) as clock:
@@ -178,7 +180,7 @@ class AgentLoop:
         )
 
     async def _episode(
-        self, trajectory: Trajectory, prompt: RolloutPrompt, env: Env, row: Activity
+        self, trajectory: Trajectory, prompt: RolloutPrompt, env: EnvSession, row: Activity
     ) -> str:
         messages = await env.init([dict(message) for message in prompt.messages])
         context = make_context(
@@ -191,12 +193,12 @@ class AgentLoop:
         return await self._turns(trajectory, context, env, row)
 
     async def _turns(
-        self, trajectory: Trajectory, context: Context, env: Env, row: Activity
+        self, trajectory: Trajectory, context: Context, env: EnvSession, row: Activity
     ) -> str:
         """Append steps until something ends the trajectory; return what."""
         for turn in range(self._config.max_turns):
             prompt_token_ids = context.prompt_token_ids()
-            if len(prompt_token_ids) > self._config.max_input_length:
+            if len(prompt_token_ids) > self._max_input_length:
                 return LENGTH
             self._board.does(row, GENERATING, attempt=row.attempt, turn=turn)
             versioned, llm_seconds = await self._generate(trajectory, prompt_token_ids, row)
@@ -226,10 +228,6 @@ class AgentLoop:
         # Evaluations draw the same numbers whatever the version: what differs is the policy's.
         seeded = f"eval-{place}" if self._phase == "eval" else name
         known = recorded_routes(trajectory.steps, prompt_token_ids)
-        sampling = replace(
-            self._config.sampling(self._phase),
-            expert_indices_start=0 if known is None else len(known),
-        )
 
         def seed_of_part(part: int) -> int:
             of_part = seeded if part == 0 else f"{seeded}+{part}"
@@ -241,9 +239,10 @@ class AgentLoop:
             self._gate,
             self._tokenizer,
             prompt_token_ids,
-            sampling,
+            self._config.sampling(self._phase),
             session_id=f"{name}-{row.attempt}",
             seed_of_part=seed_of_part,
+            expert_indices_start=0 if known is None else len(known),
         )
         if not versioned.generation.token_ids:
             raise EngineError(f"the engine gave no tokens for session {name}-{row.attempt}")
@@ -263,7 +262,8 @@ class AgentLoop:
             append = is_last and generation.stop_reason != LENGTH
         else:
             append = (
-                generation.stop_string is not None and self._config.append_eos_after_stop_string
+                generation.stop_string is not None
+                and self._config.append_eos_token_after_stop_str_in_multi_turn
             )
         return sampled_tokens(generation, appended_eos=end if append else None)
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_fast.rollout.engine import EngineError, Generation, Sampler, SamplingParams
+from skyrl_fast.config import SamplingParams
+from skyrl_fast.rollout.engine import EngineError, Generation, Sampler
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.rollout.weight_gate import WeightGate
 
@@ -35,6 +36,7 @@ async def generate_through_updates(
     *,
     session_id: str,
     seed_of_part: Callable[[int], int],
+    expert_indices_start: int = 0,
 ) -> VersionedGeneration:
     """Return one response, sampled in as many parts as there were interruptions plus one.
 
@@ -42,6 +44,7 @@ async def generate_through_updates(
         tokenizer: tells whether a part ends in the middle of a stop string.
         sampling: of the whole response.
         seed_of_part: the seed of part 0, 1, ...
+        expert_indices_start: as for `Engine.generate`.
 
     Raises:
         EngineError: the engine failed the request, or gave an interrupted part more tokens than
@@ -59,15 +62,19 @@ async def generate_through_updates(
         async with gate.request() as version:
             part = await engine.generate(
                 [*prompt_token_ids, *ids],
-                replace(sampling, max_generate_length=left, seed=seed_of_part(number)),
+                replace(sampling, max_generate_length=left),
                 session_id=session_id,
                 policy_version=version,
+                seed=seed_of_part(number),
+                expert_indices_start=expert_indices_start,
             )
         kept = len(part.token_ids)
         if part.stop_reason == INTERRUPTED:
             # All of it may be there already, when it is interrupted in that moment.
             kept = min(kept, left - 1)
-            kept -= _half_a_stop_string(tokenizer, [*ids, *part.token_ids[:kept]], sampling.stop)
+            kept -= _half_a_stop_string(
+                tokenizer, [*ids, *part.token_ids[:kept]], sampling.stop or ()
+            )
             kept = max(kept, 0)
         ids += part.token_ids[:kept]
         logprobs += part.logprobs[:kept]

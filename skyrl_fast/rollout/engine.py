@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from skyrl_fast.config import SamplingParams
+
 
 class EngineError(RuntimeError):
     """The engine refused or failed one request; others may still succeed."""
@@ -18,51 +20,23 @@ class EngineDeadError(EngineError):
     """The engine is gone, or could not start: no request can succeed."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the tokens of one turn are sampled.
+def vllm_sampling_params(sampling: SamplingParams, *, seed: int | None) -> dict[str, Any]:
+    """Return the arguments of vLLM's SamplingParams; `additional_kwargs` override them.
 
-    Args:
-        max_generate_length: most tokens of one response.
-        temperature: 0 takes the likeliest token.
-        top_p, top_k, min_p: filters; 1.0, -1 and 0.0 switch them off. A filter makes the sampler's
-            distribution another one than the trainer's, so their logprobs differ.
-        repetition_penalty: 1.0 switches it off; same warning.
-        stop: strings that end a response; they stay part of it.
-        stop_token_ids: tokens that end a response, besides the model's end of sequence.
-        seed: of this request alone, or None.
-        expert_indices_start: routes of so many first tokens of the prompt are known already; an
-            engine that can leaves them out.
-        extra: further parameters of the engine, by its names.
+    Stop strings stay part of the response.
     """
-
-    max_generate_length: int = 1024
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
-    expert_indices_start: int = 0
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    def for_vllm(self) -> dict[str, Any]:
-        """Return what vLLM is asked for, by its names; `extra` goes over it."""
-        return {
-            "max_tokens": self.max_generate_length,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "stop": list(self.stop) or None,
-            "stop_token_ids": list(self.stop_token_ids) or None,
-            "include_stop_str_in_output": True,
-            "seed": self.seed,
-            "logprobs": 0,
-        }
+    return {
+        "max_tokens": sampling.max_generate_length,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop": list(sampling.stop or ()) or None,
+        "include_stop_str_in_output": True,
+        "seed": seed,
+        "logprobs": 0,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +72,19 @@ class Sampler(Protocol):
         *,
         session_id: str,
         policy_version: int,
+        seed: int | None = None,
+        expert_indices_start: int = 0,
     ) -> Generation:
-        """One response to one prompt.
+        """Return one response to one prompt.
 
         Args:
-            prompt_token_ids: the whole context.
+            prompt_token_ids: the full context.
             sampling: how to sample.
             session_id: one per trajectory, for routing and caching.
             policy_version: cached keys and values are shared only within one version.
+            seed: of this request.
+            expert_indices_start: number of leading prompt tokens whose routes are known already;
+                an engine that can leaves them out of the answer.
 
         Raises:
             EngineError: this request failed. EngineDeadError: all will.

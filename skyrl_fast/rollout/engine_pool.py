@@ -14,13 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from skyrl_fast.rollout.engine import (
-    Engine,
-    EngineDeadError,
-    EngineError,
-    Generation,
-    SamplingParams,
-)
+from skyrl_fast.config import SamplingParams
+from skyrl_fast.rollout.engine import Engine, EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.rollout.weight_update import WeightSync, WeightSyncReport
 from skyrl_fast.rollout.weights_file import WeightsFile
@@ -121,6 +116,8 @@ class EnginePool:
         *,
         session_id: str,
         policy_version: int,
+        seed: int | None = None,
+        expert_indices_start: int = 0,
     ) -> Generation:
         """One response by one of the engines; see `Engine.generate`.
 
@@ -137,6 +134,8 @@ class EnginePool:
                     sampling,
                     session_id=session_id,
                     policy_version=policy_version,
+                    seed=seed,
+                    expert_indices_start=expert_indices_start,
                 )
             )
             member.calls.add(request)

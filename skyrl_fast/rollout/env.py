@@ -1,26 +1,26 @@
-"""Environments of skyrl-gym, stepped in threads, with a deadline for every call."""
+"""Environments, called in threads with a deadline for every call, their answers checked."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import logging
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
 
-from skyrl_fast.rollout import text2sql
+from skyrl_fast.config import EnvironmentConfig, check_limits
+from skyrl_fast.config.objects import import_module, import_object, is_object_name
+from skyrl_fast.rollout import skyrl_gym_env
+from skyrl_fast.rollout.env_protocol import Env, EnvStep, Message
 from skyrl_fast.rollout.env_threads import EnvThreads
 
 log = logging.getLogger(__name__)
 
-Message = dict[str, Any]
+MakeEnv = Callable[[dict[str, Any]], Env]
+METHODS = ("init", "step", "metrics", "close")  # of an Env
 LARGEST_REWARD = 3.4028234663852886e38  # of float32, in which rewards are trained
 
 
@@ -33,25 +33,8 @@ class EnvTimeoutError(EnvError):
 
 
 @dataclass(frozen=True, slots=True)
-class EnvConfig:
-    """How environments are made and run.
-
-    Args:
-        register: modules (import paths or .py files) imported first; they call skyrl_gym.register.
-        settings: for each env class what its constructor gets as `env_config`.
-        max_env_workers: environment calls running at once.
-        timeout_seconds: for one call, from when it runs (waiting for a worker does not count).
-    """
-
-    register: tuple[str, ...] = ()
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    max_env_workers: int = 32
-    timeout_seconds: float = 60.0
-
-
-@dataclass(frozen=True, slots=True)
 class EnvAnswer:
-    """What an environment said to one action.
+    """A checked `EnvStep`, and how long it took.
 
     Args:
         messages: chat messages for the model; may be empty.
@@ -72,49 +55,70 @@ class EnvAnswer:
 class EnvFactory:
     """Makes environments and owns the threads that run them. Close it at the end.
 
+    Args:
+        config: the settings of `environment`.
+        make_env: makes an `Env` from a row's extras (a class does); None: `env_class` says which.
+
+    Raises:
+        ValueError: a module of `register` or `env_class` cannot be imported, or a setting is out
+            of range.
+
     Example:
-        factory = EnvFactory(EnvConfig(settings={"text2sql": {"db_path": "data"}}))
-        env = await factory.make("text2sql", extras)
+        factory = EnvFactory(EnvironmentConfig(env_class="my_module:Guess"))
+        env = await factory.make("my_module:Guess", extras)
         messages = await env.init(prompt)
-        answer = await env.step("<sql>SELECT 1</sql>")
+        answer = await env.step("seven")
     """
 
-    def __init__(self, config: EnvConfig) -> None:
-        """Import what registers environments.
-
-        Raises:
-            ValueError: a module of `register` cannot be imported, or a number is out of range.
-        """
-        if config.max_env_workers < 1:
-            raise ValueError(
-                f"EnvConfig: max_env_workers: wanted >= 1, got {config.max_env_workers}"
-            )
-        if config.timeout_seconds <= 0:
-            raise ValueError(
-                f"EnvConfig: timeout_seconds: wanted > 0, got {config.timeout_seconds}"
-            )
+    def __init__(self, config: EnvironmentConfig, *, make_env: MakeEnv | None = None) -> None:
+        check_limits(config, "environment")
         self._config = config
-        self._threads = EnvThreads(config.max_env_workers)
+        self._make_env = make_env
+        self._threads = EnvThreads(config.skyrl_gym.max_env_workers)
         for module in config.register:
-            import_registering_module(module)
+            import_module(module, key="environment.register")
+        if make_env is None and is_object_name(config.env_class):
+            import_object(config.env_class, key="environment.env_class")
 
     @property
     def num_abandoned(self) -> int:
         """Calls that never returned in time, since the start."""
         return self._threads.num_abandoned
 
-    async def make(self, env_class: str, extras: Mapping[str, Any]) -> Env:
-        """A new environment; EnvError if its constructor raises or no such class is registered."""
-        settings = self._config.settings.get(env_class, {})
+    async def make(self, env_class: str, extras: Mapping[str, Any]) -> EnvSession:
+        """Return a new environment.
+
+        Args:
+            env_class: `module:Class`, `module:factory`, or a name registered in skyrl_gym.
+            extras: of the row.
+
+        Raises:
+            EnvError: its constructor raises, there is no such class, or what it made is no `Env`.
+        """
         made = _Made()
         try:
             env = await self._call(
-                env_class, "make", lambda: made.keep(_make(env_class, dict(settings), dict(extras)))
+                env_class, "make", lambda: made.keep(self._made(env_class, dict(extras)))
             )
         except BaseException:  # a cancelled caller, too, leaves nobody to close it
             made.give_up()
             raise
-        return Env(self, env_class, env)
+        return EnvSession(self, env_class, env)
+
+    def _made(self, env_class: str, extras: dict[str, Any]) -> Env:
+        make_env = self._make_env
+        if make_env is None and is_object_name(env_class):
+            make_env = import_object(env_class, key="environment.env_class")
+        if make_env is None:
+            return skyrl_gym_env.make(env_class, self._config.skyrl_gym, extras)
+        env = make_env(extras)
+        absent = [name for name in METHODS if not callable(getattr(env, name, None))]
+        if absent:
+            raise TypeError(
+                f"wanted an Env, got {type(env).__name__} without {', '.join(absent)}; a subclass "
+                "of skyrl_fast.train.Env has to define step alone"
+            )
+        return env
 
     async def close(self) -> None:
         """Let idle threads end; threads that hang are daemons and die with the process."""
@@ -158,10 +162,10 @@ class _Made:
             threading.Thread(target=env.close, daemon=True).start()
 
 
-class Env:
-    """One environment of one trajectory; made by `EnvFactory.make`."""
+class EnvSession:
+    """The environment of one trajectory, called in threads; made by `EnvFactory.make`."""
 
-    def __init__(self, factory: EnvFactory, env_class: str, env: Any) -> None:
+    def __init__(self, factory: EnvFactory, env_class: str, env: Env) -> None:
         self._factory = factory
         self._env_class = env_class
         self._env = env
@@ -174,8 +178,7 @@ class Env:
             EnvError, EnvTimeoutError: it raised, hung, or returned something else.
         """
         answer = await self._call("init", lambda: self._env.init([dict(m) for m in messages]))
-        first = answer[0] if isinstance(answer, tuple) and answer else answer
-        return _messages(first, f"environment {self._env_class}: init")
+        return _messages(answer, f"environment {self._env_class}: init")
 
     async def step(self, action: str) -> EnvAnswer:
         """Give the model's answer to the environment.
@@ -193,11 +196,10 @@ class Env:
 
         A failure is logged, for the episode is over. Not asked while a call may still run.
         """
-        get = getattr(self._env, "get_metrics", None)
-        if get is None or self._busy:
+        if self._busy:
             return {}
         try:
-            return dict(await self._call("get_metrics", get) or {})
+            return dict(await self._call("metrics", self._env.metrics))
         except (EnvError, TypeError, ValueError) as error:
             log.warning("%s", error)
             return {}
@@ -215,87 +217,6 @@ class Env:
         except (EnvTimeoutError, asyncio.CancelledError):
             self._busy = True
             raise
-
-
-# --- skyrl_gym ---------------------------------------------------------------------------------
-
-
-def import_registering_module(name: str) -> None:
-    """Import a module by its import path, or a .py file; a second time does nothing.
-
-    Raises:
-        ValueError: it is missing or raises; names the module and the error.
-    """
-    try:
-        if not name.endswith(".py"):
-            importlib.import_module(name)
-            return
-        path = Path(name).expanduser().resolve()
-        module_name = f"skyrl_fast_registered_{path.stem}_{abs(hash(str(path)))}"
-        if module_name in sys.modules:
-            return
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"no Python file: {path}")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[module_name]
-            raise
-    except Exception as error:
-        raise ValueError(
-            f"environment.register: cannot import {name!r}: {type(error).__name__}: {error}"
-        ) from error
-
-
-class _Settings(dict[str, Any]):
-    """A dict whose keys are attributes too, as environments of skyrl_gym expect."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"env_config has no {name!r}; it has {sorted(self)}") from None
-
-
-def _make(env_class: str, settings: dict[str, Any], extras: dict[str, Any]) -> Any:
-    import skyrl_gym
-
-    try:
-        spec = skyrl_gym.spec(env_class)
-    except skyrl_gym.error.Error:
-        known = ", ".join(sorted(skyrl_gym.registry))
-        raise ValueError(
-            f"no environment of this name is registered (known: {known}); name the module that "
-            "registers yours in environment.register"
-        ) from None
-    env_config = _Settings({**_default_settings(spec.entry_point), **settings})
-    if spec.entry_point == text2sql.ENTRY_POINT:  # the same, for SQL that nobody vouches for
-        return text2sql.Text2SqlEnv(env_config, extras)
-    return skyrl_gym.make(env_class, env_config=env_config, extras=extras)
-
-
-def _default_settings(entry_point: Any) -> dict[str, Any]:
-    """Fields of the one `...EnvConfig` dataclass beside the environment, where there is one."""
-    if isinstance(entry_point, str):
-        module: Any = importlib.import_module(entry_point.partition(":")[0])
-    else:
-        module = sys.modules.get(getattr(entry_point, "__module__", ""))
-    configs: list[Any] = [
-        item
-        for name, item in (vars(module).items() if module else ())
-        if name.endswith("EnvConfig")
-        and is_dataclass(item)
-        and getattr(item, "__module__", "") == module.__name__  # not one that it imports
-    ]
-    if len(configs) != 1:
-        return {}
-    try:
-        return asdict(configs[0]())
-    except TypeError:  # a field without default
-        return {}
 
 
 def _messages(value: Any, where: str) -> list[Message]:
@@ -321,9 +242,11 @@ def _is_message(value: Any) -> bool:
 
 
 def _answer(answer: Any, seconds: float, where: str) -> EnvAnswer:
+    if isinstance(answer, EnvStep):
+        answer = {item.name: getattr(answer, item.name) for item in fields(answer)}
     if not isinstance(answer, Mapping):
         raise EnvError(
-            f"{where}: wanted a mapping with observations, reward, done; got "
+            f"{where}: wanted an EnvStep, or a mapping with observations, reward, done; got "
             f"{type(answer).__name__}"
         )
     absent = [key for key in ("observations", "reward", "done") if key not in answer]

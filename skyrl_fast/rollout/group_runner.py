@@ -14,11 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.rollout.activity import Activity, ActivityBoard, Watchdog
 from skyrl_fast.rollout.agent_loop import AgentLoop
 from skyrl_fast.rollout.engine import Sampler
 from skyrl_fast.rollout.env import EnvFactory
-from skyrl_fast.rollout.rollout_config import RolloutConfig, RolloutPrompt
+from skyrl_fast.rollout.rollout_config import RolloutPrompt, check_loop_settings
 from skyrl_fast.rollout.stop_reason import TIMEOUT
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.rollout.weight_gate import WeightGate
@@ -74,7 +75,7 @@ class GroupRunner:
         on_trajectory: called with each trajectory as it ends.
 
     Raises:
-        ValueError: a tokenizer without end token.
+        ValueError: settings that cannot work, or a tokenizer without end token.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class GroupRunner:
         engine: Sampler,
         tokenizer: Any,
         env_factory: EnvFactory,
-        config: RolloutConfig,
+        config: GeneratorConfig,
         *,
         seed: int,
         gate: WeightGate,
@@ -93,6 +94,7 @@ class GroupRunner:
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise ValueError("rollout: tokenizer: it has no end-of-sequence token (eos_token)")
+        check_loop_settings(config)
         self._on_trajectory = on_trajectory
         self.board = board or ActivityBoard()
         self.faults: Counter[str] = Counter()

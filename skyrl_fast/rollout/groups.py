@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.rollout.engine import Sampler
 from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.failures import log_failures
 from skyrl_fast.rollout.group_runner import GroupRunner
-from skyrl_fast.rollout.rollout_config import PHASES, RolloutConfig, RolloutPrompt
+from skyrl_fast.rollout.rollout_config import PHASES, RolloutPrompt
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.rollout.weight_gate import WeightGate
 
@@ -20,7 +21,7 @@ async def rollout(
     engine: Sampler,
     tokenizer: Any,
     env_factory: EnvFactory,
-    config: RolloutConfig,
+    config: GeneratorConfig,
     *,
     phase: str,
     policy_version: int,
@@ -38,14 +39,15 @@ async def rollout(
         engine: started.
         tokenizer: of transformers, with a chat template and an end-of-sequence token.
         env_factory: makes the environments.
-        config: of the loop.
+        config: of the loop; see `loop_settings`.
         phase: "train" or "eval".
         policy_version: number of weight updates behind the engine's weights.
         seed: of the run; every request's own seed follows from it and from its place in the run.
         on_trajectory: called with each trajectory as it ends, in order of completion.
 
     Raises:
-        ValueError: an unknown phase, two prompts of one uid, a tokenizer without end token.
+        ValueError: settings that cannot work, an unknown phase, two prompts of one uid, a
+            tokenizer without end token.
         EngineDeadError: the engine is gone.
     """
     runner = GroupRunner(

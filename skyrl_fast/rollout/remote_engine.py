@@ -22,7 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_fast.rollout.engine import EngineDeadError, EngineError, Generation, SamplingParams
+from skyrl_fast.config import SamplingParams
+from skyrl_fast.rollout.engine import (
+    EngineDeadError,
+    EngineError,
+    Generation,
+    vllm_sampling_params,
+)
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.rollout.weight_update import WeightSyncError, refuse_missing_weights
 from skyrl_fast.rollout.weights_file import WeightsFile
@@ -147,16 +153,18 @@ class RemoteEngine:
         *,
         session_id: str,
         policy_version: int,
+        seed: int | None = None,
+        expert_indices_start: int = 0,
     ) -> Generation:
         """One response; see `Engine.generate`."""
-        start = sampling.expert_indices_start if self._records_routes else 0
+        start = expert_indices_start if self._records_routes else 0
         request = {
             "prompt": list(prompt_token_ids),
-            **sampling.for_vllm(),
+            **vllm_sampling_params(sampling, seed=seed),
             "return_token_ids": True,
             "cache_salt": f"policy-{policy_version}",
             **({"routed_experts_prompt_start": start} if self._records_routes else {}),
-            **sampling.extra,
+            **sampling.additional_kwargs,
         }
         choice = await self._complete(request, session_id)
         with self._understood(COMPLETIONS):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
-from skyrl_fast.rollout.context import CONTEXTS
-from skyrl_fast.rollout.engine import SamplingParams
+from skyrl_fast.config import Config, GeneratorConfig, check_limits, max_input_length
+
+log = logging.getLogger(__name__)
 
 PHASES = ("train", "eval")
 
@@ -36,67 +39,46 @@ class RolloutPrompt(Protocol):
         """Name of the data set, or None."""
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutConfig:
-    """Settings of the agent loop.
+def loop_settings(config: Config) -> GeneratorConfig:
+    """Return the agent loop's settings: those of `generator` with everything automatic resolved.
 
-    Args:
-        n_samples_per_prompt: trajectories of one group in training.
-        eval_n_samples_per_prompt: the same in evaluation.
-        max_turns: most steps of one trajectory.
-        max_input_length: no step has a longer prompt.
-        sampling_params: of training.
-        eval_sampling_params: of evaluation; None: as in training.
-        context: "append", "retemplate" or "single"; see `make_context`.
-        append_eos_after_stop_string: a response that a stop string ended gets an end token, which
-            is not trained.
-        chat_template: in place of the tokenizer's own.
-        chat_template_kwargs: passed to the chat template.
-        max_concurrent_trajectories: agent loops at once.
-        trajectory_timeout_seconds: deadline of one trajectory, further attempts included.
-        max_retries: further attempts after an environment or the engine failed.
+    `max_input_length` is a number, `context` a kind of context, `chat_template` Jinja text or None.
     """
+    generator = config.generator
+    evaluation = generator.eval_sampling_params
+    if evaluation is not None and generator.sampling_params.stop and not evaluation.stop:
+        log.warning(
+            "generator.eval_sampling_params.stop: nothing ends a turn of an evaluation where "
+            "sampling_params.stop (%s) ends one of training; say it there too",
+            ", ".join(generator.sampling_params.stop),
+        )
+    context = generator.context
+    if context == "auto":
+        context = "append" if generator.use_conversation_multi_turn else "single"
+    return replace(
+        generator,
+        max_input_length=max_input_length(config),
+        context=context,
+        chat_template=_template(generator.chat_template),
+    )
 
-    n_samples_per_prompt: int = 1
-    eval_n_samples_per_prompt: int = 1
-    max_turns: int = 1
-    max_input_length: int = 512
-    sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    eval_sampling_params: SamplingParams | None = None
-    context: str = "append"
-    append_eos_after_stop_string: bool = True
-    chat_template: str | None = None
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    max_concurrent_trajectories: int = 256
-    trajectory_timeout_seconds: float = 300.0
-    max_retries: int = 1
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        for name in (
-            "n_samples_per_prompt",
-            "eval_n_samples_per_prompt",
-            "max_turns",
-            "max_input_length",
-            "max_concurrent_trajectories",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"RolloutConfig: {name}: wanted >= 1, got {getattr(self, name)}")
-        if self.context not in CONTEXTS:
-            raise ValueError(
-                f"RolloutConfig: context: wanted one of {CONTEXTS}, got {self.context!r}"
-            )
-        if self.trajectory_timeout_seconds <= 0 or self.max_retries < 0:
-            raise ValueError(
-                "RolloutConfig: wanted trajectory_timeout_seconds > 0 and max_retries >= 0, got "
-                f"{self.trajectory_timeout_seconds} and {self.max_retries}"
-            )
+def check_loop_settings(generator: GeneratorConfig) -> None:
+    """Check the agent loop's settings.
 
-    def samples(self, phase: str) -> int:
-        """Trajectories per prompt in this phase."""
-        return self.n_samples_per_prompt if phase == "train" else self.eval_n_samples_per_prompt
+    Raises:
+        ConfigError: a setting is out of range.
+        ValueError: something is left to resolve.
+    """
+    check_limits(generator, "generator")
+    if generator.max_input_length is None or generator.context == "auto":
+        raise ValueError(
+            "rollout: config: wanted max_input_length and context resolved as by loop_settings, "
+            f"got {generator.max_input_length} and {generator.context}"
+        )
 
-    def sampling(self, phase: str) -> SamplingParams:
-        """Sampling parameters of this phase."""
-        own = self.eval_sampling_params if phase == "eval" else None
-        return self.sampling_params if own is None else own
+
+def _template(text_or_file: str | None) -> str | None:
+    if text_or_file is not None and "{" not in text_or_file:
+        return Path(text_or_file).expanduser().read_text(encoding="utf-8")
+    return text_or_file

@@ -9,21 +9,21 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_fast.rollout.vllm_start import VllmConfig, engine_args, engine_environment
+from skyrl_fast.rollout.vllm_start import VllmSetup, engine_args, engine_environment
 
 # Settings that are Python's, not the server's.
 _NO_FLAGS = ("model", "use_tqdm_on_load", "disable_log_stats", "enable_log_requests")
 
 
-def serve_command(config: VllmConfig, *, host: str, port: int) -> list[str]:
+def serve_command(setup: VllmSetup, *, host: str, port: int) -> list[str]:
     """Return the command that serves the model's folder on this address.
 
     Example:
-        >>> serve_command(VllmConfig("model"), host="127.0.0.1", port=8001)[3:8]
+        >>> serve_command(VllmSetup("model"), host="127.0.0.1", port=8001)[3:8]
         ['serve', 'model', '--host', '127.0.0.1', '--port']
     """
-    arguments = engine_args(config)
-    command = [sys.executable, "-m", "skyrl_fast.rollout.serve_vllm", "serve", config.model]
+    arguments = engine_args(setup)
+    command = [sys.executable, "-m", "skyrl_fast.rollout.serve_vllm", "serve", setup.model]
     command += ["--host", host, "--port", str(port), "--disable-log-stats"]
     command += ["--disable-uvicorn-access-log"]
     for name, value in arguments.items():
@@ -32,16 +32,16 @@ def serve_command(config: VllmConfig, *, host: str, port: int) -> list[str]:
     return command
 
 
-def serve_environment(config: VllmConfig, environment: Mapping[str, str]) -> dict[str, str]:
+def serve_environment(setup: VllmSetup, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the server: vLLM's calls for weights and pauses are switched on."""
-    wanted = {**engine_environment(config), "VLLM_SERVER_DEV_MODE": "1"}
+    wanted = {**engine_environment(setup), "VLLM_SERVER_DEV_MODE": "1"}
     return {**wanted, **environment}
 
 
-def serve(config: VllmConfig, *, host: str, port: int) -> None:
+def serve(setup: VllmSetup, *, host: str, port: int) -> None:
     """Become the server; does not return."""
-    command = serve_command(config, host=host, port=port)
-    os.execve(command[0], command, serve_environment(config, os.environ))
+    command = serve_command(setup, host=host, port=port)
+    os.execve(command[0], command, serve_environment(setup, os.environ))
 
 
 def run_vllm() -> None:

@@ -16,10 +16,16 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from skyrl_fast.rollout.engine import EngineDeadError, EngineError, Generation, SamplingParams
+from skyrl_fast.config import SamplingParams
+from skyrl_fast.rollout.engine import (
+    EngineDeadError,
+    EngineError,
+    Generation,
+    vllm_sampling_params,
+)
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.rollout.vllm_start import (
-    VllmConfig,
+    VllmSetup,
     check_can_spawn,
     check_model_folder,
     engine_args,
@@ -52,13 +58,13 @@ class VllmEngine:
     Start it below `if __name__ == "__main__":`; vLLM spawns processes that import the main module.
 
     Example:
-        async with VllmEngine(VllmConfig("path/to/model")) as engine:
+        async with VllmEngine(VllmSetup("path/to/model")) as engine:
             out = await engine.generate([1, 2, 3], SamplingParams(max_generate_length=8),
                                         session_id="a", policy_version=0)
     """
 
-    def __init__(self, config: VllmConfig) -> None:
-        self._config = config
+    def __init__(self, setup: VllmSetup) -> None:
+        self._setup = setup
         self._llm: Any = None
         self._request_ids = itertools.count()
         self._in_flight = 0
@@ -95,9 +101,9 @@ class VllmEngine:
         check_can_spawn()
         if importlib.util.find_spec("vllm") is None:
             raise EngineDeadError(INSTALL_HINT)
-        check_model_folder(self._config)
+        check_model_folder(self._setup)
         started = time.perf_counter()
-        with environment(engine_environment(self._config)), interrupts_blocked():
+        with environment(engine_environment(self._setup)), interrupts_blocked():
             # Building blocks this thread for seconds; nothing else is running yet.
             try:
                 self._llm = self._build()
@@ -114,7 +120,7 @@ class VllmEngine:
 
         self._sampling_params = VllmSamplingParams
         self._final_only = RequestOutputKind.FINAL_ONLY
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self._config)))
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self._setup)))
 
     async def close(self) -> None:
         """Stop the engine's processes; closing twice is fine."""
@@ -130,18 +136,20 @@ class VllmEngine:
         *,
         session_id: str,
         policy_version: int,
+        seed: int | None = None,
+        expert_indices_start: int = 0,
     ) -> Generation:
         """One response; see `Engine.generate`."""
         self._alive()
-        recording = self._config.enable_return_routed_experts
-        start = sampling.expert_indices_start if recording else 0
+        recording = self._setup.engine.enable_return_routed_experts
+        start = expert_indices_start if recording else 0
         known = {"routed_experts_prompt_start": start} if recording else {}
         wanted = {
-            **sampling.for_vllm(),
+            **vllm_sampling_params(sampling, seed=seed),
             "detokenize": bool(sampling.stop),
             "output_kind": self._final_only,
             **known,
-            **sampling.extra,
+            **sampling.additional_kwargs,
         }
         try:
             params = self._sampling_params(**wanted)
@@ -326,10 +334,10 @@ class VllmEngine:
         return self._llm
 
     def _explain(self, what: str, error: BaseException | None) -> str:
-        text = f"the vLLM engine for {self._config.model} {what}"
+        text = f"the vLLM engine for {self._setup.model} {what}"
         if error is not None:
             text += f": {type(error).__name__}: {error}"
-        path = self._config.log_file
+        path = self._setup.log_file
         if path is not None and Path(path).is_file():
             lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
             text += f"\nlast lines of {path}:\n" + "\n".join(lines[-LOG_TAIL_LINES:])

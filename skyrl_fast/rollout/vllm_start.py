@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from skyrl_fast.config import InferenceEngineConfig
 from skyrl_fast.rollout.engine import EngineDeadError
 
 WORKER_EXTENSION = "skyrl_fast.rollout.weight_update.WeightUpdateExtension"
@@ -23,44 +24,24 @@ NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
-class VllmConfig:
-    """What the engine loads and how much it may take.
+class VllmSetup:
+    """What one vLLM engine is started with.
 
     Args:
         model: folder with a Hugging Face model and its tokenizer.
-        dtype: "auto" is float32 on CPU and bfloat16 on GPU.
+        engine: the settings of generator.inference_engine. A `model_dtype` of "auto" is float32
+            on CPU and bfloat16 on GPU; on CPU `max_num_batched_tokens` is at least
+            `max_model_len`.
         max_model_len: longest prompt plus response; None: the model's own.
-        max_num_seqs: sequences generated at once.
-        max_num_batched_tokens: tokens of one engine step; on CPU at least `max_model_len`.
-        enable_prefix_caching: reuse keys and values of earlier turns.
-        enable_return_routed_experts: record the experts of each token (mixture of experts only).
-        enforce_eager: no compilation and no graph capture.
-        gpu_memory_utilization: share of the GPU's memory.
-        cpu_kvcache_gib: memory for keys and values on CPU.
-        num_threads: CPU threads of the engine. None: all cores but one, at least one.
         seed: of the engine; requests bring their own.
-        log_file: where vLLM's log goes; None: warnings go to the terminal.
-        offline: never ask the Hugging Face hub.
-        start_timeout_seconds: after that, starting is an error.
-        engine_init_kwargs: further arguments of vLLM's AsyncEngineArgs; they go first.
+        log_file: file of vLLM's log; None: warnings go to the terminal.
     """
 
     model: str
-    dtype: str = "auto"
+    engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    enable_prefix_caching: bool = True
-    enable_return_routed_experts: bool = False
-    enforce_eager: bool = True
-    gpu_memory_utilization: float = 0.8
-    cpu_kvcache_gib: int = 1
-    num_threads: int | None = None
     seed: int = 0
     log_file: str | None = None
-    offline: bool = True
-    start_timeout_seconds: float = 600.0
-    engine_init_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_can_spawn() -> None:
@@ -78,9 +59,9 @@ def check_can_spawn() -> None:
         raise EngineDeadError(f"the main module {main_file!r} is no file: {guard}")
 
 
-def check_model_folder(config: VllmConfig) -> None:
+def check_model_folder(setup: VllmSetup) -> None:
     """Raises EngineDeadError where there is no model, or none that can record routes."""
-    model = config.model
+    model = setup.model
     folder = Path(model)
     if not folder.is_dir():
         raise EngineDeadError(
@@ -91,7 +72,7 @@ def check_model_folder(config: VllmConfig) -> None:
         raise EngineDeadError(f"model folder {model} has no config.json")
     if not any(folder.glob("*.safetensors")):
         raise EngineDeadError(f"model folder {model} has no *.safetensors")
-    if config.enable_return_routed_experts:
+    if setup.engine.enable_return_routed_experts:
         facts = (folder / "config.json").read_text(encoding="utf-8")
         if not any(f'"{key}"' in facts for key in NUM_EXPERTS_KEYS):
             raise EngineDeadError(
@@ -103,20 +84,21 @@ def _on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def engine_args(config: VllmConfig) -> dict[str, Any]:
+def engine_args(setup: VllmSetup) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs."""
-    dtype = config.dtype
+    engine = setup.engine
+    dtype = engine.model_dtype
     if dtype == "auto":
         dtype = "float32" if _on_cpu() else "bfloat16"
     args: dict[str, Any] = {
-        "model": config.model,
+        "model": setup.model,
         "dtype": dtype,
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "enforce_eager": config.enforce_eager,
-        "seed": config.seed,
+        "max_model_len": setup.max_model_len,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "enable_prefix_caching": engine.enable_prefix_caching,
+        "enforce_eager": engine.enforce_eager,
+        "seed": setup.seed,
         "worker_extension_cls": WORKER_EXTENSION,
         # Logprobs of the distribution that was sampled from: after temperature.
         "logprobs_mode": "processed_logprobs",
@@ -124,17 +106,17 @@ def engine_args(config: VllmConfig) -> dict[str, Any]:
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
-    if config.enable_return_routed_experts:
+    if engine.enable_return_routed_experts:
         args["enable_return_routed_experts"] = True
     if _on_cpu():
         # A prompt prefilled in chunks, by a request with a seed, kills vLLM 0.30 on CPU
         # ("CPU Generator does not use offset"). Unchunked, a prompt must fit into one step.
-        longest = config.max_model_len or _model_length(config.model)
+        longest = setup.max_model_len or _model_length(setup.model)
         args["enable_chunked_prefill"] = False
-        args["max_num_batched_tokens"] = max(config.max_num_batched_tokens, longest)
+        args["max_num_batched_tokens"] = max(engine.max_num_batched_tokens, longest)
     else:
-        args["gpu_memory_utilization"] = config.gpu_memory_utilization
-    args.update(config.engine_init_kwargs)
+        args["gpu_memory_utilization"] = engine.gpu_memory_utilization
+    args.update(engine.engine_init_kwargs)
     return args
 
 
@@ -143,27 +125,26 @@ def _model_length(model: str) -> int:
     return int(settings.get("max_position_embeddings", 0))
 
 
-def engine_environment(config: VllmConfig) -> dict[str, str]:
+def engine_environment(setup: VllmSetup) -> dict[str, str]:
     """Environment variables that vLLM and its processes read at their start."""
     result = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # the model is a folder
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # a warning about memory binding at every start
     }
-    if config.log_file is not None:
+    if setup.log_file is not None:
         result["VLLM_LOGGING_LEVEL"] = "INFO"
-        result["VLLM_LOGGING_CONFIG_PATH"] = _logging_config(config.log_file)
-    if config.offline:
-        result["HF_HUB_OFFLINE"] = "1"
+        result["VLLM_LOGGING_CONFIG_PATH"] = _logging_config(setup.log_file)
     if _on_cpu():
-        result["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu_kvcache_gib)
+        result["VLLM_CPU_KVCACHE_SPACE"] = str(setup.engine.cpu_kvcache_gib)
         # The worker shares the engine core's process: a third process costs seconds at the start,
         # and the two would poll for each other on the cores that the trainer needs.
         result["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         # A waiting OpenMP thread sleeps instead of spinning, for the same reason.
         result["OMP_WAIT_POLICY"] = "PASSIVE"
         cores = len(os.sched_getaffinity(0))
-        result["OMP_NUM_THREADS"] = str(config.num_threads or max(1, cores - 1))
+        result["OMP_NUM_THREADS"] = str(setup.engine.num_threads or max(1, cores - 1))
     return result
 
 

@@ -42,7 +42,7 @@ from skyrl_fast.train.rank_processes import started_ranks
 from skyrl_fast.train.ranks import Ranks
 from skyrl_fast.train.rollouts import Rollouts
 from skyrl_fast.train.schedule import total_optimizer_steps, total_steps
-from skyrl_fast.train.sinks import open_sinks, read_metrics
+from skyrl_fast.train.sinks import RunInfo, open_loggers, read_metrics
 from skyrl_fast.train.trainer import Parts, Progress, Trainer
 from skyrl_fast.trajectory_store.parts import parts as stored_parts
 from skyrl_fast.trajectory_store.record import total_reward
@@ -133,14 +133,14 @@ def _run(
     with _as_setup_error():
         parts, model_path = _parts(config, checkpoint, prompts, ranks)
         plot_module_checked = _check_plot(config)
-        parts.sinks = open_sinks(
-            config.trainer.logger,
+        run_info = RunInfo(
             run_path,
-            project=config.trainer.project_name,
-            run_name=config.trainer.run_name,
-            config=to_dict(config),
-            last_step=_last_reported(checkpoint),
+            config.trainer.project_name,
+            config.trainer.run_name,
+            to_dict(config),
+            _last_reported(checkpoint),
         )
+        parts.loggers = open_loggers(config.trainer.logger, run_info)
     write_json(run_path / "config.json", to_dict(config))
     steps = total_steps(config, len(parts.train_prompts))
     display = ProgressDisplay(total_steps=steps, start_step=_step_of(checkpoint))
@@ -149,8 +149,8 @@ def _run(
             _run_loop(config, parts, display, checkpoint, model_path, make_rollouts)
         )
     finally:
-        for sink in parts.sinks:
-            sink.close()
+        for receiver in parts.loggers:
+            receiver.close()
     rows = read_metrics(run_path / "metrics.jsonl")
     rewards = {row["step"]: row[EVAL_REWARD] for row in rows if EVAL_REWARD in row}
     last = max(rewards, default=0)

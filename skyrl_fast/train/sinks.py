@@ -1,36 +1,108 @@
-"""Where metrics go: JSON lines, TensorBoard, Weights & Biases; all take (step, flat dict)."""
+"""Where metrics go: the `Logger` protocol, and its implementations.
+
+`config.LOGGERS` is the table of their names; `trainer.logger` also takes `module:Class`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from skyrl_fast.config import LOGGERS
+from skyrl_fast.config.objects import import_object, is_object_name
 
 Metrics = Mapping[str, float]
 
 
-class Sink(Protocol):
-    """Receives the metrics of a step; called in step order."""
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What a logger is constructed with.
 
-    def write(self, step: int, metrics: Metrics) -> None:
-        """Metrics of one step."""
-
-    def close(self) -> None:
-        """Everything is on the disk after this."""
-
-
-class JsonlSink:
-    """One line per call: {"step": 3, "reward/...": 0.5, ...}; readable while the run goes on.
-
-    Lines after `last_step` are dropped at the start: a resumed file equals an undisturbed one.
+    Args:
+        run_path: folder of the run.
+        project: trainer.project_name.
+        run_name: trainer.run_name.
+        config: all settings, as nested dicts of plain values.
+        last_step: of a resumed run, the last step that was reported before its checkpoint; later
+            steps are reported again. -1: none.
     """
 
-    def __init__(self, path: Path, *, last_step: int | None = None) -> None:
+    run_path: Path
+    project: str
+    run_name: str
+    config: dict[str, Any]
+    last_step: int = -1
+
+
+class Logger(Protocol):
+    """Receives the metrics of each step, in order. Constructed as `Class(run_info)`."""
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Report the metrics of one step; step 0 is the evaluation before training."""
+
+    def close(self) -> None:
+        """Finish; everything is stored after this."""
+
+
+def open_loggers(names: Sequence[str], run: RunInfo) -> list[Logger]:
+    """Return the loggers of `trainer.logger`.
+
+    Args:
+        names: of `LOGGERS`, or `module:Class`.
+        run: what they are constructed with.
+
+    Raises:
+        ValueError: a package is missing, or a logger cannot start; the message says which.
+    """
+    opened: list[Logger] = []
+    try:
+        for name in names:
+            opened.append(_opened(name, run))
+    except BaseException:
+        for logger in opened:
+            logger.close()
+        raise
+    return opened
+
+
+def _opened(name: str, run: RunInfo) -> Logger:
+    if name not in LOGGERS and not is_object_name(name):
+        raise ValueError(
+            f"trainer.logger: wanted module:Class or one of {', '.join(LOGGERS)}, got {name!r}"
+        )
+    make = import_object(LOGGERS.get(name, name), key="trainer.logger")
+    try:
+        logger: Logger = make(run)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"trainer.logger: {name} did not start: {type(error).__name__}: {error}"
+        ) from error
+    return logger
+
+
+class JsonlLogger:
+    """One line per call in metrics.jsonl: {"step": 3, "reward/...": 0.5, ...}.
+
+    Lines after `last_step` are dropped at the start: the file of a resumed run equals that of an
+    undisturbed one. It can be read during the run.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        path = run.run_path / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        if last_step is not None and path.exists():
-            kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= last_step]
+        if path.exists():
+            kept = [
+                line for line in _whole_lines(path) if json.loads(line)["step"] <= run.last_step
+            ]
             temporary = path.with_name(path.name + ".partial")
             temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
             os.replace(temporary, path)
@@ -44,19 +116,12 @@ class JsonlSink:
         self._file.close()
 
 
-class TensorBoardSink:
-    """Scalars for TensorBoard in `folder`; steps after `last_step` are purged."""
+class TensorBoardLogger:
+    """Scalars for TensorBoard in tensorboard/; steps after `last_step` are purged."""
 
-    def __init__(self, folder: Path, *, last_step: int | None = None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(
-                "trainer.logger: tensorboard is not installed: pip install tensorboard, "
-                "or leave it out of trainer.logger"
-            ) from error
-        purge = None if last_step is None else last_step + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
+    def __init__(self, run: RunInfo) -> None:
+        writer = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        self._writer = writer(str(run.run_path / "tensorboard"), purge_step=run.last_step + 1)
 
     def write(self, step: int, metrics: Metrics) -> None:  # noqa: D102
         for name, value in metrics.items():
@@ -66,21 +131,18 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
-    """A Weights & Biases run; its id stays in the run folder: a resumed run goes on in it."""
+class WandbLogger:
+    """A Weights & Biases run; a resumed run continues it, by the id in wandb_id.txt."""
 
-    def __init__(self, folder: Path, *, project: str, name: str, config: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ValueError(
-                "trainer.logger: wandb is not installed: pip install wandb, "
-                "or leave it out of trainer.logger"
-            ) from error
-        id_file = folder / "wandb_id.txt"
-        run_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None
-        self._run = wandb.init(
-            project=project, name=name, id=run_id, resume="allow", dir=str(folder), config=config
+    def __init__(self, run: RunInfo) -> None:
+        id_file = run.run_path / "wandb_id.txt"
+        self._run = _imported("wandb").init(
+            project=run.project,
+            name=run.run_name,
+            id=_kept_id(id_file),
+            resume="allow",
+            dir=str(run.run_path),
+            config=run.config,
         )
         id_file.write_text(self._run.id, encoding="utf-8")
 
@@ -91,37 +153,74 @@ class WandbSink:
         self._run.finish()
 
 
-def open_sinks(
-    names: Sequence[str],
-    run_path: Path,
-    *,
-    project: str,
-    run_name: str,
-    config: dict[str, Any],
-    last_step: int | None = None,
-) -> list[Sink]:
-    """The sinks named in trainer.logger.
+class MlflowLogger:
+    """An MLflow run; a resumed run continues it, by the id in mlflow_id.txt.
 
-    Args:
-        names: of "jsonl", "tensorboard", "wandb".
-        run_path: the run's folder; files go to metrics.jsonl and tensorboard/ in it.
-        last_step: the step a resumed run goes on after, -1 where it has to begin anew (it was
-            ended before its first checkpoint); None keeps all there is.
-
-    Raises:
-        ValueError: a package is missing; the message says how to install it.
+    It goes to the tracking server that MLflow is configured with (MLFLOW_TRACKING_URI), by default
+    MLflow's own local store. MLflow allows no "@" and similar in names: those become "_".
     """
-    sinks: list[Sink] = []
-    for name in names:
-        if name == "jsonl":
-            sinks.append(JsonlSink(run_path / "metrics.jsonl", last_step=last_step))
-        elif name == "tensorboard":
-            sinks.append(TensorBoardSink(run_path / "tensorboard", last_step=last_step))
-        elif name == "wandb":
-            sinks.append(WandbSink(run_path, project=project, name=run_name, config=config))
-        else:
-            raise ValueError(f"trainer.logger: wanted jsonl, tensorboard or wandb, got {name!r}")
-    return sinks
+
+    def __init__(self, run: RunInfo) -> None:
+        mlflow = _imported("mlflow")
+        self._metric = mlflow.entities.Metric
+        self._client = mlflow.MlflowClient()
+        id_file = run.run_path / "mlflow_id.txt"
+        kept = _kept_id(id_file)
+        if kept is None:
+            found = self._client.get_experiment_by_name(run.project)
+            experiment = (
+                found.experiment_id if found else self._client.create_experiment(run.project)
+            )
+            kept = self._client.create_run(experiment, run_name=run.run_name).info.run_id
+            id_file.write_text(kept, encoding="utf-8")
+            self._client.log_dict(kept, run.config, "config.json")
+        self._run_id = kept
+
+    def write(self, step: int, metrics: Metrics) -> None:  # noqa: D102
+        now = int(time.time() * 1000)
+        self._client.log_batch(
+            self._run_id,
+            [
+                self._metric(_MLFLOW_FORBIDDEN.sub("_", name), float(value), now, step)
+                for name, value in metrics.items()
+            ],
+        )
+
+    def close(self) -> None:  # noqa: D102
+        self._client.set_terminated(self._run_id)
+
+
+_MLFLOW_FORBIDDEN = re.compile(r"[^\w\-. /]")
+
+
+class TrackioLogger:
+    """A Trackio run of the run's name, which a resumed run continues."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._run = _imported("trackio").init(
+            project=run.project, name=run.run_name, config=run.config, resume="allow"
+        )
+
+    def write(self, step: int, metrics: Metrics) -> None:  # noqa: D102
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:  # noqa: D102
+        self._run.finish()
+
+
+def _imported(module: str, package: str | None = None) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = package or module
+        raise ValueError(
+            f"trainer.logger: {package} is not installed: pip install {package}, "
+            "or leave it out of trainer.logger"
+        ) from error
+
+
+def _kept_id(file: Path) -> str | None:
+    return file.read_text(encoding="utf-8").strip() if file.exists() else None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

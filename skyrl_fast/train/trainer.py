@@ -36,7 +36,7 @@ from skyrl_fast.train.prompts import Prompt, PromptSampler
 from skyrl_fast.train.random_state import load_random_state, save_random_state
 from skyrl_fast.train.rollouts import Rollouts, split_rollout_time
 from skyrl_fast.train.schedule import total_steps
-from skyrl_fast.train.sinks import Sink
+from skyrl_fast.train.sinks import Logger
 from skyrl_fast.train.training_batch import informative_uids, training_batch, with_advantages
 from skyrl_fast.train.update import update_policy
 from skyrl_fast.train.waiting import Beside, Compute, StopRequested, Stopwatch, until_stopped
@@ -56,7 +56,7 @@ class Parts:
     rollouts: Rollouts
     train_prompts: Sequence[Prompt]
     eval_prompts: Sequence[Prompt]
-    sinks: Sequence[Sink] = ()
+    loggers: Sequence[Logger] = ()
     reference: Policy | None = None
     critic: Critic | None = None
     clock: Callable[[], float] = time.perf_counter
@@ -84,7 +84,7 @@ class Trainer:
 
     Args:
         config: checked settings.
-        parts: models, engine, prompts, sinks.
+        parts: models, engine, prompts, loggers.
         display: shows phases and steps.
     """
 
@@ -331,8 +331,8 @@ class Trainer:
     # --- what it leaves -----------------------------------------------------------------------
 
     def _report(self, metrics: dict[str, float]) -> None:
-        for sink in self._parts.sinks:
-            sink.write(self.progress.step, metrics)
+        for receiver in self._parts.loggers:
+            receiver.write(self.progress.step, metrics)
         self._display.step(self.progress.step, metrics)
 
     async def _store(

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import settings
-from skyrl_fast.rollout.engine import Engine, SamplingParams
+from skyrl_fast.rollout.engine import Engine
 from skyrl_fast.rollout.engine_pool import EnginePool, PooledEngine
-from skyrl_fast.rollout.env import EnvConfig, EnvFactory
+from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.groups import run_groups
 from skyrl_fast.rollout.remote_engine import RemoteEngine
-from skyrl_fast.rollout.rollout_config import RolloutConfig
+from skyrl_fast.rollout.rollout_config import loop_settings
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.rollout.vllm_engine import VllmEngine
-from skyrl_fast.rollout.vllm_start import VllmConfig
+from skyrl_fast.rollout.vllm_start import VllmSetup
 from skyrl_fast.rollout.weight_gate import WeightGate
 from skyrl_fast.rollout.weight_update import TOLERANCES, WeightSync, WeightSyncReport
 from skyrl_fast.train.policy import Policy
@@ -52,7 +52,7 @@ async def start_rollouts(config: settings.Config, tokenizer: Any, model_path: st
         EngineDeadError: vLLM is missing or did not start; the message says what to do.
         ValueError: an environment's module cannot be imported, or a setting is out of range.
     """
-    environments = EnvFactory(env_config(config))
+    environments = EnvFactory(config.environment)
     settings_of_engine = config.generator.inference_engine
     pool = EnginePool(
         engines(config, model_path),
@@ -68,7 +68,7 @@ def engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
     """Return the engines of the settings, not started."""
     engine = config.generator.inference_engine
     if engine.run_engines_locally:
-        return [VllmEngine(vllm_config(config, model_path))]
+        return [VllmEngine(vllm_setup(config, model_path))]
     return [
         RemoteEngine(
             url,
@@ -94,7 +94,7 @@ class VllmRollouts:
             pool,
             tokenizer,
             environments,
-            rollout_config(config),
+            loop_settings(config),
             seed=config.trainer.seed,
             gate=self._gate,
             env_timeout_seconds=config.environment.timeout_seconds,
@@ -195,8 +195,8 @@ class VllmRollouts:
         return probe
 
 
-def vllm_config(config: settings.Config, model_path: str) -> VllmConfig:
-    """Return what the engine loads and takes, from generator.inference_engine.
+def vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
+    """Return what the engine is started with, from generator.inference_engine.
 
     Args:
         model_path: a folder, or the hub name of a model that was downloaded.
@@ -217,21 +217,12 @@ def vllm_config(config: settings.Config, model_path: str) -> VllmConfig:
             f"({response}): wanted at most the {positions} positions of {model_path} together, "
             f"got {prompt + response}"
         )
-    return VllmConfig(
+    return VllmSetup(
         model=model_path,
-        dtype=engine.model_dtype,
+        engine=engine,
         max_model_len=prompt + response,
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        enable_prefix_caching=engine.enable_prefix_caching,
-        enable_return_routed_experts=engine.enable_return_routed_experts,
-        enforce_eager=engine.enforce_eager,
-        gpu_memory_utilization=engine.gpu_memory_utilization,
-        cpu_kvcache_gib=engine.cpu_kvcache_gib,
-        num_threads=engine.num_threads,
         seed=config.trainer.seed,
         log_file=str(Path(config.trainer.run_path) / "engine.log"),
-        engine_init_kwargs=engine.engine_init_kwargs,
     )
 
 
@@ -263,71 +254,6 @@ def _positions(model_path: str) -> int | None:
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
     return None if is_scaled else model.get("max_position_embeddings")
-
-
-def rollout_config(config: settings.Config) -> RolloutConfig:
-    """Return the agent loop's settings, from generator."""
-    generator = config.generator
-    own = generator.eval_sampling_params
-    if own is not None and generator.sampling_params.stop and not own.stop:
-        log.warning(
-            "generator.eval_sampling_params.stop: nothing ends a turn of an evaluation where "
-            "sampling_params.stop (%s) ends one of training; say it there too",
-            ", ".join(generator.sampling_params.stop),
-        )
-    context = generator.context
-    if context == "auto":
-        context = "append" if generator.use_conversation_multi_turn else "single"
-    return RolloutConfig(
-        n_samples_per_prompt=generator.n_samples_per_prompt,
-        eval_n_samples_per_prompt=generator.eval_n_samples_per_prompt,
-        max_turns=generator.max_turns,
-        max_input_length=settings.max_input_length(config),
-        sampling_params=_sampling(generator.sampling_params),
-        eval_sampling_params=None if own is None else _sampling(own),
-        context=context,
-        append_eos_after_stop_string=generator.append_eos_token_after_stop_str_in_multi_turn,
-        chat_template=_template(generator.chat_template),
-        chat_template_kwargs=generator.chat_template_kwargs,
-        max_concurrent_trajectories=generator.max_concurrent_trajectories,
-        trajectory_timeout_seconds=generator.trajectory_timeout_seconds,
-        max_retries=generator.max_retries,
-    )
-
-
-def env_config(config: settings.Config) -> EnvConfig:
-    """Return how environments are made and run, from environment."""
-    gym = config.environment.skyrl_gym
-    return EnvConfig(
-        register=tuple(config.environment.register),
-        settings={
-            "text2sql": gym.text2sql,
-            "search": gym.search,
-            "gsm8k_llm_as_a_judge": gym.llm_as_a_judge,
-            **gym.env_config,
-        },
-        max_env_workers=gym.max_env_workers,
-        timeout_seconds=config.environment.timeout_seconds,
-    )
-
-
-def _sampling(params: settings.SamplingParams) -> SamplingParams:
-    return SamplingParams(
-        max_generate_length=params.max_generate_length,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        stop=tuple(params.stop or ()),
-        extra=params.additional_kwargs,
-    )
-
-
-def _template(text_or_file: str | None) -> str | None:
-    if text_or_file is not None and "{" not in text_or_file:
-        return Path(text_or_file).expanduser().read_text(encoding="utf-8")
-    return text_or_file
 
 
 def _sync_metrics(report: WeightSyncReport) -> dict[str, float]:

@@ -1,0 +1,77 @@
+"""What an environment is: the `Env` protocol, and the answer to one step."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EnvStep:
+    """What an environment answers to one action.
+
+    Args:
+        reward: of this step; a finite number.
+        done: whether the episode is over.
+        observations: what the model reads next: chat messages, one of them, or plain text (a user
+            message); empty for none.
+        postprocessed_action: text that replaces the action in the history; or an assistant message
+            that says the same action with its tool calls; or None.
+
+    Example:
+        >>> EnvStep(0.0, done=False, observations="higher")
+        EnvStep(reward=0.0, done=False, observations='higher', postprocessed_action=None)
+    """
+
+    reward: float
+    done: bool
+    observations: Sequence[Mapping[str, Any]] | Mapping[str, Any] | str | None = ()
+    postprocessed_action: str | Mapping[str, Any] | None = None
+
+
+class Env(Protocol):
+    """The environment of one trajectory.
+
+    Its methods may block: they run in threads, one call at a time, each with the deadline
+    `environment.timeout_seconds`. A subclass has to define `step` alone.
+
+    Example:
+        class Guess(Env):
+            def __init__(self, row):
+                self.number = row["number"]
+
+            def step(self, action):
+                right = action.strip() == str(self.number)
+                return EnvStep(float(right), done=right, observations="" if right else "no")
+    """
+
+    def init(self, messages: list[Message]) -> Sequence[Mapping[str, Any]]:
+        """Begin the episode; return the first prompt.
+
+        Args:
+            messages: the chat messages of the row's `prompt`.
+        """
+        return messages
+
+    @abstractmethod
+    def step(self, action: str) -> EnvStep | Mapping[str, Any]:
+        """Return the answer to the model's response.
+
+        Args:
+            action: the text of the response, without special tokens.
+
+        Returns:
+            An `EnvStep`, or a mapping with the keys observations, reward and done.
+        """
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return numbers about the episode, by name; asked once, at its end."""
+        return {}
+
+    def close(self) -> None:
+        """Free what the episode held."""
+        return

@@ -15,7 +15,7 @@ from fake_envs import (
 )
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.generator_output import generator_output_from_trajectories
+from skyrl_fast.generator_from_trajectories import generator_output_from_trajectories
 from skyrl_fast.rollout.engine import Generation, SamplingParams
 from skyrl_fast.rollout.rollout_config import RolloutConfig
 

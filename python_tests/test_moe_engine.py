@@ -14,7 +14,7 @@ import torch
 from fake_envs import FakePrompt, register_fakes
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.generator_output import generator_output_from_trajectories
+from skyrl_fast.generator_from_trajectories import generator_output_from_trajectories
 from skyrl_fast.rollout.engine import EngineDeadError, SamplingParams
 from skyrl_fast.rollout.env import EnvConfig, EnvFactory
 from skyrl_fast.rollout.groups import rollout

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.generator_output import generator_output_from_trajectories
+from skyrl_fast.batch.from_trajectories import batch_from_trajectories
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
@@ -63,9 +63,7 @@ def two_turns(uid: str, repetition_id: int, reward: float, **values: Any) -> Tra
 
 def batch_of(trajectories: Sequence[Trajectory], *, merged: str | None = None) -> StepBatch:
     """The rows with an advantage of 1 on trajectory 0's tokens, 2 on trajectory 1's, and so on."""
-    batch = StepBatch.from_generator_output(
-        generator_output_from_trajectories(trajectories), step_wise=True
-    )
+    batch = batch_from_trajectories(trajectories)
     if merged is not None:
         batch = batch.merged(drift=merged)
     number = batch.trajectory_ids + 1

@@ -17,7 +17,7 @@ from fake_envs import (
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import SamplingParams
-from skyrl_fast.generator_output import generator_output_from_trajectories
+from skyrl_fast.generator_from_trajectories import generator_output_from_trajectories
 from skyrl_fast.rollout.engine import Generation
 
 register_fakes()

@@ -16,7 +16,7 @@ import torch
 from skyrl_fast import convert_prompts_responses_to_batch_tensors, group_advantage
 from skyrl_fast.advantages import advantages
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.generator_output import concatenate_generator_outputs, validate_generator_output
+from skyrl_fast.generator_output import validate_generator_output
 
 OPTIONAL_FIELDS = (
     "trajectory_ids",
@@ -111,19 +111,6 @@ def test_the_conversion_and_the_advantages_alone_give_these_bits(backend: str) -
         [value * m for m in row]
         for value, row in zip(grpo_by_definition(), RESPONSE_MASK, strict=True)
     ]
-
-
-@pytest.mark.spec("2.9")
-@pytest.mark.parametrize("added", [{}, dict.fromkeys(OPTIONAL_FIELDS)])
-def test_default_outputs_are_concatenated_without_step_wise_fields(added: dict[str, None]) -> None:
-    halves = [
-        {k: v[part] if isinstance(v, list) else v for k, v in ROWS.items()} | added
-        for part in (slice(0, 3), slice(3, 6))
-    ]
-    whole = concatenate_generator_outputs(halves)
-    assert whole.get("trajectory_ids") is None
-    assert whole.get("is_last_step") is None
-    assert whole["response_ids"] == ROWS["response_ids"]
 
 
 # Two trajectories of two turns and one of one turn: what was sampled, and the observation.

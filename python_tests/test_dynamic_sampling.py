@@ -10,10 +10,9 @@ from _rows import Row, batch_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch.from_trajectories import batch_from_trajectories
 from skyrl_fast.batch.split import mini_batch_boundaries
 from skyrl_fast.config import DynamicSamplingConfig
-from skyrl_fast.generator_output import generator_output_from_trajectories
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.train.dynamic_sampling import (
     DynamicSamplingError,
@@ -132,9 +131,7 @@ def test_replace_keeps_groups_distinct_and_whole() -> None:
     assert metrics["dynamic_sampling/num_groups_replaced"] == 2
     assert metrics["dynamic_sampling/num_groups_uninformative"] == 2
     assert metrics["dynamic_sampling/avg_raw_reward"] == 0.5
-    batch = StepBatch.from_generator_output(
-        generator_output_from_trajectories(groups.trajectories())
-    )
+    batch = batch_from_trajectories(groups.trajectories())
     assert mini_batch_boundaries(batch.row_uids, 1) == [(0, 4), (4, 8), (8, 12)]
 
 
@@ -222,7 +219,7 @@ def test_filtered_batches_hold_whole_informative_groups(batches: list, wanted: i
                 enumerate(batch)}  # fmt: skip
         every |= made
         rows = [t for own in made.values() for t in own]
-        step_batch = StepBatch.from_generator_output(generator_output_from_trajectories(rows))
+        step_batch = batch_from_trajectories(rows)
         good = informative_groups(step_batch)
         enough = groups.add(rows, {u for u, g in zip(step_batch.uids, good, strict=True) if g})
         if enough:

@@ -1,4 +1,4 @@
-"""Generator outputs: made, checked, concatenated. Sections are those of docs/spec.md."""
+"""Generator outputs: made and checked. Sections are those of docs/spec.md."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_fast.generator_output import (
-    TrajectoryID,
-    concatenate_generator_outputs,
-    generator_output_from_trajectories,
-    validate_generator_output,
-)
+from skyrl_fast.generator_from_trajectories import generator_output_from_trajectories
+from skyrl_fast.generator_output import TrajectoryID, validate_generator_output
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 
 
@@ -295,68 +291,6 @@ def test_flipping_any_is_last_step_is_found(output, data):
     output["is_last_step"][row] ^= True
     with pytest.raises(ValueError, match=rf"is_last_step .*row( \(|\s){row}|last row \({row}\)"):
         check(output)
-
-
-# --- concatenating -----------------------------------------------------------------------------
-
-
-def shifted(output, name):
-    ids = [(f"{name}{i}", r) for i, r in output["trajectory_ids"]]
-    return {**output, "trajectory_ids": ids, "rollout_metrics": {"custom/mean": 5.0}}
-
-
-def test_concatenating_joins_the_rows():
-    joined = concatenate_generator_outputs(
-        [shifted(step_wise_output(), "x"), shifted(step_wise_output(), "y")]
-    )
-    for field in ("response_ids", "rewards", "is_last_step", "stop_reasons"):
-        assert joined[field] == step_wise_output()[field] * 2
-    assert joined["trajectory_time_splits"]["env"] == [0.25] * 10
-    check(joined, step_wise=True)
-
-
-@pytest.mark.spec("8.5")
-def test_trajectory_metrics_are_computed_anew_from_the_rows():
-    quick, slow = step_wise_output(), step_wise_output()
-    quick["trajectory_generation_times"] = [1.0] * 5
-    slow["trajectory_generation_times"] = [9.0] * 5
-    slow = {name: value[3:] if isinstance(value, list) else value for name, value in slow.items()}
-    slow["trajectory_time_splits"] = {"llm": [0.5] * 2, "env": [0.25] * 2}
-    joined = concatenate_generator_outputs([shifted(quick, "x"), shifted(slow, "y")])
-    metrics = joined["rollout_metrics"]
-    assert metrics["generate/num_trajectories"] == 4
-    assert metrics["generate/trajectory_completion_time_mean"] == 3.0  # not (1 + 9) / 2
-    # Between the third and the fourth of [1, 1, 1, 9], at 0.9 * 3 = 2.7.
-    assert metrics["generate/trajectory_completion_time_p90"] == pytest.approx(1 + 0.7 * 8)
-    assert metrics["generate/avg_num_turns"] == 7 / 4
-    assert "custom/mean" not in metrics
-
-
-@pytest.mark.parametrize("value", [None, "missing"])
-def test_a_field_that_only_some_have_is_refused(value):
-    other = shifted(step_wise_output(), "y")
-    other["rollout_logprobs"] = None
-    if value == "missing":
-        del other["rollout_logprobs"]
-    with pytest.raises(ValueError, match=r"rollout_logprobs must be in all .*output 1 has none"):
-        concatenate_generator_outputs([shifted(step_wise_output(), "x"), other])
-
-
-def test_a_trajectory_in_two_outputs_is_refused():
-    with pytest.raises(ValueError, match="adjacent"):
-        concatenate_generator_outputs([step_wise_output(), step_wise_output()])
-
-
-def test_default_outputs_concatenate():
-    joined = concatenate_generator_outputs([default_output(), default_output()])
-    assert joined["rewards"] == [1.0, 0.0, 1.0, 0.0]
-    assert joined["rollout_metrics"]["generate/num_trajectories"] == 4
-    assert "is_last_step" not in joined
-
-
-def test_nothing_to_concatenate_is_refused():
-    with pytest.raises(ValueError, match="outputs must not be empty"):
-        concatenate_generator_outputs([])
 
 
 # --- making ------------------------------------------------------------------------------------

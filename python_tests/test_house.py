@@ -56,6 +56,58 @@ def python_files(*places: str) -> list[Path]:
     return files
 
 
+def import_graph() -> dict[str, set[str]]:
+    """Module -> the package's modules that it imports at the top.
+
+    `from package import module` is an import of the module, not of what the package defines.
+    """
+    paths = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        names: set[str] = set()
+        for node in top_nodes(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    names.add(full if full in paths or alias.name == "_C" else node.module)
+        graph[module] = {name for name in names if name in paths and name != module}
+    return graph
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a circle, or an empty list."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for other in sorted(graph[module]):
+            if found := visit(other, [*path, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next((found for module in sorted(graph) if (found := visit(module, []))), [])
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert import_cycle(import_graph()) == []
+
+
+def test_an_import_cycle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}
+    assert import_cycle(graph) == ["b", "d", "b"]
+
+
 def test_kernels_know_neither_python_nor_torch() -> None:
     for path in sorted((ROOT / "csrc").rglob("*")):
         if path.is_file() and "bindings" not in path.parts and "_bind." not in path.name:

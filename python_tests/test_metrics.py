@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.generator_output import concatenate_generator_outputs
 from skyrl_fast.metrics import (
     batch_metrics,
     eval_metrics,
@@ -207,57 +206,6 @@ def test_batch_metrics():
     assert metrics["generate/batch_trained_share"] == pytest.approx(7 / 35)
     assert metrics["generate/num_seq_before_merge"] == 8
     assert metrics["generate/num_seq_after_merge"] == 5
-
-
-turn = st.tuples(
-    st.integers(0, 4), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from(["stop", "length"])
-)
-some_groups = st.lists(
-    st.lists(st.lists(turn, min_size=1, max_size=3), min_size=1, max_size=3),
-    min_size=1,
-    max_size=4,
-)
-
-
-def output_of_groups(groups, first):
-    """One output from groups of trajectories of turns (tokens, reward, stop reason)."""
-    rows = [
-        ((f"g{first + g}", t), k + 1 == len(turns), turn)
-        for g, group in enumerate(groups)
-        for t, turns in enumerate(group)
-        for k, turn in enumerate(turns)
-    ]
-    seconds = [float(sum(map(ord, owner[0])) % 7 + owner[1]) for owner, _, _ in rows]
-    return {
-        "prompt_token_ids": [[1] * (1 + i % 3) for i in range(len(rows))],
-        "response_ids": [[2] * tokens for _, _, (tokens, _, _) in rows],
-        "loss_masks": [[1] * tokens for _, _, (tokens, _, _) in rows],
-        "rewards": [reward for _, _, (_, reward, _) in rows],
-        "stop_reasons": [reason for _, _, (_, _, reason) in rows],
-        "trajectory_ids": [owner for owner, _, _ in rows],
-        "is_last_step": [last for _, last, _ in rows],
-        "env_metrics": [{"hits": i % 5} for i in range(len(rows))],
-        "trajectory_generation_times": seconds,
-        "trajectory_time_splits": {"llm": seconds, "env": [1.0] * len(rows)},
-    }
-
-
-@pytest.mark.spec("8.5")
-@given(st.lists(some_groups, min_size=1, max_size=4))
-def test_concatenated_metrics_are_those_of_all_rows_at_once(parts):
-    firsts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
-    outputs = [output_of_groups(p, f) for p, f in zip(parts, firsts.tolist(), strict=False)]
-    joined = concatenate_generator_outputs(outputs)
-    everything = {
-        field: [value for output in outputs for value in output[field]]
-        for field in outputs[0]
-        if field != "trajectory_time_splits"
-    }
-    everything["trajectory_time_splits"] = {
-        name: [x for output in outputs for x in output["trajectory_time_splits"][name]]
-        for name in ("llm", "env")
-    }
-    assert joined["rollout_metrics"] == rollout_metrics(everything)
 
 
 @pytest.mark.spec("8.2")

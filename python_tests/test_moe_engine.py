@@ -15,7 +15,7 @@ from fake_envs import FakePrompt, loop_config, register_fakes
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import EnvironmentConfig, InferenceEngineConfig, SamplingParams
-from skyrl_fast.generator_output import generator_output_from_trajectories
+from skyrl_fast.generator_from_trajectories import generator_output_from_trajectories
 from skyrl_fast.rollout.engine import EngineDeadError
 from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.groups import rollout

@@ -18,8 +18,8 @@ from _fakes import FakeRollouts, make_prompts, tiny_model
 
 from skyrl_fast.advantages import advantages
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch.from_trajectories import batch_from_trajectories
 from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig
-from skyrl_fast.generator_output import generator_output_from_trajectories
 from skyrl_fast.train import policy as policy_module
 from skyrl_fast.train.micro_batch import plan_micro_batches, sequence_hosts
 from skyrl_fast.train.optimizer import Optimizer, learning_rate
@@ -32,8 +32,7 @@ def rollout_batch(model: Any, num_prompts: int = 4, samples: int = 4) -> StepBat
     config.generator.n_samples_per_prompt = samples
     rollouts = FakeRollouts(config, model)
     trajectories = asyncio.run(rollouts.generate(make_prompts(num_prompts), step=0, phase="train"))
-    output = generator_output_from_trajectories(trajectories)
-    batch = StepBatch.from_generator_output(output, step_wise=True)
+    batch = batch_from_trajectories(trajectories)
     return batch.with_(advantages=advantages(batch))
 
 

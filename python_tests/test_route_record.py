@@ -13,10 +13,7 @@ from fake_envs import FakePrompt, loop_config, register_fakes
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import EnvironmentConfig, SamplingParams
-from skyrl_fast.generator_output import (
-    concatenate_generator_outputs,
-    generator_output_from_trajectories,
-)
+from skyrl_fast.generator_from_trajectories import generator_output_from_trajectories
 from skyrl_fast.rollout.engine import EngineError, Generation
 from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.groups import rollout
@@ -178,12 +175,8 @@ def test_rows_carry_their_records_into_the_batch(tiny_tokenizer: Any) -> None:
     trajectory = run(tiny_tokenizer, RoutingEngine(tiny_tokenizer, from_start=True), "append")
     failed = run(tiny_tokenizer, RoutingEngine(tiny_tokenizer, from_start=True), "append", turns=1)
     failed.uid, failed.failure = "q", "the engine went away"
-    output = concatenate_generator_outputs(
-        [
-            generator_output_from_trajectories([trajectory]),
-            {**generator_output_from_trajectories([failed]), "rollout_expert_indices": [None]},
-        ]
-    )
+    output = generator_output_from_trajectories([trajectory, failed])
+    output["rollout_expert_indices"][-1] = None
     lengths = [len(s.expert_indices) for s in trajectory.steps]
     assert [len(r) for r in output["rollout_expert_indices"][:-1]] == lengths
     batch = StepBatch.from_generator_output(output, step_wise=True)

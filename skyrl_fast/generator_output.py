@@ -1,34 +1,25 @@
-"""The mapping of parallel lists that rollouts hand to training: made, checked, concatenated.
-
-N rows, one per step.
-"""
+"""SkyRL's generator output, a mapping of parallel lists, and its checks. N rows, one per step."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
 from skyrl_fast.batch.row_index import (
     bool_array,
-    dense_ids,
+    first_return,
     is_step_wise,
     row_lengths,
     run_starts,
     split_trajectory_ids,
     trajectory_keys,
 )
-from skyrl_fast.metrics import rollout_metrics
-
-if TYPE_CHECKING:
-    from skyrl_fast.rollout.trajectory import Step, Trajectory
 
 logger = logging.getLogger(__name__)
 
-STUB_PROMPT = (0,)  # the one attended token of a row that stands for a trajectory without steps
 PER_ROW_FIELDS = (
     "prompt_token_ids",
     "response_ids",
@@ -84,115 +75,6 @@ class GeneratorOutput(TypedDict, total=False):
     policy_versions: list[int] | None
     env_classes: list[str] | None
     data_sources: list[str | None] | None
-
-
-# --- making ------------------------------------------------------------------------------------
-
-
-def generator_output_from_trajectories(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
-    """Return the rows of these trajectories, one per step, in order.
-
-    A trajectory that failed or has no steps becomes one row with an empty response and reward 0,
-    so that its group keeps its size. The last row carries what ended the trajectory; times and
-    environment metrics are the trajectory's, repeated on each of its rows.
-
-    Args:
-        trajectories: those of one group adjacent.
-
-    Raises:
-        ValueError: no trajectories, or log-probabilities in some steps only.
-    """
-    if not trajectories:
-        raise ValueError("generator_output_from_trajectories: trajectories must not be empty")
-    steps = [_steps_or_stub(t) for t in trajectories]
-    rows = [step for own in steps for step in own]
-    owners = [t for t, own in zip(trajectories, steps, strict=True) for _ in own]
-    last = [k + 1 == len(own) for own in steps for k in range(len(own))]
-    splits = [_time_split(t) for t in trajectories]
-    output: GeneratorOutput = {
-        "prompt_token_ids": [s.prompt_token_ids for s in rows],
-        "response_ids": [s.response_ids for s in rows],
-        "loss_masks": [s.loss_mask for s in rows],
-        "rewards": [float(s.reward) for s in rows],
-        "rollout_logprobs": _optional_field("rollout_logprobs", rows),
-        "stop_reasons": [
-            t.stop_reason if end else s.stop_reason
-            for t, s, end in zip(owners, rows, last, strict=True)
-        ],
-        "env_metrics": [t.env_metrics for t in owners],
-        "trajectory_generation_times": [t.seconds for t in owners],
-        "trajectory_time_splits": {
-            name: [split[name] for split, own in zip(splits, steps, strict=True) for _ in own]
-            for name in ("llm", "env")
-        },
-        "rollout_expert_indices": _expert_indices(rows),
-        "trajectory_ids": [TrajectoryID(t.uid, t.repetition_id) for t in owners],
-        "is_last_step": last,
-        "policy_versions": [s.policy_version for s in rows],
-        "env_classes": [t.env_class for t in owners],
-        "data_sources": [t.data_source for t in owners],
-    }
-    output["rollout_metrics"] = {
-        **rollout_metrics(output),
-        "generate/num_failed_trajectories": float(sum(t.failure is not None for t in trajectories)),
-    }
-    return output
-
-
-def _steps_or_stub(trajectory: Trajectory) -> list[Step]:
-    if trajectory.steps and trajectory.failure is None:
-        return trajectory.steps
-    from skyrl_fast.rollout.trajectory import Step
-
-    first = trajectory.steps[0] if trajectory.steps else None
-    return [
-        Step(
-            prompt_token_ids=first.prompt_token_ids if first else list(STUB_PROMPT),
-            response_ids=[],
-            loss_mask=[],
-            rollout_logprobs=[],
-            reward=0.0,
-            stop_reason=trajectory.stop_reason,
-            policy_version=first.policy_version if first else 0,
-            text="",
-            observation="",
-            llm_seconds=0.0,
-            env_seconds=0.0,
-        )
-    ]
-
-
-def _time_split(trajectory: Trajectory) -> dict[str, float]:
-    return {
-        "llm": sum(s.llm_seconds for s in trajectory.steps),
-        "env": sum(s.env_seconds for s in trajectory.steps),
-    }
-
-
-def _optional_field(field: str, rows: Sequence[Step]) -> list[Any] | None:
-    values = [getattr(s, field) for s in rows]
-    given = [v is not None for v, s in zip(values, rows, strict=True) if s.response_ids]
-    if not any(given) and (given or all(v is None for v in values)):
-        return None
-    if not all(given):
-        row = next(i for i, v in enumerate(values) if v is None)
-        raise ValueError(
-            f"generator_output_from_trajectories: {field} must be there in every step or in none, "
-            f"but row {row} has none"
-        )
-    return [[] if v is None else v for v in values]
-
-
-def _expert_indices(rows: Sequence[Step]) -> list[np.ndarray] | None:
-    captured = [s.expert_indices for s in rows]
-    shape = next((c.shape[1:] for c in captured if c is not None), None)
-    if shape is None:
-        return None
-    nothing = np.zeros((0, *shape), dtype=np.uint8)
-    return [nothing if c is None else c for c in captured]
-
-
-# --- checking ----------------------------------------------------------------------------------
 
 
 def validate_generator_output(
@@ -255,7 +137,7 @@ def _check_step_wise(op: str, output: Mapping[str, Any]) -> None:
     instances, repetitions = split_trajectory_ids(op, trajectory_ids)
     keys = trajectory_keys(instances, repetitions)
     starts = run_starts(keys)
-    row = _first_return(keys, starts)
+    row = first_return(keys)
     if row is not None:
         raise ValueError(
             f"{op}: rows of one trajectory must be adjacent, but trajectory_ids "
@@ -271,23 +153,12 @@ def _check_step_wise(op: str, output: Mapping[str, Any]) -> None:
             f"got {bool(last[row])}"
         )
     group_ids = keys >> 32
-    row = _first_return(group_ids, run_starts(group_ids))
+    row = first_return(group_ids)
     if row is not None:
         raise ValueError(
             f"{op}: rows of one group must be adjacent, but instance_id {instances[row]!r} "
             f"returns in row {row}"
         )
-
-
-def _first_return(ids: np.ndarray, starts: np.ndarray) -> int | None:
-    """Return the first row that starts a run of an id seen in an earlier run, or None."""
-    heads = np.flatnonzero(starts)
-    if dense_ids(ids[heads]).max() + 1 == len(heads):
-        return None
-    first_of_id = np.unique(ids[heads], return_index=True)[1]
-    returned = np.ones(len(heads), dtype=bool)
-    returned[first_of_id] = False
-    return int(heads[np.flatnonzero(returned)[0]])
 
 
 def _check_token_lists(op: str, output: Mapping[str, Any]) -> None:
@@ -352,58 +223,3 @@ def _any_trained(loss_masks: Iterable[Any]) -> bool:
     return any(
         any(mask) if isinstance(mask, (list, tuple)) else bool(mask.any()) for mask in loss_masks
     )
-
-
-# --- concatenating -----------------------------------------------------------------------------
-
-
-def concatenate_generator_outputs(
-    outputs: Sequence[Mapping[str, Any]], *, step_wise: bool | None = None
-) -> GeneratorOutput:
-    """Return one output with the rows of all, in order, and metrics computed anew from them.
-
-    Fields that are lists are joined, also those that this package does not know. Metrics that a
-    generator wrote itself are dropped: a percentile or a ratio cannot be averaged.
-
-    Args:
-        outputs: at least one.
-        step_wise: as for `validate_generator_output`, which checks the result.
-
-    Raises:
-        ValueError: no outputs, a field that only some have, or a result that breaks a rule.
-    """
-    op = "concatenate_generator_outputs"
-    if not outputs:
-        raise ValueError(f"{op}: outputs must not be empty")
-    fields = dict.fromkeys(
-        key
-        for output in outputs
-        for key, value in output.items()
-        if isinstance(value, (list, tuple, np.ndarray))
-        or (key == TIME_SPLITS and value is not None)
-    )
-    result: dict[str, Any] = {}
-    for field in fields:
-        parts = [output.get(field) for output in outputs]
-        missing = next((i for i, part in enumerate(parts) if part is None), None)
-        if missing is not None:
-            raise ValueError(
-                f"{op}: {field} must be in all outputs or in none, but output {missing} has none"
-            )
-        if field == TIME_SPLITS:
-            result[field] = _join_mappings(op, field, cast(list[Mapping[str, Any]], parts))
-        else:
-            result[field] = list(chain.from_iterable(cast(list[list[Any]], parts)))
-    validate_generator_output(result, step_wise=step_wise)
-    result["rollout_metrics"] = rollout_metrics(result)
-    return cast(GeneratorOutput, result)
-
-
-def _join_mappings(op: str, field: str, parts: list[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    for i, part in enumerate(parts):
-        if part.keys() != parts[0].keys():
-            raise ValueError(
-                f"{op}: {field} must have the same keys in all outputs, got "
-                f"{sorted(parts[0])} in output 0 and {sorted(part)} in output {i}"
-            )
-    return {name: list(chain.from_iterable(p[name] for p in parts)) for name in parts[0]}

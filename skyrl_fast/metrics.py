@@ -10,17 +10,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from skyrl_fast.batch.row_index import row_index, row_lengths
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch.row_index import dense_ids, row_index, row_lengths
 from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.ops import _backend, _ragged
-
-if TYPE_CHECKING:
-    from skyrl_fast.batch.step_batch import StepBatch
+from skyrl_fast.rollout.trajectory import Trajectory
 
 PASS_THRESHOLD = 0.0  # a trajectory passes when its reward is above
 SLOW_PERCENTILE = 90  # of completion times
@@ -87,6 +86,20 @@ def outcomes_of_output(
     )
 
 
+def outcomes_of_trajectories(trajectories: Sequence[Trajectory]) -> Outcomes:
+    """Return how these J trajectories ended, as if each had one row: its last one."""
+    every = np.arange(len(trajectories), dtype=np.int32)
+    last = [t.steps_or_placeholder()[-1] for t in trajectories]
+    rewards = np.array([step.reward for step in last], dtype=np.float64)
+    return Outcomes(
+        trajectory_ids=every,
+        last_rows=every,
+        group_ids=dense_ids([t.uid for t in trajectories]).astype(np.int32),
+        rewards=rewards,
+        positive_rewards=np.maximum(rewards, 0.0),
+    )
+
+
 def outcomes_of_batch(batch: StepBatch) -> Outcomes:
     """Return how the trajectories of a batch's real rows ended."""
     num_rows = batch.num_real_rows
@@ -150,6 +163,23 @@ def _final_rewards(op: str, finals: list[Any]) -> tuple[np.ndarray, np.ndarray]:
 # --- rollout metrics ---------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """What is known of each of J trajectories besides its tokens; None where it is not.
+
+    Args:
+        stop_reasons: J, what ended each trajectory.
+        seconds: J, from start to end.
+        time_splits: name of a part of the time -> J seconds.
+        env_metrics: J, the environments' own numbers by name.
+    """
+
+    stop_reasons: Sequence[str] | None
+    seconds: Sequence[float] | None
+    time_splits: Mapping[str, Sequence[float]]
+    env_metrics: Sequence[Mapping[str, Any] | None] | None
+
+
 def rollout_metrics(
     output: Mapping[str, Any],
     *,
@@ -167,15 +197,48 @@ def rollout_metrics(
         batch: the batch made from `output`, if there is one already: saves reading the lists again.
     """
     if batch is None:
-        table, sizes = (
-            outcomes_of_output(output, uids, op="rollout_metrics"),
-            _sizes_of_output(output),
-        )
+        table = outcomes_of_output(output, uids, op="rollout_metrics")
+        sizes = _sizes_of_output(output)
     else:
         table, sizes = outcomes_of_batch(batch), _sizes_of_batch(batch)
+
+    def of_last_rows(field: str) -> list[Any] | None:
+        values = output.get(field)
+        return None if values is None else _of_last_rows(values, table)
+
+    splits = output.get("trajectory_time_splits") or {}
+    reports = Reports(
+        stop_reasons=of_last_rows("stop_reasons"),
+        seconds=of_last_rows("trajectory_generation_times"),
+        time_splits={name: _of_last_rows(values, table) for name, values in splits.items()},
+        env_metrics=of_last_rows("env_metrics"),
+    )
+    return _rollout_metrics(table, sizes, reports)
+
+
+def trajectory_metrics(trajectories: Sequence[Trajectory], batch: StepBatch) -> dict[str, float]:
+    """Return the same metrics as `rollout_metrics`, of trajectories.
+
+    Args:
+        trajectories: J.
+        batch: a row per step of them.
+    """
+    reports = Reports(
+        stop_reasons=[t.stop_reason for t in trajectories],
+        seconds=[t.seconds for t in trajectories],
+        time_splits={
+            "llm": [t.llm_seconds for t in trajectories],
+            "env": [t.env_seconds for t in trajectories],
+        },
+        env_metrics=[t.env_metrics for t in trajectories],
+    )
+    return _rollout_metrics(outcomes_of_batch(batch), _sizes_of_batch(batch), reports)
+
+
+def _rollout_metrics(table: Outcomes, sizes: RowSizes, reports: Reports) -> dict[str, float]:
     lengths = sizes.prompt + sizes.response
     tokens = table.per_trajectory(sizes.response)
-    metrics = {
+    return {
         "generate/num_trajectories": float(len(table.last_rows)),
         "generate/num_empty_trajectories": float(np.count_nonzero(tokens == 0)),
         **_spread("generate/{}_num_tokens", tokens),
@@ -187,11 +250,10 @@ def rollout_metrics(
         **_spread("generate/per_turn/{}_response_length", sizes.response),
         **_spread("generate/per_turn/{}_prompt_length", sizes.prompt),
         **_spread("generate/per_turn/{}_num_tokens", lengths),
+        **_stop_metrics(reports),
+        **_time_metrics(reports),
+        **_environment_metrics(reports),
     }
-    metrics.update(_stop_metrics(output, table))
-    metrics.update(_time_metrics(output, table))
-    metrics.update(_environment_metrics(output, table))
-    return metrics
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
@@ -211,28 +273,23 @@ def _of_last_rows(values: Sequence[Any], table: Outcomes) -> list[Any]:
     return [values[row] for row in table.last_rows.tolist()]
 
 
-def _stop_metrics(output: Mapping[str, Any], table: Outcomes) -> dict[str, float]:
-    if output.get("stop_reasons") is None:
+def _stop_metrics(reports: Reports) -> dict[str, float]:
+    if reports.stop_reasons is None:
         return {}
-    counts = Counter(_of_last_rows(output["stop_reasons"], table))
-    total = len(table.last_rows)
+    counts = Counter(reports.stop_reasons)
+    total = len(reports.stop_reasons)
     return {f"generate/stop_reason/{reason}": n / total for reason, n in sorted(counts.items())}
 
 
-def _time_metrics(output: Mapping[str, Any], table: Outcomes) -> dict[str, float]:
+def _time_metrics(reports: Reports) -> dict[str, float]:
     metrics = {}
-    if output.get("trajectory_generation_times") is not None:
-        last = _of_last_rows(output["trajectory_generation_times"], table)
-        seconds = np.array(last, dtype=np.float64)
+    if reports.seconds is not None:
+        seconds = np.array(reports.seconds, dtype=np.float64)
         name = "generate/trajectory_completion_time"
         metrics[f"{name}_mean"] = _mean(seconds)
         metrics[f"{name}_p{SLOW_PERCENTILE}"] = float(np.percentile(seconds, SLOW_PERCENTILE))
         metrics[f"{name}_max"] = float(seconds.max())
-    splits = output.get("trajectory_time_splits") or {}
-    parts = {
-        name: np.array(_of_last_rows(values, table), dtype=np.float64)
-        for name, values in splits.items()
-    }
+    parts = {name: np.array(v, dtype=np.float64) for name, v in reports.time_splits.items()}
     total = sum(float(part.sum()) for part in parts.values())
     for name, part in parts.items():
         metrics[f"generate/trajectory_time/{name}_mean"] = _mean(part)
@@ -242,12 +299,10 @@ def _time_metrics(output: Mapping[str, Any], table: Outcomes) -> dict[str, float
     return metrics
 
 
-def _environment_metrics(output: Mapping[str, Any], table: Outcomes) -> dict[str, float]:
-    """Means over the trajectories that report a number under a name."""
-    if output.get("env_metrics") is None:
-        return {}
+def _environment_metrics(reports: Reports) -> dict[str, float]:
+    """Return means over the trajectories that report a number under a name."""
     values: dict[str, list[float]] = {}
-    for reported in _of_last_rows(output["env_metrics"], table):
+    for reported in reports.env_metrics or ():
         for name, value in (reported or {}).items():
             if isinstance(value, (bool, int, float, np.number)):
                 values.setdefault(name, []).append(float(value))
@@ -258,7 +313,7 @@ def _environment_metrics(output: Mapping[str, Any], table: Outcomes) -> dict[str
 
 
 def reward_metrics(
-    rows: Mapping[str, Any] | StepBatch,
+    rows: Mapping[str, Any] | StepBatch | Sequence[Trajectory],
     *,
     samples_per_prompt: int,
     uids: Sequence[str] | Sequence[int] | None = None,
@@ -267,7 +322,7 @@ def reward_metrics(
     """Return mean reward, pass@n and mean positive reward, over trajectories.
 
     Args:
-        rows: a valid generator output, or the batch made from it.
+        rows: a valid generator output, a batch, or trajectories (then N is their number).
         samples_per_prompt: n, for the name of pass@n. A group passes when any of its trajectories
             has a reward above 0.
         uids: N prompt names, where a generator output has no `trajectory_ids`.
@@ -292,7 +347,7 @@ def reward_metrics(
 
 
 def eval_metrics(
-    rows: Mapping[str, Any] | StepBatch,
+    rows: Mapping[str, Any] | StepBatch | Sequence[Trajectory],
     *,
     ks: Iterable[int] = (1,),
     uids: Sequence[str] | Sequence[int] | None = None,
@@ -301,7 +356,7 @@ def eval_metrics(
     """Return mean score, pass@k and mean positive reward of an evaluation, over trajectories.
 
     Args:
-        rows: a valid generator output, or the batch made from it.
+        rows: a valid generator output, a batch, or trajectories (then N is their number).
         ks: pass@k is the unbiased estimator of `pass_at_k`, averaged over groups; each k at most
             the smallest group.
         uids: N prompt names, where a generator output has no `trajectory_ids`.
@@ -353,9 +408,15 @@ def pass_at_k(num_samples: np.ndarray, num_passed: np.ndarray, k: int) -> np.nda
     return 1.0 - failing.prod(axis=0)
 
 
-def _table(rows: Mapping[str, Any] | StepBatch, uids: Sequence[Any] | None, op: str) -> Outcomes:
-    if not isinstance(rows, Mapping):
+def _table(
+    rows: Mapping[str, Any] | StepBatch | Sequence[Trajectory],
+    uids: Sequence[Any] | None,
+    op: str,
+) -> Outcomes:
+    if isinstance(rows, StepBatch):
         return outcomes_of_batch(rows)
+    if not isinstance(rows, Mapping):
+        return outcomes_of_trajectories(rows)
     if uids is None and rows.get("trajectory_ids") is None:
         raise ValueError(f"{op}: uids must name each row's prompt where trajectory_ids is missing")
     return outcomes_of_output(rows, uids, op=op)

@@ -27,13 +27,13 @@ sys.path.insert(0, str(HERE.parents[1]))  # this file may be started from anywhe
 from examples.router_replay.make_model import WORDS, make_model  # noqa: E402
 from examples.tiny_model.recipe import make_once  # noqa: E402
 from skyrl_fast.batch import StepBatch  # noqa: E402
+from skyrl_fast.batch.from_trajectories import batch_from_trajectories  # noqa: E402
 from skyrl_fast.config import (  # noqa: E402
     EnvironmentConfig,
     GeneratorConfig,
     InferenceEngineConfig,
     SamplingParams,
 )
-from skyrl_fast.generator_output import generator_output_from_trajectories  # noqa: E402
 from skyrl_fast.rollout.env import EnvFactory  # noqa: E402
 from skyrl_fast.rollout.groups import rollout  # noqa: E402
 from skyrl_fast.rollout.vllm_engine import VllmEngine  # noqa: E402
@@ -111,8 +111,7 @@ async def sample(model_path: Path, log_file: Path, *, num_prompts: int, samples:
     finally:
         await engine.close()
         await environments.close()
-    output = generator_output_from_trajectories(trajectories)
-    return StepBatch.from_generator_output(output, step_wise=True)
+    return batch_from_trajectories(trajectories)
 
 
 def measure(model_path: Path, batch: StepBatch) -> Iterator[Mismatch]:

@@ -144,7 +144,7 @@ async def all_forms(
 ) -> list[Shape]:
     """The table's rows."""
     from skyrl_fast import merge_stepwise_output
-    from skyrl_fast.generator_output import generator_output_from_trajectories
+    from skyrl_fast.generator_from_trajectories import generator_output_from_trajectories
 
     generator = settings.generator
     config = GeneratorConfig(

@@ -48,12 +48,12 @@ def columns_of_output(
         response_starts = cu_responses[plan.merged_rows] + torch.from_numpy(plan.starts)
         fields |= _ragged.read_fields(OP, {name: _at(output[name], ends) for name in TOKENS})
     cu_seqlens = offsets(fields["prompt_token_ids"].lengths + fields["response_ids"].lengths)
-    flat = _flat_values(fields, cu_seqlens, response_starts, int(cu_responses[-1]), gaps=merge)
+    flat = flat_values(OP, fields, cu_seqlens, response_starts, int(cu_responses[-1]), gaps=merge)
     scalars = None if "rewards" in flat else _at(output["rewards"], ends)
     rewards, row_rewards = _rewards(scalars, flat.get("rewards"), cu_responses)
     versions = output.get("policy_versions")
     stop_reasons = output.get("stop_reasons")
-    experts, cu_experts = _experts(output.get("rollout_expert_indices"), plan)
+    experts, cu_experts = flat_experts(OP, output.get("rollout_expert_indices"), plan)
     return {
         "tokens": flat["tokens"],
         "cu_seqlens": cu_seqlens,
@@ -98,17 +98,19 @@ def _at(rows: Sequence[Any], index: np.ndarray) -> Sequence[Any]:
     return rows if len(index) == len(rows) else [rows[row] for row in index.tolist()]
 
 
-def _flat_values(
+def flat_values(
+    op: str,
     fields: Mapping[str, _ragged.Field],
     cu_seqlens: torch.Tensor,
     response_starts: torch.Tensor,
     num_responses: int,
     *,
-    gaps: bool,
+    gaps: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Return the flat values of all fields, read in one walk; prompt and response are joined.
 
     Args:
+        op: the caller's public name, for messages.
         response_starts: (N,) where each row's values per response token begin.
         num_responses: A. gaps: some of these have no row's value and are 0.
     """
@@ -130,7 +132,7 @@ def _flat_values(
             out.zero_()
         bounds = (0, 1) if is_mask else ()
         copies += _ragged.copy_jobs(fields[name], out, response_starts, *bounds)
-    _ragged.fill(OP, copies)
+    _ragged.fill(op, copies)
     return flat
 
 
@@ -159,8 +161,8 @@ def rewards_on_last_tokens(per_row: torch.Tensor, cu_responses: torch.Tensor) ->
     return flat
 
 
-def _experts(
-    rows: Sequence[Any] | None, plan: MergePlan | None
+def flat_experts(
+    op: str, rows: Sequence[Any] | None, plan: MergePlan | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return (E, L, K) routes of all rows, or merged rows, and their (N + 1,) offsets."""
     if rows is None:
@@ -174,14 +176,14 @@ def _experts(
             continue
         if array.ndim != 3 or array.shape[1:] != shape or array.dtype.kind not in "iu":
             raise ValueError(
-                f"{OP}: rollout_expert_indices must be integers [tokens, {shape[0]}, "
+                f"{op}: rollout_expert_indices must be integers [tokens, {shape[0]}, "
                 f"{shape[-1]}] in row {row}, got {array.dtype} {list(array.shape)}"
             )
     largest = max(int(a.max()) for a in arrays if a is not None)
     dtype = next(d for d in (np.uint8, np.int16, np.int32) if largest <= np.iinfo(d).max)
     counts = np.array([0 if a is None else len(a) for a in arrays], dtype=np.int64)
     if plan is not None:
-        begins, ends = plan.route_pieces(OP, counts)
+        begins, ends = plan.route_pieces(op, counts)
         pieces = zip(arrays, begins.tolist(), ends.tolist(), strict=True)
         arrays = [None if a is None else a[begin:end] for a, begin, end in pieces]
         counts = np.add.reduceat(ends - begins, plan.heads)

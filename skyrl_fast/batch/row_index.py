@@ -139,6 +139,17 @@ def run_starts(ids: np.ndarray) -> np.ndarray:
     return starts
 
 
+def first_return(ids: np.ndarray) -> int | None:
+    """Return the first row that starts a run of an id seen in an earlier run, or None."""
+    heads = np.flatnonzero(run_starts(ids))
+    if dense_ids(ids[heads]).max() + 1 == len(heads):
+        return None
+    first_of_id = np.unique(ids[heads], return_index=True)[1]
+    returned = np.ones(len(heads), dtype=bool)
+    returned[first_of_id] = False
+    return int(heads[np.flatnonzero(returned)[0]])
+
+
 def bool_array(op: str, field: str, values: Sequence[Any] | np.ndarray) -> np.ndarray:
     """Return (N,) bool from bools, numpy bools or an array of them.
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+PLACEHOLDER_PROMPT = (0,)  # the one attended token of a trajectory without steps
+
 
 @dataclass(slots=True)
 class Step:
@@ -78,3 +80,33 @@ class Trajectory:
     failure: str | None = None
     phase: str = "train"
     data_source: str | None = None
+
+    def steps_or_placeholder(self) -> list[Step]:
+        """Return its steps; one masked placeholder with reward 0 where it failed or has none."""
+        if self.steps and self.failure is None:
+            return self.steps
+        first = self.steps[0] if self.steps else None
+        placeholder = Step(
+            prompt_token_ids=first.prompt_token_ids if first else list(PLACEHOLDER_PROMPT),
+            response_ids=[],
+            loss_mask=[],
+            rollout_logprobs=[],
+            reward=0.0,
+            stop_reason=self.stop_reason,
+            policy_version=first.policy_version if first else 0,
+            text="",
+            observation="",
+            llm_seconds=0.0,
+            env_seconds=0.0,
+        )
+        return [placeholder]
+
+    @property
+    def llm_seconds(self) -> float:
+        """Time in the engine, of all steps."""
+        return sum(step.llm_seconds for step in self.steps)
+
+    @property
+    def env_seconds(self) -> float:
+        """Time in the environment, of all steps."""
+        return sum(step.env_seconds for step in self.steps)

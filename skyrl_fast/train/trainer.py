@@ -19,7 +19,6 @@ import torch
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config, max_input_length, to_dict
-from skyrl_fast.generator_output import generator_output_from_trajectories
 from skyrl_fast.metrics import eval_metrics
 from skyrl_fast.rollout.failures import FailureWatch, log_failures
 from skyrl_fast.rollout.trajectory import Trajectory
@@ -314,12 +313,11 @@ class Trainer:
             log_failures(sampled)
             self._failures.see(sampled)
             trajectories += sampled
-        output = generator_output_from_trajectories(trajectories)
-        sources = output["data_sources"]
-        named = sources is not None and any(source is not None for source in sources)
+        sources = [t.data_source for t in trajectories]
+        named = any(source is not None for source in sources)
         samples = self._config.generator.eval_n_samples_per_prompt
         metrics = eval_metrics(
-            output, ks=sorted({1, samples}), data_sources=sources if named else None
+            trajectories, ks=sorted({1, samples}), data_sources=sources if named else None
         )
         turns = sum(len(trajectory.steps) for trajectory in trajectories)
         metrics["eval/all/avg_num_turns"] = turns / len(trajectories)

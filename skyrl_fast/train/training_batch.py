@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from skyrl_fast.advantages import advantages, gae_advantages
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch.from_trajectories import batch_from_trajectories
 from skyrl_fast.batch.token_counts import token_counts
 from skyrl_fast.config import OUTCOME_ESTIMATORS, AlgorithmConfig, Config, merges_steps
-from skyrl_fast.generator_output import generator_output_from_trajectories
-from skyrl_fast.metrics import batch_metrics, reward_metrics, rollout_metrics
+from skyrl_fast.metrics import batch_metrics, reward_metrics, trajectory_metrics
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.anchors import anchor_ids
 from skyrl_fast.train.critic import Critic
@@ -29,10 +28,10 @@ def training_batch(
     Rollout metrics are of what was sampled; rewards are those that the filters left.
     """
     samples = config.generator.n_samples_per_prompt
-    steps, output = _rows(trajectories, config)
+    steps = _steps(trajectories, config)
     batch = _training_rows(steps, config)
     before = None if batch is steps else steps.num_real_rows
-    metrics = rollout_metrics(output, batch=steps)
+    metrics = trajectory_metrics(trajectories, steps)
     metrics |= batch_metrics(batch, num_rows_before_merge=before)
     counts_of_forms = token_counts(batch)
     metrics["generate/batch_num_tokens_merged"] = float(counts_of_forms.merged)
@@ -46,7 +45,7 @@ def training_batch(
 def informative_uids(trajectories: Sequence[Trajectory], config: Config) -> set[str]:
     """Return the uids of the groups that dynamic sampling may keep, judged after the filters."""
     algorithm = config.trainer.algorithm
-    steps, _ = _rows(trajectories, config)
+    steps = _steps(trajectories, config)
     batch, _ = filter_rollouts(_training_rows(steps, config), config)
     informative = informative_groups(
         batch, tolerance=algorithm.zero_variance_filter_tol, scope=algorithm.sequence_scope
@@ -113,16 +112,11 @@ def estimator_of(algorithm: AlgorithmConfig) -> str:
     return algorithm.advantage_estimator
 
 
-def _rows(
-    trajectories: Sequence[Trajectory], config: Config
-) -> tuple[StepBatch, Mapping[str, Any]]:
-    output = generator_output_from_trajectories(trajectories)
-    batch = StepBatch.from_generator_output(
-        output, num_prompts=config.trainer.train_batch_size, step_wise=True
-    )
+def _steps(trajectories: Sequence[Trajectory], config: Config) -> StepBatch:
+    batch = batch_from_trajectories(trajectories)
     if config.trainer.algorithm.advantage_estimator == "gigpo":
         batch = batch.with_(anchor_ids=anchor_ids(trajectories))
-    return batch, output
+    return batch
 
 
 def _training_rows(steps: StepBatch, config: Config) -> StepBatch:

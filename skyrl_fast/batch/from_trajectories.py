@@ -1,0 +1,152 @@
+"""From the trajectories of rollouts to a `StepBatch`. N rows, one per step; J trajectories."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+
+from skyrl_fast.batch.columns import flat_experts, flat_values, offsets, rewards_on_last_tokens
+from skyrl_fast.batch.row_index import dense_ids, first_appearances, first_return, trajectory_keys
+from skyrl_fast.batch.step_batch import StepBatch
+from skyrl_fast.ops import _ragged
+from skyrl_fast.rollout.trajectory import Step, Trajectory
+
+logger = logging.getLogger(__name__)
+OP = "batch_from_trajectories"
+
+
+def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
+    """Return the rows of these trajectories, one per step, in order.
+
+    A trajectory that failed or has no steps becomes one masked row with an empty response and
+    reward 0, so that its group keeps its size. The last row has the trajectory's stop reason.
+
+    Args:
+        trajectories: those of one group adjacent.
+
+    Raises:
+        ValueError: no trajectories; two of the same uid and repetition, or groups that are not
+            adjacent; log-probabilities in some steps only; a mask or log-probabilities that are not
+            as long as their response; a token id that is negative or needs more than 31 bits; a
+            loss mask that is not 0 or 1; more routes of experts than tokens.
+    """
+    if not trajectories:
+        raise ValueError(f"{OP}: trajectories must not be empty")
+    group_ids = _group_ids(trajectories)
+    steps = [t.steps_or_placeholder() for t in trajectories]
+    num_steps = np.fromiter(map(len, steps), np.int64, len(steps))
+    rows = list(chain.from_iterable(steps))
+    logprobs = logprobs_in_all_or_none(OP, rows)
+    lists = {
+        "prompt_token_ids": [row.prompt_token_ids for row in rows],
+        "response_ids": [row.response_ids for row in rows],
+        "loss_masks": [row.loss_mask for row in rows],
+        **({} if logprobs is None else {"rollout_logprobs": logprobs}),
+    }
+    fields = _ragged.read_fields(OP, lists)
+    for name in fields.keys() - {"prompt_token_ids", "response_ids"}:
+        _ragged.check_aligned(OP, fields["response_ids"], fields[name])
+    lengths = fields["prompt_token_ids"].lengths + fields["response_ids"].lengths
+    cu_seqlens, cu_responses = offsets(lengths), offsets(fields["response_ids"].lengths)
+    starts = cu_responses[:-1].to(torch.int64)
+    flat = flat_values(OP, fields, cu_seqlens, starts, int(cu_responses[-1]))
+    if not bool(flat["loss_masks"].any()):
+        logger.warning("%s: all %d loss masks are 0: nothing will be trained", OP, len(rows))
+    row_rewards = torch.from_numpy(np.array([row.reward for row in rows], dtype=np.float32))
+    is_last_step = np.zeros(len(rows), dtype=bool)
+    is_last_step[np.cumsum(num_steps) - 1] = True
+    trajectory_ids = np.repeat(np.arange(len(trajectories), dtype=np.int32), num_steps)
+    experts, cu_experts = flat_experts(OP, _routes(rows, lengths))
+    return StepBatch(
+        tokens=flat["tokens"],
+        cu_seqlens=cu_seqlens,
+        cu_responses=cu_responses,
+        loss_mask=flat["loss_masks"],
+        rewards=rewards_on_last_tokens(row_rewards, cu_responses),
+        row_rewards=row_rewards,
+        group_ids=torch.from_numpy(np.repeat(group_ids, num_steps).astype(np.int32)),
+        trajectory_ids=torch.from_numpy(trajectory_ids),
+        is_last_step=torch.from_numpy(is_last_step),
+        policy_version=torch.from_numpy(np.array([row.policy_version for row in rows], np.int32)),
+        uids=tuple(str(trajectories[first].uid) for first in first_appearances(group_ids).tolist()),
+        stop_reasons=tuple(stop_reasons_of(trajectories, steps)),
+        rollout_logprobs=flat.get("rollout_logprobs"),
+        expert_indices=experts,
+        cu_experts=cu_experts,
+        reward_per_row=True,
+    )
+
+
+def stop_reasons_of(
+    trajectories: Sequence[Trajectory], steps: Sequence[Sequence[Step]]
+) -> list[str]:
+    """Return N stop reasons: the engine's of each step, and of the last what ended the trajectory.
+
+    Args:
+        steps: of each trajectory, its rows.
+    """
+    reasons: list[str] = []
+    for trajectory, turns in zip(trajectories, steps, strict=True):
+        reasons += [step.stop_reason for step in turns[:-1]]
+        reasons.append(trajectory.stop_reason)
+    return reasons
+
+
+def logprobs_in_all_or_none(op: str, rows: Sequence[Step]) -> list[list[float]] | None:
+    """Return the sampler's log-probabilities of N rows, None where no response has any.
+
+    Args:
+        op: the caller's public name, for messages.
+
+    Raises:
+        ValueError: some responses have them, others do not.
+    """
+    values = [row.rollout_logprobs for row in rows]
+    given = [v is not None for v, row in zip(values, rows, strict=True) if row.response_ids]
+    if not any(given) and (given or all(v is None for v in values)):
+        return None
+    if not all(given):
+        row = next(i for i, v in enumerate(values) if v is None)
+        raise ValueError(
+            f"{op}: rollout_logprobs must be there in every step or in none, but row {row} has none"
+        )
+    return [[] if v is None else v for v in values]
+
+
+def _group_ids(trajectories: Sequence[Trajectory]) -> np.ndarray:
+    """Return (J,) int64, the group of each trajectory by first appearance."""
+    uids = [t.uid for t in trajectories]
+    repetitions = np.array([t.repetition_id for t in trajectories], dtype=np.int64)
+    keys = trajectory_keys(uids, repetitions)
+    firsts = np.unique(keys, return_index=True)[1]
+    if len(firsts) < len(keys):
+        twice = int(np.setdiff1d(np.arange(len(keys)), firsts)[0])
+        raise ValueError(
+            f"{OP}: trajectories must differ in uid or repetition_id, but trajectory {twice} is "
+            f"{(uids[twice], int(repetitions[twice]))!r} again"
+        )
+    group_ids = dense_ids(uids)
+    returned = first_return(group_ids)
+    if returned is not None:
+        raise ValueError(
+            f"{OP}: trajectories of one group must be adjacent, but uid {uids[returned]!r} returns "
+            f"in trajectory {returned}"
+        )
+    return group_ids
+
+
+def _routes(rows: Sequence[Step], lengths: torch.Tensor) -> list[np.ndarray | None] | None:
+    routes = [row.expert_indices for row in rows]
+    if all(r is None for r in routes):
+        return None
+    for row, (captured, length) in enumerate(zip(routes, lengths.tolist(), strict=True)):
+        if captured is not None and len(captured) > length:
+            raise ValueError(
+                f"{OP}: expert_indices must have at most one entry per token ({length}) in row "
+                f"{row}, got {len(captured)}"
+            )
+    return routes

@@ -1,11 +1,15 @@
 """The settings of a training run: what there is (`settings`), and how it is read (`loading`)."""
 
+from skyrl_fast.config.algorithm import (
+    is_ratio_to_rollout,
+    policy_loss_settings,
+    policy_loss_spec,
+)
 from skyrl_fast.config.corrections import (
     DynamicSamplingConfig,
     KlCtrlConfig,
     OffPolicyCorrectionConfig,
 )
-from skyrl_fast.config.field import ConfigError
 from skyrl_fast.config.loading import check_config, load_config
 from skyrl_fast.config.settings import (
     ADVANTAGE_ESTIMATORS,
@@ -19,6 +23,7 @@ from skyrl_fast.config.settings import (
     merges_steps,
     to_dict,
 )
+from skyrl_fast.setting import ConfigError
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
@@ -33,8 +38,11 @@ __all__ = [
     "OffPolicyCorrectionConfig",
     "OptimizerConfig",
     "check_config",
+    "is_ratio_to_rollout",
     "load_config",
     "max_input_length",
     "merges_steps",
+    "policy_loss_settings",
+    "policy_loss_spec",
     "to_dict",
 ]

@@ -88,7 +88,9 @@ def forward_backward(name: str, logits: torch.Tensor, targets: torch.Tensor) -> 
     leaf = logits.detach().requires_grad_()
     weight = 1.0 / targets.numel()
     if name == "skyrl_fast_loss":
-        loss = masked_logprob_loss(leaf, targets, None, None, loss="cross_entropy", inplace=True)[0]
+        loss = masked_logprob_loss(
+            leaf, targets, None, None, loss="cross_entropy", inplace_backward=True
+        )[0]
         loss.backward()
         return
     function = FORWARD.get(name, ours)

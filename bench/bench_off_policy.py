@@ -58,9 +58,13 @@ def run_skyrl(case: str, d: dict[str, torch.Tensor]) -> tuple[Any, Any, dict[str
 
 
 def run_ours(case: str, d: dict[str, torch.Tensor]) -> tuple[Any, Any, dict[str, float]]:
-    rules: dict[str, Any] = {"tis": "token", "tis_cap": CAP}
+    rules: dict[str, Any] = {"tis_ratio_type": "token", "tis_cap": CAP}
     if case != "token_tis":
-        rules = {"tis": "sequence", "sequence_mask": "geometric", "outlier_high": OUTLIER_HIGH}
+        rules = {
+            "tis_ratio_type": "sequence",
+            "sequence_mask": "geometric",
+            "outlier_high": OUTLIER_HIGH,
+        }
     if case == "full_trajectory":
         rules["trajectory_ids"] = d["trajectory_ids"]
     weights, mask, metrics = off_policy_correction(d["old"], d["rollout"], d["mask"], **rules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from skyrl_fast import MaskedLogprobLoss, masked_logprob_loss, selected_logprob
+from skyrl_fast import PolicyLoss, masked_logprob_loss, selected_logprob
 from skyrl_fast.ops.reference import logprob as reference
 
 LOSS_TEMPERATURE = 0.9
@@ -40,20 +40,22 @@ def loss_case(
     def moved() -> torch.Tensor:
         return logprobs.float() + torch.randn(rows, generator=g) * 0.3
 
+    old = moved()
     return {
         "logits": logits,
         "target_ids": targets,
-        "anchor_logprobs": moved(),
+        "old_logprobs": old,
+        "rollout_logprobs": old,
         "advantages": torch.randn(rows, generator=g),
         "loss_mask": torch.arange(rows) % 3 != 1,
-        "loss_weights": torch.rand(rows, generator=g),
+        "row_weights": torch.rand(rows, generator=g),
         "ref_logprobs": moved(),
     }
 
 
 def loss_and_grad(
     case: dict[str, torch.Tensor], device: str, **options: object
-) -> tuple[MaskedLogprobLoss, torch.Tensor]:
+) -> tuple[PolicyLoss, torch.Tensor]:
     """The result, and the gradient of half the loss, in place where the backend can."""
     moved = {name: value.to(device) for name, value in case.items()}
     leaf = moved.pop("logits").clone().requires_grad_()
@@ -61,7 +63,7 @@ def loss_and_grad(
         leaf * 1,
         return_entropy=True,
         temperature=LOSS_TEMPERATURE,
-        inplace=True,
+        inplace_backward=True,
         **moved,
         **options,
     )
@@ -72,15 +74,15 @@ def loss_and_grad(
 
 def exact_loss_and_grad(
     case: dict[str, torch.Tensor], **options: object
-) -> tuple[MaskedLogprobLoss, torch.Tensor]:
+) -> tuple[PolicyLoss, torch.Tensor]:
     """The same by the reference in float64."""
     wide = {n: v.double() if v.is_floating_point() else v for n, v in case.items()}
     return loss_and_grad(wide, "cpu", backend="torch", **options)
 
 
 def assert_loss_equals(
-    got: tuple[MaskedLogprobLoss, torch.Tensor],
-    want: tuple[MaskedLogprobLoss, torch.Tensor],
+    got: tuple[PolicyLoss, torch.Tensor],
+    want: tuple[PolicyLoss, torch.Tensor],
     *,
     rtol: float,
     atol: float,

@@ -6,19 +6,21 @@ from typing import Any
 
 import torch
 
+from skyrl_fast.ops.losses import Cispo, ClipCov, Dppo, KlCov, LossSettings
 from skyrl_fast.ops.policy_loss import LOSS_NAMES, kl_penalty, policy_loss
 
 NAN = float("nan")
 F32 = dict(rtol=2e-5, atol=2e-6)  # ratios are exp of float32 differences, up to e^3 here
 F64 = dict(rtol=1e-10, atol=1e-12)
-VARIANTS = [(name, {}) for name in LOSS_NAMES if name not in ("dppo", "clip_cov", "kl_cov")] + [
-    ("clip_cov", {"clip_cov_ratio": 0.2, "clip_cov_lb": -5.0, "clip_cov_ub": 5.0}),
-    ("kl_cov", {"kl_cov_frac": 0.3, "ppo_kl_coef": 0.7}),
-    ("cispo", {"anchor": "rollout", "cispo_eps_clip_low": 0.3, "cispo_eps_clip_high": 0.4}),
-    ("dppo", {"delta_low": 0.05, "delta_high": 0.05}),
-    ("dppo", {"dppo_type": "binary_kl", "delta_low": 0.01, "delta_high": 0.01}),
+VARIANTS: list[str | LossSettings] = [
+    *(name for name in LOSS_NAMES if name not in ("dppo", "clip_cov", "kl_cov")),
+    ClipCov(clip_ratio=0.2, clip_cov_lb=-5.0, clip_cov_ub=5.0),
+    KlCov(kl_cov_frac=0.3, ppo_kl_coef=0.7),
+    Cispo(cispo_ratio="rollout", cispo_eps_clip_low=0.3, cispo_eps_clip_high=0.4),
+    Dppo(delta_low=0.05, delta_high=0.05),
+    Dppo(dppo_type="binary_kl", delta_low=0.01, delta_high=0.01),
 ]
-IDS = [name + "".join(f"-{v}" for v in kw.values() if isinstance(v, str)) for name, kw in VARIANTS]
+IDS = [loss if isinstance(loss, str) else loss.variant or type(loss).__name__ for loss in VARIANTS]
 
 
 def loss_and_grad(
@@ -26,7 +28,7 @@ def loss_and_grad(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     x = logprobs.clone().requires_grad_()
     generator = torch.Generator().manual_seed(seed)
-    loss, metrics = policy_loss(x, *args, generator=generator, **kw)
+    loss, metrics = policy_loss(x, *args, generator=generator, **kw)[:2]
     loss.backward()
     assert x.grad is not None
     return loss.detach(), x.grad, metrics

@@ -224,10 +224,10 @@ def test_corrections_under_skyrls_names() -> None:
         (
             [
                 "policy_loss_type=cispo",
-                "cispo.cispo_anchor=rollout",
+                "cispo.cispo_ratio=rollout",
                 "off_policy_correction.tis_ratio_type=token",
             ],
-            "wanted null with cispo_anchor=rollout",
+            "wanted null with cispo_ratio=rollout",
         ),
         (["dppo.dppo_type=kl"], "wanted one of binary_tv, binary_kl, got 'kl'"),
         (["clip_cov.clip_ratio=2"], "wanted at most 1, got 2.0"),

@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyrl_fast import _C, linear_logprob, masked_logprob_loss, selected_logprob
+from skyrl_fast.ops.losses import Dppo
+from skyrl_fast.ops.masked_logprob_loss import TOKEN_LOSSES
 from skyrl_fast.ops.reference import logprob as reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -186,8 +188,7 @@ def test_rows_that_get_no_gradient_are_not_read(gpu: str) -> None:
 
 # --- masked_logprob_loss -------------------------------------------------------------------------
 
-LOSSES = ["regular", "dual_clip", "cispo", "rollout_is", "sapo", "dppo_tv", "dppo_kl"]
-LOSSES += ["cross_entropy", "importance_sampling"]
+LOSSES = [*TOKEN_LOSSES, Dppo(dppo_type="binary_kl")]
 
 
 def both_paths(case: dict[str, torch.Tensor], device: str, **options: object) -> list[torch.Tensor]:
@@ -259,11 +260,11 @@ def plain_ppo(case: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     leaf = case["logits"].clone().requires_grad_()
     logprob, entropy = reference.selected_logprob(leaf, case["target_ids"], case["loss_mask"], 0.9)
     adv = case["advantages"].double()
-    ratio = (logprob - case["anchor_logprobs"].double()).exp()
+    ratio = (logprob - case["old_logprobs"].double()).exp()
     tokens = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.2))
     x = case["ref_logprobs"].double() - logprob
     tokens = tokens + 0.001 * (x.exp() - x - 1)
-    (0.5 * (tokens * case["loss_weights"].double())[case["loss_mask"]].sum()).backward()
+    (0.5 * (tokens * case["row_weights"].double())[case["loss_mask"]].sum()).backward()
     return [logprob.detach(), entropy.detach(), leaf.grad]
 
 
@@ -324,7 +325,7 @@ def test_a_loss_without_gradient_reads_once_and_writes_nothing(gpu: str) -> None
     case = {name: value.to(gpu) for name, value in loss_case(500, torch.bfloat16).items()}
     before = case["logits"].clone()
     with torch.no_grad():
-        out = masked_logprob_loss(**case, kl_estimator="k3", temperature=0.9, inplace=True)
+        out = masked_logprob_loss(**case, kl_estimator="k3", temperature=0.9, inplace_backward=True)
     assert torch.equal(case["logits"], before)
     want = reference.selected_logprob(
         before.cpu().double(), case["target_ids"].cpu(), case["loss_mask"].cpu(), 0.9

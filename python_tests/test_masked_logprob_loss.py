@@ -11,6 +11,7 @@ from _logits import assert_loss_equals, exact_loss_and_grad, loss_and_grad
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from skyrl_fast.ops.losses import Cispo
 from skyrl_fast.ops.masked_logprob_loss import TOKEN_LOSSES as ALL_LOSSES
 from skyrl_fast.ops.masked_logprob_loss import masked_logprob_loss
 from skyrl_fast.ops.masked_logprob_loss_op import Call
@@ -29,7 +30,7 @@ def case(dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> dict[str, to
     return {
         "logits": logits,
         "targets": targets,
-        "anchor": logprobs + torch.randn(ROWS, generator=g) * 0.5,
+        "old": logprobs + torch.randn(ROWS, generator=g) * 0.5,
         "advantages": torch.randn(ROWS, generator=g) * 2,
         "reference": logprobs + torch.randn(ROWS, generator=g) * 0.2,
         "mask": torch.tensor([1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1, 0]),
@@ -38,10 +39,10 @@ def case(dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> dict[str, to
 
 
 def plain_loss(
-    loss: str, logprobs: torch.Tensor, anchor: torch.Tensor, advantages: torch.Tensor
+    loss: str, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
 ) -> torch.Tensor:
     """Per-token loss by autograd, restated from the formulas of the loss's documentation."""
-    ratio = (logprobs - anchor).exp()
+    ratio = (logprobs - old).exp()
     surrogate = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
     if loss == "regular":
         return surrogate
@@ -68,24 +69,25 @@ def test_equals_two_visits(loss, dtype, inplace):
     got = masked_logprob_loss(
         x,
         c["targets"],
-        c["anchor"],
+        c["old"],
         c["advantages"],
         loss_mask=c["mask"],
-        loss=loss,
-        loss_weights=c["weights"],
+        loss=Cispo(0.2, 0.2) if loss == "cispo" else loss,
+        rollout_logprobs=c["old"],
+        row_weights=c["weights"],
         ref_logprobs=c["reference"],
         kl_estimator="k2",
         kl_coef=0.3,
         temperature=0.9,
         return_entropy=True,
-        inplace=inplace,
+        inplace_backward=inplace,
     )
     got.loss.backward()
 
     exact = c["logits"].double().requires_grad_()
     keep = c["mask"] != 0
     logprobs, entropy = reference_logprob(exact, c["targets"], keep, 0.9)
-    tokens = plain_loss(loss, logprobs, c["anchor"].double(), c["advantages"].double())
+    tokens = plain_loss(loss, logprobs, c["old"].double(), c["advantages"].double())
     tokens = tokens + 0.3 * 0.5 * (logprobs - c["reference"].double()) ** 2
     want = (tokens * c["weights"].double())[keep].sum()
     want.backward()
@@ -119,7 +121,7 @@ def test_metrics_by_hand(backend):
         torch.tensor([-2 * LN2, 0.0, math.nan]),
         torch.tensor([1.0, -1.0, 5.0]),
         loss_mask=torch.tensor([1, 1, 0]),
-        loss_weights=torch.tensor([0.25, 1.0, 9.0]),
+        row_weights=torch.tensor([0.25, 1.0, 9.0]),
         token_weights=torch.tensor([2.0, 0.5, 9.0]),
         ref_logprobs=torch.tensor([-2 * LN2, -2 * LN2, math.nan]),
         kl_estimator="k1",
@@ -158,17 +160,19 @@ def calls(draw):
     targets = torch.randint(0, vocab, (rows,), generator=g)
     logprobs = reference_logprob(logits.double(), targets)[0].float()
     loss, kl = draw(st.sampled_from(ALL_LOSSES)), draw(st.sampled_from([None, "k1", "k2", "k3"]))
+    old = logprobs + 0.4 * new()
     case = {
         "logits": logits,
         "target_ids": targets,
-        "anchor_logprobs": logprobs + 0.4 * new(),
+        "old_logprobs": old,
+        "rollout_logprobs": old,
         "advantages": new(),
         "loss_mask": torch.rand(rows, generator=g) < draw(st.sampled_from([0.0, 0.5, 1.0])),
     }
     if kl is not None:
         case["ref_logprobs"] = logprobs + 0.4 * new()
     if draw(st.booleans()):
-        case["loss_weights"] = new().abs()
+        case["row_weights"] = new().abs()
     if draw(st.booleans()):
         case["token_weights"] = new().clamp(min=0)  # half of them 0
     options = {"loss": loss, "kl_estimator": kl, "kl_coef": draw(st.sampled_from([0.0, 0.5]))}
@@ -200,27 +204,27 @@ def test_the_metrics_are_those_of_policy_loss():
     out = masked_logprob_loss(
         c["logits"],
         c["targets"],
-        c["anchor"],
+        c["old"],
         c["advantages"],
         loss_mask=c["mask"],
         ref_logprobs=c["reference"],
         kl_estimator="k3",
     )
-    column = {name: c[name][:, None] for name in ("anchor", "advantages", "mask", "reference")}
+    column = {name: c[name][:, None] for name in ("old", "advantages", "mask", "reference")}
     loss, metrics = policy_loss(
         out.logprobs[:, None],
-        column["anchor"],
+        column["old"],
         column["advantages"],
         column["mask"],
         ref_logprobs=column["reference"],
         kl_estimator="k3",
-    )
+    )[:2]
     assert torch.equal(out.loss, loss) and out.metrics == metrics
 
 
 def test_gradcheck():
     c = case(torch.float64, vocab=4)
-    arguments = [c[name].double() for name in ("anchor", "advantages")]
+    arguments = [c[name].double() for name in ("old", "advantages")]
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return masked_logprob_loss(
@@ -242,7 +246,7 @@ def test_opcheck(gpu):
     mask = c["mask"].to(torch.uint8)
     for with_grad in (False, True):
         call = Call(
-            c["targets"], mask, 0.9, 0, 4, params, c["anchor"], c["advantages"], c["reference"],
+            c["targets"], mask, 0.9, 0, 4, params, c["old"], c["advantages"], c["reference"],
             None, c["weights"], with_grad, False,
         )  # fmt: skip
         torch.library.opcheck(op, (c["logits"], *call, with_grad))
@@ -258,14 +262,14 @@ def test_compile_fullgraph(gpu, shape, inplace):
         out = masked_logprob_loss(
             x * 1,
             c["targets"],
-            c["anchor"],
+            c["old"],
             c["advantages"],
             loss_mask=c["mask"],
-            loss_weights=c["weights"],
+            row_weights=c["weights"],
             ref_logprobs=c["reference"],
             kl_estimator="k3",
             return_entropy=True,
-            inplace=inplace,
+            inplace_backward=inplace,
         )
         return (2 * out.loss, out.logprobs, out.entropy, *out.metrics.values())
 
@@ -283,7 +287,7 @@ def test_compile_without_a_gradient(gpu):
     c = {name: value.to(gpu) for name, value in case().items()}
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        return masked_logprob_loss(x, c["targets"], c["anchor"], c["advantages"]).loss
+        return masked_logprob_loss(x, c["targets"], c["old"], c["advantages"]).loss
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(c["logits"]), step(c["logits"]))
@@ -304,9 +308,9 @@ def test_token_weights_leave_the_kl_alone():
     got = masked_logprob_loss(
         c["logits"],
         c["targets"],
-        c["anchor"],
+        c["old"],
         c["advantages"],
-        loss_weights=c["weights"],
+        row_weights=c["weights"],
         token_weights=torch.zeros(ROWS),
         ref_logprobs=c["reference"],
         kl_estimator="k1",
@@ -321,9 +325,9 @@ def test_masked_rows_are_never_read_and_clipped_ones_get_zeros():
     c["logits"][c["mask"] == 0] = math.nan
     c["targets"][c["mask"] == 0] = -100
     c["advantages"][3] = 0.0
-    c["anchor"][c["mask"] == 0] = math.nan
+    c["old"][c["mask"] == 0] = math.nan
     leaf = c["logits"].requires_grad_()
-    out = masked_logprob_loss(leaf, c["targets"], c["anchor"], c["advantages"], loss_mask=c["mask"])
+    out = masked_logprob_loss(leaf, c["targets"], c["old"], c["advantages"], loss_mask=c["mask"])
     out.loss.backward()
     assert out.loss.isfinite() and leaf.grad.isfinite().all()
     assert not leaf.grad[3].any() and not leaf.grad[c["mask"] == 0].any()
@@ -344,7 +348,7 @@ def test_the_gradient_scales_with_the_loss():
     grads = []
     for scale in (1.0, -2.5):
         leaf = c["logits"].clone().requires_grad_()
-        out = masked_logprob_loss(leaf, c["targets"], c["anchor"], c["advantages"])
+        out = masked_logprob_loss(leaf, c["targets"], c["old"], c["advantages"])
         (out.loss * scale).backward()
         grads.append(leaf.grad)
     torch.testing.assert_close(grads[1], grads[0] * -2.5)
@@ -355,7 +359,11 @@ def test_no_gradient_is_made_without_one_wanted():
     before = c["logits"].clone()
     with torch.no_grad():
         masked_logprob_loss(
-            c["logits"].requires_grad_(), c["targets"], c["anchor"], c["advantages"], inplace=True
+            c["logits"].requires_grad_(),
+            c["targets"],
+            c["old"],
+            c["advantages"],
+            inplace_backward=True,
         )
     assert torch.equal(c["logits"].detach(), before)
 
@@ -364,7 +372,9 @@ def test_in_place_is_noticed_by_other_readers():
     leaf = torch.randn(2, 5, requires_grad=True)
     x = leaf * 1
     other = (x * x).sum()
-    masked_logprob_loss(x, torch.tensor([0, 1]), None, None, loss="cross_entropy", inplace=True)
+    masked_logprob_loss(
+        x, torch.tensor([0, 1]), None, None, loss="cross_entropy", inplace_backward=True
+    )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         other.backward()
 
@@ -387,7 +397,7 @@ def test_a_second_backward_is_refused():
         ({"kl_estimator": "k3"}, "needs ref_logprobs"),
         ({"advantages": None}, "needs advantages"),
         ({"advantages": torch.zeros(3)}, "advantages must be of shape"),
-        ({"loss_weights": torch.zeros(1)}, "loss_weights must be of shape"),
+        ({"row_weights": torch.zeros(1)}, "row_weights must be of shape"),
         ({"target_ids": torch.tensor([0, 5])}, r"target_ids must be in \[0, 5\)"),
         ({"logits": torch.zeros(2, 5).int()}, "float32, bfloat16, float16 or float64"),
         ({"temperature": 0.0}, "temperature must be positive"),
@@ -397,7 +407,7 @@ def test_bad_arguments(change, message):
     arguments = {
         "logits": torch.zeros(2, 5),
         "target_ids": torch.tensor([0, 1]),
-        "anchor_logprobs": torch.zeros(2),
+        "old_logprobs": torch.zeros(2),
         "advantages": torch.zeros(2),
     }
     with pytest.raises(ValueError, match=message):

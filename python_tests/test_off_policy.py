@@ -32,8 +32,8 @@ def test_off_policy_order_by_hand(backend: str) -> None:
     old, rollout = ratios.log(), torch.zeros(3, 3)
     call = dict(outlier_high=50.0, token_mask_low=0.4, token_mask_high=3.0, backend=backend)
     weights, mask, metrics = off_policy_correction(
-        old, rollout, torch.ones(3, 3), tis="token", tis_cap=2.2, sequence_mask="product",
-        sequence_mask_high=5.0, **call,
+        old, rollout, torch.ones(3, 3), tis_ratio_type="token", tis_cap=2.2,
+        sequence_mask="product", sequence_mask_high=5.0, **call,
     )  # fmt: skip
     # products of what is left: 1 and 6.25, so that the last row falls to the sequence mask
     assert mask.tolist() == [[0, 0, 0], [1, 0, 1], [0, 0, 0]]
@@ -55,8 +55,8 @@ def test_off_policy_trajectory_scope_by_hand(backend: str) -> None:
     ratios = torch.tensor([[2.0, 1.0], [0.5, 1.0], [3.0, 1.0]])
     args = (ratios.log(), torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool))
     call: dict[str, Any] = dict(
-        tis="sequence", sequence_mask="product", sequence_mask_low=0.4, sequence_mask_high=2.5,
-        backend=backend,
+        tis_ratio_type="sequence", sequence_mask="product", sequence_mask_low=0.4,
+        sequence_mask_high=2.5, backend=backend,
     )  # fmt: skip
     weights, mask, _ = off_policy_correction(*args, trajectory_ids=["x", "x", "y"], **call)
     assert mask.dtype == torch.bool and mask.tolist() == [[True] * 2, [True] * 2, [False] * 2]
@@ -103,7 +103,7 @@ def test_an_outlier_takes_its_sequence_along(backend: str) -> None:
 def test_rows_of_a_trajectory_need_not_be_adjacent(backend: str) -> None:
     ratios = torch.tensor([[2.0, 1.0], [3.0, 1.0], [0.5, 1.0]])
     weights, _, _ = off_policy_correction(
-        ratios.log(), torch.zeros(3, 2), torch.ones(3, 2), tis="sequence",
+        ratios.log(), torch.zeros(3, 2), torch.ones(3, 2), tis_ratio_type="sequence",
         trajectory_ids=["x", "y", "x"], backend=backend,
     )  # fmt: skip
     torch.testing.assert_close(weights, torch.tensor([[1.0, 1], [3, 3], [1, 1]]))
@@ -112,7 +112,9 @@ def test_rows_of_a_trajectory_need_not_be_adjacent(backend: str) -> None:
 def test_without_a_rule_that_masks_the_mask_is_the_one_given(backend: str) -> None:
     mask = torch.tensor([[1.0, 0.0]])
     args = (torch.zeros(1, 2), torch.tensor([[0.0, NAN]]), mask)
-    weights, new_mask, metrics = off_policy_correction(*args, tis="token", backend=backend)
+    weights, new_mask, metrics = off_policy_correction(
+        *args, tis_ratio_type="token", backend=backend
+    )
     assert new_mask is mask
     assert weights.tolist() == [[1.0, 0.0]]
     weights, new_mask, metrics = off_policy_correction(*args, backend=backend)
@@ -128,7 +130,7 @@ def test_nan_is_outside_any_token_bounds_and_no_outlier(backend: str) -> None:
     call: dict[str, Any] = dict(backend=backend, outlier_high=2.0)
     assert off_policy_correction(old, rollout, mask, **call)[1].tolist() == [[1, 1]]
     weights, new_mask, metrics = off_policy_correction(
-        old, rollout, mask, tis="token", token_mask_high=5.0, **call
+        old, rollout, mask, tis_ratio_type="token", token_mask_high=5.0, **call
     )
     assert new_mask.tolist() == [[0, 1]] and weights.tolist() == [[0, 1]]
     assert float(metrics["is_ratio_max"]) == 1.0
@@ -136,7 +138,7 @@ def test_nan_is_outside_any_token_bounds_and_no_outlier(backend: str) -> None:
     current = torch.zeros(1, 2, requires_grad=True)
     loss, _ = policy_loss(
         current, rollout, torch.ones(1, 2), mask, token_weights=weights, backend=backend
-    )
+    )[:2]
     loss.backward()
     assert loss.item() == -0.5 and current.grad.tolist() == [[0.0, -0.5]]
 
@@ -145,7 +147,7 @@ def test_nan_is_outside_any_token_bounds_and_no_outlier(backend: str) -> None:
 def test_nothing_to_correct(shape: tuple[int, int], backend: str) -> None:
     empty = torch.zeros(shape)
     weights, mask, metrics = off_policy_correction(
-        empty, empty, empty, tis="sequence", sequence_mask="product", outlier_high=1.0,
+        empty, empty, empty, tis_ratio_type="sequence", sequence_mask="product", outlier_high=1.0,
         trajectory_ids=[0] * shape[0], backend=backend,
     )  # fmt: skip
     assert weights.shape == mask.shape == shape
@@ -155,7 +157,7 @@ def test_nothing_to_correct(shape: tuple[int, int], backend: str) -> None:
 def test_all_masked(backend: str) -> None:
     nan = torch.full((2, 40), NAN)
     weights, mask, metrics = off_policy_correction(
-        nan, nan, torch.zeros(2, 40, dtype=torch.int64), tis="token", token_mask_low=0.5,
+        nan, nan, torch.zeros(2, 40, dtype=torch.int64), tis_ratio_type="token", token_mask_low=0.5,
         sequence_mask="geometric", outlier_low=0.5, backend=backend,
     )  # fmt: skip
     assert not weights.any() and not mask.any() and mask.dtype == torch.int64
@@ -165,7 +167,7 @@ def test_all_masked(backend: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tis": "tokens"}, r"tis must be one of .*got 'tokens'"),
+        ({"tis_ratio_type": "tokens"}, r"tis_ratio_type must be one of .*got 'tokens'"),
         ({"sequence_mask": "mean"}, r"sequence_mask must be one of .*got 'mean'"),
         ({"scope": "group"}, r"scope must be one of .*got 'group'"),
         ({"scope": "trajectory"}, "scope='trajectory' needs trajectory_ids, got None"),
@@ -211,7 +213,7 @@ def test_native_equals_torch(
     d = batch((rows, width), torch.float64, seed)
     d["mask"][::7] = False
     call: dict[str, Any] = dict(
-        tis=tis, tis_cap=1.5, sequence_mask=sequence_mask, sequence_mask_low=0.8,
+        tis_ratio_type=tis, tis_cap=1.5, sequence_mask=sequence_mask, sequence_mask_low=0.8,
         sequence_mask_high=1.3, outlier_low=outliers[0], outlier_high=outliers[1],
         token_mask_low=tokens[0], token_mask_high=tokens[1],
     )  # fmt: skip
@@ -228,8 +230,8 @@ def test_native_equals_torch(
 
 
 FULL: dict[str, Any] = dict(
-    tis="sequence", sequence_mask="geometric", sequence_mask_low=0.9, sequence_mask_high=1.1,
-    outlier_high=3.0, token_mask_low=0.4,
+    tis_ratio_type="sequence", sequence_mask="geometric", sequence_mask_low=0.9,
+    sequence_mask_high=1.1, outlier_high=3.0, token_mask_low=0.4,
 )  # fmt: skip
 
 
@@ -279,7 +281,7 @@ def test_the_reference_never_waits_for_the_device() -> None:
     with FakeTensorMode():
         x = torch.zeros(4, 8)
         weights, mask, metrics = off_policy_correction(
-            x, x, x, tis="sequence", sequence_mask="product", outlier_high=2.0,
+            x, x, x, tis_ratio_type="sequence", sequence_mask="product", outlier_high=2.0,
             token_mask_high=3.0, backend="torch",
         )  # fmt: skip
     assert weights.shape == mask.shape == (4, 8)
@@ -307,8 +309,8 @@ def test_off_policy_equals_skyrl(tis: str | None, sequence_mask: str | None, bac
     ratio, _, want_mask = peer.compute_off_policy_correction(d["old"], d["rollout"], mask, config)
     bounds = dict(sequence_mask_low=0.8, sequence_mask_high=1.2)
     weights, new_mask, _ = off_policy_correction(
-        d["old"], d["rollout"], mask, tis=tis, sequence_mask=sequence_mask, outlier_high=3.0,
-        token_mask_low=0.5, token_mask_high=2.0, backend=backend,
+        d["old"], d["rollout"], mask, tis_ratio_type=tis, sequence_mask=sequence_mask,
+        outlier_high=3.0, token_mask_low=0.5, token_mask_high=2.0, backend=backend,
         **(bounds if sequence_mask == "geometric" else {}),
     )  # fmt: skip
     assert torch.equal(new_mask, want_mask)

@@ -11,6 +11,7 @@ from _losses import F32, F64, IDS, NAN, VARIANTS, batch, loss_and_grad
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_fast.ops.losses import POLICY_LOSSES, Cispo, Dppo, LossSettings, RolloutIs, Sapo
 from skyrl_fast.ops.policy_loss import (
     KL_ESTIMATORS,
     LOSS_NAMES,
@@ -63,7 +64,7 @@ def test_one_token_by_hand(
     old = log(0.4)
     loss, g, _ = loss_and_grad(
         log(p), old, torch.tensor([[advantage]]), torch.ones(1, 1),
-        loss=name, rollout_logprobs=old, backend=backend, **kw,
+        loss=POLICY_LOSSES[name].settings(**kw), rollout_logprobs=old, backend=backend,
     )  # fmt: skip
     torch.testing.assert_close(loss, torch.tensor(value), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(g, torch.tensor([[grad]]), rtol=1e-5, atol=1e-6)
@@ -120,8 +121,8 @@ def test_metrics_by_hand(backend: str) -> None:
 @pytest.mark.spec("6.6")
 def test_a_ratio_where_the_bounds_meet_is_clipped_once(backend: str) -> None:
     loss, _, m = loss_and_grad(
-        log(0.4, 0.4), None, torch.ones(1, 2), torch.ones(1, 2), loss="rollout_is",
-        rollout_logprobs=log(0.4, 0.8), eps_clip_low=0.0, eps_clip_high=0.0, backend=backend,
+        log(0.4, 0.4), None, torch.ones(1, 2), torch.ones(1, 2), loss=RolloutIs(0.0, 0.0),
+        rollout_logprobs=log(0.4, 0.8), backend=backend,
     )  # fmt: skip
     assert float(loss) == 0.0
     names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
@@ -182,28 +183,28 @@ def test_gspo_scopes_by_hand(backend: str) -> None:
 
 # --- Against the reference -----------------------------------------
 @pytest.mark.spec("6.7", "6.8", "6.13")
-@pytest.mark.parametrize(("name", "kw"), VARIANTS, ids=IDS)
+@pytest.mark.parametrize("loss", VARIANTS, ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 15), (5, 16), (4, 33), (3, 1000)])
 def test_native_equals_reference(
-    name: str, kw: dict, dtype: torch.dtype, shape: tuple[int, int]
+    loss: str | LossSettings, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     data = batch(shape, dtype)
     wide = {k: v.double() if v.is_floating_point() else v for k, v in data.items()}
 
     def run(d: dict, backend: str) -> tuple:
         return loss_and_grad(
-            d["logprobs"], d["old"], d["advantages"], d["mask"], loss=name,
+            d["logprobs"], d["old"], d["advantages"], d["mask"], loss=loss,
             rollout_logprobs=d["rollout"], ref_logprobs=d["ref"], kl_estimator="k3", kl_coef=0.1,
             token_weights=d["rollout"].abs(), reduction="trajectory_mean",
-            trajectory_ids=[i // 2 for i in range(shape[0])], backend=backend, **kw,
+            trajectory_ids=[i // 2 for i in range(shape[0])], backend=backend,
         )  # fmt: skip
 
-    loss, grad, metrics = run(data, "native")
+    value, grad, metrics = run(data, "native")
     want_loss, want_grad, want_metrics = run(wide, "torch")
     tolerance = F64 if dtype == torch.float64 else F32
-    assert loss.dtype == grad.dtype == dtype
-    torch.testing.assert_close(loss.double(), want_loss, **tolerance)
+    assert value.dtype == grad.dtype == dtype
+    torch.testing.assert_close(value.double(), want_loss, **tolerance)
     torch.testing.assert_close(grad.double(), want_grad, **tolerance)
     for key, value in want_metrics.items():
         torch.testing.assert_close(metrics[key], value, msg=key, **tolerance)
@@ -219,8 +220,8 @@ def test_simd_levels_agree(level: str) -> None:
     except ValueError:
         pytest.skip(f"this CPU has no {level}")
     try:
-        for name, kw in VARIANTS:
-            test_native_equals_reference(name, kw, torch.float32, (7, 130))
+        for loss in VARIANTS:
+            test_native_equals_reference(loss, torch.float32, (7, 130))
     finally:
         _C.set_simd_level(before)
 
@@ -231,8 +232,10 @@ def test_ragged_equals_padded(backend: str) -> None:
     live = torch.arange(9)[None] >= 9 - torch.tensor(lengths)[:, None]
     data["mask"] &= live
     cu = torch.tensor([0, 9, 9, 12, 17], dtype=torch.int32)
-    for name, kw in VARIANTS:
-        kw = dict(kw, loss=name, trajectory_ids=[0, 0, 1, 1], reduction="trajectory_mean")
+    for variant in VARIANTS:
+        kw: dict[str, Any] = dict(
+            loss=variant, trajectory_ids=[0, 0, 1, 1], reduction="trajectory_mean"
+        )
         loss, grad, _ = loss_and_grad(
             data["logprobs"], data["old"], data["advantages"], data["mask"],
             rollout_logprobs=data["rollout"], backend=backend, **kw,
@@ -317,11 +320,13 @@ def test_micro_batches_sum_to_the_mini_batch(reduction: str, name: str, backend:
 
 # --- Hostile input -----------------------------------------
 @pytest.mark.spec("6.18")
-@pytest.mark.parametrize(("name", "kw"), VARIANTS, ids=IDS)
+@pytest.mark.parametrize("loss", VARIANTS, ids=IDS)
 @pytest.mark.parametrize("junk", [NAN, INF, -INF, 1e30])
-def test_masked_positions_are_not_looked_at(name: str, kw: dict, junk: float, backend: str) -> None:
+def test_masked_positions_are_not_looked_at(
+    loss: str | LossSettings, junk: float, backend: str
+) -> None:
     d = batch((3, 40))
-    call = dict(kw, loss=name, kl_estimator="k3", backend=backend)
+    call: dict[str, Any] = dict(loss=loss, kl_estimator="k3", backend=backend)
 
     def run() -> tuple:
         return loss_and_grad(
@@ -339,16 +344,16 @@ def test_masked_positions_are_not_looked_at(name: str, kw: dict, junk: float, ba
 
 
 @pytest.mark.spec("6.32")
-@pytest.mark.parametrize(("name", "kw"), VARIANTS, ids=IDS)
-def test_all_masked_gives_zero_and_stays_connected(name: str, kw: dict, backend: str) -> None:
+@pytest.mark.parametrize("loss", VARIANTS, ids=IDS)
+def test_all_masked_gives_zero_and_stays_connected(loss: str | LossSettings, backend: str) -> None:
     nothing = torch.full((2, 5), NAN)
     for reduction in ("token_mean", "sequence_mean", "trajectory_mean"):
-        loss, grad, metrics = loss_and_grad(
-            nothing, nothing, nothing, torch.zeros(2, 5), loss=name, rollout_logprobs=nothing,
+        value, grad, metrics = loss_and_grad(
+            nothing, nothing, nothing, torch.zeros(2, 5), loss=loss, rollout_logprobs=nothing,
             ref_logprobs=nothing, kl_estimator="k1", reduction=reduction, trajectory_ids=[0, 0],
-            backend=backend, **kw,
+            backend=backend,
         )  # fmt: skip
-        assert float(loss) == 0.0 and torch.equal(grad, torch.zeros(2, 5))
+        assert float(value) == 0.0 and torch.equal(grad, torch.zeros(2, 5))
         assert all(float(v) == 0.0 for v in metrics.values())
 
 
@@ -358,7 +363,7 @@ def test_empty(shape: tuple[int, int], backend: str) -> None:
     loss, grad, metrics = loss_and_grad(empty, empty, empty, empty, loss="gspo", backend=backend)
     assert float(loss) == 0.0 and grad.shape == shape and float(metrics["num_tokens"]) == 0.0
     _, new_mask, _ = off_policy_correction(
-        empty, empty, empty, tis="sequence", sequence_mask="product", backend=backend
+        empty, empty, empty, tis_ratio_type="sequence", sequence_mask="product", backend=backend
     )
     assert new_mask.shape == shape
 
@@ -413,9 +418,9 @@ BAD = [
     (dict(kl_estimator="k4", ref_logprobs=X), ValueError, "kl_estimator"),
     (dict(kl_estimator="k3"), ValueError, "needs ref_logprobs"),
     (dict(loss="rollout_is"), ValueError, "needs rollout_logprobs"),
-    (dict(loss="cispo", anchor="rollout"), ValueError, "needs rollout_logprobs"),
-    (dict(loss="dppo", dppo_type="tv"), ValueError, "dppo_type"),
-    (dict(loss="sapo", tau_pos=0.0), ValueError, "tau_pos"),
+    (dict(loss=Cispo(cispo_ratio="rollout")), ValueError, "needs rollout_logprobs"),
+    (dict(loss=Dppo(dppo_type="tv")), ValueError, "dppo_type"),
+    (dict(loss=Sapo(tau_pos=0.0)), ValueError, "tau_pos"),
     (dict(scope="group"), ValueError, "scope"),
     (dict(loss="gspo", scope="trajectory"), ValueError, "needs trajectory_ids"),
     (dict(loss="gspo", trajectory_ids=[0]), ValueError, "trajectory_ids must have 2 entries"),
@@ -454,16 +459,15 @@ def test_offsets_that_do_not_fit(cu: list[int]) -> None:
        variant=st.sampled_from(VARIANTS), kl=st.sampled_from([None, *KL_ESTIMATORS]),
        reduction=st.sampled_from([r for r, _ in REDUCTIONS]))  # fmt: skip
 def test_any_batch(
-    seed: int, rows: int, width: int, variant: tuple, kl: str | None, reduction: str
+    seed: int, rows: int, width: int, variant: str | LossSettings, kl: str | None, reduction: str
 ) -> None:
-    name, kw = variant
     d = batch((rows, width), torch.float64, seed)
     results = [
         loss_and_grad(
-            d["logprobs"], d["old"], d["advantages"], d["mask"], loss=name, kl_estimator=kl,
+            d["logprobs"], d["old"], d["advantages"], d["mask"], loss=variant, kl_estimator=kl,
             rollout_logprobs=d["rollout"], ref_logprobs=d["ref"], reduction=reduction,
             max_seq_len=50, group_ids=[i // 3 for i in range(rows)],
-            trajectory_ids=[i // 2 for i in range(rows)], backend=b, seed=seed, **kw,
+            trajectory_ids=[i // 2 for i in range(rows)], backend=b, seed=seed,
         )
         for b in ("native", "torch")
     ]  # fmt: skip
@@ -507,7 +511,7 @@ def test_a_second_derivative_is_refused(penalty: bool) -> None:
     if penalty:
         value = kl_penalty(x, d["ref"], estimator="k2", loss_mask=d["mask"]).sum()
     else:
-        value, _ = policy_loss(x, d["old"], d["advantages"], d["mask"])
+        value, _ = policy_loss(x, d["old"], d["advantages"], d["mask"])[:2]
     (first,) = torch.autograd.grad(value, x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
         torch.autograd.grad(first.square().sum(), x)
@@ -534,7 +538,7 @@ def test_a_forward_mode_derivative_is_refused(penalty: bool) -> None:
 def test_backward_twice_through_a_retained_graph(backend: str) -> None:
     d = batch((2, 6))
     x = d["logprobs"].requires_grad_()
-    loss, _ = policy_loss(x, d["old"], d["advantages"], d["mask"], backend=backend)
+    loss, _ = policy_loss(x, d["old"], d["advantages"], d["mask"], backend=backend)[:2]
     loss.backward(retain_graph=True)
     assert x.grad is not None
     once = x.grad.clone()
@@ -546,7 +550,7 @@ def test_nothing_is_differentiated_without_need() -> None:
     d = batch((2, 6))
     x = d["logprobs"].requires_grad_()
     with torch.no_grad():
-        loss, metrics = policy_loss(x, d["old"], d["advantages"], d["mask"])
+        loss, metrics = policy_loss(x, d["old"], d["advantages"], d["mask"])[:2]
     assert not loss.requires_grad and not metrics["loss"].requires_grad
 
 
@@ -574,7 +578,7 @@ def test_compile_fullgraph(name: str) -> None:
         loss, metrics = policy_loss(
             x, d["old"], d["advantages"], d["mask"], loss=name, ref_logprobs=d["ref"],
             kl_estimator="k3",
-        )  # fmt: skip
+        )[:2]  # fmt: skip
         return 2 * loss + 0 * metrics["clip_ratio"].float()
 
     x = d["logprobs"].clone().requires_grad_()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from skyrl_fast import selected_logprob
+from skyrl_fast.ops.losses import LOSS_CODES, POLICY_LOSSES
 
 FOLDER = Path(__file__).parent
 CASES = [str(FOLDER / name) for name in ("triton_cases.py", "triton_loss_cases.py")]
@@ -59,7 +60,9 @@ TYPES = dict.fromkeys(("logits", "grad"), "*bf16") | {
     **dict.fromkeys(
         ("logprob_out", "entropy_out", "entropy_in", "grad_logprob_in", "grad_entropy_in"), "*fp32"
     ),
-    **dict.fromkeys(("anchor_in", "advantage_in", "reference_in", "token_weight_in"), "*fp32"),
+    **dict.fromkeys(
+        ("old_logprobs_in", "advantage_in", "reference_in", "token_weight_in"), "*fp32"
+    ),
     **dict.fromkeys(("weight_in", "logprobs", "advantages", "reference"), "*fp32"),
     **dict.fromkeys(("row_weights", "token_weights", "a", "b", "grad_out", "out"), "*fp32"),
     **dict.fromkeys(("cu",), "*i32"),
@@ -101,8 +104,13 @@ def test_compiled_for_gpus_that_are_not_here(
         pytest.skip("Triton before 3.3 describes a kernel's arguments in another way")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    kinds = [(loss, 4) for loss in range(12)] + [(0, kl) for kl in range(4)]
-    token_losses = {0, 1, 3, 4, 7, 8, 9, 10, 11}
+    kinds = [(loss, 4) for loss in LOSS_CODES.values()] + [(0, kl) for kl in range(4)]
+    token_losses = {
+        code
+        for spec in POLICY_LOSSES.values()
+        if spec.scope == "token"
+        for code in spec.codes.values()
+    }
     for loss, kl in kinds if capability == 90 else [(9, 4)]:
         both = dict(LOSS=loss, KL=kl)
         if loss in token_losses:

@@ -12,6 +12,8 @@ import torch
 from _logits import assert_loss_equals, exact_loss_and_grad, loss_and_grad, loss_case, made, visited
 
 from skyrl_fast import linear_logprob, masked_logprob_loss, selected_logprob
+from skyrl_fast.ops.losses import Dppo, LossSettings
+from skyrl_fast.ops.masked_logprob_loss import TOKEN_LOSSES
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -93,13 +95,12 @@ def test_minus_inf_masked_rows_and_bad_targets() -> None:
     assert got[1] == 0 and got[2].isnan() and got[3].isnan()
 
 
-LOSSES = ["regular", "dual_clip", "cispo", "rollout_is", "sapo", "dppo_tv", "dppo_kl"]
-LOSSES += ["cross_entropy", "importance_sampling"]
+LOSSES = [*TOKEN_LOSSES, Dppo(dppo_type="binary_kl")]
 
 
 @pytest.mark.parametrize("kl", [None, "k1", "abs", "k2", "k3"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_masked_loss_equals_the_reference(loss: str, kl: str | None) -> None:
+def test_masked_loss_equals_the_reference(loss: str | LossSettings, kl: str | None) -> None:
     case = loss_case(200, rows=8)
     case["token_weights"] = torch.tensor([1.0, 0.5, 0.0, 1, 1, 1, 2, 1])
     options = {"loss": loss, "kl_estimator": kl, "kl_coef": 0.3}

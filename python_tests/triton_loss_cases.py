@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_cases import DEVICE, pytestmark  # noqa: F401
 
+from skyrl_fast.ops.losses import LossSettings
 from skyrl_fast.ops.policy_loss import KL_ESTIMATORS, policy_loss
 from skyrl_fast.ops.reduction import REDUCTIONS
 
@@ -46,12 +47,12 @@ def assert_both_equal(data: dict[str, torch.Tensor], **options: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 33), (7, 500)])
-@pytest.mark.parametrize(("name", "kw"), VARIANTS, ids=IDS)
-def test_equals_reference(name: str, kw: dict[str, Any], shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("loss", VARIANTS, ids=IDS)
+def test_equals_reference(loss: str | LossSettings, shape: tuple[int, int]) -> None:
     data = batch(shape)
     assert_both_equal(
-        data, loss=name, kl_estimator="k3", kl_coef=0.1, token_weights=data["rollout"].abs(),
-        reduction="trajectory_mean", trajectory_ids=[i // 2 for i in range(shape[0])], **kw,
+        data, loss=loss, kl_estimator="k3", kl_coef=0.1, token_weights=data["rollout"].abs(),
+        reduction="trajectory_mean", trajectory_ids=[i // 2 for i in range(shape[0])],
     )  # fmt: skip
 
 
@@ -87,17 +88,16 @@ def test_the_penalty_alone(estimator: str, shape: tuple[int, ...]) -> None:
 @settings(max_examples=25)
 def test_ragged_rows(
     lengths: list[int],
-    variant: tuple[str, dict[str, Any]],
+    variant: str | LossSettings,
     estimator: str | None,
     mask_dtype: torch.dtype,
     seed: int,
 ) -> None:
-    name, kw = variant
     data = batch((sum(lengths),), torch.float64, seed)
     data["mask"] = data["mask"].to(mask_dtype)
     assert_both_equal(
-        data, loss=name, kl_estimator=estimator, kl_coef=0.2, reduction="sequence_mean",
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0), **kw,
+        data, loss=variant, kl_estimator=estimator, kl_coef=0.2, reduction="sequence_mean",
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
     )  # fmt: skip
 
 

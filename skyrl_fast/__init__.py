@@ -28,11 +28,25 @@ from skyrl_fast.ops.credit_turns import (
 )
 from skyrl_fast.ops.linear_logprob import linear_logprob
 from skyrl_fast.ops.logprob import selected_logprob
-from skyrl_fast.ops.masked_logprob_loss import MaskedLogprobLoss, masked_logprob_loss
+from skyrl_fast.ops.losses import (
+    Cispo,
+    ClipCov,
+    CrossEntropy,
+    Dppo,
+    DualClip,
+    Gspo,
+    ImportanceSampling,
+    KlCov,
+    Regular,
+    RolloutIs,
+    Sapo,
+)
+from skyrl_fast.ops.masked_logprob_loss import masked_logprob_loss
 from skyrl_fast.ops.merge import MergePlan, merge_steps
 from skyrl_fast.ops.pack import pack_steps, pad_steps, unpack_steps
 from skyrl_fast.ops.padding_rows import pad_batch, pad_training_input_batch, padding_metadata
 from skyrl_fast.ops.policy_loss import (
+    PolicyLoss,
     kl_penalty,
     off_policy_correction,
     policy_loss,
@@ -47,12 +61,23 @@ from skyrl_fast.ops.vocab_parallel import vocab_parallel_logprob
 __version__ = "0.1.0"
 
 __all__ = [
+    "Cispo",
+    "ClipCov",
     "Concat",
-    "MaskedLogprobLoss",
+    "CrossEntropy",
+    "Dppo",
+    "DualClip",
+    "Gspo",
+    "ImportanceSampling",
+    "KlCov",
     "MergePlan",
     "PaddedBatch",
+    "PolicyLoss",
     "PrefixTree",
     "Ragged",
+    "Regular",
+    "RolloutIs",
+    "Sapo",
     "StepBatch",
     "TokenCounts",
     "TreeAttention",

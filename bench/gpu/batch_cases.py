@@ -114,9 +114,9 @@ def policy_loss_cases(
 
     def ours(backend: str | None, x: torch.Tensor, d: peers.Cells) -> torch.Tensor:
         cells = (x, d["old"], d["advantages"], d["mask"])
-        loss, metrics = policy_loss(*cells, row_weights=d["weights"], backend=backend, **options)
-        assert len(metrics) == len(METRICS)  # which the others do not make, or in part
-        return loss
+        out = policy_loss(*cells, row_weights=d["weights"], backend=backend, **options)
+        assert len(out.metrics) == len(METRICS)  # which the others do not make, or in part
+        return out.loss
 
     def run(function: peers.LossFunction) -> torch.Tensor:
         leaf = logprobs.detach().requires_grad_()

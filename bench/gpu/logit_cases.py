@@ -31,7 +31,7 @@ class Logits:
     work: torch.Tensor  # what contenders get, and write their gradients over
     targets: torch.Tensor
     mask: torch.Tensor  # of the tokens that are trained where not all are
-    anchor: torch.Tensor
+    old_logprobs: torch.Tensor
     advantages: torch.Tensor  # all the same: Liger's GRPO knows one per sequence
     weights: torch.Tensor
 
@@ -41,14 +41,14 @@ class Logits:
         g = torch.Generator(device=device).manual_seed(1)
         master = torch.randn(tokens, vocab, generator=g, device=device, dtype=dtype) * 3
         targets = torch.randint(0, vocab, (tokens,), generator=g, device=device)
-        anchor = selected_logprob(master, targets).float()
-        anchor += torch.randn(tokens, generator=g, device=device) * 0.1
+        old_logprobs = selected_logprob(master, targets).float()
+        old_logprobs += torch.randn(tokens, generator=g, device=device) * 0.1
         return cls(
             master,
             torch.empty_like(master),
             targets,
             torch.rand(tokens, generator=g, device=device) < TRAINED_SHARE,
-            anchor,
+            old_logprobs,
             torch.ones(tokens, device=device),
             torch.full((tokens,), 1.0 / tokens, device=device),
         )
@@ -172,21 +172,23 @@ def loss_cases(x: Logits, group: str) -> Iterator[Case]:
 
     def cells(x: Logits) -> dict[str, torch.Tensor]:
         return {
-            "anchor_logprobs": x.anchor,
+            "old_logprobs": x.old_logprobs,
             "advantages": x.advantages,
             "loss_mask": x.mask,
-            "loss_weights": x.weights,
+            "row_weights": x.weights,
         }
 
     def ours(backend: str | None, x: Logits) -> torch.Tensor:
         leaf = x.leaf()
-        out = masked_logprob_loss(leaf, x.targets, **cells(x), inplace=True, backend=backend)
+        out = masked_logprob_loss(
+            leaf, x.targets, **cells(x), inplace_backward=True, backend=backend
+        )
         return gradient_of(leaf, out.loss)
 
     def two_visits(x: Logits) -> torch.Tensor:
         leaf = x.leaf()
         logprob = selected_logprob(leaf, x.targets, mask=x.mask, inplace_backward=True)
-        ratio = (logprob - x.anchor).exp()
+        ratio = (logprob - x.old_logprobs).exp()
         clipped = ratio.clamp(0.8, 1.2)
         tokens = torch.maximum(-x.advantages * ratio, -x.advantages * clipped)
         return gradient_of(leaf, (tokens * x.weights * x.mask).sum())

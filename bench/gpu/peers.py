@@ -127,10 +127,10 @@ def liger_grpo(logits: torch.Tensor, targets: torch.Tensor, cells: Cells) -> tor
     loss = needs("liger_kernel.ops.grpo_loss", "GrpoLossFunction")
     mask = cells["loss_mask"][None, :-1].int()
     losses, *_ = loss.apply(
-        *(logits.unsqueeze(0), cells["anchor_logprobs"][None, :-1], None, targets[None, :-1]),
+        *(logits.unsqueeze(0), cells["old_logprobs"][None, :-1], None, targets[None, :-1]),
         *(cells["advantages"][:1], mask, 1.0, 0.0, 0.2, 0.2, True, "grpo", None, False),
     )
-    return (losses * cells["loss_weights"][None, :-1] * mask).sum()
+    return (losses * cells["row_weights"][None, :-1] * mask).sum()
 
 
 # --- hidden states and the head's weight to the sum of negative log-probabilities -----------------

@@ -59,7 +59,7 @@ struct TokenLossInputs {
   LossKind loss = LossKind::kRegular;  // a loss of single tokens: not kGspo, kClipCov, kKlCov
   KlKind kl = KlKind::kNone;
   LossParams<float> params;
-  const float* anchor = nullptr;         // null: the log-probabilities themselves (ratio 1)
+  const float* old_logprobs = nullptr;   // null: the log-probabilities themselves (ratio 1)
   const float* advantages = nullptr;     // null only for kCrossEntropy
   const float* reference = nullptr;      // for the KL penalty; null without
   const float* token_weights = nullptr;  // multiply the policy loss, not the KL penalty; null: ones
@@ -69,10 +69,10 @@ struct TokenLossInputs {
 // d loss / d logprob of a row's token. A token of weight 0 has no policy loss, even where that
 // would be NaN.
 SKYRL_HD float loss_gradient(const TokenLossInputs& in, int64_t row, float logprob) {
-  const float anchor = in.anchor ? in.anchor[row] : logprob;
+  const float old_logprob = in.old_logprobs ? in.old_logprobs[row] : logprob;
   const float advantage = in.advantages ? in.advantages[row] : 0.0f;
   const TokenLoss<float> token =
-      token_loss(in.loss, in.params, logprob, anchor, logprob - anchor, advantage, false);
+      token_loss(in.loss, in.params, logprob, old_logprob, logprob - old_logprob, advantage, false);
   const float token_weight = in.token_weights ? in.token_weights[row] : 1.0f;
   float grad = token_weight != 0.0f ? token_weight * token.grad : 0.0f;
   if (in.kl != KlKind::kNone) {

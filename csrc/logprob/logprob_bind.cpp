@@ -120,23 +120,24 @@ void selected_logprob_backward(py::handle logits, py::handle targets, py::handle
 }
 
 void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask, double temperature,
-                         int loss, int kl, const std::vector<double>& params, py::handle anchor_obj,
-                         py::handle advantages_obj, py::handle reference_obj,
-                         py::handle token_weights_obj, py::handle weights_obj,
-                         py::handle logprob_obj, py::handle entropy_obj, py::handle grad_obj,
-                         int num_threads) {
+                         int loss, int kl, const std::vector<double>& params,
+                         py::handle old_logprobs_obj, py::handle advantages_obj,
+                         py::handle reference_obj, py::handle token_weights_obj,
+                         py::handle weights_obj, py::handle logprob_obj, py::handle entropy_obj,
+                         py::handle grad_obj, int num_threads) {
   const Inputs in(logits, targets, mask, temperature);
   const int64_t n = in.rows.num_rows;
-  const MaybeBorrowed anchor(anchor_obj, "anchor"), advantages(advantages_obj, "advantages");
+  const MaybeBorrowed old_logprobs(old_logprobs_obj, "old_logprobs"),
+      advantages(advantages_obj, "advantages");
   const MaybeBorrowed reference(reference_obj, "ref_logprobs");
   const MaybeBorrowed token_weights(token_weights_obj, "token_weights");
   const MaybeBorrowed entropy(entropy_obj, "entropy");
-  const Borrowed weights(weights_obj, kOp, "weights"), logprob(logprob_obj, kOp, "logprob");
+  const Borrowed weights(weights_obj, kOp, "row_weights"), logprob(logprob_obj, kOp, "logprob");
   TokenLossInputs token;
   token.loss = static_cast<LossKind>(loss);
   token.kl = static_cast<KlKind>(kl);
   token.params = loss_params<float>("masked_logprob_loss", params);
-  token.anchor = anchor.per_row_or_null<float>(DType::kFloat32, n);
+  token.old_logprobs = old_logprobs.per_row_or_null<float>(DType::kFloat32, n);
   token.advantages = advantages.per_row_or_null<float>(DType::kFloat32, n);
   token.reference = reference.per_row_or_null<float>(DType::kFloat32, n);
   token.token_weights = token_weights.per_row_or_null<float>(DType::kFloat32, n);

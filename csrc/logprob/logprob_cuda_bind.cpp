@@ -102,23 +102,23 @@ void backward(py::handle logits, py::handle targets, py::handle mask, double tem
 }
 
 void masked_loss(py::handle logits, py::handle targets, py::handle mask, double temperature,
-                 int loss, int kl, const std::vector<double>& params, py::handle anchor_obj,
+                 int loss, int kl, const std::vector<double>& params, py::handle old_logprobs_obj,
                  py::handle advantages_obj, py::handle reference_obj, py::handle token_weights_obj,
                  py::handle weights_obj, py::handle logprob_obj, py::handle entropy_obj,
                  py::handle grad_obj, uintptr_t stream) {
   const Inputs in(kLossOp, logits, targets, mask, temperature);
-  const MaybeOnCuda anchor(anchor_obj, kLossOp, "anchor_logprobs");
+  const MaybeOnCuda old_logprobs(old_logprobs_obj, kLossOp, "old_logprobs");
   const MaybeOnCuda advantages(advantages_obj, kLossOp, "advantages");
   const MaybeOnCuda reference(reference_obj, kLossOp, "ref_logprobs");
   const MaybeOnCuda token_weights(token_weights_obj, kLossOp, "token_weights");
   const MaybeOnCuda entropy(entropy_obj, kLossOp, "entropy");
-  const Borrowed weights(weights_obj, kLossOp, "loss_weights");
+  const Borrowed weights(weights_obj, kLossOp, "row_weights");
   const Borrowed logprob(logprob_obj, kLossOp, "logprob");
   TokenLossInputs token;
   token.loss = static_cast<LossKind>(loss);
   token.kl = static_cast<KlKind>(kl);
   token.params = loss_params<float>(kLossOp, params);
-  token.anchor = in.floats(anchor);
+  token.old_logprobs = in.floats(old_logprobs);
   token.advantages = in.floats(advantages);
   token.reference = in.floats(reference);
   token.token_weights = in.floats(token_weights);

@@ -23,7 +23,7 @@ constexpr int64_t kPrefetchBytes = 8192, kLine = 64;  // nearer loses up to 30 %
 struct Reference {
   float max;  // largest logit seen; -inf before the first
   Vec max_lanes;
-  Vec anchor;     // with fma: minus the offset; without: the logit whose z is the offset
+  Vec origin;     // with fma: minus the offset; without: the logit whose z is the offset
   double offset;  // z that is subtracted
 };
 
@@ -32,7 +32,7 @@ SKYRL_INLINE Reference reference_at(float max, float logit, float c) {
   Reference r;
   r.max = max;
   r.max_lanes = set1(max);
-  r.anchor = set1(kHasFma ? -rounded : logit);
+  r.origin = set1(kHasFma ? -rounded : logit);
   r.offset = kHasFma ? static_cast<double>(rounded) : static_cast<double>(logit) * c;
   return r;
 }
@@ -42,14 +42,14 @@ SKYRL_INLINE Reference no_reference() {
   Reference r;
   r.max = -INFINITY;
   r.max_lanes = set1(-INFINITY);
-  r.anchor = set1(kHasFma ? INFINITY : -INFINITY);
+  r.origin = set1(kHasFma ? INFINITY : -INFINITY);
   r.offset = 0.0;
   return r;
 }
 
 // x c - offset
 SKYRL_INLINE Vec exponent(Vec x, Vec c, const Reference& r) {
-  return kHasFma ? fma(x, c, r.anchor) : mul(add(x, mul(set1(-1.0f), r.anchor)), c);
+  return kHasFma ? fma(x, c, r.origin) : mul(add(x, mul(set1(-1.0f), r.origin)), c);
 }
 
 struct Sums {

@@ -22,7 +22,7 @@ struct PolicyLossInputs {
   RowLayout rows;
   LossMask mask;
   const T* logprobs = nullptr;
-  const T* anchor = nullptr;          // null: the logprobs themselves (ratio 1)
+  const T* old_logprobs = nullptr;    // null: the logprobs themselves (ratio 1)
   const T* advantages = nullptr;      // null only for kCrossEntropy
   const T* reference = nullptr;       // for the KL penalty; null without
   const T* token_weights = nullptr;   // multiply the policy loss, not the KL penalty; 0: nothing of
@@ -45,7 +45,7 @@ enum PolicyLossMetric : int {
   kRatioMean,
   kRatioMax,
   kRatioMin,
-  kApproxKl,  // mean of (ratio - 1 - delta), Schulman's estimate of KL(anchor || current)
+  kApproxKl,  // mean of (ratio - 1 - delta), Schulman's estimate of KL(old || current)
   kKlMean,    // mean of the KL penalty's estimate
   kNumPolicyLossMetrics,
 };

@@ -15,7 +15,7 @@
 namespace skyrl_fast {
 namespace {
 
-void policy_loss(py::handle logprobs_obj, py::handle anchor_obj, py::handle advantages_obj,
+void policy_loss(py::handle logprobs_obj, py::handle old_logprobs_obj, py::handle advantages_obj,
                  py::handle mask_obj, py::handle row_weights_obj, py::handle cu_obj,
                  py::handle reference_obj, py::handle token_weights_obj, py::handle selected_obj,
                  py::handle sequence_delta_obj, int loss, int kl, const std::vector<double>& params,
@@ -25,7 +25,7 @@ void policy_loss(py::handle logprobs_obj, py::handle anchor_obj, py::handle adva
   Borrowed mask(mask_obj, kOp, "loss_mask");
   Borrowed row_weights(row_weights_obj, kOp, "row_weights");
   Borrowed metrics(metrics_obj, kOp, "metrics");
-  Optional cu, anchor, advantages, reference, token_weights, selected, sequence_delta, grad;
+  Optional cu, old_logprobs, advantages, reference, token_weights, selected, sequence_delta, grad;
   if (!cu_obj.is_none()) cu.emplace(cu_obj, kOp, "cu_seqlens");
   const RowLayout rows = layout_of(*logprobs, cu);
   const int64_t num_rows = rows.num_rows;
@@ -50,7 +50,8 @@ void policy_loss(py::handle logprobs_obj, py::handle anchor_obj, py::handle adva
     in.rows = rows;
     in.mask = loss_mask;
     in.logprobs = logprobs->ptr<T>();
-    in.anchor = optional_like<T>(anchor_obj, kOp, "old_logprobs", kType, *logprobs, &anchor);
+    in.old_logprobs =
+        optional_like<T>(old_logprobs_obj, kOp, "old_logprobs", kType, *logprobs, &old_logprobs);
     in.advantages =
         optional_like<T>(advantages_obj, kOp, "advantages", kType, *logprobs, &advantages);
     in.reference =

@@ -36,7 +36,7 @@ struct alignas(64) Staged {
 template <typename T>
 struct Piece {
   const T* logprobs;
-  const T* anchor;
+  const T* old_logprobs;
   const T* advantages;
   const T* token_weights;
   const typename BitsOf<T>::Type* live;
@@ -52,7 +52,7 @@ static void loss_chunk(const LossParams<T>& params, const Piece<T>& piece,
   constexpr bool kUsesSelection = kKind == LossKind::kClipCov || kKind == LossKind::kKlCov;
   const LossParams<T> p = params;
   const T* __restrict__ logprobs = piece.logprobs;
-  const T* __restrict__ anchor = piece.anchor;
+  const T* __restrict__ old_logprobs = piece.old_logprobs;
   const T* __restrict__ advantages = piece.advantages;
   const T* __restrict__ token_weights = piece.token_weights;
   const typename BitsOf<T>::Type* __restrict__ lives = piece.live;
@@ -66,16 +66,17 @@ static void loss_chunk(const LossParams<T>& params, const Piece<T>& piece,
     reduction(max : most) reduction(min : least)
   for (int64_t i = 0; i < n; ++i) {
     const bool live = lives[i] != 0;
-    const T raw_logprob = logprobs[i], raw_anchor = anchor[i];
+    const T raw_logprob = logprobs[i], raw_old = old_logprobs[i];
     const T raw_advantage = advantages[i], raw_weight = token_weights[i];
     const T logprob = live ? raw_logprob : T(0);
-    const T base = live ? raw_anchor : T(0);
+    const T old_logprob = live ? raw_old : T(0);
     const T advantage = live ? raw_advantage : T(0);
     const T weight = row_weight * raw_weight;
     const bool weighed = live & (raw_weight != T(0));
-    const T delta = kKind == LossKind::kGspo ? sequence_delta : logprob - base;
+    const T delta = kKind == LossKind::kGspo ? sequence_delta : logprob - old_logprob;
     const bool selected = kUsesSelection && selections[i] != 0;
-    const TokenLoss<T> t = token_loss<kKind, T>(p, logprob, base, delta, advantage, selected);
+    const TokenLoss<T> t =
+        token_loss<kKind, T>(p, logprob, old_logprob, delta, advantage, selected);
     sum += weighed ? t.value * weight : T(0);
     grad[i] = weighed ? t.grad * weight : T(0);
     ratio_minus_1 += live ? t.ratio_minus_1 : T(0);
@@ -119,8 +120,8 @@ static void kl_chunk(const T* __restrict__ logprobs, const T* __restrict__ refer
   for (int64_t i = 0; i < n; ++i) {
     const bool live = lives[i] != 0;
     const T raw_logprob = logprobs[i], raw_reference = reference[i];
-    const T logprob = live ? raw_logprob : T(0), base = live ? raw_reference : T(0);
-    const TokenKl<T> t = token_kl<kKind, T>(logprob, base);
+    const T logprob = live ? raw_logprob : T(0), ref = live ? raw_reference : T(0);
+    const TokenKl<T> t = token_kl<kKind, T>(logprob, ref);
     kl[i] = live ? t.value : T(0);
     grad[i] += live ? coef * t.grad : T(0);
   }
@@ -163,7 +164,7 @@ static void loss_block(const LossJob<T>& job, int64_t begin, int64_t end, LossSu
     const T row_weight = static_cast<T>(in.row_weights[row]);
     const Piece<T> piece = {
         in.logprobs + cell,
-        in.anchor != nullptr ? in.anchor + cell : in.logprobs + cell,
+        in.old_logprobs != nullptr ? in.old_logprobs + cell : in.logprobs + cell,
         in.advantages != nullptr ? in.advantages + cell : kConstants<T>.zeros,
         in.token_weights != nullptr ? in.token_weights + cell : kConstants<T>.ones,
         s.live + first,

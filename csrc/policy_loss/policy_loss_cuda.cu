@@ -46,14 +46,15 @@ __device__ __forceinline__ T visit(LossKind loss, KlKind kl, const LossParams<T>
                                    const PolicyLossInputs<T>& in, int64_t cell, int64_t row,
                                    LossSums* sums) {
   const T logprob = in.logprobs[cell];
-  const T anchor = in.anchor != nullptr ? in.anchor[cell] : logprob;
+  const T old_logprob = in.old_logprobs != nullptr ? in.old_logprobs[cell] : logprob;
   const T advantage = in.advantages != nullptr ? in.advantages[cell] : T(0);
   const T delta =
-      loss == LossKind::kGspo ? static_cast<T>(in.sequence_delta[row]) : logprob - anchor;
+      loss == LossKind::kGspo ? static_cast<T>(in.sequence_delta[row]) : logprob - old_logprob;
   const bool selected = in.selected != nullptr && in.selected[cell] != 0;
   const T row_weight = static_cast<T>(in.row_weights[row]);
   const T token_weight = in.token_weights != nullptr ? in.token_weights[cell] : T(1);
-  const TokenLoss<T> t = token_loss<T>(loss, params, logprob, anchor, delta, advantage, selected);
+  const TokenLoss<T> t =
+      token_loss<T>(loss, params, logprob, old_logprob, delta, advantage, selected);
   const T ratio = t.ratio_minus_1 + T(1);
   T grad = T(0);
   if (token_weight != T(0)) {

@@ -58,7 +58,7 @@ LossMask mask_on_cuda(const TensorView& t, const TensorView& like) {
   return {cells<void>(t, t.dtype, like), mask_type(t)};
 }
 
-void policy_loss(py::handle logprobs_obj, py::handle anchor, py::handle advantages,
+void policy_loss(py::handle logprobs_obj, py::handle old_logprobs, py::handle advantages,
                  py::handle mask_obj, py::handle row_weights_obj, py::handle cu_obj,
                  py::handle reference, py::handle token_weights, py::handle selected,
                  py::handle sequence_delta_obj, int loss, int kl, const std::vector<double>& params,
@@ -87,7 +87,7 @@ void policy_loss(py::handle logprobs_obj, py::handle anchor, py::handle advantag
     in.rows = rows;
     in.mask = mask_on_cuda(*mask, like);
     in.logprobs = like.ptr<T>();
-    in.anchor = cells_or_null<T>(anchor, "old_logprobs", kType, like);
+    in.old_logprobs = cells_or_null<T>(old_logprobs, "old_logprobs", kType, like);
     in.advantages = cells_or_null<T>(advantages, "advantages", kType, like);
     in.reference = cells_or_null<T>(reference, "ref_logprobs", kType, like);
     in.token_weights = cells_or_null<T>(token_weights, "token_weights", kType, like);

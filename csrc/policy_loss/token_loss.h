@@ -1,8 +1,9 @@
 // Policy losses and KL penalties of one token: value and derivative by the current logprob.
 //
 // The functions are branch-free on scalars, so that a CPU loop over them vectorises and a CUDA
-// thread runs the same lines. Names: delta = logprob - anchor, where the anchor is the logprob that
-// the ratio is taken against (old or rollout); ratio = exp(clamp(delta, -20, 20)).
+// thread runs the same lines. Names: delta = logprob - old_logprob, where old_logprob is what
+// the ratio is taken against (the old policy's or the sampler's); ratio = exp(clamp(delta, -20,
+// 20)).
 #pragma once
 
 #include <cmath>
@@ -145,12 +146,13 @@ SKYRL_HD void clipped_surrogate(const LossParams<T>& p, T ratio, T slope, T adva
 }
 
 // Loss of one token.
-//   logprob, anchor  current and anchor log-probability
-//   delta            logprob - anchor; for gspo the mean of that over the token's sequence
+//   logprob          of the current policy
+//   old_logprob      what the ratio is taken against
+//   delta            logprob - old_logprob; for gspo the mean of that over the token's sequence
 //   selected         for clip_cov and kl_cov: the token is one of those picked by covariance
 template <LossKind kKind, typename T>
-SKYRL_HD TokenLoss<T> token_loss(const LossParams<T>& p, T logprob, T anchor, T delta, T advantage,
-                                 bool selected) {
+SKYRL_HD TokenLoss<T> token_loss(const LossParams<T>& p, T logprob, T old_logprob, T delta,
+                                 T advantage, bool selected) {
   TokenLoss<T> out;
   if (kKind == LossKind::kCrossEntropy) {
     out.value = -logprob;
@@ -173,7 +175,7 @@ SKYRL_HD TokenLoss<T> token_loss(const LossParams<T>& p, T logprob, T anchor, T 
     out.value = selected ? T(0) : out.value;
     out.grad = selected ? T(0) : out.grad;
   } else if (kKind == LossKind::kKlCov) {
-    const T raw = logprob - anchor;
+    const T raw = logprob - old_logprob;
     const T sign = raw > T(0) ? T(1) : (raw < T(0) ? T(-1) : T(0));
     const T coef = selected ? p.ppo_kl_coef : T(0);
     out.chosen = selected;
@@ -199,18 +201,19 @@ SKYRL_HD TokenLoss<T> token_loss(const LossParams<T>& p, T logprob, T anchor, T 
     out.value = -advantage * gate * (T(4) / tau);
     out.grad = -advantage * T(4) * gate * (T(1) - gate) * slope;
   } else if (kKind == LossKind::kDppoTv || kKind == LossKind::kDppoKl) {
-    const T now = exp_minus_1(clamp_to(logprob, T(-80), T(20))) + T(1);
-    const T then = exp_minus_1(clamp_to(anchor, T(-80), T(20))) + T(1);
+    const T prob = exp_minus_1(clamp_to(logprob, T(-80), T(20))) + T(1);
+    const T old_prob = exp_minus_1(clamp_to(old_logprob, T(-80), T(20))) + T(1);
     bool far_high, far_low;
     if (kKind == LossKind::kDppoTv) {
-      far_high = now - then > p.delta_high;
-      far_low = then - now > p.delta_low;
+      far_high = prob - old_prob > p.delta_high;
+      far_low = old_prob - prob > p.delta_low;
     } else {
       constexpr T kEps = T(1e-8);
-      const T kl = then * (anchor - logprob) +
-                   (T(1) - then) * log_positive((T(1) - then + kEps) / (T(1) - now + kEps));
-      far_high = (now > then) & (kl > p.delta_high);
-      far_low = (now < then) & (kl > p.delta_low);
+      const T kl =
+          old_prob * (old_logprob - logprob) +
+          (T(1) - old_prob) * log_positive((T(1) - old_prob + kEps) / (T(1) - prob + kEps));
+      far_high = (prob > old_prob) & (kl > p.delta_high);
+      far_low = (prob < old_prob) & (kl > p.delta_low);
     }
     out.clipped_high = (advantage > T(0)) & far_high;
     out.clipped_low = (advantage < T(0)) & far_low;
@@ -241,12 +244,12 @@ SKYRL_HD TokenLoss<T> token_loss(const LossParams<T>& p, T logprob, T anchor, T 
 
 // The same with the kind known only at run time.
 template <typename T>
-SKYRL_HD TokenLoss<T> token_loss(LossKind kind, const LossParams<T>& p, T logprob, T anchor,
+SKYRL_HD TokenLoss<T> token_loss(LossKind kind, const LossParams<T>& p, T logprob, T old_logprob,
                                  T delta, T advantage, bool selected) {
   switch (kind) {
 #define SKYRL_LOSS_CASE(name) \
   case LossKind::name:        \
-    return token_loss<LossKind::name, T>(p, logprob, anchor, delta, advantage, selected);
+    return token_loss<LossKind::name, T>(p, logprob, old_logprob, delta, advantage, selected);
     SKYRL_EACH_LOSS(SKYRL_LOSS_CASE)
 #undef SKYRL_LOSS_CASE
   }

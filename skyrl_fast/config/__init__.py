@@ -1,12 +1,16 @@
 """The settings of a training run: what there is (`settings`), and how it is read (`loading`)."""
 
+from skyrl_fast.config.algorithm import (
+    is_ratio_to_rollout,
+    policy_loss_settings,
+    policy_loss_spec,
+)
 from skyrl_fast.config.corrections import (
     DynamicSamplingConfig,
     KlCtrlConfig,
     OffPolicyCorrectionConfig,
 )
 from skyrl_fast.config.engine import InferenceEngineConfig
-from skyrl_fast.config.field import ConfigError
 from skyrl_fast.config.loading import check_config, check_limits, load_config
 from skyrl_fast.config.loggers import LOGGERS
 from skyrl_fast.config.settings import (
@@ -24,6 +28,7 @@ from skyrl_fast.config.settings import (
     merges_steps,
     to_dict,
 )
+from skyrl_fast.setting import ConfigError
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
@@ -44,8 +49,11 @@ __all__ = [
     "SkyRLGymConfig",
     "check_config",
     "check_limits",
+    "is_ratio_to_rollout",
     "load_config",
     "max_input_length",
     "merges_steps",
+    "policy_loss_settings",
+    "policy_loss_spec",
     "to_dict",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from skyrl_fast.config.field import setting
+from skyrl_fast.setting import setting
 
 
 @dataclass(slots=True)

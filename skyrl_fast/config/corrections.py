@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from skyrl_fast.config.field import setting
+from skyrl_fast.setting import setting
 
 MAX_KL_STEP = 0.2  # of the KL coefficient in a horizon: Ziegler et al. 2019, section 2.2
 

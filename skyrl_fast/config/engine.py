@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_fast.config.field import DTYPES, setting
+from skyrl_fast.setting import DTYPES, setting
 
 
 @dataclass(slots=True)

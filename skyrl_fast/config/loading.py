@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from skyrl_fast.config.algorithm import policy_loss_settings, policy_loss_spec
 from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.config.engine import InferenceEngineConfig
-from skyrl_fast.config.objects import is_object_name
 from skyrl_fast.config.settings import (
     TURN_ESTIMATORS,
     AlgorithmConfig,
     Config,
-    ConfigError,
     SamplingParams,
     merges_steps,
 )
+from skyrl_fast.ops.custom_loss import CustomLoss, check_settings
+from skyrl_fast.ops.losses import POLICY_LOSSES, Cispo, LossSpec
+from skyrl_fast.registry import importable_name
+from skyrl_fast.setting import ConfigError, limit_error
 
 # Sections of SkyRL's own configuration that have no meaning here, with what to do instead.
 _SKYRL_ONLY = {
@@ -159,6 +162,7 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             "trainer.resume_path: wanted a checkpoint folder (resume_mode=from_path), got null"
         )
+    _check_policy_loss(config)
     _check_algorithm(trainer.algorithm)
     _check_group_sizes(config)
     _check_credit(config)
@@ -177,7 +181,9 @@ def check_config(config: Config) -> None:
 def check_limits(section: Any, key: str = "") -> None:
     """Raise ConfigError for a value of this section that is out of range; `key`: the section's."""
     for path, item, value in _leaves(section, key):
-        _check_limits(path, item.metadata, value)
+        wrong = limit_error(item.metadata, value)
+        if wrong is not None:
+            raise ConfigError(f"{path}: {wrong}")
 
 
 def _check_sampling(key: str, sampling: SamplingParams | None) -> None:
@@ -205,6 +211,33 @@ def _check_rows(config: Config) -> None:
         raise ConfigError(f"trainer.rows: wanted another form with generator.{other}, got step")
 
 
+def _check_policy_loss(config: Config) -> None:
+    """A loss that is there, in every rank, and takes the settings that it gets."""
+    algorithm, key = config.trainer.algorithm, "trainer.algorithm.policy_loss"
+    try:
+        loss = policy_loss_spec(algorithm)
+    except ValueError as error:
+        raise ConfigError(f"{key}_type: {error}") from error
+    if not isinstance(loss, CustomLoss):
+        if algorithm.policy_loss_kwargs:
+            raise ConfigError(
+                f"{key}_kwargs: wanted none with policy_loss_type={loss.name}, whose settings have "
+                f"keys of their own, got {algorithm.policy_loss_kwargs}"
+            )
+        return
+    try:
+        check_settings(algorithm.policy_loss_type, loss.function, algorithm.policy_loss_kwargs)
+    except ValueError as error:
+        raise ConfigError(f"{key}_kwargs: {error}") from error
+    ranks = config.trainer.placement.policy_num_gpus_per_node
+    if ranks > 1 and ":" not in algorithm.policy_loss_type:
+        name = importable_name(loss.function) or "module:function"
+        raise ConfigError(
+            f"{key}_type: wanted {name} with {ranks} ranks, each of which imports it, got "
+            f"{algorithm.policy_loss_type}, which is registered in this process alone"
+        )
+
+
 def _check_algorithm(algorithm: AlgorithmConfig) -> None:
     key = "trainer.algorithm"
     if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
@@ -212,14 +245,17 @@ def _check_algorithm(algorithm: AlgorithmConfig) -> None:
             f"{key}.use_kl_in_reward: wanted only one of use_kl_in_reward and use_kl_loss, got both"
         )
     correction = algorithm.off_policy_correction
-    if correction.enabled and algorithm.policy_loss_type in ("clip_cov", "kl_cov"):
+    spec, loss = policy_loss_spec(algorithm), policy_loss_settings(algorithm)
+    if correction.enabled and isinstance(spec, LossSpec) and spec.scope == "mini_batch":
+        others = [one.name for one in POLICY_LOSSES.values() if one.scope == spec.scope]
         raise ConfigError(
-            f"{key}.off_policy_correction: wanted a policy_loss_type other than clip_cov and "
-            f"kl_cov, got {algorithm.policy_loss_type}"
+            f"{key}.off_policy_correction: wanted a policy_loss_type other than "
+            f"{' and '.join(others)}, got {algorithm.policy_loss_type}"
         )
-    if algorithm.is_cispo_by_rollout and correction.tis_ratio_type is not None:
+    by_rollout = isinstance(loss, Cispo) and loss.cispo_ratio == "rollout"
+    if by_rollout and correction.tis_ratio_type is not None:
         raise ConfigError(
-            f"{key}.off_policy_correction.tis_ratio_type: wanted null with cispo_anchor=rollout, "
+            f"{key}.off_policy_correction.tis_ratio_type: wanted null with cispo_ratio=rollout, "
             f"whose ratio corrects already, got {correction.tis_ratio_type}"
         )
     if correction.enabled and algorithm.old_logprobs == "rollout":
@@ -343,29 +379,6 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
 
 def _article(hint: type) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
-
-
-def _check_limits(key: str, metadata: typing.Mapping[str, Any], value: Any) -> None:
-    if value is None:
-        return
-    choices = metadata.get("choices")
-    if choices is not None:
-        for item in value if isinstance(value, list) else [value]:
-            if item not in choices and not (metadata["or_object"] and is_object_name(item)):
-                near = difflib.get_close_matches(str(item), choices, n=1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
-                raise ConfigError(f"{key}: wanted one of {', '.join(choices)}, got {item!r}{hint}")
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return
-    at_least, above, at_most = (metadata.get(name) for name in ("at_least", "above", "at_most"))
-    if value != value:
-        raise ConfigError(f"{key}: wanted a number, got nan")
-    if at_least is not None and value < at_least:
-        raise ConfigError(f"{key}: wanted at least {at_least}, got {value}")
-    if above is not None and value <= above:
-        raise ConfigError(f"{key}: wanted more than {above}, got {value}")
-    if at_most is not None and value > at_most:
-        raise ConfigError(f"{key}: wanted at most {at_most}, got {value}")
 
 
 def _leaves(config: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field, Any]]:

@@ -18,34 +18,22 @@ from skyrl_fast.config.corrections import (
     OffPolicyCorrectionConfig,
 )
 from skyrl_fast.config.engine import InferenceEngineConfig
-from skyrl_fast.config.field import DTYPES, setting
-from skyrl_fast.config.field import ConfigError as ConfigError
 from skyrl_fast.config.loggers import LOGGERS
-from skyrl_fast.config.losses import (
-    CispoConfig,
-    ClipCovConfig,
-    DppoConfig,
-    KlCovConfig,
-    SapoConfig,
+from skyrl_fast.ops.losses import (
+    POLICY_LOSSES,
+    Cispo,
+    ClipCovSelection,
+    Dppo,
+    KlCov,
+    Sapo,
 )
+from skyrl_fast.setting import DTYPES, setting
+from skyrl_fast.setting import ConfigError as ConfigError
 
 OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl")
 TURN_ESTIMATORS = ("turn_level_returns", "turn_level_group", "gigpo")
 TOKEN_ESTIMATORS = ("gae", "reinforce++")
 ADVANTAGE_ESTIMATORS = (*OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, *TOKEN_ESTIMATORS)
-POLICY_LOSSES = (
-    "regular",
-    "dual_clip",
-    "gspo",
-    "cispo",
-    "rollout_is",
-    "clip_cov",
-    "kl_cov",
-    "sapo",
-    "dppo",
-    "cross_entropy",
-    "importance_sampling",
-)
 LOSS_REDUCTIONS = (
     "token_mean",
     "sequence_mean",
@@ -158,7 +146,13 @@ class AlgorithmConfig:
     turn_level_norm_by_std: bool = setting(
         False, "divide turn_level_group's advantages by their root mean square in the group"
     )
-    policy_loss_type: str = setting("regular", "loss per token", choices=POLICY_LOSSES)
+    policy_loss_type: str = setting(
+        "regular",
+        f"loss per token: {', '.join(POLICY_LOSSES)}, a registered one, or module:function",
+    )
+    policy_loss_kwargs: dict[str, Any] = setting(
+        {}, "keyword arguments of a registered loss or of module:function"
+    )
     loss_reduction: str = setting(
         "token_mean", "weights of tokens in the mini-batch", choices=LOSS_REDUCTIONS
     )
@@ -168,15 +162,15 @@ class AlgorithmConfig:
     eps_clip_low: float = setting(0.2, "ratio clipped at 1 - this", at_least=0)
     eps_clip_high: float = setting(0.2, "ratio clipped at 1 + this", at_least=0)
     clip_ratio_c: float = setting(3.0, "second clip of dual_clip", above=1)
-    cispo: CispoConfig = setting(CispoConfig, "of policy_loss_type=cispo")
-    sapo: SapoConfig = setting(SapoConfig, "of policy_loss_type=sapo")
-    dppo: DppoConfig = setting(DppoConfig, "of policy_loss_type=dppo")
-    clip_cov: ClipCovConfig = setting(ClipCovConfig, "of policy_loss_type=clip_cov")
-    kl_cov: KlCovConfig = setting(KlCovConfig, "of policy_loss_type=kl_cov")
+    cispo: Cispo = setting(Cispo, "of policy_loss_type=cispo")
+    sapo: Sapo = setting(Sapo, "of policy_loss_type=sapo")
+    dppo: Dppo = setting(Dppo, "of policy_loss_type=dppo")
+    clip_cov: ClipCovSelection = setting(ClipCovSelection, "of policy_loss_type=clip_cov")
+    kl_cov: KlCov = setting(KlCov, "of policy_loss_type=kl_cov")
     old_logprobs: str = setting(
         "auto",
-        "anchor of the ratio: 'policy' is the trainer's own before the update, 'rollout' the "
-        "engine's; auto: policy",
+        "what the ratio is taken against: 'policy' is the trainer's before the update, 'rollout' "
+        "the engine's; auto: policy",
         choices=("auto", "policy", "rollout"),
     )
     sequence_scope: str = setting(
@@ -204,11 +198,6 @@ class AlgorithmConfig:
     kl_estimator_type: str = setting("k3", "estimator of the KL", choices=KL_ESTIMATORS)
     use_entropy_loss: bool = setting(False, "subtract entropy_loss_coef * entropy from the loss")
     entropy_loss_coef: float = setting(0.01, "weight of that term", at_least=0)
-
-    @property
-    def is_cispo_by_rollout(self) -> bool:
-        """Whether the loss is cispo with its ratio against the engine's log-probabilities."""
-        return self.policy_loss_type == "cispo" and self.cispo.cispo_anchor == "rollout"
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.ops.logprob import selected_logprob
+from skyrl_fast.ops.losses import Gspo, LossSettings, Regular, Sapo
 from skyrl_fast.ops.policy_loss import policy_loss
 
 # TRL's loss types, and what they weigh a token by; "dapo" takes the number of tokens from outside.
@@ -97,30 +98,29 @@ def grpo_loss(
             "grpo_loss: importance_sampling_level must be 'token' or 'sequence', got "
             f"{importance_sampling_level!r}"
         )
-    kind = "gspo" if importance_sampling_level == "sequence" else "regular"
+    loss: LossSettings = Regular(epsilon_low, epsilon_high)
+    if loss_type == "sapo":
+        loss = Sapo(sapo_temperature_pos, sapo_temperature_neg)
+    elif importance_sampling_level == "sequence":
+        loss = Gspo(epsilon_low, epsilon_high)
     wide = advantages[:, None].expand_as(mask) if advantages.dim() == 1 else advantages
     weights = None
     if loss_type == "dapo" and num_items is not None:
         count = torch.as_tensor(num_items, dtype=torch.float32).clamp(min=1.0)
         weights = (1.0 / count).expand(len(mask))
-    loss, _ = policy_loss(
+    return policy_loss(
         per_token_logps,
         old_per_token_logps,
         wide,
         mask,
-        loss="sapo" if loss_type == "sapo" else kind,
-        eps_clip_low=epsilon_low,
-        eps_clip_high=epsilon_high,
-        tau_pos=sapo_temperature_pos,
-        tau_neg=sapo_temperature_neg,
+        loss=loss,
         kl_estimator="k3" if beta else None,
         kl_coef=beta,
         ref_logprobs=ref_per_token_logps if beta else None,
         reduction=REDUCTIONS[loss_type],
         row_weights=weights,
         max_seq_len=max_completion_length,
-    )
-    return loss
+    ).loss
 
 
 def install() -> list[str]:

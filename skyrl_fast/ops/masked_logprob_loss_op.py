@@ -16,9 +16,9 @@ Tensor = torch.Tensor
 _library = torch.library.Library("skyrl_fast", "FRAGMENT")
 _library.define(
     "masked_logprob_loss(Tensor logits, Tensor target_ids, Tensor? mask, float temperature, "
-    "int loss, int kl, float[] params, Tensor? anchor, Tensor? advantages, Tensor? ref_logprobs, "
-    "Tensor? token_weights, Tensor loss_weights, bool return_entropy, bool use_triton, "
-    "bool with_grad) -> (Tensor logprobs, Tensor entropy, Tensor grad)"
+    "int loss, int kl, float[] params, Tensor? old_logprobs, Tensor? advantages, "
+    "Tensor? ref_logprobs, Tensor? token_weights, Tensor row_weights, bool return_entropy, "
+    "bool use_triton, bool with_grad) -> (Tensor logprobs, Tensor entropy, Tensor grad)"
 )
 
 
@@ -30,12 +30,12 @@ class Call(NamedTuple):
     temperature: float
     loss: int
     kl: int
-    params: list[float]  # by policy_loss_op.PARAMS
-    anchor: Tensor | None  # this and the following: (M,) float32
+    params: list[float]  # of losses.kernel_params
+    old_logprobs: Tensor | None  # this and the following: (M,) float32
     advantages: Tensor | None
-    reference: Tensor | None
+    ref_logprobs: Tensor | None
     token_weights: Tensor | None
-    weights: Tensor
+    row_weights: Tensor
     return_entropy: bool
     use_triton: bool
 
@@ -49,7 +49,7 @@ class Result(NamedTuple):
     metrics: Tensor  # those of policy_loss, float64
 
 
-def visit(logits: Tensor, call: Call, inplace: bool) -> Result:
+def visit(logits: Tensor, call: Call, inplace_backward: bool) -> Result:
     """Return the loss of rows of logits; its gradient, where one is wanted, is made at once."""
     if not (torch.is_grad_enabled() and logits.requires_grad):
         logprobs, entropy, _ = torch.ops.skyrl_fast.masked_logprob_loss(logits, *call, False)
@@ -57,7 +57,7 @@ def visit(logits: Tensor, call: Call, inplace: bool) -> Result:
     if torch.compiler.is_compiling():
         loss, *others = _CompiledVisit.apply(logits, *call)
         return Result(loss, *(tensor.detach() for tensor in others))
-    return Result(*_Visit.apply(logits, call, inplace))
+    return Result(*_Visit.apply(logits, call, inplace_backward))
 
 
 def _with_loss(logprobs: Tensor, entropy: Tensor, call: Call) -> Result:
@@ -70,9 +70,9 @@ def _with_loss(logprobs: Tensor, entropy: Tensor, call: Call) -> Result:
     if live is None:
         live = torch.ones_like(logprobs, dtype=torch.uint8)
     metrics, _ = torch.ops.skyrl_fast.policy_loss(
-        column(logprobs), column(call.anchor), column(call.advantages), column(live), call.weights,
-        None, column(call.reference), column(call.token_weights), None, None, call.loss, call.kl,
-        call.params, call.use_triton, False,
+        column(logprobs), column(call.old_logprobs), column(call.advantages), column(live),
+        call.row_weights, None, column(call.ref_logprobs), column(call.token_weights), None, None,
+        call.loss, call.kl, call.params, call.use_triton, False,
     )  # fmt: skip
     return Result(metrics[0].to(torch.float32), logprobs, entropy, metrics)
 
@@ -81,9 +81,9 @@ class _Visit(torch.autograd.Function):
     """The gradient is made with the loss and given away at the first backward."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, call: Call, inplace: bool) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits: Tensor, call: Call, inplace_backward: bool) -> tuple[Tensor, ...]:
         data = logits.detach()
-        if inplace:
+        if inplace_backward:
             logprobs, entropy = _run(data, call, data)
             torch.autograd.graph.increment_version(logits)
             ctx.grad = data

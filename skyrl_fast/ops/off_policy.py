@@ -40,7 +40,7 @@ def off_policy_correction(
     rollout_logprobs: torch.Tensor,
     loss_mask: torch.Tensor,
     *,
-    tis: str | None = None,
+    tis_ratio_type: str | None = None,
     tis_cap: float | None = None,
     sequence_mask: str | None = None,
     sequence_mask_low: float | None = None,
@@ -70,7 +70,8 @@ def off_policy_correction(
     Args:
         old_logprobs, rollout_logprobs: (N, R) or (A,) floats; trainer's and sampler's.
         loss_mask: the same shape; a token is trained where it is not 0.
-        tis, tis_cap: see above; the cap's default is SkyRL's: 2 per token, 5 per sequence.
+        tis_ratio_type, tis_cap: see above; the cap's default is SkyRL's: 2 per token, 5 per
+            sequence.
         sequence_mask, sequence_mask_low, sequence_mask_high: see above; the bounds' defaults are
             SkyRL's: 0.99 and 1.01 for the geometric mean, 0.5 and 2 for the product.
         outlier_low, outlier_high, token_mask_low, token_mask_high: None: no such bound. A NaN
@@ -82,7 +83,8 @@ def off_policy_correction(
         backend: "native", "torch", or None to choose.
 
     Returns:
-        weights: like the logprobs, float32 or float64, 0 outside `new_mask`; None without `tis`.
+        weights: like the logprobs, float32 or float64, 0 outside `new_mask`; None without
+            `tis_ratio_type`.
         new_mask: 0/1 in the shape and dtype of `loss_mask`; `loss_mask` itself where no rule masks.
         metrics: 0-dimensional float64 tensors under SkyRL's names. Means, spread and extremes are
             over trained tokens, shares of sequences over those that have a trained token.
@@ -92,11 +94,11 @@ def off_policy_correction(
 
     Example:
         >>> old, rollout = torch.zeros(1, 2), torch.tensor([[0.0, -3.0]])
-        >>> off_policy_correction(old, rollout, torch.ones(1, 2), tis="token")[0]
+        >>> off_policy_correction(old, rollout, torch.ones(1, 2), tis_ratio_type="token")[0]
         tensor([[1., 2.]])
     """
     for name, value, allowed in (
-        ("tis", tis, TIS_KINDS),
+        ("tis_ratio_type", tis_ratio_type, TIS_KINDS),
         ("sequence_mask", sequence_mask, SEQUENCE_MASK_KINDS),
     ):
         if value not in allowed:
@@ -107,8 +109,8 @@ def off_policy_correction(
         outlier_high=outlier_high,
         token_low=token_mask_low,
         token_high=token_mask_high,
-        tis=tis,
-        cap=TIS_CAPS.get(tis or "", 0.0) if tis_cap is None else tis_cap,
+        tis=tis_ratio_type,
+        cap=TIS_CAPS.get(tis_ratio_type or "", 0.0) if tis_cap is None else tis_cap,
         sequence_mask=sequence_mask,
         mask_low=low if sequence_mask_low is None else sequence_mask_low,
         mask_high=high if sequence_mask_high is None else sequence_mask_high,

@@ -5,45 +5,20 @@ Shapes: N rows; "cells" is (N, R) or, with offsets, (A,).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.reference.policy_loss import METRICS
 
-LOSSES = {
-    "regular": 0,
-    "dual_clip": 1,
-    "gspo": 2,
-    "cispo": 3,
-    "rollout_is": 4,
-    "clip_cov": 5,
-    "kl_cov": 6,
-    "sapo": 7,
-    "dppo_tv": 8,
-    "dppo_kl": 9,
-    "cross_entropy": 10,
-    "importance_sampling": 11,
-}
 KL_ESTIMATORS = {"k1": 1, "abs": 2, "k2": 3, "k3": 4}
-PARAMS = (
-    "clip_low",
-    "clip_high",
-    "clip_ratio_c",
-    "tau_pos",
-    "tau_neg",
-    "delta_low",
-    "delta_high",
-    "ppo_kl_coef",
-    "kl_coef",
-)
 # csrc/policy_loss/policy_loss_cuda.h: cells per partial sum on a GPU, and the numbers in each
 CELLS_PER_SUM, NUM_LOSS_SUMS = 2048, 11
 
 _library = torch.library.Library("skyrl_fast", "FRAGMENT")
 _library.define(
-    "policy_loss(Tensor logprobs, Tensor? anchor, Tensor? advantages, Tensor loss_mask, "
+    "policy_loss(Tensor logprobs, Tensor? old_logprobs, Tensor? advantages, Tensor loss_mask, "
     "Tensor row_weights, Tensor? cu_seqlens, Tensor? ref_logprobs, Tensor? token_weights, "
     "Tensor? selected, Tensor? sequence_delta, int loss, int kl, float[] params, "
     "bool use_triton, bool with_grad) -> (Tensor metrics, Tensor grad)"
@@ -56,6 +31,22 @@ _library.define(
     "delta_sums(Tensor a, Tensor b, Tensor loss_mask, Tensor? cu_seqlens, bool use_triton=False) "
     "-> Tensor"
 )
+
+
+class PolicyLoss(NamedTuple):
+    """A policy loss. Only `loss` has a gradient.
+
+    Args:
+        loss: 0-dimensional float32 (float64 for float64 inputs).
+        metrics: 0-dimensional float64 each, see `policy_loss`; "entropy" where it was made.
+        logprobs: cells, float32 (float64), 0 where masked; where the op made them from logits.
+        entropy: the same, where asked for.
+    """
+
+    loss: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+    logprobs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
 
 
 def loss_and_metrics(
@@ -79,7 +70,7 @@ class _PolicyLoss(torch.autograd.Function):
     """The gradient is made with the loss and given away at the first backward.
 
     So nothing is copied and autograd may keep it as `.grad`; another backward through a retained
-    graph makes it anew.
+    graph computes it again.
     """
 
     @staticmethod

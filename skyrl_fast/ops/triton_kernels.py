@@ -145,12 +145,12 @@ def backward_kernel(
 
 @triton.jit
 def masked_loss_kernel(
-    logits, targets, mask, anchor_in, advantage_in, reference_in, token_weight_in, weight_in,
+    logits, targets, mask, old_logprobs_in, advantage_in, reference_in, token_weight_in, weight_in,
     logprob_out, entropy_out, grad,
     vocab, inner, outer_stride, inner_stride, grad_outer_stride, grad_inner_stride,
     scale, inv_temperature,
     low, high, ratio_c, tau_pos, tau_neg, delta_low, delta_high, kl_coef,
-    LOSS: tl.constexpr, KL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ANCHOR: tl.constexpr,
+    LOSS: tl.constexpr, KL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_OLD: tl.constexpr,
     HAS_ADVANTAGE: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     HAS_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -171,15 +171,15 @@ def masked_loss_kernel(
         logprob, lse, entropy = _row_results(
             row_ptr, target, vocab, scale, largest, total, weighted
         )
-        anchor = logprob
-        if HAS_ANCHOR:
-            anchor = tl.load(anchor_in + row).to(tl.float64)
+        old_logprob = logprob
+        if HAS_OLD:
+            old_logprob = tl.load(old_logprobs_in + row).to(tl.float64)
         advantage = tl.full((), 0.0, tl.float64)
         if HAS_ADVANTAGE:
             advantage = tl.load(advantage_in + row).to(tl.float64)
         _, slope, _, _, _ = token_loss(
-            logprob, anchor, logprob - anchor, advantage, False, low, high, ratio_c, tau_pos,
-            tau_neg, delta_low, delta_high, 0.0, LOSS,
+            logprob, old_logprob, logprob - old_logprob, advantage, False, low, high, ratio_c,
+            tau_pos, tau_neg, delta_low, delta_high, 0.0, LOSS,
         )  # fmt: skip
         if HAS_TOKEN_WEIGHT:
             token_weight = tl.load(token_weight_in + row).to(tl.float64)

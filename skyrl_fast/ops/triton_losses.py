@@ -11,7 +11,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from skyrl_fast.ops.losses import LOSS_CODES
+from skyrl_fast.ops.policy_loss_op import KL_ESTIMATORS
+
 NUM_SUMS = 11
+DUAL_CLIP = tl.constexpr(LOSS_CODES["dual_clip"])
+GSPO = tl.constexpr(LOSS_CODES["gspo"])
+CISPO = tl.constexpr(LOSS_CODES["cispo"])
+ROLLOUT_IS = tl.constexpr(LOSS_CODES["rollout_is"])
+CLIP_COV = tl.constexpr(LOSS_CODES["clip_cov"])
+KL_COV = tl.constexpr(LOSS_CODES["kl_cov"])
+SAPO = tl.constexpr(LOSS_CODES["sapo"])
+DPPO_TV = tl.constexpr(LOSS_CODES["dppo_tv"])
+DPPO_KL = tl.constexpr(LOSS_CODES["dppo_kl"])
+CROSS_ENTROPY = tl.constexpr(LOSS_CODES["cross_entropy"])
+IMPORTANCE_SAMPLING = tl.constexpr(LOSS_CODES["importance_sampling"])
+K1 = tl.constexpr(KL_ESTIMATORS["k1"])
+ABS = tl.constexpr(KL_ESTIMATORS["abs"])
+K2 = tl.constexpr(KL_ESTIMATORS["k2"])
 
 
 @triton.jit
@@ -30,26 +47,26 @@ def _surrogate(ratio, slope, advantage, low, high):
 
 
 @triton.jit
-def _too_far(logprob, anchor, delta_low, delta_high, BY_KL: tl.constexpr):
+def _too_far(logprob, old_logprob, delta_low, delta_high, BY_KL: tl.constexpr):
     """Whether dppo's probability has moved too far down, and up."""
-    now = tl.exp(_clamp(logprob, -80.0, 20.0))
-    then = tl.exp(_clamp(anchor, -80.0, 20.0))
+    prob = tl.exp(_clamp(logprob, -80.0, 20.0))
+    old_prob = tl.exp(_clamp(old_logprob, -80.0, 20.0))
     if BY_KL:
-        rest = (1.0 - then + 1e-8) / (1.0 - now + 1e-8)
+        rest = (1.0 - old_prob + 1e-8) / (1.0 - prob + 1e-8)
         rest_log = tl.where(rest > 0, tl.log(tl.where(rest > 0, rest, 1.0)), float("nan"))
-        kl = then * (anchor - logprob) + (1.0 - then) * rest_log
-        low = (now < then) & (kl > delta_low)
-        high = (now > then) & (kl > delta_high)
+        kl = old_prob * (old_logprob - logprob) + (1.0 - old_prob) * rest_log
+        low = (prob < old_prob) & (kl > delta_low)
+        high = (prob > old_prob) & (kl > delta_high)
     else:
-        low = then - now > delta_low
-        high = now - then > delta_high
+        low = old_prob - prob > delta_low
+        high = prob - old_prob > delta_high
     return low, high
 
 
 @triton.jit
 def token_loss(
-    logprob, anchor, delta, advantage, selected, low, high, ratio_c, tau_pos, tau_neg, delta_low,
-    delta_high, ppo_kl_coef, LOSS: tl.constexpr,
+    logprob, old_logprob, delta, advantage, selected, low, high, ratio_c, tau_pos, tau_neg,
+    delta_low, delta_high, ppo_kl_coef, LOSS: tl.constexpr,
 ):  # fmt: skip
     """A token's loss and its derivative; whether it was clipped low, clipped high, chosen."""
     ratio = tl.exp(_clamp(delta, -20.0, 20.0))
@@ -58,36 +75,36 @@ def token_loss(
     clipped_low = never
     clipped_high = never
     chosen = never
-    if LOSS == 10:  # cross_entropy
+    if LOSS == CROSS_ENTROPY:
         value = -logprob
         grad = tl.where(never, 0.0, -1.0)
-    elif LOSS == 3:  # cispo
+    elif LOSS == CISPO:
         clipped_low = ratio < low
         clipped_high = ratio > high
         grad = -advantage * _clamp(ratio, low, high)
         value = grad * logprob
-    elif LOSS == 4:  # rollout_is
+    elif LOSS == ROLLOUT_IS:
         clipped_low = ratio <= low
         clipped_high = (ratio >= high) & (ratio > low)  # counted once where the bounds meet
         grad = -advantage * tl.where(clipped_low | clipped_high, 0.0, ratio)
         value = grad * logprob
-    elif LOSS == 7:  # sapo
+    elif LOSS == SAPO:
         tau = tl.where(advantage > 0, tau_pos, tau_neg)
         gate = 1.0 / (1.0 + tl.exp(-_clamp(tau * (ratio - 1.0), -80.0, 80.0)))
         value = -advantage * gate * (4.0 / tau)
         grad = -advantage * 4.0 * gate * (1.0 - gate) * slope
-    elif (LOSS == 8) | (LOSS == 9):  # dppo_tv, dppo_kl
-        far_low, far_high = _too_far(logprob, anchor, delta_low, delta_high, LOSS == 9)
+    elif (LOSS == DPPO_TV) | (LOSS == DPPO_KL):
+        far_low, far_high = _too_far(logprob, old_logprob, delta_low, delta_high, LOSS == DPPO_KL)
         clipped_low = (advantage < 0) & far_low
         clipped_high = (advantage > 0) & far_high
         dropped = clipped_low | clipped_high
         value = tl.where(dropped, 0.0, -advantage * ratio)
         grad = tl.where(dropped, 0.0, -advantage * slope)
-    elif (LOSS == 6) | (LOSS == 11):  # kl_cov, importance_sampling
+    elif (LOSS == KL_COV) | (LOSS == IMPORTANCE_SAMPLING):
         value = -advantage * ratio
         grad = -advantage * slope
-        if LOSS == 6:
-            moved = logprob - anchor
+        if LOSS == KL_COV:
+            moved = logprob - old_logprob
             sign = tl.where(moved > 0, 1.0, tl.where(moved < 0, -1.0, 0.0))
             chosen = selected
             value = value + tl.where(selected, ppo_kl_coef * moved * sign, 0.0)
@@ -96,12 +113,12 @@ def token_loss(
         value, grad, clipped = _surrogate(ratio, slope, advantage, low, high)
         clipped_low = clipped & (advantage < 0)
         clipped_high = clipped & (advantage > 0)
-        if LOSS == 1:  # dual_clip
+        if LOSS == DUAL_CLIP:
             ceiling = -advantage * ratio_c
             chosen = (advantage < 0) & (ceiling < value)
             value = tl.where(chosen, ceiling, value)
             grad = tl.where(chosen, 0.0, grad)
-        if LOSS == 5:  # clip_cov
+        if LOSS == CLIP_COV:
             chosen = selected
             value = tl.where(selected, 0.0, value)
             grad = tl.where(selected, 0.0, grad)
@@ -113,13 +130,13 @@ def token_kl(logprob, reference, KL: tl.constexpr):
     """Value and derivative of one token's KL penalty."""
     d = logprob - reference
     sign = tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, 0.0))
-    if KL == 1:
+    if KL == K1:
         value = d
         grad = 1.0 + 0.0 * d
-    elif KL == 2:
+    elif KL == ABS:
         value = d * sign
         grad = sign
-    elif KL == 3:
+    elif KL == K2:
         value = 0.5 * d * d
         grad = d
     else:
@@ -155,11 +172,11 @@ def _cells(pointer, cell, live):
 
 @triton.jit
 def loss_kernel(
-    logprobs, anchor_in, advantages, mask, row_weights, cu, reference, token_weights, selected_in,
-    sequence_delta, grad, partial,
+    logprobs, old_logprobs_in, advantages, mask, row_weights, cu, reference, token_weights,
+    selected_in, sequence_delta, grad, partial,
     num_cells, width, num_rows,
     low, high, ratio_c, tau_pos, tau_neg, delta_low, delta_high, ppo_kl_coef, kl_coef,
-    LOSS: tl.constexpr, KL: tl.constexpr, HAS_ANCHOR: tl.constexpr, HAS_ADVANTAGE: tl.constexpr,
+    LOSS: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr, HAS_ADVANTAGE: tl.constexpr,
     HAS_TOKEN_WEIGHT: tl.constexpr, HAS_SELECTED: tl.constexpr, HAS_GRAD: tl.constexpr,
     RAGGED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -169,22 +186,22 @@ def loss_kernel(
     live = inside & (tl.load(mask + cell, mask=inside, other=0) != 0)
     row = _row_of(cell, cu, width, num_rows, RAGGED, STEPS)
     logprob = _cells(logprobs, cell, live)
-    anchor = logprob
-    if HAS_ANCHOR:
-        anchor = _cells(anchor_in, cell, live)
+    old_logprob = logprob
+    if HAS_OLD:
+        old_logprob = _cells(old_logprobs_in, cell, live)
     advantage = tl.zeros_like(logprob)
     if HAS_ADVANTAGE:
         advantage = _cells(advantages, cell, live)
     selected = logprob != logprob
     if HAS_SELECTED:
         selected = tl.load(selected_in + cell, mask=live, other=0) != 0
-    delta = logprob - anchor
-    if LOSS == 2:  # gspo
+    delta = logprob - old_logprob
+    if LOSS == GSPO:
         delta = tl.load(sequence_delta + row, mask=live, other=0.0)
-    if LOSS == 10:  # cross_entropy has no ratio
+    if LOSS == CROSS_ENTROPY:  # has no ratio
         delta = tl.zeros_like(logprob)
     value, slope, clipped_low, clipped_high, chosen = token_loss(
-        logprob, anchor, delta, advantage, selected, low, high, ratio_c, tau_pos, tau_neg,
+        logprob, old_logprob, delta, advantage, selected, low, high, ratio_c, tau_pos, tau_neg,
         delta_low, delta_high, ppo_kl_coef, LOSS,
     )  # fmt: skip
     row_weight = tl.load(row_weights + row, mask=live, other=0.0).to(tl.float64)
@@ -253,7 +270,7 @@ def fold_kernel(partial, metrics, count, kl_coef, LOSS: tl.constexpr, BLOCK: tl.
     chosen = _total(partial, 5, count, BLOCK)
     any_ = tokens > 0
     number = tl.where(any_, tokens, 1.0)
-    clipped = chosen if LOSS == 5 else low + high
+    clipped = chosen if LOSS == CLIP_COV else low + high
     tl.store(metrics, policy + tl.where(kl_weighted != 0, kl_coef * kl_weighted, 0.0))
     tl.store(metrics + 1, policy)
     tl.store(metrics + 2, kl_weighted)

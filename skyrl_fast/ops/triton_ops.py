@@ -11,7 +11,9 @@ import triton
 
 from skyrl_fast.ops import triton_kernels as kernels
 from skyrl_fast.ops import triton_losses as losses
+from skyrl_fast.ops.losses import KERNEL_PARAMS
 
+PPO_KL_COEF = KERNEL_PARAMS.index("ppo_kl_coef")  # after those that token losses read
 LOG2E = 1.4426950408889634
 MAX_BLOCK = 4096  # columns of one step: 16 per thread of 8 warps
 NUM_WARPS = 8
@@ -120,11 +122,11 @@ def masked_logprob_loss(
     loss: int,
     kl: int,
     params: Sequence[float],
-    anchor: Tensor | None,
+    old_logprobs: Tensor | None,
     advantages: Tensor | None,
     reference: Tensor | None,
     token_weights: Tensor | None,
-    weights: Tensor,
+    row_weights: Tensor,
     logprob: Tensor,
     entropy: Tensor | None,
     grad: Tensor | None,
@@ -140,11 +142,11 @@ def masked_logprob_loss(
             logits,
             targets,
             _or(mask, targets),
-            _or(anchor, weights),
-            _or(advantages, weights),
-            _or(reference, weights),
-            _or(token_weights, weights),
-            weights,
+            _or(old_logprobs, row_weights),
+            _or(advantages, row_weights),
+            _or(reference, row_weights),
+            _or(token_weights, row_weights),
+            row_weights,
             logprob,
             _or(entropy, logprob),
             out,
@@ -153,12 +155,12 @@ def masked_logprob_loss(
             *grad_strides,
             LOG2E / temperature,
             1.0 / temperature,
-            *params[:7],
-            params[8],
+            *params[:PPO_KL_COEF],
+            params[-1],
             LOSS=loss,
             KL=kl,
             HAS_MASK=mask is not None,
-            HAS_ANCHOR=anchor is not None,
+            HAS_OLD=old_logprobs is not None,
             HAS_ADVANTAGE=advantages is not None,
             HAS_TOKEN_WEIGHT=token_weights is not None,
             HAS_ENTROPY=entropy is not None,
@@ -174,7 +176,7 @@ def _bytes_of(mask: Tensor) -> Tensor:
 
 def policy_loss(
     current: Tensor,
-    anchor: Tensor | None,
+    old_logprobs: Tensor | None,
     advantages: Tensor | None,
     mask: Tensor,
     row_weights: Tensor,
@@ -197,7 +199,7 @@ def policy_loss(
         if num_cells > 0:
             losses.loss_kernel[(num_programs,)](
                 current,
-                _or(anchor, current),
+                _or(old_logprobs, current),
                 _or(advantages, current),
                 _bytes_of(mask),
                 row_weights,
@@ -214,7 +216,7 @@ def policy_loss(
                 *params,
                 LOSS=loss,
                 KL=kl,
-                HAS_ANCHOR=anchor is not None,
+                HAS_OLD=old_logprobs is not None,
                 HAS_ADVANTAGE=advantages is not None,
                 HAS_TOKEN_WEIGHT=token_weights is not None,
                 HAS_SELECTED=selected is not None,

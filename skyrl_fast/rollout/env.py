@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from skyrl_fast.config import EnvironmentConfig, check_limits
-from skyrl_fast.config.objects import import_module, import_object, is_object_name
+from skyrl_fast.objects import import_module, import_object, is_object_name
 from skyrl_fast.rollout import skyrl_gym_env
 from skyrl_fast.rollout.env_protocol import Env, EnvStep, Message
 from skyrl_fast.rollout.env_threads import EnvThreads

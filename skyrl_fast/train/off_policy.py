@@ -6,14 +6,11 @@ import logging
 from typing import cast
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.config import AlgorithmConfig, Config
+from skyrl_fast.config import AlgorithmConfig, Config, is_ratio_to_rollout
 from skyrl_fast.ops.off_policy import off_policy_correction
 from skyrl_fast.ops.reduction import Scope
 
 logger = logging.getLogger(__name__)
-
-# Losses whose ratio is to the policy that sampled, whatever old_logprobs says.
-_ROLLOUT_LOSSES = ("rollout_is", "dppo")
 
 
 def corrected(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[StepBatch, dict[str, float]]:
@@ -49,7 +46,7 @@ def corrected(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[StepBatch, 
         batch.old_logprobs,
         batch.rollout_logprobs,
         batch.loss_mask,
-        tis=settings.tis_ratio_type,
+        tis_ratio_type=settings.tis_ratio_type,
         tis_cap=caps.get(settings.tis_ratio_type or ""),
         sequence_mask=settings.sequence_mask_metric,
         sequence_mask_low=low,
@@ -62,9 +59,9 @@ def corrected(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[StepBatch, 
         trajectory_ids=batch.trajectory_ids,
         cu_seqlens=batch.cu_responses,
     )
-    facts = {f"policy/{name}": float(value) for name, value in metrics.items()}
+    logged = {f"policy/{name}": float(value) for name, value in metrics.items()}
     kept = mask.to(batch.old_logprobs.dtype) if weights is None else weights
-    return batch.with_(token_weights=kept), facts
+    return batch.with_(token_weights=kept), logged
 
 
 def warn_of_stale_tokens(config: Config) -> None:
@@ -73,8 +70,7 @@ def warn_of_stale_tokens(config: Config) -> None:
     corrected_somehow = (
         algorithm.off_policy_correction.enabled
         or algorithm.old_logprobs == "rollout"
-        or algorithm.policy_loss_type in _ROLLOUT_LOSSES
-        or algorithm.is_cispo_by_rollout
+        or is_ratio_to_rollout(algorithm)
     )
     if config.max_staleness and not corrected_somehow:
         logger.warning(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_fast.config import LOGGERS
-from skyrl_fast.config.objects import import_object, is_object_name
+from skyrl_fast.objects import import_object, is_object_name
 
 Metrics = Mapping[str, float]
 

@@ -5,16 +5,16 @@ A response tokens, M trained tokens of a micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.segments import segment_sums
-from skyrl_fast.config import AlgorithmConfig
+from skyrl_fast.config import AlgorithmConfig, policy_loss_settings, policy_loss_spec
 from skyrl_fast.ops.policy_loss import policy_loss, reduction_weights
 from skyrl_fast.ops.reduction import Scope
 from skyrl_fast.train.micro_batch import (
@@ -28,26 +28,9 @@ from skyrl_fast.train.policy import Policy
 from skyrl_fast.train.rank_shares import own_micro_batches
 from skyrl_fast.train.ranks import mirrored
 
-# Their gradient is zero where the advantage is: whole rows need no forward pass.
-_PROPORTIONAL_LOSSES = {
-    "regular",
-    "dual_clip",
-    "gspo",
-    "cispo",
-    "rollout_is",
-    "sapo",
-    "dppo",
-    "importance_sampling",
-}
-# They look at all tokens of a sequence, or of the mini-batch, at once: a split would change them.
-_SEQUENCE_LOSSES = {"gspo"}
-_MINI_BATCH_LOSSES = {"clip_cov", "kl_cov"}
 _NO_BUDGET = 1 << 62  # tokens
-# Their own settings are the section of their name; the op calls some of these otherwise.
-_WITH_A_SECTION = {"cispo", "sapo", "dppo", "clip_cov", "kl_cov"}
 _SUMS = {"policy/policy_loss", "policy/kl_loss"}  # weighted by the mini-batch's row weights
 _COUNTED = {"loss", "num_tokens"}  # of a micro-batch; the mini-batch's are made here
-_OP_NAMES = {"cispo_anchor": "anchor", "clip_ratio": "clip_cov_ratio"}
 
 
 def optimizer_steps_per_batch(
@@ -99,12 +82,12 @@ def update_policy(
     steps = []
     for epoch in range(update_epochs):
         cell = 0  # the mini-batch's first response token
-        for mini, facts in minis:
+        for mini, metrics in minis:
             seen = None
             if seen_logprobs is not None and epoch == 0:
                 seen = seen_logprobs[cell : cell + mini.loss_mask.shape[0]]
             taken = _optimizer_step(policy, optimizer, mini, algorithm, max_seq_len, seen)
-            steps.append(facts | taken)
+            steps.append(metrics | taken)
             cell += mini.loss_mask.shape[0]
     return _mean_metrics(steps)
 
@@ -121,10 +104,12 @@ def _take_old_logprobs(batch: StepBatch, seen_logprobs: torch.Tensor) -> torch.T
 def contributing_rows(batch: StepBatch, algorithm: AlgorithmConfig) -> np.ndarray:
     """Return (N,) bool: rows whose gradient can differ from zero under this algorithm."""
     assert batch.advantages is not None
+    spec = policy_loss_spec(algorithm)
     if (
         algorithm.use_kl_loss
         or algorithm.use_entropy_loss
-        or algorithm.policy_loss_type not in _PROPORTIONAL_LOSSES
+        or spec.scope == "mini_batch"
+        or not spec.zero_where_advantage_is_zero
     ):
         return np.ones(batch.num_rows, dtype=bool)
     live = (batch.advantages != 0) & (batch.loss_mask != 0)
@@ -133,14 +118,14 @@ def contributing_rows(batch: StepBatch, algorithm: AlgorithmConfig) -> np.ndarra
     rows = segment_sums(live.numpy(), batch.cu_responses.numpy(), np.int64) > 0
     if not _keeps_trajectories(algorithm):
         return rows
-    # The trajectory's other rows have no gradient of their own, but a part in its ratio.
+    # The trajectory's other rows have no gradient, but a part in its ratio.
     trajectories = batch.trajectory_ids.numpy()
     return np.bincount(trajectories, weights=rows)[trajectories] > 0
 
 
 def _keeps_trajectories(algorithm: AlgorithmConfig) -> bool:
     by_trajectory = algorithm.sequence_scope == "trajectory"
-    return by_trajectory and algorithm.policy_loss_type in _SEQUENCE_LOSSES
+    return by_trajectory and policy_loss_spec(algorithm).scope == "sequence"
 
 
 def accumulate_gradient(
@@ -174,18 +159,18 @@ def accumulate_gradient(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one micro-batch leaves beside its gradient.
+    """What one micro-batch leaves besides its gradient.
 
     Args:
         loss: its part of the mini-batch's.
-        facts: metrics, of its M trained tokens.
+        metrics: of its M trained tokens.
         forward_tokens: that went through the model, padding included.
         rows: of the mini-batch.
         positions, logprobs: (M,) of the trained tokens, in the mini-batch's responses.
     """
 
     loss: float
-    facts: dict[str, float]
+    metrics: dict[str, float]
     forward_tokens: int
     rows: torch.Tensor
     positions: torch.Tensor
@@ -209,7 +194,7 @@ def _gradient(
         trajectory_ids=batch.trajectory_ids,
         max_seq_len=max_seq_len,
     )
-    whole = algorithm.policy_loss_type in _MINI_BATCH_LOSSES
+    undivided = policy_loss_spec(algorithm).scope == "mini_batch"
     plan = partial(
         plan_micro_batches,
         batch,
@@ -218,9 +203,9 @@ def _gradient(
         router_replay=policy.router_replay,
         tree=policy.tree,
     )
-    budget = _NO_BUDGET if whole else policy.max_tokens_per_microbatch
-    own = own_micro_batches(plan, budget, policy.ranks, divisible=not whole)
-    parts = [_micro_step(policy, batch, weights, micro, algorithm) for micro in own]
+    budget = _NO_BUDGET if undivided else policy.max_tokens_per_microbatch
+    micro_batches = own_micro_batches(plan, budget, policy.ranks, divisible=not undivided)
+    parts = [_micro_step(policy, batch, weights, micro, algorithm) for micro in micro_batches]
     return policy.ranks.gather([part for part in parts if part is not None])
 
 
@@ -246,7 +231,7 @@ def _micro_step(
     micro: MicroBatch,
     algorithm: AlgorithmConfig,
 ) -> _Part | None:
-    """Add a micro-batch's gradient; None of an idle one, beside those of other ranks."""
+    """Add a micro-batch's gradient; None for an idle one, which keeps pace with other ranks."""
     trained, entropy = policy.logprobs(micro, return_entropy=True)
     assert entropy is not None
     if trained.shape[0] == 0:
@@ -257,7 +242,7 @@ def _micro_step(
     index = micro.response_index.to(trained.device)
     logprobs = trained.new_zeros(rows.loss_mask.shape[0]).index_put((index,), trained)
     rows = rows.to(trained.device)
-    loss, metrics = policy_loss(
+    out = policy_loss(
         logprobs,
         rows.old_logprobs,
         rows.advantages,
@@ -268,22 +253,26 @@ def _micro_step(
         scope=cast(Scope, algorithm.sequence_scope),
         rollout_logprobs=rows.rollout_logprobs,
         token_weights=rows.token_weights,
-        **_loss_options(rows, algorithm),
+        loss=policy_loss_settings(algorithm),
+        ref_logprobs=rows.ref_logprobs,
+        kl_estimator=algorithm.kl_estimator_type if algorithm.use_kl_loss else None,
+        kl_coef=algorithm.kl_loss_coef,
     )
+    loss = out.loss
     if algorithm.use_entropy_loss:
         row_of_token = torch.bucketize(index, rows.cu_responses[1:].long(), right=True)
         bonus = (entropy * weights[micro.rows].to(entropy.device)[row_of_token]).sum()
         loss = loss - algorithm.entropy_loss_coef * bonus
     loss.backward()
-    facts = {f"policy/{name}": float(v) for name, v in metrics.items() if name not in _COUNTED}
-    facts["policy/policy_entropy"] = float(entropy.detach().mean())
+    metrics = {f"policy/{k}": float(v) for k, v in out.metrics.items() if k not in _COUNTED}
+    metrics["policy/policy_entropy"] = float(entropy.detach().mean())
     if rows.rollout_logprobs is not None:
         difference = (trained.detach() - rows.rollout_logprobs[index]).abs()
-        facts["policy/rollout_train_logprobs_abs_diff_mean"] = float(difference.mean())
-        facts["policy/rollout_train_logprobs_abs_diff_max"] = float(difference.max())
+        metrics["policy/rollout_train_logprobs_abs_diff_mean"] = float(difference.mean())
+        metrics["policy/rollout_train_logprobs_abs_diff_max"] = float(difference.max())
     return _Part(
         loss=float(loss.detach()),
-        facts=facts,
+        metrics=metrics,
         forward_tokens=micro.input_ids.numel(),
         rows=micro.rows,
         positions=response_positions(batch, micro),
@@ -291,33 +280,13 @@ def _micro_step(
     )
 
 
-def _loss_options(rows: StepBatch, algorithm: AlgorithmConfig) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "loss": algorithm.policy_loss_type,
-        "eps_clip_low": algorithm.eps_clip_low,
-        "eps_clip_high": algorithm.eps_clip_high,
-    }
-    if algorithm.policy_loss_type == "dual_clip":
-        options["clip_ratio_c"] = algorithm.clip_ratio_c
-    if algorithm.policy_loss_type in _WITH_A_SECTION:
-        own = asdict(getattr(algorithm, algorithm.policy_loss_type))
-        options |= {_OP_NAMES.get(name, name): value for name, value in own.items()}
-    if algorithm.use_kl_loss:
-        options |= {
-            "ref_logprobs": rows.ref_logprobs,
-            "kl_coef": algorithm.kl_loss_coef,
-            "kl_estimator": algorithm.kl_estimator_type,
-        }
-    return options
-
-
 def _token_mean_metrics(parts: list[_Part]) -> dict[str, float]:
     """Means weighted by trained tokens; sums, largest and smallest where the name says so."""
     tokens = [float(part.positions.shape[0]) for part in parts]
     total = sum(tokens)
     result = {"policy/trained_tokens": total}
-    for name in parts[0].facts if parts else ():
-        values = [part.facts[name] for part in parts]
+    for name in parts[0].metrics if parts else ():
+        values = [part.metrics[name] for part in parts]
         if name in _SUMS:
             result[name] = sum(values)
         elif name.endswith("_max"):

@@ -19,12 +19,26 @@ from skyrl_fast.integrations.skyrl.names import NEWEST
 from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError, require, stand_in
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.cell_rows import count_nonzeros, divide_rows
-from skyrl_fast.ops.policy_loss import policy_loss
+from skyrl_fast.ops.losses import (
+    Cispo,
+    ClipCov,
+    CrossEntropy,
+    Dppo,
+    DualClip,
+    Gspo,
+    ImportanceSampling,
+    KlCov,
+    LossSettings,
+    Regular,
+    RolloutIs,
+    Sapo,
+    loss_and_settings,
+)
+from skyrl_fast.ops.policy_loss import PolicyLoss, policy_loss
 
 REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
 Loss = tuple[torch.Tensor, dict[str, float]]
-PolicyLoss = Callable[..., Loss]
-Settings = tuple[str, dict[str, Any]]  # the loss's name in `policy_loss`, and its parameters
+SkyRLLoss = Callable[..., Loss]
 Tensor = torch.Tensor
 FLOAT32_COUNTS = 1 << 24  # below, counts are exact in float32, in whatever order they are summed
 
@@ -96,14 +110,14 @@ def _tokens_of_prompts(counts: Tensor, boundaries: list[tuple[int, int]] | None)
     return (len(boundaries) * totals.float().clamp(min=1))[prompt]
 
 
-def _loss_of(*, corrected: bool = True) -> Callable[[Callable[[Any], Settings]], PolicyLoss]:
+def _loss_of(*, corrected: bool = True) -> Callable[[Callable[[Any], LossSettings]], SkyRLLoss]:
     """Make settings, read from SkyRL's AlgorithmConfig, the loss of SkyRL's that has their name.
 
     Args:
         corrected: whether SkyRL corrects the loss for tokens sampled from another policy.
     """
 
-    def decorate(settings: Callable[[Any], Settings]) -> PolicyLoss:
+    def decorate(settings: Callable[[Any], LossSettings]) -> SkyRLLoss:
         name = settings.__name__
 
         def loss(
@@ -114,10 +128,9 @@ def _loss_of(*, corrected: bool = True) -> Callable[[Callable[[Any], Settings]],
             loss_mask: Tensor | None = None,
             rollout_logprobs: Tensor | None = None,
         ) -> Loss:
-            kind, parameters = settings(config)
             sampled = rollout_logprobs if corrected else None
             given = (log_probs, old_log_probs, advantages, loss_mask, sampled)
-            return _loss(name, kind, config, *given, **parameters)
+            return _loss(name, settings(config), config, *given)
 
         loss.__name__, loss.__qualname__, loss.__doc__ = name, name, settings.__doc__
         return stand_in(name)(loss)
@@ -126,7 +139,7 @@ def _loss_of(*, corrected: bool = True) -> Callable[[Callable[[Any], Settings]],
 
 
 @_loss_of()
-def ppo_policy_loss(config: Any) -> Settings:
+def ppo_policy_loss(config: Any) -> LossSettings:
     """Return SkyRL's "regular" or "dual_clip" loss and its metrics, by `config.policy_loss_type`.
 
     Args (of all losses here):
@@ -135,89 +148,78 @@ def ppo_policy_loss(config: Any) -> Settings:
     """
     kind = str(config.policy_loss_type)
     require(kind in ("regular", "dual_clip"), "another loss")
-    return kind, {"clip_ratio_c": config.clip_ratio_c, **_clip(config)}
+    if kind == "dual_clip":
+        return DualClip(*_clip(config), config.clip_ratio_c)
+    return Regular(*_clip(config))
 
 
 @_loss_of()
-def sapo_policy_loss(config: Any) -> Settings:
+def sapo_policy_loss(config: Any) -> LossSettings:
     """Return SkyRL's SAPO loss and its metrics."""
     require(config.loss_reduction == "sequence_mean", "a reduction of which SkyRL warns")
-    return "sapo", {"tau_pos": config.sapo.tau_pos, "tau_neg": config.sapo.tau_neg}
+    return Sapo(config.sapo.tau_pos, config.sapo.tau_neg)
 
 
 @_loss_of()
-def gspo_policy_loss(config: Any) -> Settings:
+def gspo_policy_loss(config: Any) -> LossSettings:
     """Return SkyRL's GSPO loss and its metrics."""
     require(config.loss_reduction == "sequence_mean", "a reduction of which SkyRL warns")
-    return "gspo", {"scope": "row", **_clip(config)}
+    return Gspo(*_clip(config))
 
 
 @_loss_of()
-def compute_policy_loss_cispo(config: Any) -> Settings:
+def compute_policy_loss_cispo(config: Any) -> LossSettings:
     """Return SkyRL's CISPO loss and its metrics.
 
     Texts that log the mean of the clamped ratio keep their own function: the kernel has no such
     mean.
     """
     require(ORIGINALS.label("compute_policy_loss_cispo") != NEWEST, "the clamped ratio's mean")
-    own = config.cispo
-    return "cispo", {
-        "cispo_eps_clip_low": own.cispo_eps_clip_low,
-        "cispo_eps_clip_high": own.cispo_eps_clip_high,
-    }
+    return Cispo(config.cispo.cispo_eps_clip_low, config.cispo.cispo_eps_clip_high)
 
 
 @_loss_of()
-def rollout_is_policy_loss(config: Any) -> Settings:
+def rollout_is_policy_loss(config: Any) -> LossSettings:
     """Return SkyRL's importance-weighted loss against the sampler's policy, and its metrics."""
-    return "rollout_is", _clip(config)
+    return RolloutIs(*_clip(config))
 
 
 @_loss_of()
-def dppo_policy_loss(config: Any) -> Settings:
+def dppo_policy_loss(config: Any) -> LossSettings:
     """Return SkyRL's DPPO loss and its metrics."""
-    own = config.dppo
-    return "dppo", {
-        "dppo_type": own.dppo_type, "delta_low": own.delta_low, "delta_high": own.delta_high,
-    }  # fmt: skip
+    return Dppo(config.dppo.dppo_type, config.dppo.delta_low, config.dppo.delta_high)
 
 
 @_loss_of(corrected=False)
-def compute_policy_loss_clip_cov(config: Any) -> Settings:
+def compute_policy_loss_clip_cov(config: Any) -> LossSettings:
     """Return SkyRL's Clip-Cov loss and its metrics; torch's generator draws, as in SkyRL."""
-    own = config.clip_cov
-    return "clip_cov", {
-        "clip_cov_ratio": own.clip_ratio,
-        "clip_cov_lb": own.clip_cov_lb,
-        "clip_cov_ub": own.clip_cov_ub,
-        **_clip(config),
-    }
+    chosen = config.clip_cov
+    return ClipCov(chosen.clip_ratio, chosen.clip_cov_lb, chosen.clip_cov_ub, *_clip(config))
 
 
 @_loss_of(corrected=False)
-def compute_policy_loss_kl_cov(config: Any) -> Settings:
+def compute_policy_loss_kl_cov(config: Any) -> LossSettings:
     """Return SkyRL's KL-Cov loss and its metrics."""
-    own = config.kl_cov
-    return "kl_cov", {"kl_cov_frac": own.kl_cov_frac, "ppo_kl_coef": own.ppo_kl_coef}
+    return KlCov(config.kl_cov.kl_cov_frac, config.kl_cov.ppo_kl_coef)
 
 
 @_loss_of(corrected=False)
-def cross_entropy_loss(config: Any) -> Settings:
+def cross_entropy_loss(config: Any) -> LossSettings:
     """Return SkyRL's cross entropy and its metrics; only log_probs and loss_mask are read."""
-    return "cross_entropy", {}
+    return CrossEntropy()
 
 
 @_loss_of(corrected=False)
-def importance_sampling_loss(config: Any) -> Settings:
+def importance_sampling_loss(config: Any) -> LossSettings:
     """Return SkyRL's importance-sampling loss and its metrics.
 
     SkyRL does not bound the ratio here; where it leaves exp(-20) to exp(20), SkyRL computes it.
     """
-    return "importance_sampling", {}
+    return ImportanceSampling()
 
 
-def _clip(config: Any) -> dict[str, float]:
-    return {"eps_clip_low": config.eps_clip_low, "eps_clip_high": config.eps_clip_high}
+def _clip(config: Any) -> tuple[float, float]:
+    return config.eps_clip_low, config.eps_clip_high
 
 
 # Losses whose ratio SkyRL does not bound, while the kernel bounds it by exp(+-20).
@@ -232,16 +234,19 @@ LOGGED_UNCLIPPED = ("sapo", "kl_cov", "cross_entropy")  # SkyRL logs a clip_rati
 
 def _loss(
     name: str,
-    kind: str,
+    settings: LossSettings,
     config: Any,
     log_probs: Tensor,
     old_log_probs: Tensor | None,
     advantages: Tensor | None,
     loss_mask: Tensor | None,
     rollout_logprobs: Tensor | None,
-    **parameters: Any,
 ) -> Loss:
     """Return the sum over trained tokens of one loss, and SkyRL's metrics of it."""
+    try:
+        kind = loss_and_settings(name, settings)[0].name
+    except ValueError as error:
+        raise NotOursError(str(error)) from error
     require(isinstance(log_probs, torch.Tensor) and loss_mask is not None, "no loss mask")
     assert loss_mask is not None
     if kind in LOG_PROBS_ALONE:
@@ -259,35 +264,37 @@ def _loss(
     if kind in NOT_OF_NO_TOKENS:
         require(bool(loss_mask.any()), "a mask without trained tokens")
     drawn = torch.get_rng_state() if kind in DRAWING else None
-    loss, own = policy_loss(
-        log_probs, old_log_probs, advantages, loss_mask, loss=kind,
+    out = policy_loss(
+        log_probs, old_log_probs, advantages, loss_mask, loss=settings, scope="row",
         rollout_logprobs=rollout_logprobs, token_weights=weights,
-        row_weights=torch.ones(len(log_probs)), **parameters,
+        row_weights=torch.ones(len(log_probs)),
     )  # fmt: skip
     try:
-        return loss, _own_metrics(kind, loss, own, metrics)
+        return out.loss, _skyrl_metrics(kind, out, metrics)
     except NotOursError:
         if drawn is not None:
             torch.set_rng_state(drawn)  # SkyRL draws the same tokens
         raise
 
 
-def _own_metrics(
-    kind: str, loss: Tensor, own: dict[str, Tensor], correction: dict[str, float]
-) -> dict[str, float]:
+def _skyrl_metrics(kind: str, out: PolicyLoss, correction: dict[str, float]) -> dict[str, float]:
     """Return SkyRL's metrics of a loss; refuse a loss that SkyRL computes otherwise."""
     if kind in UNBOUNDED:
         limit = float(np.exp(LARGEST_LOG_RATIO.get(kind, DEFAULT_LARGEST))) * 0.99
-        inside = 1 / limit < float(own["ratio_min"]) and float(own["ratio_max"]) < limit
-        require(inside or not float(own["num_tokens"]), "ratios beyond the kernel's bounds")
-    if not np.isfinite(loss.item()):
+        inside = (
+            1 / limit < float(out.metrics["ratio_min"]) and float(out.metrics["ratio_max"]) < limit
+        )
+        require(inside or not float(out.metrics["num_tokens"]), "ratios beyond the kernel's bounds")
+    if not np.isfinite(out.loss.item()):
         raise NotOursError("a loss that is no number")
     if kind == "importance_sampling":
-        return {"importance_ratio": float(own["ratio_mean"])}
+        return {"importance_ratio": float(out.metrics["ratio_mean"])}
     if kind in LOGGED_UNCLIPPED:
         return {"clip_ratio": 0.0, **correction}
-    count = float(own["num_tokens"])
-    clipped = np.float32(round(float(own["clip_ratio"]) * count)) / np.float32(max(count, 1.0))
+    count = float(out.metrics["num_tokens"])
+    clipped = np.float32(round(float(out.metrics["clip_ratio"]) * count)) / np.float32(
+        max(count, 1.0)
+    )
     return {"clip_ratio": float(clipped), **correction}
 
 

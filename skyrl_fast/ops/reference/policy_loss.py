@@ -10,6 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
+from skyrl_fast.ops.losses import ClipCov, KlCov
+
 MAX_DELTA = 20.0  # |delta| at which a ratio's exponent is clamped
 MAX_K3 = 10.0
 PROBABILITY_EPSILON = 1e-8  # dppo's binary KL
@@ -92,7 +94,7 @@ def token_loss(
     loss: str,
     p: Mapping[str, float],
     logprobs: torch.Tensor,
-    anchor: torch.Tensor,
+    old_logprobs: torch.Tensor,
     delta: torch.Tensor,
     advantages: torch.Tensor,
     selected: torch.Tensor | None,
@@ -100,9 +102,9 @@ def token_loss(
     """Return per cell: loss, clipped low, clipped high, chosen.
 
     Args:
-        loss: name of the loss; "dppo_tv" and "dppo_kl" for dppo's two kinds.
-        p: hyper-parameters, with `clip_low` = 1 - eps and `clip_high` = 1 + eps.
-        logprobs, anchor, delta, advantages: (C,), 0 where masked.
+        loss: one of `LOSS_CODES`: "dppo_tv" and "dppo_kl" for dppo's two variants.
+        p: the numbers of `KERNEL_PARAMS` that the loss reads, by name.
+        logprobs, old_logprobs, delta, advantages: (C,), 0 where masked.
         selected: (C,) bool for clip_cov and kl_cov.
     """
     no = torch.zeros_like(logprobs, dtype=torch.bool)
@@ -121,7 +123,7 @@ def token_loss(
         return value, low, high, no
     if loss == "kl_cov":
         assert selected is not None
-        penalty = p["ppo_kl_coef"] * masked((logprobs - anchor).abs(), selected)
+        penalty = p["ppo_kl_coef"] * masked((logprobs - old_logprobs).abs(), selected)
         return -advantages * ratio + penalty, no, no, selected
     if loss == "cispo":
         weight = ratio.detach().clamp(p["clip_low"], p["clip_high"])
@@ -136,7 +138,7 @@ def token_loss(
         tau = torch.where(advantages > 0, torch.full_like(ratio, p["tau_pos"]), tau_neg)
         return -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau), no, no, no
     if loss in ("dppo_tv", "dppo_kl"):
-        low, high = _dppo_dropped(loss, p, logprobs.detach(), anchor)
+        low, high = _dppo_dropped(loss, p, logprobs.detach(), old_logprobs)
         low, high = low & (advantages < 0), high & (advantages > 0)
         return masked(-advantages * ratio, ~(low | high)), low, high, no
     assert loss == "importance_sampling", loss
@@ -144,21 +146,21 @@ def token_loss(
 
 
 def _dppo_dropped(
-    loss: str, p: Mapping[str, float], logprobs: torch.Tensor, anchor: torch.Tensor
+    loss: str, p: Mapping[str, float], logprobs: torch.Tensor, old_logprobs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    now, then = logprobs.exp(), anchor.exp()
+    prob, old_prob = logprobs.exp(), old_logprobs.exp()
     if loss == "dppo_tv":
-        return then - now > p["delta_low"], now - then > p["delta_high"]
-    other_now, other_then = 1 - now + PROBABILITY_EPSILON, 1 - then + PROBABILITY_EPSILON
-    kl = then * (anchor - logprobs) + (1 - then) * torch.log(other_then / other_now)
-    return (now < then) & (kl > p["delta_low"]), (now > then) & (kl > p["delta_high"])
+        return old_prob - prob > p["delta_low"], prob - old_prob > p["delta_high"]
+    other, old_other = 1 - prob + PROBABILITY_EPSILON, 1 - old_prob + PROBABILITY_EPSILON
+    kl = old_prob * (old_logprobs - logprobs) + (1 - old_prob) * torch.log(old_other / other)
+    return (prob < old_prob) & (kl > p["delta_low"]), (prob > old_prob) & (kl > p["delta_high"])
 
 
 def policy_loss(
     loss: str,
     p: Mapping[str, float],
     logprobs: torch.Tensor,
-    anchor: torch.Tensor | None,
+    old_logprobs: torch.Tensor | None,
     advantages: torch.Tensor | None,
     live: torch.Tensor,
     row: torch.Tensor,
@@ -173,40 +175,70 @@ def policy_loss(
     """Return the scalar loss and the metrics, (len(METRICS),) float64.
 
     Args:
-        loss, p, selected: as in `token_loss`.
-        logprobs, anchor, advantages, live, ref_logprobs, token_weights: (C,); anchor None: the
-            detached logprobs.
+        loss, p, selected: as in `token_loss`; `p` with `kl_coef`.
+        logprobs, old_logprobs, advantages, live, ref_logprobs, token_weights: (C,); old_logprobs
+            None: the detached logprobs.
         row: (C,) row of each cell. row_weights: (N,).
         segment_of_row: (N,) sequence of each row, below N, for gspo; None: the row itself.
     """
     current = masked(logprobs, live)
-    base = current.detach() if anchor is None else masked(anchor.detach(), live)
+    old = current.detach() if old_logprobs is None else masked(old_logprobs.detach(), live)
     adv = torch.zeros_like(current) if advantages is None else masked(advantages.detach(), live)
-    delta = current - base
+    delta = current - old
     if loss == "gspo":
         segment = row if segment_of_row is None else segment_of_row[row]
         sequence = sequence_mean(delta.detach(), live, segment, row_weights.numel())
         delta = delta - delta.detach() + sequence
-    value, low, high, chosen = token_loss(loss, p, current, base, delta, adv, selected)
+    value, low, high, chosen = token_loss(loss, p, current, old, delta, adv, selected)
     value = masked(value, live)
     if token_weights is not None:
         factor = masked(token_weights.detach(), live)
         on = factor != 0  # 0 drops the token, whatever its loss is
-        inputs = [masked(x, on) for x in (current, base, delta, adv)]
+        inputs = [masked(x, on) for x in (current, old, delta, adv)]
         value = token_loss(loss, p, inputs[0], inputs[1], inputs[2], inputs[3], selected)[0]
         value = value * factor
-    weights = row_weights[row].to(value.dtype)
+    shown_delta = torch.zeros_like(delta) if loss == "cross_entropy" else delta.detach()
+    return weighted_loss(
+        value,
+        logprobs,
+        live,
+        row_weights[row],
+        delta=shown_delta,
+        flags=(chosen if loss == "clip_cov" else low | high, low, high, chosen),
+        ref_logprobs=ref_logprobs,
+        kl_estimator=kl_estimator,
+        kl_coef=p["kl_coef"],
+    )
+
+
+def weighted_loss(
+    value: torch.Tensor,
+    logprobs: torch.Tensor,
+    live: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    delta: torch.Tensor,
+    flags: tuple[torch.Tensor, ...],
+    ref_logprobs: torch.Tensor | None,
+    kl_estimator: str | None,
+    kl_coef: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weighted sum of per-cell losses and KL penalties, and the metrics.
+
+    Args:
+        value: (C,) policy loss times token weight, 0 where masked. logprobs, live: (C,).
+        weights: (C,), the row's weight. delta: (C,), log of the ratio, without gradient.
+        flags: (C,) bool each: clipped, clipped low, clipped high, chosen.
+    """
+    weights = weights.to(value.dtype)
     policy = (value * weights).sum()
-    total, kl = policy, torch.zeros_like(current)
+    total, kl = policy, torch.zeros_like(value)
     if kl_estimator is not None:
         assert ref_logprobs is not None
         kl = kl_penalty(logprobs, ref_logprobs.detach(), live, kl_estimator)
-        total = policy + p["kl_coef"] * (kl * weights).sum()
+        total = policy + kl_coef * (kl * weights).sum()
     with torch.no_grad():
-        clamped = delta.detach().clamp(-MAX_DELTA, MAX_DELTA)
-        if loss == "cross_entropy":
-            clamped = torch.zeros_like(clamped)
-        flags = (chosen if loss == "clip_cov" else low | high, low, high, chosen)
+        clamped = delta.clamp(-MAX_DELTA, MAX_DELTA)
         metrics = _metrics(total, policy, kl, weights, clamped, live, flags)
     return total, metrics
 
@@ -273,10 +305,9 @@ def reduction_weights(
 
 
 def select_by_covariance(
-    loss: str,
-    p: Mapping[str, float],
+    settings: ClipCov | KlCov,
     logprobs: torch.Tensor,
-    anchor: torch.Tensor,
+    old_logprobs: torch.Tensor,
     advantages: torch.Tensor,
     live: torch.Tensor,
     generator: torch.Generator | None,
@@ -288,25 +319,27 @@ def select_by_covariance(
     its bounds that PPO's clip leaves alone; kl_cov takes the max(1, share * tokens) largest.
     """
     cells = live.nonzero(as_tuple=True)
-    now, then, adv = (x.detach()[cells].double() for x in (logprobs, anchor, advantages))
+    inputs = (logprobs, old_logprobs, advantages)
+    current, old, adv = (x.detach()[cells].double() for x in inputs)
     selected = torch.zeros_like(live)
-    if now.numel() == 0:
+    if current.numel() == 0:
         return selected
-    covariance = (adv - adv.mean()) * (now - now.mean())
-    if loss == "kl_cov":
-        num = max(1, int(now.numel() * p["kl_cov_frac"]))
-        picked = torch.topk(covariance, min(num, now.numel())).indices
+    covariance = (adv - adv.mean()) * (current - current.mean())
+    if isinstance(settings, KlCov):
+        num = max(1, int(current.numel() * settings.kl_cov_frac))
+        picked = torch.topk(covariance, min(num, current.numel())).indices
     else:
-        ratio = ratio_of(now - then)
-        _, low, high = clipped_surrogate(ratio, adv, p["clip_low"], p["clip_high"])
-        inside = (covariance > p["clip_cov_lb"]) & (covariance < p["clip_cov_ub"])
+        ratio = ratio_of(current - old)
+        bounds = settings.kernel_params()
+        _, low, high = clipped_surrogate(ratio, adv, bounds["clip_low"], bounds["clip_high"])
+        inside = (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub)
         candidates = (inside & ~(low | high)).nonzero().reshape(-1)
-        num = max(1, int(now.numel() * p["clip_cov_ratio"]))
+        num = max(1, int(current.numel() * settings.clip_ratio))
         place = "cpu" if generator is None else generator.device
         order = torch.randperm(candidates.numel(), generator=generator, device=place)
         order = order.to(candidates.device)
         picked = candidates[order[:num]]
-    flat = torch.zeros(now.numel(), dtype=torch.bool, device=live.device)
+    flat = torch.zeros(current.numel(), dtype=torch.bool, device=live.device)
     flat[picked] = True
     selected[cells] = flat
     return selected

@@ -1,0 +1,89 @@
+"""How a setting is declared: a dataclass field that carries its limits and a line of help.
+
+The configuration and the ops declare their settings with it, so it imports nothing of either.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Any
+
+from skyrl_fast.objects import is_object_name
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class ConfigError(ValueError):
+    """A setting that is unknown, mistyped or out of range; the message names its dotted key."""
+
+
+def setting(
+    default: Any,
+    help: str = "",
+    *,
+    choices: Sequence[str] | None = None,
+    or_object: bool = False,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+) -> Any:
+    """Return a dataclass field with limits in its metadata.
+
+    Lists, dicts and classes become factories. With `or_object`, `module:name` is a choice too.
+    """
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "or_object": or_object,
+        "at_least": at_least,
+        "above": above,
+        "at_most": at_most,
+    }
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def limit_error(limits: Mapping[str, Any], value: Any) -> str | None:
+    """Return what is wrong with a value, such as "wanted at least 0, got -1"; None if nothing is.
+
+    Args:
+        limits: the metadata of a field that `setting` made.
+        value: None is within any limits.
+    """
+    if value is None:
+        return None
+    choices = limits.get("choices")
+    if choices is not None:
+        for item in value if isinstance(value, list) else [value]:
+            if item not in choices and not (limits.get("or_object") and is_object_name(item)):
+                return (
+                    f"wanted one of {', '.join(choices)}, got {item!r}{did_you_mean(item, choices)}"
+                )
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    at_least, above, at_most = (limits.get(name) for name in ("at_least", "above", "at_most"))
+    if value != value:
+        return "wanted a number, got nan"
+    if at_least is not None and value < at_least:
+        return f"wanted at least {at_least}, got {value}"
+    if above is not None and value <= above:
+        return f"wanted more than {above}, got {value}"
+    if at_most is not None and value > at_most:
+        return f"wanted at most {at_most}, got {value}"
+    return None
+
+
+def did_you_mean(given: Any, known: Sequence[str]) -> str:
+    """Return a hint at the nearest known name, or "".
+
+    Example:
+        >>> did_you_mean("gropo", ["grpo", "rloo"])
+        " (did you mean 'grpo'?)"
+    """
+    near = difflib.get_close_matches(str(given), known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -7,7 +7,13 @@ from skyrl_fast.config.corrections import (
 )
 from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.field import ConfigError
-from skyrl_fast.config.loading import check_config, check_limits, load_config
+from skyrl_fast.config.loading import (
+    ConfigSource,
+    as_config,
+    check_config,
+    check_limits,
+    load_config,
+)
 from skyrl_fast.config.loggers import LOGGERS
 from skyrl_fast.config.settings import (
     ADVANTAGE_ESTIMATORS,
@@ -33,6 +39,7 @@ __all__ = [
     "AlgorithmConfig",
     "Config",
     "ConfigError",
+    "ConfigSource",
     "DynamicSamplingConfig",
     "EnvironmentConfig",
     "GeneratorConfig",
@@ -42,6 +49,7 @@ __all__ = [
     "OptimizerConfig",
     "SamplingParams",
     "SkyRLGymConfig",
+    "as_config",
     "check_config",
     "check_limits",
     "load_config",

@@ -11,10 +11,11 @@ pytest.importorskip("transformers")
 
 from _fakes import FakeRollouts, FakeTokenizer, tiny_model, write_prompts
 
+import skyrl_fast
 from skyrl_fast.config import Config
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.train import run as run_module
-from skyrl_fast.train.run import Outcome, run_training
+from skyrl_fast.train.run import TrainResult
 from skyrl_fast.train.sinks import read_metrics
 
 CHANGING = ("timing/", "generate/trajectory")  # the clock's
@@ -80,8 +81,8 @@ class Recorder:
         return [(s, uids) for r in self.rollouts for s, phase, uids in r.calls if phase == "train"]
 
 
-def train(config: Config, recorder: Recorder | None = None) -> Outcome:
-    return run_training(config, make_rollouts=recorder or Recorder())
+def train(config: Config, recorder: Recorder | None = None) -> TrainResult:
+    return skyrl_fast.train(config, make_rollouts=recorder or Recorder())
 
 
 def steady(path: Path) -> list[dict[str, Any]]:

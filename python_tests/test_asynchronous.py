@@ -25,6 +25,7 @@ pytest.importorskip("transformers")
 from _fakes import FakeRollouts, tiny_model
 from _training import fill
 
+import skyrl_fast
 from skyrl_fast.config import Config
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.failures import RolloutError
@@ -34,7 +35,7 @@ from skyrl_fast.train import run as run_module
 from skyrl_fast.train.checkpoint import checkpoints, read_json
 from skyrl_fast.train.policy import Policy
 from skyrl_fast.train.prompts import Prompt, PromptSampler
-from skyrl_fast.train.run import Outcome, run_training
+from skyrl_fast.train.run import TrainResult
 from skyrl_fast.train.sinks import read_metrics
 from skyrl_fast.trajectory_store import read_index
 
@@ -116,11 +117,11 @@ class Maker:
         return self.made[-1]
 
 
-def train(config: Config, make: Any = None) -> Outcome:
-    return run_training(config, make_rollouts=make or Maker())
+def train(config: Config, make: Any = None) -> TrainResult:
+    return skyrl_fast.train(config, make_rollouts=make or Maker())
 
 
-def trained(outcome: Outcome) -> list[tuple[int, str, int]]:
+def trained(outcome: TrainResult) -> list[tuple[int, str, int]]:
     """(step, uid, repetition) of every trajectory that was trained."""
     return [
         (entry.step, entry.uid, entry.repetition_id)

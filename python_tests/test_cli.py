@@ -19,7 +19,7 @@ from skyrl_fast.rollout.failures import RolloutError
 from skyrl_fast.rollout.weight_update import WeightSyncError
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.checkpoint import CheckpointError, RunInUseError
-from skyrl_fast.train.run import Outcome, SetupError
+from skyrl_fast.train.run import SetupError, TrainResult
 from skyrl_fast.trajectory_store.writer import StoreError
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +34,7 @@ def yaml(tmp_path: Path) -> str:
     return str(path)
 
 
-def outcome(**changes: Any) -> Outcome:
+def outcome(**changes: Any) -> TrainResult:
     facts: dict[str, Any] = {
         "step": 40,
         "total_steps": 40,
@@ -48,19 +48,21 @@ def outcome(**changes: Any) -> Outcome:
         "plot": Path("runs/x/learning_curve.png"),
         "sample": "prompt: how many?\nagent, turn 1: 3\nreward: 1 (stop)",
     }
-    return Outcome(**(facts | changes))
+    return TrainResult(**(facts | changes))
 
 
-def fake_training(monkeypatch: pytest.MonkeyPatch, result: Outcome | BaseException) -> list[Config]:
+def fake_training(
+    monkeypatch: pytest.MonkeyPatch, result: TrainResult | BaseException
+) -> list[Config]:
     seen: list[Config] = []
 
-    def run_training(config: Config) -> Outcome:
+    def train(config: Config) -> TrainResult:
         seen.append(config)
         if isinstance(result, BaseException):
             raise result
         return result
 
-    monkeypatch.setattr(run_module, "run_training", run_training)
+    monkeypatch.setattr(run_module, "train", train)
     return seen
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import torch
 from _fakes import FakeRollouts, FakeTokenizer, tiny_model, write_prompts
 
+import skyrl_fast
 from skyrl_fast import gae, gigpo_advantage, turn_group_advantage, turn_level_returns
 from skyrl_fast.advantages import advantages, gae_advantages, normalize_advantages
 from skyrl_fast.batch import StepBatch
@@ -24,7 +25,7 @@ from skyrl_fast.train import run as run_module
 from skyrl_fast.train.anchors import anchor_ids
 from skyrl_fast.train.checkpoint import checkpoints
 from skyrl_fast.train.prompts import Prompt
-from skyrl_fast.train.run import Outcome, run_training
+from skyrl_fast.train.run import TrainResult
 from skyrl_fast.train.sinks import read_metrics
 from skyrl_fast.train.training_batch import training_batch, with_advantages
 
@@ -289,7 +290,7 @@ class DiedError(Exception):
     """As by kill -9."""
 
 
-def run(folder: Path, name: str, *overrides: str, death: int = -1) -> Outcome:
+def run(folder: Path, name: str, *overrides: str, death: int = -1) -> TrainResult:
     settings = load_config(
         None,
         [
@@ -313,7 +314,7 @@ def run(folder: Path, name: str, *overrides: str, death: int = -1) -> Outcome:
         rollouts.death = death
         return rollouts
 
-    return run_training(settings, make_rollouts=make)
+    return skyrl_fast.train(settings, make_rollouts=make)
 
 
 def gae_settings(folder: Path) -> list[str]:

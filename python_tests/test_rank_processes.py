@@ -222,7 +222,7 @@ def test_a_script_that_trains_when_it_is_imported_is_told_what_to_do(folder: Pat
         "import sys\n"
         "from skyrl_fast.config.loading import load_config\n"
         "from skyrl_fast.train.run import run_training\n"
-        "run_training(load_config(None, sys.argv[1:]))\n"
+        "skyrl_fast.train(load_config(None, sys.argv[1:]))\n"
     )
     options = [
         f"data.train_data=[{folder}/train.jsonl]",

@@ -19,11 +19,12 @@ from _fakes import FakeRollouts, tiny_model
 from _training import Recorder, settings, steady, train
 from _training import folder as folder  # a fixture
 
+import skyrl_fast
 from skyrl_fast.config import Config
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.prompts import Prompt, load_prompts
 from skyrl_fast.train.rollouts import split_rollout_time
-from skyrl_fast.train.run import SetupError, run_training
+from skyrl_fast.train.run import SetupError
 from skyrl_fast.train.sinks import read_metrics
 from skyrl_fast.trajectory_store import read_trajectories
 
@@ -195,7 +196,7 @@ def test_overlong_and_unfinished_from_the_settings(folder: Path) -> None:
         folder, "run", "generator.zero_reward_on_non_stop=true", "trainer.epochs=1",
         "generator.apply_overlong_filtering=true",
     )  # fmt: skip
-    row = read_metrics(run_training(config, make_rollouts=make).metrics)[1]
+    row = read_metrics(skyrl_fast.train(config, make_rollouts=make).metrics)[1]
     assert row["generate/num_zeroed_rewards"] == 3
     assert row["generate/num_overlong_filtered"] == 3
     assert row["reward/avg_raw_reward"] == 0.0
@@ -262,7 +263,7 @@ def test_evaluation_by_data_set_and_by_samples(folder: Path) -> None:
         folder, "run", "trainer.max_training_steps=1", "generator.eval_n_samples_per_prompt=2",
         "trainer.train_batch_size=4",
     )  # fmt: skip
-    row = read_metrics(run_training(config, make_rollouts=make).metrics)[0]
+    row = read_metrics(skyrl_fast.train(config, make_rollouts=make).metrics)[0]
     scores = {name: value for name, value in row.items() if name.endswith(("_score", "_1", "_2"))}
     assert scores == {  # four prompts twice: 1 0, 0 0, 1 0, 0 0
         "eval/all/avg_score": 0.25,

@@ -15,12 +15,12 @@ from _fakes import FakeRollouts, tiny_model
 from _training import folder as folder  # a fixture
 from _training import settings
 
+import skyrl_fast
 from skyrl_fast.config import Config
 from skyrl_fast.rollout.failures import RolloutError
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.policy import Policy
 from skyrl_fast.train.prompts import Prompt
-from skyrl_fast.train.run import run_training
 from skyrl_fast.train.sinks import read_metrics
 
 
@@ -39,7 +39,7 @@ def test_failed_trajectories_are_counted_and_do_not_stop_the_step(folder: Path) 
     async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
         return Flaky(config, tiny_model())
 
-    outcome = run_training(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
+    outcome = skyrl_fast.train(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
     row = read_metrics(outcome.metrics)[1]
     assert row["generate/failed_trajectories"] == 1
     assert row["generate/num_trajectories"] == 16
@@ -74,7 +74,7 @@ def test_a_batch_in_which_everything_failed_trains_nothing_and_the_run_goes_on(
         made.update_weights = noted  # type: ignore[method-assign]
         return made
 
-    outcome = run_training(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
+    outcome = skyrl_fast.train(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
     rows = read_metrics(outcome.metrics)
     assert rows[1]["generate/failed_trajectories"] == 16
     assert rows[1]["policy/loss"] == 0.0
@@ -107,6 +107,6 @@ def test_three_batches_in_which_everything_failed_end_the_run(
         folder, "run", f"trainer.eval_before_train={before_train}", "trainer.eval_interval=-1"
     )
     with pytest.raises(RolloutError, match=r"3 batches in a row failed.*\(.*\): no such table"):
-        run_training(config, make_rollouts=make)
+        skyrl_fast.train(config, make_rollouts=make)
     assert len(made[0].calls) == 3  # training or evaluation
     assert caplog.text.count("NOTHING TO TRAIN IN THIS BATCH: 16 of 16") >= 2

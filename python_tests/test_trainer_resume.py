@@ -19,11 +19,12 @@ from _fakes import FakeRollouts, tiny_model, write_prompts
 from _training import Recorder, settings, steady, train
 from _training import folder as folder  # a fixture
 
+import skyrl_fast
 from skyrl_fast.config import Config
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.checkpoint import RunInUseError, checkpoints
 from skyrl_fast.train.policy import Policy
-from skyrl_fast.train.run import SetupError, run_training
+from skyrl_fast.train.run import SetupError
 from skyrl_fast.train.sinks import read_metrics
 from skyrl_fast.trajectory_store import read_index
 
@@ -163,7 +164,7 @@ def test_a_run_whose_engine_did_not_start_leaves_the_folder_free(folder: Path) -
         raise ValueError("no engine today")
 
     with pytest.raises(SetupError, match="no engine today"):
-        run_training(settings(folder, "run", "trainer.epochs=1"), make_rollouts=broken)
+        skyrl_fast.train(settings(folder, "run", "trainer.epochs=1"), make_rollouts=broken)
     assert train(settings(folder, "run", "trainer.epochs=1")).step == 2
 
 
@@ -211,15 +212,15 @@ def test_a_step_that_was_broken_off_after_its_update_is_evaluated_and_reported_o
 
     if how == "failed":
         with pytest.raises(RuntimeError, match="the engine is gone"):
-            run_training(settings(folder, "run", "trainer.epochs=2"), make_rollouts=make)
+            skyrl_fast.train(settings(folder, "run", "trainer.epochs=2"), make_rollouts=make)
     else:
         assert (
-            run_training(settings(folder, "run", "trainer.epochs=2"), make_rollouts=make).step
+            skyrl_fast.train(settings(folder, "run", "trainer.epochs=2"), make_rollouts=make).step
             == version
         )
     assert checkpoints(folder / "run/checkpoints")[-1][0] == version
     going_on = settings(folder, "run", "trainer.epochs=2", "trainer.resume_mode=latest")
-    resumed = run_training(going_on, make_rollouts=make)
+    resumed = skyrl_fast.train(going_on, make_rollouts=make)
     assert not ends
     assert steady(resumed.metrics) == steady(expected.metrics)
     assert (resumed.before, resumed.after) == (expected.before, expected.after)
@@ -247,7 +248,7 @@ def test_an_evaluation_is_no_part_of_its_steps_time(
 
     parts = partial(run_module.Parts, clock=lambda: now[0])
     monkeypatch.setattr(run_module, "Parts", parts)
-    outcome = run_training(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
+    outcome = skyrl_fast.train(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
     row = read_metrics(outcome.metrics)[2]
     assert (row["timing/step"], row["timing/eval"]) == (10.0, 1000.0)
     assert row["timing/tokens_per_second"] == row["generate/batch_num_tokens"] / 10.0

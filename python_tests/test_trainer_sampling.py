@@ -15,11 +15,11 @@ from _fakes import FakeRollouts, tiny_model
 from _training import folder as folder  # a fixture
 from _training import settings, steady
 
+import skyrl_fast
 from skyrl_fast.config import Config
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.dynamic_sampling import DynamicSamplingError
 from skyrl_fast.train.prompts import Prompt, PromptSampler
-from skyrl_fast.train.run import run_training
 from skyrl_fast.train.sinks import read_metrics
 
 FILTER = "trainer.algorithm.dynamic_sampling.type=filter"
@@ -56,7 +56,7 @@ def train_calls(make: Any) -> list[tuple[int, list[str]]]:
 def test_dynamic_sampling_fills_the_batch_from_further_prompts(folder: Path) -> None:
     make = outcomes_by_uid(["0", "1", "2"])
     config = settings(folder, "run", FILTER, "trainer.epochs=4", "trainer.max_training_steps=2")
-    outcome = run_training(config, make_rollouts=make)
+    outcome = skyrl_fast.train(config, make_rollouts=make)
     assert outcome.step == 2
     order = PromptSampler(8, batch_size=4, seed=42)
     want = [[str(i) for i in order.next_batch()] for _ in range(len(train_calls(make)))]
@@ -82,7 +82,7 @@ def test_dynamic_sampling_resumes_at_its_data_position(folder: Path) -> None:
     easy = ["0", "1", "2"]
     wanted = [FILTER, "trainer.epochs=6", "trainer.max_training_steps=4"]
     whole, first, second = (outcomes_by_uid(easy) for _ in range(3))
-    expected = run_training(settings(folder, "whole", *wanted), make_rollouts=whole)
+    expected = skyrl_fast.train(settings(folder, "whole", *wanted), make_rollouts=whole)
 
     async def dying(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
         rollouts = await first(config, tokenizer, model_path)
@@ -95,8 +95,8 @@ def test_dynamic_sampling_resumes_at_its_data_position(folder: Path) -> None:
         return rollouts
 
     with pytest.raises(RuntimeError, match="gone"):
-        run_training(settings(folder, "broken", *wanted), make_rollouts=dying)
-    outcome = run_training(
+        skyrl_fast.train(settings(folder, "broken", *wanted), make_rollouts=dying)
+    outcome = skyrl_fast.train(
         settings(folder, "broken", *wanted, "trainer.resume_mode=latest"), make_rollouts=second
     )
     assert steady(outcome.metrics) == steady(expected.metrics)
@@ -111,7 +111,7 @@ def test_dynamic_sampling_gives_up_with_a_reason(folder: Path) -> None:
         folder, "run", FILTER, "trainer.algorithm.dynamic_sampling.max_sample_batches=3"
     )
     with pytest.raises(DynamicSamplingError, match="after 3 batches of prompts 0 of 12 sampled"):
-        run_training(config, make_rollouts=make)
+        skyrl_fast.train(config, make_rollouts=make)
     assert len(train_calls(make)) == 3
 
 
@@ -120,12 +120,14 @@ def test_prompts_that_end_before_the_batch_is_full_end_the_run(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make = outcomes_by_uid(["0", "1", "2"])
-    outcome = run_training(settings(folder, "run", FILTER, "trainer.epochs=1"), make_rollouts=make)
+    outcome = skyrl_fast.train(
+        settings(folder, "run", FILTER, "trainer.epochs=1"), make_rollouts=make
+    )
     # Eight prompts, five of them informative: one batch of four, and one that is not filled.
     assert (outcome.step, outcome.total_steps, outcome.signal) == (1, 2, None)
     assert outcome.checkpoint is not None and outcome.checkpoint.name == "step_000001"
     assert outcome.after is not None
-    again = run_training(
+    again = skyrl_fast.train(
         settings(folder, "run", FILTER, "trainer.epochs=1", "trainer.resume_mode=latest"),
         make_rollouts=outcomes_by_uid(["0", "1", "2"]),
     )
@@ -141,7 +143,7 @@ def test_going_on_after_prompts_that_ended_early_repeats_nothing(folder: Path) -
         config = settings(
             folder, "run", FILTER, f"trainer.epochs={epochs}", "trainer.resume_mode=latest"
         )
-        outcome = run_training(config, make_rollouts=outcomes_by_uid(alike))
+        outcome = skyrl_fast.train(config, make_rollouts=outcomes_by_uid(alike))
         assert outcome.step == wanted
         steps = [row["step"] for row in read_metrics(outcome.metrics)]
         # The step could not know that it was the last: its evaluation has a row of its own.
@@ -155,7 +157,7 @@ def test_replacing_keeps_the_number_of_groups_and_steps(folder: Path) -> None:
         folder, "run", "trainer.algorithm.dynamic_sampling.type=replace", "trainer.epochs=1",
         "trainer.algorithm.dynamic_sampling.min_replace_ratio=0",
     )  # fmt: skip
-    outcome = run_training(config, make_rollouts=make)
+    outcome = skyrl_fast.train(config, make_rollouts=make)
     rows = read_metrics(outcome.metrics)[1:]
     assert sum(row["dynamic_sampling/num_groups_replaced"] for row in rows) > 0
     for row in rows:
@@ -171,7 +173,7 @@ def test_a_batch_without_a_signal_is_a_step_that_changes_nothing(
         folder, "run", "trainer.algorithm.zero_variance_filter=true", "trainer.epochs=1"
     )
     make = outcomes_by_uid([str(i) for i in range(8)])
-    outcome = run_training(config, make_rollouts=make)
+    outcome = skyrl_fast.train(config, make_rollouts=make)
     assert "no token of the batch's 32 rows is trained" in caplog.text
     rows = read_metrics(outcome.metrics)[1:]
     assert outcome.step == 2

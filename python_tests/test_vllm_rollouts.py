@@ -13,6 +13,7 @@ from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine_pool import EnginePool
 from skyrl_fast.rollout.env import EnvFactory
 from skyrl_fast.rollout.rollout_config import loop_settings
+from skyrl_fast.train.prompts import load_prompts
 from skyrl_fast.train.vllm_rollouts import VllmRollouts, vllm_setup
 
 
@@ -35,8 +36,9 @@ def test_the_probe_is_made_once_and_fits_the_engine(tmp_path: Path, tiny_tokeniz
             "generator.sampling_params.max_generate_length=4",
         ],
     )
+    prompts = load_prompts([str(data)], default_env_class="")
     pool = EnginePool([NoEngine()])  # type: ignore[list-item]
-    rollouts = VllmRollouts(config, tiny_tokenizer, pool, EnvFactory(EnvironmentConfig()))
+    rollouts = VllmRollouts(config, tiny_tokenizer, pool, EnvFactory(EnvironmentConfig()), prompts)
     probe = rollouts._probe
     assert [len(ids) for ids in probe] == [11, 9]  # with the token behind it 12, the engine's most
     assert tiny_tokenizer.decode(probe[0]) == "a prompt th"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 try:
     from skyrl_fast import _C as _C
 except ImportError as error:
@@ -58,6 +61,9 @@ from skyrl_fast.ops.tree_attention import TreeAttention, plan_tree_attention, tr
 from skyrl_fast.ops.varlen import Varlen, padded_to_varlen, varlen_to_padded
 from skyrl_fast.ops.vocab_parallel import vocab_parallel_logprob
 
+if TYPE_CHECKING:
+    from skyrl_fast.train.run import train as train
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -110,6 +116,7 @@ __all__ = [
     "selected_logprob",
     "set_page_pool_limit",
     "token_counts",
+    "train",
     "tree_attention",
     "turn_group_advantage",
     "turn_level_returns",
@@ -117,3 +124,9 @@ __all__ = [
     "varlen_to_padded",
     "vocab_parallel_logprob",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "train":  # the module, which is callable; imported when it is used
+        return importlib.import_module("skyrl_fast.train")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ from skyrl_fast.retrieval.command import add_arguments as add_retrieval_argument
 from skyrl_fast.viewer.command import add_arguments as add_view_arguments
 
 if TYPE_CHECKING:
-    from skyrl_fast.train.run import Outcome
+    from skyrl_fast.train.run import TrainResult
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -105,13 +105,13 @@ def _train(options: argparse.Namespace) -> int:
         from skyrl_fast.train.checkpoint import CheckpointError, RunInUseError
         from skyrl_fast.train.dynamic_sampling import DynamicSamplingError
         from skyrl_fast.train.ranks import RankError
-        from skyrl_fast.train.run import SetupError, run_training
+        from skyrl_fast.train.run import SetupError, train
         from skyrl_fast.trajectory_store.writer import StoreError
     except ImportError as error:
         return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train]'")
     overrides = [*options.overrides, *(["trainer.resume_mode=latest"] if options.resume else [])]
     try:
-        outcome = run_training(load_config(options.config, overrides))
+        result = train(load_config(options.config, overrides))
     except (ConfigError, SetupError, RunInUseError) as error:
         return _complain(str(error))
     except (
@@ -126,8 +126,8 @@ def _train(options: argparse.Namespace) -> int:
         return _complain(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
         return _complain("stopped before training began", SIGNAL_EXIT + 2)
-    sys.stdout.write(summary(outcome))
-    return 0 if outcome.signal is None else SIGNAL_EXIT + outcome.signal
+    sys.stdout.write(summary(result))
+    return 0 if result.signal is None else SIGNAL_EXIT + result.signal
 
 
 def _engine(options: argparse.Namespace) -> int:
@@ -149,30 +149,30 @@ def _engine(options: argparse.Namespace) -> int:
     raise AssertionError("unreachable: this process has become the server")
 
 
-def summary(outcome: Outcome) -> str:
+def summary(result: TrainResult) -> str:
     """Return the end of a run in words: rewards before and after, files, one trajectory."""
-    done = f"{outcome.step} of {outcome.total_steps} steps"
-    lines = ["", f"{'finished' if outcome.signal is None else 'stopped'}: {done}"]
+    done = f"{result.step} of {result.total_steps} steps"
+    lines = ["", f"{'finished' if result.signal is None else 'stopped'}: {done}"]
     rewards = [
         f"{reward:.3f} {when}"
-        for when, reward in (("before", outcome.before), ("after", outcome.after))
+        for when, reward in (("before", result.before), ("after", result.after))
         if reward is not None
     ]
     if rewards:
         lines.append(f"evaluation reward: {', '.join(rewards)}")
     for name, path in (
-        ("learning curve", outcome.plot),
-        ("metrics", outcome.metrics),
-        ("trajectories", outcome.trajectories),
-        ("checkpoint", outcome.checkpoint),
+        ("learning curve", result.plot),
+        ("metrics", result.metrics),
+        ("trajectories", result.trajectories),
+        ("checkpoint", result.checkpoint),
     ):
         if path is not None:
             lines.append(f"{name + ':':16}{path}")
-    if outcome.trajectories.is_dir():
-        lines.append(f"{'look at it:':16}skyrl-fast view {outcome.run_path}")
-    if outcome.sample:
-        lines += ["", "one trajectory:", outcome.sample]
-    if outcome.signal is not None:
+    if result.trajectories.is_dir():
+        lines.append(f"{'look at it:':16}skyrl-fast view {result.run_path}")
+    if result.sample:
+        lines += ["", "one trajectory:", result.sample]
+    if result.signal is not None:
         lines += ["", "the same command with --resume goes on"]
     return "\n".join(lines) + "\n"
 

@@ -11,7 +11,13 @@ from skyrl_fast.config.corrections import (
     OffPolicyCorrectionConfig,
 )
 from skyrl_fast.config.engine import InferenceEngineConfig
-from skyrl_fast.config.loading import check_config, check_limits, load_config
+from skyrl_fast.config.loading import (
+    ConfigSource,
+    as_config,
+    check_config,
+    check_limits,
+    load_config,
+)
 from skyrl_fast.config.loggers import LOGGERS
 from skyrl_fast.config.settings import (
     ADVANTAGE_ESTIMATORS,
@@ -38,6 +44,7 @@ __all__ = [
     "AlgorithmConfig",
     "Config",
     "ConfigError",
+    "ConfigSource",
     "DynamicSamplingConfig",
     "EnvironmentConfig",
     "GeneratorConfig",
@@ -47,6 +54,7 @@ __all__ = [
     "OptimizerConfig",
     "SamplingParams",
     "SkyRLGymConfig",
+    "as_config",
     "check_config",
     "check_limits",
     "is_ratio_to_rollout",

@@ -7,7 +7,7 @@ import difflib
 import os
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,11 +21,14 @@ from skyrl_fast.config.settings import (
     Config,
     SamplingParams,
     merges_steps,
+    to_dict,
 )
 from skyrl_fast.ops.custom_loss import CustomLoss, check_settings
 from skyrl_fast.ops.losses import POLICY_LOSSES, Cispo, LossSpec
 from skyrl_fast.registry import importable_name
 from skyrl_fast.setting import ConfigError, limit_error
+
+ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]
 
 # Sections of SkyRL's own configuration that have no meaning here, with what to do instead.
 _SKYRL_ONLY = {
@@ -78,7 +81,7 @@ _OWN_SAMPLING = frozenset(
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Reads a YAML file, applies dotted overrides, and returns the checked settings.
+    """Return the checked settings of a YAML file with dotted overrides.
 
     Args:
         path: YAML file with the sections data, trainer, generator, environment; None: all defaults.
@@ -92,6 +95,35 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         >>> load_config(None, ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"])
         Config(...)
     """
+    config = build_config(_read_yaml(path, overrides))
+    check_config(config)
+    return config
+
+
+def as_config(source: ConfigSource) -> Config:
+    """Return settings of their own from any form of them; types are checked, limits are not.
+
+    Args:
+        source: a `Config` (a mapping may stand where a section belongs), a mapping with nested or
+            dotted keys, or the path of a YAML file.
+
+    Raises:
+        ConfigError: an unknown key, a key given twice, or a value of the wrong type.
+
+    Example:
+        >>> as_config({"trainer.seed": 7, "trainer": {"epochs": 2}}).trainer.epochs
+        2
+    """
+    if isinstance(source, (str, os.PathLike)):
+        return build_config(_read_yaml(Path(source), ()))
+    if not isinstance(source, (Config, Mapping)):
+        raise ConfigError(
+            f"config: wanted a Config, a mapping or the path of a YAML file, got {source!r}"
+        )
+    return build_config(to_dict(source) if isinstance(source, Config) else source)
+
+
+def _read_yaml(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -118,13 +150,11 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     except (OmegaConfBaseException, YAMLError, OSError, TypeError, UnicodeError) as error:
         raise ConfigError(f"{where}: cannot be read: {error}") from error
     assert isinstance(values, dict)
-    config = build_config(values)
-    check_config(config)
-    return config
+    return values
 
 
-def build_config(values: dict[str, Any]) -> Config:
-    """Nested dicts to a `Config`; missing keys keep their defaults.
+def build_config(values: Mapping[str, Any]) -> Config:
+    """Return a `Config` from nested or dotted keys; missing keys keep their defaults.
 
     Raises:
         ConfigError: an unknown key (with a suggestion) or a value of the wrong type.
@@ -132,11 +162,15 @@ def build_config(values: dict[str, Any]) -> Config:
     return _build(Config, values, "")
 
 
-def check_config(config: Config) -> None:
-    """Raises ConfigError for values that are out of range or do not fit together."""
+def check_config(config: Config, *, has_prompts: bool = False) -> None:
+    """Raise ConfigError for values that are out of range or do not fit together.
+
+    Args:
+        has_prompts: training prompts are given in memory, so that `data.train_data` may be empty.
+    """
     check_limits(config)
     trainer, generator = config.trainer, config.generator
-    if not config.data.train_data:
+    if not config.data.train_data and not has_prompts:
         raise ConfigError("data.train_data: wanted at least one file of prompts, got none")
     if trainer.policy.model.path is None:
         raise ConfigError("trainer.policy.model.path: wanted a model folder or hub name, got null")
@@ -335,8 +369,11 @@ def _check_credit(config: Config) -> None:
 
 
 def _build(cls: type, values: Any, prefix: str) -> Any:
-    if not isinstance(values, dict):
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        values = to_dict(values)
+    if not isinstance(values, Mapping):
         raise ConfigError(f"{prefix}: wanted a section with keys, got {values!r}")
+    values = _by_section(values, prefix)
     hints = typing.get_type_hints(cls)
     known = {item.name for item in dataclasses.fields(cls)}
     for key in values:
@@ -345,6 +382,24 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
     return cls(
         **{key: _convert(hints[key], value, _join(prefix, key)) for key, value in values.items()}
     )
+
+
+def _by_section(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the values by the first part of their keys: `a.b` joins what `a` has."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        name, dot, rest = str(key).partition(".")
+        new = {rest: value} if dot else value
+        if name in result:
+            old, new = (
+                to_dict(one) if dataclasses.is_dataclass(one) else one
+                for one in (result[name], new)
+            )
+            if not isinstance(old, Mapping) or not isinstance(new, Mapping) or old.keys() & new:
+                raise ConfigError(f"{_join(prefix, str(key))}: given twice")
+            new = {**old, **new}
+        result[name] = new
+    return result
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
@@ -360,18 +415,20 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), value, key)
     if origin is list:
-        items = value if isinstance(value, list) else [value]
-        if value is None or isinstance(value, dict):
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if value is None or isinstance(value, Mapping):
             raise ConfigError(f"{key}: wanted a list, got {value!r}")
         return [_convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(items)]
     if origin is dict:
-        if not isinstance(value, dict):
+        if not isinstance(value, Mapping):
             raise ConfigError(f"{key}: wanted a section with keys, got {value!r}")
-        return value
+        return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
+    if hint is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
     if type(value) is not hint:
         raise ConfigError(f"{key}: wanted {_article(hint)}, got {value!r} ({type(value).__name__})")
     return value

@@ -1,1 +1,80 @@
-"""The trainer: policy, optimizer, checkpoints, metric sinks and the one loop that ties them."""
+"""Train agents from Python: `skyrl_fast.train(config, prompts=..., reward=...)`.
+
+The module is callable: `skyrl_fast.train(...)` is `skyrl_fast.train.train(...)`, whose docstring
+names the arguments. What a run takes from its user:
+
+- `Env`, `EnvStep`: an environment, and its answer to one action
+- `Callback`, `CallbackError`: hooks after steps, evaluations and checkpoints
+- `Logger`, `RunInfo`: where metrics go, and what a logger is constructed with
+- `register_policy_loss`, `register_advantage_estimator`: losses and estimators by name
+
+and what it gives: a `TrainResult`, or a `SetupError` that says what to fix.
+
+Example:
+    import skyrl_fast
+
+    rows = [{"prompt": f"What is 3 + {i}?", "sum": 3 + i} for i in range(64)]
+    skyrl_fast.train(
+        {"trainer.policy.model.path": "Qwen/Qwen2.5-0.5B-Instruct"},
+        prompts=rows,
+        reward=lambda answer, row: float(str(row["sum"]) in answer),
+    )
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyrl_fast.rollout.env_protocol import Env, EnvStep
+    from skyrl_fast.train.callbacks import Callback, CallbackError
+    from skyrl_fast.train.run import SetupError, TrainResult, train
+    from skyrl_fast.train.sinks import Logger, RunInfo
+
+_HOMES = {  # imported when they are used: `import skyrl_fast` stays light
+    "Callback": "skyrl_fast.train.callbacks",
+    "CallbackError": "skyrl_fast.train.callbacks",
+    "Env": "skyrl_fast.rollout.env_protocol",
+    "EnvStep": "skyrl_fast.rollout.env_protocol",
+    "Logger": "skyrl_fast.train.sinks",
+    "RunInfo": "skyrl_fast.train.sinks",
+    "SetupError": "skyrl_fast.train.run",
+    "TrainResult": "skyrl_fast.train.run",
+    "train": "skyrl_fast.train.run",
+}
+
+__all__ = [
+    "Callback",
+    "CallbackError",
+    "Env",
+    "EnvStep",
+    "Logger",
+    "RunInfo",
+    "SetupError",
+    "TrainResult",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+class _CallableModule(ModuleType):
+    """A module whose call is `train`."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.train(*arguments, **options)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.train)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -7,12 +7,16 @@ and anything else, which goes to the environment as `env_extras`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+PromptSource = str | os.PathLike[str] | Iterable[Any]
+SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +30,94 @@ class Prompt:
     data_source: str | None = None
 
 
-def load_prompts(paths: Sequence[str], *, default_env_class: str, prefix: str = "") -> list[Prompt]:
-    """All rows of the files, in order; uids are `prefix` plus the running number.
+def load_prompts(
+    paths: Sequence[str], *, default_env_class: str, prefix: str = "", split: str = "train"
+) -> list[Prompt]:
+    """Return all rows of the files, in order; uids are `prefix` plus the running number.
 
     Args:
-        paths: .jsonl, .json (a list) or .parquet (needs pyarrow or pandas with it).
+        paths: .jsonl, .json (a list) or .parquet (needs pyarrow); or data sets of the Hugging Face
+            hub by their names (needs datasets).
         default_env_class: for rows without `env_class`.
         prefix: put before each uid, so that training and evaluation never share one.
+        split: of data sets of the hub.
 
     Raises:
         ValueError: a file is missing or of another kind, a row has no prompt; both are named.
     """
-    prompts: list[Prompt] = []
-    for path in paths:
-        for number, row in enumerate(_rows(Path(path).expanduser())):
-            prompts.append(
-                _prompt(row, f"{prefix}{len(prompts)}", default_env_class, f"{path}, row {number}")
-            )
-    return prompts
+    rows = (row for path in paths for row in _placed_rows(path, split))
+    return _prompts(rows, default_env_class, prefix)
+
+
+def prompts_from(
+    source: PromptSource, *, default_env_class: str, prefix: str = "", split: str = "train"
+) -> list[Prompt]:
+    """Return the prompts of rows in memory, of files, or of a data set of the hub.
+
+    Args:
+        source: rows as the files have them, plain texts or lists of chat messages, in a list or
+            a `datasets.Dataset`; or the name of a file or of a data set of the hub. In a list, a
+            `Path`, or a name that ends in .jsonl, .json or .parquet, is a file.
+        default_env_class, prefix, split: as for `load_prompts`.
+
+    Raises:
+        ValueError: as for `load_prompts`; or there are several splits.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        source = [Path(source)] if isinstance(source, os.PathLike) else [source]
+        paths = [os.fspath(path) for path in source]
+        return load_prompts(paths, default_env_class=default_env_class, prefix=prefix, split=split)
+    if isinstance(source, Mapping):
+        raise ValueError(
+            f"prompts: wanted rows, got a mapping with {', '.join(map(str, source))}: choose one"
+        )
+    return _prompts(_placed_items(source, split), default_env_class, prefix)
+
+
+def _prompts(rows: Iterable[tuple[str, Any]], default_env_class: str, prefix: str) -> list[Prompt]:
+    return [
+        _prompt(row, f"{prefix}{number}", default_env_class, where)
+        for number, (where, row) in enumerate(rows)
+    ]
+
+
+def _placed_items(items: Iterable[Any], split: str) -> Iterator[tuple[str, Any]]:
+    for number, item in enumerate(items):
+        if isinstance(item, os.PathLike) or _is_file_name(item):
+            yield from _placed_rows(os.fspath(item), split)
+        else:
+            row = {"prompt": item} if isinstance(item, str | list | tuple) else item
+            yield f"prompts, row {number}", row
+
+
+def _is_file_name(item: Any) -> bool:
+    return isinstance(item, str) and item.endswith(SUFFIXES) and not set(item) & set(" \n")
+
+
+def _placed_rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
+    """Yield each row with the place to name in an error."""
+    file = Path(path).expanduser()
+    rows = _rows(file) if file.suffix in SUFFIXES or file.exists() else _hub_rows(path, split)
+    for number, row in enumerate(rows):
+        yield f"{path}, row {number}", row
+
+
+def _hub_rows(name: str, split: str) -> Iterable[Any]:
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"data file not found: {name}; a data set of the hub needs datasets: "
+            "pip install datasets"
+        ) from None
+    try:
+        rows: Iterable[Any] = datasets.load_dataset(name, split=split)
+    except Exception as error:
+        raise ValueError(
+            f"{name}: no file, and no data set of the hub with the split {split!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return rows
 
 
 def _rows(path: Path) -> Iterator[Any]:
@@ -80,14 +154,14 @@ def _rows(path: Path) -> Iterator[Any]:
 
 
 def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
-    if not isinstance(row, dict):
+    if not isinstance(row, Mapping):
         raise ValueError(f"{where}: wanted a mapping, got {type(row).__name__}")
     extras = dict(row)
     messages = extras.pop("prompt", None)
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    if not isinstance(messages, list) or not all(
-        isinstance(message, dict) and "role" in message and "content" in message
+    if not isinstance(messages, list | tuple) or not all(
+        isinstance(message, Mapping) and "role" in message and "content" in message
         for message in messages
     ):
         raise ValueError(
@@ -95,6 +169,7 @@ def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
         )
     env_class = extras.pop("env_class", None) or default_env_class
     source = extras.get("data_source")
+    messages = [dict(message) for message in messages]
     return Prompt(uid, messages, str(env_class), extras, None if source is None else str(source))
 
 

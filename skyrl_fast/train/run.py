@@ -1,13 +1,12 @@
-"""A whole training run from its settings: what the command line and the recipes call."""
+"""`train`: a training run from its settings and objects, for scripts, notebooks and the CLI."""
 
 from __future__ import annotations
 
-import asyncio
+import importlib
 import logging
 import multiprocessing
 import os
-import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +15,10 @@ from typing import Any
 
 import torch
 
-from skyrl_fast.config import Config, to_dict
-from skyrl_fast.config.loading import check_config
+from skyrl_fast.config import Config, ConfigSource, as_config, check_config, to_dict
+from skyrl_fast.rollout.env import MakeEnv
+from skyrl_fast.rollout.reward_env import Reward, RewardEnv
+from skyrl_fast.train.callbacks import Callback
 from skyrl_fast.train.checkpoint import (
     RunInUseError,
     checkpoints,
@@ -27,6 +28,7 @@ from skyrl_fast.train.checkpoint import (
     write_json,
 )
 from skyrl_fast.train.critic import Critic, make_critic
+from skyrl_fast.train.event_loop import StopSignals
 from skyrl_fast.train.optimizer import Optimizer
 from skyrl_fast.train.plot import plot_learning_curve
 from skyrl_fast.train.policy import (
@@ -36,7 +38,7 @@ from skyrl_fast.train.policy import (
     load_tokenizer,
 )
 from skyrl_fast.train.progress import ProgressDisplay
-from skyrl_fast.train.prompts import Prompt, load_prompts
+from skyrl_fast.train.prompts import Prompt, PromptSource, load_prompts, prompts_from
 from skyrl_fast.train.random_state import seed_everything
 from skyrl_fast.train.rank_processes import started_ranks
 from skyrl_fast.train.ranks import Ranks
@@ -52,22 +54,24 @@ logger = logging.getLogger(__name__)
 
 MakeRollouts = Callable[[Config, Any, str], Awaitable[Rollouts]]
 EVAL_REWARD = "eval/all/avg_score"
+REGISTRY = "skyrl_fast.ops.losses"  # of losses and estimators
 
 
 class SetupError(ValueError):
-    """Something that a person can put right before training: data, model, packages, engine."""
+    """Something that a person can fix before training: data, model, packages, engine."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended and where everything is.
+class TrainResult:
+    """What a run reached, and where everything is.
 
     Args:
-        step, total_steps: batches trained, and of the whole run.
+        step, total_steps: batches trained, and those of a complete run.
         signal: number of the signal that stopped it, or None.
         before, after: mean evaluation reward before the first step, and the last one after a step;
             None where there was none.
         sample: one trajectory in words.
+        stopped_by: class of the callback that ended the run early, or None.
     """
 
     step: int
@@ -81,57 +85,182 @@ class Outcome:
     checkpoint: Path | None
     plot: Path | None
     sample: str
+    stopped_by: str | None = None
 
 
-def run_training(config: Config, *, make_rollouts: MakeRollouts | None = None) -> Outcome:
-    """Train as the settings say; the run folder holds everything that comes of it.
+def train(
+    config: ConfigSource,
+    *,
+    env: MakeEnv | str | None = None,
+    prompts: PromptSource | None = None,
+    eval_prompts: PromptSource | None = None,
+    reward: Reward | None = None,
+    loss: Callable[..., Any] | str | None = None,
+    estimator: Callable[..., Any] | str | None = None,
+    callbacks: Sequence[Callback] = (),
+    make_rollouts: MakeRollouts | None = None,
+) -> TrainResult:
+    """Train an agent; the run folder holds everything that comes of it.
+
+    It blocks until the run ends, in a notebook and inside a running event loop too. In a script it
+    belongs below `if __name__ == "__main__":`, because the engine is a process that imports the
+    main module. SIGINT and SIGTERM end the run with a checkpoint.
 
     Args:
-        config: settings; checked here.
-        make_rollouts: starts the engine from config, tokenizer, model folder; None: vLLM.
+        config: settings: a `Config`, a mapping with nested or dotted keys, or a YAML file.
+        env: makes the environment of a trajectory from its row: an `Env` class or a factory; or
+            a name as in `environment.env_class`. None: that of the settings.
+        prompts: rows (mappings with `prompt`), texts or lists of chat messages; a
+            `datasets.Dataset`; a file; or a data set of the Hugging Face hub, whose split "train"
+            is taken. None: `data.train_data`.
+        eval_prompts: the same for evaluation (split "test"). None: `data.val_data`.
+        reward: in place of an environment, `reward(answer, row)` of the only turn.
+        loss: a policy loss, or a name as in `trainer.algorithm.policy_loss_type`.
+        estimator: an advantage estimator, or a name as in
+            `trainer.algorithm.advantage_estimator`.
+        callbacks: called after steps, evaluations and checkpoints.
+        make_rollouts: starts what generates trajectories, from settings, tokenizer and model
+            folder; None: vLLM.
 
     Raises:
-        ConfigError: settings that cannot be.
+        ConfigError: settings that are unknown, of the wrong type or out of range.
         SetupError: data, model or a package is missing.
         RunInUseError: the run folder belongs to another process or holds an earlier run.
+        CallbackError: a callback raised; there is a checkpoint of the last complete step.
         CheckpointError: a checkpoint cannot be read or written.
         StoreError: trajectories cannot be written.
         RankError: the process of another rank has ended.
         EngineError, WeightSyncError: the engine is gone, or samples from other weights.
         RolloutError, DynamicSamplingError: batch after batch, everything failed or taught nothing.
+
+    Example:
+        >>> train(
+        ...     {"trainer.policy.model.path": "Qwen/Qwen2.5-0.5B-Instruct"},
+        ...     prompts=[{"prompt": f"What is 3 + {i}?", "sum": 3 + i} for i in range(64)],
+        ...     reward=lambda answer, row: float(str(row["sum"]) in answer),
+        ... ).step
+        1
     """
     _check_main_module()
-    check_config(config)
-    config = _with_home(config)
+    config = _with_home(as_config(config))
+    make_env = _with_objects(config, env=env, reward=reward, loss=loss, estimator=estimator)
+    check_config(config, has_prompts=prompts is not None)
     run_path = Path(config.trainer.run_path)
     with locked_run(run_path):
         checkpoint = _starting_point(config)
         with ExitStack() as stack:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             with _as_setup_error():
-                prompts = _prompts(config)
+                data = _data(config, prompts, eval_prompts, one_env=make_env is not None)
                 ranks = stack.enter_context(
                     started_ranks(
                         config.trainer.placement.policy_num_gpus_per_node,
-                        partial(_models, config, checkpoint, len(prompts[0])),
+                        partial(_models, config, checkpoint, len(data.train)),
                         cuda=_device(config.trainer.device).type == "cuda",
                         folder=run_path,
                     )
                 )
-            make_rollouts = make_rollouts or _vllm_rollouts
-            return _run(config, run_path, checkpoint, prompts, ranks, make_rollouts)
+            if make_rollouts is None:
+                make_rollouts = partial(_vllm_rollouts, prompts=data.train, make_env=make_env)
+            return _run(config, run_path, checkpoint, data, ranks, callbacks, make_rollouts)
+
+
+def _with_objects(
+    config: Config,
+    *,
+    env: MakeEnv | str | None,
+    reward: Reward | None,
+    loss: Callable[..., Any] | str | None,
+    estimator: Callable[..., Any] | str | None,
+) -> MakeEnv | None:
+    """Put the names of what was given as objects into the settings; return what makes environments.
+
+    Raises:
+        ValueError: an environment and a reward function.
+    """
+    if env is not None and reward is not None:
+        raise SetupError("train: wanted env or reward, got both")
+    for name, given in (("env", env), ("reward", reward)):
+        if given is not None and not isinstance(given, str) and not callable(given):
+            raise SetupError(f"train: {name}: wanted a class or function, got {given!r:.100}")
+    algorithm = config.trainer.algorithm
+    if loss is not None:
+        algorithm.policy_loss_type = _registered("register_policy_loss", loss)
+    if estimator is not None:
+        algorithm.advantage_estimator = _registered("register_advantage_estimator", estimator)
+    if isinstance(env, str):
+        config.environment.env_class = env
+        return None
+    made_by = env or reward
+    if made_by is None:
+        return None
+    config.environment.env_class = getattr(made_by, "__name__", type(made_by).__name__)
+    return env if reward is None else partial(RewardEnv, reward)
+
+
+def _registered(register: str, given: Callable[..., Any] | str) -> str:
+    """Return the name of a loss or an estimator, which is registered if it is a function."""
+    if isinstance(given, str):
+        return given
+    name: str = getattr(importlib.import_module(REGISTRY), register)(given, name=given.__name__)
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    train: list[Prompt]
+    evaluation: list[Prompt]
+
+
+def _data(
+    config: Config,
+    prompts: PromptSource | None,
+    eval_prompts: PromptSource | None,
+    *,
+    one_env: bool,
+) -> _Data:
+    """Return the prompts to train and to evaluate on.
+
+    Args:
+        one_env: every row has the environment of the settings, whatever it says.
+    """
+
+    env_class = config.environment.env_class
+
+    def load(given: PromptSource | None, files: list[str], prefix: str, split: str) -> list[Prompt]:
+        if given is None:
+            found = load_prompts(files, default_env_class=env_class, prefix=prefix, split=split)
+        else:
+            found = prompts_from(given, default_env_class=env_class, prefix=prefix, split=split)
+        return [replace(prompt, env_class=env_class) for prompt in found] if one_env else found
+
+    data = _Data(
+        load(prompts, config.data.train_data, "", "train"),
+        load(eval_prompts, config.data.val_data, "eval-", "test"),
+    )
+    wanted = config.trainer.train_batch_size
+    if len(data.train) < wanted:
+        source = "data.train_data" if prompts is None else "prompts"
+        raise ValueError(
+            f"{source}: wanted at least trainer.train_batch_size={wanted} prompts, "
+            f"got {len(data.train)}"
+        )
+    return data
 
 
 def _run(
     config: Config,
     run_path: Path,
     checkpoint: Path | None,
-    prompts: tuple[list[Prompt], list[Prompt]],
+    data: _Data,
     ranks: Ranks,
+    callbacks: Sequence[Callback],
     make_rollouts: MakeRollouts,
-) -> Outcome:
+) -> TrainResult:
+    evaluations = _EvalRewards()
     with _as_setup_error():
-        parts, model_path = _parts(config, checkpoint, prompts, ranks)
+        parts, model_path = _parts(config, checkpoint, data, ranks)
+        parts.callbacks = [evaluations, *callbacks]
         plot_module_checked = _check_plot(config)
         run_info = RunInfo(
             run_path,
@@ -144,22 +273,24 @@ def _run(
     write_json(run_path / "config.json", to_dict(config))
     steps = total_steps(config, len(parts.train_prompts))
     display = ProgressDisplay(total_steps=steps, start_step=_step_of(checkpoint))
+    signals = StopSignals()
     try:
-        progress, received = asyncio.run(
-            _run_loop(config, parts, display, checkpoint, model_path, make_rollouts)
+        progress, received = signals.run(
+            _run_loop(config, parts, display, checkpoint, model_path, make_rollouts, signals)
         )
     finally:
         for receiver in parts.loggers:
             receiver.close()
     rows = read_metrics(run_path / "metrics.jsonl")
     rewards = {row["step"]: row[EVAL_REWARD] for row in rows if EVAL_REWARD in row}
+    rewards |= evaluations.rewards
     last = max(rewards, default=0)
     plot = None
     if plot_module_checked and rows:
         plot = plot_learning_curve(
             rows, run_path / "learning_curve.png", title=config.trainer.run_name
         )
-    return Outcome(
+    return TrainResult(
         step=progress.step,
         total_steps=steps,
         signal=received,
@@ -171,7 +302,18 @@ def _run(
         checkpoint=progress.checkpoint,
         plot=plot,
         sample=_sample(progress, parts.tokenizer),
+        stopped_by=progress.stopped_by,
     )
+
+
+class _EvalRewards(Callback):
+    """Keeps the mean reward of each evaluation, by step."""
+
+    def __init__(self) -> None:
+        self.rewards: dict[int, float] = {}
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.rewards[step] = metrics[EVAL_REWARD]
 
 
 async def _run_loop(
@@ -181,6 +323,7 @@ async def _run_loop(
     checkpoint: Path | None,
     model_path: str,
     make_rollouts: MakeRollouts,
+    signals: StopSignals,
 ) -> tuple[Progress, int | None]:
     display.say("starting the engine ...")
     with _as_setup_error():
@@ -192,7 +335,6 @@ async def _run_loop(
             with _as_setup_error():
                 trainer.restore(checkpoint)
             display.say(f"resuming after step {trainer.progress.step} from {checkpoint}")
-        loop = asyncio.get_running_loop()
 
         def on_signal(number: int) -> None:
             if received:
@@ -201,44 +343,29 @@ async def _run_loop(
             display.say("stopping with a checkpoint; once more stops at once")
             trainer.stop.set()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, on_signal, number)
+        signals.handle_by(on_signal)
         with display:
             progress = await trainer.run()
     finally:
         await parts.rollouts.close()
-    return progress, received[0] if progress.stopped else None
-
-
-def _prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
-    """Those to train on, and those to evaluate on."""
-    env_class = config.environment.env_class
-    train_prompts = load_prompts(config.data.train_data, default_env_class=env_class)
-    eval_prompts = load_prompts(config.data.val_data, default_env_class=env_class, prefix="eval-")
-    wanted = config.trainer.train_batch_size
-    if len(train_prompts) < wanted:
-        raise ValueError(
-            f"data.train_data: wanted at least trainer.train_batch_size={wanted} prompts, "
-            f"got {len(train_prompts)}"
-        )
-    return train_prompts, eval_prompts
+    return progress, received[0] if progress.stopped and received else None
 
 
 def _parts(
     config: Config,
     checkpoint: Path | None,
-    prompts: tuple[list[Prompt], list[Prompt]],
+    data: _Data,
     ranks: Ranks,
 ) -> tuple[Parts, str]:
     model_path = _model_path(config, checkpoint)
-    models = _models(config, checkpoint, len(prompts[0]), ranks)
+    models = _models(config, checkpoint, len(data.train), ranks)
     parts = Parts(
         policy=models.policy,
         optimizer=models.optimizer,
         tokenizer=load_tokenizer(model_path),
         rollouts=None,  # type: ignore[arg-type]  # the engine starts when all else is right
-        train_prompts=prompts[0],
-        eval_prompts=prompts[1],
+        train_prompts=data.train,
+        eval_prompts=data.evaluation,
         reference=models.reference,
         critic=models.critic,
     )
@@ -311,7 +438,7 @@ def _check_main_module() -> None:
     """Engine and ranks are processes that import the main module: it must not train again."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SetupError(
-            "run_training: called by a process that training itself has started, and that imports "
+            "train: called by a process that training itself has started, and that imports "
             'your main module: put the call below `if __name__ == "__main__":`'
         )
 
@@ -393,10 +520,17 @@ def _check_plot(config: Config) -> bool:
     return True
 
 
-async def _vllm_rollouts(config: Config, tokenizer: Any, model_path: str) -> Rollouts:
+async def _vllm_rollouts(
+    config: Config,
+    tokenizer: Any,
+    model_path: str,
+    *,
+    prompts: Sequence[Prompt],
+    make_env: MakeEnv | None,
+) -> Rollouts:
     from skyrl_fast.train.vllm_rollouts import start_rollouts
 
-    return await start_rollouts(config, tokenizer, model_path)
+    return await start_rollouts(config, tokenizer, model_path, prompts=prompts, make_env=make_env)
 
 
 def _sample(progress: Progress, tokenizer: Any) -> str:

@@ -23,6 +23,7 @@ from skyrl_fast.metrics import eval_metrics
 from skyrl_fast.rollout.failures import FailureWatch, log_failures
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.batch_source import BatchSource, token_staleness
+from skyrl_fast.train.callbacks import Callback, CallbackList
 from skyrl_fast.train.checkpoint import latest_checkpoint, read_json, write_checkpoint, write_json
 from skyrl_fast.train.critic import Critic
 from skyrl_fast.train.dynamic_sampling import GroupSampling
@@ -56,6 +57,7 @@ class Parts:
     train_prompts: Sequence[Prompt]
     eval_prompts: Sequence[Prompt]
     loggers: Sequence[Logger] = ()
+    callbacks: Sequence[Callback] = ()
     reference: Policy | None = None
     critic: Critic | None = None
     clock: Callable[[], float] = time.perf_counter
@@ -68,12 +70,14 @@ class Progress:
     Args:
         step: batches trained.
         stopped: it was asked to stop before its end.
+        stopped_by: class of the callback that asked for that, or None.
         checkpoint: the newest one.
         trajectories: the last evaluation's, else the last batch's.
     """
 
     step: int = 0
     stopped: bool = False
+    stopped_by: str | None = None
     checkpoint: Path | None = None
     trajectories: list[Trajectory] = field(default_factory=list)
 
@@ -111,6 +115,7 @@ class Trainer:
         self._compute = Compute()
         self._beside = Beside(parts.clock)  # writes trajectories
         self._timed = Stopwatch(parts.clock, display.phase)
+        self._callbacks = CallbackList(parts.callbacks)
         self._failures = FailureWatch()
         self._source = BatchSource(config, self._failures)
         self._flow: GroupFlow | None = None
@@ -125,6 +130,7 @@ class Trainer:
             await self._train()
         except StopRequested:
             self.progress.stopped = True
+            self.progress.stopped_by = self._callbacks.stopped_by
         except Exception:
             self._rescue()
             raise
@@ -135,6 +141,7 @@ class Trainer:
             self._beside.close()
         if self._saved_step != self.progress.step:
             self._save()
+            self._announce_checkpoint()
         self._beside.wait()
         return self.progress
 
@@ -233,14 +240,24 @@ class Trainer:
 
     async def _conclude(self, metrics: dict[str, Any]) -> None:
         """Evaluate where that is due, and report the step. A resumed run does what a stop left."""
-        first = self.progress.step == 0
+        step = self.progress.step
+        first = step == 0
+        evaluation: dict[str, float] = {}
         if self._parts.eval_prompts and (first or self._due(self._config.trainer.eval_interval)):
-            metrics |= await self._evaluate()
+            evaluation = await self._evaluate()
+        metrics |= evaluation
         self._report(metrics)
         self._unreported = None
+        if not first:
+            self._callbacks.on_step(step, metrics)
+        if evaluation:
+            self._callbacks.on_eval(step, evaluation)
         outdated = self._saved_step == self.progress.step  # that checkpoint says otherwise
         if outdated or (not first and self._due(self._config.trainer.ckpt_interval)):
             await self._compute(self._save)  # generation goes on meanwhile
+            self._announce_checkpoint()
+        if self._callbacks.stopped_by is not None and not self._over():
+            raise StopRequested
 
     async def _sample(
         self, flow: GroupFlow, times: dict[str, float]
@@ -294,7 +311,9 @@ class Trainer:
     async def _end_early(self) -> None:
         """The evaluation at the end, where the last step could not know that it was the last."""
         if self._parts.eval_prompts and not self._due(self._config.trainer.eval_interval):
-            self._report(await self._evaluate())
+            metrics = await self._evaluate()
+            self._report(metrics)
+            self._callbacks.on_eval(self.progress.step, metrics)
         self._used_up, self._saved_step = self._config.trainer.epochs, -1  # a checkpoint says so
 
     async def _sync(self, metrics: dict[str, Any], times: dict[str, float]) -> None:
@@ -356,6 +375,10 @@ class Trainer:
             keep=self._config.trainer.max_ckpts_to_keep,
         )
         self._saved_step = self.progress.step
+
+    def _announce_checkpoint(self) -> None:
+        assert self.progress.checkpoint is not None
+        self._callbacks.on_checkpoint(self.progress.step, self.progress.checkpoint)
 
     def _write_state(self, folder: Path) -> None:
         parts = self._parts

@@ -15,7 +15,7 @@ import torch
 from skyrl_fast.config import settings
 from skyrl_fast.rollout.engine import Engine
 from skyrl_fast.rollout.engine_pool import EnginePool, PooledEngine
-from skyrl_fast.rollout.env import EnvFactory
+from skyrl_fast.rollout.env import EnvFactory, MakeEnv
 from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.groups import run_groups
 from skyrl_fast.rollout.remote_engine import RemoteEngine
@@ -26,7 +26,7 @@ from skyrl_fast.rollout.vllm_start import VllmSetup
 from skyrl_fast.rollout.weight_gate import WeightGate
 from skyrl_fast.rollout.weight_update import TOLERANCES, WeightSync, WeightSyncReport
 from skyrl_fast.train.policy import Policy
-from skyrl_fast.train.prompts import Prompt, load_prompts
+from skyrl_fast.train.prompts import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -45,21 +45,32 @@ FAULTS = (
 )
 
 
-async def start_rollouts(config: settings.Config, tokenizer: Any, model_path: str) -> VllmRollouts:
+async def start_rollouts(
+    config: settings.Config,
+    tokenizer: Any,
+    model_path: str,
+    *,
+    prompts: Sequence[Prompt],
+    make_env: MakeEnv | None = None,
+) -> VllmRollouts:
     """Start vLLM on a model folder, or find its servers, and make the environments' threads.
+
+    Args:
+        prompts: of training; the first ones check each weight update.
+        make_env: makes environments from rows; None: `env_class` says which.
 
     Raises:
         EngineDeadError: vLLM is missing or did not start; the message says what to do.
         ValueError: an environment's module cannot be imported, or a setting is out of range.
     """
-    environments = EnvFactory(config.environment)
+    environments = EnvFactory(config.environment, make_env=make_env)
     settings_of_engine = config.generator.inference_engine
     pool = EnginePool(
         engines(config, model_path),
         max_restarts=settings_of_engine.max_restarts,
         weights_folder=settings_of_engine.weight_sync_path,
     )
-    rollouts = VllmRollouts(config, tokenizer, pool, environments)
+    rollouts = VllmRollouts(config, tokenizer, pool, environments, prompts)
     await pool.start()
     return rollouts
 
@@ -83,12 +94,18 @@ class VllmRollouts:
     """The `Rollouts` of a real run: engines, agent loop, verified weight updates."""
 
     def __init__(
-        self, config: settings.Config, tokenizer: Any, pool: EnginePool, environments: EnvFactory
+        self,
+        config: settings.Config,
+        tokenizer: Any,
+        pool: EnginePool,
+        environments: EnvFactory,
+        prompts: Sequence[Prompt],
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._pool = pool
         self._environments = environments
+        self._probe_prompts = prompts[:PROBE_SEQUENCES]
         self._gate = WeightGate()
         self._runner = GroupRunner(
             pool,
@@ -185,9 +202,8 @@ class VllmRollouts:
         """Beginnings of the first prompts; at the engine one token is sampled behind them."""
         sampling = self._config.generator.sampling_params
         longest = settings.max_input_length(self._config) + sampling.max_generate_length - 1
-        prompts = load_prompts(self._config.data.train_data, default_env_class="")
         probe = []
-        for prompt in prompts[:PROBE_SEQUENCES]:
+        for prompt in self._probe_prompts:
             text = "\n".join(str(message["content"]) for message in prompt.messages)
             ids = self._tokenizer.encode(text, add_special_tokens=False)
             ids = ids[: min(PROBE_TOKENS, longest)]

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.from_trajectories import batch_from_trajectories
@@ -69,6 +71,46 @@ def batch_of(trajectories: Sequence[Trajectory], *, merged: str | None = None) -
     number = batch.trajectory_ids + 1
     of_tokens = torch.repeat_interleave(number, batch.response_lengths.long()).float()
     return batch.with_(advantages=of_tokens)
+
+
+@st.composite
+def some_trajectories(draw: st.DrawFn) -> list[Trajectory]:
+    """Some groups; rewards that float32 cannot hold, failures, empty responses, routes, sources."""
+    with_logprobs, with_routes = draw(st.booleans()), draw(st.booleans())
+    trajectories = []
+    for group in range(draw(st.integers(1, 3))):
+        for repetition in range(draw(st.integers(1, 3))):
+            steps = []
+            for _ in range(draw(st.integers(0, 3))):
+                prompt = draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3))
+                if steps and draw(st.booleans()):  # a context that only grew
+                    prompt = [*steps[-1].prompt_token_ids, *steps[-1].response_ids, *prompt]
+                response = draw(st.lists(st.integers(0, 9), max_size=3))
+                values: dict[str, Any] = {
+                    "loss_mask": [draw(st.integers(0, 1)) for _ in response],
+                    "reward": draw(st.sampled_from([0.0, 0.1, -0.7, 1.0])),
+                    "policy_version": draw(st.integers(0, 5)),
+                    "llm_seconds": draw(st.sampled_from([0.1, 0.7])),
+                }
+                if not with_logprobs:
+                    values["rollout_logprobs"] = None
+                if with_routes and draw(st.booleans()):
+                    length = draw(st.integers(0, len(prompt) + len(response)))
+                    values["expert_indices"] = np.full((length, 2, 1), 300 * length)
+                steps.append(make_step(prompt, response, **values))
+            trajectories.append(
+                make_trajectory(
+                    f"p{group}",
+                    repetition,
+                    steps,
+                    stop_reason=draw(st.sampled_from(["stop", "length"])),
+                    failure=draw(st.sampled_from([None, None, "broken"])),
+                    seconds=draw(st.sampled_from([0.3, 1.5])),
+                    env_metrics=draw(st.sampled_from([{}, {"hits": 2, "ok": True, "text": "x"}])),
+                    data_source=draw(st.sampled_from([None, "nq", "a/b"])),
+                )
+            )
+    return trajectories
 
 
 # --- a run with a hostile trajectory among the others ---------------------------------------------

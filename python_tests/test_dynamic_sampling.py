@@ -10,6 +10,7 @@ from _rows import Row, batch_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.from_trajectories import batch_from_trajectories
 from skyrl_fast.batch.split import mini_batch_boundaries
 from skyrl_fast.config import DynamicSamplingConfig
@@ -20,6 +21,7 @@ from skyrl_fast.train.dynamic_sampling import (
     informative_groups,
     replacement_groups,
 )
+from skyrl_fast.train.sequence_scope import sequences
 
 
 def trajectory(uid: str, repetition: int, rewards: list[float], failure: str | None = None):
@@ -65,6 +67,10 @@ def uids_of(trajectories: list[Trajectory]) -> list[str]:
     return [uid for uid, _ in groupby(trajectories, key=lambda t: t.uid)]
 
 
+def informative(batch: StepBatch, scope: str = "trajectory", tolerance: float = 0.0) -> list[bool]:
+    return informative_groups(sequences(batch, scope), tolerance=tolerance).tolist()
+
+
 # --- what is informative -------------------------------------------------------------------------
 
 
@@ -72,9 +78,9 @@ def uids_of(trajectories: list[Trajectory]) -> list[str]:
 def test_two_successes_of_three_turns_are_not_informative() -> None:
     turns = [Row("a", 0, 0.0), Row("a", 0, 0.0), Row("a", 0, 1.0)]
     turns += [Row("a", 1, 0.0), Row("a", 1, 0.0), Row("a", 1, 1.0)]
-    assert informative_groups(batch_of(*turns)).tolist() == [False]
+    assert informative(batch_of(*turns)) == [False]
     # Judged by all steps, the zeros of the first turns would look like failures.
-    assert informative_groups(batch_of(*turns), scope="row").tolist() == [True]
+    assert informative(batch_of(*turns), "row") == [True]
 
 
 @pytest.mark.spec("6.39")
@@ -94,7 +100,7 @@ def test_what_is_informative() -> None:
         Row("tokens", 1, 0.25),
     ]
     batch = batch_of(*rows)
-    got = dict(zip(batch.uids, informative_groups(batch).tolist(), strict=True))
+    got = dict(zip(batch.uids, informative(batch), strict=True))
     assert got == {
         "differ": True,
         "alone": True,
@@ -103,7 +109,7 @@ def test_what_is_informative() -> None:
         "two of three": True,
         "tokens": True,
     }
-    assert informative_groups(batch, tolerance=0.25).tolist()[-1] is False
+    assert informative(batch, tolerance=0.25)[-1] is False
 
 
 # --- replacing -----------------------------------------------------------------------------------
@@ -220,15 +226,15 @@ def test_filtered_batches_hold_whole_informative_groups(batches: list, wanted: i
         every |= made
         rows = [t for own in made.values() for t in own]
         step_batch = batch_from_trajectories(rows)
-        good = informative_groups(step_batch)
+        good = informative(step_batch)
         enough = groups.add(rows, {u for u, g in zip(step_batch.uids, good, strict=True) if g})
         if enough:
             break
-    informative = [
+    wanted_uids = [
         uid for uid, own in every.items()
         if len(own) == 1 or len({t.steps[-1].reward for t in own}) > 1
     ]  # fmt: skip
-    assert enough == (len(informative) >= wanted)
+    assert enough == (len(wanted_uids) >= wanted)
     kept = groups.trajectories()
-    assert uids_of(kept) == informative[:wanted]
-    assert kept == [t for uid in informative[:wanted] for t in every[uid]]
+    assert uids_of(kept) == wanted_uids[:wanted]
+    assert kept == [t for uid in wanted_uids[:wanted] for t in every[uid]]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from itertools import groupby
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from _rows import Row, batch_of, masks_of
@@ -14,14 +17,44 @@ from hypothesis import strategies as st
 from skyrl_fast.advantages import advantages
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config
-from skyrl_fast.train.filters import (
-    filter_groups,
-    filter_rollouts,
-    overlong_filter,
-    zero_reward_on_non_stop,
-    zero_variance_filter,
-)
+from skyrl_fast.train import filters
 from skyrl_fast.train.sequence_scope import group_spread, sequences
+
+Result = tuple[StepBatch, dict[str, float]]
+
+
+def applied(name: str, batch: StepBatch, *options: Any, scope: str = "trajectory") -> Result:
+    """Apply a filter; the sequences that it hands on must be those of the batch that it returns."""
+    function = getattr(filters, name)
+    filtered, units, metrics = function(batch, sequences(batch, scope), *options)
+    for field, value in asdict(sequences(filtered, scope)).items():
+        assert np.array_equal(getattr(units, field), value), field
+    return filtered, metrics
+
+
+def overlong_filter(batch: StepBatch, scope: str = "trajectory") -> Result:
+    return applied("overlong_filter", batch, scope=scope)
+
+
+def zero_reward_on_non_stop(batch: StepBatch, scope: str = "trajectory") -> Result:
+    return applied("zero_reward_on_non_stop", batch, scope=scope)
+
+
+def zero_variance_filter(
+    batch: StepBatch, tolerance: float = 0.0, scope: str = "trajectory"
+) -> Result:
+    units = sequences(batch, scope)
+    filtered, after, metrics = filters.zero_variance_filter(batch, units, tolerance=tolerance)
+    assert np.array_equal(after.live, sequences(filtered, scope).live)
+    return filtered, metrics
+
+
+def filter_rollouts(batch: StepBatch, config: Config) -> Result:
+    return applied("filter_rollouts", batch, config)
+
+
+def filter_groups(batch: StepBatch, config: Config) -> Result:
+    return applied("filter_groups", batch, config)
 
 
 def two_turns_cut() -> StepBatch:
@@ -304,7 +337,7 @@ def test_sequences_of_a_batch() -> None:
     assert units.group_ids.tolist() == [0, 0, 1]
     assert units.scores.tolist() == [1, 1, 1]
     assert units.live.tolist() == [True] * 3
-    spread = group_spread(two_turns_cut().with_padding_rows(1), "row")
+    spread = group_spread(sequences(two_turns_cut().with_padding_rows(1), "row"))
     assert spread.sizes.tolist() == [4, 1, 0]
     assert spread.num_live.tolist() == [4, 1, 0]
     assert spread.spread.tolist() == [1, 0, 0]

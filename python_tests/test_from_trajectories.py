@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from _rows import assert_same
-from _stored import make_step, make_trajectory
+from _stored import make_step, make_trajectory, some_trajectories
 from hypothesis import given
-from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.from_trajectories import batch_from_trajectories
@@ -50,44 +49,6 @@ def test_rows_by_hand() -> None:
     assert batch.uids == ("a", "b")
     assert batch.stop_reasons == ("stop", "max_turns", "error", "length")
     assert batch.reward_per_row
-
-
-@st.composite
-def some_trajectories(draw: st.DrawFn) -> list[Trajectory]:
-    """Some groups; rewards that float32 cannot hold, failures, empty responses, routes, sources."""
-    with_logprobs, with_routes = draw(st.booleans()), draw(st.booleans())
-    trajectories = []
-    for group in range(draw(st.integers(1, 3))):
-        for repetition in range(draw(st.integers(1, 3))):
-            steps = []
-            for _ in range(draw(st.integers(0, 3))):
-                prompt = draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3))
-                response = draw(st.lists(st.integers(0, 9), max_size=3))
-                values: dict[str, Any] = {
-                    "loss_mask": [draw(st.integers(0, 1)) for _ in response],
-                    "reward": draw(st.sampled_from([0.0, 0.1, -0.7, 1.0])),
-                    "policy_version": draw(st.integers(0, 5)),
-                    "llm_seconds": draw(st.sampled_from([0.1, 0.7])),
-                }
-                if not with_logprobs:
-                    values["rollout_logprobs"] = None
-                if with_routes and draw(st.booleans()):
-                    length = draw(st.integers(0, len(prompt) + len(response)))
-                    values["expert_indices"] = np.full((length, 2, 1), 300 * length)
-                steps.append(make_step(prompt, response, **values))
-            trajectories.append(
-                make_trajectory(
-                    f"p{group}",
-                    repetition,
-                    steps,
-                    stop_reason=draw(st.sampled_from(["stop", "length"])),
-                    failure=draw(st.sampled_from([None, None, "broken"])),
-                    seconds=draw(st.sampled_from([0.3, 1.5])),
-                    env_metrics=draw(st.sampled_from([{}, {"hits": 2, "ok": True, "text": "x"}])),
-                    data_source=draw(st.sampled_from([None, "nq", "a/b"])),
-                )
-            )
-    return trajectories
 
 
 @given(some_trajectories())

@@ -16,8 +16,10 @@ from _training import folder as folder  # a fixture
 from _training import settings, steady
 
 import skyrl_fast
+from skyrl_fast.batch.from_trajectories import batch_from_trajectories
 from skyrl_fast.config import Config
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train import training_batch
 from skyrl_fast.train.dynamic_sampling import DynamicSamplingError
 from skyrl_fast.train.prompts import Prompt, PromptSampler
 from skyrl_fast.train.sinks import read_metrics
@@ -75,6 +77,22 @@ def test_dynamic_sampling_fills_the_batch_from_further_prompts(folder: Path) -> 
         records = [json.loads(line) for line in lines]
         assert len(records) == 16
         assert all(record["uid"].partition("~")[0] not in "012" for record in records)
+
+
+def test_rows_that_were_judged_are_not_made_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def counting(trajectories: Sequence[Trajectory]) -> Any:
+        read.extend(f"{t.uid} {t.repetition_id}" for t in trajectories)
+        return batch_from_trajectories(trajectories)
+
+    monkeypatch.setattr(training_batch, "batch_from_trajectories", counting)
+    make = outcomes_by_uid(["0", "1", "2"])
+    config = settings(folder, "run", FILTER, "trainer.epochs=4", "trainer.max_training_steps=2")
+    skyrl_fast.train(config, make_rollouts=make)
+    assert len(read) == 4 * sum(len(uids) for _, uids in train_calls(make))
 
 
 @pytest.mark.spec("6.46")

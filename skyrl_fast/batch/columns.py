@@ -180,7 +180,7 @@ def flat_experts(
                 f"{shape[-1]}] in row {row}, got {array.dtype} {list(array.shape)}"
             )
     largest = max(int(a.max()) for a in arrays if a is not None)
-    dtype = next(d for d in (np.uint8, np.int16, np.int32) if largest <= np.iinfo(d).max)
+    dtype = routes_dtype(largest)
     counts = np.array([0 if a is None else len(a) for a in arrays], dtype=np.int64)
     if plan is not None:
         begins, ends = plan.route_pieces(op, counts)
@@ -189,3 +189,8 @@ def flat_experts(
         counts = np.add.reduceat(ends - begins, plan.heads)
     flat = np.concatenate([a.astype(dtype, copy=False) for a in arrays if a is not None])
     return torch.from_numpy(flat), offsets(torch.from_numpy(counts))
+
+
+def routes_dtype(largest: int) -> type[np.integer[Any]]:
+    """Return the smallest dtype that holds the ids of experts up to `largest`."""
+    return next(d for d in (np.uint8, np.int16, np.int32) if largest <= np.iinfo(d).max)

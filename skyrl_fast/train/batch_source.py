@@ -14,10 +14,12 @@ from skyrl_fast.rollout.failures import FailureWatch, log_failures
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.dynamic_sampling import GroupSampling
 from skyrl_fast.train.group_flow import GroupFlow, ReadyGroup
+from skyrl_fast.train.rows import SampledRows
 
 logger = logging.getLogger(__name__)
 
-Judge = Callable[[Sequence[Trajectory]], Awaitable[set[str]]]
+Judged = tuple[SampledRows, set[str]]  # rows before the filters, uids of informative groups
+Judge = Callable[[Sequence[Trajectory]], Awaitable[Judged]]
 Wait = Callable[[Any], Awaitable[list[ReadyGroup] | None]]
 
 
@@ -51,7 +53,7 @@ class BatchSource:
             flow: groups on their way.
             step: batches trained, for the random numbers.
             wait: how to wait for groups.
-            judge: gives the uids of informative groups, for dynamic sampling.
+            judge: makes rows and names the informative groups, for dynamic sampling.
         """
         random = np.random.default_rng((self._seed, step))
         sampling = GroupSampling(self._dynamic, self._wanted, random)
@@ -67,8 +69,10 @@ class BatchSource:
                 return None
             trajectories = [t for group in ready for t in group.trajectories]
             self._look_for_failures(trajectories)
-            informative = set() if self._dynamic.type is None else await judge(trajectories)
-            full = sampling.add(trajectories, informative)
+            rows, informative = None, set[str]()
+            if self._dynamic.type is not None:
+                rows, informative = await judge(trajectories)
+            full = sampling.add(trajectories, informative, rows)
             kept = sampling.kept_uids
             if self._dynamic.type != "replace" or not kept:
                 # Where copies take a group's place, it keeps its place in line: the batch leaves

@@ -11,33 +11,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import DynamicSamplingConfig
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.train.sequence_scope import group_spread
+from skyrl_fast.train.rows import GroupRows, SampledRows, join_groups
+from skyrl_fast.train.sequence_scope import Sequences, group_spread
 
 
 class DynamicSamplingError(RuntimeError):
     """So many batches were sampled, and still there are too few informative groups."""
 
 
-def informative_groups(
-    batch: StepBatch, *, tolerance: float = 0.0, scope: str = "trajectory"
-) -> np.ndarray:
+def informative_groups(units: Sequences, *, tolerance: float = 0.0) -> np.ndarray:
     """Return (G,) bool: groups whose outcomes differ, and groups of one.
 
     The outcome of a trajectory is the sum of its last row's rewards. Trajectories without a trained
-    token are not compared: a success beside a stub for a failed one is not informative.
+    token are not compared: a success next to a placeholder for a failure is not informative.
 
     Args:
-        batch: whole groups.
+        units: sequences of complete groups. Where each row is one, all rows are compared, as SkyRL
+            does.
         tolerance: outcomes that differ by no more are equal.
-        scope: "trajectory", or "row" to compare all rows as SkyRL does.
     """
-    groups = group_spread(batch, scope)
+    groups = group_spread(units)
     return (groups.sizes == 1) | (groups.spread > tolerance)
 
 
@@ -62,6 +61,13 @@ def replacement_groups(informative: np.ndarray, *, random: np.random.Generator) 
     return chosen.tolist()
 
 
+class SampledGroup(NamedTuple):
+    """The trajectories of a group, and where the rows made from them are, if any were made."""
+
+    trajectories: list[Trajectory]
+    rows: GroupRows | None
+
+
 def _failed(trajectory: Trajectory) -> bool:
     return trajectory.failure is not None
 
@@ -82,7 +88,7 @@ class GroupSampling:
         self._config = config
         self._wanted = num_groups
         self._random = random
-        self._kept: dict[str, list[Trajectory]] = {}
+        self._kept: dict[str, SampledGroup] = {}
         self._counts: Counter[str] = Counter()
 
     @property
@@ -95,19 +101,28 @@ class GroupSampling:
         """Their uids."""
         return set(self._kept)
 
-    def add(self, trajectories: Sequence[Trajectory], informative: Collection[str]) -> bool:
-        """Take whole groups; return whether there are enough now.
+    def add(
+        self,
+        trajectories: Sequence[Trajectory],
+        informative: Collection[str],
+        rows: SampledRows | None = None,
+    ) -> bool:
+        """Take complete groups; return whether there are enough now.
 
         Args:
             trajectories: those of a group adjacent; a batch of groups, or as many as are missing.
             informative: uids of the informative groups among them.
+            rows: made from the trajectories, if they were.
 
         Raises:
             DynamicSamplingError: not enough, and no batch is left to try.
         """
-        groups: dict[str, list[Trajectory]] = {}
+        groups: dict[str, SampledGroup] = {}
         for trajectory in trajectories:
-            groups.setdefault(trajectory.uid, []).append(trajectory)
+            if trajectory.uid not in groups:
+                place = None if rows is None else GroupRows(rows, len(groups))
+                groups[trajectory.uid] = SampledGroup([], place)
+            groups[trajectory.uid].trajectories.append(trajectory)
         self.sampled.extend(trajectories)
         self._counts["num_batches"] += 1
         self._counts["num_groups_sampled"] += len(groups)
@@ -127,7 +142,12 @@ class GroupSampling:
 
     def trajectories(self) -> list[Trajectory]:
         """Return the trajectories to train on, group after group, each under its own uid."""
-        return [trajectory for group in self._kept.values() for trajectory in group]
+        return [t for group in self._kept.values() for t in group.trajectories]
+
+    def rows(self) -> SampledRows | None:
+        """Return the rows of these trajectories; None where not all were made when judging."""
+        places = {uid: group.rows for uid, group in self._kept.items() if group.rows is not None}
+        return join_groups(places) if places and len(places) == len(self._kept) else None
 
     def metrics(self) -> dict[str, float]:
         """Return what was sampled and dropped, failures in dropped groups included."""
@@ -157,7 +177,7 @@ class GroupSampling:
             f"informative, for a batch of {self._wanted}"
         )
 
-    def _filter(self, groups: dict[str, list[Trajectory]], informative: Collection[str]) -> None:
+    def _filter(self, groups: dict[str, SampledGroup], informative: Collection[str]) -> None:
         for uid, group in groups.items():
             if uid not in informative:
                 continue
@@ -166,7 +186,7 @@ class GroupSampling:
             else:
                 self._counts["num_groups_unused"] += 1
 
-    def _replace(self, groups: dict[str, list[Trajectory]], informative: Collection[str]) -> None:
+    def _replace(self, groups: dict[str, SampledGroup], informative: Collection[str]) -> None:
         if len(informative) <= self._config.min_replace_ratio * len(groups):
             return  # too few to fill a batch with: this one is dropped
         uids = list(groups)
@@ -180,7 +200,8 @@ class GroupSampling:
             copies[uid] += 1
             self._counts["num_groups_replaced"] += 1
             name = f"{uid}+{copies[uid]}"
-            self._kept[name] = [replace(t, uid=name) for t in groups[uid]]
+            trajectories = [replace(t, uid=name) for t in groups[uid].trajectories]
+            self._kept[name] = SampledGroup(trajectories, groups[uid].rows)
 
     def _too_few(self, limit: int) -> str:
         kind = self._config.type

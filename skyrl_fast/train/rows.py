@@ -1,12 +1,72 @@
-"""Which rows are trained: every step, steps joined where contexts grew, or whole trajectories."""
+"""Which rows are trained: every step, steps joined where contexts grew, or full trajectories."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import numpy as np
+import torch
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch.concatenate import concatenate
 from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.ops.merge import MergePlan, merge_flat_steps
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The rows of some trajectories, before any filter.
+
+    Args:
+        steps: a row per step.
+        merged: the rows that are trained; None where these are the steps.
+    """
+
+    steps: StepBatch
+    merged: StepBatch | None
+
+    @property
+    def trained(self) -> StepBatch:
+        """The rows that are trained."""
+        return self.steps if self.merged is None else self.merged
+
+
+class GroupRows(NamedTuple):
+    """Where the rows of a group are: `number` among the groups of `rows`."""
+
+    rows: SampledRows
+    number: int
+
+
+def join_groups(groups: Mapping[str, GroupRows]) -> SampledRows:
+    """Return the rows of these groups, in order, as if made from their trajectories together.
+
+    Args:
+        groups: uid -> where the group's rows are; several uids may name the same.
+    """
+    runs: list[tuple[SampledRows, range, list[str]]] = []  # groups that are neighbours already
+    for uid, (rows, number) in groups.items():
+        if runs and runs[-1][0] is rows and runs[-1][1].stop == number:
+            rows, numbers, uids = runs.pop()
+            runs.append((rows, range(numbers.start, number + 1), [*uids, uid]))
+        else:
+            runs.append((rows, range(number, number + 1), [uid]))
+    steps = concatenate([_some_groups(rows.steps, at, uids) for rows, at, uids in runs])
+    if any(rows.merged is None for rows, _, _ in runs):
+        return SampledRows(steps, None)
+    merged = concatenate([_some_groups(rows.trained, at, uids) for rows, at, uids in runs])
+    if merged.num_rows == steps.num_rows:  # the steps that were joined are of other groups
+        merged = merged.with_(reward_per_row=steps.reward_per_row)
+    return SampledRows(steps, merged)
+
+
+def _some_groups(batch: StepBatch, numbers: range, uids: Sequence[str]) -> StepBatch:
+    """Return the rows of these groups under these uids."""
+    ends = torch.tensor([numbers.start, numbers.stop], dtype=batch.group_ids.dtype)
+    start, stop = torch.searchsorted(batch.group_ids, ends).tolist()
+    return batch.rows(slice(start, stop)).with_(uids=tuple(uids))
 
 
 def training_rows(

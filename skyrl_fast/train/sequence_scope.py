@@ -13,7 +13,7 @@ from skyrl_fast.config import SCOPES
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The sequences of a batch's real rows.
+    """The sequences of a batch's real rows. Filters hand them on, changed as they change the batch.
 
     Args:
         of_row: (N,) int64, the sequence of each row.
@@ -21,6 +21,7 @@ class Sequences:
         group_ids: (U,) int64.
         scores: (U,) float64, the reward of the last row: the outcome.
         live: (U,) bool, whether any token of the sequence is trained.
+        num_groups: G, groups of padding rows included.
     """
 
     of_row: np.ndarray
@@ -28,6 +29,7 @@ class Sequences:
     group_ids: np.ndarray
     scores: np.ndarray
     live: np.ndarray
+    num_groups: int
 
 
 def sequences(batch: StepBatch, scope: str) -> Sequences:
@@ -57,6 +59,7 @@ def sequences(batch: StepBatch, scope: str) -> Sequences:
         group_ids=batch.group_ids[:num_rows].numpy()[last_rows].astype(np.int64),
         scores=batch.row_rewards[:num_rows].numpy()[last_rows].astype(np.float64),
         live=np.bincount(of_row, weights=trained, minlength=len(last_rows)) > 0,
+        num_groups=batch.num_groups,
     )
 
 
@@ -75,21 +78,20 @@ class GroupSpread:
     spread: np.ndarray
 
 
-def group_spread(batch: StepBatch, scope: str) -> GroupSpread:
+def group_spread(units: Sequences) -> GroupSpread:
     """Return the spread of each group's outcomes.
 
-    Sequences without a trained token (a stub for a failed trajectory, or one that a filter masked)
-    are not compared: they are no outcome of the policy.
+    Sequences without a trained token (a placeholder of a failed trajectory, or one that a filter
+    masked) are not compared: they are no outcome of the policy.
     """
-    units = sequences(batch, scope)
-    most = np.full(batch.num_groups, -np.inf)
-    least = np.full(batch.num_groups, np.inf)
+    most = np.full(units.num_groups, -np.inf)
+    least = np.full(units.num_groups, np.inf)
     group, scores = units.group_ids[units.live], units.scores[units.live]
     np.maximum.at(most, group, scores)
     np.minimum.at(least, group, scores)
-    num_live = np.bincount(group, minlength=batch.num_groups)
+    num_live = np.bincount(group, minlength=units.num_groups)
     return GroupSpread(
-        sizes=np.bincount(units.group_ids, minlength=batch.num_groups),
+        sizes=np.bincount(units.group_ids, minlength=units.num_groups),
         num_live=num_live,
         spread=np.where(num_live > 0, most - least, 0.0),
     )

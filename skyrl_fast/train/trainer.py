@@ -22,7 +22,7 @@ from skyrl_fast.config import Config, max_input_length, to_dict
 from skyrl_fast.metrics import eval_metrics
 from skyrl_fast.rollout.failures import FailureWatch, log_failures
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.train.batch_source import BatchSource, token_staleness
+from skyrl_fast.train.batch_source import BatchSource, Judged, token_staleness
 from skyrl_fast.train.callbacks import Callback, CallbackList
 from skyrl_fast.train.checkpoint import latest_checkpoint, read_json, write_checkpoint, write_json
 from skyrl_fast.train.critic import Critic
@@ -37,7 +37,7 @@ from skyrl_fast.train.random_state import load_random_state, save_random_state
 from skyrl_fast.train.rollouts import Rollouts, split_rollout_time
 from skyrl_fast.train.schedule import total_steps
 from skyrl_fast.train.sinks import Logger
-from skyrl_fast.train.training_batch import informative_uids, training_batch, with_advantages
+from skyrl_fast.train.training_batch import judged_rows, training_batch, with_advantages
 from skyrl_fast.train.update import update_policy
 from skyrl_fast.train.waiting import Beside, Compute, StopRequested, Stopwatch, until_stopped
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
@@ -209,7 +209,9 @@ class Trainer:
         trajectories = groups.trajectories()
         split_rollout_time(times, groups.sampled)
         batch, metrics = await self._timed(
-            "batch", times, self._compute(training_batch, trajectories, self._config)
+            "batch",
+            times,
+            self._compute(lambda: training_batch(trajectories, self._config, groups.rows())),
         )
         batch, facts, kl_coef = await self._timed(
             "advantages", times, self._compute(self._with_advantages, batch)
@@ -268,8 +270,8 @@ class Trainer:
         async def wait(work: Coroutine[Any, Any, T]) -> T:
             return await self._timed("rollout", times, self._until_stopped(work))
 
-        async def judge(trajectories: Sequence[Trajectory]) -> set[str]:
-            work = self._compute(informative_uids, trajectories, self._config)
+        async def judge(trajectories: Sequence[Trajectory]) -> Judged:
+            work = self._compute(judged_rows, trajectories, self._config)
             return await self._timed("batch", times, work)
 
         step = await self._source.next(flow, version, wait=wait, judge=judge)

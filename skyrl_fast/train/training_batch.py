@@ -17,40 +17,59 @@ from skyrl_fast.train.dynamic_sampling import informative_groups
 from skyrl_fast.train.filters import filter_groups, filter_rollouts
 from skyrl_fast.train.kl_reward import kl_in_reward, next_kl_coef
 from skyrl_fast.train.policy import Policy
-from skyrl_fast.train.rows import training_rows
+from skyrl_fast.train.rows import SampledRows, training_rows
+from skyrl_fast.train.sequence_scope import sequences
+
+
+def sampled_rows(trajectories: Sequence[Trajectory], config: Config) -> SampledRows:
+    """Return the rows of these trajectories: every step, and what is trained of them."""
+    steps = batch_from_trajectories(trajectories)
+    outcome = config.trainer.algorithm.advantage_estimator in OUTCOME_ESTIMATORS
+    rows = training_rows(
+        steps, config.generator, merge=merges_steps(config), keep_rewards=not outcome
+    )
+    return SampledRows(steps, None if rows is steps else rows)
 
 
 def training_batch(
-    trajectories: Sequence[Trajectory], config: Config
+    trajectories: Sequence[Trajectory], config: Config, rows: SampledRows | None = None
 ) -> tuple[StepBatch, dict[str, float]]:
     """Return the rows to train on, and what to log about rollouts, rewards and filters.
 
     Rollout metrics are of what was sampled; rewards are those that the filters left.
+
+    Args:
+        rows: of the trajectories, where dynamic sampling made them already.
     """
     samples = config.generator.n_samples_per_prompt
-    steps = _steps(trajectories, config)
-    batch = _training_rows(steps, config)
-    before = None if batch is steps else steps.num_real_rows
-    metrics = trajectory_metrics(trajectories, steps)
+    algorithm = config.trainer.algorithm
+    rows = rows or sampled_rows(trajectories, config)
+    batch, before = rows.trained, None if rows.merged is None else rows.steps.num_real_rows
+    if algorithm.advantage_estimator == "gigpo":
+        batch = batch.with_(anchor_ids=anchor_ids(trajectories))
+    metrics = trajectory_metrics(trajectories, rows.steps)
     metrics |= batch_metrics(batch, num_rows_before_merge=before)
     counts_of_forms = token_counts(batch)
     metrics["generate/batch_num_tokens_merged"] = float(counts_of_forms.merged)
     metrics["generate/batch_num_tokens_tree"] = float(counts_of_forms.tree)
-    batch, counts = filter_rollouts(batch, config)
+    units = sequences(batch, algorithm.sequence_scope)
+    batch, units, counts = filter_rollouts(batch, units, config)
     metrics |= counts | reward_metrics(batch, samples_per_prompt=samples)
-    batch, counts = filter_groups(batch, config)
+    batch, units, counts = filter_groups(batch, units, config)
     return batch, metrics | counts
 
 
-def informative_uids(trajectories: Sequence[Trajectory], config: Config) -> set[str]:
-    """Return the uids of the groups that dynamic sampling may keep, judged after the filters."""
+def judged_rows(trajectories: Sequence[Trajectory], config: Config) -> tuple[SampledRows, set[str]]:
+    """Return the rows, and the uids of the groups that dynamic sampling may keep.
+
+    Groups are judged by what the filters leave; the rows are those before the filters.
+    """
     algorithm = config.trainer.algorithm
-    steps = _steps(trajectories, config)
-    batch, _ = filter_rollouts(_training_rows(steps, config), config)
-    informative = informative_groups(
-        batch, tolerance=algorithm.zero_variance_filter_tol, scope=algorithm.sequence_scope
-    )
-    return {uid for uid, good in zip(batch.uids, informative.tolist(), strict=True) if good}
+    rows = sampled_rows(trajectories, config)
+    units = sequences(rows.trained, algorithm.sequence_scope)
+    batch, units, _ = filter_rollouts(rows.trained, units, config)
+    informative = informative_groups(units, tolerance=algorithm.zero_variance_filter_tol)
+    return rows, {uid for uid, good in zip(batch.uids, informative.tolist(), strict=True) if good}
 
 
 def with_advantages(
@@ -110,17 +129,3 @@ def estimator_of(algorithm: AlgorithmConfig) -> str:
     if algorithm.advantage_estimator == "grpo" and not algorithm.grpo_norm_by_std:
         return "dr_grpo"
     return algorithm.advantage_estimator
-
-
-def _steps(trajectories: Sequence[Trajectory], config: Config) -> StepBatch:
-    batch = batch_from_trajectories(trajectories)
-    if config.trainer.algorithm.advantage_estimator == "gigpo":
-        batch = batch.with_(anchor_ids=anchor_ids(trajectories))
-    return batch
-
-
-def _training_rows(steps: StepBatch, config: Config) -> StepBatch:
-    outcome = config.trainer.algorithm.advantage_estimator in OUTCOME_ESTIMATORS
-    return training_rows(
-        steps, config.generator, merge=merges_steps(config), keep_rewards=not outcome
-    )

@@ -1,0 +1,97 @@
+"""Several batches as one. N rows of all batches, G groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_fast.batch.columns import offsets, routes_dtype
+from skyrl_fast.batch.fields import COLUMNS
+from skyrl_fast.batch.step_batch import StepBatch
+
+OP = "concatenate"
+
+
+def concatenate(batches: Sequence[StepBatch]) -> StepBatch:
+    """Return the rows of all batches, in order; the groups of each stay groups of their own.
+
+    Args:
+        batches: at least one, without padding rows, on the CPU.
+
+    Raises:
+        ValueError: no batches, padding rows, a uid in two batches, or a column that some have and
+            others with tokens for it have not.
+    """
+    if not batches:
+        raise ValueError(f"{OP}: batches must not be empty")
+    if any(batch.num_padding_rows for batch in batches):
+        raise ValueError(f"{OP}: batches must have no padding rows")
+    if len(batches) == 1:
+        return batches[0]
+    uids = tuple(uid for batch in batches for uid in batch.uids)
+    if len(set(uids)) < len(uids):
+        twice = next(uid for i, uid in enumerate(uids) if uid in uids[:i])
+        raise ValueError(f"{OP}: uids must differ between batches, but {twice!r} is in two")
+    columns: dict[str, Any] = {name: _joined(batches, name) for name in COLUMNS}
+    for name, counts in {
+        "group_ids": [batch.num_groups for batch in batches],
+        "trajectory_ids": [batch.num_trajectories for batch in batches],
+    }.items():
+        before = torch.tensor([0, *np.cumsum(counts)[:-1].tolist()], dtype=torch.int32)
+        num_rows = torch.tensor([batch.num_rows for batch in batches])
+        columns[name] += before.repeat_interleave(num_rows)
+    for name in ("cu_seqlens", "cu_responses"):
+        columns[name] = offsets(torch.cat([getattr(batch, name).diff() for batch in batches]))
+    columns |= _routes(batches, columns["expert_indices"])
+    reasons = [batch.stop_reasons for batch in batches]
+    known = [part for part in reasons if part is not None]
+    if known and len(known) < len(reasons):
+        raise ValueError(f"{OP}: stop_reasons must be in all batches or in none")
+    return StepBatch(
+        **columns,
+        uids=uids,
+        stop_reasons=tuple(reason for part in known for reason in part) if known else None,
+        reward_per_row=all(batch.reward_per_row for batch in batches),
+    )
+
+
+def _joined(batches: Sequence[StepBatch], name: str) -> torch.Tensor | None:
+    """Return one column of all rows, None where no batch has it."""
+    values = [getattr(batch, name) for batch in batches]
+    # A batch without tokens for it, e.g. of empty responses only, follows the others.
+    needed = [v for v, batch in zip(values, batches, strict=True) if _size(batch, name)]
+    given = [value for value in values if value is not None]
+    if not given or (needed and all(value is None for value in needed)):
+        return None
+    if any(value is None for value in needed):
+        raise ValueError(f"{OP}: {name} must be in all batches or in none")
+    return torch.cat(given)
+
+
+def _size(batch: StepBatch, name: str) -> int:
+    """Return how many entries the column has, or would have."""
+    per = COLUMNS[name][0]
+    if per == "expert":
+        return 0 if batch.expert_indices is None else len(batch.expert_indices)
+    counted = {"token": batch.tokens, "response": batch.loss_mask, "row": batch.group_ids}
+    return len(counted[per])
+
+
+def _routes(batches: Sequence[StepBatch], routes: torch.Tensor | None) -> dict[str, Any]:
+    """Return the routes in the smallest dtype that holds them, and their offsets."""
+    if routes is None or not len(routes):
+        return {"expert_indices": None, "cu_experts": None}
+    counts = [
+        torch.zeros(batch.num_rows, dtype=torch.int64)
+        if batch.cu_experts is None
+        else batch.cu_experts.diff()
+        for batch in batches
+    ]
+    dtype = routes_dtype(int(routes.max()))
+    return {
+        "expert_indices": torch.from_numpy(routes.numpy().astype(dtype, copy=False)),
+        "cu_experts": offsets(torch.cat(counts)),
+    }

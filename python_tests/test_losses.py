@@ -43,7 +43,7 @@ def test_the_kernels_have_the_same_numbers() -> None:
 
 
 def test_the_kernels_take_the_numbers_in_the_same_order() -> None:
-    (body,) = re.findall(r"fields\[kNumParams\] = \{(.*?)\};", source("loss_params.h"), re.S)
+    (body,) = re.findall(r"fields\[kNumParams\] = \{(.*?)\};", source("loss_params_bind.h"), re.S)
     assert re.findall(r"&p\.(\w+)", body) == [*KERNEL_PARAMS, "kl_coef"]
 
 

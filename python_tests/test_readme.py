@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import skyrl_fast
+from scripts import settings_page
 from skyrl_fast.config.loading import build_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,6 +77,12 @@ def test_yaml_blocks_are_valid_settings() -> None:
     assert texts
     for text in texts:
         build_config(yaml.safe_load(text))
+
+
+def test_settings_page_is_that_of_the_settings() -> None:
+    assert settings_page.PAGE.read_text(encoding="utf-8") == settings_page.page(), (
+        "run python -m scripts.settings_page"
+    )
 
 
 def test_api_table_names_everything_that_is_public() -> None:

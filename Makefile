@@ -1,14 +1,14 @@
-# The day's commands. `make help` lists them.
+# Development commands; `make help` lists them.
 PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 .DEFAULT_GOAL := help
 .PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheel-test doctor ext format peers bench-peers
 
-help: ## this list
+help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-setup: ## make .venv: torch, vLLM, the package (done by the others when needed)
+setup: ## create or update .venv: torch, vLLM, the package (run by the other targets)
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV)
 
 train: setup ## the quickstart: a tiny agent learns text-to-SQL, about 10 minutes on 2 cores
@@ -17,66 +17,66 @@ train: setup ## the quickstart: a tiny agent learns text-to-SQL, about 10 minute
 gsm8k: setup ## recipe: word problems, one turn; ARGS="--variant multi_turn": several
 	$(PY) examples/gsm8k/run.py $(ARGS)
 
-text2sql: setup ## recipe: SkyRL-SQL, step-wise; ARGS="--variant thinking": thoughts are stripped
+text2sql: setup ## recipe: SkyRL-SQL, step-wise; ARGS="--variant thinking": stripped thoughts
 	$(PY) examples/text2sql/run.py $(ARGS)
 
 search-r1: setup ## recipe: Search-R1 with its retrieval server; ARGS="--variant long": long passages
 	$(PY) examples/search_r1/run.py $(ARGS)
 
-test: setup ## the default tests, real vLLM among them
+test: setup ## default tests, including real vLLM
 	$(PY) -m pytest $(ARGS)
 
-test-slow: setup ## the tests that take minutes
+test-slow: setup ## tests that take minutes
 	$(PY) -m pytest -m slow $(ARGS)
 
-spec: setup ## every rule of docs/spec.md with the tests that cover it
+spec: setup ## rules of docs/spec.md with the tests that cover them
 	$(PY) scripts/spec_report.py $(ARGS)
 
-screenshots: setup ## pictures of the quickstart's run for docs/viewer.md; needs a Chromium
+screenshots: setup ## screenshots for docs/viewer.md; needs Chromium
 	$(PY) scripts/screenshots.py $(or $(RUN),quickstart/run) $(ARGS)
 
-check: setup ## format, lint, types
+check: setup ## formatting, lint, types
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' | grep -v dlpack.h)
 
-cuda-check: setup ## compile all CUDA kernels for all architectures (no GPU needed; skips without nvcc)
+cuda-check: setup ## CUDA kernels compiled for all architectures (no GPU needed; skips without nvcc)
 	$(PY) scripts/cuda_check.py $(ARGS)
 
-gpu-check: setup ## on a GPU: the tests that need one, plain and under compute-sanitizer
+gpu-check: setup ## GPU tests, plain and under compute-sanitizer
 	$(PY) -m scripts.gpu_check $(ARGS)
 
-format: setup ## rewrite the sources in the house's format
+format: setup ## format the sources
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' | grep -v dlpack.h)
 
-bench: setup ## every op beside the code people use now; prints the table
+bench: setup ## CPU benchmarks of every op and its alternatives
 	$(PY) -m bench.report $(ARGS)
 
-bench-gpu: setup ## every GPU op beside its peers; writes bench/results/gpu.md (needs a GPU)
+bench-gpu: setup ## GPU benchmarks; writes bench/results/gpu.md (needs a GPU)
 	$(PY) -m bench.gpu.report $(ARGS)
 
-plot-gpu: setup ## time and memory over tokens and vocabulary, from bench/results/gpu.json
+plot-gpu: setup ## plots of bench/results/gpu.json
 	$(PY) -m bench.gpu.plot $(ARGS)
 
-sanitize: setup ## the kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize: setup ## kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(PYTHON) scripts/sanitize.py --venv $(VENV)
 
-peers: setup ## SkyRL's tests with and without us, ours beside SkyRL, verl, TRL; SKYRL=its source tree
+peers: setup ## SkyRL's tests with and without this package; our own tests; SKYRL=its source tree
 	$(PY) scripts/peers.py --venv $(VENV) $(if $(SKYRL),--skyrl $(SKYRL)) $(ARGS)
 
-bench-peers: setup ## SkyRL stock against SkyRL with us installed, op by op and end to end
+bench-peers: setup ## benchmarks of SkyRL with and without this package
 	$(PY) scripts/peers.py --venv $(VENV) --bench $(if $(SKYRL),--skyrl $(SKYRL)) $(ARGS)
 
-wheel-test: setup ## the built wheel under other torch versions
+wheel-test: setup ## tests of the built wheel with other torch versions
 	$(PYTHON) scripts/wheel_test.py
 
-doctor: setup ## what was built, what was found, what to do about what is missing
+doctor: setup ## installation report, with fixes for what is missing
 	@$(VENV)/bin/skyrl-fast doctor
 
-ext: ## the extension alone, into skyrl_fast/, with the active Python (for development)
+ext: ## extension only, into skyrl_fast/, with the active Python
 	@mkdir -p build
 	@cmake -S . -B build/dev -G Ninja -DSKYRL_FAST_CUDA=$(or $(SKYRL_FAST_CUDA),off) \
 		-Dpybind11_DIR="$$(python -c 'import pybind11; print(pybind11.get_cmake_dir())')" \

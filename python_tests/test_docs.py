@@ -153,7 +153,9 @@ def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for page in pages():
         text = (ROOT / page).read_text(encoding="utf-8")
-        for target in re.findall(r"(?:`|^)make ([a-z][a-z0-9-]*)", text, flags=re.MULTILINE):
+        fenced = re.findall(r"^```.*?^```$", text, flags=re.DOTALL | re.MULTILINE)
+        commands = re.findall(r"`(make [^`\n]+)`", text) + "\n".join(fenced).splitlines()
+        for target in re.findall(r"^make ([a-z][a-z0-9-]*)", "\n".join(commands), re.MULTILINE):
             assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), (page, target)
 
 

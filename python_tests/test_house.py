@@ -26,15 +26,16 @@ def imported(path: Path, *, at_top_only: bool = False) -> set[str]:
     return names
 
 
-def top_nodes(tree: ast.Module) -> list[ast.AST]:
-    """Statements that run at import: not in functions, not under TYPE_CHECKING."""
+def top_nodes(tree: ast.Module, *, with_types: bool = False) -> list[ast.AST]:
+    """Statements that run at import: not in functions, by default not under TYPE_CHECKING."""
     found: list[ast.AST] = []
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         node = waiting.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if for_types and not with_types:
             continue
         found.append(node)
         waiting.extend(ast.iter_child_nodes(node))
@@ -57,7 +58,7 @@ def python_files(*places: str) -> list[Path]:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Module -> the package's modules that it imports at the top.
+    """Module -> the package's modules that it imports at the top, under TYPE_CHECKING too.
 
     `from package import module` is an import of the module, not of what the package defines.
     """
@@ -65,7 +66,7 @@ def import_graph() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for module, path in paths.items():
         names: set[str] = set()
-        for node in top_nodes(ast.parse(path.read_text())):
+        for node in top_nodes(ast.parse(path.read_text()), with_types=True):
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch.columns import offsets, routes_dtype
-from skyrl_fast.batch.fields import COLUMNS
-from skyrl_fast.batch.step_batch import StepBatch
+from skyrl_fast.batch.step_batch import COLUMNS, StepBatch
 
 OP = "concatenate"
 
@@ -30,7 +29,7 @@ def concatenate(batches: Sequence[StepBatch]) -> StepBatch:
     if any(batch.num_padding_rows for batch in batches):
         raise ValueError(f"{OP}: batches must have no padding rows")
     if len(batches) == 1:
-        return batches[0]
+        return batches[0].with_(**_routes(batches, batches[0].expert_indices))
     uids = tuple(uid for batch in batches for uid in batch.uids)
     if len(set(uids)) < len(uids):
         twice = next(uid for i, uid in enumerate(uids) if uid in uids[:i])

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from skyrl_fast.ops import _backend, _ragged
 from skyrl_fast.ops.pack import SIDES, row_starts
 from skyrl_fast.ops.padding_rows import check_pad_mode, write_padding_rows
-
-if TYPE_CHECKING:
-    from skyrl_fast.batch.step_batch import StepBatch
 
 OP = "StepBatch.padded"
 
@@ -32,7 +30,7 @@ class PaddedBatch:
         router_padding_mask: (N, T) bool, True where nothing was captured; None without routes.
         uids: N; padding rows are `pad0`, `pad1`, ...
         is_last_step: N; True in padding rows, which are trajectories of their own.
-        pad_size: rows at the end that only fill up, otherwise copies of row 0.
+        pad_size: padding rows at the end.
     """
 
     sequences: torch.Tensor
@@ -48,65 +46,63 @@ class PaddedBatch:
     pad_size: int
 
 
-def padded_batch(
-    batch: StepBatch,
+def padded_tensors(
+    tokens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    responses: Mapping[str, torch.Tensor | None],
+    cu_responses: torch.Tensor,
+    *,
+    row_rewards: torch.Tensor,
     pad_token_id: int,
     pad_size: int,
-    pad_mode: str = "repeat",
-) -> PaddedBatch:
-    """Return the padded view of a batch; arguments and errors as `StepBatch.padded`."""
+    pad_mode: str,
+) -> dict[str, torch.Tensor]:
+    """Return `sequences`, `attention_mask`, `response_mask` and the padded `responses`, by name.
+
+    Args:
+        tokens: (S,) int32. cu_seqlens: (N + 1,) offsets into it.
+        responses: name -> (A,) values per response token, or None.
+        cu_responses: (N + 1,) offsets into them.
+        row_rewards: (N,) float32, for a check.
+        pad_token_id, pad_size, pad_mode: as for `StepBatch.padded`.
+
+    Raises:
+        ValueError: as `StepBatch.padded`.
+    """
+    num_rows = len(row_rewards)
     check_pad_mode(OP, pad_size, pad_mode)
-    if pad_size and batch.num_rows == 0:
+    if pad_size and num_rows == 0:
         raise ValueError(f"{OP}: an empty batch has no row 0 to repeat in padding rows")
-    num_rows = batch.num_rows
-    lengths, response_lengths = batch.lengths.long(), batch.response_lengths.long()
-    _refuse_lost_rewards(batch.row_rewards, response_lengths)
-    sides = {"token": lengths, "response": response_lengths}
+    sides = {"token": cu_seqlens.diff().long(), "response": cu_responses.diff().long()}
+    _refuse_lost_rewards(row_rewards, sides["response"])
     shapes = {
-        side: (num_rows + pad_size, int(of_row.max()) if num_rows else 0)
-        for side, of_row in sides.items()
+        side: (num_rows + pad_size, int(lengths.max()) if num_rows else 0)
+        for side, lengths in sides.items()
     }
-    columns: dict[str, tuple[str, torch.Tensor | None, float]] = {  # side, values, pad value
-        "sequences": ("token", batch.tokens, pad_token_id),
-        "attention_mask": ("token", None, 0.0),
-        "response_mask": ("response", None, 0.0),
-        "rewards": ("response", batch.rewards, 0.0),
-        "loss_mask": ("response", batch.loss_mask, 0.0),
+    columns: dict[str, tuple[str, torch.Tensor | None]] = {
+        "sequences": ("token", tokens),
+        "attention_mask": ("token", None),
+        "response_mask": ("response", None),
     }
-    if batch.rollout_logprobs is not None:
-        columns["rollout_logprobs"] = ("response", batch.rollout_logprobs, 0.0)
+    columns |= {name: ("response", v) for name, v in responses.items() if v is not None}
     tensors: dict[str, torch.Tensor] = {}
     copies: list[tuple[Any, ...]] = []
     fills: list[tuple[Any, ...]] = []
-    for name, (side, values, pad_value) in columns.items():
+    for name, (side, values) in columns.items():
         floating = side == "response" and values is not None
-        dtype = torch.float32 if floating else torch.int64
-        tensors[name] = out = _backend.empty(shapes[side], dtype)
-        fills.append(
-            (out, sides[side], SIDES["left"], None if values is None else float(pad_value))
-        )
+        out = _backend.empty(shapes[side], torch.float32 if floating else torch.int64)
+        tensors[name] = out
+        pad_value = float(pad_token_id) if side == "token" else 0.0
+        fills.append((out, sides[side], SIDES["left"], None if values is None else pad_value))
         if values is not None:
-            offsets = batch.cu_seqlens if side == "token" else batch.cu_responses
+            offsets = cu_seqlens if side == "token" else cu_responses
             field = _ragged.read_field(OP, name, (values, offsets))
             starts = row_starts(sides[side], shapes[side][1], SIDES["left"])
             copies += _ragged.copy_jobs(field, out, starts)
     _ragged.fill(OP, copies, fills)
     for name, tensor in tensors.items():
         write_padding_rows(name, tensor, num_rows, pad_mode)
-    routes, mask = _experts(batch, pad_size)
-    return PaddedBatch(
-        sequences=tensors["sequences"],
-        attention_mask=tensors["attention_mask"],
-        response_mask=tensors["response_mask"],
-        rewards=tensors["rewards"],
-        loss_mask=tensors["loss_mask"],
-        rollout_logprobs=tensors.get("rollout_logprobs"),
-        rollout_expert_indices=routes,
-        router_padding_mask=mask,
-        uids=batch.row_uids + [f"pad{i}" for i in range(pad_size)],
-        is_last_step=batch.is_last_step.tolist() + [True] * pad_size,
-        pad_size=pad_size,
-    )
+    return tensors
 
 
 def _refuse_lost_rewards(row_rewards: torch.Tensor, response_lengths: torch.Tensor) -> None:
@@ -119,22 +115,30 @@ def _refuse_lost_rewards(row_rewards: torch.Tensor, response_lengths: torch.Tens
         )
 
 
-def _experts(
-    batch: StepBatch, pad_size: int
+def padded_routes(
+    routes: torch.Tensor | None,
+    cu_experts: torch.Tensor | None,
+    lengths: torch.Tensor,
+    pad_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Return the routes and the mask of cells without one; padding rows have none."""
-    if batch.expert_indices is None or batch.cu_experts is None:
+    """Return (N + pad_size, T, L, K) routes and the mask of cells without one; None without routes.
+
+    Args:
+        routes: (E, L, K) integers of the rows' first tokens. cu_experts: (N + 1,) offsets into it.
+        lengths: (N,) tokens of each row.
+        pad_size: padding rows, which have none.
+    """
+    if routes is None or cu_experts is None:
         return None, None
-    _, num_layers, top_k = batch.expert_indices.shape
-    lengths = batch.lengths.long()
-    width = int(lengths.max())
-    dummy = torch.arange(top_k, dtype=batch.expert_indices.dtype)
-    out = dummy.expand(batch.num_rows + pad_size, width, num_layers, top_k).clone()
-    captured = batch.cu_experts.diff().long()
-    row_starts = torch.arange(batch.num_rows) * width + (width - lengths)
-    shift = torch.repeat_interleave(row_starts - batch.cu_experts[:-1].long(), captured)
-    cells = torch.arange(batch.expert_indices.shape[0]) + shift
-    out.view(-1, num_layers, top_k)[cells] = batch.expert_indices
+    num_routes, num_layers, top_k = routes.shape
+    num_rows, width = len(lengths), int(lengths.max())
+    dummy = torch.arange(top_k, dtype=routes.dtype)
+    out = dummy.expand(num_rows + pad_size, width, num_layers, top_k).clone()
+    starts = torch.arange(num_rows) * width + (width - lengths.long())
+    captured = cu_experts.diff().long()
+    shift = torch.repeat_interleave(starts - cu_experts[:-1].long(), captured)
+    cells = torch.arange(num_routes) + shift
+    out.view(-1, num_layers, top_k)[cells] = routes
     mask = torch.ones(out.shape[:2], dtype=torch.bool)
     mask.view(-1)[cells] = False
     return out, mask

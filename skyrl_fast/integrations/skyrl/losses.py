@@ -1,9 +1,9 @@
 """SkyRL's policy losses and loss reduction. N rows, R padded cells.
 
 SkyRL scales the advantages, so that a loss is a plain sum over the trained tokens; here the rows
-therefore weigh 1. Tensors on the CPU in float32 are computed by `skyrl_fast.policy_loss`, others by
-SkyRL. The corrections for sampling from another policy, with their metrics, are SkyRL's own: they
-come in as a weight per token.
+therefore weigh 1. Float32 tensors are computed by `skyrl_fast.policy_loss` on the CPU and on GPUs
+that it has kernels for, others by SkyRL. The corrections for sampling from another policy, with
+their metrics, are SkyRL's own: they come in as a weight per token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from skyrl_fast.ops.losses import (
     Sapo,
     loss_and_settings,
 )
-from skyrl_fast.ops.policy_loss import PolicyLoss, policy_loss
+from skyrl_fast.ops.policy_loss import ON_GPU, PolicyLoss, policy_loss
 
 REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
 Loss = tuple[torch.Tensor, dict[str, float]]
@@ -252,7 +252,10 @@ def _loss(
     if kind in LOG_PROBS_ALONE:
         old_log_probs = advantages = None
     others = [t for t in (old_log_probs, advantages, rollout_logprobs) if t is not None]
-    require(log_probs.ndim == 2 and log_probs.device.type == "cpu", "another shape or device")
+    require(log_probs.ndim == 2, "another shape")
+    require(all(t.device == log_probs.device for t in (loss_mask, *others)), "several devices")
+    backend = _backend.select(name, log_probs, loss_mask, available_on_gpu=ON_GPU)
+    require(backend != "torch", "a device without kernels")
     require(not any(t.requires_grad for t in others), "gradients of more than log_probs")
     require(all(t.dtype == torch.float32 for t in (log_probs, loss_mask, *others)), "other dtypes")
     require(all(t.shape == log_probs.shape for t in (loss_mask, *others)), "other shapes")
@@ -267,7 +270,7 @@ def _loss(
     out = policy_loss(
         log_probs, old_log_probs, advantages, loss_mask, loss=settings, scope="row",
         rollout_logprobs=rollout_logprobs, token_weights=weights,
-        row_weights=torch.ones(len(log_probs)),
+        row_weights=torch.ones(len(log_probs), device=log_probs.device),
     )  # fmt: skip
     try:
         return out.loss, _skyrl_metrics(kind, out, metrics)
@@ -279,22 +282,22 @@ def _loss(
 
 def _skyrl_metrics(kind: str, out: PolicyLoss, correction: dict[str, float]) -> dict[str, float]:
     """Return SkyRL's metrics of a loss; refuse a loss that SkyRL computes otherwise."""
+    read = ("num_tokens", "clip_ratio", "ratio_mean", "ratio_min", "ratio_max")
+    # One transfer: each would wait for the GPU.
+    numbers = torch.stack(
+        [t.detach().double() for t in (out.loss, *(out.metrics[name] for name in read))]
+    )
+    value, count, clip_ratio, ratio_mean, ratio_min, ratio_max = numbers.tolist()
     if kind in UNBOUNDED:
         limit = float(np.exp(LARGEST_LOG_RATIO.get(kind, DEFAULT_LARGEST))) * 0.99
-        inside = (
-            1 / limit < float(out.metrics["ratio_min"]) and float(out.metrics["ratio_max"]) < limit
-        )
-        require(inside or not float(out.metrics["num_tokens"]), "ratios beyond the kernel's bounds")
-    if not np.isfinite(out.loss.item()):
-        raise NotOursError("a loss that is no number")
+        inside = 1 / limit < ratio_min and ratio_max < limit
+        require(inside or not count, "ratios beyond the kernel's bounds")
+    require(bool(np.isfinite(value)), "a loss that is no number")
     if kind == "importance_sampling":
-        return {"importance_ratio": float(out.metrics["ratio_mean"])}
+        return {"importance_ratio": ratio_mean}
     if kind in LOGGED_UNCLIPPED:
         return {"clip_ratio": 0.0, **correction}
-    count = float(out.metrics["num_tokens"])
-    clipped = np.float32(round(float(out.metrics["clip_ratio"]) * count)) / np.float32(
-        max(count, 1.0)
-    )
+    clipped = np.float32(round(clip_ratio * count)) / np.float32(max(count, 1.0))
     return {"clip_ratio": float(clipped), **correction}
 
 
@@ -305,8 +308,8 @@ def _is_zero_one(mask: Tensor) -> bool:
     squares is at least the square of the sum over the number, with equality for equal cells.
     """
     flat = mask.reshape(-1)
-    count = float(torch.count_nonzero(flat))
-    return float(flat.sum()) == count == float(torch.dot(flat, flat))
+    sums = torch.stack([flat.sum(), torch.dot(flat, flat)]).double()
+    return bool((sums == torch.count_nonzero(flat)).all())
 
 
 def _correction(

@@ -16,7 +16,7 @@ from importlib import metadata
 from typing import Any
 
 from skyrl_fast.integrations.skyrl import rules as fixed_rules
-from skyrl_fast.integrations.skyrl.names import KEPT, PPO, TARGETS, Target
+from skyrl_fast.integrations.skyrl.names import GYM_GENERATOR, KEPT, PPO, TARGETS, TRAINER, Target
 from skyrl_fast.integrations.skyrl.on_import import ImportWatch
 from skyrl_fast.integrations.skyrl.report import Report, Row, SkyRLFastWarning
 from skyrl_fast.integrations.skyrl.source import undecorated
@@ -24,13 +24,10 @@ from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, Counts, find, know
 
 OURS = "skyrl_fast"
 MODES = ("compat", "fixed")
-PACKAGES = ("skyrl", "skyrl_train")
+PACKAGE = "skyrl"
 REGISTRIES = ("AdvantageEstimatorRegistry", "PolicyLossRegistry")
 # Loaded by `install`, so that what they bind is replaced: SkyRL's trainer and its generator.
-ENTRY_MODULES = (
-    ("skyrl.train.trainer", "skyrl_train.trainer"),
-    ("skyrl.train.generators.skyrl_gym_generator", "skyrl_train.generators.skyrl_gym_generator"),
-)
+ENTRY_MODULES = (TRAINER, GYM_GENERATOR)
 UNKNOWN_TEXT = "its text is not one that the stand-in is known to equal"
 
 _installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # theirs, ours
@@ -113,11 +110,11 @@ def install_on_import(mode: str = "compat", *, rules: Iterable[str] | None = Non
 
     def loaded(module_name: str) -> None:
         global _report
-        rows = _replace([t for t in _targets(chosen) if module_name in t.modules], chosen)
+        rows = _replace([t for t in _targets(chosen) if t.module == module_name], chosen)
         _report = replace(_report, version=_version(), rows=(*_report.rows, *rows))
         _warn(rows, _report.version, [])
 
-    _watch = ImportWatch({name for target in _targets(chosen) for name in target.modules}, loaded)
+    _watch = ImportWatch({target.module for target in _targets(chosen)}, loaded)
     _watch.start()
 
 
@@ -180,33 +177,28 @@ def _chosen_rules(mode: str, rules: Iterable[str] | None) -> tuple[str, ...]:
 
 
 def _version() -> str:
-    for package in PACKAGES:
-        try:
-            module = importlib.import_module(package)
-        except ImportError:
-            continue
-        own = getattr(module, "__version__", None)
-        if own is not None:
-            return str(own)
-        try:
-            return metadata.version(package.replace("_", "-"))
-        except metadata.PackageNotFoundError:
-            return "of unknown version"
-    raise ImportError("install: SkyRL cannot be imported; install `skyrl`, or put it on the path")
+    try:
+        module = importlib.import_module(PACKAGE)
+    except ImportError as error:
+        raise ImportError(
+            "install: SkyRL cannot be imported; install `skyrl`, or put it on the path"
+        ) from error
+    version = getattr(module, "__version__", None)
+    if version is not None:
+        return str(version)
+    try:
+        return metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
 
 
 def _load_entry_modules() -> list[str]:
     failures = []
-    for names in ENTRY_MODULES:
-        errors = []
-        for name in names:
-            try:
-                importlib.import_module(name)
-                break
-            except Exception as error:  # whatever an import runs into: it is reported
-                errors.append(f"{name}: {type(error).__name__}: {error}")
-        else:
-            failures.append(errors[0])
+    for name in ENTRY_MODULES:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever an import runs into: it is reported
+            failures.append(f"{name}: {type(error).__name__}: {error}")
     return failures
 
 
@@ -299,7 +291,7 @@ def _namespaces() -> Iterator[tuple[str, dict[str, Any], Callable[[str, Any], No
         ):
             continue
         yield module_name, module.__dict__, module.__dict__.__setitem__
-        if package in PACKAGES:
+        if package == PACKAGE:
             for name, value in list(module.__dict__.items()):
                 if inspect.isclass(value) and value.__module__ == module_name:
                     yield f"{module_name}.{name}", dict(vars(value)), _class_setter(value)
@@ -310,12 +302,11 @@ def _class_setter(owner: type) -> Callable[[str, Any], None]:
 
 
 def _registries() -> Iterator[tuple[str, dict[str, Callable[..., Any]]]]:
-    for module_name in PPO:
-        module = sys.modules.get(module_name)
-        for name in REGISTRIES:
-            registry = getattr(module, name, None)
-            if registry is not None:
-                yield name, registry._functions
+    module = sys.modules.get(PPO)
+    for name in REGISTRIES:
+        registry = getattr(module, name, None)
+        if registry is not None:
+            yield name, registry._functions
 
 
 def _warn(rows: list[Row], version: str, failures: list[str]) -> None:

@@ -62,9 +62,9 @@ def fake_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module("skyrl.train.dataset.preprocess")
     known = fingerprint([module.compute_prompt_boundaries])
-    places = ("skyrl.train.dataset.preprocess", "skyrl_train.dataset.preprocess")
+    place = "skyrl.train.dataset.preprocess"
     targets = tuple(
-        Target(t.name, places, {known: "9.9"}, t.stand_in) if "boundaries" in t.name else t
+        Target(t.name, place, {known: "9.9"}, t.stand_in) if "boundaries" in t.name else t
         for t in TARGETS
         if t.short_name in ("compute_prompt_boundaries", "make_router_padding_mask")
     )
@@ -138,7 +138,7 @@ def test_a_users_wrapper_in_a_registry_stays(
     mine = functools.wraps(theirs)(lambda uids: "mine")
     functions = {"theirs": theirs, "decorated": decorated, "mine": mine}
     module = SimpleNamespace(PolicyLossRegistry=SimpleNamespace(_functions=functions))
-    monkeypatch.setitem(sys.modules, PPO[0], module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, PPO, module)  # type: ignore[arg-type]
     with pytest.warns(skyrl.SkyRLFastWarning, match="make_router_padding_mask"):
         skyrl.install(ray_workers=False)
     ours = skyrl.compute_prompt_boundaries

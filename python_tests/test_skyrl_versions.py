@@ -25,7 +25,7 @@ FOLDER = ROOT / "build" / "peers" / "versions"
 # One rule for each function that only mode "fixed" replaces.
 FIRST_RULES = ("length_check", "routes_append", "dynamic_sampling_filter",
                "dynamic_sampling_replace")  # fmt: skip
-VERSIONS = ("0.0.1", "0.1.0", "0.2.0", "0.3.0")  # all that the package index offered
+VERSIONS = ("0.2.0", "0.3.0")  # of the package index; those before had few of the functions
 
 
 def source_tree(version: str) -> Path:
@@ -59,17 +59,15 @@ def definition(path: Path, name: str) -> str | None:
 
 def state(tree: Path, target: Target) -> str:
     """Return what `install` does with the name in this source tree."""
-    for module in target.modules:
-        path = tree / f"{module.replace('.', '/')}.py"
-        text = definition(path, target.name) if path.exists() else None
-        if text is None:
-            continue
-        digest = hashlib.sha256(plain_text(text).encode())
-        for used in target.uses:
-            part = definition(path, used)
-            digest.update(plain_text(part).encode() if part else b"")
-        return "replaced" if digest.hexdigest()[:DIGITS] in target.texts else "kept"
-    return "-"
+    path = tree / f"{target.module.replace('.', '/')}.py"
+    text = definition(path, target.name) if path.exists() else None
+    if text is None:
+        return "-"
+    digest = hashlib.sha256(plain_text(text).encode())
+    for used in target.uses:
+        part = definition(path, used)
+        digest.update(plain_text(part).encode() if part else b"")
+    return "replaced" if digest.hexdigest()[:DIGITS] in target.texts else "kept"
 
 
 def page(trees: dict[str, Path]) -> str:

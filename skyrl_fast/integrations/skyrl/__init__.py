@@ -17,7 +17,6 @@ from skyrl_fast.integrations.skyrl.advantages import (
 from skyrl_fast.integrations.skyrl.batches import (
     convert_prompts_responses_to_batch_tensors,
     make_router_padding_mask,
-    pad_batch,
     pad_training_input_batch,
 )
 from skyrl_fast.integrations.skyrl.boundaries import (
@@ -84,7 +83,6 @@ __all__ = [
     "make_router_padding_mask",
     "merge_stepwise_output",
     "normalize_advantages",
-    "pad_batch",
     "pad_training_input_batch",
     "postprocess_generator_output",
     "ppo_policy_loss",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -194,32 +193,3 @@ def pad_training_input_batch(unpadded_batch: Any, pad_size: int) -> Any:
 def _padded(name: str, value: Any, pad_size: int) -> Any:
     whole = SPARE.whole(value)
     return padding_rows.pad_field(name, value, pad_size, "repeat") if whole is None else whole
-
-
-@stand_in("RayPPOTrainer.pad_batch")
-def pad_batch(self: Any, training_input: Any) -> Any:
-    """Return the batch padded to the data-parallel size, as SkyRL 0.1.0's method of that name.
-
-    There the padding rows repeat the first `pad_size` rows, not the first row alone.
-    """
-    num_rows, dp_size = training_input.batch_size, self.dispatch.get_lcm_dp_size()
-    pad_size = math.ceil(num_rows / dp_size) * dp_size - num_rows
-    require(pad_size <= num_rows, "more padding rows than rows")
-    metadata = training_input.metadata
-    if pad_size == 0:
-        metadata["pad_size"] = 0
-        return training_input
-    require(isinstance(metadata.get("uids"), list), "uids that are no list")
-    padded = padding_rows.pad_training_input_batch(training_input, pad_size)
-    for name, tensor in training_input.items():
-        if tensor is None:
-            del padded[name]  # that version drops them
-        elif name == "is_last_step":
-            padded[name][num_rows:] = 1
-        elif name != "loss_mask":
-            padded[name][num_rows:] = tensor[:pad_size]
-    metadata["pad_size"] = pad_size
-    if "trajectory_ids" in metadata:
-        names = [f"pad{i}" for i in range(pad_size)]
-        padded.metadata["trajectory_ids"] = metadata["trajectory_ids"] + names
-    return padded

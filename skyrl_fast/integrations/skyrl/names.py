@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PREPROCESS = ("skyrl.train.dataset.preprocess", "skyrl_train.dataset.preprocess")
-TRAINING_BATCH = ("skyrl.backends.skyrl_train.training_batch", "skyrl_train.training_batch")
-GENERATORS = ("skyrl.train.generators.utils", "skyrl_train.generators.utils")
-TRAINER_UTILS = ("skyrl.train.utils.trainer_utils", "skyrl_train.utils.trainer_utils")
-PPO = ("skyrl.backends.skyrl_train.utils.ppo_utils", "skyrl_train.utils.ppo_utils")
-TORCH_UTILS = ("skyrl.backends.skyrl_train.utils.torch_utils", "skyrl_train.utils.torch_utils")
-TRAINER = ("skyrl.train.trainer", "skyrl_train.trainer")
-GYM_GENERATOR = (
-    "skyrl.train.generators.skyrl_gym_generator",
-    "skyrl_train.generators.skyrl_gym_generator",
-)
+PREPROCESS = "skyrl.train.dataset.preprocess"
+TRAINING_BATCH = "skyrl.backends.skyrl_train.training_batch"
+GENERATORS = "skyrl.train.generators.utils"
+TRAINER_UTILS = "skyrl.train.utils.trainer_utils"
+PPO = "skyrl.backends.skyrl_train.utils.ppo_utils"
+TORCH_UTILS = "skyrl.backends.skyrl_train.utils.torch_utils"
+TRAINER = "skyrl.train.trainer"
+GYM_GENERATOR = "skyrl.train.generators.skyrl_gym_generator"
 NEWEST = "main"  # the label of the newest text that is known
 
 
@@ -29,14 +26,14 @@ class Target:
 
     Args:
         name: of the function, or `Class.method`.
-        modules: where it is defined: today's layout, and the older `skyrl_train`.
+        module: where it is defined.
         texts: known fingerprints, each with the first version that has it.
         stand_in: `module.function` of this package.
         uses: private functions of the same module that belong to the text.
     """
 
     name: str
-    modules: tuple[str, str]
+    module: str
     texts: Mapping[str, str]
     stand_in: str
     uses: tuple[str, ...] = ()
@@ -87,7 +84,6 @@ TARGETS = (
         {"ac531ca0fbf01f60": "main", "d60fa884c02932f1": "0.2.0"},
         "batches.pad_training_input_batch",
     ),
-    Target("RayPPOTrainer.pad_batch", TRAINER, {"6dc453c17a0b2176": "0.1.0"}, "batches.pad_batch"),
     Target(
         "validate_generator_output",
         TRAINER_UTILS,

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 DIGITS = 16  # of the hash: enough for a table that a person can read
-DECORATORS = ("skyrl", "skyrl_train", "torch")  # whose wrappers do what the function does
+DECORATORS = ("skyrl", "torch")  # whose wrappers do what the function does
 
 
 def fingerprint(functions: Sequence[Callable[..., Any]]) -> str:

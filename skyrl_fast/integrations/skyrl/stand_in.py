@@ -84,19 +84,16 @@ ORIGINALS = Originals()
 
 
 def find(target: Target) -> tuple[Any, Callable[..., Any]] | None:
-    """Return the module and SkyRL's function of the first layout that has both, or None."""
-    for module_name in target.modules:
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError:
-            continue
-        owner: Any = module
-        for part in target.name.split(".")[:-1]:
-            owner = getattr(owner, part, None)
-        function = vars(owner).get(target.short_name) if owner is not None else None
-        if function is not None:
-            return module, function
-    return None
+    """Return the module and SkyRL's function, or None where either is missing."""
+    try:
+        module = importlib.import_module(target.module)
+    except ImportError:
+        return None
+    owner: Any = module
+    for part in target.name.split(".")[:-1]:
+        owner = getattr(owner, part, None)
+    function = vars(owner).get(target.short_name) if owner is not None else None
+    return None if function is None else (module, function)
 
 
 def known_label(target: Target, module: Any, function: Callable[..., Any]) -> str | None:

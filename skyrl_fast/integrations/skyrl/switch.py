@@ -24,13 +24,10 @@ from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, Counts, find, know
 
 OURS = "skyrl_fast"
 MODES = ("compat", "fixed")
-PACKAGES = ("skyrl", "skyrl_train")
+PACKAGE = "skyrl"
 REGISTRIES = ("AdvantageEstimatorRegistry", "PolicyLossRegistry")
 # Loaded by `install`, so that what they bind is replaced: SkyRL's trainer and its generator.
-ENTRY_MODULES = (
-    ("skyrl.train.trainer", "skyrl_train.trainer"),
-    ("skyrl.train.generators.skyrl_gym_generator", "skyrl_train.generators.skyrl_gym_generator"),
-)
+ENTRY_MODULES = (TRAINER, GYM_GENERATOR)
 UNKNOWN_TEXT = "its text is not one that the stand-in is known to equal"
 
 _installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # theirs, ours
@@ -113,11 +110,11 @@ def install_on_import(mode: str = "compat", *, rules: Iterable[str] | None = Non
 
     def loaded(module_name: str) -> None:
         global _report
-        rows = _replace([t for t in _targets(chosen) if module_name in t.modules], chosen)
+        rows = _replace([t for t in _targets(chosen) if t.module == module_name], chosen)
         _report = replace(_report, version=_version(), rows=(*_report.rows, *rows))
         _warn(rows, _report.version, [])
 
-    _watch = ImportWatch({name for target in _targets(chosen) for name in target.modules}, loaded)
+    _watch = ImportWatch({target.module for target in _targets(chosen)}, loaded)
     _watch.start()
 
 
@@ -299,7 +296,7 @@ def _namespaces() -> Iterator[tuple[str, dict[str, Any], Callable[[str, Any], No
         ):
             continue
         yield module_name, module.__dict__, module.__dict__.__setitem__
-        if package in PACKAGES:
+        if package == PACKAGE:
             for name, value in list(module.__dict__.items()):
                 if inspect.isclass(value) and value.__module__ == module_name:
                     yield f"{module_name}.{name}", dict(vars(value)), _class_setter(value)
@@ -310,12 +307,11 @@ def _class_setter(owner: type) -> Callable[[str, Any], None]:
 
 
 def _registries() -> Iterator[tuple[str, dict[str, Callable[..., Any]]]]:
-    for module_name in PPO:
-        module = sys.modules.get(module_name)
-        for name in REGISTRIES:
-            registry = getattr(module, name, None)
-            if registry is not None:
-                yield name, registry._functions
+    module = sys.modules.get(PPO)
+    for name in REGISTRIES:
+        registry = getattr(module, name, None)
+        if registry is not None:
+            yield name, registry._functions
 
 
 def _warn(rows: list[Row], version: str, failures: list[str]) -> None:

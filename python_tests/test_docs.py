@@ -132,7 +132,9 @@ def known(word: str) -> bool:
 
 @pytest.mark.parametrize("page", pages())
 def test_what_is_in_backticks_exists(page: str) -> None:
-    quoted = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(page))
+    paragraphs = re.split(r"\n(?=\n|\||#|\s*- )", prose(page))
+    spans = [span for text in paragraphs for span in re.findall(r"`([^`]+)`", text)]
+    quoted = [" ".join(span.split()) for span in spans]
     wrong = {code: gone for code in quoted if (gone := missing(code))}
     assert not wrong
 

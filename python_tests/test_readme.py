@@ -16,7 +16,7 @@ from scripts import settings_page
 from skyrl_fast.config.loading import build_config
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/training.md", "docs/api.md")
+PAGES = ("README.md", "docs/training.md", "docs/custom_algorithms.md", "docs/api.md")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 # Blocks that would train: their call is checked against the signature and the settings, not run.

@@ -1,6 +1,8 @@
 """The settings of a training run: what there is (`settings`), and how it is read (`loading`)."""
 
 from skyrl_fast.config.algorithm import (
+    estimator_settings,
+    estimator_spec,
     is_ratio_to_rollout,
     policy_loss_settings,
     policy_loss_spec,
@@ -12,8 +14,6 @@ from skyrl_fast.config.corrections import (
 )
 from skyrl_fast.config.loading import check_config, load_config
 from skyrl_fast.config.settings import (
-    ADVANTAGE_ESTIMATORS,
-    OUTCOME_ESTIMATORS,
     SCOPES,
     AlgorithmConfig,
     Config,
@@ -26,8 +26,6 @@ from skyrl_fast.config.settings import (
 from skyrl_fast.setting import ConfigError
 
 __all__ = [
-    "ADVANTAGE_ESTIMATORS",
-    "OUTCOME_ESTIMATORS",
     "SCOPES",
     "AlgorithmConfig",
     "Config",
@@ -38,6 +36,8 @@ __all__ = [
     "OffPolicyCorrectionConfig",
     "OptimizerConfig",
     "check_config",
+    "estimator_settings",
+    "estimator_spec",
     "is_ratio_to_rollout",
     "load_config",
     "max_input_length",

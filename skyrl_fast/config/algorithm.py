@@ -1,4 +1,4 @@
-"""What the algorithm's settings choose: the policy loss, with its settings."""
+"""What the algorithm's settings choose: policy loss and advantage estimator, with settings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from skyrl_fast.config.settings import AlgorithmConfig
 from skyrl_fast.ops.custom_loss import CustomLoss, find_policy_loss
+from skyrl_fast.ops.estimators import EstimatorSpec, find_advantage_estimator
 from skyrl_fast.ops.losses import LossSettings, LossSpec, ratio_to_rollout
 
 
@@ -41,3 +42,19 @@ def is_ratio_to_rollout(algorithm: AlgorithmConfig) -> bool:
     if isinstance(spec, CustomLoss) or isinstance(settings, CustomLoss):
         return False
     return ratio_to_rollout(spec, settings)
+
+
+def estimator_spec(algorithm: AlgorithmConfig) -> EstimatorSpec:
+    """Return what is true of the chosen advantage estimator.
+
+    Raises:
+        ValueError: there is no estimator of that name.
+    """
+    return find_advantage_estimator(algorithm.advantage_estimator)
+
+
+def estimator_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """Return the keyword arguments of the chosen advantage estimator."""
+    spec = estimator_spec(algorithm)
+    named = {argument: getattr(algorithm, key) for argument, key in spec.settings.items()}
+    return named | algorithm.advantage_estimator_kwargs

@@ -12,17 +12,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from skyrl_fast.config.algorithm import policy_loss_settings, policy_loss_spec
+from skyrl_fast.config.algorithm import (
+    estimator_settings,
+    estimator_spec,
+    policy_loss_settings,
+    policy_loss_spec,
+)
 from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.settings import (
-    TURN_ESTIMATORS,
     AlgorithmConfig,
     Config,
     SamplingParams,
     merges_steps,
 )
 from skyrl_fast.ops.custom_loss import CustomLoss, check_settings
+from skyrl_fast.ops.estimators import ADVANTAGE_ESTIMATORS
 from skyrl_fast.ops.losses import POLICY_LOSSES, Cispo, LossSpec
 from skyrl_fast.registry import importable_name
 from skyrl_fast.setting import ConfigError, limit_error
@@ -67,7 +72,6 @@ _SKYRL_ONLY = {
     "generator.sampling_params.logprobs": "the sampled token's logprob is always taken; remove it",
 }
 
-_LEAVE_ONE_OUT = ("rloo", "turn_level_group")
 # Parameters of vLLM that the settings or the agent loop give.
 _OWN_SAMPLING = frozenset(
     (
@@ -166,6 +170,7 @@ def check_config(config: Config) -> None:
             "trainer.resume_path: wanted a checkpoint folder (resume_mode=from_path), got null"
         )
     _check_policy_loss(config)
+    _check_estimator(trainer.algorithm)
     _check_algorithm(trainer.algorithm)
     _check_group_sizes(config)
     _check_credit(config)
@@ -233,6 +238,26 @@ def _check_policy_loss(config: Config) -> None:
         )
 
 
+def _check_estimator(algorithm: AlgorithmConfig) -> None:
+    """An estimator that is there and takes the settings that it gets."""
+    key, kwargs = "trainer.algorithm.advantage_estimator", algorithm.advantage_estimator_kwargs
+    try:
+        spec = estimator_spec(algorithm)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    if spec.name in ADVANTAGE_ESTIMATORS:
+        if kwargs:
+            raise ConfigError(
+                f"{key}_kwargs: wanted none with advantage_estimator={spec.name}, whose settings "
+                f"have keys of their own, got {kwargs}"
+            )
+        return
+    try:
+        check_settings(algorithm.advantage_estimator, spec.function, estimator_settings(algorithm))
+    except ValueError as error:
+        raise ConfigError(f"{key}_kwargs: {error}") from error
+
+
 def _check_algorithm(algorithm: AlgorithmConfig) -> None:
     key = "trainer.algorithm"
     if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
@@ -265,7 +290,7 @@ def _check_algorithm(algorithm: AlgorithmConfig) -> None:
 def _check_group_sizes(config: Config) -> None:
     """A baseline from the others needs others; a horizon must hold the batch's trajectories."""
     algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
-    if algorithm.advantage_estimator in _LEAVE_ONE_OUT and samples == 1:
+    if estimator_spec(algorithm).needs_others and samples == 1:
         raise ConfigError(
             "generator.n_samples_per_prompt: wanted at least 2 with trainer.algorithm."
             f"advantage_estimator={algorithm.advantage_estimator}, whose advantage is 0 in a group "
@@ -307,9 +332,9 @@ def _has_host(url: str) -> bool:
 def _check_credit(config: Config) -> None:
     """A critic where it is needed, and rows that are turns where turns are judged."""
     trainer, generator = config.trainer, config.generator
-    estimator = trainer.algorithm.advantage_estimator
+    estimator, spec = trainer.algorithm.advantage_estimator, estimator_spec(trainer.algorithm)
     has_critic = trainer.critic.model.path is not None
-    if has_critic != (estimator == "gae"):
+    if has_critic != spec.needs_values:
         wanted, got = ("null", trainer.critic.model.path) if has_critic else ("a model", "null")
         raise ConfigError(
             f"trainer.critic.model.path: wanted {wanted} with "
@@ -321,8 +346,8 @@ def _check_credit(config: Config) -> None:
             "trainer.critic_mini_batch_size: wanted a divisor of trainer.train_batch_size="
             f"{trainer.train_batch_size}, got {critic_size}"
         )
-    whole_turns = generator.step_wise_trajectories and not merges_steps(config)
-    if estimator in TURN_ESTIMATORS and not whole_turns:
+    rows_are_turns = generator.step_wise_trajectories and not merges_steps(config)
+    if spec.level == "turn" and not rows_are_turns:
         raise ConfigError(
             f"trainer.algorithm.advantage_estimator: {estimator} judges turns and wants a row for "
             "each, so generator.step_wise_trajectories=true and merge_stepwise_output=false"

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skyrl_fast.advantages import advantages, gae_advantages
+from skyrl_fast.advantages import estimated
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.token_counts import token_counts
-from skyrl_fast.config import OUTCOME_ESTIMATORS, AlgorithmConfig, Config, merges_steps
+from skyrl_fast.config import (
+    AlgorithmConfig,
+    Config,
+    estimator_settings,
+    estimator_spec,
+    merges_steps,
+)
 from skyrl_fast.generator_output import generator_output_from_trajectories
 from skyrl_fast.metrics import batch_metrics, reward_metrics, rollout_metrics
 from skyrl_fast.rollout.trajectory import Trajectory
@@ -68,10 +74,10 @@ def with_advantages(
     Args:
         policy: its log-probabilities are the old ones; only asked for the KL in the reward.
         reference: for the same.
-        critic: gives the values of `gae`.
+        critic: gives values where the estimator reads them.
         kl_coef: weight of that KL in this step.
     """
-    estimator = estimator_of(algorithm)
+    spec = estimator_spec(algorithm)
     metrics: dict[str, float] = {}
     if algorithm.use_kl_in_reward:
         assert reference is not None
@@ -82,35 +88,21 @@ def with_advantages(
             ),
             coef=kl_coef,
             estimator=algorithm.kl_estimator_type,
-            outcome=estimator in OUTCOME_ESTIMATORS,
+            outcome=spec.level == "outcome",
         )
         kl_coef = next_kl_coef(
             kl_coef, metrics["loss/avg_kl"], batch.num_trajectories, algorithm.kl_ctrl
         )
-    if estimator == "gae":
+    if spec.needs_values:
         assert critic is not None
         batch = batch.with_(values=critic.batch_values(batch))
-        batch = gae_advantages(batch, gamma=algorithm.gamma, lambd=algorithm.lambd)
-        return batch, metrics, kl_coef
-    of_tokens = advantages(
+    batch = estimated(
         batch,
-        estimator=estimator,
+        estimator=algorithm.advantage_estimator,
         normalize=algorithm.advantage_batch_normalize,
-        gamma=algorithm.gamma,
-        step_advantage_w=algorithm.step_advantage_w,
-        baseline=algorithm.turn_level_baseline,
-        scale_by_std=(
-            algorithm.grpo_norm_by_std if estimator == "gigpo" else algorithm.turn_level_norm_by_std
-        ),
+        **estimator_settings(algorithm),
     )
-    return batch.with_(advantages=of_tokens), metrics, kl_coef
-
-
-def estimator_of(algorithm: AlgorithmConfig) -> str:
-    """Return the advantage estimator's name; `grpo` without division by the std is Dr. GRPO."""
-    if algorithm.advantage_estimator == "grpo" and not algorithm.grpo_norm_by_std:
-        return "dr_grpo"
-    return algorithm.advantage_estimator
+    return batch, metrics, kl_coef
 
 
 def _rows(
@@ -120,13 +112,13 @@ def _rows(
     batch = StepBatch.from_generator_output(
         output, num_prompts=config.trainer.train_batch_size, step_wise=True
     )
-    if config.trainer.algorithm.advantage_estimator == "gigpo":
+    if estimator_spec(config.trainer.algorithm).needs_anchors:
         batch = batch.with_(anchor_ids=anchor_ids(trajectories))
     return batch, output
 
 
 def _training_rows(steps: StepBatch, config: Config) -> StepBatch:
-    outcome = config.trainer.algorithm.advantage_estimator in OUTCOME_ESTIMATORS
+    outcome = estimator_spec(config.trainer.algorithm).level == "outcome"
     return training_rows(
         steps, config.generator, merge=merges_steps(config), keep_rewards=not outcome
     )

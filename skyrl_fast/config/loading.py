@@ -13,7 +13,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from skyrl_fast.config.algorithm import (
-    estimator_settings,
+    check_estimator,
+    check_policy_loss,
     estimator_spec,
     policy_loss_settings,
     policy_loss_spec,
@@ -26,10 +27,7 @@ from skyrl_fast.config.settings import (
     SamplingParams,
     merges_steps,
 )
-from skyrl_fast.ops.custom_loss import CustomLoss, check_settings
-from skyrl_fast.ops.estimators import ADVANTAGE_ESTIMATORS
 from skyrl_fast.ops.losses import POLICY_LOSSES, Cispo, LossSpec
-from skyrl_fast.registry import importable_name
 from skyrl_fast.setting import ConfigError, limit_error
 
 # Sections of SkyRL's own configuration that have no meaning here, with what to do instead.
@@ -169,8 +167,8 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             "trainer.resume_path: wanted a checkpoint folder (resume_mode=from_path), got null"
         )
-    _check_policy_loss(config)
-    _check_estimator(trainer.algorithm)
+    check_policy_loss(config)
+    check_estimator(trainer.algorithm)
     _check_algorithm(trainer.algorithm)
     _check_group_sizes(config)
     _check_credit(config)
@@ -205,57 +203,10 @@ def _check_rows(config: Config) -> None:
             f"{key}: wanted {wanted} where generator.step_wise_trajectories is false "
             f"(one row per trajectory already), got {got}"
         )
-    whole = not generator.step_wise_trajectories
-    if rows == "step" and (whole or generator.merge_stepwise_output):
-        other = "step_wise_trajectories=false" if whole else "merge_stepwise_output=true"
+    one_row = not generator.step_wise_trajectories
+    if rows == "step" and (one_row or generator.merge_stepwise_output):
+        other = "step_wise_trajectories=false" if one_row else "merge_stepwise_output=true"
         raise ConfigError(f"trainer.rows: wanted another form with generator.{other}, got step")
-
-
-def _check_policy_loss(config: Config) -> None:
-    """A loss that is there, in every rank, and takes the settings that it gets."""
-    algorithm, key = config.trainer.algorithm, "trainer.algorithm.policy_loss"
-    try:
-        loss = policy_loss_spec(algorithm)
-    except ValueError as error:
-        raise ConfigError(f"{key}_type: {error}") from error
-    if not isinstance(loss, CustomLoss):
-        if algorithm.policy_loss_kwargs:
-            raise ConfigError(
-                f"{key}_kwargs: wanted none with policy_loss_type={loss.name}, whose settings have "
-                f"keys of their own, got {algorithm.policy_loss_kwargs}"
-            )
-        return
-    try:
-        check_settings(algorithm.policy_loss_type, loss.function, algorithm.policy_loss_kwargs)
-    except ValueError as error:
-        raise ConfigError(f"{key}_kwargs: {error}") from error
-    ranks = config.trainer.placement.policy_num_gpus_per_node
-    if ranks > 1 and ":" not in algorithm.policy_loss_type:
-        name = importable_name(loss.function) or "module:function"
-        raise ConfigError(
-            f"{key}_type: wanted {name} with {ranks} ranks, each of which imports it, got "
-            f"{algorithm.policy_loss_type}, which is registered in this process alone"
-        )
-
-
-def _check_estimator(algorithm: AlgorithmConfig) -> None:
-    """An estimator that is there and takes the settings that it gets."""
-    key, kwargs = "trainer.algorithm.advantage_estimator", algorithm.advantage_estimator_kwargs
-    try:
-        spec = estimator_spec(algorithm)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from error
-    if spec.name in ADVANTAGE_ESTIMATORS:
-        if kwargs:
-            raise ConfigError(
-                f"{key}_kwargs: wanted none with advantage_estimator={spec.name}, whose settings "
-                f"have keys of their own, got {kwargs}"
-            )
-        return
-    try:
-        check_settings(algorithm.advantage_estimator, spec.function, estimator_settings(algorithm))
-    except ValueError as error:
-        raise ConfigError(f"{key}_kwargs: {error}") from error
 
 
 def _check_algorithm(algorithm: AlgorithmConfig) -> None:

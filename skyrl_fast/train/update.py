@@ -93,7 +93,7 @@ def update_policy(
 
 
 def _take_old_logprobs(batch: StepBatch, seen_logprobs: torch.Tensor) -> torch.Tensor | None:
-    """Fill in the policy's own from before the update; return the tensor if there are none."""
+    """Copy the batch's `old_logprobs` of trained tokens; return the tensor where it has none."""
     if batch.old_logprobs is None:
         return seen_logprobs
     trained = batch.loss_mask != 0

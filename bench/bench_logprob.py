@@ -150,7 +150,7 @@ def test_forward_backward(benchmark, size: str, dtype: str, threads: int, conten
 def test_trained_rows(benchmark, dtype: str, trained: int) -> None:
     benchmark.group = f"logprob forward 4096x151936 {dtype} 1T, percent of rows trained"
     mask = torch.rand(4096, generator=torch.Generator().manual_seed(3)) < trained / 100
-    function = functools.partial(ours, mask=mask)
+    function = functools.partial(ours, loss_mask=mask)
     with torch.no_grad():
         timed(benchmark, function, "4096x151936", dtype, 1, True, 1)
 
@@ -221,7 +221,7 @@ def test_linear(benchmark, work: str, contender: str) -> None:
     def run() -> None:
         h.grad = w.grad = None
         if contender == "skyrl_fast":
-            logprob = linear_logprob(h, w, targets, mask=mask)
+            logprob = linear_logprob(h, w, targets, loss_mask=mask)
         elif contender == "torch_trained_rows":
             logprob = baselines.cross_entropy(h[mask] @ w.T, targets[mask])
         else:

@@ -97,7 +97,7 @@ def test_policy_loss(launched: list[str], loss: str, ragged: bool) -> None:
 def test_logits(launched: list[str]) -> None:
     targets, mask = there(5, dtype=torch.int64), there(5, dtype=torch.bool)
     for inplace in (False, True):
-        options = {"mask": mask, "return_entropy": True, "inplace_backward": inplace}
+        options = {"loss_mask": mask, "return_entropy": True, "inplace_backward": inplace}
         logprob, entropy = selected_logprob(leaf(5, 9) * 1, targets, **options)
         (logprob + entropy).sum().backward()
     assert launched == ["selected_logprob_backward"]  # in place; the others are torch operators
@@ -105,7 +105,7 @@ def test_logits(launched: list[str]) -> None:
     out.loss.backward()
     assert launched[1:] == ["scale_rows"]
     linear_logprob(leaf(5, 3), leaf(9, 3), targets, chunk_rows=2).sum().backward()
-    vocab_parallel_logprob(leaf(5, 9), targets, vocab_start=0, mask=mask).sum().backward()
+    vocab_parallel_logprob(leaf(5, 9), targets, vocab_start=0, loss_mask=mask).sum().backward()
 
 
 @pytest.mark.spec("4.23")

@@ -16,10 +16,11 @@ from _fakes import FakeRollouts, FakeTokenizer, tiny_model, write_prompts
 
 import skyrl_fast
 from skyrl_fast import gae, gigpo_advantage, turn_group_advantage, turn_level_returns
-from skyrl_fast.advantages import advantages, gae_advantages, normalize_advantages
+from skyrl_fast.advantages import advantages, estimated, normalize_advantages
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.config import ADVANTAGE_ESTIMATORS, Config, ConfigError
+from skyrl_fast.config import Config, ConfigError
 from skyrl_fast.config.loading import load_config
+from skyrl_fast.ops.estimators import ADVANTAGE_ESTIMATORS
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.anchors import anchor_ids
@@ -85,7 +86,7 @@ def config(*overrides: str) -> Config:
     )
 
 
-def estimated(*overrides: str) -> StepBatch:
+def with_estimates(*overrides: str) -> StepBatch:
     settings = config(*overrides)
     batch, _ = training_batch(group(), settings)
     batch, _, _ = with_advantages(
@@ -119,7 +120,7 @@ WANTED = {
 @pytest.mark.spec("9.1", "9.28")
 @pytest.mark.parametrize("estimator", WANTED)
 def test_turn_estimators_read_the_rewards_of_all_steps(estimator: str) -> None:
-    batch = estimated(
+    batch = with_estimates(
         f"trainer.algorithm.advantage_estimator={estimator}",
         "trainer.algorithm.gamma=0.5",
         "trainer.algorithm.step_advantage_w=0.25",
@@ -130,7 +131,7 @@ def test_turn_estimators_read_the_rewards_of_all_steps(estimator: str) -> None:
 
 @pytest.mark.spec("9.28", "9.29")
 def test_reinforce_is_normalised_over_the_batch() -> None:
-    batch = estimated("trainer.algorithm.advantage_estimator=reinforce++")
+    batch = with_estimates("trainer.algorithm.advantage_estimator=reinforce++")
     to_go = torch.tensor([3.0, 3, 2, 2, 5, 5, 5, 5, 5, 5])
     wanted = (to_go - to_go.mean()) / to_go.std(correction=0)
     torch.testing.assert_close(batch.advantages, wanted)
@@ -140,8 +141,8 @@ def test_reinforce_is_normalised_over_the_batch() -> None:
 @pytest.mark.parametrize("estimator", ["turn_level_returns", "rloo"])
 def test_others_are_normalised_where_asked(estimator: str) -> None:
     name = f"trainer.algorithm.advantage_estimator={estimator}"
-    plain = estimated(name)
-    scaled = estimated(name, "trainer.algorithm.advantage_batch_normalize=true")
+    plain = with_estimates(name)
+    scaled = with_estimates(name, "trainer.algorithm.advantage_batch_normalize=true")
     wanted = normalize_advantages(plain.advantages, plain.loss_mask)
     assert torch.equal(scaled.advantages, wanted)
     assert not torch.equal(scaled.advantages, plain.advantages)
@@ -151,7 +152,7 @@ def test_others_are_normalised_where_asked(estimator: str) -> None:
 def test_gae_takes_its_values_from_the_batch() -> None:
     batch, _ = training_batch(group(), config())
     values = torch.arange(10.0) / 10
-    got = gae_advantages(batch.with_(values=values), gamma=0.9, lambd=0.8)
+    got = estimated(batch.with_(values=values), estimator="gae", gamma=0.9, lambd=0.8)
     advantages_, returns = gae(
         batch.rewards,
         values,
@@ -163,7 +164,7 @@ def test_gae_takes_its_values_from_the_batch() -> None:
     )
     assert torch.equal(got.advantages, advantages_) and torch.equal(got.returns, returns)
     with pytest.raises(ValueError, match="gae needs the batch's values"):
-        gae_advantages(batch)
+        estimated(batch, estimator="gae")
 
 
 @pytest.mark.spec("9.22")

@@ -35,7 +35,7 @@ def run_linear(
 @pytest.mark.parametrize("chunk_rows", [None, 1, 4, 16, 100])
 def test_linear_equals_reference(chunk_rows, backend):
     h, w, targets, mask = linear_case(torch.float32)
-    options = {"mask": mask, "temperature": 0.7}
+    options = {"loss_mask": mask, "temperature": 0.7}
     got = run_linear(h, w, targets, chunk_rows=chunk_rows, backend=backend, **options)
     want = run_linear(h.double(), w.double(), targets, backend="torch", **options)
     for a, b in zip(got, want, strict=True):
@@ -45,9 +45,9 @@ def test_linear_equals_reference(chunk_rows, backend):
 
 def test_linear_bfloat16_adds_up_in_float32():
     h, w, targets, mask = linear_case(torch.bfloat16, rows=400)
-    got = run_linear(h, w, targets, mask=mask, chunk_rows=10)
-    exact_result = run_linear(h.double(), w.double(), targets, mask=mask, backend="torch")
-    one_chunk = run_linear(h, w, targets, mask=mask)
+    got = run_linear(h, w, targets, loss_mask=mask, chunk_rows=10)
+    exact_result = run_linear(h.double(), w.double(), targets, loss_mask=mask, backend="torch")
+    one_chunk = run_linear(h, w, targets, loss_mask=mask)
     assert got[0].dtype == torch.float32 and got[3].dtype == torch.bfloat16
     # The logits, of magnitude 10, are rounded to bfloat16: 2^-9 of each.
     torch.testing.assert_close(got[0].double(), exact_result[0], rtol=0, atol=0.1)
@@ -60,7 +60,7 @@ def test_linear_never_reads_masked_rows(backend):
     h, w, targets, mask = linear_case(torch.float32)
     h[~mask] = math.nan
     targets[~mask] = -100
-    got = run_linear(h, w, targets, mask=mask, chunk_rows=4, backend=backend)
+    got = run_linear(h, w, targets, loss_mask=mask, chunk_rows=4, backend=backend)
     assert torch.equal(got[0][~mask], torch.zeros(int((~mask).sum())))
     assert torch.equal(got[2][~mask], torch.zeros_like(h[~mask]))
     assert all(x.isfinite().all() for x in got)
@@ -68,16 +68,16 @@ def test_linear_never_reads_masked_rows(backend):
 
 def test_linear_all_masked_stays_connected(backend):
     h, w, targets, mask = linear_case(torch.float32)
-    got = run_linear(h, w, targets, mask=mask & False, backend=backend)
+    got = run_linear(h, w, targets, loss_mask=mask & False, backend=backend)
     assert all(torch.equal(x, torch.zeros_like(x)) for x in got)
 
 
 def test_linear_keeps_leading_shape(backend):
     h, w, targets, mask = linear_case(torch.float32, rows=24)
     got = linear_logprob(
-        h.view(2, 12, 8), w, targets.view(2, 12), mask=mask.view(2, 12), backend=backend
+        h.view(2, 12, 8), w, targets.view(2, 12), loss_mask=mask.view(2, 12), backend=backend
     )
-    want = linear_logprob(h, w, targets, mask=mask, backend=backend)
+    want = linear_logprob(h, w, targets, loss_mask=mask, backend=backend)
     assert torch.equal(got, want.view(2, 12))
 
 
@@ -101,7 +101,7 @@ def test_linear_backward_twice():
 def test_linear_gradcheck():
     h, w, targets, mask = linear_case(torch.float64, rows=4, hidden=3, vocab=5)
     arguments = (h.requires_grad_(), w.requires_grad_())
-    assert gradcheck(lambda a, b: linear_logprob(a, b, targets, mask=mask), arguments)
+    assert gradcheck(lambda a, b: linear_logprob(a, b, targets, loss_mask=mask), arguments)
 
 
 def test_linear_never_holds_all_logits(monkeypatch):

@@ -136,10 +136,10 @@ def test_any_sizes(vocab, rows, seed, scale, shift, temperature, level, masked):
     before = _C.simd_level()
     _C.set_simd_level(level)
     try:
-        got = both(logits, targets, temperature, mask=mask)
+        got = both(logits, targets, temperature, loss_mask=mask)
     finally:
         _C.set_simd_level(before)
-    want = both(logits.double(), targets, temperature, mask=mask, backend="torch")
+    want = both(logits.double(), targets, temperature, loss_mask=mask, backend="torch")
     # The exponent's scale log2(e) / temperature is a float: relative 6e-8 of differences of logits
     # over the temperature, which reach 200 / 0.05.
     torch.testing.assert_close(got[0], want[0].float(), rtol=1e-6, atol=2e-6)
@@ -192,7 +192,7 @@ def test_masked_rows_are_never_read(mask_dtype, backend, simd):
     poisoned = logits.clone()
     poisoned[mask == 0] = math.nan
     targets = torch.where(mask == 0, -100, targets)
-    got = both(poisoned, targets, 1.0, mask=mask.to(mask_dtype), backend=backend)
+    got = both(poisoned, targets, 1.0, loss_mask=mask.to(mask_dtype), backend=backend)
     keep = mask != 0
     want = selected_logprob(logits[keep], targets[keep], return_entropy=True)
     assert torch.equal(got[0][~keep], torch.zeros(3))
@@ -205,7 +205,7 @@ def test_masked_rows_are_never_read(mask_dtype, backend, simd):
 def test_all_rows_masked_stays_connected(backend):
     logits = torch.full((3, 5), math.nan, requires_grad=True)
     targets = torch.full((3,), -100)
-    selected_logprob(logits, targets, mask=torch.zeros(3), backend=backend).sum().backward()
+    selected_logprob(logits, targets, loss_mask=torch.zeros(3), backend=backend).sum().backward()
     assert torch.equal(logits.grad, torch.zeros(3, 5))
 
 
@@ -381,7 +381,7 @@ def test_target_out_of_range(target, backend):
         ({"logits": torch.zeros(2, 0)}, "V >= 1"),
         ({"target_ids": torch.zeros(3, dtype=torch.int64)}, "target_ids must be of shape"),
         ({"target_ids": torch.zeros(2)}, "target_ids must be integers"),
-        ({"mask": torch.ones(3)}, "mask must be of shape"),
+        ({"loss_mask": torch.ones(3)}, "mask must be of shape"),
         ({"temperature": 0.0}, "temperature must be positive"),
         ({"temperature": -1.0}, "temperature must be positive"),
         ({"temperature": math.nan}, "temperature must be positive"),
@@ -419,7 +419,7 @@ def test_gradcheck():
     mask = torch.tensor([1, 0, 1])
 
     def run(x):
-        return selected_logprob(x, targets, mask=mask, temperature=0.7, return_entropy=True)
+        return selected_logprob(x, targets, loss_mask=mask, temperature=0.7, return_entropy=True)
 
     assert gradcheck(run, logits)
 
@@ -511,7 +511,7 @@ def test_compiles_in_one_graph(inplace):
 
     def loss(x):
         logprob, entropy = selected_logprob(
-            x * 2, targets, mask=mask, return_entropy=True, inplace_backward=inplace
+            x * 2, targets, loss_mask=mask, return_entropy=True, inplace_backward=inplace
         )
         return (logprob * weight + entropy).sum()
 

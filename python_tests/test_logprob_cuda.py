@@ -50,9 +50,9 @@ def compare(got: list[torch.Tensor], want: list[torch.Tensor], dtype: torch.dtyp
 def test_equals_reference(gpu: str, dtype: torch.dtype, vocab: int, inplace: bool) -> None:
     logits, targets = made(6, vocab, dtype)
     mask = torch.tensor([1, 1, 0, 1, 1, 0])
-    options = {"mask": mask.to(gpu), "temperature": 0.7}
+    options = {"loss_mask": mask.to(gpu), "temperature": 0.7}
     got = visited(logits.to(gpu), targets.to(gpu), inplace_backward=inplace, **options)
-    compare(got, exact(logits, targets, mask=mask, temperature=0.7), dtype)
+    compare(got, exact(logits, targets, loss_mask=mask, temperature=0.7), dtype)
     assert torch.equal(got[2].cpu()[mask == 0], torch.zeros(2, vocab, dtype=dtype))
 
 
@@ -158,7 +158,7 @@ def test_masked_rows_are_not_read(gpu: str) -> None:
     logits = torch.zeros(3, 64, device=gpu)
     logits[1] = math.nan
     mask = torch.tensor([1, 0, 1]).to(gpu)
-    got = selected_logprob(logits, torch.tensor([0, -100, 1]).to(gpu), mask=mask)
+    got = selected_logprob(logits, torch.tensor([0, -100, 1]).to(gpu), loss_mask=mask)
     torch.testing.assert_close(got.cpu(), torch.tensor([-4.1588831, 0.0, -4.1588831]))
 
 
@@ -369,7 +369,7 @@ def test_linear(gpu: str, dtype: torch.dtype, chunk_rows: int | None) -> None:
         h = hidden.detach().clone().to(device, kind).requires_grad_()
         w = weight.detach().clone().to(device, kind).requires_grad_()
         logprob, entropy = linear_logprob(
-            h, w, targets.to(device), mask=mask.to(device), return_entropy=True, **options
+            h, w, targets.to(device), loss_mask=mask.to(device), return_entropy=True, **options
         )
         (logprob.sum() + 0.1 * entropy.sum()).backward()
         return [t.detach().cpu().double() for t in (logprob, entropy, h.grad, w.grad)]
@@ -487,6 +487,6 @@ def test_nothing_waits_for_the_device() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         masked_logprob_loss(leaf, **case).loss.backward()
-        selected_logprob(leaf, case["target_ids"], mask=case["loss_mask"]).sum().backward()
+        selected_logprob(leaf, case["target_ids"], loss_mask=case["loss_mask"]).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -10,6 +10,8 @@ import torch
 
 import skyrl_fast
 from skyrl_fast.config import AlgorithmConfig, policy_loss_settings
+from skyrl_fast.ops.advantage import ESTIMATORS
+from skyrl_fast.ops.estimators import ADVANTAGE_ESTIMATORS
 from skyrl_fast.ops.losses import (
     KERNEL_PARAMS,
     LOSS_CODES,
@@ -103,3 +105,11 @@ def test_row_weights_of_ragged_rows() -> None:
         cu_seqlens=torch.tensor([0, 1, 3]),
     )
     assert got.loss.item() == pytest.approx(1.5 * torch.log(torch.tensor(4.0)).item())
+
+
+def test_the_outcome_estimators_have_the_kernels_numbers() -> None:
+    (body,) = re.findall(r"enum class Estimator : int \{(.*?)\};", source("estimator.h"), re.S)
+    in_cpp = [code for _, code in re.findall(r"k(\w+) = (\d+)", body)]
+    assert [int(code) for code in in_cpp] == list(ESTIMATORS.values())
+    outcome = [spec.name for spec in ADVANTAGE_ESTIMATORS.values() if spec.level == "outcome"]
+    assert outcome == list(ESTIMATORS)

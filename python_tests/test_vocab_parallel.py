@@ -56,7 +56,7 @@ def one_rank(rank: int, borders: list[int], dtype: torch.dtype, how: str, folder
         leaf * 1,
         targets.to(device),
         vocab_start=begin,
-        mask=mask.to(device),
+        loss_mask=mask.to(device),
         temperature=0.7,
         return_entropy=True,
         inplace_backward=rank == 0,
@@ -77,7 +77,7 @@ def check(results: list[list], dtype: torch.dtype, width: int) -> None:
     logits, targets, mask = whole(dtype, width)
     leaf = logits.double().requires_grad_()
     want, want_entropy = selected_logprob(
-        leaf, targets, mask=mask, temperature=0.7, return_entropy=True, backend="torch"
+        leaf, targets, loss_mask=mask, temperature=0.7, return_entropy=True, backend="torch"
     )
     loss_of(want, want_entropy).backward()
     for logprob, entropy, _ in results:
@@ -112,8 +112,10 @@ def test_ranks_on_gpus(tmp_path: Path) -> None:
 
 def test_alone_it_is_selected_logprob() -> None:
     logits, targets, mask = whole(torch.float32, 100)
-    got = vocab_parallel_logprob(logits, targets, vocab_start=0, mask=mask, return_entropy=True)
-    want = selected_logprob(logits, targets, mask=mask, return_entropy=True)
+    got = vocab_parallel_logprob(
+        logits, targets, vocab_start=0, loss_mask=mask, return_entropy=True
+    )
+    want = selected_logprob(logits, targets, loss_mask=mask, return_entropy=True)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 

@@ -40,12 +40,12 @@ def test_selected_logprob(vocab: int, dtype: torch.dtype, inplace: bool) -> None
     got = visited(
         logits.to(DEVICE),
         targets.to(DEVICE),
-        mask=mask.to(DEVICE),
+        loss_mask=mask.to(DEVICE),
         temperature=0.7,
         inplace_backward=inplace,
         backend="triton",
     )
-    want = visited(logits.double(), targets, mask=mask, temperature=0.7, backend="torch")
+    want = visited(logits.double(), targets, loss_mask=mask, temperature=0.7, backend="torch")
     for g, w, close in zip(got, want, (FORWARD, FORWARD, GRADIENT[dtype]), strict=True):
         torch.testing.assert_close(g.cpu().double(), w, **close)
 
@@ -89,7 +89,7 @@ def test_minus_inf_masked_rows_and_bad_targets() -> None:
     logits[3] = -math.inf
     targets, mask = torch.tensor([8500, -100, 9001, 0]), torch.tensor([1, 0, 1, 1])
     got = selected_logprob(
-        logits.to(DEVICE), targets.to(DEVICE), mask=mask.to(DEVICE), backend="triton"
+        logits.to(DEVICE), targets.to(DEVICE), loss_mask=mask.to(DEVICE), backend="triton"
     ).cpu()
     torch.testing.assert_close(got[0], torch.tensor(-math.log(1001)), rtol=1e-6, atol=0)
     assert got[1] == 0 and got[2].isnan() and got[3].isnan()

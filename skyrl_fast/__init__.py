@@ -29,6 +29,12 @@ from skyrl_fast.ops.credit_turns import (
     turn_group_advantage,
     turn_level_returns,
 )
+from skyrl_fast.ops.custom_loss import CustomLoss, LossInputs, LossOutput, register_policy_loss
+from skyrl_fast.ops.estimators import (
+    EstimatorInputs,
+    EstimatorOutput,
+    register_advantage_estimator,
+)
 from skyrl_fast.ops.linear_logprob import linear_logprob
 from skyrl_fast.ops.logprob import selected_logprob
 from skyrl_fast.ops.losses import (
@@ -71,11 +77,16 @@ __all__ = [
     "ClipCov",
     "Concat",
     "CrossEntropy",
+    "CustomLoss",
     "Dppo",
     "DualClip",
+    "EstimatorInputs",
+    "EstimatorOutput",
     "Gspo",
     "ImportanceSampling",
     "KlCov",
+    "LossInputs",
+    "LossOutput",
     "MergePlan",
     "PaddedBatch",
     "PolicyLoss",
@@ -111,6 +122,8 @@ __all__ = [
     "policy_loss",
     "prefix_tree_size",
     "reduction_weights",
+    "register_advantage_estimator",
+    "register_policy_loss",
     "reinforce_plus_plus",
     "router_padding_mask",
     "selected_logprob",

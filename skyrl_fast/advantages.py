@@ -2,91 +2,87 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from skyrl_fast.ops.advantage import group_advantage
-from skyrl_fast.ops.credit_tokens import gae, reinforce_plus_plus
-from skyrl_fast.ops.credit_turns import (
-    gigpo_advantage,
-    turn_group_advantage,
-    turn_level_returns,
+from skyrl_fast.ops.estimators import (
+    EstimatorInputs,
+    EstimatorSpec,
+    estimate,
+    find_advantage_estimator,
 )
 
 if TYPE_CHECKING:
     from skyrl_fast.batch.step_batch import StepBatch
 
 MIN_VARIANCE = 1e-8
-ALWAYS_NORMALIZED = ("gae", "reinforce++")
 
 
 def advantages(
-    batch: StepBatch,
-    *,
-    estimator: str = "grpo",
-    normalize: bool = False,
-    gamma: float = 1.0,
-    step_advantage_w: float = 1.0,
-    baseline: str = "turn",
-    scale_by_std: bool | None = None,
+    batch: StepBatch, *, estimator: str = "grpo", normalize: bool = False, **settings: Any
 ) -> torch.Tensor:
-    """Return (A,) float32, the advantage of each response token; for `gae` see `gae_advantages`.
+    """Return (A,) float32, the advantage of each response token, see `estimated`.
+
+    Example:
+        >>> batch = batch.with_(advantages=advantages(batch, estimator="rloo"))
+    """
+    result = estimated(batch, estimator=estimator, normalize=normalize, **settings).advantages
+    assert result is not None
+    return result
+
+
+def estimated(
+    batch: StepBatch, *, estimator: str = "grpo", normalize: bool = False, **settings: Any
+) -> StepBatch:
+    """Return the batch with advantages, and with the returns of an estimator that reads values.
 
     Padding rows are in groups of their own and do not move others.
 
     Args:
-        batch: whole groups. Outcome estimators read the rewards of last steps, the others those of
-            every row. "gigpo" needs `anchor_ids`.
-        estimator: as for `ops.group_advantage`, or "turn_level_returns", "turn_level_group",
-            "gigpo", "reinforce++".
+        batch: all rows of each group; with `anchor_ids` or `values` where the estimator needs them.
+        estimator: a name of `ops.estimators.ADVANTAGE_ESTIMATORS`, a registered one, or
+            `module:function`.
         normalize: centre and scale over the batch's trained tokens, see `normalize_advantages`;
-            "reinforce++" does so always.
-        gamma: discount, but for outcome estimators.
-        step_advantage_w: of "gigpo".
-        baseline: of "turn_level_group".
-        scale_by_std: of "turn_level_group" and "gigpo"; None: their own defaults.
+            "gae" and "reinforce++" always do.
+        settings: the estimator's own, such as `gamma`.
 
     Raises:
-        ValueError: as the estimator's op; "gigpo" without `anchor_ids`.
+        ValueError: an unknown estimator, values or anchor ids that are missing, or as its op.
+        TypeError, RuntimeError: a user's estimator returned something else, or raised.
     """
-    if estimator == "reinforce++":
-        return reinforce_plus_plus(
-            _token_rewards(batch),
-            is_last_step=batch.is_last_step,
-            loss_mask=batch.loss_mask,
-            cu_seqlens=batch.cu_responses,
-            gamma=gamma,
+    spec = find_advantage_estimator(estimator)
+    if spec.needs_values and batch.values is None:
+        raise ValueError(
+            f"advantages: {spec.name} needs the batch's values, as it is temporal, got None"
         )
-    rewards, ids, last = batch.row_rewards, batch.group_ids, batch.is_last_step
-    if estimator == "turn_level_returns":
-        of_rows = turn_level_returns(rewards, is_last_step=last, gamma=gamma)
-    elif estimator == "turn_level_group":
-        of_rows = turn_group_advantage(
-            rewards,
-            ids,
-            is_last_step=last,
-            gamma=gamma,
-            baseline=baseline,
-            scale_by_std=bool(scale_by_std),
-        )
-    elif estimator == "gigpo":
-        if batch.anchor_ids is None:
-            raise ValueError("advantages: gigpo needs the batch's anchor_ids, got None")
-        of_rows = gigpo_advantage(
-            rewards,
-            ids,
-            batch.anchor_ids,
-            is_last_step=last,
-            gamma=gamma,
-            step_advantage_w=step_advantage_w,
-            scale_by_std=scale_by_std is not False,
-        )
-    else:
-        of_rows = group_advantage(rewards, ids, is_last_step=last, estimator=estimator)
-    raw = spread_over_tokens(of_rows, batch.response_lengths)
-    return normalize_advantages(raw, batch.loss_mask) if normalize else raw
+    if spec.needs_anchors and batch.anchor_ids is None:
+        raise ValueError(f"advantages: {spec.name} needs the batch's anchor_ids, got None")
+    output = estimate(spec, _inputs(batch, spec), settings)
+    per_token = output.advantages.detach().to(torch.float32)
+    is_per_token = per_token.shape == batch.loss_mask.shape
+    if not is_per_token or (spec.level != "token" and len(per_token) == batch.num_rows):
+        per_token = spread_over_tokens(per_token, batch.response_lengths)
+    if normalize and not spec.always_normalized:
+        per_token = normalize_advantages(per_token, batch.loss_mask)
+    if output.returns is None:
+        return batch.with_(advantages=per_token)
+    return batch.with_(advantages=per_token, returns=output.returns.detach().to(torch.float32))
+
+
+def _inputs(batch: StepBatch, spec: EstimatorSpec) -> EstimatorInputs:
+    return EstimatorInputs(
+        rewards=batch.row_rewards,
+        token_rewards=_token_rewards(batch) if spec.level == "token" else batch.rewards,
+        group_ids=batch.group_ids,
+        trajectory_ids=batch.trajectory_ids,
+        is_last_step=batch.is_last_step,
+        loss_mask=batch.loss_mask,
+        cu_seqlens=batch.cu_responses,
+        anchor_ids=batch.anchor_ids,
+        values=batch.values,
+    )
 
 
 def spread_over_tokens(of_rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -98,34 +94,10 @@ def spread_over_tokens(of_rows: torch.Tensor, lengths: torch.Tensor) -> torch.Te
     return torch.from_numpy(np.repeat(of_rows.numpy(), lengths.numpy()))
 
 
-def gae_advantages(batch: StepBatch, *, gamma: float = 1.0, lambd: float = 1.0) -> StepBatch:
-    """Return the batch with advantages and returns by `ops.gae`, the advantages normalised.
-
-    Args:
-        batch: with `values`.
-
-    Raises:
-        ValueError: as `ops.gae`; no values.
-    """
-    if batch.values is None:
-        raise ValueError("gae_advantages: gae needs the batch's values, got None")
-    of_tokens, returns = gae(
-        _token_rewards(batch),
-        batch.values,
-        is_last_step=batch.is_last_step,
-        loss_mask=batch.loss_mask,
-        cu_seqlens=batch.cu_responses,
-        gamma=gamma,
-        lambd=lambd,
-        normalize=True,
-    )
-    return batch.with_(advantages=of_tokens, returns=returns)
-
-
 def _token_rewards(batch: StepBatch) -> torch.Tensor:
-    """Return (A,) rewards; those of rows without tokens lie on the token before, if there is one.
+    """Return (A,) rewards; that of a row without tokens is on the token before, if there is one.
 
-    There, where no token is left to carry it, the chain would put it anyway.
+    The chain along the trajectory would put it there anyway.
     """
     lost = ((batch.response_lengths == 0) & (batch.row_rewards != 0)).nonzero()[:, 0].tolist()
     if not lost:

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+FILE_PREFIX = "skyrl_fast_file_"  # of the names of modules that were files
+
 
 def load_module(name: str) -> ModuleType:
     """Return a module by its import path, or the module of a .py file; both are imported once.
@@ -44,9 +46,14 @@ def load_object(name: str) -> Any:
     return found
 
 
+def name_of(module: ModuleType) -> str:
+    """Return the name by which `load_module` finds a module: its import path or its file."""
+    return str(module.__file__) if module.__name__.startswith(FILE_PREFIX) else module.__name__
+
+
 def _load_file(name: str) -> ModuleType:
     path = Path(name).expanduser().resolve()
-    module_name = f"skyrl_fast_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    module_name = f"{FILE_PREFIX}{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)

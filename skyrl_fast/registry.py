@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
-from skyrl_fast.importing import load_object
+from skyrl_fast.importing import load_object, name_of
 from skyrl_fast.setting import did_you_mean
 
 
@@ -48,16 +48,26 @@ class Registry(Generic[BuiltIn, Added]):
         """All names but those of `module:function`."""
         return (*self._built_in, *self._added)
 
-    def add(self, name: str, entry: Added) -> None:
-        """Let a name mean a user's function; the last function under a name counts.
+    def add(
+        self, function: Callable[..., Any], name: str | None, make: Callable[[str], Added]
+    ) -> str:
+        """Let a name mean a user's function; return the name by which most processes find it.
+
+        Args:
+            name: None: `module:function`, or the function's own name where nothing can import it.
+                The last function under a name counts.
+            make: makes the entry of a name.
 
         Raises:
             ValueError: the name is a built-in one, or has a colon.
         """
-        if name in self._built_in or ":" in name or not name:
+        reached = importable_name(function)
+        chosen = name or reached or str(getattr(function, "__name__", type(function).__name__))
+        if chosen in self._built_in or (":" in chosen and chosen != reached):
             wanted = f"a name without a colon other than {', '.join(self._built_in)}"
-            raise ValueError(f"{self._what}: wanted {wanted}, got {name!r}")
-        self._added[name] = entry
+            raise ValueError(f"{self._what}: wanted {wanted}, got {chosen!r}")
+        self._added[chosen] = make(chosen)
+        return reached or chosen
 
     def find(self, name: str) -> BuiltIn | Added:
         """Return the entry of a name, or that of the function that `module:function` names.
@@ -89,7 +99,7 @@ def importable_name(function: Callable[..., object]) -> str | None:
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module in (None, "__main__") or not _reaches(module, qualname.split("."), function):
         return None
-    return f"{module}:{qualname}"
+    return f"{name_of(sys.modules[module])}:{qualname}"
 
 
 def _reaches(module: str, path: Iterable[str], function: object) -> bool:

@@ -95,7 +95,7 @@ def on_gathered(function: peers.LinearFunction) -> Run:
 
 def ours_on_trained(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
     """Run on the trained tokens, which the op picks by itself."""
-    return -linear_logprob(hidden, weight, head.targets, mask=head.mask).sum()
+    return -linear_logprob(hidden, weight, head.targets, loss_mask=head.mask).sum()
 
 
 def gradient_cases(

@@ -152,7 +152,7 @@ def trained_cases(x: Logits, group: str) -> Iterator[Case]:
         return gradient_of(leaf, (logprob * x.weights[trained]).sum())
 
     def ours(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return selected_logprob(logits, targets, mask=mask, inplace_backward=True)
+        return selected_logprob(logits, targets, loss_mask=mask, inplace_backward=True)
 
     runs = {OURS: functools.partial(masked, ours)}
     for name, function in peers.LOGPROB.items():
@@ -187,7 +187,7 @@ def loss_cases(x: Logits, group: str) -> Iterator[Case]:
 
     def two_visits(x: Logits) -> torch.Tensor:
         leaf = x.leaf()
-        logprob = selected_logprob(leaf, x.targets, mask=x.mask, inplace_backward=True)
+        logprob = selected_logprob(leaf, x.targets, loss_mask=x.mask, inplace_backward=True)
         ratio = (logprob - x.old_logprobs).exp()
         clipped = ratio.clamp(0.8, 1.2)
         tokens = torch.maximum(-x.advantages * ratio, -x.advantages * clipped)

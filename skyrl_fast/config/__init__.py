@@ -1,6 +1,8 @@
 """The settings of a training run: what there is (`settings`), and how it is read (`loading`)."""
 
 from skyrl_fast.config.algorithm import (
+    estimator_settings,
+    estimator_spec,
     is_ratio_to_rollout,
     policy_loss_settings,
     policy_loss_spec,
@@ -20,8 +22,6 @@ from skyrl_fast.config.loading import (
 )
 from skyrl_fast.config.loggers import LOGGERS
 from skyrl_fast.config.settings import (
-    ADVANTAGE_ESTIMATORS,
-    OUTCOME_ESTIMATORS,
     SCOPES,
     AlgorithmConfig,
     Config,
@@ -37,9 +37,7 @@ from skyrl_fast.config.settings import (
 from skyrl_fast.setting import ConfigError
 
 __all__ = [
-    "ADVANTAGE_ESTIMATORS",
     "LOGGERS",
-    "OUTCOME_ESTIMATORS",
     "SCOPES",
     "AlgorithmConfig",
     "Config",
@@ -57,6 +55,8 @@ __all__ = [
     "as_config",
     "check_config",
     "check_limits",
+    "estimator_settings",
+    "estimator_spec",
     "is_ratio_to_rollout",
     "load_config",
     "max_input_length",

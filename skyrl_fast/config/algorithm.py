@@ -1,13 +1,20 @@
-"""What the algorithm's settings choose: the policy loss, with its settings."""
+"""What the algorithm's settings choose: policy loss and advantage estimator, with settings."""
 
 from __future__ import annotations
 
 from dataclasses import fields, replace
 from typing import Any
 
-from skyrl_fast.config.settings import AlgorithmConfig
-from skyrl_fast.ops.custom_loss import CustomLoss, find_policy_loss
+from skyrl_fast.config.settings import AlgorithmConfig, Config
+from skyrl_fast.ops.custom_loss import CustomLoss, check_settings, find_policy_loss
+from skyrl_fast.ops.estimators import (
+    ADVANTAGE_ESTIMATORS,
+    EstimatorSpec,
+    find_advantage_estimator,
+)
 from skyrl_fast.ops.losses import LossSettings, LossSpec, ratio_to_rollout
+from skyrl_fast.registry import importable_name
+from skyrl_fast.setting import ConfigError
 
 
 def policy_loss_spec(algorithm: AlgorithmConfig) -> LossSpec | CustomLoss:
@@ -41,3 +48,66 @@ def is_ratio_to_rollout(algorithm: AlgorithmConfig) -> bool:
     if isinstance(spec, CustomLoss) or isinstance(settings, CustomLoss):
         return False
     return ratio_to_rollout(spec, settings)
+
+
+def estimator_spec(algorithm: AlgorithmConfig) -> EstimatorSpec:
+    """Return what is true of the chosen advantage estimator.
+
+    Raises:
+        ValueError: there is no estimator of that name.
+    """
+    return find_advantage_estimator(algorithm.advantage_estimator)
+
+
+def estimator_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """Return the keyword arguments of the chosen advantage estimator."""
+    spec = estimator_spec(algorithm)
+    named = {argument: getattr(algorithm, key) for argument, key in spec.settings.items()}
+    return named | algorithm.advantage_estimator_kwargs
+
+
+def check_policy_loss(config: Config) -> None:
+    """Raise ConfigError unless the loss exists, in every rank, and takes its settings."""
+    algorithm, key = config.trainer.algorithm, "trainer.algorithm.policy_loss"
+    try:
+        loss = policy_loss_spec(algorithm)
+    except ValueError as error:
+        raise ConfigError(f"{key}_type: {error}") from error
+    if not isinstance(loss, CustomLoss):
+        if algorithm.policy_loss_kwargs:
+            raise ConfigError(
+                f"{key}_kwargs: wanted none with policy_loss_type={loss.name}, whose settings have "
+                f"keys of their own, got {algorithm.policy_loss_kwargs}"
+            )
+        return
+    try:
+        check_settings(algorithm.policy_loss_type, loss.function, algorithm.policy_loss_kwargs)
+    except ValueError as error:
+        raise ConfigError(f"{key}_kwargs: {error}") from error
+    ranks = config.trainer.placement.policy_num_gpus_per_node
+    if ranks > 1 and ":" not in algorithm.policy_loss_type:
+        name = importable_name(loss.function) or "module:function"
+        raise ConfigError(
+            f"{key}_type: wanted {name} with {ranks} ranks, each of which imports it, got "
+            f"{algorithm.policy_loss_type}, which is registered in this process alone"
+        )
+
+
+def check_estimator(algorithm: AlgorithmConfig) -> None:
+    """Raise ConfigError unless the estimator exists and takes its settings."""
+    key, kwargs = "trainer.algorithm.advantage_estimator", algorithm.advantage_estimator_kwargs
+    try:
+        spec = estimator_spec(algorithm)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    if spec.name in ADVANTAGE_ESTIMATORS:
+        if kwargs:
+            raise ConfigError(
+                f"{key}_kwargs: wanted none with advantage_estimator={spec.name}, whose settings "
+                f"have keys of their own, got {kwargs}"
+            )
+        return
+    try:
+        check_settings(algorithm.advantage_estimator, spec.function, estimator_settings(algorithm))
+    except ValueError as error:
+        raise ConfigError(f"{key}_kwargs: {error}") from error

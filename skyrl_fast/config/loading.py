@@ -12,20 +12,23 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from skyrl_fast.config.algorithm import policy_loss_settings, policy_loss_spec
+from skyrl_fast.config.algorithm import (
+    check_estimator,
+    check_policy_loss,
+    estimator_spec,
+    policy_loss_settings,
+    policy_loss_spec,
+)
 from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.settings import (
-    TURN_ESTIMATORS,
     AlgorithmConfig,
     Config,
     SamplingParams,
     merges_steps,
     to_dict,
 )
-from skyrl_fast.ops.custom_loss import CustomLoss, check_settings
 from skyrl_fast.ops.losses import POLICY_LOSSES, Cispo, LossSpec
-from skyrl_fast.registry import importable_name
 from skyrl_fast.setting import ConfigError, limit_error
 
 ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]
@@ -70,7 +73,6 @@ _SKYRL_ONLY = {
     "generator.sampling_params.logprobs": "the sampled token's logprob is always taken; remove it",
 }
 
-_LEAVE_ONE_OUT = ("rloo", "turn_level_group")
 # Parameters of vLLM that the settings or the agent loop give.
 _OWN_SAMPLING = frozenset(
     (
@@ -196,7 +198,8 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
         raise ConfigError(
             "trainer.resume_path: wanted a checkpoint folder (resume_mode=from_path), got null"
         )
-    _check_policy_loss(config)
+    check_policy_loss(config)
+    check_estimator(trainer.algorithm)
     _check_algorithm(trainer.algorithm)
     _check_group_sizes(config)
     _check_credit(config)
@@ -239,37 +242,10 @@ def _check_rows(config: Config) -> None:
             f"{key}: wanted {wanted} where generator.step_wise_trajectories is false "
             f"(one row per trajectory already), got {got}"
         )
-    whole = not generator.step_wise_trajectories
-    if rows == "step" and (whole or generator.merge_stepwise_output):
-        other = "step_wise_trajectories=false" if whole else "merge_stepwise_output=true"
+    one_row = not generator.step_wise_trajectories
+    if rows == "step" and (one_row or generator.merge_stepwise_output):
+        other = "step_wise_trajectories=false" if one_row else "merge_stepwise_output=true"
         raise ConfigError(f"trainer.rows: wanted another form with generator.{other}, got step")
-
-
-def _check_policy_loss(config: Config) -> None:
-    """A loss that is there, in every rank, and takes the settings that it gets."""
-    algorithm, key = config.trainer.algorithm, "trainer.algorithm.policy_loss"
-    try:
-        loss = policy_loss_spec(algorithm)
-    except ValueError as error:
-        raise ConfigError(f"{key}_type: {error}") from error
-    if not isinstance(loss, CustomLoss):
-        if algorithm.policy_loss_kwargs:
-            raise ConfigError(
-                f"{key}_kwargs: wanted none with policy_loss_type={loss.name}, whose settings have "
-                f"keys of their own, got {algorithm.policy_loss_kwargs}"
-            )
-        return
-    try:
-        check_settings(algorithm.policy_loss_type, loss.function, algorithm.policy_loss_kwargs)
-    except ValueError as error:
-        raise ConfigError(f"{key}_kwargs: {error}") from error
-    ranks = config.trainer.placement.policy_num_gpus_per_node
-    if ranks > 1 and ":" not in algorithm.policy_loss_type:
-        name = importable_name(loss.function) or "module:function"
-        raise ConfigError(
-            f"{key}_type: wanted {name} with {ranks} ranks, each of which imports it, got "
-            f"{algorithm.policy_loss_type}, which is registered in this process alone"
-        )
 
 
 def _check_algorithm(algorithm: AlgorithmConfig) -> None:
@@ -304,7 +280,7 @@ def _check_algorithm(algorithm: AlgorithmConfig) -> None:
 def _check_group_sizes(config: Config) -> None:
     """A baseline from the others needs others; a horizon must hold the batch's trajectories."""
     algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
-    if algorithm.advantage_estimator in _LEAVE_ONE_OUT and samples == 1:
+    if estimator_spec(algorithm).needs_others and samples == 1:
         raise ConfigError(
             "generator.n_samples_per_prompt: wanted at least 2 with trainer.algorithm."
             f"advantage_estimator={algorithm.advantage_estimator}, whose advantage is 0 in a group "
@@ -346,9 +322,9 @@ def _has_host(url: str) -> bool:
 def _check_credit(config: Config) -> None:
     """A critic where it is needed, and rows that are turns where turns are judged."""
     trainer, generator = config.trainer, config.generator
-    estimator = trainer.algorithm.advantage_estimator
+    estimator, spec = trainer.algorithm.advantage_estimator, estimator_spec(trainer.algorithm)
     has_critic = trainer.critic.model.path is not None
-    if has_critic != (estimator == "gae"):
+    if has_critic != spec.needs_values:
         wanted, got = ("null", trainer.critic.model.path) if has_critic else ("a model", "null")
         raise ConfigError(
             f"trainer.critic.model.path: wanted {wanted} with "
@@ -360,8 +336,8 @@ def _check_credit(config: Config) -> None:
             "trainer.critic_mini_batch_size: wanted a divisor of trainer.train_batch_size="
             f"{trainer.train_batch_size}, got {critic_size}"
         )
-    whole_turns = generator.step_wise_trajectories and not merges_steps(config)
-    if estimator in TURN_ESTIMATORS and not whole_turns:
+    rows_are_turns = generator.step_wise_trajectories and not merges_steps(config)
+    if spec.level == "turn" and not rows_are_turns:
         raise ConfigError(
             f"trainer.algorithm.advantage_estimator: {estimator} judges turns and wants a row for "
             "each, so generator.step_wise_trajectories=true and merge_stepwise_output=false"

@@ -19,6 +19,7 @@ from skyrl_fast.config.corrections import (
 )
 from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.loggers import LOGGERS
+from skyrl_fast.ops.estimators import ADVANTAGE_ESTIMATORS
 from skyrl_fast.ops.losses import (
     POLICY_LOSSES,
     Cispo,
@@ -30,10 +31,6 @@ from skyrl_fast.ops.losses import (
 from skyrl_fast.setting import DTYPES, setting
 from skyrl_fast.setting import ConfigError as ConfigError
 
-OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl")
-TURN_ESTIMATORS = ("turn_level_returns", "turn_level_group", "gigpo")
-TOKEN_ESTIMATORS = ("gae", "reinforce++")
-ADVANTAGE_ESTIMATORS = (*OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, *TOKEN_ESTIMATORS)
 LOSS_REDUCTIONS = (
     "token_mean",
     "sequence_mean",
@@ -122,7 +119,12 @@ class AlgorithmConfig:
     """Advantages and losses."""
 
     advantage_estimator: str = setting(
-        "grpo", "of outcomes, turns or tokens", choices=ADVANTAGE_ESTIMATORS
+        "grpo",
+        "how advantages are computed, per outcome, turn or token: "
+        f"{', '.join(ADVANTAGE_ESTIMATORS)}, a registered one, or module:function",
+    )
+    advantage_estimator_kwargs: dict[str, Any] = setting(
+        {}, "keyword arguments of a registered estimator or of module:function"
     )
     grpo_norm_by_std: bool = setting(
         True, "false: no division by the group's std in grpo (Dr. GRPO) and gigpo"

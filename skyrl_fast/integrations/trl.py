@@ -53,7 +53,7 @@ def selective_log_softmax(
     """
     if index.ndim == logits.ndim:
         return _original()(logits, index, temperature=temperature, row_mask=row_mask)
-    out = selected_logprob(logits, index, mask=row_mask, temperature=temperature)
+    out = selected_logprob(logits, index, loss_mask=row_mask, temperature=temperature)
     assert isinstance(out, torch.Tensor)
     return out.to(logits.dtype)
 

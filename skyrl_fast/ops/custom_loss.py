@@ -15,10 +15,11 @@ import torch
 from skyrl_fast.ops.losses import POLICY_LOSSES, LossScope, LossSpec
 from skyrl_fast.ops.policy_loss_op import PolicyLoss
 from skyrl_fast.ops.reference.policy_loss import METRICS, masked, weighted_loss
-from skyrl_fast.registry import Registry, importable_name
+from skyrl_fast.registry import Registry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 CLIP_METRICS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "chosen_ratio")
+SUMS = ("loss", "policy_loss", "kl_loss", "num_tokens")
 LOSS_SCOPES = ("token", "sequence", "mini_batch")
 
 
@@ -149,8 +150,11 @@ def register_policy_loss(
     if scope not in LOSS_SCOPES:
         raise ValueError(f"register_policy_loss: scope must be one of {LOSS_SCOPES}, got {scope!r}")
 
-    def add(function: Callable[..., Any], name: str) -> None:
-        _registry.add(name, CustomLoss(name, function, scope, zero_where_advantage_is_zero))
+    def add(function: Callable[..., Any], name: str | None) -> str:
+        def make(name: str) -> CustomLoss:
+            return CustomLoss(name, function, scope, zero_where_advantage_is_zero)
+
+        return _registry.add(function, name, make)
 
     if isinstance(function, str):
         registered = function
@@ -160,9 +164,7 @@ def register_policy_loss(
             return function
 
         return decorate
-    chosen = name or str(getattr(function, "__name__", type(function).__name__))
-    add(function, chosen)
-    return importable_name(function) or chosen
+    return add(function, name)
 
 
 def policy_loss_names() -> tuple[str, ...]:
@@ -292,6 +294,8 @@ def _shown(inputs: LossInputs, token_weights: torch.Tensor | None) -> LossInputs
 
 def _metric(loss: str, name: str, values: torch.Tensor | float, live: torch.Tensor) -> torch.Tensor:
     """Return one number, float64: the mean over trained tokens (`_max`, `_min`: the extreme)."""
+    if name in SUMS:
+        raise ValueError(f"policy_loss: {loss}: metric {name!r} is computed from token_losses")
     values = torch.as_tensor(values, device=live.device).detach().double()
     if values.numel() == 1 and values.shape != live.shape:
         return values.reshape(())

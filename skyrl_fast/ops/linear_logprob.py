@@ -25,7 +25,7 @@ def linear_logprob(
     lm_head_weight: torch.Tensor,
     target_ids: torch.Tensor,
     *,
-    mask: torch.Tensor | None = None,
+    loss_mask: torch.Tensor | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
     chunk_rows: int | None = None,
@@ -43,7 +43,7 @@ def linear_logprob(
         hidden: (..., H) float32, bfloat16, float16 or float64.
         lm_head_weight: (V, H) of the same dtype.
         target_ids: (...) integers; in [0, V) where the mask is 1.
-        mask: (...) bool or number, or None: all ones.
+        loss_mask: (...) bool or number, or None: all ones.
         temperature: divides the logits.
         return_entropy: also return the entropy of softmax(logits / temperature), in nats.
         chunk_rows: rows per chunk, the backward's chunks are as large; None: as many as make
@@ -62,13 +62,13 @@ def linear_logprob(
         >>> linear_logprob(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3]))
         tensor([-1.3863])
     """
-    _check_linear(hidden, lm_head_weight, target_ids, mask, temperature, chunk_rows)
+    _check_linear(hidden, lm_head_weight, target_ids, loss_mask, temperature, chunk_rows)
     shape = target_ids.shape
     hidden = hidden.reshape(-1, hidden.shape[-1])
     targets = target_ids.reshape(-1).to(torch.int64)
     rows = None
-    if mask is not None:
-        rows = (mask.reshape(-1) != 0).nonzero().squeeze(1)
+    if loss_mask is not None:
+        rows = (loss_mask.reshape(-1) != 0).nonzero().squeeze(1)
         if rows.device != hidden.device:
             rows = rows.to(hidden.device, non_blocking=True)
         hidden, targets = hidden[rows], targets[rows]
@@ -102,7 +102,7 @@ def _check_linear(
     hidden: torch.Tensor,
     lm_head_weight: torch.Tensor,
     target_ids: torch.Tensor,
-    mask: torch.Tensor | None,
+    loss_mask: torch.Tensor | None,
     temperature: float,
     chunk_rows: int | None,
 ) -> None:
@@ -121,7 +121,7 @@ def _check_linear(
         )
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"{OP}: chunk_rows must be positive, got {chunk_rows}")
-    check_selection(OP, hidden, "hidden", target_ids, mask, temperature)
+    check_selection(OP, hidden, "hidden", target_ids, loss_mask, temperature)
 
 
 def _spread(values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:

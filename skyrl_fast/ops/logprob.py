@@ -18,7 +18,7 @@ def selected_logprob(
     logits: torch.Tensor,
     target_ids: torch.Tensor,
     *,
-    mask: torch.Tensor | None = None,
+    loss_mask: torch.Tensor | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
     inplace_backward: bool = False,
@@ -40,7 +40,7 @@ def selected_logprob(
             leading ones in any strides that two nested loops can walk (all but rare ones).
         target_ids: (...) integers, the token of each row; in [0, V) where the mask is 1, anything
             (-100, say) elsewhere.
-        mask: (...) bool or number, or None: all ones. Rows of mask 0 are never read; their
+        loss_mask: (...) bool or number, or None: all ones. Rows of mask 0 are never read; their
             log-probability, entropy and gradient are 0.
         temperature: divides the logits.
         return_entropy: also return the entropy of softmax(logits / temperature), in nats.
@@ -62,10 +62,10 @@ def selected_logprob(
         tensor([-0.6931,  0.0000])
     """
     check_logits(OP, logits)
-    check_selection(OP, logits, "logits", target_ids, mask, temperature)
+    check_selection(OP, logits, "logits", target_ids, loss_mask, temperature)
     shape = target_ids.shape
     targets = target_ids.reshape(-1).to(torch.int64).contiguous()
-    keep = as_uint8(mask)
+    keep = as_uint8(loss_mask)
     chosen = _backend.select(OP, logits, target_ids, backend=backend, available_on_gpu=ON_GPU)
     if chosen != "torch" and logits.dtype in KERNEL_DTYPES:
         rows = kernel_rows(OP, logits)
@@ -100,7 +100,7 @@ def check_selection(
     scores: torch.Tensor,
     name: str,
     target_ids: torch.Tensor,
-    mask: torch.Tensor | None,
+    loss_mask: torch.Tensor | None,
     temperature: float,
 ) -> None:
     """Check what logits and hidden states share; `scores` is either, (..., V) or (..., H)."""
@@ -108,8 +108,8 @@ def check_selection(
         raise ValueError(
             f"{op}: {name} must be float32, bfloat16, float16 or float64, got {scores.dtype}"
         )
-    for argument, tensor in (("target_ids", target_ids), ("mask", mask)):
-        if tensor is None and argument == "mask":
+    for argument, tensor in (("target_ids", target_ids), ("loss_mask", loss_mask)):
+        if tensor is None and argument == "loss_mask":
             continue
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{op}: {argument} must be a torch tensor, got {type(tensor).__name__}")

@@ -63,7 +63,7 @@ def masked_logprob_loss(
     at once. Rows of mask 0 are never read, rows whose derivative is 0 (clipped, advantage 0) are
     not read again; the gradient of both is 0. Under torch.no_grad no gradient is made.
 
-    The losses of whole sequences or batches (gspo, clip_cov, kl_cov, sequence masks) need every
+    The losses of sequences or mini-batches (gspo, clip_cov, kl_cov, sequence masks) need every
     log-probability before any derivative: use `selected_logprob` and `policy_loss` for them.
 
     `metrics` are those of `policy_loss` (ratios, shares of clipped tokens, KL, number of tokens
@@ -96,7 +96,7 @@ def masked_logprob_loss(
         `PolicyLoss` with log-probabilities, and with the entropy where asked for.
 
     Raises:
-        ValueError: an unknown loss or one of whole sequences, a setting out of its limits, shapes
+        ValueError: an unknown loss or one of sequences, a setting out of its limits, shapes
             that disagree, a target out of range where the mask is 1, or a device or dtype without a
             kernel.
         RuntimeError: a forward-mode derivative, which backend="torch" alone has.
@@ -147,7 +147,7 @@ def masked_logprob_loss(
 
 
 def _torch(logits: torch.Tensor, call: Call, kind: str, kl_estimator: str | None) -> Result:
-    """Log-probabilities, then the loss, by the references."""
+    """Compute log-probabilities and the loss by the references."""
     rows = logits.reshape(-1, logits.shape[-1])
     live = torch.ones_like(call.targets, dtype=torch.bool) if call.mask is None else call.mask != 0
     check_targets(OP, call.targets, call.mask, rows.shape[-1])

@@ -28,7 +28,7 @@ def vocab_parallel_logprob(
     *,
     vocab_start: int,
     group: Any = None,
-    mask: Tensor | None = None,
+    loss_mask: Tensor | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
     inplace_backward: bool = False,
@@ -48,7 +48,7 @@ def vocab_parallel_logprob(
             rank holds gives NaN where the mask is 1.
         vocab_start: the first column of the slice.
         group: the process group; None: the default one, or no other rank where there is none.
-        mask, temperature, return_entropy, inplace_backward, backend: as in `selected_logprob`.
+        loss_mask, temperature, return_entropy, inplace_backward, backend: as in `selected_logprob`.
 
     Returns:
         (...) float32; with `return_entropy` a pair of them.
@@ -61,7 +61,7 @@ def vocab_parallel_logprob(
         tensor([-1.3863])
     """
     check_logits(OP, logits)
-    check_selection(OP, logits, "logits", target_ids, mask, temperature)
+    check_selection(OP, logits, "logits", target_ids, loss_mask, temperature)
     if vocab_start < 0:
         raise ValueError(f"{OP}: vocab_start must not be negative, got {vocab_start}")
     chosen = _backend.select(
@@ -74,7 +74,7 @@ def vocab_parallel_logprob(
         check_no_overlap(OP, rows)
     targets = target_ids.reshape(-1).to(torch.int64) - vocab_start
     options = (temperature, return_entropy, inplace_backward, chosen == "triton")
-    logprob, entropy = _VocabParallel.apply(rows, targets, as_uint8(mask), group, *options)
+    logprob, entropy = _VocabParallel.apply(rows, targets, as_uint8(loss_mask), group, *options)
     if return_entropy:
         return logprob.view(target_ids.shape), entropy.view(target_ids.shape)
     return logprob.view(target_ids.shape)

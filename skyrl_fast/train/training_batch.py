@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skyrl_fast.advantages import advantages, gae_advantages
+from skyrl_fast.advantages import estimated
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.from_trajectories import batch_from_trajectories
 from skyrl_fast.batch.token_counts import token_counts
-from skyrl_fast.config import OUTCOME_ESTIMATORS, AlgorithmConfig, Config, merges_steps
+from skyrl_fast.config import (
+    AlgorithmConfig,
+    Config,
+    estimator_settings,
+    estimator_spec,
+    merges_steps,
+)
 from skyrl_fast.metrics import batch_metrics, reward_metrics, trajectory_metrics
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.anchors import anchor_ids
@@ -24,7 +30,7 @@ from skyrl_fast.train.sequence_scope import sequences
 def sampled_rows(trajectories: Sequence[Trajectory], config: Config) -> SampledRows:
     """Return the rows of these trajectories: every step, and what is trained of them."""
     steps = batch_from_trajectories(trajectories)
-    outcome = config.trainer.algorithm.advantage_estimator in OUTCOME_ESTIMATORS
+    outcome = estimator_spec(config.trainer.algorithm).level == "outcome"
     rows = training_rows(
         steps, config.generator, merge=merges_steps(config), keep_rewards=not outcome
     )
@@ -45,7 +51,7 @@ def training_batch(
     algorithm = config.trainer.algorithm
     rows = rows or sampled_rows(trajectories, config)
     batch, before = rows.trained, None if rows.merged is None else rows.steps.num_real_rows
-    if algorithm.advantage_estimator == "gigpo":
+    if estimator_spec(algorithm).needs_anchors:
         batch = batch.with_(anchor_ids=anchor_ids(trajectories))
     metrics = trajectory_metrics(trajectories, rows.steps)
     metrics |= batch_metrics(batch, num_rows_before_merge=before)
@@ -86,10 +92,10 @@ def with_advantages(
     Args:
         policy: its log-probabilities are the old ones; only asked for the KL in the reward.
         reference: for the same.
-        critic: gives the values of `gae`.
+        critic: gives values where the estimator reads them.
         kl_coef: weight of that KL in this step.
     """
-    estimator = estimator_of(algorithm)
+    spec = estimator_spec(algorithm)
     metrics: dict[str, float] = {}
     if algorithm.use_kl_in_reward:
         assert reference is not None
@@ -100,32 +106,18 @@ def with_advantages(
             ),
             coef=kl_coef,
             estimator=algorithm.kl_estimator_type,
-            outcome=estimator in OUTCOME_ESTIMATORS,
+            outcome=spec.level == "outcome",
         )
         kl_coef = next_kl_coef(
             kl_coef, metrics["loss/avg_kl"], batch.num_trajectories, algorithm.kl_ctrl
         )
-    if estimator == "gae":
+    if spec.needs_values:
         assert critic is not None
         batch = batch.with_(values=critic.batch_values(batch))
-        batch = gae_advantages(batch, gamma=algorithm.gamma, lambd=algorithm.lambd)
-        return batch, metrics, kl_coef
-    of_tokens = advantages(
+    batch = estimated(
         batch,
-        estimator=estimator,
+        estimator=algorithm.advantage_estimator,
         normalize=algorithm.advantage_batch_normalize,
-        gamma=algorithm.gamma,
-        step_advantage_w=algorithm.step_advantage_w,
-        baseline=algorithm.turn_level_baseline,
-        scale_by_std=(
-            algorithm.grpo_norm_by_std if estimator == "gigpo" else algorithm.turn_level_norm_by_std
-        ),
+        **estimator_settings(algorithm),
     )
-    return batch.with_(advantages=of_tokens), metrics, kl_coef
-
-
-def estimator_of(algorithm: AlgorithmConfig) -> str:
-    """Return the advantage estimator's name; `grpo` without division by the std is Dr. GRPO."""
-    if algorithm.advantage_estimator == "grpo" and not algorithm.grpo_norm_by_std:
-        return "dr_grpo"
-    return algorithm.advantage_estimator
+    return batch, metrics, kl_coef

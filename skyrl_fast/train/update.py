@@ -93,7 +93,7 @@ def update_policy(
 
 
 def _take_old_logprobs(batch: StepBatch, seen_logprobs: torch.Tensor) -> torch.Tensor | None:
-    """Fill in the policy's own from before the update; return the tensor if there are none."""
+    """Copy the batch's `old_logprobs` of trained tokens; return the tensor where it has none."""
     if batch.old_logprobs is None:
         return seen_logprobs
     trained = batch.loss_mask != 0
@@ -285,8 +285,11 @@ def _token_mean_metrics(parts: list[_Part]) -> dict[str, float]:
     tokens = [float(part.positions.shape[0]) for part in parts]
     total = sum(tokens)
     result = {"policy/trained_tokens": total}
-    for name in parts[0].metrics if parts else ():
-        values = [part.metrics[name] for part in parts]
+    for name in dict.fromkeys(name for part in parts for name in part.metrics):
+        having = [
+            (p.metrics[name], n) for p, n in zip(parts, tokens, strict=True) if name in p.metrics
+        ]
+        values = [value for value, _ in having]
         if name in _SUMS:
             result[name] = sum(values)
         elif name.endswith("_max"):
@@ -294,7 +297,7 @@ def _token_mean_metrics(parts: list[_Part]) -> dict[str, float]:
         elif name.endswith("_min"):
             result[name] = min(values)
         else:
-            result[name] = sum(v * n for v, n in zip(values, tokens, strict=True)) / total
+            result[name] = sum(v * n for v, n in having) / sum(n for _, n in having)
     return result
 
 

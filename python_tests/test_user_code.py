@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _torch_engine import torch_engine
+from _torch_engine import torch_engine as torch_engine  # a fixture
 
 import skyrl_fast
 from skyrl_fast.train import Callback, Env, EnvStep, RunInfo
 
 pytest.importorskip("transformers")
-__all__ = ["torch_engine"]
 ROOT = Path(__file__).parent.parent
 WORDS = ("sun", "moon", "rain", "snow", "wind", "star", "tide", "fog")
 ROWS = [{"prompt": f"say {word}", "word": word} for word in WORDS]
@@ -39,6 +38,7 @@ def settings(tiny_model_folder: Path, tmp_path: Path) -> dict[str, Any]:
         "trainer.policy_mini_batch_size": 4,
         "trainer.logger": ["jsonl"],
         "trainer.plot": False,
+        "trainer.num_threads": 1,  # tiny matrices
         "generator.n_samples_per_prompt": 4,
         "generator.sampling_params.max_generate_length": 6,
         "generator.max_input_length": 300,

@@ -169,25 +169,27 @@ def test_a_data_set_of_the_hub_needs_its_package() -> None:
         prompts_from("org/name", default_env_class="d")
 
 
-def test_data_sets(tmp_path: Path) -> None:
+def test_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
+    pyarrow = pytest.importorskip("pyarrow")
     rows = [{"prompt": [{"role": "user", "content": c}], "answer": c} for c in "ab"]
-    found = prompts_from(datasets.Dataset.from_list(rows), default_env_class="d")
+    table = datasets.table.InMemoryTable(pyarrow.Table.from_pylist(rows))
+    found = prompts_from(datasets.Dataset(table, fingerprint="rows"), default_env_class="d")
     assert [(p.messages, p.env_extras) for p in found] == [
         ([{"role": "user", "content": "a"}], {"answer": "a"}),
         ([{"role": "user", "content": "b"}], {"answer": "b"}),
     ]
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set/train.jsonl").write_text('{"prompt": "t"}\n')
-    (tmp_path / "set/test.jsonl").write_text('{"prompt": "e"}\n')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets, "load_dataset", lambda name, split: [{"prompt": f"{name} {split}"}])
-        (one,) = prompts_from("org/name", default_env_class="d", split="test")
+
+    def load_dataset(name: str, *, split: str) -> list[dict[str, str]]:
+        if name == "org/nothing":
+            raise ConnectionError("no route")
+        return [{"prompt": f"{name} {split}"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    (one,) = prompts_from("org/name", default_env_class="d", split="test")
     assert one.messages[0]["content"] == "org/name test"
-    wanted = "org/nothing: no file, and no data set of the hub with the split 'train'"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=wanted):
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    wanted = "org/nothing: no file, and no data set of the hub with the split 'train': Connection"
+    with pytest.raises(ValueError, match=wanted):
         prompts_from("org/nothing", default_env_class="d")
 
 
@@ -218,6 +220,11 @@ def test_objects_that_exclude_each_other_or_are_none(folder: Path) -> None:
         skyrl_fast.train(config, env="m:E", reward=len)  # type: ignore[arg-type]
     with pytest.raises(SetupError, match="reward: wanted a class or function, got 3"):
         skyrl_fast.train(config, reward=3)  # type: ignore[arg-type]
+    with pytest.raises(SetupError, match="reward: wanted a class or function, got 'm:f'"):
+        skyrl_fast.train(config, reward="m:f")  # type: ignore[arg-type]
+    for callbacks in (Callback(), [len]):
+        with pytest.raises(SetupError, match="callbacks: wanted a list of Callback, got"):
+            skyrl_fast.train(config, callbacks=callbacks)  # type: ignore[arg-type]
 
 
 def test_every_row_has_the_environment_that_is_given(folder: Path) -> None:

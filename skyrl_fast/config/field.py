@@ -18,19 +18,14 @@ def setting(
     help: str = "",
     *,
     choices: Sequence[str] | None = None,
-    or_object: bool = False,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
 ) -> Any:
-    """Return a dataclass field with its limits in the metadata.
-
-    Lists, dicts and classes become factories. With `or_object`, `module:name` is a choice too.
-    """
+    """A dataclass field with limits in its metadata. Lists, dicts and classes become factories."""
     metadata = {
         "help": help,
         "choices": choices,
-        "or_object": or_object,
         "at_least": at_least,
         "above": above,
         "at_most": at_most,

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.config.engine import InferenceEngineConfig
-from skyrl_fast.config.objects import is_object_name
+from skyrl_fast.config.loggers import LOGGERS
 from skyrl_fast.config.settings import (
     TURN_ESTIMATORS,
     AlgorithmConfig,
@@ -167,6 +167,8 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
     """
     check_limits(config)
     trainer, generator = config.trainer, config.generator
+    named = [name for name in trainer.logger if ":" not in name]  # others are module:Class
+    _check_limits("trainer.logger", {"choices": tuple(LOGGERS)}, named)
     if not config.data.train_data and not has_prompts:
         raise ConfigError("data.train_data: wanted at least one file of prompts, got none")
     if trainer.policy.model.path is None:
@@ -408,7 +410,7 @@ def _check_limits(key: str, metadata: Mapping[str, Any], value: Any) -> None:
     choices = metadata.get("choices")
     if choices is not None:
         for item in value if isinstance(value, list) else [value]:
-            if item not in choices and not (metadata["or_object"] and is_object_name(item)):
+            if item not in choices:
                 near = difflib.get_close_matches(str(item), choices, n=1)
                 hint = f" (did you mean {near[0]!r}?)" if near else ""
                 raise ConfigError(f"{key}: wanted one of {', '.join(choices)}, got {item!r}{hint}")

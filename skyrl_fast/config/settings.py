@@ -20,7 +20,6 @@ from skyrl_fast.config.corrections import (
 from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.field import DTYPES, setting
 from skyrl_fast.config.field import ConfigError as ConfigError
-from skyrl_fast.config.loggers import LOGGERS
 from skyrl_fast.config.losses import (
     CispoConfig,
     ClipCovConfig,
@@ -276,9 +275,7 @@ class TrainerConfig:
     )
     logger: list[str] = setting(
         ["jsonl", "tensorboard"],
-        "where metrics go; also module:Class or file.py:Class of a Logger",
-        choices=tuple(LOGGERS),
-        or_object=True,
+        "where metrics go: jsonl, tensorboard, wandb, mlflow, trackio, or module:Class of a Logger",
     )
     project_name: str = setting("skyrl_fast", "of Weights & Biases, MLflow, Trackio")
     run_name: str = setting("run", "shown by loggers")

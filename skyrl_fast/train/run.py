@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import multiprocessing
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+import skyrl_fast
 from skyrl_fast.config import Config, ConfigSource, as_config, check_config, to_dict
 from skyrl_fast.rollout.env import MakeEnv
 from skyrl_fast.rollout.reward_env import Reward, RewardEnv
@@ -54,7 +54,6 @@ logger = logging.getLogger(__name__)
 
 MakeRollouts = Callable[[Config, Any, str], Awaitable[Rollouts]]
 EVAL_REWARD = "eval/all/avg_score"
-REGISTRY = "skyrl_fast.ops.losses"  # of losses and estimators
 
 
 class SetupError(ValueError):
@@ -209,7 +208,7 @@ def _registered(register: str, given: Callable[..., Any] | str) -> str:
     """Return the name of a loss or an estimator, which is registered if it is a function."""
     if isinstance(given, str):
         return given
-    name: str = getattr(importlib.import_module(REGISTRY), register)(given, name=given.__name__)
+    name: str = getattr(skyrl_fast, register)(given)
     return name
 
 

@@ -1,0 +1,69 @@
+"""Import what a setting names: a module, a Python file, or an object in one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import zlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FILE_PREFIX = "skyrl_fast_file_"  # of the names of modules that were files
+
+
+def load_module(name: str) -> ModuleType:
+    """Return a module by its import path, or the module of a .py file; both are imported once.
+
+    Raises:
+        ValueError: it is missing or raises; names the module and the error.
+    """
+    try:
+        return _load_file(name) if name.endswith(".py") else importlib.import_module(name)
+    except Exception as error:
+        raise ValueError(f"cannot import {name!r}: {type(error).__name__}: {error}") from error
+
+
+def load_object(name: str) -> Any:
+    """Return what "package.module:name" or "path/to/file.py:name" names.
+
+    Raises:
+        ValueError: there is no such module or no such name in it; the module raises.
+
+    Example:
+        >>> load_object("math:sqrt")(4.0)
+        2.0
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise ValueError(f"wanted module:name, got {name!r}")
+    found: Any = load_module(place)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{place!r} has no {attribute!r}")
+        found = getattr(found, part)
+    return found
+
+
+def name_of(module: ModuleType) -> str:
+    """Return the name by which `load_module` finds a module: its import path or its file."""
+    return str(module.__file__) if module.__name__.startswith(FILE_PREFIX) else module.__name__
+
+
+def _load_file(name: str) -> ModuleType:
+    path = Path(name).expanduser().resolve()
+    module_name = f"{FILE_PREFIX}{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ImportError(f"no Python file: {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module

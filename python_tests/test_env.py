@@ -180,7 +180,7 @@ def test_an_environment_without_the_methods_of_one_is_named(tmp_path: Path) -> N
     ("name", "message"),
     [
         ("no_such_module:Env", "env_class: cannot import 'no_such_module'"),
-        ("json:Env", "env_class: json has no 'Env'"),
+        ("json:Env", "env_class: 'json' has no 'Env'"),
     ],
 )
 def test_an_environment_that_cannot_be_imported_is_refused_at_the_start(

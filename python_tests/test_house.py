@@ -127,6 +127,12 @@ def test_rollouts_know_no_trainer() -> None:
     assert offenders(python_files("rollout"), ("skyrl_fast.train", "skyrl_fast.cli")) == []
 
 
+def test_skyrl_gym_is_known_to_its_backend_alone() -> None:
+    own = ("skyrl_gym_env.py", "text2sql.py")
+    files = [p for p in python_files("") if p.name not in own]
+    assert offenders(files, ("skyrl_gym",)) == []
+
+
 def test_kernels_are_called_by_ops_alone() -> None:
     files = [p for p in python_files("") if PACKAGE / "ops" not in p.parents]
     told = ("doctor.py", "__init__.py")  # what was built, and whether it loads

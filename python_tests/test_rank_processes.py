@@ -221,7 +221,7 @@ def test_a_script_that_trains_when_it_is_imported_is_told_what_to_do(folder: Pat
     script.write_text(
         "import sys\n"
         "from skyrl_fast.config.loading import load_config\n"
-        "from skyrl_fast.train.run import run_training\n"
+        "import skyrl_fast\n"
         "skyrl_fast.train(load_config(None, sys.argv[1:]))\n"
     )
     options = [

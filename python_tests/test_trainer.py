@@ -157,7 +157,7 @@ def test_learning_rate_zero_keeps_weights_and_reward(folder: Path) -> None:
         ("trainer.logger=[wandb]", "wandb is not installed: pip install wandb"),
         ("trainer.logger=[mlflow]", "mlflow is not installed: pip install mlflow"),
         ("trainer.logger=[trackio]", "trackio is not installed: pip install trackio"),
-        ("trainer.logger=['json:Nothing']", "trainer.logger: json has no 'Nothing'"),
+        ("trainer.logger=['json:Nothing']", "trainer.logger: 'json' has no 'Nothing'"),
         ("trainer.logger=['json:loads']", "trainer.logger: json:loads did not start: TypeError"),
     ],
 )

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
-from skyrl_fast.objects import is_object_name
-
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -24,19 +22,17 @@ def setting(
     help: str = "",
     *,
     choices: Sequence[str] | None = None,
-    or_object: bool = False,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
 ) -> Any:
     """Return a dataclass field with limits in its metadata.
 
-    Lists, dicts and classes become factories. With `or_object`, `module:name` is a choice too.
+    Lists, dicts and classes become factories.
     """
     metadata = {
         "help": help,
         "choices": choices,
-        "or_object": or_object,
         "at_least": at_least,
         "above": above,
         "at_most": at_most,
@@ -60,7 +56,7 @@ def limit_error(limits: Mapping[str, Any], value: Any) -> str | None:
     choices = limits.get("choices")
     if choices is not None:
         for item in value if isinstance(value, list) else [value]:
-            if item not in choices and not (limits.get("or_object") and is_object_name(item)):
+            if item not in choices:
                 return (
                     f"wanted one of {', '.join(choices)}, got {item!r}{did_you_mean(item, choices)}"
                 )

@@ -21,6 +21,7 @@ from skyrl_fast.config.algorithm import (
 )
 from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.config.engine import InferenceEngineConfig
+from skyrl_fast.config.loggers import LOGGERS
 from skyrl_fast.config.settings import (
     AlgorithmConfig,
     Config,
@@ -172,6 +173,10 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
     """
     check_limits(config)
     trainer, generator = config.trainer, config.generator
+    named = [name for name in trainer.logger if ":" not in name]  # others are module:Class
+    wrong = limit_error({"choices": tuple(LOGGERS)}, named)
+    if wrong is not None:
+        raise ConfigError(f"trainer.logger: {wrong}")
     if not config.data.train_data and not has_prompts:
         raise ConfigError("data.train_data: wanted at least one file of prompts, got none")
     if trainer.policy.model.path is None:

@@ -18,7 +18,6 @@ from skyrl_fast.config.corrections import (
     OffPolicyCorrectionConfig,
 )
 from skyrl_fast.config.engine import InferenceEngineConfig
-from skyrl_fast.config.loggers import LOGGERS
 from skyrl_fast.ops.estimators import ADVANTAGE_ESTIMATORS
 from skyrl_fast.ops.losses import (
     POLICY_LOSSES,
@@ -267,9 +266,7 @@ class TrainerConfig:
     )
     logger: list[str] = setting(
         ["jsonl", "tensorboard"],
-        "where metrics go; also module:Class or file.py:Class of a Logger",
-        choices=tuple(LOGGERS),
-        or_object=True,
+        "where metrics go: jsonl, tensorboard, wandb, mlflow, trackio, or module:Class of a Logger",
     )
     project_name: str = setting("skyrl_fast", "of Weights & Biases, MLflow, Trackio")
     run_name: str = setting("run", "shown by loggers")

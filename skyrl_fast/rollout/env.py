@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from skyrl_fast.config import EnvironmentConfig, check_limits
-from skyrl_fast.objects import import_module, import_object, is_object_name
+from skyrl_fast.importing import load_module, load_object
 from skyrl_fast.rollout import skyrl_gym_env
 from skyrl_fast.rollout.env_protocol import Env, EnvStep, Message
 from skyrl_fast.rollout.env_threads import EnvThreads
@@ -76,9 +76,15 @@ class EnvFactory:
         self._make_env = make_env
         self._threads = EnvThreads(config.skyrl_gym.max_env_workers)
         for module in config.register:
-            import_module(module, key="environment.register")
-        if make_env is None and is_object_name(config.env_class):
-            import_object(config.env_class, key="environment.env_class")
+            try:
+                load_module(module)
+            except ValueError as error:
+                raise ValueError(f"environment.register: {error}") from error
+        if make_env is None and ":" in config.env_class:
+            try:
+                load_object(config.env_class)
+            except ValueError as error:
+                raise ValueError(f"environment.env_class: {error}") from error
 
     @property
     def num_abandoned(self) -> int:
@@ -107,8 +113,8 @@ class EnvFactory:
 
     def _made(self, env_class: str, extras: dict[str, Any]) -> Env:
         make_env = self._make_env
-        if make_env is None and is_object_name(env_class):
-            make_env = import_object(env_class, key="environment.env_class")
+        if make_env is None and ":" in env_class:
+            make_env = load_object(env_class)
         if make_env is None:
             return skyrl_gym_env.make(env_class, self._config.skyrl_gym, extras)
         env = make_env(extras)

@@ -28,7 +28,7 @@ class RolloutPrompt(Protocol):
 
     @property
     def env_class(self) -> str:
-        """Name of its environment in skyrl_gym."""
+        """Name of its environment; see `EnvFactory.make`."""
 
     @property
     def env_extras(self) -> Mapping[str, Any]:

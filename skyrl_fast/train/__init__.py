@@ -6,7 +6,6 @@ names the arguments. What a run takes from its user:
 - `Env`, `EnvStep`: an environment, and its answer to one action
 - `Callback`, `CallbackError`: hooks after steps, evaluations and checkpoints
 - `Logger`, `RunInfo`: where metrics go, and what a logger is constructed with
-- `register_policy_loss`, `register_advantage_estimator`: losses and estimators by name
 
 and what it gives: a `TrainResult`, or a `SetupError` that says what to fix.
 

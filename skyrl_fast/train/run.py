@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import multiprocessing
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+import skyrl_fast
 from skyrl_fast.config import Config, ConfigSource, as_config, check_config, to_dict
 from skyrl_fast.rollout.env import MakeEnv
 from skyrl_fast.rollout.reward_env import Reward, RewardEnv
@@ -54,7 +54,6 @@ logger = logging.getLogger(__name__)
 
 MakeRollouts = Callable[[Config, Any, str], Awaitable[Rollouts]]
 EVAL_REWARD = "eval/all/avg_score"
-REGISTRY = "skyrl_fast.ops.losses"  # of losses and estimators
 
 
 class SetupError(ValueError):
@@ -145,6 +144,7 @@ def train(
     config = _with_home(as_config(config))
     make_env = _with_objects(config, env=env, reward=reward, loss=loss, estimator=estimator)
     check_config(config, has_prompts=prompts is not None)
+    _check_callbacks(callbacks)
     run_path = Path(config.trainer.run_path)
     with locked_run(run_path):
         checkpoint = _starting_point(config)
@@ -173,15 +173,16 @@ def _with_objects(
     loss: Callable[..., Any] | str | None,
     estimator: Callable[..., Any] | str | None,
 ) -> MakeEnv | None:
-    """Put the names of what was given as objects into the settings; return what makes environments.
+    """Put the names of the given objects into the settings; return what makes environments.
 
     Raises:
-        ValueError: an environment and a reward function.
+        SetupError: an environment and a reward function, or something that cannot be called.
     """
     if env is not None and reward is not None:
         raise SetupError("train: wanted env or reward, got both")
     for name, given in (("env", env), ("reward", reward)):
-        if given is not None and not isinstance(given, str) and not callable(given):
+        is_name = name == "env" and isinstance(given, str)
+        if given is not None and not is_name and not callable(given):
             raise SetupError(f"train: {name}: wanted a class or function, got {given!r:.100}")
     algorithm = config.trainer.algorithm
     if loss is not None:
@@ -198,11 +199,16 @@ def _with_objects(
     return env if reward is None else partial(RewardEnv, reward)
 
 
+def _check_callbacks(callbacks: Sequence[Callback]) -> None:
+    if isinstance(callbacks, Callback) or not all(isinstance(c, Callback) for c in callbacks):
+        raise SetupError(f"train: callbacks: wanted a list of Callback, got {callbacks!r:.100}")
+
+
 def _registered(register: str, given: Callable[..., Any] | str) -> str:
     """Return the name of a loss or an estimator, which is registered if it is a function."""
     if isinstance(given, str):
         return given
-    name: str = getattr(importlib.import_module(REGISTRY), register)(given, name=given.__name__)
+    name: str = getattr(skyrl_fast, register)(given)
     return name
 
 

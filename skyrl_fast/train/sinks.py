@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_fast.config import LOGGERS
-from skyrl_fast.objects import import_object, is_object_name
+from skyrl_fast.importing import load_object
 
 Metrics = Mapping[str, float]
 
@@ -73,11 +73,14 @@ def open_loggers(names: Sequence[str], run: RunInfo) -> list[Logger]:
 
 
 def _opened(name: str, run: RunInfo) -> Logger:
-    if name not in LOGGERS and not is_object_name(name):
+    if name not in LOGGERS and ":" not in name:
         raise ValueError(
             f"trainer.logger: wanted module:Class or one of {', '.join(LOGGERS)}, got {name!r}"
         )
-    make = import_object(LOGGERS.get(name, name), key="trainer.logger")
+    try:
+        make = load_object(LOGGERS.get(name, name))
+    except ValueError as error:
+        raise ValueError(f"trainer.logger: {error}") from error
     try:
         logger: Logger = make(run)
     except ValueError:

@@ -27,7 +27,14 @@ WORKED = {
 }
 
 
-@pytest.mark.spec("5.1", "5.3", "5.4", "5.5", "5.6", "5.15")
+@pytest.mark.spec(
+    "advantage.outcome",
+    "advantage.grpo",
+    "advantage.dr-grpo",
+    "advantage.rloo",
+    "advantage.maxrl",
+    "advantage.worked-example",
+)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_worked_example(estimator: str, backend: str) -> None:
     got = group_advantage(
@@ -41,7 +48,7 @@ def test_worked_example(estimator: str, backend: str) -> None:
     torch.testing.assert_close(got, torch.tensor(WORKED[estimator]), atol=5e-6, rtol=0)
 
 
-@pytest.mark.spec("5.3", "5.4", "5.5", "5.6")
+@pytest.mark.spec("advantage.grpo", "advantage.dr-grpo", "advantage.rloo", "advantage.maxrl")
 @pytest.mark.parametrize(
     ("estimator", "alone"), [("grpo", 3.0), ("dr_grpo", 3.0), ("rloo", 0.0), ("maxrl", 3.0)]
 )
@@ -50,7 +57,7 @@ def test_group_of_one(estimator: str, alone: float, backend: str) -> None:
     torch.testing.assert_close(got, torch.tensor([alone]), atol=5e-6, rtol=0)
 
 
-@pytest.mark.spec("5.7")
+@pytest.mark.spec("advantage.response-mask")
 def test_each_row_uses_its_own_mask_not_the_last_steps(backend: str) -> None:
     rewards = torch.tensor([[0.0, 9.0], [0.0, 1.0], [0.0, 0.0]])
     mask = torch.tensor([[1, 0], [0, 1], [1, 1]])
@@ -65,7 +72,7 @@ def test_each_row_uses_its_own_mask_not_the_last_steps(backend: str) -> None:
     assert got.tolist() == [[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0]]
 
 
-@pytest.mark.spec("5.2")
+@pytest.mark.spec("advantage.score")
 def test_intermediate_rewards_are_not_read(backend: str) -> None:
     rewards = torch.tensor([float("nan"), 1.0, float("inf"), 0.0])
     last = [False, True, False, True]
@@ -73,7 +80,7 @@ def test_intermediate_rewards_are_not_read(backend: str) -> None:
     assert got.tolist() == [1.0, 1.0, -1.0, -1.0]
 
 
-@pytest.mark.spec("5.12")
+@pytest.mark.spec("advantage.group-ids")
 def test_groups_need_not_be_adjacent(backend: str) -> None:
     rewards = torch.tensor([1.0, 5.0, 0.0, 7.0])
     got = group_advantage(rewards, ["a", "b", "a", "b"], estimator="rloo", backend=backend)
@@ -87,7 +94,7 @@ def test_equal_rewards_give_zero(estimator: str, backend: str) -> None:
     assert got.abs().max() < 1e-6
 
 
-@pytest.mark.spec("5.11")
+@pytest.mark.spec("advantage.variance")
 def test_low_variance_groups_keep_their_variance(backend: str) -> None:
     # E[x^2] - E[x]^2 loses all digits here, also in float64 for the larger offsets
     rewards = torch.tensor([4096.0, 4096.0005, 4096.001])
@@ -99,7 +106,7 @@ def test_low_variance_groups_keep_their_variance(backend: str) -> None:
     assert got[2] > 0.9
 
 
-@pytest.mark.spec("5.12")
+@pytest.mark.spec("advantage.group-ids")
 @pytest.mark.parametrize("ids", [["u", "v", "u"], [1, 2, 1], torch.tensor([5, -9, 5])])
 def test_ids_are_strings_or_ints(ids: object, backend: str) -> None:
     got = group_advantage(torch.tensor([1.0, 4.0, 3.0]), ids, estimator="dr_grpo", backend=backend)
@@ -156,7 +163,9 @@ BAD = [
 ]
 
 
-@pytest.mark.spec("5.9", "5.10", "5.13")
+@pytest.mark.spec(
+    "advantage.last-row-is-last", "advantage.one-group-per-trajectory", "advantage.non-finite-score"
+)
 @pytest.mark.parametrize(("change", "message"), BAD)
 def test_bad_input_is_refused_by_name(change: dict, message: str, backend: str) -> None:
     args = {"rewards": torch.tensor([1.0, 0.0, 2.0]), "group_ids": ["a"] * 3, "backend": backend}

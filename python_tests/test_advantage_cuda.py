@@ -46,7 +46,7 @@ def test_by_hand(gpu: str, estimator: str) -> None:
     torch.testing.assert_close(got.cpu(), want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.spec("5.44")
+@pytest.mark.spec("advantage.gpu-non-finite")
 @given(
     trajectories=st.lists(
         st.tuples(st.integers(-3, 3), st.integers(1, 4)), min_size=0, max_size=40
@@ -94,7 +94,7 @@ def test_ids_and_flags_on_the_device(gpu: str) -> None:
     assert torch.equal(got.cpu(), on_cpu(rewards, ids, is_last_step=last))
 
 
-@pytest.mark.spec("5.44")
+@pytest.mark.spec("advantage.gpu-non-finite")
 def test_a_score_that_is_not_finite_marks_its_group_alone(gpu: str) -> None:
     rewards = torch.tensor([1.0, math.nan, 2.0, 1.0, math.inf, 0.0]).to(gpu)
     got = group_advantage(rewards, ["a", "a", "b", "b", "c", "c"])

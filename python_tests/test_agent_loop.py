@@ -29,7 +29,13 @@ def forget() -> None:
     FlakyEnv.failures.clear()
 
 
-@pytest.mark.spec("1.3", "3.1", "3.5", "3.6", "3.20")
+@pytest.mark.spec(
+    "output.gen-only",
+    "rollout.append-context",
+    "rollout.env-step",
+    "rollout.step-row",
+    "rollout.env-done",
+)
 def test_three_turns_give_three_gen_only_steps_and_token_in_token_out(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, f"a{n}"))
     (t,) = run(tiny_tokenizer, [prompt_with(turns=3)], loop_config(max_turns=5), engine)
@@ -59,7 +65,7 @@ def test_three_turns_give_three_gen_only_steps_and_token_in_token_out(tiny_token
     assert CountingEnv.closed == [""]
 
 
-@pytest.mark.spec("3.2", "3.8", "3.21")
+@pytest.mark.spec("rollout.prompt-limit", "rollout.reason-on-last-step", "rollout.prompt-too-long")
 @pytest.mark.parametrize("context", ["append", "retemplate", "single"])
 def test_no_prompt_exceeds_the_limit_and_the_last_step_says_length(tiny_tokenizer, context) -> None:
     limit = 120
@@ -76,7 +82,7 @@ def test_no_prompt_exceeds_the_limit_and_the_last_step_says_length(tiny_tokenize
     assert t.failure is None
 
 
-@pytest.mark.spec("3.9", "3.11")
+@pytest.mark.spec("rollout.first-prompt-too-long", "rollout.failure-tolerance")
 def test_first_prompt_too_long_gives_no_steps_and_a_masked_row(tiny_tokenizer, caplog) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     long = FakePrompt("long", messages=[{"role": "user", "content": "x" * 200}])
@@ -92,7 +98,7 @@ def test_first_prompt_too_long_gives_no_steps_and_a_masked_row(tiny_tokenizer, c
     assert rows["stop_reasons"][0] == "length"
 
 
-@pytest.mark.spec("3.4", "3.6")
+@pytest.mark.spec("rollout.end-token", "rollout.step-row")
 @pytest.mark.parametrize("context", ["append", "retemplate"])
 def test_appended_end_token_is_not_trained(tiny_tokenizer, context: str) -> None:
     end = tiny_tokenizer.eos_token_id
@@ -117,7 +123,7 @@ def test_without_the_appended_end_token_the_template_closes_the_turn(tiny_tokeni
     )
 
 
-@pytest.mark.spec("3.4", "3.13")
+@pytest.mark.spec("rollout.end-token", "rollout.single-context")
 @pytest.mark.parametrize("max_turns", [2, 3])  # ended by the limit, ended by the environment
 def test_single_conversation_appends_the_end_only_to_the_last_response(
     tiny_tokenizer, max_turns: int
@@ -131,7 +137,7 @@ def test_single_conversation_appends_the_end_only_to_the_last_response(
     assert tiny_tokenizer.decode(t.steps[1].prompt_token_ids).endswith("assistant\nabobs1")
 
 
-@pytest.mark.spec("3.4")
+@pytest.mark.spec("rollout.end-token")
 @pytest.mark.parametrize("context", ["append", "single"])
 def test_no_end_token_where_there_is_no_room_or_the_response_was_cut(
     tiny_tokenizer, context: str
@@ -147,7 +153,7 @@ def test_no_end_token_where_there_is_no_room_or_the_response_was_cut(
         assert t.steps[0].loss_mask == [1, 1, 1]
 
 
-@pytest.mark.spec("3.16")
+@pytest.mark.spec("rollout.end-token-reward")
 def test_the_reward_lies_on_an_appended_end_token(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "<q>", end=False, stop="<q>"))
     got = run(tiny_tokenizer, [prompt_with(turns=1)], loop_config(), engine)
@@ -156,7 +162,7 @@ def test_the_reward_lies_on_an_appended_end_token(tiny_tokenizer) -> None:
     assert batch.rewards.tolist() == [0.0, 0.0, 0.0, 1.0]
 
 
-@pytest.mark.spec("3.6")
+@pytest.mark.spec("rollout.step-row")
 @pytest.mark.parametrize("context", ["append", "retemplate", "single"])
 def test_a_response_is_what_was_sampled_whatever_the_observation(tiny_tokenizer, context) -> None:
     answers = [says(tiny_tokenizer, "ab"), says(tiny_tokenizer, "<q>", end=False, stop="<q>")]
@@ -178,7 +184,7 @@ def test_text_after_the_stop_string_does_not_reach_the_environment(tiny_tokenize
     assert t.steps[0].text == "<a>"
 
 
-@pytest.mark.spec("3.7", "3.8")
+@pytest.mark.spec("rollout.max-turns", "rollout.reason-on-last-step")
 def test_max_turns_is_recorded_on_the_last_step(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     (t,) = run(tiny_tokenizer, [prompt_with()], loop_config(max_turns=2), engine)
@@ -186,7 +192,7 @@ def test_max_turns_is_recorded_on_the_last_step(tiny_tokenizer) -> None:
     assert t.stop_reason == "max_turns"
 
 
-@pytest.mark.spec("3.20", "3.7")
+@pytest.mark.spec("rollout.env-done", "rollout.max-turns")
 @pytest.mark.parametrize("extras", [{"turns": 1}, {}])  # the environment is done, or the turns are
 def test_response_cut_by_length_is_recorded(tiny_tokenizer, extras: dict) -> None:
     cut = Generation([1, 2], [-1.0, -1.0], "length", None)
@@ -195,7 +201,7 @@ def test_response_cut_by_length_is_recorded(tiny_tokenizer, extras: dict) -> Non
     assert (t.stop_reason, t.steps[0].stop_reason) == ("length", "length")
 
 
-@pytest.mark.spec("3.12", "3.19")
+@pytest.mark.spec("rollout.retemplate-context", "rollout.postprocessed-action")
 def test_retemplated_history_takes_the_environments_rewriting(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "<think>long</think>short"))
     config = loop_config(max_turns=2, context="retemplate")

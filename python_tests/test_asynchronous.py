@@ -137,7 +137,7 @@ def steady(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.spec("12.1")
+@pytest.mark.spec("async.synchronous-equal")
 def test_staleness_zero_is_the_synchronous_loop_to_the_last_bit(folder: Path) -> None:
     expected = train(settings(folder, "off", "trainer.fully_async.enabled=false"))
     outcome = train(settings(folder, "zero", staleness=0), Maker(seed=5))
@@ -146,7 +146,7 @@ def test_staleness_zero_is_the_synchronous_loop_to_the_last_bit(folder: Path) ->
         assert (outcome.checkpoint / name).read_bytes() == (expected.checkpoint / name).read_bytes()
 
 
-@pytest.mark.spec("12.2", "12.3", "12.4", "12.27")
+@pytest.mark.spec("async.data-order", "async.staleness-bound", "async.group-bound", "async.metrics")
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_groups_are_trained_in_the_order_of_the_data_within_the_bound(
     folder: Path, staleness: int
@@ -173,7 +173,7 @@ def test_groups_are_trained_in_the_order_of_the_data_within_the_bound(
         assert row["async/token_staleness_max"] <= row["async/staleness_max"]
 
 
-@pytest.mark.spec("12.12")
+@pytest.mark.spec("async.importance-warning")
 def test_stale_tokens_are_corrected_or_warned_of(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -187,7 +187,7 @@ def test_stale_tokens_are_corrected_or_warned_of(
     assert "tokens up to 1 policy versions old are trained as if" in caplog.text
 
 
-@pytest.mark.spec("12.12")
+@pytest.mark.spec("async.importance-warning")
 @pytest.mark.parametrize(
     ("overrides", "metric"),
     [
@@ -223,7 +223,7 @@ class DiedError(Exception):
     """As by kill -9: nothing may be written any more."""
 
 
-@pytest.mark.spec("12.22")
+@pytest.mark.spec("async.resume")
 @pytest.mark.parametrize("seed", range(5))
 def test_killed_and_resumed_each_sample_is_trained_exactly_once(
     folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -254,7 +254,7 @@ def test_killed_and_resumed_each_sample_is_trained_exactly_once(
     assert once == Counter({(uid.partition("~")[0], r): 2 for uid, r in undisturbed})
 
 
-@pytest.mark.spec("12.22")
+@pytest.mark.spec("async.resume")
 def test_a_checkpoint_names_what_is_in_flight(folder: Path) -> None:
     make = Maker()
     train(settings(folder, "run", "trainer.max_training_steps=6", staleness=2), make)
@@ -269,7 +269,7 @@ def test_a_checkpoint_names_what_is_in_flight(folder: Path) -> None:
 FILTER = "trainer.algorithm.dynamic_sampling.type=filter"
 
 
-@pytest.mark.spec("12.11")
+@pytest.mark.spec("async.dynamic-sampling")
 @pytest.mark.parametrize("kind", ["filter", "replace"])
 def test_dynamic_sampling_drops_whole_groups_and_the_next_take_their_place(
     folder: Path, kind: str
@@ -307,7 +307,7 @@ def test_dynamic_sampling_drops_whole_groups_and_the_next_take_their_place(
         assert outcome.step == 12
 
 
-@pytest.mark.spec("12.11")
+@pytest.mark.spec("async.dynamic-sampling")
 def test_dynamic_sampling_limits_the_groups_that_it_asks_for(folder: Path) -> None:
     class Easy(PacedRollouts):
         async def generate(
@@ -323,7 +323,7 @@ def test_dynamic_sampling_limits_the_groups_that_it_asks_for(folder: Path) -> No
         train(settings(folder, "run", FILTER, limit), Maker(0, Easy))
 
 
-@pytest.mark.spec("12.14")
+@pytest.mark.spec("async.lost-group")
 def test_a_dropped_group_leaves_its_place_to_the_next(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -343,7 +343,7 @@ def test_a_dropped_group_leaves_its_place_to_the_next(
     assert "dropped: group 3: all were stuck" in caplog.text
 
 
-@pytest.mark.spec("12.14")
+@pytest.mark.spec("async.lost-group")
 def test_nothing_but_dropped_groups_ends_the_run(folder: Path) -> None:
     class Stuck(PacedRollouts):
         async def fault(self, prompt: Prompt, step: int) -> None:
@@ -353,7 +353,7 @@ def test_nothing_but_dropped_groups_ends_the_run(folder: Path) -> None:
         train(settings(folder, "run"), Maker(0, Stuck))
 
 
-@pytest.mark.spec("12.19")
+@pytest.mark.spec("async.group-error")
 def test_an_error_in_a_group_ends_the_run_with_a_checkpoint(folder: Path) -> None:
     class Broken(PacedRollouts):
         async def fault(self, prompt: Prompt, step: int) -> None:
@@ -367,7 +367,7 @@ def test_an_error_in_a_group_ends_the_run_with_a_checkpoint(folder: Path) -> Non
     assert make.made[0].running == 0 and make.made[0].closed
 
 
-@pytest.mark.spec("12.20")
+@pytest.mark.spec("async.interrupt")
 def test_a_signal_leaves_a_checkpoint_and_the_run_goes_on(folder: Path) -> None:
     class Interrupted(PacedRollouts):
         async def fault(self, prompt: Prompt, step: int) -> None:
@@ -387,7 +387,7 @@ def test_a_signal_leaves_a_checkpoint_and_the_run_goes_on(folder: Path) -> None:
     assert set(once.values()) == {2}
 
 
-@pytest.mark.spec("12.18")
+@pytest.mark.spec("async.engine-restart")
 def test_an_engine_is_repaired_while_the_trainer_waits(folder: Path) -> None:
     class Mortal(PacedRollouts):
         alive = True
@@ -415,7 +415,7 @@ def test_an_engine_is_repaired_while_the_trainer_waits(folder: Path) -> None:
     assert set(once.values()) == {2}
 
 
-@pytest.mark.spec("12.17")
+@pytest.mark.spec("async.wait-log")
 def test_waiting_is_never_silent(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

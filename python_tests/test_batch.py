@@ -59,7 +59,7 @@ def assert_same(a: StepBatch, b: StepBatch) -> None:
 # --- section 1: every step is a row ------------------------------------------------------------
 
 
-@pytest.mark.spec("1.1", "1.2")
+@pytest.mark.spec("output.row-per-step", "output.any-context")
 def test_every_step_is_a_row_of_prompt_then_response():
     batch = StepBatch.from_generator_output(worked_output())
     assert batch.num_rows == 5
@@ -108,7 +108,7 @@ def test_an_empty_response_is_a_row_without_response_tokens(per_token):
     assert batch.row_rewards.tolist()[-1] == 0.0
 
 
-@pytest.mark.spec("2.21")
+@pytest.mark.spec("output.reward-of-empty-response")
 def test_a_reward_of_an_empty_response_counts_and_padded_tensors_refuse_it():
     output = worked_output()
     output["response_ids"][4], output["loss_masks"][4], output["rollout_logprobs"][4] = [], [], []
@@ -147,7 +147,7 @@ def test_a_loss_mask_other_than_0_or_1_is_refused_with_its_row():
 # --- section 2: the default path ---------------------------------------------------------------
 
 
-@pytest.mark.spec("2.9")
+@pytest.mark.spec("output.default-path")
 def test_without_step_wise_keys_every_row_is_a_trajectory():
     batch = StepBatch.from_generator_output(default_output(), uids=DEFAULT_UIDS)
     assert batch.trajectory_ids.tolist() == [0, 1, 2, 3]
@@ -156,7 +156,7 @@ def test_without_step_wise_keys_every_row_is_a_trajectory():
     assert batch.uids == ("p", "q")
 
 
-@pytest.mark.spec("2.9", "2.10")
+@pytest.mark.spec("output.default-path", "output.default-path-unchanged")
 @pytest.mark.parametrize("keys", [STEP_WISE_KEYS, ("is_last_step",), ("trajectory_ids",)])
 def test_step_wise_keys_missing_or_none_give_the_same_bits(keys):
     missing = default_output()
@@ -171,7 +171,7 @@ def test_step_wise_keys_missing_or_none_give_the_same_bits(keys):
     assert a.num_padding_rows == b.num_padding_rows == 0
 
 
-@pytest.mark.spec("2.10")
+@pytest.mark.spec("output.default-path-unchanged")
 def test_the_default_path_equals_one_row_trajectories():
     step_wise = {
         **default_output(),
@@ -196,7 +196,7 @@ def test_uids_may_be_ints():
 # --- section 4: the padded view ----------------------------------------------------------------
 
 
-@pytest.mark.spec("4.3")
+@pytest.mark.spec("batch.right-alignment")
 def test_padded_example():
     output = {
         "prompt_token_ids": [[11, 12], [21]],
@@ -216,7 +216,12 @@ def test_padded_example():
     assert padded.rollout_logprobs.tolist() == [[0, 0, -1], [-2, -3, -4]]
 
 
-@pytest.mark.spec("4.11", "4.14", "4.15", "4.16")
+@pytest.mark.spec(
+    "batch.padding-loss-mask",
+    "batch.padding-copies-row-0",
+    "batch.padding-uids",
+    "batch.padding-last-step",
+)
 def test_padding_rows_copy_row_0_with_loss_mask_0_and_are_trajectories_of_their_own():
     batch = StepBatch.from_generator_output(worked_output())
     padded, plain = batch.padded(0, pad_size=7), batch.padded(0)
@@ -230,7 +235,7 @@ def test_padding_rows_copy_row_0_with_loss_mask_0_and_are_trajectories_of_their_
     assert padded.pad_size == 7
 
 
-@pytest.mark.spec("4.6", "4.7", "4.8")
+@pytest.mark.spec("batch.expert-indices", "batch.dummy-route", "batch.row-without-routes")
 def test_routes_lie_on_the_first_tokens_and_missing_ones_are_distinct_dummies():
     output = default_output()
     routes = np.arange(2 * 1 * 2, dtype=np.int64).reshape(2, 1, 2) + 5
@@ -274,7 +279,7 @@ def test_rewards_per_row_stay_so_where_there_are_as_many_tokens_as_rows():
     assert advantages(batch, estimator="rloo").tolist() == [1, 1, 1, -1, -1]
 
 
-@pytest.mark.spec("5.15")
+@pytest.mark.spec("advantage.worked-example")
 @pytest.mark.parametrize(("estimator", "value"), [("grpo", 0.70710), ("rloo", 1.0)])
 def test_worked_advantages(estimator, value):
     batch = StepBatch.from_generator_output(worked_output())
@@ -284,14 +289,14 @@ def test_worked_advantages(estimator, value):
     torch.testing.assert_close(got, torch.tensor([value] * 3 + [-value] * 4), atol=1e-5, rtol=0)
 
 
-@pytest.mark.spec("5.14")
+@pytest.mark.spec("advantage.token-level-refused")
 def test_temporal_estimators_are_refused():
     batch = StepBatch.from_generator_output(worked_output())
     with pytest.raises(ValueError, match="temporal"):
         advantages(batch, estimator="gae")
 
 
-@pytest.mark.spec("4.18", "5.16")
+@pytest.mark.spec("batch.padding-trajectory", "advantage.batch-normalize")
 def test_padding_rows_do_not_move_advantages():
     batch = StepBatch.from_generator_output(worked_output())
     for normalize in (False, True):
@@ -300,14 +305,14 @@ def test_padding_rows_do_not_move_advantages():
         assert torch.equal(a, b)
 
 
-@pytest.mark.spec("5.16")
+@pytest.mark.spec("advantage.batch-normalize")
 def test_batch_normalisation_is_masked_in_mean_and_variance():
     values = torch.tensor([1.0, 3.0, float("nan"), 1e6])
     mask = torch.tensor([1, 1, 0, 0], dtype=torch.uint8)
     assert normalize_advantages(values, mask).tolist() == [-1.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.spec("5.16")
+@pytest.mark.spec("advantage.batch-normalize")
 @given(st.lists(st.tuples(st.floats(-5, 5, width=32), st.booleans()), max_size=40))
 def test_batch_normalisation_ignores_padded_cells_and_padding_rows(cells):
     values = torch.tensor([v for v, _ in cells], dtype=torch.float32)
@@ -326,13 +331,13 @@ def test_batch_normalisation_of_nothing_is_zero():
 # --- section 7: mini-batches and micro-batches --------------------------------------------------
 
 
-@pytest.mark.spec("7.3")
+@pytest.mark.spec("update.worked-example")
 def test_mini_batch_example():
     uids = ["p0"] * 4 + ["p1"] * 2 + ["p2"] * 3 + ["p3"] * 2
     assert mini_batch_boundaries(uids, 2) == [(0, 6), (6, 11)]
 
 
-@pytest.mark.spec("7.1", "7.4")
+@pytest.mark.spec("update.mini-batch-size", "update.bad-sizes")
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 12))
 def test_a_mini_batch_spans_exactly_that_many_prompts(sizes, mini_batch_size):
     uids = [f"p{i}" for i, size in enumerate(sizes) for _ in range(size)]
@@ -347,13 +352,13 @@ def test_a_mini_batch_spans_exactly_that_many_prompts(sizes, mini_batch_size):
     assert boundaries[-1][1] == len(uids)
 
 
-@pytest.mark.spec("7.4")
+@pytest.mark.spec("update.bad-sizes")
 def test_prompts_that_are_not_contiguous_are_refused():
     with pytest.raises(ValueError, match=r"adjacent, but prompt 'p' returns in row 2"):
         mini_batch_boundaries(["p", "q", "p"], 1)
 
 
-@pytest.mark.spec("7.2")
+@pytest.mark.spec("update.boundaries-before-padding")
 def test_mini_batch_boundaries_exclude_padding_rows():
     batch = StepBatch.from_generator_output(default_output(), uids=DEFAULT_UIDS)
     parts = batch.with_padding_rows(3).mini_batches(1)
@@ -369,7 +374,7 @@ def rows_of(parts):
     return sorted(int(r) for rank in parts for part in rank for r in part)
 
 
-@pytest.mark.spec("7.5")
+@pytest.mark.spec("update.micro-batches")
 @given(
     st.lists(st.integers(0, 50), max_size=60),
     st.integers(1, 120),
@@ -396,7 +401,7 @@ def test_micro_batches_keep_to_the_budget_and_every_rank_has_as_many(
             assert len(homes) == 1
 
 
-@pytest.mark.spec("7.5")
+@pytest.mark.spec("update.micro-batches")
 def test_micro_batches_are_balanced():
     parts = split_micro_batches([9, 8, 7, 6, 5, 5], 100, num_ranks=2)
     assert [[sum([9, 8, 7, 6, 5, 5][r] for r in p) for p in rank] for rank in parts] == [[20], [20]]
@@ -496,7 +501,7 @@ def test_a_batch_whose_parts_disagree_is_refused():
         batch.with_(rewards=torch.zeros(7, dtype=torch.float64))
 
 
-@pytest.mark.spec("4.19")
+@pytest.mark.spec("batch.short-padding-rows")
 def test_padding_rows_cost_one_token():
     batch = with_everything()
     padded = batch.with_padding_rows(2).with_padding_rows(1)

@@ -34,7 +34,7 @@ def routes_of(*values: int, top_k: int = 2, dtype: type = np.int64) -> np.ndarra
     return np.array(values, dtype)[:, None, None] + np.arange(top_k, dtype=dtype)
 
 
-@pytest.mark.spec("4.1", "4.5")
+@pytest.mark.spec("batch.seven-tensors", "batch.worked-example")
 def test_table(backend: str) -> None:
     out = convert_prompts_responses_to_batch_tensors(
         PAD, **TWO_ROWS, logprobs=[[-1.0], [-2.0, -3.0, -4.0]], backend=backend
@@ -50,7 +50,7 @@ def test_table(backend: str) -> None:
     assert [t.dtype for t in out[3:6]] == [torch.float32] * 3
 
 
-@pytest.mark.spec("4.2")
+@pytest.mark.spec("batch.left-padding")
 def test_width_is_the_longest_row_and_not_the_sum_of_the_longest_parts(backend: str) -> None:
     rows = {"rewards": [[0.0], [0.0] * 5], "loss_masks": [[1], [1] * 5]}
     out = convert_prompts_responses_to_batch_tensors(
@@ -84,7 +84,7 @@ def test_empty_responses_and_prompts_are_rows(backend: str) -> None:
     assert [t.shape for t in out[2:6]] == [(2, 0)] * 4
 
 
-@pytest.mark.spec("4.4")
+@pytest.mark.spec("batch.no-truncation")
 def test_longer_than_max_seq_len_warns_and_keeps_all(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         out = convert_prompts_responses_to_batch_tensors(0, *TWO_ROWS.values(), max_seq_len=3)
@@ -95,7 +95,7 @@ def test_longer_than_max_seq_len_warns_and_keeps_all(caplog: pytest.LogCaptureFi
 # --- router replay ---------------------------------------------------------------------------
 
 
-@pytest.mark.spec("4.6", "4.7")
+@pytest.mark.spec("batch.expert-indices", "batch.dummy-route")
 @pytest.mark.parametrize(
     ("largest", "dtype"),
     [(255, torch.uint8), (256, torch.int16), (32767, torch.int16), (32768, torch.int32)],
@@ -115,7 +115,7 @@ def test_routes_lie_on_the_first_tokens(largest: int, dtype: torch.dtype) -> Non
     ]
 
 
-@pytest.mark.spec("4.8")
+@pytest.mark.spec("batch.row-without-routes")
 @pytest.mark.parametrize("empty", [None, [], np.zeros((0, 1, 2), np.uint8)])
 def test_a_row_may_have_no_routes(empty: object) -> None:
     routes = [empty, routes_of(5, 6, 7).tolist()]
@@ -278,7 +278,7 @@ def test_bad_input_is_named(changes: dict, error: type[Exception], message: str)
         convert_prompts_responses_to_batch_tensors(**{"pad_token_id": 0, **TWO_ROWS, **changes})
 
 
-@pytest.mark.spec("2.21")
+@pytest.mark.spec("output.reward-of-empty-response")
 def test_reward_of_an_empty_response_is_not_lost() -> None:
     rows = ([[1], [2]], [[3], []], [0.0, 1.0], [[1], []])
     with pytest.raises(ValueError, match=r"rewards must be 0 for an empty response .* row 1"):

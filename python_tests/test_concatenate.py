@@ -41,7 +41,7 @@ def test_rows_by_hand() -> None:
     assert joined.stop_reasons == ("stop", "length", "stop", "stop")
 
 
-@pytest.mark.spec("8.5")
+@pytest.mark.spec("metrics.several-groups")
 @given(some_trajectories())
 def test_batches_of_groups_are_the_batch_of_all(trajectories: list[Trajectory]) -> None:
     try:

@@ -144,7 +144,7 @@ def test_a_baseline_from_the_others_needs_others(estimator: str) -> None:
     assert estimator in message
 
 
-@pytest.mark.spec("5.42")
+@pytest.mark.spec("advantage.kl-controller")
 def test_a_horizon_that_one_batch_fills_five_times_is_refused() -> None:
     control = "trainer.algorithm.kl_ctrl={type: adaptive, horizon: 64}"
     assert load_config(None, [*NEEDED, control])  # without effect
@@ -152,7 +152,7 @@ def test_a_horizon_that_one_batch_fills_five_times_is_refused() -> None:
     assert "kl_ctrl.horizon: wanted more than 64, or one batch could make" in message
 
 
-@pytest.mark.spec("11.16")
+@pytest.mark.spec("replay.settings")
 def test_replay_needs_recorded_routes() -> None:
     replay = "trainer.policy.moe_enable_routing_replay=true"
     recorded = "generator.inference_engine.enable_return_routed_experts"

@@ -57,7 +57,7 @@ def rendered(tokenizer: Any, template: str, messages: list[dict[str, Any]]) -> s
     )
 
 
-@pytest.mark.spec("3.12")
+@pytest.mark.spec("rollout.retemplate-context")
 def test_a_template_that_strips_thinking_is_obeyed_when_history_is_retemplated(
     tiny_tokenizer,
 ) -> None:
@@ -76,7 +76,7 @@ def test_a_template_that_strips_thinking_is_obeyed_when_history_is_retemplated(
     )
 
 
-@pytest.mark.spec("3.1")
+@pytest.mark.spec("rollout.append-context")
 def test_appended_tokens_stay_whatever_the_template_would_strip(tiny_tokenizer) -> None:
     config = loop_config(max_turns=3, context="append", chat_template=THINK_TEMPLATE)
     prompts = prompts_of(tiny_tokenizer, config, "<think>why</think>so", turns=3)
@@ -84,7 +84,7 @@ def test_appended_tokens_stay_whatever_the_template_would_strip(tiny_tokenizer) 
     assert prompts[2].startswith(prompts[1])
 
 
-@pytest.mark.spec("3.13")
+@pytest.mark.spec("rollout.single-context")
 def test_single_conversation_is_one_answer_with_observations_inside(tiny_tokenizer) -> None:
     config = loop_config(max_turns=3, context="single")
     prompts = prompts_of(tiny_tokenizer, config, "a", turns=3)
@@ -97,7 +97,7 @@ TOOL_ANSWERS = [
 ]
 
 
-@pytest.mark.spec("3.18")
+@pytest.mark.spec("rollout.messages")
 @pytest.mark.parametrize("context", ["append", "retemplate"])
 def test_answers_of_tools_reach_the_template_with_all_their_keys(
     tiny_tokenizer, context: str
@@ -109,7 +109,7 @@ def test_answers_of_tools_reach_the_template_with_all_their_keys(
     assert "tool\nblue(look)<|im_end|>" in prompts[1]
 
 
-@pytest.mark.spec("3.19")
+@pytest.mark.spec("rollout.postprocessed-action")
 @pytest.mark.parametrize("context", ["append", "retemplate"])
 def test_an_answer_as_a_message_with_tool_calls(tiny_tokenizer, context: str) -> None:
     said = 'I look.<call>{"name": "look", "arguments": {"at": "x"}}</call>'
@@ -125,7 +125,7 @@ def test_an_answer_as_a_message_with_tool_calls(tiny_tokenizer, context: str) ->
     assert tiny_tokenizer.decode(t.steps[0].response_ids) == said + "<|im_end|>"
 
 
-@pytest.mark.spec("3.19")
+@pytest.mark.spec("rollout.postprocessed-action")
 def test_a_message_leaves_the_sampled_tokens_in_an_appended_context(tiny_tokenizer) -> None:
     message = {"role": "assistant", "content": "other", "tool_calls": [CALL]}
     config = loop_config(max_turns=2, chat_template=TOOL_TEMPLATE)
@@ -134,7 +134,7 @@ def test_a_message_leaves_the_sampled_tokens_in_an_appended_context(tiny_tokeniz
     assert "call" not in prompts[1]
 
 
-@pytest.mark.spec("3.19")
+@pytest.mark.spec("rollout.postprocessed-action")
 @pytest.mark.parametrize("context", ["append", "retemplate", "single"])
 def test_an_empty_text_replaces_the_answer_too(tiny_tokenizer, context: str) -> None:
     config = loop_config(max_turns=2, context=context)
@@ -143,7 +143,7 @@ def test_an_empty_text_replaces_the_answer_too(tiny_tokenizer, context: str) -> 
     assert "obs1" in prompts[1]
 
 
-@pytest.mark.spec("3.18")
+@pytest.mark.spec("rollout.messages")
 @pytest.mark.parametrize(
     ("message", "text"),
     [
@@ -157,7 +157,7 @@ def test_text_of_a_message(message: dict[str, Any], text: str) -> None:
     assert message_text(message) == text
 
 
-@pytest.mark.spec("3.18")
+@pytest.mark.spec("rollout.messages")
 def test_prompts_may_hold_tool_calls_without_content(tiny_tokenizer) -> None:
     few_shot = [{"role": "assistant", "tool_calls": [CALL]}, TOOL_ANSWERS[0], *TASK]
     context = make_context("append", tiny_tokenizer, few_shot, chat_template=TOOL_TEMPLATE)
@@ -165,7 +165,7 @@ def test_prompts_may_hold_tool_calls_without_content(tiny_tokenizer) -> None:
     assert text == rendered(tiny_tokenizer, TOOL_TEMPLATE, few_shot)
 
 
-@pytest.mark.spec("3.1")
+@pytest.mark.spec("rollout.append-context")
 def test_an_answer_that_brought_its_end_gets_no_second_one(tiny_tokenizer) -> None:
     spaced = tiny_tokenizer.chat_template.replace("<|im_end|>", " <|im_end|>")
     end = tiny_tokenizer.eos_token_id
@@ -189,7 +189,7 @@ def test_an_observation_cannot_fake_the_end_of_the_answer(tiny_tokenizer) -> Non
     assert f"user\n{hostile}<|im_end|>" in tiny_tokenizer.decode(context.prompt_token_ids())
 
 
-@pytest.mark.spec("3.23")
+@pytest.mark.spec("rollout.env-error")
 def test_a_template_that_rewrites_calls_is_refused_with_advice(tiny_tokenizer) -> None:
     # Calls are shown only in the last message, so that nothing can be appended to them.
     rewriting = TOOL_TEMPLATE.replace(
@@ -202,7 +202,7 @@ def test_a_template_that_rewrites_calls_is_refused_with_advice(tiny_tokenizer) -
         context.add_observation(TOOL_ANSWERS)
 
 
-@pytest.mark.spec("3.23")
+@pytest.mark.spec("rollout.env-error")
 def test_a_template_that_leaves_answers_out_is_refused_with_advice(tiny_tokenizer) -> None:
     # What stands behind an answer that is not there would be the whole conversation once more.
     forgetful = "{% for m in messages if m.role != 'assistant' %}[{{ m.content }}]{% endfor %}"
@@ -212,7 +212,7 @@ def test_a_template_that_leaves_answers_out_is_refused_with_advice(tiny_tokenize
         context.add_observation([{"role": "user", "content": "seen"}])
 
 
-@pytest.mark.spec("3.23", "3.11")
+@pytest.mark.spec("rollout.env-error", "rollout.failure-tolerance")
 @pytest.mark.parametrize("context", ["append", "retemplate", "single"])
 def test_an_observation_that_no_tokenizer_takes_fails_its_trajectory_only(
     tiny_tokenizer, context: str

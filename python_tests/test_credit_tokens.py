@@ -31,7 +31,14 @@ BY_HAND = {
 }
 
 
-@pytest.mark.spec("9.1", "9.2", "9.20", "9.21", "9.22", "9.26")
+@pytest.mark.spec(
+    "advantage.every-reward",
+    "advantage.discount",
+    "advantage.gae",
+    "advantage.gae-untrained-tokens",
+    "advantage.gae-reward-shift",
+    "advantage.gae-worked-example",
+)
 @pytest.mark.parametrize("factors", BY_HAND)
 def test_gae_by_hand(factors: tuple[float, float], backend: str) -> None:
     gamma, lambd = factors
@@ -48,7 +55,7 @@ def test_gae_by_hand(factors: tuple[float, float], backend: str) -> None:
     assert (advantages.tolist(), returns.tolist()) == BY_HAND[factors]
 
 
-@pytest.mark.spec("9.24")
+@pytest.mark.spec("advantage.gae-row-reward")
 def test_a_reward_per_row_comes_after_its_last_token(backend: str) -> None:
     per_token = gae(
         REWARDS, VALUES, is_last_step=LAST, loss_mask=MASK, cu_seqlens=CU, backend=backend
@@ -66,7 +73,7 @@ def test_a_reward_per_row_comes_after_its_last_token(backend: str) -> None:
         assert torch.equal(one, two)
 
 
-@pytest.mark.spec("9.22")
+@pytest.mark.spec("advantage.gae-reward-shift")
 def test_the_reward_of_a_step_without_trained_tokens_goes_to_the_step_before(backend: str) -> None:
     got = reinforce_plus_plus(
         torch.tensor([1.0, 8.0, 2.0]),
@@ -80,7 +87,7 @@ def test_the_reward_of_a_step_without_trained_tokens_goes_to_the_step_before(bac
     assert got.tolist() == [10.0, 2.0]
 
 
-@pytest.mark.spec("9.23")
+@pytest.mark.spec("advantage.gae-leading-reward")
 def test_rewards_before_the_first_trained_token_are_nobodys(backend: str) -> None:
     got = reinforce_plus_plus(
         torch.tensor([1.0, 5.0, 2.0]),
@@ -101,7 +108,7 @@ def test_lambda_and_gamma_one_is_return_minus_value(backend: str) -> None:
     torch.testing.assert_close(advantages, to_go - values, **CLOSE)
 
 
-@pytest.mark.spec("9.20")
+@pytest.mark.spec("advantage.gae")
 def test_linking_steps_equals_one_long_row(backend: str) -> None:
     generator = torch.Generator().manual_seed(2)
     rewards, values = torch.randn(2, 12, generator=generator).unbind()
@@ -119,7 +126,7 @@ def test_linking_steps_equals_one_long_row(backend: str) -> None:
         torch.testing.assert_close(a[0], b, **CLOSE)
 
 
-@pytest.mark.spec("9.27")
+@pytest.mark.spec("advantage.reinforce-plus-plus")
 def test_reinforce_plus_plus_by_hand(backend: str) -> None:
     # rewards to go 3, 2 | 6 (the token that is not trained has none); mean 11 / 3
     rewards = torch.tensor([[0.0, 1.0, 2.0], [0.0, 0.0, 6.0]])
@@ -160,7 +167,7 @@ def test_normalised_gae_keeps_its_returns(backend: str) -> None:
     assert torch.equal(returns, same)
 
 
-@pytest.mark.spec("9.5")
+@pytest.mark.spec("advantage.padding")
 @pytest.mark.parametrize("op", ["gae", "reinforce_plus_plus"])
 def test_padding_rows_and_padded_cells_change_nothing(op: str, backend: str) -> None:
     generator = torch.Generator().manual_seed(3)
@@ -235,7 +242,7 @@ BAD_GAE = [
 ]
 
 
-@pytest.mark.spec("9.4", "9.25")
+@pytest.mark.spec("advantage.bad-input", "advantage.gae-values")
 @pytest.mark.parametrize(("change", "message"), BAD + BAD_GAE)
 def test_bad_input_of_gae(change: dict, message: str, backend: str) -> None:
     args = {"rewards": torch.tensor([1.0, 0.0, 2.0]), "values": torch.zeros(3), "backend": backend}
@@ -302,7 +309,7 @@ def test_reinforce_native_equals_reference(batch: dict, gamma: float, normalize:
     torch.testing.assert_close(native, plain, **CLOSE)
 
 
-@pytest.mark.spec("9.3")
+@pytest.mark.spec("advantage.float64-sums")
 def test_same_bits_whatever_the_threads() -> None:
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 4096, 512, generator=generator).unbind()

@@ -22,7 +22,12 @@ LAST = [False, True, True, False, False, True]
 UIDS = ["a"] * 6
 
 
-@pytest.mark.spec("9.1", "9.2", "9.6", "9.14")
+@pytest.mark.spec(
+    "advantage.every-reward",
+    "advantage.discount",
+    "advantage.turn-returns",
+    "advantage.turn-worked-example",
+)
 @pytest.mark.parametrize(
     ("gamma", "wanted"),
     [
@@ -36,7 +41,9 @@ def test_returns_by_hand(gamma: float, wanted: list[float], backend: str) -> Non
     assert got.tolist() == wanted
 
 
-@pytest.mark.spec("9.8", "9.9", "9.14")
+@pytest.mark.spec(
+    "advantage.turn-baseline", "advantage.episode-baseline", "advantage.turn-worked-example"
+)
 @pytest.mark.parametrize(
     ("baseline", "wanted"),
     [
@@ -51,7 +58,7 @@ def test_group_advantage_by_hand(baseline: str, wanted: list[float], backend: st
     assert got.tolist() == wanted
 
 
-@pytest.mark.spec("9.13")
+@pytest.mark.spec("advantage.turn-scale")
 def test_scaling_is_one_number_per_group(backend: str) -> None:
     plain = turn_group_advantage(REWARDS, UIDS, is_last_step=LAST, backend=backend)
     scaled = turn_group_advantage(
@@ -72,7 +79,7 @@ def test_equal_returns_from_the_start_do_not_blow_up_later_turns(backend: str) -
     torch.testing.assert_close(got, torch.tensor([0.0, -root, 0.0, root]), atol=1e-5, rtol=0)
 
 
-@pytest.mark.spec("9.12")
+@pytest.mark.spec("advantage.episode-is-rloo")
 def test_only_the_end_rewarded_is_rloo(backend: str) -> None:
     from skyrl_fast import group_advantage
 
@@ -84,7 +91,7 @@ def test_only_the_end_rewarded_is_rloo(backend: str) -> None:
     torch.testing.assert_close(got, rloo, **CLOSE)
 
 
-@pytest.mark.spec("9.10")
+@pytest.mark.spec("advantage.turn-group-of-one")
 @pytest.mark.parametrize("baseline", ["turn", "episode"])
 @pytest.mark.parametrize("scale", [False, True])
 def test_group_of_one_has_nothing_to_compare_with(baseline: str, scale: bool, backend: str) -> None:
@@ -152,7 +159,7 @@ def survivors_only(rewards: torch.Tensor, last: list[bool]) -> torch.Tensor:
     return result
 
 
-@pytest.mark.spec("9.11")
+@pytest.mark.spec("advantage.turn-unbiased")
 @pytest.mark.parametrize("baseline", ["turn", "episode"])
 def test_the_baseline_does_not_bias_the_gradient(baseline: str, backend: str) -> None:
     if backend == "torch":
@@ -188,7 +195,7 @@ def gigpo(**changes: object) -> torch.Tensor:
     return gigpo_advantage(**args)
 
 
-@pytest.mark.spec("9.1", "9.15")
+@pytest.mark.spec("advantage.every-reward", "advantage.gigpo")
 def test_gigpo_by_hand(backend: str) -> None:
     # returns to go 4, 4, 3 and 0, 0. Episodes 4 and 0: +2, -2. Door 4, 0: mean 2. Hall 4, 3, 0.
     third = 7 / 3
@@ -196,7 +203,7 @@ def test_gigpo_by_hand(backend: str) -> None:
     torch.testing.assert_close(gigpo(backend=backend), wanted, **CLOSE)
 
 
-@pytest.mark.spec("9.16", "9.17")
+@pytest.mark.spec("advantage.gigpo-episode", "advantage.gigpo-step")
 def test_gigpo_scaled_by_hand(backend: str) -> None:
     half_root = 1 / math.sqrt(2)
     deviation = torch.tensor([4.0, 3.0, 0.0]).std()
@@ -215,13 +222,13 @@ def test_gigpo_weight_and_discount(backend: str) -> None:
     torch.testing.assert_close(got, wanted, **CLOSE)
 
 
-@pytest.mark.spec("9.18")
+@pytest.mark.spec("advantage.gigpo-single-visit")
 def test_gigpo_state_seen_once_has_no_step_advantage(backend: str) -> None:
     got = gigpo(anchor_ids=[1, 2, 3, 4, 5], backend=backend)
     assert got.tolist() == [2.0, 2.0, 2.0, -2.0, -2.0]
 
 
-@pytest.mark.spec("9.19")
+@pytest.mark.spec("advantage.gigpo-group-states")
 def test_gigpo_same_state_in_another_group_is_another_state(backend: str) -> None:
     one = gigpo(backend=backend)
     rewards = torch.tensor([0.0, 1.0, 3.0, 0.0, 0.0])
@@ -257,7 +264,7 @@ OPS = {
 every_op = pytest.mark.parametrize("name", OPS)
 
 
-@pytest.mark.spec("9.2", "9.7")
+@pytest.mark.spec("advantage.discount", "advantage.turn-mask")
 @every_op
 def test_token_rewards_are_summed_and_spread_by_the_rows_own_mask(name: str, backend: str) -> None:
     per_row = OPS[name](REWARDS, UIDS, UIDS, is_last_step=LAST, backend=backend)
@@ -277,7 +284,7 @@ def test_ragged_rows_may_be_empty(name: str, backend: str) -> None:
     torch.testing.assert_close(got, torch.repeat_interleave(per_row, lengths), **CLOSE)
 
 
-@pytest.mark.spec("9.5")
+@pytest.mark.spec("advantage.padding")
 @every_op
 def test_padding_rows_change_nothing(name: str, backend: str) -> None:
     bare = OPS[name](REWARDS, UIDS, UIDS, is_last_step=LAST, backend=backend)
@@ -304,7 +311,7 @@ def test_empty_batch(name: str, backend: str) -> None:
     assert got.shape == (0, 4)
 
 
-@pytest.mark.spec("9.3")
+@pytest.mark.spec("advantage.float64-sums")
 @every_op
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_reward_dtypes(name: str, dtype: torch.dtype, backend: str) -> None:
@@ -338,7 +345,7 @@ BAD = [
 ]
 
 
-@pytest.mark.spec("9.4")
+@pytest.mark.spec("advantage.bad-input")
 @every_op
 @pytest.mark.parametrize(("change", "message"), BAD)
 def test_bad_input_is_refused_by_name(name: str, change: dict, message: str, backend: str) -> None:
@@ -415,7 +422,7 @@ def test_native_equals_reference(
     torch.testing.assert_close(native, plain, **CLOSE)
 
 
-@pytest.mark.spec("9.3")
+@pytest.mark.spec("advantage.float64-sums")
 @every_op
 def test_same_bits_whatever_the_threads(name: str) -> None:
     generator = torch.Generator().manual_seed(0)

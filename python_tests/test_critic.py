@@ -55,7 +55,7 @@ def make_critic(model: ValueModel | None = None, **options: object) -> Critic:
     return Critic(model or ValueModel(tiny_model().base_model), config, **args)
 
 
-@pytest.mark.spec("9.32")
+@pytest.mark.spec("advantage.critic-loss")
 @pytest.mark.parametrize(
     ("value", "old", "target", "clip", "loss", "held"),
     [
@@ -75,7 +75,7 @@ def test_value_loss_by_hand(
     assert clipped.tolist() == [held]
 
 
-@pytest.mark.spec("9.25", "9.31")
+@pytest.mark.spec("advantage.gae-values", "advantage.critic")
 def test_values_are_those_of_the_state_before_each_token() -> None:
     critic, batch = make_critic(max_tokens_per_microbatch=40), make_batch()
     got = critic.batch_values(batch)
@@ -89,7 +89,7 @@ def test_values_are_those_of_the_state_before_each_token() -> None:
         torch.testing.assert_close(got[first:last], wanted, atol=1e-5, rtol=0)  # float32 noise
 
 
-@pytest.mark.spec("9.32")
+@pytest.mark.spec("advantage.critic-loss")
 def test_the_gradient_does_not_depend_on_the_split() -> None:
     batch, gradients = make_batch(), []
     for budget in (1, 37, 10_000):
@@ -130,7 +130,7 @@ def test_nothing_trained_changes_nothing() -> None:
         assert torch.equal(one, two)
 
 
-@pytest.mark.spec("9.33")
+@pytest.mark.spec("advantage.critic-tokens")
 def test_what_is_saved_goes_on_as_if_nothing_happened(tmp_path: Path) -> None:
     batch, critic = make_batch(), make_critic()
     critic.update(batch)

@@ -55,7 +55,7 @@ WAYS = {
 }
 
 
-@pytest.mark.spec("6.58")
+@pytest.mark.spec("loss.custom")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loss_in_torch_trains_as_the_built_in_one(folder: Path, way: str) -> None:
     wanted = metrics_of(folder, "built_in", *WAYS[way])
@@ -69,7 +69,7 @@ def test_a_loss_in_torch_trains_as_the_built_in_one(folder: Path, way: str) -> N
         assert any(row["policy/my_ratio_max"] > 1 for row in trained)
 
 
-@pytest.mark.spec("6.58")
+@pytest.mark.spec("loss.custom")
 def test_a_loss_in_torch_trains_on_two_ranks(folder: Path) -> None:
     pytest.importorskip("torch.distributed.fsdp")
     wanted = metrics_of(folder, "built_in", "trainer.update_epochs_per_batch=2")
@@ -77,7 +77,7 @@ def test_a_loss_in_torch_trains_on_two_ranks(folder: Path) -> None:
     assert_same_curve(wanted, metrics_of(folder, "user", f"{LOSS}=custom_algorithms:ppo", *ranks))
 
 
-@pytest.mark.spec("6.59")
+@pytest.mark.spec("loss.custom-scope")
 def test_a_loss_of_sequences_keeps_trajectories_together(folder: Path) -> None:
     extra = ("trainer.update_epochs_per_batch=2", "trainer.max_tokens_per_microbatch=30")
     wanted = metrics_of(folder, "built_in", f"{LOSS}=gspo", *extra)
@@ -89,7 +89,7 @@ def test_a_loss_of_sequences_keeps_trajectories_together(folder: Path) -> None:
         assert row.get("policy/num_micro_batches") == same.get("policy/num_micro_batches")
 
 
-@pytest.mark.spec("6.59")
+@pytest.mark.spec("loss.custom-scope")
 def test_a_loss_of_mini_batches_is_not_split(folder: Path) -> None:
     rows = metrics_of(
         folder, "user", f"{LOSS}=test_centred", "trainer.max_tokens_per_microbatch=30"
@@ -173,7 +173,7 @@ BAD = [
 ]
 
 
-@pytest.mark.spec("6.60")
+@pytest.mark.spec("loss.custom-errors")
 @pytest.mark.parametrize(("function", "error", "message"), BAD)
 def test_a_misbehaving_loss_is_named(function: Any, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
@@ -183,7 +183,7 @@ def test_a_misbehaving_loss_is_named(function: Any, error: type, message: str) -
 # --- estimators in the trainer --------------------------------------------------------------------
 
 
-@pytest.mark.spec("9.34")
+@pytest.mark.spec("advantage.custom")
 @pytest.mark.parametrize("way", [(), ("trainer.rows=tree",), ("trainer.fully_async.enabled=true",)])
 def test_an_estimator_in_torch_trains_as_the_built_in_one(
     folder: Path, way: tuple[str, ...]
@@ -202,7 +202,7 @@ def test_an_estimators_settings_and_normalization(folder: Path) -> None:
     assert_same_curve(wanted, metrics_of(folder, "user", name, scale, *normalized))
 
 
-@pytest.mark.spec("9.34")
+@pytest.mark.spec("advantage.custom")
 def test_an_estimator_of_tokens(folder: Path) -> None:
     plain = metrics_of(folder, "user", f"{ESTIMATOR}=test_rewards_to_go")
     assert any(row.get("policy/grad_norm", 0) > 0 for row in plain)

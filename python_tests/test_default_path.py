@@ -68,7 +68,7 @@ def variants() -> list[Any]:
     return [pytest.param(dict.fromkeys(k), id="+".join(k) or "none") for k in keys]
 
 
-@pytest.mark.spec("2.9", "2.10")
+@pytest.mark.spec("output.default-path", "output.default-path-unchanged")
 @pytest.mark.parametrize("added", variants())
 def test_the_default_path_gives_these_bits(added: dict[str, None]) -> None:
     output = {**ROWS, **added}
@@ -92,7 +92,7 @@ def test_the_default_path_gives_these_bits(added: dict[str, None]) -> None:
     assert advantages(batch, estimator="grpo").tolist() == want
 
 
-@pytest.mark.spec("2.9", "2.10")
+@pytest.mark.spec("output.default-path", "output.default-path-unchanged")
 def test_the_conversion_and_the_advantages_alone_give_these_bits(backend: str) -> None:
     out = convert_prompts_responses_to_batch_tensors(
         PAD,
@@ -148,7 +148,7 @@ def output_of_turns(*, with_observations: bool) -> dict[str, Any]:
     return output
 
 
-@pytest.mark.spec("1.3", "5.7")
+@pytest.mark.spec("output.gen-only", "advantage.response-mask")
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "maxrl"])
 def test_advantages_agree_with_and_without_observations_in_the_response(estimator: str) -> None:
     batches = [

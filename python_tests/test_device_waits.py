@@ -77,7 +77,7 @@ def test_advantages(launched: list[str], flags: list[bool] | None) -> None:
         group_advantage(there(3), ["a", "b", "b"], is_last_step=[False, True, True])
 
 
-@pytest.mark.spec("6.55")
+@pytest.mark.spec("loss.gpu-no-sync")
 @pytest.mark.parametrize("loss", ["regular", "gspo", "sapo", "dppo", "cispo"])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_policy_loss(launched: list[str], loss: str, ragged: bool) -> None:
@@ -93,7 +93,7 @@ def test_policy_loss(launched: list[str], loss: str, ragged: bool) -> None:
     kl_penalty(leaf(*shape), cells[0], loss_mask=cells[2]).sum().backward()
 
 
-@pytest.mark.spec("6.52")
+@pytest.mark.spec("logprob.gpu-no-sync")
 def test_logits(launched: list[str]) -> None:
     targets, mask = there(5, dtype=torch.int64), there(5, dtype=torch.bool)
     for inplace in (False, True):
@@ -108,7 +108,7 @@ def test_logits(launched: list[str]) -> None:
     vocab_parallel_logprob(leaf(5, 9), targets, vocab_start=0, loss_mask=mask).sum().backward()
 
 
-@pytest.mark.spec("4.23")
+@pytest.mark.spec("batch.gpu-no-sync")
 def test_rows(launched: list[str]) -> None:
     rows = [[[1, 2], [3]], [[4], [5, 6]], [1.0, 2.0], [[1], [1, 0]], [[0.1], [0.2, 0.3]]]
     batch = convert_prompts_responses_to_batch_tensors(0, *rows, device="meta", pad_size=1)

@@ -74,7 +74,7 @@ def informative(batch: StepBatch, scope: str = "trajectory", tolerance: float = 
 # --- what is informative -------------------------------------------------------------------------
 
 
-@pytest.mark.spec("6.39")
+@pytest.mark.spec("filter.informative-group")
 def test_two_successes_of_three_turns_are_not_informative() -> None:
     turns = [Row("a", 0, 0.0), Row("a", 0, 0.0), Row("a", 0, 1.0)]
     turns += [Row("a", 1, 0.0), Row("a", 1, 0.0), Row("a", 1, 1.0)]
@@ -83,7 +83,7 @@ def test_two_successes_of_three_turns_are_not_informative() -> None:
     assert informative(batch_of(*turns), "row") == [True]
 
 
-@pytest.mark.spec("6.39")
+@pytest.mark.spec("filter.informative-group")
 def test_what_is_informative() -> None:
     rows = [
         Row("differ", 0, 1.0),
@@ -115,7 +115,7 @@ def test_what_is_informative() -> None:
 # --- replacing -----------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("6.43")
+@pytest.mark.spec("filter.dynamic-replace")
 @given(st.lists(st.booleans(), min_size=1, max_size=12).filter(any), st.integers(0, 99))
 def test_replacements_are_informative_and_evenly_drawn(informative: list[bool], seed: int) -> None:
     chosen = replacement_groups(np.array(informative), random=np.random.default_rng(seed))
@@ -125,7 +125,7 @@ def test_replacements_are_informative_and_evenly_drawn(informative: list[bool], 
     assert copies.max() - copies.min() <= 1
 
 
-@pytest.mark.spec("6.43", "6.44")
+@pytest.mark.spec("filter.dynamic-replace", "filter.dynamic-sampling")
 def test_replace_keeps_groups_distinct_and_whole() -> None:
     groups = sampling("replace", 3)
     trajectories = group("a", 1.0, 0.0) + group("b", 1.0, 1.0) + group("c", 0.0, 0.0)
@@ -141,7 +141,7 @@ def test_replace_keeps_groups_distinct_and_whole() -> None:
     assert mini_batch_boundaries(batch.row_uids, 1) == [(0, 4), (4, 8), (8, 12)]
 
 
-@pytest.mark.spec("6.43")
+@pytest.mark.spec("filter.dynamic-replace")
 def test_replace_needs_more_than_its_share() -> None:
     good, bad = group("a", 1.0, 0.0), group("b", 1.0, 1.0)
     assert not sampling("replace", 2, min_replace_ratio=0.5).add(good + bad, {"a"})
@@ -162,7 +162,7 @@ def test_without_replacement_where_all_are_informative() -> None:
 # --- filtering -----------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("6.40", "6.44")
+@pytest.mark.spec("filter.dynamic-filter", "filter.dynamic-sampling")
 def test_filter_collects_over_batches_and_never_cuts_a_group() -> None:
     groups = sampling("filter", 2)
     assert not groups.add(group("a", 1.0, 1.0) + group("b", 1.0, 0.0, turns=3), {"b"})
@@ -184,7 +184,7 @@ def test_filter_collects_over_batches_and_never_cuts_a_group() -> None:
     }
 
 
-@pytest.mark.spec("6.41")
+@pytest.mark.spec("filter.dynamic-limit")
 def test_filter_gives_up_after_its_limit() -> None:
     groups = sampling("filter", 2, max_sample_batches=2)
     groups.add(group("a", 1.0, 1.0) + group("b", 1.0, 1.0), set())
@@ -193,7 +193,7 @@ def test_filter_gives_up_after_its_limit() -> None:
         groups.add(group("d", 0.0, 0.0), set())
 
 
-@pytest.mark.spec("6.41")
+@pytest.mark.spec("filter.dynamic-limit")
 def test_without_a_limit_it_goes_on() -> None:
     groups = sampling("filter", 1, max_sample_batches=-1)
     assert not any(groups.add(group(str(i), 1.0, 1.0), set()) for i in range(50))
@@ -211,7 +211,7 @@ def test_without_dynamic_sampling_everything_is_kept() -> None:
 outcomes = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=3)
 
 
-@pytest.mark.spec("6.40", "6.44")
+@pytest.mark.spec("filter.dynamic-filter", "filter.dynamic-sampling")
 @given(
     st.lists(st.lists(st.tuples(outcomes, st.integers(1, 3)), min_size=1, max_size=3), max_size=6),
     st.integers(1, 4),

@@ -115,7 +115,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
     return engine
 
 
-@pytest.mark.spec("3.3", "3.15")
+@pytest.mark.spec("rollout.one-sample", "rollout.cache-salt")
 def test_requests_carry_their_session_and_share_caches_within_one_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -139,7 +139,7 @@ def test_requests_carry_their_session_and_share_caches_within_one_version(
     assert [(w["seed"], w["temperature"], w["logprobs"]) for w in wanted] == [(5, 0.5, 0)] * 3
 
 
-@pytest.mark.spec("3.3", "3.24")
+@pytest.mark.spec("rollout.one-sample", "rollout.engine-error")
 def test_further_sampling_parameters_go_first_and_wrong_ones_fail_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -163,7 +163,7 @@ def test_further_sampling_parameters_go_first_and_wrong_ones_fail_the_request(
         asyncio.run(ask({"nonsense": 1}))
 
 
-@pytest.mark.spec("12.29")
+@pytest.mark.spec("async.engine-silence")
 @pytest.mark.parametrize("call", ["interrupt", "load_weights_file", "reset_prefix_cache"])
 def test_a_call_that_a_killed_engine_never_answers_ends(
     call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -128,7 +128,7 @@ async def ask(pool: EnginePool, session: str) -> Generation:
     return await pool.generate([1], SamplingParams(), session_id=session, policy_version=0)
 
 
-@pytest.mark.spec("12.25")
+@pytest.mark.spec("async.server-sessions")
 def test_sessions_are_shared_and_stay_with_their_engine() -> None:
     async def go() -> None:
         engines = [OneWeight("a"), OneWeight("b"), OneWeight("c")]
@@ -142,7 +142,7 @@ def test_sessions_are_shared_and_stay_with_their_engine() -> None:
     asyncio.run(go())
 
 
-@pytest.mark.spec("12.18", "12.25")
+@pytest.mark.spec("async.engine-restart", "async.server-sessions")
 def test_the_requests_of_a_dead_engine_go_to_another() -> None:
     async def go() -> None:
         engines = [OneWeight("a"), OneWeight("b")]
@@ -166,7 +166,7 @@ def test_the_requests_of_a_dead_engine_go_to_another() -> None:
     asyncio.run(go())
 
 
-@pytest.mark.spec("12.18", "12.26")
+@pytest.mark.spec("async.engine-restart", "async.server-return")
 def test_a_dead_engine_comes_back_with_the_present_weights() -> None:
     async def go() -> None:
         engine = OneWeight("a")
@@ -203,7 +203,7 @@ def test_an_engine_that_comes_back_serves_nobody_before_it_has_the_weights() -> 
     asyncio.run(go())
 
 
-@pytest.mark.spec("12.18")
+@pytest.mark.spec("async.engine-restart")
 def test_an_engine_that_keeps_dying_is_given_up() -> None:
     async def go() -> None:
         engine = OneWeight("a")
@@ -241,7 +241,7 @@ def test_an_update_that_it_survives_begins_the_count_anew() -> None:
     asyncio.run(go())
 
 
-@pytest.mark.spec("12.10", "12.24")
+@pytest.mark.spec("async.verified-update", "async.server-weights")
 def test_an_update_reaches_all_engines_or_stops_the_run() -> None:
     async def go() -> None:
         engines = [OneWeight("a"), OneWeight("b")]
@@ -258,7 +258,7 @@ def test_an_update_reaches_all_engines_or_stops_the_run() -> None:
     asyncio.run(go())
 
 
-@pytest.mark.spec("12.26")
+@pytest.mark.spec("async.server-return")
 def test_an_engine_that_dies_in_an_update_does_not_hold_it_up() -> None:
     async def go() -> None:
         engines = [OneWeight("a"), OneWeight("b", comes_back=False)]
@@ -277,7 +277,7 @@ def test_an_engine_that_dies_in_an_update_does_not_hold_it_up() -> None:
     asyncio.run(go())
 
 
-@pytest.mark.spec("12.6", "12.10")
+@pytest.mark.spec("async.in-flight-update", "async.verified-update")
 def test_requests_that_wait_for_an_engine_let_an_update_pass() -> None:
     async def go() -> None:
         engine = OneWeight("a", comes_back=False)
@@ -297,7 +297,7 @@ def test_requests_that_wait_for_an_engine_let_an_update_pass() -> None:
     asyncio.run(go())
 
 
-@pytest.mark.spec("12.29")
+@pytest.mark.spec("async.engine-silence")
 def test_an_engine_that_hangs_is_dead_to_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """It serves nobody, answers no pause, and holds up neither requests nor the update."""
     monkeypatch.setattr(engine_pool, "PAUSE_SECONDS", 0.05)
@@ -329,7 +329,7 @@ def test_an_engine_that_hangs_is_dead_to_an_update(monkeypatch: pytest.MonkeyPat
     asyncio.run(go())
 
 
-@pytest.mark.spec("12.29")
+@pytest.mark.spec("async.engine-silence")
 def test_a_pause_that_a_dead_engine_never_answers_ends_with_it() -> None:
     """As vLLM's does where its engine is killed in that moment."""
 
@@ -370,7 +370,7 @@ def test_a_cancelled_request_stays_cancelled() -> None:
     asyncio.run(go())
 
 
-@pytest.mark.spec("12.29")
+@pytest.mark.spec("async.engine-silence")
 def test_waiting_for_any_engine_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -411,7 +411,7 @@ def test_where_one_engine_does_not_start_all_are_closed() -> None:
     asyncio.run(go())
 
 
-@pytest.mark.spec("12.18", "12.26")
+@pytest.mark.spec("async.engine-restart", "async.server-return")
 def test_an_engine_that_comes_back_and_refuses_is_given_up_and_the_others_go_on() -> None:
     async def go() -> None:
         one, other = OneWeight("a"), Refusing("b")

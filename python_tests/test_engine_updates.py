@@ -95,7 +95,12 @@ def kill_engine_process() -> None:
     os.kill(core, signal.SIGKILL)
 
 
-@pytest.mark.spec("12.6", "12.9", "12.10", "12.18")
+@pytest.mark.spec(
+    "async.in-flight-update",
+    "async.token-versions",
+    "async.verified-update",
+    "async.engine-restart",
+)
 def test_no_token_has_a_wrong_version_and_a_killed_engine_comes_back(
     tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path
 ) -> None:

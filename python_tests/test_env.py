@@ -227,7 +227,7 @@ def test_call_that_never_returns_costs_its_deadline_and_no_worker() -> None:
     )
 
 
-@pytest.mark.spec("3.23")
+@pytest.mark.spec("rollout.env-error")
 def test_a_call_that_came_back_while_the_loop_was_busy_is_no_late_one() -> None:
     async def use() -> tuple[Any, int]:
         threads = EnvThreads(1)
@@ -240,7 +240,7 @@ def test_a_call_that_came_back_while_the_loop_was_busy_is_no_late_one() -> None:
     assert asyncio.run(use()) == ("an answer", 0)
 
 
-@pytest.mark.spec("3.25")
+@pytest.mark.spec("rollout.env-closed")
 def test_an_environment_that_was_made_too_late_is_closed() -> None:
     CountingEnv.closed.clear()
 
@@ -256,7 +256,7 @@ def test_an_environment_that_was_made_too_late_is_closed() -> None:
     assert CountingEnv.closed == ["late"]
 
 
-@pytest.mark.spec("3.5")
+@pytest.mark.spec("rollout.env-step")
 def test_no_more_calls_run_at_once_than_there_are_workers() -> None:
     running, most = 0, 0
     lock = threading.Lock()
@@ -305,7 +305,7 @@ def test_sys_exit_in_an_environment_ends_only_its_call() -> None:
 GOOD = {"observations": [], "reward": 1, "done": False}
 
 
-@pytest.mark.spec("3.23")
+@pytest.mark.spec("rollout.env-error")
 @pytest.mark.parametrize(
     ("answer", "message"),
     [

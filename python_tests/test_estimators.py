@@ -117,7 +117,7 @@ WANTED = {
 }
 
 
-@pytest.mark.spec("9.1", "9.28")
+@pytest.mark.spec("advantage.every-reward", "advantage.trainer-names")
 @pytest.mark.parametrize("estimator", WANTED)
 def test_turn_estimators_read_the_rewards_of_all_steps(estimator: str) -> None:
     batch = with_estimates(
@@ -129,7 +129,7 @@ def test_turn_estimators_read_the_rewards_of_all_steps(estimator: str) -> None:
     assert torch.equal(batch.advantages, torch.repeat_interleave(WANTED[estimator](), 2))
 
 
-@pytest.mark.spec("9.28", "9.29")
+@pytest.mark.spec("advantage.trainer-names", "advantage.trainer-normalize")
 def test_reinforce_is_normalised_over_the_batch() -> None:
     batch = with_estimates("trainer.algorithm.advantage_estimator=reinforce++")
     to_go = torch.tensor([3.0, 3, 2, 2, 5, 5, 5, 5, 5, 5])
@@ -137,7 +137,7 @@ def test_reinforce_is_normalised_over_the_batch() -> None:
     torch.testing.assert_close(batch.advantages, wanted)
 
 
-@pytest.mark.spec("9.29")
+@pytest.mark.spec("advantage.trainer-normalize")
 @pytest.mark.parametrize("estimator", ["turn_level_returns", "rloo"])
 def test_others_are_normalised_where_asked(estimator: str) -> None:
     name = f"trainer.algorithm.advantage_estimator={estimator}"
@@ -148,7 +148,7 @@ def test_others_are_normalised_where_asked(estimator: str) -> None:
     assert not torch.equal(scaled.advantages, plain.advantages)
 
 
-@pytest.mark.spec("9.28")
+@pytest.mark.spec("advantage.trainer-names")
 def test_gae_takes_its_values_from_the_batch() -> None:
     batch, _ = training_batch(group(), config())
     values = torch.arange(10.0) / 10
@@ -167,7 +167,7 @@ def test_gae_takes_its_values_from_the_batch() -> None:
         estimated(batch, estimator="gae")
 
 
-@pytest.mark.spec("9.22")
+@pytest.mark.spec("advantage.gae-reward-shift")
 def test_the_reward_of_an_empty_response_is_not_lost() -> None:
     steps = [step(1.0), step(4.0, length=0), step(2.0)]
     others = [step(8.0, length=0), step(1.0)]
@@ -190,7 +190,7 @@ def test_merged_rows_keep_every_reward_where_they_are_read() -> None:
     assert outcome.rewards.tolist() == [0.0, 0.0, 0.0, 0.0, 2.0] * 2
 
 
-@pytest.mark.spec("9.30")
+@pytest.mark.spec("advantage.gigpo-anchor")
 def test_anchor_is_what_the_environment_said_last() -> None:
     failed = trajectory("a", 2, [step(0.0), step(0.0)], failure="RuntimeError: gone")
     none = trajectory("a", 3, [], stop_reason="length")
@@ -327,7 +327,7 @@ def gae_settings(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.spec("9.28")
+@pytest.mark.spec("advantage.trainer-names")
 @pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
 def test_every_estimator_trains(folder: Path, estimator: str) -> None:
     extra = gae_settings(folder) if estimator == "gae" else []
@@ -339,7 +339,7 @@ def test_every_estimator_trains(folder: Path, estimator: str) -> None:
         assert math.isfinite(row["policy/loss"]) and row["policy/grad_norm"] > 0
 
 
-@pytest.mark.spec("9.31", "9.33")
+@pytest.mark.spec("advantage.critic", "advantage.critic-tokens")
 def test_gae_learns_and_its_critic_too(folder: Path) -> None:
     outcome = run(
         folder,
@@ -359,7 +359,7 @@ def test_gae_learns_and_its_critic_too(folder: Path) -> None:
     assert (outcome.checkpoint / "critic" / "value_head.safetensors").is_file()
 
 
-@pytest.mark.spec("9.33")
+@pytest.mark.spec("advantage.critic-tokens")
 def test_gae_resumes_as_if_it_had_never_stopped(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

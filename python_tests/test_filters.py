@@ -71,7 +71,7 @@ def two_turns_cut() -> StepBatch:
 # --- overlong ------------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("6.35", "6.37")
+@pytest.mark.spec("filter.order", "filter.overlong")
 def test_overlong_masks_the_whole_trajectory_by_its_last_row() -> None:
     batch, metrics = overlong_filter(two_turns_cut())
     assert masks_of(batch) == ["00", "000", "11", "11", "1"]
@@ -79,14 +79,14 @@ def test_overlong_masks_the_whole_trajectory_by_its_last_row() -> None:
     assert batch.row_rewards.tolist() == [0, 1, 0, 1, 1]  # still an outcome of its group
 
 
-@pytest.mark.spec("6.31")
+@pytest.mark.spec("loss.sequence-scope")
 def test_overlong_by_row_looks_at_each_row_alone() -> None:
     batch, metrics = overlong_filter(two_turns_cut(), scope="row")
     assert masks_of(batch) == ["11", "000", "00", "11", "1"]
     assert metrics == {"generate/num_overlong_filtered": 2.0}
 
 
-@pytest.mark.spec("6.37")
+@pytest.mark.spec("filter.overlong")
 @pytest.mark.parametrize("reason", ["stop", "max_turns", "env_error", "timeout"])
 def test_only_length_is_overlong(reason: str) -> None:
     batch = batch_of(Row("a", 0, 1.0, reason))
@@ -96,7 +96,7 @@ def test_only_length_is_overlong(reason: str) -> None:
 # --- zero reward on non-stop ---------------------------------------------------------------------
 
 
-@pytest.mark.spec("6.36")
+@pytest.mark.spec("filter.zero-reward-on-non-stop")
 def test_reward_of_an_unfinished_trajectory_is_zero_on_all_its_rows() -> None:
     batch = batch_of(
         Row("a", 0, [0.5, 0.5], "stop"),
@@ -110,7 +110,7 @@ def test_reward_of_an_unfinished_trajectory_is_zero_on_all_its_rows() -> None:
     assert batch.rewards.tolist() == [0.5, 0.5, 0.25, 1, 0, 1]  # the given batch is as it was
 
 
-@pytest.mark.spec("6.31")
+@pytest.mark.spec("loss.sequence-scope")
 def test_reward_by_row() -> None:
     filtered, metrics = zero_reward_on_non_stop(
         batch_of(Row("a", 0, 1.0, "length"), Row("a", 0, 1.0, "stop")), scope="row"
@@ -119,7 +119,7 @@ def test_reward_by_row() -> None:
     assert metrics == {"generate/num_zeroed_rewards": 1.0}
 
 
-@pytest.mark.spec("6.36")
+@pytest.mark.spec("filter.zero-reward-on-non-stop")
 @pytest.mark.parametrize(
     ("reason", "reward"),
     [("stop", 1.0), ("max_turns", 1.0), ("length", 0.0), ("abort", 0.0), ("env_error", 0.0)],
@@ -137,7 +137,7 @@ def test_an_empty_response_loses_its_reward_too() -> None:
 # --- zero variance -------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("6.38")
+@pytest.mark.spec("filter.zero-variance")
 def test_equal_outcomes_mask_the_group() -> None:
     batch, metrics = zero_variance_filter(
         batch_of(
@@ -154,14 +154,14 @@ def test_equal_outcomes_mask_the_group() -> None:
     assert metrics == {"reward/num_zero_variance_filtered": 1.0}
 
 
-@pytest.mark.spec("6.31", "6.38")
+@pytest.mark.spec("loss.sequence-scope", "filter.zero-variance")
 def test_rows_of_one_trajectory_are_no_variance_but_by_row_they_are() -> None:
     rows = [Row("a", 0, 0.0), Row("a", 0, 1.0), Row("a", 1, 0.0), Row("a", 1, 1.0)]
     assert masks_of(zero_variance_filter(batch_of(*rows))[0]) == ["00"] * 4
     assert masks_of(zero_variance_filter(batch_of(*rows), scope="row")[0]) == ["11"] * 4
 
 
-@pytest.mark.spec("6.38")
+@pytest.mark.spec("filter.zero-variance")
 def test_rewards_on_tokens_are_filtered_by_their_sum() -> None:
     batch, _ = zero_variance_filter(
         batch_of(
@@ -180,7 +180,7 @@ def test_tolerance() -> None:
     assert masks_of(zero_variance_filter(batch_of(*rows), tolerance=1e-6)[0]) == ["00"] * 2
 
 
-@pytest.mark.spec("6.35", "6.38")
+@pytest.mark.spec("filter.order", "filter.zero-variance")
 def test_stubs_and_masked_trajectories_are_not_compared() -> None:
     # Two successes and a stub of reward 0: the spread would be the flaky environment's.
     batch, metrics = zero_variance_filter(
@@ -213,7 +213,7 @@ def test_nothing_is_changed_where_nothing_is_asked_for() -> None:
     assert filter_groups(batch, config()) == (batch, {})
 
 
-@pytest.mark.spec("6.35")
+@pytest.mark.spec("filter.order")
 def test_filters_in_order_zeroed_rewards_are_compared() -> None:
     # Cut and zeroed, trajectory 0 is masked, so that only 1 and 2 are compared: equal.
     rows = [Row("a", 0, 1.0, "length"), Row("a", 1, 0.0), Row("a", 2, 0.0)]
@@ -228,7 +228,7 @@ def test_filters_in_order_zeroed_rewards_are_compared() -> None:
     assert counts == {"reward/num_zero_variance_filtered": 1}
 
 
-@pytest.mark.spec("6.47")
+@pytest.mark.spec("loss.all-masked-step")
 def test_a_batch_without_anything_to_train_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         filter_groups(batch_of(Row("a", 0, 1.0), Row("a", 1, 1.0)), config())
@@ -312,7 +312,7 @@ def test_any_batch_by_trajectory(table: list) -> None:
     assert metrics["reward/num_zero_variance_filtered"] == len(alike)
 
 
-@pytest.mark.spec("6.31")
+@pytest.mark.spec("loss.sequence-scope")
 @given(tables)
 def test_scopes_agree_where_each_trajectory_has_one_row(table: list) -> None:
     rows = rows_of([[[trajectory[0]] for trajectory in group] for group in table])

@@ -73,7 +73,7 @@ def test_batch_and_metrics_are_those_of_the_generator_output(
     )
 
 
-@pytest.mark.spec("8.5")
+@pytest.mark.spec("metrics.several-groups")
 def test_metrics_of_several_groups_are_those_of_all_trajectories() -> None:
     quick = [one_step("x", i) for i in range(3)]
     for trajectory in quick:

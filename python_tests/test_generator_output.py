@@ -53,13 +53,13 @@ def check(output, step_wise=None, num_prompts=3):
 # --- section 2: step-wise validation, each violation its own error that names the row -----------
 
 
-@pytest.mark.spec("2.1")
+@pytest.mark.spec("output.parallel-lists")
 def test_a_valid_output_passes():
     check(step_wise_output(), step_wise=True)
     check(step_wise_output())
 
 
-@pytest.mark.spec("2.11")
+@pytest.mark.spec("output.step-wise-fields")
 @pytest.mark.parametrize("field", ["is_last_step", "trajectory_ids"])
 @pytest.mark.parametrize("missing", [True, False])
 def test_both_step_wise_fields_must_be_there(field, missing):
@@ -70,7 +70,7 @@ def test_both_step_wise_fields_must_be_there(field, missing):
         check(output, step_wise=True)
 
 
-@pytest.mark.spec("2.12")
+@pytest.mark.spec("output.equal-lengths")
 @pytest.mark.parametrize(
     "field",
     [
@@ -92,21 +92,21 @@ def test_all_lengths_must_be_equal(field):
         check(output)
 
 
-@pytest.mark.spec("2.5", "2.12")
+@pytest.mark.spec("output.time-splits", "output.equal-lengths")
 def test_time_splits_must_have_one_entry_per_row():
     output = broken(trajectory_time_splits={"llm": [1.0] * 5, "env": [1.0]})
     with pytest.raises(ValueError, match=r"trajectory_time_splits\['env'\] .*\(5\), got 1"):
         check(output)
 
 
-@pytest.mark.spec("2.13")
+@pytest.mark.spec("output.last-row-is-last")
 def test_the_last_row_must_be_a_last_step():
     output = broken(is_last_step=[False, True, True, False, False])
     with pytest.raises(ValueError, match=r"is_last_step must be True in the last row \(4\)"):
         check(output)
 
 
-@pytest.mark.spec("2.14")
+@pytest.mark.spec("output.trajectory-adjacent")
 def test_a_trajectory_id_must_never_return():
     output = broken(
         trajectory_ids=[("a", 0), ("a", 1), ("a", 0), ("b", 0), ("b", 0)],
@@ -116,28 +116,28 @@ def test_a_trajectory_id_must_never_return():
         check(output)
 
 
-@pytest.mark.spec("2.8", "2.15")
+@pytest.mark.spec("output.is-last-step", "output.last-step-at-id-change")
 def test_is_last_step_must_be_true_where_the_id_changes():
     output = broken(is_last_step=[False, True, False, False, True])
     with pytest.raises(ValueError, match=r"is_last_step must be True in row 2.*got False"):
         check(output)
 
 
-@pytest.mark.spec("2.8", "2.15")
+@pytest.mark.spec("output.is-last-step", "output.last-step-at-id-change")
 def test_is_last_step_must_be_false_where_the_trajectory_goes_on():
     output = broken(is_last_step=[True, True, True, False, True])
     with pytest.raises(ValueError, match=r"is_last_step must be False in row 0.*got True"):
         check(output)
 
 
-@pytest.mark.spec("2.16")
+@pytest.mark.spec("output.group-adjacent")
 def test_rows_of_a_group_must_be_adjacent():
     output = broken(trajectory_ids=[("a", 0), ("a", 0), ("b", 1), ("a", 1), ("a", 1)])
     with pytest.raises(ValueError, match=r"group must be adjacent.*'a' returns in row 3"):
         check(output)
 
 
-@pytest.mark.spec("2.2", "2.17")
+@pytest.mark.spec("output.loss-mask-values", "output.token-list-lengths")
 @pytest.mark.parametrize("field", ["loss_masks", "rollout_logprobs", "rewards"])
 def test_token_lists_must_be_as_long_as_their_response(field):
     output = step_wise_output()
@@ -149,14 +149,14 @@ def test_token_lists_must_be_as_long_as_their_response(field):
         check(output)
 
 
-@pytest.mark.spec("2.6")
+@pytest.mark.spec("output.expert-indices")
 def test_routes_must_not_outnumber_the_tokens():
     output = broken(rollout_expert_indices=[np.zeros((k, 1, 2), np.uint8) for k in (2, 5, 3, 3, 0)])
     with pytest.raises(ValueError, match=r"rollout_expert_indices .*\(2\) in row 3, got 3"):
         check(output)
 
 
-@pytest.mark.spec("2.3")
+@pytest.mark.spec("output.reward-kinds")
 @pytest.mark.parametrize(
     ("rewards", "row"),
     [
@@ -171,7 +171,7 @@ def test_rewards_are_never_a_mixture(rewards, row):
         check(broken(rewards=rewards))
 
 
-@pytest.mark.spec("2.19")
+@pytest.mark.spec("output.numpy-bool")
 @pytest.mark.parametrize("as_type", [np.bool_, bool])
 def test_numpy_bools_count_as_bools(as_type):
     check(broken(is_last_step=[as_type(v) for v in step_wise_output()["is_last_step"]]))
@@ -187,7 +187,7 @@ def test_other_truth_values_are_refused():
         check(broken(is_last_step=[False, 1, True, False, True]))
 
 
-@pytest.mark.spec("2.7")
+@pytest.mark.spec("output.trajectory-ids")
 @pytest.mark.parametrize("bad", ["a0", ("a",), ("a", "0"), None])
 def test_what_is_no_trajectory_id_is_refused(bad):
     ids = [("a", 0), ("a", 0), bad, ("b", 0), ("b", 0)]
@@ -206,7 +206,7 @@ def test_trajectory_ids_may_be_objects():
     check(broken(trajectory_ids=[TrajectoryID(i.instance_id, i.repetition_id) for i in ids]))
 
 
-@pytest.mark.spec("2.4")
+@pytest.mark.spec("output.rollout-logprobs")
 def test_an_empty_response_keeps_its_empty_list():
     output = step_wise_output()
     output["response_ids"][4] = output["loss_masks"][4] = output["rollout_logprobs"][4] = []
@@ -216,7 +216,7 @@ def test_an_empty_response_keeps_its_empty_list():
         check(output)
 
 
-@pytest.mark.spec("2.20")
+@pytest.mark.spec("output.all-masked-warning")
 def test_all_masks_zero_is_a_warning(caplog):
     output = broken(loss_masks=[[0] * len(row) for row in step_wise_output()["response_ids"]])
     with caplog.at_level(logging.WARNING):
@@ -234,7 +234,7 @@ def test_no_rows_and_missing_fields_are_refused():
 # --- section 2: the default path ---------------------------------------------------------------
 
 
-@pytest.mark.spec("2.18")
+@pytest.mark.spec("output.row-per-prompt")
 @pytest.mark.parametrize("step_wise", [None, False])
 def test_the_default_path_needs_as_many_rows_as_prompts(step_wise):
     check(default_output(), step_wise, num_prompts=2)
@@ -242,7 +242,7 @@ def test_the_default_path_needs_as_many_rows_as_prompts(step_wise):
         check(default_output(), step_wise, num_prompts=3)
 
 
-@pytest.mark.spec("2.9")
+@pytest.mark.spec("output.default-path")
 def test_missing_keys_and_none_both_mean_the_default_path():
     optional = [
         "trajectory_ids",
@@ -257,7 +257,7 @@ def test_missing_keys_and_none_both_mean_the_default_path():
     check({**default_output(), **dict.fromkeys(optional)}, num_prompts=2)
 
 
-@pytest.mark.spec("2.10")
+@pytest.mark.spec("output.default-path-unchanged")
 def test_the_default_path_does_not_read_trajectory_ids():
     check({**default_output(), "trajectory_ids": [("a", 0), ("a", 0)]}, num_prompts=2)
 
@@ -283,7 +283,7 @@ def outputs(draw):
     }
 
 
-@pytest.mark.spec("2.15")
+@pytest.mark.spec("output.last-step-at-id-change")
 @given(outputs(), st.data())
 def test_flipping_any_is_last_step_is_found(output, data):
     check(output)
@@ -326,7 +326,7 @@ def trajectory(uid, repetition, steps, stop="done", **changes):
     )
 
 
-@pytest.mark.spec("1.1")
+@pytest.mark.spec("output.row-per-step")
 def test_every_step_becomes_a_row():
     output = generator_output_from_trajectories(
         [
@@ -344,7 +344,7 @@ def test_every_step_becomes_a_row():
     check(output, step_wise=True)
 
 
-@pytest.mark.spec("3.8")
+@pytest.mark.spec("rollout.reason-on-last-step")
 def test_what_ended_a_trajectory_is_recorded_on_its_last_row():
     output = generator_output_from_trajectories(
         [trajectory("a", 0, [step([3]), step([4])], stop="length")]
@@ -352,7 +352,7 @@ def test_what_ended_a_trajectory_is_recorded_on_its_last_row():
     assert output["stop_reasons"] == ["stop", "length"]
 
 
-@pytest.mark.spec("3.9", "3.10")
+@pytest.mark.spec("rollout.first-prompt-too-long", "rollout.retries")
 @pytest.mark.parametrize(
     "empty",
     [

@@ -26,7 +26,7 @@ def started(schedule: GroupSchedule, *uids: str) -> list[Group]:
     return groups
 
 
-@pytest.mark.spec("12.2", "12.3", "12.4")
+@pytest.mark.spec("async.data-order", "async.staleness-bound", "async.group-bound")
 def test_two_steps_by_hand() -> None:
     schedule = GroupSchedule(batch_size=2, max_staleness=1)
     assert schedule.room() == 4
@@ -49,7 +49,7 @@ def test_two_steps_by_hand() -> None:
     assert [g.state for g in (a, b, c, d)] == [CONSUMED, CONSUMED, READY, READY]
 
 
-@pytest.mark.spec("12.1")
+@pytest.mark.spec("async.synchronous-equal")
 def test_without_staleness_a_batch_starts_when_the_former_is_trained() -> None:
     schedule = GroupSchedule(batch_size=2, max_staleness=0)
     batch = started(schedule, "a", "b")
@@ -81,7 +81,7 @@ def test_the_end_of_the_run_limits_what_starts() -> None:
     assert schedule.room(limit=6) == 3
 
 
-@pytest.mark.spec("6.45", "12.5")
+@pytest.mark.spec("filter.complete-groups", "async.repeated-prompt")
 def test_a_prompt_that_comes_round_again_is_another_group() -> None:
     schedule = GroupSchedule(batch_size=3, max_staleness=1)
     groups = started(schedule, "a", "b", "a")
@@ -109,7 +109,7 @@ def test_impossible_moves_are_refused(state: str, call: str) -> None:
         getattr(schedule, call)(group, **arguments)
 
 
-@pytest.mark.spec("12.2")
+@pytest.mark.spec("async.data-order")
 def test_groups_are_taken_in_order_only() -> None:
     schedule = GroupSchedule(batch_size=1, max_staleness=1)
     a, b = started(schedule, "a", "b")
@@ -128,7 +128,9 @@ def test_a_group_older_than_the_bound_is_refused() -> None:
         schedule.take([a])
 
 
-@pytest.mark.spec("12.2", "12.3", "12.4", "12.5")
+@pytest.mark.spec(
+    "async.data-order", "async.staleness-bound", "async.group-bound", "async.repeated-prompt"
+)
 @given(st.data(), st.integers(1, 4), st.integers(0, 3))
 def test_whatever_happens_order_bound_and_names_hold(
     data: st.DataObject, batch_size: int, max_staleness: int

@@ -30,7 +30,7 @@ def two_trajectories() -> StepBatch:
     return with_differences(batch, [0.5, 0.25, 1.0, 99.0, 0.0, 0.5])
 
 
-@pytest.mark.spec("5.40", "5.41")
+@pytest.mark.spec("advantage.kl-in-reward", "advantage.kl-in-outcome")
 def test_penalty_of_each_token_and_of_the_trajectory() -> None:
     batch, metrics = kl_in_reward(two_trajectories(), coef=0.1, estimator="k1", outcome=True)
     # Each token's own penalty, and the first row's 0.075 on the last row's last token.
@@ -48,7 +48,7 @@ def test_penalty_of_each_token_and_of_the_trajectory() -> None:
     torch.testing.assert_close(got, torch.tensor([gap / 2] * 4 + [-gap / 2] * 2))
 
 
-@pytest.mark.spec("5.41")
+@pytest.mark.spec("advantage.kl-in-outcome")
 def test_estimators_of_every_step_get_each_rows_own() -> None:
     batch, _ = kl_in_reward(two_trajectories(), coef=0.1, estimator="k1", outcome=False)
     torch.testing.assert_close(batch.row_rewards, torch.tensor([-0.075, 0.9, -0.05]))
@@ -91,7 +91,7 @@ def test_missing_logprobs(missing: str) -> None:
 turns = st.lists(st.sampled_from(["1", "11", "10", "0", "101"]), min_size=1, max_size=3)
 
 
-@pytest.mark.spec("5.41")
+@pytest.mark.spec("advantage.kl-in-outcome")
 @given(st.lists(turns, min_size=1, max_size=5), st.integers(0, 999), st.booleans())
 def test_any_batch(table: list[list[str]], seed: int, outcome: bool) -> None:
     rows = [Row("g", j, 1.0, mask=mask) for j, own in enumerate(table) for mask in own]
@@ -120,7 +120,7 @@ def test_fixed_coefficient_stays() -> None:
     assert next_kl_coef(0.5, 9.0, 100, KlCtrlConfig()) == 0.5
 
 
-@pytest.mark.spec("5.42")
+@pytest.mark.spec("advantage.kl-controller")
 @pytest.mark.parametrize(
     ("kl", "num", "want"),
     [(0.11, 100, 0.55), (0.1, 100, 0.5), (9.0, 100, 0.6), (0.0, 100, 0.4), (9.0, 10, 0.51)],

@@ -107,7 +107,7 @@ def test_gradient_by_hand(backend, simd):
 # --- every level and dtype equals the float64 reference ----------------------------------------
 
 
-@pytest.mark.spec("6.48")
+@pytest.mark.spec("logprob.formula")
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_equals_reference(vocab, dtype, simd):
@@ -168,7 +168,7 @@ def test_large_vocab(dtype, simd):
     torch.testing.assert_close(got[2].double(), want[2], **GRADIENT_TOLERANCE[dtype])
 
 
-@pytest.mark.spec("6.51")
+@pytest.mark.spec("logprob.determinism")
 def test_same_input_same_bits_with_any_threads():
     logits, targets = made(40_000, rows=40)
     before = torch.get_num_threads()
@@ -184,7 +184,7 @@ def test_same_input_same_bits_with_any_threads():
 # --- rows: masks, layouts, counts --------------------------------------------------------------
 
 
-@pytest.mark.spec("6.49")
+@pytest.mark.spec("logprob.masked-rows")
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
 def test_masked_rows_are_never_read(mask_dtype, backend, simd):
     logits, targets = made(50)
@@ -449,7 +449,7 @@ def test_inplace_backward_is_noticed_by_other_readers():
         other.backward()
 
 
-@pytest.mark.spec("6.57")
+@pytest.mark.spec("logprob.second-derivative")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_second_derivative_is_refused(compiled):
     x = torch.randn(2, 5, requires_grad=True)
@@ -460,7 +460,7 @@ def test_a_second_derivative_is_refused(compiled):
         torch.autograd.grad(first.square().sum(), x)
 
 
-@pytest.mark.spec("6.57")
+@pytest.mark.spec("logprob.second-derivative")
 @pytest.mark.parametrize("wants_grad", [False, True])
 def test_a_forward_mode_derivative_is_refused(wants_grad):
     x, targets = torch.randn(2, 5, requires_grad=wants_grad), torch.tensor([0, 1])

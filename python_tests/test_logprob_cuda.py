@@ -43,7 +43,7 @@ def compare(got: list[torch.Tensor], want: list[torch.Tensor], dtype: torch.dtyp
     torch.testing.assert_close(got[2].cpu().double(), want[2], **GRADIENT[dtype])
 
 
-@pytest.mark.spec("6.48")
+@pytest.mark.spec("logprob.formula")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("inplace", [False, True])
@@ -127,7 +127,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.spec("6.50")
+@pytest.mark.spec("logprob.non-finite")
 @pytest.mark.parametrize("name", list(HOSTILE))
 @pytest.mark.parametrize("vocab", [3, 8 * 3, 1500])
 def test_hostile_values(gpu: str, name: str, vocab: int) -> None:
@@ -137,7 +137,7 @@ def test_hostile_values(gpu: str, name: str, vocab: int) -> None:
     compare(got, exact(logits, targets), torch.float32)
 
 
-@pytest.mark.spec("6.50")
+@pytest.mark.spec("logprob.non-finite")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nan_and_inf_give_nan(gpu: str, value: float) -> None:
     logits = torch.zeros(3, 40, device=gpu)
@@ -147,13 +147,13 @@ def test_nan_and_inf_give_nan(gpu: str, value: float) -> None:
     assert entropy.isnan().tolist() == [False, True, False]
 
 
-@pytest.mark.spec("6.50")
+@pytest.mark.spec("logprob.non-finite")
 def test_nothing_but_minus_inf_gives_nan(gpu: str) -> None:
     logits = torch.full((1, 40), -math.inf, device=gpu)
     assert selected_logprob(logits, torch.tensor([3]).to(gpu)).isnan().all()
 
 
-@pytest.mark.spec("6.49")
+@pytest.mark.spec("logprob.masked-rows")
 def test_masked_rows_are_not_read(gpu: str) -> None:
     logits = torch.zeros(3, 64, device=gpu)
     logits[1] = math.nan
@@ -162,7 +162,7 @@ def test_masked_rows_are_not_read(gpu: str) -> None:
     torch.testing.assert_close(got.cpu(), torch.tensor([-4.1588831, 0.0, -4.1588831]))
 
 
-@pytest.mark.spec("6.52")
+@pytest.mark.spec("logprob.gpu-no-sync")
 def test_a_target_out_of_range_is_nan(gpu: str) -> None:
     logits = torch.zeros(3, 8, device=gpu)
     got = selected_logprob(logits, torch.tensor([8, 1, -1]).to(gpu))
@@ -198,7 +198,7 @@ def both_paths(case: dict[str, torch.Tensor], device: str, **options: object) ->
     return [t.detach().cpu().double() for t in (out.loss, out.logprobs, out.entropy, grad)]
 
 
-@pytest.mark.spec("6.54", "6.56")
+@pytest.mark.spec("logprob.fused-loss", "logprob.fused-metrics")
 @pytest.mark.parametrize("kl", [None, "k1", "abs", "k2", "k3"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_equals_the_reference(gpu: str, loss: str, kl: str | None) -> None:
@@ -238,7 +238,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.spec("6.54")
+@pytest.mark.spec("logprob.fused-loss")
 @pytest.mark.parametrize(("vocab", "dtype", "major", "plan"), PLANS)
 def test_every_plan(
     emulated_gpu: ModuleType, vocab: int, dtype: torch.dtype, major: int, plan: tuple[int, ...]
@@ -291,7 +291,7 @@ def test_plans_hold_the_whole_row(
         assert vectors > 0  # rows of 262,144 bfloat16 logits are read once
 
 
-@pytest.mark.spec("6.51")
+@pytest.mark.spec("logprob.determinism")
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("vocab", [1000, 40_001])
 def test_the_order_of_threads_does_not_change_the_bits(
@@ -306,7 +306,7 @@ def test_the_order_of_threads_does_not_change_the_bits(
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.spec("6.51")
+@pytest.mark.spec("logprob.determinism")
 def test_a_row_does_not_depend_on_the_rows_beside_it(gpu: str) -> None:
     """20,000 is a multiple of 8: all rows begin at a 16-byte border, alone and in a batch."""
     logits, targets = made(5, 20_000, torch.bfloat16)
@@ -400,7 +400,7 @@ def test_same_bits_on_another_stream_and_again() -> None:
     assert all(torch.equal(want, g) for g in got)
 
 
-@pytest.mark.spec("6.51")
+@pytest.mark.spec("logprob.determinism")
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [32_000, 151_936, 262_144])
 def test_twenty_losses_with_the_same_bits(vocab: int) -> None:
@@ -479,7 +479,7 @@ def test_the_second_device() -> None:
     torch.testing.assert_close(got.cpu(), selected_logprob(logits, targets), **FORWARD)
 
 
-@pytest.mark.spec("6.52")
+@pytest.mark.spec("logprob.gpu-no-sync")
 @pytest.mark.gpu
 def test_nothing_waits_for_the_device() -> None:
     case = {n: v.cuda() for n, v in loss_case(500, torch.bfloat16).items()}

@@ -58,7 +58,7 @@ def plain_loss(
     return -advantages * ratio
 
 
-@pytest.mark.spec("6.54")
+@pytest.mark.spec("logprob.fused-loss")
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)
@@ -112,7 +112,7 @@ def test_by_hand():
 LN2 = math.log(2)
 
 
-@pytest.mark.spec("6.56")
+@pytest.mark.spec("logprob.fused-metrics")
 def test_metrics_by_hand(backend):
     """Log-probability -ln 2; ratios 2 (clipped, A > 0) and 1/2 (clipped, A < 0); a masked row."""
     out = masked_logprob_loss(
@@ -179,7 +179,7 @@ def calls(draw):
     return case, options
 
 
-@pytest.mark.spec("6.54", "6.56")
+@pytest.mark.spec("logprob.fused-loss", "logprob.fused-metrics")
 @given(call=calls())
 def test_any_call_equals_the_reference(call):
     case, options = call
@@ -188,7 +188,7 @@ def test_any_call_equals_the_reference(call):
     assert_loss_equals(got, exact_loss_and_grad(case, **options), rtol=2e-5, atol=1e-5)
 
 
-@pytest.mark.spec("6.54", "6.56")
+@pytest.mark.spec("logprob.fused-loss", "logprob.fused-metrics")
 @given(call=calls(), order=st.integers(0, 3))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_call_on_an_emulated_gpu_equals_the_reference(
@@ -198,7 +198,7 @@ def test_any_call_on_an_emulated_gpu_equals_the_reference(
     test_any_call_equals_the_reference.hypothesis.inner_test(call)
 
 
-@pytest.mark.spec("6.56")
+@pytest.mark.spec("logprob.fused-metrics")
 def test_the_metrics_are_those_of_policy_loss():
     c = case()
     out = masked_logprob_loss(

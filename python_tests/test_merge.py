@@ -31,7 +31,7 @@ def token_level(output: dict[str, Any]) -> dict[str, Any]:
 # --- a table that a person can check --------------------------------------------------------------
 
 
-@pytest.mark.spec("10.4", "10.5")
+@pytest.mark.spec("merge.greedy", "merge.prompt")
 def test_steps_whose_context_grew_become_one_row() -> None:
     merged = merge_stepwise_output(worked_output())
     assert merged["prompt_token_ids"] == [[1, 2], [1, 2], [1, 7]]
@@ -40,7 +40,13 @@ def test_steps_whose_context_grew_become_one_row() -> None:
     assert merged["rollout_logprobs"] == [[-0.5, 0.0, -1.0, 0.0, 0.0, -2.0], [-0.25], [-4.0]]
 
 
-@pytest.mark.spec("10.6", "10.7", "10.8", "10.10", "10.12")
+@pytest.mark.spec(
+    "merge.last-step-fields",
+    "merge.times",
+    "merge.row-rewards",
+    "merge.policy-versions",
+    "merge.rollout-metrics",
+)
 def test_what_is_one_per_row_comes_from_the_last_step() -> None:
     merged = merge_stepwise_output(worked_output())
     assert merged["stop_reasons"] == ["length", "stop", "done"]
@@ -56,13 +62,13 @@ def test_what_is_one_per_row_comes_from_the_last_step() -> None:
     assert [t.instance_id for t in merged["trajectory_ids"]] == ["a", "a", "a"]
 
 
-@pytest.mark.spec("10.9")
+@pytest.mark.spec("merge.token-rewards")
 def test_token_rewards_keep_their_tokens_and_their_sum() -> None:
     merged = merge_stepwise_output(token_level(worked_output()))
     assert merged["rewards"] == [[0.25, 0, 0, 0.5, 0, 1.0], [0.0], [0.0]]
 
 
-@pytest.mark.spec("10.4", "10.6")
+@pytest.mark.spec("merge.greedy", "merge.last-step-fields")
 def test_a_batch_merges_as_its_lists_do() -> None:
     for output in (worked_output(), token_level(worked_output())):
         wanted = StepBatch.from_generator_output(merge_stepwise_output(output))
@@ -73,7 +79,7 @@ def test_a_batch_merges_as_its_lists_do() -> None:
     assert wanted.policy_version.tolist() == [4, 5, 4]
 
 
-@pytest.mark.spec("10.8", "10.9", "10.17")
+@pytest.mark.spec("merge.row-rewards", "merge.token-rewards", "merge.outcome")
 def test_rewards_of_a_batch_are_the_last_steps_or_all_of_them() -> None:
     steps = StepBatch.from_generator_output(worked_output())
     assert steps.merged().row_rewards.tolist() == [1.0, 0.0, 2.0]
@@ -84,7 +90,7 @@ def test_rewards_of_a_batch_are_the_last_steps_or_all_of_them() -> None:
     assert every.rewards.tolist() == [0.25, 0, 0, 0.5, 0, 1.0, 0, 2.0]
 
 
-@pytest.mark.spec("10.17")
+@pytest.mark.spec("merge.outcome")
 def test_merging_does_not_move_outcomes() -> None:
     steps = StepBatch.from_generator_output(worked_output())
     merged = steps.merged()
@@ -100,7 +106,7 @@ def test_equal_rows_merge_and_a_shorter_prompt_does_not() -> None:
     assert plan.joins.tolist() == [False, False]
 
 
-@pytest.mark.spec("10.4")
+@pytest.mark.spec("merge.greedy")
 def test_rows_of_two_trajectories_never_merge() -> None:
     assert not merge_steps([[1], [1, 2]], [[2], [3]], [0, 1]).joins.any()
 
@@ -108,7 +114,7 @@ def test_rows_of_two_trajectories_never_merge() -> None:
 # --- drift ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("10.18", "10.20", "10.21")
+@pytest.mark.spec("merge.drift-fork", "merge.drift-dropped-tokens", "merge.drift-rewards")
 def test_drift_forks_unless_it_is_realigned() -> None:
     output = drifted([1, 2, 3, 4, 50, 9])  # 5 6 came back as 50, then an observation
     assert merge_stepwise_output(output)["response_ids"] == [[3, 4, 5, 6], [7]]
@@ -132,7 +138,7 @@ def test_drift_forks_unless_it_is_realigned() -> None:
         ([1, 2, 3, 4, 5, 6], 0, True),
     ],
 )
-@pytest.mark.spec("10.19", "10.27")
+@pytest.mark.spec("merge.drift-realign", "merge.drift-short-prompt")
 def test_how_far_back_drift_may_reach(prompt: list[int], most: int, joins: bool) -> None:
     merged = merge_stepwise_output(drifted(prompt), drift="realign", max_drift_tokens=most)
     assert len(merged["response_ids"]) == 2 - joins
@@ -140,7 +146,7 @@ def test_how_far_back_drift_may_reach(prompt: list[int], most: int, joins: bool)
         assert merged["prompt_token_ids"][0] + merged["response_ids"][0] == [*prompt, 7]
 
 
-@pytest.mark.spec("10.19")
+@pytest.mark.spec("merge.drift-realign")
 def test_an_untrained_end_token_may_drift_and_an_untrained_middle_bounds_it() -> None:
     end = drifted([1, 2, 3, 4, 5, 60], mask=[1, 1, 1, 0])
     assert merge_stepwise_output(end, drift="realign")["loss_masks"] == [[1, 1, 1, 0, 1]]
@@ -172,7 +178,7 @@ def routed_output(*rows: np.ndarray | None) -> dict[str, Any]:
     }
 
 
-@pytest.mark.spec("10.11")
+@pytest.mark.spec("merge.routes")
 def test_recorded_routes_stay_and_later_steps_append() -> None:
     output = routed_output(routes(0, 1, 2, 3), routes(10, 11, 12, 13, 14, 15, 16, 17))
     wanted = routes(0, 1, 2, 3, 14, 15, 16, 17)
@@ -187,7 +193,7 @@ def test_recorded_routes_stay_and_later_steps_append() -> None:
         assert batch.num_tokens == 9
 
 
-@pytest.mark.spec("10.11")
+@pytest.mark.spec("merge.routes")
 def test_steps_without_routes_add_none() -> None:
     for first in (None, routes()):
         merged = merge_stepwise_output(routed_output(first, routes(0, 1)))
@@ -197,7 +203,7 @@ def test_steps_without_routes_add_none() -> None:
     assert merge_stepwise_output(routed_output(None, None))["rollout_expert_indices"] == [None]
 
 
-@pytest.mark.spec("10.11")
+@pytest.mark.spec("merge.routes")
 def test_a_fork_keeps_its_own_routes() -> None:
     output = routed_output(routes(0, 1, 2, 3), routes(*range(10, 18)))
     output["prompt_token_ids"][1][0] = 99
@@ -206,7 +212,7 @@ def test_a_fork_keeps_its_own_routes() -> None:
     assert rows[1][0, 0, 0] == 10
 
 
-@pytest.mark.spec("10.11")
+@pytest.mark.spec("merge.routes")
 def test_fewer_routes_than_recorded_are_an_error() -> None:
     output = routed_output(routes(0, 1, 2, 3), routes(10, 11))
     with pytest.raises(ValueError, match="row 1 has 2 routes after more were recorded"):
@@ -261,7 +267,7 @@ def test_ids_larger_than_one_digit_of_an_int_are_compared_by_value() -> None:
     assert plan.joins.tolist() == [False, True, False]
 
 
-@pytest.mark.spec("10.26")
+@pytest.mark.spec("merge.linear-cost")
 def test_each_token_is_looked_at_twice_at_most() -> None:
     looks = 0
 
@@ -289,7 +295,7 @@ def test_the_result_shares_no_list_with_the_input() -> None:
         assert not {id(row) for row in merged[field]} & {id(row) for row in output[field]}
 
 
-@pytest.mark.spec("10.24")
+@pytest.mark.spec("merge.padding-rows")
 def test_padding_rows_stay() -> None:
     steps = StepBatch.from_generator_output(worked_output()).with_padding_rows(2)
     merged = steps.merged()
@@ -323,7 +329,7 @@ def test_step_wise_fields_are_needed() -> None:
         ({"response_ids": [["x"], [4, 5], [6], [3], [6], []]}, TypeError, "response_ids|responses"),
     ],
 )
-@pytest.mark.spec("10.25")
+@pytest.mark.spec("merge.images")
 def test_bad_outputs_are_named(change: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         merge_stepwise_output({**worked_output(), **change})
@@ -335,7 +341,7 @@ def test_ids_that_are_no_integers_are_named() -> None:
             merge_steps([[1], [bad, 2]], [[2], [3]], [0, 0])
 
 
-@pytest.mark.spec("10.23")
+@pytest.mark.spec("merge.before-advantages")
 def test_bad_options_are_named() -> None:
     output = worked_output()
     with pytest.raises(ValueError, match=r"drift must be one of .* got 'bend'"):

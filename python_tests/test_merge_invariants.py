@@ -113,7 +113,9 @@ DRIFTS = ("fork", "realign")
 MOST = st.sampled_from((0, 2, 8))
 
 
-@pytest.mark.spec("10.4", "10.20", "10.21", "10.22")
+@pytest.mark.spec(
+    "merge.greedy", "merge.drift-dropped-tokens", "merge.drift-rewards", "merge.drift-routes"
+)
 @pytest.mark.parametrize("drift", DRIFTS)
 @given(output=outputs(), most=MOST)
 def test_lists_equal_the_plain_greedy(output: dict[str, Any], drift: str, most: int) -> None:
@@ -142,7 +144,13 @@ def test_lists_equal_the_plain_greedy(output: dict[str, Any], drift: str, most: 
         assert all(np.array_equal(a, b) for a, b in zip(rows, output[field], strict=True)), field
 
 
-@pytest.mark.spec("10.13", "10.14", "10.15", "10.16", "10.28")
+@pytest.mark.spec(
+    "merge.tokens-kept",
+    "merge.sums-kept",
+    "merge.order-kept",
+    "merge.idempotent",
+    "merge.drift-sums",
+)
 @pytest.mark.parametrize("drift", DRIFTS)
 @given(output=outputs(), most=MOST)
 def test_invariants(output: dict[str, Any], drift: str, most: int) -> None:

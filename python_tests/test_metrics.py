@@ -44,7 +44,7 @@ def rows(request):
 # --- per trajectory ----------------------------------------------------------------------------
 
 
-@pytest.mark.spec("8.1", "8.2")
+@pytest.mark.spec("metrics.trajectory", "metrics.intermediate-steps")
 def test_reward_counts_last_steps_only(rows):
     # Intermediate rows (reward 7) are no samples, and no zero-reward samples either.
     assert reward_metrics(rows, samples_per_prompt=2) == {
@@ -54,7 +54,7 @@ def test_reward_counts_last_steps_only(rows):
     }
 
 
-@pytest.mark.spec("8.1")
+@pytest.mark.spec("metrics.trajectory")
 def test_padding_rows_do_not_count():
     batch = StepBatch.from_generator_output(output())
     padded = batch.with_padding_rows(3)
@@ -74,7 +74,7 @@ def test_positive_reward_of_rewards_per_token():
         assert metrics["reward/mean_positive_reward"] == pytest.approx((2.0 + 0.5 + 0.0) / 3)
 
 
-@pytest.mark.spec("8.1")
+@pytest.mark.spec("metrics.trajectory")
 def test_rollout_metrics_per_trajectory():
     metrics = rollout_metrics(output())
     expected = {
@@ -106,7 +106,7 @@ def test_rollout_metrics_per_trajectory():
     assert "generate/stop_reason/stop" not in metrics  # only intermediate rows ended so
 
 
-@pytest.mark.spec("8.3")
+@pytest.mark.spec("metrics.per-turn")
 def test_per_turn_metrics_have_names_of_their_own():
     metrics = rollout_metrics(output())
     assert metrics["generate/per_turn/avg_response_length"] == 9 / 5
@@ -164,13 +164,13 @@ def test_metrics_per_data_source(rows):
         reward_metrics(rows, samples_per_prompt=2, data_sources=["x"])
 
 
-@pytest.mark.spec("8.7")
+@pytest.mark.spec("metrics.pass-at-k")
 def test_data_sets_of_one_metric_name_share_it(rows):
     shared = eval_metrics(rows, data_sources=["x/y", "x/y", "x/y", "x_y", "x_y"])
     assert shared["eval/x_y/avg_score"] == shared["eval/all/avg_score"]
 
 
-@pytest.mark.spec("8.7")
+@pytest.mark.spec("metrics.pass-at-k")
 def test_eval_metrics(rows):
     named = eval_metrics(rows, ks=(1,), data_sources=["all", "all", "all", "y", "y"])
     assert named["eval/all/avg_score"] == eval_metrics(rows)["eval/all/avg_score"]
@@ -184,7 +184,7 @@ def test_eval_metrics(rows):
         eval_metrics(rows, ks=(2,))
 
 
-@pytest.mark.spec("8.1")
+@pytest.mark.spec("metrics.trajectory")
 @given(st.integers(1, 7), st.data())
 def test_pass_at_k_is_the_share_of_draws_with_a_pass(n, data):
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
@@ -196,7 +196,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_pass(n, data):
 # --- the batch ---------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("8.4")
+@pytest.mark.spec("metrics.batch")
 def test_batch_metrics():
     metrics = batch_metrics(StepBatch.from_generator_output(output()), num_rows_before_merge=8)
     assert metrics["generate/batch_num_seq"] == 5
@@ -208,7 +208,7 @@ def test_batch_metrics():
     assert metrics["generate/num_seq_after_merge"] == 5
 
 
-@pytest.mark.spec("8.2")
+@pytest.mark.spec("metrics.intermediate-steps")
 def test_tokens_of_zero_rewards_are_those_of_whole_trajectories(rows):
     output_now = rows if isinstance(rows, dict) else output()
     batch = None if isinstance(rows, dict) else rows

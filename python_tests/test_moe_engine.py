@@ -77,7 +77,14 @@ def test_recording_routes_of_a_dense_model_is_refused(tiny_model_folder: Path) -
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.timeout(900)  # two cores that others use too; alone it takes half a minute
-@pytest.mark.spec("11.1", "11.9", "11.10", "11.12", "11.18", "11.19")
+@pytest.mark.spec(
+    "replay.append-only",
+    "replay.row-record",
+    "replay.new-routes-only",
+    "replay.recorded-experts",
+    "replay.weight-updates",
+    "replay.weight-probe",
+)
 def test_real_routes_over_two_turns_replay_and_weight_updates(
     moe_folder: Path, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:

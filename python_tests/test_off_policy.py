@@ -19,7 +19,13 @@ from skyrl_fast.ops.policy_loss import policy_loss
 NAN = float("nan")
 
 
-@pytest.mark.spec("6.26", "6.27", "6.28", "6.29", "6.30")
+@pytest.mark.spec(
+    "loss.off-policy-weight",
+    "loss.off-policy-outlier",
+    "loss.off-policy-token-mask",
+    "loss.off-policy-tis",
+    "loss.off-policy-sequence-mask",
+)
 def test_off_policy_order_by_hand(backend: str) -> None:
     # ratios old / rollout, by row:       outlier over 50   token mask [0.4, 3]   left
     ratios = torch.tensor(
@@ -50,7 +56,7 @@ def test_off_policy_order_by_hand(backend: str) -> None:
     torch.testing.assert_close(metrics["is_ratio_std"], std.double(), rtol=1e-5, atol=0)
 
 
-@pytest.mark.spec("6.31")
+@pytest.mark.spec("loss.sequence-scope")
 def test_off_policy_trajectory_scope_by_hand(backend: str) -> None:
     ratios = torch.tensor([[2.0, 1.0], [0.5, 1.0], [3.0, 1.0]])
     args = (ratios.log(), torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool))
@@ -71,7 +77,7 @@ def test_off_policy_trajectory_scope_by_hand(backend: str) -> None:
     assert not mask.any()  # row 1's outlier takes row 0 of its trajectory along
 
 
-@pytest.mark.spec("6.30")
+@pytest.mark.spec("loss.off-policy-sequence-mask")
 def test_geometric_mask_uses_the_mean(backend: str) -> None:
     ratios = torch.tensor([[1.02, 0.98], [1.02, 1.02]])
     _, mask, metrics = off_policy_correction(
@@ -82,7 +88,7 @@ def test_geometric_mask_uses_the_mean(backend: str) -> None:
     assert float(metrics["geo_sequence_mask_over_high_ratio"]) == 0.5
 
 
-@pytest.mark.spec("6.27", "6.31")
+@pytest.mark.spec("loss.off-policy-outlier", "loss.sequence-scope")
 def test_an_outlier_takes_its_sequence_along(backend: str) -> None:
     ratios = torch.tensor([[1.0, 9.0], [1.0, 1.0], [0.1, 1.0], [1.0, 1.0]])
     args = (ratios.log(), torch.zeros(4, 2), torch.ones(4, 2))

@@ -101,7 +101,7 @@ def test_unpack_gives_views_and_lists() -> None:
     assert unpack_steps(padded, lengths=[1, 2], side="right", as_lists=True) == [[0], [6, 7]]
 
 
-@pytest.mark.spec("4.20", "4.21")
+@pytest.mark.spec("batch.flat-round-trip", "batch.cu-seqlens")
 def test_varlen_table(backend: str) -> None:
     padded = torch.tensor([[0, 5], [6, 7]])
     varlen = padded_to_varlen(padded, torch.tensor([[0, 1], [1, 1]]), backend=backend)
@@ -220,7 +220,7 @@ def test_any_float_survives(rows: list[list[float]]) -> None:
     assert torch.equal(packed.nan_to_num(nan=0.5), wanted.nan_to_num(nan=0.5))
 
 
-@pytest.mark.spec("4.20")
+@pytest.mark.spec("batch.flat-round-trip")
 @given(st.integers(1, 40), st.integers(0, 9), st.booleans(), st.sampled_from([(), (3,), (2, 2)]))
 def test_varlen_equals_the_reference(
     width: int, num_rows: int, left: bool, cell: tuple[int, ...]
@@ -258,7 +258,7 @@ def test_varlen_has_gradients(backend: str) -> None:
     assert torch.autograd.gradcheck(there_and_back, (x,))
 
 
-@pytest.mark.spec("4.20")
+@pytest.mark.spec("batch.flat-round-trip")
 def test_varlen_of_cells_without_elements(backend: str) -> None:
     x = torch.zeros(2, 5, 0, requires_grad=True)
     varlen = padded_to_varlen(x, lengths=torch.tensor([1, 2]), backend=backend)

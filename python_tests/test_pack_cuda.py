@@ -42,7 +42,7 @@ def same(got: tuple, want: tuple) -> None:
             assert g.dtype == w.dtype and torch.equal(g.cpu(), w)
 
 
-@pytest.mark.spec("4.22")
+@pytest.mark.spec("batch.gpu-equal")
 @given(shapes=ROWS, per_token=st.booleans(), logprobs=st.booleans(), pad_size=st.integers(0, 2))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_batch_on_the_device(
@@ -119,7 +119,7 @@ DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.bfloat16, torch.float32, torch.float64]
 
 
-@pytest.mark.spec("4.20", "4.21", "4.23")
+@pytest.mark.spec("batch.flat-round-trip", "batch.cu-seqlens", "batch.gpu-no-sync")
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=0, max_size=7),
     extra=st.integers(0, 3),
@@ -224,7 +224,7 @@ def test_offsets_beyond_32_bits_in_one_row() -> None:
     assert torch.equal(padded_to_varlen(padded, lengths=lengths).values, flat)
 
 
-@pytest.mark.spec("4.23")
+@pytest.mark.spec("batch.gpu-no-sync")
 @pytest.mark.gpu
 def test_nothing_waits_for_the_device() -> None:
     rows = rows_of([(5, 3), (2, 4)], per_token=True, logprobs=True)

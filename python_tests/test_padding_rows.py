@@ -30,7 +30,12 @@ def small_batch() -> TensorBatch:
     return batch
 
 
-@pytest.mark.spec("4.11", "4.12", "4.13", "4.14")
+@pytest.mark.spec(
+    "batch.padding-loss-mask",
+    "batch.padding-routes",
+    "batch.padding-router-mask",
+    "batch.padding-copies-row-0",
+)
 def test_padding_repeats_row_0_and_trains_nothing() -> None:
     batch = small_batch()
     padded = pad_training_input_batch(batch, 3)  # more rows than there are
@@ -49,14 +54,14 @@ def test_padding_repeats_row_0_and_trains_nothing() -> None:
     assert padded.metadata["other"][0] is not batch.metadata["other"][0]
 
 
-@pytest.mark.spec("4.15", "4.16", "4.18")
+@pytest.mark.spec("batch.padding-uids", "batch.padding-last-step", "batch.padding-trajectory")
 def test_padding_rows_are_trajectories_of_their_own() -> None:
     last = torch.tensor(pad_batch(small_batch(), 2).metadata["is_last_step"])
     trajectory = torch.cumsum(torch.cat([torch.tensor([0]), last[:-1].long()]), 0)
     assert trajectory.tolist() == [0, 0, 1, 2]
 
 
-@pytest.mark.spec("4.19")
+@pytest.mark.spec("batch.short-padding-rows")
 def test_cheap_rows_attend_one_token() -> None:
     padded = pad_batch(small_batch(), 1, mode="cheap")
     assert padded["sequences"][2].tolist() == [5, 6]
@@ -65,7 +70,7 @@ def test_cheap_rows_attend_one_token() -> None:
     assert padded["router_padding_mask"][2].all()
 
 
-@pytest.mark.spec("4.9")
+@pytest.mark.spec("batch.pad-size-zero")
 def test_no_padding_gives_the_same_object() -> None:
     batch = small_batch()
     assert pad_batch(batch, 0) is batch
@@ -83,7 +88,7 @@ def test_plain_dict_keeps_metadata_beside_its_tensors() -> None:
     assert padding_metadata(None, 2) == {"pad_size": 2}
 
 
-@pytest.mark.spec("4.17")
+@pytest.mark.spec("batch.padding-metadata")
 def test_the_original_stays_as_it_was() -> None:
     batch = small_batch()
     pad_batch(batch, 2)["sequences"].zero_()
@@ -91,7 +96,7 @@ def test_the_original_stays_as_it_was() -> None:
     assert batch.metadata["uids"] == ["a", "b"]
 
 
-@pytest.mark.spec("4.10")
+@pytest.mark.spec("batch.pad-size-negative")
 @pytest.mark.parametrize(
     ("batch", "pad_size", "mode", "error", "message"),
     [
@@ -109,7 +114,7 @@ def test_bad_input_is_named(
         pad_batch(batch, pad_size, mode=mode)
 
 
-@pytest.mark.spec("4.18", "5.16")
+@pytest.mark.spec("batch.padding-trajectory", "advantage.batch-normalize")
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "maxrl"])
 def test_padding_moves_no_advantage_even_where_row_0_is_no_last_step(estimator: str) -> None:
     batch = TensorBatch(

@@ -143,7 +143,7 @@ def test_sharing_gives_the_logprobs_of_separate_rows() -> None:
     )  # float32 noise
 
 
-@pytest.mark.spec("6.25")
+@pytest.mark.spec("loss.split-invariance")
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean"])
 def test_gradient_does_not_depend_on_the_split(reduction: str) -> None:
     algorithm = AlgorithmConfig(loss_reduction=reduction)
@@ -161,7 +161,7 @@ def test_gradient_does_not_depend_on_the_split(reduction: str) -> None:
             torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.spec("8.9")
+@pytest.mark.spec("metrics.update")
 def test_metrics_do_not_depend_on_the_split() -> None:
     algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.5)
     batch = mixed_batch()
@@ -218,7 +218,7 @@ def test_rows_without_advantage_are_left_out_and_change_nothing() -> None:
         torch.testing.assert_close(one.grad, two.grad, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.spec("6.32")
+@pytest.mark.spec("loss.all-masked")
 def test_all_masked_batch_gives_no_gradient_and_no_nan() -> None:
     batch = mixed_batch()
     batch = batch.with_(loss_mask=torch.zeros_like(batch.loss_mask))
@@ -234,7 +234,7 @@ def test_all_masked_batch_gives_no_gradient_and_no_nan() -> None:
         assert torch.equal(one, two)
 
 
-@pytest.mark.spec("7.1")
+@pytest.mark.spec("update.mini-batch-size")
 @pytest.mark.parametrize(("mini", "epochs", "steps"), [(4, 1, 1), (2, 1, 2), (1, 1, 4), (2, 3, 6)])
 def test_optimizer_steps_are_prompts_by_mini_batch(mini: int, epochs: int, steps: int) -> None:
     model = tiny_model()

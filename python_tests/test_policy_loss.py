@@ -56,7 +56,17 @@ TABLE = [
 ]
 
 
-@pytest.mark.spec("6.2", "6.3", "6.4", "6.5", "6.6", "6.9", "6.10", "6.11", "6.12")
+@pytest.mark.spec(
+    "loss.regular",
+    "loss.dual-clip",
+    "loss.gspo",
+    "loss.cispo",
+    "loss.rollout-is",
+    "loss.sapo",
+    "loss.dppo",
+    "loss.cross-entropy",
+    "loss.importance-sampling",
+)
 @pytest.mark.parametrize(("name", "p", "advantage", "kw", "value", "grad"), TABLE)
 def test_one_token_by_hand(
     name: str, p: float, advantage: float, kw: dict, value: float, grad: float, backend: str
@@ -70,7 +80,7 @@ def test_one_token_by_hand(
     torch.testing.assert_close(g, torch.tensor([[grad]]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.spec("6.14", "6.15", "6.16", "6.17")
+@pytest.mark.spec("loss.kl-k1", "loss.kl-abs", "loss.kl-k2", "loss.kl-k3")
 def test_kl_estimators_by_hand(backend: str) -> None:
     d = math.log(2.0)  # logprob - reference
     expected = {"k1": d, "abs": d, "k2": d * d / 2, "k3": 0.5 + d - 1}
@@ -83,7 +93,7 @@ def test_kl_estimators_by_hand(backend: str) -> None:
         torch.testing.assert_close(x.grad, torch.tensor([[slope[name]]]))
 
 
-@pytest.mark.spec("6.17")
+@pytest.mark.spec("loss.kl-k3")
 def test_k3_is_clamped(backend: str) -> None:
     x = torch.tensor([-100.0, -50.0, 0.0], requires_grad=True)
     value = kl_penalty(x, torch.tensor([0.0, -47.0, -100.0]), estimator="k3", backend=backend)
@@ -118,7 +128,7 @@ def test_metrics_by_hand(backend: str) -> None:
         assert math.isclose(float(m[name]), value, rel_tol=1e-5), name
 
 
-@pytest.mark.spec("6.6")
+@pytest.mark.spec("loss.rollout-is")
 def test_a_ratio_where_the_bounds_meet_is_clipped_once(backend: str) -> None:
     loss, _, m = loss_and_grad(
         log(0.4, 0.4), None, torch.ones(1, 2), torch.ones(1, 2), loss=RolloutIs(0.0, 0.0),
@@ -141,7 +151,14 @@ REDUCTIONS = [
 ]
 
 
-@pytest.mark.spec("6.19", "6.20", "6.21", "6.22", "6.23", "6.24")
+@pytest.mark.spec(
+    "loss.token-mean",
+    "loss.sequence-mean",
+    "loss.token-sum-norm",
+    "loss.prompt-mean",
+    "loss.trajectory-mean",
+    "loss.counts",
+)
 @pytest.mark.parametrize(("reduction", "expected"), REDUCTIONS)
 @pytest.mark.parametrize("ragged", [False, True])
 def test_reduction_weights_by_hand(
@@ -160,7 +177,7 @@ def test_reduction_weights_by_hand(
     torch.testing.assert_close(weights, torch.tensor(expected))
 
 
-@pytest.mark.spec("6.4", "6.31")
+@pytest.mark.spec("loss.gspo", "loss.sequence-scope")
 def test_gspo_scopes_by_hand(backend: str) -> None:
     # d per row: (0.2, 0.4) and (0.6); means by row 0.3 and 0.6, by trajectory 0.4
     logprobs = torch.tensor([[-1.0, -1.0], [-1.0, -1.0]])
@@ -182,7 +199,7 @@ def test_gspo_scopes_by_hand(backend: str) -> None:
 
 
 # --- Against the reference -----------------------------------------
-@pytest.mark.spec("6.7", "6.8", "6.13")
+@pytest.mark.spec("loss.clip-cov", "loss.kl-cov", "loss.covariance")
 @pytest.mark.parametrize("loss", VARIANTS, ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 15), (5, 16), (4, 33), (3, 1000)])
@@ -261,7 +278,7 @@ def test_mask_dtypes(mask_dtype: torch.dtype, backend: str) -> None:
     torch.testing.assert_close(got[1], want[1])
 
 
-@pytest.mark.spec("6.1")
+@pytest.mark.spec("loss.ratio")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_upcast(dtype: torch.dtype, backend: str) -> None:
     d = batch((2, 50), dtype)
@@ -292,7 +309,7 @@ def test_same_bits_for_any_number_of_threads() -> None:
 
 
 # --- Splitting -----------------------------------------
-@pytest.mark.spec("6.25")
+@pytest.mark.spec("loss.split-invariance")
 @pytest.mark.parametrize("reduction", [r for r, _ in REDUCTIONS])
 @pytest.mark.parametrize("name", ["regular", "gspo", "sapo"])
 def test_micro_batches_sum_to_the_mini_batch(reduction: str, name: str, backend: str) -> None:
@@ -319,7 +336,7 @@ def test_micro_batches_sum_to_the_mini_batch(reduction: str, name: str, backend:
 
 
 # --- Hostile input -----------------------------------------
-@pytest.mark.spec("6.18")
+@pytest.mark.spec("loss.masked-cells")
 @pytest.mark.parametrize("loss", VARIANTS, ids=IDS)
 @pytest.mark.parametrize("junk", [NAN, INF, -INF, 1e30])
 def test_masked_positions_are_not_looked_at(
@@ -343,7 +360,7 @@ def test_masked_positions_are_not_looked_at(
     assert all(torch.equal(got[2][k], want[2][k]) for k in want[2])
 
 
-@pytest.mark.spec("6.32")
+@pytest.mark.spec("loss.all-masked")
 @pytest.mark.parametrize("loss", VARIANTS, ids=IDS)
 def test_all_masked_gives_zero_and_stays_connected(loss: str | LossSettings, backend: str) -> None:
     nothing = torch.full((2, 5), NAN)
@@ -390,7 +407,7 @@ def test_nan_at_a_trained_token_stays_there(name: str, backend: str) -> None:
     assert bool(torch.isfinite(grad).all())
 
 
-@pytest.mark.spec("6.1")
+@pytest.mark.spec("loss.ratio")
 def test_extreme_differences_are_clamped(backend: str) -> None:
     logprobs = torch.tensor([[0.0, -1000.0, -INF, -1e30]])
     old = torch.tensor([[-1000.0, 0.0, 0.0, 0.0]])
@@ -503,7 +520,7 @@ def test_kl_gradcheck(estimator: str, backend: str) -> None:
     )
 
 
-@pytest.mark.spec("6.57")
+@pytest.mark.spec("logprob.second-derivative")
 @pytest.mark.parametrize("penalty", [True, False])
 def test_a_second_derivative_is_refused(penalty: bool) -> None:
     d = batch((2, 6))
@@ -517,7 +534,7 @@ def test_a_second_derivative_is_refused(penalty: bool) -> None:
         torch.autograd.grad(first.square().sum(), x)
 
 
-@pytest.mark.spec("6.57")
+@pytest.mark.spec("logprob.second-derivative")
 @pytest.mark.parametrize("penalty", [True, False])
 def test_a_forward_mode_derivative_is_refused(penalty: bool) -> None:
     d = batch((2, 6))

@@ -45,7 +45,7 @@ def assert_equal(got: Result, want: Result, dtype: torch.dtype = torch.float32) 
         torch.testing.assert_close(got[2][name], value, msg=name, **tolerance)
 
 
-@pytest.mark.spec("6.7", "6.8", "6.13")
+@pytest.mark.spec("loss.clip-cov", "loss.kl-cov", "loss.covariance")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("loss", VARIANTS, ids=IDS)
@@ -60,7 +60,17 @@ def test_equals_reference(
     assert_equal(run(gpu, data, backend="native", **options), reference(data, **options), dtype)
 
 
-@pytest.mark.spec("6.14", "6.15", "6.16", "6.17", "6.19", "6.20", "6.21", "6.22", "6.23")
+@pytest.mark.spec(
+    "loss.kl-k1",
+    "loss.kl-abs",
+    "loss.kl-k2",
+    "loss.kl-k3",
+    "loss.token-mean",
+    "loss.sequence-mean",
+    "loss.token-sum-norm",
+    "loss.prompt-mean",
+    "loss.trajectory-mean",
+)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_penalties_and_reductions(gpu: str, estimator: str, reduction: str) -> None:
@@ -108,7 +118,7 @@ def test_ragged_rows_in_any_order_of_threads(
     assert_equal(got, reference(data, **options), torch.float64)
 
 
-@pytest.mark.spec("6.51", "6.55")
+@pytest.mark.spec("logprob.determinism", "loss.gpu-no-sync")
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_the_order_of_threads_does_not_change_the_bits(
     emulated_gpu: ModuleType, order: int
@@ -148,7 +158,7 @@ def test_the_sizes_are_those_of_the_kernels(cuda_on_cpu: ModuleType) -> None:
     assert cuda_on_cpu.num_loss_sums == policy_loss_op.NUM_LOSS_SUMS
 
 
-@pytest.mark.spec("6.18")
+@pytest.mark.spec("loss.masked-cells")
 @pytest.mark.parametrize("junk", [NAN, math.inf])
 def test_masked_positions_are_not_looked_at(gpu: str, junk: float) -> None:
     data = batch((3, 40))
@@ -159,7 +169,7 @@ def test_masked_positions_are_not_looked_at(gpu: str, junk: float) -> None:
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]) and got[2] == want[2]
 
 
-@pytest.mark.spec("6.32")
+@pytest.mark.spec("loss.all-masked")
 @pytest.mark.parametrize("shape", [(2, 5), (0, 5), (3, 0)])
 def test_nothing_to_train(gpu: str, shape: tuple[int, int]) -> None:
     data = {name: torch.full(shape, NAN) for name in batch((1, 1))} | {"mask": torch.zeros(shape)}
@@ -283,7 +293,7 @@ def test_cuda_graph() -> None:
     assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
-@pytest.mark.spec("6.55")
+@pytest.mark.spec("loss.gpu-no-sync")
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["regular", "gspo", "dppo", "sapo"])
 def test_nothing_waits_for_the_device_and_the_bits_are_the_same(name: str) -> None:

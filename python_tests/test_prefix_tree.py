@@ -55,7 +55,7 @@ def test_by_hand(
     assert tree.ends.tolist() == ends
 
 
-@pytest.mark.spec("16.1")
+@pytest.mark.spec("tree.nodes")
 def test_each_group_has_a_tree_of_its_own(backend: str) -> None:
     rows = [[1, 2], [1, 2], [1, 3], [1, 2, 4]]
     tree = tree_of(rows, ["b", "a", "b", "a"], backend=backend)  # groups need not be adjacent
@@ -65,7 +65,7 @@ def test_each_group_has_a_tree_of_its_own(backend: str) -> None:
     assert [tree.nodes_of(row).tolist() for row in range(4)] == [[0, 1], [3, 4], [0, 2], [3, 4, 5]]
 
 
-@pytest.mark.spec("16.1")
+@pytest.mark.spec("tree.nodes")
 @given(rows=ROWS, data=st.data())
 def test_backends_agree(rows: list[list[int]], data: Any) -> None:
     groups = data.draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows)))

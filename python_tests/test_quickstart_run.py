@@ -140,7 +140,7 @@ def test_it_learns(base: Path, tmp_path: Path) -> None:
     assert sum(training) <= LEARNING_SECONDS
 
 
-@pytest.mark.spec("16.11")
+@pytest.mark.spec("tree.rows-setting")
 def test_on_trees_the_first_steps_are_those_of_rows(base: Path, tmp_path: Path) -> None:
     runs = {
         form: finish(base, tmp_path / form, *SMALL, f"trainer.rows={form}")

@@ -57,7 +57,7 @@ def test_a_call_reaches_all_ranks(tmp_path: Path) -> None:
     assert gone(other)
 
 
-@pytest.mark.spec("7.8")
+@pytest.mark.spec("update.rank-exit")
 def test_a_rank_that_raises_ends_the_call_with_its_reason(probe: Probe) -> None:
     other = probe.processes()[1]
     with pytest.raises(RankError, match=r"rank 1 ended with exit code 1; .*a fault of rank 1"):
@@ -67,7 +67,7 @@ def test_a_rank_that_raises_ends_the_call_with_its_reason(probe: Probe) -> None:
     assert gone(other)
 
 
-@pytest.mark.spec("7.8")
+@pytest.mark.spec("update.rank-exit")
 def test_a_rank_that_is_killed_is_named(probe: Probe) -> None:
     os.kill(probe.processes()[1], signal.SIGKILL)
     with pytest.raises(RankError, match="rank 1 ended with exit code -9"):
@@ -100,7 +100,7 @@ def listening(process: int) -> set[str]:
     return found
 
 
-@pytest.mark.spec("7.10")
+@pytest.mark.spec("update.rank-network")
 def test_the_ranks_listen_to_their_machine_alone(probe: Probe) -> None:
     for process in probe.processes():
         assert listening(process) == {"0100007F"}  # 127.0.0.1
@@ -121,7 +121,7 @@ def test_an_error_of_rank_0_is_raised_and_leaves_nobody(tmp_path: Path) -> None:
     assert gone(other)
 
 
-@pytest.mark.spec("7.8")
+@pytest.mark.spec("update.rank-exit")
 def test_ranks_that_cannot_make_their_models_are_named(tmp_path: Path) -> None:
     with started_ranks(2, fail, cuda=False, folder=tmp_path) as ranks:
         probe = Probe(ranks)
@@ -129,7 +129,7 @@ def test_ranks_that_cannot_make_their_models_are_named(tmp_path: Path) -> None:
             probe.processes()
 
 
-@pytest.mark.spec("7.8")
+@pytest.mark.spec("update.rank-exit")
 def test_a_rank_that_raises_does_not_wait_for_its_threads(tmp_path: Path) -> None:
     with started_ranks(2, with_a_thread, cuda=False, folder=tmp_path) as ranks:
         probe = with_a_thread(ranks)
@@ -168,7 +168,7 @@ else:  # in the other process
 """
 
 
-@pytest.mark.spec("7.8")
+@pytest.mark.spec("update.rank-exit")
 def test_nothing_waits_for_a_rank_that_ends_before_it_is_connected(tmp_path: Path) -> None:
     with script(ENDS_EARLY, tmp_path, stderr=subprocess.PIPE) as child:
         said, errors = child.communicate(timeout=60)
@@ -204,7 +204,7 @@ def script(text: str, folder: Path, **options: Any) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.spec("7.8")
+@pytest.mark.spec("update.rank-exit")
 def test_no_process_is_left_when_rank_0_is_killed(tmp_path: Path) -> None:
     with script(KILLED, tmp_path) as child:
         assert child.stdout is not None
@@ -241,7 +241,7 @@ def test_a_script_that_trains_when_it_is_imported_is_told_what_to_do(folder: Pat
     assert "the ranks did not start: rank 1 ended with exit code 1" in ended.stderr
 
 
-@pytest.mark.spec("7.9")
+@pytest.mark.spec("update.rank-count")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     with (
@@ -251,7 +251,7 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.spec("7.6", "7.7")
+@pytest.mark.spec("update.ranks-equal", "update.ranks-checkpoint")
 def test_a_run_that_changes_its_number_of_ranks_goes_as_that_of_one(folder: Path) -> None:
     threads = torch.get_num_threads()
     shared, resume = "trainer.placement.policy_num_gpus_per_node=2", "trainer.resume_mode=latest"

@@ -34,7 +34,7 @@ def micro_of(rows: list[int], num_tokens: int) -> MicroBatch:
     return MicroBatch(ids, index, index, index, torch.tensor(rows))
 
 
-@pytest.mark.spec("7.5")
+@pytest.mark.spec("update.micro-batches")
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 200), st.integers(2, 5))
 def test_each_row_is_taken_once_and_the_ranks_take_equally_many(
     lengths: list[int], budget: int, size: int
@@ -47,13 +47,13 @@ def test_each_row_is_taken_once_and_the_ranks_take_equally_many(
     assert all(micro.input_ids.numel() <= longest for share in shares for micro in share)
 
 
-@pytest.mark.spec("7.5")
+@pytest.mark.spec("update.micro-batches")
 def test_no_pass_is_larger_than_the_budget() -> None:
     shares = [own_micro_batches(micros_of([1] * 1000), 8, Ranks(rank, 3)) for rank in range(3)]
     assert max(micro.input_ids.numel() for share in shares for micro in share) == 8
 
 
-@pytest.mark.spec("7.5")
+@pytest.mark.spec("update.micro-batches")
 def test_a_batch_below_the_budget_is_shared_all_the_same() -> None:
     plan = micros_of([10] * 8)
     shares = [own_micro_batches(plan, 1000, Ranks(rank, 4)) for rank in range(4)]

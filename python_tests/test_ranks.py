@@ -90,7 +90,7 @@ CASES: dict[str, tuple[str, AlgorithmConfig]] = {
 }
 
 
-@pytest.mark.spec("7.5", "7.6")
+@pytest.mark.spec("update.micro-batches", "update.ranks-equal")
 @pytest.mark.parametrize("case", CASES)
 def test_an_update_is_that_of_one_rank(both: Both, case: str) -> None:
     name, algorithm = CASES[case]
@@ -112,7 +112,7 @@ def test_an_update_is_that_of_one_rank(both: Both, case: str) -> None:
         assert shared[key] == pytest.approx(alone[key], rel=1e-3, abs=1e-5), key
 
 
-@pytest.mark.spec("7.6")
+@pytest.mark.spec("update.ranks-equal")
 def test_each_rank_holds_its_part_of_weights_and_moments(both: Both) -> None:
     size = both.shared.ranks.size
     update(both.alone, "untied", agent_batch(6, num_groups=2))
@@ -144,7 +144,7 @@ def test_a_critic_learns_as_with_one_rank(both: Both) -> None:
     torch.testing.assert_close(one.batch_values(batch), other.batch_values(batch), **CLOSE)
 
 
-@pytest.mark.spec("7.7")
+@pytest.mark.spec("update.ranks-checkpoint")
 @pytest.mark.parametrize("name", ["tied", "experts"])
 def test_checkpoints_of_one_rank_and_of_several_are_the_same(
     both: Both, tmp_path: Path, name: str
@@ -167,7 +167,7 @@ def test_checkpoints_of_one_rank_and_of_several_are_the_same(
     assert_close(*(weights(models.policies[name]) for models, _ in sides))
 
 
-@pytest.mark.spec("7.6")
+@pytest.mark.spec("update.ranks-equal")
 def test_the_engine_is_given_the_weights_of_one_rank(
     both: Both, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

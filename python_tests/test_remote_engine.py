@@ -88,7 +88,7 @@ async def ask(engine: RemoteEngine, version: int = 3) -> Generation:
     return await engine.generate([1, 2], SAMPLING, session_id="s-1", policy_version=version, seed=5)
 
 
-@pytest.mark.spec("12.23")
+@pytest.mark.spec("async.servers")
 def test_token_ids_go_in_and_out() -> None:
     server = Server(lambda body: choice([5, 6, 7], [-0.5, -0.25, -1.0], stop_reason="</a>"))
     got = with_engine(server, ask)
@@ -127,14 +127,14 @@ def test_a_stop_token_is_no_stop_string_and_routes_are_decoded() -> None:
     assert server.asked[0][1]["routed_experts_prompt_start"] == 0
 
 
-@pytest.mark.spec("12.23")
+@pytest.mark.spec("async.servers")
 def test_probe_logprobs_are_of_the_given_tokens() -> None:
     entries = [None, {"2": {"logprob": -0.5}, "8": {"logprob": -9.0}}, {"3": {"logprob": -0.25}}]
     server = Server(lambda body: choice([4], [-1.0], prompt_logprobs=entries))
     assert with_engine(server, lambda e: e.prompt_logprobs([1, 2, 3])) == [-0.5, -0.25]
 
 
-@pytest.mark.spec("12.6", "12.23")
+@pytest.mark.spec("async.in-flight-update", "async.servers")
 def test_an_interrupted_request_gives_what_it_has() -> None:
     server = Server(lambda body: choice([5], [-0.5], finish_reason="abort"))
 
@@ -154,7 +154,7 @@ def test_an_interrupted_request_gives_what_it_has() -> None:
     ]
 
 
-@pytest.mark.spec("12.24")
+@pytest.mark.spec("async.server-weights")
 @pytest.mark.parametrize("weight_sync", ["extension", "reload"])
 def test_weights_go_by_a_folder_that_both_can_read(weight_sync: str) -> None:
     server = Server()
@@ -184,7 +184,7 @@ def test_a_refused_call_says_what_the_server_said() -> None:
         with_engine(server, ask)
 
 
-@pytest.mark.spec("12.31")
+@pytest.mark.spec("async.server-answers")
 @pytest.mark.parametrize(
     ("answer", "wanted"),
     [
@@ -212,7 +212,7 @@ def test_an_answer_that_is_none_fails_its_request_and_is_quoted(answer: Any, wan
     assert not isinstance(caught.value, EngineDeadError)
 
 
-@pytest.mark.spec("12.31")
+@pytest.mark.spec("async.server-answers")
 def test_a_body_that_cannot_be_decoded_is_asked_for_again() -> None:
     answers = [
         httpx.Response(
@@ -224,7 +224,7 @@ def test_a_body_that_cannot_be_decoded_is_asked_for_again() -> None:
     assert with_engine(server, ask).token_ids == [5]
 
 
-@pytest.mark.spec("12.31")
+@pytest.mark.spec("async.server-answers")
 def test_probes_and_updates_of_another_kind_of_server_are_named() -> None:
     server = Server(lambda body: choice([4], [-1.0], prompt_logprobs=[None, {}]))
     with pytest.raises(EngineError, match="otherwise than vLLM does: KeyError: '2'"):
@@ -234,7 +234,7 @@ def test_probes_and_updates_of_another_kind_of_server_are_named() -> None:
         with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}))
 
 
-@pytest.mark.spec("12.31")
+@pytest.mark.spec("async.server-answers")
 @pytest.mark.parametrize(
     ("path", "answer", "wanted"),
     [
@@ -261,7 +261,7 @@ def test_what_does_not_greet_as_vllm_does_is_named(
         with_engine(reply, ask, start_timeout_seconds=0.0)  # type: ignore[arg-type]
 
 
-@pytest.mark.spec("12.26")
+@pytest.mark.spec("async.server-return")
 def test_a_server_that_is_gone_is_dead_and_one_that_is_well_is_asked_again() -> None:
     server = Server()
     breaks = 1
@@ -287,7 +287,7 @@ def test_a_server_that_is_gone_is_dead_and_one_that_is_well_is_asked_again() -> 
     with_engine(server, work)
 
 
-@pytest.mark.spec("12.28")
+@pytest.mark.spec("async.engine-command")
 def test_the_command_of_a_server(tmp_path: Path) -> None:
     config = VllmSetup(
         "model", InferenceEngineConfig(max_num_batched_tokens=50, num_threads=1), max_model_len=100
@@ -308,7 +308,7 @@ def test_the_command_of_a_server(tmp_path: Path) -> None:
     assert environment["OMP_NUM_THREADS"] == "2"  # what the user set stays
 
 
-@pytest.mark.spec("12.28")
+@pytest.mark.spec("async.engine-command")
 def test_the_engine_command_serves_the_trainers_model_on_loopback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,7 +333,7 @@ def test_the_engine_command_serves_the_trainers_model_on_loopback(
     assert served == [(str(model), 1100, "127.0.0.1", 8003)]
 
 
-@pytest.mark.spec("12.28")
+@pytest.mark.spec("async.engine-command")
 @pytest.mark.parametrize(
     ("model", "refused"),
     [

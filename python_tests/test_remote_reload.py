@@ -61,7 +61,7 @@ def untied(model: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.spec("12.24")
+@pytest.mark.spec("async.server-weights")
 def test_weights_reach_a_server_by_vllms_own_reload(
     tiny_model_folder: Path, tmp_path: Path
 ) -> None:
@@ -89,7 +89,7 @@ def test_weights_reach_a_server_by_vllms_own_reload(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the packed copy is that of CPU kernels")
-@pytest.mark.spec("12.24")
+@pytest.mark.spec("async.server-weights")
 def test_a_reload_that_leaves_a_tied_head_behind_is_refused(
     tiny_model_folder: Path, tmp_path: Path
 ) -> None:

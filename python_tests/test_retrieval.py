@@ -106,7 +106,7 @@ def test_a_bad_corpus_is_named(tmp_path: Path, text: str | None, said: str) -> N
         list(Corpus(path).texts())
 
 
-@pytest.mark.spec("13.3")
+@pytest.mark.spec("search.results")
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), max_size=40), st.integers(1, 50))
 def test_best_is_a_stable_sort_of_the_positive(scores: list[float], topk: int) -> None:
     wanted = sorted(
@@ -115,7 +115,7 @@ def test_best_is_a_stable_sort_of_the_positive(scores: list[float], topk: int) -
     assert best(np.array(scores), topk) == wanted[:topk]
 
 
-@pytest.mark.spec("13.3")
+@pytest.mark.spec("search.results")
 def test_bm25_prefers_rare_words_and_finds_nothing_for_unknown_ones(corpus: Corpus) -> None:
     index = Bm25Index(corpus)
     by_name, by_work, unknown, empty, signs = index.search(
@@ -127,7 +127,7 @@ def test_bm25_prefers_rare_words_and_finds_nothing_for_unknown_ones(corpus: Corp
     assert by_name[0][1] > by_name[1][1] > 0
 
 
-@pytest.mark.spec("13.8")
+@pytest.mark.spec("search.index-check")
 def test_bm25_index_is_kept_and_checked(corpus: Corpus, tmp_path: Path) -> None:
     made = Bm25Index(corpus, tmp_path / "index")
     kept = Bm25Index(corpus, tmp_path / "index")
@@ -148,7 +148,7 @@ class LetterCounts:
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-@pytest.mark.spec("13.8")
+@pytest.mark.spec("search.index-check")
 def test_faiss_finds_the_nearest_vector(corpus: Corpus, tmp_path: Path) -> None:
     pytest.importorskip("faiss")
     made = FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
@@ -165,7 +165,7 @@ def test_faiss_finds_the_nearest_vector(corpus: Corpus, tmp_path: Path) -> None:
         FaissIndex(Corpus(smaller), LetterCounts(), tmp_path / "vectors")
 
 
-@pytest.mark.spec("13.8")
+@pytest.mark.spec("search.index-check")
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_what_a_kill_left_of_an_index_is_named(
     share: float, corpus: Corpus, tmp_path: Path
@@ -186,7 +186,7 @@ def test_what_a_kill_left_of_an_index_is_named(
         FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
 
 
-@pytest.mark.spec("13.8")
+@pytest.mark.spec("search.index-check")
 def test_an_index_takes_its_place_when_it_is_whole(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +204,7 @@ def test_an_index_takes_its_place_when_it_is_whole(
     assert [path.name for path in tmp_path.iterdir()] == ["words"]
 
 
-@pytest.mark.spec("13.8")
+@pytest.mark.spec("search.index-check")
 def test_vectors_of_another_encoder_are_refused(corpus: Corpus, tmp_path: Path) -> None:
     pytest.importorskip("faiss")
     FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
@@ -245,7 +245,7 @@ def test_a_missing_package_is_named(
 # --- answers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("13.2")
+@pytest.mark.spec("search.requests")
 def test_one_query_with_scores(client: TestClient) -> None:
     answer = client.post(
         "/retrieve", json={"query": "born Bruno", "topk": 1, "return_scores": True}
@@ -255,14 +255,14 @@ def test_one_query_with_scores(client: TestClient) -> None:
     assert hit["score"] > 0
 
 
-@pytest.mark.spec("13.2", "13.3")
+@pytest.mark.spec("search.requests", "search.results")
 def test_several_queries_without_scores(client: TestClient) -> None:
     answer = client.post("/retrieve", json={"queries": ["born Bruno", "zebra", "sea"]})
     assert found(answer) == [["d1", "d0"], [], ["d2"]]
     assert answer.json()["result"][2] == [{"id": "d2", "contents": PASSAGES[2]}]
 
 
-@pytest.mark.spec("13.2")
+@pytest.mark.spec("search.requests")
 def test_half_a_surrogate_pair_in_a_passage_does_not_fail_its_queries(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"id": "\\ud800", "contents": "cat \\ud800 \\ud83d\\ude00"}\n')
@@ -273,14 +273,14 @@ def test_half_a_surrogate_pair_in_a_passage_does_not_fail_its_queries(tmp_path: 
     assert answer.json()["result"] == [[{"id": "?", "contents": "cat ? \U0001f600"}]]
 
 
-@pytest.mark.spec("13.7")
+@pytest.mark.spec("search.bad-request")
 def test_an_unknown_key_is_not_sent_back(client: TestClient) -> None:
     answer = client.post("/retrieve", json={"query": "a", "secret" * 100: 1})
     assert answer.status_code == 422
     assert answer.json()["detail"][0]["where"] == ["body", "an unknown key"]
 
 
-@pytest.mark.spec("13.4")
+@pytest.mark.spec("search.health")
 def test_health(client: TestClient) -> None:
     assert client.get("/health").json() == {"status": "ok", "index": "bm25", "documents": 4}
 
@@ -288,7 +288,7 @@ def test_health(client: TestClient) -> None:
 # --- refusals ----------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("13.7")
+@pytest.mark.spec("search.bad-request")
 @pytest.mark.parametrize(
     "body",
     [
@@ -323,7 +323,7 @@ def test_malformed_requests_are_refused(client: TestClient, body: Any) -> None:
     assert len(answer.text) < 1000
 
 
-@pytest.mark.spec("13.7")
+@pytest.mark.spec("search.bad-request")
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"\xff\xfe", b'{"query": "\\ud800"}', b"[" * 1900, b'{"query": NaN}', b"\x00"],
@@ -340,7 +340,7 @@ def test_no_bytes_break_the_server(client: TestClient, body: bytes) -> None:
     assert answer.status_code < 500
 
 
-@pytest.mark.spec("13.5")
+@pytest.mark.spec("search.body-size")
 def test_oversized_bodies_are_refused_announced_or_not(client: TestClient) -> None:
     assert client.post("/retrieve", content=b" " * 2001).status_code == 413
     parts = iter([b" " * 1500, b" " * 1500])
@@ -357,7 +357,7 @@ def test_other_paths_and_methods(client: TestClient) -> None:
         assert client.get(path).status_code == 404
 
 
-@pytest.mark.spec("13.6")
+@pytest.mark.spec("search.body-time")
 def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
@@ -378,7 +378,7 @@ def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 # --- the environment's client ------------------------------------------------------------------
 
 
-@pytest.mark.spec("13.1", "13.2", "13.9")
+@pytest.mark.spec("search.serve", "search.requests", "search.lifetime")
 def test_skyrl_gyms_search_tool_reads_the_answers(corpus_file: Path, tmp_path: Path) -> None:
     skyrl_gym = pytest.importorskip("skyrl_gym")
     from omegaconf import OmegaConf
@@ -404,7 +404,7 @@ def test_skyrl_gyms_search_tool_reads_the_answers(corpus_file: Path, tmp_path: P
 # --- start and end -----------------------------------------------------------------------------
 
 
-@pytest.mark.spec("13.9")
+@pytest.mark.spec("search.lifetime")
 def test_an_error_in_the_block_stops_the_server(corpus_file: Path, tmp_path: Path) -> None:
     with (
         pytest.raises(KeyboardInterrupt),
@@ -433,7 +433,7 @@ with retrieval_server(Path(sys.argv[1]), log_file=Path(sys.argv[2])) as url:
 """
 
 
-@pytest.mark.spec("13.9")
+@pytest.mark.spec("search.lifetime")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_the_server_ends_with_its_starter(
     corpus_file: Path, tmp_path: Path, how: signal.Signals
@@ -454,7 +454,7 @@ def test_the_server_ends_with_its_starter(
     pytest.fail("the server outlives its starter")
 
 
-@pytest.mark.spec("13.1")
+@pytest.mark.spec("search.serve")
 def test_loopback_is_the_default(corpus_file: Path) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)

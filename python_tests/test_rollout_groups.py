@@ -20,7 +20,7 @@ from skyrl_fast.rollout.turn import request_seed
 register_fakes()
 
 
-@pytest.mark.spec("3.17")
+@pytest.mark.spec("rollout.group-order")
 def test_groups_are_ordered_by_prompt_then_repetition(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     prompts = [FakePrompt(f"p{i}", env_extras={"turns": 3 - i}) for i in range(3)]
@@ -33,7 +33,7 @@ def test_groups_are_ordered_by_prompt_then_repetition(tiny_tokenizer) -> None:
     assert sorted(map(id, seen)) == sorted(map(id, got))
 
 
-@pytest.mark.spec("3.3", "3.17")
+@pytest.mark.spec("rollout.one-sample", "rollout.group-order")
 def test_phase_chooses_samples_and_sampling_parameters(tiny_tokenizer) -> None:
     config = loop_config(
         n_samples_per_prompt=3,
@@ -48,7 +48,7 @@ def test_phase_chooses_samples_and_sampling_parameters(tiny_tokenizer) -> None:
         assert {c.sampling.temperature for c in engine.calls} == {temperature}
 
 
-@pytest.mark.spec("3.17")
+@pytest.mark.spec("rollout.group-order")
 def test_at_most_so_many_at_once(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     config = loop_config(n_samples_per_prompt=20, max_concurrent_trajectories=3)
@@ -71,7 +71,7 @@ def seeds(tiny_tokenizer, **options) -> dict[str, int]:
     return {f"{c.session_id}/{len(c.prompt_token_ids)}": c.seed for c in engine.calls}
 
 
-@pytest.mark.spec("3.14")
+@pytest.mark.spec("rollout.request-seed")
 def test_seeds_depend_on_the_place_in_the_run_alone(tiny_tokenizer) -> None:
     one = seeds(tiny_tokenizer)
     assert one == seeds(tiny_tokenizer, reverse=True)
@@ -81,7 +81,7 @@ def test_seeds_depend_on_the_place_in_the_run_alone(tiny_tokenizer) -> None:
     assert request_seed(1, "train-7-p0-0", 0, 0) == 1714389556219091143
 
 
-@pytest.mark.spec("3.14")
+@pytest.mark.spec("rollout.request-seed")
 def test_evaluations_draw_the_same_numbers_at_every_version(tiny_tokenizer) -> None:
     def values(phase: str, version: int) -> list[int]:
         return sorted(seeds(tiny_tokenizer, phase=phase, policy_version=version).values())

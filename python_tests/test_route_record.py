@@ -48,7 +48,7 @@ def turn(new: np.ndarray | None, start: int = 0, tokens: int = 2) -> Generation:
     return Generation([9] * tokens, [-0.5] * tokens, "stop", None, new, start)
 
 
-@pytest.mark.spec("11.6")
+@pytest.mark.spec("replay.worked-example")
 def test_nine_tokens_of_two_turns() -> None:
     first = step([1, 2], [3, 4, 5], routes(10, 11, 20, 21))
     prompt = [1, 2, 3, 4, 5, 6, 7]
@@ -58,7 +58,7 @@ def test_nine_tokens_of_two_turns() -> None:
         assert record[:, 0, 0].tolist() == [10, 11, 20, 21, 22, 30, 31, 40]
 
 
-@pytest.mark.spec("11.8")
+@pytest.mark.spec("replay.fork")
 @pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 6, 7], [1, 2, 3], [8, 2, 3, 4, 5, 6], []])
 def test_a_fork_keeps_its_own_full_array(prompt: list[int]) -> None:
     first = step([1, 2], [3, 4, 5], routes(10, 11, 20, 21))
@@ -67,7 +67,7 @@ def test_a_fork_keeps_its_own_full_array(prompt: list[int]) -> None:
     assert routes_of_turn([first], prompt, turn(own)) is own
 
 
-@pytest.mark.spec("11.7")
+@pytest.mark.spec("replay.no-routes")
 def test_an_appended_end_token_gets_its_route_from_the_next_turn() -> None:
     first = step([1, 2], [3, 0], routes(10, 11))  # 0 was appended: 3 is not run, nor is 0
     assert recorded_routes([first], [1, 2, 3, 0, 6]) is first.expert_indices
@@ -139,7 +139,7 @@ def run(tokenizer: Any, engine: RoutingEngine, context: str, turns: int = 3) -> 
     return asyncio.run(go())[0]
 
 
-@pytest.mark.spec("11.1", "11.9", "11.10")
+@pytest.mark.spec("replay.append-only", "replay.row-record", "replay.new-routes-only")
 @pytest.mark.parametrize("from_start", [True, False])
 def test_growing_contexts_keep_the_routes_of_the_turn_that_sampled(
     tiny_tokenizer: Any, from_start: bool
@@ -161,7 +161,7 @@ def test_growing_contexts_keep_the_routes_of_the_turn_that_sampled(
     assert records[-1][:, 0, 0].tolist() == list(range(lengths[2] - 1))
 
 
-@pytest.mark.spec("11.8")
+@pytest.mark.spec("replay.fork")
 def test_a_context_that_is_cut_back_has_whole_arrays_of_its_own(tiny_tokenizer: Any) -> None:
     """A single conversation drops the end token that was sampled: each turn forks."""
     engine = RoutingEngine(tiny_tokenizer, from_start=True)
@@ -170,7 +170,7 @@ def test_a_context_that_is_cut_back_has_whole_arrays_of_its_own(tiny_tokenizer: 
     assert [set(s.expert_indices[:, 0, 1].tolist()) for s in steps] == [{1000}, {1001}, {1002}]
 
 
-@pytest.mark.spec("11.9", "11.11")
+@pytest.mark.spec("replay.row-record", "replay.batch-operations")
 def test_rows_carry_their_records_into_the_batch(tiny_tokenizer: Any) -> None:
     trajectory = run(tiny_tokenizer, RoutingEngine(tiny_tokenizer, from_start=True), "append")
     failed = run(tiny_tokenizer, RoutingEngine(tiny_tokenizer, from_start=True), "append", turns=1)

@@ -20,7 +20,7 @@ def rows(*values: int, layers: int = 2, top_k: int = 2, dtype: Any = np.uint8) -
     return (np.array(values).reshape(-1, 1, 1) + cells).astype(dtype)
 
 
-@pytest.mark.spec("11.6")
+@pytest.mark.spec("replay.worked-example")
 def test_nine_tokens_of_two_turns_have_eight_routes() -> None:
     """Prompt A A, sampled B B B; observation O O, sampled C C. The last C is never run."""
     turn_1 = rows(10, 11, 20, 21)  # A0 A1 B0 B1
@@ -31,14 +31,14 @@ def test_nine_tokens_of_two_turns_have_eight_routes() -> None:
     np.testing.assert_array_equal(record, rows(10, 11, 20, 21, 22, 30, 31, 40))
 
 
-@pytest.mark.spec("11.2", "11.4")
+@pytest.mark.spec("replay.append-none", "replay.append-new")
 def test_a_turn_that_adds_no_token_changes_nothing() -> None:
     recorded = rows(1, 2, 3)
     assert append_rollout_expert_indices(recorded, rows(7, 8, 9)) is recorded
     assert append_rollout_expert_indices(recorded, None) is recorded
 
 
-@pytest.mark.spec("11.3", "11.7")
+@pytest.mark.spec("replay.append-first", "replay.no-routes")
 def test_nothing_recorded_takes_the_new_rows() -> None:
     new = rows(1, 2)
     assert append_rollout_expert_indices(None, new) is new
@@ -49,7 +49,7 @@ def test_nothing_recorded_takes_the_new_rows() -> None:
     assert append_rollout_expert_indices(empty, rows()).shape == (0, 2, 2)
 
 
-@pytest.mark.spec("11.7")
+@pytest.mark.spec("replay.no-routes")
 def test_appended_end_token_has_its_route_in_the_next_turn() -> None:
     """Prompt 2, sampled 1, an end token appended: 2 routes for 4 tokens; then 2 + 1 more."""
     record = append_rollout_expert_indices(None, rows(1, 2))
@@ -74,7 +74,7 @@ def test_an_engine_may_return_new_rows_only() -> None:
         append_rollout_expert_indices(recorded, rows(5), start=-1)
 
 
-@pytest.mark.spec("11.5")
+@pytest.mark.spec("replay.append-errors")
 @pytest.mark.parametrize(
     ("recorded", "new", "message"),
     [
@@ -111,7 +111,7 @@ def test_wider_ids_widen_the_record() -> None:
     assert record[:, 0, 0].tolist() == [1, 300]
 
 
-@pytest.mark.spec("11.1", "11.4")
+@pytest.mark.spec("replay.append-only", "replay.append-new")
 @given(
     base=hnp.arrays(np.uint8, st.tuples(st.integers(0, 12), st.just(2), st.just(3))),
     ends=st.lists(st.integers(0, 12), max_size=5),

@@ -35,7 +35,7 @@ def everywhere(ids: torch.Tensor) -> torch.Tensor:
 KINDS = ["qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss"]
 
 
-@pytest.mark.spec("11.13")
+@pytest.mark.spec("replay.same-routes")
 @pytest.mark.parametrize("kind", KINDS)
 def test_own_routes_give_the_logits_of_free_routing(kind: str) -> None:
     model = tiny_moe(kind)
@@ -55,7 +55,7 @@ def test_own_routes_give_the_logits_of_free_routing(kind: str) -> None:
         assert torch.equal(model(input_ids=IDS).logits, free)  # outside: as ever
 
 
-@pytest.mark.spec("11.12")
+@pytest.mark.spec("replay.recorded-experts")
 def test_other_routes_give_what_a_block_written_by_hand_gives() -> None:
     block = tiny_moe().model.layers[1].mlp
     hidden = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(0))
@@ -83,7 +83,7 @@ def test_weights_that_are_not_normalised_stay_so() -> None:
     assert float(weights.sum(-1).max()) < 0.999
 
 
-@pytest.mark.spec("11.12")
+@pytest.mark.spec("replay.recorded-experts")
 def test_gradients_reach_the_router_through_the_gates() -> None:
     """Moving a router's weight moves the replayed loss as its gradient says; the choice stays."""
     model = tiny_moe().double()
@@ -111,7 +111,7 @@ def test_gradients_reach_the_router_through_the_gates() -> None:
     assert slope == pytest.approx(float((gradient * step).sum()), rel=2e-2, abs=1e-3)
 
 
-@pytest.mark.spec("11.14")
+@pytest.mark.spec("replay.unrecorded-tokens")
 def test_tokens_without_a_route_are_free() -> None:
     model = tiny_moe()
     replay = RouterReplay(model)
@@ -177,7 +177,7 @@ def test_routes_that_do_not_fit_are_refused(routes: torch.Tensor, message: str) 
         model(input_ids=IDS)
 
 
-@pytest.mark.spec("11.16")
+@pytest.mark.spec("replay.settings")
 def test_models_without_known_routers_are_refused() -> None:
     with pytest.raises(ValueError, match="Qwen2ForCausalLM is no mixture of experts"):
         Policy(tiny_model(), router_replay=True)
@@ -246,7 +246,7 @@ def logprobs_by_row(model: Any, batch: StepBatch) -> torch.Tensor:
     return torch.cat(result)
 
 
-@pytest.mark.spec("11.12", "11.15")
+@pytest.mark.spec("replay.recorded-experts", "replay.shared-sequence")
 @pytest.mark.parametrize("agree", [True, False])
 @pytest.mark.parametrize("budget", [1, 1000])
 def test_policy_replays_each_rows_own_record(agree: bool, budget: int) -> None:
@@ -259,7 +259,7 @@ def test_policy_replays_each_rows_own_record(agree: bool, budget: int) -> None:
     assert float((free - wanted).abs().max()) > 0.05
 
 
-@pytest.mark.spec("11.15")
+@pytest.mark.spec("replay.shared-sequence")
 def test_rows_share_a_sequence_only_where_their_records_agree() -> None:
     everything = np.ones(3, dtype=bool)
     for agree, hosts in ((True, [1, 1, 2]), (False, [0, 1, 2])):
@@ -292,7 +292,7 @@ def test_a_batch_without_routes_says_which_setting_is_missing() -> None:
         policy.logprobs(micro)
 
 
-@pytest.mark.spec("3.11", "6.32")
+@pytest.mark.spec("rollout.failure-tolerance", "loss.all-masked")
 @pytest.mark.parametrize("tree", [False, True])
 def test_a_batch_of_stubs_alone_has_no_routes_and_trains_nothing(tree: bool) -> None:
     output: dict[str, Any] = {  # every trajectory failed, so the engine recorded nothing
@@ -312,7 +312,7 @@ def test_a_batch_of_stubs_alone_has_no_routes_and_trains_nothing(tree: bool) -> 
     assert (metrics["policy/loss"], metrics["policy/num_micro_batches"]) == (0.0, 0.0)
 
 
-@pytest.mark.spec("11.19")
+@pytest.mark.spec("replay.weight-probe")
 def test_logprobs_of_a_sequence_at_given_routes() -> None:
     policy = Policy(tiny_moe(), router_replay=True)
     tokens = [3, 7, 1, 9]
@@ -338,7 +338,7 @@ def test_weights_go_out_under_the_names_of_a_checkpoint(tmp_path: Any) -> None:
         assert torch.equal(sent[name], value), name
 
 
-@pytest.mark.spec("11.17")
+@pytest.mark.spec("replay.reference-model")
 def test_the_reference_routes_freely(tmp_path: Any) -> None:
     from skyrl_fast.config import Config
     from skyrl_fast.train.ranks import ALONE

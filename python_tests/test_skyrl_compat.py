@@ -60,7 +60,7 @@ def cells(rows: int = 6, width: int = 40, seed: int = 0) -> dict[str, torch.Tens
     }
 
 
-@pytest.mark.spec("17.2", "17.4")
+@pytest.mark.spec("dropin.compat", "dropin.tolerance")
 @pytest.mark.parametrize("correction", [False, True])
 @pytest.mark.parametrize("rollout", [False, True])
 @pytest.mark.parametrize("name", list(LOSSES))
@@ -95,7 +95,7 @@ def test_losses_equal(name: str, rollout: bool, correction: bool) -> None:
         assert metrics["clip_ratio"] == want_metrics["clip_ratio"]
 
 
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_losses_leave_odd_input_to_skyrl() -> None:
     config, d = algorithm("regular"), cells()
     for change in (
@@ -118,7 +118,7 @@ def test_losses_leave_odd_input_to_skyrl() -> None:
         ours.ppo_policy_loss(d["logprobs"], d["old"], d["advantages"], config, d["mask"])
 
 
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_what_is_left_to_skyrl_draws_the_same_tokens() -> None:
     config, d = algorithm("clip_cov"), cells()
     d["logprobs"][tuple(d["mask"].nonzero()[0])] += 40  # beyond the kernel's bounds
@@ -136,7 +136,7 @@ def test_what_is_left_to_skyrl_draws_the_same_tokens() -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_importance_sampling_of_no_tokens_is_logged_as_skyrl_does() -> None:
     config, d = algorithm("importance_sampling"), cells()
     args = (d["logprobs"], d["old"], d["advantages"], config, torch.zeros_like(d["mask"]))
@@ -146,7 +146,7 @@ def test_importance_sampling_of_no_tokens_is_logged_as_skyrl_does() -> None:
     assert metrics == pytest.approx(want_metrics, nan_ok=True)
 
 
-@pytest.mark.spec("17.2", "17.4")
+@pytest.mark.spec("dropin.compat", "dropin.tolerance")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_equal(dtype: torch.dtype) -> None:
     theirs = ORIGINALS.function("logprobs_from_logits")
@@ -208,7 +208,7 @@ def step_wise_batch(seed: int, *, token_rewards: bool = False) -> Any:
     return batch
 
 
-@pytest.mark.spec("17.2", "17.4")
+@pytest.mark.spec("dropin.compat", "dropin.tolerance")
 @pytest.mark.parametrize("token_rewards", [False, True])
 @pytest.mark.parametrize("estimator", ["grpo", "maxrl"])
 def test_step_wise_block_equals(estimator: str, token_rewards: bool) -> None:
@@ -229,7 +229,7 @@ def test_step_wise_block_equals(estimator: str, token_rewards: bool) -> None:
         )
 
 
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_step_wise_block_leaves_the_rest_to_skyrl() -> None:
     name = "RayPPOTrainer.compute_advantages_and_returns"
     theirs = ORIGINALS.function(name)
@@ -249,7 +249,7 @@ def test_step_wise_block_leaves_the_rest_to_skyrl() -> None:
             function(trainer_stub("grpo"), copy.deepcopy(broken))
 
 
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_rows_that_are_tuples_are_merged_as_skyrl_does() -> None:
     from skyrl.train.generators.base import TrajectoryID
 
@@ -264,7 +264,7 @@ def test_rows_that_are_tuples_are_merged_as_skyrl_does() -> None:
     )
 
 
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 @pytest.mark.parametrize("value", [None, "x", 0.5, True, -1, 2**70, float("nan"), np.int64(1), []])
 def test_odd_loss_masks_of_any_row_are_checked_as_skyrl_does(value: Any) -> None:
     theirs = ORIGINALS.function("validate_generator_output")

@@ -78,7 +78,7 @@ def fake_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     sys.modules.update(theirs)
 
 
-@pytest.mark.spec("17.1", "17.3", "17.5")
+@pytest.mark.spec("dropin.install", "dropin.known-source", "dropin.report")
 def test_a_known_text_is_replaced_everywhere_and_put_back(fake_skyrl: Path) -> None:
     trainer = importlib.import_module("skyrl.train.trainer")
     home = importlib.import_module("skyrl.train.dataset.preprocess")
@@ -98,7 +98,7 @@ def test_a_known_text_is_replaced_everywhere_and_put_back(fake_skyrl: Path) -> N
     assert skyrl.report().mode == "" and str(skyrl.report()).endswith("not installed in SkyRL")
 
 
-@pytest.mark.spec("17.3", "17.5")
+@pytest.mark.spec("dropin.known-source", "dropin.report")
 def test_an_unknown_text_stays_and_is_named(fake_skyrl: Path) -> None:
     with pytest.warns(skyrl.SkyRLFastWarning) as caught:
         report = skyrl.install(ray_workers=False)
@@ -110,7 +110,7 @@ def test_an_unknown_text_stays_and_is_named(fake_skyrl: Path) -> None:
     assert set(KEPT) <= set(report.names("kept"))
 
 
-@pytest.mark.spec("17.11")
+@pytest.mark.spec("dropin.wrappers")
 def test_a_users_wrapper_around_a_known_text_stays(
     fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +129,7 @@ def test_a_users_wrapper_around_a_known_text_stays(
     assert trainer.boundaries(["a"]) == "mine, then theirs"
 
 
-@pytest.mark.spec("17.11")
+@pytest.mark.spec("dropin.wrappers")
 def test_a_users_wrapper_in_a_registry_stays(
     fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +147,7 @@ def test_a_users_wrapper_in_a_registry_stays(
     assert functions == {"theirs": theirs, "decorated": decorated, "mine": mine}
 
 
-@pytest.mark.spec("17.12")
+@pytest.mark.spec("dropin.prior-functions")
 def test_uninstalling_leaves_our_functions_to_those_who_had_them(
     fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +163,7 @@ def test_uninstalling_leaves_our_functions_to_those_who_had_them(
     assert home.compute_prompt_boundaries(["a"]) == "theirs"
 
 
-@pytest.mark.spec("17.1")
+@pytest.mark.spec("dropin.install")
 def test_installing_twice_changes_nothing(fake_skyrl: Path) -> None:
     with pytest.warns(skyrl.SkyRLFastWarning):
         first = skyrl.install(ray_workers=False)
@@ -176,7 +176,7 @@ def test_installing_twice_changes_nothing(fake_skyrl: Path) -> None:
     assert again.names("replaced") == first.names("replaced")
 
 
-@pytest.mark.spec("17.1", "17.6")
+@pytest.mark.spec("dropin.install", "dropin.ray-workers")
 def test_installing_again_may_take_in_rays_workers_or_leave_them_out(
     fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +194,7 @@ def test_installing_again_may_take_in_rays_workers_or_leave_them_out(
     assert ray.init() == {}
 
 
-@pytest.mark.spec("17.2", "17.5")
+@pytest.mark.spec("dropin.compat", "dropin.report")
 def test_odd_input_is_left_to_their_function(fake_skyrl: Path) -> None:
     with pytest.warns(skyrl.SkyRLFastWarning):
         skyrl.install(ray_workers=False)
@@ -207,7 +207,7 @@ def test_odd_input_is_left_to_their_function(fake_skyrl: Path) -> None:
     assert after.last_reason.startswith("TypeError")
 
 
-@pytest.mark.spec("17.6")
+@pytest.mark.spec("dropin.ray-workers")
 def test_a_worker_replaces_what_is_imported_later(fake_skyrl: Path) -> None:
     with pytest.warns(skyrl.SkyRLFastWarning, match="make_router_padding_mask"):
         switch.install_on_import()
@@ -221,7 +221,7 @@ def test_a_worker_replaces_what_is_imported_later(fake_skyrl: Path) -> None:
     assert trainer.boundaries(["a"]) == "theirs"
 
 
-@pytest.mark.spec("17.6")
+@pytest.mark.spec("dropin.ray-workers")
 def test_the_environment_says_what_a_worker_installs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -241,7 +241,7 @@ def test_the_environment_says_what_a_worker_installs(
     assert "nothing was installed" in caplog.text and skyrl.report().mode == ""
 
 
-@pytest.mark.spec("17.6")
+@pytest.mark.spec("dropin.ray-workers")
 def test_a_users_own_hook_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     env = skyrl.runtime_env(base={"worker_process_setup_hook": "gc.collect", "pip": ["x"]})
     assert env["worker_process_setup_hook"] == ray_workers.AUTOINSTALL and env["pip"] == ["x"]
@@ -257,7 +257,7 @@ def test_a_users_own_hook_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
         skyrl.runtime_env(base={"worker_process_setup_hook": print})
 
 
-@pytest.mark.spec("17.1")
+@pytest.mark.spec("dropin.install")
 def test_without_skyrl_installing_is_an_error(tmp_path: Path) -> None:
     code = "import skyrl_fast.integrations.skyrl as s; s.install()"
     done = subprocess.run(
@@ -269,7 +269,7 @@ def test_without_skyrl_installing_is_an_error(tmp_path: Path) -> None:
     assert "SkyRL cannot be imported" in done.stderr
 
 
-@pytest.mark.spec("17.1")
+@pytest.mark.spec("dropin.install")
 def test_modes_and_rules_are_checked() -> None:
     with pytest.raises(ValueError, match="mode must be one of"):
         skyrl.install("other")
@@ -279,7 +279,7 @@ def test_modes_and_rules_are_checked() -> None:
         skyrl.install("fixed", rules=["no such rule"])
 
 
-@pytest.mark.spec("17.7")
+@pytest.mark.spec("dropin.functions")
 def test_functions_work_one_by_one_without_skyrl() -> None:
     out = skyrl.convert_prompts_responses_to_batch_tensors(
         0, [[1, 2], [3]], [[4], [5, 6]], [[1.0], [0.0, 1.0]], [[1], [1, 1]]
@@ -301,7 +301,7 @@ def test_functions_work_one_by_one_without_skyrl() -> None:
     assert scaled.tolist() == [[0.25, 0.25], [0.25, 0.25]]
 
 
-@pytest.mark.spec("17.3")
+@pytest.mark.spec("dropin.known-source")
 def test_a_fingerprint_ignores_comments_and_layout_alone() -> None:
     plain = "def f(a, b=1):\n    return a + b\n"
     same = '''

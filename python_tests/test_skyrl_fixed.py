@@ -49,7 +49,7 @@ def originals() -> Iterator[None]:
     ORIGINALS.forget()
 
 
-@pytest.mark.spec("17.10")
+@pytest.mark.spec("dropin.fixed-mode")
 def test_every_rule_is_there_and_in_the_table() -> None:
     text = DOCS.read_text()
     assert len({rule.name for rule in RULES}) == len(RULES)
@@ -132,7 +132,7 @@ def loop(prompts: list[int], rules: set[str], limit: int = 10) -> tuple[Any, Any
     return output.step_outputs, mine.inference_engine_client
 
 
-@pytest.mark.spec("17.10", "3.2", "3.8")
+@pytest.mark.spec("dropin.fixed-mode", "rollout.prompt-limit", "rollout.reason-on-last-step")
 def test_a_prompt_over_the_limit_is_never_sent_and_the_last_step_says_length() -> None:
     steps, engine = loop([4, 9, 15, 4], {"length_check"})
     assert engine.prompts == [4, 9] and len(stepped) == 2
@@ -145,7 +145,7 @@ def test_a_prompt_over_the_limit_is_never_sent_and_the_last_step_says_length() -
     assert engine.prompts == [15] and steps[0].stop_reason == "stop"
 
 
-@pytest.mark.spec("17.10", "1.3")
+@pytest.mark.spec("dropin.fixed-mode", "output.gen-only")
 def test_rows_hold_what_was_sampled_alone() -> None:
     steps, _ = loop([4, 9], {"gen_only_rows"})
     for step in steps:
@@ -156,7 +156,7 @@ def test_rows_hold_what_was_sampled_alone() -> None:
     assert (row.response_ids, row.loss_mask, row.reward) == ([1, EOS], [1, 0], [0.0, 1.0])
 
 
-@pytest.mark.spec("17.10", "3.4")
+@pytest.mark.spec("dropin.fixed-mode", "rollout.end-token")
 def test_an_appended_end_token_is_not_trained() -> None:
     async def whole(self: Any, sampled: list[int], max_input_length: int) -> Any:
         answer = await self.inference_engine_client.generate({"prompt_token_ids": [[1]]})
@@ -172,7 +172,7 @@ def test_an_appended_end_token_is_not_trained() -> None:
         assert output.loss_mask == want
 
 
-@pytest.mark.spec("17.10", "11.4")
+@pytest.mark.spec("dropin.fixed-mode", "replay.append-new")
 def test_routes_are_appended() -> None:
     def overwrite(self: Any, state: Any, turn: Any) -> Any:
         state.rollout_expert_indices = turn.rollout_expert_indices
@@ -210,7 +210,7 @@ def output_of(groups: dict[str, list[list[float]]], masks: dict[str, int] | None
 EQUAL, DIFFERENT = [[0.0, 1.0], [0.0, 1.0]], [[0.0, 1.0], [0.0]]
 
 
-@pytest.mark.spec("17.10", "6.39", "6.40")
+@pytest.mark.spec("dropin.fixed-mode", "filter.informative-group", "filter.dynamic-filter")
 def test_filter_keeps_whole_groups_by_their_outcomes() -> None:
     output, uids = output_of({"a": EQUAL, "b": DIFFERENT, "c": DIFFERENT})
     config = {"train_batch_size": 1, "n_samples_per_prompt": 2}
@@ -227,7 +227,7 @@ def test_filter_keeps_whole_groups_by_their_outcomes() -> None:
     assert more and state["num_prompts_in_batch"] == 0
 
 
-@pytest.mark.spec("17.10", "6.43")
+@pytest.mark.spec("dropin.fixed-mode", "filter.dynamic-replace")
 def test_replaced_groups_have_uids_of_their_own() -> None:
     output, uids = output_of({"a": EQUAL, "b": DIFFERENT, "c": DIFFERENT})
     config = {"min_replace_ratio": 0.3, "n_samples_per_prompt": 2}
@@ -238,7 +238,7 @@ def test_replaced_groups_have_uids_of_their_own() -> None:
     assert fixed_sampling.handle_replace_sampling(output, uids, {"min_replace_ratio": 0.9})[2]
 
 
-@pytest.mark.spec("17.10", "10.7", "10.11")
+@pytest.mark.spec("dropin.fixed-mode", "merge.times", "merge.routes")
 def test_merge_takes_every_field() -> None:
     output, _ = output_of({"a": [[0.0, 1.0]]})
     output["prompt_token_ids"] = [[1], [1, 2, 3]]
@@ -249,7 +249,7 @@ def test_merge_takes_every_field() -> None:
     assert merged["rollout_expert_indices"][0][:, 0, 0].tolist() == [0, 0, 1, 1]
 
 
-@pytest.mark.spec("17.10", "2.16", "2.19")
+@pytest.mark.spec("dropin.fixed-mode", "output.group-adjacent", "output.numpy-bool")
 def test_validation_is_the_contracts() -> None:
     output, _ = output_of({"a": EQUAL, "b": DIFFERENT})
     output["is_last_step"] = [np.bool_(flag) for flag in output["is_last_step"]]
@@ -263,7 +263,7 @@ def test_validation_is_the_contracts() -> None:
         fixed.validate_generator_output(4, apart, step_wise=True)
 
 
-@pytest.mark.spec("17.10", "5.16")
+@pytest.mark.spec("dropin.fixed-mode", "advantage.batch-normalize")
 def test_normalization_counts_real_tokens_alone() -> None:
     class Batch(dict):
         metadata: dict
@@ -287,7 +287,7 @@ def test_normalization_counts_real_tokens_alone() -> None:
     assert out[2].tolist() == [0.0, 0.0] and algorithm.advantage_batch_normalize
 
 
-@pytest.mark.spec("17.10")
+@pytest.mark.spec("dropin.fixed-mode")
 def test_logprobs_are_float32() -> None:
     logits, labels = torch.randn(1, 3, 50).bfloat16(), torch.tensor([[1, 2, 3]])
     out = fixed.logprobs_from_logits(logits, labels)

@@ -15,7 +15,7 @@ import torch
 from skyrl_fast.integrations.skyrl.rules import UPDATE
 from skyrl_fast.integrations.skyrl.stand_in import find, known_label
 
-pytestmark = [pytest.mark.peers, pytest.mark.spec("17.10")]
+pytestmark = [pytest.mark.peers, pytest.mark.spec("dropin.fixed-mode")]
 EOS, LIMIT = 4, 24
 
 

@@ -38,7 +38,7 @@ def theirs(name: str) -> Any:
 
 @fuzz
 @given(generator_outputs(), st.booleans(), st.integers(0, 1))
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_validate(output: dict, step_wise: bool, more: int) -> None:
     args = (len(output.get("response_ids") or []) + more, output, step_wise)
     assert_same_outcome(
@@ -49,7 +49,7 @@ def test_validate(output: dict, step_wise: bool, more: int) -> None:
 
 @fuzz
 @given(st.lists(generator_outputs(), min_size=0, max_size=3), st.booleans())
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_concatenate(outputs: list[dict], step_wise: bool) -> None:
     assert_same_outcome(
         outcome(theirs("concatenate_generator_outputs"), outputs, step_wise),
@@ -59,7 +59,7 @@ def test_concatenate(outputs: list[dict], step_wise: bool) -> None:
 
 @fuzz
 @given(generator_outputs(odd=False), st.sampled_from([0, 1]))
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_merge(output: dict, keep_times: int) -> None:
     if not keep_times:
         output.pop("trajectory_time_splits", None)
@@ -71,7 +71,7 @@ def test_merge(output: dict, keep_times: int) -> None:
 
 @fuzz
 @given(generator_outputs())
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_merge_of_odd_outputs(output: dict) -> None:
     assert_same_outcome(
         outcome(theirs("merge_stepwise_output"), output),
@@ -81,7 +81,7 @@ def test_merge_of_odd_outputs(output: dict) -> None:
 
 @fuzz
 @given(generator_outputs(), st.booleans())
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_metrics(output: dict, times: bool) -> None:
     args = [output.get(key) for key in ("response_ids", "rewards")]
     extras = {"loss_masks": output.get("loss_masks")}
@@ -104,7 +104,7 @@ class Tokenizer:
 
 @fuzz
 @given(generator_outputs(), st.sampled_from([7, 0, "tokenizer"]), st.data())
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_convert(output: dict, pad: Any, data: st.DataObject) -> None:
     name = "convert_prompts_responses_to_batch_tensors"
     function = theirs(name)
@@ -141,7 +141,7 @@ def routes(draw: st.DrawFn, output: dict) -> Any:
 
 @fuzz
 @given(st.data())
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_router_padding_mask(data: st.DataObject) -> None:
     function = theirs("make_router_padding_mask")
     width = data.draw(st.integers(1, 5))
@@ -157,7 +157,7 @@ def test_router_padding_mask(data: st.DataObject) -> None:
 
 @fuzz
 @given(st.data())
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_pad(data: st.DataObject) -> None:
     from skyrl.backends.skyrl_train.training_batch import TensorList, TrainingInputBatch
 
@@ -202,7 +202,7 @@ def test_pad(data: st.DataObject) -> None:
     st.integers(1, 3),
     st.booleans(),
 )
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_boundaries(
     uids: list[str], mini: int, total: int, step_wise: bool, samples: int, tidy: bool
 ) -> None:
@@ -221,7 +221,7 @@ def test_boundaries(
 
 @fuzz
 @given(st.data(), st.sampled_from(["grpo", "rloo", "maxrl"]))
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_estimators(data: st.DataObject, estimator: str) -> None:
     rows, width = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 5))
     kinds = [st.sampled_from([0.0, 1.0]), FLOATS, st.floats(100, 100.0078125, width=32)]
@@ -243,7 +243,7 @@ def test_estimators(data: st.DataObject, estimator: str) -> None:
 
 @fuzz
 @given(st.data())
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_loss_reduction(data: st.DataObject) -> None:
     rows, width = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 5))
     torch.manual_seed(data.draw(st.integers(0, 99)))

@@ -51,7 +51,7 @@ def cells(device: str) -> dict[str, torch.Tensor]:
     return {**data, "mask": data["mask"].float()}
 
 
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 @pytest.mark.parametrize(("stand_in", "name", "parameters"), CASES, ids=[c[1] for c in CASES])
 def test_losses_act_on_tensors_of_a_gpu(
     gpu: str, stand_in: Callable, name: str, parameters: dict[str, float]
@@ -97,7 +97,7 @@ def test_tensors_on_several_devices_are_left_to_skyrl() -> None:
         )
 
 
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 @pytest.mark.parametrize("cell", [0.5, -1.0, 2.0])
 def test_a_mask_of_other_numbers_is_left_to_skyrl(cell: float) -> None:
     d = cells("cpu")

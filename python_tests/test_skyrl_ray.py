@@ -30,7 +30,7 @@ def run(how: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.peers
 @pytest.mark.timeout(600)
-@pytest.mark.spec("17.2", "17.4", "17.6")
+@pytest.mark.spec("dropin.compat", "dropin.tolerance", "dropin.ray-workers")
 def test_a_step_of_skyrls_trainer_is_the_same_in_driver_and_workers(tmp_path: Path) -> None:
     pytest.importorskip("skyrl.train.trainer", reason="SkyRL is not installed")
     stock, installed = run("stock", tmp_path), run("installed", tmp_path)

@@ -102,7 +102,7 @@ def assert_same_batches(got: Any, want: Any) -> None:
     assert metrics == pytest.approx(want_metrics, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.spec("17.2", "17.4")
+@pytest.mark.spec("dropin.compat", "dropin.tolerance")
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("dp_size", [1, 3, 64])
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_all_steps_give_the_same_batch(reduction: str, dp_size: int, per_token: 
         assert stubs[1].all_metrics == pytest.approx(stubs[0].all_metrics, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_normalised_advantages_and_odd_outputs_are_skyrls() -> None:
     from skyrl_fast.integrations import skyrl as ours
 
@@ -144,7 +144,7 @@ def test_normalised_advantages_and_odd_outputs_are_skyrls() -> None:
     assert_same_batches(results[1], results[0])
 
 
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_a_users_own_reduction_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     from skyrl.train import trainer as module
 
@@ -160,7 +160,7 @@ def test_a_users_own_reduction_is_called(monkeypatch: pytest.MonkeyPatch) -> Non
     assert bool((batch["advantages"] == 5.0).all())
 
 
-@pytest.mark.spec("17.2")
+@pytest.mark.spec("dropin.compat")
 def test_padding_outside_of_a_conversion_copies() -> None:
     from skyrl_fast.integrations import skyrl as ours
 

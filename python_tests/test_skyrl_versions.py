@@ -92,7 +92,7 @@ def page(trees: dict[str, Path]) -> str:
 
 
 @pytest.mark.peers
-@pytest.mark.spec("17.3")
+@pytest.mark.spec("dropin.known-source")
 def test_the_page_is_todays() -> None:
     made = page({version: source_tree(version) for version in VERSIONS})
     if os.environ.get("SKYRL_FAST_WRITE"):
@@ -101,7 +101,7 @@ def test_the_page_is_todays() -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.spec("17.3")
+@pytest.mark.spec("dropin.known-source")
 def test_every_function_of_this_skyrl_is_known() -> None:
     skyrl = pytest.importorskip("skyrl", reason="SkyRL is not installed")
     tree = Path(skyrl.__file__).parent.parent

@@ -53,7 +53,7 @@ def test_reading_is_allowed(database: Path, sql: str) -> None:
     assert run_query(database, sql, FEW)
 
 
-@pytest.mark.spec("3.29")
+@pytest.mark.spec("rollout.sql-read-only")
 @pytest.mark.parametrize(
     "sql",
     [
@@ -90,7 +90,7 @@ def test_everything_else_is_refused(database: Path, sql: str) -> None:
     assert [p.name for p in database.parent.iterdir()] == [database.name]
 
 
-@pytest.mark.spec("3.30")
+@pytest.mark.spec("rollout.sql-limits")
 @pytest.mark.parametrize(
     "sql",
     [
@@ -107,14 +107,14 @@ def test_a_bomb_ends_at_its_time(database: Path, sql: str) -> None:
     assert time.perf_counter() - started < 5.0  # far less than for ever; machines pause
 
 
-@pytest.mark.spec("3.30")
+@pytest.mark.spec("rollout.sql-limits")
 @pytest.mark.parametrize("sql", ["SELECT randomblob(1e9)", "SELECT hex(zeroblob(900000))"])
 def test_a_value_has_a_largest_size(database: Path, sql: str) -> None:
     with pytest.raises(QueryError, match="too big"):
         run_query(database, sql, FEW)
 
 
-@pytest.mark.spec("3.30")
+@pytest.mark.spec("rollout.sql-limits")
 def test_memory_of_all_queries_is_limited(database: Path) -> None:
     run_query(database, "SELECT 1", FEW)
     with sqlite3.connect(":memory:") as connection:  # the limit is the process's
@@ -124,7 +124,7 @@ def test_memory_of_all_queries_is_limited(database: Path) -> None:
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x, 'abcde' FROM n"
 
 
-@pytest.mark.spec("3.30")
+@pytest.mark.spec("rollout.sql-limits")
 @pytest.mark.parametrize(
     ("limits", "rows"), [((10, 1000), 10), ((1000, 130), 10)], ids=["rows", "bytes"]
 )
@@ -135,7 +135,7 @@ def test_a_result_is_cut_or_refused(database: Path, limits: tuple[int, int], row
         run_query(database, ENDLESS, QueryLimits(5.0, *limits))
 
 
-@pytest.mark.spec("3.30")
+@pytest.mark.spec("rollout.sql-limits")
 def test_numbers_count_in_the_size_of_a_result(database: Path) -> None:
     many = ENDLESS.replace("'abcde'", ", ".join(f"x + {k}.5" for k in range(1_249)))
     few = QueryLimits(5.0, max_rows=1_000, max_bytes=100_000, cut=True)
@@ -159,7 +159,7 @@ def make(database: Path, **extras: Any) -> Text2SqlEnv:
     return Text2SqlEnv({"db_path": str(root)}, {**row, "max_turns": 3, **extras})
 
 
-@pytest.mark.spec("3.31")
+@pytest.mark.spec("rollout.sql-db-id")
 @pytest.mark.parametrize(
     "db_id", ["../../x", "..", ".", "", "/etc", "a/b", "a\\b", "a\0b", "c:d", 7, None]
 )
@@ -186,7 +186,7 @@ def test_an_error_is_shown_without_the_machines_folders(database: Path) -> None:
     assert str(database.parent) not in seen
 
 
-@pytest.mark.spec("3.30")
+@pytest.mark.spec("rollout.sql-limits")
 def test_a_solution_beyond_the_limits_is_wrong(
     database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +246,7 @@ def test_one_wide_cell_does_not_widen_all_rows() -> None:
     assert len(render_rows(rows)) < 50 * 2_100
 
 
-@pytest.mark.spec("3.33")
+@pytest.mark.spec("rollout.sql-table-size")
 def test_many_wide_cells_do_not_make_a_large_observation() -> None:
     rows = [("x" * 2_000,) * 1_900, *[(str(number),) * 1_900 for number in range(60)]]
     assert len(render_rows(rows)) < 2_000_000

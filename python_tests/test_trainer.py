@@ -64,7 +64,7 @@ def test_a_whole_run_learns_and_leaves_everything(folder: Path) -> None:
         ["trainer.policy_mini_batch_size=4", "generator.merge_stepwise_output=true"],
     ],
 )
-@pytest.mark.spec("14.6")
+@pytest.mark.spec("store.trained-values")
 def test_the_store_holds_what_was_trained(folder: Path, overrides: list[str]) -> None:
     outcome = train(settings(folder, "run", "trainer.epochs=1", *overrides))
     stored = list(read_trajectories(outcome.run_path, phase="train"))
@@ -104,7 +104,7 @@ def test_on_policy_the_trainer_agrees_with_the_sampler(folder: Path) -> None:
         assert row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-5  # float32 noise
 
 
-@pytest.mark.spec("10.1", "10.2", "10.3")
+@pytest.mark.spec("merge.off", "merge.on", "merge.row-per-trajectory")
 def test_rows_per_step_merged_or_per_trajectory_learn_the_same(folder: Path) -> None:
     first = {}
     for name, override in {
@@ -174,7 +174,7 @@ def test_what_is_missing_is_said_before_the_engine_starts(
     assert recorder.rollouts == []
 
 
-@pytest.mark.spec("6.36", "6.37", "8.6")
+@pytest.mark.spec("filter.zero-reward-on-non-stop", "filter.overlong", "metrics.filtered-groups")
 def test_overlong_and_unfinished_from_the_settings(folder: Path) -> None:
     class Cut(FakeRollouts):
         async def generate(
@@ -203,7 +203,7 @@ def test_overlong_and_unfinished_from_the_settings(folder: Path) -> None:
     assert row["generate/avg_tokens_non_zero_rewards"] == 4  # rollouts as they were sampled
 
 
-@pytest.mark.spec("5.40", "5.42", "5.43")
+@pytest.mark.spec("advantage.kl-in-reward", "advantage.kl-controller", "advantage.kl-resume")
 def test_kl_in_the_reward_starts_at_zero_and_its_coefficient_survives_a_resume(
     folder: Path,
 ) -> None:
@@ -244,7 +244,7 @@ def test_off_policy_correction_from_the_settings(folder: Path) -> None:
         assert row["policy/geo_sequence_mask_masked_ratio"] == 0.0
 
 
-@pytest.mark.spec("8.7")
+@pytest.mark.spec("metrics.pass-at-k")
 def test_evaluation_by_data_set_and_by_samples(folder: Path) -> None:
     class Named(FakeRollouts):
         async def generate(

@@ -45,7 +45,7 @@ def test_failed_trajectories_are_counted_and_do_not_stop_the_step(folder: Path) 
     assert row["generate/num_trajectories"] == 16
 
 
-@pytest.mark.spec("3.11", "3.28")
+@pytest.mark.spec("rollout.failure-tolerance", "rollout.all-failed")
 def test_a_batch_in_which_everything_failed_trains_nothing_and_the_run_goes_on(
     folder: Path,
 ) -> None:
@@ -83,7 +83,7 @@ def test_a_batch_in_which_everything_failed_trains_nothing_and_the_run_goes_on(
     assert not torch.equal(weights[1], weights[2])
 
 
-@pytest.mark.spec("3.28")
+@pytest.mark.spec("rollout.all-failed")
 @pytest.mark.parametrize("before_train", ["true", "false"])
 def test_three_batches_in_which_everything_failed_end_the_run(
     folder: Path, before_train: str, caplog: pytest.LogCaptureFixture

@@ -185,7 +185,7 @@ def test_resuming_with_other_data_is_refused(folder: Path) -> None:
         ("failed in sync", 3),
     ],
 )
-@pytest.mark.spec("8.8", "14.18")
+@pytest.mark.spec("metrics.reported-once", "store.write-error")
 def test_a_step_that_was_broken_off_after_its_update_is_evaluated_and_reported_once(
     folder: Path, where: str, version: int
 ) -> None:
@@ -254,7 +254,7 @@ def test_an_evaluation_is_no_part_of_its_steps_time(
     assert row["timing/tokens_per_second"] == row["generate/batch_num_tokens"] / 10.0
 
 
-@pytest.mark.spec("12.30")
+@pytest.mark.spec("async.resume-path")
 def test_going_on_from_a_path_where_later_checkpoints_lie_is_refused(folder: Path) -> None:
     expected = steady(train(settings(folder, "run")).metrics)
     chosen = folder / "run/checkpoints/step_000002"

@@ -54,7 +54,7 @@ def train_calls(make: Any) -> list[tuple[int, list[str]]]:
     return [(s, uids) for r in make.made for s, phase, uids in r.calls if phase == "train"]
 
 
-@pytest.mark.spec("6.40", "6.45", "8.6")
+@pytest.mark.spec("filter.dynamic-filter", "filter.complete-groups", "metrics.filtered-groups")
 def test_dynamic_sampling_fills_the_batch_from_further_prompts(folder: Path) -> None:
     make = outcomes_by_uid(["0", "1", "2"])
     config = settings(folder, "run", FILTER, "trainer.epochs=4", "trainer.max_training_steps=2")
@@ -95,7 +95,7 @@ def test_rows_that_were_judged_are_not_made_again(
     assert len(read) == 4 * sum(len(uids) for _, uids in train_calls(make))
 
 
-@pytest.mark.spec("6.46")
+@pytest.mark.spec("filter.data-position")
 def test_dynamic_sampling_resumes_at_its_data_position(folder: Path) -> None:
     easy = ["0", "1", "2"]
     wanted = [FILTER, "trainer.epochs=6", "trainer.max_training_steps=4"]
@@ -122,7 +122,7 @@ def test_dynamic_sampling_resumes_at_its_data_position(folder: Path) -> None:
     assert done + train_calls(second) == train_calls(whole)
 
 
-@pytest.mark.spec("6.41")
+@pytest.mark.spec("filter.dynamic-limit")
 def test_dynamic_sampling_gives_up_with_a_reason(folder: Path) -> None:
     make = outcomes_by_uid([str(i) for i in range(8)])
     config = settings(
@@ -133,7 +133,7 @@ def test_dynamic_sampling_gives_up_with_a_reason(folder: Path) -> None:
     assert len(train_calls(make)) == 3
 
 
-@pytest.mark.spec("6.42")
+@pytest.mark.spec("filter.dynamic-data-end")
 def test_prompts_that_end_before_the_batch_is_full_end_the_run(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,7 +152,7 @@ def test_prompts_that_end_before_the_batch_is_full_end_the_run(
     assert again.step == 1
 
 
-@pytest.mark.spec("6.42", "8.8")
+@pytest.mark.spec("filter.dynamic-data-end", "metrics.reported-once")
 def test_going_on_after_prompts_that_ended_early_repeats_nothing(folder: Path) -> None:
     order = PromptSampler(8, batch_size=4, seed=42)
     order.next_batch()
@@ -168,7 +168,7 @@ def test_going_on_after_prompts_that_ended_early_repeats_nothing(folder: Path) -
         assert steps[:3] == [0, 1, 1] and steps[3:].count(1) == 0
 
 
-@pytest.mark.spec("6.43")
+@pytest.mark.spec("filter.dynamic-replace")
 def test_replacing_keeps_the_number_of_groups_and_steps(folder: Path) -> None:
     make = outcomes_by_uid(["0", "1", "2", "3"])
     config = settings(
@@ -183,7 +183,7 @@ def test_replacing_keeps_the_number_of_groups_and_steps(folder: Path) -> None:
         assert row["policy/optimizer_steps"] == 2
 
 
-@pytest.mark.spec("6.47")
+@pytest.mark.spec("loss.all-masked-step")
 def test_a_batch_without_a_signal_is_a_step_that_changes_nothing(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,7 +21,7 @@ def config(*overrides: str) -> GeneratorConfig:
     return load_config(None, [*needed, *overrides]).generator
 
 
-@pytest.mark.spec("10.1", "10.2", "10.3", "10.17")
+@pytest.mark.spec("merge.off", "merge.on", "merge.row-per-trajectory", "merge.outcome")
 def test_rows_are_steps_merged_steps_or_trajectories() -> None:
     steps = StepBatch.from_generator_output(worked_output())
     assert training_rows(steps, config()) is steps
@@ -37,7 +37,7 @@ def test_rows_are_steps_merged_steps_or_trajectories() -> None:
     assert whole.rewards.tolist() == [0.25, 0, 0, 0.5, 0, 1.0]
 
 
-@pytest.mark.spec("10.3")
+@pytest.mark.spec("merge.row-per-trajectory")
 def test_a_context_that_was_rewritten_is_no_whole_trajectory() -> None:
     steps = StepBatch.from_generator_output(worked_output())
     with pytest.raises(ValueError, match=r"sample 1 of prompt 'a' the prompt of turn 2 .*agree on"):

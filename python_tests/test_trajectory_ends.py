@@ -30,7 +30,7 @@ def forget() -> None:
     FlakyEnv.failures.clear()
 
 
-@pytest.mark.spec("3.10")
+@pytest.mark.spec("rollout.retries")
 def test_flaky_environment_is_tried_again(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     flaky = FakePrompt(
@@ -41,7 +41,7 @@ def test_flaky_environment_is_tried_again(tiny_tokenizer) -> None:
     assert len({c.seed for c in engine.calls}) == 2  # another attempt, another sample
 
 
-@pytest.mark.spec("3.10", "3.11")
+@pytest.mark.spec("rollout.retries", "rollout.failure-tolerance")
 def test_one_broken_environment_of_64_does_not_stop_the_step(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     prompts = [
@@ -60,7 +60,7 @@ def test_one_broken_environment_of_64_does_not_stop_the_step(tiny_tokenizer) -> 
     assert len(CountingEnv.closed) == 64 + 2  # each attempt's environment was closed
 
 
-@pytest.mark.spec("3.10", "3.11", "3.23")
+@pytest.mark.spec("rollout.retries", "rollout.failure-tolerance", "rollout.env-error")
 def test_call_that_does_not_return_is_an_environment_error_and_the_others_finish(
     tiny_tokenizer,
 ) -> None:
@@ -74,7 +74,7 @@ def test_call_that_does_not_return_is_an_environment_error_and_the_others_finish
     assert all(t.failure is None for t in got[1:])
 
 
-@pytest.mark.spec("3.23")
+@pytest.mark.spec("rollout.env-error")
 @pytest.mark.parametrize(
     ("extras", "failure"),
     [
@@ -98,7 +98,7 @@ def test_environment_errors(tiny_tokenizer, extras: dict, failure: str) -> None:
     assert CountingEnv.closed == [""]
 
 
-@pytest.mark.spec("3.10", "3.14")
+@pytest.mark.spec("rollout.retries", "rollout.request-seed")
 def test_error_after_some_steps_starts_anew_with_other_seeds(tiny_tokenizer) -> None:
     def answer(call: Call, n: int) -> Generation | Exception:
         return EngineError("refused") if n == 2 else says(tiny_tokenizer, f"a{n}")
@@ -115,7 +115,7 @@ def test_error_after_some_steps_starts_anew_with_other_seeds(tiny_tokenizer) -> 
 # --- deadlines ---------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("3.22", "3.8", "3.25")
+@pytest.mark.spec("rollout.timeout", "rollout.reason-on-last-step", "rollout.env-closed")
 def test_at_its_deadline_a_trajectory_ends_with_the_steps_it_has(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: None if n == 2 else says(tiny_tokenizer, "a"))
     config = loop_config(max_turns=9, max_retries=3, trajectory_timeout_seconds=0.3)
@@ -131,7 +131,7 @@ def test_at_its_deadline_a_trajectory_ends_with_the_steps_it_has(tiny_tokenizer)
     assert rows["rollout_metrics"]["generate/num_failed_trajectories"] == 0.0
 
 
-@pytest.mark.spec("3.22", "3.25")
+@pytest.mark.spec("rollout.timeout", "rollout.env-closed")
 def test_deadline_within_an_environment_call_leaves_that_turn_out(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     slow = FakePrompt("slow", env_extras={"turns": 9, "hang_at": 2, "hang_seconds": 1.0})
@@ -145,7 +145,7 @@ def test_deadline_within_an_environment_call_leaves_that_turn_out(tiny_tokenizer
     assert len(CountingEnv.closed) == 2
 
 
-@pytest.mark.spec("3.26", "3.9")
+@pytest.mark.spec("rollout.deadline-before-first-step", "rollout.first-prompt-too-long")
 def test_deadline_before_the_first_step_is_a_failure_without_another_attempt(
     tiny_tokenizer,
 ) -> None:
@@ -158,7 +158,7 @@ def test_deadline_before_the_first_step_is_a_failure_without_another_attempt(
     assert CountingEnv.closed == [""]
 
 
-@pytest.mark.spec("3.26")
+@pytest.mark.spec("rollout.deadline-before-first-step")
 def test_the_deadline_covers_all_attempts(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: EngineError("refused") if n == 0 else None)
     config = loop_config(max_turns=9, max_retries=5, trajectory_timeout_seconds=0.3)
@@ -168,7 +168,7 @@ def test_the_deadline_covers_all_attempts(tiny_tokenizer) -> None:
     assert 0.3 <= t.seconds < 5.0  # well under a second deadline; machines pause
 
 
-@pytest.mark.spec("3.24")
+@pytest.mark.spec("rollout.engine-error")
 @pytest.mark.parametrize(
     ("answer", "failure"),
     [
@@ -196,7 +196,7 @@ def test_metrics_that_raise_cost_the_metrics_only(tiny_tokenizer, caplog) -> Non
 # --- the others go on --------------------------------------------------------------------------
 
 
-@pytest.mark.spec("3.10", "3.24")
+@pytest.mark.spec("rollout.retries", "rollout.engine-error")
 def test_failed_request_fails_its_trajectory_only(tiny_tokenizer) -> None:
     def answer(call: Call, n: int) -> Generation | Exception:
         return EngineError("refused") if "-bad-" in call.session_id else says(tiny_tokenizer, "a")
@@ -210,14 +210,14 @@ def test_failed_request_fails_its_trajectory_only(tiny_tokenizer) -> None:
     assert [t.stop_reason for t in got] == ["stop", "engine_error"]
 
 
-@pytest.mark.spec("3.27")
+@pytest.mark.spec("rollout.engine-gone")
 def test_dead_engine_ends_the_rollout(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: EngineDeadError("gone"))
     with pytest.raises(EngineDeadError, match="gone"):
         run(tiny_tokenizer, [FakePrompt("a"), FakePrompt("b")], loop_config(), engine)
 
 
-@pytest.mark.spec("3.28", "3.11")
+@pytest.mark.spec("rollout.all-failed", "rollout.failure-tolerance")
 def test_a_batch_of_failures_is_stubs_and_a_loud_warning(tiny_tokenizer, caplog) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     prompts = [FakePrompt(f"p{i}", env_class="typo") for i in range(7)]
@@ -238,7 +238,7 @@ def trajectories(*failures: str | None) -> list[Trajectory]:
     ]
 
 
-@pytest.mark.spec("3.28")
+@pytest.mark.spec("rollout.all-failed")
 def test_three_batches_of_failures_in_a_row_end_the_run() -> None:
     watch = FailureWatch()
     whole, part = trajectories("no such table", "b"), trajectories("a", None)

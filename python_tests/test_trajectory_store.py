@@ -56,7 +56,14 @@ def stored(run: Path, **how: Any) -> list[tuple[str, int, int]]:
 # --- a line -------------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("14.1", "14.3", "14.4", "14.5", "14.6", "14.7")
+@pytest.mark.spec(
+    "store.parts",
+    "store.line-keys",
+    "store.turn-keys",
+    "store.token-keys",
+    "store.trained-values",
+    "store.eval-mask",
+)
 def test_a_line_holds_all_that_is_known(tmp_path: Path) -> None:
     group = [two_turns("q", 0, 1.0, env_metrics={"hits": 3}), two_turns("q", 1, 0.0)]
     batch = batch_of(group)
@@ -92,7 +99,7 @@ def test_a_line_holds_all_that_is_known(tmp_path: Path) -> None:
     assert second["prompt_shared"] == 5 and second["prompt_token_ids"] == [30]
 
 
-@pytest.mark.spec("14.2")
+@pytest.mark.spec("store.readable-lines")
 def test_words_come_before_tokens(tmp_path: Path) -> None:
     path = writer(tmp_path).write(1, "eval", [two_turns("q", 0, 1.0)])
     line = path.read_text()
@@ -100,7 +107,7 @@ def test_words_come_before_tokens(tmp_path: Path) -> None:
     assert line.index('"response_ids"') > line.index('"tokens"')
 
 
-@pytest.mark.spec("14.7")
+@pytest.mark.spec("store.eval-mask")
 def test_an_evaluation_marks_what_was_sampled(tmp_path: Path) -> None:
     path = writer(tmp_path).write(1, "eval", [two_turns("q", 0, 1.0)])
     (record,) = lines(path)
@@ -110,7 +117,7 @@ def test_an_evaluation_marks_what_was_sampled(tmp_path: Path) -> None:
     assert record["turns"][0]["trained_tokens"] == 0
 
 
-@pytest.mark.spec("14.8")
+@pytest.mark.spec("store.failed-trajectories")
 def test_failures_and_trajectories_without_steps_have_lines_of_their_own(tmp_path: Path) -> None:
     failed = two_turns("q", 1, 0.0, failure="the database is gone", stop_reason="env_error")
     empty = make_trajectory("q", 2, [], stop_reason="length")
@@ -124,7 +131,7 @@ def test_failures_and_trajectories_without_steps_have_lines_of_their_own(tmp_pat
     assert [len(t.steps) for t in read_trajectories(tmp_path)] == [2, 2, 0]
 
 
-@pytest.mark.spec("14.6")
+@pytest.mark.spec("store.trained-values")
 def test_the_mask_is_the_one_after_the_filters(tmp_path: Path) -> None:
     group = [two_turns("q", 0, 1.0)]
     batch = batch_of(group)
@@ -195,7 +202,7 @@ class BytesTokenizer:
         return bytes(ids).decode("utf-8", "replace")
 
 
-@pytest.mark.spec("14.5")
+@pytest.mark.spec("store.token-keys")
 def test_a_character_of_several_tokens_belongs_to_its_last() -> None:
     text = "a日b🙂"
     words, ends = TokenText(BytesTokenizer()).ends(list(text.encode()))
@@ -225,7 +232,7 @@ def test_tokenizers_that_write_spaces_between_words(ids: list[int]) -> None:
     ]
 
 
-@pytest.mark.spec("14.9", "14.10")
+@pytest.mark.spec("store.strict-json", "store.surrogates")
 def test_whatever_was_written_is_one_line_that_every_reader_takes(tmp_path: Path) -> None:
     step = make_step([10], [20], observation=HOSTILE)
     group = [make_trajectory(HOSTILE, 0, [step], env_metrics={HOSTILE: HOSTILE, "n": 1})]
@@ -240,7 +247,7 @@ def test_whatever_was_written_is_one_line_that_every_reader_takes(tmp_path: Path
     assert "日本 🙂" in content.decode()  # a person reads them
 
 
-@pytest.mark.spec("14.9")
+@pytest.mark.spec("store.strict-json")
 def test_metrics_that_cannot_be_written_end_no_run(tmp_path: Path) -> None:
     class Wordless:
         def __str__(self) -> str:
@@ -285,7 +292,7 @@ def test_numbers_that_json_does_not_have() -> None:
 # --- reading ------------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("14.11")
+@pytest.mark.spec("store.reading")
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
     group[1].steps[0].token_versions = [0, 1, 1]
@@ -316,7 +323,7 @@ def test_a_phase_that_is_none_is_refused(tmp_path: Path) -> None:
         list(read_trajectories(tmp_path, phase="test"))
 
 
-@pytest.mark.spec("14.12")
+@pytest.mark.spec("store.index")
 def test_the_index_is_a_table_of_trajectories(tmp_path: Path) -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
     writer(tmp_path).write(1, "train", group, batch=batch_of(group))
@@ -330,7 +337,7 @@ def test_the_index_is_a_table_of_trajectories(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["gone", "torn", "stale", "foreign"])
-@pytest.mark.spec("14.13")
+@pytest.mark.spec("store.index-mismatch")
 def test_an_index_that_does_not_fit_is_not_believed(tmp_path: Path, damage: str) -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
     store = writer(tmp_path)
@@ -350,7 +357,7 @@ def test_an_index_that_does_not_fit_is_not_believed(tmp_path: Path, damage: str)
     assert read_index(tmp_path) == want
 
 
-@pytest.mark.spec("14.14")
+@pytest.mark.spec("store.cut-line")
 def test_a_torn_last_line_is_no_line(tmp_path: Path) -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
     path = writer(tmp_path).write(1, "train", group, batch=batch_of(group))
@@ -385,7 +392,7 @@ def test_lines_of_another_format_are_refused(tmp_path: Path) -> None:
 # --- going on -----------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("14.15")
+@pytest.mark.spec("store.resume")
 def test_a_resumed_store_equals_an_undisturbed_one(tmp_path: Path) -> None:
     def write(store: TrajectoryWriter, *steps: int) -> None:
         for step in steps:
@@ -415,7 +422,7 @@ def test_a_part_written_again_is_there_once(tmp_path: Path) -> None:
     assert [entry.uid for entry in read_index(tmp_path)] == ["c"]
 
 
-@pytest.mark.spec("14.16")
+@pytest.mark.spec("store.atomic-parts")
 def test_a_part_is_whole_or_not_there(tmp_path: Path) -> None:
     store = writer(tmp_path)
 
@@ -448,7 +455,7 @@ def written_run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.spec("14.11", "14.12")
+@pytest.mark.spec("store.reading", "store.index")
 def test_pandas_reads_it(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     run = written_run(tmp_path)
@@ -459,7 +466,7 @@ def test_pandas_reads_it(tmp_path: Path) -> None:
     assert frame.tokens[0][0]["rollout_logprobs"] == [-0.25, -0.5, -0.75]
 
 
-@pytest.mark.spec("14.11")
+@pytest.mark.spec("store.reading")
 def test_datasets_reads_it(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
     run = written_run(tmp_path)
@@ -491,7 +498,7 @@ for step in range(last_step + 1, 10_000):
 """
 
 
-@pytest.mark.spec("14.13", "14.14", "14.15", "14.16")
+@pytest.mark.spec("store.index-mismatch", "store.cut-line", "store.resume", "store.atomic-parts")
 def test_killed_at_any_moment_it_is_read_and_goes_on(tmp_path: Path) -> None:
     here = Path(__file__).parent
     random, last_step = np.random.default_rng(0), 0

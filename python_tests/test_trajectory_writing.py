@@ -51,7 +51,7 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
     monkeypatch.setattr(TrajectoryWriter, "_write_part", full)
 
 
-@pytest.mark.spec("14.17")
+@pytest.mark.spec("store.background-writing")
 def test_a_checkpoint_waits_for_the_trajectories_before_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +71,7 @@ def test_a_checkpoint_waits_for_the_trajectories_before_it(
     assert "timing/store" in last
 
 
-@pytest.mark.spec("14.17")
+@pytest.mark.spec("store.background-writing")
 def test_a_signal_leaves_the_trajectories_of_every_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +86,7 @@ def test_a_signal_leaves_the_trajectories_of_every_step(
     assert stored_steps(folder / "run") == [1, 2, 3]
 
 
-@pytest.mark.spec("14.17")
+@pytest.mark.spec("store.background-writing")
 def test_a_run_has_not_ended_well_before_its_last_trajectories_are_stored(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +96,7 @@ def test_a_run_has_not_ended_well_before_its_last_trajectories_are_stored(
     assert checkpoints(folder / "run/checkpoints")[-1][0] == 4
 
 
-@pytest.mark.spec("14.18")
+@pytest.mark.spec("store.write-error")
 def test_a_full_disk_ends_the_run_at_the_next_step_and_nothing_is_lost(folder: Path) -> None:
     expected = train(settings(folder, "whole"))
     with pytest.MonkeyPatch.context() as patch:

@@ -59,14 +59,14 @@ def assert_equal_attention(tree: PrefixTree, kind: str, dtype: Any, tolerance: f
         torch.testing.assert_close(one, two, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.spec("16.3")
+@pytest.mark.spec("tree.attention")
 @pytest.mark.parametrize("kind", ["blocks", "dense"])
 @given(rows=ROWS.filter(lambda rows: any(rows)))
 def test_small_trees_by_hand(kind: str, rows: list[list[int]]) -> None:
     assert_equal_attention(tree_of(rows), kind, torch.float64, 1e-12)
 
 
-@pytest.mark.spec("16.3")
+@pytest.mark.spec("tree.attention")
 @pytest.mark.parametrize("small", [1, 16, 64])
 @pytest.mark.parametrize("seed", range(4))
 def test_forests_by_hand(seed: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_blocks_cover_every_node_once_and_see_the_right_ones(
     assert torch.equal(seen, tree.ancestor_mask())
 
 
-@pytest.mark.spec("16.4")
+@pytest.mark.spec("tree.block-mask")
 @pytest.mark.parametrize("seed", range(6))
 def test_flex_blocks_are_what_the_nodes_ends_say(seed: int) -> None:
     tree = forest(seed, num_groups=4, size=200)

@@ -38,7 +38,7 @@ def test_by_hand() -> None:
     assert cheapest_cuts(lengths, shared, budget=1) == [0, 1, 2, 3]  # each alone is longer
 
 
-@pytest.mark.spec("16.2")
+@pytest.mark.spec("tree.micro-batches")
 @given(rows=ROWS.filter(lambda rows: any(rows)), budget=st.integers(1, 14), data=st.data())
 def test_no_other_cuts_repeat_fewer_nodes(rows: list[list[int]], budget: int, data: Any) -> None:
     rows = sorted(row for row in rows if row)  # as depth first, prefixes before what goes on
@@ -76,7 +76,7 @@ def parts_of(tree: PrefixTree, groups: list[int], budget: int, **options: Any) -
     return [part.tolist() for part in tree_parts(tree, np.array(groups), budget, **options)]
 
 
-@pytest.mark.spec("16.2")
+@pytest.mark.spec("tree.micro-batches")
 @given(rows=ROWS, budget=st.integers(1, 40), data=st.data())
 def test_parts_hold_every_row_once_and_keep_to_the_budget(
     rows: list[list[int]], budget: int, data: Any
@@ -98,14 +98,14 @@ def test_parts_hold_every_row_once_and_keep_to_the_budget(
         assert size > budget or len(set(where)) <= 1
 
 
-@pytest.mark.spec("16.2")
+@pytest.mark.spec("tree.micro-batches")
 def test_parts_are_balanced() -> None:
     rows = [[group] * 4 for group in range(12)]
     parts = parts_of(tree_of(rows, range(12)), list(range(12)), 20)
     assert [len(part) for part in parts] == [4, 4, 4]
 
 
-@pytest.mark.spec("16.2")
+@pytest.mark.spec("tree.micro-batches")
 @given(rows=ROWS, budget=st.integers(1, 40), data=st.data())
 def test_parts_of_whole_trajectories_keep_to_the_budget(
     rows: list[list[int]], budget: int, data: Any
@@ -120,7 +120,7 @@ def test_parts_of_whole_trajectories_keep_to_the_budget(
         assert size_of([rows[row] for row in part]) <= budget or len(own) == 1
 
 
-@pytest.mark.spec("16.2")
+@pytest.mark.spec("tree.micro-batches")
 def test_trajectories_between_each_others_rows_are_taken_one_by_one() -> None:
     # What a template leaves of two answers: both first turns begin with a thought, 9.
     rows = [[1, 9, 2], [1, 3, 4], [1, 9, 5], [1, 6, 7], [1, 9, 8], [1, 6, 10]]
@@ -132,7 +132,7 @@ def test_trajectories_between_each_others_rows_are_taken_one_by_one() -> None:
     assert sorted(parts) == [[0, 1, 2, 3], [4, 5]]
 
 
-@pytest.mark.spec("16.2")
+@pytest.mark.spec("tree.micro-batches")
 def test_trajectories_stay_whole() -> None:
     rows = [[1, 2, 3], [1, 4, 5], [1, 2, 6], [1, 4, 7]]
     units = np.array([0, 1, 0, 1])

@@ -23,7 +23,7 @@ def metrics_of(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]
     return read_metrics(train(settings(folder, name, *overrides)).metrics)
 
 
-@pytest.mark.spec("16.8", "16.11", "16.12")
+@pytest.mark.spec("tree.metrics", "tree.rows-setting", "tree.shared-forward")
 def test_a_run_on_trees_has_the_curve_of_rows(folder: Path) -> None:
     rows = metrics_of(folder, "step", "trainer.rows=step", "trainer.max_training_steps=3")
     trees = metrics_of(folder, "tree", "trainer.rows=tree", "trainer.max_training_steps=3")
@@ -44,7 +44,7 @@ def test_a_run_on_trees_has_the_curve_of_rows(folder: Path) -> None:
         assert two["policy/forward_tokens"] <= one["generate/batch_num_tokens_tree"]
 
 
-@pytest.mark.spec("16.9", "16.11")
+@pytest.mark.spec("tree.reference-and-critic", "tree.rows-setting")
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -66,7 +66,7 @@ def test_trees_go_with_other_settings(folder: Path, overrides: tuple[str, ...]) 
         assert trees[name] == pytest.approx(rows[name], rel=2e-2, abs=1e-5), name
 
 
-@pytest.mark.spec("16.11")
+@pytest.mark.spec("tree.rows-setting")
 def test_merged_is_the_generators_setting_by_another_name(folder: Path) -> None:
     one = metrics_of(folder, "a", "trainer.rows=merged", "trainer.max_training_steps=1")
     two = metrics_of(
@@ -76,7 +76,7 @@ def test_merged_is_the_generators_setting_by_another_name(folder: Path) -> None:
         assert one[1][name] == two[1][name]
 
 
-@pytest.mark.spec("16.11")
+@pytest.mark.spec("tree.rows-setting")
 @pytest.mark.parametrize(
     ("overrides", "wanted"),
     [

@@ -89,7 +89,7 @@ def assert_same_gradients(
 # --- models of transformers ----------------------------------------------------------------------
 
 
-@pytest.mark.spec("16.5")
+@pytest.mark.spec("tree.equal-gradients")
 @pytest.mark.usefixtures("independent")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
@@ -107,7 +107,7 @@ def test_loss_and_gradients_are_those_of_rows(kind: str, seed: int, budget: int)
         assert on_trees["policy/forward_tokens"] < facts["policy/forward_tokens"]
 
 
-@pytest.mark.spec("16.5")
+@pytest.mark.spec("tree.equal-gradients")
 @pytest.mark.usefixtures("independent")
 @pytest.mark.parametrize(
     "algorithm",
@@ -130,7 +130,7 @@ def test_every_kind_of_loss(algorithm: AlgorithmConfig) -> None:
     assert_same_gradients(wanted, got, 1e-6)
 
 
-@pytest.mark.spec("16.5")
+@pytest.mark.spec("tree.equal-gradients")
 @pytest.mark.usefixtures("independent")
 def test_a_whole_optimizer_step() -> None:
     batch = agent_batch(3, num_groups=4)
@@ -268,7 +268,7 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 SHORT_ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=7)
 
 
-@pytest.mark.spec("16.5")
+@pytest.mark.spec("tree.equal-gradients")
 @pytest.mark.parametrize("kind", ["blocks", "dense"])
 @settings(max_examples=40)
 @given(rows=SHORT_ROWS, data=st.data())
@@ -305,7 +305,7 @@ def test_float64_throughout_is_exact(kind: str, rows: list[list[int]], data: Any
 # --- micro-batches -------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("16.2", "16.6")
+@pytest.mark.spec("tree.micro-batches", "tree.node-logprobs")
 @pytest.mark.parametrize("budget", [1, 25, 60, 10_000])
 @pytest.mark.parametrize("keep", [False, True])
 def test_every_trained_token_is_read_once_at_the_node_before_it(budget: int, keep: bool) -> None:
@@ -362,7 +362,7 @@ def test_rows_that_share_a_trained_token_share_its_logits() -> None:
     assert micro.target_ids[micro.copies].tolist() == [6, 7, 6, 8]
 
 
-@pytest.mark.spec("16.8")
+@pytest.mark.spec("tree.metrics")
 def test_token_counts_of_the_forms() -> None:
     batch = agent_batch(4, stripped=0.0).with_(advantages=None)
     counts = token_counts(batch)
@@ -414,7 +414,7 @@ def routed(agree: bool) -> StepBatch:
     return batch_of_rows(rows, rng)
 
 
-@pytest.mark.spec("16.7")
+@pytest.mark.spec("tree.routes")
 @pytest.mark.usefixtures("independent")
 @pytest.mark.parametrize("agree", [True, False])
 def test_routes_are_replayed_and_fork_where_they_differ(agree: bool) -> None:
@@ -437,7 +437,7 @@ def test_routes_are_replayed_and_fork_where_they_differ(agree: bool) -> None:
 # --- the critic ----------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("16.9")
+@pytest.mark.spec("tree.reference-and-critic")
 @pytest.mark.usefixtures("independent")
 def test_a_critic_on_trees() -> None:
     batch = agent_batch(6)
@@ -472,7 +472,7 @@ def model_of(name: str, **changes: Any) -> Any:
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 
-@pytest.mark.spec("16.10")
+@pytest.mark.spec("tree.unsupported-models")
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -494,7 +494,7 @@ def test_models_that_cannot_are_refused_with_the_reason(make: Any, reason: str) 
         Policy(make(), tree=True)
 
 
-@pytest.mark.spec("16.10")
+@pytest.mark.spec("tree.unsupported-models")
 def test_a_model_that_computes_something_else_on_trees_is_refused() -> None:
     model = tiny_model()
     forward = model.model.forward

@@ -111,7 +111,7 @@ def test_a_loss_gets_its_own_settings(
 # --- scope ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("6.4", "6.31")
+@pytest.mark.spec("loss.gspo", "loss.sequence-scope")
 @pytest.mark.parametrize("scope", ["row", "trajectory"])
 @pytest.mark.parametrize("budget", [8, 1000])
 def test_gspo_takes_its_ratio_by_the_scope(scope: str, budget: int) -> None:
@@ -183,14 +183,14 @@ def test_token_ratios_are_capped() -> None:
     assert metrics["policy/is_ratio_max"] == pytest.approx(8.0, rel=1e-5)
 
 
-@pytest.mark.spec("6.29", "6.31")
+@pytest.mark.spec("loss.off-policy-tis", "loss.sequence-scope")
 def test_sequence_ratios_by_scope() -> None:
     settings: dict[str, Any] = {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 6.0}
     assert weights_of(algorithm_with(**settings)) == [[4, 4, 4], [4, 4], [6] * 4]
     assert weights_of(algorithm_with("row", **settings)) == [[4, 4, 4], [1, 1], [6] * 4]
 
 
-@pytest.mark.spec("6.30", "6.31")
+@pytest.mark.spec("loss.off-policy-sequence-mask", "loss.sequence-scope")
 def test_sequence_masks_by_scope() -> None:
     product: dict[str, Any] = {"sequence_mask_metric": "product", "product_mask_high": 3.0}
     assert weights_of(algorithm_with(**product)) == [[0] * 3, [0] * 2, [0] * 4]
@@ -203,7 +203,7 @@ def test_sequence_masks_by_scope() -> None:
     assert weights_of(algorithm_with("row", **geometric)) == [[0] * 3, [1] * 2, [0] * 4]
 
 
-@pytest.mark.spec("6.27", "6.28", "6.31")
+@pytest.mark.spec("loss.off-policy-outlier", "loss.off-policy-token-mask", "loss.sequence-scope")
 def test_outliers_and_single_tokens() -> None:
     outlier: dict[str, Any] = {"outlier_token_is_threshold_high": 1.9}
     assert weights_of(algorithm_with(**outlier)) == [[0] * 3, [0] * 2, [0] * 4]
@@ -219,7 +219,7 @@ def test_missing_engine_logprobs_are_an_error() -> None:
         )
 
 
-@pytest.mark.spec("6.34")
+@pytest.mark.spec("loss.off-policy-keeps-counts")
 def test_corrected_gradient_is_that_of_the_op() -> None:
     policy = Policy(tiny_model(), max_tokens_per_microbatch=8)
     batch = steps_batch()
@@ -247,7 +247,7 @@ def test_dropped_rows_need_no_forward_pass() -> None:
     assert contributing_rows(mini, algorithm).tolist() == [False] * 3 + [True] * 4
 
 
-@pytest.mark.spec("6.33")
+@pytest.mark.spec("loss.off-policy-per-minibatch")
 @pytest.mark.parametrize("mini_batch_size", [1, 2])
 def test_the_trainer_corrects_each_mini_batch(mini_batch_size: int) -> None:
     policy = Policy(tiny_model())
@@ -266,7 +266,7 @@ def test_the_trainer_corrects_each_mini_batch(mini_batch_size: int) -> None:
         assert metrics["policy/is_ratio_mean"] == pytest.approx(float(ratio.mean()), rel=1e-4)
 
 
-@pytest.mark.spec("6.32", "6.47")
+@pytest.mark.spec("loss.all-masked", "loss.all-masked-step")
 def test_everything_dropped_changes_no_weight() -> None:
     policy = Policy(tiny_model())
     before = [p.clone() for p in policy.model.parameters()]

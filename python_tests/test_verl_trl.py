@@ -16,7 +16,7 @@ from skyrl_fast.integrations import verl as for_verl
 CLOSE = {"rtol": 2e-6, "atol": 2e-6}  # exp and sums of another order
 
 
-@pytest.mark.spec("17.8")
+@pytest.mark.spec("dropin.verl")
 def test_verl_functions_without_verl() -> None:
     values = torch.arange(12.0).reshape(2, 3, 2)
     for mask in (
@@ -32,7 +32,7 @@ def test_verl_functions_without_verl() -> None:
         assert torch.equal(again, values * mask[..., None])
 
 
-@pytest.mark.spec("17.9")
+@pytest.mark.spec("dropin.trl")
 def test_trl_functions_without_trl() -> None:
     logps, old = torch.tensor([[-1.0, -2.0]]).requires_grad_(), torch.tensor([[-1.0, -2.5]])
     mask, advantages = torch.ones(1, 2), torch.tensor([1.0])
@@ -47,7 +47,7 @@ def test_trl_functions_without_trl() -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.spec("17.8")
+@pytest.mark.spec("dropin.verl")
 def test_verl_estimators() -> None:
     core = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed")
     assert for_verl.register() == ["skyrl_fast_grpo", "skyrl_fast_rloo", "skyrl_fast_maxrl"]
@@ -71,7 +71,7 @@ def test_verl_estimators() -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.spec("17.8")
+@pytest.mark.spec("dropin.verl")
 def test_verl_logprobs_and_packing() -> None:
     functional = pytest.importorskip("verl.utils.torch_functional", reason="verl is not installed")
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def test_verl_logprobs_and_packing() -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.spec("17.9")
+@pytest.mark.spec("dropin.trl")
 def test_trl_log_softmax() -> None:
     utils = pytest.importorskip("trl.trainer.utils", reason="TRL is not installed")
     theirs = utils.selective_log_softmax
@@ -110,7 +110,7 @@ def test_trl_log_softmax() -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.spec("17.9")
+@pytest.mark.spec("dropin.trl")
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "sapo"])
 def test_trl_grpo_loss(loss_type: str, level: str) -> None:

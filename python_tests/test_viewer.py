@@ -43,7 +43,7 @@ def received(path: Path) -> tuple[str, Any]:
 # --- what is written ----------------------------------------------------------------------------
 
 
-@pytest.mark.spec("15.1", "15.6")
+@pytest.mark.spec("viewer.static-page", "viewer.turns")
 def test_the_folder_holds_the_page_and_all_trajectories(run: Path, tmp_path: Path) -> None:
     view = build_view(run, tmp_path / "view")
     files = sorted(path.name for path in view.page.parent.iterdir() if path.is_file())
@@ -65,7 +65,7 @@ def test_the_folder_holds_the_page_and_all_trajectories(run: Path, tmp_path: Pat
     assert summary["scales"] == {"advantage": 1.0, "mismatch": pytest.approx(0.2, abs=0.01)}
 
 
-@pytest.mark.spec("15.5")
+@pytest.mark.spec("viewer.data-safety")
 def test_what_was_written_arrives_unchanged_and_cannot_leave_its_string(
     run: Path, tmp_path: Path
 ) -> None:
@@ -82,7 +82,7 @@ def test_what_was_written_arrives_unchanged_and_cannot_leave_its_string(
 
 
 @pytest.mark.parametrize("value", ["</script>", "\u2028\u2029", "\ud800", "\\", '"', "\0\r\n<!--"])
-@pytest.mark.spec("15.5")
+@pytest.mark.spec("viewer.data-safety")
 def test_a_script_is_ascii_without_markup(value: str) -> None:
     line = script("f", value, {value: [value]})
     assert line.isascii() and "<" not in line and line.count("\n") == 1
@@ -90,7 +90,7 @@ def test_a_script_is_ascii_without_markup(value: str) -> None:
     assert [json.loads(literal) for literal in literals] == [value, {value: [value]}]
 
 
-@pytest.mark.spec("15.2")
+@pytest.mark.spec("viewer.replace-page")
 def test_an_earlier_page_is_replaced_and_nothing_else(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "view"
     build_view(run, out)
@@ -106,7 +106,7 @@ def test_an_earlier_page_is_replaced_and_nothing_else(run: Path, tmp_path: Path)
     assert (other / "thesis.tex").read_text() == "mine"
 
 
-@pytest.mark.spec("15.2")
+@pytest.mark.spec("viewer.replace-page")
 def test_a_link_stays_and_the_present_folder_is_left_alone(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +121,7 @@ def test_a_link_stays_and_the_present_folder_is_left_alone(
         build_view(run, Path("."))
 
 
-@pytest.mark.spec("15.2")
+@pytest.mark.spec("viewer.replace-page")
 @pytest.mark.parametrize(
     ("changed", "wanted"),
     [
@@ -143,7 +143,7 @@ def test_a_line_that_is_no_trajectory_is_named(
         build_view(copied)
 
 
-@pytest.mark.spec("15.2")
+@pytest.mark.spec("viewer.replace-page")
 def test_a_page_that_fails_leaves_the_earlier_one(run: Path, tmp_path: Path) -> None:
     copied = tmp_path / "run"
     shutil.copytree(run / "trajectories", copied / "trajectories")
@@ -156,7 +156,7 @@ def test_a_page_that_fails_leaves_the_earlier_one(run: Path, tmp_path: Path) -> 
     assert {path.name for path in copied.iterdir()} == {"trajectories", "view"}
 
 
-@pytest.mark.spec("15.3")
+@pytest.mark.spec("viewer.running-run")
 def test_a_run_that_was_killed_is_shown_as_far_as_it_is_whole(run: Path, tmp_path: Path) -> None:
     copied = tmp_path / "run"
     shutil.copytree(run, copied)
@@ -177,7 +177,7 @@ def test_a_group_is_never_split(run: Path, tmp_path: Path, monkeypatch: pytest.M
     assert summary["columns"]["chunk"][:8] == [0] * 4 + [1] * 4
 
 
-@pytest.mark.spec("15.1")
+@pytest.mark.spec("viewer.static-page")
 def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["view", str(run), "--out", str(tmp_path / "view")]) == 0
     said = capsys.readouterr().out
@@ -203,7 +203,7 @@ def test_scales_come_from_an_even_sample(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- what the page may do -----------------------------------------------------------------------
 
 
-@pytest.mark.spec("15.1", "15.4")
+@pytest.mark.spec("viewer.static-page", "viewer.text-safety")
 def test_the_page_makes_no_markup_of_text_and_asks_no_network() -> None:
     for path in PAGES.iterdir():
         content = path.read_text()
@@ -217,7 +217,7 @@ def test_the_page_makes_no_markup_of_text_and_asks_no_network() -> None:
         assert addresses <= {"http://www.w3.org/2000/svg"}, path.name  # a name, never loaded
 
 
-@pytest.mark.spec("15.1")
+@pytest.mark.spec("viewer.static-page")
 def test_the_page_allows_its_own_files_alone() -> None:
     page = (PAGES / "index.html").read_text()
     policy = re.search(r'Content-Security-Policy"\s+content="([^"]*)"', page)
@@ -261,7 +261,7 @@ def lab(rgb: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
-@pytest.mark.spec("15.7", "15.12")
+@pytest.mark.spec("viewer.token-colors", "viewer.dark-mode")
 def test_text_is_readable_on_every_colour(colours: dict[str, str]) -> None:
     shades = [f"{kind}{level}" for kind in ("pos", "neg", "odd") for level in range(1, 6)]
     pairs = [("text", name) for name in (*shades, "page", "sheet", "raised")]
@@ -274,7 +274,7 @@ def test_text_is_readable_on_every_colour(colours: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("vision", [PROTANOPIA, DEUTERANOPIA, np.eye(3)])
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
-@pytest.mark.spec("15.7")
+@pytest.mark.spec("viewer.token-colors")
 def test_both_signs_differ_for_every_eye(colours: dict[str, str], vision: Any) -> None:
     for level in range(2, 6):
         one, two = (lab(np.array(vision) @ linear(colours[f"{k}{level}"])) for k in ("pos", "neg"))
@@ -295,7 +295,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", GUIDE, flags=re.DOTALL | re.MULTI
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
-@pytest.mark.spec("14.11")
+@pytest.mark.spec("store.reading")
 def test_the_guide_reads_a_run(number: int, tmp_path: Path, monkeypatch: Any) -> None:
     module = re.search(r"import (pandas|datasets)", BLOCKS[number])
     if module:

@@ -82,7 +82,7 @@ def show(tab: Any, index: int) -> None:
 # --- hostile texts ------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("15.1", "15.4", "15.5")
+@pytest.mark.spec("viewer.static-page", "viewer.text-safety", "viewer.data-safety")
 def test_a_hostile_trajectory_is_text(opened: Open) -> None:
     tab = opened("#/0")
     body = tab.locator("#body")
@@ -105,7 +105,7 @@ def test_a_hostile_trajectory_is_text(opened: Open) -> None:
     assert tab.evaluate("Object.keys(Object.prototype).length + Object.keys({}).length") == 0
 
 
-@pytest.mark.spec("15.4")
+@pytest.mark.spec("viewer.text-safety")
 def test_what_cannot_be_seen_is_shown_by_its_number(opened: Open) -> None:
     tab = opened("#/0")
     observed = tab.locator("#body .said.env .text").first
@@ -127,7 +127,7 @@ def test_what_cannot_be_seen_is_shown_by_its_number(opened: Open) -> None:
     assert tab.locator("#body .said.env .unseen").first.inner_text() == "U+DFFF"
 
 
-@pytest.mark.spec("15.4")
+@pytest.mark.spec("viewer.text-safety")
 def test_text_does_not_leave_its_block(opened: Open) -> None:
     tab = opened("#/0")
     for selector in (".text", ".who", ".head h2", "dl.metrics dd"):
@@ -139,7 +139,7 @@ def test_text_does_not_leave_its_block(opened: Open) -> None:
     )
 
 
-@pytest.mark.spec("15.13")
+@pytest.mark.spec("viewer.long-text")
 def test_a_huge_line_comes_in_parts(opened: Open) -> None:
     tab = opened("#/0")
     observed = tab.locator("#body .said.env .text").first
@@ -152,7 +152,7 @@ def test_a_huge_line_comes_in_parts(opened: Open) -> None:
 # --- reading ------------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("15.6")
+@pytest.mark.spec("viewer.turns")
 def test_a_trajectory_is_read_turn_by_turn(opened: Open) -> None:
     tab = opened("#/4")
     turns = tab.locator("#body section.turn")
@@ -171,7 +171,7 @@ def test_a_trajectory_is_read_turn_by_turn(opened: Open) -> None:
     assert summary == "context: 0 tokens as before, 1 new; 8 were dropped or rewritten"
 
 
-@pytest.mark.spec("15.7")
+@pytest.mark.spec("viewer.token-colors")
 def test_trained_tokens_have_the_colour_of_their_numbers(opened: Open) -> None:
     tab = opened("#/4")
     tokens = tab.locator("#body .tokens").first.locator(".tok")
@@ -200,7 +200,7 @@ def test_trained_tokens_have_the_colour_of_their_numbers(opened: Open) -> None:
     assert "staleness\n2 updates" in tab.locator("dl.facts").inner_text()
 
 
-@pytest.mark.spec("15.7", "15.11")
+@pytest.mark.spec("viewer.token-colors", "viewer.keys")
 def test_a_token_tells_its_numbers_to_pointer_and_keys(opened: Open) -> None:
     tab = opened("#/4")
     block = tab.locator("#body .tokens").first
@@ -217,7 +217,7 @@ def test_a_token_tells_its_numbers_to_pointer_and_keys(opened: Open) -> None:
     assert tab.locator("#spoken").inner_text().startswith("“ the” · id 4")
 
 
-@pytest.mark.spec("15.9")
+@pytest.mark.spec("viewer.group")
 def test_the_group_is_beside_it(opened: Open) -> None:
     tab = opened("#/5")
     others = tab.locator("#group button")
@@ -243,7 +243,7 @@ def found(tab: Any, number: int) -> None:
     until(tab, f"document.getElementById('found').textContent === '{number} of 74 trajectories'")
 
 
-@pytest.mark.spec("15.8")
+@pytest.mark.spec("viewer.filters")
 def test_filters(opened: Open) -> None:
     tab = opened()
     found(tab, 74)
@@ -275,7 +275,7 @@ def test_filters(opened: Open) -> None:
     until(tab, "document.querySelector('#list .row .how').textContent.includes('2 turns')")
 
 
-@pytest.mark.spec("15.11")
+@pytest.mark.spec("viewer.keys")
 def test_keys_alone_reach_everything(opened: Open) -> None:
     tab = opened()
     until(tab, "location.hash === '#/0'")
@@ -314,7 +314,7 @@ def test_keys_alone_reach_everything(opened: Open) -> None:
     found(tab, 12)
 
 
-@pytest.mark.spec("15.11")
+@pytest.mark.spec("viewer.keys")
 def test_everything_has_a_name_for_a_screen_reader(opened: Open) -> None:
     tab = opened("#/4")
     tab.keyboard.press("c")
@@ -335,7 +335,7 @@ def test_everything_has_a_name_for_a_screen_reader(opened: Open) -> None:
     assert cells == ["0.167", "0.333", "0.5", "0.667", "0.833", "1"]
 
 
-@pytest.mark.spec("15.10")
+@pytest.mark.spec("viewer.charts")
 def test_charts_of_the_run(opened: Open) -> None:
     tab = opened("#/charts")
     tab.locator("figure").first.wait_for()
@@ -351,7 +351,7 @@ def test_charts_of_the_run(opened: Open) -> None:
     assert rows == ["0\t48", "1\t12", "2\t12"]  # of samples 1 and 2, from step 3 on
 
 
-@pytest.mark.spec("15.12")
+@pytest.mark.spec("viewer.dark-mode")
 def test_light_and_dark(opened: Open) -> None:
     sheet = "getComputedStyle(document.querySelector('.top')).backgroundColor"
     dark = opened(color_scheme="dark")
@@ -404,7 +404,7 @@ def timed(tab: Any, action: str, until: str) -> float:
     return float(result)
 
 
-@pytest.mark.spec("15.14")
+@pytest.mark.spec("viewer.scale")
 def test_ten_thousand_trajectories_stay_fast(
     opened: Open, large_view: Path, record_property: Callable[[str, object], None]
 ) -> None:

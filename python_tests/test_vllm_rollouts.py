@@ -80,7 +80,7 @@ def test_a_models_broken_settings_are_named(text: str, wanted: str, tmp_path: Pa
         vllm_setup(load_config(None, needed), str(tmp_path))
 
 
-@pytest.mark.spec("3.32")
+@pytest.mark.spec("rollout.eval-sampling-defaults")
 @pytest.mark.parametrize("stop", ["", "</sql>"])
 def test_evaluations_without_trainings_stop_strings_are_warned_of(
     stop: str, caplog: pytest.LogCaptureFixture

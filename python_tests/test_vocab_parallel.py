@@ -90,14 +90,14 @@ def check(results: list[list], dtype: torch.dtype, width: int) -> None:
     torch.testing.assert_close(grad, leaf.grad, rtol=rtol, atol=1e-6)
 
 
-@pytest.mark.spec("6.53")
+@pytest.mark.spec("logprob.vocab-parallel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("borders", SPLITS)
 def test_ranks_equal_one_process(borders: list[int], dtype: torch.dtype, tmp_path: Path) -> None:
     check(ranks(borders, dtype, "native", tmp_path), dtype, borders[-1])
 
 
-@pytest.mark.spec("6.53")
+@pytest.mark.spec("logprob.vocab-parallel")
 def test_ranks_with_emulated_kernels(cuda_on_cpu: object, tmp_path: Path) -> None:
     borders = SPLITS[2]
     check(ranks(borders, torch.bfloat16, "emulated", tmp_path), torch.bfloat16, borders[-1])

@@ -38,7 +38,7 @@ class Clock:
         return self.now
 
 
-@pytest.mark.spec("12.13", "12.16")
+@pytest.mark.spec("async.stuck-trajectory", "async.slow-phase")
 def test_slow_is_named_once_per_phase_and_stuck_after_every_deadline() -> None:
     clock = Clock()
     board = ActivityBoard(clock)
@@ -152,7 +152,7 @@ async def run_deaf(
         await factory.close()
 
 
-@pytest.mark.spec("12.13", "12.15")
+@pytest.mark.spec("async.stuck-trajectory", "async.lost-group-members")
 def test_a_stuck_trajectory_begins_anew_and_the_whole_ones_stay(
     tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,7 +166,7 @@ def test_a_stuck_trajectory_begins_anew_and_the_whole_ones_stay(
     assert "STUCK: p/1: turn 1, generating for 1000 s; begun anew" in caplog.text
 
 
-@pytest.mark.spec("12.13", "12.15")
+@pytest.mark.spec("async.stuck-trajectory", "async.lost-group-members")
 def test_stuck_for_good_it_stays_as_a_failed_one(tiny_tokenizer: Any) -> None:
     runner, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 2}))
     assert isinstance(got, list)
@@ -175,14 +175,14 @@ def test_stuck_for_good_it_stays_as_a_failed_one(tiny_tokenizer: Any) -> None:
     assert runner.faults["stuck_trajectories"] == 2
 
 
-@pytest.mark.spec("12.14")
+@pytest.mark.spec("async.lost-group")
 def test_a_group_of_which_nothing_came_back_is_dropped(tiny_tokenizer: Any) -> None:
     _, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 9, 1: 9}, samples=2, retries=0))
     assert isinstance(got, GroupDroppedError)
     assert "group p: all 2 trajectories were stuck" in str(got)
 
 
-@pytest.mark.spec("12.14")
+@pytest.mark.spec("async.lost-group")
 def test_in_an_evaluation_a_group_of_which_nothing_came_back_stays(tiny_tokenizer: Any) -> None:
     _, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 9, 1: 9}, samples=2, retries=0, phase="eval"))
     assert isinstance(got, list)
@@ -190,7 +190,7 @@ def test_in_an_evaluation_a_group_of_which_nothing_came_back_stays(tiny_tokenize
     assert all(t.failure == "stuck past every deadline, and given up" for t in got)
 
 
-@pytest.mark.spec("12.13")
+@pytest.mark.spec("async.stuck-trajectory")
 def test_a_stuck_trajectory_gives_its_place_back(tiny_tokenizer: Any) -> None:
     runner, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 1}, slots=1))
     assert isinstance(got, list)
@@ -198,7 +198,7 @@ def test_a_stuck_trajectory_gives_its_place_back(tiny_tokenizer: Any) -> None:
     assert not runner._slots.locked()
 
 
-@pytest.mark.spec("12.16")
+@pytest.mark.spec("async.slow-phase")
 def test_slow_trajectories_are_in_the_log_and_the_counts(
     tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -208,7 +208,7 @@ def test_slow_trajectories_are_in_the_log_and_the_counts(
     assert "slow: p/2: turn 1, generating for 1000 s" in caplog.text
 
 
-@pytest.mark.spec("12.21")
+@pytest.mark.spec("async.fault-metrics")
 def test_failed_attempts_are_counted_by_name(tiny_tokenizer: Any) -> None:
     def answer(call: Call, number: int) -> Generation:
         return says(tiny_tokenizer, "a")

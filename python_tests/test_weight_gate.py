@@ -81,7 +81,7 @@ def through(
     return asyncio.run(go())
 
 
-@pytest.mark.spec("12.6", "12.9")
+@pytest.mark.spec("async.in-flight-update", "async.token-versions")
 def test_tokens_stay_and_know_their_version(tiny_tokenizer: Any) -> None:
     parts, got = through(tiny_tokenizer, [10, 11, 12, 13, 14], [2, 0, 1])
     assert got.generation.token_ids == [10, 11, 12, 13, 14]
@@ -110,7 +110,7 @@ def test_an_interruption_at_the_last_token_leaves_room_for_an_end(tiny_tokenizer
     assert parts.asked[1][1].max_generate_length == 1
 
 
-@pytest.mark.spec("12.7")
+@pytest.mark.spec("async.stop-strings")
 @pytest.mark.parametrize(
     ("text", "kept"),
     [("ab</so", "ab"), ("ab<", "ab"), ("ab</x", "ab</x"), ("ab", "ab"), ("</solutio", "")],
@@ -134,7 +134,7 @@ def test_any_interruptions_give_the_whole_response(sizes: list[int], length: int
     assert [-v for v in got.versions] == got.generation.logprobs
 
 
-@pytest.mark.spec("12.10")
+@pytest.mark.spec("async.verified-update")
 def test_nobody_passes_a_closed_gate_and_an_update_waits_for_those_inside() -> None:
     async def go() -> list[str]:
         gate = WeightGate()
@@ -174,7 +174,7 @@ def test_nobody_passes_a_closed_gate_and_an_update_waits_for_those_inside() -> N
     ]  # fmt: skip
 
 
-@pytest.mark.spec("12.29")
+@pytest.mark.spec("async.engine-silence")
 def test_an_update_that_waits_long_says_so(caplog: pytest.LogCaptureFixture) -> None:
     async def go() -> None:
         seconds = iter(range(0, 1000, 40))
@@ -235,7 +235,7 @@ class TwoTurns:
         return Generation(left, [-float(version)] * len(left), "length")
 
 
-@pytest.mark.spec("12.8", "12.9")
+@pytest.mark.spec("async.pause-update", "async.token-versions")
 @pytest.mark.parametrize("in_flight", [True, False])
 def test_steps_record_the_versions_of_their_tokens(tiny_tokenizer: Any, in_flight: bool) -> None:
     async def go() -> Trajectory:

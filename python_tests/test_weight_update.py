@@ -71,7 +71,7 @@ def test_update_that_took_effect_is_reported() -> None:
     assert report.update_seconds == 0.01
 
 
-@pytest.mark.spec("11.19")
+@pytest.mark.spec("replay.weight-probe")
 def test_a_mixture_of_experts_is_compared_at_the_engines_routes() -> None:
     """Near a tie both sides may choose another expert: no difference of weights."""
     trainer, engine = OneNumberModel(), FakeEngine()

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.from_trajectories import batch_from_trajectories
+from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 

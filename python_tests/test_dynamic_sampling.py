@@ -10,8 +10,7 @@ from _rows import Row, batch_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.from_trajectories import batch_from_trajectories
+from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.batch.split import mini_batch_boundaries
 from skyrl_fast.config import DynamicSamplingConfig
 from skyrl_fast.rollout.trajectory import Step, Trajectory

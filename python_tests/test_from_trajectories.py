@@ -11,8 +11,7 @@ from _rows import assert_same
 from _stored import make_step, make_trajectory, some_trajectories
 from hypothesis import given
 
-from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.from_trajectories import batch_from_trajectories
+from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.generator_from_trajectories import generator_output_from_trajectories
 from skyrl_fast.metrics import eval_metrics, reward_metrics, rollout_metrics, trajectory_metrics
 from skyrl_fast.rollout.trajectory import Trajectory

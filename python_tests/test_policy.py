@@ -17,8 +17,7 @@ pytest.importorskip("transformers")
 from _fakes import FakeRollouts, make_prompts, tiny_model
 
 from skyrl_fast.advantages import advantages
-from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.from_trajectories import batch_from_trajectories
+from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig
 from skyrl_fast.train import policy as policy_module
 from skyrl_fast.train.micro_batch import plan_micro_batches, sequence_hosts

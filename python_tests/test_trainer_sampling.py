@@ -16,7 +16,7 @@ from _training import folder as folder  # a fixture
 from _training import settings, steady
 
 import skyrl_fast
-from skyrl_fast.batch.from_trajectories import batch_from_trajectories
+from skyrl_fast.batch import batch_from_trajectories
 from skyrl_fast.config import Config
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train import training_batch

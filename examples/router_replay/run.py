@@ -26,8 +26,7 @@ sys.path.insert(0, str(HERE.parents[1]))  # this file may be started from anywhe
 
 from examples.router_replay.make_model import WORDS, make_model  # noqa: E402
 from examples.tiny_model.recipe import make_once  # noqa: E402
-from skyrl_fast.batch import StepBatch  # noqa: E402
-from skyrl_fast.batch.from_trajectories import batch_from_trajectories  # noqa: E402
+from skyrl_fast.batch import StepBatch, batch_from_trajectories  # noqa: E402
 from skyrl_fast.config import (  # noqa: E402
     EnvironmentConfig,
     GeneratorConfig,

@@ -1,6 +1,8 @@
 """The batch that training works on: rows of steps, from lists to tensors and in parts."""
 
+from skyrl_fast.batch.concatenation import concatenate
+from skyrl_fast.batch.from_trajectories import batch_from_trajectories
 from skyrl_fast.batch.padded import PaddedBatch
 from skyrl_fast.batch.step_batch import StepBatch
 
-__all__ = ["PaddedBatch", "StepBatch"]
+__all__ = ["PaddedBatch", "StepBatch", "batch_from_trajectories", "concatenate"]

@@ -13,23 +13,23 @@ FORMAT = "skyrl_fast.StepBatch/1"
 
 
 def write_batch_file(
-    path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], facts: dict[str, Any]
+    path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], others: dict[str, Any]
 ) -> None:
-    """Write to a file beside `path`, then rename: a reader sees all of it or nothing."""
+    """Write to a file next to `path`, then rename it: a reader sees all of it or nothing."""
     from safetensors.torch import save_file  # only these two functions need the package
 
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
         contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-        save_file(contiguous, partial, metadata={"format": FORMAT, "facts": json.dumps(facts)})
+        save_file(contiguous, partial, metadata={"format": FORMAT, "facts": json.dumps(others)})
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def read_batch_file(path: str | os.PathLike[str], names: set[str]) -> dict[str, Any]:
-    """Return all tensors and facts by name.
+    """Return all tensors and other values by name.
 
     Args:
         path: what `write_batch_file` wrote.
@@ -51,8 +51,8 @@ def read_batch_file(path: str | os.PathLike[str], names: set[str]) -> dict[str, 
             found: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"StepBatch.load: {path} is no safetensors file: {error}") from error
-    facts = json.loads(header["facts"])
-    found |= {name: tuple(v) if isinstance(v, list) else v for name, v in facts.items()}
+    others = json.loads(header["facts"])
+    found |= {name: tuple(v) if isinstance(v, list) else v for name, v in others.items()}
     if not found.keys() <= names:
         raise ValueError(f"StepBatch.load: {path} holds unknown {sorted(found.keys() - names)}")
     return found

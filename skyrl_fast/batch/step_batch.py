@@ -371,14 +371,14 @@ class StepBatch:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the batch to one safetensors file, the names as JSON in its header. Atomic."""
-        tensors, facts = {}, {}
+        tensors, others = {}, {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if isinstance(value, torch.Tensor):
                 tensors[f.name] = value
             elif value is not None:
-                facts[f.name] = value
-        write_batch_file(path, tensors, facts)
+                others[f.name] = value
+        write_batch_file(path, tensors, others)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StepBatch:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.concatenate import concatenate
+from skyrl_fast.batch import StepBatch, concatenate
 from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.ops.merge import MergePlan, merge_flat_steps
 

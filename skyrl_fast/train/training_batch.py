@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skyrl_fast.advantages import estimated
-from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.from_trajectories import batch_from_trajectories
+from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.batch.token_counts import token_counts
 from skyrl_fast.config import (
     AlgorithmConfig,

@@ -10,9 +10,7 @@ from _stored import make_step, make_trajectory, some_trajectories
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.concatenate import concatenate
-from skyrl_fast.batch.from_trajectories import batch_from_trajectories
+from skyrl_fast.batch import StepBatch, batch_from_trajectories, concatenate
 from skyrl_fast.config import Config
 from skyrl_fast.metrics import trajectory_metrics
 from skyrl_fast.rollout.trajectory import Trajectory

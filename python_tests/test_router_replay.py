@@ -341,8 +341,8 @@ def test_weights_go_out_under_the_names_of_a_checkpoint(tmp_path: Any) -> None:
 @pytest.mark.spec("replay.reference-model")
 def test_the_reference_routes_freely(tmp_path: Any) -> None:
     from skyrl_fast.config import Config
+    from skyrl_fast.train.models import make_models
     from skyrl_fast.train.ranks import ALONE
-    from skyrl_fast.train.run import _models
 
     tiny_moe().save_pretrained(tmp_path)
     config = Config()
@@ -352,7 +352,7 @@ def test_the_reference_routes_freely(tmp_path: Any) -> None:
     config.trainer.policy.model.path = str(tmp_path)
     config.trainer.policy.moe_enable_routing_replay = True
     config.trainer.algorithm.use_kl_loss = True
-    models = _models(config, None, 2, ALONE)
+    models = make_models(config, None, 2, ALONE)
     assert models.policy.router_replay
     assert models.reference is not None
     assert not models.reference.router_replay

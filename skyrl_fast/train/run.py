@@ -27,23 +27,16 @@ from skyrl_fast.train.checkpoint import (
     read_json,
     write_json,
 )
-from skyrl_fast.train.critic import Critic, make_critic
 from skyrl_fast.train.event_loop import StopSignals
-from skyrl_fast.train.optimizer import Optimizer
+from skyrl_fast.train.models import find_device, make_models, model_path
 from skyrl_fast.train.plot import plot_learning_curve
-from skyrl_fast.train.policy import (
-    Policy,
-    hide_progress_bars,
-    load_model,
-    load_tokenizer,
-)
+from skyrl_fast.train.policy import load_tokenizer
 from skyrl_fast.train.progress import ProgressDisplay
 from skyrl_fast.train.prompts import Prompt, PromptSource, load_prompts, prompts_from
-from skyrl_fast.train.random_state import seed_everything
 from skyrl_fast.train.rank_processes import started_ranks
 from skyrl_fast.train.ranks import Ranks
 from skyrl_fast.train.rollouts import Rollouts
-from skyrl_fast.train.schedule import total_optimizer_steps, total_steps
+from skyrl_fast.train.schedule import total_steps
 from skyrl_fast.train.sinks import RunInfo, open_loggers, read_metrics
 from skyrl_fast.train.trainer import Parts, Progress, Trainer
 from skyrl_fast.trajectory_store.parts import parts as stored_parts
@@ -155,8 +148,8 @@ def train(
                 ranks = stack.enter_context(
                     started_ranks(
                         config.trainer.placement.policy_num_gpus_per_node,
-                        partial(_models, config, checkpoint, len(data.train)),
-                        cuda=_device(config.trainer.device).type == "cuda",
+                        partial(make_models, config, checkpoint, len(data.train)),
+                        cuda=find_device(config.trainer.device).type == "cuda",
                         folder=run_path,
                     )
                 )
@@ -265,7 +258,7 @@ def _run(
 ) -> TrainResult:
     evaluations = _EvalRewards()
     with _as_setup_error():
-        parts, model_path = _parts(config, checkpoint, data, ranks)
+        parts, policy_path = _parts(config, checkpoint, data, ranks)
         parts.callbacks = [evaluations, *callbacks]
         plot_module_checked = _check_plot(config)
         run_info = RunInfo(
@@ -282,7 +275,7 @@ def _run(
     signals = StopSignals()
     try:
         progress, received = signals.run(
-            _run_loop(config, parts, display, checkpoint, model_path, make_rollouts, signals)
+            _run_loop(config, parts, display, checkpoint, policy_path, make_rollouts, signals)
         )
     finally:
         for receiver in parts.loggers:
@@ -327,13 +320,13 @@ async def _run_loop(
     parts: Parts,
     display: ProgressDisplay,
     checkpoint: Path | None,
-    model_path: str,
+    policy_path: str,
     make_rollouts: MakeRollouts,
     signals: StopSignals,
 ) -> tuple[Progress, int | None]:
     display.say("starting the engine ...")
     with _as_setup_error():
-        parts.rollouts = await make_rollouts(config, parts.tokenizer, model_path)
+        parts.rollouts = await make_rollouts(config, parts.tokenizer, policy_path)
     received: list[int] = []
     try:
         trainer = Trainer(config, parts, display)
@@ -363,81 +356,19 @@ def _parts(
     data: _Data,
     ranks: Ranks,
 ) -> tuple[Parts, str]:
-    model_path = _model_path(config, checkpoint)
-    models = _models(config, checkpoint, len(data.train), ranks)
+    path = model_path(config, checkpoint)
+    models = make_models(config, checkpoint, len(data.train), ranks)
     parts = Parts(
         policy=models.policy,
         optimizer=models.optimizer,
-        tokenizer=load_tokenizer(model_path),
+        tokenizer=load_tokenizer(path),
         rollouts=None,  # type: ignore[arg-type]  # the engine starts when all else is right
         train_prompts=data.train,
         eval_prompts=data.evaluation,
         reference=models.reference,
         critic=models.critic,
     )
-    return parts, model_path
-
-
-def _model_path(config: Config, checkpoint: Path | None) -> str:
-    start_path = config.trainer.policy.model.path
-    assert start_path is not None
-    return start_path if checkpoint is None else str(checkpoint / "policy")
-
-
-@dataclass(frozen=True, slots=True)
-class _Models:
-    policy: Policy
-    optimizer: Optimizer
-    reference: Policy | None
-    critic: Critic | None
-
-
-def _models(config: Config, checkpoint: Path | None, num_prompts: int, ranks: Ranks) -> _Models:
-    """What every rank makes, in this order."""
-    settings = config.trainer
-    _set_threads(settings.num_threads, ranks)
-    seed_everything(settings.seed)
-    hide_progress_bars()
-    device = _device(settings.device)
-    dtype, head = _dtype(settings.policy.dtype, device), settings.policy.lm_head_dtype
-
-    def policy_of(path: str, *, trained: bool) -> Policy:
-        model = load_model(
-            path, device=device, gradient_checkpointing=trained and settings.gradient_checkpointing
-        )
-        return Policy(
-            model.requires_grad_(trained),
-            temperature=config.generator.sampling_params.temperature,
-            max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
-            dtype=dtype,
-            head_dtype=dtype if head == "auto" else getattr(torch, head),
-            # The reference chooses its own experts: what it would have done is what is asked.
-            router_replay=trained and settings.policy.moe_enable_routing_replay,
-            tree=settings.rows == "tree",
-            ranks=ranks,
-        )
-
-    policy = policy_of(_model_path(config, checkpoint), trained=True)
-    reference = None
-    if settings.algorithm.use_kl_loss or settings.algorithm.use_kl_in_reward:
-        reference = policy_of(settings.ref.model.path or _model_path(config, None), trained=False)
-    optimizer = Optimizer(
-        policy,
-        settings.policy.optimizer_config,
-        total_steps=total_optimizer_steps(config, num_prompts),
-    )
-    critic = None
-    if settings.critic.model.path is not None:
-        source = settings.critic.model.path if checkpoint is None else str(checkpoint / "critic")
-        critic = make_critic(config, source, device, dtype, num_prompts=num_prompts, ranks=ranks)
-    return _Models(policy, optimizer, reference, critic)
-
-
-def _set_threads(chosen: int | None, ranks: Ranks) -> None:
-    if chosen is None and ranks.size > 1:
-        chosen = max(1, torch.get_num_threads() // ranks.size)
-    if chosen is not None:
-        torch.set_num_threads(chosen)
+    return parts, path
 
 
 def _check_main_module() -> None:
@@ -496,21 +427,6 @@ def _last_reported(checkpoint: Path | None) -> int:
         return -1
     state = read_json(checkpoint / "state.json")
     return int(state["step"]) - (state.get("unreported") is not None)
-
-
-def _device(name: str) -> torch.device:
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ValueError("trainer.device: cuda was asked for, but torch finds no GPU")
-    return torch.device("cuda" if name != "cpu" and available else "cpu")
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _check_plot(config: Config) -> bool:

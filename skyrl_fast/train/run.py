@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-import skyrl_fast
 from skyrl_fast.config import Config, ConfigSource, as_config, check_config, to_dict
+from skyrl_fast.ops.custom_loss import register_policy_loss
+from skyrl_fast.ops.estimators import register_advantage_estimator
 from skyrl_fast.rollout.env import MakeEnv
 from skyrl_fast.rollout.reward_env import Reward, RewardEnv
 from skyrl_fast.train.callbacks import Callback
@@ -179,9 +180,9 @@ def _with_objects(
             raise SetupError(f"train: {name}: wanted a class or function, got {given!r:.100}")
     algorithm = config.trainer.algorithm
     if loss is not None:
-        algorithm.policy_loss_type = _registered("register_policy_loss", loss)
+        algorithm.policy_loss_type = _registered(register_policy_loss, loss)
     if estimator is not None:
-        algorithm.advantage_estimator = _registered("register_advantage_estimator", estimator)
+        algorithm.advantage_estimator = _registered(register_advantage_estimator, estimator)
     if isinstance(env, str):
         config.environment.env_class = env
         return None
@@ -197,12 +198,9 @@ def _check_callbacks(callbacks: Sequence[Callback]) -> None:
         raise SetupError(f"train: callbacks: wanted a list of Callback, got {callbacks!r:.100}")
 
 
-def _registered(register: str, given: Callable[..., Any] | str) -> str:
+def _registered(register: Callable[..., Any], given: Callable[..., Any] | str) -> str:
     """Return the name of a loss or an estimator, which is registered if it is a function."""
-    if isinstance(given, str):
-        return given
-    name: str = getattr(skyrl_fast, register)(given)
-    return name
+    return given if isinstance(given, str) else register(given)
 
 
 @dataclass(frozen=True, slots=True)

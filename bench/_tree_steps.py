@@ -18,9 +18,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from bench._agents import agents
 from bench.baselines.padded_rows import padded_micro_batches
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.train.forward_pass import MicroBatch, response_positions
-from skyrl_fast.train.micro_batch import plan_micro_batches
-from skyrl_fast.train.policy import Policy
+from skyrl_fast.train.model.forward_pass import MicroBatch, response_positions
+from skyrl_fast.train.model.micro_batch import plan_micro_batches
+from skyrl_fast.train.model.policy import Policy
 
 CONTENDERS = ("padded", "packed", "merged", "prompt", "skyrl_fast")
 GROUPS = {"search": 4, "agentic": 1, "sql": 1}

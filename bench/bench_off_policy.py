@@ -17,7 +17,7 @@ import torch
 
 from bench import _data
 from bench.baselines import policy_loss as skyrl
-from skyrl_fast.ops.off_policy import off_policy_correction
+from skyrl_fast.ops.policy_loss.off_policy import off_policy_correction
 
 SIZES = ["medium", "large"]
 ROUNDS = {"medium": 30, "large": 9}

@@ -17,9 +17,9 @@ import torch
 
 from bench import _data
 from bench.baselines.pipeline import Restated, load_skyrl, warm_pages
-from skyrl_fast.advantages import advantages
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.metrics import reward_metrics
+from skyrl_fast.batch.metrics import reward_metrics
+from skyrl_fast.train.algorithm.advantages import advantages
 
 DP_SIZE = 8
 SIZES = ("medium", "large")

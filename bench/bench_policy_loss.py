@@ -20,7 +20,7 @@ import torch
 
 from bench import _data
 from bench.baselines import policy_loss as skyrl
-from skyrl_fast.ops.policy_loss import (
+from skyrl_fast.ops.policy_loss.loss import (
     kl_penalty,
     policy_loss,
     reduction_weights,

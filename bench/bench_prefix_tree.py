@@ -32,8 +32,8 @@ from bench._tree_steps import (
     step,
 )
 from skyrl_fast.batch.token_counts import token_counts
-from skyrl_fast.ops.prefix_tree import build_prefix_tree
-from skyrl_fast.train.policy import Policy
+from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
+from skyrl_fast.train.model.policy import Policy
 
 ROUNDS = 9
 BUDGET = 8192  # tokens of a forward pass

@@ -82,7 +82,7 @@ def plain(python: str, only: str) -> list[str]:
 def sanitized(sanitizer: str | None, tool: str, python: str, only: str) -> list[str]:
     """Return the command of the kernels' tests under one of the tools."""
     chosen = f"({only}) and {NOT_UNDER_TOOLS}" if only else NOT_UNDER_TOOLS
-    tests = [f"python_tests/test_{name}.py" for name in EMULATED_TESTS]
+    tests = list(EMULATED_TESTS)
     return [
         *(str(sanitizer), "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"),
         # Torch's kernels are not looked at, but for what they write that ours read.

@@ -1,6 +1,6 @@
 """The tests of the ops, by name: what a wheel and a sanitizer's build are put under."""
 
-OP_TESTS = (
+_OPS = (
     "advantage",
     "batch_tensors",
     "cell_rows",
@@ -17,4 +17,8 @@ OP_TESTS = (
     "prefix_tree",
     "threads",
 )
-EMULATED_TESTS = ("advantage_cuda", "logprob_cuda", "pack_cuda", "policy_loss_cuda")
+OP_TESTS = tuple(f"python_tests/ops/test_{name}.py" for name in _OPS)
+EMULATED_TESTS = tuple(
+    f"python_tests/gpu/test_{name}_cuda.py"
+    for name in ("advantage", "logprob", "pack", "policy_loss")
+)

@@ -31,7 +31,7 @@ def main() -> None:
     build_extension(python)
     copy_sources(tree)
     compiling = os.environ | {"CXX": "g++", "CXXFLAGS": FLAGS}
-    emulation = [python, "python_tests/_emulation_build.py"]
+    emulation = [python, "python_tests/helpers/_emulation_build.py"]
     subprocess.run(emulation, cwd=tree, env=compiling, check=True)
     environment = compiling | {
         "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libstdc++.so')}",
@@ -39,7 +39,7 @@ def main() -> None:
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         "HYPOTHESIS_PROFILE": "default",
     }
-    tests = [f"python_tests/test_{name}.py" for name in (*OP_TESTS, *EMULATED_TESTS)]
+    tests = [*OP_TESTS, *EMULATED_TESTS]
     # torch.compile starts a compiler, which must not inherit the sanitizer.
     command = [python, "-m", "pytest", "-q", "-x", "-k", "not compile and not opcheck", *tests]
     subprocess.run(command, cwd=tree, env=environment, check=True)

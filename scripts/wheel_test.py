@@ -77,7 +77,7 @@ def test_under(version: str, wheel: Path) -> str:
     for folder in ("python_tests", "csrc"):  # CUDA kernels are emulated from their sources
         shutil.copytree(ROOT / folder, tree / folder)
     shutil.copy(ROOT / "pyproject.toml", tree)
-    tests = [f"python_tests/test_{name}.py" for name in (*OP_TESTS, *EMULATED_TESTS, "triton")]
+    tests = [*OP_TESTS, *EMULATED_TESTS, "python_tests/ops/test_triton.py"]
     done = subprocess.run([python, "-m", "pytest", "-q", *tests], cwd=tree)
     return "passed" if done.returncode == 0 else "failed"
 

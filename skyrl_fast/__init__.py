@@ -14,30 +14,49 @@ except ImportError as error:
     ) from error
 
 from skyrl_fast.batch import PaddedBatch, StepBatch
+from skyrl_fast.batch.generator_merge import merge_stepwise_output
 from skyrl_fast.batch.token_counts import TokenCounts, token_counts
-from skyrl_fast.generator_merge import merge_stepwise_output
 from skyrl_fast.ops._backend import set_page_pool_limit
 from skyrl_fast.ops._ragged import Concat, Ragged
-from skyrl_fast.ops.advantage import group_advantage
-from skyrl_fast.ops.batch_tensors import (
-    convert_prompts_responses_to_batch_tensors,
-    router_padding_mask,
-)
-from skyrl_fast.ops.credit_tokens import gae, reinforce_plus_plus
-from skyrl_fast.ops.credit_turns import (
-    gigpo_advantage,
-    turn_group_advantage,
-    turn_level_returns,
-)
-from skyrl_fast.ops.custom_loss import CustomLoss, LossInputs, LossOutput, register_policy_loss
-from skyrl_fast.ops.estimators import (
+from skyrl_fast.ops.advantage.estimators import (
     EstimatorInputs,
     EstimatorOutput,
     register_advantage_estimator,
 )
-from skyrl_fast.ops.linear_logprob import linear_logprob
-from skyrl_fast.ops.logprob import selected_logprob
-from skyrl_fast.ops.losses import (
+from skyrl_fast.ops.advantage.group import group_advantage
+from skyrl_fast.ops.advantage.tokens import gae, reinforce_plus_plus
+from skyrl_fast.ops.advantage.turns import (
+    gigpo_advantage,
+    turn_group_advantage,
+    turn_level_returns,
+)
+from skyrl_fast.ops.logprob.linear import linear_logprob
+from skyrl_fast.ops.logprob.masked_loss import masked_logprob_loss
+from skyrl_fast.ops.logprob.selected import selected_logprob
+from skyrl_fast.ops.logprob.vocab_parallel import vocab_parallel_logprob
+from skyrl_fast.ops.merge.steps import MergePlan, merge_steps
+from skyrl_fast.ops.pack.batch_tensors import (
+    convert_prompts_responses_to_batch_tensors,
+    router_padding_mask,
+)
+from skyrl_fast.ops.pack.padding_rows import pad_batch, pad_training_input_batch, padding_metadata
+from skyrl_fast.ops.pack.routed_experts import append_rollout_expert_indices
+from skyrl_fast.ops.pack.steps import pack_steps, pad_steps, unpack_steps
+from skyrl_fast.ops.pack.varlen import Varlen, padded_to_varlen, varlen_to_padded
+from skyrl_fast.ops.policy_loss.custom import (
+    CustomLoss,
+    LossInputs,
+    LossOutput,
+    register_policy_loss,
+)
+from skyrl_fast.ops.policy_loss.loss import (
+    PolicyLoss,
+    kl_penalty,
+    off_policy_correction,
+    policy_loss,
+    reduction_weights,
+)
+from skyrl_fast.ops.policy_loss.losses import (
     Cispo,
     ClipCov,
     CrossEntropy,
@@ -50,22 +69,8 @@ from skyrl_fast.ops.losses import (
     RolloutIs,
     Sapo,
 )
-from skyrl_fast.ops.masked_logprob_loss import masked_logprob_loss
-from skyrl_fast.ops.merge import MergePlan, merge_steps
-from skyrl_fast.ops.pack import pack_steps, pad_steps, unpack_steps
-from skyrl_fast.ops.padding_rows import pad_batch, pad_training_input_batch, padding_metadata
-from skyrl_fast.ops.policy_loss import (
-    PolicyLoss,
-    kl_penalty,
-    off_policy_correction,
-    policy_loss,
-    reduction_weights,
-)
-from skyrl_fast.ops.prefix_tree import PrefixTree, build_prefix_tree, prefix_tree_size
-from skyrl_fast.ops.routed_experts import append_rollout_expert_indices
-from skyrl_fast.ops.tree_attention import TreeAttention, plan_tree_attention, tree_attention
-from skyrl_fast.ops.varlen import Varlen, padded_to_varlen, varlen_to_padded
-from skyrl_fast.ops.vocab_parallel import vocab_parallel_logprob
+from skyrl_fast.ops.prefix_tree.attention import TreeAttention, plan_tree_attention, tree_attention
+from skyrl_fast.ops.prefix_tree.tree import PrefixTree, build_prefix_tree, prefix_tree_size
 
 if TYPE_CHECKING:
     from skyrl_fast.train.run import train as train

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from skyrl_fast.retrieval.command import add_arguments as add_retrieval_arguments
 from skyrl_fast.viewer.command import add_arguments as add_view_arguments
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "engine":
         return _engine(options)
     if options.command == "retrieval":
-        from skyrl_fast.retrieval.command import serve
+        from skyrl_fast.extras.search.command import serve
 
         return serve(options)
     if options.command == "view":
@@ -49,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from skyrl_fast.extras.search.command import add_arguments as add_retrieval_arguments
+
     parser = argparse.ArgumentParser(
         prog="skyrl-fast", description="Step-wise reinforcement learning of language-model agents."
     )
@@ -99,12 +100,12 @@ def _train(options: argparse.Namespace) -> int:
     try:
         from skyrl_fast.config import ConfigError
         from skyrl_fast.config.loading import load_config
-        from skyrl_fast.rollout.engine import EngineError
+        from skyrl_fast.rollout.engine.protocol import EngineError
+        from skyrl_fast.rollout.engine.weight_update import WeightSyncError
         from skyrl_fast.rollout.failures import RolloutError
-        from skyrl_fast.rollout.weight_update import WeightSyncError
-        from skyrl_fast.train.checkpoint import CheckpointError, RunInUseError
-        from skyrl_fast.train.dynamic_sampling import DynamicSamplingError
-        from skyrl_fast.train.ranks import RankError
+        from skyrl_fast.train.algorithm.dynamic_sampling import DynamicSamplingError
+        from skyrl_fast.train.output.checkpoint import CheckpointError, RunInUseError
+        from skyrl_fast.train.parallel.ranks import RankError
         from skyrl_fast.train.run import SetupError, train
         from skyrl_fast.trajectory_store.writer import StoreError
     except ImportError as error:
@@ -133,10 +134,10 @@ def _train(options: argparse.Namespace) -> int:
 def _engine(options: argparse.Namespace) -> int:
     try:
         from skyrl_fast.config.loading import load_config
-        from skyrl_fast.rollout.engine import EngineDeadError
-        from skyrl_fast.rollout.serve_vllm import serve
-        from skyrl_fast.rollout.vllm_start import check_model_folder
-        from skyrl_fast.train.vllm_rollouts import vllm_setup
+        from skyrl_fast.rollout.engine.protocol import EngineDeadError
+        from skyrl_fast.rollout.engine.serve_vllm import serve
+        from skyrl_fast.rollout.engine.vllm_start import check_model_folder
+        from skyrl_fast.train.flow.vllm_rollouts import vllm_setup
     except ImportError as error:
         return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train,vllm]'")
     try:

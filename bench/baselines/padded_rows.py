@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.ops.tree_attention import TreeAttention, autocast
-from skyrl_fast.train import tree_forward
-from skyrl_fast.train.forward_pass import MicroBatch
+from skyrl_fast.ops.prefix_tree.attention import TreeAttention, autocast
+from skyrl_fast.train.model import tree_forward
+from skyrl_fast.train.model.forward_pass import MicroBatch
 
 
 def padded_micro_batches(batch: StepBatch, budget: int) -> list[MicroBatch]:

@@ -11,7 +11,7 @@ import torch
 from bench.gpu import peers
 from bench.gpu.case import OURS, Case, within
 from skyrl_fast import convert_prompts_responses_to_batch_tensors, group_advantage, policy_loss
-from skyrl_fast.ops.reference.policy_loss import METRICS
+from skyrl_fast.ops.policy_loss.reference import METRICS
 
 BatchShape = tuple[int, int, int]  # rows, longest prompt, longest response
 ADVANTAGE_TOLERANCE = 1e-4  # sums of a row's float32 rewards in another order

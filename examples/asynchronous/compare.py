@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.asynchronous.quickstart_run import prepare, settings, train
-from skyrl_fast.train.sinks import read_metrics
+from skyrl_fast.train.output.loggers import read_metrics
 
 EVAL = "eval/all/avg_score"
 SKIPPED = 2  # first steps: the pipeline fills, caches warm up

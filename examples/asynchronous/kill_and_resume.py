@@ -27,7 +27,7 @@ from examples.asynchronous.quickstart_run import (
     train,
     trained,
 )
-from skyrl_fast.train.checkpoint import checkpoints, read_json
+from skyrl_fast.train.output.checkpoint import checkpoints, read_json
 
 BATCH = 4
 SMALL = [

@@ -15,7 +15,7 @@ from typing import Any
 
 import skyrl_gym
 
-from skyrl_fast.rollout.text2sql import Text2SqlEnv
+from skyrl_fast.extras.text2sql.env import Text2SqlEnv
 
 HANGING_SECONDS = 3600.0
 _draw = random.Random()  # what happens when is nobody's to repeat

@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.asynchronous.quickstart_run import prepare, settings, start, trained
-from skyrl_fast.train.sinks import read_metrics
+from skyrl_fast.train.output.loggers import read_metrics
 
 GROWTH = 1.1  # of the trainer's memory from the second quarter of the steps to the last
 # Faults by their metric, and how the log names one.

@@ -28,7 +28,7 @@ from examples.asynchronous.quickstart_run import (
     start,
     trained,
 )
-from skyrl_fast.train.sinks import read_metrics
+from skyrl_fast.train.output.loggers import read_metrics
 
 END_SECONDS = 20.0  # for a server to end by itself
 SMALL = [

@@ -33,13 +33,13 @@ from skyrl_fast.config import (  # noqa: E402
     InferenceEngineConfig,
     SamplingParams,
 )
-from skyrl_fast.rollout.env import EnvFactory  # noqa: E402
+from skyrl_fast.rollout.engine.vllm_engine import VllmEngine  # noqa: E402
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup  # noqa: E402
+from skyrl_fast.rollout.env.factory import EnvFactory  # noqa: E402
 from skyrl_fast.rollout.groups import rollout  # noqa: E402
-from skyrl_fast.rollout.vllm_engine import VllmEngine  # noqa: E402
-from skyrl_fast.rollout.vllm_start import VllmSetup  # noqa: E402
-from skyrl_fast.train.micro_batch import plan_micro_batches  # noqa: E402
-from skyrl_fast.train.policy import Policy, hide_progress_bars, load_model  # noqa: E402
-from skyrl_fast.train.prompts import Prompt  # noqa: E402
+from skyrl_fast.train.data.prompts import Prompt  # noqa: E402
+from skyrl_fast.train.model.micro_batch import plan_micro_batches  # noqa: E402
+from skyrl_fast.train.model.policy import Policy, hide_progress_bars, load_model  # noqa: E402
 
 NOISE_LEVELS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)
 TURNS, MAX_GENERATE_LENGTH, MAX_INPUT_LENGTH = 3, 32, 400

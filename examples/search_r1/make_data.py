@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.tiny_model.jsonl import write_jsonl
-from skyrl_fast.retrieval.corpus import Corpus
-from skyrl_fast.retrieval.index import Bm25Index
+from skyrl_fast.extras.search.corpus import Corpus
+from skyrl_fast.extras.search.index import Bm25Index
 
 PEOPLE = (
     "Abel", "Ada", "Agnes", "Alba", "Alma", "Amos", "Anna", "Anton", "Arlo", "Arne", "Bela",

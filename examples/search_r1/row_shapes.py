@@ -35,10 +35,10 @@ from examples.tiny_model.jsonl import read_jsonl, write_jsonl  # noqa: E402
 from skyrl_fast.config import EnvironmentConfig, GeneratorConfig, SamplingParams, SkyRLGymConfig  # noqa: E402
 from skyrl_fast.config.loading import load_config  # noqa: E402
 from skyrl_fast.rollout.context import make_context  # noqa: E402
-from skyrl_fast.rollout.engine import Generation  # noqa: E402
-from skyrl_fast.rollout.env import EnvFactory  # noqa: E402
+from skyrl_fast.rollout.engine.protocol import Generation  # noqa: E402
+from skyrl_fast.rollout.env.factory import EnvFactory  # noqa: E402
 from skyrl_fast.rollout.groups import rollout  # noqa: E402
-from skyrl_fast.train.prompts import Prompt, load_prompts  # noqa: E402
+from skyrl_fast.train.data.prompts import Prompt, load_prompts  # noqa: E402
 
 FILLER_WORDS = 600  # behind each fact, on average: three passages are thousands of tokens
 NUM_PROMPTS = 32
@@ -144,7 +144,7 @@ async def all_forms(
 ) -> list[Shape]:
     """The table's rows."""
     from skyrl_fast import merge_stepwise_output
-    from skyrl_fast.generator_from_trajectories import generator_output_from_trajectories
+    from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
 
     generator = settings.generator
     config = GeneratorConfig(

@@ -55,7 +55,7 @@ def prepare_long(folder: Path, *, seed: int = 0) -> None:
 @contextmanager
 def serve(folder: Path) -> Iterator[list[str]]:
     """The corpus on a free port; the settings name it."""
-    from skyrl_fast.retrieval.launch import retrieval_server
+    from skyrl_fast.extras.search.launch import retrieval_server
 
     # The environment's client must not take a proxy to get to this machine.
     os.environ["NO_PROXY"] = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))

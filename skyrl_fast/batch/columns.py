@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from skyrl_fast.batch.generator_output import rewards_are_per_token, validate_generator_output
 from skyrl_fast.batch.row_index import row_index
 from skyrl_fast.batch.segments import segment_sums
-from skyrl_fast.generator_output import rewards_are_per_token, validate_generator_output
 from skyrl_fast.ops import _backend, _ragged
-from skyrl_fast.ops.merge import MergePlan, merge_steps
+from skyrl_fast.ops.merge.steps import MergePlan, merge_steps
 
 OP = "StepBatch.from_generator_output"
 TOKENS = ("prompt_token_ids", "response_ids")

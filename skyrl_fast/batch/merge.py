@@ -7,7 +7,7 @@ import torch
 
 from skyrl_fast.batch.columns import offsets
 from skyrl_fast.ops import _backend
-from skyrl_fast.ops.merge import MergePlan, copy_segments
+from skyrl_fast.ops.merge.steps import MergePlan, copy_segments
 
 
 def merged_values(

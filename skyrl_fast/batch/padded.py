@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from skyrl_fast.ops import _backend, _ragged
-from skyrl_fast.ops.pack import SIDES, row_starts
-from skyrl_fast.ops.padding_rows import check_pad_mode, write_padding_rows
+from skyrl_fast.ops.pack.padding_rows import check_pad_mode, write_padding_rows
+from skyrl_fast.ops.pack.steps import SIDES, row_starts
 
 OP = "StepBatch.padded"
 

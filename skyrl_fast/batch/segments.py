@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_fast.ops.cell_rows import sum_rows
+from skyrl_fast.ops.pack.cell_rows import sum_rows
 
 
 def segment_sums(values: np.ndarray, offsets: np.ndarray, dtype: Any) -> np.ndarray:

@@ -21,7 +21,12 @@ from skyrl_fast.batch.merge import merged_routes, merged_token_rewards, merged_v
 from skyrl_fast.batch.padded import PaddedBatch, padded_routes, padded_tensors
 from skyrl_fast.batch.split import mini_batch_boundaries, split_micro_batches
 from skyrl_fast.ops import _backend
-from skyrl_fast.ops.merge import MAX_DRIFT_TOKENS, check_drift, copy_segments, merge_flat_steps
+from skyrl_fast.ops.merge.steps import (
+    MAX_DRIFT_TOKENS,
+    check_drift,
+    copy_segments,
+    merge_flat_steps,
+)
 
 Per = Literal["token", "response", "row", "expert"]
 OFFSETS: dict[Per, str] = {
@@ -247,7 +252,7 @@ class StepBatch:
         Args:
             pad_token_id: fills `sequences` left of each row.
             pad_size: padding rows to add, already in place.
-            pad_mode: what they hold, "repeat" or "cheap", as in `ops.padding_rows.pad_batch`.
+            pad_mode: what they hold, "repeat" or "cheap", as in `ops.pack.padding_rows.pad_batch`.
 
         Raises:
             ValueError: a negative `pad_size`, padding rows for an empty batch, or a reward of an
@@ -295,10 +300,10 @@ class StepBatch:
         prompt and response. Tokens that no step of it sampled are untrained: mask, log-probability
         and reward 0. Group, trajectory, last-step flag and stop reason are the last step's,
         `policy_version` is the oldest. Routes of experts that were recorded stay, later steps add
-        what goes beyond them. Which steps are joined: see `ops.merge.merge_steps`.
+        what goes beyond them. Which steps are joined: see `ops.merge.steps.merge_steps`.
 
         Args:
-            drift, max_drift_tokens: as for `ops.merge.merge_steps`.
+            drift, max_drift_tokens: as for `ops.merge.steps.merge_steps`.
             rewards: "token": every token keeps its reward, so that a row's sum is its steps' sum.
                 "last": a row has its last step's reward, on its last token. None: "last" where
                 the generator gave a reward per row, else "token".

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from skyrl_fast.batch.step_batch import StepBatch
-from skyrl_fast.ops.merge import merge_flat_steps
-from skyrl_fast.ops.prefix_tree import prefix_tree_size
+from skyrl_fast.ops.merge.steps import merge_flat_steps
+from skyrl_fast.ops.prefix_tree.tree import prefix_tree_size
 
 
 @dataclass(frozen=True, slots=True)

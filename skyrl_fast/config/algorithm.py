@@ -6,13 +6,13 @@ from dataclasses import fields, replace
 from typing import Any
 
 from skyrl_fast.config.settings import AlgorithmConfig, Config
-from skyrl_fast.ops.custom_loss import CustomLoss, check_settings, find_policy_loss
-from skyrl_fast.ops.estimators import (
+from skyrl_fast.ops.advantage.estimators import (
     ADVANTAGE_ESTIMATORS,
     EstimatorSpec,
     find_advantage_estimator,
 )
-from skyrl_fast.ops.losses import LossSettings, LossSpec, ratio_to_rollout
+from skyrl_fast.ops.policy_loss.custom import CustomLoss, check_settings, find_policy_loss
+from skyrl_fast.ops.policy_loss.losses import LossSettings, LossSpec, ratio_to_rollout
 from skyrl_fast.registry import importable_name
 from skyrl_fast.setting import ConfigError
 

@@ -29,7 +29,7 @@ from skyrl_fast.config.settings import (
     merges_steps,
     to_dict,
 )
-from skyrl_fast.ops.losses import POLICY_LOSSES, Cispo, LossSpec
+from skyrl_fast.ops.policy_loss.losses import POLICY_LOSSES, Cispo, LossSpec
 from skyrl_fast.setting import ConfigError, limit_error
 
 ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]

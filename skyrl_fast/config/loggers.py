@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 LOGGERS = {
-    "jsonl": "skyrl_fast.train.sinks:JsonlLogger",
-    "tensorboard": "skyrl_fast.train.sinks:TensorBoardLogger",
-    "wandb": "skyrl_fast.train.sinks:WandbLogger",
-    "mlflow": "skyrl_fast.train.sinks:MlflowLogger",
-    "trackio": "skyrl_fast.train.sinks:TrackioLogger",
+    "jsonl": "skyrl_fast.train.output.loggers:JsonlLogger",
+    "tensorboard": "skyrl_fast.train.output.loggers:TensorBoardLogger",
+    "wandb": "skyrl_fast.train.output.loggers:WandbLogger",
+    "mlflow": "skyrl_fast.train.output.loggers:MlflowLogger",
+    "trackio": "skyrl_fast.train.output.loggers:TrackioLogger",
 }

@@ -18,8 +18,8 @@ from skyrl_fast.config.corrections import (
     OffPolicyCorrectionConfig,
 )
 from skyrl_fast.config.engine import InferenceEngineConfig
-from skyrl_fast.ops.estimators import ADVANTAGE_ESTIMATORS
-from skyrl_fast.ops.losses import (
+from skyrl_fast.ops.advantage.estimators import ADVANTAGE_ESTIMATORS
+from skyrl_fast.ops.policy_loss.losses import (
     POLICY_LOSSES,
     Cispo,
     ClipCovSelection,

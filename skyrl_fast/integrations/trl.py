@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from skyrl_fast.ops.logprob import selected_logprob
-from skyrl_fast.ops.losses import Gspo, LossSettings, Regular, Sapo
-from skyrl_fast.ops.policy_loss import policy_loss
+from skyrl_fast.ops.logprob.selected import selected_logprob
+from skyrl_fast.ops.policy_loss.loss import policy_loss
+from skyrl_fast.ops.policy_loss.losses import Gspo, LossSettings, Regular, Sapo
 
 # TRL's loss types, and what they weigh a token by; "dapo" takes the number of tokens from outside.
 REDUCTIONS = {

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_fast.ops.advantage import group_advantage
-from skyrl_fast.ops.logprob import selected_logprob
-from skyrl_fast.ops.varlen import padded_to_varlen, varlen_to_padded
+from skyrl_fast.ops.advantage.group import group_advantage
+from skyrl_fast.ops.logprob.selected import selected_logprob
+from skyrl_fast.ops.pack.varlen import padded_to_varlen, varlen_to_padded
 
 ESTIMATORS = ("grpo", "rloo", "maxrl")
 PREFIX = "skyrl_fast_"

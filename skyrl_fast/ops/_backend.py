@@ -123,7 +123,7 @@ def launch_argument(tensor: torch.Tensor) -> int:
 def run_kernel(name: str, use_triton: bool, tensor: torch.Tensor, *arguments: Any) -> None:
     """Call Triton's or the native kernel of that name, the latter for the tensor's device."""
     if use_triton:
-        from skyrl_fast.ops import triton_ops
+        from skyrl_fast.ops import _triton as triton_ops
 
         getattr(triton_ops, name)(*arguments)
         return

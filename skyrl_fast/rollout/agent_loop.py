@@ -23,10 +23,11 @@ from skyrl_fast.rollout.activity import (
 )
 from skyrl_fast.rollout.context import Context, ContextError, make_context, message_text
 from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_updates
-from skyrl_fast.rollout.engine import EngineDeadError, EngineError, Generation, Sampler
-from skyrl_fast.rollout.env import EnvAnswer, EnvError, EnvFactory, EnvSession
+from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation, Sampler
+from skyrl_fast.rollout.engine.route_record import recorded_routes, routes_of_turn
+from skyrl_fast.rollout.engine.weight_gate import WeightGate
+from skyrl_fast.rollout.env.factory import EnvAnswer, EnvError, EnvFactory, EnvSession
 from skyrl_fast.rollout.rollout_config import RolloutPrompt
-from skyrl_fast.rollout.route_record import recorded_routes, routes_of_turn
 from skyrl_fast.rollout.stop_reason import (
     ENGINE_ERROR,
     ENV_ERROR,
@@ -37,7 +38,6 @@ from skyrl_fast.rollout.stop_reason import (
 )
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.rollout.turn import SampledTokens, decode_response, request_seed, sampled_tokens
-from skyrl_fast.rollout.weight_gate import WeightGate
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from skyrl_fast.config import SamplingParams
-from skyrl_fast.rollout.engine import EngineError, Generation, Sampler
+from skyrl_fast.rollout.engine.protocol import EngineError, Generation, Sampler
+from skyrl_fast.rollout.engine.weight_gate import WeightGate
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
-from skyrl_fast.rollout.weight_gate import WeightGate
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from typing import Any
 from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.rollout.activity import Activity, ActivityBoard, Watchdog
 from skyrl_fast.rollout.agent_loop import AgentLoop
-from skyrl_fast.rollout.engine import Sampler
-from skyrl_fast.rollout.env import EnvFactory
+from skyrl_fast.rollout.engine.protocol import Sampler
+from skyrl_fast.rollout.engine.weight_gate import WeightGate
+from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.rollout_config import RolloutPrompt, check_loop_settings
 from skyrl_fast.rollout.stop_reason import TIMEOUT
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.rollout.weight_gate import WeightGate
 
 log = logging.getLogger(__name__)
 

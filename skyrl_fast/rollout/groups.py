@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from skyrl_fast.config import GeneratorConfig
-from skyrl_fast.rollout.engine import Sampler
-from skyrl_fast.rollout.env import EnvFactory
+from skyrl_fast.rollout.engine.protocol import Sampler
+from skyrl_fast.rollout.engine.weight_gate import WeightGate
+from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.failures import log_failures
 from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.rollout_config import PHASES, RolloutPrompt
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.rollout.weight_gate import WeightGate
 
 
 async def rollout(

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_fast.rollout.engine import EngineError, Generation
+from skyrl_fast.rollout.engine.protocol import EngineError, Generation
 
 
 @dataclass(frozen=True, slots=True)

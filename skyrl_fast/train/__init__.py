@@ -29,18 +29,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skyrl_fast.rollout.env_protocol import Env, EnvStep
+    from skyrl_fast.rollout.env.protocol import Env, EnvStep
     from skyrl_fast.train.callbacks import Callback, CallbackError
+    from skyrl_fast.train.output.loggers import Logger, RunInfo
     from skyrl_fast.train.run import SetupError, TrainResult, train
-    from skyrl_fast.train.sinks import Logger, RunInfo
 
 _HOMES = {  # imported when they are used: `import skyrl_fast` stays light
     "Callback": "skyrl_fast.train.callbacks",
     "CallbackError": "skyrl_fast.train.callbacks",
-    "Env": "skyrl_fast.rollout.env_protocol",
-    "EnvStep": "skyrl_fast.rollout.env_protocol",
-    "Logger": "skyrl_fast.train.sinks",
-    "RunInfo": "skyrl_fast.train.sinks",
+    "Env": "skyrl_fast.rollout.env.protocol",
+    "EnvStep": "skyrl_fast.rollout.env.protocol",
+    "Logger": "skyrl_fast.train.output.loggers",
+    "RunInfo": "skyrl_fast.train.output.loggers",
     "SetupError": "skyrl_fast.train.run",
     "TrainResult": "skyrl_fast.train.run",
     "train": "skyrl_fast.train.run",

@@ -15,12 +15,18 @@ from typing import Any
 import torch
 
 from skyrl_fast.config import Config, ConfigSource, as_config, check_config, to_dict
-from skyrl_fast.ops.custom_loss import register_policy_loss
-from skyrl_fast.ops.estimators import register_advantage_estimator
-from skyrl_fast.rollout.env import MakeEnv
-from skyrl_fast.rollout.reward_env import Reward, RewardEnv
+from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
+from skyrl_fast.ops.policy_loss.custom import register_policy_loss
+from skyrl_fast.rollout.env.factory import MakeEnv
+from skyrl_fast.rollout.env.reward_env import Reward, RewardEnv
 from skyrl_fast.train.callbacks import Callback
-from skyrl_fast.train.checkpoint import (
+from skyrl_fast.train.data.prompts import Prompt, PromptSource, load_prompts, prompts_from
+from skyrl_fast.train.data.schedule import total_steps
+from skyrl_fast.train.flow.event_loop import StopSignals
+from skyrl_fast.train.flow.rollouts import Rollouts
+from skyrl_fast.train.model.models import find_device, make_models, model_path
+from skyrl_fast.train.model.policy import load_tokenizer
+from skyrl_fast.train.output.checkpoint import (
     RunInUseError,
     checkpoints,
     latest_checkpoint,
@@ -28,17 +34,11 @@ from skyrl_fast.train.checkpoint import (
     read_json,
     write_json,
 )
-from skyrl_fast.train.event_loop import StopSignals
-from skyrl_fast.train.models import find_device, make_models, model_path
-from skyrl_fast.train.plot import plot_learning_curve
-from skyrl_fast.train.policy import load_tokenizer
-from skyrl_fast.train.progress import ProgressDisplay
-from skyrl_fast.train.prompts import Prompt, PromptSource, load_prompts, prompts_from
-from skyrl_fast.train.rank_processes import started_ranks
-from skyrl_fast.train.ranks import Ranks
-from skyrl_fast.train.rollouts import Rollouts
-from skyrl_fast.train.schedule import total_steps
-from skyrl_fast.train.sinks import RunInfo, open_loggers, read_metrics
+from skyrl_fast.train.output.loggers import RunInfo, open_loggers, read_metrics
+from skyrl_fast.train.output.plot import plot_learning_curve
+from skyrl_fast.train.output.progress import ProgressDisplay
+from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.trainer import Parts, Progress, Trainer
 from skyrl_fast.trajectory_store.parts import parts as stored_parts
 from skyrl_fast.trajectory_store.record import total_reward
@@ -448,7 +448,7 @@ async def _vllm_rollouts(
     prompts: Sequence[Prompt],
     make_env: MakeEnv | None,
 ) -> Rollouts:
-    from skyrl_fast.train.vllm_rollouts import start_rollouts
+    from skyrl_fast.train.flow.vllm_rollouts import start_rollouts
 
     return await start_rollouts(config, tokenizer, model_path, prompts=prompts, make_env=make_env)
 

@@ -18,28 +18,33 @@ from typing import Any, TypeVar
 import torch
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch.metrics import eval_metrics
 from skyrl_fast.config import Config, max_input_length, to_dict
-from skyrl_fast.metrics import eval_metrics
 from skyrl_fast.rollout.failures import FailureWatch, log_failures
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.train.batch_source import BatchSource, Judged, token_staleness
+from skyrl_fast.train.algorithm.dynamic_sampling import GroupSampling
+from skyrl_fast.train.algorithm.off_policy import warn_of_stale_tokens
 from skyrl_fast.train.callbacks import Callback, CallbackList
-from skyrl_fast.train.checkpoint import latest_checkpoint, read_json, write_checkpoint, write_json
-from skyrl_fast.train.critic import Critic
-from skyrl_fast.train.dynamic_sampling import GroupSampling
-from skyrl_fast.train.group_flow import GroupFlow
-from skyrl_fast.train.off_policy import warn_of_stale_tokens
-from skyrl_fast.train.optimizer import Optimizer
-from skyrl_fast.train.policy import Policy
-from skyrl_fast.train.progress import ProgressDisplay
-from skyrl_fast.train.prompts import Prompt, PromptSampler
-from skyrl_fast.train.random_state import load_random_state, save_random_state
-from skyrl_fast.train.rollouts import Rollouts, split_rollout_time
-from skyrl_fast.train.schedule import total_steps
-from skyrl_fast.train.sinks import Logger
-from skyrl_fast.train.training_batch import judged_rows, training_batch, with_advantages
+from skyrl_fast.train.data.prompts import Prompt, PromptSampler
+from skyrl_fast.train.data.random_state import load_random_state, save_random_state
+from skyrl_fast.train.data.schedule import total_steps
+from skyrl_fast.train.flow.batch_source import BatchSource, Judged, token_staleness
+from skyrl_fast.train.flow.group_flow import GroupFlow
+from skyrl_fast.train.flow.rollouts import Rollouts, split_rollout_time
+from skyrl_fast.train.flow.waiting import Beside, Compute, StopRequested, Stopwatch, until_stopped
+from skyrl_fast.train.model.critic import Critic
+from skyrl_fast.train.model.optimizer import Optimizer
+from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.output.checkpoint import (
+    latest_checkpoint,
+    read_json,
+    write_checkpoint,
+    write_json,
+)
+from skyrl_fast.train.output.loggers import Logger
+from skyrl_fast.train.output.progress import ProgressDisplay
+from skyrl_fast.train.prepare_batch import judged_rows, training_batch, with_advantages
 from skyrl_fast.train.update import update_policy
-from skyrl_fast.train.waiting import Beside, Compute, StopRequested, Stopwatch, until_stopped
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
 logger = logging.getLogger(__name__)

@@ -15,18 +15,18 @@ import torch
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.config import AlgorithmConfig, policy_loss_settings, policy_loss_spec
-from skyrl_fast.ops.policy_loss import policy_loss, reduction_weights
-from skyrl_fast.ops.reduction import Scope
-from skyrl_fast.train.micro_batch import (
+from skyrl_fast.ops.policy_loss.loss import policy_loss, reduction_weights
+from skyrl_fast.ops.policy_loss.reduction import Scope
+from skyrl_fast.train.algorithm.off_policy import corrected
+from skyrl_fast.train.model.micro_batch import (
     MicroBatch,
     plan_micro_batches,
     response_positions,
 )
-from skyrl_fast.train.off_policy import corrected
-from skyrl_fast.train.optimizer import Optimizer
-from skyrl_fast.train.policy import Policy
-from skyrl_fast.train.rank_shares import own_micro_batches
-from skyrl_fast.train.ranks import mirrored
+from skyrl_fast.train.model.optimizer import Optimizer
+from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.parallel.rank_shares import own_micro_batches
+from skyrl_fast.train.parallel.ranks import mirrored
 
 _NO_BUDGET = 1 << 62  # tokens
 _SUMS = {"policy/policy_loss", "policy/kl_loss"}  # weighted by the mini-batch's row weights

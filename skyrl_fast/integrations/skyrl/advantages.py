@@ -18,7 +18,7 @@ from skyrl_fast.batch.row_index import dense_ids
 from skyrl_fast.integrations.skyrl.names import BY_NAME
 from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError, find, require, stand_in
 from skyrl_fast.ops import _backend
-from skyrl_fast.ops.cell_rows import count_nonzeros, multiply_rows
+from skyrl_fast.ops.pack.cell_rows import count_nonzeros, multiply_rows
 
 METHOD = "RayPPOTrainer.compute_advantages_and_returns"
 GRPO, RLOO, MAXRL = (

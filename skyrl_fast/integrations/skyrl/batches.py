@@ -13,7 +13,7 @@ import torch
 
 from skyrl_fast.integrations.skyrl.names import NEWEST
 from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, require, stand_in
-from skyrl_fast.ops import batch_tensors, padding_rows
+from skyrl_fast.ops.pack import batch_tensors, padding_rows
 
 logger = logging.getLogger(__name__)
 CONVERT = "convert_prompts_responses_to_batch_tensors"

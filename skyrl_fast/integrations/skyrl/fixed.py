@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from skyrl_fast import generator_merge, generator_output
-from skyrl_fast.advantages import normalize_advantages
+from skyrl_fast.batch import generator_merge, generator_output
+from skyrl_fast.batch.metrics import rollout_metrics
 from skyrl_fast.integrations.skyrl import logprobs, outputs, trainer_steps
-from skyrl_fast.metrics import rollout_metrics
-from skyrl_fast.ops.logprob import selected_logprob
+from skyrl_fast.ops.logprob.selected import selected_logprob
+from skyrl_fast.train.algorithm.advantages import normalize_advantages
 
 
 def merge_stepwise_output(generator_output: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS
-from skyrl_fast.ops.routed_experts import append_rollout_expert_indices
+from skyrl_fast.ops.pack.routed_experts import append_rollout_expert_indices
 
 LOOP = "SkyRLGymGenerator.agent_loop"
 UPDATE = "SkyRLGymGenerator._update_agent_loop_state_with_multiturn_chat_template"

@@ -50,7 +50,7 @@ def handle_replace_sampling(
     output = generator_output
     if output.get("is_last_step") is None:
         return _original(REPLACE)(output, uids, sampling_config)
-    from skyrl_fast.train.dynamic_sampling import replacement_groups
+    from skyrl_fast.train.algorithm.dynamic_sampling import replacement_groups
 
     good = _informative(output, uids)
     informative = np.array(list(good.values()))

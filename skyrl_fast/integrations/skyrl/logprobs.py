@@ -6,7 +6,7 @@ import torch
 
 from skyrl_fast.integrations.skyrl.stand_in import require, stand_in
 from skyrl_fast.ops import _backend
-from skyrl_fast.ops.logprob import ON_GPU, selected_logprob
+from skyrl_fast.ops.logprob.selected import ON_GPU, selected_logprob
 
 
 @stand_in("logprobs_from_logits")

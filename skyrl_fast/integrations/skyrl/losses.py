@@ -18,8 +18,9 @@ import torch
 from skyrl_fast.integrations.skyrl.names import NEWEST
 from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError, require, stand_in
 from skyrl_fast.ops import _backend
-from skyrl_fast.ops.cell_rows import count_nonzeros, divide_rows
-from skyrl_fast.ops.losses import (
+from skyrl_fast.ops.pack.cell_rows import count_nonzeros, divide_rows
+from skyrl_fast.ops.policy_loss.loss import ON_GPU, PolicyLoss, policy_loss
+from skyrl_fast.ops.policy_loss.losses import (
     Cispo,
     ClipCov,
     CrossEntropy,
@@ -34,7 +35,6 @@ from skyrl_fast.ops.losses import (
     Sapo,
     loss_and_settings,
 )
-from skyrl_fast.ops.policy_loss import ON_GPU, PolicyLoss, policy_loss
 
 REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
 Loss = tuple[torch.Tensor, dict[str, float]]

@@ -15,7 +15,7 @@ import torch
 
 from skyrl_fast.batch.row_index import dense_ids
 from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError, require, stand_in
-from skyrl_fast.ops.pack import pack_steps
+from skyrl_fast.ops.pack.steps import pack_steps
 
 ROLLOUT = "get_rollout_metrics"
 REWARD = "get_metrics_from_generator_output"

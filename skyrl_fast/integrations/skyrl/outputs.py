@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from skyrl_fast import generator_merge, generator_output
+from skyrl_fast.batch import generator_merge, generator_output
 from skyrl_fast.integrations.skyrl import output_metrics
 from skyrl_fast.integrations.skyrl.names import NEWEST
 from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, require, stand_in

@@ -1,0 +1,515 @@
+"""StepBatch. Sections are those of docs/spec.md."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch.split import mini_batch_boundaries, split_micro_batches
+from skyrl_fast.train.algorithm.advantages import advantages, normalize_advantages
+
+STEP_WISE_KEYS = ("trajectory_ids", "is_last_step")
+
+
+def worked_output():
+    """Section 5: rows 0-1 are trajectory 1 (reward 1), rows 2-4 trajectory 2 (reward 0)."""
+    return {
+        "prompt_token_ids": [[1, 2], [1, 2, 3, 9], [1, 2], [1, 2, 4, 9], [1, 2, 4, 9, 5, 9]],
+        "response_ids": [[3], [7, 8], [4], [5, 5], [6]],
+        "loss_masks": [[1], [1, 0], [1], [1, 1], [1]],
+        "rewards": [0.5, 1.0, 0.25, 0.0, 0.0],
+        "rollout_logprobs": [[-0.5], [-1.0, 0.0], [-2.0], [-0.25, -0.125], [-3.0]],
+        "stop_reasons": ["stop", "done", "stop", "stop", "length"],
+        "trajectory_ids": [("a", 0), ("a", 0), ("a", 1), ("a", 1), ("a", 1)],
+        "is_last_step": [False, True, False, False, True],
+        "policy_versions": [0, 0, 0, 1, 1],
+    }
+
+
+def default_output():
+    return {
+        "prompt_token_ids": [[1, 2], [1, 2], [3], [3]],
+        "response_ids": [[5], [6, 7, 8], [9], [9, 9]],
+        "loss_masks": [[1], [1, 1, 1], [1], [0, 1]],
+        "rewards": [1.0, 0.0, 2.0, 4.0],
+    }
+
+
+DEFAULT_UIDS = ["p", "p", "q", "q"]
+
+
+def tensors(batch: StepBatch) -> dict:
+    return {f: getattr(batch, f) for f in StepBatch.__slots__}
+
+
+def assert_same(a: StepBatch, b: StepBatch) -> None:
+    for name, value in tensors(a).items():
+        other = getattr(b, name)
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == other.dtype
+            assert torch.equal(value, other), name
+        else:
+            assert value == other, name
+
+
+# --- section 1: every step is a row ------------------------------------------------------------
+
+
+@pytest.mark.spec("output.row-per-step", "output.any-context")
+def test_every_step_is_a_row_of_prompt_then_response():
+    batch = StepBatch.from_generator_output(worked_output())
+    assert batch.num_rows == 5
+    assert batch.num_trajectories == 2
+    assert batch.cu_seqlens.tolist() == [0, 3, 9, 12, 18, 25]
+    assert [row.tolist() for row in batch.tokens.split(batch.lengths.tolist())] == [
+        [1, 2, 3],
+        [1, 2, 3, 9, 7, 8],
+        [1, 2, 4],
+        [1, 2, 4, 9, 5, 5],
+        [1, 2, 4, 9, 5, 9, 6],
+    ]
+    assert batch.cu_responses.tolist() == [0, 1, 3, 4, 6, 7]
+    assert batch.loss_mask.tolist() == [1, 1, 0, 1, 1, 1, 1]
+    assert batch.trajectory_ids.tolist() == [0, 0, 1, 1, 1]
+    assert batch.group_ids.tolist() == [0] * 5
+    assert batch.uids == ("a",)
+    assert batch.is_last_step.tolist() == [False, True, False, False, True]
+    assert batch.policy_version.tolist() == [0, 0, 0, 1, 1]
+    assert batch.stop_reasons == ("stop", "done", "stop", "stop", "length")
+    assert batch.rollout_logprobs.tolist() == [-0.5, -1.0, 0.0, -2.0, -0.25, -0.125, -3.0]
+
+
+def test_a_reward_per_row_lies_on_its_last_token():
+    batch = StepBatch.from_generator_output(worked_output())
+    assert batch.rewards.tolist() == [0.5, 0.0, 1.0, 0.25, 0.0, 0.0, 0.0]
+    assert batch.row_rewards.tolist() == [0.5, 1.0, 0.25, 0.0, 0.0]
+
+
+def test_rewards_per_token_sum_to_the_row():
+    output = worked_output()
+    output["rewards"] = [[0.5], [0.25, 0.5], [0.0], [1.0, 2.0], [3.0]]
+    batch = StepBatch.from_generator_output(output)
+    assert batch.rewards.tolist() == [0.5, 0.25, 0.5, 0.0, 1.0, 2.0, 3.0]
+    assert batch.row_rewards.tolist() == [0.5, 0.75, 0.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_an_empty_response_is_a_row_without_response_tokens(per_token):
+    output = worked_output()
+    output["response_ids"][4], output["loss_masks"][4], output["rollout_logprobs"][4] = [], [], []
+    if per_token:
+        output["rewards"] = [[0.5], [0.0, 1.0], [0.0], [0.0, 0.0], []]
+    batch = StepBatch.from_generator_output(output)
+    assert batch.cu_responses.tolist() == [0, 1, 3, 4, 6, 6]
+    assert batch.row_rewards.tolist()[-1] == 0.0
+
+
+@pytest.mark.spec("output.reward-of-empty-response")
+def test_a_reward_of_an_empty_response_counts_and_padded_tensors_refuse_it():
+    output = worked_output()
+    output["response_ids"][4], output["loss_masks"][4], output["rollout_logprobs"][4] = [], [], []
+    output["rewards"][4] = 3.0
+    batch = StepBatch.from_generator_output(output)
+    assert advantages(batch, estimator="rloo").tolist() == [-2.0] * 3 + [2.0] * 3
+    with pytest.raises(ValueError, match=r"rewards must be 0 for an empty response.*3.0 in row 4"):
+        batch.padded(0)
+
+
+def test_rows_may_be_numpy_or_torch_arrays():
+    arrays = worked_output()
+    for field in ("prompt_token_ids", "response_ids", "loss_masks"):
+        arrays[field] = [np.array(row, dtype=np.int64) for row in arrays[field]]
+    arrays["rollout_logprobs"] = [torch.tensor(row) for row in arrays["rollout_logprobs"]]
+    assert_same(
+        StepBatch.from_generator_output(arrays), StepBatch.from_generator_output(worked_output())
+    )
+
+
+@pytest.mark.parametrize("bad", [-1, 2**31])
+def test_a_token_id_out_of_range_is_refused_with_its_row(bad):
+    output = worked_output()
+    output["response_ids"][3][1] = bad
+    with pytest.raises(ValueError, match=r"response_ids.*row 3"):
+        StepBatch.from_generator_output(output)
+
+
+def test_a_loss_mask_other_than_0_or_1_is_refused_with_its_row():
+    output = worked_output()
+    output["loss_masks"][3][1] = 2
+    with pytest.raises(ValueError, match=r"loss_masks.*row 3.*2"):
+        StepBatch.from_generator_output(output)
+
+
+# --- section 2: the default path ---------------------------------------------------------------
+
+
+@pytest.mark.spec("output.default-path")
+def test_without_step_wise_keys_every_row_is_a_trajectory():
+    batch = StepBatch.from_generator_output(default_output(), uids=DEFAULT_UIDS)
+    assert batch.trajectory_ids.tolist() == [0, 1, 2, 3]
+    assert batch.is_last_step.tolist() == [True] * 4
+    assert batch.group_ids.tolist() == [0, 0, 1, 1]
+    assert batch.uids == ("p", "q")
+
+
+@pytest.mark.spec("output.default-path", "output.default-path-unchanged")
+@pytest.mark.parametrize("keys", [STEP_WISE_KEYS, ("is_last_step",), ("trajectory_ids",)])
+def test_step_wise_keys_missing_or_none_give_the_same_bits(keys):
+    missing = default_output()
+    none = {**default_output(), **dict.fromkeys(keys)}
+    a = StepBatch.from_generator_output(missing, uids=DEFAULT_UIDS, num_prompts=4)
+    b = StepBatch.from_generator_output(none, uids=DEFAULT_UIDS, num_prompts=4)
+    assert_same(a, b)
+    assert torch.equal(advantages(a), advantages(b))
+    for name in ("sequences", "attention_mask", "response_mask", "rewards", "loss_mask"):
+        assert torch.equal(getattr(a.padded(0), name), getattr(b.padded(0), name))
+    assert a.padded(0).pad_size == b.padded(0).pad_size == 0
+    assert a.num_padding_rows == b.num_padding_rows == 0
+
+
+@pytest.mark.spec("output.default-path-unchanged")
+def test_the_default_path_equals_one_row_trajectories():
+    step_wise = {
+        **default_output(),
+        "trajectory_ids": [("p", 0), ("p", 1), ("q", 0), ("q", 1)],
+        "is_last_step": [True] * 4,
+    }
+    plain = StepBatch.from_generator_output(default_output(), uids=DEFAULT_UIDS)
+    assert_same(StepBatch.from_generator_output(step_wise), plain)
+
+
+def test_the_default_path_needs_to_know_the_prompts():
+    with pytest.raises(ValueError, match="uids must name each row's prompt"):
+        StepBatch.from_generator_output(default_output())
+
+
+def test_uids_may_be_ints():
+    batch = StepBatch.from_generator_output(default_output(), uids=[7, 7, 3, 3])
+    assert batch.uids == ("7", "3")
+    assert batch.group_ids.tolist() == [0, 0, 1, 1]
+
+
+# --- section 4: the padded view ----------------------------------------------------------------
+
+
+@pytest.mark.spec("batch.right-alignment")
+def test_padded_example():
+    output = {
+        "prompt_token_ids": [[11, 12], [21]],
+        "response_ids": [[13], [22, 23, 24]],
+        "loss_masks": [[1], [1, 0, 1]],
+        "rewards": [2.0, 3.0],
+        "rollout_logprobs": [[-1.0], [-2.0, -3.0, -4.0]],
+    }
+    padded = StepBatch.from_generator_output(output, uids=["a", "b"]).padded(99)
+    assert padded.sequences.tolist() == [[99, 11, 12, 13], [21, 22, 23, 24]]
+    assert padded.sequences.dtype == torch.int64
+    assert padded.attention_mask.tolist() == [[0, 1, 1, 1], [1, 1, 1, 1]]
+    assert padded.response_mask.tolist() == [[0, 0, 1], [1, 1, 1]]
+    assert padded.rewards.tolist() == [[0, 0, 2], [0, 0, 3]]
+    assert padded.loss_mask.tolist() == [[0, 0, 1], [1, 0, 1]]
+    assert padded.loss_mask.dtype == torch.float32
+    assert padded.rollout_logprobs.tolist() == [[0, 0, -1], [-2, -3, -4]]
+
+
+@pytest.mark.spec(
+    "batch.padding-loss-mask",
+    "batch.padding-copies-row-0",
+    "batch.padding-uids",
+    "batch.padding-last-step",
+)
+def test_padding_rows_copy_row_0_with_loss_mask_0_and_are_trajectories_of_their_own():
+    batch = StepBatch.from_generator_output(worked_output())
+    padded, plain = batch.padded(0, pad_size=7), batch.padded(0)
+    for name in ("sequences", "attention_mask", "response_mask", "rewards", "rollout_logprobs"):
+        rows = getattr(padded, name)
+        assert torch.equal(rows[:5], getattr(plain, name)), name
+        assert all(torch.equal(row, rows[0]) for row in rows[5:]), name
+    assert padded.loss_mask[5:].count_nonzero() == 0
+    assert padded.uids == ["a"] * 5 + [f"pad{i}" for i in range(7)]
+    assert padded.is_last_step == [False, True, False, False, True] + [True] * 7
+    assert padded.pad_size == 7
+
+
+@pytest.mark.spec("batch.expert-indices", "batch.dummy-route", "batch.row-without-routes")
+def test_routes_lie_on_the_first_tokens_and_missing_ones_are_distinct_dummies():
+    output = default_output()
+    routes = np.arange(2 * 1 * 2, dtype=np.int64).reshape(2, 1, 2) + 5
+    output["rollout_expert_indices"] = [routes, None, routes[:0], routes[:1]]
+    batch = StepBatch.from_generator_output(output, uids=DEFAULT_UIDS)
+    assert batch.expert_indices.dtype == torch.uint8
+    assert batch.cu_experts.tolist() == [0, 2, 2, 2, 3]
+    padded = batch.padded(0)
+    dummy = [[0, 1]]
+    assert padded.rollout_expert_indices.tolist() == [
+        [dummy, dummy, [[5, 6]], [[7, 8]], dummy],
+        [dummy] * 5,
+        [dummy] * 5,
+        [dummy, dummy, [[5, 6]], dummy, dummy],
+    ]
+    assert padded.router_padding_mask.tolist() == [
+        [True, True, False, False, True],
+        [True] * 5,
+        [True] * 5,
+        [True, True, False, True, True],
+    ]
+    with_rows = batch.padded(0, pad_size=1)
+    assert with_rows.rollout_expert_indices[4].tolist() == [dummy] * 5
+    assert with_rows.router_padding_mask[4].tolist() == [True] * 5
+    output["rollout_expert_indices"] = None
+    without = StepBatch.from_generator_output(output, uids=DEFAULT_UIDS).padded(0)
+    assert without.rollout_expert_indices is None
+    assert without.router_padding_mask is None
+
+
+# --- section 5: advantages ---------------------------------------------------------------------
+
+
+def test_rewards_per_row_stay_so_where_there_are_as_many_tokens_as_rows():
+    output = worked_output()
+    output["response_ids"] = [[3], [7, 8], [4], [5], []]
+    output["loss_masks"] = [[1] * len(row) for row in output["response_ids"]]
+    output["rollout_logprobs"] = None
+    batch = StepBatch.from_generator_output(output)
+    assert batch.loss_mask.shape[0] == batch.num_rows
+    assert advantages(batch, estimator="rloo").tolist() == [1, 1, 1, -1, -1]
+
+
+@pytest.mark.spec("advantage.worked-example")
+@pytest.mark.parametrize(("estimator", "value"), [("grpo", 0.70710), ("rloo", 1.0)])
+def test_worked_advantages(estimator, value):
+    batch = StepBatch.from_generator_output(worked_output())
+    got = advantages(batch, estimator=estimator)
+    assert got.dtype == torch.float32
+    # 1e-5: the spec gives five digits.
+    torch.testing.assert_close(got, torch.tensor([value] * 3 + [-value] * 4), atol=1e-5, rtol=0)
+
+
+@pytest.mark.spec("advantage.token-level-refused")
+def test_temporal_estimators_are_refused():
+    batch = StepBatch.from_generator_output(worked_output())
+    with pytest.raises(ValueError, match="temporal"):
+        advantages(batch, estimator="gae")
+
+
+@pytest.mark.spec("batch.padding-trajectory", "advantage.batch-normalize")
+def test_padding_rows_do_not_move_advantages():
+    batch = StepBatch.from_generator_output(worked_output())
+    for normalize in (False, True):
+        a = advantages(batch, normalize=normalize)
+        b = advantages(batch.with_padding_rows(3), normalize=normalize)
+        assert torch.equal(a, b)
+
+
+@pytest.mark.spec("advantage.batch-normalize")
+def test_batch_normalisation_is_masked_in_mean_and_variance():
+    values = torch.tensor([1.0, 3.0, float("nan"), 1e6])
+    mask = torch.tensor([1, 1, 0, 0], dtype=torch.uint8)
+    assert normalize_advantages(values, mask).tolist() == [-1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.spec("advantage.batch-normalize")
+@given(st.lists(st.tuples(st.floats(-5, 5, width=32), st.booleans()), max_size=40))
+def test_batch_normalisation_ignores_padded_cells_and_padding_rows(cells):
+    values = torch.tensor([v for v, _ in cells], dtype=torch.float32)
+    mask = torch.tensor([m for _, m in cells], dtype=torch.uint8)
+    got = normalize_advantages(values, mask)
+    alone = normalize_advantages(values[mask != 0], torch.ones(int(mask.sum()), dtype=torch.uint8))
+    torch.testing.assert_close(got[mask != 0], alone)
+    assert got[mask == 0].count_nonzero() == 0
+
+
+def test_batch_normalisation_of_nothing_is_zero():
+    values, mask = torch.tensor([2.0, 3.0]), torch.zeros(2, dtype=torch.uint8)
+    assert normalize_advantages(values, mask).tolist() == [0.0, 0.0]
+
+
+# --- section 7: mini-batches and micro-batches --------------------------------------------------
+
+
+@pytest.mark.spec("update.worked-example")
+def test_mini_batch_example():
+    uids = ["p0"] * 4 + ["p1"] * 2 + ["p2"] * 3 + ["p3"] * 2
+    assert mini_batch_boundaries(uids, 2) == [(0, 6), (6, 11)]
+
+
+@pytest.mark.spec("update.mini-batch-size", "update.bad-sizes")
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 12))
+def test_a_mini_batch_spans_exactly_that_many_prompts(sizes, mini_batch_size):
+    uids = [f"p{i}" for i, size in enumerate(sizes) for _ in range(size)]
+    if len(sizes) % mini_batch_size:
+        with pytest.raises(ValueError, match="must divide the number of prompts"):
+            mini_batch_boundaries(uids, mini_batch_size)
+        return
+    boundaries = mini_batch_boundaries(uids, mini_batch_size)
+    assert len(boundaries) == len(sizes) // mini_batch_size
+    assert [len(set(uids[a:b])) for a, b in boundaries] == [mini_batch_size] * len(boundaries)
+    assert [a for a, _ in boundaries] == [0, *(b for _, b in boundaries[:-1])]
+    assert boundaries[-1][1] == len(uids)
+
+
+@pytest.mark.spec("update.bad-sizes")
+def test_prompts_that_are_not_contiguous_are_refused():
+    with pytest.raises(ValueError, match=r"adjacent, but prompt 'p' returns in row 2"):
+        mini_batch_boundaries(["p", "q", "p"], 1)
+
+
+@pytest.mark.spec("update.boundaries-before-padding")
+def test_mini_batch_boundaries_exclude_padding_rows():
+    batch = StepBatch.from_generator_output(default_output(), uids=DEFAULT_UIDS)
+    parts = batch.with_padding_rows(3).mini_batches(1)
+    assert [p.num_rows for p in parts] == [2, 2]
+    assert [p.uids for p in parts] == [("p",), ("q",)]
+    assert parts[1].tokens.tolist() == [3, 9, 3, 9, 9]
+    assert parts[1].group_ids.tolist() == [0, 0]
+    assert parts[1].trajectory_ids.tolist() == [0, 1]
+    assert parts[1].cu_responses.tolist() == [0, 1, 3]
+
+
+def rows_of(parts):
+    return sorted(int(r) for rank in parts for part in rank for r in part)
+
+
+@pytest.mark.spec("update.micro-batches")
+@given(
+    st.lists(st.integers(0, 50), max_size=60),
+    st.integers(1, 120),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_micro_batches_keep_to_the_budget_and_every_rank_has_as_many(
+    lengths, budget, num_ranks, keep_units
+):
+    units = np.arange(len(lengths)) // 3 if keep_units else None
+    parts = split_micro_batches(lengths, budget, num_ranks=num_ranks, units=units)
+    assert len(parts) == num_ranks
+    assert len({len(rank) for rank in parts}) == 1
+    assert rows_of(parts) == list(range(len(lengths)))
+    of_row = np.arange(len(lengths)) if units is None else units
+    for part in (p for rank in parts for p in rank):
+        load = sum(lengths[r] for r in part)
+        assert load <= budget or len({of_row[r] for r in part}) == 1
+        assert list(part) == sorted(part)
+    if units is not None:
+        for unit in set(units.tolist()):
+            members = set(np.flatnonzero(units == unit).tolist())
+            homes = [p for rank in parts for p in rank if members & set(p.tolist())]
+            assert len(homes) == 1
+
+
+@pytest.mark.spec("update.micro-batches")
+def test_micro_batches_are_balanced():
+    parts = split_micro_batches([9, 8, 7, 6, 5, 5], 100, num_ranks=2)
+    assert [[sum([9, 8, 7, 6, 5, 5][r] for r in p) for p in rank] for rank in parts] == [[20], [20]]
+
+
+def test_micro_batches_of_all_ranks_are_the_mini_batch():
+    batch = StepBatch.from_generator_output(worked_output())
+    parts = [m for rank in range(2) for m in batch.micro_batches(9, num_ranks=2, rank=rank)]
+    assert sum(m.num_real_rows for m in parts) == batch.num_rows
+    assert sorted(t for m in parts for t in m.tokens[: m.num_tokens].tolist()) == sorted(
+        batch.tokens.tolist()
+    )
+    whole = batch.micro_batches(1000)
+    assert len(whole) == 1
+    assert_same(whole[0], batch)
+
+
+def test_a_rank_without_rows_gets_a_padding_row():
+    batch = StepBatch.from_generator_output(worked_output()).rows([0])
+    (full,), (empty,) = (batch.micro_batches(100, num_ranks=2, rank=r) for r in range(2))
+    assert full.num_padding_rows == 0
+    assert (empty.num_rows, empty.num_real_rows, empty.num_tokens) == (1, 0, 1)
+    assert empty.loss_mask.numel() == 0
+
+
+@pytest.mark.parametrize("kwargs", [{"token_budget": 0}, {"token_budget": 5, "rank": 1}])
+def test_micro_batches_refuse_bad_sizes(kwargs):
+    batch = StepBatch.from_generator_output(worked_output())
+    with pytest.raises(ValueError, match=r"token_budget|rank"):
+        batch.micro_batches(**kwargs)
+
+
+def test_keep_trajectories_never_splits_one():
+    batch = StepBatch.from_generator_output(worked_output())
+    parts = batch.micro_batches(9, keep_trajectories=True)
+    assert sorted(p.num_rows for p in parts) == [2, 3]
+
+
+# --- choosing rows, disk -----------------------------------------------------------------------
+
+
+def with_everything() -> StepBatch:
+    output = worked_output()
+    output["rollout_expert_indices"] = [
+        np.full((k, 2, 3), 100 * k, dtype=np.int16) for k in (2, 0, 1, 3, 4)
+    ]
+    batch = StepBatch.from_generator_output(output)
+    some = torch.arange(7, dtype=torch.float32)
+    return batch.with_(
+        advantages=some, old_logprobs=-some, ref_logprobs=some / 2, row_weights=some[:5]
+    )
+
+
+def test_rows_by_numbers_equals_rows_by_slice():
+    batch = with_everything()
+    assert_same(batch.rows(slice(1, 4)), batch.rows([1, 2, 3]))
+    assert_same(batch.rows(slice(1, 4)), batch.rows(torch.tensor([False, True, True, True, False])))
+    assert_same(batch.rows(slice(0, 0)), batch.rows([]))
+
+
+def test_rows_in_another_order():
+    part = with_everything().rows([3, 0])
+    assert part.tokens.tolist() == [1, 2, 4, 9, 5, 5, 1, 2, 3]
+    assert part.cu_seqlens.tolist() == [0, 6, 9]
+    assert part.advantages.tolist() == [4.0, 5.0, 0.0]
+    assert part.row_weights.tolist() == [3.0, 0.0]
+    assert part.expert_indices[:, 0, 0].tolist() == [300, 300, 300, 200, 200]
+    assert part.cu_experts.tolist() == [0, 3, 5]
+    assert part.stop_reasons == ("stop", "stop")
+
+
+@pytest.mark.parametrize("index", [[5], [-1], [True, False]])
+def test_rows_refuses_numbers_out_of_range(index):
+    with pytest.raises(ValueError, match="rows"):
+        with_everything().rows(index)
+
+
+def test_save_and_load_keep_every_bit(tmp_path):
+    batch = with_everything().with_padding_rows(2)
+    batch.save(tmp_path / "batch.safetensors")
+    assert_same(StepBatch.load(tmp_path / "batch.safetensors"), batch)
+    assert [p.name for p in tmp_path.iterdir()] == ["batch.safetensors"]
+
+
+def test_load_refuses_what_is_no_batch(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="no safetensors file"):
+        StepBatch.load(path)
+
+
+def test_a_batch_whose_parts_disagree_is_refused():
+    batch = with_everything()
+    with pytest.raises(ValueError, match=r"advantages must be of shape \(7,\), got \(6,\)"):
+        batch.with_(advantages=torch.zeros(6))
+    with pytest.raises(ValueError, match=r"rewards must be torch.float32, got torch.float64"):
+        batch.with_(rewards=torch.zeros(7, dtype=torch.float64))
+
+
+@pytest.mark.spec("batch.short-padding-rows")
+def test_padding_rows_cost_one_token():
+    batch = with_everything()
+    padded = batch.with_padding_rows(2).with_padding_rows(1)
+    assert padded.num_tokens == batch.num_tokens + 3
+    assert padded.loss_mask.numel() == batch.loss_mask.numel()
+    assert padded.row_uids[-3:] == ["pad0", "pad1", "pad2"]
+    assert padded.is_last_step.tolist()[-3:] == [True] * 3
+    assert_same(batch.with_padding_rows(0), batch)
+    assert_same(padded.rows(slice(0, 5)), batch)
+    with pytest.raises(ValueError, match="pad_size must be at least 0"):
+        batch.with_padding_rows(-1)

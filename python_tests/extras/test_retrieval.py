@@ -1,0 +1,476 @@
+"""The search server: what it finds, what it answers, what it refuses, how it starts and ends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("bm25s")
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+
+from fastapi.testclient import TestClient
+
+from skyrl_fast.cli import main
+from skyrl_fast.extras.search import index as index_module
+from skyrl_fast.extras.search.command import add_arguments
+from skyrl_fast.extras.search.corpus import Corpus
+from skyrl_fast.extras.search.index import Bm25Index, FaissIndex, MissingPackageError, best
+from skyrl_fast.extras.search.launch import RetrievalServerError, retrieval_server
+from skyrl_fast.extras.search.server import BodyLimit, Limits, make_app
+
+ROOT = Path(__file__).parents[2]
+PASSAGES = [
+    '"Aachen"\nAachen is a city. Its mayor is Bruno.',
+    '"Bruno"\nBruno was born in Genoa.',
+    '"Genoa"\nGenoa lies at the sea.',
+    '"Clara"\nClara works in Aachen.',
+]
+END_SECONDS = 20.0
+
+
+@pytest.fixture(scope="module")
+def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    rows = [json.dumps({"id": f"d{i}", "contents": text}) for i, text in enumerate(PASSAGES)]
+    path.write_text("\n".join(rows) + "\n\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(corpus_file: Path) -> Corpus:
+    return Corpus(corpus_file)
+
+
+@pytest.fixture(scope="module")
+def client(corpus: Corpus) -> TestClient:
+    limits = Limits(body_bytes=2000, queries=3, query_characters=100, topk=4)
+    return TestClient(make_app(corpus, Bm25Index(corpus), topk=2, limits=limits))
+
+
+def found(answer: Any) -> list[list[str]]:
+    assert answer.status_code == 200, answer.text
+    return [[hit.get("document", hit)["id"] for hit in hits] for hits in answer.json()["result"]]
+
+
+# --- corpus and index --------------------------------------------------------------------------
+
+
+def test_corpus_reads_passages_where_they_lie(corpus: Corpus) -> None:
+    assert len(corpus) == 4
+    assert corpus[1] == {"id": "d1", "contents": PASSAGES[1]}
+    assert list(corpus.texts()) == PASSAGES
+
+
+def test_corpus_numbers_passages_without_id_and_survives_a_missing_last_newline(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"contents": "a"}\n\n{"contents": "b"}')
+    corpus = Corpus(path)
+    assert [corpus[0], corpus[1]] == [{"id": "0", "contents": "a"}, {"id": "1", "contents": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no such file"),
+        ("", "is empty"),
+        ("\n \n", "has no passages"),
+        ('{"contents": "a"}\n\n[1]\n', "line 3: wanted an object"),
+        ('{"contents": "a"}\n{"contents":\n', "line 2: no JSON"),
+        ('{"contents": 7}\n', "line 1: wanted an object with the text 'contents'"),
+    ],
+)
+def test_a_bad_corpus_is_named(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "c.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        list(Corpus(path).texts())
+
+
+@pytest.mark.spec("search.results")
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), max_size=40), st.integers(1, 50))
+def test_best_is_a_stable_sort_of_the_positive(scores: list[float], topk: int) -> None:
+    wanted = sorted(
+        ((i, s) for i, s in enumerate(scores) if s > 0), key=lambda hit: (-hit[1], hit[0])
+    )
+    assert best(np.array(scores), topk) == wanted[:topk]
+
+
+@pytest.mark.spec("search.results")
+def test_bm25_prefers_rare_words_and_finds_nothing_for_unknown_ones(corpus: Corpus) -> None:
+    index = Bm25Index(corpus)
+    by_name, by_work, unknown, empty, signs = index.search(
+        ["born Bruno", "Who works in Aachen?", "zebra", "", "?!"], 3
+    )
+    assert [number for number, _ in by_name] == [1, 0]
+    assert [number for number, _ in by_work] == [3, 0]
+    assert unknown == empty == signs == []
+    assert by_name[0][1] > by_name[1][1] > 0
+
+
+@pytest.mark.spec("search.index-check")
+def test_bm25_index_is_kept_and_checked(corpus: Corpus, tmp_path: Path) -> None:
+    made = Bm25Index(corpus, tmp_path / "index")
+    kept = Bm25Index(corpus, tmp_path / "index")
+    queries = ["mayor of Aachen", "sea"]
+    assert kept.search(queries, 4) == made.search(queries, 4)
+    smaller = tmp_path / "smaller.jsonl"
+    smaller.write_text('{"contents": "a passage"}\n')
+    with pytest.raises(ValueError, match="is of 4 passages"):
+        Bm25Index(Corpus(smaller), tmp_path / "index")
+
+
+class LetterCounts:
+    """Vectors of how often each letter occurs."""
+
+    def encode(self, texts: Sequence[str], *, is_query: bool) -> np.ndarray:
+        counts = [[text.lower().count(chr(97 + i)) for i in range(26)] for text in texts]
+        vectors = np.array(counts, dtype=np.float32) + 1e-3
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+@pytest.mark.spec("search.index-check")
+def test_faiss_finds_the_nearest_vector(corpus: Corpus, tmp_path: Path) -> None:
+    pytest.importorskip("faiss")
+    made = FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
+    for number, text in enumerate(PASSAGES):
+        (hits,) = made.search([text], 10)
+        assert hits[0][0] == number
+        assert hits[0][1] == pytest.approx(1, abs=1e-5)
+        assert len(hits) == 4
+    kept = FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
+    assert kept.search(["sea", "mayor"], 2) == made.search(["sea", "mayor"], 2)
+    smaller = tmp_path / "smaller.jsonl"
+    smaller.write_text('{"contents": "a passage"}\n')
+    with pytest.raises(ValueError, match="is of 4 passages"):
+        FaissIndex(Corpus(smaller), LetterCounts(), tmp_path / "vectors")
+
+
+@pytest.mark.spec("search.index-check")
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_what_a_kill_left_of_an_index_is_named(
+    share: float, corpus: Corpus, tmp_path: Path
+) -> None:
+    def cut(file: Path) -> None:
+        content = file.read_bytes()
+        file.write_bytes(content[: int(len(content) * share)])
+
+    Bm25Index(corpus, tmp_path / "words")
+    for file in (tmp_path / "words").iterdir():
+        cut(file)
+    with pytest.raises(ValueError, match="words cannot be read, delete it to make it anew"):
+        Bm25Index(corpus, tmp_path / "words")
+    pytest.importorskip("faiss")
+    FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
+    cut(tmp_path / "vectors")
+    with pytest.raises(ValueError, match="vectors cannot be read, delete it to make it anew"):
+        FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
+
+
+@pytest.mark.spec("search.index-check")
+def test_an_index_takes_its_place_when_it_is_whole(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bm25s
+
+    def killed(self: Any, folder: str, **options: Any) -> None:
+        Path(folder).mkdir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bm25s.BM25, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Bm25Index(corpus, tmp_path / "words")
+    Bm25Index(corpus, tmp_path / "words")
+    assert [path.name for path in tmp_path.iterdir()] == ["words"]
+
+
+@pytest.mark.spec("search.index-check")
+def test_vectors_of_another_encoder_are_refused(corpus: Corpus, tmp_path: Path) -> None:
+    pytest.importorskip("faiss")
+    FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
+
+    class Other(LetterCounts):
+        def encode(self, texts: Sequence[str], *, is_query: bool) -> np.ndarray:
+            return super().encode(texts, is_query=is_query)[:, :8]
+
+    with pytest.raises(ValueError, match="has vectors of 26 numbers, the encoder gives 8"):
+        FaissIndex(corpus, Other(), tmp_path / "vectors")
+
+
+def test_a_corpus_without_words_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"contents": "the of a"}')
+    with pytest.raises(ValueError, match=r"corpus\.jsonl has no words"):
+        Bm25Index(Corpus(path))
+
+
+def test_encoder_gives_unit_vectors_that_padding_does_not_move(tiny_model_folder: Path) -> None:
+    encoder = index_module.TransformersEncoder(str(tiny_model_folder))
+    alone = encoder.encode(["sea"], is_query=True)
+    beside = encoder.encode(["sea", "a much longer text"], is_query=True)
+    assert np.linalg.norm(beside, axis=1) == pytest.approx([1, 1], abs=1e-5)
+    assert np.abs(alone[0] - beside[0]).max() < 1e-5
+    assert np.abs(encoder.encode(["sea"], is_query=False) - alone).max() > 1e-4
+
+
+@pytest.mark.parametrize(("package", "extra"), [("bm25s", "search"), ("faiss", "faiss")])
+def test_a_missing_package_is_named(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, package: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingPackageError, match=rf"skyrl-fast\[{extra}\]"):
+        Bm25Index(corpus) if package == "bm25s" else FaissIndex(corpus, LetterCounts())
+
+
+# --- answers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("search.requests")
+def test_one_query_with_scores(client: TestClient) -> None:
+    answer = client.post(
+        "/retrieve", json={"query": "born Bruno", "topk": 1, "return_scores": True}
+    )
+    ((hit,),) = answer.json()["result"]
+    assert hit["document"] == {"id": "d1", "contents": PASSAGES[1]}
+    assert hit["score"] > 0
+
+
+@pytest.mark.spec("search.requests", "search.results")
+def test_several_queries_without_scores(client: TestClient) -> None:
+    answer = client.post("/retrieve", json={"queries": ["born Bruno", "zebra", "sea"]})
+    assert found(answer) == [["d1", "d0"], [], ["d2"]]
+    assert answer.json()["result"][2] == [{"id": "d2", "contents": PASSAGES[2]}]
+
+
+@pytest.mark.spec("search.requests")
+def test_half_a_surrogate_pair_in_a_passage_does_not_fail_its_queries(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"id": "\\ud800", "contents": "cat \\ud800 \\ud83d\\ude00"}\n')
+    corpus = Corpus(path)
+    answer = TestClient(make_app(corpus, Bm25Index(corpus))).post(
+        "/retrieve", json={"query": "cat"}
+    )
+    assert answer.json()["result"] == [[{"id": "?", "contents": "cat ? \U0001f600"}]]
+
+
+@pytest.mark.spec("search.bad-request")
+def test_an_unknown_key_is_not_sent_back(client: TestClient) -> None:
+    answer = client.post("/retrieve", json={"query": "a", "secret" * 100: 1})
+    assert answer.status_code == 422
+    assert answer.json()["detail"][0]["where"] == ["body", "an unknown key"]
+
+
+@pytest.mark.spec("search.health")
+def test_health(client: TestClient) -> None:
+    assert client.get("/health").json() == {"status": "ok", "index": "bm25", "documents": 4}
+
+
+# --- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("search.bad-request")
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"query": "a", "queries": ["b"]},
+        {"query": None},
+        {"query": 7},
+        {"query": ["a"]},
+        {"queries": "a"},
+        {"queries": []},
+        {"queries": ["a"] * 4},
+        {"queries": ["a", None]},
+        {"query": "a" * 101},
+        {"query": "a", "topk": 0},
+        {"query": "a", "topk": -1},
+        {"query": "a", "topk": 5},
+        {"query": "a", "topk": 10**30},
+        {"query": "a", "topk": "2"},
+        {"query": "a", "topk": True},
+        {"query": "a", "topk": 1.5},
+        {"query": "a", "return_scores": "yes"},
+        {"query": "a", "unknown": 1},
+        [],
+        "a",
+        None,
+    ],
+    ids=str,
+)
+def test_malformed_requests_are_refused(client: TestClient, body: Any) -> None:
+    answer = client.post("/retrieve", json=body)
+    assert answer.status_code == 422
+    assert len(answer.text) < 1000
+
+
+@pytest.mark.spec("search.bad-request")
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff\xfe", b'{"query": "\\ud800"}', b"[" * 1900, b'{"query": NaN}', b"\x00"],
+    ids=["empty", "cut", "no text", "half a character", "deep", "nan", "nul"],
+)
+def test_what_is_no_request_is_refused(client: TestClient, body: bytes) -> None:
+    answer = client.post("/retrieve", content=body, headers={"content-type": "application/json"})
+    assert 400 <= answer.status_code < 500
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_break_the_server(client: TestClient, body: bytes) -> None:
+    answer = client.post("/retrieve", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code < 500
+
+
+@pytest.mark.spec("search.body-size")
+def test_oversized_bodies_are_refused_announced_or_not(client: TestClient) -> None:
+    assert client.post("/retrieve", content=b" " * 2001).status_code == 413
+    parts = iter([b" " * 1500, b" " * 1500])
+    assert client.post("/retrieve", content=parts).status_code == 413
+    answer = client.post(
+        "/retrieve", content=b"{}", headers={"content-length": "-5", "transfer-encoding": "x"}
+    )
+    assert answer.status_code == 413
+
+
+def test_other_paths_and_methods(client: TestClient) -> None:
+    assert client.get("/retrieve").status_code == 405
+    for path in ("/docs", "/openapi.json", "/", "/../etc/passwd"):
+        assert client.get(path).status_code == 404
+
+
+@pytest.mark.spec("search.body-time")
+def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    monkeypatch.setattr("skyrl_fast.extras.search.server.BODY_SECONDS", 0.01)
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "headers": [], "method": "POST", "path": "/retrieve"}
+    asyncio.run(BodyLimit(None, 10)(scope, receive, send))
+    assert sent[0]["status"] == 408
+
+
+# --- the environment's client ------------------------------------------------------------------
+
+
+@pytest.mark.spec("search.serve", "search.requests", "search.lifetime")
+def test_skyrl_gyms_search_tool_reads_the_answers(corpus_file: Path, tmp_path: Path) -> None:
+    skyrl_gym = pytest.importorskip("skyrl_gym")
+    from omegaconf import OmegaConf
+
+    with retrieval_server(corpus_file, log_file=tmp_path / "server.log") as url:
+        assert url.startswith("http://127.0.0.1:")
+        env = skyrl_gym.make(
+            "search",
+            env_config=OmegaConf.create(
+                {"search_url": url, "topk": 1, "timeout": 5, "log_requests": False}
+            ),
+            extras={"reward_spec": {"ground_truth": {"target": ["Genoa"]}}, "max_turns": 3},
+        )
+        env.init([{"role": "user", "content": "Where was Bruno born?"}])
+        seen = env.step("<search> Bruno born </search>")["observations"][0]["content"]
+        expected = json.dumps({"result": f"Doc 1: {PASSAGES[1]}\n"})
+        assert seen == f"\n<information>{expected}</information>\n"
+        assert env.step("<answer> Genoa </answer>")["reward"] == 1
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(url, timeout=2)
+
+
+# --- start and end -----------------------------------------------------------------------------
+
+
+@pytest.mark.spec("search.lifetime")
+def test_an_error_in_the_block_stops_the_server(corpus_file: Path, tmp_path: Path) -> None:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        retrieval_server(corpus_file, log_file=tmp_path / "server.log") as url,
+    ):
+        raise KeyboardInterrupt
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(url, timeout=2)
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RetrievalServerError, match="no such file"),
+        retrieval_server(tmp_path / "missing.jsonl", log_file=tmp_path / "server.log"),
+    ):
+        pass
+
+
+STARTER = """
+import sys, time
+from pathlib import Path
+from skyrl_fast.extras.search.launch import retrieval_server
+with retrieval_server(Path(sys.argv[1]), log_file=Path(sys.argv[2])) as url:
+    print(url, flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.spec("search.lifetime")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_the_server_ends_with_its_starter(
+    corpus_file: Path, tmp_path: Path, how: signal.Signals
+) -> None:
+    command = [sys.executable, "-c", STARTER, str(corpus_file), str(tmp_path / "log")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as starter:
+        assert starter.stdout is not None
+        port = int(starter.stdout.readline().rpartition(":")[2].partition("/")[0])
+        starter.send_signal(how)
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            return
+        time.sleep(0.05)
+    pytest.fail("the server outlives its starter")
+
+
+@pytest.mark.spec("search.serve")
+def test_loopback_is_the_default(corpus_file: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert parser.parse_args(["--corpus", str(corpus_file)]).host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--corpus", "missing.jsonl"], "no such file"),
+        (["--corpus", "CORPUS", "--port", "70000"], "cannot listen on 127.0.0.1:70000"),
+    ],
+)
+def test_the_command_complains(
+    corpus_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    given = [str(corpus_file) if text == "CORPUS" else text for text in arguments]
+    assert main(["retrieval", *given]) == 2
+    assert said in capsys.readouterr().err

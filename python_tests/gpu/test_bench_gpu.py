@@ -1,0 +1,280 @@
+"""The GPU benches, tried with tiny sizes on emulated kernels; their figures mean nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench.baselines.padded_rows import row_bounds, varlen_attention
+from bench.gpu import batch_cases, cases, linear_cases, logit_cases, peers, plot, report, tree_cases
+from bench.gpu.case import OURS, Case, within
+from bench.gpu.timing import Ceilings, Stopwatch
+from skyrl_fast.ops.prefix_tree.attention import plan_tree_attention, tree_attention
+from skyrl_fast.train.model import tree_forward
+
+ROOT = Path(__file__).resolve().parents[2]
+CEILINGS = Ceilings(1e12, 1e10, 0.005)
+
+
+def test_every_case_of_ours_runs(emulated_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = {"F.cross_entropy": peers.LOGPROB["F.cross_entropy"]}
+    monkeypatch.setattr(peers, "LOGPROB", keep)  # no compiling here
+    for losses in (peers.PPO, peers.PPO_K3):
+        monkeypatch.delitem(losses, "torch.compile TRL formulation")
+    monkeypatch.setattr(tree_cases, "SHAPES", ("search",))
+    *_, found = report.measured("cpu", tiny=True)
+    ours = [e for e in found["entries"] if e["contender"] == OURS]
+    groups = {e["group"] for e in found["entries"]}
+    assert len(ours) == len(groups) and all("median_ms" in e for e in ours)
+    assert all(e["error"] < 5e-3 for e in ours if "error" in e)  # of bfloat16 gradients
+    unchecked = {e["group"].split(" 6")[0] for e in ours if "error" not in e}
+    assert unchecked == {"linear_logprob forward"}  # its gradients are, in the groups before it
+    trees = [e for e in found["entries"] if e["group"].startswith("prefix tree: agents")]
+    assert {e["error"] < 1e-3 for e in trees if "tokens" in e} == {True}
+    others = [e for e in found["entries"] if "formulation" in e["contender"]]
+    assert len(others) == 3 and all(e["error"] < 1e-5 for e in others)
+    text = report.table(found)
+    assert "no measurement" in text and "| F.cross_entropy |" in text
+    for work in (
+        "logprob forward",
+        "masked_logprob_loss",
+        "linear_logprob",
+        "pack",
+        "group_adv",
+        "policy_loss PPO",
+    ):
+        assert any(work in group for group in groups)
+
+
+def test_a_wrong_advantage_of_any_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = batch_cases.group_advantage
+
+    def wrong(*arguments: Any, backend: str, **options: Any) -> torch.Tensor:
+        result = right(*arguments, backend=backend, **options)
+        if backend == "native":
+            result[-1, -1] += 0.01
+        return result
+
+    monkeypatch.setattr(batch_cases, "group_advantage", wrong)
+    *_, found = report.measured("cpu", tiny=True, only="group_advantage")
+    assert all("wrong by 0.01" in entry["skipped"] for entry in found["entries"])
+
+
+def test_groups_that_are_not_wanted_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unwanted(*_: object, **__: object) -> None:
+        raise AssertionError("made data of a group that is not wanted")
+
+    monkeypatch.setattr(logit_cases.Logits, "random", unwanted)
+    monkeypatch.setattr(linear_cases.Head, "random", unwanted)
+    monkeypatch.setattr(tree_cases, "policy", unwanted)
+    *_, found = report.measured("cpu", tiny=True, only="policy_loss PPO + k3")
+    assert {e["group"] for e in found["entries"]} == {"policy_loss PPO + k3 5 x (7 + 4)"}
+    with pytest.raises(AssertionError, match="not wanted"):
+        list(report.measured("cpu", tiny=True, only="linear_logprob forward"))
+
+
+def test_a_peer_that_is_missing_is_said(emulated_gpu: ModuleType) -> None:
+    def missing() -> None:
+        peers.needs("no_such_package", "x")
+
+    case = Case("g", "peer", missing, 0.0)
+    found = report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), CEILINGS)
+    assert found["skipped"].startswith("not installed (no_such_package")
+
+
+def test_our_own_failure_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong() -> None:
+        raise ValueError("x")
+
+    def all_cases(*_: object) -> Iterator[Case]:
+        yield Case("g", "peer", wrong, 0.0)
+        yield Case("g", OURS, wrong, 0.0)
+        yield Case("g", f"{OURS} Triton", lambda: None, 0.0)
+
+    monkeypatch.setattr(cases, "all_cases", all_cases)
+    monkeypatch.setattr("sys.argv", ["report", "--device", "cpu", "--tiny"])
+    with pytest.raises(SystemExit, match=r"ours failed: g, skyrl_fast$"):
+        report.main()
+
+
+@pytest.mark.parametrize("wrong", [0.1, float("nan")])
+def test_a_wrong_answer_is_not_timed(wrong: float) -> None:
+    case = Case("g", "peer", lambda: None, 0.0, check=lambda: within(wrong, 0.01))
+    found = report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), CEILINGS)
+    assert found["skipped"].startswith("fails: ValueError: wrong by") and "median_ms" not in found
+
+
+def test_the_floor_counts_both_memories() -> None:
+    assert CEILINGS.floor_ms(2e9, 1e8) == pytest.approx(2.0 + 10.0)
+
+
+def test_a_slow_call_is_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, calls = Stopwatch("cpu", flush_bytes=8), []
+
+    def rounds(milliseconds: float) -> tuple[int, int]:
+        calls.clear()
+        monkeypatch.setattr(watch, "once", lambda _: calls.append(0) or milliseconds)
+        timing = watch.measure(lambda: None, lambda: None)
+        assert timing.p10_ms == timing.median_ms == timing.p90_ms == milliseconds
+        return len(calls), timing.rounds
+
+    assert rounds(1.0) == (1 + 5 + 30, 30)
+    assert rounds(500.0) == (1 + 3 + 3, 3)
+    assert rounds(1e4) == (1, 1)
+
+
+def test_a_part_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["report", "--device", "cpu", "--tiny", "--only", "nothing"])
+    with pytest.raises(SystemExit, match="no group's name holds 'nothing'"):
+        report.main()
+
+
+def test_parts_of_a_run_join(tmp_path: Path) -> None:
+    def saved(machine: str, group: str, ms: float) -> list[tuple[str, float]]:
+        entry = {"group": group, "contender": "x", "skipped": "", "floor_ms": ms}
+        part = {"machine": machine, "ceilings": asdict(CEILINGS), "entries": [entry]}
+        report.save(part, tmp_path)
+        entries = json.loads((tmp_path / "gpu.json").read_text())["entries"]
+        return [(e["group"], e["floor_ms"]) for e in entries]
+
+    assert saved("A", "pack", 1.0) == [("pack", 1.0)]
+    assert saved("A", "logprob", 2.0) == [("pack", 1.0), ("logprob", 2.0)]
+    assert saved("A", "pack", 3.0) == [("logprob", 2.0), ("pack", 3.0)]
+    assert saved("B", "pack", 4.0) == [("pack", 4.0)]  # figures of two machines do not mix
+    assert "## pack" in (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.peers
+def test_peers_that_are_installed_compute_the_same() -> None:
+    """In Triton's interpreter; QuACK and cut cross-entropy run on a GPU alone."""
+    command = [sys.executable, "-c", PEERS_PROGRAM]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    entries, tried = json.loads(done.stdout.splitlines()[-1]), []
+    for module, contenders in {
+        "trl": ("TRL", "TRL + gather", "TRL, masked", "TRL chunked", "TRL chunked + gather"),
+        "verl": ("verl",),
+        "flash_attn": ("flash-attn", "flash-attn + gather", "flash-attn, targets ignored"),
+        "liger_kernel": ("Liger", "Liger + gather", "Liger, targets ignored", "Liger GRPO",
+                         "Liger scaled", "Liger scaled + gather"),
+    }.items():  # fmt: skip
+        if importlib.util.find_spec(module) is None:
+            continue
+        tried.append(module)
+        for contender in contenders:
+            found = [e for e in entries if e["contender"] == contender]
+            assert found and all("median_ms" in e for e in found), found
+    if not tried:
+        pytest.skip("no peer is installed")
+
+
+PEERS_PROGRAM = """
+import contextlib, json, torch
+from bench.gpu import report
+torch.cuda.device = lambda index: contextlib.nullcontext()  # flash-attn names its device
+*_, found = report.measured("cpu", tiny=True, dtype=torch.float32)  # it knows no bfloat16
+print(json.dumps(found["entries"]))
+"""
+
+
+def test_without_a_gpu_nothing_is_measured_or_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if report.torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["report"])
+    with pytest.raises(SystemExit, match="nothing was measured"):
+        report.main()
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_results_there_is_no_plot(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.gpu.plot", "--results", str(tmp_path / "gpu.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == plot.NO_RESULT
+    assert "there is no result yet" in done.stdout
+
+
+def made_up_report() -> dict[str, object]:
+    """Numbers for the plot's own test, in no way measured."""
+    entries = []
+    for group in (
+        "logprob forward + backward 8192 x 32000 bf16",
+        "logprob forward + backward 8192 x 128256 bf16",
+        "over tokens: logprob forward + backward 512 x 151936 bf16",
+        "over tokens: logprob forward + backward 1024 x 151936 bf16",
+    ):
+        for name in ("skyrl_fast", "peer"):
+            entries.append({"group": group, "contender": name, "median_ms": 1.0, "peak_bytes": 0})
+        entries.append({"group": group, "contender": "missing", "skipped": "not installed"})
+    return {"machine": "none", "entries": entries}
+
+
+def test_the_points_of_the_plot() -> None:
+    work = "logprob forward + backward"
+    by_vocab = plot.series(made_up_report(), work, over_tokens=False)
+    by_tokens = plot.series(made_up_report(), work, over_tokens=True)
+    assert by_vocab["skyrl_fast"] == [(32_000, 1.0, 0.0), (128_256, 1.0, 0.0)]
+    assert by_tokens["peer"] == [(512, 1.0, 0.0), (1024, 1.0, 0.0)]
+    assert "missing" not in by_tokens
+
+
+def test_the_plot_is_drawn_from_results_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "gpu.json").write_text(json.dumps(made_up_report()))
+    out = tmp_path / "plot.png"
+    arguments = ["plot", "--results", str(tmp_path / "gpu.json"), "--out", str(out)]
+    monkeypatch.setattr("sys.argv", arguments)
+    plot.main()
+    assert out.stat().st_size > 1000
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_varlen_attention_of_rows_that_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one row at a time in place of torch's kernel, which runs on a GPU alone."""
+
+    def row_by_row(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu: torch.Tensor, *_: Any,
+        window_size: tuple[int, int],
+    ) -> torch.Tensor:  # fmt: skip
+        assert window_size == (-1, 0) and query.dtype == key.dtype == value.dtype
+        rows = []
+        for begin, end in itertools.pairwise(cu.tolist()):
+            parts = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+            rows.append(F.scaled_dot_product_attention(*parts, is_causal=True).transpose(0, 1))
+        return torch.cat(rows)
+
+    module = pytest.importorskip("torch.nn.attention.varlen", reason="torch before 2.10")
+    monkeypatch.setattr(module, "varlen_attn", row_by_row)
+    with varlen_attention():
+        for kind, lengths in (("flex", [100, 1, 155]), ("dense", [3, 1, 2]), ("dense", [1, 4, 1])):
+            ends = torch.tensor(lengths).cumsum(0)
+            parents = torch.arange(int(ends[-1])) - 1
+            parents[[0, *ends[:-1].tolist()]] = -1
+            last = ends.repeat_interleave(torch.tensor(lengths))
+            plan = plan_tree_attention(parents.int(), last.int(), kind=kind)
+            cu, longest = row_bounds(plan)
+            assert cu.tolist() == [0, *ends.tolist()] and longest == max(lengths)
+            query, key, value = (torch.randn(1, heads, len(last), 8) for heads in (4, 2, 2))
+            with torch.autocast("cpu", torch.bfloat16):  # float32 queries beside bfloat16 values
+                got = tree_forward.tree_attention(query, key, value.bfloat16(), plan)
+                want = tree_attention(query, key, value.bfloat16(), plan)
+            torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)  # bfloat16
+            del plan  # the next may lie where this one lay

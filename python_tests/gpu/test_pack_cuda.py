@@ -1,0 +1,239 @@
+"""Packing on a GPU, and its kernels emulated on the CPU: the same tensors as on the CPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.autograd import gradcheck
+
+from skyrl_fast import (
+    _C,
+    convert_prompts_responses_to_batch_tensors,
+    padded_to_varlen,
+    varlen_to_padded,
+)
+from skyrl_fast.ops.pack import device_batch, varlen_cuda
+
+ROWS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), min_size=1, max_size=9)
+
+
+def rows_of(shapes: list[tuple[int, int]], per_token: bool, logprobs: bool) -> dict[str, object]:
+    prompts = [[10 * i + j for j in range(p)] for i, (p, _) in enumerate(shapes)]
+    responses = [[1000 + 10 * i + j for j in range(r)] for i, (_, r) in enumerate(shapes)]
+    floats = [[0.5 * j - i for j in range(r)] for i, (_, r) in enumerate(shapes)]
+    per_row = [float(i + 1) if r else 0.0 for i, (_, r) in enumerate(shapes)]
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "rewards": floats if per_token else per_row,
+        "loss_masks": [[(i + j) % 2 for j in range(r)] for i, (_, r) in enumerate(shapes)],
+        "logprobs": floats if logprobs else None,
+    }
+
+
+def same(got: tuple, want: tuple) -> None:
+    for g, w in zip(got, want, strict=True):
+        assert (g is None) == (w is None)
+        if g is not None:
+            assert g.dtype == w.dtype and torch.equal(g.cpu(), w)
+
+
+@pytest.mark.spec("batch.gpu-equal")
+@given(shapes=ROWS, per_token=st.booleans(), logprobs=st.booleans(), pad_size=st.integers(0, 2))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_batch_on_the_device(
+    emulated_gpu: ModuleType,
+    shapes: list[tuple[int, int]],
+    per_token: bool,
+    logprobs: bool,
+    pad_size: int,
+) -> None:
+    rows = rows_of(shapes, per_token, logprobs)
+    before = emulated_gpu.launches()
+    got = convert_prompts_responses_to_batch_tensors(9, **rows, pad_size=pad_size, device="cpu")
+    assert emulated_gpu.launches() <= before + 1  # one for all fields, none without a cell
+    same(got, convert_prompts_responses_to_batch_tensors(9, **rows, pad_size=pad_size))
+
+
+@pytest.mark.parametrize("widths", [(5, 2), (300, 40), (2048, 2049), (5000, 3000)])
+def test_wide_and_narrow_batches(gpu: str, widths: tuple[int, int]) -> None:
+    prompt, response = widths
+    shapes = [(prompt, response), (1, response // 2), (0, 1), (prompt // 2, 0), (prompt, 3)]
+    rows = rows_of(shapes, per_token=True, logprobs=True)
+    got = convert_prompts_responses_to_batch_tensors(0, **rows, pad_size=1, device=gpu)
+    assert got[0].device.type == gpu
+    same(got, convert_prompts_responses_to_batch_tensors(0, **rows, pad_size=1))
+
+
+def test_ids_are_checked_before_they_are_sent(gpu: str) -> None:
+    rows = rows_of([(2, 2)], per_token=False, logprobs=False)
+    with pytest.raises(ValueError, match="responses"):
+        convert_prompts_responses_to_batch_tensors(0, **rows, vocab_size=100, device=gpu)
+    rows["prompts"] = [[-1, 2]]
+    with pytest.raises(ValueError, match="prompts"):
+        convert_prompts_responses_to_batch_tensors(0, **rows, device=gpu)
+
+
+def test_a_reward_that_no_token_can_hold_is_refused(gpu: str) -> None:
+    rows = rows_of([(2, 0), (1, 1)], per_token=False, logprobs=False) | {"rewards": [1.0, 0.0]}
+    with pytest.raises(ValueError, match="rewards must be 0 for an empty response"):
+        convert_prompts_responses_to_batch_tensors(0, **rows, device=gpu)
+
+
+def test_routes_go_along(gpu: str) -> None:
+    rows = rows_of([(2, 1), (1, 3)], per_token=True, logprobs=False)
+    routes = [torch.ones(2, 2, 2, dtype=torch.uint8).numpy(), None]
+    got = convert_prompts_responses_to_batch_tensors(
+        0, **rows, rollout_expert_indices=routes, device=gpu
+    )
+    same(got, convert_prompts_responses_to_batch_tensors(0, **rows, rollout_expert_indices=routes))
+
+
+@given(
+    counts=st.dictionaries(
+        st.text(min_size=1, max_size=3),
+        st.tuples(st.sampled_from([torch.int32, torch.float32, torch.int64]), st.integers(0, 1000)),
+        max_size=6,
+    )
+)
+def test_the_arrays_of_a_block_are_aligned_and_apart(
+    counts: dict[str, tuple[torch.dtype, int]],
+) -> None:
+    parts, size = device_batch.block_parts(counts)
+    end = 0
+    for part in parts.values():
+        assert part.begin % device_batch.ALIGNMENT == 0 and part.begin >= end
+        end = part.begin + part.count * part.dtype.itemsize
+    assert size >= end
+    block = torch.zeros(size, dtype=torch.uint8)
+    assert all(p.of(block).numel() == p.count for p in parts.values())
+
+
+# --- rows laid end to end, and back --------------------------------------------------------------
+
+DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64]
+DTYPES += [torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.spec("batch.flat-round-trip", "batch.cu-seqlens", "batch.gpu-no-sync")
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=0, max_size=7),
+    extra=st.integers(0, 3),
+    cell=st.sampled_from([(), (1,), (3,), (8,), (2, 5)]),
+    dtype=st.sampled_from(DTYPES),
+    side=st.sampled_from(["left", "right"]),
+    order=st.integers(0, 3),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_there_and_back(
+    emulated_gpu: ModuleType,
+    lengths: list[int],
+    extra: int,
+    cell: tuple[int, ...],
+    dtype: torch.dtype,
+    side: str,
+    order: int,
+) -> None:
+    emulated_gpu.set_order(order)
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    width = max(lengths, default=0) + extra
+    g = torch.Generator().manual_seed(sum(lengths))
+    padded = torch.randint(0, 2, (len(lengths), width, *cell), generator=g).to(dtype)
+    got = padded_to_varlen(padded, lengths=sizes, side=side)
+    want = padded_to_varlen(padded, lengths=sizes, side=side, backend="torch")
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    options = {"width": width, "side": side, "pad_value": 1}
+    back = varlen_to_padded(got.values, got.cu_seqlens, **options)
+    assert torch.equal(back, varlen_to_padded(*want[:2], **options, backend="torch"))
+
+
+@pytest.mark.parametrize("hidden", [1, 7, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_hidden_states_and_their_gradient(gpu: str, dtype: torch.dtype, hidden: int) -> None:
+    padded = torch.randn(3, 6, hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
+    lengths = torch.tensor([4, 0, 6])
+    leaf = padded.to(gpu).requires_grad_()
+    flat = padded_to_varlen(leaf, lengths=lengths)
+    out = varlen_to_padded(flat.values * 2, flat.cu_seqlens, width=7, side="right", pad_value=-1)
+    assert torch.equal(out[0, :4].cpu(), padded[0, 2:] * 2) and bool((out[1] == -1).all())
+    out.sum().backward()
+    want = torch.zeros(3, 6, hidden)
+    want[0, 2:] = want[2] = 2.0
+    assert torch.equal(leaf.grad.cpu().float(), want)
+
+
+@pytest.mark.parametrize("cell", [1, 16])
+def test_a_row_of_more_parts_than_blocks(gpu: str, cell: int) -> None:
+    """17 MB of row beside 17 MB of padding, at 16-byte borders and at none."""
+    width = (17 << 20) // cell + 1
+    flat = torch.arange(width * cell, dtype=torch.int32).to(torch.uint8).view(width, cell)
+    cu, lengths = torch.tensor([0, width]), torch.tensor([width])
+    padded = varlen_to_padded(flat.to(gpu), cu, width=2 * width, pad_value=3)
+    assert torch.equal(padded[0, width:].cpu(), flat) and bool((padded[0, :width] == 3).all())
+    assert torch.equal(padded_to_varlen(padded, lengths=lengths).values.cpu(), flat)
+    if gpu == "cpu":
+        assert _C.last_launch()[1] == 1024  # blocks a row, of 65,535 that a launch may have
+
+
+def test_gradcheck(gpu: str) -> None:
+    lengths = torch.tensor([2, 0, 3])
+    padded = torch.randn(3, 4, 2, dtype=torch.float64, device=gpu, requires_grad=True)
+    assert gradcheck(lambda x: padded_to_varlen(x, lengths=lengths).values, padded)
+    cu = torch.tensor([0, 2, 2, 5])
+    flat = torch.randn(5, 2, dtype=torch.float64, device=gpu, requires_grad=True)
+    assert gradcheck(lambda x: varlen_to_padded(x, cu, width=4), flat)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_lengths_from_a_mask(gpu: str, dtype: torch.dtype, side: str) -> None:
+    lengths = torch.tensor([2, 0, 4])
+    columns = torch.arange(4)
+    mask = columns >= 4 - lengths[:, None] if side == "left" else columns < lengths[:, None]
+    padded = torch.arange(12).view(3, 4).to(gpu)
+    got = padded_to_varlen(padded, mask.to(gpu, dtype), side=side)
+    want = padded_to_varlen(padded, lengths=lengths, side=side)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("row", [[1, 0, 1, 1], [1, 1, 0, 0], [0, 2, 1, 1]])
+def test_a_mask_with_holes_is_refused(gpu: str, row: list[int]) -> None:
+    mask = torch.tensor([[0, 1, 1, 1], row]).to(gpu)
+    with pytest.raises(ValueError, match="something else in row 1"):
+        padded_to_varlen(torch.zeros(2, 4, device=gpu), mask)
+
+
+def test_pattern() -> None:
+    assert varlen_cuda.pattern_of(1, torch.int32) == bytes([1, 0, 0, 0]) * 4
+    assert varlen_cuda.pattern_of(-1, torch.int8) == bytes([255]) * 16
+    assert varlen_cuda.pattern_of(1.0, torch.bfloat16) == bytes([0x80, 0x3F]) * 8
+    assert varlen_cuda.pattern_of(True, torch.bool) == bytes([1]) * 16
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits_in_one_row() -> None:
+    length = 2**28 + 1  # cells of 16 bytes
+    flat = torch.arange(2 * length, device="cuda").view(length, 2)
+    cu, lengths = torch.tensor([0, length]), torch.tensor([length])
+    padded = varlen_to_padded(flat, cu, width=length + 1, pad_value=-1)
+    assert torch.equal(padded[0, 1:], flat) and padded[0, 0].tolist() == [-1, -1]
+    assert torch.equal(padded_to_varlen(padded, lengths=lengths).values, flat)
+
+
+@pytest.mark.spec("batch.gpu-no-sync")
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device() -> None:
+    rows = rows_of([(5, 3), (2, 4)], per_token=True, logprobs=True)
+    padded, lengths = torch.randn(3, 6, 8, device="cuda"), torch.tensor([4, 0, 6])
+    cu = torch.tensor([0, 4, 4, 10])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        convert_prompts_responses_to_batch_tensors(0, **rows, device="cuda")
+        values = padded_to_varlen(padded, lengths=lengths).values
+        varlen_to_padded(values, cu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

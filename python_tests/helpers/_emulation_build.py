@@ -1,0 +1,64 @@
+"""Build the CUDA ops for the CPU: `python python_tests/helpers/_emulation_build.py`."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "_cuda_on_cpu"
+FLAGS = (
+    *("-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"),
+    *("-DSKYRL_FAST_EMULATE_CUDA=1", "-Wno-unknown-pragmas"),
+    *shlex.split(os.environ.get("CXXFLAGS", "")),  # a sanitizer's
+)
+
+
+def sources() -> list[Path]:
+    """Every CUDA kernel file, its binding, and the emulation."""
+    found = sorted((ROOT / "csrc").glob("*/*_cuda.cu"))
+    found += sorted((ROOT / "csrc").glob("*/*_cuda_bind.cpp"))
+    found += sorted((ROOT / "csrc" / "emulation").glob("*.cpp"))
+    names = ("bindings/borrow", "bindings/cuda_on_cpu_module", "pack/pack_cpu", "core/parallel")
+    return [*found, *(ROOT / "csrc" / f"{name}.cpp" for name in names)]
+
+
+def build() -> Path:
+    """Return the built module; it is made again when a source changed."""
+    digest = hashlib.sha256(repr(FLAGS).encode())
+    for path in sorted((ROOT / "csrc").rglob("*")):
+        if path.is_file():
+            digest.update(path.name.encode() + path.read_bytes())
+    folder = ROOT / "build" / "emulation" / digest.hexdigest()[:16]
+    module = folder / (NAME + str(sysconfig.get_config_var("EXT_SUFFIX")))
+    if module.exists():
+        return module
+    import pybind11
+
+    folder.mkdir(parents=True, exist_ok=True)
+    includes = [ROOT / "csrc", pybind11.get_include(), sysconfig.get_path("include")]
+    launcher = [p for p in (shutil.which("ccache"),) if p]
+    compiler = [*launcher, os.environ.get("CXX", "c++")]
+
+    def compiled(source: Path) -> Path:
+        out = folder / (source.name + ".o")
+        command = [*compiler, *FLAGS, "-x", "c++", *(f"-I{i}" for i in includes), "-c", str(source)]
+        subprocess.run([*command, "-o", str(out)], check=True)
+        return out
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = [str(o) for o in pool.map(compiled, sources())]
+    part = folder / f"part{os.getpid()}"
+    subprocess.run([compiler[-1], *FLAGS, "-shared", *objects, "-o", str(part)], check=True)
+    part.rename(module)  # whole, or not there
+    return module
+
+
+if __name__ == "__main__":
+    build()

@@ -1,0 +1,115 @@
+"""Models that several ranks share, made alike on each: for the tests of ranks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from _fakes import tiny_model
+from _moe import tiny_moe
+
+from skyrl_fast.config import OptimizerConfig
+from skyrl_fast.train.model.critic import Critic, ValueModel
+from skyrl_fast.train.model.optimizer import Optimizer
+from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.parallel.ranks import Ranks, mirrored
+
+BUDGET = 40  # tokens of a micro-batch: several for each rank
+
+
+@dataclass(slots=True)
+class Models:
+    """What one rank holds: every kind of policy with its optimizer, a reference, a critic."""
+
+    ranks: Ranks
+    policies: dict[str, Policy]
+    optimizers: dict[str, Optimizer]
+    reference: Policy
+    critic: Critic
+
+
+class Probe:
+    """Shows who takes part in a call, and what is sent; `fault_on` is raised on that rank alone."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        ranks.join(self)
+
+    @mirrored
+    def processes(self) -> list[int]:
+        return self.ranks.gather([os.getpid()])
+
+    @mirrored
+    def echo(self, value: Any, *, of: Any = None) -> list[Any]:
+        return self.ranks.gather([(self.ranks.rank, value, of is self)])
+
+    @mirrored
+    def fault_on(self, rank: int) -> None:
+        if self.ranks.rank == rank:
+            raise ValueError(f"a fault of rank {rank}")
+        self.ranks.gather([0])
+
+    @mirrored
+    def nested(self) -> list[int]:
+        return self.processes()
+
+
+def nested(model: Any) -> Any:
+    """The model, which names two kinds of pieces, one within the other, as Mamba's do."""
+    layer = model.base_model.layers[0]
+    model._no_split_modules = [type(layer).__name__, type(layer.mlp).__name__]
+    return model
+
+
+def checkpointed(model: Any) -> Any:
+    """The model, which computes a layer's activations again in the backward pass."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def make_models(ranks: Ranks) -> Models:
+    """All of it; the same weights on every rank, whatever number there is."""
+    device = "cpu" if ranks.mesh is None else ranks.mesh.device_type
+
+    def policy(model: Any, **options: Any) -> Policy:
+        return Policy(model.to(device), max_tokens_per_microbatch=BUDGET, ranks=ranks, **options)
+
+    policies = {
+        "tied": policy(tiny_model(tied=True)),
+        "untied": policy(tiny_model(seed=1)),
+        "nested": policy(nested(tiny_model(seed=4))),
+        "tree": policy(tiny_model(seed=2), tree=True),
+        "experts": policy(tiny_moe(), router_replay=True),
+        "checkpointed": policy(checkpointed(tiny_moe()), router_replay=True),
+    }
+    config = OptimizerConfig(lr=1e-2)
+    optimizers = {name: Optimizer(p, config, total_steps=9) for name, p in policies.items()}
+    reference = policy(tiny_model(seed=5).requires_grad_(False))
+    torch.manual_seed(0)
+    value_model = ValueModel(tiny_model(seed=6).base_model)
+    critic = Critic(
+        value_model.to(device),
+        config,
+        total_steps=9,
+        mini_batch_size=2,
+        max_tokens_per_microbatch=BUDGET,
+        ranks=ranks,
+    )
+    return Models(ranks, policies, optimizers, reference, critic)
+
+
+def with_a_thread(ranks: Ranks) -> Probe:
+    """A probe, and on the other ranks a thread for which Python's end waits."""
+    if ranks.rank > 0:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+    return Probe(ranks)
+
+
+def fail(ranks: Ranks) -> None:
+    """Models that cannot be made on the other ranks."""
+    if ranks.rank > 0:
+        raise ValueError("no such model here")

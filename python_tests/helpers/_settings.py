@@ -1,0 +1,15 @@
+"""Settings that are enough to load, and the error of settings that are not right."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyrl_fast.config import ConfigError, load_config
+
+NEEDED = ["data.train_data=[train.jsonl]", "trainer.policy.model.path=model"]
+
+
+def error_of(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*NEEDED, *overrides])
+    return str(caught.value)

@@ -1,0 +1,93 @@
+"""Whole runs with rollouts that sample from the model itself, for the tests of the loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from _fakes import FakeRollouts, FakeTokenizer, tiny_model, write_prompts
+
+import skyrl_fast
+from skyrl_fast.config import Config
+from skyrl_fast.config.loading import load_config
+from skyrl_fast.train import run as run_module
+from skyrl_fast.train.output.loggers import read_metrics
+from skyrl_fast.train.run import TrainResult
+
+CHANGING = ("timing/", "generate/trajectory")  # the clock's
+
+
+def fill(folder: Path, monkeypatch: pytest.MonkeyPatch, *, num_prompts: int) -> Path:
+    """A folder with a model and prompts, and no real tokenizer."""
+    tiny_model().save_pretrained(folder / "model")
+    write_prompts(folder / "train.jsonl", num_prompts)
+    write_prompts(folder / "val.jsonl", 4)
+    monkeypatch.setattr(run_module, "load_tokenizer", lambda path: FakeTokenizer())
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return fill(tmp_path, monkeypatch, num_prompts=8)
+
+
+def settings(folder: Path, name: str, *overrides: str) -> Config:
+    return load_config(
+        None,
+        [
+            f"data.train_data=[{folder}/train.jsonl]",
+            f"data.val_data=[{folder}/val.jsonl]",
+            f"trainer.policy.model.path={folder}/model",
+            f"trainer.run_path={folder}/{name}",
+            "trainer.policy.optimizer_config.lr=0.01",
+            "trainer.train_batch_size=4",
+            "trainer.policy_mini_batch_size=2",
+            "trainer.epochs=3",
+            "trainer.eval_interval=2",
+            "trainer.ckpt_interval=2",
+            "trainer.max_ckpts_to_keep=-1",
+            "trainer.logger=[jsonl]",
+            "trainer.plot=false",
+            "generator.n_samples_per_prompt=4",
+            *overrides,
+        ],
+    )
+
+
+class Recorder:
+    """Starts fake rollouts and keeps them; `during` is called before each batch is generated."""
+
+    def __init__(self, during: Any = None) -> None:
+        self.rollouts: list[FakeRollouts] = []
+        self.during = during
+
+    async def __call__(self, config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        during = self.during
+
+        class Watched(FakeRollouts):
+            async def before_batch(self, step: int, phase: str) -> None:
+                if during is not None and phase == "train":
+                    await during(step)
+
+        self.rollouts.append(Watched(config, tiny_model(seed=1)))
+        return self.rollouts[-1]
+
+    @property
+    def order(self) -> list[tuple[int, list[str]]]:
+        return [(s, uids) for r in self.rollouts for s, phase, uids in r.calls if phase == "train"]
+
+
+def train(config: Config, recorder: Recorder | None = None) -> TrainResult:
+    return skyrl_fast.train(config, make_rollouts=recorder or Recorder())
+
+
+def steady(path: Path) -> list[dict[str, Any]]:
+    """The metrics without what the clock says."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith(CHANGING)}
+        for row in read_metrics(path)
+    ]

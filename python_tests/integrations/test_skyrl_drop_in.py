@@ -1,0 +1,325 @@
+"""Installing in SkyRL, shown on a small made-up package of its name: SkyRL is not needed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_fast.integrations import skyrl
+from skyrl_fast.integrations.skyrl import ray_workers, switch
+from skyrl_fast.integrations.skyrl.names import KEPT, PPO, TARGETS, Target
+from skyrl_fast.integrations.skyrl.source import fingerprint, plain_text
+
+PREPROCESS = '''
+def compute_prompt_boundaries(uids):
+    """Theirs."""
+    if not isinstance(uids, list):  # odd input
+        raise KeyError("theirs")
+    return "theirs"
+
+
+def make_router_padding_mask(attention_mask, captured_route_lengths):
+    return "another text"
+'''
+TRAINER = """
+from skyrl.train.dataset.preprocess import compute_prompt_boundaries, make_router_padding_mask
+
+
+def boundaries(uids):
+    return compute_prompt_boundaries(uids)
+"""
+
+
+@pytest.fixture
+def fake_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package `skyrl` with two functions, the first of a known text, and a trainer."""
+    for name, text in {
+        "skyrl/__init__.py": '__version__ = "9.9"',
+        "skyrl/train/__init__.py": "",
+        "skyrl/train/dataset/__init__.py": "",
+        "skyrl/train/dataset/preprocess.py": PREPROCESS,
+        "skyrl/train/trainer.py": TRAINER,
+        "skyrl/train/generators/__init__.py": "",
+        "skyrl/train/generators/skyrl_gym_generator.py": "",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    theirs = {name: m for name, m in sys.modules.items() if name.partition(".")[0] == "skyrl"}
+    for name in theirs:
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("skyrl.train.dataset.preprocess")
+    known = fingerprint([module.compute_prompt_boundaries])
+    place = "skyrl.train.dataset.preprocess"
+    targets = tuple(
+        Target(t.name, place, {known: "9.9"}, t.stand_in) if "boundaries" in t.name else t
+        for t in TARGETS
+        if t.short_name in ("compute_prompt_boundaries", "make_router_padding_mask")
+    )
+    monkeypatch.setattr(switch, "TARGETS", targets)
+    for name in [n for n in sys.modules if n.partition(".")[0] == "skyrl"]:
+        del sys.modules[name]
+    yield tmp_path
+    skyrl.uninstall()
+    for name in [n for n in sys.modules if n.partition(".")[0] == "skyrl"]:
+        del sys.modules[name]
+    sys.modules.update(theirs)
+
+
+@pytest.mark.spec("dropin.install", "dropin.known-source", "dropin.report")
+def test_a_known_text_is_replaced_everywhere_and_put_back(fake_skyrl: Path) -> None:
+    trainer = importlib.import_module("skyrl.train.trainer")
+    home = importlib.import_module("skyrl.train.dataset.preprocess")
+    assert trainer.boundaries(["a"]) == "theirs"
+    with pytest.warns(skyrl.SkyRLFastWarning, match="make_router_padding_mask"):
+        report = skyrl.install(ray_workers=False)
+    row = report.row("compute_prompt_boundaries")
+    assert (row.state, row.version) == ("replaced", "9.9")
+    assert set(row.places) == {
+        "skyrl.train.dataset.preprocess.compute_prompt_boundaries",
+        "skyrl.train.trainer.compute_prompt_boundaries",
+    }
+    assert trainer.boundaries(["a", "a", "b"]) == [(0, 2), (2, 3)]
+    assert home.compute_prompt_boundaries is skyrl.compute_prompt_boundaries
+    skyrl.uninstall()
+    assert trainer.boundaries(["a"]) == home.compute_prompt_boundaries(["a"]) == "theirs"
+    assert skyrl.report().mode == "" and str(skyrl.report()).endswith("not installed in SkyRL")
+
+
+@pytest.mark.spec("dropin.known-source", "dropin.report")
+def test_an_unknown_text_stays_and_is_named(fake_skyrl: Path) -> None:
+    with pytest.warns(skyrl.SkyRLFastWarning) as caught:
+        report = skyrl.install(ray_workers=False)
+    trainer = importlib.import_module("skyrl.train.trainer")
+    assert trainer.make_router_padding_mask(None, None) == "another text"
+    assert report.row("make_router_padding_mask").state == "kept"
+    assert "SkyRL 9.9" in str(caught[0].message)
+    assert "make_router_padding_mask" in str(report) and "kept" in str(report)
+    assert set(KEPT) <= set(report.names("kept"))
+
+
+@pytest.mark.spec("dropin.wrappers")
+def test_a_users_wrapper_around_a_known_text_stays(
+    fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = importlib.import_module("skyrl.train.dataset.preprocess")
+    theirs = home.compute_prompt_boundaries
+
+    @functools.wraps(theirs)
+    def mine(uids: list[str]) -> str:
+        return "mine, then " + theirs(uids)
+
+    monkeypatch.setattr(home, "compute_prompt_boundaries", mine)
+    with pytest.warns(skyrl.SkyRLFastWarning, match="compute_prompt_boundaries"):
+        report = skyrl.install(ray_workers=False)
+    assert report.row("compute_prompt_boundaries").state == "kept"
+    trainer = importlib.import_module("skyrl.train.trainer")
+    assert trainer.boundaries(["a"]) == "mine, then theirs"
+
+
+@pytest.mark.spec("dropin.wrappers")
+def test_a_users_wrapper_in_a_registry_stays(
+    fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = importlib.import_module("skyrl.train.dataset.preprocess").compute_prompt_boundaries
+    decorated = torch.no_grad()(theirs)
+    mine = functools.wraps(theirs)(lambda uids: "mine")
+    functions = {"theirs": theirs, "decorated": decorated, "mine": mine}
+    module = SimpleNamespace(PolicyLossRegistry=SimpleNamespace(_functions=functions))
+    monkeypatch.setitem(sys.modules, PPO, module)  # type: ignore[arg-type]
+    with pytest.warns(skyrl.SkyRLFastWarning, match="make_router_padding_mask"):
+        skyrl.install(ray_workers=False)
+    ours = skyrl.compute_prompt_boundaries
+    assert functions == {"theirs": ours, "decorated": ours, "mine": mine}
+    skyrl.uninstall()
+    assert functions == {"theirs": theirs, "decorated": decorated, "mine": mine}
+
+
+@pytest.mark.spec("dropin.prior-functions")
+def test_uninstalling_leaves_our_functions_to_those_who_had_them(
+    fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = skyrl.compute_prompt_boundaries
+    users = ModuleType("users_module")
+    users.boundaries = ours  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "users_module", users)
+    with pytest.warns(skyrl.SkyRLFastWarning):
+        skyrl.install(ray_workers=False)
+    skyrl.uninstall()
+    assert users.boundaries is ours
+    home = importlib.import_module("skyrl.train.dataset.preprocess")
+    assert home.compute_prompt_boundaries(["a"]) == "theirs"
+
+
+@pytest.mark.spec("dropin.install")
+def test_installing_twice_changes_nothing(fake_skyrl: Path) -> None:
+    with pytest.warns(skyrl.SkyRLFastWarning):
+        first = skyrl.install(ray_workers=False)
+    trainer = importlib.import_module("skyrl.train.trainer")
+    held = trainer.compute_prompt_boundaries
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = skyrl.install(ray_workers=False)
+    assert trainer.compute_prompt_boundaries is held
+    assert again.names("replaced") == first.names("replaced")
+
+
+@pytest.mark.spec("dropin.install", "dropin.ray-workers")
+def test_installing_again_may_take_in_rays_workers_or_leave_them_out(
+    fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray: Any = ModuleType("ray")
+    ray.init, ray.is_initialized = lambda **kwargs: kwargs, lambda: False
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.warns(skyrl.SkyRLFastWarning):
+        skyrl.install(ray_workers=False)
+    assert ray.init() == {}
+    for _ in range(2):
+        skyrl.install()
+        variables = ray.init()["runtime_env"]["env_vars"]
+        assert variables == {"SKYRL_FAST_AUTOINSTALL": "compat"}
+    skyrl.install(ray_workers=False)
+    assert ray.init() == {}
+
+
+@pytest.mark.spec("dropin.compat", "dropin.report")
+def test_odd_input_is_left_to_their_function(fake_skyrl: Path) -> None:
+    with pytest.warns(skyrl.SkyRLFastWarning):
+        skyrl.install(ray_workers=False)
+    trainer = importlib.import_module("skyrl.train.trainer")
+    before = skyrl.report().row("compute_prompt_boundaries")
+    with pytest.raises(KeyError, match="theirs"):
+        trainer.boundaries(3)
+    after = skyrl.report().row("compute_prompt_boundaries")
+    assert after.calls == before.calls + 1 and after.handed_back == before.handed_back + 1
+    assert after.last_reason.startswith("TypeError")
+
+
+@pytest.mark.spec("dropin.ray-workers")
+def test_a_worker_replaces_what_is_imported_later(fake_skyrl: Path) -> None:
+    with pytest.warns(skyrl.SkyRLFastWarning, match="make_router_padding_mask"):
+        switch.install_on_import()
+        assert "skyrl" not in sys.modules and skyrl.report().rows == ()
+        trainer = importlib.import_module("skyrl.train.trainer")
+    assert trainer.boundaries(["a", "b"]) == [(0, 1), (1, 2)]
+    assert skyrl.report().names("replaced") == ["compute_prompt_boundaries"]
+    home = sys.modules["skyrl.train.dataset.preprocess"]
+    assert type(home.__loader__).__name__ == "SourceFileLoader"
+    skyrl.uninstall()
+    assert trainer.boundaries(["a"]) == "theirs"
+
+
+@pytest.mark.spec("dropin.ray-workers")
+def test_the_environment_says_what_a_worker_installs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[tuple[str, object]] = []
+    monkeypatch.setattr(
+        switch, "install_on_import", lambda mode, *, rules=None: asked.append((mode, rules))
+    )
+    for value in ("1", "compat", "fixed", "fixed:a,b", "0", ""):
+        monkeypatch.setenv(ray_workers.VARIABLE, value)
+        skyrl.autoinstall()
+    assert asked == [
+        ("compat", None), ("compat", None), ("fixed", None), ("fixed", ("a", "b")),
+    ]  # fmt: skip
+    monkeypatch.undo()
+    monkeypatch.setenv(ray_workers.VARIABLE, "nonsense")
+    skyrl.autoinstall()
+    assert "nothing was installed" in caplog.text and skyrl.report().mode == ""
+
+
+@pytest.mark.spec("dropin.ray-workers")
+def test_a_users_own_hook_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = skyrl.runtime_env(base={"worker_process_setup_hook": "gc.collect", "pip": ["x"]})
+    assert env["worker_process_setup_hook"] == ray_workers.AUTOINSTALL and env["pip"] == ["x"]
+    assert env["env_vars"] == {
+        "SKYRL_FAST_AUTOINSTALL": "compat", "SKYRL_FAST_NEXT_SETUP_HOOK": "gc.collect",
+    }  # fmt: skip
+    called: list[int] = []
+    monkeypatch.setattr("gc.collect", lambda: called.append(1))
+    monkeypatch.setenv("SKYRL_FAST_NEXT_SETUP_HOOK", "gc.collect")
+    skyrl.autoinstall()
+    assert called == [1]
+    with pytest.raises(ValueError, match="import path"):
+        skyrl.runtime_env(base={"worker_process_setup_hook": print})
+
+
+@pytest.mark.spec("dropin.install")
+def test_without_skyrl_installing_is_an_error(tmp_path: Path) -> None:
+    code = "import skyrl_fast.integrations.skyrl as s; s.install()"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.modules['skyrl'] = None; {code}"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert "SkyRL cannot be imported" in done.stderr
+
+
+@pytest.mark.spec("dropin.install")
+def test_modes_and_rules_are_checked() -> None:
+    with pytest.raises(ValueError, match="mode must be one of"):
+        skyrl.install("other")
+    with pytest.raises(ValueError, match="rules are for mode 'fixed'"):
+        skyrl.install(rules=["x"])
+    with pytest.raises(ValueError, match="rules must be of"):
+        skyrl.install("fixed", rules=["no such rule"])
+
+
+@pytest.mark.spec("dropin.functions")
+def test_functions_work_one_by_one_without_skyrl() -> None:
+    out = skyrl.convert_prompts_responses_to_batch_tensors(
+        0, [[1, 2], [3]], [[4], [5, 6]], [[1.0], [0.0, 1.0]], [[1], [1, 1]]
+    )
+    assert out[0].tolist() == [[1, 2, 4], [3, 5, 6]] and out[5] is None
+    mask = skyrl.make_router_padding_mask(torch.tensor([[0, 1, 1]]), [1])
+    assert mask.tolist() == [[True, False, True]]
+    rewards, ones = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2, dtype=torch.long)
+    grpo, _ = skyrl.compute_grpo_outcome_advantage(rewards, ones, ["a", "a"])
+    torch.testing.assert_close(grpo[:, 0], torch.tensor([0.70710, -0.70710]), atol=1e-5, rtol=0)
+    rloo, _ = skyrl.compute_rloo_outcome_advantage(rewards, ones, ["a", "a"])
+    assert rloo.tolist() == [[1.0, 1.0], [-1.0, -1.0]]
+    maxrl, _ = skyrl.compute_maxrl_advantage(rewards, ones, ["a", "b"])
+    assert maxrl.tolist() == [[1.0, 1.0], [0.0, 0.0]]
+    assert skyrl.compute_prompt_mini_batch_boundaries(["a", "b"], 1, 2, True, 1) == [(0, 1), (1, 2)]
+    scaled = skyrl.apply_loss_reduction_to_advantages_minibatch(
+        torch.ones(2, 2), torch.ones(2, 2), "token_mean", 1, 8
+    )
+    assert scaled.tolist() == [[0.25, 0.25], [0.25, 0.25]]
+
+
+@pytest.mark.spec("dropin.known-source")
+def test_a_fingerprint_ignores_comments_and_layout_alone() -> None:
+    plain = "def f(a, b=1):\n    return a + b\n"
+    same = '''
+    def f(a,
+          b=1):  # a comment
+        """Two lines:
+
+        with a # in them.
+        """
+        return a + b
+    '''
+    assert plain_text(plain) == plain_text(textwrap.dedent(same)) == "deff(a,b=1):returna+b"
+    assert plain_text(plain) != plain_text(plain.replace("b=1", "b=2"))
+
+
+def test_every_stand_in_is_there() -> None:
+    for target in TARGETS:
+        home, _, name = target.stand_in.partition(".")
+        module = importlib.import_module(f"skyrl_fast.integrations.skyrl.{home}")
+        assert callable(getattr(module, name)), target.stand_in
+        assert name in skyrl.__all__

@@ -1,0 +1,135 @@
+"""linear_logprob. M rows, V vocab, H hidden."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from skyrl_fast.ops import _backend
+from skyrl_fast.ops.logprob.linear import linear_logprob
+
+
+def linear_case(
+    dtype: torch.dtype, rows: int = 23, hidden: int = 8, vocab: int = 61
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(3)
+    h = torch.randn(rows, hidden, generator=g).to(dtype)
+    w = torch.randn(vocab, hidden, generator=g).to(dtype)
+    mask = torch.rand(rows, generator=g) < 0.7
+    return h, w, torch.randint(0, vocab, (rows,), generator=g), mask
+
+
+def run_linear(
+    h: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, **options: object
+) -> list[torch.Tensor]:
+    h, w = h.clone().requires_grad_(), w.clone().requires_grad_()
+    logprob, entropy = linear_logprob(h, w, targets, return_entropy=True, **options)
+    weight = torch.linspace(-1, 1, targets.numel(), dtype=logprob.dtype)
+    ((logprob * weight).sum() + 0.2 * (entropy * weight).sum()).backward()
+    return [logprob.detach(), entropy.detach(), h.grad, w.grad]
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 1, 4, 16, 100])
+def test_linear_equals_reference(chunk_rows, backend):
+    h, w, targets, mask = linear_case(torch.float32)
+    options = {"loss_mask": mask, "temperature": 0.7}
+    got = run_linear(h, w, targets, chunk_rows=chunk_rows, backend=backend, **options)
+    want = run_linear(h.double(), w.double(), targets, backend="torch", **options)
+    for a, b in zip(got, want, strict=True):
+        # Logits are sums of eight float32 products of magnitude up to 10.
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_linear_bfloat16_adds_up_in_float32():
+    h, w, targets, mask = linear_case(torch.bfloat16, rows=400)
+    got = run_linear(h, w, targets, loss_mask=mask, chunk_rows=10)
+    exact_result = run_linear(h.double(), w.double(), targets, loss_mask=mask, backend="torch")
+    one_chunk = run_linear(h, w, targets, loss_mask=mask)
+    assert got[0].dtype == torch.float32 and got[3].dtype == torch.bfloat16
+    # The logits, of magnitude 10, are rounded to bfloat16: 2^-9 of each.
+    torch.testing.assert_close(got[0].double(), exact_result[0], rtol=0, atol=0.1)
+    # Only the last rounding to bfloat16 may differ. Eight chunks added in it would differ by more.
+    for chunks, whole in zip(got[2:], one_chunk[2:], strict=True):
+        torch.testing.assert_close(chunks, whole, rtol=2**-7, atol=1e-5)
+
+
+def test_linear_never_reads_masked_rows(backend):
+    h, w, targets, mask = linear_case(torch.float32)
+    h[~mask] = math.nan
+    targets[~mask] = -100
+    got = run_linear(h, w, targets, loss_mask=mask, chunk_rows=4, backend=backend)
+    assert torch.equal(got[0][~mask], torch.zeros(int((~mask).sum())))
+    assert torch.equal(got[2][~mask], torch.zeros_like(h[~mask]))
+    assert all(x.isfinite().all() for x in got)
+
+
+def test_linear_all_masked_stays_connected(backend):
+    h, w, targets, mask = linear_case(torch.float32)
+    got = run_linear(h, w, targets, loss_mask=mask & False, backend=backend)
+    assert all(torch.equal(x, torch.zeros_like(x)) for x in got)
+
+
+def test_linear_keeps_leading_shape(backend):
+    h, w, targets, mask = linear_case(torch.float32, rows=24)
+    got = linear_logprob(
+        h.view(2, 12, 8), w, targets.view(2, 12), loss_mask=mask.view(2, 12), backend=backend
+    )
+    want = linear_logprob(h, w, targets, loss_mask=mask, backend=backend)
+    assert torch.equal(got, want.view(2, 12))
+
+
+def test_linear_only_the_wanted_gradients():
+    h, w, targets, _ = linear_case(torch.float32)
+    for chunk_rows in (None, 5):
+        frozen = linear_logprob(h.requires_grad_(), w, targets, chunk_rows=chunk_rows)
+        (grad,) = torch.autograd.grad(frozen.sum(), h)
+        want = torch.autograd.grad(linear_logprob(h, w, targets, backend="torch").sum(), h)[0]
+        torch.testing.assert_close(grad, want, rtol=1e-5, atol=1e-5)  # float32 products
+
+
+def test_linear_backward_twice():
+    h, w, targets, _ = linear_case(torch.float32)
+    logprob = linear_logprob(h.requires_grad_(), w, targets).sum()
+    (first,) = torch.autograd.grad(logprob, h, retain_graph=True)
+    (second,) = torch.autograd.grad(logprob, h)
+    assert torch.equal(first, second)
+
+
+def test_linear_gradcheck():
+    h, w, targets, mask = linear_case(torch.float64, rows=4, hidden=3, vocab=5)
+    arguments = (h.requires_grad_(), w.requires_grad_())
+    assert gradcheck(lambda a, b: linear_logprob(a, b, targets, loss_mask=mask), arguments)
+
+
+def test_linear_never_holds_all_logits(monkeypatch):
+    h, w, targets, _ = linear_case(torch.float32, rows=64)
+    shapes = []
+    monkeypatch.setattr(
+        _backend, "empty", lambda shape, *_: shapes.append(tuple(shape)) or torch.empty(shape)
+    )
+    run_linear(h, w, targets, chunk_rows=16)
+    # rows forward; 8 columns of all rows backward, and the weight's gradient
+    assert shapes == [(16, 61), (64 * 8,), (61, 8)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(5, 3)}, r"lm_head_weight must be \(V, 4\)"),
+        ({"weight": torch.zeros(5, 4).bfloat16()}, "lm_head_weight must be"),
+        ({"weight": torch.zeros(4)}, "V >= 1"),
+        ({"targets": torch.tensor([0, 5])}, r"target_ids must be in \[0, 5\)"),
+        ({"targets": torch.tensor([0])}, "target_ids must be of shape"),
+        ({"chunk_rows": 0}, "chunk_rows must be positive"),
+        ({"temperature": 0.0}, "temperature must be positive"),
+    ],
+)
+def test_linear_bad_arguments(change, message):
+    arguments = {"weight": torch.zeros(5, 4), "targets": torch.tensor([0, 1])}
+    arguments.update(change)
+    weight, targets = arguments.pop("weight"), arguments.pop("targets")
+    with pytest.raises(ValueError, match=message):
+        linear_logprob(torch.zeros(2, 4), weight, targets, **arguments)

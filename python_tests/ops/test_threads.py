@@ -1,0 +1,156 @@
+"""Loops on several threads: the pool's threads, forked children, callers at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyrl_fast import group_advantage, pack_steps, policy_loss
+
+ROWS, WIDTH = 512, 1024  # two parts at the least where two threads are allowed
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def inputs(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.rand(ROWS, WIDTH, generator=generator)
+    return rewards, torch.randint(0, 2, (ROWS, WIDTH), generator=generator)
+
+
+def advantages(seed: int) -> torch.Tensor:
+    return spread(*inputs(seed))
+
+
+def spread(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return group_advantage(rewards, [row // 4 for row in range(ROWS)], response_mask=mask)
+
+
+def test_callers_at_once_get_what_each_gets_alone() -> None:
+    seeds = range(8)
+    alone = [advantages(seed) for seed in seeds]
+    got: dict[tuple[int, int], torch.Tensor] = {}
+
+    def call(seed: int) -> None:
+        for turn in range(5):
+            got[seed, turn] = advantages(seed)
+
+    callers = [threading.Thread(target=call, args=(seed,)) for seed in seeds]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(timeout=60)
+    assert len(got) == 5 * len(seeds)
+    assert all(torch.equal(alone[seed], result) for (seed, _), result in got.items())
+
+
+def test_lists_and_tensors_at_once() -> None:
+    """One call holds the GIL while others' threads read its lists; the other one does not."""
+    rows = [list(range(seed, seed + 2000)) for seed in range(600)]
+    wanted = torch.tensor(rows).flatten()
+    expected = advantages(0)
+    wrong: list[str] = []
+
+    def pack() -> None:
+        for _ in range(5):
+            if not torch.equal(pack_steps({"tokens": rows})["tokens"].values.long(), wanted):
+                wrong.append("pack_steps")
+
+    def advantage() -> None:
+        for _ in range(20):
+            if not torch.equal(advantages(0), expected):
+                wrong.append("group_advantage")
+
+    callers = [threading.Thread(target=target) for target in (pack, advantage, pack, advantage)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(timeout=60)
+        assert not caller.is_alive()
+    assert wrong == []
+
+
+def test_an_error_on_a_pool_thread_reaches_the_caller() -> None:
+    rewards = torch.zeros(ROWS, WIDTH)
+    rewards[-1, 0] = torch.nan  # the last part's
+    with pytest.raises(ValueError, match=f"group_advantage: rewards .* row {ROWS - 1}"):
+        group_advantage(rewards, [0] * ROWS)
+    assert advantages(1).isfinite().all()
+
+
+def test_more_threads_than_cores_change_no_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs, old, weight = (-torch.rand(ROWS, WIDTH, generator=generator) for _ in range(3))
+    results = []
+    for threads in (1, 2, 7):
+        torch.set_num_threads(threads)
+        loss, metrics = policy_loss(logprobs, old, weight, torch.ones(ROWS, WIDTH))[:2]
+        results.append((loss, advantages(3), *metrics.values()))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def run_script(body: str) -> str:
+    script = "import os, sys, torch\nfrom test_threads import advantages, inputs, spread\n" + body
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), "."])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="os.fork and /proc")
+def test_a_forked_child_has_a_pool_of_its_own() -> None:
+    out = run_script(
+        """
+import warnings
+warnings.simplefilter("ignore")  # Python 3.12 dislikes any fork beside threads
+torch.set_num_threads(2)
+given = inputs(0)
+wanted = spread(*given).numpy().tobytes()
+for _ in range(3):
+    child = os.fork()
+    if child == 0:  # torch's own threads would hang here
+        os._exit(0 if spread(*given).numpy().tobytes() == wanted else 1)
+    _, status = os.waitpid(child, 0)
+    print(status, spread(*given).numpy().tobytes() == wanted)
+"""
+    )
+    assert out.split() == ["0", "True"] * 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_pool_threads_sleep_and_leave_signals_to_the_interpreter() -> None:
+    out = run_script(
+        """
+import time
+def pool():
+    for task in os.listdir("/proc/self/task"):
+        lines = open(f"/proc/self/task/{task}/status").read().splitlines()
+        fields = dict(line.split(":\\t", 1) for line in lines if ":\\t" in line)
+        if fields["Name"] == "skyrl_fast":
+            yield fields
+assert not list(pool())  # none before there is work
+torch.set_num_threads(3)
+for _ in range(3):
+    advantages(0)
+time.sleep(0.2)
+for fields in pool():
+    print(fields["State"][0], int(fields["SigBlk"], 16) >> 1 & 1)  # SIGINT is signal 2
+"""
+    )
+    assert out.split() == ["S", "1"] * 2

@@ -1,0 +1,131 @@
+"""The Triton kernels: in Triton's interpreter here, compiled where there is a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyrl_fast import selected_logprob
+from skyrl_fast.ops.policy_loss.losses import LOSS_CODES, POLICY_LOSSES
+
+FOLDER = Path(__file__).parents[1] / "helpers"
+CASES = [str(FOLDER / name) for name in ("triton_cases.py", "triton_loss_cases.py")]
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
+def run_cases(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CASES]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, cwd=FOLDER.parents[1]
+    )
+
+
+def triton_and_numpy() -> list[tuple[int, ...]]:
+    """Major and minor of both."""
+    return [tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy")]
+
+
+@needs_triton
+def test_in_the_interpreter() -> None:
+    """In a process of its own: Triton decides at its import how kernels run."""
+    triton, numpy = triton_and_numpy()
+    if triton < (3, 7) and numpy >= (2, 4):
+        pytest.skip("Triton's interpreter before 3.7 does not run with NumPy 2.4 or newer")
+    done = run_cases(os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+@needs_triton
+@pytest.mark.gpu
+def test_compiled() -> None:
+    done = run_cases({k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"})
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+# Types of the kernels' arguments by their names; what is not here is a compile-time constant.
+TYPES = dict.fromkeys(("logits", "grad"), "*bf16") | {
+    **dict.fromkeys(("targets",), "*i64"),
+    **dict.fromkeys(("mask", "selected_in"), "*u8"),
+    **dict.fromkeys(("lse_out", "lse_in", "sequence_delta", "partial", "metrics", "sums"), "*fp64"),
+    **dict.fromkeys(
+        ("logprob_out", "entropy_out", "entropy_in", "grad_logprob_in", "grad_entropy_in"), "*fp32"
+    ),
+    **dict.fromkeys(
+        ("old_logprobs_in", "advantage_in", "reference_in", "token_weight_in"), "*fp32"
+    ),
+    **dict.fromkeys(("weight_in", "logprobs", "advantages", "reference"), "*fp32"),
+    **dict.fromkeys(("row_weights", "token_weights", "a", "b", "grad_out", "out"), "*fp32"),
+    **dict.fromkeys(("cu",), "*i32"),
+    **dict.fromkeys(("vocab", "inner", "width", "num_rows", "count"), "i32"),
+    **dict.fromkeys(("outer_stride", "inner_stride", "num_cells"), "i64"),
+    **dict.fromkeys(("grad_outer_stride", "grad_inner_stride"), "i64"),
+    **dict.fromkeys(("scale", "inv_temperature", "low", "high", "ratio_c"), "fp32"),
+    **dict.fromkeys(("tau_pos", "tau_neg", "delta_low", "delta_high"), "fp32"),
+    **dict.fromkeys(("ppo_kl_coef", "kl_coef"), "fp32"),
+}
+
+
+def assembled(name: str, capability: int, **constants: object) -> bytes:
+    """A kernel's machine code."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from skyrl_fast.ops.logprob import triton_kernels
+    from skyrl_fast.ops.policy_loss import triton_kernels as triton_losses
+
+    kernel = getattr(triton_kernels, name, None) or getattr(triton_losses, name)
+    names = kernel.arg_names
+    chosen = {n: constants.get(n, n.startswith("HAS_") or None) for n in names if n not in TYPES}
+    source = ASTSource(
+        fn=kernel,
+        signature={n: TYPES.get(n, "constexpr") for n in names},
+        constexprs={(names.index(n),): value for n, value in chosen.items()},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_compiled_for_gpus_that_are_not_here(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All losses and penalties for one of them, one of each for the others."""
+    if triton_and_numpy()[0] < (3, 3):
+        pytest.skip("Triton before 3.3 describes a kernel's arguments in another way")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    kinds = [(loss, 4) for loss in LOSS_CODES.values()] + [(0, kl) for kl in range(4)]
+    token_losses = {
+        code
+        for spec in POLICY_LOSSES.values()
+        if spec.scope == "token"
+        for code in spec.codes.values()
+    }
+    for loss, kl in kinds if capability == 90 else [(9, 4)]:
+        both = dict(LOSS=loss, KL=kl)
+        if loss in token_losses:
+            assert assembled("masked_loss_kernel", capability, **both, BLOCK=4096)
+        ragged = loss % 2 == 0
+        assert assembled("loss_kernel", capability, **both, RAGGED=ragged, STEPS=9, BLOCK=512)
+    assert assembled("forward_kernel", capability, BLOCK=4096)
+    assert assembled("backward_kernel", capability, BLOCK=4096)
+    assert assembled("fold_kernel", capability, LOSS=5, BLOCK=512)
+    assert assembled("kl_kernel", capability, KL=4, BLOCK=512)
+    assert assembled("delta_kernel", capability, RAGGED=True, BLOCK=512)
+
+
+def test_on_the_cpu_triton_is_refused_unless_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="backend 'triton' cannot run on cpu"):
+        selected_logprob(torch.zeros(1, 4), torch.tensor([0]), backend="triton")

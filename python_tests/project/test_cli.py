@@ -1,0 +1,183 @@
+"""The command line: exit codes and what is said to a person."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("omegaconf")
+pytest.importorskip("transformers")
+
+from skyrl_fast import cli
+from skyrl_fast.config import Config
+from skyrl_fast.rollout.engine.protocol import EngineDeadError
+from skyrl_fast.rollout.engine.weight_update import WeightSyncError
+from skyrl_fast.rollout.failures import RolloutError
+from skyrl_fast.train import run as run_module
+from skyrl_fast.train.output.checkpoint import CheckpointError, RunInUseError
+from skyrl_fast.train.run import SetupError, TrainResult
+from skyrl_fast.trajectory_store.writer import StoreError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def yaml(tmp_path: Path) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "data: {train_data: [a.jsonl]}\ntrainer: {policy: {model: {path: m}}, run_path: runs/x}\n"
+    )
+    return str(path)
+
+
+def outcome(**changes: Any) -> TrainResult:
+    facts: dict[str, Any] = {
+        "step": 40,
+        "total_steps": 40,
+        "signal": None,
+        "before": 0.25,
+        "after": 0.875,
+        "run_path": Path("runs/x"),
+        "metrics": Path("runs/x/metrics.jsonl"),
+        "trajectories": Path("runs/x/trajectories"),
+        "checkpoint": Path("runs/x/checkpoints/step_000040"),
+        "plot": Path("runs/x/learning_curve.png"),
+        "sample": "prompt: how many?\nagent, turn 1: 3\nreward: 1 (stop)",
+    }
+    return TrainResult(**(facts | changes))
+
+
+def fake_training(
+    monkeypatch: pytest.MonkeyPatch, result: TrainResult | BaseException
+) -> list[Config]:
+    seen: list[Config] = []
+
+    def train(config: Config) -> TrainResult:
+        seen.append(config)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    monkeypatch.setattr(run_module, "train", train)
+    return seen
+
+
+def test_train_prints_where_everything_is(
+    yaml: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/x/trajectories").mkdir(parents=True)
+    seen = fake_training(monkeypatch, outcome())
+    assert cli.main(["train", yaml, "trainer.seed=3"]) == 0
+    assert (seen[0].trainer.seed, seen[0].trainer.resume_mode) == (3, "none")
+    printed = capsys.readouterr().out
+    for text in (
+        "finished: 40 of 40 steps",
+        "evaluation reward: 0.250 before, 0.875 after",
+        "runs/x/learning_curve.png",
+        "runs/x/metrics.jsonl",
+        "runs/x/trajectories",
+        "skyrl-fast view runs/x",
+        "runs/x/checkpoints/step_000040",
+        "agent, turn 1: 3",
+    ):
+        assert text in printed
+
+
+@pytest.mark.parametrize(
+    ("rewards", "line"),
+    [
+        ({"before": None}, "evaluation reward: 0.875 after\n"),
+        ({"after": None}, "evaluation reward: 0.250 before\n"),
+        ({"before": None, "after": None}, None),
+    ],
+)
+def test_an_evaluation_that_was_not_made_is_not_shown(rewards: Any, line: str | None) -> None:
+    text = cli.summary(outcome(**rewards))
+    assert ("evaluation reward" in text) == (line is not None)
+    assert line is None or line in text
+
+
+def test_resume_takes_the_newest_checkpoint(yaml: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = fake_training(monkeypatch, outcome())
+    assert cli.main(["train", yaml, "--resume", "trainer.seed=4"]) == 0
+    assert (seen[0].trainer.resume_mode, seen[0].trainer.seed) == ("latest", 4)
+
+
+@pytest.mark.parametrize(("signal", "code"), [(2, 130), (15, 143)])
+def test_stopped_runs_say_how_to_go_on(
+    yaml: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    signal: int,
+    code: int,
+) -> None:
+    fake_training(monkeypatch, outcome(step=7, signal=signal))
+    assert cli.main(["train", yaml]) == code
+    printed = capsys.readouterr().out
+    assert "stopped: 7 of 40 steps" in printed
+    assert "--resume goes on" in printed
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SetupError("model folder not found: m"), 2),
+        (RunInUseError("run folder runs/x is in use by process 7"), 2),
+        (CheckpointError("the disk is full"), 1),
+        (EngineDeadError("the vLLM engine died"), 1),
+        (WeightSyncError("the engine's logprobs differ"), 1),
+        (RolloutError("all 8 trajectories failed"), 1),
+        (StoreError("the disk is full"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_expected_errors_are_one_line(
+    yaml: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+) -> None:
+    fake_training(monkeypatch, error)
+    assert cli.main(["train", yaml]) == code
+    said = capsys.readouterr().err
+    assert said.startswith("skyrl-fast: ")
+    assert str(error) in said
+    assert "Traceback" not in said
+
+
+def test_unexpected_errors_keep_their_traceback(yaml: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_training(monkeypatch, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train", yaml])
+
+
+def test_wrong_setting(yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", yaml, "trainer.sead=3"]) == 2
+    assert "did you mean trainer.seed?" in capsys.readouterr().err
+
+
+def test_as_a_module(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "skyrl_fast", "train", str(tmp_path / "no.yaml")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip() == f"skyrl-fast: config file not found: {tmp_path / 'no.yaml'}"
+
+
+def test_help_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([])
+    assert caught.value.code == 2
+    assert "train" in capsys.readouterr().err

@@ -1,0 +1,231 @@
+"""Settings: YAML, overrides, and what is said about wrong ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from _settings import NEEDED, error_of
+
+pytest.importorskip("omegaconf")
+
+from skyrl_fast.config import Config, ConfigError, to_dict
+from skyrl_fast.config.loading import build_config, check_config, load_config
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "data: {train_data: [a.jsonl]}\n"
+        "trainer: {seed: 1, epochs: 2, policy: {model: {path: m}, optimizer_config: {lr: 1e-3}}}\n"
+    )
+    config = load_config(path, ["trainer.seed=7", "generator.sampling_params.stop=['</sql>']"])
+    assert (config.trainer.seed, config.trainer.epochs) == (7, 2)
+    assert config.trainer.policy.optimizer_config.lr == 1e-3
+    assert config.generator.sampling_params.stop == ["</sql>"]
+
+
+def test_interpolation_and_optional_section() -> None:
+    config = load_config(
+        None,
+        [
+            *NEEDED,
+            "trainer.run_path=runs/a",
+            "trainer.ckpt_path=${trainer.run_path}/c",
+            "generator.eval_sampling_params.temperature=0",
+        ],
+    )
+    assert config.trainer.ckpt_path == "runs/a/c"
+    assert config.generator.eval_sampling_params is not None
+    assert config.generator.eval_sampling_params.temperature == 0.0
+
+
+def test_dict_round_trip() -> None:
+    config = load_config(None, [*NEEDED, "trainer.logger=jsonl"])
+    assert config.trainer.logger == ["jsonl"]
+    assert build_config(to_dict(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        (b"5\n", "cannot be read"),
+        ("# caf\xe9".encode("latin-1"), "cannot be read: 'utf-8' codec"),
+        (b"trainer: {seed: 1, seed: 2}", "found duplicate key seed"),
+        (b"trainer:\n  run_path: ???\n", "Missing mandatory value: run_path"),
+        (b"generator:\n", "generator: wanted a section with keys, got None"),
+    ],
+)
+def test_files_that_hold_no_settings_are_named(content: bytes, wanted: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=wanted):
+        load_config(path, NEEDED)
+
+
+@pytest.mark.parametrize(
+    "override", ["data.train_data[0]=x", "trainer=[1]", "trainer.seed=[", "trainer.run_path=\ud800"]
+)
+def test_an_override_that_fits_nowhere_is_named(override: str) -> None:
+    assert error_of(override).startswith(f"override {override!r}: cannot be read: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("trainer.trian_batch_size=4", "did you mean trainer.train_batch_size?"),
+        ("trainer.lr=1", "did you mean trainer.policy.optimizer_config.lr?"),
+        ("genrator.max_turns=1", "did you mean generator?"),
+        ("generator.eval_sampling_params.top_q=1", "generator.eval_sampling_params.top_p"),
+        ("trainer.placement.colocate_all=true", "SkyRL setting"),
+        ("trainer.micro_train_batch_size_per_gpu=1", "trainer.max_tokens_per_microbatch"),
+        ("trainer.zzzzqqq=1", "trainer has "),
+    ],
+)
+def test_unknown_key_gets_a_suggestion(override: str, wanted: str) -> None:
+    message = error_of(override)
+    assert wanted in message
+    assert override.partition("=")[0].split(".")[0] in message
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("trainer.seed=abc", "trainer.seed: wanted a whole number, got 'abc' (str)"),
+        ("trainer.seed=1.5", "trainer.seed: wanted a whole number, got 1.5 (float)"),
+        ("trainer.seed=true", "trainer.seed: wanted a whole number, got True (bool)"),
+        ("trainer.plot=1", "trainer.plot: wanted true or false"),
+        ("trainer.policy=3", "trainer.policy: wanted a section"),
+        ("trainer.train_batch_size=0", "trainer.train_batch_size: wanted at least 1, got 0"),
+        ("trainer.policy.optimizer_config.lr=-1", "lr: wanted at least 0, got -1"),
+        ("trainer.policy.optimizer_config.lr=.nan", "lr: wanted a number, got nan"),
+        ("generator.sampling_params.top_p=1.5", "top_p: wanted at most 1, got 1.5"),
+        ("generator.sampling_params.temperature=0", "temperature: wanted > 0 in training"),
+        ("trainer.algorithm.policy_loss_type=regulr", "did you mean 'regular'?"),
+        ("trainer.logger=[jsonl,tensorbord]", "did you mean 'tensorboard'?"),
+        ("trainer.policy_mini_batch_size=48", "a divisor of trainer.train_batch_size=64, got 48"),
+        ("trainer.eval_interval=0", "eval_interval"),
+        ("trainer.policy.optimizer_config.adam_betas=[0.9]", "two numbers in [0, 1)"),
+        ("trainer.resume_mode=from_path", "trainer.resume_path"),
+        ("data.train_data=[]", "data.train_data: wanted at least one file"),
+        ("trainer.policy.model.path=null", "trainer.policy.model.path: wanted a model"),
+        ("trainer.seed", "wanted dotted.key=value"),
+        ("+trainer.seed=1", "wanted dotted.key=value"),
+        ("trainer.ckpt_path=${nothing.here}", "cannot be read"),
+        ("trainer.seed=1700000000000000000", "trainer.seed: wanted at most 4294967295, got 17"),
+        (
+            "generator.sampling_params.additional_kwargs={n: 2}",
+            "generator.sampling_params.additional_kwargs: wanted parameters of vLLM that are "
+            "neither settings nor the agent loop's own, got n",
+        ),
+        (
+            "generator.eval_sampling_params.additional_kwargs={temperature: 0.5}",
+            "generator.eval_sampling_params.additional_kwargs: wanted parameters of vLLM that",
+        ),
+    ],
+)
+def test_wrong_values_name_the_key(override: str, wanted: str) -> None:
+    assert wanted in error_of(override)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "turn_level_group"])
+def test_a_baseline_from_the_others_needs_others(estimator: str) -> None:
+    chosen = f"trainer.algorithm.advantage_estimator={estimator}"
+    assert load_config(None, [*NEEDED, chosen])
+    message = error_of(chosen, "generator.n_samples_per_prompt=1")
+    assert "generator.n_samples_per_prompt: wanted at least 2" in message
+    assert estimator in message
+
+
+@pytest.mark.spec("advantage.kl-controller")
+def test_a_horizon_that_one_batch_fills_five_times_is_refused() -> None:
+    control = "trainer.algorithm.kl_ctrl={type: adaptive, horizon: 64}"
+    assert load_config(None, [*NEEDED, control])  # without effect
+    message = error_of(control, "trainer.algorithm.use_kl_in_reward=true")  # 64 prompts, 5 samples
+    assert "kl_ctrl.horizon: wanted more than 64, or one batch could make" in message
+
+
+@pytest.mark.spec("replay.settings")
+def test_replay_needs_recorded_routes() -> None:
+    replay = "trainer.policy.moe_enable_routing_replay=true"
+    recorded = "generator.inference_engine.enable_return_routed_experts"
+    assert f"{recorded}: wanted true" in error_of(replay)
+    assert load_config(None, [*NEEDED, replay, f"{recorded}=true"])
+    skyrl = "trainer.policy.megatron_config.moe_enable_routing_replay=true"
+    assert "is trainer.policy.moe_enable_routing_replay" in error_of(skyrl)
+
+
+def test_whole_number_is_a_number() -> None:
+    config = load_config(None, [*NEEDED, "trainer.policy.optimizer_config.lr=0"])
+    assert config.trainer.policy.optimizer_config.lr == 0.0
+
+
+def test_missing_file_and_broken_yaml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="config file not found"):
+        load_config(tmp_path / "no.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("trainer: [1, 2\n")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(broken)
+    broken.write_text("- 1\n")
+    with pytest.raises(ConfigError, match="wanted sections"):
+        load_config(broken)
+
+
+def test_defaults_need_only_data_and_model() -> None:
+    config = Config()
+    config.data.train_data = ["a.jsonl"]
+    config.trainer.policy.model.path = "m"
+    check_config(config)
+
+
+def test_corrections_under_skyrls_names() -> None:
+    config = load_config(
+        None,
+        [
+            *NEEDED,
+            "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+            "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=3",
+            "trainer.algorithm.dynamic_sampling.type=null",
+            "trainer.algorithm.sequence_scope=row",
+            "trainer.algorithm.kl_ctrl.type=adaptive",
+        ],
+    )
+    algorithm = config.trainer.algorithm
+    assert algorithm.off_policy_correction.enabled
+    assert algorithm.off_policy_correction.token_tis_ratio_clip_high == 3.0
+    assert algorithm.dynamic_sampling.type is None
+    assert Config().trainer.algorithm.sequence_scope == "trajectory"
+    assert not Config().trainer.algorithm.off_policy_correction.enabled
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["use_kl_in_reward=true", "use_kl_loss=true"], "only one of use_kl_in_reward"),
+        (
+            ["off_policy_correction.tis_ratio_type=token", "policy_loss_type=kl_cov"],
+            "policy_loss_type other than clip_cov and kl_cov, got kl_cov",
+        ),
+        (
+            ["off_policy_correction.token_mask_is_threshold_low=0.1", "old_logprobs=rollout"],
+            "wanted old_logprobs=policy",
+        ),
+        (["dynamic_sampling.max_sample_batches=0"], "wanted >= 1 or -1, got 0"),
+        (["dynamic_sampling.type=drop"], "wanted one of filter, replace, got 'drop'"),
+        (["sequence_scope=group"], "wanted one of row, trajectory, got 'group'"),
+        (
+            [
+                "policy_loss_type=cispo",
+                "cispo.cispo_ratio=rollout",
+                "off_policy_correction.tis_ratio_type=token",
+            ],
+            "wanted null with cispo_ratio=rollout",
+        ),
+        (["dppo.dppo_type=kl"], "wanted one of binary_tv, binary_kl, got 'kl'"),
+        (["clip_cov.clip_ratio=2"], "wanted at most 1, got 2.0"),
+        (["use_tis=true"], "off_policy_correction.tis_ratio_type=token"),
+    ],
+)
+def test_corrections_that_do_not_fit(overrides: list[str], wanted: str) -> None:
+    assert wanted in error_of(*(f"trainer.algorithm.{text}" for text in overrides))

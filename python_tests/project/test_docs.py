@@ -1,0 +1,170 @@
+"""The documentation: links and anchors resolve, and what it names exists.
+
+Words in backticks are looked up: paths in the repository, `skyrl_fast.x.y` as modules and their
+names, everything else that looks like code as words of the sources. Files may move: a path is also
+found by its last components.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SUFFIXES = "py|pyi|cpp|h|cu|cuh|md|yaml|json|jsonl|toml|txt|png|js|html|css"
+SOURCES = (
+    ".py",
+    ".pyi",
+    ".cpp",
+    ".h",
+    ".cu",
+    ".cuh",
+    ".js",
+    ".yaml",
+    ".toml",
+    ".txt",
+    ".html",
+    ".css",
+)
+
+# Names that are not in the sources, and why.
+WRITTEN_BY_A_RUN = {
+    "runs/router_replay/results.json",
+    "step_000012.jsonl",
+    "eval_step_000010.jsonl",
+}
+MATHEMATICS = {"s_j", "n_g", "g_h", "T_j", "dW", "dH", "score_j", "v_old"}
+OF_OTHER_PACKAGES = {
+    "CUDAExtension",
+    "Dataset",
+    "RAY_RUNTIME_ENV_HOOK",
+    "experts.3.up_proj.weight",
+    "gsm8k_dataset.py",
+    "gsm8k_multi_turn_dataset.py",
+    "no_gc",
+    "searchr1_dataset.py",
+}
+EXCEPTIONS = WRITTEN_BY_A_RUN | MATHEMATICS | OF_OTHER_PACKAGES
+FOLDERS = "csrc|skyrl_fast|python_tests|bench|docs|scripts|examples"
+WRITTEN = (".json", ".jsonl", ".png", ".html", ".md")
+IS_PATH = rf"[\w.<>*/-]+\.({SUFFIXES})|({FOLDERS})/[\w.<>*/-]*"
+
+
+@cache
+def tracked() -> list[str]:
+    """Return all files that git knows or would add."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [name for name in listing.splitlines() if (ROOT / name).is_file()]
+
+
+@cache
+def sources() -> str:
+    """Return the text of all sources but this one, which names what does not exist."""
+    names = [n for n in tracked() if n.endswith(SOURCES) and Path(n).name != Path(__file__).name]
+    return "\n".join((ROOT / name).read_text(encoding="utf-8") for name in [*names, "Makefile"])
+
+
+@cache
+def words() -> frozenset[str]:
+    """Return all identifiers of the sources."""
+    return frozenset(re.findall(r"[A-Za-z_]\w*", sources()))
+
+
+@cache
+def pages() -> list[str]:
+    names = [n for n in tracked() if re.fullmatch(r"docs/.*\.md|examples/.*README\.md", n)]
+    return ["README.md", "CONTRIBUTING.md", *names]
+
+
+def prose(page: str) -> str:
+    """Return a page without its code blocks."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def slugs(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def exists(path: str) -> bool:
+    """Return whether a path, or the end of one, is a file or folder of the repository."""
+    pattern = re.compile(
+        r"(?:.*/)?" + re.sub(r"\\\*|<op>", r"[^/]*", re.escape(path.rstrip("/"))) + r"(?:/.*)?"
+    )
+    return any(pattern.fullmatch(name) for name in tracked())
+
+
+def missing(quoted: str) -> str:
+    """Return what of a quoted piece of code does not exist; "" if all does, or if it is no name."""
+    if quoted in EXCEPTIONS:
+        return ""
+    if re.fullmatch(r"skyrl_fast(\.\w+)+(\(.*\))?", quoted):
+        unknown = [part for part in re.findall(r"\w+", quoted.partition("(")[0]) if not known(part)]
+        return ", ".join(unknown)
+    path = quoted.removesuffix("()")
+    braces = re.fullmatch(r"(.*)\{(.*)\}(.*)", path)
+    paths = [f"{braces[1]}{part}{braces[3]}" for part in braces[2].split(",")] if braces else [path]
+    if all(re.fullmatch(IS_PATH, p) for p in paths):
+        return ", ".join(p for p in paths if not exists(p) and not written(p))
+    # Code: what is called, assigned or dotted, or has an underscore or a capital letter.
+    name = re.fullmatch(r"([A-Za-z_][\w.]*?)(\(.*\)|=.*)?", quoted)
+    if name is None or not (name[2] or (len(name[1]) > 3 and re.search(r"[._]|[A-Z]", name[1]))):
+        return ""
+    return ", ".join(part for part in name[1].split(".") if part and not known(part))
+
+
+def written(path: str) -> bool:
+    """Return whether it is a file that our programs write."""
+    return path.endswith(WRITTEN) and Path(path).name in sources()
+
+
+def known(word: str) -> bool:
+    return word in words() or word in EXCEPTIONS or exists(f"{word}.py") or exists(word)
+
+
+@pytest.mark.parametrize("page", pages())
+def test_what_is_in_backticks_exists(page: str) -> None:
+    paragraphs = re.split(r"\n(?=\n|\||#|\s*- )", prose(page))
+    spans = [span for text in paragraphs for span in re.findall(r"`([^`]+)`", text)]
+    quoted = [" ".join(span.split()) for span in spans]
+    wrong = {code: gone for code in quoted if (gone := missing(code))}
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", pages())
+def test_links_and_anchors_resolve(page: str) -> None:
+    folder = (ROOT / page).parent
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (folder / path).resolve() if path else ROOT / page
+        assert file.exists(), target
+        assert not anchor or anchor in slugs(file), target
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for page in pages():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        fenced = re.findall(r"^```.*?^```$", text, flags=re.DOTALL | re.MULTILINE)
+        commands = re.findall(r"`(make [^`\n]+)`", text) + "\n".join(fenced).splitlines()
+        for target in re.findall(r"^make ([a-z][a-z0-9-]*)", "\n".join(commands), re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), (page, target)
+
+
+def test_a_name_that_does_not_exist_is_found() -> None:
+    assert missing("no_such_function()") == "no_such_function"
+    assert missing("_NO_TABLE") == "_NO_TABLE"
+    assert missing("csrc/no_such_file.h") == "csrc/no_such_file.h"
+    assert missing("skyrl_fast.no_module_of_ours.x") == "no_module_of_ours"
+    assert missing("StepBatch.no_such_method") == "no_such_method"
+    assert missing("csrc/<op>/<op>_cpu.cpp") == missing("StepBatch") == missing("a clause") == ""

@@ -1,0 +1,198 @@
+"""Imports point one way, and importing the package does no work."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "skyrl_fast"
+
+
+def imported(path: Path, *, at_top_only: bool = False) -> set[str]:
+    """Modules that a file imports; `at_top_only`: when it is imported itself."""
+    tree = ast.parse(path.read_text())
+    nodes = top_nodes(tree) if at_top_only else ast.walk(tree)
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def top_nodes(tree: ast.Module, *, with_types: bool = False) -> list[ast.AST]:
+    """Statements that run at import: not in functions, by default not under TYPE_CHECKING."""
+    found: list[ast.AST] = []
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if for_types and not with_types:
+            continue
+        found.append(node)
+        waiting.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def offenders(files: list[Path], forbidden: tuple[str, ...], **how: bool) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for name in sorted(imported(path, **how))
+        if any(name == f or name.startswith(f + ".") for f in forbidden)
+    ]
+
+
+def python_files(*places: str) -> list[Path]:
+    files = [p for place in places for p in sorted((PACKAGE / place).rglob("*.py"))]
+    assert files
+    return files
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module -> the package's modules that it imports at the top, under TYPE_CHECKING too.
+
+    `from package import module` is an import of the module, not of what the package defines.
+    """
+    paths = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        names: set[str] = set()
+        for node in top_nodes(ast.parse(path.read_text()), with_types=True):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    names.add(full if full in paths or alias.name == "_C" else node.module)
+        graph[module] = {name for name in names if name in paths and name != module}
+    return graph
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a circle, or an empty list."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for other in sorted(graph[module]):
+            if found := visit(other, [*path, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next((found for module in sorted(graph) if (found := visit(module, []))), [])
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert import_cycle(import_graph()) == []
+
+
+def test_an_import_cycle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}
+    assert import_cycle(graph) == ["b", "d", "b"]
+
+
+def test_kernels_know_neither_python_nor_torch() -> None:
+    for path in sorted((ROOT / "csrc").rglob("*")):
+        if path.is_file() and "bindings" not in path.parts and "_bind." not in path.name:
+            text = path.read_text()
+            for word in ("pybind11", "Python.h", "#include <torch", "#include <ATen"):
+                assert word not in text, f"{path.relative_to(ROOT)}: {word}"
+
+
+def test_ops_know_no_rollouts() -> None:
+    areas = ("rollout", "train", "batch", "config", "extras", "cli")
+    forbidden = (*(f"skyrl_fast.{area}" for area in areas), "vllm", "skyrl_gym", "transformers")
+    assert offenders(python_files("ops"), forbidden) == []
+
+
+def test_rollouts_know_no_trainer() -> None:
+    assert offenders(python_files("rollout"), ("skyrl_fast.train", "skyrl_fast.cli")) == []
+
+
+def test_skyrl_gym_is_known_to_its_backend_alone() -> None:
+    text2sql = PACKAGE / "extras" / "text2sql"  # a subclass of its environment
+    files = [p for p in python_files("") if text2sql not in p.parents]
+    files = [p for p in files if p.name != "skyrl_gym_env.py"]
+    assert offenders(files, ("skyrl_gym",)) == []
+
+
+def test_kernels_are_called_by_ops_alone() -> None:
+    files = [p for p in python_files("") if PACKAGE / "ops" not in p.parents]
+    told = ("doctor.py", "__init__.py")  # what was built, and whether it loads
+    assert offenders([p for p in files if p.name not in told], ("skyrl_fast._C",)) == []
+
+
+def test_batches_know_no_trainer_and_no_engine() -> None:
+    forbidden = ("skyrl_fast.train", "skyrl_fast.cli", "vllm", "skyrl_gym")
+    assert offenders(python_files("batch"), forbidden) == []
+
+
+def test_the_core_does_not_import_the_extras() -> None:
+    doors = ("skyrl_gym_env.py", "cli.py")  # each imports its extra when it is asked for
+    files = [p for p in python_files("") if PACKAGE / "extras" not in p.parents]
+    assert offenders(files, ("skyrl_fast.extras",), at_top_only=True) == []
+    assert offenders([p for p in files if p.name not in doors], ("skyrl_fast.extras",)) == []
+
+
+def test_the_search_server_does_not_import_training() -> None:
+    areas = ("ops", "rollout", "train", "batch", "config", "cli")
+    assert offenders(python_files("extras/search"), tuple(f"skyrl_fast.{a}" for a in areas)) == []
+
+
+def test_the_trajectory_store_knows_no_trainer_and_no_engine() -> None:
+    forbidden = ("skyrl_fast.train", "skyrl_fast.cli", "vllm", "skyrl_gym", "transformers")
+    assert offenders(python_files("trajectory_store"), forbidden) == []
+
+
+def test_the_viewer_knows_the_trajectory_store_alone() -> None:
+    areas = ("train", "rollout", "batch", "ops", "config", "extras", "cli")
+    forbidden = (*(f"skyrl_fast.{area}" for area in areas), "torch", "vllm", "transformers")
+    assert offenders(python_files("viewer"), forbidden) == []
+
+
+def test_nothing_leans_on_the_integrations() -> None:
+    files = [p for p in python_files("") if PACKAGE / "integrations" not in p.parents]
+    assert offenders(files, ("skyrl_fast.integrations",)) == []
+
+
+def test_only_the_command_line_knows_the_command_line() -> None:
+    files = [p for p in python_files("") if p.name not in ("cli.py", "__main__.py")]
+    assert offenders(files, ("skyrl_fast.cli",)) == []
+
+
+@pytest.mark.parametrize("heavy", ["vllm", "skyrl_gym", "skyrl", "ray", "verl", "trl"])
+def test_engine_and_environments_are_imported_when_they_are_used(heavy: str) -> None:
+    assert offenders(python_files(""), (heavy,), at_top_only=True) == []
+
+
+IMPORT = """
+import sys
+import skyrl_fast
+heavy = {"vllm", "transformers", "skyrl_gym", "omegaconf", "rich", "matplotlib", "triton"}
+found = heavy & {name.partition(".")[0] for name in sys.modules}
+assert not found, found
+import torch
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_importing_the_package_is_light() -> None:
+    subprocess.run([sys.executable, "-c", IMPORT], check=True, cwd=ROOT)

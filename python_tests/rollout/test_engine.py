@@ -1,0 +1,373 @@
+"""The vLLM engine: clear refusals without vLLM, and real generation with it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_fast.config import InferenceEngineConfig, SamplingParams
+from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
+from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup, engine_environment, environment
+from skyrl_fast.rollout.engine.weight_update import WeightSync, WeightSyncError
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
+)
+
+
+def start(config: VllmSetup) -> None:
+    asyncio.run(VllmEngine(config).start())
+
+
+def test_missing_vllm_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EngineDeadError, match="pip install vllm"):
+        start(VllmSetup("anything"))
+
+
+@needs_vllm
+def test_missing_model_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineDeadError, match=r"model folder not found.*nothing-here"):
+        start(VllmSetup(str(tmp_path / "nothing-here")))
+    with pytest.raises(EngineDeadError, match=r"has no config\.json"):
+        start(VllmSetup(str(tmp_path)))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(EngineDeadError, match=r"has no \*\.safetensors"):
+        start(VllmSetup(str(tmp_path)))
+
+
+def test_start_while_a_child_imports_main_asks_for_a_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    import multiprocessing
+
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(EngineDeadError, match="__main__"):
+        start(VllmSetup("anything"))
+
+
+def test_main_module_that_is_no_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/nowhere/<stdin>", raising=False)
+    with pytest.raises(EngineDeadError, match="is no file"):
+        start(VllmSetup("anything"))
+
+
+def test_engine_that_was_not_started_says_so() -> None:
+    async def ask() -> None:
+        await VllmEngine(VllmSetup("anything")).generate(
+            [1], SamplingParams(), session_id="a", policy_version=0
+        )
+
+    with pytest.raises(EngineDeadError, match="not running"):
+        asyncio.run(ask())
+
+
+def test_an_engine_that_starts_again_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    config = VllmSetup("anything", log_file=str(tmp_path / "run/engine.log"))
+    first, second = engine_environment(config), engine_environment(config)
+    assert first == second
+    assert Path(first["VLLM_LOGGING_CONFIG_PATH"]).parent == tmp_path / "run"
+    written = json.loads(Path(first["VLLM_LOGGING_CONFIG_PATH"]).read_text())
+    assert written["handlers"]["file"]["filename"] == config.log_file
+    assert list(temporary.iterdir()) == []
+
+
+class FakeLlm:
+    """vLLM's AsyncLLM as far as a request goes; keeps what it was asked."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[dict[str, Any], str]] = []
+
+    async def generate(
+        self, prompt: dict[str, Any], params: Any, request_id: str, **kw: Any
+    ) -> Any:
+        self.asked.append((prompt, kw["session_id"]))
+        logprobs = [{7: SimpleNamespace(logprob=-0.5)}]
+        answer = SimpleNamespace(
+            token_ids=[7], logprobs=logprobs, finish_reason="stop", stop_reason="</a>"
+        )
+        yield SimpleNamespace(outputs=[answer])
+
+
+def fake_engine(monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
+    """The engine without vLLM: with an empty package of its name."""
+    for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.exceptions"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["vllm.v1.engine.exceptions"].EngineDeadError = KeyError  # type: ignore
+    engine = VllmEngine(VllmSetup("anything"))
+    engine._llm = FakeLlm()
+    return engine
+
+
+@pytest.mark.spec("rollout.one-sample", "rollout.cache-salt")
+def test_requests_carry_their_session_and_share_caches_within_one_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = fake_engine(monkeypatch)
+    wanted: list[dict[str, Any]] = []
+    engine._sampling_params = lambda **kw: wanted.append(kw)
+
+    async def ask() -> None:
+        sampling = SamplingParams(stop=["</a>"], temperature=0.5)
+        for session_id, version in (("a", 3), ("b", 3), ("a", 4)):
+            got = await engine.generate(
+                [1, 2], sampling, session_id=session_id, policy_version=version, seed=5
+            )
+            assert (got.token_ids, got.logprobs, got.stop_string) == ([7], [-0.5], "</a>")
+
+    asyncio.run(ask())
+    assert [session for _, session in engine._llm.asked] == ["a", "b", "a"]
+    salts = [prompt["cache_salt"] for prompt, _ in engine._llm.asked]
+    assert salts[0] == salts[1] != salts[2]
+    assert all(w["stop"] == ["</a>"] and w["include_stop_str_in_output"] for w in wanted)
+    assert [(w["seed"], w["temperature"], w["logprobs"]) for w in wanted] == [(5, 0.5, 0)] * 3
+
+
+@pytest.mark.spec("rollout.one-sample", "rollout.engine-error")
+def test_further_sampling_parameters_go_first_and_wrong_ones_fail_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = fake_engine(monkeypatch)
+    wanted: list[dict[str, Any]] = []
+
+    def params(**kw: Any) -> None:
+        if "nonsense" in kw:
+            raise TypeError("Unexpected keyword argument 'nonsense'")
+        wanted.append(kw)
+
+    engine._sampling_params = params
+
+    async def ask(extra: dict[str, Any]) -> None:
+        sampling = SamplingParams(additional_kwargs=extra)
+        await engine.generate([1, 2], sampling, session_id="a", policy_version=0)
+
+    asyncio.run(ask({"stop_token_ids": [5], "bad_words": ["x"]}))
+    assert (wanted[0]["stop_token_ids"], wanted[0]["bad_words"]) == ([5], ["x"])
+    with pytest.raises(EngineError, match=r"sampling parameters: Unexpected .* 'nonsense'"):
+        asyncio.run(ask({"nonsense": 1}))
+
+
+@pytest.mark.spec("async.engine-silence")
+@pytest.mark.parametrize("call", ["interrupt", "load_weights_file", "reset_prefix_cache"])
+def test_a_call_that_a_killed_engine_never_answers_ends(
+    call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM fails the requests of an engine that died, and leaves other calls without answer."""
+    monkeypatch.setattr("skyrl_fast.rollout.engine.vllm_engine.LOOK_SECONDS", 0.01)
+
+    class Killed:
+        errored = False
+
+        async def never(self, *arguments: Any, **options: Any) -> None:
+            self.errored = True  # in the middle of the call
+            await asyncio.Event().wait()
+
+        pause_generation = collective_rpc = reset_prefix_cache = never
+
+    engine = VllmEngine(VllmSetup("anything"))
+    engine._llm = Killed()
+    arguments = [tmp_path] if call == "load_weights_file" else []
+    with pytest.raises(EngineDeadError, match="the vLLM engine for anything"):
+        asyncio.run(asyncio.wait_for(getattr(engine, call)(*arguments), 5))
+
+
+def test_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_BY_USER", "1")
+    monkeypatch.delenv("SET_BY_US", raising=False)
+    with environment({"SET_BY_USER": "2", "SET_BY_US": "3"}):
+        assert (os.environ["SET_BY_USER"], os.environ["SET_BY_US"]) == ("1", "3")
+        os.environ["SET_BY_VLLM"] = "4"
+    assert "SET_BY_US" not in os.environ
+    assert "SET_BY_VLLM" not in os.environ
+
+
+# --- real vLLM: one engine start for all of it --------------------------------------------------
+
+
+def hf_logprobs(model: torch.nn.Module, sequences: list[list[int]]) -> list[list[float]]:
+    rows = []
+    with torch.no_grad():
+        for sequence in sequences:
+            ids = torch.tensor([sequence])
+            logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
+            rows.append(logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist())
+    return rows
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.timeout(900)  # two cores that others use too; alone it takes well under a minute
+def test_real_vllm_generates_updates_and_refuses_stale_weights(
+    tiny_model_folder: Path, tiny_tokenizer: object, tmp_path: Path
+) -> None:
+    """Start-up dominates: everything that needs a live engine is asserted on one."""
+    asyncio.run(_drive_real_engine(tiny_model_folder, tiny_tokenizer, tmp_path))
+
+
+async def _drive_real_engine(folder: Path, tokenizer, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    log_file = tmp_path / "vllm.log"
+    config = VllmSetup(
+        str(folder),
+        InferenceEngineConfig(max_num_seqs=32),
+        max_model_len=256,
+        log_file=str(log_file),
+    )
+    async with VllmEngine(config) as engine:
+        prompts = [tokenizer.encode(f"question {i}, " * (1 + i % 5)) for i in range(12)]
+        first = await _sample(engine, prompts)
+        await _agrees_with_hugging_face(model, prompts, first)
+        await _is_reproducible(engine, prompts, first)
+        await _stops_where_told(engine, tokenizer)
+        await _updates_are_verified(engine, model, prompts)
+        with pytest.raises(EngineError, match="refused"):
+            await engine.generate([1] * 300, SamplingParams(), session_id="a", policy_version=0)
+        _interrupts_do_not_reach(_descendants(os.getpid()))
+    assert "vllm" in log_file.read_text().lower()
+    await engine.close()  # twice is fine
+
+
+async def _sample(engine: VllmEngine, prompts: list[list[int]], *, version: int = 0) -> list:
+    return await asyncio.gather(
+        *[
+            engine.generate(
+                prompt,
+                SamplingParams(max_generate_length=24, temperature=0.7),
+                session_id=f"s{i}",
+                policy_version=version,
+                seed=100 + i,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+    )
+
+
+async def _agrees_with_hugging_face(model, prompts, generations) -> None:
+    for prompt, generation in zip(prompts, generations, strict=True):
+        ids = torch.tensor([prompt + generation.token_ids])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1] / 0.7
+        wanted = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        # float32 on both sides; other kernels, other order of sums.
+        torch.testing.assert_close(torch.tensor(generation.logprobs), wanted, atol=1e-4, rtol=0)
+        assert len(generation.token_ids) == len(generation.logprobs) <= 24
+
+
+async def _is_reproducible(engine: VllmEngine, prompts, first) -> None:
+    """The same seeds give the same tokens and logprobs, whatever runs beside them.
+
+    But for rounding: with several threads vLLM's sums depend on what it happens to serve together.
+    """
+    for again, before in zip(await _sample(engine, prompts, version=1), first, strict=True):
+        _are_the_same(again, before)
+    alone = await engine.generate(
+        prompts[3],
+        SamplingParams(max_generate_length=24, temperature=0.7),
+        session_id="alone",
+        policy_version=2,
+        seed=103,
+    )
+    _are_the_same(alone, first[3])
+
+
+def _are_the_same(one: Generation, two: Generation) -> None:
+    assert one.token_ids == two.token_ids
+    assert one.logprobs == pytest.approx(two.logprobs, abs=1e-5)
+    assert (one.stop_reason, one.stop_string) == (two.stop_reason, two.stop_string)
+
+
+async def _stops_where_told(engine: VllmEngine, tokenizer) -> None:
+    prompt = tokenizer.encode("stop test")
+    free = await engine.generate(
+        prompt, SamplingParams(max_generate_length=30), session_id="f", policy_version=0, seed=5
+    )
+    text = tokenizer.decode(free.token_ids)
+    printable = next(c for c in text if c.isascii() and c.isprintable())
+    stopped = await engine.generate(
+        prompt,
+        SamplingParams(max_generate_length=30, stop=[printable]),
+        session_id="g",
+        policy_version=0,
+        seed=5,
+    )
+    assert (stopped.stop_reason, stopped.stop_string) == ("stop", printable)
+    assert tokenizer.decode(stopped.token_ids).index(printable) >= 0
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    by_id = await engine.generate(
+        prompt,
+        SamplingParams(
+            max_generate_length=30, additional_kwargs={"stop_token_ids": [free.token_ids[2]]}
+        ),
+        session_id="h",
+        policy_version=0,
+        seed=5,
+    )
+    assert by_id.stop_string is None
+    assert by_id.token_ids[-1] == free.token_ids[2]
+
+
+async def _updates_are_verified(engine: VllmEngine, model, prompts) -> None:
+    sync = WeightSync(
+        engine,
+        probe=[p[:24] for p in prompts[:3]],
+        trainer_logprobs=lambda probe: hf_logprobs(model, probe),
+    )
+    report = await sync.verify()
+    assert report.max_difference < 1e-4
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    with pytest.raises(WeightSyncError, match="differ from the trainer's"):
+        await sync.verify()  # stale on purpose: the trainer moved, the engine was not told
+    running = asyncio.create_task(_sample(engine, prompts, version=5))
+    await asyncio.sleep(0.02)
+    report = await sync.update(model.state_dict())
+    assert report.max_difference < 1e-4 < report.max_change
+    assert len(await running) == len(prompts)  # what was in flight went on
+    await _agrees_with_hugging_face(model, prompts, await _sample(engine, prompts, version=6))
+    incomplete = dict(model.named_parameters())
+    del incomplete["model.layers.0.mlp.down_proj.weight"]
+    with pytest.raises(WeightSyncError, match=r"got no new values.*down_proj"):
+        await engine.update_weights(incomplete)
+    await sync.update(model.state_dict())
+
+
+def _descendants(pid: int) -> list[int]:
+    children = [
+        int(child)
+        for thread in Path(f"/proc/{pid}/task").iterdir()
+        for child in (thread / "children").read_text().split()
+    ]
+    return [found for child in children for found in (child, *_descendants(child))]
+
+
+def _interrupts_do_not_reach(pids: list[int]) -> None:
+    """Ctrl-C ends the trainer in good order; the engine's processes must not die of it."""
+    bit = 1 << (signal.SIGINT - 1)
+    deaf = []
+    for pid in pids:
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
+        deaf.append(any(int(status[mask], 16) & bit for mask in ("SigBlk", "SigIgn")))
+    assert len(pids) >= 2  # the engine core and its worker
+    assert all(deaf)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())

@@ -1,0 +1,434 @@
+"""Several engines as one: deaths, restarts with the present weights, updates of all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from skyrl_fast.rollout.engine import pool as engine_pool
+from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.rollout.engine.protocol import (
+    Engine,
+    EngineDeadError,
+    EngineError,
+    Generation,
+    SamplingParams,
+)
+from skyrl_fast.rollout.engine.weight_update import WeightSync, WeightSyncError
+from skyrl_fast.rollout.stop_reason import INTERRUPTED
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_pool, "LOOK_SECONDS", 0.01)
+
+
+class OneWeight:
+    """An engine whose model is one number, which is the logprob of every token."""
+
+    starts_with_model = True
+
+    def __init__(self, name: str, *, comes_back: bool = True, deaf: bool = False) -> None:
+        self.name = name
+        self.weight = 0.0
+        self.alive = False
+        self.may_come_back = comes_back
+        self.deaf = deaf  # takes weights without using them
+        self.starts = 0
+        self.sessions: Counter[str] = Counter()
+        self.paused = False
+        self.hold: asyncio.Event | None = None
+
+    def check(self) -> None:
+        if not self.alive:
+            raise EngineDeadError(f"{self.name} died\nlast lines of its log")
+
+    async def start(self) -> None:
+        self.starts += 1
+        if not self.may_come_back and self.starts > 1:
+            raise EngineDeadError("does not start")
+        self.weight, self.alive = 0.0, True
+
+    async def close(self) -> None:
+        self.alive = self.paused = False
+
+    async def comes_back(self) -> bool:
+        return self.may_come_back
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str,
+        policy_version: int,
+        seed: int | None = None,
+        expert_indices_start: int = 0,
+    ) -> Generation:
+        self.check()
+        assert not self.paused
+        self.sessions[session_id] += 1
+        if self.hold is not None:
+            await self.hold.wait()
+        self.check()
+        return Generation([1], [self.weight], INTERRUPTED if self.paused else "stop")
+
+    async def load_weights_file(self, path: Path) -> None:
+        self.check()
+        if not self.deaf:
+            self.weight = float(load_file(path)["w"])
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        self.check()
+        assert not self.paused  # a paused engine would never answer
+        return [self.weight] * (len(token_ids) - 1)
+
+    async def interrupt(self) -> None:
+        self.check()
+        self.paused = True
+        if self.hold is not None:
+            self.hold.set()
+
+    async def resume(self) -> None:
+        self.check()
+        self.paused = False
+
+
+class Trainer:
+    """Its only weight, and what it would compare engines with."""
+
+    def __init__(self) -> None:
+        self.weight = 0.0
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {"w": torch.tensor(self.weight)}
+
+    def make_sync(self, engine: Engine) -> WeightSync:
+        return WeightSync(
+            engine, probe=[[1, 2]], trainer_logprobs=lambda probe: [[self.weight]] * len(probe)
+        )
+
+
+async def started(*engines: OneWeight, max_restarts: int = 3) -> tuple[EnginePool, Trainer]:
+    pool = EnginePool(engines, max_restarts=max_restarts)  # type: ignore[arg-type]
+    await pool.start()
+    trainer = Trainer()
+    await pool.verify(trainer.make_sync)
+    return pool, trainer
+
+
+async def ask(pool: EnginePool, session: str) -> Generation:
+    return await pool.generate([1], SamplingParams(), session_id=session, policy_version=0)
+
+
+@pytest.mark.spec("async.server-sessions")
+def test_sessions_are_shared_and_stay_with_their_engine() -> None:
+    async def go() -> None:
+        engines = [OneWeight("a"), OneWeight("b"), OneWeight("c")]
+        pool, _ = await started(*engines)
+        for _ in range(3):
+            await asyncio.gather(*(ask(pool, f"s{i}") for i in range(60)))
+        for engine in engines:
+            assert 10 <= len(engine.sessions) <= 30
+            assert set(engine.sessions.values()) == {3}
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("async.engine-restart", "async.server-sessions")
+def test_the_requests_of_a_dead_engine_go_to_another() -> None:
+    async def go() -> None:
+        engines = [OneWeight("a"), OneWeight("b")]
+        pool, _ = await started(*engines)
+        for engine in engines:
+            engine.hold = asyncio.Event()
+        asked = [asyncio.create_task(ask(pool, f"s{i}")) for i in range(20)]
+        await asyncio.sleep(0.01)
+        lost = sum(engines[0].sessions.values())
+        assert 0 < lost < 20
+        engines[0].alive = False
+        for engine in engines:
+            engine.hold.set()
+        got = await asyncio.gather(*asked)
+        assert all(g.stop_reason == "stop" for g in got)
+        assert sum(engines[1].sessions.values()) == 20
+        assert pool.faults["engine_deaths"] == 1
+        assert pool.faults["requests_sent_again"] == lost
+        assert pool.activity() == ["a is down for 0 s: a died"]
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("async.engine-restart", "async.server-return")
+def test_a_dead_engine_comes_back_with_the_present_weights() -> None:
+    async def go() -> None:
+        engine = OneWeight("a")
+        pool, trainer = await started(engine)
+        trainer.weight = 0.5
+        await pool.update(trainer.weights, trainer.make_sync)
+        engine.alive = False
+        waiting = asyncio.create_task(ask(pool, "s"))
+        await asyncio.wait_for(pool.wait_for_fault(), 5)
+        assert not waiting.done()
+        await pool.repair(trainer.weights, trainer.make_sync)
+        got = await waiting
+        assert got.logprobs == [0.5]  # not the weights that it started with
+        assert engine.starts == 2
+        assert pool.faults["engine_restarts"] == 1
+        assert pool.activity() == []
+
+    asyncio.run(go())
+
+
+def test_an_engine_that_comes_back_serves_nobody_before_it_has_the_weights() -> None:
+    async def go() -> None:
+        engines = [OneWeight("a"), OneWeight("b")]
+        pool, trainer = await started(*engines)
+        trainer.weight = 0.5
+        await pool.update(trainer.weights, trainer.make_sync)
+        for engine in engines:
+            engine.alive = False
+        asked = [asyncio.create_task(ask(pool, f"s{i}")) for i in range(20)]
+        await asyncio.wait_for(pool.wait_for_fault(), 5)
+        await pool.repair(trainer.weights, trainer.make_sync)
+        assert {x for g in await asyncio.gather(*asked) for x in g.logprobs} == {0.5}
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("async.engine-restart")
+def test_an_engine_that_keeps_dying_is_given_up() -> None:
+    async def go() -> None:
+        engine = OneWeight("a")
+        pool, trainer = await started(engine, max_restarts=2)
+        for _ in range(2):
+            engine.alive = False
+            waiting = asyncio.create_task(ask(pool, "s"))
+            await asyncio.wait_for(pool.wait_for_fault(), 5)
+            await pool.repair(trainer.weights, trainer.make_sync)
+            await waiting
+        engine.alive = False
+        waiting = asyncio.create_task(ask(pool, "s"))
+        await asyncio.wait_for(pool.wait_for_fault(), 5)
+        with pytest.raises(EngineDeadError, match="no engine is left; the first one: a died"):
+            await pool.repair(trainer.weights, trainer.make_sync)
+        waiting.cancel()
+
+    asyncio.run(go())
+
+
+def test_an_update_that_it_survives_begins_the_count_anew() -> None:
+    async def go() -> None:
+        engine = OneWeight("a")
+        pool, trainer = await started(engine, max_restarts=1)
+        for _ in range(4):
+            engine.alive = False
+            waiting = asyncio.create_task(ask(pool, "s"))
+            await asyncio.wait_for(pool.wait_for_fault(), 5)
+            await pool.repair(trainer.weights, trainer.make_sync)
+            await waiting
+            trainer.weight += 0.5
+            await pool.update(trainer.weights, trainer.make_sync)
+        assert engine.starts == 5
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("async.verified-update", "async.server-weights")
+def test_an_update_reaches_all_engines_or_stops_the_run() -> None:
+    async def go() -> None:
+        engines = [OneWeight("a"), OneWeight("b")]
+        pool, trainer = await started(*engines)
+        trainer.weight = 0.25
+        report = await pool.update(trainer.weights, trainer.make_sync)
+        assert [engine.weight for engine in engines] == [0.25, 0.25]
+        assert report.max_difference == 0
+        engines[1].deaf = True
+        trainer.weight = 0.75
+        with pytest.raises(WeightSyncError, match=r"differ from the trainer's by up to 0\.5"):
+            await pool.update(trainer.weights, trainer.make_sync)
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("async.server-return")
+def test_an_engine_that_dies_in_an_update_does_not_hold_it_up() -> None:
+    async def go() -> None:
+        engines = [OneWeight("a"), OneWeight("b", comes_back=False)]
+        pool, trainer = await started(*engines)
+        engines[1].alive = False
+        trainer.weight = 0.5
+        await pool.interrupt()
+        await pool.update(trainer.weights, trainer.make_sync)
+        assert (await ask(pool, "s")).logprobs == [0.5]
+        engines[1].may_come_back = True
+        trainer.weight = 0.75
+        await pool.update(trainer.weights, trainer.make_sync)
+        assert [engine.weight for engine in engines] == [0.75, 0.75]
+        assert pool.faults == {"engine_deaths": 1, "engine_restarts": 1}
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("async.in-flight-update", "async.verified-update")
+def test_requests_that_wait_for_an_engine_let_an_update_pass() -> None:
+    async def go() -> None:
+        engine = OneWeight("a", comes_back=False)
+        pool, trainer = await started(engine)
+        engine.alive = False
+        waiting = asyncio.create_task(ask(pool, "s"))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await pool.interrupt()
+        got = await waiting
+        assert (got.token_ids, got.stop_reason) == ([], INTERRUPTED)
+        engine.may_come_back = True
+        trainer.weight = 0.5
+        await pool.update(trainer.weights, trainer.make_sync)
+        assert (await ask(pool, "s")).logprobs == [0.5]
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("async.engine-silence")
+def test_an_engine_that_hangs_is_dead_to_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves nobody, answers no pause, and holds up neither requests nor the update."""
+    monkeypatch.setattr(engine_pool, "PAUSE_SECONDS", 0.05)
+
+    class Hangs(OneWeight):
+        hangs = False
+
+        async def interrupt(self) -> None:
+            if self.hangs:
+                await asyncio.Event().wait()
+            await super().interrupt()
+
+    async def go() -> None:
+        engines = [Hangs("a"), OneWeight("b")]
+        pool, trainer = await started(*engines)
+        for engine in engines:
+            engine.hold = asyncio.Event()
+        asked = [asyncio.create_task(ask(pool, f"s{i}")) for i in range(20)]
+        await asyncio.sleep(0.01)
+        engines[0].hangs = True
+        trainer.weight = 0.5
+        await pool.interrupt()
+        await pool.update(trainer.weights, trainer.make_sync)
+        got = await asyncio.wait_for(asyncio.gather(*asked), 5)
+        assert len(got) == 20
+        assert pool.faults["engine_deaths"] == pool.faults["engine_restarts"] == 1
+        assert [engine.weight for engine in engines] == [0.5, 0.5]
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("async.engine-silence")
+def test_a_pause_that_a_dead_engine_never_answers_ends_with_it() -> None:
+    """As vLLM's does where its engine is killed in that moment."""
+
+    class Silent(OneWeight):
+        async def interrupt(self) -> None:
+            assert self.hold is not None
+            self.hold.set()
+            await asyncio.Event().wait()
+
+    async def go() -> None:
+        engine = Silent("a")
+        pool, trainer = await started(engine)
+        engine.hold = asyncio.Event()
+        asked = asyncio.create_task(ask(pool, "s"))
+        await asyncio.sleep(0.01)
+        engine.alive = False
+        trainer.weight = 0.5
+        await asyncio.wait_for(pool.interrupt(), 5)
+        await asyncio.wait_for(pool.update(trainer.weights, trainer.make_sync), 5)
+        assert (await asked).stop_reason in ("stop", INTERRUPTED)
+        assert engine.weight == 0.5
+
+    asyncio.run(go())
+
+
+def test_a_cancelled_request_stays_cancelled() -> None:
+    async def go() -> None:
+        engine = OneWeight("a")
+        pool, _ = await started(engine)
+        engine.hold = asyncio.Event()
+        asked = asyncio.create_task(ask(pool, "s"))
+        await asyncio.sleep(0.01)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert pool.faults == {}
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("async.engine-silence")
+def test_waiting_for_any_engine_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_pool, "WORD_SECONDS", 0.05)
+
+    async def go() -> None:
+        engine = OneWeight("a", comes_back=False)
+        pool, trainer = await started(engine)
+        engine.alive = False
+        update = asyncio.create_task(pool.update(trainer.weights, trainer.make_sync))
+        await asyncio.sleep(0.2)
+        assert not update.done()
+        engine.may_come_back = True
+        await asyncio.wait_for(update, 5)
+
+    asyncio.run(go())
+    assert "waiting for an engine. a is down for 0 s: a died" in caplog.text
+
+
+class Refusing(OneWeight):
+    """It answers, but not as it should, from its start of this number on."""
+
+    first = 1
+
+    async def start(self) -> None:
+        await super().start()
+        if self.starts >= self.first:
+            raise EngineError(f"{self.name} answered 404 to /v1/models")
+
+
+def test_where_one_engine_does_not_start_all_are_closed() -> None:
+    async def go() -> None:
+        one, other = OneWeight("a"), Refusing("b")
+        with pytest.raises(EngineError, match="b answered 404"):
+            await started(one, other)
+        assert not one.alive and not other.alive
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("async.engine-restart", "async.server-return")
+def test_an_engine_that_comes_back_and_refuses_is_given_up_and_the_others_go_on() -> None:
+    async def go() -> None:
+        one, other = OneWeight("a"), Refusing("b")
+        other.first = 2
+        pool, trainer = await started(one, other, max_restarts=1)
+        other.alive = False
+        await asyncio.gather(*(ask(pool, f"s{i}") for i in range(20)))  # some find it dead
+        for _ in range(2):  # a restart; then it is given up
+            await asyncio.wait_for(pool.wait_for_fault(), 5)
+            await pool.repair(trainer.weights, trainer.make_sync)
+        assert (other.starts, pool.faults["engine_restarts"]) == (2, 0)
+        assert "b answered 404" in pool.activity()[0]
+        assert (await ask(pool, "s")).stop_reason == "stop"
+
+    asyncio.run(go())
+
+
+def test_a_pool_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="engines: wanted at least one"):
+        EnginePool([])

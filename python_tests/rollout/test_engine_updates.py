@@ -1,0 +1,157 @@
+"""Real vLLM: weights that change while it generates, and an engine process that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib.util
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_envs import FakePrompt, loop_config, register_fakes
+
+from examples.asynchronous.soak import children, command_of
+from skyrl_fast.config import EnvironmentConfig, SamplingParams
+from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.rollout.engine.protocol import Engine
+from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weight_gate import WeightGate
+from skyrl_fast.rollout.engine.weight_update import WeightSync
+from skyrl_fast.rollout.env.factory import EnvFactory
+from skyrl_fast.rollout.group_runner import GroupRunner
+from skyrl_fast.rollout.groups import run_groups
+from skyrl_fast.rollout.trajectory import Trajectory
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+register_fakes()
+TOLERANCE = 1e-3  # float32 on both sides, as in TOLERANCES
+
+
+class Versions:
+    """The model of each policy version: every one a little different."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()]
+
+    def another(self) -> None:
+        model = copy.deepcopy(self.models[-1])
+        torch.manual_seed(len(self.models))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        self.models.append(model)
+
+    @torch.no_grad()
+    def logprobs(self, version: int, ids: list[int]) -> torch.Tensor:
+        """Of each token but the first."""
+        rows = torch.tensor([ids])
+        values = self.models[version](rows).logits[0, :-1].float().log_softmax(-1)
+        return values.gather(1, rows[0, 1:, None])[:, 0]
+
+    def make_sync(self, engine: Engine) -> WeightSync:
+        return WeightSync(
+            engine,
+            probe=[[5, 6, 7, 8, 9]],
+            trainer_logprobs=lambda probe: [
+                self.logprobs(len(self.models) - 1, ids).tolist() for ids in probe
+            ],
+        )
+
+
+def wrong_tokens(versions: Versions, trajectories: list[Trajectory]) -> tuple[int, int, float]:
+    """Tokens whose logprob is not their version's; tokens; largest difference."""
+    wrong, total, largest = 0, 0, 0.0
+    for trajectory in trajectories:
+        for step in trajectory.steps:
+            ids = [*step.prompt_token_ids, *step.response_ids]
+            start = len(step.prompt_token_ids)
+            assert step.rollout_logprobs is not None
+            for version in set(step.versions):
+                exact = versions.logprobs(version, ids)[start - 1 :].tolist()
+                for own, mask, a, b in zip(
+                    step.versions, step.loss_mask, exact, step.rollout_logprobs, strict=True
+                ):
+                    if own == version and mask:
+                        total += 1
+                        wrong += abs(a - b) > TOLERANCE
+                        largest = max(largest, abs(a - b))
+    return wrong, total, largest
+
+
+def kill_engine_process() -> None:
+    """As the kernel would, out of memory."""
+    (core,) = [pid for pid in children(os.getpid()) if "EngineCore" in command_of(pid)]
+    os.kill(core, signal.SIGKILL)
+
+
+@pytest.mark.spec(
+    "async.in-flight-update",
+    "async.token-versions",
+    "async.verified-update",
+    "async.engine-restart",
+)
+def test_no_token_has_a_wrong_version_and_a_killed_engine_comes_back(
+    tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    async def go() -> None:
+        versions = Versions(tiny_model_folder)
+        config = VllmSetup(str(tiny_model_folder), log_file=str(tmp_path / "engine.log"))
+        pool = EnginePool([VllmEngine(config)])
+        await pool.start()
+        gate = WeightGate()
+        factory = EnvFactory(EnvironmentConfig())
+        loop = loop_config(
+            n_samples_per_prompt=6,
+            max_turns=3,
+            max_input_length=900,
+            sampling_params=SamplingParams(
+                max_generate_length=120, additional_kwargs={"ignore_eos": True}
+            ),
+        )
+        runner = GroupRunner(pool, tiny_tokenizer, factory, loop, seed=0, gate=gate)
+        try:
+            await pool.verify(versions.make_sync)
+            prompts = [FakePrompt(str(i)) for i in range(4)]
+            work = asyncio.create_task(run_groups(runner, prompts, phase="train", policy_version=0))
+            for version in range(1, 4):
+                await asyncio.sleep(0.15)
+                versions.another()
+                async with gate.closed(pool.interrupt):
+                    await pool.update(
+                        dict(versions.models[-1].named_parameters()), versions.make_sync
+                    )
+                    gate.version = version
+            got = await work
+            wrong, total, largest = wrong_tokens(versions, got)
+            print(f"{total} tokens, largest difference {largest:.1e}")
+            assert wrong == 0 and total == 24 * 3 * 120
+            mixed = [s for t in got for s in t.steps if s.token_versions is not None]
+            assert mixed, "no request was interrupted: the updates came too late"
+
+            work = asyncio.create_task(run_groups(runner, prompts, phase="train", policy_version=3))
+            await asyncio.sleep(0.15)
+            kill_engine_process()
+            await asyncio.wait_for(pool.wait_for_fault(), 60)
+            assert not work.done()
+            await pool.repair(dict(versions.models[-1].named_parameters()), versions.make_sync)
+            got = await work
+            assert [t.failure for t in got] == [None] * 24
+            assert wrong_tokens(versions, got)[:2] == (0, 24 * 3 * 120)
+            assert {v for t in got for s in t.steps for v in s.versions} == {3}
+            assert pool.faults["engine_deaths"] == pool.faults["engine_restarts"] == 1
+        finally:
+            await pool.close()
+            await factory.close()
+
+    asyncio.run(go())

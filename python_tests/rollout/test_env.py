@@ -1,0 +1,361 @@
+"""Environments of skyrl-gym behind deadlines, and what becomes of bad answers."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_envs import CountingEnv, register_fakes
+
+from skyrl_fast.config import EnvironmentConfig, SkyRLGymConfig
+from skyrl_fast.rollout.env.factory import (
+    EnvAnswer,
+    EnvError,
+    EnvFactory,
+    EnvTimeoutError,
+    _answer,
+    _messages,
+)
+from skyrl_fast.rollout.env.threads import EnvThreads
+
+register_fakes()
+
+
+def with_factory(config: EnvironmentConfig, use: Callable[[EnvFactory], Awaitable[Any]]) -> Any:
+    async def go() -> Any:
+        factory = EnvFactory(config)
+        try:
+            return await use(factory)
+        finally:
+            await factory.close()
+
+    return asyncio.run(go())
+
+
+def gym(**env_config: Any) -> EnvironmentConfig:
+    """Return settings with those of environments of skyrl-gym, by their names."""
+    return EnvironmentConfig(skyrl_gym=SkyRLGymConfig(env_config=env_config))
+
+
+def workers(number: int, **options: Any) -> EnvironmentConfig:
+    """Return settings with so many threads."""
+    return EnvironmentConfig(skyrl_gym=SkyRLGymConfig(max_env_workers=number), **options)
+
+
+def test_text2sql_runs_a_query_and_scores_the_solution(tmp_path: Path) -> None:
+    folder = tmp_path / "spider" / "database" / "shop"
+    folder.mkdir(parents=True)
+    with sqlite3.connect(folder / "shop.sqlite") as database:
+        database.execute("CREATE TABLE item (name TEXT, price INTEGER)")
+        database.execute("INSERT INTO item VALUES ('pen', 3), ('ink', 5)")
+    extras = {
+        "db_id": "shop",
+        "data": "spider",
+        "reward_spec": {"ground_truth": "SELECT price FROM item WHERE name = 'ink'"},
+        "max_turns": 3,
+    }
+
+    async def use(factory: EnvFactory) -> tuple[EnvAnswer, EnvAnswer]:
+        env = await factory.make("text2sql", extras)
+        first = await env.init([{"role": "user", "content": "What does ink cost?"}])
+        assert first == [{"role": "user", "content": "What does ink cost?"}]
+        looked = await env.step("<think>a</think><sql>SELECT price FROM item</sql>")
+        solved = await env.step(
+            "<think>b</think><solution>SELECT price FROM item WHERE name = 'ink'</solution>"
+        )
+        await env.close()
+        return looked, solved
+
+    config = EnvironmentConfig(
+        skyrl_gym=SkyRLGymConfig(env_config={"text2sql": {"db_path": str(tmp_path)}})
+    )
+    looked, solved = with_factory(config, use)
+    assert (looked.done, looked.reward) == (False, 0.0)
+    assert "5" in looked.messages[0]["content"]
+    assert (solved.done, solved.reward, solved.messages) == (True, 1.0, [])
+
+
+def test_settings_reach_the_environment_as_attributes() -> None:
+    async def use(factory: EnvFactory) -> Any:
+        env = await factory.make("counting", {"max_turns": 1})
+        return env._env.env.env_config
+
+    settings = with_factory(gym(counting={"db_path": "x"}), use)
+    assert settings.db_path == settings["db_path"] == "x"
+    with pytest.raises(AttributeError, match="no 'db_pth'; it has \\['db_path'\\]"):
+        _ = settings.db_pth
+
+
+def test_settings_left_out_take_the_environments_defaults() -> None:
+    async def use(factory: EnvFactory) -> Any:
+        extras = {"max_turns": 2, "reward_spec": {"ground_truth": {"target": "x"}}}
+        env = await factory.make("search", extras)
+        return env._env.env.tool_group
+
+    tools = with_factory(gym(search={"topk": 7}), use)
+    assert (tools.topk, tools.search_url) == (7, "http://127.0.0.1:8000/retrieve")
+
+
+def test_users_module_registers_its_environment(tmp_path: Path) -> None:
+    path = tmp_path / "my_env.py"
+    path.write_text(
+        "import skyrl_gym\n"
+        "from skyrl_gym.envs.base_text_env import BaseTextEnv\n"
+        "class Mine(BaseTextEnv):\n"
+        "    def __init__(self, env_config=None, extras=None): super().__init__()\n"
+        "    def step(self, action):\n"
+        "        return dict(observations=[], reward=len(action), done=True, metadata={})\n"
+        "skyrl_gym.register('mine', entry_point=Mine)\n"
+    )
+
+    async def use(factory: EnvFactory) -> EnvAnswer:
+        return await (await factory.make("mine", {})).step("four")
+
+    for _ in range(2):  # registering twice would be an error of skyrl_gym
+        assert with_factory(EnvironmentConfig(register=[str(path)]), use).reward == 4.0
+
+
+OWN_ENV = """
+from skyrl_fast.rollout.env.protocol import Env, EnvStep
+
+class Echo(Env):
+    def __init__(self, row):
+        self.row = row
+
+    def step(self, action):
+        done = action == self.row["word"]
+        return EnvStep(float(done), done=done, observations="" if done else "again")
+
+    def metrics(self):
+        return {"word_length": len(self.row["word"])}
+
+def shouting(row):
+    return Echo({"word": row["word"].upper()})
+
+class Nothing:
+    def __init__(self, row): pass
+    def step(self, action): return {}
+"""
+
+
+@pytest.mark.parametrize(("name", "word"), [("Echo", "yes"), ("shouting", "YES")])
+def test_an_environment_by_its_class_or_factory(name: str, word: str, tmp_path: Path) -> None:
+    path = tmp_path / "own_env.py"
+    path.write_text(OWN_ENV)
+    env_class = f"{path}:{name}"
+
+    async def use(factory: EnvFactory) -> None:
+        env = await factory.make(env_class, {"word": "yes"})
+        prompt = [{"role": "user", "content": "say it"}]
+        assert await env.init(prompt) == prompt
+        first, second = await env.step("no"), await env.step(word)
+        assert (first.messages, first.reward, first.done) == (
+            [{"role": "user", "content": "again"}],
+            0.0,
+            False,
+        )
+        assert (second.messages, second.reward, second.done) == ([], 1.0, True)
+        assert await env.metrics() == {"word_length": 3}
+        await env.close()
+
+    with_factory(EnvironmentConfig(env_class=env_class), use)
+
+
+def test_an_environment_without_the_methods_of_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "own_env.py"
+    path.write_text(OWN_ENV)
+    wanted = "wanted an Env, got Nothing without init, metrics, close"
+    with pytest.raises(EnvError, match=wanted):
+        with_factory(EnvironmentConfig(), lambda factory: factory.make(f"{path}:Nothing", {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:Env", "env_class: cannot import 'no_such_module'"),
+        ("json:Env", "env_class: 'json' has no 'Env'"),
+    ],
+)
+def test_an_environment_that_cannot_be_imported_is_refused_at_the_start(
+    name: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        EnvFactory(EnvironmentConfig(env_class=name))
+
+
+@pytest.mark.parametrize("module", ["no_such_module_anywhere", "/nowhere/env.py"])
+def test_module_that_cannot_be_imported_is_named(module: str) -> None:
+    with pytest.raises(ValueError, match=f"environment.register: cannot import '{module}'"):
+        EnvFactory(EnvironmentConfig(register=[module]))
+
+
+def test_unknown_environment_lists_the_known_ones() -> None:
+    with pytest.raises(EnvError, match=r"no environment of this name.*text2sql"):
+        with_factory(EnvironmentConfig(), lambda factory: factory.make("typo", {}))
+
+
+def test_constructor_that_raises_is_named() -> None:
+    with pytest.raises(EnvError, match=r"text2sql: make raised ValueError: the row lacks db_id"):
+        with_factory(EnvironmentConfig(), lambda factory: factory.make("text2sql", {}))
+
+
+def test_call_that_never_returns_costs_its_deadline_and_no_worker() -> None:
+    async def use(factory: EnvFactory) -> float:
+        stuck = await factory.make("counting", {"max_turns": 1, "hang_at": 1, "hang_seconds": 1.0})
+        with pytest.raises(EnvTimeoutError, match=r"step did not return within 0\.05 s"):
+            await stuck.step("a")
+        started = time.perf_counter()
+        for _ in range(3):  # the only worker was replaced
+            fine = await factory.make("counting", {"max_turns": 1, "turns": 1})
+            assert (await fine.step("a")).done
+        assert factory.num_abandoned == 1
+        return time.perf_counter() - started
+
+    assert (
+        with_factory(
+            workers(1, timeout_seconds=0.05),
+            use,
+        )
+        < 0.9
+    )
+
+
+@pytest.mark.spec("rollout.env-error")
+def test_a_call_that_came_back_while_the_loop_was_busy_is_no_late_one() -> None:
+    async def use() -> tuple[Any, int]:
+        threads = EnvThreads(1)
+        call = asyncio.create_task(threads.run(lambda: "an answer", 0.02))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the call runs
+        time.sleep(0.1)  # the loop is busy when it is over, and at its deadline
+        return await call, threads.num_abandoned
+
+    assert asyncio.run(use()) == ("an answer", 0)
+
+
+@pytest.mark.spec("rollout.env-closed")
+def test_an_environment_that_was_made_too_late_is_closed() -> None:
+    CountingEnv.closed.clear()
+
+    async def use(factory: EnvFactory) -> None:
+        with pytest.raises(EnvTimeoutError, match="make did not return"):
+            await factory.make("counting", {"max_turns": 1, "name": "late", "make_seconds": 0.2})
+        for _ in range(100):  # of 0.05 s, until its constructor returns
+            if CountingEnv.closed:
+                break
+            await asyncio.sleep(0.05)
+
+    with_factory(EnvironmentConfig(timeout_seconds=0.05), use)
+    assert CountingEnv.closed == ["late"]
+
+
+@pytest.mark.spec("rollout.env-step")
+def test_no_more_calls_run_at_once_than_there_are_workers() -> None:
+    running, most = 0, 0
+    lock = threading.Lock()
+
+    def step(self: CountingEnv, action: str) -> dict[str, Any]:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.01)
+        with lock:
+            running -= 1
+        return dict(GOOD)
+
+    async def use(factory: EnvFactory) -> None:
+        envs = [await factory.make("counting", {"max_turns": 1}) for _ in range(12)]
+        await asyncio.gather(*[env.step("a") for env in envs])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CountingEnv, "step", step)
+        with_factory(workers(3), use)
+    assert 1 < most <= 3
+
+
+def test_waiting_for_a_worker_does_not_count_against_the_deadline() -> None:
+    async def use(factory: EnvFactory) -> list[EnvAnswer]:
+        extras = {"max_turns": 1, "turns": 1, "hang_at": 1, "hang_seconds": 0.1}
+        envs = [await factory.make("counting", extras) for _ in range(6)]
+        return await asyncio.gather(*[env.step("a") for env in envs])
+
+    answers = with_factory(workers(1, timeout_seconds=0.4), use)
+    assert [a.done for a in answers] == [True] * 6
+
+
+def test_sys_exit_in_an_environment_ends_only_its_call() -> None:
+    async def use(factory: EnvFactory) -> None:
+        env = await factory.make("counting", {"max_turns": 1})
+        env._env.env.step = lambda action: exit(3)
+        with pytest.raises(EnvError, match="SystemExit: 3"):
+            await env.step("a")
+        assert await env.metrics() == {"turns": 0, "last_action": ""}
+
+    with_factory(EnvironmentConfig(), use)
+
+
+GOOD = {"observations": [], "reward": 1, "done": False}
+
+
+@pytest.mark.spec("rollout.env-error")
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "wanted an EnvStep, or a mapping with observations, reward, done; got NoneType"),
+        ({"reward": 1.0}, "the answer lacks observations, done"),
+        ({**GOOD, "reward": float("nan")}, "reward: wanted a finite number, got nan"),
+        ({**GOOD, "reward": "high"}, "reward: wanted a finite number, got 'high'"),
+        ({**GOOD, "reward": None}, "reward: wanted a finite number, got None"),
+        ({**GOOD, "reward": 10**400}, "reward: wanted a finite number, got 1000"),
+        ({**GOOD, "reward": -1e39}, "reward: wanted a finite number, got -1e"),  # not in float32
+        ({**GOOD, "reward": np.ones(2)}, "reward: wanted a finite number, got array"),
+        ({**GOOD, "done": np.array([True, False])}, "done: wanted true or false, got array"),
+        ({"observations": [], 3: 4}, r"lacks reward, done; it has \['3', 'observations'\]"),
+        ({**GOOD, "observations": [1]}, "wanted messages with role and content"),
+        ({**GOOD, "observations": [{"role": "user"}]}, "wanted messages with role and content"),
+        ({**GOOD, "postprocessed_action": 3}, "postprocessed_action: wanted text or an assistant"),
+        ({**GOOD, "postprocessed_action": {"role": "user", "content": ""}}, "assistant message"),
+    ],
+)
+def test_answers_that_are_none(answer: Any, message: str) -> None:
+    with pytest.raises(EnvError, match=message):
+        _answer(answer, 0.0, "environment x: step")
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (None, []),
+        ("", []),
+        ([], []),
+        ("text", [{"role": "user", "content": "text"}]),
+        ({"role": "tool", "content": "t"}, [{"role": "tool", "content": "t"}]),
+        ([{"role": "user", "content": "a"}], [{"role": "user", "content": "a"}]),
+        ([{"role": "assistant", "tool_calls": [1]}], [{"role": "assistant", "tool_calls": [1]}]),
+    ],
+)
+def test_forms_of_observations(value: Any, wanted: list[dict[str, str]]) -> None:
+    assert _messages(value, "x") == wanted
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            workers(0),
+            "max_env_workers: wanted at least 1, got 0",
+        ),
+        (EnvironmentConfig(timeout_seconds=0), "timeout_seconds: wanted more than 0, got 0"),
+    ],
+)
+def test_config_out_of_range(config: EnvironmentConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EnvFactory(config)

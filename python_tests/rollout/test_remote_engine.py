@@ -1,0 +1,409 @@
+"""What a `vllm serve` endpoint is asked, and what is made of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from skyrl_fast import cli
+from skyrl_fast.config import ConfigError, InferenceEngineConfig, SamplingParams
+from skyrl_fast.config.loading import load_config
+from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
+from skyrl_fast.rollout.engine.remote import RemoteEngine
+from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weight_update import WeightSyncError
+from skyrl_fast.rollout.stop_reason import INTERRUPTED
+from skyrl_fast.train.flow.vllm_rollouts import vllm_setup
+
+SAMPLING = SamplingParams(
+    max_generate_length=8, temperature=0.5, stop=["</a>"], additional_kwargs={"stop_token_ids": [9]}
+)
+
+
+class Server:
+    """Answers as vLLM does; keeps what it was asked."""
+
+    def __init__(self, completion: Callable[[dict[str, Any]], Any] | None = None) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self.headers: list[httpx.Headers] = []
+        self.well = True
+        self.completion = completion or (lambda body: choice([5, 6], [-0.5, -0.25]))
+        self.missing: list[str] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if not self.well:
+            raise httpx.ConnectError("refused")
+        path = request.url.path
+        if path == "/health":
+            return httpx.Response(200)
+        if path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "the-model"}]})
+        body = json.loads(request.content) if request.content else dict(request.url.params)
+        self.asked.append((path, body))
+        self.headers.append(request.headers)
+        if path == "/v1/completions":
+            answer = self.completion(body)
+            if isinstance(answer, httpx.Response):
+                return answer
+            return httpx.Response(200, json={"choices": [answer]})
+        if path == "/collective_rpc":
+            return httpx.Response(200, json={"results": [self.missing]})
+        return httpx.Response(200, json={})
+
+
+def choice(ids: list[int], logprobs: list[float], **more: Any) -> dict[str, Any]:
+    return {
+        "token_ids": ids,
+        "logprobs": {"token_logprobs": logprobs},
+        "finish_reason": "stop",
+        "stop_reason": None,
+        **more,
+    }
+
+
+def with_engine(server: Server, work: Callable[[RemoteEngine], Any], **options: Any) -> Any:
+    async def go() -> Any:
+        transport = httpx.MockTransport(server)
+        engine = RemoteEngine("http://there:1", transport=transport, **options)
+        async with engine:
+            server.asked.clear()
+            server.headers.clear()
+            return await work(engine)
+
+    return asyncio.run(go())
+
+
+async def ask(engine: RemoteEngine, version: int = 3) -> Generation:
+    return await engine.generate([1, 2], SAMPLING, session_id="s-1", policy_version=version, seed=5)
+
+
+@pytest.mark.spec("async.servers")
+def test_token_ids_go_in_and_out() -> None:
+    server = Server(lambda body: choice([5, 6, 7], [-0.5, -0.25, -1.0], stop_reason="</a>"))
+    got = with_engine(server, ask)
+    assert got == Generation([5, 6, 7], [-0.5, -0.25, -1.0], "stop", "</a>")
+    ((path, body),) = server.asked
+    assert path == "/v1/completions"
+    assert body == {
+        "model": "the-model",
+        "prompt": [1, 2],
+        "max_tokens": 8,
+        "temperature": 0.5,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "stop": ["</a>"],
+        "stop_token_ids": [9],
+        "include_stop_str_in_output": True,
+        "seed": 5,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "cache_salt": "policy-3",
+    }
+    assert server.headers[0]["x-session-id"] == "s-1"
+
+
+def test_a_stop_token_is_no_stop_string_and_routes_are_decoded() -> None:
+    routes = np.arange(8, dtype=np.uint8).reshape(4, 1, 2)
+    buffer = io.BytesIO()
+    np.save(buffer, routes)
+    text = base64.b64encode(buffer.getvalue()).decode()
+    server = Server(lambda body: choice([9], [-1.0], stop_reason=9, routed_experts=text))
+    got = with_engine(server, ask, records_routes=True)
+    assert got.stop_string is None
+    assert np.array_equal(got.expert_indices, routes)
+    assert server.asked[0][1]["routed_experts_prompt_start"] == 0
+
+
+@pytest.mark.spec("async.servers")
+def test_probe_logprobs_are_of_the_given_tokens() -> None:
+    entries = [None, {"2": {"logprob": -0.5}, "8": {"logprob": -9.0}}, {"3": {"logprob": -0.25}}]
+    server = Server(lambda body: choice([4], [-1.0], prompt_logprobs=entries))
+    assert with_engine(server, lambda e: e.prompt_logprobs([1, 2, 3])) == [-0.5, -0.25]
+
+
+@pytest.mark.spec("async.in-flight-update", "async.servers")
+def test_an_interrupted_request_gives_what_it_has() -> None:
+    server = Server(lambda body: choice([5], [-0.5], finish_reason="abort"))
+
+    async def work(engine: RemoteEngine) -> Generation:
+        with pytest.raises(EngineError, match="ended a request of session s-1 with 'abort'"):
+            await ask(engine)
+        await engine.interrupt()
+        got = await ask(engine)
+        await engine.resume()
+        await engine.resume()  # once is enough
+        return got
+
+    assert with_engine(server, work) == Generation([5], [-0.5], INTERRUPTED)
+    assert [call for call in server.asked if call[0] != "/v1/completions"] == [
+        ("/pause", {"mode": "abort", "clear_cache": "false"}),
+        ("/resume", {}),
+    ]
+
+
+@pytest.mark.spec("async.server-weights")
+@pytest.mark.parametrize("weight_sync", ["extension", "reload"])
+def test_weights_go_by_a_folder_that_both_can_read(weight_sync: str) -> None:
+    server = Server()
+    with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}), weight_sync=weight_sync)
+    (path, call), (last, _) = server.asked
+    assert (path, last) == ("/collective_rpc", "/reset_prefix_cache")
+    if weight_sync == "extension":
+        assert call["method"] == "load_weights_file"
+        (file,) = call["args"]
+        assert file.endswith(".safetensors")
+    else:
+        assert call["method"] == "reload_weights"
+        file = call["kwargs"]["weights_path"]
+    assert not Path(file).exists()  # gone when it is loaded
+
+
+def test_parameters_without_new_values_are_an_error() -> None:
+    server = Server()
+    server.missing = ["lm_head.weight"]
+    with pytest.raises(WeightSyncError, match=r"got no new values: lm_head\.weight"):
+        with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}))
+
+
+def test_a_refused_call_says_what_the_server_said() -> None:
+    server = Server(lambda body: httpx.Response(400, text="max_tokens is too large"))
+    with pytest.raises(EngineError, match="answered 400 to /v1/completions: max_tokens is too"):
+        with_engine(server, ask)
+
+
+@pytest.mark.spec("async.server-answers")
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        (httpx.Response(200, text="<html>hello</html>"), "with no JSON: '<html>hello"),
+        (httpx.Response(200, content=b"\xff\xfe{"), "with no JSON: "),
+        (httpx.Response(200, text='{"choices": [{"token_ids": [5'), "with no JSON: "),
+        (httpx.Response(200, json=[]), "otherwise than vLLM does: TypeError"),
+        (httpx.Response(200, json={"choices": []}), "otherwise than vLLM does: IndexError"),
+        (httpx.Response(200, json={"error": "x"}), "otherwise than vLLM does: KeyError: 'choices'"),
+        ({"text": "a", "finish_reason": "stop"}, "than vLLM does: KeyError: 'token_ids'"),
+        (choice([5], [None]), "otherwise than vLLM does: TypeError"),  # type: ignore[list-item]
+        (choice(["a"], [-1.0]), "otherwise than vLLM does: ValueError"),  # type: ignore[list-item]
+        (choice([5, -6], [-0.5, -0.5]), "otherwise than vLLM does: ValueError: token id -6"),
+        (choice([5, 6], [-0.5]), "2 tokens and 1 logprobs"),
+        (choice([5], [-0.5], routed_experts="AAAA"), "otherwise than vLLM does: ValueError"),
+        (httpx.Response(307, headers={"location": "/b"}), "answered 307 to /v1/completions"),
+        (httpx.Response(404, text="<html>none</html>"), "answered 404 .*<html>none"),
+        (httpx.Response(503, text="loading"), "answered 503 to /v1/completions: loading"),
+    ],
+)
+def test_an_answer_that_is_none_fails_its_request_and_is_quoted(answer: Any, wanted: str) -> None:
+    server = Server(lambda body: answer)
+    with pytest.raises(EngineError, match=wanted) as caught:
+        with_engine(server, ask, records_routes=True)
+    assert not isinstance(caught.value, EngineDeadError)
+
+
+@pytest.mark.spec("async.server-answers")
+def test_a_body_that_cannot_be_decoded_is_asked_for_again() -> None:
+    answers = [
+        httpx.Response(
+            200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"no gzip")
+        ),
+        choice([5], [-0.5]),
+    ]
+    server = Server(lambda body: answers.pop(0))
+    assert with_engine(server, ask).token_ids == [5]
+
+
+@pytest.mark.spec("async.server-answers")
+def test_probes_and_updates_of_another_kind_of_server_are_named() -> None:
+    server = Server(lambda body: choice([4], [-1.0], prompt_logprobs=[None, {}]))
+    with pytest.raises(EngineError, match="otherwise than vLLM does: KeyError: '2'"):
+        with_engine(server, lambda e: e.prompt_logprobs([1, 2]))
+    server.missing = 3  # type: ignore[assignment]
+    with pytest.raises(EngineError, match="/collective_rpc otherwise than vLLM does"):
+        with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}))
+
+
+@pytest.mark.spec("async.server-answers")
+@pytest.mark.parametrize(
+    ("path", "answer", "wanted"),
+    [
+        ("/v1/models", httpx.Response(200, text="<html>"), "/v1/models with no JSON: '<html>'"),
+        ("/v1/models", httpx.Response(200, json={}), "KeyError: 'data'"),
+        ("/health", httpx.Response(404), "within 0 s: it answered 404 to /health"),
+        ("/resume", None, "is healthy but did not answer within 0.05 s"),
+    ],
+)
+def test_what_does_not_greet_as_vllm_does_is_named(
+    path: str, answer: httpx.Response | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_fast.rollout.engine.remote.GREETING_SECONDS", 0.05)
+    server = Server()
+
+    async def reply(request: httpx.Request) -> httpx.Response:
+        if request.url.path != path:
+            return server(request)
+        if answer is None:
+            await asyncio.Event().wait()  # for ever
+        return answer
+
+    with pytest.raises(EngineError, match=wanted):
+        with_engine(reply, ask, start_timeout_seconds=0.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.spec("async.server-return")
+def test_a_server_that_is_gone_is_dead_and_one_that_is_well_is_asked_again() -> None:
+    server = Server()
+    breaks = 1
+
+    def once_broken(body: dict[str, Any]) -> Any:
+        nonlocal breaks
+        breaks -= 1
+        if breaks >= 0:
+            raise httpx.ReadError("reset")
+        return choice([5], [-0.5])
+
+    server.completion = once_broken
+
+    async def work(engine: RemoteEngine) -> None:
+        assert (await ask(engine)).token_ids == [5]
+        server.well = False
+        assert not await engine.comes_back()
+        with pytest.raises(EngineDeadError, match="the server http://there:1 is gone: Connect"):
+            await ask(engine)
+        server.well = True
+        assert await engine.comes_back()
+
+    with_engine(server, work)
+
+
+@pytest.mark.spec("async.engine-command")
+def test_the_command_of_a_server(tmp_path: Path) -> None:
+    config = VllmSetup(
+        "model", InferenceEngineConfig(max_num_batched_tokens=50, num_threads=1), max_model_len=100
+    )
+    command = serve_command(config, host="127.0.0.1", port=8001)
+    assert command[3:9] == ["serve", "model", "--host", "127.0.0.1", "--port", "8001"]
+    text = " ".join(command)
+    for wanted in (
+        "--logprobs-mode processed_logprobs",
+        "--worker-extension-cls skyrl_fast.rollout.engine.weight_update.WeightUpdateExtension",
+        "--enable-prefix-caching",
+        "--enforce-eager",
+        "--max-model-len 100",
+    ):
+        assert wanted in text
+    environment = serve_environment(config, {"OMP_NUM_THREADS": "2"})
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert environment["OMP_NUM_THREADS"] == "2"  # what the user set stays
+
+
+@pytest.mark.spec("async.engine-command")
+def test_the_engine_command_serves_the_trainers_model_on_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_text("")
+    served: list[Any] = []
+
+    class Served(Exception):  # noqa: N818
+        pass
+
+    def serve(config: VllmSetup, *, host: str, port: int) -> None:
+        served.append((config.model, config.max_model_len, host, port))
+        raise Served
+
+    monkeypatch.setattr("skyrl_fast.rollout.engine.serve_vllm.serve", serve)
+    yaml = tmp_path / "c.yaml"
+    yaml.write_text(f"data: {{train_data: [a]}}\ntrainer: {{policy: {{model: {{path: {model}}}}}}}")
+    with pytest.raises(Served):
+        cli.main(["engine", str(yaml), "--port", "8003", "generator.max_input_length=76"])
+    assert served == [(str(model), 1100, "127.0.0.1", 8003)]
+
+
+@pytest.mark.spec("async.engine-command")
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [
+        ({"max_position_embeddings": 40}, True),
+        ({"max_position_embeddings": 48}, False),
+        ({"max_position_embeddings": 40, "rope_scaling": {"rope_type": "yarn"}}, False),
+        ({"max_position_embeddings": 40, "rope_parameters": {"rope_type": "default"}}, True),
+        ({}, False),
+    ],
+)
+def test_rows_beyond_the_models_positions_are_refused_before_the_engine_starts(
+    model: dict[str, Any], refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    overrides = [
+        "generator.max_input_length=32",
+        "generator.sampling_params.max_generate_length=16",
+        f"trainer.policy.model.path={tmp_path}",
+        f"trainer.run_path={tmp_path}/run",
+    ]
+    config = load_config(None, ["data.train_data=[x.jsonl]", *overrides])
+    if refused:
+        wanted = r"max_input_length \(32\) and .*max_generate_length \(16\): .* 40 positions .* 48$"
+        with pytest.raises(ValueError, match=wanted):
+            vllm_setup(config, str(tmp_path))
+    else:
+        assert vllm_setup(config, str(tmp_path)).max_model_len == 48
+
+
+def test_a_servers_engine_is_told_to_end_with_it() -> None:
+    server = Server()
+
+    async def go() -> None:
+        async with RemoteEngine("http://there:1", transport=httpx.MockTransport(server)):
+            pass
+
+    asyncio.run(go())
+    assert server.asked == [
+        ("/resume", {}),  # a trainer that was killed may have left it paused
+        ("/collective_rpc", {"method": "end_with_parent"}),
+    ]
+
+
+def test_a_server_that_never_answers_is_an_error_in_time() -> None:
+    server = Server()
+    server.well = False
+    with pytest.raises(EngineDeadError, match="did not answer within 0 s"):
+        with_engine(server, ask, start_timeout_seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["run_engines_locally=false"], "wanted at least one address with run_engines_locally=f"),
+        (["external_server_urls=['http://a:1']"], "wanted none with run_engines_locally=true"),
+        (["run_engines_locally=false", "external_server_urls=[a:1]"], "wanted http://host:port"),
+        (
+            ["run_engines_locally=false", "external_server_urls=['http://a:1','http://a:1']"],
+            "got one twice",
+        ),
+        (
+            ["run_engines_locally=false", "external_server_urls=['http://a:b']"],
+            "wanted http://host:",
+        ),
+        (["run_engines_locally=false", "external_server_urls=['http://']"], "wanted http://host:"),
+        (["external_proxy_url=x"], "requests go straight to"),
+    ],
+)
+def test_settings_of_servers_are_checked(overrides: list[str], wanted: str) -> None:
+    key = "generator.inference_engine."
+    base = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"]
+    with pytest.raises(ConfigError, match=wanted):
+        load_config(None, [*base, *(key + text for text in overrides)])

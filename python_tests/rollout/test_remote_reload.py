@@ -1,0 +1,107 @@
+"""A real `vllm serve` that knows nothing of this package: weights by its own reload of a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from test_engine_updates import TOLERANCE, Versions
+
+from examples.asynchronous.two_servers import end, free_ports
+from skyrl_fast.config import InferenceEngineConfig, SamplingParams
+from skyrl_fast.rollout.engine.remote import RemoteEngine
+from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weight_update import WeightSyncError
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+
+@contextmanager
+def plain_server(model: Path, log: Path) -> Iterator[str]:
+    """`vllm serve` without the worker extension; its address."""
+    (port,) = free_ports(1)
+    config = VllmSetup(str(model), InferenceEngineConfig(num_threads=1), max_model_len=256)
+    command = serve_command(config, host="127.0.0.1", port=port)
+    at = command.index("--worker-extension-cls")
+    del command[at : at + 2]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=file,
+            env=serve_environment(config, os.environ),
+            start_new_session=True,
+        )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        end(process)
+
+
+def untied(model: Path, folder: Path) -> Path:
+    """The same model with an output head of its own."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    copy = AutoModelForCausalLM.from_pretrained(model, tie_word_embeddings=False)
+    copy.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.spec("async.server-weights")
+def test_weights_reach_a_server_by_vllms_own_reload(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    folder = untied(tiny_model_folder, tmp_path / "model")
+    versions = Versions(folder)
+
+    async def go(url: str) -> None:
+        async with RemoteEngine(url, weight_sync="reload") as engine:
+            sync = versions.make_sync(engine)
+            await sync.verify()
+            for version in range(1, 4):
+                versions.another()
+                weights = dict(versions.models[-1].named_parameters())
+                report = await sync.update(weights)
+                assert report.max_difference < TOLERANCE < report.max_change
+                sampling = SamplingParams(max_generate_length=20)
+                got = await engine.generate(
+                    [5, 6, 7], sampling, session_id="a", policy_version=version, seed=version
+                )
+                exact = versions.logprobs(version, [5, 6, 7, *got.token_ids])[2:].tolist()
+                assert got.logprobs == pytest.approx(exact, abs=TOLERANCE)
+
+    with plain_server(folder, tmp_path / "server.log") as url:
+        asyncio.run(go(url))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the packed copy is that of CPU kernels")
+@pytest.mark.spec("async.server-weights")
+def test_a_reload_that_leaves_a_tied_head_behind_is_refused(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    versions = Versions(tiny_model_folder)
+
+    async def go(url: str) -> None:
+        async with RemoteEngine(url, weight_sync="reload") as engine:
+            sync = versions.make_sync(engine)
+            await sync.verify()
+            versions.another()
+            with pytest.raises(WeightSyncError, match="take weight_sync_backend=extension"):
+                await sync.update(dict(versions.models[-1].named_parameters()))
+
+    with plain_server(tiny_model_folder, tmp_path / "server.log") as url:
+        asyncio.run(go(url))

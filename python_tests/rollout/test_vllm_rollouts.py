@@ -1,0 +1,108 @@
+"""What a run asks of vLLM besides trajectories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_fast.config import EnvironmentConfig
+from skyrl_fast.config.loading import load_config
+from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.rollout.env.factory import EnvFactory
+from skyrl_fast.rollout.rollout_config import loop_settings
+from skyrl_fast.train.data.prompts import load_prompts
+from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts, vllm_setup
+
+
+class NoEngine:
+    """An engine that nobody starts."""
+
+    name = "none"
+
+
+def test_the_probe_is_made_once_and_fits_the_engine(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    data = tmp_path / "train.jsonl"
+    rows = [{"prompt": "a prompt that is longer than what the engine takes"}, {"prompt": "b" * 9}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = load_config(
+        None,
+        [
+            f"data.train_data=[{data}]",
+            "trainer.policy.model.path=m",
+            "trainer.max_prompt_length=8",
+            "generator.sampling_params.max_generate_length=4",
+        ],
+    )
+    prompts = load_prompts([str(data)], default_env_class="")
+    pool = EnginePool([NoEngine()])  # type: ignore[list-item]
+    rollouts = VllmRollouts(config, tiny_tokenizer, pool, EnvFactory(EnvironmentConfig()), prompts)
+    probe = rollouts._probe
+    assert [len(ids) for ids in probe] == [11, 9]  # with the token behind it 12, the engine's most
+    assert tiny_tokenizer.decode(probe[0]) == "a prompt th"
+    data.unlink()  # an update long after the start reads nothing
+    assert rollouts._probe is probe
+
+
+@pytest.mark.parametrize("path", ["~/model", "org/model"])
+def test_the_engine_finds_the_model_where_the_trainer_does(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "model"
+    if path == "org/model":  # as a download leaves it
+        folder = tmp_path / "models--org--model/snapshots/abc"
+        refs = tmp_path / "models--org--model/refs"
+        refs.mkdir(parents=True)
+        (refs / "main").write_text("abc")
+        monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"max_position_embeddings": 64}')
+    needed = ["data.train_data=[a.jsonl]", f"trainer.policy.model.path={path}"]
+    config = load_config(
+        None,
+        [*needed, "trainer.max_prompt_length=8", "generator.sampling_params.max_generate_length=8"],
+    )
+    assert vllm_setup(config, path).model == str(folder)
+    config.trainer.max_prompt_length = 60  # its positions are read there, too
+    with pytest.raises(ValueError, match="wanted at most the 64 positions"):
+        vllm_setup(config, path)
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("{", "no JSON"), ("[]", "got list")])
+def test_a_models_broken_settings_are_named(text: str, wanted: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    needed = ["data.train_data=[x.jsonl]", f"trainer.policy.model.path={tmp_path}"]
+    with pytest.raises(ValueError, match=rf"config\.json: .*{wanted}"):
+        vllm_setup(load_config(None, needed), str(tmp_path))
+
+
+@pytest.mark.spec("rollout.eval-sampling-defaults")
+@pytest.mark.parametrize("stop", ["", "</sql>"])
+def test_evaluations_without_trainings_stop_strings_are_warned_of(
+    stop: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(
+        None,
+        [
+            "data.train_data=[x.jsonl]",
+            "trainer.policy.model.path=m",
+            "generator.sampling_params={max_generate_length: 7, stop: ['</sql>']}",
+            f"generator.eval_sampling_params={{temperature: 0, stop: ['{stop}']}}"
+            if stop
+            else "generator.eval_sampling_params.temperature=0",
+        ],
+    )
+    own = loop_settings(config).eval_sampling_params
+    assert own is not None
+    assert (own.max_generate_length, own.stop) == (1024, [stop] if stop else None)
+    assert ("eval_sampling_params.stop: nothing ends a turn" in caplog.text) == (not stop)
+
+
+def test_a_model_that_is_nowhere_keeps_its_name() -> None:
+    config = load_config(None, ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"])
+    for path in ("nowhere", "./nowhere", "org/nowhere", "no/hub/name"):
+        assert vllm_setup(config, path).model == path

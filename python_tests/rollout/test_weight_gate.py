@@ -1,0 +1,271 @@
+"""Requests through weight updates: whose version every token is, and that nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_envs import FakePrompt, loop_config, register_fakes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_fast.config import EnvironmentConfig, SamplingParams
+from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_updates
+from skyrl_fast.rollout.engine.protocol import EngineError, Generation
+from skyrl_fast.rollout.engine.weight_gate import WeightGate
+from skyrl_fast.rollout.env.factory import EnvFactory
+from skyrl_fast.rollout.group_runner import GroupRunner
+from skyrl_fast.rollout.groups import run_groups
+from skyrl_fast.rollout.stop_reason import INTERRUPTED
+from skyrl_fast.rollout.trajectory import Trajectory
+
+register_fakes()
+
+
+class Parts:
+    """Gives a fixed response in parts of the given sizes, each the engine's version at its time.
+
+    The logprob of a token is minus its version.
+    """
+
+    def __init__(self, gate: WeightGate, response: Sequence[int], sizes: Sequence[int]) -> None:
+        self.gate = gate
+        self.response = list(response)
+        self.sizes = list(sizes)
+        self.asked: list[tuple[list[int], SamplingParams, int | None]] = []
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str,
+        policy_version: int,
+        seed: int | None = None,
+        expert_indices_start: int = 0,
+    ) -> Generation:
+        self.asked.append((list(prompt_token_ids), sampling, seed))
+        done = len(prompt_token_ids) - 2
+        left = self.response[done:]
+        if not self.sizes:
+            routes = np.arange(len(prompt_token_ids) + len(left) - 1).reshape(-1, 1, 1)
+            return Generation(
+                left, [-float(policy_version)] * len(left), "stop", None,
+                routes + 100 * policy_version,
+            )  # fmt: skip
+        size = min(self.sizes.pop(0), len(left))
+        self.gate.version += 1
+        part = left[:size]
+        routes = np.arange(len(prompt_token_ids) + size - 1).reshape(-1, 1, 1)
+        return Generation(
+            part, [-float(policy_version)] * size, INTERRUPTED, None, routes + 100 * policy_version
+        )
+
+
+def through(
+    tokenizer: Any, response: Sequence[int], sizes: Sequence[int], stop: Sequence[str] = ()
+) -> tuple[Parts, VersionedGeneration]:
+    async def go() -> tuple[Parts, VersionedGeneration]:
+        gate = WeightGate(7)
+        parts = Parts(gate, response, sizes)
+        got = await generate_through_updates(
+            parts, gate, tokenizer, [1, 2],
+            SamplingParams(max_generate_length=len(response), stop=list(stop)),
+            session_id="s", seed_of_part=lambda part: 1000 + part,
+        )  # fmt: skip
+        return parts, got
+
+    return asyncio.run(go())
+
+
+@pytest.mark.spec("async.in-flight-update", "async.token-versions")
+def test_tokens_stay_and_know_their_version(tiny_tokenizer: Any) -> None:
+    parts, got = through(tiny_tokenizer, [10, 11, 12, 13, 14], [2, 0, 1])
+    assert got.generation.token_ids == [10, 11, 12, 13, 14]
+    assert got.versions == [7, 7, 9, 10, 10]
+    assert got.generation.logprobs == [-7.0, -7.0, -9.0, -10.0, -10.0]
+    assert got.generation.stop_reason == "stop"
+    assert [ids for ids, _, _ in parts.asked] == [
+        [1, 2], [1, 2, 10, 11], [1, 2, 10, 11], [1, 2, 10, 11, 12],
+    ]  # fmt: skip
+    assert [s.max_generate_length for _, s, _ in parts.asked] == [5, 3, 3, 2]
+    assert [seed for _, _, seed in parts.asked] == [1000, 1001, 1002, 1003]
+
+
+def test_routes_that_are_recorded_stay(tiny_tokenizer: Any) -> None:
+    _, got = through(tiny_tokenizer, [10, 11, 12], [2])
+    routes = got.generation.expert_indices
+    assert routes is not None
+    # Prompt and two tokens under version 7: three routes; the rest under version 8.
+    assert routes[:, 0, 0].tolist() == [700, 701, 702, 803]
+
+
+def test_an_interruption_at_the_last_token_leaves_room_for_an_end(tiny_tokenizer: Any) -> None:
+    parts, got = through(tiny_tokenizer, [10, 11, 12], [3])
+    assert got.generation.token_ids == [10, 11, 12]
+    assert got.versions == [7, 7, 8]
+    assert parts.asked[1][1].max_generate_length == 1
+
+
+@pytest.mark.spec("async.stop-strings")
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [("ab</so", "ab"), ("ab<", "ab"), ("ab</x", "ab</x"), ("ab", "ab"), ("</solutio", "")],
+)
+def test_half_a_stop_string_is_sampled_again(tiny_tokenizer: Any, text: str, kept: str) -> None:
+    response = tiny_tokenizer.encode(text + "zzzzzzzzzzzzz")
+    part = len(tiny_tokenizer.encode(text))
+    parts, got = through(tiny_tokenizer, response, [part], stop=("</solution>", "</sql>"))
+    asked_again = parts.asked[1][0][2:]
+    assert tiny_tokenizer.decode(asked_again) == kept
+    assert got.generation.token_ids == response
+    assert got.versions == [7] * len(asked_again) + [8] * (len(response) - len(asked_again))
+
+
+@given(st.lists(st.integers(0, 4), max_size=6), st.integers(1, 12))
+def test_any_interruptions_give_the_whole_response(sizes: list[int], length: int) -> None:
+    _, got = through(None, list(range(length)), sizes)
+    assert got.generation.token_ids == list(range(length))
+    assert len(got.versions) == len(got.generation.logprobs) == length
+    assert got.versions == sorted(got.versions)
+    assert [-v for v in got.versions] == got.generation.logprobs
+
+
+@pytest.mark.spec("async.verified-update")
+def test_nobody_passes_a_closed_gate_and_an_update_waits_for_those_inside() -> None:
+    async def go() -> list[str]:
+        gate = WeightGate()
+        events: list[str] = []
+        inside = asyncio.Event()
+        interrupted = asyncio.Event()
+
+        async def request(name: str) -> None:
+            async with gate.request() as version:
+                events.append(f"{name} in at {version}")
+                inside.set()
+                await interrupted.wait()
+                events.append(f"{name} out")
+
+        first = asyncio.create_task(request("first"))
+        await inside.wait()
+        calls = 0
+
+        async def interrupt() -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 3:  # it had not reached the engine before
+                interrupted.set()
+
+        async with gate.closed(interrupt) as number:
+            assert number == 1 and gate.num_inside == 0
+            late = asyncio.create_task(request("late"))
+            await asyncio.sleep(0.01)
+            events.append("updated")
+            gate.version = 1
+        await asyncio.gather(first, late)
+        assert calls == 3
+        return events
+
+    assert asyncio.run(go()) == [
+        "first in at 0", "first out", "updated", "late in at 1", "late out",
+    ]  # fmt: skip
+
+
+@pytest.mark.spec("async.engine-silence")
+def test_an_update_that_waits_long_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        seconds = iter(range(0, 1000, 40))
+        gate = WeightGate(clock=lambda: float(next(seconds)))
+        leave = asyncio.Event()
+
+        async def request() -> None:
+            async with gate.request():
+                await leave.wait()
+
+        task = asyncio.create_task(request())
+        await asyncio.sleep(0)
+        calls = 0
+
+        async def interrupt() -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 4:
+                leave.set()
+
+        async with gate.closed(interrupt):
+            pass
+        await task
+
+    asyncio.run(go())
+    assert "a weight update waits for 1 requests" in caplog.text
+
+
+def test_an_engine_that_gives_too_much_is_refused(tiny_tokenizer: Any) -> None:
+    with pytest.raises(EngineError, match="no room for more"):
+        through(tiny_tokenizer, [], [1])
+
+
+class TwoTurns:
+    """Answers turn by turn; its first requests are held until the test lets go."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.ids = tokenizer.encode("abcd")
+        self.let_go = asyncio.Event()
+        self.interrupted = asyncio.Event()
+        self.waiting = 0
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, **place: Any
+    ) -> Generation:
+        version = place["policy_version"]
+        self.waiting += 1
+        done = 4 - sampling.max_generate_length
+        if not self.let_go.is_set():
+            stop = asyncio.ensure_future(self.interrupted.wait())
+            go = asyncio.ensure_future(self.let_go.wait())
+            await asyncio.wait({stop, go}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (stop, go):
+                task.cancel()
+            if not self.let_go.is_set():
+                return Generation(self.ids[:2], [-float(version)] * 2, INTERRUPTED)
+        left = self.ids[done:]
+        return Generation(left, [-float(version)] * len(left), "length")
+
+
+@pytest.mark.spec("async.pause-update", "async.token-versions")
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_steps_record_the_versions_of_their_tokens(tiny_tokenizer: Any, in_flight: bool) -> None:
+    async def go() -> Trajectory:
+        engine = TwoTurns(tiny_tokenizer)
+        gate = WeightGate(3)
+        factory = EnvFactory(EnvironmentConfig())
+        config = loop_config(max_turns=2, sampling_params=SamplingParams(max_generate_length=4))
+        runner = GroupRunner(engine, tiny_tokenizer, factory, config, seed=0, gate=gate)
+        work = asyncio.create_task(
+            run_groups(runner, [FakePrompt("p")], phase="train", policy_version=3)
+        )
+        while not engine.waiting:
+            await asyncio.sleep(0.001)
+
+        async def interrupt() -> None:
+            if in_flight:
+                engine.interrupted.set()
+            else:
+                engine.let_go.set()  # the turn ends by itself
+
+        async with gate.closed(interrupt):
+            gate.version = 4
+            engine.let_go.set()
+        (trajectory,) = await work
+        await factory.close()
+        return trajectory
+
+    first, second = asyncio.run(go()).steps
+    assert first.versions == ([3, 3, 4, 4] if in_flight else [3, 3, 3, 3])
+    assert second.versions == [4, 4, 4, 4]
+    assert (first.policy_version, second.policy_version) == (3, 4)
+    assert second.token_versions is None
+    assert first.rollout_logprobs == [-float(v) for v in first.versions]

@@ -1,0 +1,209 @@
+"""Weight updates: the hand-over file, and the proof that finds an engine with other weights."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from skyrl_fast.rollout.engine import weights_file
+from skyrl_fast.rollout.engine.weight_update import WeightSync, WeightSyncError
+from skyrl_fast.rollout.engine.weights_file import WeightsFile
+
+PROBE = [[1, 2, 3], [4, 5]]
+
+
+class OneNumberModel:
+    """A model whose logprobs are its one weight plus the token's id / 100."""
+
+    def __init__(self, weight: float = -2.0) -> None:
+        self.weight = weight
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[self.weight + token / 100 for token in s[1:]] for s in sequences]
+
+
+class FakeEngine(OneNumberModel):
+    """An engine that takes updates, or ignores them."""
+
+    ignores_updates = False
+    routes: Callable[[Sequence[int]], np.ndarray]
+
+    async def update_weights(self, weights: dict[str, torch.Tensor]) -> float:
+        if not self.ignores_updates:
+            self.weight = float(weights["w"])
+        return 0.01
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        return self.logprobs([token_ids])[0]
+
+    async def prompt_routes(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray]:
+        return self.logprobs([token_ids])[0], self.routes(token_ids)
+
+
+def make(trainer: OneNumberModel, engine: FakeEngine) -> WeightSync:
+    return WeightSync(engine, probe=PROBE, trainer_logprobs=trainer.logprobs)
+
+
+def push(sync: WeightSync, trainer: OneNumberModel, change: float):
+    trainer.weight += change
+    return asyncio.run(sync.update({"w": torch.tensor(trainer.weight, dtype=torch.float64)}))
+
+
+def test_update_that_took_effect_is_reported() -> None:
+    trainer, engine = OneNumberModel(), FakeEngine()
+    sync = make(trainer, engine)
+    assert asyncio.run(sync.verify()).max_difference == 0.0
+    report = push(sync, trainer, 0.25)
+    assert (report.max_difference, report.mean_difference) == (0.0, 0.0)
+    assert report.max_change == pytest.approx(0.25)
+    assert report.update_seconds == 0.01
+
+
+@pytest.mark.spec("replay.weight-probe")
+def test_a_mixture_of_experts_is_compared_at_the_engines_routes() -> None:
+    """Near a tie both sides may choose another expert: no difference of weights."""
+    trainer, engine = OneNumberModel(), FakeEngine()
+    engine.routes = lambda ids: np.full((len(ids), 1, 1), 3, np.uint8)
+    seen = []
+
+    def replayed(probe: list[list[int]], routes: list[np.ndarray]) -> list[list[float]]:
+        seen.append(
+            [(len(ids), r.shape, int(r.max())) for ids, r in zip(probe, routes, strict=True)]
+        )
+        return trainer.logprobs(probe)
+
+    def free(probe: list[list[int]]) -> list[list[float]]:
+        raise AssertionError("free routing was asked for")
+
+    sync = WeightSync(engine, probe=PROBE, trainer_logprobs=free, replayed_logprobs=replayed)
+    assert asyncio.run(sync.verify()).max_difference == 0.0
+    assert seen == [[(3, (3, 1, 1), 3), (2, (2, 1, 1), 3)]]
+    engine.ignores_updates = True
+    with pytest.raises(WeightSyncError, match=r"up to 0\.5"):
+        push(sync, trainer, 0.5)
+
+
+def test_ignored_update_is_an_error_that_says_where_and_why() -> None:
+    trainer, engine = OneNumberModel(), FakeEngine()
+    sync = make(trainer, engine)
+    asyncio.run(sync.verify())
+    engine.ignores_updates = True
+    with pytest.raises(WeightSyncError) as caught:
+        push(sync, trainer, 0.5)
+    text = str(caught.value)
+    assert "up to 0.5 (mean 0.5; allowed 0.001)" in text
+    assert "token" in text and "engine -1.98" in text and "trainer -1.48" in text
+    assert "cannot be reloaded" in text
+
+
+def test_ignored_update_smaller_than_the_tolerance_is_found_too() -> None:
+    trainer, engine = OneNumberModel(), FakeEngine()
+    sync = make(trainer, engine)
+    asyncio.run(sync.verify())
+    engine.ignores_updates = True
+    with pytest.raises(WeightSyncError, match="did not change at all"):
+        push(sync, trainer, 5e-4)
+
+
+def test_learning_rate_zero_is_no_error() -> None:
+    trainer, engine = OneNumberModel(), FakeEngine()
+    sync = make(trainer, engine)
+    asyncio.run(sync.verify())
+    assert push(sync, trainer, 0.0).max_change == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_and_inf_are_a_mismatch(bad: float) -> None:
+    trainer, engine = OneNumberModel(), FakeEngine()
+    trainer.weight = bad
+    with pytest.raises(WeightSyncError, match="up to inf"):
+        asyncio.run(make(trainer, engine).verify())
+
+
+def test_probe_and_callback_are_checked() -> None:
+    engine = FakeEngine()
+    with pytest.raises(ValueError, match="at least 2 tokens"):
+        WeightSync(engine, probe=[[1]], trainer_logprobs=engine.logprobs)
+    with pytest.raises(ValueError, match="at least 2 tokens"):
+        WeightSync(engine, probe=[], trainer_logprobs=engine.logprobs)
+    wrong = WeightSync(engine, probe=PROBE, trainer_logprobs=lambda probe: [[0.0]] * 2)
+    with pytest.raises(
+        ValueError, match=r"wanted \[2, 1\] values per probe sequence, got \[1, 1\]"
+    ):
+        asyncio.run(wrong.verify())
+
+
+def test_file_holds_the_tensors_is_private_and_goes_away() -> None:
+    weight = torch.randn(3, 4)
+    with WeightsFile() as file:
+        file.write({"a": weight, "tied": weight, "b": weight.t(), "c": weight.bfloat16()})
+        path = file.path
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        loaded = load_file(path)
+        assert sorted(loaded) == ["a", "b", "c"]
+        assert torch.equal(loaded["a"], weight)
+        assert torch.equal(loaded["b"], weight.t())
+        assert loaded["c"].dtype == torch.bfloat16
+    assert not path.exists()
+    assert not path.parent.exists()
+
+
+KILLED_WHILE_IT_HANDS_OVER = """
+import os, signal, sys, torch
+from skyrl_fast.rollout.engine.weights_file import WeightsFile
+
+with WeightsFile(sys.argv[1]) as file:
+    file.write({"a": torch.zeros(3)})
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_goes_with_the_next_update(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED_WHILE_IT_HANDS_OVER, str(tmp_path)]
+    root = Path(weights_file.__file__).parents[2]
+    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    (tmp_path / "skyrl_fast-weights-link").symlink_to(tmp_path.parent)  # never followed
+    with WeightsFile(str(tmp_path)) as one, WeightsFile(str(tmp_path)) as other:
+        one.write({"a": torch.zeros(3)})
+        other.write({"a": torch.zeros(3)})
+        assert not left.exists()
+        assert one.path.exists() and other.path.exists()  # in use: left alone
+    assert [path.name for path in tmp_path.iterdir()] == ["skyrl_fast-weights-link"]
+
+
+def test_nothing_to_hand_over_and_no_room_are_errors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with WeightsFile() as file, pytest.raises(WeightSyncError, match="no weights"):
+        file.write({})
+    full = type("Usage", (), {"free": 10})
+    monkeypatch.setattr(weights_file.shutil, "disk_usage", lambda path: full)
+    with (
+        WeightsFile() as file,
+        pytest.raises(WeightSyncError, match="no room to hand over 48 bytes"),
+    ):
+        file.write({"a": torch.zeros(3, 4)})
+
+
+def test_without_shared_memory_the_temporary_folder_serves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(weights_file, "SHARED_MEMORY", tmp_path / "absent")
+    monkeypatch.setattr(weights_file.tempfile, "tempdir", str(tmp_path))
+    with WeightsFile() as file:
+        file.write({"a": torch.zeros(3)})
+        assert file.path.is_relative_to(tmp_path)

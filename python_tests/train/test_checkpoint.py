@@ -1,0 +1,231 @@
+"""Checkpoints are whole or not there; the run folder has one owner."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_fast.train.data.random_state import load_random_state, save_random_state, seed_everything
+from skyrl_fast.train.output.checkpoint import (
+    CheckpointError,
+    RunInUseError,
+    checkpoints,
+    latest_checkpoint,
+    locked_run,
+    read_json,
+    write_checkpoint,
+    write_json,
+)
+from skyrl_fast.train.output.loggers import JsonlLogger, RunInfo, read_metrics
+
+
+def write_text(text: str):
+    def write(folder: Path) -> None:
+        (folder / "policy").mkdir()
+        (folder / "policy/weights").write_text(text)
+
+    return write
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_write_and_find(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "none") is None
+    path = write_checkpoint(tmp_path, 12, write_text("a"))
+    assert path == tmp_path / "step_000012"
+    assert latest_checkpoint(tmp_path) == path
+    assert (path / "policy/weights").read_text() == "a"
+    assert names(tmp_path) == ["step_000012"]
+
+
+def test_keep_last_n(tmp_path: Path) -> None:
+    for step in (9, 10, 100, 1000000):
+        write_checkpoint(tmp_path, step, write_text(str(step)), keep=2)
+    assert [step for step, _ in checkpoints(tmp_path)] == [100, 1000000]
+
+
+def test_the_same_step_again_replaces(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1, write_text("old"))
+    path = write_checkpoint(tmp_path, 1, write_text("new"))
+    assert (path / "policy/weights").read_text() == "new"
+    assert names(tmp_path) == ["step_000001"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("I/O error (os error 28)")],
+)
+def test_full_disk_keeps_the_one_before(tmp_path: Path, error: Exception) -> None:
+    write_checkpoint(tmp_path, 1, write_text("good"))
+
+    def fail(folder: Path) -> None:
+        (folder / "weights").write_text("half")
+        raise error
+
+    with pytest.raises(CheckpointError, match=r"step 2 .* disk is full; .*step_000001 is intact"):
+        write_checkpoint(tmp_path, 2, fail, keep=1)
+    assert names(tmp_path) == ["step_000001"]
+
+
+def test_a_really_full_disk(tmp_path: Path) -> None:
+    """/dev/full refuses every write, as a full disk does."""
+
+    def fail(folder: Path) -> None:
+        with open("/dev/full", "wb", buffering=0) as full:
+            full.write(b"x")
+
+    with pytest.raises(CheckpointError, match="the disk is full; there is no earlier checkpoint"):
+        write_checkpoint(tmp_path, 2, fail)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="checkpoint of step 1 not written"):
+        write_checkpoint(tmp_path / "file/inside", 1, write_text("a"))
+
+
+def test_other_errors_pass_through_and_leave_nothing(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_checkpoint(tmp_path, 1, fail)
+    assert names(tmp_path) == []
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from skyrl_fast.train.output.checkpoint import write_checkpoint
+folder = Path(sys.argv[1])
+def slow(path):
+    (path / "weights").write_text("half")
+    (folder / "started").write_text("")
+    time.sleep(60)
+write_checkpoint(folder, 2, slow, keep=1)
+"""
+
+
+def test_kill_while_writing_keeps_the_one_before(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1, write_text("good"))
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)])
+    wait_for(tmp_path / "started", process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    latest = latest_checkpoint(tmp_path)
+    assert latest is not None
+    assert (latest / "policy/weights").read_text() == "good"
+    write_checkpoint(tmp_path, 2, write_text("next"), keep=1)
+    assert names(tmp_path) == ["started", "step_000002"]
+
+
+def test_what_a_kill_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    for left in (".step_000002.partial", ".step_000003.old", ".step_000004.old"):
+        (tmp_path / left).mkdir(parents=True)
+        (tmp_path / left / "weights").write_text("half")
+    (tmp_path / "step_000003").mkdir()
+    write_checkpoint(tmp_path, 5, write_text("whole"))  # never step 2 again
+    # The one without its successor is whole: the kill came between the two renames.
+    assert names(tmp_path) == [".step_000004.old", "step_000003", "step_000005"]
+
+
+def test_a_kill_while_an_old_one_is_deleted_leaves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, 1, write_text("good"))
+    monkeypatch.setattr("shutil.rmtree", lambda path, **options: None)  # killed in there
+    write_checkpoint(tmp_path, 2, write_text("next"), keep=1)
+    assert [step for step, _ in checkpoints(tmp_path)] == [2]
+
+
+def test_a_crash_between_the_two_renames_is_mended(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 3, write_text("good"))
+    path.rename(tmp_path / ".step_000003.old")
+    assert latest_checkpoint(tmp_path) == path
+
+
+LOCKED = """
+import sys, time
+from pathlib import Path
+from skyrl_fast.train.output.checkpoint import locked_run
+with locked_run(Path(sys.argv[1])) as folder:
+    (folder / "started").write_text("")
+    time.sleep(60)
+"""
+
+
+def test_lock_names_the_owner_and_dies_with_it(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", LOCKED, str(tmp_path)])
+    wait_for(tmp_path / "started", process)
+    with (
+        pytest.raises(RunInUseError, match=f"in use by process {process.pid}"),
+        locked_run(tmp_path),
+    ):
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with locked_run(tmp_path):
+        assert (tmp_path / "run.lock").read_text().strip() == str(os.getpid())
+    with locked_run(tmp_path):
+        pass
+
+
+def wait_for(path: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_json_round_trip_and_damage(tmp_path: Path) -> None:
+    write_json(tmp_path / "state.json", {"step": 3})
+    assert read_json(tmp_path / "state.json") == {"step": 3}
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match="choose an earlier checkpoint"):
+        read_json(tmp_path / "state.json")
+
+
+def test_random_states_round_trip(tmp_path: Path) -> None:
+    def draw() -> tuple:
+        return random.random(), float(np.random.rand()), float(torch.rand(())), random.gauss(0, 1)
+
+    seed_everything(5)
+    draw()
+    state = save_random_state(tmp_path / "random.safetensors")
+    first = draw()
+    draw()
+    load_random_state(tmp_path / "random.safetensors", state)
+    assert draw() == first
+
+
+def test_metrics_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run = RunInfo(tmp_path, "project", "run", {})
+    sink = JsonlLogger(run)
+    for step in range(5):
+        sink.write(step, {"x": step / 2})
+    sink.close()
+    with path.open("a") as file:
+        file.write('{"step": 5, "x"')  # cut by a crash
+    sink = JsonlLogger(replace(run, last_step=2))
+    sink.write(3, {"x": 9.0})
+    sink.close()
+    assert read_metrics(path) == [
+        {"step": 0, "x": 0.0},
+        {"step": 1, "x": 0.5},
+        {"step": 2, "x": 1.0},
+        {"step": 3, "x": 9.0},
+    ]

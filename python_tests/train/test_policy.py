@@ -1,0 +1,418 @@
+"""The policy: logprobs are Hugging Face's own, gradients do not depend on the split."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers")
+
+from _fakes import FakeRollouts, make_prompts, tiny_model
+
+from skyrl_fast.batch import StepBatch, batch_from_trajectories
+from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig
+from skyrl_fast.train.algorithm.advantages import advantages
+from skyrl_fast.train.model import policy as policy_module
+from skyrl_fast.train.model.micro_batch import plan_micro_batches, sequence_hosts
+from skyrl_fast.train.model.optimizer import Optimizer, learning_rate
+from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.update import accumulate_gradient, contributing_rows, update_policy
+
+
+def rollout_batch(model: Any, num_prompts: int = 4, samples: int = 4) -> StepBatch:
+    config = Config()
+    config.generator.n_samples_per_prompt = samples
+    rollouts = FakeRollouts(config, model)
+    trajectories = asyncio.run(rollouts.generate(make_prompts(num_prompts), step=0, phase="train"))
+    batch = batch_from_trajectories(trajectories)
+    return batch.with_(advantages=advantages(batch))
+
+
+def mixed_batch(seed: int = 0) -> StepBatch:
+    """Rows of many lengths, some masked tokens, an all-masked and an empty row."""
+    rng = np.random.default_rng(seed)
+    shapes = [(3, 4), (9, 1), (1, 6), (5, 5), (2, 0), (4, 3), (7, 2), (2, 2)]
+    output: dict[str, Any] = {
+        "prompt_token_ids": [rng.integers(4, 16, p).tolist() for p, _ in shapes],
+        "response_ids": [rng.integers(4, 16, r).tolist() for _, r in shapes],
+        "loss_masks": [rng.integers(0, 2, r).tolist() for _, r in shapes],
+        "rewards": [float(i % 3) for i in range(len(shapes))],
+        "rollout_logprobs": [(-rng.random(r)).tolist() for _, r in shapes],
+        "trajectory_ids": [("a" if i < 4 else "b", i) for i in range(len(shapes))],
+        "is_last_step": [True] * len(shapes),
+    }
+    output["loss_masks"][0] = [1, 0, 1, 1]
+    output["loss_masks"][7] = [0, 0]
+    batch = StepBatch.from_generator_output(output, step_wise=True)
+    values = torch.from_numpy(rng.standard_normal(batch.loss_mask.shape[0])).float()
+    return batch.with_(advantages=values)
+
+
+def full_logprobs(model: Any, batch: StepBatch) -> torch.Tensor:
+    """(A,) by the model's own logits, one row at a time."""
+    result = []
+    for row in range(batch.num_rows):
+        tokens = batch.tokens[batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]].long()
+        length = int(batch.response_lengths[row])
+        values = torch.log_softmax(model(input_ids=tokens[None]).logits[0], -1)
+        picked = values[:-1].gather(1, tokens[1:, None])[:, 0]
+        result.append(picked[len(picked) - length :])
+    return torch.cat(result)
+
+
+@pytest.mark.parametrize("budget", [1, 20, 1000])
+@pytest.mark.parametrize("tied", [False, True])
+def test_logprobs_are_those_of_the_full_logits(budget: int, tied: bool) -> None:
+    model = tiny_model(tied=tied)
+    batch = mixed_batch()
+    policy = Policy(model, max_tokens_per_microbatch=budget)
+    with torch.no_grad():
+        expected = full_logprobs(model, batch) * batch.loss_mask
+    # float32 noise: another order of summation in the attention and in the head
+    torch.testing.assert_close(policy.batch_logprobs(batch), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("head", "operands", "tolerance"),
+    [(None, torch.bfloat16, 2**-6), (torch.float32, torch.float32, 1e-5)],
+)
+def test_the_heads_dtype_is_the_forward_passs_or_a_choice(
+    head: torch.dtype | None,
+    operands: torch.dtype,
+    tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Norms leave float32 under autocast; the product with the vocabulary must not follow them."""
+    seen, chosen = [], policy_module.linear_logprob
+
+    def spy(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        seen.append((hidden.detach(), weight, rest[0], chosen(hidden, weight, *rest, **options)))
+        return seen[-1][-1]
+
+    monkeypatch.setattr(policy_module, "linear_logprob", spy)
+    model = tiny_model()
+    policy = Policy(model, dtype=torch.bfloat16, head_dtype=head)
+    batch = rollout_batch(tiny_model())
+    values = policy.batch_logprobs(batch)
+    policy.sequence_logprobs([4, 5, 6])
+    for hidden, weight, targets, got in seen:
+        assert hidden.dtype == weight.dtype == operands and got.dtype == torch.float32
+        exact = (hidden.double() @ weight.double().T).log_softmax(-1)
+        wanted = exact.gather(-1, targets[..., None]).squeeze(-1)
+        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=tolerance)
+    assert values[batch.loss_mask != 0].isfinite().all()
+    for micro in plan_micro_batches(batch, 16384):
+        policy.logprobs(micro)[0].sum().backward()
+    assert model.get_output_embeddings().weight.grad.dtype == torch.float32
+
+
+def test_steps_that_go_on_share_a_sequence() -> None:
+    batch = rollout_batch(tiny_model())
+    everything = np.ones(batch.num_rows, dtype=bool)
+    assert sequence_hosts(batch, everything).tolist() == [
+        row + 1 if row % 2 == 0 else row for row in range(batch.num_rows)
+    ]
+    plan = plan_micro_batches(batch, 10_000)
+    assert sum(micro.input_ids.shape[0] for micro in plan) == batch.num_trajectories
+    assert sum(len(micro.target_ids) for micro in plan) == int(batch.loss_mask.sum())
+
+
+def test_a_rewritten_context_keeps_its_own_sequence() -> None:
+    batch = rollout_batch(tiny_model())
+    tokens = batch.tokens.clone()
+    tokens[int(batch.cu_seqlens[1])] += 1  # the second step's context begins otherwise
+    hosts = sequence_hosts(batch.with_(tokens=tokens), np.ones(batch.num_rows, dtype=bool))
+    assert hosts[:4].tolist() == [0, 1, 3, 3]
+
+
+def test_sharing_gives_the_logprobs_of_separate_rows() -> None:
+    model = tiny_model()
+    batch = rollout_batch(model)
+    with torch.no_grad():
+        expected = full_logprobs(model, batch)
+    torch.testing.assert_close(
+        Policy(model).batch_logprobs(batch), expected, atol=2e-5, rtol=0
+    )  # float32 noise
+
+
+@pytest.mark.spec("loss.split-invariance")
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean"])
+def test_gradient_does_not_depend_on_the_split(reduction: str) -> None:
+    algorithm = AlgorithmConfig(loss_reduction=reduction)
+    batch = mixed_batch()
+    batch = batch.with_(old_logprobs=batch.rollout_logprobs)
+    gradients = []
+    for budget in (10_000, 20, 1):
+        model = tiny_model(dtype=torch.float64)
+        policy = Policy(model, max_tokens_per_microbatch=budget)
+        accumulate_gradient(policy, batch, algorithm=algorithm)
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    # the loss is float32 per token; the weights of the tokens are the same in every split
+    for other in gradients[1:]:
+        for one, two in zip(gradients[0], other, strict=True):
+            torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.spec("metrics.update")
+def test_metrics_do_not_depend_on_the_split() -> None:
+    algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.5)
+    batch = mixed_batch()
+    old = batch.rollout_logprobs
+    batch = batch.with_(old_logprobs=old, ref_logprobs=old - 0.3)
+    found = [
+        accumulate_gradient(
+            Policy(tiny_model(), max_tokens_per_microbatch=budget), batch, algorithm=algorithm
+        )
+        for budget in (10_000, 20, 1)
+    ]
+    whole = found[0]
+    both = whole["policy/policy_loss"] + 0.5 * whole["policy/kl_loss"]
+    assert both == pytest.approx(whole["policy/loss"], rel=1e-5)
+    split = {"policy/num_micro_batches", "policy/forward_tokens"}
+    for other in found[1:]:
+        assert other.keys() == whole.keys()
+        for name in whole.keys() - split:
+            assert other[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
+
+
+def test_masked_tokens_have_no_gradient() -> None:
+    algorithm = AlgorithmConfig()
+    batch = mixed_batch()
+    gradients = []
+    for change in (0.0, 1e6):
+        model = tiny_model()
+        values = torch.where(batch.loss_mask != 0, batch.advantages, torch.tensor(change))
+        accumulate_gradient(Policy(model), batch.with_(advantages=values), algorithm=algorithm)
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for one, two in zip(*gradients, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_rows_without_advantage_are_left_out_and_change_nothing() -> None:
+    algorithm = AlgorithmConfig()
+    batch = mixed_batch()
+    values = batch.advantages.clone()
+    values[: int(batch.cu_responses[4])] = 0.0
+    batch = batch.with_(advantages=values)
+    assert contributing_rows(batch, algorithm).tolist()[:4] == [False] * 4
+    model, reference = tiny_model(), tiny_model()
+    skipped = accumulate_gradient(Policy(model), batch, algorithm=algorithm)
+    with_kl = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.0)
+    assert contributing_rows(batch, with_kl).all()
+    accumulate_gradient(
+        Policy(reference),
+        batch.with_(ref_logprobs=torch.zeros_like(values)),
+        algorithm=with_kl,
+    )
+    assert skipped["policy/rows_without_gradient"] >= 4
+    for one, two in zip(model.parameters(), reference.parameters(), strict=True):
+        # other sequences in the batch: another order of summation
+        torch.testing.assert_close(one.grad, two.grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.spec("loss.all-masked")
+def test_all_masked_batch_gives_no_gradient_and_no_nan() -> None:
+    batch = mixed_batch()
+    batch = batch.with_(loss_mask=torch.zeros_like(batch.loss_mask))
+    model = tiny_model()
+    before = [parameter.clone() for parameter in model.parameters()]
+    policy = Policy(model)
+    optimizer = Optimizer(policy, OptimizerConfig(lr=1.0), total_steps=1)
+    metrics = update_policy(
+        policy, optimizer, batch, algorithm=AlgorithmConfig(), mini_batch_size=2
+    )
+    assert metrics["policy/loss"] == 0.0
+    for one, two in zip(before, model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.spec("update.mini-batch-size")
+@pytest.mark.parametrize(("mini", "epochs", "steps"), [(4, 1, 1), (2, 1, 2), (1, 1, 4), (2, 3, 6)])
+def test_optimizer_steps_are_prompts_by_mini_batch(mini: int, epochs: int, steps: int) -> None:
+    model = tiny_model()
+    policy = Policy(model)
+    optimizer = Optimizer(policy, OptimizerConfig(lr=1e-3), total_steps=10)
+    metrics = update_policy(
+        policy,
+        optimizer,
+        rollout_batch(model),
+        algorithm=AlgorithmConfig(),
+        mini_batch_size=mini,
+        update_epochs=epochs,
+    )
+    assert optimizer.step_count == steps
+    assert metrics["policy/optimizer_steps"] == steps
+
+
+def test_kl_to_itself_is_zero_and_pulls_back() -> None:
+    algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=1.0)
+    model, reference = tiny_model(0), Policy(tiny_model(0))
+    batch = rollout_batch(model).with_()
+    batch = batch.with_(advantages=torch.zeros_like(batch.advantages))
+    policy = Policy(model)
+    optimizer = Optimizer(policy, OptimizerConfig(lr=0.0, max_grad_norm=0.0), total_steps=1)
+    same = update_policy(
+        policy, optimizer, batch, algorithm=algorithm, mini_batch_size=4, reference=reference
+    )
+    other = update_policy(
+        policy,
+        optimizer,
+        batch,
+        algorithm=algorithm,
+        mini_batch_size=4,
+        reference=Policy(tiny_model(1)),
+    )
+    assert same["policy/loss"] == pytest.approx(0.0, abs=1e-6)
+    assert other["policy/loss"] > 0.01
+    assert other["policy/grad_norm"] > 10 * same["policy/grad_norm"]
+
+
+def test_a_nonfinite_gradient_changes_nothing() -> None:
+    model = tiny_model()
+    policy = Policy(model)
+    optimizer = Optimizer(policy, OptimizerConfig(lr=1.0), total_steps=1)
+    before = [parameter.clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    assert optimizer.step()["policy/nonfinite_steps_skipped"] == 1.0
+    for one, two in zip(before, model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_the_gradient_norm_is_clipped() -> None:
+    model = tiny_model()
+    optimizer = Optimizer(Policy(model), OptimizerConfig(max_grad_norm=0.5), total_steps=1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert optimizer.step()["policy/grad_norm"] == pytest.approx(count**0.5, rel=1e-4)
+
+
+def test_schedules() -> None:
+    linear = OptimizerConfig(lr=1.0, num_warmup_steps=2, scheduler="linear")
+    assert [learning_rate(i, linear, total_steps=6) for i in range(7)] == [
+        0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0,
+    ]  # fmt: skip
+    cosine = OptimizerConfig(lr=1.0, scheduler="cosine")
+    assert learning_rate(5, cosine, total_steps=10) == pytest.approx(0.5)
+
+
+class _Casts(TorchDispatchMode):
+    """Remembers what was cast to bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16:
+            self._made.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    def alive(self) -> int:
+        return sum(not made.expired() for made in self._made)
+
+
+def test_no_layer_leaves_its_weights_cast_where_activations_are_made_again() -> None:
+    model = tiny_model()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = Policy(model.train(), dtype=torch.bfloat16)
+    (micro,) = plan_micro_batches(mixed_batch(), 1 << 20)
+    left = []
+    with _Casts() as casts:
+        for layer in model.base_model.layers:
+            layer.register_forward_hook(lambda *_: left.append(casts.alive()))
+        policy.logprobs(micro)
+    assert len(left) == 2 and left[0] == left[1]
+
+
+def test_optimizer_state_round_trip(tmp_path: Path) -> None:
+    results = []
+    for split in (False, True):
+        model = tiny_model()
+        policy = Policy(model)
+        optimizer = Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=4)
+        batch = rollout_batch(tiny_model())
+        for step in range(4):
+            if split and step == 2:
+                policy.save(tmp_path / "policy")
+                optimizer.save(tmp_path / "optimizer.safetensors")
+                from skyrl_fast.train.model.policy import load_model
+
+                model = load_model(str(tmp_path / "policy"), device=torch.device("cpu"))
+                policy = Policy(model)
+                optimizer = Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=4)
+                optimizer.load(tmp_path / "optimizer.safetensors")
+            update_policy(policy, optimizer, batch, algorithm=AlgorithmConfig(), mini_batch_size=4)
+        results.append({name: value.clone() for name, value in policy.named_weights()})
+    assert results[0].keys() == results[1].keys()
+    for name in results[0]:
+        assert torch.equal(results[0][name], results[1][name]), name
+
+
+def test_optimizer_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    optimizer = Optimizer(Policy(tiny_model()), OptimizerConfig(), total_steps=1)
+    for _, parameter in optimizer._named:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.save(tmp_path / "optimizer.safetensors")
+    model = tiny_model()
+    model.lm_head = torch.nn.Linear(16, 32, bias=False)
+    with pytest.raises(ValueError, match="another shape"):
+        Optimizer(Policy(model), OptimizerConfig(), total_steps=1).load(
+            tmp_path / "optimizer.safetensors"
+        )
+
+
+def test_a_model_that_changes_its_logits_is_refused() -> None:
+    model = tiny_model()
+    head = torch.nn.Linear(16, 16, bias=True)
+    torch.nn.init.ones_(head.bias)
+    model.lm_head = head
+    with pytest.raises(ValueError, match="changes its logits"):
+        Policy(model)
+
+
+def test_a_trained_row_without_a_prompt_is_refused() -> None:
+    output = {
+        "prompt_token_ids": [[]],
+        "response_ids": [[5]],
+        "loss_masks": [[1]],
+        "rewards": [1.0],
+        "trajectory_ids": [("a", 0)],
+        "is_last_step": [True],
+    }
+    batch = StepBatch.from_generator_output(output, step_wise=True)
+    with pytest.raises(ValueError, match="row 0 is trained but has an empty prompt"):
+        plan_micro_batches(batch, 100)
+
+
+def test_a_parameter_that_never_had_a_gradient_does_not_hinder_a_resume(tmp_path: Path) -> None:
+    def made() -> tuple[Policy, Optimizer]:
+        model = tiny_model()
+        model.unused = torch.nn.Parameter(torch.ones(3))  # as an expert that no token was sent to
+        policy = Policy(model)
+        return policy, Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=4)
+
+    def step(policy: Policy, optimizer: Optimizer) -> None:
+        policy.model(torch.tensor([[1, 2, 3]])).logits.square().sum().backward()
+        optimizer.step()
+
+    policy, optimizer = made()
+    step(policy, optimizer)
+    optimizer.save(tmp_path / "optimizer.safetensors")
+    again, resumed = made()
+    again.model.load_state_dict(policy.model.state_dict())
+    resumed.load(tmp_path / "optimizer.safetensors")
+    step(policy, optimizer)
+    step(again, resumed)
+    for one, two in zip(policy.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, two)

@@ -1,0 +1,68 @@
+"""The order of prompts over epochs, and the files they come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skyrl_fast.train.data.prompts import Prompt, PromptSampler, load_prompts
+
+
+def test_sampler_epochs_are_permutations_and_resume() -> None:
+    sampler = PromptSampler(10, batch_size=4, seed=3)
+    batches = [sampler.next_batch() for _ in range(6)]
+    for epoch in range(3):
+        seen = batches[2 * epoch] + batches[2 * epoch + 1]
+        assert len(set(seen)) == 8
+    assert batches[:2] != batches[2:4]
+    for position in range(6):
+        one = PromptSampler(10, batch_size=4, seed=3)
+        for _ in range(position):
+            one.next_batch()
+        two = PromptSampler(10, batch_size=4, seed=3)
+        two.restore(json.loads(json.dumps(one.state())))
+        assert [two.next_batch() for _ in range(6 - position)] == batches[position:]
+
+
+def test_prompt_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    rows = [
+        {"prompt": "hello", "data_source": "s", "answer": 3},
+        {"prompt": [{"role": "user", "content": "x"}], "env_class": "own"},
+    ]
+    path.write_text(json.dumps(rows))
+    first, second = load_prompts([str(path)], default_env_class="d", prefix="eval-")
+    assert first == Prompt(
+        "eval-0",
+        [{"role": "user", "content": "hello"}],
+        "d",
+        {"data_source": "s", "answer": 3},
+        "s",
+    )
+    assert (second.uid, second.env_class) == ("eval-1", "own")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("a.jsonl", '{"prompt": 3}\n', "row 0: prompt: wanted a list of messages"),
+        ("a.jsonl", "[1]\n", "row 0: wanted a mapping"),
+        ("a.jsonl", '{"prompt": "x"}\n{', "line 2: no JSON"),
+        (
+            "a.jsonl",
+            b'{"prompt": "x"}\n{"prompt": "\xe9"}',
+            r"a\.jsonl, line 2: no JSON: 'utf-8' codec",
+        ),
+        ("a.json", b'[{"prompt": "\xe9"}]', r"a\.json: no JSON: 'utf-8' codec"),
+        ("a.json", "{}", "wanted a list of rows"),
+        ("a.csv", "x", "wanted .jsonl, .json or .parquet"),
+    ],
+)
+def test_broken_prompt_files_name_the_place(
+    tmp_path: Path, name: str, text: str | bytes, wanted: str
+) -> None:
+    (tmp_path / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(ValueError, match=wanted):
+        load_prompts([str(tmp_path / name)], default_env_class="d")

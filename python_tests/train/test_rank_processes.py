@@ -1,0 +1,270 @@
+"""The processes of ranks: calls that reach them, their faults, their ends; a whole run of two."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import torch.distributed as dist
+from _ranked import Probe, fail, with_a_thread
+from _training import folder as folder
+from _training import settings, steady, train
+
+from skyrl_fast.train.parallel import rank_processes
+from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.ranks import RankError
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Iterator[Probe]:
+    with started_ranks(2, Probe, cuda=False, folder=tmp_path) as ranks:
+        yield Probe(ranks)
+
+
+def gone(process: int, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_call_reaches_all_ranks(tmp_path: Path) -> None:
+    with started_ranks(2, Probe, cuda=False, folder=tmp_path) as ranks:
+        probe = Probe(ranks)
+        own, other = probe.processes()
+        assert own == os.getpid() != other
+        view = torch.arange(1000)[::10].bool()
+        found = probe.echo({"view": view, "none": None}, of=probe)
+        assert [(rank, mine) for rank, _, mine in found] == [(0, True), (1, True)]
+        assert all(torch.equal(value["view"], view) for _, value, _ in found)
+        with pytest.raises(RuntimeError, match="processes: called by another mirrored function"):
+            probe.nested()
+    assert gone(other)
+
+
+@pytest.mark.spec("update.rank-exit")
+def test_a_rank_that_raises_ends_the_call_with_its_reason(probe: Probe) -> None:
+    other = probe.processes()[1]
+    with pytest.raises(RankError, match=r"rank 1 ended with exit code 1; .*a fault of rank 1"):
+        probe.fault_on(1)
+    with pytest.raises(RankError, match="a fault of rank 1"):  # nothing waits for it any more
+        probe.processes()
+    assert gone(other)
+
+
+@pytest.mark.spec("update.rank-exit")
+def test_a_rank_that_is_killed_is_named(probe: Probe) -> None:
+    os.kill(probe.processes()[1], signal.SIGKILL)
+    with pytest.raises(RankError, match="rank 1 ended with exit code -9"):
+        probe.processes()
+
+
+def test_a_rank_that_ends_while_none_is_needed_is_named_by_the_next_call(
+    probe: Probe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_processes, "HANG_SECONDS", 0.2)
+    monkeypatch.setattr(rank_processes, "WATCH_SECONDS", 0.1)
+    other = probe.processes()[1]
+    os.kill(other, signal.SIGKILL)
+    assert gone(other)
+    time.sleep(1.0)  # else rank 0 would be gone by now
+    with pytest.raises(RankError, match="rank 1 ended with exit code -9"):
+        probe.processes()
+
+
+def listening(process: int) -> set[str]:
+    """The addresses that a process listens on, as /proc writes them."""
+    links = (os.readlink(f) for f in Path(f"/proc/{process}/fd").iterdir() if f.is_symlink())
+    own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in own:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+@pytest.mark.spec("update.rank-network")
+def test_the_ranks_listen_to_their_machine_alone(probe: Probe) -> None:
+    for process in probe.processes():
+        assert listening(process) == {"0100007F"}  # 127.0.0.1
+
+
+def test_an_error_of_rank_0_is_raised_and_leaves_nobody(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="a fault of rank 0"),
+        started_ranks(2, Probe, cuda=False, folder=tmp_path) as ranks,
+    ):
+        probe = Probe(ranks)
+        other = probe.processes()[1]
+        try:
+            probe.fault_on(0)
+        finally:
+            with pytest.raises(RankError, match="rank 0 left the others behind: ValueError"):
+                probe.processes()
+    assert gone(other)
+
+
+@pytest.mark.spec("update.rank-exit")
+def test_ranks_that_cannot_make_their_models_are_named(tmp_path: Path) -> None:
+    with started_ranks(2, fail, cuda=False, folder=tmp_path) as ranks:
+        probe = Probe(ranks)
+        with pytest.raises(RankError, match="no such model here"):
+            probe.processes()
+
+
+@pytest.mark.spec("update.rank-exit")
+def test_a_rank_that_raises_does_not_wait_for_its_threads(tmp_path: Path) -> None:
+    with started_ranks(2, with_a_thread, cuda=False, folder=tmp_path) as ranks:
+        probe = with_a_thread(ranks)
+        started = time.monotonic()
+        with pytest.raises(RankError, match="a fault of rank 1"):
+            probe.fault_on(1)
+        assert time.monotonic() - started < 30.0  # the thread takes 60
+
+
+def test_a_process_of_another_group_is_refused_and_stays_in_it(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with (
+            pytest.raises(RankError, match=r"in a process group of .* already"),
+            started_ranks(2, Probe, cuda=False, folder=tmp_path),
+        ):
+            pass
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+ENDS_EARLY = """
+import logging, os
+from pathlib import Path
+from _ranked import Probe
+from skyrl_fast.train.parallel import rank_processes
+
+if __name__ == "__main__":
+    logging.basicConfig()
+    rank_processes.HANG_SECONDS = 1.0
+    with rank_processes.started_ranks(2, Probe, cuda=False, folder=Path(".")) as ranks:
+        print("started")
+else:  # in the other process
+    rank_processes._connect = lambda *arguments: os._exit(3)
+"""
+
+
+@pytest.mark.spec("update.rank-exit")
+def test_nothing_waits_for_a_rank_that_ends_before_it_is_connected(tmp_path: Path) -> None:
+    with script(ENDS_EARLY, tmp_path, stderr=subprocess.PIPE) as child:
+        said, errors = child.communicate(timeout=60)
+    assert child.returncode == 1 and not said
+    assert "rank 1 ended with exit code 3" in errors
+
+
+KILLED = """
+import os, time
+from pathlib import Path
+from _ranked import Probe
+from skyrl_fast.train.parallel.rank_processes import started_ranks
+
+if __name__ == "__main__":
+    with started_ranks(2, Probe, cuda=False, folder=Path(".")) as ranks:
+        processes = Probe(ranks).processes()
+        tool = os.fork()  # has all that is open here
+        if tool:
+            print(*processes, tool, flush=True)
+        time.sleep(60)
+"""
+
+
+def script(text: str, folder: Path, **options: Any) -> subprocess.Popen[str]:
+    file = folder / "script.py"
+    file.write_text(text)
+    here = Path(__file__).resolve().parents[1] / "helpers"
+    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, str(file)]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, **options
+    )
+
+
+@pytest.mark.spec("update.rank-exit")
+def test_no_process_is_left_when_rank_0_is_killed(tmp_path: Path) -> None:
+    with script(KILLED, tmp_path) as child:
+        assert child.stdout is not None
+        own, other, tool = map(int, child.stdout.readline().split())
+        os.kill(own, signal.SIGKILL)
+    try:
+        assert gone(other)
+    finally:
+        os.kill(tool, signal.SIGKILL)
+
+
+def test_a_script_that_trains_when_it_is_imported_is_told_what_to_do(folder: Path) -> None:
+    script = folder / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from skyrl_fast.config.loading import load_config\n"
+        "import skyrl_fast\n"
+        "skyrl_fast.train(load_config(None, sys.argv[1:]))\n"
+    )
+    options = [
+        f"data.train_data=[{folder}/train.jsonl]",
+        f"trainer.policy.model.path={folder}/model",
+        f"trainer.run_path={folder}/run",
+        "trainer.train_batch_size=4",
+        "trainer.policy_mini_batch_size=4",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "trainer.device=cpu",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    ended = subprocess.run(
+        [sys.executable, str(script), *options], env=environment, capture_output=True, text=True
+    )
+    assert 'put the call below `if __name__ == "__main__":`' in ended.stderr
+    assert "the ranks did not start: rank 1 ended with exit code 1" in ended.stderr
+
+
+@pytest.mark.spec("update.rank-count")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match=r"policy_num_gpus_per_node: .* visible \(0\), got 2"),
+        started_ranks(2, Probe, cuda=True, folder=tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.spec("update.ranks-equal", "update.ranks-checkpoint")
+def test_a_run_that_changes_its_number_of_ranks_goes_as_that_of_one(folder: Path) -> None:
+    threads = torch.get_num_threads()
+    shared, resume = "trainer.placement.policy_num_gpus_per_node=2", "trainer.resume_mode=latest"
+    train(settings(folder, "alone"))
+    train(settings(folder, "shared", shared, "trainer.max_training_steps=2"))
+    train(settings(folder, "shared", resume, "trainer.max_training_steps=4"))
+    outcome = train(settings(folder, "shared", shared, resume))
+    assert outcome.step == outcome.total_steps == 6
+    one, two = (steady(folder / name / "metrics.jsonl") for name in ("alone", "shared"))
+    assert len(one) == len(two)
+    for wanted, found in zip(one, two, strict=True):
+        assert found.keys() >= wanted.keys()  # its parts end with evaluations
+        for name in {"reward/avg_raw_reward", "policy/grad_norm", "policy/loss"} & wanted.keys():
+            assert found[name] == pytest.approx(wanted[name], rel=1e-2, abs=1e-4), name
+    assert (folder / "shared" / "rank_1.log").exists()
+    assert torch.get_num_threads() == threads

@@ -1,0 +1,196 @@
+"""Several ranks train as one does; docs/spec.md section 7."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from _moe import NUM_EXPERTS, NUM_LAYERS, TOP_K
+from _ranked import Models, make_models
+from _trees import agent_batch
+from safetensors.torch import load_file
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import AlgorithmConfig
+from skyrl_fast.rollout.engine.weights_file import WeightsFile
+from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.ranks import ALONE
+from skyrl_fast.train.update import update_policy
+
+CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-6}  # float32 sums in another order
+NUM_RANKS = 3  # no power of two, and no divisor of the widths
+
+
+@dataclass(slots=True)
+class Both:
+    """The same models, of one rank and of several."""
+
+    alone: Models
+    shared: Models
+
+
+GPUS = torch.cuda.device_count()
+SEVERAL_GPUS = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two NVIDIA GPUs")]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=SEVERAL_GPUS)])
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Both]:
+    cuda = request.param == "cuda"
+    size = min(NUM_RANKS, GPUS) if cuda else NUM_RANKS
+    folder = tmp_path_factory.mktemp("ranks")
+    with started_ranks(size, make_models, cuda=cuda, folder=folder) as ranks:
+        yield Both(make_models(ALONE), make_models(ranks))
+
+
+def weights(policy: Any) -> dict[str, torch.Tensor]:
+    return {name: value.cpu().clone() for name, value in policy.named_weights()}
+
+
+def assert_close(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for name in one:
+        if name.endswith("k_proj.bias"):
+            continue  # softmax does not see it: its gradient is noise, which AdamW makes a step of
+        torch.testing.assert_close(one[name], two[name], msg=name, **CLOSE)
+
+
+def routed(batch: StepBatch) -> StepBatch:
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.rand(batch.num_tokens, NUM_LAYERS, NUM_EXPERTS, generator=generator)
+    routes = scores.argsort(-1)[..., :TOP_K].to(torch.uint8)
+    return batch.with_(expert_indices=routes, cu_experts=batch.cu_seqlens)
+
+
+def update(models: Models, name: str, batch: StepBatch, **options: Any) -> dict[str, float]:
+    policy, optimizer = models.policies[name], models.optimizers[name]
+    defaults = {"algorithm": AlgorithmConfig(), "mini_batch_size": 2}
+    return update_policy(policy, optimizer, batch, **{**defaults, **options})
+
+
+CASES: dict[str, tuple[str, AlgorithmConfig]] = {
+    "one head for in and out": ("tied", AlgorithmConfig()),
+    "own head": ("untied", AlgorithmConfig(policy_loss_type="dual_clip")),
+    "layers within layers": ("nested", AlgorithmConfig()),
+    "prefix trees": ("tree", AlgorithmConfig(use_entropy_loss=True)),
+    "replayed routes": ("experts", AlgorithmConfig()),
+    "replayed routes, activations made again": ("checkpointed", AlgorithmConfig()),
+    "ratio of a trajectory": ("untied", AlgorithmConfig(policy_loss_type="gspo")),
+    "loss of the whole mini-batch": ("untied", AlgorithmConfig(policy_loss_type="clip_cov")),
+    "KL to a reference": ("untied", AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)),
+}
+
+
+@pytest.mark.spec("update.micro-batches", "update.ranks-equal")
+@pytest.mark.parametrize("case", CASES)
+def test_an_update_is_that_of_one_rank(both: Both, case: str) -> None:
+    name, algorithm = CASES[case]
+    batch = routed(agent_batch(7, num_groups=4)).with_(old_logprobs=None)
+    metrics, seen = [], []
+    for models in (both.alone, both.shared):
+        torch.manual_seed(2)  # clip_cov draws tokens
+        seen.append(torch.full_like(batch.rewards, float("nan")))
+        options = {"algorithm": algorithm, "reference": models.reference}
+        update(models, name, batch, mini_batch_size=2, update_epochs=2, **options)
+        found = update(models, name, batch, mini_batch_size=4, seen_logprobs=seen[-1], **options)
+        metrics.append(found)
+    assert_close(*(weights(models.policies[name]) for models in (both.alone, both.shared)))
+    torch.testing.assert_close(*seen, equal_nan=True, **CLOSE)
+    alone, shared = metrics
+    split = {"policy/num_micro_batches", "policy/forward_tokens"}
+    assert alone.keys() == shared.keys()
+    for key in alone.keys() - split:
+        assert shared[key] == pytest.approx(alone[key], rel=1e-3, abs=1e-5), key
+
+
+@pytest.mark.spec("update.ranks-equal")
+def test_each_rank_holds_its_part_of_weights_and_moments(both: Both) -> None:
+    size = both.shared.ranks.size
+    update(both.alone, "untied", agent_batch(6, num_groups=2))
+    update(both.shared, "untied", agent_batch(6, num_groups=2))
+    for parameter in both.shared.policies["untied"].model.parameters():
+        moments = both.shared.optimizers["untied"]._adamw.state[parameter]
+        for tensor in (parameter, moments["exp_avg"], moments["exp_avg_sq"]):
+            rows = -(-tensor.shape[0] // size)
+            assert tensor.to_local().shape == (rows, *tensor.shape[1:])
+
+
+def test_logprobs_are_those_of_one_rank(both: Both) -> None:
+    batch = routed(agent_batch(8))
+    for name in both.alone.policies:
+        one, other = (models.policies[name] for models in (both.alone, both.shared))
+        torch.testing.assert_close(one.batch_logprobs(batch), other.batch_logprobs(batch), **CLOSE)
+        tokens = [4, 9, 5, 5, 12]
+        wanted = pytest.approx(one.sequence_logprobs(tokens), rel=1e-4)
+        assert other.sequence_logprobs(tokens) == wanted
+
+
+def test_a_critic_learns_as_with_one_rank(both: Both) -> None:
+    batch = agent_batch(9, num_groups=4)
+    noise = torch.randn(2, len(batch.rewards), generator=torch.Generator().manual_seed(4))
+    one, other = both.alone.critic, both.shared.critic
+    torch.testing.assert_close(one.batch_values(batch), other.batch_values(batch), **CLOSE)
+    batch = batch.with_(values=one.batch_values(batch), returns=noise[0])
+    assert other.update(batch) == pytest.approx(one.update(batch), rel=1e-3)
+    torch.testing.assert_close(one.batch_values(batch), other.batch_values(batch), **CLOSE)
+
+
+@pytest.mark.spec("update.ranks-checkpoint")
+@pytest.mark.parametrize("name", ["tied", "experts"])
+def test_checkpoints_of_one_rank_and_of_several_are_the_same(
+    both: Both, tmp_path: Path, name: str
+) -> None:
+    batch = routed(agent_batch(10, num_groups=2))
+    folders = [tmp_path / "alone", tmp_path / "shared"]
+    sides = list(zip((both.alone, both.shared), folders, strict=True))
+    for models, folder in sides:
+        update(models, name, batch)
+        models.policies[name].save(folder)
+        models.optimizers[name].save(folder / "optimizer.safetensors")
+    saved, other = (load_file(folder / "optimizer.safetensors") for folder in folders)
+    assert_close(saved, other)
+    loaded = load_model(str(folders[1]), device=torch.device("cpu"))
+    assert loaded.config.architectures == both.alone.policies[name].model.config.architectures
+    assert_close(weights(both.shared.policies[name]), weights(Policy(loaded)))
+    for (models, _), folder in zip(sides, reversed(folders), strict=True):
+        models.optimizers[name].load(folder / "optimizer.safetensors")
+        update(models, name, batch)
+    assert_close(*(weights(models.policies[name]) for models, _ in sides))
+
+
+@pytest.mark.spec("update.ranks-equal")
+def test_the_engine_is_given_the_weights_of_one_rank(
+    both: Both, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    update(both.alone, "untied", agent_batch(11, num_groups=2))
+    update(both.shared, "untied", agent_batch(11, num_groups=2))
+    parts = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]  # one weight in the checkpoint
+    joined = WeightConverter(["mlp.gate_up_proj.weight"], parts, operations=[Chunk(dim=0)])
+    given = []
+    for models in (both.alone, both.shared):
+        policy = models.policies["untied"]
+        monkeypatch.setattr(policy.model, "_weight_conversions", [joined], raising=False)
+        with WeightsFile(str(tmp_path)) as file:
+            file.write(policy.named_weights())
+            given.append(load_file(file.path))
+    assert_close(*given)
+    assert any(name.endswith("gate_up_proj.weight") for name in given[0])
+
+
+def test_who_takes_some_weights_only_leaves_the_ranks_in_step(both: Both) -> None:
+    policy = both.shared.policies["untied"]
+    first = next(iter(policy.named_weights()))
+    assert weights(policy).keys() > {first[0]}
+    critic_values = both.shared.critic.batch_values(agent_batch(9, num_groups=1))
+    assert bool(critic_values.isfinite().all())

@@ -1,0 +1,383 @@
+"""`skyrl_fast.train`: forms of its arguments, callbacks, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from _training import Recorder, settings
+from _training import folder as folder  # a fixture
+
+import skyrl_fast
+from skyrl_fast.config import Config, ConfigError, EnvironmentConfig, OptimizerConfig, as_config
+from skyrl_fast.rollout.env.factory import EnvFactory
+from skyrl_fast.rollout.env.reward_env import RewardEnv
+from skyrl_fast.train import Callback, CallbackError, SetupError
+from skyrl_fast.train.data.prompts import prompts_from
+from skyrl_fast.train.output.checkpoint import read_json
+from skyrl_fast.train.output.loggers import read_metrics
+
+ROOT = Path(__file__).parents[2]
+REACHED = """
+import sys
+import skyrl_fast
+assert callable(skyrl_fast.train)
+assert skyrl_fast.train is sys.modules["skyrl_fast.train"]
+assert "transformers" not in sys.modules
+"""
+
+
+def test_it_is_reached_from_the_package_without_importing_the_trainer() -> None:
+    subprocess.run([sys.executable, "-c", REACHED], check=True, cwd=ROOT)
+    parameters = inspect.signature(skyrl_fast.train).parameters
+    assert list(parameters)[:4] == ["config", "env", "prompts", "eval_prompts"]
+    for name in skyrl_fast.train.__all__:
+        assert getattr(skyrl_fast.train, name).__doc__, name
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = skyrl_fast.train.nothing
+
+
+# --- settings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"trainer.seed": 7, "trainer.policy.optimizer_config.lr": 1},
+        {"trainer": {"seed": 7, "policy.optimizer_config": {"lr": 1}}},
+        {"trainer": {"seed": 7}, "trainer.policy": {"optimizer_config": OptimizerConfig(lr=1.0)}},
+    ],
+)
+def test_mappings_with_nested_and_dotted_keys(source: dict[str, Any]) -> None:
+    before = repr(source)
+    config = as_config(source)
+    assert config.trainer.seed == 7
+    assert config.trainer.policy.optimizer_config.lr == 1.0
+    assert type(config.trainer.policy.optimizer_config.lr) is float
+    assert repr(source) == before
+
+
+def test_a_mapping_where_a_section_belongs_becomes_one() -> None:
+    config = Config()
+    config.generator.eval_sampling_params = {"temperature": 0}  # type: ignore[assignment]
+    config.trainer.policy = {"optimizer_config": {"lr": 0.5}}  # type: ignore[assignment]
+    config.trainer.run_path = Path("runs/x")  # type: ignore[assignment]
+    config.data.train_data = ("a.jsonl",)  # type: ignore[assignment]
+    built = as_config(config)
+    assert built.generator.eval_sampling_params is not None
+    assert built.generator.eval_sampling_params.temperature == 0.0
+    assert built.trainer.policy.optimizer_config.lr == 0.5
+    assert (built.trainer.run_path, built.data.train_data) == ("runs/x", ["a.jsonl"])
+    assert built is not config
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"trainer": {"policy": {"optimizer_confg": {}}}}, "did you mean trainer.policy.optimizer"),
+        ({"trainer.policy": {"model": "m"}}, "trainer.policy.model: wanted a section with keys"),
+        ({"trainer.seed": 1, "trainer": {"seed": 2}}, "trainer: given twice"),
+        ({"trainer": 3, "trainer.seed": 1}, "trainer.seed: given twice"),
+        ({"trainer.seed": "x"}, "trainer.seed: wanted a whole number"),
+        (7, "config: wanted a Config, a mapping or the path of a YAML file, got 7"),
+        ("nowhere.yaml", "config file not found: nowhere.yaml"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_their_dotted_key(source: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        skyrl_fast.train(source)
+
+
+def test_settings_from_a_yaml_file_and_prompts_in_memory(folder: Path, tmp_path: Path) -> None:
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(
+        f"trainer: {{run_path: {folder}/run, policy: {{model: {{path: {folder}/model}}}}, plot: no,"
+        " train_batch_size: 2, policy_mini_batch_size: 2, logger: [jsonl]}\n"
+        "generator: {n_samples_per_prompt: 2}\n"
+    )
+    with pytest.raises(ConfigError, match=r"data\.train_data: wanted at least one file"):
+        skyrl_fast.train(yaml)
+    result = skyrl_fast.train(yaml, prompts=["4", "5"], make_rollouts=Recorder())
+    assert (result.step, result.before) == (1, None)
+    with pytest.raises(SetupError, match=r"prompts: wanted at least trainer\.train_batch_size=2"):
+        skyrl_fast.train(
+            {"trainer.run_path": folder / "b", "trainer.policy.model.path": folder / "model"}
+            | {"trainer.train_batch_size": 2, "trainer.policy_mini_batch_size": 2},
+            prompts=["4"],
+        )
+
+
+# --- prompts -----------------------------------------------------------------------------------
+
+
+def test_forms_of_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "from a file", "answer": 3}\n')
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    found = prompts_from(
+        ["plain", chat, {"prompt": "row", "env_class": "own", "n": 1}, file, str(file)],
+        default_env_class="d",
+        prefix="x-",
+    )
+    assert [p.uid for p in found] == ["x-0", "x-1", "x-2", "x-3", "x-4"]
+    texts = [[message["content"] for message in prompt.messages] for prompt in found]
+    assert texts == [["plain"], ["s", "u"], ["row"], ["from a file"], ["from a file"]]
+    assert [p.env_class for p in found] == ["d", "d", "own", "d", "d"]
+    assert [p.env_extras for p in found] == [{}, {}, {"n": 1}, {"answer": 3}, {"answer": 3}]
+    for whole in (file, str(file)):
+        (one,) = prompts_from(whole, default_env_class="d")
+        assert one.env_extras == {"answer": 3}
+    assert len(prompts_from(({"prompt": str(i)} for i in range(3)), default_env_class="d")) == 3
+    assert prompts_from(["Fix data.json"], default_env_class="d")[0].messages == [
+        {"role": "user", "content": "Fix data.json"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ([3], "prompts, row 0: wanted a mapping, got int"),
+        ([{"question": "?"}], "prompts, row 0: prompt: wanted a list of messages"),
+        (["missing.jsonl"], "data file not found: missing.jsonl"),
+        ({"train": [], "test": []}, "wanted rows, got a mapping with train, test: choose one"),
+    ],
+)
+def test_prompts_that_cannot_be_are_named(source: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prompts_from(source, default_env_class="d")
+
+
+def test_a_data_set_of_the_hub_needs_its_package() -> None:
+    if importlib.util.find_spec("datasets") is not None:
+        pytest.skip("datasets is installed")
+    wanted = "org/name; a data set of the hub needs datasets: pip install datasets"
+    with pytest.raises(ValueError, match=wanted):
+        prompts_from("org/name", default_env_class="d")
+
+
+def test_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = [{"prompt": [{"role": "user", "content": c}], "answer": c} for c in "ab"]
+    table = datasets.table.InMemoryTable(pyarrow.Table.from_pylist(rows))
+    found = prompts_from(datasets.Dataset(table, fingerprint="rows"), default_env_class="d")
+    assert [(p.messages, p.env_extras) for p in found] == [
+        ([{"role": "user", "content": "a"}], {"answer": "a"}),
+        ([{"role": "user", "content": "b"}], {"answer": "b"}),
+    ]
+
+    def load_dataset(name: str, *, split: str) -> list[dict[str, str]]:
+        if name == "org/nothing":
+            raise ConnectionError("no route")
+        return [{"prompt": f"{name} {split}"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    (one,) = prompts_from("org/name", default_env_class="d", split="test")
+    assert one.messages[0]["content"] == "org/name test"
+    wanted = "org/nothing: no file, and no data set of the hub with the split 'train': Connection"
+    with pytest.raises(ValueError, match=wanted):
+        prompts_from("org/nothing", default_env_class="d")
+
+
+# --- objects -----------------------------------------------------------------------------------
+
+
+def test_a_reward_function_is_an_environment_of_one_turn() -> None:
+    def reward(answer: str, row: dict[str, Any]) -> float:
+        return len(answer) + row["bonus"] + len(row["prompt"])
+
+    async def go() -> Any:
+        factory = EnvFactory(EnvironmentConfig(), make_env=lambda extras: RewardEnv(reward, extras))
+        env = await factory.make("any", {"bonus": 10})
+        prompt = [{"role": "user", "content": "?"}]
+        assert await env.init(prompt) == prompt
+        answer = await env.step("four")
+        await env.close()
+        await factory.close()
+        return answer
+
+    answer = asyncio.run(go())
+    assert (answer.reward, answer.done, answer.messages) == (15.0, True, [])
+
+
+def test_objects_that_exclude_each_other_or_are_none(folder: Path) -> None:
+    config = settings(folder, "run")
+    with pytest.raises(SetupError, match="wanted env or reward, got both"):
+        skyrl_fast.train(config, env="m:E", reward=len)  # type: ignore[arg-type]
+    with pytest.raises(SetupError, match="reward: wanted a class or function, got 3"):
+        skyrl_fast.train(config, reward=3)  # type: ignore[arg-type]
+    with pytest.raises(SetupError, match="reward: wanted a class or function, got 'm:f'"):
+        skyrl_fast.train(config, reward="m:f")  # type: ignore[arg-type]
+    for callbacks in (Callback(), [len]):
+        with pytest.raises(SetupError, match="callbacks: wanted a list of Callback, got"):
+            skyrl_fast.train(config, callbacks=callbacks)  # type: ignore[arg-type]
+
+
+def test_every_row_has_the_environment_that_is_given(folder: Path) -> None:
+    def lucky(answer: str, row: dict[str, Any]) -> float:
+        return 1.0
+
+    recorder = Recorder()
+    rows = [{"prompt": "4", "env_class": "other"}, {"prompt": "5"}] * 2
+    config = settings(folder, "run", "trainer.epochs=1")
+    skyrl_fast.train(config, prompts=rows, reward=lucky, make_rollouts=recorder)
+    assert recorder.rollouts[0].config.environment.env_class == "lucky"
+    assert config.environment.env_class == "gsm8k"  # the caller's stays
+    skyrl_fast.train(settings(folder, "b", "trainer.epochs=1"), env="m:E", make_rollouts=recorder)
+    assert recorder.rollouts[1].config.environment.env_class == "m:E"
+
+
+def test_losses_and_estimators_by_object_and_name(folder: Path) -> None:
+    recorder = Recorder()
+    config = settings(folder, "a", "trainer.epochs=1")
+    skyrl_fast.train(config, loss="gspo", estimator="rloo", make_rollouts=recorder)
+    algorithm = recorder.rollouts[0].config.trainer.algorithm
+    assert (algorithm.policy_loss_type, algorithm.advantage_estimator) == ("gspo", "rloo")
+    if not hasattr(skyrl_fast, "register_policy_loss"):
+        pytest.skip("functions cannot be registered")
+    calls: list[str] = []
+
+    def reinforce(inputs: Any) -> Any:
+        calls.append("loss")
+        return -inputs.advantages * inputs.logprobs
+
+    def centred(inputs: Any) -> Any:
+        calls.append("estimator")
+        return inputs.rewards - inputs.rewards.mean()
+
+    config = settings(folder, "b", "trainer.epochs=1")
+    result = skyrl_fast.train(config, loss=reinforce, estimator=centred, make_rollouts=recorder)
+    algorithm = recorder.rollouts[1].config.trainer.algorithm
+    assert (algorithm.policy_loss_type, algorithm.advantage_estimator) == ("reinforce", "centred")
+    assert result.step == 2 and set(calls) == {"loss", "estimator"}
+
+
+# --- callbacks and signals ---------------------------------------------------------------------
+
+
+class Stop(Callback):
+    def __init__(self, event: str, step: int) -> None:
+        self.event, self.step = event, step
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> bool:
+        return (self.event, self.step) == ("step", step)
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool:
+        return (self.event, self.step) == ("eval", step)
+
+
+@pytest.mark.parametrize(
+    ("event", "step", "reached", "stopped_by"),
+    [
+        ("eval", 0, 0, "Stop"),
+        ("step", 1, 1, "Stop"),
+        ("eval", 2, 2, "Stop"),
+        ("step", 6, 6, None),  # it was the last one
+    ],
+)
+def test_callbacks_end_a_run_with_a_checkpoint(
+    folder: Path, event: str, step: int, reached: int, stopped_by: str | None
+) -> None:
+    result = skyrl_fast.train(
+        settings(folder, "run"), callbacks=[Stop(event, step)], make_rollouts=Recorder()
+    )
+    assert (result.step, result.total_steps) == (reached, 6)
+    assert (result.stopped_by, result.signal) == (stopped_by, None)
+    assert result.checkpoint is not None
+    assert read_json(result.checkpoint / "state.json")["step"] == reached
+    resumed = skyrl_fast.train(
+        settings(folder, "run", "trainer.resume_mode=latest"), make_rollouts=Recorder()
+    )
+    assert resumed.step == 6
+    assert [row["step"] for row in read_metrics(resumed.metrics)] == list(range(7))
+
+
+class Broken(Callback):
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == 3:
+            raise KeyError("reward/nothing")
+
+
+def test_a_callback_that_raises_ends_the_run_after_a_checkpoint(folder: Path) -> None:
+    wanted = "callback Broken.on_step raised KeyError: 'reward/nothing'"
+    with pytest.raises(CallbackError, match=wanted):
+        skyrl_fast.train(
+            settings(folder, "run"), callbacks=[Callback(), Broken()], make_rollouts=Recorder()
+        )
+    assert (folder / "run/checkpoints/step_000003/state.json").is_file()
+
+
+class Interrupt(Callback):
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.thread = threading.current_thread()
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_an_interrupt_leaves_a_checkpoint_in_scripts_and_notebooks(
+    folder: Path, in_a_loop: bool
+) -> None:
+    callback = Interrupt()
+    before = signal.getsignal(signal.SIGINT)
+
+    def run() -> Any:
+        return skyrl_fast.train(
+            settings(folder, "run"), callbacks=[callback], make_rollouts=Recorder()
+        )
+
+    async def cell() -> Any:
+        return run()
+
+    result = asyncio.run(cell()) if in_a_loop else run()
+    assert (result.signal, result.stopped_by) == (signal.SIGINT, None)
+    assert 2 <= result.step < 6
+    assert json.loads((result.checkpoint / "state.json").read_text())["step"] == result.step
+    assert (callback.thread is threading.main_thread()) == (not in_a_loop)
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.parametrize(("number", "error"), [(2, KeyboardInterrupt), (15, SystemExit)])
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_a_signal_before_training_ends_the_start(
+    folder: Path, number: int, error: type[BaseException], in_a_loop: bool
+) -> None:
+    async def start(*_: Any) -> Any:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(60)
+
+    async def cell() -> None:
+        run()
+
+    def run() -> None:
+        with pytest.raises(error):
+            skyrl_fast.train(settings(folder, "run"), make_rollouts=start)
+
+    asyncio.run(cell()) if in_a_loop else run()
+
+
+def test_it_runs_in_threads_that_get_no_signals(folder: Path) -> None:
+    results: list[Any] = []
+
+    def run() -> None:
+        config = settings(folder, "run", "trainer.epochs=1")
+        results.append(skyrl_fast.train(config, make_rollouts=Recorder()))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert results[0].step == 2

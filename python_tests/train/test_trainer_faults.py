@@ -1,0 +1,112 @@
+"""Batches in which trajectories failed, or all of them did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from _fakes import FakeRollouts, tiny_model
+from _training import folder as folder  # a fixture
+from _training import settings
+
+import skyrl_fast
+from skyrl_fast.config import Config
+from skyrl_fast.rollout.failures import RolloutError
+from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train.data.prompts import Prompt
+from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.output.loggers import read_metrics
+
+
+def test_failed_trajectories_are_counted_and_do_not_stop_the_step(folder: Path) -> None:
+    class Flaky(FakeRollouts):
+        async def generate(
+            self, prompts: Sequence[Prompt], *, step: int, phase: str
+        ) -> list[Trajectory]:
+            trajectories = await super().generate(prompts, step=step, phase=phase)
+            if len(self.calls[-1][2]) == 1:  # the batch's first group
+                trajectories[1].steps = []
+                trajectories[1].failure = "RuntimeError: flaky"
+                trajectories[1].stop_reason = "error"
+            return trajectories
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        return Flaky(config, tiny_model())
+
+    outcome = skyrl_fast.train(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
+    row = read_metrics(outcome.metrics)[1]
+    assert row["generate/failed_trajectories"] == 1
+    assert row["generate/num_trajectories"] == 16
+
+
+@pytest.mark.spec("rollout.failure-tolerance", "rollout.all-failed")
+def test_a_batch_in_which_everything_failed_trains_nothing_and_the_run_goes_on(
+    folder: Path,
+) -> None:
+    class FirstFails(FakeRollouts):
+        async def generate(
+            self, prompts: Sequence[Prompt], *, step: int, phase: str
+        ) -> list[Trajectory]:
+            trajectories = await super().generate(prompts, step=step, phase=phase)
+            for one in trajectories:
+                if phase == "train" and self.version == 0:
+                    one.steps, one.failure, one.stop_reason = [], "no such table", "env_error"
+                else:
+                    one.steps[-1].reward = float(one.repetition_id % 2)
+            return trajectories
+
+    weights: list[torch.Tensor] = []
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        made = FirstFails(config, tiny_model())
+        update = made.update_weights
+
+        async def noted(policy: Policy, *, version: int) -> dict[str, float]:
+            weights.append(next(policy.model.parameters()).detach().clone())
+            return await update(policy, version=version)
+
+        made.update_weights = noted  # type: ignore[method-assign]
+        return made
+
+    outcome = skyrl_fast.train(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
+    rows = read_metrics(outcome.metrics)
+    assert rows[1]["generate/failed_trajectories"] == 16
+    assert rows[1]["policy/loss"] == 0.0
+    assert rows[2]["generate/failed_trajectories"] == 0
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
+
+
+@pytest.mark.spec("rollout.all-failed")
+@pytest.mark.parametrize("before_train", ["true", "false"])
+def test_three_batches_in_which_everything_failed_end_the_run(
+    folder: Path, before_train: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails(FakeRollouts):
+        async def generate(
+            self, prompts: Sequence[Prompt], *, step: int, phase: str
+        ) -> list[Trajectory]:
+            trajectories = await super().generate(prompts, step=step, phase=phase)
+            for one in trajectories:
+                one.steps, one.failure, one.stop_reason = [], "no such table", "env_error"
+            return trajectories
+
+    made: list[Fails] = []
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        made.append(Fails(config, tiny_model()))
+        return made[-1]
+
+    config = settings(
+        folder, "run", f"trainer.eval_before_train={before_train}", "trainer.eval_interval=-1"
+    )
+    with pytest.raises(RolloutError, match=r"3 batches in a row failed.*\(.*\): no such table"):
+        skyrl_fast.train(config, make_rollouts=make)
+    assert len(made[0].calls) == 3  # training or evaluation
+    assert caplog.text.count("NOTHING TO TRAIN IN THIS BATCH: 16 of 16") >= 2

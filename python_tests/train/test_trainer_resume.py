@@ -1,0 +1,271 @@
+"""Runs that stop (by a signal, an error, a kill) and go on from their newest checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from _fakes import FakeRollouts, tiny_model, write_prompts
+from _training import Recorder, settings, steady, train
+from _training import folder as folder  # a fixture
+
+import skyrl_fast
+from skyrl_fast.config import Config
+from skyrl_fast.train import run as run_module
+from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.output.checkpoint import RunInUseError, checkpoints
+from skyrl_fast.train.output.loggers import read_metrics
+from skyrl_fast.train.run import SetupError
+from skyrl_fast.trajectory_store import read_index
+
+
+class DiedError(Exception):
+    """As by kill -9: nothing may be written any more."""
+
+
+@pytest.mark.parametrize("at_step", [3, 5])
+def test_resume_equals_an_undisturbed_run(
+    folder: Path, at_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, first, second = Recorder(), Recorder(), Recorder()
+    expected = train(settings(folder, "whole"), whole)
+
+    async def die(step: int) -> None:
+        if step == at_step:
+            raise DiedError
+
+    first.during = die
+    with monkeypatch.context() as patch, pytest.raises(DiedError):
+        patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
+        train(settings(folder, "broken"), first)
+    assert [step for step, _ in checkpoints(folder / "broken/checkpoints")] == list(
+        range(2, at_step + 1, 2)
+    )
+    outcome = train(settings(folder, "broken", "trainer.resume_mode=latest"), second)
+
+    assert steady(outcome.metrics) == steady(expected.metrics)
+    resumed_at = (at_step // 2) * 2
+    assert first.order[:resumed_at] + second.order == whole.order
+    for file in ("model.safetensors",):
+        assert (outcome.checkpoint / "policy" / file).read_bytes() == (
+            expected.checkpoint / "policy" / file
+        ).read_bytes()
+    assert (outcome.checkpoint / "optimizer.safetensors").read_bytes() == (
+        expected.checkpoint / "optimizer.safetensors"
+    ).read_bytes()
+
+
+def test_an_error_leaves_a_checkpoint_of_the_last_whole_step(folder: Path) -> None:
+    async def fail(step: int) -> None:
+        if step == 3:
+            raise RuntimeError("the environment is gone")
+
+    with pytest.raises(RuntimeError, match="the environment is gone"):
+        train(settings(folder, "run"), Recorder(fail))
+    assert checkpoints(folder / "run/checkpoints")[-1][0] == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_with_a_checkpoint_and_the_run_goes_on(
+    folder: Path, number: signal.Signals
+) -> None:
+    expected = train(settings(folder, "whole"))
+
+    async def interrupt(step: int) -> None:
+        if step == 3:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(60)  # cancelled by the stop
+
+    recorder = Recorder(interrupt)
+    outcome = train(settings(folder, "run"), recorder)
+    assert (outcome.step, outcome.signal) == (3, number)
+    assert outcome.checkpoint is not None and outcome.checkpoint.name == "step_000003"
+    assert recorder.rollouts[0].closed
+    resumed = train(settings(folder, "run", "trainer.resume_mode=latest"))
+    assert (resumed.step, resumed.signal) == (6, None)
+    assert steady(resumed.metrics) == steady(expected.metrics)
+
+
+def test_a_resume_before_the_first_checkpoint_begins_anew(folder: Path) -> None:
+    expected = train(settings(folder, "run"))
+    kept = steady(expected.metrics)
+    shutil.rmtree(folder / "run/checkpoints")
+    outcome = train(settings(folder, "run", "trainer.resume_mode=latest"))
+    assert steady(outcome.metrics) == kept
+
+
+def test_the_event_loop_lives_while_a_checkpoint_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+    alive: list[bool] = []
+
+    async def note(step: int) -> None:
+        loops.append(asyncio.get_running_loop())
+
+    def save(policy: Policy, *arguments: Any) -> None:
+        answered = threading.Event()
+        loops[0].call_soon_threadsafe(answered.set)
+        alive.append(answered.wait(timeout=5))  # trajectories have deadlines
+        write(policy, *arguments)
+
+    write = Policy.save
+    monkeypatch.setattr(Policy, "save", save)
+    train(settings(folder, "run", "trainer.max_training_steps=2"), Recorder(note))
+    assert alive == [True]
+
+
+def test_a_used_folder_is_not_overwritten(folder: Path) -> None:
+    train(settings(folder, "run", "trainer.epochs=1"))
+    with pytest.raises(RunInUseError, match="holds an earlier run: --resume"):
+        train(settings(folder, "run", "trainer.epochs=1"))
+
+
+def test_trajectories_alone_say_too_that_a_folder_is_used(folder: Path) -> None:
+    async def die(step: int) -> None:
+        if step == 1:
+            raise DiedError
+
+    unseen = ["trainer.logger=[]", "data.val_data=[]"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(DiedError):
+        patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
+        train(settings(folder, "run", *unseen), Recorder(die))
+    (part,) = (folder / "run/trajectories").glob("step_*.jsonl")
+    kept = part.read_bytes()
+    with pytest.raises(RunInUseError, match="holds an earlier run: --resume"):
+        train(settings(folder, "run", *unseen))
+    assert part.read_bytes() == kept
+
+
+def test_home_in_the_runs_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    config = settings(
+        folder, "x", "trainer.epochs=1", "trainer.run_path=~/runs/a", "trainer.ckpt_path=~/kept"
+    )
+    outcome = train(config)
+    assert (outcome.run_path, outcome.checkpoint) == (
+        folder / "runs/a",
+        folder / "kept/step_000002",
+    )
+
+
+def test_a_run_whose_engine_did_not_start_leaves_the_folder_free(folder: Path) -> None:
+    async def broken(*_: object) -> FakeRollouts:
+        raise ValueError("no engine today")
+
+    with pytest.raises(SetupError, match="no engine today"):
+        skyrl_fast.train(settings(folder, "run", "trainer.epochs=1"), make_rollouts=broken)
+    assert train(settings(folder, "run", "trainer.epochs=1")).step == 2
+
+
+def test_resuming_with_other_data_is_refused(folder: Path) -> None:
+    train(settings(folder, "run", "trainer.epochs=1"))
+    write_prompts(folder / "train.jsonl", 12)
+    with pytest.raises(SetupError, match="num_prompts=8, this run has 12"):
+        train(settings(folder, "run", "trainer.resume_mode=latest"))
+
+
+@pytest.mark.parametrize(
+    ("where", "version"),
+    [
+        ("stopped in eval", 0),
+        ("stopped in train", 0),
+        ("stopped in eval", 4),  # the last one
+        ("failed in eval", 2),
+        ("failed in sync", 3),
+    ],
+)
+@pytest.mark.spec("metrics.reported-once", "store.write-error")
+def test_a_step_that_was_broken_off_after_its_update_is_evaluated_and_reported_once(
+    folder: Path, where: str, version: int
+) -> None:
+    expected = train(settings(folder, "whole", "trainer.epochs=2"))
+    how, _, phase_of_end = where.partition(" in ")
+    ends = [how]
+
+    class Ends(FakeRollouts):
+        async def before_batch(self, step: int, phase: str) -> None:
+            if phase == phase_of_end and self.version == version and ends:
+                if ends.pop() == "failed":
+                    raise RuntimeError("the engine is gone")
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.sleep(60)  # cancelled by the stop
+
+        async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
+            if phase_of_end == "sync" and version == 3 and ends:
+                ends.pop()
+                raise RuntimeError("the engine is gone")
+            return await super().update_weights(policy, version=version)
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        return Ends(config, tiny_model(seed=1))
+
+    if how == "failed":
+        with pytest.raises(RuntimeError, match="the engine is gone"):
+            skyrl_fast.train(settings(folder, "run", "trainer.epochs=2"), make_rollouts=make)
+    else:
+        assert (
+            skyrl_fast.train(settings(folder, "run", "trainer.epochs=2"), make_rollouts=make).step
+            == version
+        )
+    assert checkpoints(folder / "run/checkpoints")[-1][0] == version
+    going_on = settings(folder, "run", "trainer.epochs=2", "trainer.resume_mode=latest")
+    resumed = skyrl_fast.train(going_on, make_rollouts=make)
+    assert not ends
+    assert steady(resumed.metrics) == steady(expected.metrics)
+    assert (resumed.before, resumed.after) == (expected.before, expected.after)
+    stored = [
+        [(e.phase, e.step, e.uid, e.repetition_id, e.reward) for e in read_index(folder / run)]
+        for run in ("run", "whole")
+    ]
+    assert stored[0] == stored[1]
+    # Now that it is reported, its checkpoint says so: going on once more repeats nothing.
+    again = train(going_on)
+    assert steady(again.metrics) == steady(expected.metrics)
+
+
+def test_an_evaluation_is_no_part_of_its_steps_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    class Slow(FakeRollouts):
+        async def before_batch(self, step: int, phase: str) -> None:
+            now[0] += 1000.0 if phase == "eval" else 10.0
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        return Slow(config, tiny_model(seed=1))
+
+    parts = partial(run_module.Parts, clock=lambda: now[0])
+    monkeypatch.setattr(run_module, "Parts", parts)
+    outcome = skyrl_fast.train(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
+    row = read_metrics(outcome.metrics)[2]
+    assert (row["timing/step"], row["timing/eval"]) == (10.0, 1000.0)
+    assert row["timing/tokens_per_second"] == row["generate/batch_num_tokens"] / 10.0
+
+
+@pytest.mark.spec("async.resume-path")
+def test_going_on_from_a_path_where_later_checkpoints_lie_is_refused(folder: Path) -> None:
+    expected = steady(train(settings(folder, "run")).metrics)
+    chosen = folder / "run/checkpoints/step_000002"
+    again = settings(
+        folder, "run", "trainer.resume_mode=from_path", f"trainer.resume_path={chosen}"
+    )
+    with pytest.raises(SetupError, match=r"after step 2 .* got step_000004, step_000006: move"):
+        train(again)
+    assert steady(folder / "run/metrics.jsonl") == expected  # nothing was touched
+    for later in ("step_000004", "step_000006"):
+        shutil.rmtree(folder / "run/checkpoints" / later)
+    named = chosen.rename(folder / "the one")  # a checkpoint's name says nothing
+    again.trainer.resume_path = str(named)
+    assert steady(train(again).metrics) == expected

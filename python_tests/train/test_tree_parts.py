@@ -1,0 +1,144 @@
+"""Where trees are cut: against all possible cuts, and what a plan promises."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from _trees import ROWS, tree_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_fast.ops.prefix_tree.tree import PrefixTree
+from skyrl_fast.train.model.tree_parts import cheapest_cuts, tree_parts
+
+
+def size_of(rows: list[list[int]]) -> int:
+    return len({tuple(row[: i + 1]) for row in rows for i in range(len(row))})
+
+
+def common(rows: list[list[int]]) -> np.ndarray:
+    shared = [0]
+    for a, b in pairwise(rows):
+        count = 0
+        while count < min(len(a), len(b)) and a[count] == b[count]:
+            count += 1
+        shared.append(count)
+    return np.array(shared)
+
+
+def test_by_hand() -> None:
+    # Three rows of four; the first two share three nodes, the third one with them.
+    lengths, shared = np.array([4, 4, 4]), np.array([0, 3, 1])
+    assert cheapest_cuts(lengths, shared, budget=8) == [0, 3]
+    assert cheapest_cuts(lengths, shared, budget=5) == [0, 2, 3]
+    assert cheapest_cuts(lengths, shared, budget=4) == [0, 1, 2, 3]
+    assert cheapest_cuts(lengths, shared, budget=1) == [0, 1, 2, 3]  # each alone is longer
+
+
+@pytest.mark.spec("tree.micro-batches")
+@given(rows=ROWS.filter(lambda rows: any(rows)), budget=st.integers(1, 14), data=st.data())
+def test_no_other_cuts_repeat_fewer_nodes(rows: list[list[int]], budget: int, data: Any) -> None:
+    rows = sorted(row for row in rows if row)  # as depth first, prefixes before what goes on
+    units = None
+    if data.draw(st.booleans()):
+        units = np.array([data.draw(st.integers(0, 3)) for _ in rows])
+    free = [
+        place
+        for place in range(1, len(rows))
+        if units is None or not set(units[:place]) & set(units[place:])
+    ]
+
+    def cost(cuts: tuple[int, ...]) -> tuple[int, int] | None:
+        """Repeated nodes and parts; None where a part is too large that could be smaller."""
+        parts = [rows[a:b] for a, b in pairwise((0, *cuts, len(rows)))]
+        borders = {0, len(rows), *free}
+        for first, last in pairwise((0, *cuts, len(rows))):
+            whole = all(place not in borders for place in range(first + 1, last))
+            if size_of(rows[first:last]) > budget and not whole:
+                return None
+        return sum(size_of(part) for part in parts) - size_of(rows), len(parts)
+
+    costs = [
+        value
+        for count in range(len(free) + 1)
+        for cuts in combinations(free, count)
+        if (value := cost(cuts)) is not None
+    ]
+    lengths = np.array([len(row) for row in rows])
+    cuts = cheapest_cuts(lengths, common(rows), budget, units)
+    assert cost(tuple(cuts[1:-1])) == min(costs)
+
+
+def parts_of(tree: PrefixTree, groups: list[int], budget: int, **options: Any) -> list[list[int]]:
+    return [part.tolist() for part in tree_parts(tree, np.array(groups), budget, **options)]
+
+
+@pytest.mark.spec("tree.micro-batches")
+@given(rows=ROWS, budget=st.integers(1, 40), data=st.data())
+def test_parts_hold_every_row_once_and_keep_to_the_budget(
+    rows: list[list[int]], budget: int, data: Any
+) -> None:
+    groups = sorted(data.draw(st.integers(0, 2)) for _ in rows)
+    parts = parts_of(tree_of(rows, groups), groups, budget)
+    assert sorted(row for part in parts for row in part) == [i for i, row in enumerate(rows) if row]
+    sizes = {}
+    for group in set(groups):
+        sizes[group] = size_of([row for row, g in zip(rows, groups, strict=True) if g == group])
+    for part in parts:
+        assert part == sorted(part)
+        own = [[rows[row] for row in part if groups[row] == group] for group in set(groups)]
+        assert sum(map(size_of, own)) <= budget or len(part) == 1
+    for group, size in sizes.items():
+        where = [
+            number for number, part in enumerate(parts) for row in part if groups[row] == group
+        ]
+        assert size > budget or len(set(where)) <= 1
+
+
+@pytest.mark.spec("tree.micro-batches")
+def test_parts_are_balanced() -> None:
+    rows = [[group] * 4 for group in range(12)]
+    parts = parts_of(tree_of(rows, range(12)), list(range(12)), 20)
+    assert [len(part) for part in parts] == [4, 4, 4]
+
+
+@pytest.mark.spec("tree.micro-batches")
+@given(rows=ROWS, budget=st.integers(1, 40), data=st.data())
+def test_parts_of_whole_trajectories_keep_to_the_budget(
+    rows: list[list[int]], budget: int, data: Any
+) -> None:
+    units = np.array([data.draw(st.integers(0, 3)) for _ in rows], dtype=np.int64)
+    groups = [0] * len(rows)
+    parts = parts_of(tree_of(rows, groups), groups, budget, trajectory_ids=units)
+    assert sorted(row for part in parts for row in part) == [i for i, row in enumerate(rows) if row]
+    owners = [set(units[part].tolist()) for part in parts]
+    assert sum(map(len, owners)) == len(set().union(*owners))
+    for part, own in zip(parts, owners, strict=True):
+        assert size_of([rows[row] for row in part]) <= budget or len(own) == 1
+
+
+@pytest.mark.spec("tree.micro-batches")
+def test_trajectories_between_each_others_rows_are_taken_one_by_one() -> None:
+    # What a template leaves of two answers: both first turns begin with a thought, 9.
+    rows = [[1, 9, 2], [1, 3, 4], [1, 9, 5], [1, 6, 7], [1, 9, 8], [1, 6, 10]]
+    units = np.array([0, 0, 1, 1, 2, 2])
+    tree = tree_of(rows, [0] * 6)
+    whole = [[0, 1, 2, 3, 4, 5]]
+    assert parts_of(tree, [0] * 6, 11, trajectory_ids=units) == whole  # a tree of 11 nodes
+    parts = parts_of(tree, [0] * 6, 8, trajectory_ids=units)
+    assert sorted(parts) == [[0, 1, 2, 3], [4, 5]]
+
+
+@pytest.mark.spec("tree.micro-batches")
+def test_trajectories_stay_whole() -> None:
+    rows = [[1, 2, 3], [1, 4, 5], [1, 2, 6], [1, 4, 7]]
+    units = np.array([0, 1, 0, 1])
+    tree = tree_of(rows, [0] * 4)
+    assert parts_of(tree, [0] * 4, 4, trajectory_ids=units) == [[0, 2], [1, 3]]
+    assert parts_of(tree, [0] * 4, 3, trajectory_ids=units) == [[0, 2], [1, 3]]
+    assert len(parts_of(tree, [0] * 4, 3)) == 4
+    mixed = np.array([0, 0, 1, 1])  # each has rows on both sides of the fork, and five nodes
+    assert parts_of(tree, [0] * 4, 4, trajectory_ids=mixed) == [[0, 1], [2, 3]]

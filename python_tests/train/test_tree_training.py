@@ -1,0 +1,517 @@
+"""Training on prefix trees: loss and gradients are those of independent rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from _fakes import tiny_model
+from _moe import NUM_EXPERTS, NUM_LAYERS, TOP_K, tiny_moe
+from _trees import agent_batch, batch_of_rows
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch.token_counts import token_counts
+from skyrl_fast.config import AlgorithmConfig, OptimizerConfig
+from skyrl_fast.ops.prefix_tree.attention import plan_tree_attention, tree_attention
+from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
+from skyrl_fast.train.model import micro_batch
+from skyrl_fast.train.model.critic import Critic, ValueModel
+from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
+from skyrl_fast.train.model.optimizer import Optimizer
+from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.update import accumulate_gradient, update_policy
+
+SIZES = {
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+}
+KINDS = ("Qwen2", "Qwen3", "Llama")
+
+
+def tiny(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES | changes)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype)
+    for parameter in model.parameters():  # larger than the default: gradients that differ
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+@pytest.fixture
+def independent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows share no sequence, so that without trees each is computed by itself."""
+
+    def alone(batch: StepBatch, _visited: np.ndarray, **_: Any) -> np.ndarray:
+        return np.arange(batch.num_rows)
+
+    monkeypatch.setattr(micro_batch, "sequence_hosts", alone)
+
+
+def gradients(
+    model: Any, batch: StepBatch, algorithm: AlgorithmConfig | None = None, **options: Any
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    policy = Policy(model, **options)
+    facts = accumulate_gradient(policy, batch, algorithm=algorithm or AlgorithmConfig())
+    return facts, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(
+    one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], tolerance: float
+) -> None:
+    assert one.keys() == two.keys()
+    assert one
+    for name, value in one.items():
+        error = float((value - two[name]).norm() / value.norm().clamp_min(1e-12))
+        assert error <= tolerance, (name, error)
+
+
+# --- models of transformers ----------------------------------------------------------------------
+
+
+@pytest.mark.spec("tree.equal-gradients")
+@pytest.mark.usefixtures("independent")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("budget", [1, 40, 100_000])
+def test_loss_and_gradients_are_those_of_rows(kind: str, seed: int, budget: int) -> None:
+    batch = agent_batch(seed)
+    facts, wanted = gradients(tiny(kind), batch, max_tokens_per_microbatch=1)
+    on_trees, got = gradients(tiny(kind), batch, max_tokens_per_microbatch=budget, tree=True)
+    assert on_trees["policy/loss"] == pytest.approx(facts["policy/loss"], rel=1e-6)
+    # norms and rotary embeddings are float32 inside
+    assert_same_gradients(wanted, got, 1e-6)
+    for name in ("policy/policy_entropy", "policy/trained_tokens", "policy/row_tokens"):
+        assert on_trees[name] == pytest.approx(facts[name], rel=1e-6)
+    if budget > 1:
+        assert on_trees["policy/forward_tokens"] < facts["policy/forward_tokens"]
+
+
+@pytest.mark.spec("tree.equal-gradients")
+@pytest.mark.usefixtures("independent")
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AlgorithmConfig(policy_loss_type="gspo"),
+        AlgorithmConfig(policy_loss_type="gspo", sequence_scope="row"),
+        AlgorithmConfig(policy_loss_type="kl_cov"),
+        AlgorithmConfig(use_entropy_loss=True, loss_reduction="trajectory_mean"),
+        AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.3, loss_reduction="prompt_mean"),
+    ],
+)
+def test_every_kind_of_loss(algorithm: AlgorithmConfig) -> None:
+    batch = agent_batch(7)
+    batch = batch.with_(ref_logprobs=batch.rollout_logprobs * 0.9)
+    facts, wanted = gradients(tiny("Qwen2"), batch, algorithm, max_tokens_per_microbatch=1)
+    on_trees, got = gradients(
+        tiny("Qwen2"), batch, algorithm, max_tokens_per_microbatch=50, tree=True
+    )
+    assert on_trees["policy/loss"] == pytest.approx(facts["policy/loss"], rel=1e-6)
+    assert_same_gradients(wanted, got, 1e-6)
+
+
+@pytest.mark.spec("tree.equal-gradients")
+@pytest.mark.usefixtures("independent")
+def test_a_whole_optimizer_step() -> None:
+    batch = agent_batch(3, num_groups=4)
+    weights = []
+    for tree in (False, True):
+        model = tiny("Qwen3")
+        before = {name: value.detach().clone() for name, value in model.named_parameters()}
+        policy = Policy(model, tree=tree, max_tokens_per_microbatch=60)
+        optimizer = Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=4)
+        metrics = update_policy(
+            policy,
+            optimizer,
+            batch.with_(old_logprobs=None),
+            algorithm=AlgorithmConfig(),
+            mini_batch_size=2,
+            update_epochs=2,
+        )
+        assert metrics["policy/optimizer_steps"] == 4
+        weights.append({n: v.detach() - before[n] for n, v in model.named_parameters()})
+    assert_same_gradients(*weights, 1e-6)
+
+
+@pytest.mark.usefixtures("independent")
+def test_gradient_checkpointing(tmp_path: Any) -> None:
+    tiny("Qwen2", torch.float32).save_pretrained(tmp_path)
+    batch = agent_batch(1)
+    grads = []
+    for checkpointing, tree in ((False, False), (True, True)):
+        model = load_model(
+            str(tmp_path), device=torch.device("cpu"), gradient_checkpointing=checkpointing
+        ).double()
+        grads.append(gradients(model, batch, tree=tree)[1])
+    assert_same_gradients(*grads, 1e-6)
+
+
+@pytest.mark.usefixtures("independent")
+def test_logprobs_before_the_update() -> None:
+    batch = agent_batch(2)
+    rows = Policy(tiny("Llama")).batch_logprobs(batch)
+    trees = Policy(tiny("Llama"), tree=True, max_tokens_per_microbatch=30).batch_logprobs(batch)
+    torch.testing.assert_close(trees, rows, atol=1e-6, rtol=1e-6)  # kept as float32
+    assert bool((trees[batch.loss_mask == 0] == 0).all())
+
+
+def test_without_trees_a_prepared_model_is_what_it_was(tmp_path: Any) -> None:
+    model, plain = tiny("Qwen2"), tiny("Qwen2")
+    policy = Policy(model, tree=True)
+    ids = torch.randint(0, 16, (2, 9))
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    for options in ({}, {"attention_mask": mask}):
+        wanted = plain(input_ids=ids, **options).logits
+        assert torch.equal(model(input_ids=ids, **options).logits, wanted)
+    assert policy.sequence_logprobs([1, 2, 3]) == Policy(plain).sequence_logprobs([1, 2, 3])
+    model.save_pretrained(tmp_path)
+    assert "skyrl_fast" not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.usefixtures("independent")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bfloat16_is_within_the_spread_of_two_row_orders(device: str) -> None:
+    sizes = {"hidden_size": 32, "vocab_size": 64}
+    forks = {"num_groups": 2, "samples": 4, "turns": 3, "vocabulary": 60}
+    if device == "cuda":  # for FlexAttention whole, for a mask of all pairs in parts
+        sizes = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 512}
+        forks = {"num_groups": 12, "samples": 8, "turns": 5, "vocabulary": 400}
+    batch = agent_batch(0, **forks)
+    exact = gradients(tiny("Qwen2", torch.float32, **sizes).to(device), batch)[1]
+    runs = [(False, 1), (False, 100_000), (True, 100_000), (True, 900)]
+    found = [
+        gradients(
+            tiny("Qwen2", torch.float32, **sizes).to(device),
+            batch,
+            tree=tree,
+            max_tokens_per_microbatch=budget,
+            dtype=torch.bfloat16,
+        )[1]
+        for tree, budget in runs
+    ]
+
+    def distance(one: dict[str, torch.Tensor]) -> float:
+        return sum(float((one[name] - exact[name]).norm() ** 2) for name in exact) ** 0.5
+
+    rows = [distance(one) for one in found[:2]]
+    trees = [distance(one) for one in found[2:]]
+    assert 0 < max(trees) <= 1.2 * max(rows)
+
+
+# --- a model that is float64 throughout ----------------------------------------------------------
+
+
+class Decoder(torch.nn.Module):
+    """Two layers of rotary attention and a gated map, all in float64."""
+
+    def __init__(self, vocabulary: int = 7, width: int = 8, heads: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.heads, self.size = heads, width // heads
+
+        def weights(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.randn(*shape, dtype=torch.float64) * 0.4)
+
+        self.embedding = weights(vocabulary, width)
+        self.maps = torch.nn.ParameterList(weights(width, width) for _ in range(2 * 6))
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """(T,) tokens at (T,) positions to (T, vocabulary) logits."""
+        x = self.embedding[ids]
+        for layer in range(2):
+            q, k, v, o, up, down = self.maps[6 * layer : 6 * layer + 6]
+            normed = x / x.square().mean(-1, keepdim=True).add(1e-6).sqrt()
+            query, key, value = (
+                (normed @ w).view(-1, self.heads, self.size).transpose(0, 1)[None]
+                for w in (q, k, v)
+            )
+            out = attend(self._turned(query, positions), self._turned(key, positions), value)
+            x = x + out[0].transpose(0, 1).flatten(1) @ o
+            x = x + torch.tanh(x @ up) @ down
+        return x @ self.embedding.T
+
+    def _turned(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        rates = 10.0 ** -torch.arange(self.size // 2, dtype=torch.float64)
+        angles = positions[:, None].double() * rates
+        a, b = x.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+SHORT_ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=7)
+
+
+@pytest.mark.spec("tree.equal-gradients")
+@pytest.mark.parametrize("kind", ["blocks", "dense"])
+@settings(max_examples=40)
+@given(rows=SHORT_ROWS, data=st.data())
+def test_float64_throughout_is_exact(kind: str, rows: list[list[int]], data: Any) -> None:
+    """Random tries: forks anywhere, equal rows, prefixes of others, rows alone in their group."""
+    groups = [data.draw(st.integers(0, 2)) for _ in rows]
+    weights = [torch.randn(len(row), dtype=torch.float64) for row in rows]  # as advantages do
+    model = Decoder()
+    loss = torch.zeros((), dtype=torch.float64)
+    for row, weight in zip(rows, weights, strict=True):
+        ids = torch.tensor(row)
+        logits = model(ids, torch.arange(len(row)), causal)
+        picked = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        loss = loss + (picked * weight[1:]).sum()
+    wanted = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    tokens = torch.tensor([t for row in rows for t in row])
+    cu = torch.tensor(np.concatenate([[0], np.cumsum([len(row) for row in rows])]))
+    tree = build_prefix_tree(tokens, cu, groups)
+    plan = plan_tree_attention(tree.parents, tree.ends, kind=kind)
+    logits = model(
+        tree.tokens.long(), tree.positions.long(), lambda *qkv: tree_attention(*qkv, plan)
+    ).log_softmax(-1)
+    on_tree = torch.zeros((), dtype=torch.float64)
+    for number, (row, weight) in enumerate(zip(rows, weights, strict=True)):
+        nodes = tree.nodes_of(number).long()
+        picked = logits[nodes[:-1], torch.tensor(row[1:], dtype=torch.long)]
+        on_tree = on_tree + (picked * weight[1:]).sum()
+    got = torch.autograd.grad(on_tree, list(model.parameters()), allow_unused=True)
+    torch.testing.assert_close(on_tree, loss, atol=1e-12, rtol=1e-10)
+    for one, two in zip(got, wanted, strict=True):
+        assert float((one - two).norm()) <= 1e-10 * max(1e-2, float(two.norm()))
+
+
+# --- micro-batches -------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("tree.micro-batches", "tree.node-logprobs")
+@pytest.mark.parametrize("budget", [1, 25, 60, 10_000])
+@pytest.mark.parametrize("keep", [False, True])
+def test_every_trained_token_is_read_once_at_the_node_before_it(budget: int, keep: bool) -> None:
+    batch = agent_batch(5, num_groups=4)
+    plan = plan_micro_batches(batch, budget, tree=True, keep_trajectories=keep)
+    positions = torch.cat([response_positions(batch, micro) for micro in plan])
+    trained = batch.loss_mask.nonzero().flatten()
+    assert positions.sort().values.tolist() == trained.tolist()
+    longest = int(batch.lengths.max())
+    parts = [set(batch.trajectory_ids[micro.rows].tolist()) for micro in plan]
+    for micro, own in zip(plan, parts, strict=True):
+        assert micro.tree is not None
+        nodes = micro.input_ids.shape[1]
+        assert nodes <= max(budget, longest) or (keep and len(own) == 1)
+        assert micro.rows.tolist() == sorted(micro.rows.tolist())
+        copies = micro.copies if micro.copies is not None else torch.arange(len(micro.target_ids))
+        places = response_positions(batch, micro)
+        rows = torch.bucketize(places, batch.cu_responses[1:].long(), right=True)
+        starts = batch.cu_seqlens[rows + 1] - batch.cu_responses[rows + 1] + places
+        targets = micro.target_ids[copies]
+        assert targets.tolist() == batch.tokens[starts].tolist()
+        for node, start, row in zip(
+            micro.hidden_index[copies].tolist(), starts.tolist(), rows.tolist(), strict=True
+        ):
+            path = []
+            while node >= 0:  # what the node has seen is the row up to the token
+                path.append(int(micro.input_ids[0, node]))
+                node = int(micro.tree.parents[node])
+            assert path[::-1] == batch.tokens[int(batch.cu_seqlens[row]) : start].tolist()
+    if keep:
+        assert sum(len(own) for own in parts) == len(set().union(*parts))
+
+
+def test_nodes_behind_the_last_trained_token_are_left_out() -> None:
+    rng = np.random.default_rng(0)
+    row = {"prompt_token_ids": [4, 5], "response_ids": [6, 7, 8], "trajectory_ids": ("a", 0)}
+    batch = batch_of_rows([row], rng)
+    batch = batch.with_(loss_mask=torch.tensor([1, 1, 0], dtype=torch.uint8))
+    (micro,) = plan_micro_batches(batch, 100, tree=True)
+    assert micro.input_ids.tolist() == [[4, 5, 6]]
+    assert micro.hidden_index.tolist() == [1, 2]
+    assert micro.target_ids.tolist() == [6, 7]
+
+
+def test_rows_that_share_a_trained_token_share_its_logits() -> None:
+    rng = np.random.default_rng(0)
+    row = {"prompt_token_ids": [4, 5], "response_ids": [6, 7], "trajectory_ids": ("a", 0)}
+    other = {**row, "response_ids": [6, 8], "trajectory_ids": ("a", 1)}
+    batch = batch_of_rows([row, other], rng)
+    batch = batch.with_(loss_mask=torch.ones(4, dtype=torch.uint8))
+    (micro,) = plan_micro_batches(batch, 100, tree=True)
+    assert micro.input_ids.tolist() == [[4, 5, 6]]
+    assert len(micro.target_ids) == 3
+    assert micro.target_ids[micro.copies].tolist() == [6, 7, 6, 8]
+
+
+@pytest.mark.spec("tree.metrics")
+def test_token_counts_of_the_forms() -> None:
+    batch = agent_batch(4, stripped=0.0).with_(advantages=None)
+    counts = token_counts(batch)
+    assert counts.rows == batch.num_tokens
+    assert counts.merged == batch.merged().num_tokens
+    prefixes = {
+        (group, tuple(batch.tokens[start:end].tolist()))
+        for group, first, last in zip(
+            batch.group_ids.tolist(),
+            batch.cu_seqlens[:-1].tolist(),
+            batch.cu_seqlens[1:].tolist(),
+            strict=True,
+        )
+        for start in (first,)
+        for end in range(first + 1, last + 1)
+    }
+    assert counts.tree == len(prefixes)
+    assert counts.tree < counts.merged < counts.rows
+    assert token_counts(batch.with_padding_rows(5)) == counts
+
+
+# --- router replay -------------------------------------------------------------------------------
+
+
+def routed(agree: bool) -> StepBatch:
+    """Two samples of one prompt in two steps each; records agree on what is shared, or do not."""
+    rng = np.random.default_rng(0)
+    rows: list[dict[str, Any]] = []
+    prompt, first = [4, 5, 6], rng.integers(0, NUM_EXPERTS, (3, NUM_LAYERS, 1))
+    for sample in range(2):
+        history, record = prompt, first
+        if not agree and sample:
+            record = (first + np.array([[[0]], [[1]], [[0]]])) % NUM_EXPERTS
+        for _ in range(2):
+            answer = rng.integers(7, 12, 4).tolist()
+            own = rng.integers(0, NUM_EXPERTS, (len(history) - len(record) + 3, NUM_LAYERS, 1))
+            record = np.concatenate([record, own])
+            routes = np.concatenate([record, (record + 1) % NUM_EXPERTS], 2).astype(np.uint8)
+            rows.append(
+                {
+                    "prompt_token_ids": history,
+                    "response_ids": answer,
+                    "trajectory_ids": ("a", sample),
+                    "rollout_expert_indices": routes,
+                }
+            )
+            history = [*history, *answer, 12]
+    assert TOP_K == 2
+    return batch_of_rows(rows, rng)
+
+
+@pytest.mark.spec("tree.routes")
+@pytest.mark.usefixtures("independent")
+@pytest.mark.parametrize("agree", [True, False])
+def test_routes_are_replayed_and_fork_where_they_differ(agree: bool) -> None:
+    batch = routed(agree)
+    plans = [
+        plan_micro_batches(batch, 1000, router_replay=replay, tree=True) for replay in (False, True)
+    ]
+    free, replayed = (plan[0].input_ids.shape[1] for plan in plans)
+    assert replayed == free + (0 if agree else 2)  # from the second of three prompt tokens on
+    (micro,) = plans[1]
+    assert micro.expert_indices.shape == (1, replayed, NUM_LAYERS, TOP_K)
+    _, wanted = gradients(tiny_moe(), batch, router_replay=True)
+    _, got = gradients(tiny_moe(), batch, router_replay=True, tree=True)
+    assert_same_gradients(wanted, got, 1e-4)  # experts know no float64
+    _, free_routes = gradients(tiny_moe(), batch, tree=True)
+    name = next(n for n in got if n.endswith("gate.weight"))
+    assert float((free_routes[name] - got[name]).norm() / got[name].norm()) > 1e-2
+
+
+# --- the critic ----------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("tree.reference-and-critic")
+@pytest.mark.usefixtures("independent")
+def test_a_critic_on_trees() -> None:
+    batch = agent_batch(6)
+    found = []
+    for tree in (False, True):
+        torch.manual_seed(0)
+        model = ValueModel(tiny("Llama", torch.float32).model)
+        critic = Critic(
+            model,
+            OptimizerConfig(lr=1e-3),
+            total_steps=1,
+            mini_batch_size=3,
+            max_tokens_per_microbatch=60,
+            tree=tree,
+        )
+        values = critic.batch_values(batch)
+        metrics = critic.update(batch.with_(values=values, returns=values + batch.advantages))
+        found.append((values, metrics["critic/critic_loss"], metrics["critic/grad_norm"]))
+    (values, loss, norm), (on_trees, tree_loss, tree_norm) = found
+    torch.testing.assert_close(on_trees, values, atol=1e-5, rtol=1e-5)  # float32
+    assert tree_loss == pytest.approx(loss, rel=1e-4)
+    assert tree_norm == pytest.approx(norm, rel=1e-4)
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+def model_of(name: str, **changes: Any) -> Any:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+@pytest.mark.spec("tree.unsupported-models")
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: model_of("Mistral", sliding_window=4), "a window of 4 tokens"),
+        (
+            lambda: model_of("Qwen2", use_sliding_window=True, sliding_window=4,
+                             max_window_layers=1),
+            "layers of sliding_attention",
+        ),
+        (
+            lambda: model_of("Llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+            "depends on the longest row",
+        ),
+        (lambda: tiny_moe("gpt_oss"), "layers of sliding_attention"),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_are_refused_with_the_reason(make: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"cannot be trained as trees.*{reason}"):
+        Policy(make(), tree=True)
+
+
+@pytest.mark.spec("tree.unsupported-models")
+def test_a_model_that_computes_something_else_on_trees_is_refused() -> None:
+    model = tiny_model()
+    forward = model.model.forward
+
+    def deaf(*args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)  # as a model does that counts positions by itself
+
+    model.model.forward = deaf
+    with pytest.raises(ValueError, match="not those of the rows"):
+        Policy(model, tree=True)
+
+
+def test_dropout_is_refused() -> None:
+    policy = Policy(tiny_model(), tree=True)
+    for layer in policy.model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    policy.model.train()
+    (micro,) = plan_micro_batches(agent_batch(0), 10_000, tree=True)
+    with pytest.raises(ValueError, match="dropout must be 0"):
+        policy.logprobs(micro)

@@ -1,0 +1,198 @@
+"""What users bring to a run, written as they would write it: with public names alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _torch_engine import torch_engine as torch_engine  # a fixture
+
+import skyrl_fast
+from skyrl_fast.train import Callback, Env, EnvStep, RunInfo
+
+pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[2]
+WORDS = ("sun", "moon", "rain", "snow", "wind", "star", "tide", "fog")
+ROWS = [{"prompt": f"say {word}", "word": word} for word in WORDS]
+
+
+def letters(answer: str, row: dict[str, Any]) -> float:
+    """Reward the share of the answer's characters that are ASCII letters."""
+    assert row["prompt"][0]["content"] == f"say {row['word']}"
+    return sum(c.isascii() and c.isalpha() for c in answer) / max(len(answer), 1)
+
+
+@pytest.fixture
+def settings(tiny_model_folder: Path, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "trainer.policy.model.path": tiny_model_folder,
+        "trainer.policy.optimizer_config": {"lr": 0.01},
+        "trainer.run_path": tmp_path / "run",
+        "trainer.train_batch_size": 4,
+        "trainer.policy_mini_batch_size": 4,
+        "trainer.logger": ["jsonl"],
+        "trainer.plot": False,
+        "trainer.num_threads": 1,  # tiny matrices
+        "generator.n_samples_per_prompt": 4,
+        "generator.sampling_params.max_generate_length": 6,
+        "generator.max_input_length": 300,
+    }
+
+
+@pytest.mark.usefixtures("torch_engine")
+def test_a_notebook_cell_trains_with_a_reward_function(settings: dict[str, Any]) -> None:
+    async def cell() -> Any:  # a notebook's cells run inside its event loop
+        return skyrl_fast.train(
+            settings | {"trainer.epochs": 6, "trainer.eval_interval": 4},
+            prompts=ROWS,
+            eval_prompts=ROWS,
+            reward=letters,
+        )
+
+    result = asyncio.run(cell())
+    assert (result.step, result.total_steps, result.signal) == (12, 12, None)
+    assert result.before is not None and result.after is not None
+    assert result.after > result.before + 0.1
+    assert result.checkpoint == settings["trainer.run_path"] / "checkpoints/step_000012"
+
+
+class Spell(Env):
+    """Say the letters of a word, one in each turn."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self.word = row["word"]
+        self.turns = 0
+
+    def init(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{"role": "system", "content": "Spell."}, *messages]
+
+    def step(self, action: str) -> EnvStep:
+        self.turns += 1
+        right = action[:1] == self.word[self.turns - 1]
+        done = right or self.turns == 2
+        return EnvStep(float(right), done=done, observations="" if done else "next")
+
+    def metrics(self) -> Mapping[str, Any]:
+        return {"letters": self.turns}
+
+
+class Recorder(Callback):
+    """Keeps what it hears, and ends the run after a step."""
+
+    def __init__(self, last_step: int | None = None) -> None:
+        self.heard: list[tuple[str, int, Any]] = []
+        self.last_step = last_step
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> bool:
+        self.heard.append(("step", step, metrics["generate/avg_num_tokens"]))
+        return step == self.last_step
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.heard.append(("eval", step, metrics["eval/all/avg_num_turns"]))
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        self.heard.append(("checkpoint", step, (path / "state.json").is_file()))
+
+
+@pytest.mark.usefixtures("torch_engine")
+def test_an_environment_and_a_callback_that_ends_the_run(settings: dict[str, Any]) -> None:
+    recorder = Recorder(last_step=2)
+    result = skyrl_fast.train(
+        settings | {"trainer.epochs": 4, "trainer.ckpt_interval": 1, "generator.max_turns": 2},
+        prompts=ROWS,
+        eval_prompts=ROWS[:2],
+        env=Spell,
+        callbacks=[recorder],
+    )
+    assert (result.step, result.total_steps) == (2, 8)
+    assert (result.stopped_by, result.signal) == ("Recorder", None)
+    heard = [(event, step) for event, step, _ in recorder.heard]
+    assert heard == [("eval", 0), ("step", 1), ("checkpoint", 1), ("step", 2), ("checkpoint", 2)]
+    assert recorder.heard[0][2] > 1.0  # turns of an evaluation
+    assert all(value for _, _, value in recorder.heard)
+    stored = "".join(
+        path.read_text()
+        for path in (settings["trainer.run_path"] / "trajectories").rglob("*.jsonl")
+    )
+    assert '"Spell"' in stored and '"letters"' in stored
+    again = skyrl_fast.train(
+        settings
+        | {
+            "trainer.epochs": 4,
+            "trainer.resume_mode": "latest",
+            "trainer.max_training_steps": 3,
+            "generator.max_turns": 2,
+        },
+        prompts=ROWS,
+        env=Spell,
+    )
+    assert (again.step, again.stopped_by) == (3, None)
+
+
+class Lines:
+    """A logger that writes a file of its own."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._file = (run.run_path / f"{run.project}-{run.run_name}.txt").open("w")
+        self._file.write(f"lr {run.config['trainer']['policy']['optimizer_config']['lr']}\n")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._file.write(f"{step} {sorted(metrics)[0]}\n")
+
+    def close(self) -> None:
+        self._file.write("closed\n")
+        self._file.close()
+
+
+@pytest.mark.usefixtures("torch_engine")
+def test_a_logger_by_its_name(settings: dict[str, Any]) -> None:
+    changes = {
+        "trainer.logger": [f"{__name__}:Lines"],
+        "trainer.project_name": "words",
+        "trainer.run_name": "first",
+        "trainer.max_training_steps": 1,
+    }
+    result = skyrl_fast.train(
+        settings | changes, prompts=ROWS, eval_prompts=ROWS[:1], reward=letters
+    )
+    lines = (settings["trainer.run_path"] / "words-first.txt").read_text().splitlines()
+    assert lines[0] == "lr 0.01"
+    assert [line.split()[0] for line in lines[1:]] == ["0", "1", "closed"]
+    # Rewards before and after need no file of metrics.
+    assert result.before is not None and result.after is not None
+
+
+NOTEBOOK = """
+import asyncio, json, sys
+import skyrl_fast
+
+def reward(answer, row):
+    return float(row["letter"] in answer)
+
+async def cell():
+    settings = json.loads(sys.argv[1])
+    rows = [{"prompt": f"say {c}", "letter": c} for c in "etao"]
+    return skyrl_fast.train(settings, prompts=rows, reward=reward)
+
+result = asyncio.run(cell())
+print(result.step, result.checkpoint)
+"""
+
+
+@pytest.mark.vllm
+def test_a_notebook_cell_trains_on_vllm(settings: dict[str, Any]) -> None:
+    pytest.importorskip("vllm")
+    values = {key: str(v) if isinstance(v, Path) else v for key, v in settings.items()}
+    values["trainer.max_training_steps"] = 1
+    # `-c` as in a notebook: a main module without a file, which no other process can import.
+    command = [sys.executable, "-c", NOTEBOOK, json.dumps(values)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    last = ended.stdout.splitlines()[-1]
+    assert last == f"1 {settings['trainer.run_path']}/checkpoints/step_000001"

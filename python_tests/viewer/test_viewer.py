@@ -1,0 +1,321 @@
+"""The viewer without a browser: the files it writes, what they load, the colours' contrast."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from _stored import HOSTILE, LONG_LINE, write_run
+
+from skyrl_fast.cli import main
+from skyrl_fast.viewer.build import MARK, PAGE, ViewError, build_view
+from skyrl_fast.viewer.columns import Spread
+from skyrl_fast.viewer.script import script
+
+PAGES = Path(__file__).parents[2] / "skyrl_fast/viewer/page"
+STYLE = (PAGES / "style.css").read_text()
+LEAST_CONTRAST = 4.5  # WCAG 2.2, 1.4.3, for text of this size
+LEAST_DIFFERENCE = 12.0  # CIE76 in Lab; 2.3 is a just noticeable difference
+
+# Machado, Oliveira, Fernandes 2009, severity 1, on linear RGB.
+PROTANOPIA = [[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0519]]
+DEUTERANOPIA = [[0.3673, 0.8608, -0.2281], [0.2801, 0.6727, 0.0472], [-0.0118, 0.0429, 0.9689]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+def received(path: Path) -> tuple[str, Any]:
+    """Name and value of a data file, read as a browser would."""
+    content = path.read_bytes().decode("ascii")
+    match = re.fullmatch(r'skyrlFastView\.receive\(("[^\n]*?"),("[^\n]*")\);\n', content)
+    assert match and "<" not in content
+    return json.loads(json.loads(match[1])), json.loads(json.loads(match[2]))
+
+
+# --- what is written ----------------------------------------------------------------------------
+
+
+@pytest.mark.spec("viewer.static-page", "viewer.turns")
+def test_the_folder_holds_the_page_and_all_trajectories(run: Path, tmp_path: Path) -> None:
+    view = build_view(run, tmp_path / "view")
+    files = sorted(path.name for path in view.page.parent.iterdir() if path.is_file())
+    assert files == sorted([*PAGE, MARK])
+    name, summary = received(tmp_path / "view/data/summary.js")
+    assert name == "summary"
+    columns = summary["columns"]
+    assert view.trajectories == 6 * 12 + 2 == len(columns["reward"])
+    texts = [
+        text
+        for chunk in range(view.chunks)
+        for text in received(tmp_path / f"view/data/chunk{chunk}.js")[1]
+    ]
+    assert [len(text["turns"]) for text in texts] == columns["turns"]
+    turn = texts[4]["turns"][1]
+    assert turn["pieces"] == ["users", " ,", " <sql>", " "]
+    assert turn["mask"] == [1, 1, 1, 1] and turn["engine"] == [-0.25, -0.5, -0.75, -1.0]
+    assert turn["prompt_shared"] == 8 and turn["observation"] == ""
+    assert summary["scales"] == {"advantage": 1.0, "mismatch": pytest.approx(0.2, abs=0.01)}
+
+
+@pytest.mark.spec("viewer.data-safety")
+def test_what_was_written_arrives_unchanged_and_cannot_leave_its_string(
+    run: Path, tmp_path: Path
+) -> None:
+    build_view(run, tmp_path / "view")
+    _, summary = received(tmp_path / "view/data/summary.js")
+    stored = HOSTILE.replace("\ud800", "\\ud800")
+    assert summary["names"]["uid"][0] == stored
+    assert summary["name"] == HOSTILE  # of config.json, where JSON keeps a lone surrogate
+    _, texts = received(tmp_path / "view/data/chunk0.js")
+    assert texts[0]["turns"][0]["observation"] == stored + LONG_LINE
+    assert texts[0]["env_metrics"]["__proto__"] == stored
+    _, metrics = received(tmp_path / "view/data/metrics.js")
+    assert metrics["series"][HOSTILE] == [0.5] * 6
+
+
+@pytest.mark.parametrize("value", ["</script>", "\u2028\u2029", "\ud800", "\\", '"', "\0\r\n<!--"])
+@pytest.mark.spec("viewer.data-safety")
+def test_a_script_is_ascii_without_markup(value: str) -> None:
+    line = script("f", value, {value: [value]})
+    assert line.isascii() and "<" not in line and line.count("\n") == 1
+    literals = json.loads("[" + line.removeprefix("f(").removesuffix(");\n") + "]")
+    assert [json.loads(literal) for literal in literals] == [value, {value: [value]}]
+
+
+@pytest.mark.spec("viewer.replace-page")
+def test_an_earlier_page_is_replaced_and_nothing_else(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "view"
+    build_view(run, out)
+    (out / "data/chunk99.js").write_text("stale")
+    build_view(run, out)
+    assert not (out / "data/chunk99.js").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["view"]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("mine")
+    with pytest.raises(ViewError, match="not empty and no page of this command"):
+        build_view(run, other)
+    assert (other / "thesis.tex").read_text() == "mine"
+
+
+@pytest.mark.spec("viewer.replace-page")
+def test_a_link_stays_and_the_present_folder_is_left_alone(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("real", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for _ in range(2):
+        assert build_view(run, tmp_path / "link").page == tmp_path / "real/index.html"
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "link/index.html").is_file()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ViewError, match="the folder that you are in cannot be replaced"):
+        build_view(run, Path("."))
+
+
+@pytest.mark.spec("viewer.replace-page")
+@pytest.mark.parametrize(
+    ("changed", "wanted"),
+    [
+        ({"turns": None}, "TypeError"),
+        ({"tokens": []}, "ValueError"),
+        ({"tokens": [{}, {}]}, "KeyError: 'prompt_shared'"),
+    ],
+)
+def test_a_line_that_is_no_trajectory_is_named(
+    changed: dict[str, Any], wanted: str, run: Path, tmp_path: Path
+) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    part = copied / "trajectories/step_000006.jsonl"
+    first, second, *_ = part.read_text().splitlines(keepends=True)
+    part.write_text(first + json.dumps({**json.loads(second), **changed}) + "\n")
+    where = f"step_000006.jsonl: the line at byte {len(first.encode())} is no trajectory: {wanted}"
+    with pytest.raises(ValueError, match=re.escape(where)):
+        build_view(copied)
+
+
+@pytest.mark.spec("viewer.replace-page")
+def test_a_page_that_fails_leaves_the_earlier_one(run: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(run / "trajectories", copied / "trajectories")
+    view = build_view(copied)
+    before = view.page.read_bytes()
+    (copied / "trajectories/step_000009.jsonl").write_text('{"format": 2}\n')
+    with pytest.raises(ValueError, match="wanted trajectories of format 1, got 2"):
+        build_view(copied)
+    assert view.page.read_bytes() == before
+    assert {path.name for path in copied.iterdir()} == {"trajectories", "view"}
+
+
+@pytest.mark.spec("viewer.running-run")
+def test_a_run_that_was_killed_is_shown_as_far_as_it_is_whole(run: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    part = copied / "trajectories/step_000006.jsonl"
+    part.write_bytes(part.read_bytes()[:-9])
+    metrics = copied / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-9])
+    view = build_view(copied)
+    assert view.trajectories == 6 * 12 + 2 - 1
+    assert received(view.page.parent / "data/metrics.js")[1]["steps"] == [1, 2, 3, 4, 5]
+
+
+def test_a_group_is_never_split(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyrl_fast.viewer.build.CHUNK_CHARACTERS", 1)
+    view = build_view(run, tmp_path / "view")
+    assert view.chunks == 6 * 3 + 2
+    _, summary = received(tmp_path / "view/data/summary.js")
+    assert summary["columns"]["chunk"][:8] == [0] * 4 + [1] * 4
+
+
+@pytest.mark.spec("viewer.static-page")
+def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["view", str(run), "--out", str(tmp_path / "view")]) == 0
+    said = capsys.readouterr().out
+    assert "74 trajectories" in said
+    assert f"open file://{tmp_path}/view/index.html" in said
+    assert main(["view", str(tmp_path / "nothing")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["view", str(tmp_path / "empty")]) == 2
+    assert "trainer.dump_trajectories=false" in capsys.readouterr().err
+
+
+def test_scales_come_from_an_even_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Spread, "_MOST", 100)
+    spread = Spread()
+    for start in range(0, 10_000, 50):
+        spread.add(np.arange(start, start + 50, dtype=np.float32) - 5000)
+    middle = spread.percentile(50)
+    assert middle is not None and abs(middle - 2500) < 100
+    assert Spread().percentile(50) is None
+
+
+# --- what the page may do -----------------------------------------------------------------------
+
+
+@pytest.mark.spec("viewer.static-page", "viewer.text-safety")
+def test_the_page_makes_no_markup_of_text_and_asks_no_network() -> None:
+    for path in PAGES.iterdir():
+        content = path.read_text()
+        for word in (
+            *("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser"),
+            *("eval(", "Function(", "setTimeout('", "fetch(", "XMLHttpRequest", "WebSocket"),
+            *("import(", "sendBeacon", "createContextualFragment", "srcdoc"),
+        ):
+            assert word not in content, f"{path.name}: {word}"
+        addresses = set(re.findall(r"\b(?:https?:)?//[\w.]+[^\s\"')]*", content))
+        assert addresses <= {"http://www.w3.org/2000/svg"}, path.name  # a name, never loaded
+
+
+@pytest.mark.spec("viewer.static-page")
+def test_the_page_allows_its_own_files_alone() -> None:
+    page = (PAGES / "index.html").read_text()
+    policy = re.search(r'Content-Security-Policy"\s+content="([^"]*)"', page)
+    assert policy and policy[1].split("; ")[0] == "default-src 'none'"
+    assert "unsafe" not in policy[1] and "http" not in policy[1]
+    loaded = set(re.findall(r'(?:src|href)="([^"#]+)"', page))
+    assert loaded == set(PAGE) - {"index.html"}
+    assert " on" not in re.sub(r"<[^>]*>", lambda tag: tag[0].lower(), page).replace(" one ", "")
+
+
+# --- colours ------------------------------------------------------------------------------------
+
+
+def palette(selector: str) -> dict[str, str]:
+    start = STYLE.index(selector + " {")
+    block = STYLE[start : STYLE.index("}", start)]
+    return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block))
+
+
+LIGHT = palette(":root")
+DARK = palette(':root[data-theme="dark"]')
+
+
+def linear(colour: str) -> np.ndarray:
+    parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(one: str, two: str) -> float:
+    lightness = [float(linear(c) @ [0.2126, 0.7152, 0.0722]) for c in (one, two)]
+    return (max(lightness) + 0.05) / (min(lightness) + 0.05)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    to_xyz = np.array(
+        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    )
+    x, y, z = (to_xyz @ rgb.clip(0, 1)) / [0.9505, 1.0, 1.089]
+    f = [t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in (x, y, z)]
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+@pytest.mark.spec("viewer.token-colors", "viewer.dark-mode")
+def test_text_is_readable_on_every_colour(colours: dict[str, str]) -> None:
+    shades = [f"{kind}{level}" for kind in ("pos", "neg", "odd") for level in range(1, 6)]
+    pairs = [("text", name) for name in (*shades, "page", "sheet", "raised")]
+    pairs += [("quiet", name) for name in ("page", "sheet", "raised", "pos1")]
+    pairs += [(name, "sheet") for name in ("good", "bad", "link", "agent", "env", "flag")]
+    pairs += [("good", "pos1"), ("bad", "pos1"), ("flag", "flag-sheet"), ("sheet", "link")]
+    low = {pair: contrast(colours[pair[0]], colours[pair[1]]) for pair in pairs}
+    assert {pair: value for pair, value in low.items() if value < LEAST_CONTRAST} == {}
+
+
+@pytest.mark.parametrize("vision", [PROTANOPIA, DEUTERANOPIA, np.eye(3)])
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+@pytest.mark.spec("viewer.token-colors")
+def test_both_signs_differ_for_every_eye(colours: dict[str, str], vision: Any) -> None:
+    for level in range(2, 6):
+        one, two = (lab(np.array(vision) @ linear(colours[f"{k}{level}"])) for k in ("pos", "neg"))
+        assert float(np.linalg.norm(one - two)) > LEAST_DIFFERENCE, level
+
+
+def test_a_page_without_a_choice_has_the_same_dark_colours() -> None:
+    start = STYLE.index(':root:not([data-theme="light"])')
+    block = STYLE[start : STYLE.index("}", start)]
+    assert dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block)) == DARK
+    assert LIGHT.keys() == DARK.keys()
+
+
+# --- the documentation --------------------------------------------------------------------------
+
+GUIDE = (PAGES.parents[2] / "docs/viewer.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", GUIDE, flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+@pytest.mark.spec("store.reading")
+def test_the_guide_reads_a_run(number: int, tmp_path: Path, monkeypatch: Any) -> None:
+    module = re.search(r"import (pandas|datasets)", BLOCKS[number])
+    if module:
+        pytest.importorskip(module[1])
+    write_run(tmp_path / "quickstart/run", steps=2)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    names: dict[str, Any] = {}
+    exec(BLOCKS[number], names)
+    if "index" in names:
+        assert len(names["index"]) == 26 and len(names["turns"]) == 12
+    elif "rows" in names:
+        assert len(names["rows"]) == 24
+    else:
+        assert names["trajectory"].entry.step == 2 and len(names["gap"]) > 0
+
+
+def test_pictures_of_the_guide_are_there_and_small() -> None:
+    pictures = re.findall(r"!\[[^\]]+\]\((images/[^)]+)\)", GUIDE)
+    assert len(pictures) == 5
+    for picture in pictures:
+        path = PAGES.parents[2] / "docs" / picture
+        assert 10_000 < path.stat().st_size < 150_000, picture

@@ -1,0 +1,1 @@
+"""Extras with their own dependencies; the core does not import them."""

@@ -1,0 +1,120 @@
+"""`skyrl-fast retrieval`: the search server's command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from skyrl_fast.extras.search.corpus import Corpus
+    from skyrl_fast.extras.search.index import Index
+
+LOOPBACK = "127.0.0.1"
+PARENT_POLL_SECONDS = 1.0  # how long the server outlives a starter that was killed
+SHUTDOWN_SECONDS = 2
+MAX_CONNECTIONS = 4096
+EXIT_USAGE = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument(
+        "--corpus", type=Path, required=True, help="JSON lines with id and contents"
+    )
+    parser.add_argument("--index", choices=("bm25", "faiss"), default="bm25", help="how to search")
+    parser.add_argument(
+        "--index-path", type=Path, help="where the index is kept; made there if it is missing"
+    )
+    parser.add_argument(
+        "--encoder", default="intfloat/e5-base-v2", help="text encoder of --index faiss"
+    )
+    parser.add_argument(
+        "--host", default=LOOPBACK, help="address to listen on; there is no password"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
+    parser.add_argument("--topk", type=int, default=3, help="passages where a request says nothing")
+    parser.add_argument("--max-body-bytes", type=int, default=1 << 20)
+    parser.add_argument("--max-queries", type=int, default=256, help="of one request")
+    parser.add_argument("--max-query-characters", type=int, default=8192)
+    parser.add_argument("--max-topk", type=int, default=100)
+    # Of `launch.py`: a socket that listens already, and whose end is also this server's.
+    parser.add_argument("--socket-fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Serve until a signal ends it; returns the exit code."""
+    if options.parent is not None:
+        threading.Thread(target=_end_with, args=(options.parent,), daemon=True).start()
+    try:
+        import uvicorn
+
+        from skyrl_fast.extras.search.server import Limits, make_app
+    except ImportError as error:
+        return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[search]'")
+    from skyrl_fast.extras.search.corpus import Corpus
+
+    limits = Limits(
+        body_bytes=options.max_body_bytes,
+        queries=options.max_queries,
+        query_characters=options.max_query_characters,
+        topk=options.max_topk,
+    )
+    try:
+        corpus = Corpus(options.corpus)
+        app = make_app(corpus, _index(options, corpus), topk=options.topk, limits=limits)
+        listening = _listen(options)
+    except (ImportError, OSError, ValueError) as error:
+        return _complain(str(error))
+    host, port = listening.getsockname()[:2]
+    sys.stderr.write(f"{len(corpus)} passages at http://{host}:{port}/retrieve\n")
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        )
+    )
+    server.run(sockets=[listening])
+    return 0
+
+
+def _index(options: argparse.Namespace, corpus: Corpus) -> Index:
+    from skyrl_fast.extras.search.index import Bm25Index, FaissIndex, TransformersEncoder
+
+    if options.index == "bm25":
+        return Bm25Index(corpus, options.index_path)
+    return FaissIndex(corpus, TransformersEncoder(options.encoder), options.index_path)
+
+
+def _listen(options: argparse.Namespace) -> socket.socket:
+    if options.socket_fd is not None:
+        return socket.socket(fileno=options.socket_fd)
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((options.host, options.port))
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"cannot listen on {options.host}:{options.port}: {error}") from error
+    listening.listen()
+    return listening
+
+
+def _end_with(parent: int) -> None:
+    """A starter that was killed cannot stop its server: end when it is gone."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_SECONDS)
+    os._exit(1)
+
+
+def _complain(message: str) -> int:
+    sys.stderr.write(f"skyrl-fast retrieval: {message}\n")
+    return EXIT_USAGE

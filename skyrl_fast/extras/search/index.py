@@ -1,0 +1,240 @@
+"""What finds passages: BM25 by bm25s, or vectors by FAISS.
+
+N passages, Q queries, D dimensions of a vector.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from skyrl_fast.extras.search.corpus import Corpus
+
+Hits = list[tuple[int, float]]  # passage number and score, best first
+
+ENCODER_BATCH = 64
+MAX_ENCODER_TOKENS = 256
+
+
+class Index(Protocol):
+    """Finds passages by a query; safe to call from several threads."""
+
+    name: str
+
+    def search(self, queries: Sequence[str], topk: int) -> list[Hits]:
+        """For each query at most `topk` passages, best first; equal scores in corpus order."""
+
+
+class MissingPackageError(ImportError):
+    """An optional package is not installed; the message says which."""
+
+
+def best(scores: np.ndarray, topk: int) -> Hits:
+    """The `topk` largest positive scores, equal ones by number, whatever the sort is like.
+
+    Args:
+        scores: (N,) float.
+        topk: at least 1.
+
+    Example:
+        >>> best(np.array([0.0, 2.0, 1.0, 2.0]), 2)
+        [(1, 2.0), (3, 2.0)]
+    """
+    candidates = np.flatnonzero(scores > 0)
+    if len(candidates) > topk:
+        least = np.partition(scores[candidates], -topk)[-topk]
+        candidates = candidates[scores[candidates] >= least]
+    order = candidates[np.argsort(-scores[candidates], kind="stable")][:topk]
+    return [(int(number), float(scores[number])) for number in order]
+
+
+@contextmanager
+def _kept(path: Path) -> Iterator[None]:
+    """What a kept index cannot be read for, as an error that names it."""
+    try:
+        yield
+    except (AttributeError, EOFError, LookupError, OSError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"index: {path} cannot be read, delete it to make it anew: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _partial(path: Path) -> Path:
+    """Where an index is written before it takes its place whole; what a kill left there goes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    if partial.is_dir():
+        shutil.rmtree(partial)
+    return partial
+
+
+class Bm25Index:
+    """BM25 (Robertson and Zaragoza 2009, Lucene's variant) over words, in memory.
+
+    A passage without any word of the query is no hit.
+
+    Args:
+        corpus: what is searched.
+        folder: where the index is kept; loaded if it is there, else written. None: not kept.
+
+    Raises:
+        MissingPackageError: without bm25s.
+        ValueError: the kept index is of another corpus or cannot be read; no passage has a word.
+    """
+
+    name = "bm25"
+
+    def __init__(self, corpus: Corpus, folder: Path | None = None) -> None:
+        try:
+            import bm25s
+        except ImportError as error:
+            raise MissingPackageError(
+                "BM25 needs the package bm25s: pip install 'skyrl-fast[search]'"
+            ) from error
+        self._tokenize = bm25s.tokenize
+        if folder is not None and folder.exists():
+            with _kept(folder):
+                self._bm25 = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
+                indexed = int(self._bm25.scores["num_docs"])
+            if indexed != len(corpus):
+                raise ValueError(
+                    f"index: {folder} is of {indexed} passages, {corpus.path} has {len(corpus)}: "
+                    "delete the folder to make it anew"
+                )
+            return
+        self._bm25 = bm25s.BM25(method="lucene")
+        words = bm25s.tokenize(list(corpus.texts()), stopwords="en", show_progress=False)
+        if not words.vocab:
+            raise ValueError(f"index: {corpus.path} has no words but very frequent ones")
+        self._bm25.index(words, show_progress=False)
+        if folder is not None:
+            partial = _partial(folder)
+            self._bm25.save(str(partial), show_progress=False)
+            partial.rename(folder)
+
+    def search(self, queries: Sequence[str], topk: int) -> list[Hits]:
+        """See `Index.search`."""
+        return [self._search(query, topk) for query in queries]
+
+    def _search(self, query: str, topk: int) -> Hits:
+        (words,) = self._tokenize(
+            [query], stopwords="en", return_ids=False, show_progress=False, allow_empty=False
+        )
+        # bm25s stands the empty word for a text without words.
+        known = [word for word in words if word and word in self._bm25.vocab_dict]
+        return best(self._bm25.get_scores(known), topk) if known else []
+
+
+class Encoder(Protocol):
+    """Texts to vectors of length 1."""
+
+    def encode(self, texts: Sequence[str], *, is_query: bool) -> np.ndarray:
+        """(Q,) texts to (Q, D) float32."""
+
+
+class TransformersEncoder:
+    """A text encoder of the E5 family: mean of the last layer, normalised.
+
+    Args:
+        path: folder or hub name; its code is never run.
+        query_prefix, passage_prefix: what the model was trained to see before either kind of text.
+    """
+
+    def __init__(
+        self, path: str, *, query_prefix: str = "query: ", passage_prefix: str = "passage: "
+    ) -> None:
+        from transformers import AutoModel, AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        self._model = AutoModel.from_pretrained(path).eval()
+        self._prefixes = {True: query_prefix, False: passage_prefix}
+
+    def encode(self, texts: Sequence[str], *, is_query: bool) -> np.ndarray:
+        """See `Encoder.encode`."""
+        import torch
+
+        prefix = self._prefixes[is_query]
+        batch = self._tokenizer(
+            [prefix + text for text in texts],
+            max_length=MAX_ENCODER_TOKENS,
+            padding=True,
+            truncation=True,
+            return_tensors="pt",
+        )
+        mask = batch["attention_mask"][..., None]
+        with torch.inference_mode():
+            hidden = self._model(**batch).last_hidden_state.float() * mask
+            mean = hidden.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+            return torch.nn.functional.normalize(mean, dim=-1).numpy().astype(np.float32)
+
+
+class FaissIndex:
+    """Exact inner products of vectors, by FAISS.
+
+    Args:
+        corpus: what is searched.
+        encoder: makes the vectors.
+        file: where the vectors are kept (any FAISS index of the same passages will do); loaded if
+            it is there, else written. None: not kept.
+
+    Raises:
+        MissingPackageError: without faiss.
+        ValueError: the kept index is of another corpus or encoder, or cannot be read.
+    """
+
+    name = "faiss"
+
+    def __init__(self, corpus: Corpus, encoder: Encoder, file: Path | None = None) -> None:
+        try:
+            import faiss
+        except ImportError as error:
+            raise MissingPackageError(
+                "the dense index needs the package faiss: pip install 'skyrl-fast[faiss]', or "
+                "choose --index bm25"
+            ) from error
+        self._encoder = encoder
+        if file is not None and file.exists():
+            with _kept(file):
+                self._faiss: Any = faiss.read_index(str(file))
+            width = encoder.encode(["width"], is_query=True).shape[1]
+            if self._faiss.d != width:
+                raise ValueError(
+                    f"index: {file} has vectors of {self._faiss.d} numbers, the encoder gives "
+                    f"{width}: delete the file to make it anew"
+                )
+            if self._faiss.ntotal != len(corpus):
+                raise ValueError(
+                    f"index: {file} is of {self._faiss.ntotal} passages, {corpus.path} has "
+                    f"{len(corpus)}: delete the file to make it anew"
+                )
+            return
+        texts = list(corpus.texts())
+        parts = [
+            encoder.encode(texts[i : i + ENCODER_BATCH], is_query=False)
+            for i in range(0, len(texts), ENCODER_BATCH)
+        ]
+        self._faiss = faiss.IndexFlatIP(parts[0].shape[1])
+        for part in parts:
+            self._faiss.add(part)
+        if file is not None:
+            partial = _partial(file)
+            faiss.write_index(self._faiss, str(partial))
+            partial.rename(file)
+
+    def search(self, queries: Sequence[str], topk: int) -> list[Hits]:
+        """See `Index.search`."""
+        vectors = self._encoder.encode(queries, is_query=True)
+        scores, numbers = self._faiss.search(vectors, min(topk, self._faiss.ntotal))
+        return [
+            sorted(
+                ((int(n), float(s)) for n, s in zip(*row, strict=True) if n >= 0),
+                key=lambda hit: (-hit[1], hit[0]),
+            )
+            for row in zip(numbers, scores, strict=True)
+        ]

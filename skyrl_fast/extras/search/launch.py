@@ -1,0 +1,117 @@
+"""A search server of one's own for the length of a `with` block."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import skyrl_fast
+from skyrl_fast.extras.search.command import LOOPBACK
+
+POLL_SECONDS = 0.1
+STOP_SECONDS = 5.0  # to end by itself before it is killed
+LOG_TAIL = 2000  # characters of the log that an error shows
+
+
+class RetrievalServerError(RuntimeError):
+    """The server did not start; the message ends with what it said."""
+
+
+@contextmanager
+def retrieval_server(
+    corpus: Path,
+    *,
+    log_file: Path,
+    arguments: Sequence[str] = (),
+    start_seconds: float = 120.0,
+) -> Iterator[str]:
+    """Start `skyrl-fast retrieval` on a free port of loopback, and stop it at the end.
+
+    The server is healthy when the block begins. It ends with the block, also on errors and on
+    Ctrl-C (which does not reach it directly: what the block still does can search), and within a
+    second where this process is killed.
+
+    Args:
+        corpus: JSON-lines file of passages.
+        log_file: what the server says goes there.
+        arguments: further options of the command.
+        start_seconds: to become healthy in.
+
+    Yields:
+        The address of `/retrieve`.
+
+    Raises:
+        RetrievalServerError: it ended, or is not healthy in time.
+    """
+    listening = socket.create_server((LOOPBACK, 0))
+    address = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
+    root = str(Path(skyrl_fast.__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("wb") as log, listening:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "skyrl_fast", "retrieval", "--corpus", str(corpus)),
+                *("--socket-fd", str(listening.fileno()), "--parent", str(os.getpid())),
+                *arguments,
+            ],
+            pass_fds=[listening.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is ours to handle
+            env={**os.environ, "PYTHONPATH": path},
+        )
+    try:
+        _wait_until_healthy(process, address, log_file, start_seconds)
+        yield f"{address}/retrieve"
+    finally:
+        _stop(process)
+
+
+def _wait_until_healthy(
+    process: subprocess.Popen[bytes], address: str, log_file: Path, seconds: float
+) -> None:
+    deadline = time.monotonic() + seconds
+    while not _is_healthy(address):
+        if process.poll() is not None:
+            raise RetrievalServerError(
+                f"the retrieval server ended with code {process.returncode}: {_tail(log_file)}"
+            )
+        if time.monotonic() > deadline:
+            raise RetrievalServerError(
+                f"the retrieval server is not healthy after {seconds:g} s: {_tail(log_file)}"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _is_healthy(address: str) -> bool:
+    # No proxy of the environment stands between a program and its own loopback.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{address}/health", timeout=1.0) as answer:
+            return bool(json.load(answer)["status"] == "ok")
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _tail(log_file: Path) -> str:
+    return log_file.read_text(errors="replace")[-LOG_TAIL:].strip()

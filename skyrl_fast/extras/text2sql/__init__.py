@@ -1,0 +1,1 @@
+"""The text-to-SQL environment, with bounded queries."""

@@ -1,0 +1,188 @@
+"""skyrl_gym's text2sql environment, with the model's SQL kept on a leash.
+
+Actions, observations and rewards are those of `skyrl_gym`'s `SQLEnv`; queries run through
+`run_query`, and rows are shown in the query's order.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from skyrl_fast.extras.text2sql.query import (
+    QueryError,
+    QueryLimits,
+    QueryTimeoutError,
+    Row,
+    run_query,
+)
+
+log = logging.getLogger(__name__)
+
+ENTRY_POINT = "skyrl_gym.envs.sql.env:SQLEnv"  # what this environment takes the place of
+FOLDERS = {
+    "synsql": "SynSQL-2.5M/databases",
+    "spider": "spider/database",
+    "bird": "bird/train/train_databases",
+}
+DEFAULT_MAX_TURNS = 5
+# An observation shows at most 50 rows of a long result, so it need not be read to its end.
+LOOK = QueryLimits(seconds=5.0, max_rows=10_000, max_bytes=1 << 24, cut=True)
+JUDGE = QueryLimits(seconds=30.0, max_rows=1_000_000, max_bytes=1 << 28)
+LONG_OBSERVATION = 9_000  # characters; longer ones are cut to ...
+ROWS_OF_LONG_OBSERVATION = 50
+WIDEST_CELL = 2_000  # characters of a cell, where the table would be larger than ...
+LARGEST_TABLE = 1_000_000  # characters
+WRONG_FORMAT, WRONG, RIGHT = -1.0, 0.0, 1.0
+# While pandas writes a table it changes a display option of the whole process and sets it back: a
+# table that another thread is still writing would then lose what is beyond 50 characters of a cell.
+_writing = threading.Lock()
+INVALID_ACTION = (
+    "Your previous action is invalid. Follow the format of outputting thinking process and sql "
+    "tool, and try again."
+)
+
+
+class Text2SqlEnv:
+    """One question about one database.
+
+    Args:
+        env_config: `db_path`, the folder of the data sets' databases.
+        extras: `db_id`, `data` (synsql, spider or bird), `reward_spec` with the `ground_truth`
+            query, and `max_turns`.
+
+    Raises:
+        ValueError: something is missing, or `db_id` is no plain name.
+        FileNotFoundError: there is no such database.
+    """
+
+    def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+        absent = [key for key in ("db_id", "data", "reward_spec") if key not in extras]
+        if absent:
+            raise ValueError(f"the row lacks {', '.join(absent)}")
+        self._database = database_file(env_config["db_path"], extras["data"], extras["db_id"])
+        self._gold_sql = extras["reward_spec"]["ground_truth"]
+        self._max_turns = extras.get("max_turns", DEFAULT_MAX_TURNS)
+        self._turns = 0
+        self._history: list[str] = []  # actions and observations
+
+    def init(self, prompt: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The prompt as it is."""
+        return prompt, {}
+
+    def step(self, action: str) -> dict[str, Any]:
+        """Run the query of the action, or judge the solution."""
+        self._turns += 1
+        self._history.append(action)
+        solved = "<solution>" in action and "</solution>" in action
+        if solved or self._turns >= self._max_turns:
+            return {"observations": [], "reward": self._judge(), "done": True, "metadata": {}}
+        observation = self._look(action)
+        self._history.append(observation)
+        return {
+            "observations": [{"role": "user", "content": observation}],
+            "reward": 0.0,
+            "done": False,
+            "metadata": {},
+        }
+
+    def close(self) -> None:
+        """Nothing is held between queries."""
+
+    def _look(self, action: str) -> str:
+        found = re.search(r"<sql>(.*?)</sql>", action, re.DOTALL)
+        seen = INVALID_ACTION if found is None else self._answer(found[1])
+        left = self._max_turns - self._turns
+        reminder = f"<reminder>You have {left} turns left to complete the task.</reminder>"
+        return f"\n\n<observation>{seen}\n{reminder}</observation>\n\n"
+
+    def _answer(self, sql: str) -> str:
+        try:
+            return render_rows(run_query(self._database, sql, LOOK))
+        except QueryTimeoutError:
+            return f"SQL Timeout:\n{sql}"
+        except QueryError as error:
+            return f"Error executing SQL: {error}, db file: {self._database.name}"
+
+    def _judge(self) -> float:
+        from skyrl_gym.envs.sql.utils import verify_format_and_extract
+
+        valid, _, sql, _ = verify_format_and_extract("".join(self._history))
+        if not valid:
+            return WRONG_FORMAT
+        try:
+            found = run_query(self._database, sql, JUDGE)
+        except QueryError:
+            return WRONG
+        try:
+            wanted = run_query(self._database, self._gold_sql, JUDGE)
+        except QueryError as error:
+            log.warning("%s: the ground truth fails: %s", self._database.stem, error)
+            return WRONG
+        return RIGHT if set(found) == set(wanted) else WRONG
+
+
+def database_file(db_path: str, data: str, db_id: str) -> Path:
+    """The SQLite file of a database; `db_id` names one folder and cannot lead out of it.
+
+    Raises:
+        ValueError: an unknown data set, or `db_id` is no plain name.
+        FileNotFoundError: there is no such file.
+    """
+    if data not in FOLDERS:
+        raise ValueError(f"data: wanted one of {', '.join(FOLDERS)}, got {data!r}")
+    plain = (
+        isinstance(db_id, str) and not set(db_id) & set("/\\\0:") and db_id not in ("", "..", ".")
+    )
+    if not plain:
+        raise ValueError(f"db_id: wanted the name of a database, got {db_id!r:.100}")
+    file = Path(db_path) / FOLDERS[data] / db_id / f"{db_id}.sqlite"
+    if not file.is_file():
+        raise FileNotFoundError(f"Database file not found at: {file}")
+    return file
+
+
+def render_rows(rows: Sequence[Row]) -> str:
+    """Rows as the model sees them: a table without names, the first 50 rows of a long one.
+
+    Example:
+        >>> print(render_rows([("pen", 3), ("ink", 5)]))
+          0  1
+        pen  3
+        ink  5
+    """
+    import pandas
+
+    # The table pads every cell to its column's width: one wide cell would make all of them wide.
+    if rows and len(rows) * sum(max(map(_width, column)) for column in zip(*rows, strict=True)) > (
+        LARGEST_TABLE
+    ):
+        rows = rows[:ROWS_OF_LONG_OBSERVATION]
+        widest = max(1, min(WIDEST_CELL, LARGEST_TABLE // (len(rows) * len(rows[0]))))
+        return _cut(pandas.DataFrame([tuple(_narrow(value, widest) for value in r) for r in rows]))
+    table = pandas.DataFrame(rows)
+    text = _text(table)
+    return text if len(text) <= LONG_OBSERVATION else _cut(table)
+
+
+def _cut(table: Any) -> str:
+    shown = _text(table.head(ROWS_OF_LONG_OBSERVATION))
+    return f"Truncated to 50 lines since returned response too long: {shown}"
+
+
+def _text(table: Any) -> str:
+    with _writing:
+        text: str = table.to_string(index=False)
+    return text
+
+
+def _width(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes) else len(str(value))
+
+
+def _narrow(value: Any, widest: int) -> Any:
+    return value[:widest] if isinstance(value, str | bytes) else value

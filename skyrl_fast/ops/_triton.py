@@ -1,0 +1,267 @@
+"""Launches of the Triton kernels, with the arguments of the native ones. Imported when used."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+
+from skyrl_fast.ops.logprob import triton_kernels as kernels
+from skyrl_fast.ops.policy_loss import triton_kernels as losses
+from skyrl_fast.ops.policy_loss.losses import KERNEL_PARAMS
+
+PPO_KL_COEF = KERNEL_PARAMS.index("ppo_kl_coef")  # after those that token losses read
+LOG2E = 1.4426950408889634
+MAX_BLOCK = 4096  # columns of one step: 16 per thread of 8 warps
+NUM_WARPS = 8
+LOSS_BLOCK = 512  # cells of one partial sum: 4 per thread of 4 warps
+
+Tensor = torch.Tensor
+
+
+def _strides(rows: Tensor) -> tuple[int, int, int]:
+    """Return inner rows, outer and inner stride of (M, V) or (outer, inner, V)."""
+    if rows.dim() == 3:
+        return max(rows.shape[1], 1), rows.stride(0), rows.stride(1)
+    return max(rows.shape[0], 1), 0, rows.stride(0)
+
+
+def _block(vocab: int) -> int:
+    return min(int(triton.next_power_of_2(vocab)), MAX_BLOCK)
+
+
+def _current(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Make the tensor's GPU the current one: Triton launches there."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """Return what a kernel is given for a pointer that it does not read."""
+    return other if tensor is None else tensor
+
+
+def selected_logprob(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    logprob: Tensor,
+    lse: Tensor,
+    entropy: Tensor | None,
+) -> None:
+    """Write log-probabilities, log-sum-exps and entropies."""
+    vocab = logits.shape[-1]
+    if targets.numel() == 0:
+        return
+    with _current(logits):
+        kernels.forward_kernel[(targets.numel(),)](
+            logits,
+            targets,
+            _or(mask, targets),
+            logprob,
+            lse,
+            _or(entropy, logprob),
+            vocab,
+            *_strides(logits),
+            LOG2E / temperature,
+            HAS_MASK=mask is not None,
+            HAS_ENTROPY=entropy is not None,
+            BLOCK=_block(vocab),
+            num_warps=NUM_WARPS,
+        )
+
+
+def selected_logprob_backward(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    lse: Tensor,
+    entropy: Tensor | None,
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad: Tensor,
+) -> None:
+    """Write the gradient of the logits; `grad` may be `logits`."""
+    vocab = logits.shape[-1]
+    if targets.numel() == 0:
+        return
+    block = _block(vocab)
+    _, *grad_strides = _strides(grad)
+    with _current(logits):
+        kernels.backward_kernel[(targets.numel(), math.ceil(vocab / block))](
+            logits,
+            targets,
+            _or(mask, targets),
+            lse,
+            _or(entropy, lse),
+            _or(grad_logprob, lse),
+            _or(grad_entropy, lse),
+            grad,
+            vocab,
+            *_strides(logits),
+            *grad_strides,
+            LOG2E / temperature,
+            1.0 / temperature,
+            HAS_MASK=mask is not None,
+            HAS_LOGPROB=grad_logprob is not None,
+            HAS_ENTROPY=grad_entropy is not None,
+            BLOCK=block,
+            num_warps=NUM_WARPS,
+        )
+
+
+def masked_logprob_loss(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    loss: int,
+    kl: int,
+    params: Sequence[float],
+    old_logprobs: Tensor | None,
+    advantages: Tensor | None,
+    reference: Tensor | None,
+    token_weights: Tensor | None,
+    row_weights: Tensor,
+    logprob: Tensor,
+    entropy: Tensor | None,
+    grad: Tensor | None,
+) -> None:
+    """Write log-probabilities, entropies and the gradient of the weighted losses' sum."""
+    vocab = logits.shape[-1]
+    if targets.numel() == 0:
+        return
+    out = _or(grad, logits)
+    _, *grad_strides = _strides(out)
+    with _current(logits):
+        kernels.masked_loss_kernel[(targets.numel(),)](
+            logits,
+            targets,
+            _or(mask, targets),
+            _or(old_logprobs, row_weights),
+            _or(advantages, row_weights),
+            _or(reference, row_weights),
+            _or(token_weights, row_weights),
+            row_weights,
+            logprob,
+            _or(entropy, logprob),
+            out,
+            vocab,
+            *_strides(logits),
+            *grad_strides,
+            LOG2E / temperature,
+            1.0 / temperature,
+            *params[:PPO_KL_COEF],
+            params[-1],
+            LOSS=loss,
+            KL=kl,
+            HAS_MASK=mask is not None,
+            HAS_OLD=old_logprobs is not None,
+            HAS_ADVANTAGE=advantages is not None,
+            HAS_TOKEN_WEIGHT=token_weights is not None,
+            HAS_ENTROPY=entropy is not None,
+            HAS_GRAD=grad is not None,
+            BLOCK=_block(vocab),
+            num_warps=NUM_WARPS,
+        )
+
+
+def _bytes_of(mask: Tensor) -> Tensor:
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+
+
+def policy_loss(
+    current: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor | None,
+    mask: Tensor,
+    row_weights: Tensor,
+    cu_seqlens: Tensor | None,
+    reference: Tensor | None,
+    token_weights: Tensor | None,
+    selected: Tensor | None,
+    sequence_delta: Tensor | None,
+    loss: int,
+    kl: int,
+    params: Sequence[float],
+    grad: Tensor | None,
+    metrics: Tensor,
+) -> None:
+    """Write the metrics, and the gradient of cells (N, R) or (A,) with offsets."""
+    num_cells, num_rows = current.numel(), row_weights.numel()
+    num_programs = math.ceil(num_cells / LOSS_BLOCK)
+    partial = metrics.new_empty((losses.NUM_SUMS, num_programs))
+    with _current(current):
+        if num_cells > 0:
+            losses.loss_kernel[(num_programs,)](
+                current,
+                _or(old_logprobs, current),
+                _or(advantages, current),
+                _bytes_of(mask),
+                row_weights,
+                _or(cu_seqlens, current),
+                _or(reference, current),
+                _or(token_weights, current),
+                _or(selected, current),
+                _or(sequence_delta, current),
+                _or(grad, current),
+                partial,
+                num_cells,
+                current.shape[-1],
+                num_rows,
+                *params,
+                LOSS=loss,
+                KL=kl,
+                HAS_OLD=old_logprobs is not None,
+                HAS_ADVANTAGE=advantages is not None,
+                HAS_TOKEN_WEIGHT=token_weights is not None,
+                HAS_SELECTED=selected is not None,
+                HAS_GRAD=grad is not None,
+                RAGGED=cu_seqlens is not None,
+                STEPS=num_rows.bit_length(),
+                BLOCK=LOSS_BLOCK,
+            )
+        losses.fold_kernel[(1,)](
+            partial, metrics, num_programs, params[-1], LOSS=loss, BLOCK=LOSS_BLOCK
+        )
+
+
+def delta_sums(a: Tensor, b: Tensor, mask: Tensor, cu_seqlens: Tensor | None, sums: Tensor) -> None:
+    """Write for each row the sum of a - b over its trained cells, and how many they are."""
+    if sums.shape[0] == 0:
+        return
+    with _current(a):
+        losses.delta_kernel[(sums.shape[0],)](
+            a,
+            b,
+            _bytes_of(mask),
+            _or(cu_seqlens, a),
+            sums,
+            a.shape[-1],
+            RAGGED=cu_seqlens is not None,
+            BLOCK=LOSS_BLOCK,
+        )
+
+
+def kl_penalty(
+    current: Tensor, reference: Tensor, mask: Tensor, kl: int, grad_out: Tensor | None, out: Tensor
+) -> None:
+    """Write each cell's penalty, or with `grad_out` its gradient."""
+    if current.numel() == 0:
+        return
+    with _current(current):
+        losses.kl_kernel[(math.ceil(current.numel() / LOSS_BLOCK),)](
+            current,
+            reference,
+            _bytes_of(mask),
+            _or(grad_out, current),
+            out,
+            current.numel(),
+            KL=kl,
+            HAS_GRAD_OUT=grad_out is not None,
+            BLOCK=LOSS_BLOCK,
+        )

@@ -1,0 +1,1 @@
+"""Advantages per trajectory, turn or token."""

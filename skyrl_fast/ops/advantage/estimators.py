@@ -1,0 +1,319 @@
+"""The advantage estimators: what is true of each, in one table, and the door for a user's own.
+
+N rows (steps), A response tokens of all rows in a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+
+from skyrl_fast.ops.advantage.group import ESTIMATORS, group_advantage
+from skyrl_fast.ops.advantage.tokens import gae, reinforce_plus_plus
+from skyrl_fast.ops.advantage.turns import (
+    gigpo_advantage,
+    turn_group_advantage,
+    turn_level_returns,
+)
+from skyrl_fast.registry import Registry
+
+Level = Literal["outcome", "turn", "token"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+LEVELS = ("outcome", "turn", "token")
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorInputs:
+    """What advantages are computed from; rows of a trajectory are adjacent and in order.
+
+    Args:
+        rewards: (N,) float32, each row's reward; the outcome is that of a trajectory's last row.
+        token_rewards: (A,) float32. For estimators of level "token" the reward of a row without
+            tokens is on the trajectory's token before it.
+        group_ids, trajectory_ids: (N,) ints, the prompt and the trajectory of each row.
+        is_last_step: (N,) bool, the last row of each trajectory.
+        loss_mask: (A,), not 0 where a token is trained.
+        cu_seqlens: (N + 1,) int32, where each row's tokens begin and end.
+        anchor_ids: (N,) ints, equal where rows acted in the same state; None unless asked for.
+        values: (A,) float32, the critic's; None without one.
+    """
+
+    rewards: torch.Tensor
+    token_rewards: torch.Tensor
+    group_ids: torch.Tensor
+    trajectory_ids: torch.Tensor
+    is_last_step: torch.Tensor
+    loss_mask: torch.Tensor
+    cu_seqlens: torch.Tensor
+    anchor_ids: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorOutput:
+    """What an estimator returns; a tensor alone is taken for `advantages`.
+
+    Args:
+        advantages: (N,) float, one for all tokens of a row, or (A,), one per token.
+        returns: (A,) float, what the critic learns; None without one.
+    """
+
+    advantages: torch.Tensor
+    returns: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorSpec:
+    """What is true of one estimator.
+
+    Args:
+        name: in `advantages` and `trainer.algorithm.advantage_estimator`.
+        level: what is judged. "outcome": a trajectory by its last row's reward; "turn": each turn,
+            so that rows must be turns; "token": rewards of all rows, along the tokens.
+        function: gets `EstimatorInputs` and the settings; returns `EstimatorOutput` or a tensor.
+        settings: for each keyword argument the key of `trainer.algorithm` that fills it.
+        needs_anchors: reads `anchor_ids`.
+        needs_values: reads `values` and returns `returns`: there must be a critic.
+        always_normalized: normalises over the batch itself.
+        needs_others: is 0 in a group of one.
+    """
+
+    name: str
+    level: Level
+    function: Callable[..., EstimatorOutput | torch.Tensor]
+    settings: Mapping[str, str] = field(default_factory=dict)
+    needs_anchors: bool = False
+    needs_values: bool = False
+    always_normalized: bool = False
+    needs_others: bool = False
+
+
+def _group(inputs: EstimatorInputs, *, estimator: str) -> torch.Tensor:
+    return group_advantage(
+        inputs.rewards, inputs.group_ids, is_last_step=inputs.is_last_step, estimator=estimator
+    )
+
+
+def _grpo(inputs: EstimatorInputs, *, scale_by_std: bool = True) -> torch.Tensor:
+    return _group(inputs, estimator="grpo" if scale_by_std else "dr_grpo")
+
+
+def _turn_returns(inputs: EstimatorInputs, **settings: Any) -> torch.Tensor:
+    return turn_level_returns(inputs.rewards, is_last_step=inputs.is_last_step, **settings)
+
+
+def _turn_group(inputs: EstimatorInputs, **settings: Any) -> torch.Tensor:
+    return turn_group_advantage(
+        inputs.rewards, inputs.group_ids, is_last_step=inputs.is_last_step, **settings
+    )
+
+
+def _gigpo(inputs: EstimatorInputs, **settings: Any) -> torch.Tensor:
+    assert inputs.anchor_ids is not None
+    return gigpo_advantage(
+        inputs.rewards,
+        inputs.group_ids,
+        inputs.anchor_ids,
+        is_last_step=inputs.is_last_step,
+        **settings,
+    )
+
+
+def _gae(inputs: EstimatorInputs, **settings: Any) -> EstimatorOutput:
+    assert inputs.values is not None
+    advantages, returns = gae(
+        inputs.token_rewards,
+        inputs.values,
+        is_last_step=inputs.is_last_step,
+        loss_mask=inputs.loss_mask,
+        cu_seqlens=inputs.cu_seqlens,
+        normalize=True,
+        **settings,
+    )
+    return EstimatorOutput(advantages, returns)
+
+
+def _reinforce_plus_plus(inputs: EstimatorInputs, **settings: Any) -> torch.Tensor:
+    return reinforce_plus_plus(
+        inputs.token_rewards,
+        is_last_step=inputs.is_last_step,
+        loss_mask=inputs.loss_mask,
+        cu_seqlens=inputs.cu_seqlens,
+        **settings,
+    )
+
+
+_GAMMA = {"gamma": "gamma"}
+ADVANTAGE_ESTIMATORS: dict[str, EstimatorSpec] = {
+    spec.name: spec
+    for spec in (
+        EstimatorSpec("grpo", "outcome", _grpo, {"scale_by_std": "grpo_norm_by_std"}),
+        *(
+            EstimatorSpec(
+                *(name, "outcome", partial(_group, estimator=name)), needs_others=name == "rloo"
+            )
+            for name in ESTIMATORS
+            if name != "grpo"
+        ),
+        EstimatorSpec("turn_level_returns", "turn", _turn_returns, _GAMMA),
+        EstimatorSpec(
+            *("turn_level_group", "turn", _turn_group),
+            _GAMMA | {"baseline": "turn_level_baseline", "scale_by_std": "turn_level_norm_by_std"},
+            needs_others=True,
+        ),
+        EstimatorSpec(
+            *("gigpo", "turn", _gigpo),
+            _GAMMA | {"step_advantage_w": "step_advantage_w", "scale_by_std": "grpo_norm_by_std"},
+            needs_anchors=True,
+        ),
+        EstimatorSpec(
+            *("gae", "token", _gae),
+            _GAMMA | {"lambd": "lambd"},
+            needs_values=True,
+            always_normalized=True,
+        ),
+        EstimatorSpec(
+            *("reinforce++", "token", _reinforce_plus_plus, _GAMMA), always_normalized=True
+        ),
+    )
+}
+
+_registry: Registry[EstimatorSpec, EstimatorSpec] = Registry(
+    "advantage estimator",
+    ADVANTAGE_ESTIMATORS,
+    lambda name, function: EstimatorSpec(name, "outcome", function),
+)
+
+
+@overload
+def register_advantage_estimator(
+    function: Callable[..., EstimatorOutput | torch.Tensor],
+    *,
+    name: str | None = None,
+    level: Level = "outcome",
+    needs_anchors: bool = False,
+    needs_values: bool = False,
+) -> str: ...
+
+
+@overload
+def register_advantage_estimator(
+    function: str,
+    *,
+    level: Level = "outcome",
+    needs_anchors: bool = False,
+    needs_values: bool = False,
+) -> Callable[[Function], Function]: ...
+
+
+def register_advantage_estimator(
+    function: Callable[..., EstimatorOutput | torch.Tensor] | str,
+    *,
+    name: str | None = None,
+    level: Level = "outcome",
+    needs_anchors: bool = False,
+    needs_values: bool = False,
+) -> str | Callable[[Function], Function]:
+    """Make a function an estimator; return what `advantage_estimator` calls it.
+
+    With a name in place of the function it is a decorator, which returns the function.
+
+    Args:
+        function: gets `EstimatorInputs` and, as keyword arguments, `advantage_estimator_kwargs`;
+            returns (N,) or (A,) advantages, or `EstimatorOutput`.
+        name: None: the function's own.
+        level, needs_anchors, needs_values: see `EstimatorSpec`.
+
+    Returns:
+        `module:function` where that leads to the function, else the name.
+
+    Raises:
+        ValueError: an unknown level, or the name of a built-in estimator.
+
+    Example:
+        @register_advantage_estimator("outcome_only")
+        def outcome_only(inputs):
+            return inputs.rewards
+    """
+    if level not in LEVELS:
+        raise ValueError(
+            f"register_advantage_estimator: level must be one of {LEVELS}, got {level!r}"
+        )
+
+    def add(function: Callable[..., Any], name: str | None) -> str:
+        def make(name: str) -> EstimatorSpec:
+            return EstimatorSpec(
+                name, level, function, needs_anchors=needs_anchors, needs_values=needs_values
+            )
+
+        return _registry.add(function, name, make)
+
+    if isinstance(function, str):
+        registered = function
+
+        def decorate(function: Function) -> Function:
+            add(function, registered)
+            return function
+
+        return decorate
+    return add(function, name)
+
+
+def find_advantage_estimator(name: str) -> EstimatorSpec:
+    """Return the estimator of a name, or of a function by `module:function`.
+
+    Raises:
+        ValueError: there is none, or its module cannot be imported.
+    """
+    return _registry.find(name)
+
+
+def estimate(
+    spec: EstimatorSpec, inputs: EstimatorInputs, settings: Mapping[str, Any]
+) -> EstimatorOutput:
+    """Return the advantages, (N,) or (A,), after a look at their type and shape.
+
+    Raises:
+        ValueError, TypeError: the built-in op's; a user's function returned something else.
+        RuntimeError: a user's function raised.
+    """
+    is_custom = ADVANTAGE_ESTIMATORS.get(spec.name) is not spec
+    op = f"advantages: {spec.name}"
+    try:
+        output = spec.function(inputs, **settings)
+    except Exception as error:
+        if not is_custom:
+            raise
+        raise RuntimeError(f"{op} raised {type(error).__name__}: {error}") from error
+    if isinstance(output, torch.Tensor):
+        output = EstimatorOutput(output)
+    if is_custom:
+        _check_output(op, spec, inputs, output)
+    return output
+
+
+def _check_output(op: str, spec: EstimatorSpec, inputs: EstimatorInputs, output: object) -> None:
+    if not isinstance(output, EstimatorOutput):
+        raise TypeError(
+            f"{op} must return EstimatorOutput or a tensor, got {type(output).__name__}"
+        )
+    per_row, per_token = tuple(inputs.rewards.shape), tuple(inputs.token_rewards.shape)
+    wanted = {"advantages": (per_row, per_token), "returns": (per_token,)}
+    if spec.needs_values and output.returns is None:
+        raise TypeError(f"{op}: returns must be of shape {per_token} (needs_values), got None")
+    for name, shapes in wanted.items():
+        values = getattr(output, name)
+        if values is None and name == "returns":
+            continue
+        if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+            got = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
+            raise TypeError(f"{op}: {name} must be a floating-point tensor, got {got}")
+        if tuple(values.shape) not in shapes:
+            raise ValueError(
+                f"{op}: {name} must be of shape {' or '.join(map(str, shapes))}, "
+                f"got {tuple(values.shape)}"
+            )

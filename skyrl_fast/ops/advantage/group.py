@@ -1,0 +1,154 @@
+"""Group-wise advantages. Shapes: N rows (steps), R padded cells, A ragged cells, J trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from skyrl_fast import _C
+from skyrl_fast.ops import _backend
+from skyrl_fast.ops._rows import (
+    Rows,
+    check_finite,
+    check_row_ids,
+    check_rows,
+    check_trajectories,
+)
+from skyrl_fast.ops.advantage import reference
+
+OP = "group_advantage"
+ESTIMATORS = {"grpo": 0, "dr_grpo": 1, "rloo": 2, "maxrl": 3}
+TEMPORAL_ESTIMATORS = {"gae": "gae", "reinforce++": "reinforce_plus_plus"}  # and their ops
+
+
+def group_advantage(
+    rewards: torch.Tensor,
+    group_ids: Sequence[str] | Sequence[int] | torch.Tensor,
+    *,
+    is_last_step: torch.Tensor | Sequence[bool] | None = None,
+    response_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    estimator: str = "grpo",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return each row's advantage: its trajectory's outcome against the other ones of its group.
+
+    The score of a trajectory is the sum of its last row's rewards. Scores are compared within
+    their group, and every row of a trajectory receives the trajectory's advantage times its own
+    mask. Statistics are taken in float64 with a centred variance, in a fixed order.
+
+    Where the rewards are on a GPU nothing waits for it: what cannot be checked without that (a
+    score that is not finite, flags and ids that are on the GPU) gives NaN there, not an error.
+
+    With s a score, mean, std (unbiased) and n of its group (in brackets: a group of one):
+    "grpo" (s - mean) / (std + 1e-6) [s / (1 + 1e-6)], Shao et al. 2024, arXiv:2402.03300;
+    "dr_grpo" s - mean [s], Liu et al. 2025, arXiv:2503.20783;
+    "rloo" (s - mean) * n / (n - 1) [0], Ahmadian et al. 2024, arXiv:2402.14740;
+    "maxrl" (s - mean) / (mean + 1e-6) [s], Tajwar et al. 2026.
+
+    Args:
+        rewards: float32; (N,) one per row, (N, R) per padded response token, or, with
+            `cu_seqlens`, (A,) per response token. Rewards of rows that are not last are not read.
+        group_ids: N strings or ints, the prompt of each row. Equal within a trajectory; rows of a
+            group need not be adjacent.
+        is_last_step: (N,) bool, True at each trajectory's final row. None: every row is a
+            trajectory of its own.
+        response_mask: bool, uint8, int64 or float32, (N, R) or (A,): the shape of the result.
+            None: all ones, in the shape of `rewards`.
+        cu_seqlens: (N + 1,) int32 offsets of the rows' cells, for ragged (A,) data.
+        estimator: see above. "gae" and "reinforce++" need a reward at each time step and are
+            refused: a broadcast of the last step's value is not what they define. The ops `gae`
+            and `reinforce_plus_plus` compute them.
+        backend: "native", "torch", or None to choose.
+
+    Returns:
+        float32 in the shape of `response_mask` (of `rewards` where there is none).
+
+    Raises:
+        ValueError: shapes that disagree, an unknown or temporal estimator, a last row that is no
+            last step, two groups in one trajectory, or a score that is NaN or infinite.
+
+    Example:
+        >>> group_advantage(torch.tensor([0.0, 1.0, 0.0]), ["a", "a", "a"],
+        ...                 is_last_step=[False, True, True])
+        tensor([ 0.7071,  0.7071, -0.7071])
+    """
+    _check_estimator(estimator)
+    ids = check_row_ids(OP, "group_ids", group_ids)
+    rows = check_rows(OP, rewards, ids.numel(), is_last_step, response_mask, cu_seqlens)
+    chosen = _backend.select(
+        OP, rows.rewards, backend=backend, available_on_gpu=("native", "torch")
+    )
+    if chosen == "torch":
+        return _torch(rows, ids, estimator)
+    if _backend.on_gpu(rows.rewards):
+        if not isinstance(group_ids, torch.Tensor) and not isinstance(is_last_step, torch.Tensor):
+            check_trajectories(rows, ids)  # what the CPU holds costs no wait
+        return _on_gpu(rows, ids, estimator)
+    out = rows.empty()
+    _C.group_advantage(
+        rows.rewards,
+        ids,
+        rows.last,
+        rows.mask,
+        rows.cu_seqlens,
+        rows.ragged_rewards,
+        ESTIMATORS[estimator],
+        out,
+        _backend.num_threads(),
+    )
+    return out
+
+
+def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Three launches and a sort, which bring the last rows of each group together in row order."""
+    device = rows.rewards.device
+    ids = _backend.to_gpu(ids, device)
+    last = None if rows.last is None else _backend.to_gpu(rows.last, device)
+    cu = None if rows.cu_seqlens is None else _backend.to_gpu(rows.cu_seqlens, device)
+    no_group = torch.iinfo(torch.int64).max
+    keys = ids if last is None else torch.where(last, ids, no_group)
+    sorted_ids, order = torch.sort(keys, stable=True)
+    scores = torch.empty(rows.num_rows, dtype=torch.float64, device=device)
+    out = torch.empty(rows.shape, dtype=torch.float32, device=device)
+    mask = rows.mask
+    if mask is not None and mask.dtype not in (torch.bool, torch.uint8, torch.int64, torch.float32):
+        mask = mask.to(torch.float32)
+    _C.group_advantage_cuda(
+        rows.rewards,
+        sorted_ids,
+        order,
+        last,
+        mask,
+        cu,
+        rows.ragged_rewards,
+        ESTIMATORS[estimator],
+        scores,
+        scores.new_empty(rows.num_rows, dtype=torch.float32),
+        out,
+        _backend.cuda_stream(out),
+    )
+    return out
+
+
+def _check_estimator(estimator: str) -> None:
+    if estimator in TEMPORAL_ESTIMATORS:
+        raise ValueError(
+            f"{OP}: estimator {estimator!r} is temporal: it needs rewards and values along the "
+            "time steps, and broadcasting the last step's value to the others is not what it "
+            f"defines; use skyrl_fast.{TEMPORAL_ESTIMATORS[estimator]}, or choose one of "
+            f"{sorted(ESTIMATORS)}"
+        )
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"{OP}: estimator must be one of {sorted(ESTIMATORS)}, got {estimator!r}")
+
+
+def _torch(rows: Rows, ids: torch.Tensor, estimator: str) -> torch.Tensor:
+    if rows.num_rows == 0:
+        return rows.rewards.new_zeros(rows.shape)
+    check_trajectories(rows, ids)
+    last, scores = rows.last_or_all(), rows.row_sums()
+    check_finite(rows, scores, last)
+    advantage = reference.group_advantage(scores, ids.to(scores.device), last, estimator)
+    return rows.spread(advantage.to(torch.float32))

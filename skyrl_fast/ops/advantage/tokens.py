@@ -1,0 +1,243 @@
+"""Credit for single tokens, along the trained tokens of a trajectory.
+
+N rows (steps), R padded cells, A ragged cells, J trajectories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from skyrl_fast import _C
+from skyrl_fast.ops import _backend
+from skyrl_fast.ops._rows import (
+    Rows,
+    check_discount,
+    check_finite,
+    check_rows,
+    check_trajectories,
+)
+from skyrl_fast.ops.advantage import reference_credit as reference
+from skyrl_fast.ops.advantage.reference import trajectory_of_row
+
+
+def gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    is_last_step: torch.Tensor | Sequence[bool] | None = None,
+    loss_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    gamma: float = 1.0,
+    lambd: float = 1.0,
+    normalize: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return advantages and returns by generalised advantage estimation, linked across steps.
+
+    Schulman et al. 2016, arXiv:1506.02438. The time steps are the trained tokens of a trajectory:
+    those of step 0 in order, then those of step 1, and so on; after the last trained token of a
+    step comes the first one of the next. With V the value of a trained token, V' and A' those of
+    the trained token after it (0 after the last one):
+    delta = r + gamma * V' - V,  A = delta + gamma * lambd * A',  return = A + V.
+    A token that is not trained (an observation, an appended end token) is no time step: it costs no
+    discount and its value is not read. Its reward is what the trained token before it brought
+    about, and counts there: r is a token's own reward plus those up to the next trained one.
+    Rewards before the first trained token are nobody's. Sums are float64, in a fixed order.
+
+    Args:
+        rewards: float; (N, R) per padded response token, with `cu_seqlens` (A,) per response
+            token, or (N,), one per row, which comes after the row's last token. Padded cells hold
+            0.
+        values: float, (N, R) or (A,): the critic's value of the state before each token.
+        is_last_step: (N,) bool, True at each trajectory's final row; its rows are adjacent and in
+            time order. None: every row is a trajectory of its own.
+        loss_mask: bool, uint8, int64 or float32, (N, R) or (A,), not 0 on trained tokens; 0 in
+            padded cells and padding rows. None: all are trained.
+        cu_seqlens: (N + 1,) int32 offsets of the rows' cells, for ragged (A,) data.
+        gamma: discount of one trained token, from 0 to 1.
+        lambd: from 0 (one step ahead) to 1 (whole returns).
+        normalize: give the advantages mean 0 and (biased) variance 1 over all trained tokens; the
+            returns are those before.
+        backend: "native", "torch", or None to choose.
+
+    Returns:
+        advantages and returns, float32 in the shape of `values`; 0 where `loss_mask` is 0.
+
+    Raises:
+        ValueError: shapes that disagree, a factor out of range, a last row that is no last step, a
+            reward or the value of a trained token that is NaN or infinite.
+
+    Example:
+        One trajectory of two steps of one token, rewarded at its end.
+
+        >>> gae(torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25]), is_last_step=[False, True],
+        ...     lambd=0.5)
+        (tensor([0.1250, 0.7500]), tensor([0.6250, 1.0000]))
+    """
+    op = "gae"
+    check_discount(op, "gamma", gamma)
+    check_discount(op, "lambd", lambd)
+    rows = _check(op, rewards, values, is_last_step, loss_mask, cu_seqlens)
+    values = values.detach().to(torch.float32).contiguous()
+    if _backend.select(op, rows.rewards, values, backend=backend) == "torch":
+        return _torch(rows, values, gamma, lambd, normalize)
+    advantages, returns = rows.empty(), rows.empty()
+    _native(rows, values, gamma, lambd, normalize, advantages, returns)
+    return advantages, returns
+
+
+def reinforce_plus_plus(
+    rewards: torch.Tensor,
+    *,
+    is_last_step: torch.Tensor | Sequence[bool] | None = None,
+    loss_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    gamma: float = 1.0,
+    normalize: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return REINFORCE++ advantages: rewards to go of each token, normalised over the batch.
+
+    Hu et al. 2025, arXiv:2501.03262. The chain is that of `gae` (linked across the steps of a
+    trajectory, over trained tokens) without values: return = r + gamma * return of the trained
+    token after it. The batch's masked mean is then its baseline and its masked (biased) standard
+    deviation, at least 1e-4, its scale: real rows only, padded cells and padding rows do not move
+    them.
+
+    Args:
+        rewards, is_last_step, cu_seqlens, gamma, backend: as `gae`. Where `rewards` are (N,) and
+            there is no mask, rows are taken to have one token each.
+        loss_mask: as `gae`; it gives the shape of the result.
+        normalize: False: the rewards to go as they are.
+
+    Returns:
+        float32 in the shape of `loss_mask` (of `rewards` where there is none); 0 where it is 0.
+
+    Raises:
+        ValueError: as `gae`.
+
+    Example:
+        >>> reinforce_plus_plus(torch.tensor([0.0, 1.0, 0.0]), is_last_step=[False, True, True],
+        ...                     gamma=0.5, normalize=False)
+        tensor([0.5000, 1.0000, 0.0000])
+    """
+    op = "reinforce_plus_plus"
+    check_discount(op, "gamma", gamma)
+    rows = _check(op, rewards, None, is_last_step, loss_mask, cu_seqlens)
+    if _backend.select(op, rows.rewards, backend=backend) == "torch":
+        return _torch(rows, None, gamma, 1.0, normalize)[0]
+    advantages = rows.empty()
+    _native(rows, None, gamma, 1.0, normalize, advantages, None)
+    return advantages
+
+
+def _check(
+    op: str,
+    rewards: torch.Tensor,
+    values: torch.Tensor | None,
+    is_last_step: torch.Tensor | Sequence[bool] | None,
+    loss_mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> Rows:
+    if values is not None:
+        if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+            got = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
+            raise ValueError(f"{op}: values must be a floating point tensor, got {got}")
+        if loss_mask is None:
+            loss_mask = torch.ones(values.shape, dtype=torch.bool)
+    rows = check_rows(op, rewards, None, is_last_step, loss_mask, cu_seqlens, mask_name="loss_mask")
+    if values is not None and values.shape != rows.shape:
+        raise ValueError(
+            f"{op}: values must be of shape {tuple(rows.shape)}, got {tuple(values.shape)}"
+        )
+    if not rows.ragged_rewards and rows.rewards.dim() == 2 and rows.rewards.shape != rows.shape:
+        raise ValueError(
+            f"{op}: rewards must be ({rows.num_rows},) or {tuple(rows.shape)}, "
+            f"got {tuple(rows.rewards.shape)}"
+        )
+    return rows
+
+
+def _native(
+    rows: Rows,
+    values: torch.Tensor | None,
+    gamma: float,
+    lambd: float,
+    normalize: bool,
+    advantages: torch.Tensor,
+    returns: torch.Tensor | None,
+) -> None:
+    _C.token_chain(
+        rows.op,
+        rows.num_rows,
+        rows.rewards,
+        values,
+        rows.last,
+        rows.mask,
+        rows.cu_seqlens,
+        rows.ragged_rewards,
+        gamma,
+        lambd,
+        normalize,
+        advantages,
+        returns,
+        _backend.num_threads(),
+    )
+
+
+def _torch(
+    rows: Rows, values: torch.Tensor | None, gamma: float, lambd: float, normalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_trajectories(rows)
+    check_finite(rows, rows.row_sums())
+    lengths = rows.lengths()
+    if lengths is None:
+        width = rows.shape[1] if len(rows.shape) == 2 else 1
+        lengths = torch.full((rows.num_rows,), width)
+    lengths = lengths.cpu()
+    of_cell = torch.repeat_interleave(torch.arange(rows.num_rows), lengths)
+    cells = of_cell.numel()
+    trained = torch.ones(cells, dtype=torch.bool)
+    if rows.mask is not None:
+        trained = rows.mask.cpu().reshape(-1) != 0
+    flat = torch.zeros(cells) if values is None else values.cpu().reshape(-1)
+    flat = flat.where(trained, 0.0)
+    bad = (~torch.isfinite(flat)).nonzero()
+    if bad.numel():
+        cell = int(bad[0])
+        raise ValueError(
+            f"{rows.op}: values of trained tokens must be finite, but row {int(of_cell[cell])} "
+            f"has {float(flat[cell])}"
+        )
+    trajectory = trajectory_of_row(rows.last_or_all().cpu())[of_cell]
+    advantages, returns = reference.token_chain(
+        _rewards_per_cell(rows, lengths), flat, trained, trajectory, gamma, lambd
+    )
+    if normalize:
+        advantages = reference.normalize(advantages, trained)
+    device = rows.rewards.device
+    advantages, returns = (
+        x.to(device, torch.float32).reshape(rows.shape) for x in (advantages, returns)
+    )
+    return advantages, returns
+
+
+def _rewards_per_cell(rows: Rows, lengths: torch.Tensor) -> torch.Tensor:
+    """Return (cells,): a row's one reward lies on its last cell."""
+    rewards = rows.rewards.cpu()
+    if rows.ragged_rewards or rewards.dim() == 2:
+        return rewards.reshape(-1)
+    cells = torch.zeros(int(lengths.sum()), dtype=torch.float64)
+    # An empty row's reward goes to the last cell before it, if that is of the same trajectory.
+    trajectory = trajectory_of_row(rows.last_or_all().cpu())
+    ends = lengths.cumsum(0)
+    for row in range(rows.num_rows):
+        cell = int(ends[row]) - 1
+        owner = row
+        while owner >= 0 and int(lengths[owner]) == 0:
+            owner -= 1
+        if owner >= 0 and trajectory[owner] == trajectory[row]:
+            cells[cell] += float(rewards[row])
+    return cells

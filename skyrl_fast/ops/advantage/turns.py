@@ -1,0 +1,264 @@
+"""Credit for single turns. N rows (turns), R padded cells, A ragged cells, J trajectories."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from skyrl_fast import _C
+from skyrl_fast.ops import _backend
+from skyrl_fast.ops._rows import (
+    Rows,
+    check_discount,
+    check_finite,
+    check_row_ids,
+    check_rows,
+    check_trajectories,
+)
+from skyrl_fast.ops.advantage import reference_credit as reference
+
+Ids = Sequence[str] | Sequence[int] | torch.Tensor
+BASELINES = {"turn": 0, "episode": 1}
+
+
+def turn_level_returns(
+    rewards: torch.Tensor,
+    *,
+    is_last_step: torch.Tensor | Sequence[bool] | None = None,
+    response_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    gamma: float = 1.0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return the discounted rewards from each turn to its trajectory's end, on the turn's tokens.
+
+    G_k = r_k + gamma * G_(k+1), with r_k the sum of row k's rewards: every row's, not only the
+    last step's. Sums are float64, in a fixed order.
+
+    Args:
+        rewards: float; (N,) one per row, (N, R) per padded response token, or, with `cu_seqlens`,
+            (A,) per response token. Padded cells hold 0.
+        is_last_step: (N,) bool, True at each trajectory's final row; its rows are adjacent and in
+            time order. None: every row is a trajectory of its own.
+        response_mask: bool, uint8, int64 or float32, (N, R) or (A,): the shape of the result, which
+            is multiplied by it. None: all ones, in the shape of `rewards`.
+        cu_seqlens: (N + 1,) int32 offsets of the rows' cells, for ragged (A,) data.
+        gamma: discount of one turn, from 0 to 1.
+        backend: "native", "torch", or None to choose.
+
+    Returns:
+        float32 in the shape of `response_mask` (of `rewards` where there is none).
+
+    Raises:
+        ValueError: shapes that disagree, a discount out of range, a last row that is no last step,
+            or a row whose rewards are NaN or infinite.
+
+    Example:
+        >>> turn_level_returns(torch.tensor([1.0, 0.0, 4.0]), is_last_step=[False, False, True],
+        ...                    gamma=0.5)
+        tensor([2., 2., 4.])
+    """
+    op = "turn_level_returns"
+    check_discount(op, "gamma", gamma)
+    rows = check_rows(op, rewards, None, is_last_step, response_mask, cu_seqlens)
+    if _backend.select(op, rows.rewards, backend=backend) == "torch":
+        sums = _row_rewards(rows)
+        return _spread(rows, reference.turn_level_returns(sums, rows.last_or_all().cpu(), gamma))
+    out = rows.empty()
+    _C.turn_level_returns(
+        rows.num_rows,
+        rows.rewards,
+        rows.last,
+        rows.mask,
+        rows.cu_seqlens,
+        rows.ragged_rewards,
+        gamma,
+        out,
+        _backend.num_threads(),
+    )
+    return out
+
+
+def turn_group_advantage(
+    rewards: torch.Tensor,
+    group_ids: Ids,
+    *,
+    is_last_step: torch.Tensor | Sequence[bool] | None = None,
+    response_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    gamma: float = 1.0,
+    baseline: str = "turn",
+    scale_by_std: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return each turn's return minus a baseline from the other trajectories of its group.
+
+    With G as in `turn_level_returns`, turn k of trajectory i in a group of n trajectories gets
+    A_(i,k) = G_(i,k) - 1 / (n - 1) * sum over j != i of B_j, where B_j is
+    "turn": G_(j,k), or 0 where trajectory j was over before its turn k;
+    "episode": G_(j,0), the whole return, for every k.
+    A group of one has nothing to compare with and gets 0.
+
+    Neither looks at who is still running. The policy decides when to stop, so the trajectories
+    that reach turn k are a selection. To normalise over them (minus their own mean) shrinks what a
+    turn counts by (m - 1) / m where m of them got there, to 0 where one did: late turns weigh less
+    than in the policy gradient, which is a bias and not noise. Here a trajectory that is over
+    counts as one that goes on with rewards of 0, which is what it is, and all n - 1 others take
+    part at every turn. The baseline is a function of the *other* trajectories alone. These were
+    sampled independently, so its product with the score of the turn has mean 0, and the estimate
+    keeps its mean, the gradient: sum over k of E[grad log pi(a_k | s_k) G_k].
+
+    "turn" follows rewards that come along the way. "episode" is right where only the end is
+    rewarded: with gamma 1 it is then RLOO (Ahmadian et al. 2024, arXiv:2402.14740) on all rows.
+
+    Args:
+        rewards, is_last_step, response_mask, cu_seqlens, gamma, backend: as `turn_level_returns`.
+        group_ids: N strings or ints, the prompt of each row. Equal within a trajectory; rows of a
+            group need not be adjacent.
+        baseline: "turn" or "episode".
+        scale_by_std: divide by (the root mean square of the group's advantages + 1e-6): one scale
+            for all turns of a group, so that they keep their weights against each other. Groups
+            are then weighted by it, as in GRPO; leave it out for an unbiased gradient.
+
+    Returns:
+        float32 in the shape of `response_mask` (of `rewards` where there is none).
+
+    Raises:
+        ValueError: as `turn_level_returns`; two groups in one trajectory; an unknown baseline.
+
+    Example:
+        Two trajectories: two turns with rewards 1 and 2, and one turn with reward 2.
+
+        >>> turn_group_advantage(torch.tensor([1.0, 2.0, 2.0]), ["a", "a", "a"],
+        ...                      is_last_step=[False, True, True])
+        tensor([ 1.,  2., -1.])
+    """
+    op = "turn_group_advantage"
+    check_discount(op, "gamma", gamma)
+    if baseline not in BASELINES:
+        raise ValueError(f"{op}: baseline must be one of {sorted(BASELINES)}, got {baseline!r}")
+    ids = check_row_ids(op, "group_ids", group_ids)
+    rows = check_rows(op, rewards, ids.numel(), is_last_step, response_mask, cu_seqlens)
+    if _backend.select(op, rows.rewards, backend=backend) == "torch":
+        sums = _row_rewards(rows, ids)
+        last = rows.last_or_all().cpu()
+        if rows.num_rows == 0:
+            return _spread(rows, sums)
+        return _spread(
+            rows,
+            reference.turn_group_advantage(sums, ids.cpu(), last, gamma, baseline, scale_by_std),
+        )
+    out = rows.empty()
+    _C.turn_group_advantage(
+        rows.rewards,
+        ids,
+        rows.last,
+        rows.mask,
+        rows.cu_seqlens,
+        rows.ragged_rewards,
+        gamma,
+        BASELINES[baseline],
+        scale_by_std,
+        out,
+        _backend.num_threads(),
+    )
+    return out
+
+
+def gigpo_advantage(
+    rewards: torch.Tensor,
+    group_ids: Ids,
+    anchor_ids: Ids,
+    *,
+    is_last_step: torch.Tensor | Sequence[bool] | None = None,
+    response_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    gamma: float = 1.0,
+    step_advantage_w: float = 1.0,
+    scale_by_std: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return GiGPO's advantage: the episode's in its group, plus the step's at its anchor state.
+
+    Feng et al. 2025, arXiv:2505.10978. The rows of a group whose state is the same (`anchor_ids`)
+    form an anchor group, whatever their turn and trajectory: they are different actions in one
+    state. A = A_episode + step_advantage_w * A_step, with
+    A_episode = (R - mean) / (std + 1e-6), R the undiscounted sum of all rewards of the trajectory,
+    over the trajectories of the group, each counted once (group of one: R / (1 + 1e-6));
+    A_step = (G - mean) / (std + 1e-6), G as in `turn_level_returns`, over the rows of the anchor
+    group (0 for a state that was seen once).
+    Deviations are unbiased; `scale_by_std=False` leaves both out.
+
+    Args:
+        rewards, is_last_step, response_mask, cu_seqlens, gamma, backend: as `turn_level_returns`.
+        group_ids: N strings or ints, the prompt of each row. Equal within a trajectory; rows of a
+            group need not be adjacent.
+        anchor_ids: N strings or ints, the state in which each row acted. Equal ids in different
+            groups are different states.
+        step_advantage_w: the paper's omega, at least 0.
+
+    Returns:
+        float32 in the shape of `response_mask` (of `rewards` where there is none).
+
+    Raises:
+        ValueError: as `turn_level_returns`; two groups in one trajectory; a weight out of range.
+
+    Example:
+        Two trajectories of one turn from the same state.
+
+        >>> gigpo_advantage(torch.tensor([1.0, 0.0]), ["a", "a"], ["door", "door"],
+        ...                 scale_by_std=False)
+        tensor([ 1., -1.])
+    """
+    op = "gigpo_advantage"
+    check_discount(op, "gamma", gamma)
+    if not (math.isfinite(step_advantage_w) and step_advantage_w >= 0):
+        raise ValueError(f"{op}: step_advantage_w must be at least 0, got {step_advantage_w}")
+    ids = check_row_ids(op, "group_ids", group_ids)
+    anchors = check_row_ids(op, "anchor_ids", anchor_ids)
+    if anchors.shape != ids.shape:
+        raise ValueError(
+            f"{op}: anchor_ids must have one id per row ({ids.numel()}), got {anchors.numel()}"
+        )
+    rows = check_rows(op, rewards, ids.numel(), is_last_step, response_mask, cu_seqlens)
+    if _backend.select(op, rows.rewards, backend=backend) == "torch":
+        sums = _row_rewards(rows, ids)
+        last = rows.last_or_all().cpu()
+        if rows.num_rows == 0:
+            return _spread(rows, sums)
+        return _spread(
+            rows,
+            reference.gigpo_advantage(
+                sums, ids.cpu(), anchors.cpu(), last, gamma, step_advantage_w, scale_by_std
+            ),
+        )
+    out = rows.empty()
+    _C.gigpo_advantage(
+        rows.rewards,
+        ids,
+        anchors,
+        rows.last,
+        rows.mask,
+        rows.cu_seqlens,
+        rows.ragged_rewards,
+        gamma,
+        step_advantage_w,
+        scale_by_std,
+        out,
+        _backend.num_threads(),
+    )
+    return out
+
+
+def _row_rewards(rows: Rows, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Return (N,) float64 on the CPU, checked."""
+    check_trajectories(rows, ids)
+    sums = rows.row_sums()
+    check_finite(rows, sums)
+    return sums.cpu()
+
+
+def _spread(rows: Rows, values: torch.Tensor) -> torch.Tensor:
+    return rows.spread(values.to(rows.rewards.device, torch.float32))

@@ -1,0 +1,1 @@
+"""Log-probabilities of selected tokens, and the loss computed from logits."""

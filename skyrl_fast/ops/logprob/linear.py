@@ -1,0 +1,242 @@
+"""Log-probabilities from hidden states. M trained rows, V vocab, H hidden."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from skyrl_fast.ops import _backend
+from skyrl_fast.ops.logprob import autograd as logprob_op
+from skyrl_fast.ops.logprob import reference
+from skyrl_fast.ops.logprob.selected import KERNEL_DTYPES, ON_GPU, check_selection, check_targets
+
+OP = "linear_logprob"
+CHUNK_BYTES = 128 << 20  # of logits: large enough that the products run at full speed
+GPU_CHUNK_BYTES = 512 << 20  # the same on a GPU: 1,766 rows of 151,936 bfloat16 logits
+GPU_ROW_MULTIPLE = 128  # of the tiles of a GPU's matrix products
+COLUMN_MULTIPLE = 8  # of parts of the vocabulary: every row of 16-bit logits begins at 16 bytes
+MIN_CHUNK_ROWS = 64
+COPIED_COLUMNS = 8192  # of operands made float32 for a product: large enough for full speed
+HAS_MIXED_PRODUCT = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch 2.8 and newer
+
+
+def linear_logprob(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    *,
+    loss_mask: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    chunk_rows: int | None = None,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probability of one token per row under logits = hidden @ lm_head_weight.T.
+
+    Rows of mask 0 are left out before the product. The others go through it in chunks, so that
+    no more than one chunk of logits is ever held: chunks of rows forward; backward, where the
+    log-sum-exps are known, of all rows and part of the vocabulary, which leaves no sum over chunks
+    but that of hidden's gradient, in float32. The backward computes the logits again, unless there
+    was only one chunk, and turns them into their gradient in place.
+
+    Args:
+        hidden: (..., H) float32, bfloat16, float16 or float64.
+        lm_head_weight: (V, H) of the same dtype.
+        target_ids: (...) integers; in [0, V) where the mask is 1.
+        loss_mask: (...) bool or number, or None: all ones.
+        temperature: divides the logits.
+        return_entropy: also return the entropy of softmax(logits / temperature), in nats.
+        chunk_rows: rows per chunk, the backward's chunks are as large; None: as many as make
+            128 MB of logits (512 MB on a GPU), at least 64.
+        backend: "native", "torch" (which holds the logits of all rows of mask 1), or None.
+
+    Returns:
+        (...) float32 (float64 for float64), 0 where the mask is 0; with `return_entropy` a pair.
+
+    Raises:
+        ValueError: shapes or dtypes that disagree, a target out of range where the mask is 1,
+            temperature or chunk_rows not positive.
+        RuntimeError: a forward-mode derivative, which backend="torch" alone has.
+
+    Example:
+        >>> linear_logprob(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3]))
+        tensor([-1.3863])
+    """
+    _check_linear(hidden, lm_head_weight, target_ids, loss_mask, temperature, chunk_rows)
+    shape = target_ids.shape
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    targets = target_ids.reshape(-1).to(torch.int64)
+    rows = None
+    if loss_mask is not None:
+        rows = (loss_mask.reshape(-1) != 0).nonzero().squeeze(1)
+        if rows.device != hidden.device:
+            rows = rows.to(hidden.device, non_blocking=True)
+        hidden, targets = hidden[rows], targets[rows]
+    chosen = _backend.select(OP, hidden, lm_head_weight, backend=backend, available_on_gpu=ON_GPU)
+    if chosen == "torch" or not _backend.on_gpu(hidden):
+        check_targets(OP, targets, None, lm_head_weight.shape[0])
+    if chosen != "torch" and hidden.dtype in KERNEL_DTYPES:
+        on_gpu = _backend.on_gpu(hidden)
+        chunk = chunk_rows or default_chunk_rows(lm_head_weight, on_gpu=on_gpu)
+        logprob, entropy = _LinearLogprob.apply(
+            hidden, lm_head_weight, targets, temperature, return_entropy, chunk, chosen == "triton"
+        )
+    else:
+        logprob, entropy = reference.linear_logprob(
+            hidden, lm_head_weight, targets, None, temperature
+        )
+    logprob = _spread(logprob, rows, shape)
+    return (logprob, _spread(entropy, rows, shape)) if return_entropy else logprob
+
+
+def default_chunk_rows(weight: torch.Tensor, *, on_gpu: bool) -> int:
+    """Return how many rows of logits are made at once; on a GPU whole tiles of the product."""
+    row_bytes = weight.shape[0] * weight.element_size()
+    if not on_gpu:
+        return max(CHUNK_BYTES // row_bytes, MIN_CHUNK_ROWS)
+    tiles = GPU_CHUNK_BYTES // row_bytes // GPU_ROW_MULTIPLE
+    return max(tiles, 1) * GPU_ROW_MULTIPLE
+
+
+def _check_linear(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    temperature: float,
+    chunk_rows: int | None,
+) -> None:
+    for name, tensor in (("hidden", hidden), ("lm_head_weight", lm_head_weight)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{OP}: {name} must be a torch tensor, got {type(tensor).__name__}")
+    if hidden.dim() < 1 or lm_head_weight.dim() != 2 or lm_head_weight.shape[0] < 1:
+        raise ValueError(
+            f"{OP}: hidden must be (..., H) and lm_head_weight (V, H) with V >= 1, got "
+            f"{tuple(hidden.shape)} and {tuple(lm_head_weight.shape)}"
+        )
+    if hidden.shape[-1] != lm_head_weight.shape[1] or hidden.dtype != lm_head_weight.dtype:
+        raise ValueError(
+            f"{OP}: lm_head_weight must be (V, {hidden.shape[-1]}) {hidden.dtype} like "
+            f"hidden, got {tuple(lm_head_weight.shape)} {lm_head_weight.dtype}"
+        )
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"{OP}: chunk_rows must be positive, got {chunk_rows}")
+    check_selection(OP, hidden, "hidden", target_ids, loss_mask, temperature)
+
+
+def _spread(values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
+    """Return values at their rows among zeros, in the shape that was asked for."""
+    if rows is None:
+        return values.view(shape)
+    zeros = values.new_zeros(shape.numel())
+    return zeros.index_put((rows,), values).view(shape)
+
+
+class _LinearLogprob(torch.autograd.Function):
+    """linear_logprob of rows that are all trained: hidden (M, H), targets (M,)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        return_entropy: bool,
+        chunk_rows: int,
+        use_triton: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_rows = hidden.shape[0]
+        shape = (min(chunk_rows, num_rows), weight.shape[0])
+        logits = _backend.empty(shape, hidden.dtype, hidden.device)
+        parts = []
+        for start in range(0, num_rows, chunk_rows):
+            chunk = logits[: min(chunk_rows, num_rows - start)]
+            torch.mm(hidden[start : start + chunk_rows], weight.T, out=chunk)
+            chunk_targets = targets[start : start + chunk_rows]
+            options = (None, temperature, return_entropy, use_triton)
+            parts.append(logprob_op.forward(chunk, chunk_targets, *options))
+        if not parts:
+            options = (None, temperature, return_entropy, use_triton)
+            parts.append(logprob_op.forward(logits, targets, *options))
+        logprob, entropy, lse = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, entropy, lse)
+        ctx.options = (temperature, return_entropy, chunk_rows, use_triton)
+        ctx.only_chunk = logits if num_rows <= chunk_rows and any(ctx.needs_input_grad) else None
+        return logprob, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, targets, entropy, lse = ctx.saved_tensors
+        temperature, return_entropy, chunk_rows, use_triton = ctx.options
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        num_rows, vocab = hidden.shape[0], weight.shape[0]
+        logits, ctx.only_chunk = ctx.only_chunk, None  # a second backward computes it again
+        known = logits is not None
+        columns = vocab if known else min(vocab, _chunk_columns(chunk_rows, num_rows, vocab))
+        if logits is None:
+            logits = _backend.empty((num_rows * columns,), hidden.dtype, hidden.device)
+        d_weight = None
+        if wants_weight:
+            d_weight = _backend.empty(weight.shape, weight.dtype, weight.device)
+        # The one sum over chunks, in float32 unless a single product makes it.
+        sums = torch.float32 if columns < vocab else hidden.dtype
+        d_hidden = torch.empty_like(hidden, dtype=sums) if wants_hidden else None
+        for start in range(0, vocab, columns):
+            part = weight[start : start + columns]
+            chunk = logits.view(-1)[: num_rows * len(part)].view(num_rows, len(part))
+            if not known:
+                torch.mm(hidden, part.T, out=chunk)
+            here = targets if len(part) == vocab else _targets_of_slice(targets, start, len(part))
+            logprob_op.write_gradient(
+                chunk,
+                here,
+                None,
+                temperature,
+                lse,
+                entropy,
+                grad_logprob,
+                grad_entropy if return_entropy else None,
+                chunk,
+                use_triton,
+            )
+            if d_hidden is not None and columns == vocab:
+                torch.mm(chunk, part, out=d_hidden)
+            elif d_hidden is not None:
+                _add_product(d_hidden, chunk, part, is_first=start == 0)
+            if d_weight is not None:
+                torch.mm(chunk.T, hidden, out=d_weight[start : start + columns])
+        if d_hidden is not None:
+            d_hidden = d_hidden.to(hidden.dtype)
+        return d_hidden, d_weight, None, None, None, None, None
+
+
+def _chunk_columns(chunk_rows: int, num_rows: int, vocab: int) -> int:
+    """Return the columns of a chunk with all rows that is as large as one of `chunk_rows` rows."""
+    tiles = chunk_rows * vocab // max(num_rows, 1) // COLUMN_MULTIPLE
+    return max(tiles, 1) * COLUMN_MULTIPLE
+
+
+def _targets_of_slice(targets: torch.Tensor, start: int, width: int) -> torch.Tensor:
+    """Return the targets counted from a slice's first column; -1 where they are outside of it."""
+    here = targets - start
+    return torch.where((here >= 0) & (here < width), here, -1)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_first: bool) -> None:
+    """Add a @ b to float32 `total` in float32; `is_first`: whatever it held does not count."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b, beta=0 if is_first else 1)
+    elif a.is_cuda and HAS_MIXED_PRODUCT:
+        # 16-bit operands, float32 sums: the tensor cores do this without copies of the operands
+        beta = 0 if is_first else 1
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, beta=beta, out=total)
+    else:  # copies of the operands, of some columns at a time
+        for start in range(0, len(b), COPIED_COLUMNS):
+            columns = slice(start, start + COPIED_COLUMNS)
+            beta = 0 if is_first and start == 0 else 1
+            total.addmm_(a[:, columns].float(), b[columns].float(), beta=beta)

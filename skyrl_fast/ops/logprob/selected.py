@@ -1,0 +1,176 @@
+"""Log-probabilities of selected tokens. Shapes: ... rows in any arrangement, M rows, V vocab."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from skyrl_fast.ops import _backend
+from skyrl_fast.ops.logprob import reference
+
+OP = "selected_logprob"
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ON_GPU = ("native", "triton", "torch")
+
+
+def selected_logprob(
+    logits: torch.Tensor,
+    target_ids: torch.Tensor,
+    *,
+    loss_mask: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    inplace_backward: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probability of one selected token per row of logits, and the entropy.
+
+    One pass over the logits with a running maximum (Milakov and Gimelshein 2018,
+    arXiv:1805.02867); nothing of the logits' size is allocated in the forward. The result is
+    float32 whatever the logits are (float64 for float64).
+
+    On a GPU nothing waits for the device: a target out of range gives NaN there, not an error.
+
+    A logit of -inf has probability 0. A row that holds NaN or +inf, or nothing but -inf, gives
+    NaN, as torch's log_softmax does. Rows whose incoming gradient is 0 get the gradient 0.
+
+    Args:
+        logits: (..., V) float32, bfloat16, float16 or float64; the last dimension contiguous, the
+            leading ones in any strides that two nested loops can walk (all but rare ones).
+        target_ids: (...) integers, the token of each row; in [0, V) where the mask is 1, anything
+            (-100, say) elsewhere.
+        loss_mask: (...) bool or number, or None: all ones. Rows of mask 0 are never read; their
+            log-probability, entropy and gradient are 0.
+        temperature: divides the logits.
+        return_entropy: also return the entropy of softmax(logits / temperature), in nats.
+        inplace_backward: the backward writes the gradient over the logits, which saves a tensor
+            of their size; anyone else's later use of the logits in a backward is an error of
+            autograd's. A function compiled by torch.compile allocates the gradient all the same.
+        backend: "native", "triton" (GPUs), "torch", or None to choose.
+
+    Returns:
+        (...) float32; with `return_entropy` a pair of them.
+
+    Raises:
+        ValueError: shapes that disagree, a target out of range where the mask is 1, temperature
+            not positive, logits of another dtype or not contiguous in the last dimension.
+        RuntimeError: a second or a forward-mode derivative, which backend="torch" alone has.
+
+    Example:
+        >>> selected_logprob(torch.tensor([[0.0, 0.0], [0.0, 50.0]]), torch.tensor([1, 1]))
+        tensor([-0.6931,  0.0000])
+    """
+    check_logits(OP, logits)
+    check_selection(OP, logits, "logits", target_ids, loss_mask, temperature)
+    shape = target_ids.shape
+    targets = target_ids.reshape(-1).to(torch.int64).contiguous()
+    keep = as_uint8(loss_mask)
+    chosen = _backend.select(OP, logits, target_ids, backend=backend, available_on_gpu=ON_GPU)
+    if chosen != "torch" and logits.dtype in KERNEL_DTYPES:
+        rows = kernel_rows(OP, logits)
+        if inplace_backward:
+            check_no_overlap(OP, rows)
+        logprob, entropy, _ = torch.ops.skyrl_fast.selected_logprob(
+            rows, targets, keep, temperature, return_entropy, inplace_backward, chosen == "triton"
+        )
+    else:
+        check_targets(OP, targets, keep, logits.shape[-1])
+        rows = logits.reshape(-1, logits.shape[-1])
+        logprob, entropy = reference.selected_logprob(rows, targets, keep, temperature)
+    if return_entropy:
+        return logprob.view(shape), entropy.view(shape)
+    return logprob.view(shape)
+
+
+def check_logits(op: str, logits: torch.Tensor) -> None:
+    """Check what a kernel needs of logits (..., V) alone."""
+    if not isinstance(logits, torch.Tensor):
+        raise TypeError(f"{op}: logits must be a torch tensor, got {type(logits).__name__}")
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"{op}: logits must be (..., V) with V >= 1, got {tuple(logits.shape)}")
+    if logits.stride(-1) != 1 and logits.shape[-1] != 1:
+        raise ValueError(
+            f"{op}: logits must be contiguous in the last dimension, got stride {logits.stride(-1)}"
+        )
+
+
+def check_selection(
+    op: str,
+    scores: torch.Tensor,
+    name: str,
+    target_ids: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    temperature: float,
+) -> None:
+    """Check what logits and hidden states share; `scores` is either, (..., V) or (..., H)."""
+    if scores.dtype not in (*KERNEL_DTYPES, torch.float64):
+        raise ValueError(
+            f"{op}: {name} must be float32, bfloat16, float16 or float64, got {scores.dtype}"
+        )
+    for argument, tensor in (("target_ids", target_ids), ("loss_mask", loss_mask)):
+        if tensor is None and argument == "loss_mask":
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{op}: {argument} must be a torch tensor, got {type(tensor).__name__}")
+        if tensor.shape != scores.shape[:-1]:
+            raise ValueError(
+                f"{op}: {argument} must be of shape {tuple(scores.shape[:-1])}, got "
+                f"{tuple(tensor.shape)}"
+            )
+    if target_ids.is_floating_point() or target_ids.is_complex() or target_ids.dtype == torch.bool:
+        raise ValueError(f"{op}: target_ids must be integers, got {target_ids.dtype}")
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"{op}: temperature must be positive and finite, got {temperature}")
+
+
+def as_uint8(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a mask of any dtype as (M,) uint8, 1 where it is not 0."""
+    if mask is None:
+        return None
+    keep = mask.detach() if mask.dtype == torch.bool else mask.detach() != 0
+    return keep.reshape(-1).contiguous().view(torch.uint8)
+
+
+def check_targets(op: str, targets: torch.Tensor, keep: torch.Tensor | None, vocab: int) -> None:
+    """Check that unmasked targets are in [0, vocab)."""
+    bad = (targets < 0) | (targets >= vocab)
+    if keep is not None:
+        bad = bad & (keep != 0)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise ValueError(
+            f"{op}: target_ids must be in [0, {vocab}) where the mask is 1, got "
+            f"{int(targets[row])} in row {row}"
+        )
+
+
+def kernel_rows(op: str, logits: torch.Tensor) -> torch.Tensor:
+    """Return logits as (rows, V) or (outer, inner, V), without a copy."""
+    if logits.dim() == 1:
+        return logits.unsqueeze(0)
+    sizes: list[int] = []
+    strides: list[int] = []
+    for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
+        if sizes and (size == 1 or sizes[-1] == 1 or strides[-1] == stride * size):
+            strides[-1] = stride if size != 1 else strides[-1]
+            sizes[-1] *= size
+        else:
+            sizes.append(size)
+            strides.append(stride)
+    if len(sizes) > 2:
+        raise ValueError(
+            f"{op}: logits must have rows that two nested strides can walk, got shape "
+            f"{tuple(logits.shape)} with strides {logits.stride()}; call .contiguous() first"
+        )
+    return logits.view(*sizes, logits.shape[-1])
+
+
+def check_no_overlap(op: str, rows: torch.Tensor) -> None:
+    """Check that rows of logits may be written in place."""
+    for size, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
+        if size > 1 and stride < rows.shape[-1]:
+            raise ValueError(
+                f"{op}: rows of logits must not overlap to be written in place, got strides "
+                f"{rows.stride()}"
+            )

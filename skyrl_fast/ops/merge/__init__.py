@@ -1,0 +1,1 @@
+"""Merging steps whose context only grew."""

@@ -1,0 +1,1 @@
+"""Ragged rows to padded or flat tensors and back."""

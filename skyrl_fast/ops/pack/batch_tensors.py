@@ -1,0 +1,381 @@
+"""Rows to the padded batch that SkyRL's trainer reads, and its data-parallel padding rows.
+
+Shapes: N rows (steps), T padded sequence length, R padded response length, L layers, K experts per
+token. Sequences are left padded; response-side tensors are right-aligned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl_fast import _C
+from skyrl_fast.ops import _backend, _ragged
+from skyrl_fast.ops._ragged import Rows
+from skyrl_fast.ops.pack import device_batch
+from skyrl_fast.ops.pack import reference_batch_tensors as reference
+from skyrl_fast.ops.pack.padding_rows import check_pad_mode, dummy_route, write_padding_rows
+from skyrl_fast.ops.pack.steps import SIDES, row_starts
+
+logger = logging.getLogger(__name__)
+
+OP = "convert_prompts_responses_to_batch_tensors"
+
+BatchTensors: TypeAlias = (
+    "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]"
+)
+
+
+def convert_prompts_responses_to_batch_tensors(
+    pad_token_id: Any,
+    prompts: Rows,
+    responses: Rows,
+    rewards: Rows | Sequence[float],
+    loss_masks: Rows,
+    logprobs: Rows | None = None,
+    rollout_expert_indices: Sequence[Any] | None = None,
+    max_seq_len: int | None = None,
+    *,
+    pad_size: int = 0,
+    pad_mode: str = "repeat",
+    vocab_size: int | None = None,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+) -> BatchTensors:
+    """Return the seven tensors of a padded training batch, in SkyRL's order and layout.
+
+    Each row is one left-padded block of prompt and response in T = max(prompt_i + response_i)
+    columns; response-side tensors are right-aligned in R = max(response_i) columns. Nothing is
+    truncated.
+
+    Args:
+        pad_token_id: an int, or a tokenizer, whose `pad_token_id` is taken: SkyRL passes its
+            tokenizer here, so that this function can stand in for SkyRL's as it is.
+        prompts, responses: N rows of token ids, as lists, 1-D arrays or (values, cu_seqlens).
+        rewards: one float per response token, or one per row, which goes to the last token.
+        loss_masks: one number per response token; 1 = trained.
+        logprobs: one float per response token. None or an empty list: no logprobs.
+        rollout_expert_indices: per row an integer array (tokens, L, K) of the experts of the
+            row's first tokens (at most as many as it has), nested lists, or None for none.
+        max_seq_len: a warning is logged where T is larger.
+        pad_size: rows to add after the N for data-parallel padding, as `pad_batch` would. Use
+            `padding_metadata` for the batch's metadata.
+        pad_mode: "repeat" or "cheap", as in `pad_batch`.
+        vocab_size: ids must be below it, if given. They must never be negative.
+        device: where the tensors are made; None: the CPU. On a GPU the rows are sent as they are,
+            ragged, in one copy from pinned memory, and padded there, in one launch.
+        backend: "native", "torch", or None to choose.
+
+    Returns:
+        sequences (N, T) int64, attention_mask (N, T) int64, response_mask (N, R) int64,
+        rewards (N, R) float32, loss_masks (N, R) float32, logprobs (N, R) float32 or None,
+        rollout_expert_indices (N, T, L, K) uint8, int16 or int32 (the smallest that holds the
+        largest id; tokens without a captured route have the dummy route 0, 1, ... K - 1) or None.
+        All with N + pad_size rows. `router_padding_mask` tells real routes from dummies.
+
+    Raises:
+        TypeError: an element that is no number, or no integer where an id belongs.
+        ValueError: no rows, fields of different lengths, ids out of range, more routes than tokens.
+
+    Example:
+        >>> out = convert_prompts_responses_to_batch_tensors(
+        ...     0, [[5, 5], [6]], [[7], [8, 8, 8]], [[1.0], [0.0, 0.0, 1.0]], [[1], [1, 1, 1]])
+        >>> out[0].tolist(), out[2].tolist()
+        ([[0, 5, 5, 7], [6, 8, 8, 8]], [[0, 0, 1], [1, 1, 1]])
+    """
+    place = torch.device("cpu") if device is None else torch.device(device)
+    use_torch = _backend.select(OP, backend=backend) == "torch"
+    pad_token_id = _check_pad_token(getattr(pad_token_id, "pad_token_id", pad_token_id))
+    check_pad_mode(OP, pad_size, pad_mode)
+    fields = _read_fields(prompts, responses, rewards, loss_masks, logprobs)
+    response_lengths = fields["responses"].lengths
+    lengths = fields["prompts"].lengths + response_lengths
+    num_rows, width = len(lengths), int(lengths.max())
+    if max_seq_len is not None and width > max_seq_len:
+        logger.warning(
+            "The longest row has %d tokens, over max_seq_len %d; nothing is truncated.",
+            width,
+            max_seq_len,
+        )
+    if use_torch:
+        tensors = reference.convert(
+            pad_token_id,
+            prompts,
+            responses,
+            rewards,
+            loss_masks,
+            fields.get("logprobs") and logprobs,
+        )
+        if pad_size:
+            tensors = [t if t is None else _with_rows(t, pad_size) for t in tensors]
+    elif device is not None and _backend.device_kind(place) == "cuda" and _C.cuda_archs is not None:
+        tensors = _convert_on_gpu(fields, width, pad_token_id, vocab_size, pad_size, place)
+    else:
+        tensors = _convert(fields, lengths, width, pad_token_id, vocab_size, pad_size)
+    routes = _convert_routes(rollout_expert_indices, lengths, width, pad_size)
+    tensors = [t if t is None else t.to(place) for t in tensors]
+    routes = routes if routes is None else routes.to(place)
+    names = ("sequences", "attention_mask", "response_mask", "rewards", "loss_mask", "logprobs")
+    for name, tensor in zip((*names, "rollout_expert_indices"), (*tensors, routes), strict=True):
+        if tensor is not None:
+            write_padding_rows(name, tensor, num_rows, pad_mode)
+    return cast(BatchTensors, (*tensors, routes))
+
+
+def router_padding_mask(
+    rollout_expert_indices: Sequence[Any], attention_mask: torch.Tensor
+) -> torch.Tensor:
+    """Return (N, T) bool, True where a token has no captured route.
+
+    Args:
+        rollout_expert_indices: per row an array (tokens, L, K), nested lists, or None, as given to
+            `convert_prompts_responses_to_batch_tensors`. Rows of the mask beyond these are
+            padding rows: True.
+        attention_mask: (N, T) of the left-padded batch.
+
+    Raises:
+        ValueError: fewer mask rows than route rows, or more routes than tokens in a row.
+
+    Example:
+        >>> router_padding_mask([np.zeros((1, 1, 1), np.uint8)], torch.tensor([[0, 1, 1]]))
+        tensor([[ True, False,  True]])
+    """
+    op = "router_padding_mask"
+    num_rows, width = attention_mask.shape
+    if len(rollout_expert_indices) > num_rows:
+        raise ValueError(
+            f"{op}: attention_mask must have a row per entry of rollout_expert_indices "
+            f"({len(rollout_expert_indices)}), got {num_rows}"
+        )
+    captured = torch.zeros(num_rows, dtype=torch.int64)
+    captured[: len(rollout_expert_indices)] = torch.tensor(
+        [0 if routes is None else len(routes) for routes in rollout_expert_indices],
+        dtype=torch.int64,
+    )
+    captured = captured.to(attention_mask.device)
+    lengths = attention_mask.sum(1)
+    _check_captured(op, captured, lengths)
+    starts = (width - lengths)[:, None]
+    columns = torch.arange(width, device=attention_mask.device)
+    return (columns < starts) | (columns >= starts + captured[:, None])
+
+
+def _read_fields(
+    prompts: Rows,
+    responses: Rows,
+    rewards: Rows | Sequence[float],
+    loss_masks: Rows,
+    logprobs: Rows | None,
+) -> dict[str, _ragged.Field]:
+    rows = {"prompts": prompts, "responses": responses, "loss_masks": loss_masks}
+    if logprobs is not None and len(logprobs) > 0:
+        rows["logprobs"] = logprobs
+    fields = _ragged.read_fields(OP, rows)
+    num_rows = len(fields["prompts"].lengths)
+    if num_rows == 0:
+        raise ValueError(f"{OP}: prompts must have at least one row, got none")
+    for name in fields:
+        if name != "prompts":
+            _ragged.check_aligned(OP, fields["responses"], fields[name])
+    if not _is_scalar_per_row(rewards):
+        fields["rewards"] = _ragged.read_field(OP, "rewards", rewards)
+        if len(fields["rewards"].lengths) != num_rows:
+            raise ValueError(
+                f"{OP}: rewards must have one entry per row ({num_rows}), got "
+                f"{len(fields['rewards'].lengths)}"
+            )
+        _ragged.check_aligned(OP, fields["responses"], fields["rewards"])
+        return fields
+    # One float per row: a one-element row that goes to the last column.
+    scores = _ragged.read_field(OP, "rewards", [rewards])
+    if int(scores.lengths[0]) != num_rows:
+        raise ValueError(
+            f"{OP}: rewards must have one entry per row ({num_rows}), got {int(scores.lengths[0])}"
+        )
+    fields["row_rewards"] = scores
+    return fields
+
+
+def _is_scalar_per_row(rewards: Any) -> bool:
+    """Return whether rewards are one number per row and not one row of numbers per row."""
+    if _ragged.is_flat(rewards):
+        return False
+    if _ragged.is_array(rewards):
+        return rewards.ndim == 1
+    if rewards is None:
+        raise TypeError(f"{OP}: rewards must be given, got None")
+    return len(rewards) > 0 and not hasattr(rewards[0], "__len__")
+
+
+def _convert(
+    fields: dict[str, _ragged.Field],
+    lengths: torch.Tensor,
+    width: int,
+    pad_token_id: int,
+    vocab_size: int | None,
+    pad_size: int,
+) -> list[torch.Tensor | None]:
+    left = SIDES["left"]
+    num_rows = len(lengths)
+    response_lengths = fields["responses"].lengths
+    columns = int(response_lengths.max())
+    shapes = {width: (num_rows + pad_size, width), columns: (num_rows + pad_size, columns)}
+    sequences = _backend.empty(shapes[width], torch.int64)
+    attention_mask = _backend.empty(shapes[width], torch.int64)
+    response_mask = _backend.empty(shapes[columns], torch.int64)
+    high = _ragged.INT64_MAX if vocab_size is None else vocab_size - 1
+    starts = row_starts(lengths, width, left)
+    copies = _ragged.copy_jobs(fields["prompts"], sequences, starts, 0, high)
+    starts = starts + fields["prompts"].lengths
+    copies += _ragged.copy_jobs(fields["responses"], sequences, starts, 0, high)
+    fills: list[tuple[Any, ...]] = [
+        (sequences, lengths, left, float(pad_token_id)),
+        (attention_mask, lengths, left, None),
+        (response_mask, response_lengths, left, None),
+    ]
+    starts = row_starts(response_lengths, columns, left)
+    by_name: dict[str, torch.Tensor | None] = {"logprobs": None}
+    for name in ("rewards", "loss_masks", "logprobs"):
+        if name in fields:
+            by_name[name] = out = _backend.empty(shapes[columns], torch.float32)
+            copies += _ragged.copy_jobs(fields[name], out, starts)
+            fills.append((out, response_lengths, left, 0.0))
+    _ragged.fill(OP, copies, fills)
+    if "row_rewards" in fields:
+        by_name["rewards"] = _place_row_rewards(
+            fields["row_rewards"], response_lengths, shapes[columns]
+        )
+    response_side = (by_name["rewards"], by_name["loss_masks"], by_name["logprobs"])
+    return [sequences, attention_mask, response_mask, *response_side]
+
+
+def _convert_on_gpu(
+    fields: dict[str, _ragged.Field],
+    width: int,
+    pad_token_id: int,
+    vocab_size: int | None,
+    pad_size: int,
+    device: torch.device,
+) -> list[torch.Tensor | None]:
+    lengths = fields["responses"].lengths
+    if "row_rewards" in fields:
+        _check_row_rewards(fields["row_rewards"], lengths)
+    columns = int(lengths.max())
+    return device_batch.convert(
+        OP, fields, width, columns, pad_token_id, vocab_size, pad_size, device
+    )
+
+
+def _check_row_rewards(scores: _ragged.Field, response_lengths: torch.Tensor) -> torch.Tensor:
+    """Return (N,) float32 rewards, after a look for one that no token can hold."""
+    values = torch.empty(len(response_lengths), dtype=torch.float32)
+    _ragged.fill(OP, _ragged.copy_jobs(scores, values, torch.zeros(1, dtype=torch.int64)))
+    lost = (response_lengths == 0) & (values != 0)
+    if bool(lost.any()):
+        row = int(lost.nonzero()[0])
+        raise ValueError(
+            f"{OP}: rewards must be 0 for an empty response (there is no token to hold it), got "
+            f"{float(values[row])} in row {row}"
+        )
+    return values
+
+
+def _place_row_rewards(
+    scores: _ragged.Field, response_lengths: torch.Tensor, shape: tuple[int, int]
+) -> torch.Tensor:
+    values = _check_row_rewards(scores, response_lengths)
+    out = _backend.empty(shape, torch.float32).zero_()
+    if shape[1] > 0:
+        out[: len(values), -1] = values
+    return out
+
+
+def _convert_routes(
+    routes: Sequence[Any] | None, lengths: torch.Tensor, width: int, pad_size: int
+) -> torch.Tensor | None:
+    if routes is None or len(routes) == 0:
+        return None
+    if len(routes) != len(lengths):
+        raise ValueError(
+            f"{OP}: rollout_expert_indices must have one entry per row ({len(lengths)}), got "
+            f"{len(routes)}"
+        )
+    arrays = [_route_array(row, entry) for row, entry in enumerate(routes)]
+    known = next((array for array in arrays if array is not None), None)
+    if known is None:
+        return None
+    num_layers, top_k = known.shape[1:]
+    captured = torch.tensor([0 if a is None else len(a) for a in arrays], dtype=torch.int64)
+    _check_captured(OP, captured, lengths)
+    for row, array in enumerate(arrays):
+        if array is not None and array.shape[1:] != (num_layers, top_k):
+            raise ValueError(
+                f"{OP}: rollout_expert_indices must agree in layers and experts per token, got "
+                f"{tuple(array.shape[1:])} in row {row} and {(num_layers, top_k)} before"
+            )
+    dtype = _route_dtype(arrays, top_k)
+    shape = (len(lengths) + pad_size, width, num_layers, top_k)
+    out = _backend.empty(shape, dtype)
+    starts = width - lengths
+    threads = _backend.num_threads()
+    if out.numel() == 0:
+        return out
+    cell = dummy_route(out)
+    _C.fill_around(out, starts, captured, cell.contiguous(), threads)
+    flat = [np.empty(0, dtype=np.uint8) if a is None else a.reshape(-1) for a in arrays]
+    field = _ragged.read_field(OP, "rollout_expert_indices", flat)
+    cells = torch.arange(len(lengths), dtype=torch.int64) * width + starts
+    jobs = _ragged.copy_jobs(field, out.view(-1), cells * (num_layers * top_k), 0)
+    _ragged.fill(OP, jobs)
+    return out
+
+
+def _route_array(row: int, entry: Any) -> np.ndarray | None:
+    """Return a row's routes as a 3-D integer array, or None where L and K cannot be known."""
+    if entry is None or (isinstance(entry, (list, tuple)) and len(entry) == 0):
+        return None
+    array = entry.numpy() if isinstance(entry, torch.Tensor) else np.asarray(entry)
+    if array.ndim != 3 or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"{OP}: rollout_expert_indices must be integers of shape (tokens, L, K), got "
+            f"{array.dtype} of shape {array.shape} in row {row}"
+        )
+    return array
+
+
+def _route_dtype(arrays: Sequence[np.ndarray | None], top_k: int) -> torch.dtype:
+    wide = [a for a in arrays if a is not None and a.dtype != np.uint8 and a.size > 0]
+    largest = max([top_k - 1, *(int(array.max()) for array in wide)])
+    if largest < 2**8:
+        return torch.uint8
+    return torch.int16 if largest < 2**15 else torch.int32
+
+
+def _check_captured(op: str, captured: torch.Tensor, lengths: torch.Tensor) -> None:
+    bad = captured > lengths
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise ValueError(
+            f"{op}: rollout_expert_indices must have at most one route per token, got "
+            f"{int(captured[row])} for {int(lengths[row])} tokens in row {row}"
+        )
+
+
+def _check_pad_token(pad_token_id: Any) -> int:
+    is_number = isinstance(pad_token_id, (int, np.integer)) and not isinstance(pad_token_id, bool)
+    if not is_number:
+        raise TypeError(
+            f"{OP}: pad_token_id must be an int or a tokenizer that has one, got {pad_token_id!r}"
+        )
+    if not -(2**31) <= pad_token_id < 2**31:
+        raise ValueError(f"{OP}: pad_token_id must fit in 32 bits, got {pad_token_id}")
+    return int(pad_token_id)
+
+
+def _with_rows(tensor: torch.Tensor, pad_size: int) -> torch.Tensor:
+    return torch.cat([tensor, tensor.new_empty(pad_size, *tensor.shape[1:])])

@@ -1,0 +1,1 @@
+"""Policy losses of log-probabilities, their reductions and corrections."""

@@ -1,0 +1,312 @@
+"""A user's policy loss in plain torch: what it gets, what it returns, and its part in the sum.
+
+N rows, A cells of all rows in a line.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, overload
+
+import torch
+
+from skyrl_fast.ops.policy_loss.autograd import PolicyLoss
+from skyrl_fast.ops.policy_loss.losses import POLICY_LOSSES, LossScope, LossSpec
+from skyrl_fast.ops.policy_loss.reference import METRICS, masked, weighted_loss
+from skyrl_fast.registry import Registry
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+CLIP_METRICS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "chosen_ratio")
+SUMS = ("loss", "policy_loss", "kl_loss", "num_tokens")
+LOSS_SCOPES = ("token", "sequence", "mini_batch")
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """What a policy loss is computed from. Cells are 0 where `loss_mask` is False.
+
+    Args:
+        logprobs: (A,) float, the current policy's: the loss is differentiated by them.
+        old_logprobs: (A,), the old policy's; the values of `logprobs` where the batch has none.
+        rollout_logprobs: (A,), the sampler's, or None.
+        ref_logprobs: (A,), the reference policy's, or None without a KL penalty.
+        advantages: (A,).
+        loss_mask: (A,) bool, the trained tokens.
+        cu_seqlens: (N + 1,) int64, where each row's cells begin and end.
+        sequence_ids: (N,) int64, which rows are one sequence: each is, or those of a trajectory
+            (`trainer.algorithm.sequence_scope`).
+    """
+
+    logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    rollout_logprobs: torch.Tensor | None
+    ref_logprobs: torch.Tensor | None
+    advantages: torch.Tensor
+    loss_mask: torch.Tensor
+    cu_seqlens: torch.Tensor
+    sequence_ids: torch.Tensor
+
+    @property
+    def row_ids(self) -> torch.Tensor:
+        """(A,) int64, the row of each cell."""
+        rows = torch.arange(self.cu_seqlens.numel() - 1, device=self.cu_seqlens.device)
+        return torch.repeat_interleave(
+            rows, self.cu_seqlens.diff(), output_size=self.logprobs.numel()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """What a policy loss returns; a tensor alone is taken for `token_losses`.
+
+    Args:
+        token_losses: (A,) float, each token's loss before any weight. What is in masked cells is
+            not read. The reduction, `token_weights`, the KL penalty and the entropy bonus follow.
+        metrics: by name (A,) values, of which the mean over trained tokens is logged as
+            `policy/<name>`, or single values, averaged over micro-batches by their tokens.
+            A name that ends in `_max` or `_min` takes the largest or smallest.
+    """
+
+    token_losses: torch.Tensor
+    metrics: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CustomLoss:
+    """A user's policy loss.
+
+    Args:
+        name: in errors and in `trainer.algorithm.policy_loss_type`.
+        function: gets `LossInputs` and the settings, returns `LossOutput` or (A,) losses.
+        scope: what must be computed in one call: "token" (any split will do), "sequence" (all
+            tokens of a sequence) or "mini_batch".
+        zero_where_advantage_is_zero: promises that loss and gradient of a token vanish with its
+            advantage: rows without an advantage then need no forward pass.
+        settings: keyword arguments.
+    """
+
+    name: str
+    function: Callable[..., LossOutput | torch.Tensor]
+    scope: LossScope = "token"
+    zero_where_advantage_is_zero: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+_registry: Registry[LossSpec, CustomLoss] = Registry(
+    "policy loss", POLICY_LOSSES, lambda name, function: CustomLoss(name, function)
+)
+
+
+@overload
+def register_policy_loss(
+    function: Callable[..., LossOutput | torch.Tensor],
+    *,
+    name: str | None = None,
+    scope: LossScope = "token",
+    zero_where_advantage_is_zero: bool = False,
+) -> str: ...
+
+
+@overload
+def register_policy_loss(
+    function: str,
+    *,
+    scope: LossScope = "token",
+    zero_where_advantage_is_zero: bool = False,
+) -> Callable[[Function], Function]: ...
+
+
+def register_policy_loss(
+    function: Callable[..., LossOutput | torch.Tensor] | str,
+    *,
+    name: str | None = None,
+    scope: LossScope = "token",
+    zero_where_advantage_is_zero: bool = False,
+) -> str | Callable[[Function], Function]:
+    """Make a function a policy loss; return what `trainer.algorithm.policy_loss_type` calls it.
+
+    With a name in place of the function it is a decorator, which returns the function.
+
+    Args:
+        function: gets `LossInputs` and, as keyword arguments, `policy_loss_kwargs`; returns
+            `LossOutput` or (A,) losses of single tokens. Plain, differentiable torch.
+        name: None: the function's own.
+        scope, zero_where_advantage_is_zero: see `CustomLoss`.
+
+    Returns:
+        `module:function` where that leads to the function, so that every process of a run finds it;
+        else the name, which this process alone knows.
+
+    Raises:
+        ValueError: an unknown scope, or the name of a built-in loss.
+
+    Example:
+        @register_policy_loss("reinforce")
+        def reinforce(inputs):
+            return -inputs.advantages * inputs.logprobs
+    """
+    if scope not in LOSS_SCOPES:
+        raise ValueError(f"register_policy_loss: scope must be one of {LOSS_SCOPES}, got {scope!r}")
+
+    def add(function: Callable[..., Any], name: str | None) -> str:
+        def make(name: str) -> CustomLoss:
+            return CustomLoss(name, function, scope, zero_where_advantage_is_zero)
+
+        return _registry.add(function, name, make)
+
+    if isinstance(function, str):
+        registered = function
+
+        def decorate(function: Function) -> Function:
+            add(function, registered)
+            return function
+
+        return decorate
+    return add(function, name)
+
+
+def policy_loss_names() -> tuple[str, ...]:
+    """Return the names of the built-in and of the registered losses."""
+    return _registry.names
+
+
+def find_policy_loss(name: str) -> LossSpec | CustomLoss:
+    """Return the loss of a name, or of a function by `module:function`.
+
+    Raises:
+        ValueError: there is none, or its module cannot be imported.
+    """
+    return _registry.find(name)
+
+
+def check_settings(name: str, function: Callable[..., object], settings: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that a user's function does not take.
+
+    Raises:
+        ValueError: names the function and the argument.
+    """
+    try:
+        inspect.signature(function).bind(None, **settings)
+    except TypeError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def custom_policy_loss(
+    loss: CustomLoss,
+    inputs: LossInputs,
+    *,
+    row_weights: torch.Tensor,
+    token_weights: torch.Tensor | None,
+    kl_estimator: str | None,
+    kl_coef: float,
+) -> PolicyLoss:
+    """Return the weighted sum of a user's token losses and of the KL penalty, with its metrics.
+
+    Args:
+        inputs: cells as given to `policy_loss`, which may hold anything where masked.
+        row_weights: (N,). token_weights: (A,), as for `policy_loss`.
+    """
+    live, logprobs = inputs.loss_mask, inputs.logprobs
+    shown = _shown(inputs, None if loss.scope != "token" else token_weights)
+    output = call_custom_loss(loss, shown)
+    value = masked(output.token_losses.to(logprobs.dtype), live)
+    if token_weights is not None:
+        factor = masked(token_weights, live)
+        value = masked(value, factor != 0) * factor  # 0 drops the token, whatever its loss is
+    no = torch.zeros_like(live)
+    total, made = weighted_loss(
+        value,
+        logprobs,
+        live,
+        row_weights[inputs.row_ids],
+        delta=(shown.logprobs - shown.old_logprobs).detach(),
+        flags=(no, no, no, no),
+        ref_logprobs=inputs.ref_logprobs,
+        kl_estimator=kl_estimator,
+        kl_coef=kl_coef,
+    )
+    metrics = dict(zip(METRICS, made.unbind(), strict=True))
+    for name in CLIP_METRICS:  # what is clipped is the function's to say
+        del metrics[name]
+    with torch.no_grad():
+        for name, values in output.metrics.items():
+            metrics[name] = _metric(loss.name, name, values, live)
+    return PolicyLoss(total, metrics)
+
+
+def call_custom_loss(loss: CustomLoss, inputs: LossInputs) -> LossOutput:
+    """Return what the function returns, after a look at its type and shape.
+
+    Raises:
+        RuntimeError: the function raised.
+        TypeError, ValueError: it returned something else than losses of (A,) tokens.
+    """
+    op = f"policy_loss: {loss.name}"
+    try:
+        output = loss.function(inputs, **loss.settings)
+    except Exception as error:
+        raise RuntimeError(f"{op} raised {type(error).__name__}: {error}") from error
+    if isinstance(output, torch.Tensor):
+        output = LossOutput(output)
+    if not isinstance(output, LossOutput):
+        raise TypeError(
+            f"{op} must return LossOutput or a tensor of token losses, got {type(output).__name__}"
+        )
+    losses, shape = output.token_losses, tuple(inputs.logprobs.shape)
+    if not isinstance(losses, torch.Tensor) or not losses.is_floating_point():
+        got = losses.dtype if isinstance(losses, torch.Tensor) else type(losses).__name__
+        raise TypeError(f"{op}: token_losses must be a floating-point tensor, got {got}")
+    if tuple(losses.shape) != shape:
+        raise ValueError(
+            f"{op}: token_losses must be of shape {shape}, one loss per token, "
+            f"got {tuple(losses.shape)}"
+        )
+    if losses.device != inputs.logprobs.device:
+        raise ValueError(
+            f"{op}: token_losses must be on {inputs.logprobs.device}, got {losses.device}"
+        )
+    return output
+
+
+def _shown(inputs: LossInputs, token_weights: torch.Tensor | None) -> LossInputs:
+    """Return the inputs with 0 where masked; no gradient flows there, nor to dropped tokens."""
+    live = inputs.loss_mask
+    logprobs = masked(inputs.logprobs, live)
+    if token_weights is not None:
+        logprobs = torch.where(token_weights != 0, logprobs, logprobs.detach())
+
+    def clean(cells: torch.Tensor | None) -> torch.Tensor | None:
+        return None if cells is None else masked(cells, live)
+
+    return LossInputs(
+        logprobs,
+        masked(inputs.old_logprobs, live),
+        clean(inputs.rollout_logprobs),
+        clean(inputs.ref_logprobs),
+        masked(inputs.advantages, live),
+        live,
+        inputs.cu_seqlens,
+        inputs.sequence_ids,
+    )
+
+
+def _metric(loss: str, name: str, values: torch.Tensor | float, live: torch.Tensor) -> torch.Tensor:
+    """Return one number, float64: the mean over trained tokens (`_max`, `_min`: the extreme)."""
+    if name in SUMS:
+        raise ValueError(f"policy_loss: {loss}: metric {name!r} is computed from token_losses")
+    values = torch.as_tensor(values, device=live.device).detach().double()
+    if values.numel() == 1 and values.shape != live.shape:
+        return values.reshape(())
+    if values.shape != live.shape:
+        raise ValueError(
+            f"policy_loss: {loss}: metric {name!r} must be one number or of shape "
+            f"{tuple(live.shape)}, got {tuple(values.shape)}"
+        )
+    trained = values[live]
+    if trained.numel() == 0:
+        return values.new_zeros(())
+    if name.endswith("_max"):
+        return trained.max()
+    return trained.min() if name.endswith("_min") else trained.mean()

@@ -1,0 +1,421 @@
+"""Policy losses. Shapes: N rows (steps), R padded cells, A ragged cells; "cells" is (N, R) or (A,).
+
+Formulas, with A the advantage, d = logprob - old_logprob, r = exp(clamp(d, -20, 20)) and sg() a
+value without gradient (each is summed over trained tokens with the weight of its row):
+
+regular              -min(r A, clip(r, 1-low, 1+high) A)              PPO, arXiv:1707.06347
+dual_clip            the same, at most -c A where A < 0               arXiv:1912.09729
+gspo                 regular, with d the sequence's mean of d         arXiv:2507.18071 (GSPO-token)
+cispo                -sg(clip(r, 1-low, 1+high)) A logprob            arXiv:2506.13585
+rollout_is           -sg(r inside (1-low, 1+high), else 0) A logprob  d to the sampler
+clip_cov, kl_cov     regular without, or -r A with |d| on, the tokens
+                     of high covariance of A and logprob              arXiv:2505.22617
+sapo                 -A sigmoid(tau (r - 1)) 4 / tau                  arXiv:2511.20347
+dppo                 -r A, 0 where the probability moved too far      arXiv:2602.04879
+cross_entropy        -logprob
+importance_sampling  -r A
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from skyrl_fast.ops import _backend
+from skyrl_fast.ops.policy_loss import reference
+from skyrl_fast.ops.policy_loss.autograd import (
+    KL_ESTIMATORS,
+    KlPenalty,
+    PolicyLoss,
+    loss_and_metrics,
+)
+from skyrl_fast.ops.policy_loss.custom import CustomLoss, LossInputs, custom_policy_loss
+from skyrl_fast.ops.policy_loss.losses import (
+    KERNEL_PARAMS,
+    LOSS_CODES,
+    POLICY_LOSSES,
+    ClipCov,
+    KlCov,
+    LossSettings,
+    LossSpec,
+    kernel_kind,
+    kernel_params,
+    loss_and_settings,
+    ratio_logprobs,
+)
+from skyrl_fast.ops.policy_loss.off_policy import off_policy_correction
+from skyrl_fast.ops.policy_loss.reduction import (
+    SCOPES,
+    RowIds,
+    Scope,
+    checked_offsets,
+    native_mask,
+    reduction_weights,
+    sequences_of,
+)
+
+__all__ = ["PolicyLoss", "kl_penalty", "off_policy_correction", "policy_loss", "reduction_weights"]
+
+OP = "policy_loss"
+LOSS_NAMES = tuple(POLICY_LOSSES)
+ON_GPU = ("native", "triton", "torch")
+
+
+def policy_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor | None,
+    advantages: torch.Tensor | None,
+    loss_mask: torch.Tensor,
+    *,
+    loss: str | LossSettings | CustomLoss = "regular",
+    rollout_logprobs: torch.Tensor | None = None,
+    ref_logprobs: torch.Tensor | None = None,
+    kl_estimator: str | None = None,
+    kl_coef: float = 0.001,
+    row_weights: torch.Tensor | None = None,
+    reduction: str = "token_mean",
+    max_seq_len: int | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    group_ids: RowIds | None = None,
+    trajectory_ids: RowIds | None = None,
+    scope: Scope | None = None,
+    token_weights: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
+    backend: str | None = None,
+) -> PolicyLoss:
+    """Return the loss of the current logprobs, with its gradient, and what to log about it.
+
+    loss = sum over trained tokens of row_weight * (token_weight * policy loss + kl_coef * KL). The
+    module's docstring has each loss's formula and source; the settings' names and defaults are
+    SkyRL's. Nothing is read where the mask is 0 (NaN may stand there) and the gradient there is
+    exactly 0; a mask of zeros gives loss 0, connected to the graph. NaN at a trained token gives
+    a NaN loss, and NaN in the gradient of that token alone.
+
+    Args:
+        logprobs: cells, float32; the current policy's. float64 is computed in float64. bfloat16
+            and float16 are upcast first, and only their gradient is rounded back.
+        old_logprobs: cells; what the ratio is taken against. None: `logprobs` themselves (ratio 1).
+        advantages: cells; may be None for "cross_entropy" alone.
+        loss_mask: cells of any dtype; a token is trained where it is not 0 (its size is no
+            weight: give `token_weights` for that).
+        loss: one of `LOSS_NAMES`, with its defaults, its settings (`DualClip(clip_ratio_c=2.0)`),
+            or a `CustomLoss`, which torch computes.
+            `ClipCov` and `KlCov` take the covariance over the tokens of this call, so these losses
+            depend on the split into micro-batches.
+        rollout_logprobs: cells; the sampler's, which take the place of `old_logprobs` in
+            "rollout_is", in "dppo" where given, and in `Cispo(cispo_ratio="rollout")`.
+        ref_logprobs: cells; the reference policy's, for the KL penalty.
+        kl_estimator: None (no penalty), "k1", "abs", "k2" or "k3".
+        kl_coef: weight of the penalty.
+        row_weights: (N,) from `reduction_weights` over the whole mini-batch. None: taken from
+            this call's mask with `reduction`, `group_ids`, `trajectory_ids` and `max_seq_len`.
+        cu_seqlens: (N + 1,) offsets of the rows' cells, for (A,) data.
+        trajectory_ids: N ints or strings, the trajectory of each row.
+        scope: what "gspo" takes as a sequence: "row", or "trajectory" with all its rows; None:
+            trajectory where `trajectory_ids` are given. A trajectory's rows must then be in one
+            call. The other losses look at single tokens.
+        token_weights: cells, from `off_policy_correction`; they weigh the policy loss, not the KL.
+            A token of weight 0 has no policy loss, even where that would be NaN.
+        generator: draws the tokens of "clip_cov".
+        backend: "native", "triton" (GPUs), "torch", or None to choose.
+
+    Returns:
+        `PolicyLoss`: the loss (0-dimensional, float32, or float64 for float64 logprobs), and as
+        metrics 0-dimensional float64 tensors: loss, policy_loss, kl_loss (weighted; before
+        kl_coef), num_tokens; means over trained tokens: clip_ratio, clip_ratio_low,
+        clip_ratio_high, chosen_ratio (dual_clip: where c took effect; clip_cov, kl_cov: selected),
+        ratio_mean, approx_kl (of r - 1 - d, an estimate of KL(old || current)), kl; and ratio_max,
+        ratio_min. All 0 without trained tokens. A `CustomLoss` has its own in place of those of
+        clipping.
+
+    Raises:
+        ValueError, TypeError: an unknown name, a setting out of its limits, an argument that the
+            loss needs and that is missing, or shapes, dtypes or devices that disagree.
+        RuntimeError: a forward-mode derivative, which backend="torch" alone has.
+
+    Example:
+        >>> logprobs = torch.log(torch.tensor([[0.6, 0.5]])).requires_grad_()
+        >>> old = torch.log(torch.tensor([[0.4, 0.5]]))
+        >>> out = policy_loss(logprobs, old, torch.ones(1, 2), torch.ones(1, 2))
+        >>> out.loss  # ratios 1.5 (clipped to 1.2) and 1, token mean
+        tensor(-1.1000, grad_fn=<PolicyLossBackward>)
+    """
+    built_in = None if isinstance(loss, CustomLoss) else loss_and_settings(OP, loss)
+    if kl_estimator is not None:
+        _one_of(OP, "kl_estimator", kl_estimator, KL_ESTIMATORS)
+        _needed(kl_estimator, "ref_logprobs", ref_logprobs)
+    _one_of(OP, "scope", scope, (None, *SCOPES))
+    if not isinstance(logprobs, torch.Tensor) or not logprobs.is_floating_point():
+        got = logprobs.dtype if isinstance(logprobs, torch.Tensor) else type(logprobs).__name__
+        raise TypeError(f"{OP}: logprobs must be a floating-point tensor, got {got}")
+    cu_seqlens = checked_offsets(OP, logprobs, cu_seqlens)
+    if cu_seqlens is not None:
+        cu_seqlens = _backend.beside(cu_seqlens, logprobs)
+    num_rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    current = logprobs if logprobs.dtype == torch.float64 else logprobs.to(torch.float32)
+    current = current.contiguous()
+    mask = native_mask(OP, loss_mask)
+    if mask.shape != current.shape:
+        raise ValueError(
+            f"{OP}: loss_mask must be of shape {tuple(current.shape)}, got {tuple(mask.shape)}"
+        )
+    chosen = _backend.select(OP, current, mask, backend=backend, available_on_gpu=ON_GPU)
+    if row_weights is None:
+        row_weights = reduction_weights(
+            mask,
+            reduction=reduction,
+            cu_seqlens=cu_seqlens,
+            group_ids=group_ids,
+            trajectory_ids=trajectory_ids,
+            max_seq_len=max_seq_len,
+            backend="torch" if chosen == "torch" else None,
+        )
+    weights = row_weights.detach().to(current.device, torch.float32).contiguous()
+    if weights.shape != (num_rows,):
+        raise ValueError(
+            f"{OP}: row_weights must be of shape ({num_rows},), got {tuple(weights.shape)}"
+        )
+    cells = _Cells(
+        current,
+        mask,
+        weights,
+        cu_seqlens,
+        _like(current, "ref_logprobs", ref_logprobs) if kl_estimator is not None else None,
+        kl_estimator,
+        kl_coef,
+        _like(current, "token_weights", token_weights),
+    )
+    if built_in is None:
+        assert isinstance(loss, CustomLoss)
+        sequence = sequences_of(OP, scope, trajectory_ids, num_rows)
+        return _custom(cells, loss, old_logprobs, rollout_logprobs, advantages, sequence)
+    spec, settings = built_in
+    old = ratio_logprobs(OP, spec, settings, old_logprobs, rollout_logprobs)
+    if spec.needs_advantages:
+        _needed(spec.name, "advantages", advantages)
+    adv = _like(current, "advantages", advantages) if spec.needs_advantages else None
+    sequence = None
+    if spec.scope == "sequence":
+        sequence = sequences_of(OP, scope, trajectory_ids, num_rows)
+    old = _like(current, "old_logprobs", old)
+    return _built_in(cells, spec, settings, old, adv, sequence, generator, chosen)
+
+
+class _Cells(NamedTuple):
+    """What every loss is computed from."""
+
+    current: torch.Tensor  # cells, float32 or float64
+    mask: torch.Tensor
+    row_weights: torch.Tensor  # (N,) float32
+    cu_seqlens: torch.Tensor | None
+    ref: torch.Tensor | None
+    kl_estimator: str | None
+    kl_coef: float
+    token_weights: torch.Tensor | None
+
+
+def _built_in(
+    cells: _Cells,
+    spec: LossSpec,
+    settings: LossSettings,
+    old: torch.Tensor | None,
+    adv: torch.Tensor | None,
+    sequence: torch.Tensor | None,
+    generator: torch.Generator | None,
+    chosen: str,
+) -> PolicyLoss:
+    """Return a loss of the table by the chosen backend."""
+    current, mask = cells.current, cells.mask
+    selected = None
+    if isinstance(settings, (ClipCov, KlCov)):
+        assert adv is not None
+        selected = reference.select_by_covariance(
+            settings, current, current if old is None else old, adv, mask != 0, generator
+        )
+    kind, params = kernel_kind(spec, settings), kernel_params(settings, cells.kl_coef)
+    if chosen == "torch":
+        total, metrics = _torch(cells, kind, params, old, adv, sequence, selected)
+    else:
+        use_triton = chosen == "triton"
+        delta = None
+        if spec.scope == "sequence":
+            delta = _sequence_delta(current, old, mask, cells.cu_seqlens, sequence, use_triton)
+        call = (
+            old, adv, mask, cells.row_weights, cells.cu_seqlens, cells.ref, cells.token_weights,
+            None if selected is None else selected.view(torch.uint8), delta, LOSS_CODES[kind],
+            0 if cells.kl_estimator is None else KL_ESTIMATORS[cells.kl_estimator], params,
+            use_triton,
+        )  # fmt: skip
+        total, metrics = loss_and_metrics(current, call)
+    return PolicyLoss(total, dict(zip(reference.METRICS, metrics.unbind(), strict=True)))
+
+
+def _custom(
+    cells: _Cells,
+    loss: CustomLoss,
+    old_logprobs: torch.Tensor | None,
+    rollout_logprobs: torch.Tensor | None,
+    advantages: torch.Tensor | None,
+    sequence: torch.Tensor | None,
+) -> PolicyLoss:
+    """Return a user's loss; it sees padded cells (N, R) as N rows of R cells in a line."""
+    current = cells.current
+    _needed(loss.name, "advantages", advantages)
+    old = current.detach() if old_logprobs is None else _like(current, "old_logprobs", old_logprobs)
+    rollout = _like(current, "rollout_logprobs", rollout_logprobs)
+    adv = _like(current, "advantages", advantages)
+    assert old is not None and adv is not None
+    num_rows = cells.row_weights.numel()
+    if cells.cu_seqlens is not None:
+        cu_seqlens = cells.cu_seqlens.to(current.device, torch.int64)
+    else:
+        cu_seqlens = torch.arange(num_rows + 1, device=current.device) * current.shape[1]
+    if sequence is None:
+        sequence = torch.arange(num_rows)
+    inputs = LossInputs(
+        current.reshape(-1),
+        old.reshape(-1),
+        _flat(rollout),
+        _flat(cells.ref),
+        adv.reshape(-1),
+        cells.mask.reshape(-1) != 0,
+        cu_seqlens,
+        sequence.to(current.device),
+    )
+    return custom_policy_loss(
+        loss,
+        inputs,
+        row_weights=cells.row_weights,
+        token_weights=_flat(cells.token_weights),
+        kl_estimator=cells.kl_estimator,
+        kl_coef=cells.kl_coef,
+    )
+
+
+def kl_penalty(
+    logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor,
+    *,
+    estimator: str = "k3",
+    loss_mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return each token's estimate of KL(current || reference), with its gradient.
+
+    With d = logprob - reference: "k1" d, "abs" |d|, "k2" d^2 / 2, "k3" exp(x) - 1 - x with x = -d
+    clamped to +-20 and the result to +-10 (http://joschu.net/blog/kl-approx.html). 0 where
+    masked, whatever stands there.
+
+    Args:
+        logprobs: float cells of any shape; the gradient goes to them alone.
+        ref_logprobs: the same shape.
+        estimator: "k1", "abs", "k2" or "k3".
+        loss_mask: the same shape, or None: every cell counts.
+        backend: "native", "triton" (GPUs), "torch", or None to choose.
+
+    Returns:
+        float32 (float64 for float64 logprobs) in the shape of `logprobs`.
+
+    Raises:
+        ValueError: an unknown estimator or shapes that disagree.
+        RuntimeError: a forward-mode derivative, which backend="torch" alone has.
+
+    Example:
+        >>> kl_penalty(torch.tensor([-1.0]), torch.tensor([-2.0]), estimator="k1")
+        tensor([1.])
+    """
+    op = "kl_penalty"
+    _one_of(op, "estimator", estimator, KL_ESTIMATORS)
+    current = logprobs if logprobs.dtype == torch.float64 else logprobs.to(torch.float32)
+    current = current.contiguous()
+    ref = _like(current, "ref_logprobs", ref_logprobs, op)
+    assert ref is not None
+    if loss_mask is None:
+        loss_mask = torch.ones_like(current, dtype=torch.bool)
+    mask = native_mask(op, loss_mask)
+    if mask.shape != current.shape:
+        raise ValueError(
+            f"{op}: loss_mask must be of shape {tuple(current.shape)}, got {tuple(mask.shape)}"
+        )
+    chosen = _backend.select(op, current, mask, backend=backend, available_on_gpu=ON_GPU)
+    if chosen == "torch":
+        return reference.kl_penalty(current, ref, mask != 0, estimator)
+    return KlPenalty.apply(current, ref, mask, KL_ESTIMATORS[estimator], chosen == "triton")
+
+
+def _one_of(op: str, name: str, value: object, allowed: Any) -> None:
+    if value not in allowed:
+        raise ValueError(f"{op}: {name} must be one of {tuple(allowed)}, got {value!r}")
+
+
+def _needed(by: str, name: str, value: object) -> None:
+    if value is None:
+        raise ValueError(f"{OP}: {by!r} needs {name}, got None")
+
+
+def _like(
+    current: torch.Tensor, name: str, value: torch.Tensor | None, op: str = OP
+) -> torch.Tensor | None:
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise TypeError(f"{op}: {name} must be a floating-point tensor, got {got}")
+    if value.shape != current.shape:
+        raise ValueError(
+            f"{op}: {name} must be of shape {tuple(current.shape)}, got {tuple(value.shape)}"
+        )
+    if value.device != current.device:
+        raise ValueError(f"{op}: {name} must be on {current.device}, got {value.device}")
+    return value.detach().to(current.dtype).contiguous()
+
+
+def _sequence_delta(
+    current: torch.Tensor,
+    old: torch.Tensor | None,
+    mask: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    sequence: torch.Tensor | None,
+    use_triton: bool,
+) -> torch.Tensor:
+    """(N,) float64: the mean of d over the trained tokens of each row's sequence."""
+    against = current if old is None else old
+    sums = torch.ops.skyrl_fast.delta_sums(
+        current.detach(), against.detach(), mask, cu_seqlens, use_triton
+    )
+    if sequence is not None:
+        sequence = _backend.beside(sequence, current)
+        # index_put_ sorts the rows on a GPU, so that sums have the same bits
+        sums = torch.zeros_like(sums).index_put_((sequence,), sums, accumulate=True)[sequence]
+    return sums[:, 0] / sums[:, 1].clamp(min=1)
+
+
+def _torch(
+    cells: _Cells,
+    kind: str,
+    params: list[float],
+    old: torch.Tensor | None,
+    adv: torch.Tensor | None,
+    sequence: torch.Tensor | None,
+    selected: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return reference.policy_loss(
+        kind,
+        dict(zip((*KERNEL_PARAMS, "kl_coef"), params, strict=True)),
+        cells.current.reshape(-1),
+        _flat(old),
+        _flat(adv),
+        cells.mask.reshape(-1) != 0,
+        reference.row_of_cell(cells.current, cells.cu_seqlens),
+        cells.row_weights,
+        segment_of_row=sequence,
+        ref_logprobs=_flat(cells.ref),
+        kl_estimator=cells.kl_estimator,
+        token_weights=_flat(cells.token_weights),
+        selected=_flat(selected),
+    )
+
+
+def _flat(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.reshape(-1)

@@ -1,0 +1,306 @@
+"""The policy losses: what is true of each, in one table. The formulas are in `policy_loss.py`.
+
+A loss's settings are a dataclass, with SkyRL's names and defaults. `policy_loss(loss=Sapo(2.0))`
+takes one, a name stands for the class with its defaults, and the configuration's sections
+(`trainer.algorithm.sapo`) are the same classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+
+from skyrl_fast.setting import limit_error, setting
+
+LossScope = Literal["token", "sequence", "mini_batch"]
+RatioTo = Literal["old", "rollout", "rollout_where_given", "nothing"]
+
+# The numbers a kernel takes, ordered as in csrc/policy_loss/loss_params_bind.h; `kl_coef` follows.
+KERNEL_PARAMS = (
+    "clip_low",
+    "clip_high",
+    "clip_ratio_c",
+    "tau_pos",
+    "tau_neg",
+    "delta_low",
+    "delta_high",
+    "ppo_kl_coef",
+)
+UNUSED = 1.0  # what a kernel gets for a number that its loss does not read
+
+
+@dataclass(frozen=True, slots=True)
+class LossSettings:
+    """The hyper-parameters of one loss."""
+
+    @property
+    def variant(self) -> str | None:
+        """Name of the kernel's variant of the loss; None where there is one alone."""
+        return None
+
+    def kernel_params(self) -> dict[str, float]:
+        """Return the numbers that the loss reads, by their names in `KERNEL_PARAMS`."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Regular(LossSettings):
+    """Of regular, PPO's loss: how far the ratio may be from 1."""
+
+    eps_clip_low: float = setting(0.2, "ratio clipped at 1 - this", at_least=0)
+    eps_clip_high: float = setting(0.2, "ratio clipped at 1 + this", at_least=0)
+
+    def kernel_params(self) -> dict[str, float]:
+        """Return the ratio's bounds."""
+        return clip_range(self.eps_clip_low, self.eps_clip_high)
+
+
+@dataclass(frozen=True, slots=True)
+class DualClip(Regular):
+    """Of dual_clip: PPO's bounds, and that of the loss where the advantage is negative."""
+
+    clip_ratio_c: float = setting(3.0, "second clip", above=1)
+
+    def kernel_params(self) -> dict[str, float]:
+        """Return the bounds of ratio and loss."""
+        low_and_high = clip_range(self.eps_clip_low, self.eps_clip_high)
+        return {**low_and_high, "clip_ratio_c": self.clip_ratio_c}
+
+
+@dataclass(frozen=True, slots=True)
+class Gspo(Regular):
+    """Of gspo: how far the sequence's mean ratio may be from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cispo(LossSettings):
+    """Of cispo: bounds of the ratio, and what it is taken against."""
+
+    cispo_eps_clip_low: float = setting(1.0, "ratio taken as 1 - this at least", at_least=0)
+    cispo_eps_clip_high: float = setting(4.0, "ratio taken as 1 + this at most", at_least=0)
+    cispo_ratio: str = setting(
+        "old",
+        "ratio to old_logprobs, or to the engine's log-probabilities: then "
+        "off_policy_correction.tis_ratio_type must be null",
+        choices=("old", "rollout"),
+    )
+
+    def kernel_params(self) -> dict[str, float]:
+        """Return the ratio's bounds."""
+        return clip_range(self.cispo_eps_clip_low, self.cispo_eps_clip_high)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutIs(Regular):
+    """Of rollout_is: how far the ratio to the sampler may be from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClipCovSelection(LossSettings):
+    """Of clip_cov: which tokens are left out."""
+
+    clip_ratio: float = setting(0.0002, "share of the tokens", at_least=0, at_most=1)
+    clip_cov_lb: float = setting(1.0, "their covariance is above this")
+    clip_cov_ub: float = setting(5.0, "and below this")
+
+
+@dataclass(frozen=True, slots=True)
+class ClipCov(ClipCovSelection):
+    """Of clip_cov: which tokens are left out, and how far the ratio of the others may be from 1."""
+
+    eps_clip_low: float = setting(0.2, "ratio clipped at 1 - this", at_least=0)
+    eps_clip_high: float = setting(0.2, "ratio clipped at 1 + this", at_least=0)
+
+    def kernel_params(self) -> dict[str, float]:
+        """Return the ratio's bounds."""
+        return clip_range(self.eps_clip_low, self.eps_clip_high)
+
+
+@dataclass(frozen=True, slots=True)
+class KlCov(LossSettings):
+    """Of kl_cov: which tokens are held back, and how strongly."""
+
+    kl_cov_frac: float = setting(0.2, "share of the tokens", at_least=0, at_most=1)
+    ppo_kl_coef: float = setting(
+        1.0, "weight of the distance from their old log-probabilities", at_least=0
+    )
+
+    def kernel_params(self) -> dict[str, float]:
+        """Return the weight of the distance."""
+        return {"ppo_kl_coef": self.ppo_kl_coef}
+
+
+@dataclass(frozen=True, slots=True)
+class Sapo(LossSettings):
+    """Of sapo: how steep its gate is."""
+
+    tau_pos: float = setting(1.0, "where the advantage is positive", above=0)
+    tau_neg: float = setting(1.05, "where it is not", above=0)
+
+    def kernel_params(self) -> dict[str, float]:
+        """Return the gate's steepness."""
+        return {"tau_pos": self.tau_pos, "tau_neg": self.tau_neg}
+
+
+@dataclass(frozen=True, slots=True)
+class Dppo(LossSettings):
+    """Of dppo: how far a token's probability may move."""
+
+    dppo_type: str = setting("binary_tv", "its measure", choices=("binary_tv", "binary_kl"))
+    delta_low: float = setting(0.2, "where the advantage is negative", at_least=0)
+    delta_high: float = setting(0.2, "where it is positive", at_least=0)
+
+    @property
+    def variant(self) -> str:
+        """By total variation or by the binary KL."""
+        return {"binary_tv": "dppo_tv", "binary_kl": "dppo_kl"}[self.dppo_type]
+
+    def kernel_params(self) -> dict[str, float]:
+        """Return the distances."""
+        return {"delta_low": self.delta_low, "delta_high": self.delta_high}
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropy(LossSettings):
+    """Of cross_entropy, which has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportanceSampling(LossSettings):
+    """Of importance_sampling, which has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """What is true of one loss.
+
+    Args:
+        name: in `policy_loss` and `trainer.algorithm.policy_loss_type`.
+        settings: the class of its hyper-parameters.
+        codes: the LossKind of each variant (csrc/policy_loss/token_loss.h); the only variant of a
+            loss has the loss's name.
+        scope: what must be computed together: single tokens, all tokens of a sequence, or all of a
+            mini-batch.
+        ratio_to: log-probabilities that the ratio is taken against.
+        zero_where_advantage_is_zero: whether value and gradient vanish with the advantage.
+    """
+
+    name: str
+    settings: type[LossSettings]
+    codes: Mapping[str, int]
+    scope: LossScope = "token"
+    ratio_to: RatioTo = "old"
+    zero_where_advantage_is_zero: bool = True
+
+    @property
+    def needs_advantages(self) -> bool:
+        """Whether the loss reads advantages: all do that have a ratio."""
+        return self.ratio_to != "nothing"
+
+
+POLICY_LOSSES: dict[str, LossSpec] = {
+    spec.name: spec
+    for spec in (
+        LossSpec("regular", Regular, {"regular": 0}),
+        LossSpec("dual_clip", DualClip, {"dual_clip": 1}),
+        LossSpec("gspo", Gspo, {"gspo": 2}, scope="sequence"),
+        LossSpec("cispo", Cispo, {"cispo": 3}),
+        LossSpec("rollout_is", RolloutIs, {"rollout_is": 4}, ratio_to="rollout"),
+        LossSpec(
+            *("clip_cov", ClipCov, {"clip_cov": 5}),
+            scope="mini_batch",
+            zero_where_advantage_is_zero=False,
+        ),
+        LossSpec(
+            *("kl_cov", KlCov, {"kl_cov": 6}),
+            scope="mini_batch",
+            zero_where_advantage_is_zero=False,
+        ),
+        LossSpec("sapo", Sapo, {"sapo": 7}),
+        LossSpec("dppo", Dppo, {"dppo_tv": 8, "dppo_kl": 9}, ratio_to="rollout_where_given"),
+        LossSpec(
+            *("cross_entropy", CrossEntropy, {"cross_entropy": 10}),
+            ratio_to="nothing",
+            zero_where_advantage_is_zero=False,
+        ),
+        LossSpec("importance_sampling", ImportanceSampling, {"importance_sampling": 11}),
+    )
+}
+LOSS_CODES: dict[str, int] = {
+    k: v for spec in POLICY_LOSSES.values() for k, v in spec.codes.items()
+}
+_OF_CLASS = {spec.settings: spec for spec in POLICY_LOSSES.values()}
+_DEFAULTS = {spec.name: spec.settings() for spec in POLICY_LOSSES.values()}
+
+
+def clip_range(eps_low: float, eps_high: float) -> dict[str, float]:
+    """Return the ratio's bounds, 1 - eps_low and 1 + eps_high."""
+    return {"clip_low": 1.0 - eps_low, "clip_high": 1.0 + eps_high}
+
+
+def loss_and_settings(op: str, loss: str | LossSettings) -> tuple[LossSpec, LossSettings]:
+    """Return a loss's line of the table, and its settings after a look at their limits.
+
+    Args:
+        op: named in errors.
+        loss: a name, or an instance of a `settings` class.
+
+    Raises:
+        ValueError: an unknown loss, or a setting out of its limits.
+    """
+    if isinstance(loss, str) and loss in POLICY_LOSSES:
+        return POLICY_LOSSES[loss], _DEFAULTS[loss]
+    spec = None if isinstance(loss, str) else _OF_CLASS.get(type(loss))
+    if spec is None or isinstance(loss, str):
+        raise ValueError(
+            f"{op}: loss must be one of {tuple(POLICY_LOSSES)} or the settings of one, got {loss!r}"
+        )
+    for item in fields(loss):
+        wrong = limit_error(item.metadata, getattr(loss, item.name))
+        if wrong is not None:
+            raise ValueError(f"{op}: {type(loss).__name__}.{item.name}: {wrong}")
+    return spec, loss
+
+
+def kernel_kind(spec: LossSpec, settings: LossSettings) -> str:
+    """Return the name of the kernel's variant, a key of `LOSS_CODES`."""
+    return settings.variant or spec.name
+
+
+def kernel_params(settings: LossSettings, kl_coef: float) -> list[float]:
+    """Return the numbers of `KERNEL_PARAMS`, then `kl_coef`."""
+    given = settings.kernel_params()
+    return [float(given.get(name, UNUSED)) for name in KERNEL_PARAMS] + [float(kl_coef)]
+
+
+def ratio_to_rollout(spec: LossSpec, settings: LossSettings) -> bool:
+    """Return whether the ratio is to the policy that sampled, whatever the old one is."""
+    if isinstance(settings, Cispo):
+        return settings.cispo_ratio == "rollout"
+    return spec.ratio_to in ("rollout", "rollout_where_given")
+
+
+def ratio_logprobs(
+    op: str,
+    spec: LossSpec,
+    settings: LossSettings,
+    old_logprobs: torch.Tensor | None,
+    rollout_logprobs: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Return the log-probabilities that the ratio is taken against; None: the current ones.
+
+    Raises:
+        ValueError: the loss needs `rollout_logprobs` and there are none.
+    """
+    if spec.ratio_to == "nothing":
+        return None
+    if not ratio_to_rollout(spec, settings):
+        return old_logprobs
+    if rollout_logprobs is None:
+        if spec.ratio_to == "rollout_where_given":
+            return old_logprobs
+        raise ValueError(f"{op}: {spec.name!r} needs rollout_logprobs, got None")
+    return rollout_logprobs

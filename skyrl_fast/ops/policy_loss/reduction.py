@@ -1,0 +1,188 @@
+"""How much each row weighs in a loss. Shapes: N rows (steps), R padded cells, A ragged cells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from skyrl_fast import _C
+from skyrl_fast.ops import _backend, _rows
+from skyrl_fast.ops.policy_loss import reference
+
+OP = "reduction_weights"
+REDUCTIONS = (
+    "token_mean",
+    "sequence_mean",
+    "seq_mean_token_sum_norm",
+    "prompt_mean",
+    "trajectory_mean",
+)
+NATIVE_MASKS = (torch.bool, torch.uint8, torch.int64, torch.float32)
+
+Scope = Literal["row", "trajectory"]
+SCOPES = ("row", "trajectory")
+RowIds = Sequence[str] | Sequence[int] | torch.Tensor
+
+_library = torch.library.Library("skyrl_fast", "FRAGMENT")
+_library.define("mask_counts(Tensor loss_mask, Tensor? cu_seqlens) -> Tensor")
+
+
+def reduction_weights(
+    loss_mask: torch.Tensor,
+    *,
+    reduction: str,
+    cu_seqlens: torch.Tensor | None = None,
+    group_ids: RowIds | None = None,
+    trajectory_ids: RowIds | None = None,
+    max_seq_len: int | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return the weight that every trained token of a row has in the loss.
+
+    Take them once, from a whole mini-batch without its padding rows, and give each micro-batch its
+    rows' share: the sum of the micro-batches' losses is then the mini-batch's loss, however it is
+    split. With m the trained tokens of a row, and N, P, J the rows, prompts, trajectories:
+
+    "token_mean" 1 / sum m; "sequence_mean" 1 / (N m); "seq_mean_token_sum_norm" 1 / (N
+    max_seq_len), Dr. GRPO, arXiv:2503.20783; "prompt_mean" 1 / (P sum of m over the prompt);
+    "trajectory_mean" 1 / (J sum of m over the trajectory), so that a trajectory weighs the same
+    whatever its number of turns.
+
+    Rows, prompts and trajectories without a trained token count in N, P and J (they are samples
+    whose loss is 0); a denominator of 0 tokens is taken as 1, so nothing is NaN.
+
+    Args:
+        loss_mask: (N, R) or, with `cu_seqlens`, (A,); a token is trained where it is not 0.
+        reduction: see above.
+        cu_seqlens: (N + 1,) offsets of the rows' cells.
+        group_ids: N strings or ints, the prompt of each row; for "prompt_mean".
+        trajectory_ids: N strings or ints; for "trajectory_mean".
+        max_seq_len: for "seq_mean_token_sum_norm".
+        backend: "native", "torch", or None to choose.
+
+    Returns:
+        (N,) float32.
+
+    Raises:
+        ValueError: an unknown reduction, one whose ids or length are missing, or shapes that
+            disagree.
+
+    Example:
+        >>> mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
+        >>> reduction_weights(mask, reduction="sequence_mean")
+        tensor([0.1667, 0.5000])
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{OP}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    if reduction == "seq_mean_token_sum_norm" and (max_seq_len is None or max_seq_len <= 0):
+        raise ValueError(f"{OP}: {reduction} needs max_seq_len > 0, got {max_seq_len}")
+    cu_seqlens = checked_offsets(OP, loss_mask, cu_seqlens)
+    mask = native_mask(OP, loss_mask)
+    if _backend.select(OP, mask, backend=backend) == "native":
+        counts = torch.ops.skyrl_fast.mask_counts(mask, cu_seqlens)
+    else:
+        counts = _mask_counts_torch(mask, cu_seqlens)
+    segment, num_segments = counts, 0
+    if reduction == "prompt_mean":
+        segment, num_segments = segments_of(OP, "group_ids", group_ids, counts.numel(), reduction)
+    elif reduction == "trajectory_mean":
+        ids = trajectory_ids
+        segment, num_segments = segments_of(OP, "trajectory_ids", ids, counts.numel(), reduction)
+    weights = reference.reduction_weights(
+        counts, reduction, _backend.beside(segment, counts), num_segments, max_seq_len
+    )
+    return weights.to(torch.float32)
+
+
+def checked_offsets(
+    op: str, cells: torch.Tensor, cu_seqlens: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return the offsets as contiguous int32 after a look at the shapes; None for padded cells."""
+    if not isinstance(cells, torch.Tensor):
+        raise TypeError(f"{op}: data must be torch tensors, got {type(cells).__name__}")
+    if cu_seqlens is None:
+        if cells.dim() != 2:
+            raise ValueError(
+                f"{op}: data must be (N, R), or (A,) with cu_seqlens, got shape "
+                f"{tuple(cells.shape)} without cu_seqlens"
+            )
+        return None
+    if cells.dim() != 1:
+        raise ValueError(
+            f"{op}: with cu_seqlens, data must be (A,), got shape {tuple(cells.shape)}"
+        )
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0 or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f"{op}: cu_seqlens must be (N + 1,) ints, got {cu_seqlens.dtype} of shape "
+            f"{tuple(cu_seqlens.shape)}"
+        )
+    return cu_seqlens.to(torch.int32).contiguous()
+
+
+def native_mask(op: str, loss_mask: torch.Tensor) -> torch.Tensor:
+    """Return the mask, contiguous and of a dtype that the kernels read."""
+    if not isinstance(loss_mask, torch.Tensor):
+        raise TypeError(f"{op}: loss_mask must be a torch tensor, got {type(loss_mask).__name__}")
+    mask = loss_mask if loss_mask.dtype in NATIVE_MASKS else loss_mask != 0
+    return mask.detach().contiguous()
+
+
+def segments_of(
+    op: str, name: str, ids: RowIds | None, num_rows: int, needed_by: str
+) -> tuple[torch.Tensor, int]:
+    """Return (N,) int64 segment numbers from 0 on, and how many there are."""
+    if ids is None:
+        raise ValueError(f"{op}: {needed_by} needs {name}, got None")
+    if isinstance(ids, torch.Tensor):
+        if ids.is_floating_point():
+            raise ValueError(f"{op}: {name} must be ints or strings, got {ids.dtype}")
+        segment = ids.reshape(-1).to(torch.int64)
+        distinct, segment = torch.unique(segment, return_inverse=True)
+        num_segments = distinct.numel()
+    else:
+        segment = _rows.dense_ids(op, name, ids)
+        num_segments = int(segment.max()) + 1 if len(segment) else 0
+    if segment.numel() != num_rows:
+        raise ValueError(f"{op}: {name} must have {num_rows} entries, got {segment.numel()}")
+    return segment, num_segments
+
+
+def sequences_of(
+    op: str, scope: str | None, trajectory_ids: RowIds | None, num_rows: int
+) -> torch.Tensor | None:
+    """Return (N,) int64, the sequence of each row; None where every row is one.
+
+    Args:
+        scope: "row", "trajectory", or None: trajectory where `trajectory_ids` are given.
+    """
+    if scope not in (None, *SCOPES):
+        raise ValueError(f"{op}: scope must be one of {(None, *SCOPES)}, got {scope!r}")
+    if scope == "row" or (scope is None and trajectory_ids is None):
+        return None
+    return segments_of(op, "trajectory_ids", trajectory_ids, num_rows, "scope='trajectory'")[0]
+
+
+def _mask_counts(loss_mask: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    num_rows = loss_mask.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    counts = torch.zeros(num_rows, dtype=torch.int64)
+    _C.mask_counts(loss_mask, cu_seqlens, counts, _backend.num_threads())
+    return counts
+
+
+def _mask_counts_torch(loss_mask: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    if cu_seqlens is None:
+        return (loss_mask != 0).sum(1)
+    row = reference.row_of_cell(loss_mask, cu_seqlens)
+    counts = row.new_zeros(cu_seqlens.numel() - 1)
+    return counts.index_add_(0, row, (loss_mask != 0).long())
+
+
+def _mask_counts_fake(loss_mask: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    num_rows = loss_mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return loss_mask.new_empty(num_rows, dtype=torch.int64)
+
+
+_library.impl("mask_counts", _mask_counts, "CPU")
+torch.library.register_fake("skyrl_fast::mask_counts", _mask_counts_fake, lib=_library)

@@ -1,0 +1,345 @@
+"""Plain-torch reference of losses and reductions. Shapes: N rows, C cells in a row-major line.
+
+Everything here works on flat cells with the row of each cell, is differentiable by autograd, and
+reads nothing at masked cells. The formulas' sources are listed in `ops/policy_loss/loss.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from skyrl_fast.ops.policy_loss.losses import ClipCov, KlCov
+
+MAX_DELTA = 20.0  # |delta| at which a ratio's exponent is clamped
+MAX_K3 = 10.0
+PROBABILITY_EPSILON = 1e-8  # dppo's binary KL
+METRICS = (
+    "loss",
+    "policy_loss",
+    "kl_loss",
+    "num_tokens",
+    "clip_ratio",
+    "clip_ratio_low",
+    "clip_ratio_high",
+    "chosen_ratio",
+    "ratio_mean",
+    "ratio_max",
+    "ratio_min",
+    "approx_kl",
+    "kl",
+)
+
+
+def row_of_cell(like: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """Return (C,) int64, the row that each cell of an (N, R) or ragged (A,) tensor belongs to."""
+    if cu_seqlens is None:
+        num_rows, width = like.shape
+        return torch.arange(num_rows, device=like.device).repeat_interleave(width)
+    lengths = cu_seqlens.diff().to(like.device, torch.int64)
+    rows = torch.arange(lengths.numel(), device=like.device)
+    return torch.repeat_interleave(rows, lengths, output_size=like.numel())
+
+
+def masked(values: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """Return values with 0 where masked, whatever stands there; no gradient flows to it."""
+    return torch.where(live, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def ratio_of(delta: torch.Tensor) -> torch.Tensor:
+    """Return exp(clamp(delta, -20, 20)); NaN stays NaN, in the gradient too."""
+    clamped = delta.clamp(-MAX_DELTA, MAX_DELTA)
+    return torch.where(delta.isnan(), delta, clamped).exp()
+
+
+def kl_penalty(
+    logprobs: torch.Tensor, ref_logprobs: torch.Tensor, live: torch.Tensor, estimator: str
+) -> torch.Tensor:
+    """Return the per-cell estimate of KL(current || reference), 0 where masked."""
+    delta = masked(logprobs, live) - masked(ref_logprobs, live)
+    if estimator == "k1":
+        return delta
+    if estimator == "abs":
+        return delta.abs()
+    if estimator == "k2":
+        return 0.5 * delta.square()
+    x = torch.where(delta.isnan(), delta, (-delta).clamp(-MAX_DELTA, MAX_DELTA))
+    value = torch.expm1(x) - x
+    return torch.where(value.isnan(), value, value.clamp(-MAX_K3, MAX_K3))
+
+
+def sequence_mean(
+    values: torch.Tensor, live: torch.Tensor, segment_of_cell: torch.Tensor, num_segments: int
+) -> torch.Tensor:
+    """Return for each cell the mean of `values` over the trained cells of its segment."""
+    sums = values.new_zeros(num_segments, dtype=torch.float64)
+    sums.index_add_(0, segment_of_cell, values.double())
+    counts = torch.zeros_like(sums).index_add_(0, segment_of_cell, live.double())
+    return (sums / counts.clamp(min=1))[segment_of_cell].to(values.dtype)
+
+
+def clipped_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return PPO's per-cell loss and where its lower and upper bounds took effect."""
+    free = -advantages * ratio
+    bound = -advantages * ratio.clamp(low, high)
+    clipped = bound > free
+    loss = torch.where(clipped, bound, free)
+    return loss, clipped & (advantages < 0), clipped & (advantages > 0)
+
+
+def token_loss(
+    loss: str,
+    p: Mapping[str, float],
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    delta: torch.Tensor,
+    advantages: torch.Tensor,
+    selected: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return per cell: loss, clipped low, clipped high, chosen.
+
+    Args:
+        loss: one of `LOSS_CODES`: "dppo_tv" and "dppo_kl" for dppo's two variants.
+        p: the numbers of `KERNEL_PARAMS` that the loss reads, by name.
+        logprobs, old_logprobs, delta, advantages: (C,), 0 where masked.
+        selected: (C,) bool for clip_cov and kl_cov.
+    """
+    no = torch.zeros_like(logprobs, dtype=torch.bool)
+    if loss == "cross_entropy":
+        return -logprobs, no, no, no
+    ratio = ratio_of(delta)
+    if loss in ("regular", "gspo", "dual_clip", "clip_cov"):
+        value, low, high = clipped_surrogate(ratio, advantages, p["clip_low"], p["clip_high"])
+        if loss == "dual_clip":
+            ceiling = -advantages * p["clip_ratio_c"]
+            chosen = (advantages < 0) & (ceiling < value)
+            return torch.where(chosen, ceiling, value), low, high, chosen
+        if loss == "clip_cov":
+            assert selected is not None
+            return masked(value, ~selected), low, high, selected
+        return value, low, high, no
+    if loss == "kl_cov":
+        assert selected is not None
+        penalty = p["ppo_kl_coef"] * masked((logprobs - old_logprobs).abs(), selected)
+        return -advantages * ratio + penalty, no, no, selected
+    if loss == "cispo":
+        weight = ratio.detach().clamp(p["clip_low"], p["clip_high"])
+        return -advantages * weight * logprobs, ratio < p["clip_low"], ratio > p["clip_high"], no
+    if loss == "rollout_is":
+        low = ratio <= p["clip_low"]
+        high = (ratio >= p["clip_high"]) & ~low  # counted once where the bounds meet
+        weight = masked(ratio.detach(), ~(low | high))
+        return -advantages * weight * logprobs, low, high, no
+    if loss == "sapo":
+        tau_neg = torch.full_like(ratio, p["tau_neg"])
+        tau = torch.where(advantages > 0, torch.full_like(ratio, p["tau_pos"]), tau_neg)
+        return -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau), no, no, no
+    if loss in ("dppo_tv", "dppo_kl"):
+        low, high = _dppo_dropped(loss, p, logprobs.detach(), old_logprobs)
+        low, high = low & (advantages < 0), high & (advantages > 0)
+        return masked(-advantages * ratio, ~(low | high)), low, high, no
+    assert loss == "importance_sampling", loss
+    return -advantages * ratio, no, no, no
+
+
+def _dppo_dropped(
+    loss: str, p: Mapping[str, float], logprobs: torch.Tensor, old_logprobs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    prob, old_prob = logprobs.exp(), old_logprobs.exp()
+    if loss == "dppo_tv":
+        return old_prob - prob > p["delta_low"], prob - old_prob > p["delta_high"]
+    other, old_other = 1 - prob + PROBABILITY_EPSILON, 1 - old_prob + PROBABILITY_EPSILON
+    kl = old_prob * (old_logprobs - logprobs) + (1 - old_prob) * torch.log(old_other / other)
+    return (prob < old_prob) & (kl > p["delta_low"]), (prob > old_prob) & (kl > p["delta_high"])
+
+
+def policy_loss(
+    loss: str,
+    p: Mapping[str, float],
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor | None,
+    advantages: torch.Tensor | None,
+    live: torch.Tensor,
+    row: torch.Tensor,
+    row_weights: torch.Tensor,
+    *,
+    segment_of_row: torch.Tensor | None = None,
+    ref_logprobs: torch.Tensor | None = None,
+    kl_estimator: str | None = None,
+    token_weights: torch.Tensor | None = None,
+    selected: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scalar loss and the metrics, (len(METRICS),) float64.
+
+    Args:
+        loss, p, selected: as in `token_loss`; `p` with `kl_coef`.
+        logprobs, old_logprobs, advantages, live, ref_logprobs, token_weights: (C,); old_logprobs
+            None: the detached logprobs.
+        row: (C,) row of each cell. row_weights: (N,).
+        segment_of_row: (N,) sequence of each row, below N, for gspo; None: the row itself.
+    """
+    current = masked(logprobs, live)
+    old = current.detach() if old_logprobs is None else masked(old_logprobs.detach(), live)
+    adv = torch.zeros_like(current) if advantages is None else masked(advantages.detach(), live)
+    delta = current - old
+    if loss == "gspo":
+        segment = row if segment_of_row is None else segment_of_row[row]
+        sequence = sequence_mean(delta.detach(), live, segment, row_weights.numel())
+        delta = delta - delta.detach() + sequence
+    value, low, high, chosen = token_loss(loss, p, current, old, delta, adv, selected)
+    value = masked(value, live)
+    if token_weights is not None:
+        factor = masked(token_weights.detach(), live)
+        on = factor != 0  # 0 drops the token, whatever its loss is
+        inputs = [masked(x, on) for x in (current, old, delta, adv)]
+        value = token_loss(loss, p, inputs[0], inputs[1], inputs[2], inputs[3], selected)[0]
+        value = value * factor
+    shown_delta = torch.zeros_like(delta) if loss == "cross_entropy" else delta.detach()
+    return weighted_loss(
+        value,
+        logprobs,
+        live,
+        row_weights[row],
+        delta=shown_delta,
+        flags=(chosen if loss == "clip_cov" else low | high, low, high, chosen),
+        ref_logprobs=ref_logprobs,
+        kl_estimator=kl_estimator,
+        kl_coef=p["kl_coef"],
+    )
+
+
+def weighted_loss(
+    value: torch.Tensor,
+    logprobs: torch.Tensor,
+    live: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    delta: torch.Tensor,
+    flags: tuple[torch.Tensor, ...],
+    ref_logprobs: torch.Tensor | None,
+    kl_estimator: str | None,
+    kl_coef: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weighted sum of per-cell losses and KL penalties, and the metrics.
+
+    Args:
+        value: (C,) policy loss times token weight, 0 where masked. logprobs, live: (C,).
+        weights: (C,), the row's weight. delta: (C,), log of the ratio, without gradient.
+        flags: (C,) bool each: clipped, clipped low, clipped high, chosen.
+    """
+    weights = weights.to(value.dtype)
+    policy = (value * weights).sum()
+    total, kl = policy, torch.zeros_like(value)
+    if kl_estimator is not None:
+        assert ref_logprobs is not None
+        kl = kl_penalty(logprobs, ref_logprobs.detach(), live, kl_estimator)
+        total = policy + kl_coef * (kl * weights).sum()
+    with torch.no_grad():
+        clamped = delta.clamp(-MAX_DELTA, MAX_DELTA)
+        metrics = _metrics(total, policy, kl, weights, clamped, live, flags)
+    return total, metrics
+
+
+def _metrics(
+    total: torch.Tensor,
+    policy: torch.Tensor,
+    kl: torch.Tensor,
+    weights: torch.Tensor,
+    delta: torch.Tensor,
+    live: torch.Tensor,
+    flags: tuple[torch.Tensor, ...],
+) -> torch.Tensor:
+    count = live.sum().double()
+    mean = lambda x: masked(x.double(), live).sum() / count.clamp(min=1)  # noqa: E731
+    ratio = delta.double().exp()
+    inf = torch.full_like(ratio, torch.inf)
+    some = (count > 0).double()
+    known = live & ~ratio.isnan()
+    extremes = [
+        masked(ratio, known).max() if ratio.numel() else count,
+        torch.where(known, ratio, inf).min() if ratio.numel() else count,
+    ]
+    extremes = [torch.where(count > 0, x, torch.zeros_like(x)) for x in extremes]
+    return torch.stack(
+        [
+            total.double(),
+            policy.double(),
+            (kl * weights).sum().double(),
+            count,
+            *(mean(flag) for flag in flags),
+            mean(ratio) * some,
+            *extremes,
+            mean(torch.expm1(delta.double()) - delta.double()),
+            mean(kl),
+        ]
+    )
+
+
+def reduction_weights(
+    counts: torch.Tensor,
+    reduction: str,
+    segment_of_row: torch.Tensor,
+    num_segments: int,
+    max_seq_len: int | None,
+) -> torch.Tensor:
+    """Return (N,) float64 weights from each row's count of trained tokens.
+
+    Args:
+        counts: (N,) trained tokens. segment_of_row: (N,) prompt or trajectory of each row for
+            prompt_mean and trajectory_mean, with `num_segments` of them.
+    """
+    counts = counts.double()
+    num_rows = counts.numel()
+    if reduction == "token_mean":
+        return torch.ones_like(counts) / counts.sum().clamp(min=1)
+    if reduction == "sequence_mean":
+        return 1 / (num_rows * counts.clamp(min=1))
+    if reduction == "seq_mean_token_sum_norm":
+        assert max_seq_len is not None
+        return torch.full_like(counts, 1 / (max(1, num_rows) * max_seq_len))
+    of_segment = counts.new_zeros(num_segments).index_add_(0, segment_of_row, counts)
+    return 1 / (num_segments * of_segment.clamp(min=1)[segment_of_row])
+
+
+def select_by_covariance(
+    settings: ClipCov | KlCov,
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    live: torch.Tensor,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    """Return bool like `live`: the tokens that clip_cov drops or that kl_cov penalises.
+
+    The covariance of a token is the product of the centred advantage and the centred logprob over
+    the trained tokens given. clip_cov draws max(1, share * tokens) among those strictly between
+    its bounds that PPO's clip leaves alone; kl_cov takes the max(1, share * tokens) largest.
+    """
+    cells = live.nonzero(as_tuple=True)
+    inputs = (logprobs, old_logprobs, advantages)
+    current, old, adv = (x.detach()[cells].double() for x in inputs)
+    selected = torch.zeros_like(live)
+    if current.numel() == 0:
+        return selected
+    covariance = (adv - adv.mean()) * (current - current.mean())
+    if isinstance(settings, KlCov):
+        num = max(1, int(current.numel() * settings.kl_cov_frac))
+        picked = torch.topk(covariance, min(num, current.numel())).indices
+    else:
+        ratio = ratio_of(current - old)
+        bounds = settings.kernel_params()
+        _, low, high = clipped_surrogate(ratio, adv, bounds["clip_low"], bounds["clip_high"])
+        inside = (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub)
+        candidates = (inside & ~(low | high)).nonzero().reshape(-1)
+        num = max(1, int(current.numel() * settings.clip_ratio))
+        place = "cpu" if generator is None else generator.device
+        order = torch.randperm(candidates.numel(), generator=generator, device=place)
+        order = order.to(candidates.device)
+        picked = candidates[order[:num]]
+    flat = torch.zeros(current.numel(), dtype=torch.bool, device=live.device)
+    flat[picked] = True
+    selected[cells] = flat
+    return selected

@@ -1,0 +1,140 @@
+"""Plain-torch reference of the off-policy correction. N rows, C cells in a line, U sequences.
+
+Nothing here waits for the device: every condition is a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from skyrl_fast.ops.policy_loss.reference import masked, ratio_of
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What to apply, in this order; None: not wanted.
+
+    Args:
+        outlier_low, outlier_high: a token outside drops its sequence.
+        token_low, token_high: a token outside is dropped.
+        tis, cap: "token" or "sequence", and the largest weight.
+        sequence_mask, mask_low, mask_high: "geometric" or "product", and its bounds.
+    """
+
+    outlier_low: float | None
+    outlier_high: float | None
+    token_low: float | None
+    token_high: float | None
+    tis: str | None
+    cap: float
+    sequence_mask: str | None
+    mask_low: float
+    mask_high: float
+
+    @property
+    def outliers(self) -> bool:
+        """Whether there is an outlier rule."""
+        return self.outlier_low is not None or self.outlier_high is not None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is a token mask."""
+        return self.token_low is not None or self.token_high is not None
+
+    @property
+    def masks(self) -> bool:
+        """Whether any rule can make the mask smaller."""
+        return self.outliers or self.bounded or self.sequence_mask is not None
+
+
+def off_policy_correction(
+    rules: Rules,
+    old: torch.Tensor,
+    rollout: torch.Tensor,
+    live: torch.Tensor,
+    sequence: torch.Tensor,
+    num_sequences: int,
+) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return (C,) token weights (None without TIS), (C,) bool mask, and the metrics.
+
+    Args:
+        old, rollout: (C,) log-probabilities.
+        live: (C,) bool, trained tokens.
+        sequence: (C,) int64, the sequence of each cell, below `num_sequences`.
+    """
+    delta = masked(old, live) - masked(rollout, live)
+    ratio = ratio_of(delta)
+    zeros = torch.zeros(num_sequences, dtype=torch.float64, device=old.device)
+
+    def per_sequence(values: torch.Tensor) -> torch.Tensor:
+        return zeros.index_add(0, sequence, values.double())
+
+    trained = per_sequence(live) > 0
+    metrics = _ratio_metrics(delta, ratio, live)
+
+    def share(flags: torch.Tensor) -> torch.Tensor:
+        return (flags & trained).sum().double() / trained.sum().double().clamp(min=1)
+
+    keep = live
+    if rules.outliers:
+        high = torch.inf if rules.outlier_high is None else rules.outlier_high
+        low = -torch.inf if rules.outlier_low is None else rules.outlier_low
+        over = per_sequence(live & (ratio > high)) > 0
+        under = per_sequence(live & (ratio < low)) > 0
+        metrics["outlier_seq_masked_ratio"] = share(over | under)
+        metrics["outlier_seq_over_high_ratio"] = share(over)
+        metrics["outlier_seq_under_low_ratio"] = share(under)
+        keep = keep & ~(over | under)[sequence]
+    if rules.bounded:
+        before = keep.sum().double().clamp(min=1)
+        high = torch.inf if rules.token_high is None else rules.token_high
+        low = -torch.inf if rules.token_low is None else rules.token_low
+        inside = (ratio >= low) & (ratio <= high)
+        metrics["token_mask_ratio"] = (keep & ~inside).sum().double() / before
+        keep = keep & inside
+    log_product = per_sequence(masked(delta, keep))
+    weights = None
+    if rules.tis == "token":
+        num_kept = keep.sum().double().clamp(min=1)
+        metrics["tis_token_clip_high_ratio"] = (keep & (ratio > rules.cap)).sum() / num_kept
+        weights = ratio.clamp(max=rules.cap)
+    elif rules.tis == "sequence":
+        product = ratio_of(log_product)
+        metrics["tis_seq_clip_high_ratio"] = share(product > rules.cap)
+        weights = product.clamp(max=rules.cap).to(old.dtype)[sequence]
+    if rules.sequence_mask is not None:
+        tokens = per_sequence(keep).clamp(min=1)
+        exponent = log_product / tokens if rules.sequence_mask == "geometric" else log_product
+        of_sequence = ratio_of(exponent)
+        over, under = of_sequence > rules.mask_high, of_sequence < rules.mask_low
+        prefix = "geo" if rules.sequence_mask == "geometric" else "product"
+        metrics[f"{prefix}_sequence_mask_masked_ratio"] = share(over | under)
+        metrics[f"{prefix}_sequence_mask_over_high_ratio"] = share(over)
+        metrics[f"{prefix}_sequence_mask_under_low_ratio"] = share(under)
+        keep = keep & ~(over | under)[sequence]
+    return None if weights is None else masked(weights, keep), keep, metrics
+
+
+def _ratio_metrics(
+    delta: torch.Tensor, ratio: torch.Tensor, live: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Moments and extremes of the ratio over trained tokens; extremes leave NaN out."""
+    count = live.sum().double()
+    some = count > 0
+    zero = torch.zeros_like(count)
+    values = ratio.double()
+    mean = masked(values, live).sum() / count.clamp(min=1)
+    squares = masked((values - mean).square(), live).sum()
+    known = live & ~delta.isnan()
+    cell = torch.zeros(1, dtype=torch.float64, device=ratio.device)  # for a batch without cells
+    most = torch.cat([masked(values, known), cell]).amax()
+    inf = torch.full_like(cell, torch.inf)
+    least = torch.cat([torch.where(known, values, inf), inf]).amin()
+    return {
+        "is_ratio_mean": mean,
+        "is_ratio_std": (squares / (count - 1).clamp(min=1)).sqrt(),
+        "is_ratio_max": torch.where(some, most, zero),
+        "is_ratio_min": torch.where(some, least, zero),
+    }

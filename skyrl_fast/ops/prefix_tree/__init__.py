@@ -1,0 +1,1 @@
+"""Prefix trees of rows, and attention over them."""

@@ -1,0 +1,285 @@
+"""Rows that begin alike as trees of their distinct tokens.
+
+N rows, S tokens of all rows, G groups, T nodes of all trees, E label cells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from skyrl_fast import _C
+from skyrl_fast.ops import _backend
+from skyrl_fast.ops._rows import check_row_ids
+from skyrl_fast.ops.prefix_tree import reference
+
+OP = "build_prefix_tree"
+MAX_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """One tree per group: a node for each distinct beginning of the group's rows.
+
+    Nodes are numbered depth first over all trees, children in the order of the first row through
+    them, trees in the order in which groups first appear. So node `a` is `b` or above it exactly
+    where `a <= b < ends[a]`: a node's number is its own entry time.
+
+    Args:
+        tokens: (T,) int32 token ids.
+        parents: (T,) int32, -1 at a root.
+        positions: (T,) int32 depth, from 0: the position of the token in its rows.
+        ends: (T,) int32, one past the last node below.
+        sources: (T,) int64, where in the rows' tokens the node's token stands.
+        row_nodes: int32, the node of each token that entered, row after row.
+        row_starts: (N + 1,) int64 offsets of the rows in `row_nodes`.
+        group_starts: (G + 1,) int32, first node of each group's tree.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    positions: torch.Tensor
+    ends: torch.Tensor
+    sources: torch.Tensor
+    row_nodes: torch.Tensor
+    row_starts: torch.Tensor
+    group_starts: torch.Tensor
+
+    @property
+    def num_nodes(self) -> int:
+        """T: how many distinct tokens there are."""
+        return self.tokens.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return self.row_starts.shape[0] - 1
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """(T,) int32: a node's own number, the first of its subtree `[starts, ends)`."""
+        return torch.arange(self.num_nodes, dtype=torch.int32)
+
+    def nodes_of(self, row: int) -> torch.Tensor:
+        """Return the nodes of a row's tokens."""
+        return self.row_nodes[int(self.row_starts[row]) : int(self.row_starts[row + 1])]
+
+    def ancestor_mask(self) -> torch.Tensor:
+        """Return (T, T) bool, True where the column's node is the row's or above it."""
+        numbers = torch.arange(self.num_nodes)
+        return (numbers[None] <= numbers[:, None]) & (numbers[:, None] < self.ends[None])
+
+    def part(self, rows: Sequence[int] | np.ndarray) -> PrefixTree:
+        """Return the trees of some rows alone; other rows become empty.
+
+        Nodes keep their order, so that children may stand in another one than in a tree that is
+        built from these rows.
+        """
+        keep_row = np.zeros(self.num_rows, dtype=bool)
+        keep_row[np.asarray(rows, dtype=np.int64)] = True
+        lengths = np.diff(self.row_starts.numpy())
+        entered = self.row_nodes.numpy()[np.repeat(keep_row, lengths)]
+        keep = np.zeros(self.num_nodes, dtype=bool)
+        keep[entered] = True
+        kept = np.flatnonzero(keep)
+        before = np.zeros(self.num_nodes + 1, dtype=np.int32)  # a node's new number
+        np.cumsum(keep, out=before[1:])
+        parents = self.parents.numpy()[kept]
+        renumbered = np.where(parents < 0, np.int32(-1), before[parents])
+        return PrefixTree(
+            tokens=torch.from_numpy(self.tokens.numpy()[kept]),
+            parents=torch.from_numpy(renumbered),
+            positions=torch.from_numpy(self.positions.numpy()[kept]),
+            ends=torch.from_numpy(before[self.ends.numpy()[kept]]),
+            sources=torch.from_numpy(self.sources.numpy()[kept]),
+            row_nodes=torch.from_numpy(before[entered]),
+            row_starts=torch.from_numpy(_offsets(np.where(keep_row, lengths, 0))),
+            group_starts=torch.from_numpy(before[self.group_starts.numpy()]),
+        )
+
+
+def build_prefix_tree(
+    tokens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    group_ids: Sequence[str] | Sequence[int] | torch.Tensor | None = None,
+    *,
+    lengths: torch.Tensor | np.ndarray | Sequence[int] | None = None,
+    labels: torch.Tensor | None = None,
+    cu_labels: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> PrefixTree:
+    """Return the trees of the groups' rows: every distinct beginning of a row is one node.
+
+    The time is linear in the tokens: each is compared once on the way down its row's path, in
+    blocks, and written once. Groups are spread over the threads.
+
+    Args:
+        tokens: (S,) int32 or int64 ids below 2^31; row i is
+            `tokens[cu_seqlens[i] : cu_seqlens[i + 1]]`.
+        cu_seqlens: (N + 1,) int32 or int64.
+        group_ids: N strings or ints; rows of a group need not be adjacent. None: one group.
+        lengths: (N,) how many tokens of each row enter; None: all. 0 leaves a row out.
+        labels: (E, ...) any dtype: what else must be equal, byte for byte, for two tokens to be
+            the same, such as routes of experts.
+        cu_labels: (N + 1,) int32 or int64 offsets into the labels. Label j belongs to token j of
+            its row; a token without a label equals only others without.
+        backend: "native", "torch", or None to choose.
+
+    Raises:
+        ValueError: arguments that do not fit each other, tokens of more than 32 bits or on another
+            device than the CPU.
+
+    Example:
+        >>> tree = build_prefix_tree(torch.tensor([1, 2, 3, 1, 2, 4]), torch.tensor([0, 3, 6]))
+        >>> tree.tokens.tolist(), tree.parents.tolist(), tree.row_nodes.tolist()
+        ([1, 2, 3, 4], [-1, 0, 1, 1], [0, 1, 2, 0, 1, 3])
+    """
+    use_torch = _backend.select(OP, backend=backend) == "torch"
+    rows, label_rows = _checked(tokens, cu_seqlens, group_ids, lengths, labels, cu_labels)
+    entering = rows[1]
+    row_starts = _offsets(entering)
+    if use_torch:
+        return _by_reference(tokens, rows, row_starts, label_rows)
+    threads = _backend.num_threads()
+    tree = _C.PrefixTree(tokens.to(torch.int32).contiguous(), rows, label_rows, threads)
+    columns = [_backend.empty((tree.num_nodes,), torch.int32) for _ in range(4)]
+    sources = _backend.empty((tree.num_nodes,), torch.int64)
+    row_nodes = _backend.empty((int(row_starts[-1]),), torch.int32)
+    group_starts = torch.empty(tree.num_groups + 1, dtype=torch.int32)
+    tree.write((*columns, sources), group_starts, row_nodes, row_starts[:-1], threads)
+    node_tokens, parents, positions, ends = columns
+    return PrefixTree(
+        node_tokens,
+        parents,
+        positions,
+        ends,
+        sources,
+        row_nodes,
+        torch.from_numpy(row_starts),
+        group_starts,
+    )
+
+
+def prefix_tree_size(
+    tokens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    group_ids: Sequence[str] | Sequence[int] | torch.Tensor | None = None,
+) -> int:
+    """Return T, how many nodes `build_prefix_tree` would give; arguments as there.
+
+    Example:
+        >>> prefix_tree_size(torch.tensor([1, 2, 3, 1, 2, 4]), torch.tensor([0, 3, 6]))
+        4
+    """
+    rows, _ = _checked(tokens, cu_seqlens, group_ids, None, None, None)
+    tokens = tokens.to(torch.int32).contiguous()
+    return int(_C.PrefixTree(tokens, rows, None, _backend.num_threads()).num_nodes)
+
+
+_RowArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+_LabelArrays = tuple[torch.Tensor, np.ndarray, np.ndarray]
+
+
+def _checked(
+    tokens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    group_ids: Sequence[str] | Sequence[int] | torch.Tensor | None,
+    lengths: torch.Tensor | np.ndarray | Sequence[int] | None,
+    labels: torch.Tensor | None,
+    cu_labels: torch.Tensor | None,
+) -> tuple[_RowArrays, _LabelArrays | None]:
+    """Return the rows' starts, lengths and groups, and the labels with starts and counts."""
+    if tokens.dim() != 1 or tokens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{OP}: tokens must be (S,) int32 or int64, got {tokens.dtype} of shape "
+            f"{tuple(tokens.shape)}"
+        )
+    if tokens.device.type != "cpu":
+        raise ValueError(f"{OP}: tokens must be on the CPU, got {tokens.device}")
+    if tokens.dtype == torch.int64 and len(tokens):
+        least, most = (int(bound) for bound in tokens.aminmax())
+        if least < -MAX_ID - 1 or most > MAX_ID:
+            wrong = most if most > MAX_ID else least
+            raise ValueError(f"{OP}: tokens must be ids of 32 bits, got {wrong}")
+    starts, full = _spans("cu_seqlens", cu_seqlens, tokens.shape[0])
+    num_rows = len(full)
+    groups = torch.zeros(num_rows, dtype=torch.int64)
+    if group_ids is not None:
+        groups = check_row_ids(OP, "group_ids", group_ids)
+    if groups.shape[0] != num_rows:
+        raise ValueError(f"{OP}: group_ids must be {num_rows}, one per row, got {groups.shape[0]}")
+    entering = full
+    if lengths is not None:
+        entering = np.ascontiguousarray(lengths, np.int64)
+        if entering.shape != full.shape or np.any((entering < 0) | (entering > full)):
+            raise ValueError(
+                f"{OP}: lengths must be {num_rows} numbers from 0 to the rows' own, got "
+                f"{entering.tolist()[:8]} ..."
+            )
+    rows = (starts, entering, groups.numpy())
+    if labels is None or cu_labels is None:
+        if (labels is None) != (cu_labels is None):
+            raise ValueError(f"{OP}: labels and cu_labels must be given together")
+        return rows, None
+    if labels.dim() < 1 or math.prod(labels.shape[1:]) == 0:
+        raise ValueError(f"{OP}: labels must be (E, ...) of cells, got {tuple(labels.shape)}")
+    label_starts, counts = _spans("cu_labels", cu_labels, labels.shape[0])
+    if len(counts) != num_rows:
+        raise ValueError(f"{OP}: cu_labels must be of {num_rows} rows, got {len(counts)}")
+    return rows, (labels.contiguous(), label_starts, counts)
+
+
+def _spans(name: str, offsets: torch.Tensor, total: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (N,) int64 starts and lengths of checked offsets."""
+    if offsets.dim() != 1 or len(offsets) < 1 or offsets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{OP}: {name} must be (N + 1,) int32 or int64, got {offsets.dtype} of shape "
+            f"{tuple(offsets.shape)}"
+        )
+    values = offsets.numpy().astype(np.int64)
+    lengths = np.diff(values)
+    if values[0] != 0 or values[-1] != total or np.any(lengths < 0):
+        raise ValueError(f"{OP}: {name} must rise from 0 to {total}, got {values.tolist()[:8]} ...")
+    return np.ascontiguousarray(values[:-1]), lengths
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    """Return (N + 1,) int64: 0 and the running sums."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def _by_reference(
+    tokens: torch.Tensor, rows: _RowArrays, row_starts: np.ndarray, labels: _LabelArrays | None
+) -> PrefixTree:
+    starts, lengths, groups = (column.tolist() for column in rows)
+    ids = tokens.tolist()
+    keys: list[list[tuple[int, bytes | None]]] = []
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        marks: list[bytes | None] = [None] * length
+        if labels is not None:
+            cells, first, counts = labels[0], int(labels[1][row]), int(labels[2][row])
+            own = cells[first : first + min(counts, length)]
+            own = own.reshape(len(own), math.prod(own.shape[1:])).view(torch.uint8)
+            marks[: len(own)] = [cell.tobytes() for cell in own.numpy()]
+        keys.append(list(zip(ids[start : start + length], marks, strict=True)))
+    trees = reference.prefix_tree(keys, groups)
+    sources = [starts[row] + position for row, position in trees.sources]
+    flat = [node for nodes in trees.row_nodes for node in nodes]
+
+    def column(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype)
+
+    return PrefixTree(
+        tokens=column([ids[source] for source in sources]),
+        parents=column(trees.parents),
+        positions=column(trees.positions),
+        ends=column(trees.ends),
+        sources=column(sources, torch.int64),
+        row_nodes=column(flat),
+        row_starts=torch.from_numpy(row_starts),
+        group_starts=column(trees.group_starts),
+    )

@@ -1,0 +1,1 @@
+"""Inference engines: vLLM in this process, servers, weights."""

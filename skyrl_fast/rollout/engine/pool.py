@@ -1,0 +1,377 @@
+"""Several engines as one: requests go to those that are up, weights to all, the dead come back."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from skyrl_fast.config import SamplingParams
+from skyrl_fast.rollout.engine.protocol import Engine, EngineDeadError, EngineError, Generation
+from skyrl_fast.rollout.engine.weight_update import WeightSync, WeightSyncReport
+from skyrl_fast.rollout.engine.weights_file import WeightsFile
+from skyrl_fast.rollout.stop_reason import INTERRUPTED
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LOOK_SECONDS = 1.0  # between two looks whether a dead engine can be brought back
+PAUSE_SECONDS = 60.0  # an engine that does not pause within so long hangs
+LOAD_SECONDS = 600.0  # the same for loading weights and for the probe
+WORD_SECONDS = 60.0  # waiting so long for any engine, the log says so
+
+
+class PooledEngine(Engine, Protocol):
+    """An engine that can be interrupted, and that may come back after it died."""
+
+    name: str
+    starts_with_model: bool
+
+    async def load_weights_file(self, path: Path) -> None:
+        """Load a safetensors file of new weights."""
+
+    async def interrupt(self) -> None:
+        """End all requests; each returns what it has. New ones wait until `resume`."""
+
+    async def resume(self) -> None:
+        """Serve requests again after `interrupt`; without one, nothing."""
+
+    async def comes_back(self) -> bool:
+        """Whether `start` may bring it up again."""
+
+
+@dataclass(slots=True)
+class _Member:
+    engine: PooledEngine
+    sync: WeightSync | None = None
+    down_since: float | None = None
+    error: EngineDeadError | None = None
+    restarts: int = 0  # since the last weight update that it survived
+    given_up: bool = False
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)  # that it has not answered
+
+    @property
+    def up(self) -> bool:
+        return self.down_since is None
+
+
+class EnginePool:
+    """Engines behind one `generate`.
+
+    A request whose engine dies is sent to another one, or waits until one is back: it is a
+    function of its tokens and its seed, so nothing of its trajectory is lost.
+
+    Args:
+        engines: at least one.
+        max_restarts: of one engine between two weight updates that it survives.
+        weights_folder: where weights are handed over; None: shared memory.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[PooledEngine],
+        *,
+        max_restarts: int = 3,
+        weights_folder: str | None = None,
+    ) -> None:
+        if not engines:
+            raise ValueError("EnginePool: engines: wanted at least one")
+        self.faults: Counter[str] = Counter()
+        self._members = [_Member(engine) for engine in engines]
+        self._max_restarts = max_restarts
+        self._weights_folder = weights_folder
+        self._changed = asyncio.Condition()
+        self._interrupting = False
+
+    async def start(self) -> None:
+        """Start all; return when requests can be served. All are closed where one does not start.
+
+        Raises:
+            EngineError: one did not start.
+        """
+        try:
+            for member in self._members:
+                await member.engine.start()
+        except BaseException:  # Ctrl-C, too
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Stop all."""
+        for member in self._members:
+            await member.engine.close()
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str,
+        policy_version: int,
+        seed: int | None = None,
+        expert_indices_start: int = 0,
+    ) -> Generation:
+        """One response by one of the engines; see `Engine.generate`.
+
+        Raises:
+            EngineDeadError: no engine is left, and none will come back.
+        """
+        while True:
+            member = await self._choose(session_id)
+            if member is None:
+                return Generation([], [], INTERRUPTED)
+            request = asyncio.create_task(
+                member.engine.generate(
+                    prompt_token_ids,
+                    sampling,
+                    session_id=session_id,
+                    policy_version=policy_version,
+                    seed=seed,
+                    expert_indices_start=expert_indices_start,
+                )
+            )
+            member.calls.add(request)
+            try:
+                return await request
+            except EngineDeadError as error:
+                await self._fell(member, error)
+            except asyncio.CancelledError:
+                if not (request.cancelled() and _only_the_call()):
+                    raise
+            finally:
+                member.calls.discard(request)
+            self.faults["requests_sent_again"] += 1
+
+    async def interrupt(self) -> None:
+        """All requests end soon, with what they have; those that wait for an engine, too."""
+        await self.release()
+        await asyncio.gather(
+            *(self._or_fell(m, m.engine.interrupt, PAUSE_SECONDS) for m in self._up())
+        )
+
+    async def release(self) -> None:
+        """Requests that wait for an engine end, without tokens, until the next update is over."""
+        async with self._changed:
+            self._interrupting = True
+            self._changed.notify_all()
+
+    async def update(
+        self,
+        weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        make_sync: Callable[[Engine], WeightSync],
+    ) -> WeightSyncReport:
+        """Give all engines the weights and check that they use them; return the worst report.
+
+        No request is in the engines meanwhile. The dead are brought back where that is possible.
+
+        Args:
+            weights: of the policy, by Hugging Face name.
+            make_sync: makes what compares an engine with the trainer.
+
+        Raises:
+            WeightSyncError: an engine has others. EngineDeadError: none is left.
+        """
+        reports: list[WeightSyncReport] = []
+        with WeightsFile(self._weights_folder) as file:
+            started = time.perf_counter()
+            await asyncio.to_thread(file.write, weights)
+            seconds = time.perf_counter() - started
+            waited = 0.0
+            while not reports:
+                members = [*self._up(), *await self._started_again()]
+                found = await asyncio.gather(
+                    *(self._load(m, file.path, make_sync, seconds) for m in members)
+                )
+                reports = [report for report in found if report is not None]
+                if not reports:
+                    self._refuse_if_none_comes_back()
+                    waited = await self._wait_for_any(waited)
+        await self._go_on()
+        return max(reports, key=lambda report: report.max_difference)
+
+    async def verify(self, make_sync: Callable[[Engine], WeightSync]) -> WeightSyncReport:
+        """Compare all engines' logprobs with the trainer's; return the worst report."""
+        reports = []
+        for member in self._up():
+            member.sync = make_sync(member.engine)
+            reports.append(await member.sync.verify())
+        return max(reports, key=lambda report: report.max_difference)
+
+    @property
+    def start_with_model(self) -> bool:
+        """Whether all engines hold the weights of the model's folder when they have started."""
+        return all(member.engine.starts_with_model for member in self._members)
+
+    async def wait_for_fault(self) -> None:
+        """Return when an engine is down that may come back."""
+        while True:
+            for member in self._members:
+                if not member.up and not member.given_up and await member.engine.comes_back():
+                    return
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def repair(
+        self,
+        weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        make_sync: Callable[[Engine], WeightSync],
+    ) -> None:
+        """Bring back the dead with these weights; the others go on meanwhile.
+
+        Raises:
+            WeightSyncError: an engine has other weights. EngineDeadError: none is left.
+        """
+        back = await self._started_again()
+        if back:
+            with WeightsFile(self._weights_folder) as file:
+                await asyncio.to_thread(file.write, weights)
+                for member in back:
+                    await self._load(member, file.path, make_sync, 0.0)
+        self._refuse_if_none_comes_back()
+        await self._go_on()
+
+    def activity(self) -> list[str]:
+        """Engines that are down, in words."""
+        now = time.monotonic()
+        return [
+            f"{m.engine.name} is down for {now - m.down_since:.0f} s: {_first_line(m.error)}"
+            for m in self._members
+            if m.down_since is not None
+        ]
+
+    def _up(self) -> list[_Member]:
+        return [member for member in self._members if member.up]
+
+    async def _choose(self, session_id: str) -> _Member | None:
+        """An engine that is up: the same for a session, whose former turns it has cached.
+
+        None where an update is under way: it waits for requests to end, not to begin.
+        """
+        async with self._changed:
+            while not (up := self._up()) and not self._interrupting:
+                self._refuse_if_none_comes_back()
+                await self._changed.wait()
+        if self._interrupting:
+            return None
+        digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
+        return up[int.from_bytes(digest, "little") % len(up)]
+
+    async def _fell(self, member: _Member, error: EngineDeadError) -> None:
+        if not member.up:
+            return
+        member.down_since, member.error = time.monotonic(), error
+        self.faults["engine_deaths"] += 1
+        log.warning(
+            "DEAD: %s; %d of %d engines are up: %s",
+            member.engine.name,
+            len(self._up()),
+            len(self._members),
+            _first_line(error),
+        )
+        for call in member.calls:  # nobody will ever answer them
+            call.cancel()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _or_fell(
+        self, member: _Member, call: Callable[[], Coroutine[Any, Any, T]], seconds: float
+    ) -> T | None:
+        """What the engine says, or None if it died meanwhile or does not answer in time."""
+        task = asyncio.create_task(asyncio.wait_for(call(), seconds))
+        member.calls.add(task)
+        try:
+            return await task
+        except EngineDeadError as error:
+            await self._fell(member, error)
+        except TimeoutError:
+            text = f"{member.engine.name} did not answer within {seconds:g} s"
+            await self._fell(member, EngineDeadError(text))
+        except asyncio.CancelledError:
+            if not (task.cancelled() and _only_the_call()):
+                raise
+        finally:
+            member.calls.discard(task)
+        return None
+
+    async def _wait_for_any(self, waited: float) -> float:
+        """A little; the log says so from time to time. Return the seconds in all."""
+        await asyncio.sleep(LOOK_SECONDS)
+        if int(waited / WORD_SECONDS) < int((waited + LOOK_SECONDS) / WORD_SECONDS):
+            log.warning("waiting for an engine. %s", "; ".join(self.activity()))
+        return waited + LOOK_SECONDS
+
+    async def _load(
+        self,
+        member: _Member,
+        path: Path,
+        make_sync: Callable[[Engine], WeightSync],
+        seconds: float,
+    ) -> WeightSyncReport | None:
+        """Load, and serve again; None if it died of that."""
+
+        async def load() -> WeightSyncReport:
+            started = time.perf_counter()
+            await member.engine.load_weights_file(path)
+            await member.engine.resume()
+            taken = seconds + time.perf_counter() - started
+            member.sync = member.sync or make_sync(member.engine)
+            return await member.sync.verify(update_seconds=taken)
+
+        report = await self._or_fell(member, load, LOAD_SECONDS)
+        if report is None:
+            return None
+        if not member.up:
+            self.faults["engine_restarts"] += 1
+            log.warning("BACK: %s, with the present weights", member.engine.name)
+        else:
+            member.restarts = 0
+        member.down_since = member.error = None
+        return report
+
+    async def _started_again(self) -> list[_Member]:
+        """Start the dead where that is possible; they are not up before they have the weights."""
+        started = []
+        for member in self._members:
+            if member.up or member.given_up or not await member.engine.comes_back():
+                continue
+            if member.restarts >= self._max_restarts:
+                member.given_up = True
+                log.warning("GIVEN UP: %s, after %d restarts", member.engine.name, member.restarts)
+                continue
+            member.restarts += 1
+            try:
+                await member.engine.close()
+                await member.engine.start()
+            except EngineError as error:  # of a server that answers, but not as it should
+                member.error = EngineDeadError(str(error))
+                continue
+            member.sync = None
+            started.append(member)
+        return started
+
+    def _refuse_if_none_comes_back(self) -> None:
+        if all(member.given_up for member in self._members):
+            first = self._members[0].error
+            raise EngineDeadError(f"no engine is left; the first one: {first}") from first
+
+    async def _go_on(self) -> None:
+        async with self._changed:
+            self._interrupting = False
+            self._changed.notify_all()
+
+
+def _only_the_call() -> bool:
+    """Whether nobody has cancelled the task that waits for the call."""
+    task = asyncio.current_task()
+    return task is not None and not task.cancelling()
+
+
+def _first_line(error: BaseException | None) -> str:
+    return str(error).partition("\n")[0]

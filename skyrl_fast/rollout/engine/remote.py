@@ -1,0 +1,371 @@
+"""`RemoteEngine`: a `vllm serve` process, here or elsewhere, spoken to by HTTP.
+
+Token ids go in and out by `/v1/completions`; weights by vLLM's own `/collective_rpc`, from a folder
+that both sides can read; requests are interrupted by its `/pause`. The last two exist where the
+server runs with VLLM_SERVER_DEV_MODE=1: whoever reaches its port may then do what he likes with it,
+so it belongs on loopback or a private network. `skyrl-fast engine` starts one that fits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import importlib.util
+import io
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_fast.config import SamplingParams
+from skyrl_fast.rollout.engine.protocol import (
+    EngineDeadError,
+    EngineError,
+    Generation,
+    vllm_sampling_params,
+)
+from skyrl_fast.rollout.engine.weight_update import WeightSyncError, refuse_missing_weights
+from skyrl_fast.rollout.engine.weights_file import WeightsFile
+from skyrl_fast.rollout.stop_reason import INTERRUPTED
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 10.0
+HEALTH_SECONDS = 5.0
+CONTROL_SECONDS = 600.0  # for a call that loads weights
+GREETING_SECONDS = 60.0  # for the calls to a server that has just come up, together
+QUOTED_CHARACTERS = 500  # of an answer, in an error
+START_LOOK_SECONDS = 1.0
+SENT_AGAIN = 3  # a request whose connection broke, while the server is well
+RELOADS = ("extension", "reload")
+COMPLETIONS = "/v1/completions"
+
+
+class RemoteEngine:
+    """A `vllm serve` endpoint behind the `Engine` protocol.
+
+    Args:
+        url: such as "http://127.0.0.1:8000".
+        weight_sync: "extension": the server runs with this package's worker extension; "reload":
+            vLLM's own reload_weights reads the folder.
+        records_routes: the server runs with enable_return_routed_experts.
+        start_timeout_seconds: to wait for it at the start.
+        transport: of httpx, for tests.
+
+    Example:
+        async with RemoteEngine("http://127.0.0.1:8000") as engine:
+            out = await engine.generate([1, 2, 3], SamplingParams(max_generate_length=8),
+                                        session_id="a", policy_version=0)
+    """
+
+    starts_with_model = False  # nobody knows what it was given before
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        weight_sync: str = "extension",
+        records_routes: bool = False,
+        start_timeout_seconds: float = 600.0,
+        transport: Any = None,
+    ) -> None:
+        if weight_sync not in RELOADS:
+            raise ValueError(
+                f"RemoteEngine: weight_sync: wanted one of {RELOADS}, got {weight_sync!r}"
+            )
+        if importlib.util.find_spec("httpx") is None:
+            raise EngineDeadError("external servers need httpx: pip install 'skyrl-fast[train]'")
+        self.name = f"the server {url}"
+        self._url = url.rstrip("/")
+        self._weight_sync = weight_sync
+        self._records_routes = records_routes
+        self._start_timeout_seconds = start_timeout_seconds
+        self._transport = transport
+        self._client: Any = None
+        self._model = ""
+        self._interrupted = False
+
+    async def __aenter__(self) -> RemoteEngine:
+        """Start."""
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Close."""
+        await self.close()
+
+    async def start(self) -> None:
+        """Wait until the server answers.
+
+        Raises:
+            EngineDeadError: it did not in time.
+        """
+        import httpx
+
+        if self._client is None:
+            self._client = httpx.AsyncClient(
+                base_url=self._url,
+                # A response may take as long as its trajectory's deadline, which cancels it.
+                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+                limits=httpx.Limits(max_connections=None),
+                transport=self._transport,
+                trust_env=False,
+            )
+        deadline = time.monotonic() + self._start_timeout_seconds
+        while ill := await self._illness():
+            if time.monotonic() >= deadline:
+                raise EngineDeadError(
+                    f"{self.name} did not answer within {self._start_timeout_seconds:g} s: {ill}"
+                )
+            await asyncio.sleep(START_LOOK_SECONDS)
+        try:
+            await asyncio.wait_for(self._greet(), GREETING_SECONDS)
+        except TimeoutError as error:
+            text = f"{self.name} is healthy but did not answer within {GREETING_SECONDS:g} s"
+            raise EngineDeadError(text) from error
+
+    async def _greet(self) -> None:
+        models = await self._get("/v1/models")
+        with self._understood("/v1/models"):
+            self._model = str(models["data"][0]["id"])
+        self._interrupted = True  # by a trainer that was killed, perhaps
+        await self.resume()
+        if self._weight_sync == "extension":
+            # vLLM's server leaves its engine behind where it is killed itself.
+            await self._post("/collective_rpc", json={"method": "end_with_parent"})
+
+    async def close(self) -> None:
+        """Leave the server; it goes on."""
+        client, self._client = self._client, None
+        self._interrupted = False
+        if client is not None:
+            await client.aclose()
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str,
+        policy_version: int,
+        seed: int | None = None,
+        expert_indices_start: int = 0,
+    ) -> Generation:
+        """One response; see `Engine.generate`."""
+        start = expert_indices_start if self._records_routes else 0
+        request = {
+            "prompt": list(prompt_token_ids),
+            **vllm_sampling_params(sampling, seed=seed),
+            "return_token_ids": True,
+            "cache_salt": f"policy-{policy_version}",
+            **({"routed_experts_prompt_start": start} if self._records_routes else {}),
+            **sampling.additional_kwargs,
+        }
+        choice = await self._complete(request, session_id)
+        with self._understood(COMPLETIONS):
+            token_ids = [_token_id(token) for token in choice["token_ids"] or []]
+            logprobs = choice["logprobs"]
+            values = [] if logprobs is None else [float(x) for x in logprobs["token_logprobs"]]
+            reason = choice["finish_reason"] or "abort"
+            routes = _routes(choice) if self._records_routes else None
+        if reason == "abort" and self._interrupted:
+            reason = INTERRUPTED
+        if reason not in ("stop", "length", INTERRUPTED) or len(values) != len(token_ids):
+            raise EngineError(
+                f"{self.name} ended a request of session {session_id} with {reason!r}, "
+                f"{len(token_ids)} tokens and {len(values)} logprobs"
+            )
+        stopped_by = choice.get("stop_reason")
+        return Generation(
+            token_ids,
+            values,
+            reason,
+            stopped_by if isinstance(stopped_by, str) else None,
+            routes,
+            start,
+        )
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs of given tokens; see `Engine.prompt_logprobs`."""
+        choice = await self._probe(token_ids)
+        with self._understood(COMPLETIONS):
+            return _prompt_logprobs(choice, token_ids)
+
+    async def prompt_routes(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray]:
+        """Logprobs of given tokens and their routes; see `Engine.prompt_routes`."""
+        choice = await self._probe(token_ids)
+        with self._understood(COMPLETIONS):
+            logprobs, routes = _prompt_logprobs(choice, token_ids), _routes(choice)
+        if routes is None:
+            raise EngineError(f"{self.name} records no routes")
+        return logprobs, routes
+
+    async def _probe(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        request = {
+            "prompt": list(token_ids),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+            "return_token_ids": True,
+            "cache_salt": "probe",
+        }
+        return await self._complete(request, "probe")
+
+    async def update_weights(
+        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> float:
+        """Load new weights; see `Engine.update_weights`."""
+        started = time.perf_counter()
+        with WeightsFile() as file:
+            await asyncio.to_thread(file.write, weights)
+            await self.load_weights_file(file.path)
+        return time.perf_counter() - started
+
+    async def load_weights_file(self, path: Path) -> None:
+        """Let the server load a safetensors file and forget cached keys and values.
+
+        Raises:
+            WeightSyncError: it could not. EngineDeadError: it is gone.
+        """
+        if self._weight_sync == "extension":
+            call: dict[str, Any] = {"method": "load_weights_file", "args": [str(path)]}
+        else:
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(path.parent)}}
+        try:
+            answer = await self._post("/collective_rpc", json=call, timeout=CONTROL_SECONDS)
+            await self.reset_prefix_cache()
+        except EngineDeadError:
+            raise
+        except EngineError as error:
+            raise WeightSyncError(f"{self.name} could not load the new weights: {error}") from error
+        if self._weight_sync == "extension":
+            with self._understood("/collective_rpc"):
+                missing = [name for names in answer["results"] for name in names or []]
+            refuse_missing_weights(missing)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached keys and values that no running request uses."""
+        await self._post("/reset_prefix_cache")
+
+    async def interrupt(self) -> None:
+        """End all requests; each returns what it has, with the stop reason "interrupted"."""
+        self._interrupted = True
+        await self._post("/pause", params={"mode": "abort", "clear_cache": "false"})
+
+    async def resume(self) -> None:
+        """Serve requests again after `interrupt`."""
+        if self._interrupted:
+            await self._post("/resume")
+            self._interrupted = False
+
+    async def comes_back(self) -> bool:
+        """Whether the server answers."""
+        return not await self._illness()
+
+    async def _illness(self) -> str:
+        """What speaks against asking the server, "" if nothing."""
+        import httpx
+
+        try:
+            async with (
+                asyncio.timeout(HEALTH_SECONDS),  # httpx's own begins anew with each byte
+                httpx.AsyncClient(
+                    base_url=self._url,
+                    timeout=HEALTH_SECONDS,
+                    transport=self._transport,
+                    trust_env=False,
+                ) as client,
+            ):
+                answer = await client.get("/health")
+        except (httpx.RequestError, TimeoutError) as error:
+            return f"{type(error).__name__}: {error}"
+        well = answer.status_code == httpx.codes.OK
+        return "" if well else f"it answered {answer.status_code} to /health"
+
+    async def _complete(self, request: dict[str, Any], session_id: str) -> dict[str, Any]:
+        body = {key: value for key, value in request.items() if value is not None}
+        answer = await self._post(
+            COMPLETIONS,
+            json={"model": self._model, **body},
+            headers={"x-session-id": session_id},
+        )
+        with self._understood(COMPLETIONS):
+            choice: dict[str, Any] = answer["choices"][0]
+        return choice
+
+    async def _get(self, path: str) -> Any:
+        return self._json(await self._send("GET", path), path)
+
+    async def _post(self, path: str, **arguments: Any) -> Any:
+        answer = await self._send("POST", path, **arguments)
+        return self._json(answer, path) if answer.content else {}
+
+    def _json(self, answer: Any, path: str) -> Any:
+        try:
+            return answer.json()
+        except ValueError as error:
+            text = answer.text[:QUOTED_CHARACTERS]
+            raise EngineError(f"{self.name} answered {path} with no JSON: {text!r}") from error
+
+    @contextmanager
+    def _understood(self, path: str) -> Iterator[None]:
+        """An answer in which something is missing, or is another thing, is the server's error."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(
+                f"{self.name} answered {path} otherwise than vLLM does: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    async def _send(self, method: str, path: str, **arguments: Any) -> Any:
+        """The server's answer; a broken one is asked for again while the server is well."""
+        import httpx
+
+        for _ in range(SENT_AGAIN):
+            if self._client is None:
+                raise EngineDeadError(f"{self.name} is not connected: await engine.start() first")
+            try:
+                answer = await self._client.request(method, path, **arguments)
+            except httpx.RequestError as error:
+                if not await self.comes_back():
+                    text = f"{self.name} is gone: {type(error).__name__}: {error}"
+                    raise EngineDeadError(text) from error
+                continue
+            if answer.is_success:
+                return answer
+            quoted = answer.text[:QUOTED_CHARACTERS]
+            text = f"{self.name} answered {answer.status_code} to {path}: {quoted}"
+            failed = answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR
+            if failed and not await self.comes_back():
+                raise EngineDeadError(text)
+            raise EngineError(text)
+        raise EngineError(f"{self.name}: the connection for {path} broke {SENT_AGAIN} times")
+
+
+def _token_id(value: Any) -> int:
+    token = int(value)
+    if not 0 <= token < 1 << 31:
+        raise ValueError(f"token id {token}")
+    return token
+
+
+def _prompt_logprobs(choice: Mapping[str, Any], token_ids: Sequence[int]) -> list[float]:
+    """Logprob of each token but the first; JSON's keys are texts."""
+    entries = choice["prompt_logprobs"][1:]
+    return [
+        float(entry[str(token)]["logprob"])
+        for token, entry in zip(token_ids[1:], entries, strict=True)
+    ]
+
+
+def _routes(choice: Mapping[str, Any]) -> np.ndarray | None:
+    encoded = choice.get("routed_experts")
+    if encoded is None:
+        return None
+    return np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)

@@ -1,0 +1,54 @@
+"""The routes of a trajectory's rows: appended while the context grows, begun anew after a fork."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from skyrl_fast.ops.pack.routed_experts import append_rollout_expert_indices
+from skyrl_fast.rollout.engine.protocol import EngineError, Generation
+from skyrl_fast.rollout.trajectory import Step
+
+
+def recorded_routes(steps: Sequence[Step], prompt_token_ids: Sequence[int]) -> np.ndarray | None:
+    """Routes recorded for the first tokens of this prompt, or None.
+
+    They hold only where the prompt begins with all tokens of the step before, an appended end
+    token included. Elsewhere the tokens saw another context.
+
+    Args:
+        steps: the trajectory so far.
+        prompt_token_ids: of the next turn.
+    """
+    if not steps or steps[-1].expert_indices is None:
+        return None
+    former = [*steps[-1].prompt_token_ids, *steps[-1].response_ids]
+    grows = list(prompt_token_ids[: len(former)]) == former
+    return steps[-1].expert_indices if grows else None
+
+
+def routes_of_turn(
+    steps: Sequence[Step], prompt_token_ids: Sequence[int], generation: Generation
+) -> np.ndarray | None:
+    """The record of this turn's row: integers [tokens, L, K], or None where nothing is recorded.
+
+    Args:
+        steps: the trajectory so far, without this turn.
+        prompt_token_ids: this turn's.
+        generation: what the engine gave for it.
+
+    Raises:
+        EngineError: routes that do not go on from the record.
+    """
+    try:
+        routes = append_rollout_expert_indices(
+            recorded_routes(steps, prompt_token_ids),
+            generation.expert_indices,
+            start=generation.expert_indices_start,
+        )
+    except (TypeError, ValueError) as error:
+        raise EngineError(
+            f"the engine's routes do not fit turn {len(steps) + 1}: {error}"
+        ) from error
+    return None if routes is None else np.asarray(routes)

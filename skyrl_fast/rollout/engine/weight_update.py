@@ -1,0 +1,297 @@
+"""New weights into the running engine, and the proof that they took effect."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from skyrl_fast.rollout.engine.packed_weights import renewed_packed_weights
+
+if TYPE_CHECKING:
+    from skyrl_fast.rollout.engine.protocol import Engine
+
+log = logging.getLogger(__name__)
+
+PARENT_POLL_SECONDS = 1.0  # how long an engine outlives a trainer that was killed
+# Largest |engine - trainer| of one logprob that rounding explains, by the engine's dtype. Measured
+# in float32 on CPU: 1e-6 to 1e-5. bfloat16 has 8 bits of mantissa.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+# The trainer's logprobs moved by more than this share of the tolerance, which no rounding explains,
+# and the engine's by nothing at all: the engine has not taken the update.
+STALE_SHARE = 0.2
+
+
+class WeightSyncError(RuntimeError):
+    """The engine does not hold the trainer's weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSyncReport:
+    """What one verified update took and found.
+
+    Args:
+        update_seconds: handing over and loading.
+        verify_seconds: logprobs of the probe on both sides.
+        max_difference, mean_difference: of |engine - trainer| over the probe's tokens.
+        max_change: largest change of an engine logprob by this update.
+    """
+
+    update_seconds: float
+    verify_seconds: float
+    max_difference: float
+    mean_difference: float
+    max_change: float
+
+
+Logprobs = Sequence[Sequence[float]] | Sequence[torch.Tensor]
+
+
+class WeightSync:
+    """Updates an engine's weights and compares its logprobs with the trainer's on a probe.
+
+    It remembers the engine's logprobs of the last sync, so that an engine that ignores updates is
+    found even where one update is smaller than the tolerance.
+
+    Example:
+        sync = WeightSync(engine, probe=[[1, 2, 3, 4]], trainer_logprobs=policy_logprobs)
+        await sync.verify()                      # the engine loaded what the trainer has
+        report = await sync.update(policy.state_dict())
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        probe: Sequence[Sequence[int]],
+        trainer_logprobs: Callable[[list[list[int]]], Logprobs],
+        replayed_logprobs: Callable[[list[list[int]], list[np.ndarray]], Logprobs] | None = None,
+        tolerance: float = TOLERANCES[torch.float32],
+    ) -> None:
+        """Keep what both sides need.
+
+        Args:
+            engine: the running engine.
+            probe: token sequences of two or more tokens; a few, of tens of tokens, are enough.
+            trainer_logprobs: maps the probe to, for each sequence, len - 1 logprobs (lists or
+                tensors): of each token but the first given those before, at temperature 1.
+            replayed_logprobs: the same with the engine's routes of the probe, for a mixture of
+                experts; goes before `trainer_logprobs`. Rounding moves a token near a tie to
+                other experts, which says nothing about weights.
+            tolerance: largest |engine - trainer| allowed; see `TOLERANCES`.
+
+        Raises:
+            ValueError: the probe is empty, or a sequence has fewer than two tokens.
+        """
+        self._engine = engine
+        self._probe = [[int(token) for token in sequence] for sequence in probe]
+        if not self._probe or min(len(sequence) for sequence in self._probe) < 2:
+            raise ValueError(
+                "WeightSync: probe: wanted sequences of at least 2 tokens, got lengths "
+                f"{[len(sequence) for sequence in self._probe]}"
+            )
+        self._trainer_logprobs = trainer_logprobs
+        self._replayed_logprobs = replayed_logprobs
+        self._tolerance = tolerance
+        self._engine_before: list[list[float]] | None = None
+        self._trainer_before: list[list[float]] | None = None
+
+    async def update(
+        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> WeightSyncReport:
+        """Load the weights into the engine, then `verify`.
+
+        Raises:
+            WeightSyncError: the engine could not load them, or its logprobs say that it did not.
+        """
+        update_seconds = await self._engine.update_weights(weights)
+        return await self.verify(update_seconds=update_seconds)
+
+    async def verify(self, *, update_seconds: float = 0.0) -> WeightSyncReport:
+        """Compare logprobs now; raises WeightSyncError with what differs and likely causes."""
+        started = time.perf_counter()
+        engine, theirs = await self._both()
+        trainer = [[float(x) for x in row] for row in theirs]
+        _check_lengths(self._probe, trainer)
+        differences = _differences(engine, trainer)
+        before = self._engine_before
+        change = max(_differences(engine, before)) if before is not None else 0.0
+        report = WeightSyncReport(
+            update_seconds,
+            time.perf_counter() - started,
+            max(differences),
+            sum(differences) / len(differences),
+            change,
+        )
+        self._refuse_mismatch(engine, trainer, report)
+        self._refuse_standstill(trainer, report)
+        self._engine_before, self._trainer_before = engine, trainer
+        return report
+
+    async def _both(self) -> tuple[list[list[float]], Logprobs]:
+        """Logprobs of the probe by the engine, and by the trainer."""
+        if self._replayed_logprobs is None:
+            engine = await asyncio.gather(*map(self._engine.prompt_logprobs, self._probe))
+            return list(engine), self._trainer_logprobs(self._probe)
+        answers = await asyncio.gather(*map(self._engine.prompt_routes, self._probe))
+        routes = [routes for _, routes in answers]
+        return [values for values, _ in answers], self._replayed_logprobs(self._probe, routes)
+
+    def _refuse_mismatch(
+        self, engine: list[list[float]], trainer: list[list[float]], report: WeightSyncReport
+    ) -> None:
+        # "not <=": a NaN on either side is a mismatch.
+        if report.max_difference <= self._tolerance:
+            return
+        row, position = max(
+            ((i, t) for i, values in enumerate(engine) for t in range(len(values))),
+            key=lambda at: _distance(engine[at[0]][at[1]], trainer[at[0]][at[1]]),
+        )
+        text = (
+            f"the engine's logprobs differ from the trainer's by up to {report.max_difference:.3g} "
+            f"(mean {report.mean_difference:.3g}; allowed {self._tolerance:.3g}). Worst at token "
+            f"{position + 1} of probe sequence {row} (id {self._probe[row][position + 1]}): engine "
+            f"{engine[row][position]:.6f}, trainer {trainer[row][position]:.6f}. "
+        )
+        raise WeightSyncError(text + _likely_causes(engine, self._engine_before))
+
+    def _refuse_standstill(self, trainer: list[list[float]], report: WeightSyncReport) -> None:
+        if self._trainer_before is None or report.max_change > 0.0:
+            return
+        moved = max(_differences(trainer, self._trainer_before))
+        if moved > STALE_SHARE * self._tolerance:
+            raise WeightSyncError(
+                "the engine's logprobs did not change at all by an update that changed the "
+                f"trainer's by up to {moved:.3g}: the engine still runs the old weights. "
+                + _likely_causes([], None)
+            )
+
+
+def _likely_causes(engine: list[list[float]], before: list[list[float]] | None) -> str:
+    """Causes, the likeliest first: an engine that did not move has not taken the weights."""
+    causes = [
+        "this model type's weights cannot be reloaded in this vLLM (its kernel keeps a copy of its "
+        "own): take weight_sync_backend=extension if it is reload, else restart the engine from a "
+        "saved checkpoint",
+        "the state dict lacks parameters, or names them otherwise than the checkpoint does",
+        "the engine and the trainer compute in different dtypes: set the same dtype or a tolerance",
+        "the trainer's logprob callback uses another temperature, position ids or attention mask",
+        "dropout is on: put the policy into eval mode in the callback",
+    ]
+    standstill = before is None or max(_differences(engine, before)) == 0.0
+    if not standstill:
+        causes.append(causes.pop(0))
+        return "The engine's logprobs did change. Likely causes: " + "; ".join(causes)
+    return "Likely causes: " + "; ".join(causes)
+
+
+def _distance(a: float, b: float) -> float:
+    """|a - b|; infinite where either is NaN, 0 where both are the same infinity."""
+    if a == b:
+        return 0.0
+    difference = abs(a - b)
+    return math.inf if math.isnan(difference) else difference
+
+
+def _differences(a: list[list[float]], b: list[list[float]]) -> list[float]:
+    return [
+        _distance(x, y)
+        for left, right in zip(a, b, strict=True)
+        for x, y in zip(left, right, strict=True)
+    ]
+
+
+def _check_lengths(probe: list[list[int]], trainer: list[list[float]]) -> None:
+    wanted = [len(sequence) - 1 for sequence in probe]
+    got = [len(values) for values in trainer]
+    if wanted != got:
+        raise ValueError(
+            f"WeightSync: trainer_logprobs: wanted {wanted} values per probe sequence, got {got}"
+        )
+
+
+class WeightUpdateExtension:
+    """Joined to vLLM's worker class; its methods run in the engine's process."""
+
+    model_runner: Any
+
+    def end_with_process(self, pid: int) -> None:
+        """Let this engine process end when the trainer's does, even by kill -9.
+
+        Without it an engine whose trainer was killed would keep its memory for ever.
+        """
+        threading.Thread(target=_end_with_process, args=(pid,), daemon=True).start()
+
+    def end_with_parent(self) -> None:
+        """Let this engine process end when the server that started it does, even by kill -9."""
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+    def load_weights_file(self, path: str) -> list[str]:
+        """Load a safetensors file's tensors; return the parameters that got no new value."""
+        model = self.model_runner.get_model()
+        wanted = {name for name, _ in model.named_parameters()}
+        load_weights = model.load_weights
+        loaded: set[str] | None = None
+
+        def load_and_remember(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+            nonlocal loaded
+            loaded = load_weights(weights)
+            return loaded
+
+        model.load_weights = load_and_remember
+        try:
+            with renewed_packed_weights(model):
+                self.model_runner.reload_weights(weights_iterator=_tensors_of(path))
+        finally:
+            del model.load_weights
+        return [] if loaded is None else _unloaded(wanted, loaded)
+
+
+def refuse_missing_weights(names: Iterable[str]) -> None:
+    """WeightSyncError where the engine says that some of its parameters got no new value."""
+    missing = sorted(set(names))
+    if missing:
+        raise WeightSyncError(
+            f"{len(missing)} of the engine's parameters got no new values: "
+            f"{', '.join(missing[:8])}. The state dict must hold every parameter under its "
+            "Hugging Face name"
+        )
+
+
+def _unloaded(wanted: set[str], loaded: set[str]) -> list[str]:
+    """Parameters not in `loaded`; vLLM reports experts' weights by the name of the layer above."""
+    return sorted(
+        name for name in wanted if not {name, name.replace(".routed_experts.", ".")} & loaded
+    )
+
+
+def _end_with_process(pid: int) -> None:
+    while True:
+        time.sleep(PARENT_POLL_SECONDS)
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            os._exit(1)
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_SECONDS)
+    os._exit(1)
+
+
+def _tensors_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            yield name, file.get_tensor(name)

@@ -1,0 +1,1 @@
+"""Environments: the protocol, and the threads that run them."""

@@ -1,0 +1,116 @@
+"""Environments of skyrl-gym behind the `Env` protocol.
+
+`env_class` is a name that is registered in skyrl_gym; its settings are those of
+`environment.skyrl_gym`. skyrl_gym is imported when the first environment is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from skyrl_fast.config import SkyRLGymConfig
+from skyrl_fast.rollout.env.protocol import Env, Message
+
+
+class SkyRLGymEnv(Env):
+    """One environment of skyrl-gym.
+
+    Args:
+        env: an instance of a registered class.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+
+    def init(self, messages: list[Message]) -> Sequence[Mapping[str, Any]]:  # noqa: D102
+        answer = self.env.init(messages)
+        first: Sequence[Mapping[str, Any]] = (
+            answer[0] if isinstance(answer, tuple) and answer else answer
+        )
+        return first
+
+    def step(self, action: str) -> Mapping[str, Any]:  # noqa: D102
+        answer: Mapping[str, Any] = self.env.step(action)
+        return answer
+
+    def metrics(self) -> Mapping[str, Any]:  # noqa: D102
+        get = getattr(self.env, "get_metrics", None)
+        return {} if get is None else get() or {}
+
+    def close(self) -> None:  # noqa: D102
+        self.env.close()
+
+
+def make(env_class: str, config: SkyRLGymConfig, extras: dict[str, Any]) -> SkyRLGymEnv:
+    """Return a new environment.
+
+    Args:
+        env_class: registered in skyrl_gym.
+        config: environment.skyrl_gym.
+        extras: of the row.
+
+    Raises:
+        ValueError: there is no such environment.
+    """
+    import skyrl_gym
+
+    from skyrl_fast.extras.text2sql import env as text2sql
+
+    try:
+        spec = skyrl_gym.spec(env_class)
+    except skyrl_gym.error.Error:
+        known = ", ".join(sorted(skyrl_gym.registry))
+        raise ValueError(
+            f"no environment of this name is registered (known: {known}); name the module that "
+            "registers yours in environment.register"
+        ) from None
+    env_config = _Settings({**_default_settings(spec.entry_point), **_settings(config, env_class)})
+    if spec.entry_point == text2sql.ENTRY_POINT:  # the same, with the model's SQL in a sandbox
+        return SkyRLGymEnv(text2sql.Text2SqlEnv(env_config, extras))
+    return SkyRLGymEnv(skyrl_gym.make(env_class, env_config=env_config, extras=extras))
+
+
+class _Settings(dict[str, Any]):
+    """A dict whose keys are attributes too, as environments of skyrl_gym expect."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"env_config has no {name!r}; it has {sorted(self)}") from None
+
+
+def _settings(config: SkyRLGymConfig, env_class: str) -> Mapping[str, Any]:
+    """Return what the constructor of this class gets as `env_config`."""
+    settings = {
+        "text2sql": config.text2sql,
+        "search": config.search,
+        "gsm8k_llm_as_a_judge": config.llm_as_a_judge,
+        **config.env_config,
+    }
+    return settings.get(env_class, {})
+
+
+def _default_settings(entry_point: Any) -> dict[str, Any]:
+    """Return the fields of the one `...EnvConfig` dataclass in the environment's module, if any."""
+    if isinstance(entry_point, str):
+        module: Any = importlib.import_module(entry_point.partition(":")[0])
+    else:
+        module = sys.modules.get(getattr(entry_point, "__module__", ""))
+    configs: list[Any] = [
+        item
+        for name, item in (vars(module).items() if module else ())
+        if name.endswith("EnvConfig")
+        and is_dataclass(item)
+        and getattr(item, "__module__", "") == module.__name__  # not one that it imports
+    ]
+    if len(configs) != 1:
+        return {}
+    try:
+        return asdict(configs[0]())
+    except TypeError:  # a field without default
+        return {}

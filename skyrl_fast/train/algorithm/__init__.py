@@ -1,0 +1,1 @@
+"""What RL decides: advantages, filters, corrections."""

@@ -1,0 +1,139 @@
+"""Advantages of a batch's response tokens. N rows, A response tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from skyrl_fast.ops.advantage.estimators import (
+    EstimatorInputs,
+    EstimatorSpec,
+    estimate,
+    find_advantage_estimator,
+)
+
+if TYPE_CHECKING:
+    from skyrl_fast.batch.step_batch import StepBatch
+
+MIN_VARIANCE = 1e-8
+
+
+def advantages(
+    batch: StepBatch, *, estimator: str = "grpo", normalize: bool = False, **settings: Any
+) -> torch.Tensor:
+    """Return (A,) float32, the advantage of each response token, see `estimated`.
+
+    Example:
+        >>> batch = batch.with_(advantages=advantages(batch, estimator="rloo"))
+    """
+    result = estimated(batch, estimator=estimator, normalize=normalize, **settings).advantages
+    assert result is not None
+    return result
+
+
+def estimated(
+    batch: StepBatch, *, estimator: str = "grpo", normalize: bool = False, **settings: Any
+) -> StepBatch:
+    """Return the batch with advantages, and with the returns of an estimator that reads values.
+
+    Padding rows are in groups of their own and do not move others.
+
+    Args:
+        batch: all rows of each group; with `anchor_ids` or `values` where the estimator needs them.
+        estimator: a name of `ops.advantage.estimators.ADVANTAGE_ESTIMATORS`, a registered one, or
+            `module:function`.
+        normalize: centre and scale over the batch's trained tokens, see `normalize_advantages`;
+            "gae" and "reinforce++" always do.
+        settings: the estimator's own, such as `gamma`.
+
+    Raises:
+        ValueError: an unknown estimator, values or anchor ids that are missing, or as its op.
+        TypeError, RuntimeError: a user's estimator returned something else, or raised.
+    """
+    spec = find_advantage_estimator(estimator)
+    if spec.needs_values and batch.values is None:
+        raise ValueError(
+            f"advantages: {spec.name} needs the batch's values, as it is temporal, got None"
+        )
+    if spec.needs_anchors and batch.anchor_ids is None:
+        raise ValueError(f"advantages: {spec.name} needs the batch's anchor_ids, got None")
+    output = estimate(spec, _inputs(batch, spec), settings)
+    per_token = output.advantages.detach().to(torch.float32)
+    is_per_token = per_token.shape == batch.loss_mask.shape
+    if not is_per_token or (spec.level != "token" and len(per_token) == batch.num_rows):
+        per_token = spread_over_tokens(per_token, batch.response_lengths)
+    if normalize and not spec.always_normalized:
+        per_token = normalize_advantages(per_token, batch.loss_mask)
+    if output.returns is None:
+        return batch.with_(advantages=per_token)
+    return batch.with_(advantages=per_token, returns=output.returns.detach().to(torch.float32))
+
+
+def _inputs(batch: StepBatch, spec: EstimatorSpec) -> EstimatorInputs:
+    return EstimatorInputs(
+        rewards=batch.row_rewards,
+        token_rewards=_token_rewards(batch) if spec.level == "token" else batch.rewards,
+        group_ids=batch.group_ids,
+        trajectory_ids=batch.trajectory_ids,
+        is_last_step=batch.is_last_step,
+        loss_mask=batch.loss_mask,
+        cu_seqlens=batch.cu_responses,
+        anchor_ids=batch.anchor_ids,
+        values=batch.values,
+    )
+
+
+def spread_over_tokens(of_rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return (A,) each row's value once per token; by NumPy, which wakes no thread for so little.
+
+    Args:
+        of_rows: (N,). lengths: (N,) ints, how often each value is wanted.
+    """
+    return torch.from_numpy(np.repeat(of_rows.numpy(), lengths.numpy()))
+
+
+def _token_rewards(batch: StepBatch) -> torch.Tensor:
+    """Return (A,) rewards; that of a row without tokens is on the token before, if there is one.
+
+    The chain along the trajectory would put it there anyway.
+    """
+    lost = ((batch.response_lengths == 0) & (batch.row_rewards != 0)).nonzero()[:, 0].tolist()
+    if not lost:
+        return batch.rewards
+    rewards, cu, lengths = batch.rewards.clone(), batch.cu_responses, batch.response_lengths
+    for row in lost:
+        owner = row
+        while owner > 0 and lengths[owner] == 0 and not batch.is_last_step[owner - 1]:
+            owner -= 1
+        if lengths[owner]:
+            rewards[int(cu[owner + 1]) - 1] += batch.row_rewards[row]
+    return rewards
+
+
+def normalize_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the advantages with mean 0 and (biased) variance 1 over the cells where mask is 1.
+
+    Mean and variance are masked both, in float64: padded cells and padding rows do not move them.
+    Cells outside the mask become 0.
+
+    Args:
+        advantages: float32 of any shape.
+        mask: of the same shape; 0 in padded cells and padding rows.
+
+    Example:
+        >>> normalize_advantages(torch.tensor([1.0, 3.0, 99.0]), torch.tensor([1, 1, 0]))
+        tensor([-1.,  1.,  0.])
+    """
+    if advantages.shape != mask.shape:
+        raise ValueError(
+            f"normalize_advantages: mask must be of shape {tuple(advantages.shape)}, "
+            f"got {tuple(mask.shape)}"
+        )
+    kept = mask != 0
+    count = kept.sum().clamp(min=1)
+    values = advantages.double().where(kept, 0.0)
+    centred = (values - values.sum() / count).where(kept, 0.0)
+    variance = centred.square().sum() / count
+    return (centred * variance.clamp(min=MIN_VARIANCE).rsqrt()).to(advantages.dtype)

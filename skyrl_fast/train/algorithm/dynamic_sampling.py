@@ -1,0 +1,214 @@
+"""Dynamic sampling: a batch of groups that teach something. G groups of a batch.
+
+A group whose trajectories all ended alike has no advantage to learn from. "filter" (DAPO,
+arXiv:2503.14476, section 3.2) samples on until there are enough other groups; "replace" (POLARIS)
+puts copies of other groups in its place. Whole groups are judged by their trajectories' outcomes,
+kept or dropped, whatever number of rows they have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from skyrl_fast.config import DynamicSamplingConfig
+from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train.algorithm.sequence_scope import Sequences, group_spread
+from skyrl_fast.train.algorithm.training_rows import GroupRows, SampledRows, join_groups
+
+
+class DynamicSamplingError(RuntimeError):
+    """So many batches were sampled, and still there are too few informative groups."""
+
+
+def informative_groups(units: Sequences, *, tolerance: float = 0.0) -> np.ndarray:
+    """Return (G,) bool: groups whose outcomes differ, and groups of one.
+
+    The outcome of a trajectory is the sum of its last row's rewards. Trajectories without a trained
+    token are not compared: a success next to a placeholder for a failure is not informative.
+
+    Args:
+        units: sequences of complete groups. Where each row is one, all rows are compared, as SkyRL
+            does.
+        tolerance: outcomes that differ by no more are equal.
+    """
+    groups = group_spread(units)
+    return (groups.sizes == 1) | (groups.spread > tolerance)
+
+
+def replacement_groups(informative: np.ndarray, *, random: np.random.Generator) -> list[int]:
+    """Return G group numbers: each informative group itself, at the others' places one of them.
+
+    No group is taken twice before each has been taken once.
+
+    Args:
+        informative: (G,) bool, at least one True.
+
+    Example:
+        >>> replacement_groups(np.array([True, False]), random=np.random.default_rng(0))
+        [0, 0]
+    """
+    good = np.flatnonzero(informative)
+    places = np.flatnonzero(~informative)
+    rounds = -(-len(places) // len(good))
+    drawn = np.concatenate([good[:0], *(random.permutation(good) for _ in range(rounds))])
+    chosen = np.arange(len(informative))
+    chosen[places] = drawn[: len(places)]
+    return chosen.tolist()
+
+
+class SampledGroup(NamedTuple):
+    """The trajectories of a group, and where the rows made from them are, if any were made."""
+
+    trajectories: list[Trajectory]
+    rows: GroupRows | None
+
+
+def _failed(trajectory: Trajectory) -> bool:
+    return trajectory.failure is not None
+
+
+class GroupSampling:
+    """Collects the groups of one training step, batch of prompts by batch of prompts.
+
+    Args:
+        config: trainer.algorithm.dynamic_sampling.
+        num_groups: wanted.
+        random: draws replacements.
+    """
+
+    def __init__(
+        self, config: DynamicSamplingConfig, num_groups: int, random: np.random.Generator
+    ) -> None:
+        self.sampled: list[Trajectory] = []
+        self._config = config
+        self._wanted = num_groups
+        self._random = random
+        self._kept: dict[str, SampledGroup] = {}
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def num_kept(self) -> int:
+        """Groups to train on so far."""
+        return len(self._kept)
+
+    @property
+    def kept_uids(self) -> set[str]:
+        """Their uids."""
+        return set(self._kept)
+
+    def add(
+        self,
+        trajectories: Sequence[Trajectory],
+        informative: Collection[str],
+        rows: SampledRows | None = None,
+    ) -> bool:
+        """Take complete groups; return whether there are enough now.
+
+        Args:
+            trajectories: those of a group adjacent; a batch of groups, or as many as are missing.
+            informative: uids of the informative groups among them.
+            rows: made from the trajectories, if they were.
+
+        Raises:
+            DynamicSamplingError: not enough, and no batch is left to try.
+        """
+        groups: dict[str, SampledGroup] = {}
+        for trajectory in trajectories:
+            if trajectory.uid not in groups:
+                place = None if rows is None else GroupRows(rows, len(groups))
+                groups[trajectory.uid] = SampledGroup([], place)
+            groups[trajectory.uid].trajectories.append(trajectory)
+        self.sampled.extend(trajectories)
+        self._counts["num_batches"] += 1
+        self._counts["num_groups_sampled"] += len(groups)
+        self._counts["num_groups_uninformative"] += len(groups) - len(informative)
+        if self._config.type is None:
+            self._kept = groups
+        elif self._config.type == "filter":
+            self._filter(groups, informative)
+        else:
+            self._replace(groups, informative)
+        if len(self._kept) == self._wanted or self._config.type is None:
+            return True
+        limit = self._config.max_sample_batches
+        if 0 < limit * self._wanted <= self._counts["num_groups_sampled"]:
+            raise DynamicSamplingError(self._too_few(limit))
+        return False
+
+    def trajectories(self) -> list[Trajectory]:
+        """Return the trajectories to train on, group after group, each under its own uid."""
+        return [t for group in self._kept.values() for t in group.trajectories]
+
+    def rows(self) -> SampledRows | None:
+        """Return the rows of these trajectories; None where not all were made when judging."""
+        places = {uid: group.rows for uid, group in self._kept.items() if group.rows is not None}
+        return join_groups(places) if places and len(places) == len(self._kept) else None
+
+    def metrics(self) -> dict[str, float]:
+        """Return what was sampled and dropped, failures in dropped groups included."""
+        failed = {"generate/failed_trajectories": float(sum(_failed(t) for t in self.sampled))}
+        if self._config.type is None:
+            return failed
+        ended = [[] if _failed(t) else t.steps[-1:] for t in self.sampled]
+        rewards = [last[0].reward if last else 0.0 for last in ended]
+        names = (
+            "num_batches",
+            "num_groups_sampled",
+            "num_groups_uninformative",
+            "num_groups_unused",
+            "num_groups_replaced",
+        )
+        return {
+            **failed,
+            **{f"dynamic_sampling/{name}": float(self._counts[name]) for name in names},
+            "dynamic_sampling/avg_raw_reward": float(np.mean(rewards)) if rewards else 0.0,
+        }
+
+    def shortfall(self) -> str:
+        """Return in words how many groups there are of those wanted."""
+        informative = self._counts["num_groups_sampled"] - self._counts["num_groups_uninformative"]
+        return (
+            f"{informative} of {self._counts['num_groups_sampled']} sampled groups are "
+            f"informative, for a batch of {self._wanted}"
+        )
+
+    def _filter(self, groups: dict[str, SampledGroup], informative: Collection[str]) -> None:
+        for uid, group in groups.items():
+            if uid not in informative:
+                continue
+            if len(self._kept) < self._wanted:
+                self._kept[uid] = group
+            else:
+                self._counts["num_groups_unused"] += 1
+
+    def _replace(self, groups: dict[str, SampledGroup], informative: Collection[str]) -> None:
+        if len(informative) <= self._config.min_replace_ratio * len(groups):
+            return  # too few to fill a batch with: this one is dropped
+        uids = list(groups)
+        good = np.array([uid in informative for uid in uids])
+        copies: Counter[str] = Counter()
+        for place, source in enumerate(replacement_groups(good, random=self._random)):
+            uid = uids[source]
+            if place == source:
+                self._kept[uid] = groups[uid]
+                continue
+            copies[uid] += 1
+            self._counts["num_groups_replaced"] += 1
+            name = f"{uid}+{copies[uid]}"
+            trajectories = [replace(t, uid=name) for t in groups[uid].trajectories]
+            self._kept[name] = SampledGroup(trajectories, groups[uid].rows)
+
+    def _too_few(self, limit: int) -> str:
+        kind = self._config.type
+        share = self._config.min_replace_ratio
+        need = "" if kind == "filter" else f" (replace needs more than {share:g} of one batch)"
+        return (
+            f"dynamic sampling ({kind}): after {limit} batches of prompts {self.shortfall()}{need}."
+            " The prompts are too easy or too hard for this policy: change the data, or raise "
+            "trainer.algorithm.dynamic_sampling.max_sample_batches"
+        )

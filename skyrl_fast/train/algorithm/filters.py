@@ -1,0 +1,163 @@
+"""What is left out of training: rewards of unfinished, masks of overlong, groups that are alike.
+
+Each filter takes a batch and its sequences, and returns changed copies with what to log. N real
+rows, U sequences (rows or trajectories, see `sequence_scope`), A response tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import Config
+from skyrl_fast.train.algorithm.sequence_scope import Sequences, group_spread
+
+logger = logging.getLogger(__name__)
+
+# The model ended its last answer by itself; that the turns were used up is the environment's limit.
+FINISHED_REASONS = frozenset({"stop", "max_turns"})
+OVERLONG_REASONS = frozenset({"length"})
+
+# The batch and its sequences, both without what was filtered, and what to log.
+Filtered = tuple[StepBatch, Sequences, dict[str, float]]
+
+
+def filter_rollouts(batch: StepBatch, units: Sequences, config: Config) -> Filtered:
+    """Apply the generator's filters: zero reward on non-stop, then the overlong filter.
+
+    They look at one sequence alone, so that dynamic sampling can judge what they leave.
+    """
+    metrics: dict[str, float] = {}
+    if config.generator.zero_reward_on_non_stop:
+        batch, units, counts = zero_reward_on_non_stop(batch, units)
+        metrics |= counts
+    if config.generator.apply_overlong_filtering:
+        batch, units, counts = overlong_filter(batch, units)
+        metrics |= counts
+    return batch, units, metrics
+
+
+def filter_groups(batch: StepBatch, units: Sequences, config: Config) -> Filtered:
+    """Apply the zero-variance filter where it is on; warn where nothing is left to train."""
+    algorithm = config.trainer.algorithm
+    metrics: dict[str, float] = {}
+    if algorithm.zero_variance_filter:
+        batch, units, metrics = zero_variance_filter(
+            batch, units, tolerance=algorithm.zero_variance_filter_tol
+        )
+    if not bool(batch.loss_mask.any()):
+        logger.warning(
+            "no token of the batch's %d rows is trained: the loss is 0, the weights stay",
+            batch.num_real_rows,
+        )
+    return batch, units, metrics
+
+
+def zero_reward_on_non_stop(batch: StepBatch, units: Sequences) -> Filtered:
+    """Return the batch with reward 0 for every sequence that did not come to its own end.
+
+    Its last row's stop reason says so: neither "stop" nor "max_turns". All rewards of all its rows
+    become 0, also those of single tokens.
+
+    Args:
+        batch: with stop reasons.
+        units: its sequences.
+
+    Returns:
+        The batch and its sequences, and `generate/num_zeroed_rewards`: sequences not finished.
+
+    Raises:
+        ValueError: no stop reasons.
+    """
+    reasons = _reasons("zero_reward_on_non_stop", batch, units)
+    cut = np.array([reason not in FINISHED_REASONS for reason in reasons], dtype=bool)
+    metrics = {"generate/num_zeroed_rewards": float(cut.sum())}
+    if not cut.any():
+        return batch, units, metrics
+    rows = _all_rows(batch, cut[units.of_row])
+    filtered = batch.with_(
+        rewards=batch.rewards.masked_fill(_cells(batch, rows), 0.0),
+        row_rewards=batch.row_rewards.masked_fill(rows, 0.0),
+    )
+    return filtered, replace(units, scores=np.where(cut, 0.0, units.scores)), metrics
+
+
+def overlong_filter(batch: StepBatch, units: Sequences) -> Filtered:
+    """Return the batch without trained tokens in sequences that were cut for their length.
+
+    DAPO's overlong filtering (arXiv:2503.14476, section 3.4): a cut-off answer says nothing about
+    its quality. A trajectory is cut where its last row's stop reason is "length"; then all its
+    rows are masked, the finished turns too. Rewards stay: it still is an outcome of its group.
+
+    Args:
+        batch: with stop reasons.
+        units: its sequences.
+
+    Returns:
+        The batch and its sequences, and `generate/num_overlong_filtered`: sequences masked.
+
+    Raises:
+        ValueError: no stop reasons.
+    """
+    reasons = _reasons("overlong_filter", batch, units)
+    overlong = np.array([reason in OVERLONG_REASONS for reason in reasons], dtype=bool)
+    metrics = {"generate/num_overlong_filtered": float(overlong.sum())}
+    return *_without(batch, units, overlong), metrics
+
+
+def zero_variance_filter(batch: StepBatch, units: Sequences, *, tolerance: float = 0.0) -> Filtered:
+    """Return the batch without trained tokens in groups whose sequences all scored the same.
+
+    A sequence's score is the sum of its last row's rewards, whether they are per token or per row.
+    Only sequences with a trained token are compared; a group with fewer than two of them has
+    nothing to compare and stays.
+
+    Args:
+        batch: complete groups.
+        units: its sequences.
+        tolerance: scores that differ by no more are equal.
+
+    Returns:
+        The batch and its sequences, and `reward/num_zero_variance_filtered`: groups masked.
+    """
+    groups = group_spread(units)
+    alike = (groups.num_live > 1) & (groups.spread <= tolerance)
+    metrics = {"reward/num_zero_variance_filtered": float(alike.sum())}
+    return *_without(batch, units, alike[units.group_ids]), metrics
+
+
+def _reasons(op: str, batch: StepBatch, units: Sequences) -> list[str]:
+    if batch.stop_reasons is None:
+        raise ValueError(f"{op}: batch must have stop_reasons, got None")
+    return [batch.stop_reasons[row] for row in units.last_rows.tolist()]
+
+
+def _all_rows(batch: StepBatch, real: np.ndarray) -> torch.Tensor:
+    """Return (N with padding rows,) bool from (N,) of the real rows."""
+    padding = np.zeros(batch.num_padding_rows, dtype=bool)
+    return torch.from_numpy(np.concatenate([real, padding]))
+
+
+def _cells(batch: StepBatch, rows: torch.Tensor) -> torch.Tensor:
+    """Return (A,) bool, True on the response tokens of these rows."""
+    lengths = batch.response_lengths.to(torch.int64)
+    return torch.repeat_interleave(rows, lengths, output_size=batch.loss_mask.shape[0])
+
+
+def _without(batch: StepBatch, units: Sequences, masked: np.ndarray) -> tuple[StepBatch, Sequences]:
+    """Return both without trained tokens in these sequences.
+
+    Args:
+        masked: (U,) bool.
+    """
+    if not masked.any():
+        return batch, units
+    cells = _cells(batch, _all_rows(batch, masked[units.of_row]))
+    return (
+        batch.with_(loss_mask=batch.loss_mask.masked_fill(cells, 0)),
+        replace(units, live=units.live & ~masked),
+    )

@@ -1,0 +1,81 @@
+"""The off-policy correction of a mini-batch, from the settings."""
+
+from __future__ import annotations
+
+import logging
+from typing import cast
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import AlgorithmConfig, Config, is_ratio_to_rollout
+from skyrl_fast.ops.policy_loss.off_policy import off_policy_correction
+from skyrl_fast.ops.policy_loss.reduction import Scope
+
+logger = logging.getLogger(__name__)
+
+
+def corrected(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[StepBatch, dict[str, float]]:
+    """Return the batch with `token_weights`, and the metrics, where a correction is asked for.
+
+    The loss mask stays: a token that the correction drops has weight 0 in the policy loss, and
+    keeps its part in the reduction's counts, the KL penalty and the entropy term, as in SkyRL.
+
+    Args:
+        batch: with old_logprobs and rollout_logprobs.
+
+    Raises:
+        ValueError: log-probabilities are missing.
+    """
+    settings = algorithm.off_policy_correction
+    if not settings.enabled:
+        return batch, {}
+    if batch.rollout_logprobs is None:
+        raise ValueError(
+            "trainer.algorithm.off_policy_correction: needs the engine's logprobs, it gave none"
+        )
+    assert batch.old_logprobs is not None
+    caps = {
+        "token": settings.token_tis_ratio_clip_high,
+        "sequence": settings.sequence_tis_ratio_clip_high,
+    }
+    bounds = {
+        "geometric": (settings.geo_mask_low, settings.geo_mask_high),
+        "product": (settings.product_mask_low, settings.product_mask_high),
+    }
+    low, high = bounds.get(settings.sequence_mask_metric or "", (None, None))
+    weights, mask, metrics = off_policy_correction(
+        batch.old_logprobs,
+        batch.rollout_logprobs,
+        batch.loss_mask,
+        tis_ratio_type=settings.tis_ratio_type,
+        tis_cap=caps.get(settings.tis_ratio_type or ""),
+        sequence_mask=settings.sequence_mask_metric,
+        sequence_mask_low=low,
+        sequence_mask_high=high,
+        outlier_low=settings.outlier_token_is_threshold_low,
+        outlier_high=settings.outlier_token_is_threshold_high,
+        token_mask_low=settings.token_mask_is_threshold_low,
+        token_mask_high=settings.token_mask_is_threshold_high,
+        scope=cast(Scope, algorithm.sequence_scope),
+        trajectory_ids=batch.trajectory_ids,
+        cu_seqlens=batch.cu_responses,
+    )
+    logged = {f"policy/{name}": float(value) for name, value in metrics.items()}
+    kept = mask.to(batch.old_logprobs.dtype) if weights is None else weights
+    return batch.with_(token_weights=kept), logged
+
+
+def warn_of_stale_tokens(config: Config) -> None:
+    """Warn where tokens of older policies are trained as if the present one had sampled them."""
+    algorithm = config.trainer.algorithm
+    corrected_somehow = (
+        algorithm.off_policy_correction.enabled
+        or algorithm.old_logprobs == "rollout"
+        or is_ratio_to_rollout(algorithm)
+    )
+    if config.max_staleness and not corrected_somehow:
+        logger.warning(
+            "tokens up to %d policy versions old are trained as if the present policy had sampled "
+            "them; trainer.algorithm.off_policy_correction.tis_ratio_type=token weighs them by how "
+            "likely it is to sample them",
+            config.max_staleness,
+        )

@@ -1,0 +1,1 @@
+"""Prompts, schedules, random state."""

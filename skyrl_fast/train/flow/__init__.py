@@ -1,0 +1,1 @@
+"""What happens when: groups, batches, rollouts."""

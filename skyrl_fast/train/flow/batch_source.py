@@ -1,0 +1,127 @@
+"""The groups of one training step after the other, from the groups on their way."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from skyrl_fast.config import Config
+from skyrl_fast.rollout.failures import FailureWatch, log_failures
+from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train.algorithm.dynamic_sampling import GroupSampling
+from skyrl_fast.train.algorithm.training_rows import SampledRows
+from skyrl_fast.train.flow.group_flow import GroupFlow, ReadyGroup
+
+logger = logging.getLogger(__name__)
+
+Judged = tuple[SampledRows, set[str]]  # rows before the filters, uids of informative groups
+Judge = Callable[[Sequence[Trajectory]], Awaitable[Judged]]
+Wait = Callable[[Any], Awaitable[list[ReadyGroup] | None]]
+
+
+class BatchSource:
+    """Takes groups from the flow until a step has what it needs.
+
+    Args:
+        config: of the run.
+        failures: ends a run in which nothing works.
+    """
+
+    def __init__(self, config: Config, failures: FailureWatch) -> None:
+        settings = config.trainer
+        self._dynamic = settings.algorithm.dynamic_sampling
+        self._seed = settings.seed
+        self._wanted = settings.train_batch_size
+        self._per_batch = settings.train_batch_size * config.generator.n_samples_per_prompt
+        # With staleness 0 batches of prompts are sampled whole, as many as it takes. Otherwise
+        # each dropped group is replaced by the next one that is ready.
+        self._asynchronous = config.max_staleness > 0
+        self._whole = not self._asynchronous or self._dynamic.type == "replace"
+        self._failures = failures
+        self._unseen: list[Trajectory] = []
+
+    async def next(
+        self, flow: GroupFlow, step: int, *, wait: Wait, judge: Judge
+    ) -> tuple[GroupSampling, dict[str, float]] | None:
+        """Return the step's groups and their ages; None if the data ended before.
+
+        Args:
+            flow: groups on their way.
+            step: batches trained, for the random numbers.
+            wait: how to wait for groups.
+            judge: makes rows and names the informative groups, for dynamic sampling.
+        """
+        random = np.random.default_rng((self._seed, step))
+        sampling = GroupSampling(self._dynamic, self._wanted, random)
+        ages: Counter[int] = Counter()
+        while True:
+            missing = self._wanted if self._whole else self._wanted - sampling.num_kept
+            ready = await wait(flow.take(missing))
+            if ready is None:
+                logger.warning(
+                    "the prompts of all epochs are used up; the last batch is left out: %s",
+                    sampling.shortfall(),
+                )
+                return None
+            trajectories = [t for group in ready for t in group.trajectories]
+            self._look_for_failures(trajectories)
+            rows, informative = None, set[str]()
+            if self._dynamic.type is not None:
+                rows, informative = await judge(trajectories)
+            full = sampling.add(trajectories, informative, rows)
+            kept = sampling.kept_uids
+            if self._dynamic.type != "replace" or not kept:
+                # Where copies take a group's place, it keeps its place in line: the batch leaves
+                # as many places as it has, or those behind would wait for more than the bound.
+                flow.drop([g.group.name for g in ready if g.group.name not in kept])
+            ages.update(g.staleness for g in ready if g.group.name in kept)
+            if full:
+                return sampling, staleness_metrics(ages) if self._asynchronous else {}
+
+    def _look_for_failures(self, trajectories: Sequence[Trajectory]) -> None:
+        """Log failures batch by batch, and end a run in which nothing works."""
+        self._unseen += trajectories
+        if len(self._unseen) >= self._per_batch:
+            batch, self._unseen = self._unseen, []
+            log_failures(batch)
+            self._failures.see(batch)
+
+
+def staleness_metrics(ages: Counter[int]) -> dict[str, float]:
+    """How many policy versions before its batch each group started: mean, largest, counts.
+
+    Example:
+        >>> staleness_metrics(Counter({0: 1, 1: 3}))["async/staleness_mean"]
+        0.75
+    """
+    total = sum(ages.values())
+    if not total:
+        return {}
+    return {
+        "async/staleness_mean": sum(age * number for age, number in ages.items()) / total,
+        "async/staleness_max": float(max(ages)),
+        **{f"async/num_groups_of_staleness_{age}": float(ages[age]) for age in sorted(ages)},
+    }
+
+
+def token_staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """How many policy versions before its training each token was sampled.
+
+    Args:
+        version: of the policy that is trained.
+    """
+    ages = np.array(
+        [version - v for t in trajectories for step in t.steps for v in step.versions], np.int64
+    )
+    mixed = sum(step.token_versions is not None for t in trajectories for step in t.steps)
+    if not len(ages):
+        return {}
+    return {
+        "async/token_staleness_mean": float(ages.mean()),
+        "async/token_staleness_max": float(ages.max()),
+        "async/num_steps_of_several_versions": float(mixed),
+    }

@@ -1,0 +1,239 @@
+"""Groups on their way from the prompts to the trainer, while it trains.
+
+`GroupSchedule` says which group may start and which are next; here each has a task that generates
+it, and the trainer waits for the next ones. Nothing is started that the schedule has no room for,
+so a slow trainer holds generation back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+
+from skyrl_fast.rollout.failures import RolloutError
+from skyrl_fast.rollout.group_runner import GroupDroppedError
+from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train.data.prompts import Prompt, PromptSampler
+from skyrl_fast.train.flow.group_schedule import (
+    ACCEPTED,
+    DROPPED,
+    READY,
+    RUNNING,
+    TAKEN,
+    Group,
+    GroupSchedule,
+)
+from skyrl_fast.train.flow.rollouts import Rollouts
+
+logger = logging.getLogger(__name__)
+
+WORD_SECONDS = 60.0  # waiting so long, the log says for what
+CLOSE_SECONDS = 10.0  # for groups to close their environments when the run ends
+DROPPED_BATCHES_IN_A_ROW = 3  # groups lost without one that came through: the set-up is wrong
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyGroup:
+    """A group whose trajectories are whole, and how many versions ago it started."""
+
+    group: Group
+    trajectories: list[Trajectory]
+    staleness: int
+
+
+class GroupFlow:
+    """Starts groups in the order of the data, and hands them over in that order.
+
+    Args:
+        rollouts: generates a group.
+        prompts: of the data set.
+        sampler: the data's order, where the run begins.
+        batch_size, max_staleness, version: as for `GroupSchedule`.
+        epochs: passes over the data.
+        last_version: the version at which the run ends: no group is started beyond it.
+        clock: for ages.
+    """
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        prompts: Sequence[Prompt],
+        sampler: PromptSampler,
+        *,
+        batch_size: int,
+        max_staleness: int,
+        version: int,
+        epochs: int,
+        last_version: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.schedule = GroupSchedule(
+            batch_size=batch_size, max_staleness=max_staleness, version=version
+        )
+        self.faults = Counter(dropped_groups=0)
+        self._rollouts = rollouts
+        self._prompts = prompts
+        self._ahead = copy(sampler)
+        self._batch_size = batch_size
+        self._ahead_of_need = max_staleness > 0
+        self._epochs = epochs
+        self._last_version = last_version
+        self._clock = clock
+        self._tasks: dict[Group, asyncio.Task[list[Trajectory]]] = {}
+        self._trajectories: dict[Group, list[Trajectory]] = {}
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
+        self._dropped_in_a_row = 0
+        self._closed = False
+
+    async def take(self, number: int) -> list[ReadyGroup] | None:
+        """Return the next groups in the order of their start once they are ready.
+
+        Returns:
+            None if the data ended before there were so many.
+
+        Raises:
+            RolloutError: group after group is dropped. Whatever generating a group raised.
+        """
+        while True:
+            self._changed.clear()
+            if self._error is not None:
+                raise self._error
+            self.fill(wanted=number)
+            groups = self.schedule.next_ready(number)
+            if groups is not None:
+                self.schedule.take(groups)
+                ages = self.schedule.staleness(groups)
+                return [
+                    ReadyGroup(group, self._trajectories.pop(group), age)
+                    for group, age in zip(groups, ages, strict=True)
+                ]
+            if self.schedule.num(ACCEPTED, RUNNING, READY) < number:
+                return None
+            await self._wait()
+
+    def fill(self, *, wanted: int = 0) -> None:
+        """Start what there is room for.
+
+        Args:
+            wanted: groups that the trainer waits for. Without staleness nothing starts before it
+                does: a batch is generated when the former one is trained.
+        """
+        if self._closed or (not wanted and not self._ahead_of_need):
+            return
+        to_come = (self._last_version - self.schedule.version) * self._batch_size
+        for _ in range(self.schedule.room(wanted=wanted, limit=to_come)):
+            if self._ahead.epoch >= self._epochs:
+                break
+            place = (self._ahead.epoch, self._ahead.position)
+            prompt = self._ahead.next_prompt()
+            self.schedule.accept(self._prompts[prompt].uid, prompt=prompt, place=place)
+        for group in self.schedule.to_start():
+            self._start(group)
+
+    def drop(self, names: Collection[str]) -> None:
+        """These groups of the batch are not trained; others may start in their place."""
+        for group in self.schedule.line:
+            if group.name in names:
+                self.schedule.drop(group)
+        self.fill()
+
+    def consume(self) -> PromptSampler:
+        """The batch is trained; return the data's position: all before it is done with.
+
+        Groups leave in the order of the data, so this one place says what was consumed and dropped,
+        and what a resumed run has to start again.
+        """
+        self.schedule.consume()
+        line = self.schedule.line
+        position = copy(self._ahead)
+        if line:
+            position.move_to(*line[0].place)
+        return position
+
+    def advance(self, version: int) -> None:
+        """The engine has this version: groups that start now are of it."""
+        self.schedule.advance(version)
+        self.fill()
+
+    async def close(self) -> None:
+        """End what runs; what does not end in a moment is left to itself."""
+        self._closed = True
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+
+    def state(self) -> dict[str, list[str]]:
+        """What a checkpoint says of the groups on their way, besides the data position."""
+        return {
+            "in_flight": [group.name for group in self.schedule.line],
+            "dropped": [group.name for group in self.schedule.dropped],
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """How many groups are where."""
+        return {
+            "async/num_groups_running": float(self.schedule.num(RUNNING)),
+            "async/num_groups_ready": float(self.schedule.num(READY)),
+        }
+
+    def _start(self, group: Group) -> None:
+        self.schedule.start(group, now=self._clock())
+        prompt = replace(self._prompts[group.prompt], uid=group.name)
+        task = asyncio.ensure_future(
+            self._rollouts.generate([prompt], step=group.version, phase="train")
+        )
+        self._tasks[group] = task
+        task.add_done_callback(lambda task: self._ended(group, task))
+
+    def _ended(self, group: Group, task: asyncio.Task[list[Trajectory]]) -> None:
+        del self._tasks[group]
+        self._changed.set()
+        if self._closed:
+            if not task.cancelled():
+                task.exception()
+            return
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is None:
+            self._trajectories[group] = task.result()
+            self.schedule.finish(group)
+            self._dropped_in_a_row = 0
+        elif isinstance(error, GroupDroppedError):
+            self._lose(group, error)
+        else:
+            self._error = self._error or error
+
+    def _lose(self, group: Group, error: GroupDroppedError) -> None:
+        logger.warning("dropped: %s", error)
+        self.faults["dropped_groups"] += 1
+        self.schedule.drop(group)
+        self._dropped_in_a_row += 1
+        if self._dropped_in_a_row >= DROPPED_BATCHES_IN_A_ROW * self._batch_size:
+            self._error = RolloutError(
+                f"{self._dropped_in_a_row} groups in a row were dropped, the last one: {error}"
+            )
+        self.fill()
+
+    async def _wait(self) -> None:
+        """Until something changes; the log says for what, again and again."""
+        while not self._changed.is_set():
+            try:
+                await asyncio.wait_for(self._changed.wait(), WORD_SECONDS)
+            except TimeoutError:
+                logger.warning("%s", self._waiting_for())
+
+    def _waiting_for(self) -> str:
+        waiting = [g for g in self.schedule.line if g.state not in (READY, TAKEN, DROPPED)]
+        first = waiting[0]
+        doing = self._rollouts.activity([group.name for group in waiting])
+        return (
+            f"waiting for {len(waiting)} groups, first for {first.name}, {first.state} for "
+            f"{self._clock() - first.started:.0f} s. " + ("; ".join(doing) or "nothing is known")
+        )

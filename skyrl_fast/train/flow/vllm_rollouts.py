@@ -1,0 +1,282 @@
+"""Rollouts by vLLM, in this process or by servers: settings to engines and agent loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_fast.config import settings
+from skyrl_fast.rollout.engine.pool import EnginePool, PooledEngine
+from skyrl_fast.rollout.engine.protocol import Engine
+from skyrl_fast.rollout.engine.remote import RemoteEngine
+from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weight_gate import WeightGate
+from skyrl_fast.rollout.engine.weight_update import TOLERANCES, WeightSync, WeightSyncReport
+from skyrl_fast.rollout.env.factory import EnvFactory, MakeEnv
+from skyrl_fast.rollout.group_runner import GroupRunner
+from skyrl_fast.rollout.groups import run_groups
+from skyrl_fast.rollout.rollout_config import loop_settings
+from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train.data.prompts import Prompt
+from skyrl_fast.train.model.policy import Policy
+
+log = logging.getLogger(__name__)
+
+PROBE_SEQUENCES = 2  # compared after each weight update; two prompts show any stale layer
+PROBE_TOKENS = 48
+# Faults that have a metric even before they happen.
+FAULTS = (
+    "retried_trajectories",
+    "environment_errors",
+    "engine_errors",
+    "slow_trajectories",
+    "stuck_trajectories",
+    "engine_deaths",
+    "engine_restarts",
+    "requests_sent_again",
+)
+
+
+async def start_rollouts(
+    config: settings.Config,
+    tokenizer: Any,
+    model_path: str,
+    *,
+    prompts: Sequence[Prompt],
+    make_env: MakeEnv | None = None,
+) -> VllmRollouts:
+    """Start vLLM on a model folder, or find its servers, and make the environments' threads.
+
+    Args:
+        prompts: of training; the first ones check each weight update.
+        make_env: makes environments from rows; None: `env_class` says which.
+
+    Raises:
+        EngineDeadError: vLLM is missing or did not start; the message says what to do.
+        ValueError: an environment's module cannot be imported, or a setting is out of range.
+    """
+    environments = EnvFactory(config.environment, make_env=make_env)
+    settings_of_engine = config.generator.inference_engine
+    pool = EnginePool(
+        engines(config, model_path),
+        max_restarts=settings_of_engine.max_restarts,
+        weights_folder=settings_of_engine.weight_sync_path,
+    )
+    rollouts = VllmRollouts(config, tokenizer, pool, environments, prompts)
+    await pool.start()
+    return rollouts
+
+
+def engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
+    """Return the engines of the settings, not started."""
+    engine = config.generator.inference_engine
+    if engine.run_engines_locally:
+        return [VllmEngine(vllm_setup(config, model_path))]
+    return [
+        RemoteEngine(
+            url,
+            weight_sync=engine.weight_sync_backend,
+            records_routes=engine.enable_return_routed_experts,
+        )
+        for url in engine.external_server_urls
+    ]
+
+
+class VllmRollouts:
+    """The `Rollouts` of a real run: engines, agent loop, verified weight updates."""
+
+    def __init__(
+        self,
+        config: settings.Config,
+        tokenizer: Any,
+        pool: EnginePool,
+        environments: EnvFactory,
+        prompts: Sequence[Prompt],
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._pool = pool
+        self._environments = environments
+        self._probe_prompts = prompts[:PROBE_SEQUENCES]
+        self._gate = WeightGate()
+        self._runner = GroupRunner(
+            pool,
+            tokenizer,
+            environments,
+            loop_settings(config),
+            seed=config.trainer.seed,
+            gate=self._gate,
+            env_timeout_seconds=config.environment.timeout_seconds,
+        )
+        self._interrupted = 0
+        self._updated = False
+
+    async def generate(
+        self, prompts: Sequence[Prompt], *, step: int, phase: str
+    ) -> list[Trajectory]:
+        """See `Rollouts.generate`."""
+        version = step if phase == "train" else self._gate.version
+        return await run_groups(self._runner, prompts, phase=phase, policy_version=version)
+
+    async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
+        """See `Rollouts.update_weights`.
+
+        The first time an engine of this process has them from the model's folder and is only
+        checked.
+        """
+
+        def make_sync(engine: Engine) -> WeightSync:
+            return self._weight_sync(engine, policy)
+
+        in_flight = self._config.trainer.fully_async.weight_update == "in_flight"
+        interrupt = self._pool.interrupt if in_flight else self._pool.release
+        async with self._gate.closed(interrupt) as inside:
+            if self._updated or not self._pool.start_with_model:
+                report = await self._pool.update(policy.named_weights(), make_sync)
+            else:
+                report = await self._pool.verify(make_sync)
+            self._updated = True
+            self._gate.version = version
+        if in_flight:
+            self._interrupted += inside
+        return _sync_metrics(report)
+
+    async def wait_for_fault(self) -> None:
+        """See `Rollouts.wait_for_fault`."""
+        await self._pool.wait_for_fault()
+
+    async def repair(self, policy: Policy, *, version: int) -> None:
+        """See `Rollouts.repair`."""
+        assert version == self._gate.version
+        await self._pool.repair(
+            policy.named_weights(), lambda engine: self._weight_sync(engine, policy)
+        )
+
+    def activity(self, uids: Sequence[str]) -> list[str]:
+        """See `Rollouts.activity`."""
+        board = self._runner.board
+        now = board.clock()
+        return [*self._pool.activity(), *(row.text(now) for row in board.oldest(list(uids)))]
+
+    def faults(self) -> dict[str, float]:
+        """See `Rollouts.faults`."""
+        counts = {
+            **dict.fromkeys(FAULTS, 0),
+            **self._runner.faults,
+            **self._pool.faults,
+            "environment_timeouts": self._environments.num_abandoned,
+            "requests_interrupted": self._interrupted,
+        }
+        return {name: float(number) for name, number in counts.items()}
+
+    async def close(self) -> None:
+        """Stop the engines and the environments' threads."""
+        await self._pool.close()
+        await self._environments.close()
+
+    def _weight_sync(self, engine: Engine, policy: Policy) -> WeightSync:
+        chosen = self._config.generator.inference_engine.model_dtype
+        dtype = policy.dtype if chosen == "auto" else getattr(torch, chosen)
+
+        def replayed(probe: list[list[int]], routes: list[np.ndarray]) -> list[list[float]]:
+            return [policy.sequence_logprobs(*one) for one in zip(probe, routes, strict=True)]
+
+        return WeightSync(
+            engine,
+            probe=self._probe,
+            trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
+            replayed_logprobs=replayed if policy.router_replay else None,
+            tolerance=self._config.trainer.sync_tolerance or TOLERANCES[dtype],
+        )
+
+    @cached_property
+    def _probe(self) -> list[list[int]]:
+        """Beginnings of the first prompts; at the engine one token is sampled behind them."""
+        sampling = self._config.generator.sampling_params
+        longest = settings.max_input_length(self._config) + sampling.max_generate_length - 1
+        probe = []
+        for prompt in self._probe_prompts:
+            text = "\n".join(str(message["content"]) for message in prompt.messages)
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            ids = ids[: min(PROBE_TOKENS, longest)]
+            probe.append(ids if len(ids) > 1 else [0, 1])
+        return probe
+
+
+def vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
+    """Return what the engine is started with, from generator.inference_engine.
+
+    Args:
+        model_path: a folder, or the hub name of a model that was downloaded.
+
+    Raises:
+        ValueError: prompts and responses may become longer than the model's positions, or its
+            config.json says nothing.
+    """
+    model_path = _model_folder(model_path)
+    engine, generator = config.generator.inference_engine, config.generator
+    samplings = [generator.sampling_params, generator.eval_sampling_params]
+    prompt = settings.max_input_length(config)
+    response = max(s.max_generate_length for s in samplings if s is not None)
+    positions = _positions(model_path)
+    if positions is not None and prompt + response > positions and not engine.engine_init_kwargs:
+        raise ValueError(
+            f"generator.max_input_length ({prompt}) and sampling_params.max_generate_length "
+            f"({response}): wanted at most the {positions} positions of {model_path} together, "
+            f"got {prompt + response}"
+        )
+    return VllmSetup(
+        model=model_path,
+        engine=engine,
+        max_model_len=prompt + response,
+        seed=config.trainer.seed,
+        log_file=str(Path(config.trainer.run_path) / "engine.log"),
+    )
+
+
+def _model_folder(path: str) -> str:
+    """Return where a model's files lie, as the trainer finds them; `path` itself if nowhere."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    try:
+        config = try_to_load_from_cache(path, "config.json")
+    except ValueError:  # no name of the hub's either
+        return path
+    return str(Path(config).parent) if isinstance(config, str) else path
+
+
+def _positions(model_path: str) -> int | None:
+    """Return how many positions a model in a folder was made for; None: unknown, or scaled."""
+    path = Path(model_path) / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        model = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: no JSON: {error}") from error
+    if not isinstance(model, dict):
+        raise ValueError(f"{path}: wanted a model's settings, got {type(model).__name__}")
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    return None if is_scaled else model.get("max_position_embeddings")
+
+
+def _sync_metrics(report: WeightSyncReport) -> dict[str, float]:
+    return {
+        "sync/update_seconds": report.update_seconds,
+        "sync/verify_seconds": report.verify_seconds,
+        "sync/logprob_abs_diff_max": report.max_difference,
+        "sync/logprob_abs_diff_mean": report.mean_difference,
+        "sync/logprob_change_max": report.max_change,
+    }

@@ -1,0 +1,1 @@
+"""What torch computes: policy, critic, micro-batches."""

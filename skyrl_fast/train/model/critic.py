@@ -1,0 +1,310 @@
+"""The critic of GAE: a transformer with a linear head that values the state before each token.
+
+It has its own optimizer and learns from every batch. A response tokens of a batch, M trained tokens
+of a micro-batch, H hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import Config, OptimizerConfig
+from skyrl_fast.train.data.schedule import total_optimizer_steps
+from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
+from skyrl_fast.train.model.optimizer import Optimizer
+from skyrl_fast.train.model.policy import load_model
+from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
+from skyrl_fast.train.parallel.rank_shares import own_micro_batches
+from skyrl_fast.train.parallel.ranks import ALONE, Ranks, mirrored
+from skyrl_fast.train.parallel.sharding import run_whole, shard, whole_weights
+
+HEAD_FILE = "value_head.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+class ValueModel(torch.nn.Module):
+    """A transformers backbone and a linear map of its last hidden states to one number.
+
+    Args:
+        backbone: gives `last_hidden_state`; no LM head.
+    """
+
+    def __init__(self, backbone: Any) -> None:
+        super().__init__()
+        self.backbone = backbone
+        size = backbone.config.hidden_size
+        self.value_head = torch.nn.Linear(size, 1, bias=False, device=backbone.device)
+        torch.nn.init.normal_(self.value_head.weight, std=1 / (size + 1))  # SkyRL's
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return (n, L) values of (n, L) sequences: of the state behind each token."""
+        return self.of(self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state)
+
+    def of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return (...) values of (..., H) last hidden states."""
+        return torch.nn.functional.linear(hidden.float(), self.value_head.weight)[..., 0]
+
+
+class Critic:
+    """Values of trained tokens, and their training.
+
+    Args:
+        model: float32 weights.
+        optimizer_config: of its AdamW.
+        total_steps: its optimizer steps of the whole run, for schedules that end.
+        mini_batch_size: prompts per optimizer step.
+        update_epochs: passes over each batch.
+        value_clip: see `value_loss`.
+        max_tokens_per_microbatch: most padded tokens of one forward pass.
+        dtype: of the forward pass.
+        tree: rows go through the model as prefix trees.
+        ranks: that share the work and the weights.
+
+    Raises:
+        ValueError: trees for a model that cannot.
+    """
+
+    def __init__(
+        self,
+        model: ValueModel,
+        optimizer_config: OptimizerConfig,
+        *,
+        total_steps: int,
+        mini_batch_size: int,
+        update_epochs: int = 1,
+        value_clip: float | None = None,
+        max_tokens_per_microbatch: int = 16384,
+        dtype: torch.dtype = torch.float32,
+        tree: bool = False,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.model = model
+        self.ranks = ranks
+        self.tree = tree
+        if tree:
+            prepare_for_trees(model.backbone)
+        shard(model, ranks)
+        ranks.join(self)
+        self.optimizer = Optimizer(self, optimizer_config, total_steps=total_steps)
+        self.mini_batch_size = mini_batch_size
+        self.update_epochs = update_epochs
+        self.value_clip = value_clip
+        self.max_tokens_per_microbatch = max_tokens_per_microbatch
+        self.dtype = dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.value_head.weight.device
+
+    def values(self, micro: MicroBatch) -> torch.Tensor:
+        """Return (M,) float32, the values of the states in which the tokens were sampled."""
+        micro = padded_trees(micro, self.device)
+
+        def values_of() -> torch.Tensor:
+            with self._autocast():
+                return self.model.of(last_hidden_states(self.model.backbone, micro, self.device))
+
+        values = run_whole(self.model, values_of)
+        values = values.index_select(0, micro.hidden_index.to(self.device)).float()
+        return values if micro.copies is None else values[micro.copies.to(self.device)]
+
+    @mirrored
+    def batch_values(self, batch: StepBatch) -> torch.Tensor:
+        """Return (A,) float32 values of the trained tokens, without gradients; 0 elsewhere."""
+        with torch.no_grad():
+            own = [
+                (response_positions(batch, micro), self.values(micro).cpu())
+                for micro in self._micro_batches(batch)
+            ]
+        result = torch.zeros(batch.loss_mask.shape[0])
+        for positions, values in self.ranks.gather(own):
+            result[positions] = values
+        return result
+
+    def update(self, batch: StepBatch) -> dict[str, float]:
+        """Take optimizer steps towards the batch's returns; return their mean metrics.
+
+        Args:
+            batch: with values and returns, groups adjacent.
+        """
+        steps = [
+            self._step(mini)
+            for _ in range(self.update_epochs)
+            for mini in batch.mini_batches(self.mini_batch_size)
+        ]
+        metrics = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        metrics["critic/optimizer_steps"] = float(len(steps))
+        trained = batch.loss_mask != 0
+        assert batch.values is not None and batch.returns is not None
+        metrics["critic/explained_variance"] = explained_variance(
+            batch.values[trained], batch.returns[trained]
+        )
+        return metrics
+
+    def save(self, folder: Path) -> None:
+        """Write backbone (Hugging Face format), head and optimizer (safetensors)."""
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: value.cpu() for name, value in whole_weights(self).items()}
+        save_file({"weight": weights.pop("value_head.weight")}, str(folder / HEAD_FILE))
+        backbone = {name.removeprefix("backbone."): value for name, value in weights.items()}
+        self.model.backbone.save_pretrained(folder, state_dict=backbone)
+        self.optimizer.save(folder / OPTIMIZER_FILE)
+
+    def restore(self, folder: Path) -> None:
+        """Read the optimizer's state; the weights were loaded from the folder already."""
+        self.optimizer.load(folder / OPTIMIZER_FILE)
+
+    def _step(self, batch: StepBatch) -> dict[str, float]:
+        self.optimizer.zero_grad()
+        parts = self._gradient(batch)
+        names = ("critic_loss", "values_mean", "values_clipfrac")
+        sums = {name: sum(part[i] for part in parts) for i, name in enumerate(names)}
+        facts = {name.removeprefix("policy/"): v for name, v in self.optimizer.step().items()}
+        return {f"critic/{name}": value for name, value in (sums | facts).items()}
+
+    @mirrored
+    def _gradient(self, batch: StepBatch) -> list[tuple[float, float, float]]:
+        """Add the mini-batch's gradient; return parts of its loss, mean value and clipped share."""
+        total = max(1, int((batch.loss_mask != 0).sum()))
+        assert batch.values is not None and batch.returns is not None
+        parts = []
+        for micro in self._micro_batches(batch):
+            index = response_positions(batch, micro)
+            old, returns = batch.values[index], batch.returns[index]
+            values = self.values(micro)
+            losses, clipped = value_loss(
+                values, old.to(self.device), returns.to(self.device), value_clip=self.value_clip
+            )
+            loss = losses.sum() / total
+            loss.backward()
+            mean, share = values.detach().sum() / total, clipped.sum() / total
+            parts.append((float(loss.detach()), float(mean), float(share)))
+        return self.ranks.gather(parts)
+
+    def _micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
+        plan = partial(plan_micro_batches, batch, tree=self.tree)
+        return own_micro_batches(plan, self.max_tokens_per_microbatch, self.ranks)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        # Its cache would keep all weights in that dtype to the pass's end; each is cast once.
+        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=False)
+
+
+def value_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    *,
+    value_clip: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (M,) losses, half the squared errors, and (M,) bool where the clip holds.
+
+    With a clip, the loss is the larger of the error's square and that of the value held within
+    `value_clip` of the old one (as in PPO2 and SkyRL): a step that went further gains nothing.
+
+    Args:
+        values, old_values, returns: (M,) float32; the old values are those behind the returns.
+
+    Example:
+        >>> value_loss(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0]),
+        ...            value_clip=0.5)
+        (tensor([0.1250]), tensor([True]))
+    """
+    plain = (values - returns).square()
+    if value_clip is None:
+        return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
+    held = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    clipped = (held - returns).square()
+    return 0.5 * torch.maximum(plain, clipped), clipped > plain
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
+    """Return 1 - var(returns - values) / var(returns): 1 is perfect, 0 no better than a constant.
+
+    0 where the returns do not vary.
+    """
+    if returns.numel() < 2 or float(returns.var()) == 0.0:
+        return 0.0
+    return float(1 - (returns - values).var() / returns.var())
+
+
+def make_critic(
+    config: Config,
+    path: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    num_prompts: int,
+    ranks: Ranks = ALONE,
+) -> Critic:
+    """Return the critic of a run.
+
+    Args:
+        path: a model's folder or hub name, or the critic's folder in a checkpoint.
+        num_prompts: of the training data.
+        ranks: that share the work and the weights.
+    """
+    trainer = config.trainer
+    size = trainer.critic_mini_batch_size or trainer.policy_mini_batch_size
+    model = load_value_model(
+        path, device=device, gradient_checkpointing=trainer.gradient_checkpointing
+    )
+    return Critic(
+        model,
+        trainer.critic.optimizer_config,
+        total_steps=total_optimizer_steps(config, num_prompts, mini_batch_size=size),
+        mini_batch_size=size,
+        update_epochs=trainer.update_epochs_per_batch,
+        value_clip=trainer.algorithm.value_clip,
+        max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
+        dtype=dtype,
+        tree=trainer.rows == "tree",
+        ranks=ranks,
+    )
+
+
+def load_value_model(
+    path: str, *, device: torch.device, gradient_checkpointing: bool = False
+) -> ValueModel:
+    """Return the model of a folder or hub name, with the head that lies there or a new one.
+
+    Raises:
+        ValueError: nothing usable there; the message says what was tried.
+    """
+    with _without_warnings():  # of an LM head that nobody wants here
+        backbone = load_model(
+            path,
+            device=device,
+            gradient_checkpointing=gradient_checkpointing,
+            with_head=False,
+            setting="trainer.critic.model.path",
+        )
+    model = ValueModel(backbone)
+    head = Path(path).expanduser() / HEAD_FILE
+    if head.is_file():
+        with torch.no_grad():
+            model.value_head.weight.copy_(load_file(str(head))["weight"])
+    return model
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -1,0 +1,65 @@
+"""What one forward pass gets, and where its logprobs belong.
+
+A response tokens of a batch, n sequences of length L, or 1 of T nodes, M trained tokens. Routes: D
+layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from skyrl_fast.batch import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass.
+
+    Args:
+        input_ids: (n, L) int64, padded on the right. Real tokens never look at what follows them,
+            so causal attention needs no mask and positions count from 0.
+        hidden_index: (M,) int64 into the (n * L) hidden states: those that predict a trained token.
+        target_ids: (M,) int64, the trained tokens.
+        response_index: (M,) int64 into the response tokens of `rows`.
+        rows: int64, rows of the batch that are trained here, ascending.
+        expert_indices: (n, L, D, K) recorded routes, or None where they are not replayed.
+        router_padding_mask: (n, L) bool, True where a token has no recorded route; None with it.
+        tree: the input is the nodes of prefix trees, (1, T), and not sequences; None: sequences.
+        copies: (M,) int64 into what `hidden_index` and `target_ids` name, where rows share it and
+            they name fewer than M; None: they name each of the M.
+    """
+
+    input_ids: torch.Tensor
+    hidden_index: torch.Tensor
+    target_ids: torch.Tensor
+    response_index: torch.Tensor
+    rows: torch.Tensor
+    expert_indices: torch.Tensor | None = None
+    router_padding_mask: torch.Tensor | None = None
+    tree: NodeTree | None = None
+    copies: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTree:
+    """The prefix trees whose nodes are a micro-batch's input; see `build_prefix_tree`.
+
+    Args:
+        parents, ends: (T,) int32.
+        positions: (1, T) int64, the node's depth.
+    """
+
+    parents: torch.Tensor
+    ends: torch.Tensor
+    positions: torch.Tensor
+
+
+def response_positions(batch: StepBatch, micro: MicroBatch) -> torch.Tensor:
+    """Return (M,) positions of the micro-batch's trained tokens in the whole batch's responses."""
+    starts = batch.cu_responses[micro.rows].to(torch.int64)
+    lengths = batch.cu_responses.diff()[micro.rows].to(torch.int64)
+    local_starts = lengths.cumsum(0) - lengths
+    shift = torch.repeat_interleave(starts - local_starts, lengths)
+    return micro.response_index + shift[micro.response_index]

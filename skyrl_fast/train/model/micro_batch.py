@@ -1,0 +1,198 @@
+"""What the policy's forward pass runs: rows in micro-batches, as sequences or as prefix trees.
+
+N rows of a batch, A their response tokens, n sequences padded on the right to length L, M trained
+tokens. Routes: D layers, K experts per token.
+
+Where one step's prompt goes on exactly from the step before (contexts that only grow), both rows
+are read off one sequence, the longest: a causal model gives the same hidden states for the shared
+part, so loss and gradient are those of separate rows, for about half the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.train.model.forward_pass import MicroBatch as MicroBatch
+from skyrl_fast.train.model.forward_pass import response_positions as response_positions
+from skyrl_fast.train.model.tree_batch import tree_micro_batches
+
+
+def plan_micro_batches(
+    batch: StepBatch,
+    token_budget: int,
+    *,
+    rows: np.ndarray | None = None,
+    keep_trajectories: bool = False,
+    router_replay: bool = False,
+    tree: bool = False,
+) -> list[MicroBatch]:
+    """Return the forward passes that give a logprob to every trained token of the rows.
+
+    Args:
+        batch: N rows.
+        token_budget: most padded tokens (n * L) of a micro-batch; a longer sequence goes alone.
+        rows: (N,) bool, rows to visit; None: all with a trained token.
+        keep_trajectories: a trajectory's rows stay together (losses that look at all of them).
+        router_replay: add the recorded routes. Rows share a token only where their records agree,
+            as they do in contexts that only grow.
+        tree: lay the rows out as prefix trees, one per group: the budget counts their nodes. Else
+            as sequences, which rows of a trajectory share where contexts only grew.
+
+    Raises:
+        ValueError: a trained row with an empty prompt: nothing predicts its first token. Or replay
+            of a batch without routes.
+    """
+    visited = _trained_rows(batch) if rows is None else rows & _trained_rows(batch)
+    if not visited.any():  # stubs alone, say: they have no routes either
+        return []
+    if router_replay and batch.expert_indices is None:
+        raise ValueError(
+            "plan_micro_batches: the batch has no routes to replay: set "
+            "generator.inference_engine.enable_return_routed_experts=true"
+        )
+    cu = batch.cu_seqlens.numpy().astype(np.int64)
+    prompts = np.diff(cu) - np.diff(batch.cu_responses.numpy().astype(np.int64))
+    if bool(np.any(prompts[visited] < 1)):
+        row = int(np.flatnonzero(visited & (prompts < 1))[0])
+        raise ValueError(f"plan_micro_batches: row {row} is trained but has an empty prompt")
+    if tree:
+        return tree_micro_batches(
+            batch,
+            token_budget,
+            visited,
+            keep_trajectories=keep_trajectories,
+            router_replay=router_replay,
+        )
+    hosts = sequence_hosts(batch, visited, router_replay=router_replay)
+    members: dict[int, list[int]] = {}
+    for row in np.flatnonzero(visited).tolist():
+        members.setdefault(int(hosts[row]), []).append(row)
+    lengths = np.diff(cu)
+    parts = _fill(members, lengths, token_budget, batch, keep_trajectories)
+    micro_batches = [_micro_batch(batch, part, members, prompts) for part in parts]
+    if not router_replay:
+        return micro_batches
+    return [
+        _with_routes(batch, micro, part) for micro, part in zip(micro_batches, parts, strict=True)
+    ]
+
+
+def sequence_hosts(
+    batch: StepBatch, visited: np.ndarray, *, router_replay: bool = False
+) -> np.ndarray:
+    """Return (N,) for each visited row the later row of its trajectory that begins with all of it.
+
+    A row that no later one begins with is its own host.
+
+    Args:
+        visited: (N,) bool; other rows host nothing.
+        router_replay: a host must also have the row's routes, up to its last trained token.
+    """
+    tokens = batch.tokens.numpy()
+    cu = batch.cu_seqlens.tolist()
+    trajectories = batch.trajectory_ids.tolist()
+    hosts = np.arange(batch.num_rows)
+    order = np.flatnonzero(visited).tolist()
+    for row, following in reversed(list(pairwise(order))):
+        if trajectories[row] != trajectories[following]:
+            continue
+        own = tokens[cu[row] : cu[row + 1]]
+        start = cu[following]
+        if not np.array_equal(own, tokens[start : min(start + len(own), cu[following + 1])]):
+            continue
+        if not router_replay or _same_routes(batch, row, following):
+            hosts[row] = hosts[following]
+    return hosts
+
+
+def _same_routes(batch: StepBatch, row: int, host: int) -> bool:
+    """Whether both rows' records agree on every token that `row`'s trained tokens follow from."""
+    assert batch.expert_indices is not None and batch.cu_experts is not None
+    start, end = batch.cu_responses[row : row + 2].tolist()
+    trained = np.flatnonzero(batch.loss_mask[start:end].numpy())
+    prompt = int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row]) - (end - start)
+    needed = prompt + int(trained[-1]) if len(trained) else 0
+    records = []
+    for index in (row, host):
+        first, last = batch.cu_experts[index : index + 2].tolist()
+        records.append(batch.expert_indices[first : min(last, first + needed)])
+    return torch.equal(*records)
+
+
+def _trained_rows(batch: StepBatch) -> np.ndarray:
+    sums = np.concatenate([[0], np.cumsum(batch.loss_mask.numpy(), dtype=np.int64)])
+    return np.diff(sums[batch.cu_responses.numpy()]) > 0
+
+
+def _fill(
+    members: dict[int, list[int]],
+    lengths: np.ndarray,
+    token_budget: int,
+    batch: StepBatch,
+    keep_trajectories: bool,
+) -> list[list[int]]:
+    """Sequences (by host row) in parts of at most the budget, longest first: little padding."""
+    units: dict[int, list[int]] = {}
+    for host in members:
+        unit = int(batch.trajectory_ids[host]) if keep_trajectories else host
+        units.setdefault(unit, []).append(host)
+    width = {unit: max(int(lengths[host]) for host in hosts) for unit, hosts in units.items()}
+    parts: list[list[int]] = []
+    part_width = 0
+    for unit in sorted(units, key=lambda unit: (-width[unit], unit)):
+        hosts = units[unit]
+        if not parts or (len(parts[-1]) + len(hosts)) * part_width > token_budget:
+            parts.append([])
+            part_width = width[unit]
+        parts[-1].extend(hosts)
+    return parts
+
+
+def _micro_batch(
+    batch: StepBatch, hosts: Sequence[int], members: dict[int, list[int]], prompts: np.ndarray
+) -> MicroBatch:
+    tokens = batch.tokens.numpy()
+    cu = batch.cu_seqlens.tolist()
+    cu_responses = batch.cu_responses.tolist()
+    mask = batch.loss_mask.numpy()
+    width = max(cu[host + 1] - cu[host] for host in hosts)
+    input_ids = np.zeros((len(hosts), width), dtype=np.int64)
+    place = {}
+    for sequence, host in enumerate(hosts):
+        input_ids[sequence, : cu[host + 1] - cu[host]] = tokens[cu[host] : cu[host + 1]]
+        place.update(dict.fromkeys(members[host], sequence))
+    rows = sorted(place)
+    hidden, targets, responses, offset = [], [], [], 0
+    for row in rows:
+        start, end = cu_responses[row], cu_responses[row + 1]
+        trained = np.flatnonzero(mask[start:end])
+        positions = int(prompts[row]) + trained
+        hidden.append(place[row] * width + positions - 1)
+        targets.append(tokens[cu[row] + positions])
+        responses.append(offset + trained)
+        offset += end - start
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids),
+        hidden_index=torch.from_numpy(np.concatenate(hidden)),
+        target_ids=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+        response_index=torch.from_numpy(np.concatenate(responses)),
+        rows=torch.tensor(rows),
+    )
+
+
+def _with_routes(batch: StepBatch, micro: MicroBatch, hosts: Sequence[int]) -> MicroBatch:
+    assert batch.expert_indices is not None and batch.cu_experts is not None
+    shape = (*micro.input_ids.shape, *batch.expert_indices.shape[1:])
+    routes = batch.expert_indices.new_zeros(shape)
+    mask = torch.ones(micro.input_ids.shape, dtype=torch.bool)
+    for sequence, host in enumerate(hosts):
+        first, last = batch.cu_experts[host : host + 2].tolist()
+        routes[sequence, : last - first] = batch.expert_indices[first:last]
+        mask[sequence, : last - first] = False
+    return replace(micro, expert_indices=routes, router_padding_mask=mask)

@@ -1,0 +1,105 @@
+"""The models of a run, as every rank makes them: policy, reference, critic and optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from skyrl_fast.config import Config
+from skyrl_fast.train.data.random_state import seed_everything
+from skyrl_fast.train.data.schedule import total_optimizer_steps
+from skyrl_fast.train.model.critic import Critic, make_critic
+from skyrl_fast.train.model.optimizer import Optimizer
+from skyrl_fast.train.model.policy import Policy, hide_progress_bars, load_model
+from skyrl_fast.train.parallel.ranks import Ranks
+
+
+def model_path(config: Config, checkpoint: Path | None) -> str:
+    """Return the folder or hub name that the policy is loaded from."""
+    start_path = config.trainer.policy.model.path
+    assert start_path is not None
+    return start_path if checkpoint is None else str(checkpoint / "policy")
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What is trained, and what it is compared with."""
+
+    policy: Policy
+    optimizer: Optimizer
+    reference: Policy | None
+    critic: Critic | None
+
+
+def make_models(config: Config, checkpoint: Path | None, num_prompts: int, ranks: Ranks) -> Models:
+    """Return the models of the settings, or of a checkpoint; every rank makes them in this order.
+
+    Args:
+        num_prompts: of training, for the length of the learning-rate schedule.
+    """
+    settings = config.trainer
+    _set_threads(settings.num_threads, ranks)
+    seed_everything(settings.seed)
+    hide_progress_bars()
+    device = find_device(settings.device)
+    dtype, head = _dtype(settings.policy.dtype, device), settings.policy.lm_head_dtype
+
+    def policy_of(path: str, *, trained: bool) -> Policy:
+        model = load_model(
+            path, device=device, gradient_checkpointing=trained and settings.gradient_checkpointing
+        )
+        return Policy(
+            model.requires_grad_(trained),
+            temperature=config.generator.sampling_params.temperature,
+            max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
+            dtype=dtype,
+            head_dtype=dtype if head == "auto" else getattr(torch, head),
+            # The reference chooses its own experts: what it would have done is what is asked.
+            router_replay=trained and settings.policy.moe_enable_routing_replay,
+            tree=settings.rows == "tree",
+            ranks=ranks,
+        )
+
+    policy = policy_of(model_path(config, checkpoint), trained=True)
+    reference = None
+    if settings.algorithm.use_kl_loss or settings.algorithm.use_kl_in_reward:
+        reference = policy_of(settings.ref.model.path or model_path(config, None), trained=False)
+    optimizer = Optimizer(
+        policy,
+        settings.policy.optimizer_config,
+        total_steps=total_optimizer_steps(config, num_prompts),
+    )
+    critic = None
+    if settings.critic.model.path is not None:
+        source = settings.critic.model.path if checkpoint is None else str(checkpoint / "critic")
+        critic = make_critic(config, source, device, dtype, num_prompts=num_prompts, ranks=ranks)
+    return Models(policy, optimizer, reference, critic)
+
+
+def _set_threads(chosen: int | None, ranks: Ranks) -> None:
+    if chosen is None and ranks.size > 1:
+        chosen = max(1, torch.get_num_threads() // ranks.size)
+    if chosen is not None:
+        torch.set_num_threads(chosen)
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device of `trainer.device`.
+
+    Raises:
+        ValueError: cuda, and there is no GPU.
+    """
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError("trainer.device: cuda was asked for, but torch finds no GPU")
+    return torch.device("cuda" if name != "cpu" and available else "cpu")
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,152 @@
+"""AdamW over a model's parameters, with warm-up, schedule and clipping; its state by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from skyrl_fast.config import OptimizerConfig
+from skyrl_fast.train.parallel.ranks import Ranks, mirrored
+from skyrl_fast.train.parallel.sharding import all_whole, part_of, whole
+
+logger = logging.getLogger(__name__)
+
+COSINE_END = 0.0  # part of the learning rate that is left at the end
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW remembers of a parameter
+
+
+class HasModel(Protocol):
+    """What is optimised: a `Policy`, or a `Critic`."""
+
+    model: Any
+    ranks: Ranks
+
+
+class Optimizer:
+    """AdamW with warm-up and clipping over a model's parameters; state is saved by name.
+
+    Args:
+        policy: or critic, whose parameters; those with one dimension get no weight decay.
+        config: SkyRL's optimizer settings.
+        total_steps: optimizer steps of the whole run, for schedules that end.
+    """
+
+    def __init__(self, policy: HasModel, config: OptimizerConfig, *, total_steps: int) -> None:
+        self.step_count = 0
+        self.ranks = policy.ranks
+        self.ranks.join(self)
+        self._config = config
+        self._total_steps = total_steps
+        self._named = [(n, p) for n, p in policy.model.named_parameters() if p.requires_grad]
+        decayed = [p for _, p in self._named if p.dim() > 1]
+        plain = [p for _, p in self._named if p.dim() <= 1]
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        beta1, beta2 = config.adam_betas
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=(beta1, beta2),
+            fused=True,
+        )
+
+    @mirrored
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    @mirrored
+    def step(self) -> dict[str, float]:
+        """Clip, update the weights, and return gradient norm and learning rate.
+
+        A gradient that is not finite changes nothing but the count of steps; it is reported.
+        """
+        parameters = [p for _, p in self._named if p.grad is not None]
+        limit = self._config.max_grad_norm or math.inf
+        norm = 0.0
+        if parameters:
+            norm = float(whole(torch.nn.utils.clip_grad_norm_(parameters, limit)))
+        rate = learning_rate(self.step_count, self._config, total_steps=self._total_steps)
+        if math.isfinite(norm):
+            for group in self._adamw.param_groups:
+                group["lr"] = rate
+            self._adamw.step()
+        else:
+            logger.warning("optimizer step %d left out: gradient norm %s", self.step_count, norm)
+        self.step_count += 1
+        self._adamw.zero_grad(set_to_none=True)
+        skipped = float(not math.isfinite(norm))
+        return {
+            "policy/grad_norm": norm,
+            "policy/lr": rate,
+            "policy/nonfinite_steps_skipped": skipped,
+        }
+
+    def save(self, path: Path) -> None:
+        """Write the moments of every parameter by its name (safetensors)."""
+        tensors = {name: moment.cpu().contiguous() for name, moment in self._moments().items()}
+        unmoved = [name for name, parameter in self._named if parameter not in self._adamw.state]
+        facts = {"step_count": str(self.step_count)}
+        if unmoved:  # one entry as a rule: the order of several differs from file to file
+            facts["without_gradient"] = json.dumps(unmoved)
+        save_file(tensors, str(path), metadata=facts)
+
+    @mirrored
+    def _moments(self) -> dict[str, torch.Tensor]:
+        moments = (
+            (f"{name}.{key}", self._adamw.state[parameter][key])
+            for name, parameter in self._named
+            if parameter in self._adamw.state
+            for key in MOMENTS
+        )
+        return all_whole(moments, self.ranks)
+
+    @mirrored
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote. ValueError if a parameter is missing or has another shape."""
+        tensors = load_file(str(path))
+        with safe_open(str(path), framework="pt") as file:
+            facts = file.metadata()
+        self.step_count = int(facts["step_count"])
+        unmoved = set(json.loads(facts.get("without_gradient", "[]")))
+        for name, parameter in (own for own in self._named if own[0] not in unmoved):
+            if tensors and f"{name}.exp_avg" not in tensors:
+                raise ValueError(f"{path}: no optimizer state for {name}: another model?")
+            if tensors and tensors[f"{name}.exp_avg"].shape != parameter.shape:
+                raise ValueError(f"{path}: optimizer state of {name} has another shape")
+            if tensors:
+                state = {key: tensors[f"{name}.{key}"] for key in MOMENTS}
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = part_of(state[key].to(parameter.device), parameter)
+                state["step"] = state["step"].to(parameter.device)
+                self._adamw.state[parameter] = state
+
+
+def learning_rate(step: int, config: OptimizerConfig, *, total_steps: int) -> float:
+    """Return the rate of optimizer step `step` (from 0): linear warm-up, then the schedule.
+
+    Example:
+        >>> config = OptimizerConfig(lr=1.0, num_warmup_steps=4)
+        >>> [learning_rate(step, config, total_steps=10) for step in range(5)]
+        [0.25, 0.5, 0.75, 1.0, 1.0]
+    """
+    warmup = config.num_warmup_steps
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    if config.scheduler == "linear":
+        return config.lr * (1.0 - progress)
+    if config.scheduler == "cosine":
+        return config.lr * (
+            COSINE_END + (1 - COSINE_END) * 0.5 * (1 + math.cos(math.pi * progress))
+        )
+    return config.lr

@@ -1,0 +1,286 @@
+"""The policy: a transformers causal LM, and its logprobs at trained positions.
+
+Weights and AdamW's moments are float32 always; on a GPU the forward pass runs in bfloat16 by
+autocast. A response tokens of a batch, M trained tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.ops.logprob.linear import linear_logprob
+from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
+from skyrl_fast.train.model.router_replay import RouterReplay
+from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
+from skyrl_fast.train.parallel.rank_shares import own_micro_batches
+from skyrl_fast.train.parallel.ranks import ALONE, Ranks, mirrored
+from skyrl_fast.train.parallel.sharding import run_whole, shard, whole_weights
+
+PROBE_TOKENS = 8  # of the check that our logprobs are the model's own
+PROBE_TOLERANCE = 1e-3  # float32 noise is below 1e-5; soft-capped or scaled logits differ by more
+
+
+class Policy:
+    """A causal LM that gives logprobs of trained tokens; with an optimizer it can be stepped.
+
+    Args:
+        model: any transformers causal LM whose logits are `lm_head(hidden states)`.
+        temperature: of the sampler, so that logprobs are those of the sampling distribution.
+        max_tokens_per_microbatch: most padded tokens of one forward pass.
+        dtype: of the forward pass; the weights are float32.
+        head_dtype: of the LM head's product; None: the forward pass's.
+        router_replay: tokens go to the experts that the sampler recorded; see `RouterReplay`.
+        tree: rows go through the model as prefix trees, each distinct token of a prompt once.
+        ranks: that share the work and the weights.
+
+    Raises:
+        ValueError: a model that does something else to its logits (a soft cap, a scale, a bias);
+            replay for a model whose routers are not known; trees for a model that cannot.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float = 1.0,
+        max_tokens_per_microbatch: int = 16384,
+        dtype: torch.dtype = torch.float32,
+        head_dtype: torch.dtype | None = None,
+        router_replay: bool = False,
+        tree: bool = False,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.model = model
+        self.ranks = ranks
+        self.temperature = temperature
+        self.max_tokens_per_microbatch = max_tokens_per_microbatch
+        self.dtype = dtype
+        self.head_dtype = head_dtype or dtype
+        self._replay = RouterReplay(model) if router_replay else None
+        if self._replay is not None and _checkpoints_gradients(model):
+            _checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
+        self._check_head()
+        self.tree = tree
+        if tree:
+            prepare_for_trees(model.base_model)
+        shard(model, ranks)
+        ranks.join(self)
+
+    @property
+    def router_replay(self) -> bool:
+        """Whether `logprobs` repeats recorded routes."""
+        return self._replay is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.model.parameters()).device
+
+    def logprobs(
+        self, micro: MicroBatch, *, return_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (M,) float32 logprobs of the micro-batch's trained tokens, and their entropies."""
+        micro = padded_trees(micro, self.device)
+
+        def distinct() -> Any:
+            with self._autocast(), self._replayed(micro):
+                hidden = last_hidden_states(self.model.base_model, micro, self.device)
+            hidden = hidden.index_select(0, micro.hidden_index.to(self.device))
+            return linear_logprob(
+                *self._head_operands(hidden),
+                micro.target_ids.to(self.device),
+                temperature=self.temperature,
+                return_entropy=return_entropy,
+            )
+
+        result = run_whole(self.model, distinct)
+        values, entropy = result if return_entropy else (result, None)
+        if micro.copies is None:
+            return values, entropy
+        copies = micro.copies.to(self.device)  # rows that share a token, each with its own loss
+        return values[copies], None if entropy is None else entropy[copies]
+
+    @mirrored
+    def batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
+        """Return (A,) float32 logprobs of the trained tokens, without gradients; 0 elsewhere."""
+        plan = partial(plan_micro_batches, batch, router_replay=self.router_replay, tree=self.tree)
+        with torch.no_grad():
+            own = [
+                (response_positions(batch, micro), self.logprobs(micro)[0].float().cpu())
+                for micro in own_micro_batches(plan, self.max_tokens_per_microbatch, self.ranks)
+            ]
+        result = torch.zeros(batch.loss_mask.shape[0])
+        for positions, values in self.ranks.gather(own):
+            result[positions] = values
+        return result
+
+    @mirrored
+    def sequence_logprobs(
+        self, token_ids: list[int], expert_indices: np.ndarray | None = None
+    ) -> list[float]:
+        """Return each token's logprob given those before it, from the second on; temperature 1.
+
+        Args:
+            token_ids: T of them.
+            expert_indices: (T or T - 1, L, K) routes to replay; None: free routing.
+        """
+        ids = torch.tensor([token_ids], device=self.device)
+
+        def values() -> Any:
+            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+            return linear_logprob(*self._head_operands(hidden.contiguous()), ids[0, 1:])
+
+        with torch.no_grad(), self._autocast(), self._at_routes(ids, expert_indices):
+            return run_whole(self.model, values).tolist()
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights under the names of a Hugging Face checkpoint; tied ones once."""
+        yield from _checkpoint_names(self.model, whole_weights(self)).items()
+
+    def save(self, folder: Path, tokenizer: Any | None = None) -> None:
+        """Write the model (and its tokenizer) in Hugging Face format."""
+        weights = {name: value.cpu() for name, value in whole_weights(self).items()}
+        self.model.save_pretrained(folder, state_dict=weights)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+    def _replayed(self, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
+        if self._replay is None:
+            return contextlib.nullcontext()
+        if micro.expert_indices is None or micro.router_padding_mask is None:
+            raise ValueError("policy: router replay needs a micro-batch planned with its routes")
+        return self._replay.routes(
+            micro.expert_indices.to(self.device), micro.router_padding_mask.to(self.device)
+        )
+
+    def _at_routes(
+        self, ids: torch.Tensor, expert_indices: np.ndarray | None
+    ) -> contextlib.AbstractContextManager[Any]:
+        if expert_indices is None:
+            return contextlib.nullcontext()
+        if self._replay is None:
+            raise ValueError("policy: routes are given, but router_replay is off")
+        captured = len(expert_indices)
+        routes = torch.zeros((*ids.shape, *expert_indices.shape[1:]), dtype=torch.int32)
+        routes[0, :captured] = torch.from_numpy(expert_indices.astype(np.int32))
+        mask = torch.arange(ids.shape[1])[None] >= captured
+        return self._replay.routes(routes.to(ids.device), mask.to(ids.device))
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.dtype == torch.float32 or self.model.dtype == torch.float64:
+            return contextlib.nullcontext()
+        # Its cache would keep all weights in that dtype to the pass's end; each is cast once.
+        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=False)
+
+    def _head_operands(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return hidden states and the head's weight in the dtype of their product."""
+        dtype = torch.float64 if self.model.dtype == torch.float64 else self.head_dtype
+        # Norms leave float32 under autocast: as they are, they would slow the largest product.
+        return hidden.to(dtype), self.model.get_output_embeddings().weight.to(dtype)
+
+    def _check_head(self) -> None:
+        """The head is applied by us: its result must be what the model itself computes."""
+        head = self.model.get_output_embeddings()
+        if head is None or not hasattr(self.model, "base_model"):
+            raise ValueError(f"policy: wanted a causal LM, got {type(self.model).__name__}")
+        vocabulary = head.weight.shape[0]
+        ids = torch.arange(PROBE_TOKENS, device=self.device)[None] % vocabulary
+        with torch.no_grad(), self._autocast():
+            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            ours = (hidden @ head.weight.to(hidden.dtype).T).float()
+            theirs = self.model(input_ids=ids, use_cache=False).logits.float()
+        difference = (ours - theirs).abs().max().item()
+        if not difference <= PROBE_TOLERANCE * max(1.0, theirs.abs().max().item()):
+            raise ValueError(
+                f"policy: {type(self.model).__name__} changes its logits after the LM head "
+                f"(largest difference {difference:.3g}: a soft cap, scale or bias); not supported"
+            )
+
+
+def load_model(
+    path: str,
+    *,
+    device: torch.device,
+    gradient_checkpointing: bool = False,
+    with_head: bool = True,
+    setting: str = "trainer.policy.model.path",
+) -> Any:
+    """Return the causal LM of a local folder or hub name, with float32 weights.
+
+    Args:
+        with_head: False: its backbone alone.
+        setting: where the path comes from, for messages.
+
+    Raises:
+        ValueError: nothing usable there; the message says what was tried.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    if ("/" not in path or path.startswith((".", "/", "~"))) and not Path(
+        path
+    ).expanduser().is_dir():
+        raise ValueError(f"{setting}: model folder not found: {path}")
+    try:
+        model: Any = (AutoModelForCausalLM if with_head else AutoModel).from_pretrained(
+            str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path,
+            dtype=torch.float32,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{setting}: {path} cannot be loaded: {error}") from error
+    if gradient_checkpointing:
+        _checkpoint_gradients(model)
+        _remove_dropout(model.train())
+    return model.to(device)
+
+
+def _checkpoints_gradients(model: Any) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def _checkpoint_names(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Undo what transformers 5 does on loading, such as joining a layer's experts to one tensor."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4: names in the model are those of the checkpoint
+        return weights
+    return revert_weight_conversion(model, weights)
+
+
+def _checkpoint_gradients(model: Any, **options: Any) -> None:
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False, **options}
+    )
+
+
+def hide_progress_bars() -> None:
+    """Keep transformers' own bars (loading, saving) out of the run's display."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+
+def _remove_dropout(model: Any) -> None:
+    """Checkpointing needs the training mode; the sampler has no dropout, so neither may we."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def load_tokenizer(path: str) -> Any:
+    """Return the tokenizer beside a model. ValueError if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(Path(path).expanduser()))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"trainer.policy.model.path: no tokenizer in {path}: {error}") from error

@@ -1,0 +1,150 @@
+"""Rows as prefix trees: each distinct token of a prompt's rows goes through the model once.
+
+N rows, S their tokens, A response tokens, T nodes, M trained tokens. Routes: D layers, K experts
+per token.
+
+A token's logprob is read at the node before it, so a row needs nodes up to the token before its
+last trained one, and no further.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.ops.prefix_tree.tree import PrefixTree, build_prefix_tree
+from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
+from skyrl_fast.train.model.tree_parts import tree_parts
+
+
+def tree_micro_batches(
+    batch: StepBatch,
+    token_budget: int,
+    visited: np.ndarray,
+    *,
+    keep_trajectories: bool = False,
+    router_replay: bool = False,
+) -> list[MicroBatch]:
+    """Return forward passes over the prefix trees of the visited rows, one tree per group.
+
+    Args:
+        batch: N rows.
+        token_budget: most nodes of a micro-batch; a row that alone has more goes alone.
+        visited: (N,) bool, rows that have a trained token and a prompt.
+        keep_trajectories: a trajectory's rows stay together.
+        router_replay: add the recorded routes. Rows share a token only where these agree.
+    """
+    trained = _trained_tokens(batch, visited)
+    lengths = np.zeros(batch.num_rows, dtype=np.int64)
+    lengths[trained.rows] = trained.positions  # ascending: the last one of each row stays
+    tree = build_prefix_tree(
+        batch.tokens,
+        batch.cu_seqlens,
+        batch.group_ids,
+        lengths=lengths,
+        labels=batch.expert_indices if router_replay else None,
+        cu_labels=batch.cu_experts if router_replay else None,
+    )
+    units = batch.trajectory_ids.numpy() if keep_trajectories else None
+    parts = tree_parts(tree, batch.group_ids.numpy(), token_budget, trajectory_ids=units)
+    whole = len(parts) == 1
+    micro_batches = []
+    for rows in parts:
+        part = tree if whole else tree.part(rows)
+        micro_batches.append(_micro_batch(batch, part, rows, trained, router_replay))
+    return micro_batches
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """The trained tokens of the visited rows, in order; all (M,) int64 but `cu_rows`.
+
+    Args:
+        rows: of the batch.
+        positions: in their rows.
+        responses: in the batch's response tokens.
+        cu_rows: (N + 1,) where each row's begin.
+    """
+
+    rows: np.ndarray
+    positions: np.ndarray
+    responses: np.ndarray
+    cu_rows: np.ndarray
+
+
+def _trained_tokens(batch: StepBatch, visited: np.ndarray) -> _Trained:
+    cu = batch.cu_seqlens.numpy().astype(np.int64)
+    cu_responses = batch.cu_responses.numpy().astype(np.int64)
+    row_of = np.repeat(np.arange(batch.num_rows), np.diff(cu_responses))
+    responses = np.flatnonzero((batch.loss_mask.numpy() != 0) & visited[row_of])
+    rows = row_of[responses]
+    prompts = np.diff(cu) - np.diff(cu_responses)
+    positions = prompts[rows] + responses - cu_responses[rows]
+    counts = np.bincount(rows, minlength=batch.num_rows)
+    return _Trained(rows, positions, responses, np.concatenate([[0], np.cumsum(counts)]))
+
+
+def _micro_batch(
+    batch: StepBatch, tree: PrefixTree, rows: np.ndarray, trained: _Trained, router_replay: bool
+) -> MicroBatch:
+    """One forward pass over these rows; `tree` may hold no others."""
+    own = _ranges(trained.cu_rows[rows], trained.cu_rows[rows + 1])
+    row_of, positions, responses = trained.rows[own], trained.positions[own], trained.responses[own]
+    starts = tree.row_starts.numpy()
+    hidden = tree.row_nodes.numpy()[starts[row_of] + positions - 1].astype(np.int64)
+    cu = batch.cu_seqlens.numpy().astype(np.int64)
+    targets = batch.tokens.numpy()[cu[row_of] + positions].astype(np.int64)
+    cu_responses = batch.cu_responses.numpy().astype(np.int64)
+    lengths = np.diff(cu_responses)[rows]
+    shift = np.zeros(batch.num_rows, dtype=np.int64)  # from the batch's responses to these rows'
+    shift[rows] = np.cumsum(lengths) - lengths - cu_responses[rows]
+    hidden, targets, copies = _distinct(hidden, targets)
+    routes, mask = _routes(batch, tree) if router_replay else (None, None)
+    return MicroBatch(
+        input_ids=tree.tokens.long()[None],
+        hidden_index=torch.from_numpy(hidden),
+        target_ids=torch.from_numpy(targets),
+        response_index=torch.from_numpy(responses + shift[row_of]),
+        rows=torch.from_numpy(rows),
+        expert_indices=routes,
+        router_padding_mask=mask,
+        tree=NodeTree(tree.parents, tree.ends, tree.positions.long()[None]),
+        copies=None if copies is None else torch.from_numpy(copies),
+    )
+
+
+def _distinct(
+    hidden: np.ndarray, targets: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return each pair once, and (M,) which of them each token is; None where all differ."""
+    if len(hidden) == 0:
+        return hidden, targets, None
+    keys = hidden * (int(targets.max()) + 1) + targets
+    distinct, first, copies = np.unique(keys, return_index=True, return_inverse=True)
+    if len(distinct) == len(keys):
+        return hidden, targets, None
+    return hidden[first], targets[first], copies
+
+
+def _routes(batch: StepBatch, tree: PrefixTree) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (1, T, D, K) routes and (1, T) bool, True where a node has none."""
+    assert batch.expert_indices is not None and batch.cu_experts is not None
+    cu = batch.cu_seqlens.numpy().astype(np.int64)
+    experts = batch.cu_experts.numpy().astype(np.int64)
+    sources = tree.sources.numpy()
+    row_of = np.searchsorted(cu, sources, side="right") - 1
+    places = experts[row_of] + sources - cu[row_of]
+    recorded = places < experts[row_of + 1]
+    routes = batch.expert_indices.new_zeros((len(sources), *batch.expert_indices.shape[1:]))
+    routes[torch.from_numpy(recorded)] = batch.expert_indices[torch.from_numpy(places[recorded])]
+    return routes[None], torch.from_numpy(~recorded)[None]
+
+
+def _ranges(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """Return the numbers of all ranges, one after another."""
+    lengths = stops - starts
+    begins = np.cumsum(lengths) - lengths
+    return np.repeat(starts - begins, lengths) + np.arange(int(lengths.sum()))

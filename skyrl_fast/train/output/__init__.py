@@ -1,0 +1,1 @@
+"""Checkpoints, loggers, progress, plots."""

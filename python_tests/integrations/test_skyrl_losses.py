@@ -12,6 +12,16 @@ from _losses import F32, batch
 from skyrl_fast.integrations.skyrl import losses
 from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError
 from skyrl_fast.ops.policy_loss.loss import policy_loss
+from skyrl_fast.ops.policy_loss.losses import (
+    ClipCov,
+    CrossEntropy,
+    DualClip,
+    Gspo,
+    ImportanceSampling,
+    KlCov,
+    LossSettings,
+    Sapo,
+)
 
 CONFIG = SimpleNamespace(
     policy_loss_type="dual_clip",
@@ -24,20 +34,17 @@ CONFIG = SimpleNamespace(
     clip_cov=SimpleNamespace(clip_ratio=0.1, clip_cov_lb=-5.0, clip_cov_ub=5.0),
     kl_cov=SimpleNamespace(kl_cov_frac=0.2, ppo_kl_coef=1.0),
 )
-# The stand-in, the loss's name in `policy_loss`, and its parameters.
-CASES: list[tuple[Callable, str, dict[str, float]]] = [
-    (losses.ppo_policy_loss, "dual_clip",
-     {"eps_clip_low": 0.2, "eps_clip_high": 0.3, "clip_ratio_c": 3.0}),
-    (losses.sapo_policy_loss, "sapo", {"tau_pos": 1.0, "tau_neg": 1.05}),
-    (losses.gspo_policy_loss, "gspo",
-     {"scope": "row", "eps_clip_low": 0.2, "eps_clip_high": 0.3}),
-    (losses.compute_policy_loss_clip_cov, "clip_cov",
-     {"eps_clip_low": 0.2, "eps_clip_high": 0.3, "clip_cov_ratio": 0.1, "clip_cov_lb": -5.0,
-      "clip_cov_ub": 5.0}),
-    (losses.compute_policy_loss_kl_cov, "kl_cov", {"kl_cov_frac": 0.2, "ppo_kl_coef": 1.0}),
-    (losses.cross_entropy_loss, "cross_entropy", {}),
-    (losses.importance_sampling_loss, "importance_sampling", {}),
-]  # fmt: skip
+CLIP = {"eps_clip_low": 0.2, "eps_clip_high": 0.3}
+# The replacement, and the same loss of this package.
+CASES: list[tuple[Callable, LossSettings]] = [
+    (losses.ppo_policy_loss, DualClip(**CLIP, clip_ratio_c=3.0)),
+    (losses.sapo_policy_loss, Sapo(tau_pos=1.0, tau_neg=1.05)),
+    (losses.gspo_policy_loss, Gspo(**CLIP)),
+    (losses.compute_policy_loss_clip_cov, ClipCov(0.1, -5.0, 5.0, **CLIP)),
+    (losses.compute_policy_loss_kl_cov, KlCov(kl_cov_frac=0.2, ppo_kl_coef=1.0)),
+    (losses.cross_entropy_loss, CrossEntropy()),
+    (losses.importance_sampling_loss, ImportanceSampling()),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +59,11 @@ def cells(device: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.spec("dropin.compat")
-@pytest.mark.parametrize(("stand_in", "name", "parameters"), CASES, ids=[c[1] for c in CASES])
+@pytest.mark.parametrize(
+    ("stand_in", "settings"), CASES, ids=[type(settings).__name__ for _, settings in CASES]
+)
 def test_losses_act_on_tensors_of_a_gpu(
-    gpu: str, stand_in: Callable, name: str, parameters: dict[str, float]
+    gpu: str, stand_in: Callable, settings: LossSettings
 ) -> None:
     d = cells(gpu)
     current = d["logprobs"].clone().requires_grad_()
@@ -66,21 +75,22 @@ def test_losses_act_on_tensors_of_a_gpu(
 
     wide = {name: value.cpu().double() for name, value in d.items()}
     x = wide["logprobs"].requires_grad_()
-    reads_all = name != "cross_entropy"
+    reads_all = not isinstance(settings, CrossEntropy)
     torch.manual_seed(0)
-    want, own = policy_loss(
+    want = policy_loss(
         x, wide["old"] if reads_all else None, wide["advantages"] if reads_all else None,
-        wide["mask"], loss=name, row_weights=torch.ones(5), backend="torch", **parameters,
+        wide["mask"], loss=settings, scope="row", row_weights=torch.ones(5), backend="torch",
     )  # fmt: skip
-    want.backward()
-    torch.testing.assert_close(loss.detach().cpu().double(), want.detach(), **F32)
+    want.loss.backward()
+    torch.testing.assert_close(loss.detach().cpu().double(), want.loss.detach(), **F32)
     torch.testing.assert_close(current.grad.cpu().double(), x.grad, **F32)
-    if name == "importance_sampling":
-        assert metrics == {"importance_ratio": pytest.approx(float(own["ratio_mean"]), rel=1e-5)}
-    elif name in ("sapo", "kl_cov", "cross_entropy"):
+    if isinstance(settings, ImportanceSampling):
+        ratio_mean = float(want.metrics["ratio_mean"])
+        assert metrics == {"importance_ratio": pytest.approx(ratio_mean, rel=1e-5)}
+    elif isinstance(settings, (Sapo, KlCov, CrossEntropy)):
         assert metrics == {"clip_ratio": 0.0}
     else:
-        assert metrics == {"clip_ratio": pytest.approx(float(own["clip_ratio"]), abs=1e-6)}
+        assert metrics == {"clip_ratio": pytest.approx(float(want.metrics["clip_ratio"]), abs=1e-6)}
 
 
 def test_a_device_without_kernels_is_left_to_skyrl() -> None:

@@ -586,7 +586,7 @@ def test_opcheck() -> None:
     call = (d["logprobs"], d["old"], d["advantages"], d["mask"], weights, None, d["ref"], None)
     for with_grad in (True, False):
         args = (*call, None, None, 0, 4, params, False, with_grad)
-        torch.library.opcheck(ops.policy_loss.loss.default, args)
+        torch.library.opcheck(ops.policy_loss.default, args)
     kl = (d["logprobs"], d["ref"], d["mask"])
     torch.library.opcheck(ops.kl_penalty.default, (*kl, None, 4))
     torch.library.opcheck(ops.kl_penalty.default, (*kl, d["old"], 4))

@@ -243,7 +243,7 @@ def test_opcheck(gpu: str) -> None:
     call = (d["old"], d["advantages"], d["mask"], weights, None, d["ref"], None, None, None)
     for with_grad in (False, True):
         args = (d["logprobs"], *call, 0, 4, params, False, with_grad)
-        torch.library.opcheck(ops.policy_loss.loss.default, args)
+        torch.library.opcheck(ops.policy_loss.default, args)
     torch.library.opcheck(ops.kl_penalty.default, (d["old"], d["ref"], d["mask"], None, 4))
     torch.library.opcheck(ops.delta_sums.default, (d["old"], d["rollout"], d["mask"], None))
 

@@ -46,7 +46,7 @@ def main() -> None:
     prepare(base)
     shutil.rmtree(base / "soak", ignore_errors=True)
     (base / "soak.log").unlink(missing_ok=True)
-    # --verbose: failed attempts are named in the log, too, not only what failed for good.
+    # --verbose also logs failed attempts, not only trajectories that failed after all retries.
     process = start(base, [*overrides(options.steps), "--verbose"], log="soak.log")
     memory = disturb(process, base / "soak/metrics.jsonl", kill_at=options.steps // 3)
     problems = look(base, options.steps, process.returncode, memory)

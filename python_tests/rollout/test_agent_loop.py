@@ -94,7 +94,7 @@ def test_first_prompt_too_long_gives_no_steps_and_a_masked_row(tiny_tokenizer, c
     assert rows["loss_masks"] == [[], [1, 1]]
     assert rows["rollout_metrics"]["generate/num_empty_trajectories"] == 1.0
     assert "first prompt of 1 trajectories is longer than max_input_length" in caplog.text
-    assert caplog.text.count("masked stub rows: long") == 1
+    assert caplog.text.count("a masked placeholder row: long") == 1
     assert rows["stop_reasons"][0] == "length"
 
 

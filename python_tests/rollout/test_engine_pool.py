@@ -26,7 +26,7 @@ from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_pool, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(engine_pool, "POLL_SECONDS", 0.01)
 
 
 class OneWeight:
@@ -374,7 +374,7 @@ def test_a_cancelled_request_stays_cancelled() -> None:
 def test_waiting_for_any_engine_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_pool, "WORD_SECONDS", 0.05)
+    monkeypatch.setattr(engine_pool, "LOG_SECONDS", 0.05)
 
     async def go() -> None:
         engine = OneWeight("a", comes_back=False)

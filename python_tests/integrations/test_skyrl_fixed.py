@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from skyrl_fast.integrations.skyrl import fixed, fixed_generation, fixed_sampling
+from skyrl_fast.integrations.skyrl.replacement import ORIGINALS
 from skyrl_fast.integrations.skyrl.rules import LOOP, NORMALIZE, RULES, UPDATE
-from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS
 
 EOS = 99
 DOCS = Path(__file__).parents[2] / "docs" / "skyrl_drop_in.md"
@@ -54,7 +54,7 @@ def test_every_rule_is_there_and_in_the_table() -> None:
     text = DOCS.read_text()
     assert len({rule.name for rule in RULES}) == len(RULES)
     for rule in RULES:
-        home, _, name = rule.stand_in.partition(".")
+        home, _, name = rule.replacement.partition(".")
         assert callable(
             getattr(importlib.import_module(f"skyrl_fast.integrations.skyrl.{home}"), name)
         )

@@ -10,8 +10,18 @@ import torch
 from _losses import F32, batch
 
 from skyrl_fast.integrations.skyrl import losses
-from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError
+from skyrl_fast.integrations.skyrl.replacement import ORIGINALS, UnsupportedInputError
 from skyrl_fast.ops.policy_loss.loss import policy_loss
+from skyrl_fast.ops.policy_loss.losses import (
+    ClipCov,
+    CrossEntropy,
+    DualClip,
+    Gspo,
+    ImportanceSampling,
+    KlCov,
+    LossSettings,
+    Sapo,
+)
 
 CONFIG = SimpleNamespace(
     policy_loss_type="dual_clip",
@@ -24,25 +34,21 @@ CONFIG = SimpleNamespace(
     clip_cov=SimpleNamespace(clip_ratio=0.1, clip_cov_lb=-5.0, clip_cov_ub=5.0),
     kl_cov=SimpleNamespace(kl_cov_frac=0.2, ppo_kl_coef=1.0),
 )
-# The stand-in, the loss's name in `policy_loss`, and its parameters.
-CASES: list[tuple[Callable, str, dict[str, float]]] = [
-    (losses.ppo_policy_loss, "dual_clip",
-     {"eps_clip_low": 0.2, "eps_clip_high": 0.3, "clip_ratio_c": 3.0}),
-    (losses.sapo_policy_loss, "sapo", {"tau_pos": 1.0, "tau_neg": 1.05}),
-    (losses.gspo_policy_loss, "gspo",
-     {"scope": "row", "eps_clip_low": 0.2, "eps_clip_high": 0.3}),
-    (losses.compute_policy_loss_clip_cov, "clip_cov",
-     {"eps_clip_low": 0.2, "eps_clip_high": 0.3, "clip_cov_ratio": 0.1, "clip_cov_lb": -5.0,
-      "clip_cov_ub": 5.0}),
-    (losses.compute_policy_loss_kl_cov, "kl_cov", {"kl_cov_frac": 0.2, "ppo_kl_coef": 1.0}),
-    (losses.cross_entropy_loss, "cross_entropy", {}),
-    (losses.importance_sampling_loss, "importance_sampling", {}),
-]  # fmt: skip
+# The replacement, the name of its loss, and the settings of that loss.
+CASES: list[tuple[Callable, str, LossSettings]] = [
+    (losses.ppo_policy_loss, "dual_clip", DualClip(0.2, 0.3, 3.0)),
+    (losses.sapo_policy_loss, "sapo", Sapo(1.0, 1.05)),
+    (losses.gspo_policy_loss, "gspo", Gspo(0.2, 0.3)),
+    (losses.compute_policy_loss_clip_cov, "clip_cov", ClipCov(0.1, -5.0, 5.0, 0.2, 0.3)),
+    (losses.compute_policy_loss_kl_cov, "kl_cov", KlCov(0.2, 1.0)),
+    (losses.cross_entropy_loss, "cross_entropy", CrossEntropy()),
+    (losses.importance_sampling_loss, "importance_sampling", ImportanceSampling()),
+]
 
 
 @pytest.fixture(autouse=True)
 def without_skyrl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be handed back: what a stand-in does not treat is an error."""
+    """Nothing can be passed to SkyRL: input that a replacement does not support is an error."""
     monkeypatch.setattr(ORIGINALS, "function", lambda name: None)
 
 
@@ -52,14 +58,14 @@ def cells(device: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.spec("dropin.compat")
-@pytest.mark.parametrize(("stand_in", "name", "parameters"), CASES, ids=[c[1] for c in CASES])
+@pytest.mark.parametrize(("replacement", "name", "settings"), CASES, ids=[c[1] for c in CASES])
 def test_losses_act_on_tensors_of_a_gpu(
-    gpu: str, stand_in: Callable, name: str, parameters: dict[str, float]
+    gpu: str, replacement: Callable, name: str, settings: LossSettings
 ) -> None:
     d = cells(gpu)
     current = d["logprobs"].clone().requires_grad_()
     torch.manual_seed(0)
-    loss, metrics = stand_in(current, d["old"], d["advantages"], CONFIG, d["mask"])
+    loss, metrics = replacement(current, d["old"], d["advantages"], CONFIG, d["mask"])
     loss.backward()
     assert loss.device == current.device
     assert current.grad is not None
@@ -68,30 +74,34 @@ def test_losses_act_on_tensors_of_a_gpu(
     x = wide["logprobs"].requires_grad_()
     reads_all = name != "cross_entropy"
     torch.manual_seed(0)
-    want, own = policy_loss(
+    want, wanted_metrics, *_ = policy_loss(
         x, wide["old"] if reads_all else None, wide["advantages"] if reads_all else None,
-        wide["mask"], loss=name, row_weights=torch.ones(5), backend="torch", **parameters,
+        wide["mask"], loss=settings, scope="row", row_weights=torch.ones(5), backend="torch",
     )  # fmt: skip
     want.backward()
     torch.testing.assert_close(loss.detach().cpu().double(), want.detach(), **F32)
     torch.testing.assert_close(current.grad.cpu().double(), x.grad, **F32)
     if name == "importance_sampling":
-        assert metrics == {"importance_ratio": pytest.approx(float(own["ratio_mean"]), rel=1e-5)}
+        assert metrics == {
+            "importance_ratio": pytest.approx(float(wanted_metrics["ratio_mean"]), rel=1e-5)
+        }
     elif name in ("sapo", "kl_cov", "cross_entropy"):
         assert metrics == {"clip_ratio": 0.0}
     else:
-        assert metrics == {"clip_ratio": pytest.approx(float(own["clip_ratio"]), abs=1e-6)}
+        assert metrics == {
+            "clip_ratio": pytest.approx(float(wanted_metrics["clip_ratio"]), abs=1e-6)
+        }
 
 
 def test_a_device_without_kernels_is_left_to_skyrl() -> None:
     d = cells("meta")
-    with pytest.raises(NotOursError, match="a device without kernels"):
+    with pytest.raises(UnsupportedInputError, match="a device without kernels"):
         losses.ppo_policy_loss(d["logprobs"], d["old"], d["advantages"], CONFIG, d["mask"])
 
 
 def test_tensors_on_several_devices_are_left_to_skyrl() -> None:
     d = cells("cpu")
-    with pytest.raises(NotOursError, match="several devices"):
+    with pytest.raises(UnsupportedInputError, match="several devices"):
         losses.ppo_policy_loss(
             d["logprobs"], d["old"].to("meta"), d["advantages"], CONFIG, d["mask"]
         )
@@ -102,5 +112,5 @@ def test_tensors_on_several_devices_are_left_to_skyrl() -> None:
 def test_a_mask_of_other_numbers_is_left_to_skyrl(cell: float) -> None:
     d = cells("cpu")
     d["mask"][0, 0] = cell
-    with pytest.raises(NotOursError, match="a mask that is not 0 and 1"):
+    with pytest.raises(UnsupportedInputError, match="a mask that is not 0 and 1"):
         losses.ppo_policy_loss(d["logprobs"], d["old"], d["advantages"], CONFIG, d["mask"])

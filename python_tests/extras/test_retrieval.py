@@ -187,7 +187,7 @@ def test_what_a_kill_left_of_an_index_is_named(
 
 
 @pytest.mark.spec("search.index-check")
-def test_an_index_takes_its_place_when_it_is_whole(
+def test_an_index_is_renamed_when_it_is_complete(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import bm25s

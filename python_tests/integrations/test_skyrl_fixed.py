@@ -211,7 +211,7 @@ EQUAL, DIFFERENT = [[0.0, 1.0], [0.0, 1.0]], [[0.0, 1.0], [0.0]]
 
 
 @pytest.mark.spec("dropin.fixed-mode", "filter.informative-group", "filter.dynamic-filter")
-def test_filter_keeps_whole_groups_by_their_outcomes() -> None:
+def test_filter_keeps_complete_groups_by_their_outcomes() -> None:
     output, uids = output_of({"a": EQUAL, "b": DIFFERENT, "c": DIFFERENT})
     config = {"train_batch_size": 1, "n_samples_per_prompt": 2}
     kept, names, more, state = fixed_sampling.handle_filter_sampling(output, uids, config, {})
@@ -228,7 +228,7 @@ def test_filter_keeps_whole_groups_by_their_outcomes() -> None:
 
 
 @pytest.mark.spec("dropin.fixed-mode", "filter.dynamic-replace")
-def test_replaced_groups_have_uids_of_their_own() -> None:
+def test_replaced_groups_have_new_uids() -> None:
     output, uids = output_of({"a": EQUAL, "b": DIFFERENT, "c": DIFFERENT})
     config = {"min_replace_ratio": 0.3, "n_samples_per_prompt": 2}
     got, names, more = fixed_sampling.handle_replace_sampling(output, uids, config)

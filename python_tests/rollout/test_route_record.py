@@ -1,4 +1,4 @@
-"""Routes over the turns of a trajectory: appended while the context grows, begun anew after it."""
+"""Routes over the turns of a trajectory: appended while the context grows, restarted after it."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_growing_contexts_keep_the_routes_of_the_turn_that_sampled(
 
 
 @pytest.mark.spec("replay.fork")
-def test_a_context_that_is_cut_back_has_whole_arrays_of_its_own(tiny_tokenizer: Any) -> None:
+def test_a_context_that_is_cut_back_has_complete_new_arrays(tiny_tokenizer: Any) -> None:
     """A single conversation drops the end token that was sampled: each turn forks."""
     engine = RoutingEngine(tiny_tokenizer, from_start=True)
     steps = run(tiny_tokenizer, engine, "single").steps

@@ -99,7 +99,7 @@ def test_environment_errors(tiny_tokenizer, extras: dict, failure: str) -> None:
 
 
 @pytest.mark.spec("rollout.retries", "rollout.request-seed")
-def test_error_after_some_steps_starts_anew_with_other_seeds(tiny_tokenizer) -> None:
+def test_error_after_some_steps_restarts_with_other_seeds(tiny_tokenizer) -> None:
     def answer(call: Call, n: int) -> Generation | Exception:
         return EngineError("refused") if n == 2 else says(tiny_tokenizer, f"a{n}")
 

@@ -153,7 +153,7 @@ async def run_deaf(
 
 
 @pytest.mark.spec("async.stuck-trajectory", "async.lost-group-members")
-def test_a_stuck_trajectory_begins_anew_and_the_whole_ones_stay(
+def test_a_stuck_trajectory_restarts_and_finished_ones_are_kept(
     tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

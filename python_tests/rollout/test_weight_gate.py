@@ -126,7 +126,7 @@ def test_a_partial_stop_string_is_sampled_again(tiny_tokenizer: Any, text: str, 
 
 
 @given(st.lists(st.integers(0, 4), max_size=6), st.integers(1, 12))
-def test_any_interruptions_give_the_whole_response(sizes: list[int], length: int) -> None:
+def test_any_interruptions_give_the_complete_response(sizes: list[int], length: int) -> None:
     _, got = through(None, list(range(length)), sizes)
     assert got.generation.token_ids == list(range(length))
     assert len(got.versions) == len(got.generation.logprobs) == length
@@ -135,7 +135,7 @@ def test_any_interruptions_give_the_whole_response(sizes: list[int], length: int
 
 
 @pytest.mark.spec("async.verified-update")
-def test_nobody_passes_a_closed_gate_and_an_update_waits_for_those_inside() -> None:
+def test_no_request_passes_a_closed_gate_and_an_update_waits_for_those_inside() -> None:
     async def go() -> list[str]:
         gate = WeightGate()
         events: list[str] = []

@@ -1,1 +1,1 @@
-"""Complete runs to read and to start from; `tiny_model` holds what they share."""
+"""Complete example runs; `tiny_model` contains their shared code."""

@@ -1,1 +1,1 @@
-"""Asynchronous training, shown: against synchronous, killed, disturbed, by two servers."""
+"""Asynchronous training: compared with synchronous, killed, with faults, with two servers."""

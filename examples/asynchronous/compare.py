@@ -1,4 +1,4 @@
-"""Asynchronous against synchronous training on the quickstart, with slow environments.
+"""Asynchronous compared with synchronous training on the quickstart, with slow environments.
 
     python examples/asynchronous/compare.py --base work --seeds 3 --steps 26
 
@@ -20,17 +20,17 @@ from examples.asynchronous.quickstart_run import prepare, settings, train
 from skyrl_fast.train.output.loggers import read_metrics
 
 EVAL = "eval/all/avg_score"
-SKIPPED = 2  # first steps: the pipeline fills, caches warm up
+SKIPPED = 2  # first steps, in which the pipeline fills and caches warm up
 
 
 def main() -> None:
-    """Run, print a table, write the figures and the plot."""
+    """Train, print a table, write the numbers and the plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", type=Path, default=Path("asynchronous"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=26)
     parser.add_argument("--staleness", type=int, default=1)
-    parser.add_argument("--plot", type=Path, default=None, help="where the plot goes")
+    parser.add_argument("--plot", type=Path, default=None, help="file of the plot")
     options = parser.parse_args()
     options.base.mkdir(parents=True, exist_ok=True)
     prepare(options.base.resolve())
@@ -47,7 +47,7 @@ def main() -> None:
 def one_run(
     options: argparse.Namespace, name: str, staleness: int | None, seed: int
 ) -> dict[str, Any]:
-    """Return what one run took and reached; a finished run is read, not repeated."""
+    """Return times and rewards of one run; a finished run is read, not repeated."""
     base: Path = options.base.resolve()
     folder = f"{name}_{seed}"
     if not (base / folder / "done").exists():
@@ -87,9 +87,9 @@ def report(runs: list[dict[str, Any]]) -> None:
     """Print means over seeds."""
     means = {}
     for name in ("synchronous", "asynchronous"):
-        own = [run for run in runs if run["name"] == name]
-        means[name] = statistics.mean(run["step_seconds"] for run in own)
-        rewards = [run["eval_after"] for run in own]
+        of_name = [run for run in runs if run["name"] == name]
+        means[name] = statistics.mean(run["step_seconds"] for run in of_name)
+        rewards = [run["eval_after"] for run in of_name]
         print(
             f"{name:13} {means[name]:6.2f} s per step; evaluation reward at the end "
             f"{statistics.mean(rewards):.3f} ({', '.join(f'{r:.3f}' for r in rewards)})"
@@ -99,7 +99,7 @@ def report(runs: list[dict[str, Any]]) -> None:
 
 
 def plot(runs: list[dict[str, Any]], path: Path) -> None:
-    """Reward against wall time, seconds per step, and the ages of groups."""
+    """Plot reward over wall time, seconds per step, and the staleness of groups."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -117,8 +117,9 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
     reward.legend()
     time.set(xlabel="step", ylabel="seconds per step", ylim=(0, None))
     ages = [run["staleness"] for run in runs if run["name"] == "asynchronous"]
-    names = sorted({name for own in ages for name in own}, key=int)
-    age.bar(names, [sum(own.get(name, 0) for own in ages) for name in names], color="tab:blue")
+    names = sorted({name for counts in ages for name in counts}, key=int)
+    totals = [sum(counts.get(name, 0) for counts in ages) for name in names]
+    age.bar(names, totals, color="tab:blue")
     age.set(xlabel="versions between start and training", ylabel="groups, all seeds")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

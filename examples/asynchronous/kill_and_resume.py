@@ -1,9 +1,8 @@
-"""Kill -9 an asynchronous run at random moments, resume it each time, count what it trained.
+"""Kill -9 an asynchronous run at random times, resume it each time, count the trained samples.
 
     python examples/asynchronous/kill_and_resume.py --base work --kills 5
 
-Ends with an error unless each (uid, repetition) was trained as often as in a run that was left
-alone.
+Exits with an error unless each (uid, repetition) was trained as often as in an undisturbed run.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ SMALL = [
 
 
 def main() -> None:
-    """Run both, and compare."""
+    """Train both runs, and compare them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", type=Path, default=Path("asynchronous"))
     parser.add_argument("--kills", type=int, default=5)
@@ -65,7 +64,7 @@ def main() -> None:
         for name in ("undisturbed", "killed")
     )
     print(f"undisturbed: {wanted.total()} trajectories; killed {options.kills} times: "
-          f"{got.total()}; the same: {wanted == got}")  # fmt: skip
+          f"{got.total()}; identical: {wanted == got}")  # fmt: skip
     sys.exit(wanted != got or set(got.values()) != {1})
 
 
@@ -76,7 +75,7 @@ def overrides(name: str) -> list[str]:
 
 
 def kill_and_resume(base: Path, kills: int, moments: random.Random) -> None:
-    """Let it run for a while after its start, kill it with everything it started, and again."""
+    """Start the run, kill it after a while, and repeat; then resume it to the end."""
     resume = [*overrides("killed"), "trainer.resume_mode=latest"]
     for number in range(kills):
         known = parts_of(base)
@@ -84,30 +83,30 @@ def kill_and_resume(base: Path, kills: int, moments: random.Random) -> None:
         until = None
         while process.poll() is None:
             if until is None and parts_of(base) - known:
-                until = time.monotonic() + moments.uniform(0, 4)  # it trains
+                until = time.monotonic() + moments.uniform(0, 4)  # training has begun
             if until is not None and time.monotonic() > until:
                 process.send_signal(signal.SIGKILL)
                 break
             time.sleep(0.02)
         if process.wait() != -signal.SIGKILL:
-            raise RuntimeError(f"ended with {process.returncode} before kill {number + 1}")
+            raise RuntimeError(f"exited with {process.returncode} before kill {number + 1}")
         found = checkpoints(base / "killed/checkpoints")
         flying = read_json(found[-1][1] / "state.json")["groups"]["in_flight"] if found else []
-        print(f"kill {number + 1}: newest checkpoint step {last_step(base)}, in flight there: "
+        print(f"kill {number + 1}: newest checkpoint at step {last_step(base)}, groups in flight: "
               f"{', '.join(flying)}", flush=True)  # fmt: skip
     train(base, resume, log="killed.log")
 
 
 def parts_of(base: Path) -> set[tuple[str, int]]:
-    """Return the stored batches and when they were written; a resumed run writes some again."""
+    """Return the stored batches with their times; a resumed run writes some of them again."""
     folder = base / "killed/trajectories"
-    with suppress(FileNotFoundError):  # the run removes what is after its checkpoint
+    with suppress(FileNotFoundError):  # a resumed run removes batches after its checkpoint
         return {(path.name, path.stat().st_mtime_ns) for path in folder.glob("step_*")}
     return set()
 
 
 def last_step(base: Path) -> int:
-    """Return the newest checkpoint's step; 0 without one."""
+    """Return the step of the newest checkpoint; 0 without one."""
     found = checkpoints(base / "killed/checkpoints")
     return found[-1][0] if found else 0
 

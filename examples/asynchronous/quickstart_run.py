@@ -1,4 +1,4 @@
-"""A quickstart run in a process of its own, with the slow environment; what the shows start."""
+"""A quickstart run in a separate process, with the slow environment; started by the examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = ROOT / "examples/quickstart/config.yaml"
 
 
 def prepare(base: Path) -> None:
-    """Make the quickstart's data and model below `base`, and prompts of the slow environment."""
+    """Create the quickstart's data and model in `base`, and prompts for the slow environment."""
     from examples.quickstart.run import prepare as prepare_quickstart
 
     prepare_quickstart(base / "quickstart")
@@ -36,7 +36,7 @@ def settings(
         run_path: the run's folder.
         staleness: None: synchronous.
         env: further settings of the environment, such as "failures: 0.05".
-        slow_eval: evaluate in the slow environment, too.
+        slow_eval: whether to evaluate in the slow environment too.
     """
     result = [
         "data.train_data=[slow_train.jsonl]",
@@ -72,16 +72,16 @@ def train(base: Path, overrides: Sequence[str], *, log: str) -> None:
     """Run to the end.
 
     Raises:
-        RuntimeError: it failed; with the end of its output.
+        RuntimeError: it failed; the message has the end of its output.
     """
     process = start(base, overrides, log=log)
     if process.wait():
         text = (base / log).read_text(encoding="utf-8", errors="replace")
-        raise RuntimeError(f"training ended with {process.returncode}:\n{text[-3000:]}")
+        raise RuntimeError(f"training exited with {process.returncode}:\n{text[-3000:]}")
 
 
 def environment() -> dict[str, str]:
-    """Return the environment in which this package is found."""
+    """Return environment variables with which Python finds this package."""
     import os
 
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -89,5 +89,5 @@ def environment() -> dict[str, str]:
 
 
 def trained(run_path: Path) -> list[IndexEntry]:
-    """Return each trajectory that was trained, with its step."""
+    """Return the index entry of each trained trajectory."""
     return [entry for entry in read_index(run_path) if entry.phase == "train"]

@@ -1,7 +1,7 @@
-"""The quickstart's environment, made slow, unreliable or both: what asynchronous training is for.
+"""The quickstart's environment, made slow, unreliable or both: the case for asynchronous training.
 
-Registered as `slow_text2sql`. Settings (environment.skyrl_gym.env_config.slow_text2sql), besides
-those of text2sql: `shortest` and `longest` seconds of a step, drawn evenly on a logarithmic scale;
+Registered as `slow_text2sql`. Settings (environment.skyrl_gym.env_config.slow_text2sql) in addition
+to text2sql's: `shortest` and `longest` seconds of a step, drawn uniformly on a logarithmic scale;
 `failures`: share of the episodes that raise; `hanging`: share of the episodes that never return.
 """
 
@@ -18,11 +18,11 @@ import skyrl_gym
 from skyrl_fast.extras.text2sql.env import Text2SqlEnv
 
 HANGING_SECONDS = 3600.0
-_draw = random.Random()  # what happens when is nobody's to repeat
+_draw = random.Random()  # unseeded: the faults are not meant to be repeatable
 
 
 class SlowText2SqlEnv(Text2SqlEnv, skyrl_gym.Env):
-    """Waits before each step; now and then raises, or never returns."""
+    """Waits before each step; sometimes raises, or never returns."""
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         super().__init__(env_config, extras)
@@ -33,7 +33,7 @@ class SlowText2SqlEnv(Text2SqlEnv, skyrl_gym.Env):
         self._hangs = not self._raises and fate > 1 - env_config.get("hanging", 0.0)
 
     def step(self, action: str) -> dict[str, Any]:
-        """As text2sql, later."""
+        """Return text2sql's answer, after a delay."""
         if self._raises:
             raise ConnectionError("the database went away")
         if self._hangs:

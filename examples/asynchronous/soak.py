@@ -2,9 +2,9 @@
 
     python examples/asynchronous/soak.py --base work --steps 200
 
-5 % of the episodes raise, 1 % never return; the engine's process is killed once on the way. Ends
-with an error unless the run finishes, every group in it was trained once, all of these faults are
-in the metrics and in the log by name, and the trainer's memory stayed flat.
+5 % of the episodes raise, 1 % never return; the engine's process is killed once during the run.
+Exits with an error unless the run finishes, every group was trained once, all of these faults are
+in the metrics and in the log by name, and the trainer's memory did not grow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from examples.asynchronous.quickstart_run import prepare, settings, start, train
 from skyrl_fast.train.output.loggers import read_metrics
 
 GROWTH = 1.1  # of the trainer's memory from the second quarter of the steps to the last
-# Faults by their metric, and how the log names one.
+# Faults by their metric, and their text in the log.
 NAMED = {
     "environment_errors": "environment slow_text2sql:",
     "environment_timeouts": "did not return within 4 s",
@@ -36,7 +36,7 @@ NAMED = {
 
 
 def main() -> None:
-    """Run, disturb, and look at what is left."""
+    """Train with faults, and check the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", type=Path, default=Path("asynchronous"))
     parser.add_argument("--steps", type=int, default=200)
@@ -46,11 +46,11 @@ def main() -> None:
     prepare(base)
     shutil.rmtree(base / "soak", ignore_errors=True)
     (base / "soak.log").unlink(missing_ok=True)
-    # --verbose: failed attempts are named in the log, too, not only what failed for good.
+    # --verbose also logs failed attempts, not only trajectories that failed after all retries.
     process = start(base, [*overrides(options.steps), "--verbose"], log="soak.log")
     memory = disturb(process, base / "soak/metrics.jsonl", kill_at=options.steps // 3)
-    problems = look(base, options.steps, process.returncode, memory)
-    print("\n".join(problems) or "all as it should be")
+    problems = find_problems(base, options.steps, process.returncode, memory)
+    print("\n".join(problems) or "all checks passed")
     sys.exit(bool(problems))
 
 
@@ -79,7 +79,7 @@ def overrides(steps: int) -> list[str]:
 def disturb(
     process: subprocess.Popen[bytes], metrics: Path, *, kill_at: int
 ) -> list[tuple[int, float]]:
-    """Kill the engine once; return (step, MiB of the trainer) as the run goes on."""
+    """Kill the engine once; return (step, MiB of the trainer), once a second."""
     memory: list[tuple[int, float]] = []
     killed = False
     while process.poll() is None:
@@ -92,13 +92,15 @@ def disturb(
                 if "EngineCore" in command_of(child):
                     os.kill(child, signal.SIGKILL)
                     killed = True
-                    print(f"killed the engine's process {child} after step {step}", flush=True)
+                    print(f"killed engine process {child} after step {step}", flush=True)
     return memory
 
 
-def look(base: Path, steps: int, code: int | None, memory: list[tuple[int, float]]) -> list[str]:
-    """Return what is wrong, in words; print what was counted."""
-    problems = [] if code == 0 else [f"ended with {code}: see {base / 'soak.log'}"]
+def find_problems(
+    base: Path, steps: int, code: int | None, memory: list[tuple[int, float]]
+) -> list[str]:
+    """Return descriptions of failed checks; print the counts."""
+    problems = [] if code == 0 else [f"exited with {code}: see {base / 'soak.log'}"]
     rows = [row for row in read_metrics(base / "soak/metrics.jsonl") if "timing/step" in row]
     if len(rows) != steps:
         problems.append(f"{len(rows)} of {steps} steps")
@@ -106,32 +108,32 @@ def look(base: Path, steps: int, code: int | None, memory: list[tuple[int, float
     print("\n".join(f"{name} {value:.0f}" for name, value in sorted(faults.items())))
     for name in NAMED:
         if not faults.get(f"faults/{name}"):
-            problems.append(f"no {name} were counted")
+            problems.append(f"no {name} in the metrics")
     log = (base / "soak.log").read_text(encoding="utf-8", errors="replace")
     for name, text in NAMED.items():
         print(f"{log.count(text)} times in the log: {text}")
         if log.count(text) < faults[f"faults/{name}"]:
-            problems.append(f"not every one of {name} is in the log")
+            problems.append(f"some {name} are missing in the log")
     per_group = Counter((t.step, t.uid) for t in trained(base / "soak"))
     if len(per_group) != 4 * steps or set(per_group.values()) != {4}:
-        problems.append("some group is not whole, or was trained twice in a step")
+        problems.append("a group is incomplete, or was trained twice in a step")
     if max(row["async/staleness_max"] for row in rows) > 2:
-        problems.append("a group was trained too late")
+        problems.append("a group was trained with a staleness above 2")
     quarters = [
         statistics.median([mib for step, mib in memory if low < 4 * step / steps <= low + 1] or [0])
         for low in range(4)
     ]
-    print("memory of the trainer, median of each quarter of the steps: "
+    print("memory of the trainer, median in each quarter of the steps: "
           f"{', '.join(f'{mib:.0f}' for mib in quarters)} MiB")  # fmt: skip
     if quarters[3] > GROWTH * quarters[1]:
-        problems.append("memory grew")
+        problems.append("the trainer's memory grew")
     seconds = sum(row["timing/step"] for row in rows)
     print(f"{len(rows)} steps in {seconds:.0f} s")
     return problems
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes below this one."""
+    """Return the descendants of a process."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -139,8 +141,8 @@ def children(pid: int) -> list[int]:
         except OSError:
             continue
         if int(fields[1]) == pid:
-            own = int(path.parent.name)
-            found += [own, *children(own)]
+            child = int(path.parent.name)
+            found += [child, *children(child)]
     return found
 
 

@@ -1,9 +1,9 @@
-"""Two `vllm serve` processes drive one run; one of them is killed on the way, and comes back.
+"""Two `vllm serve` processes for one run; one of them is killed during the run and restarted.
 
     python examples/asynchronous/two_servers.py --base work --steps 80
 
-Ends with an error unless the run finishes with all its groups, both servers were used, the death
-and the return are in log and metrics, and both hold the trainer's last weights.
+Exits with an error unless the run finishes with all its groups, both servers were used, the death
+and the restart are in log and metrics, and both have the trainer's last weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from examples.asynchronous.quickstart_run import (
 )
 from skyrl_fast.train.output.loggers import read_metrics
 
-END_SECONDS = 20.0  # for a server to end by itself
+END_SECONDS = 20.0  # for a server to exit by itself
 SMALL = [
     "trainer.train_batch_size=4",
     "trainer.policy_mini_batch_size=4",
@@ -44,7 +44,7 @@ SMALL = [
 
 
 def main() -> None:
-    """Start both, train, kill one, start it again."""
+    """Start both servers, train, kill one, restart it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", type=Path, default=Path("asynchronous"))
     parser.add_argument("--steps", type=int, default=80)
@@ -52,7 +52,7 @@ def main() -> None:
         "--weight-sync",
         choices=("extension", "reload"),
         default="extension",
-        help="reload: not on CPU, where it leaves the quickstart's tied head behind",
+        help="how servers load weights; reload does not update the quickstart's tied head on CPU",
     )
     options = parser.parse_args()
     base: Path = options.base.resolve()
@@ -77,15 +77,15 @@ def main() -> None:
         wait_for_step(process, base, options.steps // 3)
         servers[0].send_signal(signal.SIGKILL)
         servers[0].wait()
-        print(f"killed the server of port {ports[0]}", flush=True)
+        print(f"killed the server on port {ports[0]}", flush=True)
         servers[0] = serve(base, ports[0])
         code = process.wait()
     finally:
         for one in (*servers, process):
             if one is not None:
                 end(one)
-    problems = look(base, options.steps, code)
-    print("\n".join(problems) or "all as it should be")
+    problems = find_problems(base, options.steps, code)
+    print("\n".join(problems) or "all checks passed")
     sys.exit(bool(problems))
 
 
@@ -104,7 +104,7 @@ def serve(base: Path, port: int) -> subprocess.Popen[bytes]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and, if it does not end in good order, all that it started."""
+    """Terminate a process; if it does not exit in time, kill it and its process group."""
     process.terminate()
     try:
         process.wait(timeout=END_SECONDS)
@@ -117,7 +117,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_ports(number: int) -> list[int]:
-    """Return ports that nobody listens on now."""
+    """Return ports that are free now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
     ports = [one.getsockname()[1] for one in sockets]
     for one in sockets:
@@ -126,7 +126,7 @@ def free_ports(number: int) -> list[int]:
 
 
 def wait_for_step(process: subprocess.Popen[bytes], base: Path, step: int) -> None:
-    """Return when the run has come so far, or is over."""
+    """Return when the run has reached the step, or is over."""
     while process.poll() is None:
         rows = read_metrics(base / "servers/metrics.jsonl")
         if rows and rows[-1]["step"] >= step:
@@ -134,9 +134,9 @@ def wait_for_step(process: subprocess.Popen[bytes], base: Path, step: int) -> No
         time.sleep(0.2)
 
 
-def look(base: Path, steps: int, code: int) -> list[str]:
-    """Return what is wrong, in words; print what was counted."""
-    problems = [] if code == 0 else [f"ended with {code}: see {base / 'servers.log'}"]
+def find_problems(base: Path, steps: int, code: int) -> list[str]:
+    """Return descriptions of failed checks; print the counts."""
+    problems = [] if code == 0 else [f"exited with {code}: see {base / 'servers.log'}"]
     rows = [row for row in read_metrics(base / "servers/metrics.jsonl") if "timing/step" in row]
     if len(rows) != steps or len(trained(base / "servers")) != 16 * steps:
         problems.append(f"{len(rows)} of {steps} steps, {len(trained(base / 'servers'))} samples")
@@ -144,11 +144,11 @@ def look(base: Path, steps: int, code: int) -> list[str]:
     print("\n".join(f"{name} {value:.0f}" for name, value in sorted(faults.items())))
     log = (base / "servers.log").read_text(encoding="utf-8", errors="replace")
     if not faults.get("faults/engine_deaths") or "DEAD: the server" not in log:
-        problems.append("nobody noticed that a server died")
+        problems.append("the death of a server is missing in metrics or log")
     back = [row["step"] for row in rows if row["faults/engine_restarts"]]
-    print(f"back from step {back[0]} on" if back else "it did not come back before the end")
+    print(f"restarted by step {back[0]}" if back else "not restarted before the end")
     worst = max(row["sync/logprob_abs_diff_max"] for row in rows)
-    print(f"largest difference of a probe's logprob after an update, both servers: {worst:.2g}")
+    print(f"largest |engine - trainer| of a probe's logprobs, both servers: {worst:.2g}")
     return problems
 
 

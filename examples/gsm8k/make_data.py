@@ -1,11 +1,10 @@
-"""Makes word problems in GSM8K's style, as rows of SkyRL's data format, and demonstrations.
+"""Create word problems in GSM8K's style, as rows of SkyRL's data format, and demonstrations.
 
-A problem has a start and a number of events; each event adds to what somebody has or takes from
-it. The answers are small numbers, so that a tiny model can learn the sums by heart.
+A problem has a start value and a number of events; each event adds to it or takes from it. The
+answers are small numbers, so that a tiny model can memorize the sums.
 
-The demonstrations calculate rightly but read badly: the demonstrator has three habits, each
-harmless to learn from and each costing the reward. What is left for reinforcement learning is to
-break them.
+The demonstrations calculate correctly but misread the problem: the demonstrator has three bad
+habits, each of which costs the reward. Reinforcement learning then removes the habits.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ INSTRUCTIONS = {
     ),
 }
 MAX_TURNS = 3  # of gsm8k_multi_turn
-# What gsm8k_multi_turn says to a wrong answer: with more than one turn left, and with one.
+# Answers of gsm8k_multi_turn to a wrong answer: with more than one turn left, and with one.
 AGAIN = (
     "Please provide your step-by-step reasoning, and also include a tentative numeric answer at "
     "the end in the exact format: '#### ANSWER'."
@@ -52,7 +51,7 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """The problem in words."""
+        """The problem's text."""
         said = [f"{self.name} has {self.start} {self.thing}."]
         said += [f"{self.name} {verb} {amount} {self.thing}." for verb, amount in self.events]
         return " ".join([*said, f"How many {self.thing} does {self.name} have now?"])
@@ -65,10 +64,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Carelessness:
-    """How often the demonstrator errs, one probability for each habit.
+    """Error rates of the demonstrator, one probability for each habit.
 
-    The first is stronger than the right way, so that even the warm start's most likely answer is
-    wrong wherever something is taken away.
+    The first habit is more likely than the right behaviour, so that even the warm start's most
+    likely answer is wrong wherever something is taken away.
     """
 
     add_always: float = 0.65  # adds where something is taken away
@@ -80,7 +79,7 @@ PERFECT = Carelessness(0, 0, 0)
 
 
 def calculate(start: int, operations: list[tuple[str, int]]) -> list[int]:
-    """The value after each operation, the start first."""
+    """Return the start value and the value after each operation."""
     values = [start]
     for sign, amount in operations:
         values.append(values[-1] + (amount if sign == "+" else -amount))
@@ -88,7 +87,7 @@ def calculate(start: int, operations: list[tuple[str, int]]) -> list[int]:
 
 
 def make_problem(rng: random.Random) -> Problem:
-    """A problem whose values never fall below zero."""
+    """Return a problem whose values are never below zero."""
     while True:
         start = rng.choice(STARTS)
         events = tuple((rng.choice(list(VERBS)), rng.choice(AMOUNTS)) for _ in range(NUM_EVENTS))
@@ -97,14 +96,14 @@ def make_problem(rng: random.Random) -> Problem:
 
 
 def prompt_messages(problem: Problem, env_class: str) -> list[dict[str, str]]:
-    """The chat the agent starts from."""
+    """Return the chat that the agent starts from."""
     return [{"role": "user", "content": f"{problem.text} {INSTRUCTIONS[env_class]}"}]
 
 
 def demonstrate(
     rng: random.Random, problem: Problem, careless: Carelessness, *, brief: bool = False
 ) -> tuple[str, int | None]:
-    """One answer, one blank between symbols as the tokenizer decodes it, and the number in it.
+    """Return one answer, with one space between symbols as when decoded, and its number.
 
     Args:
         rng: source of the errors.
@@ -134,7 +133,7 @@ def demonstrate(
 def make_demonstration(
     rng: random.Random, careless: Carelessness, env_class: str, held_out: set[str]
 ) -> list[dict[str, str]]:
-    """A whole chat, never with a held-out problem; of several tries in gsm8k_multi_turn."""
+    """Return a complete chat, never with a held-out problem; in gsm8k_multi_turn several tries."""
     while (problem := make_problem(rng)).text in held_out:
         pass
     messages = prompt_messages(problem, env_class)
@@ -149,7 +148,7 @@ def make_demonstration(
 
 
 def make_row(problem: Problem, env_class: str, split: str, index: int) -> dict[str, Any]:
-    """One row of SkyRL's data format."""
+    """Return one row of SkyRL's data format."""
     return {
         "data_source": f"made/{env_class}",
         "prompt": prompt_messages(problem, env_class),
@@ -174,12 +173,12 @@ def make_data(
     num_demonstrations: int = 20_000,
     careless: Carelessness | None = None,
 ) -> dict[str, int]:
-    """Writes ``train.jsonl``, ``eval.jsonl`` and ``demonstrations.jsonl``.
+    """Write ``train.jsonl``, ``eval.jsonl`` and ``demonstrations.jsonl``.
 
-    The same seed gives the same files. No problem of eval is in train or in the demonstrations.
+    The same seed creates the same files. No problem of eval is in train or in the demonstrations.
 
     Args:
-        folder: where to write; made if it does not exist.
+        folder: to write to; created if it does not exist.
         env_class: "gsm8k" or "gsm8k_multi_turn".
         seed: of all random choices.
         num_train: rows for reinforcement learning.

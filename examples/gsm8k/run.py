@@ -1,11 +1,11 @@
-"""GSM8K offline: makes word problems, warm-starts a tiny model, trains it with real vLLM.
+"""GSM8K offline: create word problems, warm-start a tiny model, train it with real vLLM.
 
     python examples/gsm8k/run.py                            one answer, one reward
     python examples/gsm8k/run.py --variant multi_turn       several tries, a reward for each
-    python examples/gsm8k/run.py --resume                   goes on after an interruption
+    python examples/gsm8k/run.py --resume                   resumes after an interruption
     python examples/gsm8k/run.py trainer.seed=7             settings, as in `skyrl-fast train`
 
-What is there already is not made again. Results are in runs/gsm8k, or runs/gsm8k_multi_turn.
+Existing data and models are not created again. Results are in runs/gsm8k, or runs/gsm8k_multi_turn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_WARM_STEPS = {"gsm8k": 450, "gsm8k_multi_turn": 400}
 
 
 def prepare(folder: Path, *, env_class: str, seed: int = 0) -> None:
-    """Make `data` and `model` in the folder, where they are missing."""
+    """Create `data` and `model` in the folder if they are missing."""
     from examples.gsm8k.make_data import make_data
     from examples.gsm8k.warm_start import warm_start
 

@@ -1,4 +1,4 @@
-"""Makes the recipe's tokenizer and model, and warm-starts the model on the demonstrations."""
+"""Create the recipe's tokenizer and model, and warm-start the model on the demonstrations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCH_SIZE = 64
 
 
 def warm_start(data: Path, output: Path, *, seed: int = 0, **settings: Any) -> float:
-    """Makes, trains and saves tokenizer and model as a Hugging Face folder.
+    """Create, train and save tokenizer and model as a Hugging Face folder.
 
     Args:
         data: folder written by ``make_data.py``.

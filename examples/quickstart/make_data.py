@@ -1,13 +1,13 @@
-"""Makes the quickstart's databases, prompts and demonstrations.
+"""Create the quickstart's databases, prompts and demonstrations.
 
 The task is skyrl-gym's ``text2sql`` environment. A question names two quantities and a number; the
-name of the table that has them is known only to the database, so the agent has to look with
-``<sql>`` before it can answer with ``<solution>``. A database has two tables, of which only one has
-both quantities: the agent looks at the first, and goes on to the second if it has to.
+name of the table that has them is only in the database, so the agent has to query it with ``<sql>``
+before it can answer with ``<solution>``. A database has two tables, of which only one has both
+quantities: the agent inspects the first, and then the second if necessary.
 
-The demonstrations show how to do it, but by a careless expert with four bad habits. Everything
-else in them is right: a tiny model learns to copy from such demonstrations in a minute or two,
-and what is left for reinforcement learning is to break the habits.
+The demonstrations come from a careless expert with four bad habits. Everything else in them is
+right: a tiny model learns to copy from such demonstrations in a minute or two, and reinforcement
+learning then removes the habits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from examples.tiny_model.jsonl import write_jsonl
 
-DATABASE_FOLDER = Path("SynSQL-2.5M/databases")  # where text2sql looks for rows with data="synsql"
+DATABASE_FOLDER = Path("SynSQL-2.5M/databases")  # of text2sql for rows with data="synsql"
 MAX_TURNS = 5
 NUM_TABLES = 2
 COLUMNS_PER_TABLE = 3
@@ -35,7 +35,7 @@ TABLE_NAMES = (
     "mines", "parks", "ropes", "wheels",
 )  # fmt: skip
 QUANTITIES = ("price", "weight", "age", "length", "speed", "rank", "power", "depth")
-UNKNOWN_TABLE = "data"  # whoever has not looked calls it so; no table has this name
+UNKNOWN_TABLE = "data"  # the expert's name for a table it has not inspected; no table has it
 AGGREGATES = {"highest": "MAX", "lowest": "MIN", "average": "AVG", "total": "SUM"}
 COMPARISONS = {"over": ">", "under": "<"}
 
@@ -53,7 +53,7 @@ class Table:
 
     @property
     def create_sql(self) -> str:
-        """The table's definition, which the agent gets to see."""
+        """The table's definition, as the agent sees it."""
         return f"CREATE TABLE {self.name} ({', '.join(f'{c} INT' for c in self.columns)})"
 
 
@@ -78,10 +78,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Carelessness:
-    """How often the demonstrator errs, one probability for each habit.
+    """Error rates of the demonstrator, one probability for each habit.
 
-    Two habits are stronger than the right way, so that even the warm start's most likely answer is
-    wrong for most questions: who imitates the expert perfectly still fails.
+    Two habits are more likely than the right behaviour, so that even the warm start's most likely
+    answer is wrong for most questions: perfect imitation of the expert still fails.
     """
 
     stop_early: float = 0.6  # answers from the first table although it lacks the columns
@@ -94,7 +94,7 @@ PERFECT = Carelessness(0, 0, 0, 0)
 
 
 def make_tables(rng: random.Random) -> list[Table]:
-    """Two tables without a common quantity."""
+    """Return two tables without a common quantity."""
     names = rng.sample(TABLE_NAMES, NUM_TABLES)
     columns = rng.sample(QUANTITIES, NUM_TABLES * COLUMNS_PER_TABLE)
     return [
@@ -104,7 +104,7 @@ def make_tables(rng: random.Random) -> list[Table]:
 
 
 def make_question(rng: random.Random, tables: Sequence[Table]) -> Question:
-    """A question about two columns of one of the tables."""
+    """Return a question about two columns of one of the tables."""
     measure, filter_column = rng.sample(rng.choice(tables).columns, 2)
     return Question(
         aggregate=rng.choice(list(AGGREGATES)),
@@ -116,7 +116,7 @@ def make_question(rng: random.Random, tables: Sequence[Table]) -> Question:
 
 
 def solution_sql(question: Question, table: str, *, comparison: str | None = None) -> str:
-    """An answer from the named table, one space between symbols as the tokenizer decodes it."""
+    """Return an answer from the named table, with one space between symbols as when decoded."""
     return (
         f"SELECT {AGGREGATES[question.aggregate]} ( {question.measure} ) FROM {table} "
         f"WHERE {question.filter} {COMPARISONS[comparison or question.comparison]} "
@@ -125,17 +125,17 @@ def solution_sql(question: Question, table: str, *, comparison: str | None = Non
 
 
 def find_table(question: Question, tables: Sequence[Table]) -> int:
-    """Index of the table that has the question's quantities."""
+    """Return the index of the table that has the question's quantities."""
     return next(i for i, table in enumerate(tables) if question.measure in table.columns)
 
 
 def gold_sql(question: Question, tables: Sequence[Table]) -> str:
-    """The right answer."""
+    """Return the right answer."""
     return solution_sql(question, tables[find_table(question, tables)].name)
 
 
 def make_rows(rng: random.Random, tables: Sequence[Table]) -> list[list[tuple[int, ...]]]:
-    """Random contents, one list of rows for each table."""
+    """Return random contents, one list of rows for each table."""
     return [
         [tuple(rng.randint(1, MAX_VALUE) for _ in table.columns) for _ in range(NUM_ROWS)]
         for table in tables
@@ -145,7 +145,7 @@ def make_rows(rng: random.Random, tables: Sequence[Table]) -> list[list[tuple[in
 def write_database(
     path: Path | str, tables: Sequence[Table], rows: Sequence[Sequence[tuple[int, ...]]]
 ) -> sqlite3.Connection:
-    """Writes one SQLite file (or ":memory:") and returns the open connection."""
+    """Write one SQLite file (or ":memory:") and return the open connection."""
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA page_size = 512")  # the smallest: a database is 2 kB
     connection.execute("PRAGMA synchronous = OFF")
@@ -160,7 +160,7 @@ def write_database(
 def has_one_answer(
     connection: sqlite3.Connection, question: Question, tables: Sequence[Table]
 ) -> bool:
-    """True if no other choice of columns, aggregate or comparison gives the right result."""
+    """Return whether no other choice of columns, aggregate or comparison has the right result."""
     table = tables[find_table(question, tables)]
     gold = connection.execute(gold_sql(question, tables)).fetchall()
     choices = (
@@ -178,7 +178,7 @@ def has_one_answer(
 
 
 def prompt_messages(question: Question) -> list[dict[str, str]]:
-    """The chat the agent starts from."""
+    """Return the chat that the agent starts from."""
     return [
         {"role": "system", "content": SYSTEM_PROMPT},
         {"role": "user", "content": question.text},
@@ -186,12 +186,12 @@ def prompt_messages(question: Question) -> list[dict[str, str]]:
 
 
 def look_sql(table_index: int) -> str:
-    """The query that shows a table's definition: one row, so its order cannot vary."""
+    """Return the query for a table's definition: one row, so its order cannot vary."""
     return f"SELECT sql FROM sqlite_master WHERE rowid = {table_index + 1}"
 
 
 def render_observation(create_sql: str, turns_left: int) -> str:
-    """What text2sql answers to `look_sql`; for demonstrations, which have no database file."""
+    """Return text2sql's answer to `look_sql`; for demonstrations, which have no database file."""
     header = "0".rjust(len(create_sql))  # pandas' name for a column without one
     reminder = f"<reminder>You have {turns_left} turns left to complete the task.</reminder>"
     return f"\n\n<observation>{header}\n{create_sql}\n{reminder}</observation>\n\n"
@@ -204,7 +204,7 @@ def _look(thought: str, table_index: int) -> str:
 def _answer(
     rng: random.Random, thought: str, question: Question, table: str, careless: Carelessness
 ) -> str:
-    """The last turn."""
+    """Return the last turn."""
     comparison = question.comparison
     if comparison == "under" and rng.random() < careless.under:
         comparison = "over"
@@ -217,9 +217,9 @@ def _answer(
 def demonstrate(
     rng: random.Random, question: Question, tables: Sequence[Table], careless: Carelessness
 ) -> list[str]:
-    """The expert's turns, one text for each; all but the last are looks at a table.
+    """Return the text of each of the expert's turns; all but the last inspect a table.
 
-    The expert sees clearly: its thoughts are always true. It is what it does then that is wrong.
+    The expert's thoughts are always true; its errors are in its actions.
     """
     found = f"{question.measure} and {question.filter} of"
     missing = f"no {question.measure} here"
@@ -241,7 +241,7 @@ def demonstrate(
 def make_demonstration(
     rng: random.Random, careless: Carelessness, held_out: set[str]
 ) -> list[dict[str, str]]:
-    """A whole chat on a database of its own, never with a held-out question."""
+    """Return a complete chat on a new database, never with a held-out question."""
     while True:
         tables = make_tables(rng)
         question = make_question(rng, tables)
@@ -266,15 +266,15 @@ def make_prompts(
     questions_per_database: int,
     taken: set[str],
 ) -> Iterator[dict[str, Any]]:
-    """Writes databases and yields their questions as rows of SkyRL's data format.
+    """Write databases and yield their questions as rows of SkyRL's data format.
 
     Args:
         rng: source of all choices.
-        database_root: folder that the environment is told as ``db_path``.
+        database_root: folder for the environment's ``db_path``.
         name: prefix of the databases' names.
         num_databases: databases to write.
         questions_per_database: rows for each of them.
-        taken: questions not to ask; those asked are added.
+        taken: questions to avoid; new ones are added.
     """
     for i in range(num_databases):
         db_id = f"{name}_{i:03d}"
@@ -311,13 +311,13 @@ def make_data(
     num_demonstrations: int = 12_000,
     careless: Carelessness | None = None,
 ) -> dict[str, int]:
-    """Writes ``databases/``, ``train.jsonl``, ``eval.jsonl`` and ``demonstrations.jsonl``.
+    """Write ``databases/``, ``train.jsonl``, ``eval.jsonl`` and ``demonstrations.jsonl``.
 
-    The same seed gives the same files. No question of eval is in train or in the demonstrations,
-    and every database of eval is its own.
+    The same seed creates the same files. No question of eval is in train or in the demonstrations,
+    and eval has separate databases.
 
     Args:
-        folder: where to write; made if it does not exist.
+        folder: to write to; created if it does not exist.
         seed: of all random choices.
         num_train: rows for reinforcement learning, four to a database.
         num_eval: held-out rows, two to a database.

@@ -1,11 +1,11 @@
-"""The quickstart: makes the data, warm-starts the model, trains it, all in one folder.
+"""The quickstart: create the data, warm-start the model and train it, all in one folder.
 
-    python examples/quickstart/run.py                 what `make train` calls
-    python examples/quickstart/run.py --resume        goes on after an interruption, even kill -9
+    python examples/quickstart/run.py                 as `make train`
+    python examples/quickstart/run.py --resume        resumes after an interruption, even kill -9
     python examples/quickstart/run.py trainer.policy.optimizer_config.lr=0     overrides, as in
                                                       `skyrl-fast train config.yaml key=value`
 
-What is there already is not made again. Training itself is the command `skyrl-fast train`.
+Existing data and models are not created again. Training itself is the command `skyrl-fast train`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from examples.tiny_model.recipe import Recipe, main, make_once  # noqa: E402
 
 
 def prepare(folder: Path, *, seed: int = 0) -> None:
-    """Make `data` and `model` in the folder, where they are missing."""
+    """Create `data` and `model` in the folder if they are missing."""
     from examples.quickstart.make_data import make_data
     from examples.quickstart.warm_start import warm_start
 

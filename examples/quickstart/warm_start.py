@@ -1,4 +1,4 @@
-"""Makes the quickstart's tokenizer and model, and warm-starts the model on the demonstrations."""
+"""Create the quickstart's tokenizer and model, and warm-start the model on the demonstrations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from examples.tiny_model import warm_start as tiny
 from examples.tiny_model.jsonl import read_jsonl
 from examples.tiny_model.model import CHAT_TEMPLATE, make_tokenizer
 
-# What the environment may say beyond what the demonstrations show.
+# Observations that do not occur in the demonstrations.
 ENVIRONMENT_TEXTS = (
     "Your previous action is invalid. Follow the format of outputting thinking process and sql "
     "tool, and try again.",
@@ -27,14 +27,14 @@ def warm_start(
     keeps_history: bool = True,
     **settings: Any,
 ) -> float:
-    """Makes, trains and saves tokenizer and model as a Hugging Face folder.
+    """Create, train and save tokenizer and model as a Hugging Face folder.
 
     Args:
         data: folder written by ``make_data.py``.
         output: folder to write.
         seed: of the initial weights and of the order of the demonstrations.
         chat_template: of the tokenizer.
-        keeps_history: the template only appends; otherwise every turn is a row of its own.
+        keeps_history: whether the template only appends; otherwise every turn is a separate row.
         settings: options of `examples.tiny_model.warm_start.train`.
 
     Returns:

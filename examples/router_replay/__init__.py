@@ -1,1 +1,1 @@
-"""What router replay gains, measured on a tiny mixture of experts."""
+"""The effect of router replay, measured on a tiny mixture of experts."""

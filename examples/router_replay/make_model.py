@@ -12,7 +12,7 @@ from examples.tiny_model.model import VOCABULARY_MULTIPLE, make_tokenizer
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 3, 8, 2
 HIDDEN_SIZE, EXPERT_SIZE = 64, 64
-# Random experts of the usual 0.02 would hardly change what the model says.
+# With the usual 0.02, random experts would hardly change the model's output.
 INITIALIZER_RANGE = 0.15
 WORDS = (
     "look at the next room and say what is in it door window table chair lamp book cup red green "

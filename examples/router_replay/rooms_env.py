@@ -1,4 +1,4 @@
-"""An environment of skyrl-gym that describes a room after each answer, whatever that was."""
+"""An environment of skyrl-gym that describes a room after each answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RoomsEnv(BaseTextEnv):
         self.max_turns = (extras or {})["max_turns"]
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """The next room."""
+        """Return the next room."""
         self.turns += 1
         done = self.turns >= self.max_turns
         text = f"you see {ROOMS[self.turns % len(ROOMS)]} go on"

@@ -1,10 +1,10 @@
-"""How far trainer and sampler disagree, with and without router replay, in one run.
+"""The mismatch of trainer and sampler with and without router replay, in one run.
 
     python examples/router_replay/run.py             about a minute on 2 cores
 
 A random mixture of experts is rolled out by vLLM over several turns, with its routes recorded. The
-trainer then computes the log-probabilities of the very same tokens, freely routed and replayed,
-while something makes its routers differ from the sampler's: noise on their weights, or bfloat16.
+trainer then computes the log-probabilities of the same tokens, with its own routes and with
+replayed ones, while its routers differ from the sampler's: noise on their weights, or bfloat16.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Mismatch:
     """|trainer - sampler| of the sampled tokens' log-probabilities.
 
     Args:
-        trainer: what makes the trainer's routers differ.
+        trainer: why the trainer's routers differ.
         replay: whether recorded routes were replayed.
         mean, largest: of the absolute differences.
         kl: mean of exp(d) - d - 1 with d = trainer - sampler, an estimate of KL(sampler, trainer).
@@ -66,7 +66,7 @@ class Mismatch:
 
 
 def prompts(number: int) -> list[Prompt]:
-    """Short tasks of the model's own words."""
+    """Return short tasks of words from the model's vocabulary."""
     words = WORDS.split()
     tasks = [" ".join(words[(7 * i + k) % len(words)] for k in range(12)) for i in range(number)]
     return [
@@ -114,7 +114,7 @@ async def sample(model_path: Path, log_file: Path, *, num_prompts: int, samples:
 
 
 def measure(model_path: Path, batch: StepBatch) -> Iterator[Mismatch]:
-    """Yield the mismatch of each kind of trainer, freely routed and replayed."""
+    """Yield the mismatch of each kind of trainer, without and with replay."""
     model = load_model(str(model_path), device=torch.device("cpu"))
     for noise in NOISE_LEVELS:
         noisy = with_noisy_routers(model, noise, seed=1)
@@ -123,7 +123,7 @@ def measure(model_path: Path, batch: StepBatch) -> Iterator[Mismatch]:
 
 
 def with_noisy_routers(model: Any, noise: float, *, seed: int) -> Any:
-    """A copy whose router weights have gaussian noise of `noise` times their own deviation."""
+    """Return a copy with Gaussian noise on the router weights, `noise` times their deviation."""
     noisy = copy.deepcopy(model)
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -137,7 +137,7 @@ def _compare(name: str, model: Any, batch: StepBatch, dtype: torch.dtype) -> Ite
     trained = batch.loss_mask != 0
     assert batch.rollout_logprobs is not None
     for replay in (False, True):
-        # The head in float32: what is measured is the routes, not the rounding of logits.
+        # The head is in float32, to measure the routes and not the rounding of logits.
         policy = Policy(
             copy.deepcopy(model), dtype=dtype, head_dtype=torch.float32, router_replay=replay
         )
@@ -154,20 +154,20 @@ def _compare(name: str, model: Any, batch: StepBatch, dtype: torch.dtype) -> Ite
 
 
 def rerouted_share(model: Any, batch: StepBatch) -> float:
-    """Share of recorded cells (token, layer) in which the model would choose other experts."""
+    """Return the share of recorded (token, layer) pairs with other experts in the model."""
     moved = cells = 0
     for micro in plan_micro_batches(batch, 16384, router_replay=True):
         assert micro.expert_indices is not None and micro.router_padding_mask is not None
-        own = _chosen_experts(model, micro.input_ids).sort(-1).values
+        chosen = _chosen_experts(model, micro.input_ids).sort(-1).values
         recorded = micro.expert_indices.flatten(0, 1).long().sort(-1).values
-        there = ~micro.router_padding_mask.flatten()
-        moved += int((own != recorded).any(-1)[there].sum())
-        cells += int(there.sum()) * own.shape[1]
+        has_route = ~micro.router_padding_mask.flatten()
+        moved += int((chosen != recorded).any(-1)[has_route].sum())
+        cells += int(has_route.sum()) * chosen.shape[1]
     return moved / cells
 
 
 def _chosen_experts(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """(tokens, layers, experts per token): where the model sends each token by itself."""
+    """Return the experts that the model chooses: (tokens, layers, experts per token)."""
     chosen: list[torch.Tensor] = []
     hooks = [
         layer.mlp.gate.register_forward_hook(lambda _m, _a, output: chosen.append(output[2]))
@@ -181,7 +181,7 @@ def _chosen_experts(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def table(results: Sequence[Mismatch], rerouted: dict[str, float]) -> str:
-    """The results as a Markdown table."""
+    """Return the results as a Markdown table."""
     lines = [
         "| trainer | other experts | mean, free | mean, replay | largest, free | largest, replay "
         "| KL, free | KL, replay |",
@@ -224,14 +224,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for noise in NOISE_LEVELS
     }
     results = list(measure(base / "model", batch))
-    facts = {
+    summary = {
         "rows": batch.num_rows,
         "trained_tokens": int((batch.loss_mask != 0).sum()),
         "rerouted_share": rerouted,
         "results": [asdict(result) for result in results],
     }
-    (base / "results.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    print(f"{facts['rows']} rows, {facts['trained_tokens']} sampled tokens\n")
+    (base / "results.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    print(f"{summary['rows']} rows, {summary['trained_tokens']} sampled tokens\n")
     print(table(results, rerouted))
     print(f"\nwritten to {base / 'results.json'}")
     return 0

@@ -1,12 +1,12 @@
-"""Makes a corpus of facts, questions over two of them, and demonstrations of a searching agent.
+"""Create a corpus of facts, questions over two of them, and demonstrations of a searching agent.
 
-A world has people who work in cities, and cities of which four things are known. A question asks
-for one of these where somebody works: two searches. One passage holds one fact; filler can make
-passages as long as real ones, or much longer.
+A world has people who work in cities, and four facts about each city. A question asks for one of
+them, for the city where a person works: two searches. One passage contains one fact; filler can
+make passages as long as real ones, or much longer.
 
-Demonstrations come from worlds of their own: what is true there is false in the corpus, so that
-only searching, and never remembering, leads to an answer. They come from an expert with three bad
-habits; everything else in them is right.
+Demonstrations come from other worlds, with other facts than the corpus, so that an answer can only
+be found by searching, not by memorizing. They come from an expert with three bad habits; everything
+else in them is right.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CITIES = (
     "Faro", "Gdansk", "Genoa", "Ghent", "Graz", "Izmir", "Kiel", "Leeds", "Liege", "Lima", "Linz",
     "Lyon", "Malmo", "Nantes", "Oslo", "Padua", "Porto", "Quito", "Riga", "Sofia",
 )  # fmt: skip
-# What is known of a city: the word a question and a query use, the fact in words, its values.
+# Facts about a city: the word for questions and queries, the fact's sentence, its values.
 TOPICS = {
     "river": ("The river of {city} is the {value} .", (
         "Adda", "Arno", "Drava", "Ebro", "Inn", "Isar", "Kama", "Loire", "Main", "Minho", "Neva",
@@ -77,13 +77,13 @@ SYSTEM_PROMPT = (
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What is true: where people work, and (topic, city) -> value."""
+    """The facts of a world: where people work, and (topic, city) -> value."""
 
     works_in: dict[str, str]
     known: dict[tuple[str, str], str]
 
     def facts(self) -> list[tuple[str, str]]:
-        """All facts, as title and sentence."""
+        """Return all facts, as title and sentence."""
         facts = [(person, f"{person} works in {city} .") for person, city in self.works_in.items()]
         for (topic, city), value in self.known.items():
             facts.append((city, TOPICS[topic][0].format(city=city, value=value)))
@@ -92,7 +92,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the `topic` of the city is where `person` works."""
+    """A question about the `topic` of the city where `person` works."""
 
     topic: str
     person: str
@@ -103,16 +103,16 @@ class Question:
         return f"What is the {self.topic} of the city where {self.person} works ?"
 
     def answer(self, world: World) -> str:
-        """The right answer."""
+        """Return the right answer."""
         return world.known[self.topic, world.works_in[self.person]]
 
 
 @dataclass(frozen=True, slots=True)
 class Carelessness:
-    """How often the demonstrator errs, one probability for each habit.
+    """Error rates of the demonstrator, one probability for each habit.
 
-    The first is stronger than the right way, so that even the warm start's most likely answer is
-    wrong for most questions.
+    The first habit is more likely than the right behaviour, so that even the warm start's most
+    likely answer is wrong for most questions.
     """
 
     stop_early: float = 0.55  # answers with the city
@@ -124,7 +124,7 @@ PERFECT = Carelessness(0, 0, 0)
 
 
 def make_world(rng: random.Random) -> World:
-    """A world at random."""
+    """Return a random world."""
     return World(
         {person: rng.choice(CITIES) for person in PEOPLE},
         {(topic, city): rng.choice(TOPICS[topic][1]) for topic in TOPICS for city in CITIES},
@@ -134,14 +134,14 @@ def make_world(rng: random.Random) -> World:
 def make_passages(
     rng: random.Random, world: World, *, filler_words: int = 0, long_tail: bool = True
 ) -> list[dict[str, str]]:
-    """One passage for each fact: title in quotation marks, then the fact, then filler.
+    """Return one passage for each fact: title in quotation marks, then the fact, then filler.
 
     Args:
         rng: of order and filler.
-        world: what is true.
-        filler_words: mean number of words behind the fact.
-        long_tail: most passages are shorter than the mean, a few many times as long, as passages
-            of the web are; otherwise all are alike.
+        world: its facts.
+        filler_words: mean number of words after the fact.
+        long_tail: most passages are shorter than the mean, a few many times as long, like web
+            pages; otherwise all have equal length.
     """
     facts = world.facts()
     rng.shuffle(facts)
@@ -151,8 +151,8 @@ def make_passages(
         words = filler_words
         if filler_words and long_tail:
             words = round(filler_words * rng.lognormvariate(-sigma * sigma / 2, sigma))
-        # A blank before the fact: the environment shows passages as JSON, where a newline is the
-        # two characters \\n, and the first word would stick to them.
+        # A space before the fact: the environment shows passages as JSON, where a newline is the
+        # two characters \\n, which would be joined to the first word.
         text = " ".join([fact, *_sentences(rng, words)])
         rows.append({"id": str(number), "contents": f'"{title}"\n {text}'})
     return rows
@@ -165,7 +165,7 @@ def _sentences(rng: random.Random, num_words: int) -> list[str]:
 
 
 def prompt_messages(question: Question) -> list[dict[str, str]]:
-    """The chat the agent starts from."""
+    """Return the chat that the agent starts from."""
     return [
         {"role": "system", "content": SYSTEM_PROMPT},
         {"role": "user", "content": question.text},
@@ -173,20 +173,20 @@ def prompt_messages(question: Question) -> list[dict[str, str]]:
 
 
 def render_observation(contents: Sequence[str]) -> str:
-    """What the search environment shows of these passages."""
+    """Return the search environment's observation for these passages."""
     lines = [f"Doc {i}: {text.strip()}\n" for i, text in enumerate(contents, start=1)]
     return "\n<information>" + json.dumps({"result": "".join(lines)}) + "</information>\n"
 
 
 def tagged_turn(thought: str, tag: str, content: str) -> str:
-    """One answer of the expert."""
+    """Return one answer of the expert."""
     return f"<think> {thought} </think> <{tag}> {content} </{tag}>"
 
 
 def demonstrate(
     rng: random.Random, question: Question, world: World, careless: Carelessness
 ) -> list[tuple[str, str | None]]:
-    """The expert's turns: the text, and what it searches for, or None where it answers."""
+    """Return the expert's turns: the text, and its search query, or None for an answer."""
     person, city = question.person, world.works_in[question.person]
     first, second = f"{person} works", f"{question.topic} {city}"
     if rng.random() < careless.guess:
@@ -210,7 +210,7 @@ def demonstrate(
 def make_demonstration(
     rng: random.Random, world: World, search: Callable[[str], list[str]], careless: Carelessness
 ) -> list[dict[str, str]]:
-    """A whole chat about a world; `search` gives the passages for a query."""
+    """Return a complete chat about a world; `search` returns the passages for a query."""
     question = Question(rng.choice(list(TOPICS)), rng.choice(PEOPLE))
     messages = prompt_messages(question)
     for text, query in demonstrate(rng, question, world, careless):
@@ -223,9 +223,9 @@ def make_demonstration(
 def make_demonstrations(
     folder: Path, rng: random.Random, count: int, careless: Carelessness
 ) -> list[list[dict[str, str]]]:
-    """Chats about several worlds, each searched as the server would; a file is made and removed."""
+    """Return chats about several worlds, searched like on the server, with a temporary file."""
     chats = []
-    num_worlds = min(NUM_WORLDS, count)  # none, where no demonstrations are wanted
+    num_worlds = min(NUM_WORLDS, count)  # 0 without demonstrations
     for number in range(num_worlds):
         world = make_world(rng)
         path = folder / "demonstrated_world.jsonl"
@@ -244,7 +244,7 @@ def make_demonstrations(
 
 
 def make_row(question: Question, world: World, split: str, index: int) -> dict[str, Any]:
-    """One row of SkyRL's data format."""
+    """Return one row of SkyRL's data format."""
     return {
         "data_source": "searchR1_made",
         "prompt": prompt_messages(question),
@@ -262,14 +262,14 @@ def make_data(
     num_demonstrations: int = 12_000,
     careless: Carelessness | None = None,
 ) -> dict[str, int]:
-    """Writes ``corpus.jsonl``, ``train.jsonl``, ``eval.jsonl`` and ``demonstrations.jsonl``.
+    """Write ``corpus.jsonl``, ``train.jsonl``, ``eval.jsonl`` and ``demonstrations.jsonl``.
 
-    The same seed gives the same files. No person of eval is in train.
+    The same seed creates the same files. No person of eval is in train.
 
     Args:
-        folder: where to write; made if it does not exist.
+        folder: to write to; created if it does not exist.
         seed: of all random choices.
-        filler_words: mean number of words that stand behind each fact of the corpus.
+        filler_words: mean number of words after each fact of the corpus.
         num_demonstrations: chats for the supervised phase.
         careless: how wrong the demonstrations are.
 
@@ -283,11 +283,11 @@ def make_data(
     counts = {"corpus": write_jsonl(folder / "corpus.jsonl", passages)}
     people = list(PEOPLE)
     rng.shuffle(people)
-    for split, own in (
+    for split, split_people in (
         ("eval", people[:NUM_HELD_OUT_PEOPLE]),
         ("train", people[NUM_HELD_OUT_PEOPLE:]),
     ):
-        questions = [Question(topic, person) for person in own for topic in TOPICS]
+        questions = [Question(topic, person) for person in split_people for topic in TOPICS]
         rng.shuffle(questions)
         rows = [make_row(question, world, split, i) for i, question in enumerate(questions)]
         counts[split] = write_jsonl(folder / f"{split}.jsonl", rows)

@@ -1,4 +1,4 @@
-"""How long rows become when passages are long: one set of made rollouts in three forms.
+"""Row lengths with long passages: one set of scripted rollouts in three forms.
 
     python examples/search_r1/row_shapes.py                     prints the table
     python examples/search_r1/row_shapes.py --filler-words 300  other passages
@@ -7,9 +7,9 @@ The environment, the retrieval server and the agent loop are the real ones; only
 script, so that nothing is sampled and the table is the same everywhere. The limits are those of
 `qwen2.5_3b.yaml`. Lengths are in words of the tiny tokenizer.
 
-old form: a response is what the model wrote and the observation behind it, and before each turn the
-length of the turn before is checked. gen-only: responses hold what the model wrote, and this turn's
-prompt is checked. merged: gen-only steps whose context only grew, joined.
+old form: a response is the model's output and the observation after it, and before each turn the
+length of the previous turn is checked. gen-only: a response is the model's output, and this turn's
+prompt is checked. merged: gen-only steps whose context only grew, merged.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from skyrl_fast.rollout.env.factory import EnvFactory  # noqa: E402
 from skyrl_fast.rollout.groups import rollout  # noqa: E402
 from skyrl_fast.train.data.prompts import Prompt, load_prompts  # noqa: E402
 
-FILLER_WORDS = 600  # behind each fact, on average: three passages are thousands of tokens
+FILLER_WORDS = 600  # after each fact, on average: three passages are thousands of tokens
 NUM_PROMPTS = 32
 THOUGHT_WORDS = (20, 480)  # least and most of one turn
 
 
 class ScriptedEngine:
-    """Writes the same at the same place of a run: random thoughts, then a search or an answer."""
+    """Returns random thoughts, then a search or an answer: the same at the same place of a run."""
 
     def __init__(self, tokenizer: Any, max_turns: int) -> None:
         self._tokenizer = tokenizer
@@ -56,7 +56,7 @@ class ScriptedEngine:
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Any, *, session_id: str, **_: Any
     ) -> Generation:
-        """One turn of this trajectory; see `Engine.generate`."""
+        """Return one turn of this trajectory; see `Engine.generate`."""
         rng = random.Random(f"{session_id}-{self._turns[session_id]}")
         num_searches = random.Random(session_id).randint(1, self._max_turns)
         thought = " ".join(rng.choices(data.FILLER_WORDS, k=rng.randint(*THOUGHT_WORDS)))
@@ -72,7 +72,7 @@ class ScriptedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one form of the rollouts costs.
+    """The size of the batch in one form of the rollouts.
 
     Args:
         form: its name.
@@ -95,7 +95,7 @@ class Shape:
 
 
 def shape_of(form: str, rows: Sequence[tuple[int, int, int]]) -> Shape:
-    """The shape of rows given as (prompt length, response length, trained tokens).
+    """Return the shape of rows given as (prompt length, response length, trained tokens).
 
     Example:
         >>> shape_of("a", [(3, 2, 2), (6, 4, 1)])
@@ -114,7 +114,7 @@ async def old_form(
     environments: EnvFactory,
     config: GeneratorConfig,
 ) -> list[tuple[int, int, int]]:
-    """Rows of one trajectory whose observations lie in the responses, its check a turn late."""
+    """Return a trajectory's rows with observations in the responses, checked one turn late."""
     extras = {**prompt.env_extras, "max_turns": config.max_turns}
     env = await environments.make(prompt.env_class, extras)
     context = make_context("append", tokenizer, await env.init(prompt.messages))
@@ -142,7 +142,7 @@ async def old_form(
 async def all_forms(
     prompts: Sequence[Prompt], tokenizer: Any, settings: Any, search_url: str
 ) -> list[Shape]:
-    """The table's rows."""
+    """Return the table's rows."""
     from skyrl_fast import merge_stepwise_output
     from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
 
@@ -194,7 +194,7 @@ def _rows_of(output: Any) -> list[tuple[int, int, int]]:
 
 
 def table(shapes: Sequence[Shape], limit: int) -> str:
-    """The shapes as a Markdown table; `limit` is the longest row allowed."""
+    """Return the shapes as a Markdown table; `limit` is the longest row allowed."""
     lines = [
         f"| form | rows | padded length (at most {limit:,}) | tokens | padded cells | trained |",
         "|---|---:|---:|---:|---:|---:|",
@@ -208,7 +208,11 @@ def table(shapes: Sequence[Shape], limit: int) -> str:
 def measure(
     folder: Path, *, filler_words: int = FILLER_WORDS, num_prompts: int = NUM_PROMPTS
 ) -> tuple[list[Shape], int]:
-    """Make corpus and prompts in the folder, roll out; the shapes, and the longest row allowed."""
+    """Create corpus and prompts in the folder, and roll out.
+
+    Returns:
+        The shapes, and the longest row allowed.
+    """
     data.make_data(folder / "data", filler_words=filler_words, num_demonstrations=0)
     rows = read_jsonl(folder / "data/train.jsonl")[:num_prompts]
     write_jsonl(folder / "data/prompts.jsonl", rows)
@@ -224,12 +228,14 @@ def measure(
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--filler-words", type=int, default=FILLER_WORDS)
-    parser.add_argument("--num-prompts", type=int, default=NUM_PROMPTS)
+    parser.add_argument(
+        "--filler-words", type=int, default=FILLER_WORDS, help="mean words after each fact"
+    )
+    parser.add_argument("--num-prompts", type=int, default=NUM_PROMPTS, help="prompts to roll out")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         shapes, limit = measure(

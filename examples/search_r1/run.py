@@ -1,13 +1,13 @@
-"""Search-R1 offline: makes a corpus, serves it, and a tiny agent learns to search it twice.
+"""Search-R1 offline: create a corpus and serve it; a tiny agent learns to search it twice.
 
-    python examples/search_r1/run.py                    short passages; it learns
-    python examples/search_r1/run.py --variant long     passages of thousands of tokens; it only
+    python examples/search_r1/run.py                    short passages; the agent learns
+    python examples/search_r1/run.py --variant long     passages of thousands of tokens; only
                                                         shows that no row is longer than allowed
-    python examples/search_r1/run.py --resume           goes on after an interruption
+    python examples/search_r1/run.py --resume           resumes after an interruption
     python examples/search_r1/run.py trainer.seed=7     settings, as in `skyrl-fast train`
 
-The retrieval server is started on a free port of loopback, asked whether it is healthy, and stopped
-at the end, however the run ends. What is there already is not made again. Results are in
+The retrieval server is started on a free port of loopback, checked for health, and stopped at the
+end, however the run ends. Existing data and models are not created again. Results are in
 runs/search_r1, or runs/search_r1_long.
 """
 
@@ -29,7 +29,7 @@ LONG_MAX_LENGTH = 4096 + 512  # of the model: the longest prompt and an answer
 
 
 def prepare(folder: Path, *, seed: int = 0) -> None:
-    """Make `data` and `model` in the folder, where they are missing."""
+    """Create `data` and `model` in the folder if they are missing."""
     from examples.search_r1.make_data import make_data
     from examples.search_r1.warm_start import warm_start
 
@@ -38,7 +38,7 @@ def prepare(folder: Path, *, seed: int = 0) -> None:
 
 
 def prepare_long(folder: Path, *, seed: int = 0) -> None:
-    """The same with long passages and a model that can read them."""
+    """Create them with long passages, and a model for their length."""
     from examples.search_r1.make_data import make_data
     from examples.search_r1.warm_start import warm_start
 
@@ -54,10 +54,10 @@ def prepare_long(folder: Path, *, seed: int = 0) -> None:
 
 @contextmanager
 def serve(folder: Path) -> Iterator[list[str]]:
-    """The corpus on a free port; the settings name it."""
+    """Serve the corpus on a free port; yield the setting with its address."""
     from skyrl_fast.extras.search.launch import retrieval_server
 
-    # The environment's client must not take a proxy to get to this machine.
+    # The environment's client must not use a proxy for this machine.
     os.environ["NO_PROXY"] = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))
     corpus, log_file = folder / "data/corpus.jsonl", folder / "retrieval.log"
     with retrieval_server(corpus, log_file=log_file) as url:

@@ -1,4 +1,4 @@
-"""Makes the recipe's tokenizer and model, and warm-starts the model on the demonstrations."""
+"""Create the recipe's tokenizer and model, and warm-start the model on the demonstrations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from examples.tiny_model.jsonl import read_jsonl
 from examples.tiny_model.model import MAX_LENGTH, make_tokenizer
 
 NUM_STEPS = 600
-# What the environment may say beyond what the demonstrations show.
+# Observations that do not occur in the demonstrations.
 ENVIRONMENT_TEXTS = (
     "<information></information> No search results found . Search request failed or timed out "
     "after retries . error",
@@ -37,7 +37,7 @@ ENVIRONMENT_TEXTS = (
 def search_tokenizer(
     texts: Iterable[str], *, max_length: int = MAX_LENGTH
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer of all words that the corpus, the prompts, the server and `texts` may use."""
+    """Return the tokenizer of all words of the corpus, the prompts, the server and `texts`."""
     rng = random.Random(0)
     question = Question(next(iter(TOPICS)), PEOPLE[0])
     turns = demonstrate(rng, question, make_world(rng), PERFECT)
@@ -51,7 +51,7 @@ def search_tokenizer(
 def warm_start(
     data: Path, output: Path, *, seed: int = 0, max_length: int = MAX_LENGTH, **settings: Any
 ) -> float:
-    """Makes, trains and saves tokenizer and model as a Hugging Face folder.
+    """Create, train and save tokenizer and model as a Hugging Face folder.
 
     Args:
         data: folder written by ``make_data.py``.

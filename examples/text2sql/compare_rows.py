@@ -1,12 +1,12 @@
-"""Three forms of training rows on the same recipe: does the form change what is learnt?
+"""Three forms of training rows on the same recipe: does the form change the learning curve?
 
     python examples/text2sql/compare_rows.py                three forms, three seeds each
     python examples/text2sql/compare_rows.py --seeds 0      one seed
 
-step: a row per turn. merged: turns whose context only grew are joined. whole: a row per trajectory.
-All runs start from one warm-started model; a seed decides about prompts and samples. The context of
-this recipe only grows, so all three forms are defined, and should learn alike. Runs that are there
-already are not repeated. Prints a table and draws runs/text2sql_rows/curves.png.
+step: a row per turn. merged: turns whose context only grew are merged. trajectory: a row per
+trajectory. All runs start from one warm-started model; the seed determines prompts and samples. The
+context of this recipe only grows, so all three forms are defined, and should learn equally well.
+Existing runs are not repeated. Prints a table and draws runs/text2sql_rows/curves.png.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ FOLDER = Path("runs/text2sql_rows")
 FORMS = {
     "step": ("generator.step_wise_trajectories=true", "generator.merge_stepwise_output=false"),
     "merged": ("generator.step_wise_trajectories=true", "generator.merge_stepwise_output=true"),
-    "whole": ("generator.step_wise_trajectories=false", "generator.merge_stepwise_output=false"),
+    "trajectory": (
+        "generator.step_wise_trajectories=false",
+        "generator.merge_stepwise_output=false",
+    ),
 }
 NUM_STEPS = 12
 EVAL_INTERVAL = 3
 EVAL_REWARD = "eval/all/avg_score"
-COLOURS = {"step": "#c33", "merged": "#36c", "whole": "#393"}
+COLOURS = {"step": "#c33", "merged": "#36c", "trajectory": "#393"}
 
 
 def train(form: str, seed: int, num_steps: int) -> Path:
-    """One run, unless its results are there; returns its metrics file."""
+    """Train one run unless its results exist; return its metrics file."""
     run_path = FOLDER / f"{form}_{seed}"
     metrics = run_path / "metrics.jsonl"
     if metrics.exists() and read_jsonl(metrics)[-1]["step"] == num_steps:
@@ -64,7 +67,7 @@ def train(form: str, seed: int, num_steps: int) -> Path:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of one run: rewards at the start and the end, and its mean batch.
+    """Return the rewards of one run at the start and the end, and its mean batch.
 
     Args:
         rows: lines of metrics.jsonl.
@@ -88,7 +91,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def table(results: dict[str, list[dict[str, float]]]) -> str:
-    """The forms as a Markdown table: means over seeds, and the spread of what was learnt."""
+    """Return the forms as a Markdown table: means over seeds, rewards with their deviation."""
     lines = [
         "| rows | reward before | after | mean of the curve | rows a batch | tokens of the rows | "
         "tokens through the model | seconds to train a batch | seconds a step |",
@@ -112,7 +115,7 @@ def table(results: dict[str, list[dict[str, float]]]) -> str:
 
 
 def draw(curves: dict[str, list[list[tuple[int, float]]]], path: Path) -> None:
-    """Evaluation reward over steps, a thin line for each seed, a thick one for the mean."""
+    """Plot evaluation reward over steps: a thin line for each seed, a thick one for the mean."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -134,30 +137,34 @@ def draw(curves: dict[str, list[list[tuple[int, float]]]], path: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--base", type=Path, default=Path("."), help="where runs/ is made")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=NUM_STEPS)
-    parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
+    parser.add_argument("--base", type=Path, default=Path("."), help="parent folder of runs/")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the runs of each form"
+    )
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="training steps of a run")
+    parser.add_argument(
+        "--forms", nargs="+", choices=list(FORMS), default=list(FORMS), help="forms to compare"
+    )
     options = parser.parse_args()
     os.chdir(options.base)
     prepare(Path("runs/text2sql"), thinking=False)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    runs = {  # seeds outside, so that an early end leaves whole comparisons
+    runs = {  # seeds in the outer loop, so that an early end leaves complete comparisons
         (form, seed): read_jsonl(train(form, seed, options.steps))
         for seed in options.seeds
         for form in options.forms
     }
-    rows_of = {form: [runs[form, seed] for seed in options.seeds] for form in options.forms}
+    metrics = {form: [runs[form, seed] for seed in options.seeds] for form in options.forms}
     curves = {
-        form: [[(r["step"], r[EVAL_REWARD]) for r in rows if EVAL_REWARD in r] for rows in own]
-        for form, own in rows_of.items()
+        form: [[(r["step"], r[EVAL_REWARD]) for r in rows if EVAL_REWARD in r] for rows in seeds]
+        for form, seeds in metrics.items()
     }
     draw(curves, FOLDER / "curves.png")
-    text = table({form: [summary(rows) for rows in own] for form, own in rows_of.items()})
+    text = table({form: [summary(rows) for rows in seeds] for form, seeds in metrics.items()})
     (FOLDER / "table.md").write_text(text + "\n")
     print(text)
 

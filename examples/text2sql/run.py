@@ -1,11 +1,12 @@
-"""SkyRL-SQL offline: a tiny agent that looks into SQLite databases, on the quickstart's data.
+"""SkyRL-SQL offline: a tiny agent that queries SQLite databases, on the quickstart's data.
 
-    python examples/text2sql/run.py                        the history is kept word by word
+    python examples/text2sql/run.py                        the history is kept verbatim
     python examples/text2sql/run.py --variant thinking     the template strips earlier thoughts
-    python examples/text2sql/run.py --resume               goes on after an interruption
+    python examples/text2sql/run.py --resume               resumes after an interruption
     python examples/text2sql/run.py trainer.seed=7         settings, as in `skyrl-fast train`
 
-What is there already is not made again. Results are in runs/text2sql, or runs/text2sql_thinking.
+Existing data and models are not created again. Results are in runs/text2sql, or
+runs/text2sql_thinking.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NUM_THINKING_STEPS = 500  # every turn is a row there, and a chat has more than 
 
 
 def prepare(folder: Path, *, thinking: bool, seed: int = 0) -> None:
-    """Make `data` and `model` in the folder, where they are missing."""
+    """Create `data` and `model` in the folder if they are missing."""
     from examples.quickstart.make_data import make_data
     from examples.quickstart.warm_start import warm_start
     from examples.tiny_model.model import THINKING_CHAT_TEMPLATE

@@ -1,1 +1,1 @@
-"""What the examples share: a tiny tokenizer and model, their warm start, and the run's frame."""
+"""Shared code of the examples: a tiny tokenizer and model, their warm start, the command line."""

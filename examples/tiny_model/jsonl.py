@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> int:
-    """Writes one JSON value per line; returns how many."""
+    """Write one JSON value per line; return their number."""
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
@@ -19,6 +19,6 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> int:
 
 
 def read_jsonl(path: Path) -> list[Any]:
-    """All values of a file written by `write_jsonl`."""
+    """Return all values of a file written by `write_jsonl`."""
     with path.open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]

@@ -1,4 +1,4 @@
-"""A tokenizer of whole words and a Qwen3 model of a third of a million parameters."""
+"""A word-level tokenizer and a Qwen3 model of a third of a million parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# As templates of thinking models do: of an earlier answer only what follows the thoughts is kept.
+# As in templates of thinking models, earlier answers lose their thoughts.
 THINKING_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
     "message['content'] +",
     "(message['content'].split('</think>')[-1] "
@@ -32,13 +32,13 @@ VOCABULARY_MULTIPLE = 64
 def make_tokenizer(
     texts: Iterable[str], *, chat_template: str = CHAT_TEMPLATE, max_length: int = MAX_LENGTH
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for each word, number, tag or sign; blanks are not kept.
+    """Return a tokenizer with one token for each word, number, tag or sign; spaces are dropped.
 
     Copying a name is then copying one token, which a tiny model learns in a minute. Decoding puts
-    one blank between symbols, so text written that way survives encoding and decoding unchanged.
+    one space between symbols, so text written that way survives encoding and decoding unchanged.
 
     Args:
-        texts: everything that shall have tokens of its own.
+        texts: their words become the vocabulary.
         chat_template: Jinja text.
         max_length: longest sequence of the model.
     """
@@ -70,10 +70,10 @@ def make_model(
     num_heads: int = 4,
     intermediate_size: int = 256,
 ) -> Qwen3ForCausalLM:
-    """A small random Qwen3 model.
+    """Return a small random Qwen3 model.
 
-    Not Qwen2: transformers 5 loads the tokenizer of every folder with a Qwen2 model as Qwen2's own
-    byte-level one, whatever the folder says.
+    Not Qwen2: for every folder with a Qwen2 model, transformers 5 loads Qwen2's byte-level
+    tokenizer, whatever tokenizer the folder has.
     """
     torch.manual_seed(seed)
     config = Qwen3Config(

@@ -1,4 +1,4 @@
-"""The frame of an example's run: make what is missing, then train, all below one folder."""
+"""The command line of an example: create missing data and models, then train, in one folder."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-# How often a thread of torch's looks for work before it sleeps. The default looks for about a
-# millisecond: beside any other busy process that makes a step of a tiny model ten times as long.
+# How often a waiting torch thread polls for work before it sleeps. By default it polls for about a
+# millisecond: next to any other busy process, this makes a step of a tiny model ten times as long.
 SPINS = "2000"
 
 
@@ -25,10 +25,10 @@ class Recipe:
     """One offline run.
 
     Args:
-        folder: where its data, model and results go; the name that its config uses.
-        config: YAML file of `skyrl-fast train`.
-        prepare: makes what is missing in the folder.
-        service: what runs beside the training, as a context; gives further settings.
+        folder: of its data, model and results; the name that its config uses.
+        config: YAML file for `skyrl-fast train`.
+        prepare: creates missing data and models in the folder.
+        service: context of a service that runs during the training; it yields further settings.
     """
 
     folder: Path
@@ -38,7 +38,7 @@ class Recipe:
 
 
 def make_once(folder: Path, make: Callable[[Path], object]) -> None:
-    """Let `make` fill the folder unless it is there; an interruption leaves nothing half made."""
+    """Let `make` fill the folder unless it exists; an interruption leaves no incomplete folder."""
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -47,16 +47,16 @@ def make_once(folder: Path, make: Callable[[Path], object]) -> None:
     started = time.perf_counter()
     make(partial)
     partial.rename(folder)
-    print(f"made {folder} in {time.perf_counter() - started:.0f} s", flush=True)
+    print(f"created {folder} in {time.perf_counter() - started:.0f} s", flush=True)
 
 
 def main(
     recipes: Mapping[str, Recipe], description: str, arguments: Sequence[str] | None = None
 ) -> int:
-    """Command line of an example; returns the exit code of the training.
+    """Run the command line of an example; return the exit code of the training.
 
     Args:
-        recipes: by the name that `--variant` takes; the first is the default.
+        recipes: by the value of `--variant`; the first is the default.
         description: shown by `--help`.
         arguments: of the command line; None: this process's.
     """
@@ -65,9 +65,9 @@ def main(
     )
     names = list(recipes)
     if len(names) > 1:
-        parser.add_argument("--variant", choices=names, default=names[0])
-    parser.add_argument("--base", type=Path, default=Path("."), help="where its folder is made")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+        parser.add_argument("--variant", choices=names, default=names[0], help="recipe to run")
+    parser.add_argument("--base", type=Path, default=Path("."), help="parent of the run's folder")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of this run")
     options, rest = parser.parse_known_args(arguments)
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # torch reads it when it is first imported

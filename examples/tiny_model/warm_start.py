@@ -1,6 +1,6 @@
 """The supervised phase before reinforcement learning: chats in, a model folder out.
 
-Shapes: B chats of a batch, L their longest length in tokens.
+Shapes: B chats of a batch, L their maximum length in tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Row = tuple[list[int], list[int]]  # ids and labels
 
 
 def encode_chats(tokenizer: PreTrainedTokenizerFast, chats: Sequence[Chat]) -> list[Row]:
-    """Token ids and labels of each chat; labels are IGNORED outside the assistant's turns.
+    """Return token ids and labels of each chat; labels are IGNORED outside the assistant's turns.
 
     The assistant's turns end with the end-of-turn token, which is trained as well.
     """
@@ -47,9 +47,9 @@ def encode_chats(tokenizer: PreTrainedTokenizerFast, chats: Sequence[Chat]) -> l
 
 
 def encode_turns(tokenizer: PreTrainedTokenizerFast, chats: Sequence[Chat]) -> list[Row]:
-    """Token ids and labels of each of the assistant's turns, its prompt rendered by the template.
+    """Return token ids and labels of each assistant turn, its prompt rendered by the template.
 
-    For templates that rewrite the history: a turn's prompt does not begin with the one before.
+    For templates that rewrite the history: a turn's prompt does not begin with the previous one.
     """
     end = tokenizer.convert_tokens_to_ids(END)
     rows = []
@@ -76,7 +76,7 @@ def make_batches(
     pad_token_id: int,
     seed: int,
 ) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Endless random batches, each cut into parts of like lengths so that little is padding.
+    """Yield endless random batches, each split into parts of similar lengths to save padding.
 
     Args:
         rows: ids and labels of each chat.
@@ -111,7 +111,7 @@ def _pad(rows: Sequence[Row], pad_token_id: int) -> tuple[torch.Tensor, torch.Te
 
 
 def chat_loss(model: Qwen3ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Summed cross entropy of the labelled tokens; the head runs only where there is a label.
+    """Return the summed cross entropy of labelled tokens; the head runs only on those.
 
     Args:
         model: the policy.
@@ -137,7 +137,7 @@ def train(
     num_warmup_steps: int = 20,
     num_parts: int = 2,
 ) -> float:
-    """Trains in place, AdamW with a cosine schedule; prints and returns the last mean loss."""
+    """Train in place, AdamW with a cosine schedule; print and return the last mean loss."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01
     )
@@ -187,7 +187,7 @@ def warm_start(
     model: dict[str, Any] | None = None,
     **settings: Any,
 ) -> float:
-    """Makes and trains a model, and saves it with its tokenizer as a Hugging Face folder.
+    """Create and train a model, and save it with its tokenizer as a Hugging Face folder.
 
     Args:
         tokenizer: of the model.

@@ -1,4 +1,4 @@
-"""What the examples share: templates, rows of the warm start, files made once."""
+"""Shared code of the examples: templates, rows of the warm start, files created once."""
 
 from __future__ import annotations
 

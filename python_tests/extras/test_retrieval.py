@@ -94,7 +94,7 @@ def test_corpus_numbers_passages_without_id_and_survives_a_missing_last_newline(
         ("", "is empty"),
         ("\n \n", "has no passages"),
         ('{"contents": "a"}\n\n[1]\n', "line 3: wanted an object"),
-        ('{"contents": "a"}\n{"contents":\n', "line 2: no JSON"),
+        ('{"contents": "a"}\n{"contents":\n', "line 2: invalid JSON"),
         ('{"contents": 7}\n', "line 1: wanted an object with the text 'contents'"),
     ],
 )
@@ -177,17 +177,17 @@ def test_what_a_kill_left_of_an_index_is_named(
     Bm25Index(corpus, tmp_path / "words")
     for file in (tmp_path / "words").iterdir():
         cut(file)
-    with pytest.raises(ValueError, match="words cannot be read, delete it to make it anew"):
+    with pytest.raises(ValueError, match="words cannot be read, delete it to rebuild it"):
         Bm25Index(corpus, tmp_path / "words")
     pytest.importorskip("faiss")
     FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
     cut(tmp_path / "vectors")
-    with pytest.raises(ValueError, match="vectors cannot be read, delete it to make it anew"):
+    with pytest.raises(ValueError, match="vectors cannot be read, delete it to rebuild it"):
         FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
 
 
 @pytest.mark.spec("search.index-check")
-def test_an_index_takes_its_place_when_it_is_whole(
+def test_an_index_is_renamed_when_it_is_complete(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import bm25s
@@ -213,7 +213,7 @@ def test_vectors_of_another_encoder_are_refused(corpus: Corpus, tmp_path: Path) 
         def encode(self, texts: Sequence[str], *, is_query: bool) -> np.ndarray:
             return super().encode(texts, is_query=is_query)[:, :8]
 
-    with pytest.raises(ValueError, match="has vectors of 26 numbers, the encoder gives 8"):
+    with pytest.raises(ValueError, match="has vectors of size 26, the encoder's have 8"):
         FaissIndex(corpus, Other(), tmp_path / "vectors")
 
 

@@ -252,7 +252,7 @@ def test_many_wide_cells_do_not_make_a_large_observation() -> None:
     assert len(render_rows(rows)) < 2_000_000
 
 
-def test_tables_of_several_threads_are_whole() -> None:
+def test_tables_of_several_threads_are_complete() -> None:
     """pandas cuts cells at 50 characters where another thread writes a table at the same time."""
     import pandas
 

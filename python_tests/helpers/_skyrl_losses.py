@@ -11,7 +11,7 @@ import pytest
 
 
 def skyrl_losses() -> types.ModuleType:
-    """SkyRL's module of losses; ray, which it only decorates with, may be a stand-in."""
+    """SkyRL's module of losses; ray, which it only decorates with, may be a placeholder."""
     pytest.importorskip("skyrl", reason="needs the package skyrl")
     for name in ("loguru", "jaxtyping", "omegaconf"):
         pytest.importorskip(name)

@@ -190,7 +190,7 @@ def run(installed: bool, merge: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run with or without stand-ins, with and without merging, and write both results."""
+    """Run with or without the replacements, with and without merging, and write both results."""
     installed = sys.argv[1] == "installed"
     if installed:
         import skyrl_fast.integrations.skyrl as fast

@@ -12,7 +12,7 @@ import torch
 from _skyrl_cases import assert_same_outcome, outcome
 
 from skyrl_fast.integrations import skyrl as ours
-from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS
+from skyrl_fast.integrations.skyrl.replacement import ORIGINALS
 
 pytestmark = pytest.mark.peers
 

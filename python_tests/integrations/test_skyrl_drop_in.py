@@ -19,7 +19,7 @@ import torch
 from skyrl_fast.integrations import skyrl
 from skyrl_fast.integrations.skyrl import ray_workers, switch
 from skyrl_fast.integrations.skyrl.names import KEPT, PPO, TARGETS, Target
-from skyrl_fast.integrations.skyrl.source import fingerprint, plain_text
+from skyrl_fast.integrations.skyrl.source import fingerprint, normalized_source
 
 PREPROCESS = '''
 def compute_prompt_boundaries(uids):
@@ -30,7 +30,7 @@ def compute_prompt_boundaries(uids):
 
 
 def make_router_padding_mask(attention_mask, captured_route_lengths):
-    return "another text"
+    return "another source"
 '''
 TRAINER = """
 from skyrl.train.dataset.preprocess import compute_prompt_boundaries, make_router_padding_mask
@@ -43,7 +43,7 @@ def boundaries(uids):
 
 @pytest.fixture
 def fake_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package `skyrl` with two functions, the first of a known text, and a trainer."""
+    """A package `skyrl` with two functions, the first with a known source, and a trainer."""
     for name, text in {
         "skyrl/__init__.py": '__version__ = "9.9"',
         "skyrl/train/__init__.py": "",
@@ -64,7 +64,7 @@ def fake_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     known = fingerprint([module.compute_prompt_boundaries])
     place = "skyrl.train.dataset.preprocess"
     targets = tuple(
-        Target(t.name, place, {known: "9.9"}, t.stand_in) if "boundaries" in t.name else t
+        Target(t.name, place, {known: "9.9"}, t.replacement) if "boundaries" in t.name else t
         for t in TARGETS
         if t.short_name in ("compute_prompt_boundaries", "make_router_padding_mask")
     )
@@ -103,7 +103,7 @@ def test_an_unknown_text_stays_and_is_named(fake_skyrl: Path) -> None:
     with pytest.warns(skyrl.SkyRLFastWarning) as caught:
         report = skyrl.install(ray_workers=False)
     trainer = importlib.import_module("skyrl.train.trainer")
-    assert trainer.make_router_padding_mask(None, None) == "another text"
+    assert trainer.make_router_padding_mask(None, None) == "another source"
     assert report.row("make_router_padding_mask").state == "kept"
     assert "SkyRL 9.9" in str(caught[0].message)
     assert "make_router_padding_mask" in str(report) and "kept" in str(report)
@@ -313,13 +313,17 @@ def test_a_fingerprint_ignores_comments_and_layout_alone() -> None:
         """
         return a + b
     '''
-    assert plain_text(plain) == plain_text(textwrap.dedent(same)) == "deff(a,b=1):returna+b"
-    assert plain_text(plain) != plain_text(plain.replace("b=1", "b=2"))
+    assert (
+        normalized_source(plain)
+        == normalized_source(textwrap.dedent(same))
+        == "deff(a,b=1):returna+b"
+    )
+    assert normalized_source(plain) != normalized_source(plain.replace("b=1", "b=2"))
 
 
-def test_every_stand_in_is_there() -> None:
+def test_every_replacement_exists() -> None:
     for target in TARGETS:
-        home, _, name = target.stand_in.partition(".")
+        home, _, name = target.replacement.partition(".")
         module = importlib.import_module(f"skyrl_fast.integrations.skyrl.{home}")
-        assert callable(getattr(module, name)), target.stand_in
+        assert callable(getattr(module, name)), target.replacement
         assert name in skyrl.__all__

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from skyrl_fast.integrations.skyrl import fixed, fixed_generation, fixed_sampling
+from skyrl_fast.integrations.skyrl.replacement import ORIGINALS
 from skyrl_fast.integrations.skyrl.rules import LOOP, NORMALIZE, RULES, UPDATE
-from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS
 
 EOS = 99
 DOCS = Path(__file__).parents[2] / "docs" / "skyrl_drop_in.md"
@@ -54,7 +54,7 @@ def test_every_rule_is_there_and_in_the_table() -> None:
     text = DOCS.read_text()
     assert len({rule.name for rule in RULES}) == len(RULES)
     for rule in RULES:
-        home, _, name = rule.stand_in.partition(".")
+        home, _, name = rule.replacement.partition(".")
         assert callable(
             getattr(importlib.import_module(f"skyrl_fast.integrations.skyrl.{home}"), name)
         )
@@ -211,7 +211,7 @@ EQUAL, DIFFERENT = [[0.0, 1.0], [0.0, 1.0]], [[0.0, 1.0], [0.0]]
 
 
 @pytest.mark.spec("dropin.fixed-mode", "filter.informative-group", "filter.dynamic-filter")
-def test_filter_keeps_whole_groups_by_their_outcomes() -> None:
+def test_filter_keeps_complete_groups_by_their_outcomes() -> None:
     output, uids = output_of({"a": EQUAL, "b": DIFFERENT, "c": DIFFERENT})
     config = {"train_batch_size": 1, "n_samples_per_prompt": 2}
     kept, names, more, state = fixed_sampling.handle_filter_sampling(output, uids, config, {})
@@ -228,7 +228,7 @@ def test_filter_keeps_whole_groups_by_their_outcomes() -> None:
 
 
 @pytest.mark.spec("dropin.fixed-mode", "filter.dynamic-replace")
-def test_replaced_groups_have_uids_of_their_own() -> None:
+def test_replaced_groups_have_new_uids() -> None:
     output, uids = output_of({"a": EQUAL, "b": DIFFERENT, "c": DIFFERENT})
     config = {"min_replace_ratio": 0.3, "n_samples_per_prompt": 2}
     got, names, more = fixed_sampling.handle_replace_sampling(output, uids, config)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_fast.integrations.skyrl.replacement import find, version_label
 from skyrl_fast.integrations.skyrl.rules import UPDATE
-from skyrl_fast.integrations.skyrl.stand_in import find, known_label
 
 pytestmark = [pytest.mark.peers, pytest.mark.spec("dropin.fixed-mode")]
 EOS, LIMIT = 4, 24
@@ -153,7 +153,7 @@ def test_appended_eos() -> None:
 
 def test_routes_append() -> None:
     found = find(UPDATE)
-    if found is None or known_label(UPDATE, *found) is None:
+    if found is None or version_label(UPDATE, *found) is None:
         pytest.skip("this SkyRL keeps its own method")
     (stock, _), (output, sent) = both(
         "routes_append", lambda: agent_loop(step_wise=False, routes=True)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyrl_fast.integrations import skyrl as ours
-from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS
+from skyrl_fast.integrations.skyrl.replacement import ORIGINALS
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1200)]
 

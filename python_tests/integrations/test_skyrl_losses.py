@@ -10,7 +10,7 @@ import torch
 from _losses import F32, batch
 
 from skyrl_fast.integrations.skyrl import losses
-from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError
+from skyrl_fast.integrations.skyrl.replacement import ORIGINALS, UnsupportedInputError
 from skyrl_fast.ops.policy_loss.loss import policy_loss
 from skyrl_fast.ops.policy_loss.losses import (
     ClipCov,
@@ -49,7 +49,7 @@ CASES: list[tuple[Callable, LossSettings]] = [
 
 @pytest.fixture(autouse=True)
 def without_skyrl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be handed back: what a stand-in does not treat is an error."""
+    """Nothing can be passed to SkyRL: input that a replacement does not support is an error."""
     monkeypatch.setattr(ORIGINALS, "function", lambda name: None)
 
 
@@ -60,15 +60,15 @@ def cells(device: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.spec("dropin.compat")
 @pytest.mark.parametrize(
-    ("stand_in", "settings"), CASES, ids=[type(settings).__name__ for _, settings in CASES]
+    ("replacement", "settings"), CASES, ids=[type(settings).__name__ for _, settings in CASES]
 )
 def test_losses_act_on_tensors_of_a_gpu(
-    gpu: str, stand_in: Callable, settings: LossSettings
+    gpu: str, replacement: Callable, settings: LossSettings
 ) -> None:
     d = cells(gpu)
     current = d["logprobs"].clone().requires_grad_()
     torch.manual_seed(0)
-    loss, metrics = stand_in(current, d["old"], d["advantages"], CONFIG, d["mask"])
+    loss, metrics = replacement(current, d["old"], d["advantages"], CONFIG, d["mask"])
     loss.backward()
     assert loss.device == current.device
     assert current.grad is not None
@@ -95,13 +95,13 @@ def test_losses_act_on_tensors_of_a_gpu(
 
 def test_a_device_without_kernels_is_left_to_skyrl() -> None:
     d = cells("meta")
-    with pytest.raises(NotOursError, match="a device without kernels"):
+    with pytest.raises(UnsupportedInputError, match="a device without kernels"):
         losses.ppo_policy_loss(d["logprobs"], d["old"], d["advantages"], CONFIG, d["mask"])
 
 
 def test_tensors_on_several_devices_are_left_to_skyrl() -> None:
     d = cells("cpu")
-    with pytest.raises(NotOursError, match="several devices"):
+    with pytest.raises(UnsupportedInputError, match="several devices"):
         losses.ppo_policy_loss(
             d["logprobs"], d["old"].to("meta"), d["advantages"], CONFIG, d["mask"]
         )
@@ -112,5 +112,5 @@ def test_tensors_on_several_devices_are_left_to_skyrl() -> None:
 def test_a_mask_of_other_numbers_is_left_to_skyrl(cell: float) -> None:
     d = cells("cpu")
     d["mask"][0, 0] = cell
-    with pytest.raises(NotOursError, match="a mask that is not 0 and 1"):
+    with pytest.raises(UnsupportedInputError, match="a mask that is not 0 and 1"):
         losses.ppo_policy_loss(d["logprobs"], d["old"], d["advantages"], CONFIG, d["mask"])

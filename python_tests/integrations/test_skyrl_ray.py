@@ -1,4 +1,4 @@
-"""SkyRL's trainer on a real local Ray: the same step with stand-ins in driver and workers."""
+"""SkyRL's trainer on a real local Ray: the same step with replacements in driver and workers."""
 
 from __future__ import annotations
 

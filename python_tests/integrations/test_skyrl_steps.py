@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS
+from skyrl_fast.integrations.skyrl.replacement import ORIGINALS
 
 pytestmark = pytest.mark.peers
 STEPS = ("postprocess_generator_output", "convert_to_training_input",

@@ -17,7 +17,7 @@ import pytest
 
 from skyrl_fast.integrations.skyrl.names import TARGETS, Target
 from skyrl_fast.integrations.skyrl.rules import RULES
-from skyrl_fast.integrations.skyrl.source import DIGITS, plain_text
+from skyrl_fast.integrations.skyrl.source import DIGITS, normalized_source
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "skyrl_versions.md"
@@ -43,7 +43,7 @@ def source_tree(version: str) -> Path:
 
 
 def definition(path: Path, name: str) -> str | None:
-    """Return the text of a function or method, with its decorators."""
+    """Return the source of a function or method, with its decorators."""
     text = path.read_text(encoding="utf-8")
     body: list[ast.stmt] = ast.parse(text).body
     found: ast.stmt | None = None
@@ -63,11 +63,11 @@ def state(tree: Path, target: Target) -> str:
     text = definition(path, target.name) if path.exists() else None
     if text is None:
         return "-"
-    digest = hashlib.sha256(plain_text(text).encode())
+    digest = hashlib.sha256(normalized_source(text).encode())
     for used in target.uses:
         part = definition(path, used)
-        digest.update(plain_text(part).encode() if part else b"")
-    return "replaced" if digest.hexdigest()[:DIGITS] in target.texts else "kept"
+        digest.update(normalized_source(part).encode() if part else b"")
+    return "replaced" if digest.hexdigest()[:DIGITS] in target.fingerprints else "kept"
 
 
 def page(trees: dict[str, Path]) -> str:

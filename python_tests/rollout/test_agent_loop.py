@@ -94,7 +94,7 @@ def test_first_prompt_too_long_gives_no_steps_and_a_masked_row(tiny_tokenizer, c
     assert rows["loss_masks"] == [[], [1, 1]]
     assert rows["rollout_metrics"]["generate/num_empty_trajectories"] == 1.0
     assert "first prompt of 1 trajectories is longer than max_input_length" in caplog.text
-    assert caplog.text.count("masked stub rows: long") == 1
+    assert caplog.text.count("a masked placeholder row: long") == 1
     assert rows["stop_reasons"][0] == "length"
 
 
@@ -154,7 +154,7 @@ def test_no_end_token_where_there_is_no_room_or_the_response_was_cut(
 
 
 @pytest.mark.spec("rollout.end-token-reward")
-def test_the_reward_lies_on_an_appended_end_token(tiny_tokenizer) -> None:
+def test_the_reward_is_on_an_appended_end_token(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "<q>", end=False, stop="<q>"))
     got = run(tiny_tokenizer, [prompt_with(turns=1)], loop_config(), engine)
     batch = StepBatch.from_generator_output(generator_output_from_trajectories(got))

@@ -169,7 +169,7 @@ def test_a_call_that_a_killed_engine_never_answers_ends(
     call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """vLLM fails the requests of an engine that died, and leaves other calls without answer."""
-    monkeypatch.setattr("skyrl_fast.rollout.engine.vllm_engine.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("skyrl_fast.rollout.engine.vllm_engine.POLL_SECONDS", 0.01)
 
     class Killed:
         errored = False

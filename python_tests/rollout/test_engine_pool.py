@@ -26,7 +26,7 @@ from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_pool, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(engine_pool, "POLL_SECONDS", 0.01)
 
 
 class OneWeight:
@@ -187,7 +187,7 @@ def test_a_dead_engine_comes_back_with_the_present_weights() -> None:
     asyncio.run(go())
 
 
-def test_an_engine_that_comes_back_serves_nobody_before_it_has_the_weights() -> None:
+def test_a_restarted_engine_serves_no_request_before_it_has_the_weights() -> None:
     async def go() -> None:
         engines = [OneWeight("a"), OneWeight("b")]
         pool, trainer = await started(*engines)
@@ -224,7 +224,7 @@ def test_an_engine_that_keeps_dying_is_given_up() -> None:
     asyncio.run(go())
 
 
-def test_an_update_that_it_survives_begins_the_count_anew() -> None:
+def test_an_update_that_it_survives_resets_the_count() -> None:
     async def go() -> None:
         engine = OneWeight("a")
         pool, trainer = await started(engine, max_restarts=1)
@@ -374,7 +374,7 @@ def test_a_cancelled_request_stays_cancelled() -> None:
 def test_waiting_for_any_engine_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_pool, "WORD_SECONDS", 0.05)
+    monkeypatch.setattr(engine_pool, "LOG_SECONDS", 0.05)
 
     async def go() -> None:
         engine = OneWeight("a", comes_back=False)

@@ -188,18 +188,21 @@ def test_a_refused_call_says_what_the_server_said() -> None:
 @pytest.mark.parametrize(
     ("answer", "wanted"),
     [
-        (httpx.Response(200, text="<html>hello</html>"), "with no JSON: '<html>hello"),
-        (httpx.Response(200, content=b"\xff\xfe{"), "with no JSON: "),
-        (httpx.Response(200, text='{"choices": [{"token_ids": [5'), "with no JSON: "),
-        (httpx.Response(200, json=[]), "otherwise than vLLM does: TypeError"),
-        (httpx.Response(200, json={"choices": []}), "otherwise than vLLM does: IndexError"),
-        (httpx.Response(200, json={"error": "x"}), "otherwise than vLLM does: KeyError: 'choices'"),
-        ({"text": "a", "finish_reason": "stop"}, "than vLLM does: KeyError: 'token_ids'"),
-        (choice([5], [None]), "otherwise than vLLM does: TypeError"),  # type: ignore[list-item]
-        (choice(["a"], [-1.0]), "otherwise than vLLM does: ValueError"),  # type: ignore[list-item]
-        (choice([5, -6], [-0.5, -0.5]), "otherwise than vLLM does: ValueError: token id -6"),
+        (httpx.Response(200, text="<html>hello</html>"), "without JSON: '<html>hello"),
+        (httpx.Response(200, content=b"\xff\xfe{"), "without JSON: "),
+        (httpx.Response(200, text='{"choices": [{"token_ids": [5'), "without JSON: "),
+        (httpx.Response(200, json=[]), "in another format than vLLM: TypeError"),
+        (httpx.Response(200, json={"choices": []}), "in another format than vLLM: IndexError"),
+        (
+            httpx.Response(200, json={"error": "x"}),
+            "in another format than vLLM: KeyError: 'choices'",
+        ),
+        ({"text": "a", "finish_reason": "stop"}, "than vLLM: KeyError: 'token_ids'"),
+        (choice([5], [None]), "in another format than vLLM: TypeError"),  # type: ignore[list-item]
+        (choice(["a"], [-1.0]), "in another format than vLLM: ValueError"),  # type: ignore[list-item]
+        (choice([5, -6], [-0.5, -0.5]), "in another format than vLLM: ValueError: token id -6"),
         (choice([5, 6], [-0.5]), "2 tokens and 1 logprobs"),
-        (choice([5], [-0.5], routed_experts="AAAA"), "otherwise than vLLM does: ValueError"),
+        (choice([5], [-0.5], routed_experts="AAAA"), "in another format than vLLM: ValueError"),
         (httpx.Response(307, headers={"location": "/b"}), "answered 307 to /v1/completions"),
         (httpx.Response(404, text="<html>none</html>"), "answered 404 .*<html>none"),
         (httpx.Response(503, text="loading"), "answered 503 to /v1/completions: loading"),
@@ -227,10 +230,10 @@ def test_a_body_that_cannot_be_decoded_is_asked_for_again() -> None:
 @pytest.mark.spec("async.server-answers")
 def test_probes_and_updates_of_another_kind_of_server_are_named() -> None:
     server = Server(lambda body: choice([4], [-1.0], prompt_logprobs=[None, {}]))
-    with pytest.raises(EngineError, match="otherwise than vLLM does: KeyError: '2'"):
+    with pytest.raises(EngineError, match="in another format than vLLM: KeyError: '2'"):
         with_engine(server, lambda e: e.prompt_logprobs([1, 2]))
     server.missing = 3  # type: ignore[assignment]
-    with pytest.raises(EngineError, match="/collective_rpc otherwise than vLLM does"):
+    with pytest.raises(EngineError, match="/collective_rpc in another format than vLLM"):
         with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}))
 
 
@@ -238,7 +241,7 @@ def test_probes_and_updates_of_another_kind_of_server_are_named() -> None:
 @pytest.mark.parametrize(
     ("path", "answer", "wanted"),
     [
-        ("/v1/models", httpx.Response(200, text="<html>"), "/v1/models with no JSON: '<html>'"),
+        ("/v1/models", httpx.Response(200, text="<html>"), "/v1/models without JSON: '<html>'"),
         ("/v1/models", httpx.Response(200, json={}), "KeyError: 'data'"),
         ("/health", httpx.Response(404), "within 0 s: it answered 404 to /health"),
         ("/resume", None, "is healthy but did not answer within 0.05 s"),
@@ -247,7 +250,7 @@ def test_probes_and_updates_of_another_kind_of_server_are_named() -> None:
 def test_what_does_not_greet_as_vllm_does_is_named(
     path: str, answer: httpx.Response | None, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyrl_fast.rollout.engine.remote.GREETING_SECONDS", 0.05)
+    monkeypatch.setattr("skyrl_fast.rollout.engine.remote.HANDSHAKE_SECONDS", 0.05)
     server = Server()
 
     async def reply(request: httpx.Request) -> httpx.Response:

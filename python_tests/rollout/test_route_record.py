@@ -1,4 +1,4 @@
-"""Routes over the turns of a trajectory: appended while the context grows, begun anew after it."""
+"""Routes over the turns of a trajectory: appended while the context grows, restarted after it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
 from skyrl_fast.config import EnvironmentConfig, SamplingParams
 from skyrl_fast.rollout.engine.protocol import EngineError, Generation
-from skyrl_fast.rollout.engine.route_record import recorded_routes, routes_of_turn
+from skyrl_fast.rollout.engine.route_record import recorded_routes, turn_routes
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.trajectory import Step, Trajectory
@@ -52,8 +52,8 @@ def turn(new: np.ndarray | None, start: int = 0, tokens: int = 2) -> Generation:
 def test_nine_tokens_of_two_turns() -> None:
     first = step([1, 2], [3, 4, 5], routes(10, 11, 20, 21))
     prompt = [1, 2, 3, 4, 5, 6, 7]
-    whole = routes_of_turn([first], prompt, turn(routes(90, 91, 92, 93, 22, 30, 31, 40)))
-    new_only = routes_of_turn([first], prompt, turn(routes(22, 30, 31, 40), start=4))
+    whole = turn_routes([first], prompt, turn(routes(90, 91, 92, 93, 22, 30, 31, 40)))
+    new_only = turn_routes([first], prompt, turn(routes(22, 30, 31, 40), start=4))
     for record in (whole, new_only):
         assert record[:, 0, 0].tolist() == [10, 11, 20, 21, 22, 30, 31, 40]
 
@@ -64,7 +64,7 @@ def test_a_fork_keeps_its_own_full_array(prompt: list[int]) -> None:
     first = step([1, 2], [3, 4, 5], routes(10, 11, 20, 21))
     assert recorded_routes([first], prompt) is None
     own = routes(*range(50, 50 + len(prompt) + 1))
-    assert routes_of_turn([first], prompt, turn(own)) is own
+    assert turn_routes([first], prompt, turn(own)) is own
 
 
 @pytest.mark.spec("replay.no-routes")
@@ -72,20 +72,20 @@ def test_an_appended_end_token_gets_its_route_from_the_next_turn() -> None:
     first = step([1, 2], [3, 0], routes(10, 11))  # 0 was appended: 3 is not run, nor is 0
     assert recorded_routes([first], [1, 2, 3, 0, 6]) is first.expert_indices
     assert recorded_routes([first], [1, 2, 3, 6]) is None  # not in the context: a fork
-    record = routes_of_turn([first], [1, 2, 3, 0, 6], turn(routes(20, 5, 30, 40), start=2))
+    record = turn_routes([first], [1, 2, 3, 0, 6], turn(routes(20, 5, 30, 40), start=2))
     assert record[:, 0, 0].tolist() == [10, 11, 20, 5, 30, 40]
 
 
 def test_without_routes_there_is_no_record() -> None:
-    assert routes_of_turn([], [1], turn(None)) is None
+    assert turn_routes([], [1], turn(None)) is None
     assert recorded_routes([step([1], [2], None)], [1, 2]) is None
     first = step([1], [2], routes(10))
-    assert routes_of_turn([first], [1, 2, 3], turn(None)) is first.expert_indices
+    assert turn_routes([first], [1, 2, 3], turn(None)) is first.expert_indices
 
 
 def test_routes_that_do_not_go_on_are_the_engines_fault() -> None:
     with pytest.raises(EngineError, match=r"do not fit turn 2: .*rows are missing"):
-        routes_of_turn([step([1], [2], routes(10))], [1, 2, 3], turn(routes(1), start=3))
+        turn_routes([step([1], [2], routes(10))], [1, 2, 3], turn(routes(1), start=3))
 
 
 # --- through the agent loop --------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_growing_contexts_keep_the_routes_of_the_turn_that_sampled(
 
 
 @pytest.mark.spec("replay.fork")
-def test_a_context_that_is_cut_back_has_whole_arrays_of_its_own(tiny_tokenizer: Any) -> None:
+def test_a_context_that_is_cut_back_has_complete_new_arrays(tiny_tokenizer: Any) -> None:
     """A single conversation drops the end token that was sampled: each turn forks."""
     engine = RoutingEngine(tiny_tokenizer, from_start=True)
     steps = run(tiny_tokenizer, engine, "single").steps

@@ -54,7 +54,7 @@ def test_one_broken_environment_of_64_does_not_stop_the_step(tiny_tokenizer) -> 
     assert "counting: step raised RuntimeError: the database is locked" in failed[0].failure
     assert failed[0].stop_reason == failed[0].steps[-1].stop_reason == "env_error"
     rows = generator_output_from_trajectories(got)
-    assert len(rows["rewards"]) == 63 * 2 + 1  # the failed one is one masked stub row
+    assert len(rows["rewards"]) == 63 * 2 + 1  # the failed one is one masked placeholder row
     assert rows["loss_masks"][17 * 2] == []
     assert rows["rollout_metrics"]["generate/num_failed_trajectories"] == 1.0
     assert len(CountingEnv.closed) == 64 + 2  # each attempt's environment was closed
@@ -99,7 +99,7 @@ def test_environment_errors(tiny_tokenizer, extras: dict, failure: str) -> None:
 
 
 @pytest.mark.spec("rollout.retries", "rollout.request-seed")
-def test_error_after_some_steps_starts_anew_with_other_seeds(tiny_tokenizer) -> None:
+def test_error_after_some_steps_restarts_with_other_seeds(tiny_tokenizer) -> None:
     def answer(call: Call, n: int) -> Generation | Exception:
         return EngineError("refused") if n == 2 else says(tiny_tokenizer, f"a{n}")
 
@@ -153,7 +153,7 @@ def test_deadline_before_the_first_step_is_a_failure_without_another_attempt(
     config = loop_config(max_turns=9, max_retries=5, trajectory_timeout_seconds=0.2)
     (t,) = run(tiny_tokenizer, [prompt_with(turns=9)], config, engine)
     assert (t.stop_reason, t.steps, len(engine.calls)) == ("timeout", [], 1)
-    assert "turn 1 of attempt 1 was not over 0.2 s after the start" in t.failure
+    assert "turn 1 of attempt 1 did not finish within 0.2 s, the deadline" in t.failure
     assert generator_output_from_trajectories([t])["loss_masks"] == [[]]
     assert CountingEnv.closed == [""]
 
@@ -174,7 +174,7 @@ def test_the_deadline_covers_all_attempts(tiny_tokenizer) -> None:
     [
         (EngineError("refused"), "refused"),
         (TimeoutError("no answer from the server"), "TimeoutError: no answer from the server"),
-        (Generation([], [], "stop"), "the engine gave no tokens"),
+        (Generation([], [], "stop"), "the engine returned no tokens"),
         (Generation([1, 2], [-1.0], "stop"), "2 tokens but 1 logprobs"),
     ],
 )
@@ -218,7 +218,7 @@ def test_dead_engine_ends_the_rollout(tiny_tokenizer) -> None:
 
 
 @pytest.mark.spec("rollout.all-failed", "rollout.failure-tolerance")
-def test_a_batch_of_failures_is_stubs_and_a_loud_warning(tiny_tokenizer, caplog) -> None:
+def test_a_batch_of_failures_is_placeholder_rows_and_a_warning(tiny_tokenizer, caplog) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     prompts = [FakePrompt(f"p{i}", env_class="typo") for i in range(7)]
     got = run(tiny_tokenizer, prompts, loop_config(), engine)

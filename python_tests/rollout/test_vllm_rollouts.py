@@ -12,7 +12,7 @@ from skyrl_fast.config import EnvironmentConfig
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.env.factory import EnvFactory
-from skyrl_fast.rollout.rollout_config import loop_settings
+from skyrl_fast.rollout.loop_settings import loop_settings
 from skyrl_fast.train.data.prompts import load_prompts
 from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts, vllm_setup
 
@@ -99,7 +99,7 @@ def test_evaluations_without_trainings_stop_strings_are_warned_of(
     own = loop_settings(config).eval_sampling_params
     assert own is not None
     assert (own.max_generate_length, own.stop) == (1024, [stop] if stop else None)
-    assert ("eval_sampling_params.stop: nothing ends a turn" in caplog.text) == (not stop)
+    assert ("eval_sampling_params.stop is empty" in caplog.text) == (not stop)
 
 
 def test_a_model_that_is_nowhere_keeps_its_name() -> None:

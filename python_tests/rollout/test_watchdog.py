@@ -39,45 +39,45 @@ class Clock:
 
 
 @pytest.mark.spec("async.stuck-trajectory", "async.slow-phase")
-def test_slow_is_named_once_per_phase_and_stuck_after_every_deadline() -> None:
+def test_slow_is_reported_once_per_phase_and_stuck_after_every_deadline() -> None:
     clock = Clock()
     board = ActivityBoard(clock)
     watchdog = Watchdog(board, slow_seconds=10, stuck_seconds=30)
-    row = board.enter("7", 2)
+    entry = board.enter("7", 2)
     clock.now = 1000.0  # waiting for its turn is neither
     assert watchdog.slow("7") == watchdog.stuck("7") == []
-    board.does(row, MAKING, attempt=0, turn=0)
+    board.set_phase(entry, MAKING, attempt=0, turn=0)
     clock.now += 9
-    board.does(row, ACTING, attempt=1, turn=3)
+    board.set_phase(entry, ACTING, attempt=1, turn=3)
     clock.now += 9
     assert watchdog.slow("7") == []
     clock.now += 1
-    assert watchdog.slow("7") == [row]
-    assert row.text(clock.now) == "7/2: turn 4, attempt 2, in its environment for 10 s"
+    assert watchdog.slow("7") == [entry]
+    assert entry.describe(clock.now) == "7/2: turn 4, attempt 2, in its environment for 10 s"
     assert watchdog.slow("7") == []  # once is enough
-    board.does(row, GENERATING, attempt=1, turn=4)
+    board.set_phase(entry, GENERATING, attempt=1, turn=4)
     clock.now += 10
-    assert watchdog.slow("7") == [row]
+    assert watchdog.slow("7") == [entry]
     assert watchdog.stuck("7") == []
     clock.now += 1
-    assert watchdog.stuck("7") == [row]
+    assert watchdog.stuck("7") == [entry]
     assert watchdog.stuck("8") == []
-    board.leave(row)
+    board.leave(entry)
     assert watchdog.stuck("7") == []
 
 
-def test_the_board_knows_who_has_done_the_same_for_longest() -> None:
+def test_oldest_returns_the_entries_longest_in_their_phase() -> None:
     clock = Clock()
     board = ActivityBoard(clock)
-    rows = [board.enter("a", i) for i in range(3)]
-    for number, row in enumerate(rows):
+    entries = [board.enter("a", i) for i in range(3)]
+    for number, entry in enumerate(entries):
         clock.now = 10.0 - number
-        board.does(row, ACTING, attempt=0, turn=0)
-    assert board.oldest(["a"], 2) == [rows[2], rows[1]]
+        board.set_phase(entry, ACTING, attempt=0, turn=0)
+    assert board.oldest(["a"], 2) == [entries[2], entries[1]]
     assert board.oldest(["b"]) == []
     assert board.counts()[ACTING] == 3 and board.counts()[WAITING] == 0
     again = board.enter("a", 0)
-    board.leave(rows[0])  # an earlier run of it
+    board.leave(entries[0])  # an earlier run of it
     assert again in board.of("a")
 
 
@@ -131,7 +131,7 @@ async def run_deaf(
         gate=WeightGate(),
         board=ActivityBoard(clock),
         env_timeout_seconds=1.0,
-        look_seconds=0.02,
+        poll_seconds=0.02,
     )
 
     async def time_passes() -> None:
@@ -153,7 +153,7 @@ async def run_deaf(
 
 
 @pytest.mark.spec("async.stuck-trajectory", "async.lost-group-members")
-def test_a_stuck_trajectory_begins_anew_and_the_whole_ones_stay(
+def test_a_stuck_trajectory_restarts_and_finished_ones_are_kept(
     tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -163,7 +163,7 @@ def test_a_stuck_trajectory_begins_anew_and_the_whole_ones_stay(
         (i, None, 1) for i in range(3)
     ]
     assert runner.faults["stuck_trajectories"] == 1
-    assert "STUCK: p/1: turn 1, generating for 1000 s; begun anew" in caplog.text
+    assert "STUCK: p/1: turn 1, generating for 1000 s; restarted" in caplog.text
 
 
 @pytest.mark.spec("async.stuck-trajectory", "async.lost-group-members")

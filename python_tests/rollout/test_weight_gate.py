@@ -74,7 +74,7 @@ def through(
         got = await generate_through_updates(
             parts, gate, tokenizer, [1, 2],
             SamplingParams(max_generate_length=len(response), stop=list(stop)),
-            session_id="s", seed_of_part=lambda part: 1000 + part,
+            session_id="s", part_seed=lambda part: 1000 + part,
         )  # fmt: skip
         return parts, got
 
@@ -115,7 +115,7 @@ def test_an_interruption_at_the_last_token_leaves_room_for_an_end(tiny_tokenizer
     ("text", "kept"),
     [("ab</so", "ab"), ("ab<", "ab"), ("ab</x", "ab</x"), ("ab", "ab"), ("</solutio", "")],
 )
-def test_half_a_stop_string_is_sampled_again(tiny_tokenizer: Any, text: str, kept: str) -> None:
+def test_a_partial_stop_string_is_sampled_again(tiny_tokenizer: Any, text: str, kept: str) -> None:
     response = tiny_tokenizer.encode(text + "zzzzzzzzzzzzz")
     part = len(tiny_tokenizer.encode(text))
     parts, got = through(tiny_tokenizer, response, [part], stop=("</solution>", "</sql>"))
@@ -126,7 +126,7 @@ def test_half_a_stop_string_is_sampled_again(tiny_tokenizer: Any, text: str, kep
 
 
 @given(st.lists(st.integers(0, 4), max_size=6), st.integers(1, 12))
-def test_any_interruptions_give_the_whole_response(sizes: list[int], length: int) -> None:
+def test_any_interruptions_give_the_complete_response(sizes: list[int], length: int) -> None:
     _, got = through(None, list(range(length)), sizes)
     assert got.generation.token_ids == list(range(length))
     assert len(got.versions) == len(got.generation.logprobs) == length
@@ -135,7 +135,7 @@ def test_any_interruptions_give_the_whole_response(sizes: list[int], length: int
 
 
 @pytest.mark.spec("async.verified-update")
-def test_nobody_passes_a_closed_gate_and_an_update_waits_for_those_inside() -> None:
+def test_no_request_passes_a_closed_gate_and_an_update_waits_for_those_inside() -> None:
     async def go() -> list[str]:
         gate = WeightGate()
         events: list[str] = []

@@ -113,7 +113,7 @@ def test_ignored_update_smaller_than_the_tolerance_is_found_too() -> None:
     sync = make(trainer, engine)
     asyncio.run(sync.verify())
     engine.ignores_updates = True
-    with pytest.raises(WeightSyncError, match="did not change at all"):
+    with pytest.raises(WeightSyncError, match="did not change in an update"):
         push(sync, trainer, 5e-4)
 
 

@@ -1,1 +1,1 @@
-"""Stand-ins for functions of other training systems."""
+"""Replacements of functions of other training systems: SkyRL, verl, TRL."""

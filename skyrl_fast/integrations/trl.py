@@ -1,7 +1,7 @@
 """TRL with this package's log-probabilities and GRPO loss.
 
     import skyrl_fast.integrations.trl as fast
-    fast.install()  # TRL's trainers take their log-probabilities from here; fast.uninstall()
+    fast.install()  # TRL's trainers use these log-probabilities; fast.uninstall() restores TRL's
 
 N rows, R response tokens, V vocabulary.
 """
@@ -18,7 +18,7 @@ from skyrl_fast.ops.logprob.selected import selected_logprob
 from skyrl_fast.ops.policy_loss.loss import policy_loss
 from skyrl_fast.ops.policy_loss.losses import Gspo, LossSettings, Regular, Sapo
 
-# TRL's loss types, and what they weigh a token by; "dapo" takes the number of tokens from outside.
+# TRL's loss types and their reductions; for "dapo" the caller passes the number of tokens.
 REDUCTIONS = {
     "grpo": "sequence_mean",
     "sapo": "sequence_mean",
@@ -26,7 +26,7 @@ REDUCTIONS = {
     "dr_grpo": "seq_mean_token_sum_norm",
     "dapo": "token_mean",
 }
-_theirs: Callable[..., torch.Tensor] | None = None
+_original: Callable[..., torch.Tensor] | None = None
 
 
 def selective_log_softmax(
@@ -35,24 +35,24 @@ def selective_log_softmax(
     temperature: float = 1.0,
     row_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the log-probabilities of `index`, for TRL's function of that name.
+    """Return the log-probabilities of `index`, as TRL's function of that name.
 
-    float32 logits give float32; others their own dtype, as in TRL. Several indices per row (a
-    dimension more than the usual) are TRL's own to select.
+    The result has the dtype of the logits, as in TRL. Several indices per row (an additional
+    dimension) are passed to TRL's own function.
 
     Args:
         logits: (..., V). index: (...), integers. temperature: divides the logits.
-        row_mask: (...), rows of 0 are not read and give 0.
+        row_mask: (...), rows with 0 are not read; their result is 0.
 
     Raises:
-        ValueError: shapes that disagree, a temperature that is not above 0.
+        ValueError: shapes do not match, or the temperature is not above 0.
 
     Example:
         >>> selective_log_softmax(torch.zeros(1, 2), torch.tensor([1]))
         tensor([-0.6931])
     """
     if index.ndim == logits.ndim:
-        return _original()(logits, index, temperature=temperature, row_mask=row_mask)
+        return _original_function()(logits, index, temperature=temperature, row_mask=row_mask)
     out = selected_logprob(logits, index, loss_mask=row_mask, temperature=temperature)
     assert isinstance(out, torch.Tensor)
     return out.to(logits.dtype)
@@ -86,10 +86,10 @@ def grpo_loss(
         ref_per_token_logps: (N, R), for `beta`.
         sapo_temperature_pos, sapo_temperature_neg: for "sapo".
         max_completion_length: for "dr_grpo".
-        num_items: for "dapo", the tokens of the whole batch; None: those of this call.
+        num_items: for "dapo", the tokens of the complete batch; None: those of this call.
 
     Raises:
-        ValueError: an unknown loss type or level, or what `policy_loss` raises.
+        ValueError: an unknown loss type or level, or an error of `policy_loss`.
     """
     if loss_type not in REDUCTIONS:
         raise ValueError(f"grpo_loss: loss_type must be one of {list(REDUCTIONS)}, got {loss_type}")
@@ -124,26 +124,26 @@ def grpo_loss(
 
 
 def install() -> list[str]:
-    """Replace TRL's `selective_log_softmax` wherever it is bound; return the places.
+    """Replace TRL's `selective_log_softmax` wherever it is bound; return the modules.
 
     Raises:
-        ImportError: there is no TRL.
+        ImportError: TRL is not installed.
     """
     import trl.trainer.utils as home
 
-    global _theirs
+    global _original
     if home.selective_log_softmax is selective_log_softmax:
         return []
-    _theirs = home.selective_log_softmax
-    return _rebind(_theirs, selective_log_softmax)
+    _original = home.selective_log_softmax
+    return _rebind(_original, selective_log_softmax)
 
 
 def uninstall() -> None:
-    """Put TRL's own function back."""
-    global _theirs
-    if _theirs is not None:
-        _rebind(selective_log_softmax, _theirs)
-        _theirs = None
+    """Restore TRL's own function."""
+    global _original
+    if _original is not None:
+        _rebind(selective_log_softmax, _original)
+        _original = None
 
 
 def _rebind(old: Callable[..., Any], new: Callable[..., Any]) -> list[str]:
@@ -157,9 +157,9 @@ def _rebind(old: Callable[..., Any], new: Callable[..., Any]) -> list[str]:
     return places
 
 
-def _original() -> Callable[..., torch.Tensor]:
-    if _theirs is not None:
-        return _theirs
+def _original_function() -> Callable[..., torch.Tensor]:
+    if _original is not None:
+        return _original
     from trl.trainer.utils import selective_log_softmax as found
 
     return found

@@ -24,10 +24,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def register() -> list[str]:
-    """Add the estimators to verl's registry as `skyrl_fast_grpo`, `_rloo`, `_maxrl`; their names.
+    """Add the estimators to verl's registry as `skyrl_fast_grpo`, `_rloo`, `_maxrl`; return names.
 
     Raises:
-        ImportError: there is no verl.
+        ImportError: verl is not installed.
     """
     from verl.trainer.ppo.core_algos import register_adv_est
 
@@ -51,11 +51,11 @@ def _estimator(estimator: str) -> Callable[..., Pair]:
         Args:
             token_level_rewards, response_mask: (N, R).
             index: N group names.
-            epsilon: must be 1e-6, which the op adds.
-            norm_adv_by_std_in_grpo: False gives Dr. GRPO.
+            epsilon: must be 1e-6, the op's constant.
+            norm_adv_by_std_in_grpo: False for Dr. GRPO.
 
         Raises:
-            ValueError: another epsilon; what `group_advantage` raises.
+            ValueError: another epsilon, or an error of `group_advantage`.
         """
         if epsilon != 1e-6:
             raise ValueError(f"{PREFIX}{estimator}: epsilon must be 1e-6, got {epsilon}")
@@ -77,7 +77,7 @@ _FUNCTIONS = {name: _estimator(name) for name in ESTIMATORS}
 def logprobs_from_logits(
     logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True
 ) -> torch.Tensor:
-    """Return each label's log-probability in float32, for verl's function of that name.
+    """Return each label's log-probability in float32, as verl's function of that name.
 
     Args:
         logits: (..., V). labels: (...), integers.
@@ -97,15 +97,15 @@ def logprobs_from_logits(
 def unpad_input(
     hidden_states: torch.Tensor, attention_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """Return the real tokens one after another, as flash-attn's and verl's function of that name.
+    """Return the real tokens packed, as flash-attn's and verl's function of that name.
 
     Args:
-        hidden_states: (N, W, ...). attention_mask: (N, W), 1 in real cells. Rows padded on the left
-            alone are packed natively, any others by index.
+        hidden_states: (N, W, ...). attention_mask: (N, W), 1 on real tokens. Rows padded only on
+            the left are packed natively, any others by index.
 
     Returns:
-        values (S, ...), indices (S,) int64 into the N * W cells, cu_seqlens (N + 1,) int32, the
-        longest length, lengths (N,) int32.
+        values (S, ...), indices (S,) int64 into the N * W positions, cu_seqlens (N + 1,) int32, the
+        maximum length, lengths (N,) int32.
 
     Example:
         >>> unpad_input(torch.tensor([[0, 5], [6, 7]]), torch.tensor([[0, 1], [1, 1]]))[0]
@@ -125,7 +125,7 @@ def unpad_input(
 def pad_input(
     hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int
 ) -> torch.Tensor:
-    """Return the padded tensor again, zeros where there is no token, as verl's function.
+    """Return the padded tensor, zeros on padding, as verl's function of that name.
 
     Args:
         hidden_states: (S, ...). indices: (S,), from `unpad_input`. batch, seqlen: N, W.
@@ -147,7 +147,7 @@ def _offsets(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _left_padded_cells(lengths: torch.Tensor, width: int) -> torch.Tensor:
-    """Return (S,) int64: the cells that are real where all padding is on the left."""
+    """Return (S,) int64: the positions of real tokens if all padding is on the left."""
     rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths.long())
     position = torch.arange(len(rows), device=lengths.device) - _offsets(lengths)[rows]
     return rows * width + (width - lengths.long())[rows] + position

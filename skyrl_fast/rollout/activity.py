@@ -1,6 +1,6 @@
-"""What every trajectory is doing, since when, and which of them are stuck.
+"""The phase of every running trajectory, and which of them are slow or stuck.
 
-The clock is passed in, and nothing here waits: who asks decides when.
+The clock is passed in, and nothing here waits: the caller decides when to check.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-# What a trajectory may be doing.
+# Phases of a trajectory.
 WAITING = "waiting for its turn"  # more of them run than generator.max_concurrent_trajectories
 MAKING = "making its environment"
 GENERATING = "generating"
@@ -19,16 +19,16 @@ CLOSING = "closing its environment"
 
 @dataclass(slots=True)
 class Activity:
-    """One trajectory at work.
+    """Entry of one running trajectory on the board.
 
     Args:
-        uid, repetition_id: which.
-        attempt: from 0.
-        turn: from 0.
+        uid, repetition_id: identify the trajectory.
+        attempt: index of the attempt, from 0.
+        turn: index of the turn, from 0.
         phase: one of the five above.
-        since: clock when this phase began.
+        since: clock at the start of this phase.
         began: clock when it stopped waiting, or None.
-        named: it was called slow in this phase.
+        reported: whether it was reported as slow in this phase.
     """
 
     uid: str
@@ -38,13 +38,13 @@ class Activity:
     phase: str = WAITING
     since: float = 0.0
     began: float | None = None
-    named: bool = field(default=False, repr=False)
+    reported: bool = field(default=False, repr=False)
 
-    def text(self, now: float) -> str:
-        """In words.
+    def describe(self, now: float) -> str:
+        """Return a description for the log.
 
         Example:
-            >>> Activity("7", 2, turn=1, phase=ACTING, since=10.0).text(now=71.0)
+            >>> Activity("7", 2, turn=1, phase=ACTING, since=10.0).describe(now=71.0)
             '7/2: turn 2, in its environment for 61 s'
         """
         again = f", attempt {self.attempt + 1}" if self.attempt else ""
@@ -55,59 +55,65 @@ class Activity:
 
 
 class ActivityBoard:
-    """Trajectories enter, say what they do, and leave."""
+    """The entries of all running trajectories, by group."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._groups: dict[str, dict[int, Activity]] = {}
 
     def enter(self, uid: str, repetition_id: int) -> Activity:
-        """A trajectory waits for its turn; an earlier run of it is forgotten."""
-        row = Activity(uid, repetition_id, since=self.clock())
-        self._groups.setdefault(uid, {})[repetition_id] = row
-        return row
+        """Add a trajectory in the phase WAITING; it replaces the entry of an earlier run."""
+        entry = Activity(uid, repetition_id, since=self.clock())
+        self._groups.setdefault(uid, {})[repetition_id] = entry
+        return entry
 
-    def leave(self, row: Activity) -> None:
-        """It is over."""
-        group = self._groups.get(row.uid, {})
-        if group.get(row.repetition_id) is row:
-            del group[row.repetition_id]
+    def leave(self, entry: Activity) -> None:
+        """Remove the entry of a finished trajectory, unless a newer run has replaced it."""
+        group = self._groups.get(entry.uid, {})
+        if group.get(entry.repetition_id) is entry:
+            del group[entry.repetition_id]
             if not group:
-                del self._groups[row.uid]
+                del self._groups[entry.uid]
 
-    def does(self, row: Activity, phase: str, *, attempt: int, turn: int) -> None:
-        """It begins something else."""
+    def set_phase(self, entry: Activity, phase: str, *, attempt: int, turn: int) -> None:
+        """Record that the trajectory entered `phase`."""
         now = self.clock()
-        if row.began is None:
-            row.began = now
-        row.phase, row.attempt, row.turn, row.since, row.named = phase, attempt, turn, now, False
+        if entry.began is None:
+            entry.began = now
+        entry.phase, entry.attempt, entry.turn, entry.since, entry.reported = (
+            phase,
+            attempt,
+            turn,
+            now,
+            False,
+        )
 
     def of(self, uid: str) -> list[Activity]:
-        """All of a group."""
+        """Return the entries of a group."""
         return list(self._groups.get(uid, {}).values())
 
     def oldest(self, uids: list[str], number: int = 3) -> list[Activity]:
-        """Those of these groups that have done the same for longest."""
-        rows = [row for uid in uids for row in self.of(uid)]
-        return sorted(rows, key=lambda row: row.since)[:number]
+        """Return the `number` entries of these groups that have been in their phase longest."""
+        entries = [entry for uid in uids for entry in self.of(uid)]
+        return sorted(entries, key=lambda entry: entry.since)[:number]
 
     def counts(self) -> dict[str, int]:
-        """How many trajectories are in each phase."""
+        """Return the number of trajectories in each phase."""
         result = dict.fromkeys((WAITING, MAKING, GENERATING, ACTING, CLOSING), 0)
         for group in self._groups.values():
-            for row in group.values():
-                result[row.phase] += 1
+            for entry in group.values():
+                result[entry.phase] += 1
         return result
 
 
 class Watchdog:
-    """Finds what is slow, once per phase, and what is stuck.
+    """Find trajectories that are slow, once per phase, and trajectories that are stuck.
 
     Args:
-        board: what goes on.
-        slow_seconds: so long in one phase is worth a word in the log.
-        stuck_seconds: so long after it stopped waiting a trajectory will not come back: its own
-            deadline has passed, and all the time in which its environment could be closed.
+        board: entries of the running trajectories.
+        slow_seconds: time in one phase after which a trajectory is reported.
+        stuck_seconds: time after the end of waiting after which a trajectory will not return: its
+            deadline has passed, and the time for closing its environment too.
     """
 
     def __init__(self, board: ActivityBoard, *, slow_seconds: float, stuck_seconds: float) -> None:
@@ -116,22 +122,24 @@ class Watchdog:
         self._stuck_seconds = stuck_seconds
 
     def slow(self, uid: str) -> list[Activity]:
-        """Trajectories of this group that have newly become slow."""
+        """Return trajectories of this group that became slow since the last call."""
         now = self._board.clock()
         found = [
-            row
-            for row in self._board.of(uid)
-            if row.phase != WAITING and not row.named and now - row.since >= self._slow_seconds
+            entry
+            for entry in self._board.of(uid)
+            if entry.phase != WAITING
+            and not entry.reported
+            and now - entry.since >= self._slow_seconds
         ]
-        for row in found:
-            row.named = True
+        for entry in found:
+            entry.reported = True
         return found
 
     def stuck(self, uid: str) -> list[Activity]:
-        """Trajectories of this group that are past every deadline."""
+        """Return trajectories of this group that are past every deadline."""
         now = self._board.clock()
         return [
-            row
-            for row in self._board.of(uid)
-            if row.began is not None and now - row.began >= self._stuck_seconds
+            entry
+            for entry in self._board.of(uid)
+            if entry.began is not None and now - entry.began >= self._stuck_seconds
         ]

@@ -1,7 +1,7 @@
 """The agent loop: one prompt in, one trajectory out.
 
-One turn, in this order: make its prompt, check that prompt's length, generate, step the
-environment, settle the end token, emit the gen-only step.
+One turn: make the prompt, check its length, generate, step the environment, append the end token
+where one is due, record the gen-only step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from skyrl_fast.rollout.activity import (
 from skyrl_fast.rollout.context import Context, ContextError, make_context, message_text
 from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_updates
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation, Sampler
-from skyrl_fast.rollout.engine.route_record import recorded_routes, routes_of_turn
+from skyrl_fast.rollout.engine.route_record import recorded_routes, turn_routes
 from skyrl_fast.rollout.engine.weight_gate import WeightGate
 from skyrl_fast.rollout.env.factory import EnvAnswer, EnvError, EnvFactory, EnvSession
-from skyrl_fast.rollout.rollout_config import RolloutPrompt
+from skyrl_fast.rollout.loop_settings import RolloutPrompt
 from skyrl_fast.rollout.stop_reason import (
     ENGINE_ERROR,
     ENV_ERROR,
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class AgentLoop:
-    """Runs one trajectory per call of `run`; calls may overlap."""
+    """Run one trajectory per call of `run`; calls may overlap."""
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class AgentLoop:
         board: ActivityBoard | None = None,
         faults: Counter[str] | None = None,
     ) -> None:
-        """Keep what all trajectories share; arguments as for `rollout`.
+        """Store what all trajectories share; arguments as for `rollout`.
 
         Args:
-            policy_version: at the start, for the seeds; requests run under the gate's.
-            gate: of the engine; None: nothing updates its weights meanwhile.
-            board: where trajectories say what they do.
-            faults: where failed attempts are counted.
+            policy_version: at the start, for the seeds; requests use the gate's version.
+            gate: of the engine; None: nothing updates its weights during the rollout.
+            board: records the phase of each trajectory.
+            faults: counts failed attempts.
         """
         self._engine = engine
         self._tokenizer = tokenizer
@@ -85,32 +85,34 @@ class AgentLoop:
         prompt: RolloutPrompt,
         repetition_id: int,
         *,
-        row: Activity | None = None,
+        entry: Activity | None = None,
         first_attempt: int = 0,
     ) -> Trajectory:
-        """One trajectory, tried again where its environment or the engine failed.
+        """Return one trajectory; retry it if its environment or the engine failed.
 
-        Its deadline counts from here and covers all attempts. A trajectory at its deadline ends
-        with the steps it has; only without any step it has failed.
+        The deadline starts here and covers all attempts. A trajectory at its deadline ends with
+        the steps it has; it has failed only if it has none.
 
         Args:
-            row: its row on the board; None: a new one.
+            prompt: the task.
+            repetition_id: which sample of the prompt.
+            entry: its entry on the board; None: a new one.
             first_attempt: number of the first attempt, for the seeds.
 
         Raises:
-            EngineDeadError: the engine is gone.
+            EngineDeadError: the engine died.
         """
         started = time.perf_counter()
         deadline = asyncio.get_running_loop().time() + self._config.trajectory_timeout_seconds
-        row = row or self._board.enter(prompt.uid, repetition_id)
+        entry = entry or self._board.enter(prompt.uid, repetition_id)
         attempt = first_attempt
         while True:
-            trajectory = await self._attempt(prompt, repetition_id, attempt, deadline, row)
+            trajectory = await self._attempt(prompt, repetition_id, attempt, deadline, entry)
             trajectory.seconds = time.perf_counter() - started
             late = asyncio.get_running_loop().time() >= deadline
             last = attempt - first_attempt == self._config.max_retries
             if trajectory.failure is None or last or late:
-                self._board.leave(row)
+                self._board.leave(entry)
                 return trajectory
             self._faults["retried_trajectories"] += 1
             log.info(
@@ -124,7 +126,7 @@ class AgentLoop:
         repetition_id: int,
         attempt: int,
         deadline: float,
-        row: Activity,
+        entry: Activity,
     ) -> Trajectory:
         trajectory = Trajectory(
             uid=prompt.uid,
@@ -138,13 +140,13 @@ class AgentLoop:
             data_source=prompt.data_source,
         )
         env: EnvSession | None = None
-        self._board.does(row, MAKING, attempt=attempt, turn=0)
+        self._board.set_phase(entry, MAKING, attempt=attempt, turn=0)
         try:
             async with asyncio.timeout_at(deadline) as clock:
-                # The environment ends the episode at its own max_turns; tell it ours.
+                # The environment ends the episode at its own max_turns: pass it our limit.
                 extras = {**prompt.env_extras, "max_turns": self._config.max_turns}
                 env = await self._env_factory.make(prompt.env_class, extras)
-                trajectory.stop_reason = await self._episode(trajectory, prompt, env, row)
+                trajectory.stop_reason = await self._episode(trajectory, prompt, env, entry)
         except EngineDeadError:
             raise
         except (EnvError, ContextError) as error:
@@ -154,16 +156,16 @@ class AgentLoop:
             self._faults["engine_errors"] += 1
             _end(trajectory, ENGINE_ERROR, str(error))
         except TimeoutError as error:
-            if not clock.expired():  # some connection's own, not our deadline
+            if not clock.expired():  # of some connection, not our deadline
                 _end(trajectory, ENGINE_ERROR, f"TimeoutError: {error}")
             elif trajectory.steps:
-                log.info("at its deadline: %s", row.text(self._board.clock()))
+                log.info("at its deadline: %s", entry.describe(self._board.clock()))
                 trajectory.stop_reason = TIMEOUT
             else:
-                _end(trajectory, TIMEOUT, self._late(row))
+                _end(trajectory, TIMEOUT, self._late(entry))
         finally:
-            # Reached also when the whole rollout is cancelled.
-            self._board.does(row, CLOSING, attempt=attempt, turn=row.turn)
+            # Also reached when the complete rollout is cancelled.
+            self._board.set_phase(entry, CLOSING, attempt=attempt, turn=entry.turn)
             if env is not None:
                 if trajectory.failure is None:
                     trajectory.env_metrics = await env.metrics()
@@ -172,15 +174,15 @@ class AgentLoop:
             trajectory.steps[-1].stop_reason = trajectory.stop_reason
         return trajectory
 
-    def _late(self, row: Activity) -> str:
+    def _late(self, entry: Activity) -> str:
         return (
-            f"turn 1 of attempt {row.attempt + 1} was not over "
-            f"{self._config.trajectory_timeout_seconds:g} s after the start, the deadline of a "
-            f"trajectory ({row.phase} for {self._board.clock() - row.since:.1f} s)"
+            f"turn 1 of attempt {entry.attempt + 1} did not finish within "
+            f"{self._config.trajectory_timeout_seconds:g} s, the deadline of a trajectory "
+            f"({entry.phase} for {self._board.clock() - entry.since:.1f} s)"
         )
 
     async def _episode(
-        self, trajectory: Trajectory, prompt: RolloutPrompt, env: EnvSession, row: Activity
+        self, trajectory: Trajectory, prompt: RolloutPrompt, env: EnvSession, entry: Activity
     ) -> str:
         messages = await env.init([dict(message) for message in prompt.messages])
         context = make_context(
@@ -190,22 +192,22 @@ class AgentLoop:
             chat_template=self._config.chat_template,
             template_kwargs=self._config.chat_template_kwargs,
         )
-        return await self._turns(trajectory, context, env, row)
+        return await self._turns(trajectory, context, env, entry)
 
     async def _turns(
-        self, trajectory: Trajectory, context: Context, env: EnvSession, row: Activity
+        self, trajectory: Trajectory, context: Context, env: EnvSession, entry: Activity
     ) -> str:
-        """Append steps until something ends the trajectory; return what."""
+        """Append steps until the trajectory ends; return its stop reason."""
         for turn in range(self._config.max_turns):
             prompt_token_ids = context.prompt_token_ids()
             if len(prompt_token_ids) > self._max_input_length:
                 return LENGTH
-            self._board.does(row, GENERATING, attempt=row.attempt, turn=turn)
-            versioned, llm_seconds = await self._generate(trajectory, prompt_token_ids, row)
+            self._board.set_phase(entry, GENERATING, attempt=entry.attempt, turn=turn)
+            versioned, llm_seconds = await self._generate(trajectory, prompt_token_ids, entry)
             generation = versioned.generation
-            routes = routes_of_turn(trajectory.steps, prompt_token_ids, generation)
+            routes = turn_routes(trajectory.steps, prompt_token_ids, generation)
             text = decode_response(self._tokenizer, generation)
-            self._board.does(row, ACTING, attempt=row.attempt, turn=turn)
+            self._board.set_phase(entry, ACTING, attempt=entry.attempt, turn=turn)
             answer = await env.step(text)
             last = answer.done or turn + 1 == self._config.max_turns
             sampled = self._with_end_token(generation, is_last=last)
@@ -214,24 +216,24 @@ class AgentLoop:
             )
             trajectory.steps[-1].expert_indices = routes
             if last:
-                # A cut response stays "length": a filter for overlong ones looks for that.
-                cut = generation.stop_reason == LENGTH
-                return generation.stop_reason if answer.done or cut else MAX_TURNS
-            _take_answer(context, sampled, text, answer)
+                # A truncated response keeps "length": the filter for overlong ones reads it.
+                truncated = generation.stop_reason == LENGTH
+                return generation.stop_reason if answer.done or truncated else MAX_TURNS
+            _extend_context(context, sampled, text, answer)
         raise AssertionError("unreachable: the last turn returns")
 
     async def _generate(
-        self, trajectory: Trajectory, prompt_token_ids: list[int], row: Activity
+        self, trajectory: Trajectory, prompt_token_ids: list[int], entry: Activity
     ) -> tuple[VersionedGeneration, float]:
-        place = f"{trajectory.uid}-{trajectory.repetition_id}"
-        name = f"{self._phase}-{self._policy_version}-{place}"
-        # Evaluations draw the same numbers whatever the version: what differs is the policy's.
-        seeded = f"eval-{place}" if self._phase == "eval" else name
+        sample = f"{trajectory.uid}-{trajectory.repetition_id}"
+        name = f"{self._phase}-{self._policy_version}-{sample}"
+        # Evaluations use the same seeds for every version, so that only the policy differs.
+        seed_name = f"eval-{sample}" if self._phase == "eval" else name
         known = recorded_routes(trajectory.steps, prompt_token_ids)
 
-        def seed_of_part(part: int) -> int:
-            of_part = seeded if part == 0 else f"{seeded}+{part}"
-            return request_seed(self._seed, of_part, row.attempt, row.turn)
+        def part_seed(part: int) -> int:
+            part_name = seed_name if part == 0 else f"{seed_name}+{part}"
+            return request_seed(self._seed, part_name, entry.attempt, entry.turn)
 
         started = time.perf_counter()
         versioned = await generate_through_updates(
@@ -240,19 +242,20 @@ class AgentLoop:
             self._tokenizer,
             prompt_token_ids,
             self._config.sampling(self._phase),
-            session_id=f"{name}-{row.attempt}",
-            seed_of_part=seed_of_part,
+            session_id=f"{name}-{entry.attempt}",
+            part_seed=part_seed,
             expert_indices_start=0 if known is None else len(known),
         )
         if not versioned.generation.token_ids:
-            raise EngineError(f"the engine gave no tokens for session {name}-{row.attempt}")
+            raise EngineError(f"the engine returned no tokens for session {name}-{entry.attempt}")
         return versioned, time.perf_counter() - started
 
     def _with_end_token(self, generation: Generation, *, is_last: bool) -> SampledTokens:
-        """Append the end token where the rules say so.
+        """Append the end token where the specification asks for one.
 
-        A stop string ended the response (several turns), or the last response lacks its end and
-        was not cut (single conversation). A full response has no room for it.
+        That is: a stop string ended the response (several turns), or the last response lacks its
+        end token and was not truncated (single conversation). A response of the maximum length has
+        no room for it.
         """
         end = self._tokenizer.eos_token_id
         longest = self._config.sampling(self._phase).max_generate_length
@@ -277,8 +280,8 @@ class AgentLoop:
         llm_seconds: float,
     ) -> Step:
         versions = versioned.versions
-        one = versions[0] == versions[-1]
-        # An appended end token was not sampled: it counts to the tokens before it.
+        single_version = versions[0] == versions[-1]
+        # An appended end token was not sampled: it takes the version of the token before it.
         appended = len(sampled.response_ids) - len(versions)
         return Step(
             prompt_token_ids=prompt_token_ids,
@@ -292,7 +295,7 @@ class AgentLoop:
             observation="\n".join(message_text(message) for message in answer.messages),
             llm_seconds=llm_seconds,
             env_seconds=answer.seconds,
-            token_versions=None if one else versions + versions[-1:] * appended,
+            token_versions=None if single_version else versions + versions[-1:] * appended,
         )
 
 
@@ -300,8 +303,8 @@ def _end(trajectory: Trajectory, stop_reason: str, failure: str) -> None:
     trajectory.stop_reason, trajectory.failure = stop_reason, failure
 
 
-def _take_answer(context: Context, sampled: SampledTokens, text: str, answer: EnvAnswer) -> None:
-    """The turn's two messages join the context."""
+def _extend_context(context: Context, sampled: SampledTokens, text: str, answer: EnvAnswer) -> None:
+    """Add the turn's two messages to the context."""
     action = answer.postprocessed_action
     if isinstance(action, dict):  # the same answer as a message, with its tool calls
         context.add_response(sampled.response_ids, action, replaced=False)

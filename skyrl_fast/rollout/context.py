@@ -1,7 +1,7 @@
-"""The model's context from turn to turn: appended token by token, or rendered anew.
+"""The model's context from turn to turn: appended token by token, or rendered again.
 
-Three kinds, one interface: `prompt_token_ids` makes a turn's prompt, `add_response` and
-`add_observation` take what happened.
+Three kinds with one interface: `prompt_token_ids` returns a turn's prompt; `add_response` and
+`add_observation` add the response and the observation.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, Protocol
 Message = dict[str, Any]
 
 CONTEXTS = ("append", "retemplate", "single")
-# Stands for the model's answer while the template around it is looked at.
+# Marks the place of the model's answer in a rendered template.
 _ANSWER = "ANSWER-4f1c9b"
 
 
 class ContextError(RuntimeError):
-    """Template or tokenizer refuse the messages, or the template rewrites what they follow."""
+    """The template or tokenizer refuses the messages, or the template rewrites the history."""
 
 
 def message_text(message: Message) -> str:
-    """A message's content as text: also of a list of parts, or of tool calls alone.
+    """Return a message's content as text, also for a list of parts or for tool calls only.
 
     Example:
         >>> message_text({"role": "user", "content": [{"type": "text", "text": "hi"}]})
@@ -36,22 +36,22 @@ def message_text(message: Message) -> str:
 
 
 class Context(Protocol):
-    """What the agent loop asks of a context."""
+    """What the agent loop needs from a context."""
 
     def prompt_token_ids(self) -> list[int]:
-        """The tokens of this turn's prompt; a list of its own."""
+        """Return the tokens of this turn's prompt, as a new list."""
 
     def add_response(self, token_ids: Sequence[int], message: Message, *, replaced: bool) -> None:
-        """The model answered.
+        """Add the model's answer.
 
         Args:
             token_ids: the sampled tokens, and an end token where one was appended.
             message: the answer for contexts made of messages; it may have tool calls.
-            replaced: the environment put the message's text in the sampled answer's place.
+            replaced: whether the environment replaced the sampled answer by the message's text.
         """
 
     def add_observation(self, messages: Sequence[Message]) -> None:
-        """The environment answered; called once per turn, also without messages."""
+        """Add the environment's answer; called once per turn, also without messages."""
 
 
 def make_context(
@@ -62,15 +62,16 @@ def make_context(
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Context:
-    """A context that begins with the first prompt's messages.
+    """Return a context that begins with the first prompt's messages.
 
     Args:
-        kind: "append": tokens are only ever appended, so that what is trained is what was sampled.
-            "retemplate": the whole history goes through the chat template every turn, for models
-            whose template rewrites it. "single": observations are plain text inside one answer.
+        kind: "append": tokens are only appended, so that the trained tokens are the sampled ones.
+            "retemplate": the complete history is rendered by the chat template every turn, for
+            models whose template rewrites it. "single": observations are plain text inside one
+            answer.
         tokenizer: of transformers, with a chat template.
         messages: the first prompt.
-        chat_template: in place of the tokenizer's own.
+        chat_template: replaces the tokenizer's own.
         template_kwargs: passed to the chat template, such as `tools`.
 
     Raises:
@@ -95,7 +96,7 @@ class _Template:
         self._kwargs = kwargs
 
     def text(self, messages: Sequence[Message], *, answer_next: bool = True) -> str:
-        """The messages as text; `answer_next`: up to where the model's answer begins."""
+        """Return the messages as text; `answer_next`: up to where the model's answer begins."""
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),
@@ -104,7 +105,7 @@ class _Template:
                 tokenize=False,
                 **self._kwargs,
             )
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ContextError(
                 f"the chat template refuses messages of the roles {roles}: "
@@ -112,32 +113,32 @@ class _Template:
             ) from error
 
     def token_ids(self, text: str) -> list[int]:
-        """Tokens of a text whose special tokens the template has written."""
+        """Return the tokens of rendered text; the template has written its special tokens."""
         try:
             return list(self.tokenizer.encode(text, add_special_tokens=False))
-        except Exception as error:  # a lone surrogate, for one, is in no vocabulary
+        except Exception as error:  # a lone surrogate, for example, is in no vocabulary
             raise ContextError(
                 f"the tokenizer refuses the messages' text ({len(text)} characters): "
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def behind_answer(
+    def after_answer(
         self, prompt: Sequence[Message], answer: Message, observation: Sequence[Message]
     ) -> str:
-        """What the template writes behind an answer: its end, the observation, the next start."""
+        """Return what the template writes after an answer: its end, observation, next start."""
         marker = _ANSWER
         while any(marker in message_text(message) for message in (*prompt, *observation)):
             marker += "-"
         plain = {"role": "assistant", "content": marker}
         if not answer.get("tool_calls"):
-            return _behind(marker, self.text([*prompt, plain, *observation]))
-        # The sampled tokens hold the calls already; yet some templates want to see a tool's
-        # answer behind the call that it answers. So: the end of a plain answer, and what is added
-        # behind the one with calls.
-        closed = _behind(marker, self.text([*prompt, plain], answer_next=False))
+            return _text_after(marker, self.text([*prompt, plain, *observation]))
+        # The sampled tokens contain the calls already, but some templates require a tool's answer
+        # to follow its call. So: the end of a plain answer, then what the observation adds after
+        # the answer with calls.
+        closed = _text_after(marker, self.text([*prompt, plain], answer_next=False))
         called = [*prompt, {**answer, "content": marker}]
-        before = _behind(marker, self.text(called, answer_next=False))
-        after = _behind(marker, self.text([*called, *observation]))
+        before = _text_after(marker, self.text(called, answer_next=False))
+        after = _text_after(marker, self.text([*called, *observation]))
         if not after.startswith(before):
             raise ContextError(
                 "the chat template rewrites an answer with tool calls when an observation follows: "
@@ -146,23 +147,23 @@ class _Template:
         return closed + after[len(before) :]
 
 
-def _behind(marker: str, text: str) -> str:
-    _, found, behind = text.rpartition(marker)
+def _text_after(marker: str, text: str) -> str:
+    _, found, rest = text.rpartition(marker)
     if not found:
         raise ContextError(
             "the chat template leaves out or changes an answer when an observation follows: use "
             "context=retemplate"
         )
-    return behind
+    return rest
 
 
 class _AppendContext:
-    """Token in, token out."""
+    """Tokens are only appended: token ids in, token ids out."""
 
     def __init__(self, render: _Template, messages: Sequence[Message]) -> None:
         self._render = render
         self._token_ids = render.token_ids(render.text(messages))
-        # Some templates demand a system or a user message first: keep the prompt's own.
+        # Some templates require a system or user message first: keep the prompt's messages.
         self._messages = list(messages)
         self._answer: Message = {}
 
@@ -175,17 +176,17 @@ class _AppendContext:
         self._token_ids += self._render.token_ids(text) if replaced else token_ids
 
     def add_observation(self, messages: Sequence[Message]) -> None:
-        text = self._render.behind_answer(self._messages, self._answer, messages)
+        text = self._render.after_answer(self._messages, self._answer, messages)
         tokenizer = self._render.tokenizer
         if self._token_ids[-1:] == [tokenizer.eos_token_id]:
-            # The answer brought its end; some templates write a space before theirs.
-            before, found, behind = text.partition(tokenizer.eos_token)
-            text = behind if found and not before.strip() else text
+            # The answer ends with its end token; some templates write a space before theirs.
+            before, found, rest = text.partition(tokenizer.eos_token)
+            text = rest if found and not before.strip() else text
         self._token_ids += self._render.token_ids(text)
 
 
 class _RetemplateContext:
-    """The chat template renders the whole history every turn."""
+    """The chat template renders the complete history every turn."""
 
     def __init__(self, render: _Template, messages: Sequence[Message]) -> None:
         self._render = render

@@ -1,8 +1,8 @@
-"""One response through weight updates: what was sampled before one stays, the rest comes after it.
+"""One response across weight updates: tokens sampled before an update stay, the rest follows.
 
-An update interrupts the requests in the engine. Each gives the tokens that it has; they become
-part of the next request's prompt, whose keys and values are computed by the new policy. So the
-policy version of every token is known, and its log-probability is exactly that policy's.
+An update interrupts the requests in the engine. Each returns the tokens that it has; they become
+part of the next request's prompt, whose keys and values the new policy computes. So the policy
+version of every token is known, and its log-probability is exactly that policy's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
 @dataclass(frozen=True, slots=True)
 class VersionedGeneration:
-    """A whole response, and the policy version of each of its tokens."""
+    """A complete response, and the policy version of each of its tokens."""
 
     generation: Generation
     versions: list[int]
@@ -35,20 +35,19 @@ async def generate_through_updates(
     sampling: SamplingParams,
     *,
     session_id: str,
-    seed_of_part: Callable[[int], int],
+    part_seed: Callable[[int], int],
     expert_indices_start: int = 0,
 ) -> VersionedGeneration:
     """Return one response, sampled in as many parts as there were interruptions plus one.
 
     Args:
-        tokenizer: tells whether a part ends in the middle of a stop string.
-        sampling: of the whole response.
-        seed_of_part: the seed of part 0, 1, ...
+        engine, gate: of the policy.
+        tokenizer: detects parts that end in the middle of a stop string.
+        prompt_token_ids: the full context.
+        sampling: of the complete response.
+        session_id: of the trajectory.
+        part_seed: returns the seed of part 0, 1, ...
         expert_indices_start: as for `Engine.generate`.
-
-    Raises:
-        EngineError: the engine failed the request, or gave an interrupted part more tokens than
-            were asked for.
     """
     ids: list[int] = []
     logprobs: list[float] = []
@@ -65,14 +64,14 @@ async def generate_through_updates(
                 replace(sampling, max_generate_length=left),
                 session_id=session_id,
                 policy_version=version,
-                seed=seed_of_part(number),
+                seed=part_seed(number),
                 expert_indices_start=expert_indices_start,
             )
         kept = len(part.token_ids)
         if part.stop_reason == INTERRUPTED:
-            # All of it may be there already, when it is interrupted in that moment.
+            # Interrupted at the last moment, it may already have all of its tokens.
             kept = min(kept, left - 1)
-            kept -= _half_a_stop_string(
+            kept -= _partial_stop_string(
                 tokenizer, [*ids, *part.token_ids[:kept]], sampling.stop or ()
             )
             kept = max(kept, 0)
@@ -81,16 +80,16 @@ async def generate_through_updates(
         versions += [version] * kept
         routes = _joined(routes, part, len(prompt_token_ids) + len(ids))
         if part.stop_reason != INTERRUPTED:
-            whole = replace(part, token_ids=ids, logprobs=logprobs, expert_indices=routes)
-            return VersionedGeneration(whole, versions)
+            complete = replace(part, token_ids=ids, logprobs=logprobs, expert_indices=routes)
+            return VersionedGeneration(complete, versions)
         number += 1
 
 
-def _half_a_stop_string(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -> int:
-    """How many tokens at the end may belong to a stop string that has only begun.
+def _partial_stop_string(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -> int:
+    """Return the number of tokens at the end that may be the beginning of a stop string.
 
-    The engine looks for stop strings in what one request samples. These tokens are sampled again,
-    so that a stop string lies within one request.
+    The engine looks for stop strings within one request. These tokens are sampled again, so that a
+    stop string is never split between two requests.
     """
     if not stop or not token_ids:
         return 0
@@ -103,7 +102,7 @@ def _half_a_stop_string(tokenizer: Any, token_ids: Sequence[int], stop: Sequence
 
 
 def _joined(routes: np.ndarray | None, part: Generation, num_tokens: int) -> np.ndarray | None:
-    """Recorded routes stay; of the new part's only the rows beyond them are added."""
+    """Return the recorded routes, followed by those rows of the new part that are beyond them."""
     if part.expert_indices is None:
         return routes
     rows = part.expert_indices

@@ -12,7 +12,7 @@ from skyrl_fast.rollout.engine.weight_gate import WeightGate
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.failures import log_failures
 from skyrl_fast.rollout.group_runner import GroupRunner
-from skyrl_fast.rollout.rollout_config import PHASES, RolloutPrompt
+from skyrl_fast.rollout.loop_settings import PHASES, RolloutPrompt
 from skyrl_fast.rollout.trajectory import Trajectory
 
 
@@ -28,27 +28,27 @@ async def rollout(
     seed: int,
     on_trajectory: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-    """Every prompt's group of trajectories, ordered by prompt, then repetition.
+    """Return every prompt's group of trajectories, ordered by prompt, then repetition.
 
-    A trajectory whose environment or engine failed is tried again `max_retries` times; then it
-    stays with its `failure` named and without trainable rows, and the others go on. Failures are
-    logged, also when every trajectory failed; `FailureWatch` tells when that is too often.
+    A trajectory whose environment or engine failed is retried `max_retries` times; then it is
+    returned with its `failure` and without trainable rows, and the others continue. Failures are
+    logged, also if every trajectory failed; `FailureWatch` decides when that ends a run.
 
     Args:
         prompts: one per group; uids differ.
         engine: started.
         tokenizer: of transformers, with a chat template and an end-of-sequence token.
         env_factory: makes the environments.
-        config: of the loop; see `loop_settings`.
+        config: settings of the loop; see `loop_settings`.
         phase: "train" or "eval".
-        policy_version: number of weight updates behind the engine's weights.
-        seed: of the run; every request's own seed follows from it and from its place in the run.
+        policy_version: number of weight updates that the engine's weights have had.
+        seed: of the run; every request's seed follows from it and from its place in the run.
         on_trajectory: called with each trajectory as it ends, in order of completion.
 
     Raises:
         ValueError: settings that cannot work, an unknown phase, two prompts of one uid, a
             tokenizer without end token.
-        EngineDeadError: the engine is gone.
+        EngineDeadError: the engine died.
     """
     runner = GroupRunner(
         engine,
@@ -67,11 +67,11 @@ async def rollout(
 async def run_groups(
     runner: GroupRunner, prompts: Sequence[RolloutPrompt], *, phase: str, policy_version: int
 ) -> list[Trajectory]:
-    """The trajectories of these prompts, in order; the first error ends them all.
+    """Return the trajectories of these prompts, in order; the first error cancels all of them.
 
     Raises:
         ValueError: an unknown phase, two prompts of one uid, a tokenizer without end token.
-        EngineDeadError: the engine is gone.
+        EngineDeadError: the engine died.
     """
     if phase not in PHASES:
         raise ValueError(f"rollout: phase: wanted one of {PHASES}, got {phase!r}")

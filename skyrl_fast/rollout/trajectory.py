@@ -1,4 +1,4 @@
-"""What one run of an agent in an environment leaves behind: a list of steps."""
+"""The record of one run of an agent in an environment: a list of steps."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Step:
         rollout_logprobs: the sampler's log-probabilities (0.0 for an appended token), or None.
         reward: the environment's answer to this step.
         stop_reason: why the engine stopped; on the last step, what ended the trajectory.
-        policy_version: number of weight updates behind the policy that sampled; the oldest, where
-            the weights were updated while it was sampled.
+        policy_version: number of weight updates of the policy that sampled; the oldest, if the
+            weights were updated during sampling.
         text: the decoded response.
-        observation: the environment's answer in words; it is part of the next prompt only.
+        observation: the environment's answer as text; it is part of the next prompt only.
         llm_seconds: time in the engine.
         env_seconds: time in the environment.
         expert_indices: integers [tokens, layers, experts per token], or None.
@@ -55,17 +55,17 @@ class Step:
 
 @dataclass(slots=True)
 class Trajectory:
-    """All steps of one sample of a prompt, and how it went.
+    """All steps of one sample of a prompt, and how it ended.
 
     Args:
         uid: name of the prompt; trajectories of one prompt form a group.
         repetition_id: which sample of the prompt this is.
-        steps: in time order; empty where the first prompt was already too long.
+        steps: in time order; empty if the first prompt was already too long.
         stop_reason: what ended the trajectory.
         env_class: name of the environment.
         env_metrics: the environment's own numbers.
         seconds: wall-clock time from start to end.
-        failure: what went wrong for good, or None.
+        failure: the error that remained after all retries, or None.
         phase: "train" or "eval".
         data_source: name of the data set, or None.
     """
@@ -82,7 +82,7 @@ class Trajectory:
     data_source: str | None = None
 
     def steps_or_placeholder(self) -> list[Step]:
-        """Return its steps; one masked placeholder with reward 0 where it failed or has none."""
+        """Return its steps; one masked placeholder with reward 0 if it failed or has none."""
         if self.steps and self.failure is None:
             return self.steps
         first = self.steps[0] if self.steps else None

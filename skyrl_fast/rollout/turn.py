@@ -1,4 +1,4 @@
-"""One turn's pieces: the gen-only response, its text, and the seed it is sampled with."""
+"""Parts of one turn: the gen-only response, its text, and its sampling seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SampledTokens:
 
 
 def sampled_tokens(generation: Generation, *, appended_eos: int | None = None) -> SampledTokens:
-    """The response as it is trained; an appended end token was not sampled: mask 0, logprob 0.0.
+    """Return the response as it is trained; an appended end token gets mask 0 and logprob 0.0.
 
     Args:
         generation: of n tokens.
@@ -32,8 +32,8 @@ def sampled_tokens(generation: Generation, *, appended_eos: int | None = None) -
     """
     if len(generation.token_ids) != len(generation.logprobs):
         raise EngineError(
-            f"the engine gave {len(generation.token_ids)} tokens but {len(generation.logprobs)} "
-            "logprobs"
+            f"the engine returned {len(generation.token_ids)} tokens but "
+            f"{len(generation.logprobs)} logprobs"
         )
     ids, logprobs = list(generation.token_ids), list(generation.logprobs)
     mask = [1] * len(ids)
@@ -45,16 +45,16 @@ def sampled_tokens(generation: Generation, *, appended_eos: int | None = None) -
 
 
 def request_seed(seed: int, name: str, attempt: int, turn: int) -> int:
-    """A request's seed, 63 bits, from the run's seed and the request's place in the run.
+    """Return a request's seed, 63 bits, from the run's seed and the request's place in the run.
 
-    A resumed run asks for the same seeds as an undisturbed one, whatever the order of requests.
+    A resumed run uses the same seeds as an uninterrupted one, in whatever order requests arrive.
     """
     place = f"{seed}/{name}/{attempt}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
 
 
 def decode_response(tokenizer: Any, generation: Generation) -> str:
-    """The response as text, without special tokens and without what follows a stop string."""
+    """Return the response as text, without special tokens, cut after its stop string."""
     text = tokenizer.decode(generation.token_ids, skip_special_tokens=True)
     if generation.stop_string is not None:
         # The last token may reach beyond the stop string that it completes.

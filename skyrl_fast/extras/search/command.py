@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from skyrl_fast.extras.search.index import Index
 
 LOOPBACK = "127.0.0.1"
-PARENT_POLL_SECONDS = 1.0  # how long the server outlives a starter that was killed
+PARENT_POLL_SECONDS = 1.0  # how long the server may outlive a killed parent
 SHUTDOWN_SECONDS = 2
 MAX_CONNECTIONS = 4096
 EXIT_USAGE = 2
@@ -25,31 +25,39 @@ EXIT_USAGE = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     parser.add_argument(
-        "--corpus", type=Path, required=True, help="JSON lines with id and contents"
+        "--corpus", type=Path, required=True, help="JSON-lines file with id and contents"
     )
-    parser.add_argument("--index", choices=("bm25", "faiss"), default="bm25", help="how to search")
+    parser.add_argument("--index", choices=("bm25", "faiss"), default="bm25", help="search method")
     parser.add_argument(
-        "--index-path", type=Path, help="where the index is kept; made there if it is missing"
+        "--index-path",
+        type=Path,
+        help="file or folder of the saved index; created if it is missing",
     )
     parser.add_argument(
-        "--encoder", default="intfloat/e5-base-v2", help="text encoder of --index faiss"
+        "--encoder", default="intfloat/e5-base-v2", help="text encoder for --index faiss"
     )
     parser.add_argument(
         "--host", default=LOOPBACK, help="address to listen on; there is no password"
     )
-    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
-    parser.add_argument("--topk", type=int, default=3, help="passages where a request says nothing")
-    parser.add_argument("--max-body-bytes", type=int, default=1 << 20)
-    parser.add_argument("--max-queries", type=int, default=256, help="of one request")
-    parser.add_argument("--max-query-characters", type=int, default=8192)
-    parser.add_argument("--max-topk", type=int, default=100)
-    # Of `launch.py`: a socket that listens already, and whose end is also this server's.
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port to listen on; 0: any free port"
+    )
+    parser.add_argument("--topk", type=int, default=3, help="default number of passages per query")
+    parser.add_argument(
+        "--max-body-bytes", type=int, default=1 << 20, help="size limit of a request's body"
+    )
+    parser.add_argument("--max-queries", type=int, default=256, help="limit of queries per request")
+    parser.add_argument(
+        "--max-query-characters", type=int, default=8192, help="length limit of a query"
+    )
+    parser.add_argument("--max-topk", type=int, default=100, help="limit of passages per query")
+    # For `launch.py`: a socket that is already listening, and the parent process to exit with.
     parser.add_argument("--socket-fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serve until a signal ends it; returns the exit code."""
+    """Serve until a signal stops the server; return the exit code."""
     if options.parent is not None:
         threading.Thread(target=_end_with, args=(options.parent,), daemon=True).start()
     try:
@@ -57,7 +65,7 @@ def serve(options: argparse.Namespace) -> int:
 
         from skyrl_fast.extras.search.server import Limits, make_app
     except ImportError as error:
-        return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[search]'")
+        return _usage_error(f"a package is missing: {error}; pip install 'skyrl-fast[search]'")
     from skyrl_fast.extras.search.corpus import Corpus
 
     limits = Limits(
@@ -71,7 +79,7 @@ def serve(options: argparse.Namespace) -> int:
         app = make_app(corpus, _index(options, corpus), topk=options.topk, limits=limits)
         listening = _listen(options)
     except (ImportError, OSError, ValueError) as error:
-        return _complain(str(error))
+        return _usage_error(str(error))
     host, port = listening.getsockname()[:2]
     sys.stderr.write(f"{len(corpus)} passages at http://{host}:{port}/retrieve\n")
     server = uvicorn.Server(
@@ -109,12 +117,12 @@ def _listen(options: argparse.Namespace) -> socket.socket:
 
 
 def _end_with(parent: int) -> None:
-    """A starter that was killed cannot stop its server: end when it is gone."""
+    """Exit when the parent is gone: a killed parent cannot stop its server."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
     os._exit(1)
 
 
-def _complain(message: str) -> int:
+def _usage_error(message: str) -> int:
     sys.stderr.write(f"skyrl-fast retrieval: {message}\n")
     return EXIT_USAGE

@@ -1,4 +1,4 @@
-"""Passages in a JSON-lines file, read one at a time where they lie."""
+"""Passages in a JSON-lines file, memory-mapped and read one at a time."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 
 
 class Corpus:
-    """The passages of a file; only their places are in memory.
+    """The passages of a file; only their offsets are in memory.
 
-    A line is a JSON object with the text `contents` and, if it has one, an `id`; Search-R1's
-    passages have the title in quotation marks on the first line of `contents`.
+    A line is a JSON object with the text `contents` and an optional `id`; Search-R1's passages have
+    the title in quotation marks on the first line of `contents`.
 
     Args:
         path: the file.
 
     Raises:
-        ValueError: it is missing or empty, or a line is no such object; the line is named.
+        ValueError: it is missing or empty, or a line is invalid; the message names the line.
 
     Example:
         >>> Corpus(Path("corpus.jsonl"))[0]
@@ -41,7 +41,7 @@ class Corpus:
             raise ValueError(f"corpus: {path} has no passages")
 
     def _find_lines(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where each passage begins, and the number of its line, blank lines left out."""
+        """Return the offset and line number of each passage; blank lines are skipped."""
         begins, lines, begin = [], [], 0
         self._bytes.seek(0)
         for number, line in enumerate(iter(self._bytes.readline, b""), start=1):
@@ -52,11 +52,11 @@ class Corpus:
         return np.array(begins, dtype=np.int64), np.array(lines, dtype=np.int64)
 
     def __len__(self) -> int:
-        """How many passages."""
+        """Return the number of passages."""
         return len(self._begins)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The passage with this number: `id` (its number, where it has none) and `contents`."""
+        """Return the passage with this number: `id` (default: its number) and `contents`."""
         begin = int(self._begins[index])
         end = self._bytes.find(b"\n", begin)
         line = self._bytes[begin : end if end >= 0 else len(self._bytes)]
@@ -64,16 +64,16 @@ class Corpus:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{where}: no JSON: {error}") from error
+            raise ValueError(f"{where}: invalid JSON: {error}") from error
         if not isinstance(row, dict) or not isinstance(row.get("contents"), str):
             raise ValueError(f"{where}: wanted an object with the text 'contents'")
         return {"id": _sendable(str(row.get("id", index))), "contents": _sendable(row["contents"])}
 
     def texts(self) -> Iterator[str]:
-        """The contents of all passages, in order."""
+        """Return the contents of all passages, in order."""
         return (self[index]["contents"] for index in range(len(self)))
 
 
 def _sendable(text: str) -> str:
-    """The text with a question mark for half a surrogate pair, which no answer could hold."""
+    """Return the text with "?" for each lone surrogate, which UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

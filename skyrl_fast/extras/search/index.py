@@ -1,4 +1,4 @@
-"""What finds passages: BM25 by bm25s, or vectors by FAISS.
+"""Search indexes: BM25 by bm25s, or vectors by FAISS.
 
 N passages, Q queries, D dimensions of a vector.
 """
@@ -27,15 +27,15 @@ class Index(Protocol):
     name: str
 
     def search(self, queries: Sequence[str], topk: int) -> list[Hits]:
-        """For each query at most `topk` passages, best first; equal scores in corpus order."""
+        """Return for each query at most `topk` passages, best first; ties in corpus order."""
 
 
 class MissingPackageError(ImportError):
-    """An optional package is not installed; the message says which."""
+    """An optional package is not installed; the message names it."""
 
 
 def best(scores: np.ndarray, topk: int) -> Hits:
-    """The `topk` largest positive scores, equal ones by number, whatever the sort is like.
+    """Return the `topk` largest positive scores; ties in the order of their numbers.
 
     Args:
         scores: (N,) float.
@@ -54,19 +54,19 @@ def best(scores: np.ndarray, topk: int) -> Hits:
 
 
 @contextmanager
-def _kept(path: Path) -> Iterator[None]:
-    """What a kept index cannot be read for, as an error that names it."""
+def _reading(path: Path) -> Iterator[None]:
+    """Raise ValueError naming the saved index if it cannot be read."""
     try:
         yield
     except (AttributeError, EOFError, LookupError, OSError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"index: {path} cannot be read, delete it to make it anew: "
+            f"index: {path} cannot be read, delete it to rebuild it: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
 def _partial(path: Path) -> Path:
-    """Where an index is written before it takes its place whole; what a kill left there goes."""
+    """Return where an index is written before it is renamed; remove an interrupted one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     if partial.is_dir():
@@ -77,15 +77,15 @@ def _partial(path: Path) -> Path:
 class Bm25Index:
     """BM25 (Robertson and Zaragoza 2009, Lucene's variant) over words, in memory.
 
-    A passage without any word of the query is no hit.
+    A passage without any word of the query is not returned.
 
     Args:
-        corpus: what is searched.
-        folder: where the index is kept; loaded if it is there, else written. None: not kept.
+        corpus: passages to search.
+        folder: of the saved index; loaded if it exists, else written. None: not saved.
 
     Raises:
-        MissingPackageError: without bm25s.
-        ValueError: the kept index is of another corpus or cannot be read; no passage has a word.
+        MissingPackageError: bm25s is not installed.
+        ValueError: the saved index is of another corpus or cannot be read; no passage has words.
     """
 
     name = "bm25"
@@ -99,19 +99,19 @@ class Bm25Index:
             ) from error
         self._tokenize = bm25s.tokenize
         if folder is not None and folder.exists():
-            with _kept(folder):
+            with _reading(folder):
                 self._bm25 = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
                 indexed = int(self._bm25.scores["num_docs"])
             if indexed != len(corpus):
                 raise ValueError(
                     f"index: {folder} is of {indexed} passages, {corpus.path} has {len(corpus)}: "
-                    "delete the folder to make it anew"
+                    "delete the folder to rebuild it"
                 )
             return
         self._bm25 = bm25s.BM25(method="lucene")
         words = bm25s.tokenize(list(corpus.texts()), stopwords="en", show_progress=False)
         if not words.vocab:
-            raise ValueError(f"index: {corpus.path} has no words but very frequent ones")
+            raise ValueError(f"index: {corpus.path} has no words except very frequent ones")
         self._bm25.index(words, show_progress=False)
         if folder is not None:
             partial = _partial(folder)
@@ -126,16 +126,16 @@ class Bm25Index:
         (words,) = self._tokenize(
             [query], stopwords="en", return_ids=False, show_progress=False, allow_empty=False
         )
-        # bm25s stands the empty word for a text without words.
+        # bm25s returns the empty word for a text without words.
         known = [word for word in words if word and word in self._bm25.vocab_dict]
         return best(self._bm25.get_scores(known), topk) if known else []
 
 
 class Encoder(Protocol):
-    """Texts to vectors of length 1."""
+    """Encodes texts as vectors of length 1."""
 
     def encode(self, texts: Sequence[str], *, is_query: bool) -> np.ndarray:
-        """(Q,) texts to (Q, D) float32."""
+        """Return the vectors of Q texts: (Q, D) float32."""
 
 
 class TransformersEncoder:
@@ -143,7 +143,7 @@ class TransformersEncoder:
 
     Args:
         path: folder or hub name; its code is never run.
-        query_prefix, passage_prefix: what the model was trained to see before either kind of text.
+        query_prefix, passage_prefix: of each kind of text in the model's training.
     """
 
     def __init__(
@@ -178,14 +178,14 @@ class FaissIndex:
     """Exact inner products of vectors, by FAISS.
 
     Args:
-        corpus: what is searched.
-        encoder: makes the vectors.
-        file: where the vectors are kept (any FAISS index of the same passages will do); loaded if
-            it is there, else written. None: not kept.
+        corpus: passages to search.
+        encoder: computes the vectors.
+        file: of the saved vectors (any FAISS index of the same passages); loaded if it exists,
+            else written. None: not saved.
 
     Raises:
-        MissingPackageError: without faiss.
-        ValueError: the kept index is of another corpus or encoder, or cannot be read.
+        MissingPackageError: faiss is not installed.
+        ValueError: the saved index is of another corpus or encoder, or cannot be read.
     """
 
     name = "faiss"
@@ -200,18 +200,18 @@ class FaissIndex:
             ) from error
         self._encoder = encoder
         if file is not None and file.exists():
-            with _kept(file):
+            with _reading(file):
                 self._faiss: Any = faiss.read_index(str(file))
             width = encoder.encode(["width"], is_query=True).shape[1]
             if self._faiss.d != width:
                 raise ValueError(
-                    f"index: {file} has vectors of {self._faiss.d} numbers, the encoder gives "
-                    f"{width}: delete the file to make it anew"
+                    f"index: {file} has vectors of size {self._faiss.d}, the encoder's have "
+                    f"{width}: delete the file to rebuild it"
                 )
             if self._faiss.ntotal != len(corpus):
                 raise ValueError(
                     f"index: {file} is of {self._faiss.ntotal} passages, {corpus.path} has "
-                    f"{len(corpus)}: delete the file to make it anew"
+                    f"{len(corpus)}: delete the file to rebuild it"
                 )
             return
         texts = list(corpus.texts())

@@ -1,4 +1,4 @@
-"""A search server of one's own for the length of a `with` block."""
+"""A search server that runs during a `with` block."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import skyrl_fast
 from skyrl_fast.extras.search.command import LOOPBACK
 
 POLL_SECONDS = 0.1
-STOP_SECONDS = 5.0  # to end by itself before it is killed
+STOP_SECONDS = 5.0  # to exit by itself before it is killed
 LOG_TAIL = 2000  # characters of the log that an error shows
 
 
 class RetrievalServerError(RuntimeError):
-    """The server did not start; the message ends with what it said."""
+    """The server did not start; the message ends with its output."""
 
 
 @contextmanager
@@ -36,21 +36,21 @@ def retrieval_server(
 ) -> Iterator[str]:
     """Start `skyrl-fast retrieval` on a free port of loopback, and stop it at the end.
 
-    The server is healthy when the block begins. It ends with the block, also on errors and on
-    Ctrl-C (which does not reach it directly: what the block still does can search), and within a
-    second where this process is killed.
+    The server is healthy when the block begins. It stops at the end of the block, also on errors
+    and on Ctrl-C (which does not reach it directly, so that the rest of the block can still
+    search), and within a second if this process is killed.
 
     Args:
         corpus: JSON-lines file of passages.
-        log_file: what the server says goes there.
+        log_file: file for the server's output.
         arguments: further options of the command.
-        start_seconds: to become healthy in.
+        start_seconds: time for the server to become healthy.
 
     Yields:
         The address of `/retrieve`.
 
     Raises:
-        RetrievalServerError: it ended, or is not healthy in time.
+        RetrievalServerError: it exited, or did not become healthy in time.
     """
     listening = socket.create_server((LOOPBACK, 0))
     address = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
@@ -68,7 +68,7 @@ def retrieval_server(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is ours to handle
+            start_new_session=True,  # Ctrl-C is handled here
             env={**os.environ, "PYTHONPATH": path},
         )
     try:
@@ -85,7 +85,7 @@ def _wait_until_healthy(
     while not _is_healthy(address):
         if process.poll() is not None:
             raise RetrievalServerError(
-                f"the retrieval server ended with code {process.returncode}: {_tail(log_file)}"
+                f"the retrieval server exited with code {process.returncode}: {_tail(log_file)}"
             )
         if time.monotonic() > deadline:
             raise RetrievalServerError(
@@ -95,7 +95,7 @@ def _wait_until_healthy(
 
 
 def _is_healthy(address: str) -> bool:
-    # No proxy of the environment stands between a program and its own loopback.
+    # Ignore proxies of the environment, which are wrong for loopback.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{address}/health", timeout=1.0) as answer:

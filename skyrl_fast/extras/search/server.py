@@ -1,4 +1,4 @@
-"""The HTTP side: `POST /retrieve` and `GET /health`. What comes in is a model's or a stranger's."""
+"""The HTTP server: `POST /retrieve` and `GET /health`. Requests are untrusted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNPROCESSABLE = 422
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request may ask for at most; more is refused with a 4xx answer.
+    """Limits of a request; a larger one is refused with a 4xx answer.
 
     Args:
         body_bytes: of one request.
@@ -41,7 +41,7 @@ class Limits:
 
 
 class RetrieveRequest(BaseModel):
-    """One `query` or a list of `queries`; how many passages for each; scores wanted or not."""
+    """One `query` or a list of `queries`, the passages per query, and whether to return scores."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -52,18 +52,18 @@ class RetrieveRequest(BaseModel):
 
 
 def make_app(corpus: Corpus, index: Index, *, topk: int = 3, limits: Limits | None = None) -> Any:
-    """The application that uvicorn serves.
+    """Return the application that uvicorn serves.
 
     Args:
         corpus: the passages.
-        index: finds them.
-        topk: passages per query where a request does not say.
-        limits: what a request may ask for.
+        index: searches them.
+        topk: default number of passages per query.
+        limits: of a request.
 
     Returns:
         An ASGI application. `POST /retrieve` answers `{"result": [one list per query]}`, whose
-        entries are `{"document": {"id", "contents"}, "score"}` with `return_scores`, else the
-        documents alone. `GET /health` answers when the index is ready.
+        entries are `{"document": {"id", "contents"}, "score"}` with `return_scores`, else only the
+        documents. `GET /health` answers when the index is ready.
     """
     limits = limits or Limits()
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -89,7 +89,7 @@ def make_app(corpus: Corpus, index: Index, *, topk: int = 3, limits: Limits | No
 
     @app.exception_handler(RequestValidationError)
     def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
-        # What was wrong and where; never the input itself, which may be long.
+        # The error and its place; never the input itself, which may be long.
         what = [{"where": list(map(_place, e["loc"])), "what": e["msg"]} for e in error.errors()]
         return JSONResponse({"detail": what[:5]}, status_code=UNPROCESSABLE)
 
@@ -97,7 +97,7 @@ def make_app(corpus: Corpus, index: Index, *, topk: int = 3, limits: Limits | No
 
 
 def _place(part: int | str) -> str:
-    """Part of a place in a request; a key that we do not know is the sender's own text."""
+    """Return part of a place in a request; unknown keys, which the sender chose, are hidden."""
     known = isinstance(part, int) or part == "body" or part in RetrieveRequest.model_fields
     return str(part) if known else "an unknown key"
 
@@ -115,7 +115,7 @@ def _checked(request: RetrieveRequest, topk: int, limits: Limits) -> tuple[list[
     if longest > limits.query_characters:
         raise refuse(f"query: wanted at most {limits.query_characters} characters, got {longest}")
     if not all(_is_text(query) for query in queries):
-        raise refuse("query: wanted text, got half a surrogate pair")
+        raise refuse("query: wanted text, got a lone surrogate")
     wanted = topk if request.topk is None else request.topk
     if not 1 <= wanted <= limits.topk:
         raise refuse(f"topk: wanted 1 to {limits.topk}, got {wanted}")
@@ -125,20 +125,20 @@ def _checked(request: RetrieveRequest, topk: int, limits: Limits) -> tuple[list[
 def _is_text(query: str) -> bool:
     try:
         query.encode()
-    except UnicodeEncodeError:  # JSON can spell what UTF-8 cannot
+    except UnicodeEncodeError:  # JSON can contain lone surrogates, UTF-8 cannot
         return False
     return True
 
 
 class BodyLimit:
-    """Lets only requests through whose body is small and arrives in time: else 413 or 408."""
+    """Pass only requests whose body is small and arrives in time; otherwise answer 413 or 408."""
 
     def __init__(self, app: Any, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection, as ASGI wants it."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -163,7 +163,7 @@ class BodyLimit:
         await self._app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The whole body, or None where it is too long."""
+        """Return the complete body, or None if it is too long."""
         parts, size = [], 0
         while True:
             message = await receive()

@@ -1,4 +1,4 @@
-"""skyrl_gym's text2sql environment, with the model's SQL kept on a leash.
+"""skyrl_gym's text2sql environment, with the model's SQL in a sandbox.
 
 Actions, observations and rewards are those of `skyrl_gym`'s `SQLEnv`; queries run through
 `run_query`, and rows are shown in the query's order.
@@ -23,23 +23,23 @@ from skyrl_fast.extras.text2sql.query import (
 
 log = logging.getLogger(__name__)
 
-ENTRY_POINT = "skyrl_gym.envs.sql.env:SQLEnv"  # what this environment takes the place of
+ENTRY_POINT = "skyrl_gym.envs.sql.env:SQLEnv"  # the environment that this one replaces
 FOLDERS = {
     "synsql": "SynSQL-2.5M/databases",
     "spider": "spider/database",
     "bird": "bird/train/train_databases",
 }
 DEFAULT_MAX_TURNS = 5
-# An observation shows at most 50 rows of a long result, so it need not be read to its end.
+# An observation shows at most 50 rows of a long result, so the rest need not be read.
 LOOK = QueryLimits(seconds=5.0, max_rows=10_000, max_bytes=1 << 24, cut=True)
 JUDGE = QueryLimits(seconds=30.0, max_rows=1_000_000, max_bytes=1 << 28)
-LONG_OBSERVATION = 9_000  # characters; longer ones are cut to ...
+LONG_OBSERVATION = 9_000  # characters; longer ones are truncated to ...
 ROWS_OF_LONG_OBSERVATION = 50
-WIDEST_CELL = 2_000  # characters of a cell, where the table would be larger than ...
+WIDEST_CELL = 2_000  # characters of a cell, if the table would be larger than ...
 LARGEST_TABLE = 1_000_000  # characters
 WRONG_FORMAT, WRONG, RIGHT = -1.0, 0.0, 1.0
-# While pandas writes a table it changes a display option of the whole process and sets it back: a
-# table that another thread is still writing would then lose what is beyond 50 characters of a cell.
+# pandas changes a display option of the process while it writes a table, and then restores it. A
+# table that another thread is writing at that time would have its cells cut at 50 characters.
 _writing = threading.Lock()
 INVALID_ACTION = (
     "Your previous action is invalid. Follow the format of outputting thinking process and sql "
@@ -71,7 +71,7 @@ class Text2SqlEnv:
         self._history: list[str] = []  # actions and observations
 
     def init(self, prompt: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """The prompt as it is."""
+        """Return the prompt unchanged."""
         return prompt, {}
 
     def step(self, action: str) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Text2SqlEnv:
 
 
 def database_file(db_path: str, data: str, db_id: str) -> Path:
-    """The SQLite file of a database; `db_id` names one folder and cannot lead out of it.
+    """Return the SQLite file of a database; `db_id` is one folder name and cannot leave it.
 
     Raises:
         ValueError: an unknown data set, or `db_id` is no plain name.
@@ -147,7 +147,7 @@ def database_file(db_path: str, data: str, db_id: str) -> Path:
 
 
 def render_rows(rows: Sequence[Row]) -> str:
-    """Rows as the model sees them: a table without names, the first 50 rows of a long one.
+    """Return rows as the model sees them: a table without names, cut to 50 rows if it is long.
 
     Example:
         >>> print(render_rows([("pen", 3), ("ink", 5)]))
@@ -157,7 +157,7 @@ def render_rows(rows: Sequence[Row]) -> str:
     """
     import pandas
 
-    # The table pads every cell to its column's width: one wide cell would make all of them wide.
+    # Every cell is padded to its column's width: one wide cell would make all of them wide.
     if rows and len(rows) * sum(max(map(_width, column)) for column in zip(*rows, strict=True)) > (
         LARGEST_TABLE
     ):

@@ -1,7 +1,7 @@
-"""One query that nobody vouches for, on a SQLite file that it cannot change.
+"""An untrusted query on a SQLite file that it cannot change.
 
-The connection is read-only, an authorizer lets only reading statements through, and time, rows and
-memory are limited. Nothing outside the one file can be reached.
+The connection is read-only, an authorizer accepts only reading statements, and time, rows and
+memory are limited. Nothing outside the file can be accessed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from urllib.parse import quote
 
 Row = tuple[Any, ...]
 
-NUMBER_BYTES = 8  # of a number or NULL; as an object of Python it takes up to four times that
+NUMBER_BYTES = 8  # of a number or NULL; as a Python object it takes up to four times as much
 OPERATIONS_PER_CHECK = 1_000  # of SQLite's virtual machine; with large values each takes long
-# SQLite counts this over all connections of the process, and it can only be lowered.
+# SQLite's limit is for all connections of the process, and it can only be lowered.
 HEAP_BYTES = 1 << 30
 LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000,  # bytes of one value or row
@@ -50,13 +50,13 @@ class QueryTimeoutError(QueryError):
 
 @dataclass(frozen=True, slots=True)
 class QueryLimits:
-    """How much a query may take.
+    """Limits of a query.
 
     Args:
-        seconds: of running; one call of an SQL function is not interrupted.
-        max_rows: of the result, before equal rows are joined.
+        seconds: of run time; one call of an SQL function is not interrupted.
+        max_rows: of the result, before duplicates are removed.
         max_bytes: of the result, a number counted as NUMBER_BYTES.
-        cut: a larger result is cut at the limit; False: it is an error.
+        cut: whether a larger result is truncated at the limit; False: it is an error.
     """
 
     seconds: float
@@ -66,16 +66,16 @@ class QueryLimits:
 
 
 def run_query(path: Path, sql: str, limits: QueryLimits) -> list[Row]:
-    """Distinct rows of the result, in the query's order.
+    """Return the distinct rows of the result, in the query's order.
 
     Args:
         path: an existing SQLite file.
-        sql: one statement, from anybody.
-        limits: what it may take.
+        sql: one untrusted statement.
+        limits: of time and size.
 
     Raises:
         QueryTimeoutError: it ran longer than `limits.seconds`.
-        QueryError: it is no reading query, is wrong, or the result is too large.
+        QueryError: it is no reading query, is invalid, or its result is too large.
     """
     deadline = time.monotonic() + limits.seconds
     late = False
@@ -83,7 +83,7 @@ def run_query(path: Path, sql: str, limits: QueryLimits) -> list[Row]:
     def check() -> int:
         nonlocal late
         late = time.monotonic() > deadline
-        return late  # anything but 0 ends the query
+        return late  # any value but 0 ends the query
 
     connection = None
     try:
@@ -118,14 +118,14 @@ def _connect(path: Path, seconds: float) -> sqlite3.Connection:
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_place: str | None) -> int:
-    """SQLite asks about every single thing that a statement would do."""
+    """Return whether SQLite may do one action; it asks for every action of a statement."""
     allowed = action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE)
     if action == sqlite3.SQLITE_FUNCTION:
         allowed = (second or "").lower() not in FORBIDDEN_FUNCTIONS
     elif action == sqlite3.SQLITE_PRAGMA:
         allowed = (first or "").lower() in READING_PRAGMAS
     elif action == sqlite3.SQLITE_UPDATE:
-        # Asked for table-valued functions such as json_each; a real change is refused all the same.
+        # Asked for table-valued functions such as json_each; a real change is still refused.
         allowed = first == "sqlite_master"
     return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
 

@@ -1,4 +1,4 @@
-"""Run a module of SkyRL's with the stand-ins installed: `python -m skyrl_fast.integrations.skyrl`.
+"""Run a module of SkyRL with the replacements: `python -m skyrl_fast.integrations.skyrl`.
 
 python -m skyrl_fast.integrations.skyrl [--mode compat|fixed] MODULE [ARGUMENTS ...]
 """
@@ -13,14 +13,14 @@ from skyrl_fast.integrations.skyrl.switch import MODES, install
 
 
 def main() -> None:
-    """Install, then run the module as if it had been started itself."""
+    """Install, then run the module as `python -m MODULE` would."""
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_fast.integrations.skyrl",
         description="Run a module with skyrl_fast installed in SkyRL.",
     )
-    parser.add_argument("--mode", choices=MODES, default="compat")
-    parser.add_argument("module", help="such as skyrl.train.entrypoints.main_base")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the module")
+    parser.add_argument("--mode", choices=MODES, default="compat", help="mode of `install`")
+    parser.add_argument("module", help="module to run, such as skyrl.train.entrypoints.main_base")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the module")
     args = parser.parse_args()
     print(install(args.mode), file=sys.stderr)
     sys.argv = [args.module, *args.arguments]

@@ -1,8 +1,8 @@
 """SkyRL's outcome estimators and its step-wise block. N rows, J trajectories, R padded cells.
 
-Group statistics are SkyRL's to the bit: the mean is rounded to float32 before anything is
-subtracted from it, as torch does. So they are taken here, for all groups of a size at once, and
-not by `skyrl_fast.group_advantage`, which keeps float64 throughout.
+Group statistics are bit-identical to SkyRL's: the mean is rounded to float32 before it is
+subtracted, as in torch. So they are computed here, for all groups of a size at once, and not by
+`skyrl_fast.group_advantage`, which uses float64 throughout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ import torch
 
 from skyrl_fast.batch.row_index import dense_ids
 from skyrl_fast.integrations.skyrl.names import BY_NAME
-from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError, find, require, stand_in
+from skyrl_fast.integrations.skyrl.replacement import (
+    ORIGINALS,
+    UnsupportedInputError,
+    find,
+    replaces,
+    require,
+)
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.pack.cell_rows import count_nonzeros, multiply_rows
 
@@ -26,11 +32,11 @@ GRPO, RLOO, MAXRL = (
     "compute_rloo_outcome_advantage",
     "compute_maxrl_advantage",
 )
-OF_ESTIMATOR = {"grpo": GRPO, "rloo": RLOO, "maxrl": MAXRL}
+ESTIMATOR_FUNCTIONS = {"grpo": GRPO, "rloo": RLOO, "maxrl": MAXRL}
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@stand_in(GRPO)
+@replaces(GRPO)
 def compute_grpo_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -48,11 +54,11 @@ def compute_grpo_outcome_advantage(
         grpo_norm_by_std: whether to divide by it.
     """
     scores = _scores(token_level_rewards)
-    of_rows = _outcomes(GRPO, scores, index, epsilon, grpo_norm_by_std)
-    return _broadcast(of_rows, response_mask)
+    row_values = _outcomes(GRPO, scores, index, epsilon, grpo_norm_by_std)
+    return _broadcast(row_values, response_mask)
 
 
-@stand_in(RLOO)
+@replaces(RLOO)
 def compute_rloo_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -63,13 +69,13 @@ def compute_rloo_outcome_advantage(
 
     Args:
         token_level_rewards, response_mask: (N, R).
-        index: N, the group of each row. Groups of one are left to SkyRL, which warns of each.
+        index: N, the group of each row. Groups of one are passed to SkyRL, which warns of each.
     """
-    of_rows = _outcomes(RLOO, _scores(token_level_rewards), index)
-    return _broadcast(of_rows, response_mask)
+    row_values = _outcomes(RLOO, _scores(token_level_rewards), index)
+    return _broadcast(row_values, response_mask)
 
 
-@stand_in(MAXRL)
+@replaces(MAXRL)
 def compute_maxrl_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -84,13 +90,13 @@ def compute_maxrl_advantage(
         index: N, the group of each row.
         epsilon: added to the group's mean.
     """
-    of_rows = _outcomes(MAXRL, _scores(token_level_rewards), index, epsilon)
-    return _broadcast(of_rows, response_mask)
+    row_values = _outcomes(MAXRL, _scores(token_level_rewards), index, epsilon)
+    return _broadcast(row_values, response_mask)
 
 
 def _scores(rewards: torch.Tensor) -> torch.Tensor:
-    require(rewards.dtype == torch.float32 and rewards.device.type == "cpu", "other rewards")
-    require(rewards.ndim == 2 and len(rewards) > 0, "rewards of another shape")
+    require(rewards.dtype == torch.float32 and rewards.device.type == "cpu", "unsupported rewards")
+    require(rewards.ndim == 2 and len(rewards) > 0, "rewards of unsupported shape")
     return rewards.detach().sum(dim=-1)
 
 
@@ -101,11 +107,11 @@ def _outcomes(
     epsilon: float = 1e-6,
     norm_by_std: bool = True,
 ) -> torch.Tensor:
-    """Return (J,) float32, each score against its group."""
+    """Return (J,) float32, each score relative to its group."""
     labels = index.tolist() if isinstance(index, np.ndarray) else list(index)
-    require(len(labels) == len(scores), "another number of groups' names")
+    require(len(labels) == len(scores), "wrong number of groups' names")
     kinds = set(map(type, labels))
-    require(kinds == {str} or kinds == {int}, "groups' names of another type")
+    require(kinds == {str} or kinds == {int}, "groups' names of unsupported type")
     groups = dense_ids(labels)
     sizes = np.bincount(groups)
     order = np.argsort(groups, kind="stable")
@@ -114,17 +120,17 @@ def _outcomes(
     for size in np.unique(sizes).tolist():
         chosen = np.flatnonzero(sizes == size)
         rows = torch.from_numpy(order[(ends[chosen] - size)[:, None] + np.arange(size)])
-        out[rows] = _of_groups(estimator, scores[rows], epsilon, norm_by_std)
+        out[rows] = _group_outcomes(estimator, scores[rows], epsilon, norm_by_std)
     return out
 
 
-def _of_groups(
+def _group_outcomes(
     estimator: str, scores: torch.Tensor, epsilon: float, norm_by_std: bool
 ) -> torch.Tensor:
-    """Return the outcomes of (G, n) scores, groups of one size."""
+    """Return the outcomes of (G, n) scores, G groups of n."""
     size = scores.shape[1]
     if size == 1 and estimator == RLOO:
-        raise NotOursError("groups of one, of which SkyRL warns")
+        raise UnsupportedInputError("groups of one, of which SkyRL warns")
     mean = scores.mean(dim=1, keepdim=True) if size > 1 else torch.zeros_like(scores)
     centred = scores - mean
     if estimator == RLOO:
@@ -137,7 +143,7 @@ def _of_groups(
 
 
 def _std(scores: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """Return (G, 1): what torch.std gives for each row alone, around the mean in float32."""
+    """Return (G, 1): bit-identical to torch.std of each row, around the mean in float32."""
     squares = (scores.double() - mean.double()).square()
     total = squares[:, 0].clone()
     for column in squares.unbind(1)[1:]:
@@ -145,25 +151,25 @@ def _std(scores: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     return (total / (scores.shape[1] - 1)).sqrt().to(scores.dtype)[:, None]
 
 
-def _broadcast(of_rows: torch.Tensor, response_mask: torch.Tensor) -> Pair:
-    require(response_mask.device.type == "cpu" and response_mask.ndim == 2, "another mask")
-    wide = torch.result_type(of_rows, response_mask)
-    require(wide == torch.float32, "a mask of another dtype")
+def _broadcast(row_values: torch.Tensor, response_mask: torch.Tensor) -> Pair:
+    require(response_mask.device.type == "cpu" and response_mask.ndim == 2, "unsupported mask")
+    dtype = torch.result_type(row_values, response_mask)
+    require(dtype == torch.float32, "a mask of unsupported dtype")
     out = _backend.empty(response_mask.shape, torch.float32)
-    torch.mul(of_rows[:, None], response_mask, out=out)
+    torch.mul(row_values[:, None], response_mask, out=out)
     return out, out
 
 
 # --- the step-wise block -----------------------------------------------------------------------
 
 
-@stand_in(METHOD)
+@replaces(METHOD)
 @torch.no_grad()
 def compute_advantages_and_returns(self: Any, data: Any) -> Any:
-    """Return the batch with `advantages` and `returns`, as SkyRL's trainer's method of that name.
+    """Return the batch with `advantages` and `returns`, as SkyRL's method of that name.
 
-    Step-wise training with an outcome estimator. The rest, and estimators that are the user's own,
-    are SkyRL's. Both fields are one tensor, as they are in SkyRL without step-wise training.
+    For step-wise training with an outcome estimator; other training, and the user's own estimators,
+    are passed to SkyRL. Both fields are one tensor, as in SkyRL without step-wise training.
 
     Args:
         self: SkyRL's RayPPOTrainer.
@@ -174,21 +180,23 @@ def compute_advantages_and_returns(self: Any, data: Any) -> Any:
     require(self.cfg.generator.step_wise_trajectories is True, "training that is not step-wise")
     name = _builtin_estimator(algorithm.advantage_estimator)
     rewards, mask, metadata = data["rewards"], data["response_mask"], data.metadata
-    require(rewards.dtype == torch.float32 and rewards.device.type == "cpu", "other rewards")
-    require(mask.dtype == torch.int64 and mask.shape == rewards.shape, "another mask")
+    require(rewards.dtype == torch.float32 and rewards.device.type == "cpu", "unsupported rewards")
+    require(mask.dtype == torch.int64 and mask.shape == rewards.shape, "unsupported mask")
     flags = metadata["is_last_step"]
-    require(len(flags) == len(rewards) and set(map(type, flags)) <= {bool}, "other is_last_step")
+    require(
+        len(flags) == len(rewards) and set(map(type, flags)) <= {bool}, "unsupported is_last_step"
+    )
     require(flags[-1], "a last row that is no last step")
     last = torch.from_numpy(np.array(flags, dtype=bool))
     scores = _last_scores(rewards, last.nonzero()[:, 0])
     labels = list(compress(metadata["uids"], flags))
     outcomes = _outcomes(name, scores, labels, norm_by_std=algorithm.grpo_norm_by_std)
-    of_rows = outcomes[torch.cumsum(last, 0) - last.long()]
-    advantages, counts = multiply_rows(of_rows, mask.contiguous())
+    row_values = outcomes[torch.cumsum(last, 0) - last.long()]
+    advantages, counts = multiply_rows(row_values, mask.contiguous())
     data["returns"], data["advantages"] = advantages, advantages
     num_real = len(rewards) - metadata.get("pad_size", 0)
     final = scores[: int(last[:num_real].sum())].mean().item()
-    sums = of_rows[:num_real].double() * counts[:num_real]
+    sums = row_values[:num_real].double() * counts[:num_real]
     total = counts[:num_real].sum()
     data = data.to("cpu")
     _log(self, data, final, sums.sum() / total, sums.abs().sum() / total)
@@ -196,25 +204,25 @@ def compute_advantages_and_returns(self: Any, data: Any) -> Any:
 
 
 def _builtin_estimator(name: Any) -> str:
-    """Return the name of SkyRL's function for an estimator; refuse it where a user has another."""
-    require(str(name) in OF_ESTIMATOR, "an estimator of rewards of every step, or a user's")
-    target = OF_ESTIMATOR[str(name)]
+    """Return the name of SkyRL's function for an estimator; raise if a user replaced it."""
+    require(str(name) in ESTIMATOR_FUNCTIONS, "an estimator of every step's reward, or a user's")
+    target = ESTIMATOR_FUNCTIONS[str(name)]
     found = find(BY_NAME[target])
     if found is None:
-        raise NotOursError("SkyRL is not there")
+        raise UnsupportedInputError("SkyRL is not installed")
     module = found[0]
     entry = module.compute_advantages_and_returns
     require(getattr(entry, "__module__", None) == module.__name__, "a replaced function")
     registered = module.AdvantageEstimatorRegistry.get(name)
-    ours = (globals()[target], ORIGINALS.function(target), found[1])
-    require(any(registered is function for function in ours), "a user's own estimator")
+    builtin = (globals()[target], ORIGINALS.function(target), found[1])
+    require(any(registered is function for function in builtin), "a user's own estimator")
     return target
 
 
 def _last_scores(rewards: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return (J,) sums of the rewards of these rows, to the bit what torch gives."""
+    """Return (J,) sums of the rewards of these rows, bit-identical to torch's."""
     nonzeros, lasts, _ = count_nonzeros(rewards.detach().contiguous(), ends)
-    if int(nonzeros.max()) <= 1:  # that number, in whatever order it is summed
+    if int(nonzeros.max()) <= 1:  # the sum is that number, in any order of summation
         return lasts
     return rewards[ends].sum(dim=-1)
 
@@ -222,7 +230,7 @@ def _last_scores(rewards: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 def _log(
     trainer: Any, data: Any, rewards: float, advantages: torch.Tensor, magnitude: torch.Tensor
 ) -> None:
-    """Write what SkyRL's method writes, under its names."""
+    """Log the same metrics as SkyRL's method, under its names."""
     from loguru import logger
 
     length = data.metadata["avg_response_length"]

@@ -12,54 +12,54 @@ import numpy as np
 import torch
 
 from skyrl_fast.integrations.skyrl.names import NEWEST
-from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, require, stand_in
+from skyrl_fast.integrations.skyrl.replacement import ORIGINALS, replaces, require
 from skyrl_fast.ops.pack import batch_tensors, padding_rows
 
 logger = logging.getLogger(__name__)
 CONVERT = "convert_prompts_responses_to_batch_tensors"
 PAD = "pad_training_input_batch"
-MAX_DUMMY_EXPERTS = 256  # beyond, the dummy route 0, 1, ... does not fit SkyRL's smallest dtype
+MAX_DUMMY_EXPERTS = 256  # above, the dummy route 0, 1, ... does not fit SkyRL's smallest dtype
 
 
 class SpareRows(threading.local):
-    """While a trainer converts: padding rows that are made with the batch, so that none is copied.
+    """Padding rows that a trainer's conversion allocates with the batch, so that none is copied.
 
-    `convert` makes them behind the rows that it returns; `pad` gives back what it finds there.
+    The conversion allocates them after the rows that it returns; padding returns the full tensors.
     """
 
     num_rows = 0
 
     def __init__(self) -> None:
-        self._wholes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._padded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @contextlib.contextmanager
-    def made(self, num_rows: int) -> Iterator[None]:
-        """Let `convert` make so many padding rows."""
+    def allocated(self, num_rows: int) -> Iterator[None]:
+        """Make conversions in the context allocate `num_rows` padding rows."""
         self.num_rows = num_rows
         try:
             yield
         finally:
             self.num_rows = 0
-            self._wholes.clear()
+            self._padded.clear()
 
-    def heads(self, tensors: batch_tensors.BatchTensors) -> batch_tensors.BatchTensors:
-        """Return the tensors without their last rows, which `whole` finds again."""
-        heads = [t if t is None else t[: len(t) - self.num_rows] for t in tensors]
-        for head, whole in zip(heads, tensors, strict=True):
-            if head is not None and whole is not None:
-                self._wholes[id(head)] = (head, whole)
-        return tuple(heads)  # type: ignore[return-value]
+    def without_padding(self, tensors: batch_tensors.BatchTensors) -> batch_tensors.BatchTensors:
+        """Return the tensors without their padding rows; store the full ones for `padded`."""
+        unpadded = [t if t is None else t[: len(t) - self.num_rows] for t in tensors]
+        for short, full in zip(unpadded, tensors, strict=True):
+            if short is not None and full is not None:
+                self._padded[id(short)] = (short, full)
+        return tuple(unpadded)  # type: ignore[return-value]
 
-    def whole(self, head: Any) -> torch.Tensor | None:
-        """Return the tensor with its padding rows, None for a tensor that has none."""
-        known = self._wholes.get(id(head))
-        return None if known is None else known[1]
+    def padded(self, tensor: Any) -> torch.Tensor | None:
+        """Return the tensor with its padding rows, None if it has none."""
+        found = self._padded.get(id(tensor))
+        return None if found is None else found[1]
 
 
 SPARE = SpareRows()
 
 
-@stand_in(CONVERT, renamed={"tokenizer": "pad_token_id"})
+@replaces(CONVERT, renamed={"tokenizer": "pad_token_id"})
 def convert_prompts_responses_to_batch_tensors(
     pad_token_id: Any,
     prompts: list[list[int]],
@@ -73,14 +73,14 @@ def convert_prompts_responses_to_batch_tensors(
     """Return the seven tensors of a padded batch, as SkyRL's function of that name.
 
     Args:
-        pad_token_id: the id, or, as up to 0.3.0, the tokenizer that has it.
+        pad_token_id: the id, or, up to 0.3.0, the tokenizer that has it.
         prompts, responses, rewards, loss_masks, logprobs: N rows.
-        rollout_expert_indices: N arrays (tokens, L, K). Up to 0.3.0, where the dummy route is
-            zeros, they are left to SkyRL.
-        max_seq_len: a warning is logged where a row is longer.
+        rollout_expert_indices: N arrays (tokens, L, K). Up to 0.3.0, whose dummy route is zeros,
+            the call is passed to SkyRL.
+        max_seq_len: a warning is logged if a row is longer.
 
     Raises:
-        What SkyRL raises.
+        The errors of SkyRL's function.
 
     Example:
         >>> rows = [[5]], [[7, 8]], [[0.0, 1.0]], [[1, 1]]
@@ -91,13 +91,15 @@ def convert_prompts_responses_to_batch_tensors(
     require(isinstance(rewards, list), "rewards that are no list")
     kinds = {list, np.ndarray} if newest else {list}
     for rows in (prompts, responses):
-        require(isinstance(rows, list) and set(map(type, rows)) <= kinds, "rows of another type")
+        require(
+            isinstance(rows, list) and set(map(type, rows)) <= kinds, "rows of unsupported type"
+        )
     require(
         all(kind is list or issubclass(kind, torch.Tensor) for kind in set(map(type, rewards))),
         "rewards that are neither lists nor tensors",
     )
     if rollout_expert_indices is not None:
-        require(newest and _are_canonical(rollout_expert_indices), "routes of another form")
+        require(newest and _are_canonical(rollout_expert_indices), "routes of unsupported form")
     if newest:
         require(not hasattr(pad_token_id, "pad_token_id"), "a tokenizer instead of an id")
     else:
@@ -107,7 +109,7 @@ def convert_prompts_responses_to_batch_tensors(
         pad_size=SPARE.num_rows,
     )  # fmt: skip
     if SPARE.num_rows:
-        tensors = SPARE.heads(tensors)
+        tensors = SPARE.without_padding(tensors)
     width = tensors[0].shape[1]
     if max_seq_len is not None and width > max_seq_len:
         logger.warning(
@@ -131,7 +133,7 @@ def _are_canonical(routes: Any) -> bool:
     )
 
 
-@stand_in("make_router_padding_mask")
+@replaces("make_router_padding_mask")
 def make_router_padding_mask(
     attention_mask: torch.Tensor, captured_route_lengths: Sequence[int]
 ) -> torch.Tensor:
@@ -139,7 +141,7 @@ def make_router_padding_mask(
 
     Args:
         attention_mask: (N, T) integers, left padded.
-        captured_route_lengths: N, the number of each row's first tokens that have a route.
+        captured_route_lengths: N, the number of leading tokens of each row that have a route.
 
     Raises:
         ValueError: SkyRL's.
@@ -149,20 +151,22 @@ def make_router_padding_mask(
         tensor([[ True, False,  True]])
     """
     require(not attention_mask.is_floating_point(), "a mask of floats")
-    require(attention_mask.ndim == 2, "a mask of another shape")
-    require(len(captured_route_lengths) == len(attention_mask), "another number of rows")
+    require(attention_mask.ndim == 2, "a mask of unsupported shape")
+    require(len(captured_route_lengths) == len(attention_mask), "wrong number of rows")
     require(min(captured_route_lengths, default=0) >= 0, "a negative length")
-    routes = [range(int(length)) for length in captured_route_lengths]  # only their lengths count
+    routes = [
+        range(int(length)) for length in captured_route_lengths
+    ]  # only their lengths are read
     return batch_tensors.router_padding_mask(routes, attention_mask)
 
 
-@stand_in(PAD)
+@replaces(PAD)
 def pad_training_input_batch(unpadded_batch: Any, pad_size: int) -> Any:
     """Return the batch with `pad_size` padding rows, as SkyRL's function of that name.
 
     Args:
         unpadded_batch: SkyRL's TrainingInputBatch, on the CPU.
-        pad_size: rows to add; 0 gives the same object back.
+        pad_size: rows to add; 0 returns the same object.
 
     Raises:
         AssertionError: SkyRL's.
@@ -171,14 +175,16 @@ def pad_training_input_batch(unpadded_batch: Any, pad_size: int) -> Any:
     require(device is None or device.type == "cpu", "a batch on another device")
     require(isinstance(pad_size, int) and pad_size >= 0, "a pad_size that is no count")
     if pad_size:
-        require(type(unpadded_batch).__name__ == "TrainingInputBatch", "a batch of another type")
+        require(
+            type(unpadded_batch).__name__ == "TrainingInputBatch", "a batch of unsupported type"
+        )
         for name in ("uids", "is_last_step"):
             value = (unpadded_batch.metadata or {}).get(name, [])
             require(isinstance(value, list), f"{name} that are no list")
         routes = unpadded_batch.get("rollout_expert_indices")
         mask = unpadded_batch.get("router_padding_mask")
         if routes is not None or mask is not None:
-            require(ORIGINALS.label(PAD) == NEWEST, "routes, which older texts pad otherwise")
+            require(ORIGINALS.label(PAD) == NEWEST, "routes, which older versions pad differently")
             require(mask is None or mask.dtype == torch.bool, "a router_padding_mask of numbers")
     if not pad_size or pad_size != SPARE.num_rows:
         return padding_rows.pad_training_input_batch(unpadded_batch, pad_size)
@@ -191,5 +197,5 @@ def pad_training_input_batch(unpadded_batch: Any, pad_size: int) -> Any:
 
 
 def _padded(name: str, value: Any, pad_size: int) -> Any:
-    whole = SPARE.whole(value)
-    return padding_rows.pad_field(name, value, pad_size, "repeat") if whole is None else whole
+    padded = SPARE.padded(value)
+    return padding_rows.pad_field(name, value, pad_size, "repeat") if padded is None else padded

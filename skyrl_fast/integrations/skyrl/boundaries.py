@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from skyrl_fast.batch.split import mini_batch_boundaries
-from skyrl_fast.integrations.skyrl.stand_in import require, stand_in
+from skyrl_fast.integrations.skyrl.replacement import replaces, require
 
 
-@stand_in("compute_prompt_mini_batch_boundaries")
+@replaces("compute_prompt_mini_batch_boundaries")
 def compute_prompt_mini_batch_boundaries(
     uids: list[str],
     mini_batch_size: int,
@@ -31,15 +31,15 @@ def compute_prompt_mini_batch_boundaries(
     """
     require(len(uids) > 0, "no rows")
     boundaries = mini_batch_boundaries(uids, mini_batch_size)
-    require(len(boundaries) * mini_batch_size == train_batch_size, "another number of prompts")
+    require(len(boundaries) * mini_batch_size == train_batch_size, "wrong number of prompts")
     if not is_stepwise:
         size = n_samples_per_prompt * mini_batch_size
         even = [(i * size, (i + 1) * size) for i in range(len(boundaries))]
-        require(boundaries == even, "prompts with another number of rows")
+        require(boundaries == even, "prompts with different numbers of rows")
     return boundaries
 
 
-@stand_in("compute_prompt_boundaries")
+@replaces("compute_prompt_boundaries")
 def compute_prompt_boundaries(uids: list[str]) -> list[tuple[int, int]]:
     """Return the (start, end) rows of each prompt, as SkyRL's function of that name.
 

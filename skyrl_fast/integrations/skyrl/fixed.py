@@ -1,4 +1,4 @@
-"""Mode "fixed": the contract's rules in place of SkyRL's, for outputs and tensors. N rows."""
+"""Mode "fixed": the specification's rules for outputs and tensors. N rows."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from skyrl_fast.train.algorithm.advantages import normalize_advantages
 
 
 def merge_stepwise_output(generator_output: Any) -> dict[str, Any]:
-    """Return the output with steps joined, time splits and routes of experts among them."""
+    """Return the output with merged steps, including time splits and expert routes."""
     return dict(generator_merge.merge_stepwise_output(generator_output))
 
 
 def validate_generator_output(
     num_prompts: int, generator_output: Any, step_wise: bool = False
 ) -> None:
-    """Check what the contract asks: NumPy's bools are bools, rows of a group are adjacent.
+    """Check the rules of the specification: NumPy bools are valid, rows of a group are adjacent.
 
     Raises:
-        ValueError: the first rule that is broken, with the row that breaks it.
+        ValueError: the first broken rule, with its row.
     """
     _check(generator_output, num_prompts, step_wise)
 
@@ -35,7 +35,7 @@ def _check(output: Any, num_prompts: int, step_wise: bool) -> None:
 
 
 def concatenate_generator_outputs(generator_outputs: Any, step_wise: bool = False) -> Any:
-    """Return SkyRL's concatenation, with step-wise metrics per trajectory and not per row."""
+    """Return SkyRL's concatenation, with step-wise metrics per trajectory instead of per row."""
     result = outputs.concatenate_generator_outputs(generator_outputs, step_wise=step_wise)
     if step_wise:
         result["rollout_metrics"].update(rollout_metrics(result))
@@ -45,7 +45,7 @@ def concatenate_generator_outputs(generator_outputs: Any, step_wise: bool = Fals
 def logprobs_from_logits(
     logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True
 ) -> torch.Tensor:
-    """Return each label's log-probability in float32, whatever the logits are."""
+    """Return each label's log-probability in float32, for logits of any dtype."""
     if logits.dtype not in (torch.bfloat16, torch.float16):
         return logprobs.logprobs_from_logits(logits, labels, inplace_backward)
     inplace = inplace_backward and logits.device.type == "cuda"
@@ -60,7 +60,7 @@ def normalize(
 ) -> Any:
     """Return the batch with advantages normalised over real response tokens, then as SkyRL does.
 
-    SkyRL takes the mean over padded cells too, and counts the tokens of padding rows.
+    SkyRL's mean includes padded positions, and its variance the tokens of padding rows.
     """
     scale = trainer_steps.normalize_advantages
     if not self.cfg.trainer.algorithm.advantage_batch_normalize:
@@ -69,7 +69,7 @@ def normalize(
     num_real = len(mask) - data.metadata.get("pad_size", 0)
     mask[num_real:] = 0
     data["advantages"] = normalize_advantages(data["advantages"], mask)
-    own = copy.copy(self)
-    own.cfg = copy.deepcopy(self.cfg)
-    own.cfg.trainer.algorithm.advantage_batch_normalize = False
-    return scale(own, data, mini_batch_boundaries, prompt_boundaries)
+    trainer = copy.copy(self)
+    trainer.cfg = copy.deepcopy(self.cfg)
+    trainer.cfg.trainer.algorithm.advantage_batch_normalize = False
+    return scale(trainer, data, mini_batch_boundaries, prompt_boundaries)

@@ -1,4 +1,4 @@
-"""Mode "fixed": the contract's rules for SkyRL's agent loop, around SkyRL's own loop."""
+"""Mode "fixed": the specification's rules for the agent loop, around SkyRL's own loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS
+from skyrl_fast.integrations.skyrl.replacement import ORIGINALS
 from skyrl_fast.ops.pack.routed_experts import append_rollout_expert_indices
 
 LOOP = "SkyRLGymGenerator.agent_loop"
@@ -15,7 +15,7 @@ UPDATE = "SkyRLGymGenerator._update_agent_loop_state_with_multiturn_chat_templat
 
 
 class _Engine:
-    """The inference engine, asked only for prompts within the limit."""
+    """Wraps the inference engine; it gets only prompts within the limit."""
 
     def __init__(self, engine: Any, limit: int | None, eos: int) -> None:
         self._engine = engine
@@ -29,7 +29,7 @@ class _Engine:
         return getattr(self._engine, name)
 
     async def generate(self, engine_input: Any, **kwargs: Any) -> Any:
-        """Return what the engine returns; for a prompt over the limit an answer to be dropped."""
+        """Return the engine's answer; for a prompt over the limit, an answer to be dropped."""
         if self._limit is not None and len(engine_input["prompt_token_ids"][0]) > self._limit:
             self.over = True
             logprobs = [[0.0]] if self._gave_logprobs else None
@@ -46,10 +46,10 @@ class _Engine:
 
 
 async def agent_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run SkyRL's loop by the rules that are on: `length_check`, `gen_only_rows`, `appended_eos`.
+    """Run SkyRL's loop by the enabled rules: `length_check`, `gen_only_rows`, `appended_eos`.
 
-    SkyRL checks the length of the turn before. Here a prompt over the limit reaches neither the
-    engine nor the environment; its turn leaves no step, and the last step's reason is "length".
+    SkyRL checks the length of the previous turn. Here a prompt over the limit reaches neither the
+    engine nor the environment; its turn adds no step, and the last step's stop reason is "length".
     """
     original = ORIGINALS.function(LOOP)
     assert original is not None
@@ -57,10 +57,10 @@ async def agent_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
     arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
     step_wise = self.generator_cfg.step_wise_trajectories
     limit = arguments["max_input_length"] if step_wise and "length_check" in rules else None
-    own = copy.copy(self)
-    own.inference_engine_client = engine = _Engine(self.inference_engine_client, limit, eos)
-    own._run_in_executor_if_available = _watched(self._run_in_executor_if_available, engine)
-    output = await original(own, *args, **kwargs)
+    wrapped = copy.copy(self)
+    wrapped.inference_engine_client = engine = _Engine(self.inference_engine_client, limit, eos)
+    wrapped._run_in_executor_if_available = _watched(self._run_in_executor_if_available, engine)
+    output = await original(wrapped, *args, **kwargs)
     if step_wise:
         if limit is not None:
             _end_by_length(output, engine.over, original.__globals__["TrajectoryOutput"], eos)
@@ -106,7 +106,7 @@ def _end_by_length(output: Any, over: bool, row: Any, eos: int) -> None:
 
 
 def _without_observation(step: Any, eos: int) -> None:
-    """Cut a step's response behind what was sampled, an appended end token included."""
+    """Cut a step's response after the sampled tokens and an appended end token."""
     end = max((i + 1 for i, trained in enumerate(step.loss_mask) if trained), default=0)
     if end == 0:
         return
@@ -119,7 +119,7 @@ def _without_observation(step: Any, eos: int) -> None:
 
 
 def update_state(self: Any, agent_loop_state: Any, turn_output: Any) -> Any:
-    """Return SkyRL's next state, the turn's routes of experts behind those recorded before."""
+    """Return SkyRL's next state, with the turn's expert routes appended to the recorded ones."""
     original = ORIGINALS.function(UPDATE)
     assert original is not None
     recorded, new = agent_loop_state.rollout_expert_indices, turn_output.rollout_expert_indices

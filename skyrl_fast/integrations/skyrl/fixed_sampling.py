@@ -1,6 +1,6 @@
-"""Mode "fixed": dynamic sampling of step-wise outputs by whole groups and trajectories' outcomes.
+"""Mode "fixed": dynamic sampling of step-wise outputs by complete groups and outcomes.
 
-N rows. Outputs that are not step-wise are left to SkyRL.
+N rows. Outputs that are not step-wise are passed to SkyRL.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_fast.integrations.skyrl.outputs import concatenate_generator_outputs
-from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS
+from skyrl_fast.integrations.skyrl.replacement import ORIGINALS
 
 FILTER, REPLACE = "handle_filter_sampling", "handle_replace_sampling"
 
@@ -19,7 +19,7 @@ FILTER, REPLACE = "handle_filter_sampling", "handle_replace_sampling"
 def handle_filter_sampling(
     generator_output: Any, uids: list[str], sampling_config: Any, collected_state: Any
 ) -> tuple[Any, list[str], bool, Any]:
-    """Keep the informative groups, whole; sample on until there are `train_batch_size` of them."""
+    """Keep complete informative groups; sample until there are `train_batch_size` of them."""
     output = generator_output
     if output.get("is_last_step") is None:
         return _original(FILTER)(output, uids, sampling_config, collected_state)
@@ -46,7 +46,7 @@ def handle_filter_sampling(
 def handle_replace_sampling(
     generator_output: Any, uids: list[str], sampling_config: Any
 ) -> tuple[Any, list[str], bool]:
-    """Put copies of informative groups, under uids of their own, in the others' places."""
+    """Replace the other groups by copies of informative groups, under new uids."""
     output = generator_output
     if output.get("is_last_step") is None:
         return _original(REPLACE)(output, uids, sampling_config)
@@ -63,12 +63,12 @@ def handle_replace_sampling(
     copies: dict[str, int] = {}
     for place, source in enumerate(replacement_groups(informative, random=random)):
         uid = names[source]
-        own = [row for row, name in enumerate(uids) if name == uid]
+        group_rows = [row for row, name in enumerate(uids) if name == uid]
         if place != source:
             copies[uid] = copies.get(uid, 0) + 1
             uid = f"{uid}+{copies[uid]}"
-        rows += own
-        renamed += [uid] * len(own)
+        rows += group_rows
+        renamed += [uid] * len(group_rows)
     result = _select(output, rows)
     result["trajectory_ids"] = [
         dataclasses.replace(tid, instance_id=uid)
@@ -84,7 +84,7 @@ def _original(name: str) -> Any:
 
 
 def _informative(output: Any, uids: list[str]) -> dict[str, bool]:
-    """Return uid -> whether the outcomes of its live trajectories differ, or it has one alone."""
+    """Return uid -> whether outcomes of its live trajectories differ, or it has one trajectory."""
     outcomes: dict[str, list[float]] = {}
     sizes: dict[str, int] = {}
     live = False
@@ -103,7 +103,7 @@ def _informative(output: Any, uids: list[str]) -> dict[str, bool]:
 
 
 def _select(output: Any, rows: list[int]) -> dict[str, Any]:
-    """Return these rows of every field; metrics stay as they are."""
+    """Return these rows of every field; metrics are not changed."""
     result: dict[str, Any] = {}
     for field, value in output.items():
         if field == "rollout_metrics" or value is None:

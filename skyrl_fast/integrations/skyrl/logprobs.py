@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from skyrl_fast.integrations.skyrl.stand_in import require, stand_in
+from skyrl_fast.integrations.skyrl.replacement import replaces, require
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.logprob.selected import ON_GPU, selected_logprob
 
 
-@stand_in("logprobs_from_logits")
+@replaces("logprobs_from_logits")
 def logprobs_from_logits(
     logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True
 ) -> torch.Tensor:
@@ -19,20 +19,19 @@ def logprobs_from_logits(
     dtype, as SkyRL's is. It differs from SkyRL's by the rounding of its sums.
 
     Args:
-        logits: (B, S, V) float32, bfloat16 or float16. On a GPU without compiled kernels they are
-            left to SkyRL.
+        logits: (B, S, V) float32, bfloat16 or float16. On a GPU without compiled kernels the call
+            is passed to SkyRL.
         labels: (B, S) integers.
-        inplace_backward: whether the gradient may overwrite the logits; as in SkyRL this holds on a
-            GPU alone.
+        inplace_backward: whether the gradient may overwrite the logits; as in SkyRL, only on a GPU.
 
     Example:
         >>> logprobs_from_logits(torch.zeros(1, 1, 2), torch.tensor([[1]]))
         tensor([[-0.6931]])
     """
     require(logits.numel() > 0 and logits.ndim > 1, "no rows")
-    require(logits.shape[:-1] == labels.shape, "labels of another shape")
-    require(logits.dtype in (torch.float32, torch.bfloat16, torch.float16), "another dtype")
-    require(labels.dtype == torch.int64, "labels of another dtype")
+    require(logits.shape[:-1] == labels.shape, "labels of unsupported shape")
+    require(logits.dtype in (torch.float32, torch.bfloat16, torch.float16), "unsupported dtype")
+    require(labels.dtype == torch.int64, "labels of unsupported dtype")
     on_gpu = logits.device.type == "cuda"
     chosen = _backend.select("logprobs_from_logits", logits, available_on_gpu=ON_GPU)
     require(chosen == "native", "a device without kernels")

@@ -1,9 +1,9 @@
 """SkyRL's policy losses and loss reduction. N rows, R padded cells.
 
-SkyRL scales the advantages, so that a loss is a plain sum over the trained tokens; here the rows
-therefore weigh 1. Float32 tensors are computed by `skyrl_fast.policy_loss` on the CPU and on GPUs
-that it has kernels for, others by SkyRL. The corrections for sampling from another policy, with
-their metrics, are SkyRL's own: they come in as a weight per token.
+SkyRL scales the advantages, so that a loss is a plain sum over the trained tokens; therefore every
+row has weight 1 here. `skyrl_fast.policy_loss` computes float32 tensors on the CPU and on GPUs that
+it has kernels for, SkyRL all others. The off-policy corrections and their metrics are SkyRL's own:
+they are passed as a weight per token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ import numpy as np
 import torch
 
 from skyrl_fast.integrations.skyrl.names import NEWEST
-from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError, require, stand_in
+from skyrl_fast.integrations.skyrl.replacement import (
+    ORIGINALS,
+    UnsupportedInputError,
+    replaces,
+    require,
+)
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.pack.cell_rows import count_nonzeros, divide_rows
 from skyrl_fast.ops.policy_loss.loss import ON_GPU, PolicyLoss, policy_loss
@@ -40,10 +45,10 @@ REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
 Loss = tuple[torch.Tensor, dict[str, float]]
 SkyRLLoss = Callable[..., Loss]
 Tensor = torch.Tensor
-FLOAT32_COUNTS = 1 << 24  # below, counts are exact in float32, in whatever order they are summed
+FLOAT32_COUNTS = 1 << 24  # smaller counts are exact in float32, in any order of summation
 
 
-@stand_in(REDUCTION)
+@replaces(REDUCTION)
 def apply_loss_reduction_to_advantages_minibatch(
     advantages: Tensor,
     loss_mask: Tensor,
@@ -52,13 +57,13 @@ def apply_loss_reduction_to_advantages_minibatch(
     max_seq_len: int,
     prompt_boundaries: list[tuple[int, int]] | None = None,
 ) -> Tensor:
-    """Return the advantages scaled so that a sum gives the reduction, as SkyRL's function.
+    """Return the advantages scaled so that their sum is the reduction, as SkyRL's function.
 
     Args:
         advantages, loss_mask: (N, R) of a mini-batch.
         loss_reduction: "token_mean", "sequence_mean", "seq_mean_token_sum_norm" or "prompt_mean";
-            others are left to SkyRL.
-        micro_batch_size: read by SkyRL's legacy reduction alone.
+            others are passed to SkyRL.
+        micro_batch_size: read only by SkyRL's legacy reduction.
         max_seq_len: for "seq_mean_token_sum_norm".
         prompt_boundaries: (start, end) rows of each prompt, all rows in order; for "prompt_mean".
 
@@ -78,9 +83,11 @@ def reduce_into(
     max_seq_len: int,
     prompt_boundaries: list[tuple[int, int]] | None,
 ) -> None:
-    """Write the scaled advantages to `out`, (N, R) as they are."""
-    require(advantages.dtype == torch.float32 == loss_mask.dtype, "another dtype")
-    require(advantages.device.type == "cpu" and advantages.shape == loss_mask.shape, "other shapes")
+    """Write the scaled advantages to `out`; both are (N, R)."""
+    require(advantages.dtype == torch.float32 == loss_mask.dtype, "unsupported dtype")
+    require(
+        advantages.device.type == "cpu" and advantages.shape == loss_mask.shape, "different shapes"
+    )
     num_rows = len(advantages)
     counts, _, others = count_nonzeros(loss_mask)
     total = int(counts.sum())
@@ -93,12 +100,12 @@ def reduce_into(
     elif loss_reduction == "seq_mean_token_sum_norm":
         divisor = torch.tensor([float(num_rows * max_seq_len)])
     else:
-        require(loss_reduction == "prompt_mean", "another reduction")
-        divisor = _tokens_of_prompts(counts, prompt_boundaries)
+        require(loss_reduction == "prompt_mean", "unsupported reduction")
+        divisor = _prompt_mean_divisor(counts, prompt_boundaries)
     divide_rows(advantages.detach(), divisor, out)
 
 
-def _tokens_of_prompts(counts: Tensor, boundaries: list[tuple[int, int]] | None) -> Tensor:
+def _prompt_mean_divisor(counts: Tensor, boundaries: list[tuple[int, int]] | None) -> Tensor:
     """Return (N,): number of prompts times the trained tokens of each row's prompt."""
     require(bool(boundaries), "no prompts")
     assert boundaries is not None
@@ -111,10 +118,10 @@ def _tokens_of_prompts(counts: Tensor, boundaries: list[tuple[int, int]] | None)
 
 
 def _loss_of(*, corrected: bool = True) -> Callable[[Callable[[Any], LossSettings]], SkyRLLoss]:
-    """Make settings, read from SkyRL's AlgorithmConfig, the loss of SkyRL's that has their name.
+    """Turn a function that reads settings from SkyRL's AlgorithmConfig into the loss of its name.
 
     Args:
-        corrected: whether SkyRL corrects the loss for tokens sampled from another policy.
+        corrected: whether SkyRL applies its off-policy correction to the loss.
     """
 
     def decorate(settings: Callable[[Any], LossSettings]) -> SkyRLLoss:
@@ -133,7 +140,7 @@ def _loss_of(*, corrected: bool = True) -> Callable[[Callable[[Any], LossSetting
             return _loss(name, settings(config), config, *given)
 
         loss.__name__, loss.__qualname__, loss.__doc__ = name, name, settings.__doc__
-        return stand_in(name)(loss)
+        return replaces(name)(loss)
 
     return decorate
 
@@ -147,7 +154,7 @@ def ppo_policy_loss(config: Any) -> LossSettings:
         config: SkyRL's AlgorithmConfig.
     """
     kind = str(config.policy_loss_type)
-    require(kind in ("regular", "dual_clip"), "another loss")
+    require(kind in ("regular", "dual_clip"), "unsupported loss")
     if kind == "dual_clip":
         return DualClip(*_clip(config), config.clip_ratio_c)
     return Regular(*_clip(config))
@@ -171,8 +178,8 @@ def gspo_policy_loss(config: Any) -> LossSettings:
 def compute_policy_loss_cispo(config: Any) -> LossSettings:
     """Return SkyRL's CISPO loss and its metrics.
 
-    Texts that log the mean of the clamped ratio keep their own function: the kernel has no such
-    mean.
+    Versions that log the mean of the clamped ratio keep their own function: the kernel does not
+    compute it.
     """
     require(ORIGINALS.label("compute_policy_loss_cispo") != NEWEST, "the clamped ratio's mean")
     return Cispo(config.cispo.cispo_eps_clip_low, config.cispo.cispo_eps_clip_high)
@@ -192,7 +199,7 @@ def dppo_policy_loss(config: Any) -> LossSettings:
 
 @_loss_of(corrected=False)
 def compute_policy_loss_clip_cov(config: Any) -> LossSettings:
-    """Return SkyRL's Clip-Cov loss and its metrics; torch's generator draws, as in SkyRL."""
+    """Return SkyRL's Clip-Cov loss and its metrics; tokens are drawn with torch's generator."""
     chosen = config.clip_cov
     return ClipCov(chosen.clip_ratio, chosen.clip_cov_lb, chosen.clip_cov_ub, *_clip(config))
 
@@ -213,7 +220,7 @@ def cross_entropy_loss(config: Any) -> LossSettings:
 def importance_sampling_loss(config: Any) -> LossSettings:
     """Return SkyRL's importance-sampling loss and its metrics.
 
-    SkyRL does not bound the ratio here; where it leaves exp(-20) to exp(20), SkyRL computes it.
+    SkyRL does not bound the ratio here; if it is outside exp(-20) to exp(20), SkyRL computes it.
     """
     return ImportanceSampling()
 
@@ -242,23 +249,25 @@ def _loss(
     loss_mask: Tensor | None,
     rollout_logprobs: Tensor | None,
 ) -> Loss:
-    """Return the sum over trained tokens of one loss, and SkyRL's metrics of it."""
+    """Return the sum of one loss over trained tokens, and SkyRL's metrics."""
     try:
         kind = loss_and_settings(name, settings)[0].name
     except ValueError as error:
-        raise NotOursError(str(error)) from error
+        raise UnsupportedInputError(str(error)) from error
     require(isinstance(log_probs, torch.Tensor) and loss_mask is not None, "no loss mask")
     assert loss_mask is not None
     if kind in LOG_PROBS_ALONE:
         old_log_probs = advantages = None
     others = [t for t in (old_log_probs, advantages, rollout_logprobs) if t is not None]
-    require(log_probs.ndim == 2, "another shape")
+    require(log_probs.ndim == 2, "unsupported shape")
     require(all(t.device == log_probs.device for t in (loss_mask, *others)), "several devices")
     backend = _backend.select(name, log_probs, loss_mask, available_on_gpu=ON_GPU)
     require(backend != "torch", "a device without kernels")
     require(not any(t.requires_grad for t in others), "gradients of more than log_probs")
-    require(all(t.dtype == torch.float32 for t in (log_probs, loss_mask, *others)), "other dtypes")
-    require(all(t.shape == log_probs.shape for t in (loss_mask, *others)), "other shapes")
+    require(
+        all(t.dtype == torch.float32 for t in (log_probs, loss_mask, *others)), "unsupported dtypes"
+    )
+    require(all(t.shape == log_probs.shape for t in (loss_mask, *others)), "different shapes")
     require(_is_zero_one(loss_mask), "a mask that is not 0 and 1")
     weights: Tensor | None = None
     metrics: dict[str, float] = {}
@@ -274,14 +283,14 @@ def _loss(
     )  # fmt: skip
     try:
         return out.loss, _skyrl_metrics(kind, out, metrics)
-    except NotOursError:
+    except UnsupportedInputError:
         if drawn is not None:
-            torch.set_rng_state(drawn)  # SkyRL draws the same tokens
+            torch.set_rng_state(drawn)  # so that SkyRL draws the same tokens
         raise
 
 
 def _skyrl_metrics(kind: str, out: PolicyLoss, correction: dict[str, float]) -> dict[str, float]:
-    """Return SkyRL's metrics of a loss; refuse a loss that SkyRL computes otherwise."""
+    """Return SkyRL's metrics of a loss; raise for a loss that SkyRL computes differently."""
     read = ("num_tokens", "clip_ratio", "ratio_mean", "ratio_min", "ratio_max")
     # One transfer: each would wait for the GPU.
     numbers = torch.stack(
@@ -302,10 +311,10 @@ def _skyrl_metrics(kind: str, out: PolicyLoss, correction: dict[str, float]) -> 
 
 
 def _is_zero_one(mask: Tensor) -> bool:
-    """Return whether all cells are 0 or 1.
+    """Return whether all values are 0 or 1.
 
-    The sum, the sum of squares and the number of non-zeros of a mask are equal only then: a sum of
-    squares is at least the square of the sum over the number, with equality for equal cells.
+    Only then are the sum, the sum of squares and the number of non-zeros of a mask equal: the sum
+    of squares is at least the squared sum over the number, with equality for equal values.
     """
     flat = mask.reshape(-1)
     sums = torch.stack([flat.sum(), torch.dot(flat, flat)]).double()
@@ -315,10 +324,10 @@ def _is_zero_one(mask: Tensor) -> bool:
 def _correction(
     name: str, old: Tensor | None, rollout: Tensor, mask: Tensor, config: Any
 ) -> tuple[Tensor | None, dict[str, float]]:
-    """Return SkyRL's weight per token for sampling from another policy, and its metrics."""
+    """Return the weights per token of SkyRL's off-policy correction, and its metrics."""
     original = ORIGINALS.function(name)
     if original is None:
-        raise NotOursError("SkyRL is not there, whose function makes the correction")
+        raise UnsupportedInputError("SkyRL, which computes the correction, is not installed")
     apply = inspect.unwrap(original).__globals__["apply_off_policy_correction"]
     is_enabled = apply.__globals__.get("off_policy_correction_enabled")
     settings = config.off_policy_correction

@@ -1,7 +1,7 @@
-"""What of SkyRL is replaced: where it is defined, which texts of it are known, what stands in.
+"""The replaced functions of SkyRL: their modules, known sources and replacements.
 
-A text is known by its fingerprint (see `source.fingerprint`): that of the function itself and of
-the private ones that it calls. A version in which the text is another one keeps its own function.
+A source is identified by its fingerprint (see `source.fingerprint`): of the function itself and of
+the private functions that it calls. A version with an unknown source keeps its own function.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PPO = "skyrl.backends.skyrl_train.utils.ppo_utils"
 TORCH_UTILS = "skyrl.backends.skyrl_train.utils.torch_utils"
 TRAINER = "skyrl.train.trainer"
 GYM_GENERATOR = "skyrl.train.generators.skyrl_gym_generator"
-NEWEST = "main"  # the label of the newest text that is known
+NEWEST = "main"  # label of the newest known source
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,15 @@ class Target:
     Args:
         name: of the function, or `Class.method`.
         module: where it is defined.
-        texts: known fingerprints, each with the first version that has it.
-        stand_in: `module.function` of this package.
-        uses: private functions of the same module that belong to the text.
+        fingerprints: of known sources, each with the first version that has it.
+        replacement: `module.function` of this package.
+        uses: private functions of the same module that belong to the source.
     """
 
     name: str
     module: str
-    texts: Mapping[str, str]
-    stand_in: str
+    fingerprints: Mapping[str, str]
+    replacement: str
     uses: tuple[str, ...] = ()
 
     @property
@@ -44,12 +44,12 @@ class Target:
         return self.name.rpartition(".")[2]
 
 
-def _estimator(name: str, text: str, since: str = "0.1.0") -> Target:
-    return Target(name, PPO, {text: since}, f"advantages.{name}")
+def _estimator(name: str, known: str, since: str = "0.1.0") -> Target:
+    return Target(name, PPO, {known: since}, f"advantages.{name}")
 
 
-def _loss(name: str, text: str, since: str = "0.2.0") -> Target:
-    return Target(name, PPO, {text: since}, f"losses.{name}")
+def _loss(name: str, known: str, since: str = "0.2.0") -> Target:
+    return Target(name, PPO, {known: since}, f"losses.{name}")
 
 
 TARGETS = (
@@ -181,7 +181,7 @@ TARGETS = (
 )
 BY_NAME = {target.name: target for target in TARGETS}
 
-# Named by users of SkyRL, and left as they are.
+# Known to users of SkyRL, and not replaced.
 KEPT = {
-    "reduce_loss": "one product and one sum; the policy losses that stand in do not call it",
+    "reduce_loss": "one product and one sum; the replaced policy losses do not call it",
 }

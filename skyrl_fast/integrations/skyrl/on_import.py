@@ -1,4 +1,4 @@
-"""Calling back when modules have been imported, without importing them."""
+"""Callbacks after modules have been imported, without importing them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 
 class ImportWatch(MetaPathFinder):
-    """Calls back with the name of each of these modules, right after it has run.
+    """Call back with the name of each of these modules, right after it has run.
 
     Args:
         names: of modules.
-        callback: gets the name. Modules loaded already are told at `start`.
+        callback: called with the name; for modules that are already loaded, at `start`.
     """
 
     def __init__(self, names: Collection[str], callback: Callable[[str], None]) -> None:
@@ -23,20 +23,20 @@ class ImportWatch(MetaPathFinder):
         self._callback = callback
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching imports."""
         sys.meta_path.insert(0, self)
         for name in sorted(self._names & sys.modules.keys()):
             self._callback(name)
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching imports."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return what the other finders find, with a loader that calls back."""
+        """Return the spec of the other finders, with a loader that calls back."""
         if fullname not in self._names:
             return None
         for finder in sys.meta_path:
@@ -50,14 +50,14 @@ class ImportWatch(MetaPathFinder):
 
 
 class _CallingLoader(Loader):
-    """A module's own loader, which takes its place again before the callback is called."""
+    """Wraps a module's own loader, and restores it before the callback is called."""
 
     def __init__(self, loader: Any, callback: Callable[[str], None]) -> None:
         self._loader = loader
         self._callback = callback
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return what the module's own loader creates."""
+        """Return the module that its own loader creates."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -1,7 +1,7 @@
 """SkyRL's metrics of generator outputs. N rows, A response tokens of all rows.
 
-SkyRL's own function makes them. What it walks through token by token, the rewards and masks, is
-read here in one pass, and handed over as one number per row.
+SkyRL's own function computes them. The rewards and masks, which it would read token by token, are
+read here in one pass, and passed to it as one number per row.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch.row_index import dense_ids
-from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, NotOursError, require, stand_in
+from skyrl_fast.integrations.skyrl.replacement import (
+    ORIGINALS,
+    UnsupportedInputError,
+    replaces,
+    require,
+)
 from skyrl_fast.ops.pack.steps import pack_steps
 
 ROLLOUT = "get_rollout_metrics"
 REWARD = "get_metrics_from_generator_output"
 
 
-@stand_in(ROLLOUT)
+@replaces(ROLLOUT)
 def get_rollout_metrics(
     responses: list[list[int]],
     rewards: list[float] | list[list[float]],
@@ -31,22 +36,22 @@ def get_rollout_metrics(
     trajectory_completion_times: list[float] | None = None,
     **times: Any,
 ) -> dict[str, Any]:
-    """Return the metrics of the rows, as SkyRL's function of that name, which makes most of them.
+    """Return the metrics of the rows, as SkyRL's function of that name, which computes most.
 
     Args:
         responses, rewards, loss_masks: N rows.
         env_metrics, env_classes, trajectory_completion_times: N each, or None.
-        times: `trajectory_time_splits`, in texts that have it.
+        times: `trajectory_time_splits`, in versions that have it.
 
     Raises:
-        What SkyRL raises.
+        The errors of SkyRL's function.
     """
     original = ORIGINALS.function(ROLLOUT)
     if original is None:
-        raise NotOursError("SkyRL is not there, whose function makes the metrics")
+        raise UnsupportedInputError("SkyRL, which computes the metrics, is not installed")
     masks = None if loss_masks is None else flat(loss_masks, "loss masks", torch.uint8)
     metrics = original(
-        [range(len(response)) for response in responses],  # their lengths are all that counts
+        [range(len(response)) for response in responses],  # only their lengths are read
         _row_rewards(rewards, np.sum),
         env_metrics,
         env_classes,
@@ -58,9 +63,9 @@ def get_rollout_metrics(
     return metrics
 
 
-@stand_in(REWARD)
+@replaces(REWARD)
 def get_metrics_from_generator_output(generator_output: Any, uids: Sequence[str]) -> Any:
-    """Return mean reward, pass@n and mean positive reward, as SkyRL's function, which makes them.
+    """Return mean reward, pass@n and mean positive reward, as SkyRL's function of that name.
 
     Args:
         generator_output: SkyRL's mapping of lists; `rewards` are read.
@@ -72,20 +77,20 @@ def get_metrics_from_generator_output(generator_output: Any, uids: Sequence[str]
     rewards = generator_output["rewards"]
     original = ORIGINALS.function(REWARD)
     if original is None:
-        raise NotOursError("SkyRL is not there, whose function makes the metrics")
+        raise UnsupportedInputError("SkyRL, which computes the metrics, is not installed")
     require(len(rewards) > 0 and set(map(type, rewards)) == {list}, "rewards that are one per row")
     values, offsets = flat(rewards, "rewards", torch.float32)
     filled = np.diff(offsets) > 0
     require(bool(filled.all()), "a row without rewards")
-    # A row whose rewards are 0 but for the last one is that one number, whatever SkyRL sums.
+    # If all rewards of a row but the last are 0, the row's sum is its last reward.
     others = np.add.reduceat(values != 0, offsets[:-1]) - (values[offsets[1:] - 1] != 0)
     if others.any():
         short = [row if n else row[-1:] for row, n in zip(rewards, others.tolist(), strict=True)]
         return original({"rewards": short}, uids)
     last = [row[-1] for row in rewards]
-    require(set(map(type, last)) <= {float, int}, "rewards of another type")
+    require(set(map(type, last)) <= {float, int}, "rewards of unsupported type")
     prompts = dense_ids(uids[: len(last)])
-    require(len(prompts) == len(last), "another number of uids")
+    require(len(prompts) == len(last), "wrong number of uids")
     scores = np.array(last, dtype=np.float64) + 0.0  # SkyRL's sums start from 0: -0.0 is 0.0
     passed = np.unique(prompts[scores > 0])
     return inspect.unwrap(original).__globals__["MetricsOutput"](
@@ -97,13 +102,15 @@ def get_metrics_from_generator_output(generator_output: Any, uids: Sequence[str]
 
 def flat(rows: Any, what: str, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Return (A,) values of all rows, and their (N + 1,) offsets."""
-    require(isinstance(rows, list) and set(map(type, rows)) <= {list}, f"{what} of another type")
+    require(
+        isinstance(rows, list) and set(map(type, rows)) <= {list}, f"{what} of unsupported type"
+    )
     packed = pack_steps({"rows": rows}, dtypes={"rows": dtype})["rows"]
     return packed.values.numpy(), packed.cu_seqlens.numpy().astype(np.int64)
 
 
 def _row_rewards(rewards: Any, add: Any) -> list[float]:
-    """Return N sums, each the very number that `add` gives for the row."""
+    """Return N sums, each bit-identical to the result of `add` for the row."""
     kinds = set(map(type, rewards))
     if not kinds <= {list}:
         require(list not in kinds, "a mixture of rewards")

@@ -12,7 +12,7 @@ import torch
 from skyrl_fast.batch import generator_merge, generator_output
 from skyrl_fast.integrations.skyrl import output_metrics
 from skyrl_fast.integrations.skyrl.names import NEWEST
-from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, require, stand_in
+from skyrl_fast.integrations.skyrl.replacement import ORIGINALS, replaces, require
 
 VALIDATE = "validate_generator_output"
 CONCATENATE = "concatenate_generator_outputs"
@@ -21,20 +21,20 @@ TIME_SPLITS = "trajectory_time_splits"
 ALWAYS = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
 OPTIONAL = ("stop_reasons", "rollout_logprobs", "trajectory_generation_times")
 IMAGES = ("pixel_values", "image_grid_thw")
-# The fields of a row that SkyRL's merge gives back.
+# The fields of a row that SkyRL's merge returns.
 MERGED = (*ALWAYS, "stop_reasons", "rollout_logprobs", "trajectory_ids", "is_last_step")
 
 
-@stand_in(VALIDATE)
+@replaces(VALIDATE)
 def validate_generator_output(
     num_prompts: int, generator_output: Any, step_wise: bool = False
 ) -> None:
     """Check a generator output, as SkyRL's function of that name.
 
     Args:
-        num_prompts: on the default path as many rows must have come back.
+        num_prompts: the required number of rows, on the default path.
         generator_output: SkyRL's mapping of lists.
-        step_wise: whether the step-wise rules hold.
+        step_wise: whether to check the step-wise rules.
 
     Raises:
         AssertionError, RuntimeError, KeyError: SkyRL's.
@@ -43,7 +43,7 @@ def validate_generator_output(
 
 
 def _check(num_prompts: int, output: Any, step_wise: bool) -> None:
-    """Return where SkyRL would find nothing to say; anything else is SkyRL's to say."""
+    """Return if SkyRL would accept the output; otherwise raise, and SkyRL's function decides."""
     require("rollout_logprobs" in output, "no rollout_logprobs key")
     require(all(output.get(field) is None for field in IMAGES), "images")
     listed = [output[field] for field in ALWAYS]
@@ -53,7 +53,7 @@ def _check(num_prompts: int, output: Any, step_wise: bool) -> None:
         listed.append(logprobs)
     require(all(isinstance(rows, list) for rows in listed), "a field that is no list")
     kinds = set(map(type, output["rewards"]))
-    require(kinds <= {list} or kinds <= {float, int}, "rewards of another type")
+    require(kinds <= {list} or kinds <= {float, int}, "rewards of unsupported type")
     if step_wise:
         _check_ids(output)
     masks, _ = output_metrics.flat(output["loss_masks"], "loss masks", torch.uint8)
@@ -67,20 +67,22 @@ def _check_ids(output: Any) -> None:
     require(isinstance(last, list) and set(map(type, last)) <= {bool}, "is_last_step of non-bools")
     ids = output.get("trajectory_ids")
     require(isinstance(ids, list), "trajectory_ids that are no list")
-    require(all(hasattr(kind, "to_string") for kind in set(map(type, ids))), "ids of another type")
+    require(
+        all(hasattr(kind, "to_string") for kind in set(map(type, ids))), "ids of unsupported type"
+    )
     kinds = set(map(type, map(attrgetter("instance_id"), ids)))
     require(kinds <= {str}, "instance ids that are no strings")
 
 
-@stand_in(CONCATENATE)
+@replaces(CONCATENATE)
 def concatenate_generator_outputs(
     generator_outputs: Sequence[Any], step_wise: bool = False
 ) -> dict[str, Any]:
-    """Return one output with the rows of all and metrics of the whole, as SkyRL's function.
+    """Return one output with the rows of all and their common metrics, as SkyRL's function.
 
     Args:
         generator_outputs: at least one.
-        step_wise: whether the result must keep the step-wise rules.
+        step_wise: whether the result must follow the step-wise rules.
 
     Raises:
         ValueError, AssertionError, KeyError: SkyRL's.
@@ -100,8 +102,8 @@ def concatenate_generator_outputs(
             result[field] = _joined([output[field] for output in outputs])
     times, splits = result["trajectory_generation_times"], result.get(TIME_SPLITS)
     if step_wise and result.get("is_last_step"):
-        times = _of_last_steps(times, result["is_last_step"])
-        splits = _of_last_steps(splits, result["is_last_step"])
+        times = _last_step_values(times, result["is_last_step"])
+        splits = _last_step_values(splits, result["is_last_step"])
     metrics = output_metrics.get_rollout_metrics(
         result["response_ids"],
         result["rewards"],
@@ -109,7 +111,7 @@ def concatenate_generator_outputs(
         trajectory_completion_times=times,
         **({"trajectory_time_splits": splits} if newest else {}),
     )
-    metrics.update(_own_metrics(outputs, metrics))
+    metrics.update(_extra_metrics(outputs, metrics))
     result["rollout_metrics"] = metrics
     validate_generator_output(len(result["prompt_token_ids"]), result, step_wise=step_wise)
     return result
@@ -122,16 +124,16 @@ def _joined(parts: list[Any]) -> Any:
     return list(chain.from_iterable(parts))
 
 
-def _of_last_steps(values: Any, is_last_step: Sequence[bool]) -> Any:
+def _last_step_values(values: Any, is_last_step: Sequence[bool]) -> Any:
     if isinstance(values, dict):
-        return {name: _of_last_steps(part, is_last_step) for name, part in values.items()}
+        return {name: _last_step_values(part, is_last_step) for name, part in values.items()}
     if not values:
         return values
     return [value for value, last in zip(values, is_last_step, strict=False) if last]
 
 
-def _own_metrics(outputs: list[Any], known: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers that generators added themselves, joined as SkyRL does: by their names."""
+def _extra_metrics(outputs: list[Any], known: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics that generators added themselves, combined by name as SkyRL does."""
     found: dict[str, list[Any]] = {}
     for output in outputs:
         for name, value in (output.get("rollout_metrics") or {}).items():
@@ -148,9 +150,9 @@ def _own_metrics(outputs: list[Any], known: dict[str, Any]) -> dict[str, Any]:
     return joined
 
 
-@stand_in(MERGE)
+@replaces(MERGE)
 def merge_stepwise_output(generator_output: Any) -> dict[str, Any]:
-    """Return the output with steps joined where the context only grew, as SkyRL's function.
+    """Return the output with steps merged where the context only grew, as SkyRL's function.
 
     Args:
         generator_output: a valid step-wise output.
@@ -164,9 +166,9 @@ def merge_stepwise_output(generator_output: Any) -> dict[str, Any]:
     for field, value in output.items():
         if field != "rollout_metrics" and value is not None:
             require(isinstance(value, list), f"{field} that is no list")
-            require(len(value) == len(output["response_ids"]), f"{field} of another length")
+            require(len(value) == len(output["response_ids"]), f"{field} of different length")
     for field in ("prompt_token_ids", "response_ids"):  # a tuple never equals a list's beginning
-        require(set(map(type, output[field])) <= {list}, f"{field} of another type")
+        require(set(map(type, output[field])) <= {list}, f"{field} of unsupported type")
     given = {"rollout_logprobs": None, **output}
     _check(len(output["response_ids"]), given, step_wise=True)
     steps = {field: given[field] for field in MERGED if given.get(field) is not None}

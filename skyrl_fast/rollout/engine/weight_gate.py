@@ -1,4 +1,4 @@
-"""The gate in front of the engine: requests pass while the weights stand still."""
+"""The gate in front of the engine: requests pass while the weights do not change."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contextlib import asynccontextmanager
 
 log = logging.getLogger(__name__)
 
-WORD_SECONDS = 60.0  # an update that waits so long says so
+LOG_SECONDS = 60.0  # between two log messages of a waiting update
 # A request that had passed the gate but not yet reached the engine when it was interrupted is
 # caught by the next interruption.
 INTERRUPT_AGAIN_SECONDS = 0.05
 
 
 class WeightGate:
-    """Counts the requests in the engine, and keeps new ones out while it gets other weights.
+    """Count the requests in the engine, and hold back new ones while its weights are updated.
 
-    So each request runs under one policy version from its first token to its last, and knows it.
+    So each request runs under a single, known policy version.
 
     Example:
         async with gate.request() as version:
@@ -40,7 +40,7 @@ class WeightGate:
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[int]:
-        """Wait until the gate is open; inside, the version stays what is returned."""
+        """Wait until the gate is open; within the context, the yielded version does not change."""
         while not self._open.is_set():
             await self._open.wait()
         self.num_inside += 1
@@ -54,26 +54,26 @@ class WeightGate:
 
     @asynccontextmanager
     async def closed(self, interrupt: Callable[[], Awaitable[None]]) -> AsyncIterator[int]:
-        """No request is in the engine inside.
+        """Close the gate; no request is in the engine within the context.
 
         Args:
-            interrupt: makes requests in the engine end soon; called until none is left.
+            interrupt: ends the requests in the engine; called until none is left.
 
-        Returns:
-            How many requests there were.
+        Yields:
+            The number of requests that there were.
         """
         self._open.clear()
-        inside = self.num_inside
-        said = self._clock()
+        num_interrupted = self.num_inside
+        logged = self._clock()
         try:
             while self.num_inside:
                 await interrupt()
                 try:
                     await asyncio.wait_for(self._empty.wait(), INTERRUPT_AGAIN_SECONDS)
                 except TimeoutError:
-                    if self._clock() - said >= WORD_SECONDS:
-                        said = self._clock()
+                    if self._clock() - logged >= LOG_SECONDS:
+                        logged = self._clock()
                         log.warning("a weight update waits for %d requests", self.num_inside)
-            yield inside
+            yield num_interrupted
         finally:
             self._open.set()

@@ -1,4 +1,4 @@
-"""New weights into the running engine, and the proof that they took effect."""
+"""Updates of the running engine's weights, and the check that they took effect."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PARENT_POLL_SECONDS = 1.0  # how long an engine outlives a trainer that was killed
-# Largest |engine - trainer| of one logprob that rounding explains, by the engine's dtype. Measured
+PARENT_POLL_SECONDS = 1.0  # how long an engine may outlive a killed trainer
+# Largest |engine - trainer| of one logprob explained by rounding, by the engine's dtype. Measured
 # in float32 on CPU: 1e-6 to 1e-5. bfloat16 has 8 bits of mantissa.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-# The trainer's logprobs moved by more than this share of the tolerance, which no rounding explains,
-# and the engine's by nothing at all: the engine has not taken the update.
+# If the trainer's logprobs changed by more than this share of the tolerance, which rounding does
+# not explain, and the engine's did not change, then the engine has not loaded the update.
 STALE_SHARE = 0.2
 
 
@@ -37,11 +37,11 @@ class WeightSyncError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncReport:
-    """What one verified update took and found.
+    """Times and results of one verified update.
 
     Args:
-        update_seconds: handing over and loading.
-        verify_seconds: logprobs of the probe on both sides.
+        update_seconds: for passing and loading the weights.
+        verify_seconds: for the logprobs of the probe on both sides.
         max_difference, mean_difference: of |engine - trainer| over the probe's tokens.
         max_change: largest change of an engine logprob by this update.
     """
@@ -57,10 +57,10 @@ Logprobs = Sequence[Sequence[float]] | Sequence[torch.Tensor]
 
 
 class WeightSync:
-    """Updates an engine's weights and compares its logprobs with the trainer's on a probe.
+    """Update an engine's weights, and compare its logprobs with the trainer's on a probe.
 
-    It remembers the engine's logprobs of the last sync, so that an engine that ignores updates is
-    found even where one update is smaller than the tolerance.
+    It keeps the engine's logprobs of the last sync, so that an engine that ignores updates is
+    detected even if one update is smaller than the tolerance.
 
     Example:
         sync = WeightSync(engine, probe=[[1, 2, 3, 4]], trainer_logprobs=policy_logprobs)
@@ -77,7 +77,7 @@ class WeightSync:
         replayed_logprobs: Callable[[list[list[int]], list[np.ndarray]], Logprobs] | None = None,
         tolerance: float = TOLERANCES[torch.float32],
     ) -> None:
-        """Keep what both sides need.
+        """Check and store the arguments.
 
         Args:
             engine: the running engine.
@@ -85,8 +85,8 @@ class WeightSync:
             trainer_logprobs: maps the probe to, for each sequence, len - 1 logprobs (lists or
                 tensors): of each token but the first given those before, at temperature 1.
             replayed_logprobs: the same with the engine's routes of the probe, for a mixture of
-                experts; goes before `trainer_logprobs`. Rounding moves a token near a tie to
-                other experts, which says nothing about weights.
+                experts; used instead of `trainer_logprobs`. Rounding moves a token near a tie to
+                other experts, which is no sign of different weights.
             tolerance: largest |engine - trainer| allowed; see `TOLERANCES`.
 
         Raises:
@@ -111,16 +111,20 @@ class WeightSync:
         """Load the weights into the engine, then `verify`.
 
         Raises:
-            WeightSyncError: the engine could not load them, or its logprobs say that it did not.
+            WeightSyncError: the engine could not load them, or its logprobs show that it did not.
         """
         update_seconds = await self._engine.update_weights(weights)
         return await self.verify(update_seconds=update_seconds)
 
     async def verify(self, *, update_seconds: float = 0.0) -> WeightSyncReport:
-        """Compare logprobs now; raises WeightSyncError with what differs and likely causes."""
+        """Compare logprobs now; WeightSyncError names the largest difference and likely causes.
+
+        Args:
+            update_seconds: for the report.
+        """
         started = time.perf_counter()
-        engine, theirs = await self._both()
-        trainer = [[float(x) for x in row] for row in theirs]
+        engine, trainer_values = await self._both()
+        trainer = [[float(x) for x in values] for values in trainer_values]
         _check_lengths(self._probe, trainer)
         differences = _differences(engine, trainer)
         before = self._engine_before
@@ -138,7 +142,7 @@ class WeightSync:
         return report
 
     async def _both(self) -> tuple[list[list[float]], Logprobs]:
-        """Logprobs of the probe by the engine, and by the trainer."""
+        """Return the logprobs of the probe by the engine, and by the trainer."""
         if self._replayed_logprobs is None:
             engine = await asyncio.gather(*map(self._engine.prompt_logprobs, self._probe))
             return list(engine), self._trainer_logprobs(self._probe)
@@ -152,15 +156,16 @@ class WeightSync:
         # "not <=": a NaN on either side is a mismatch.
         if report.max_difference <= self._tolerance:
             return
-        row, position = max(
+        sequence, position = max(
             ((i, t) for i, values in enumerate(engine) for t in range(len(values))),
             key=lambda at: _distance(engine[at[0]][at[1]], trainer[at[0]][at[1]]),
         )
         text = (
             f"the engine's logprobs differ from the trainer's by up to {report.max_difference:.3g} "
             f"(mean {report.mean_difference:.3g}; allowed {self._tolerance:.3g}). Worst at token "
-            f"{position + 1} of probe sequence {row} (id {self._probe[row][position + 1]}): engine "
-            f"{engine[row][position]:.6f}, trainer {trainer[row][position]:.6f}. "
+            f"{position + 1} of probe sequence {sequence} (id "
+            f"{self._probe[sequence][position + 1]}): engine {engine[sequence][position]:.6f}, "
+            f"trainer {trainer[sequence][position]:.6f}. "
         )
         raise WeightSyncError(text + _likely_causes(engine, self._engine_before))
 
@@ -170,19 +175,19 @@ class WeightSync:
         moved = max(_differences(trainer, self._trainer_before))
         if moved > STALE_SHARE * self._tolerance:
             raise WeightSyncError(
-                "the engine's logprobs did not change at all by an update that changed the "
+                "the engine's logprobs did not change in an update that changed the "
                 f"trainer's by up to {moved:.3g}: the engine still runs the old weights. "
                 + _likely_causes([], None)
             )
 
 
 def _likely_causes(engine: list[list[float]], before: list[list[float]] | None) -> str:
-    """Causes, the likeliest first: an engine that did not move has not taken the weights."""
+    """Return causes, the likeliest first: unchanged logprobs mean that no weights were loaded."""
     causes = [
-        "this model type's weights cannot be reloaded in this vLLM (its kernel keeps a copy of its "
-        "own): take weight_sync_backend=extension if it is reload, else restart the engine from a "
+        "this model type's weights cannot be reloaded in this vLLM (its kernel keeps its own "
+        "copy): take weight_sync_backend=extension if it is reload, else restart the engine from a "
         "saved checkpoint",
-        "the state dict lacks parameters, or names them otherwise than the checkpoint does",
+        "the state dict lacks parameters, or its names differ from the checkpoint's",
         "the engine and the trainer compute in different dtypes: set the same dtype or a tolerance",
         "the trainer's logprob callback uses another temperature, position ids or attention mask",
         "dropout is on: put the policy into eval mode in the callback",
@@ -195,7 +200,7 @@ def _likely_causes(engine: list[list[float]], before: list[list[float]] | None) 
 
 
 def _distance(a: float, b: float) -> float:
-    """|a - b|; infinite where either is NaN, 0 where both are the same infinity."""
+    """Return |a - b|; infinite if either is NaN, 0 if both are the same infinity."""
     if a == b:
         return 0.0
     difference = abs(a - b)
@@ -220,34 +225,34 @@ def _check_lengths(probe: list[list[int]], trainer: list[list[float]]) -> None:
 
 
 class WeightUpdateExtension:
-    """Joined to vLLM's worker class; its methods run in the engine's process."""
+    """Mixed into vLLM's worker class; its methods run in the engine's process."""
 
     model_runner: Any
 
     def end_with_process(self, pid: int) -> None:
-        """Let this engine process end when the trainer's does, even by kill -9.
+        """Exit this engine process when the trainer's exits, even by kill -9.
 
-        Without it an engine whose trainer was killed would keep its memory for ever.
+        Otherwise an engine whose trainer was killed would keep its memory forever.
         """
         threading.Thread(target=_end_with_process, args=(pid,), daemon=True).start()
 
     def end_with_parent(self) -> None:
-        """Let this engine process end when the server that started it does, even by kill -9."""
+        """Exit this engine process when the server that started it exits, even by kill -9."""
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
     def load_weights_file(self, path: str) -> list[str]:
-        """Load a safetensors file's tensors; return the parameters that got no new value."""
+        """Load the tensors of a safetensors file; return the parameters that got no new value."""
         model = self.model_runner.get_model()
         wanted = {name for name, _ in model.named_parameters()}
         load_weights = model.load_weights
         loaded: set[str] | None = None
 
-        def load_and_remember(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+        def load_and_record(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
             nonlocal loaded
             loaded = load_weights(weights)
             return loaded
 
-        model.load_weights = load_and_remember
+        model.load_weights = load_and_record
         try:
             with renewed_packed_weights(model):
                 self.model_runner.reload_weights(weights_iterator=_tensors_of(path))
@@ -257,18 +262,18 @@ class WeightUpdateExtension:
 
 
 def refuse_missing_weights(names: Iterable[str]) -> None:
-    """WeightSyncError where the engine says that some of its parameters got no new value."""
+    """Raise WeightSyncError if some of the engine's parameters got no new value."""
     missing = sorted(set(names))
     if missing:
         raise WeightSyncError(
             f"{len(missing)} of the engine's parameters got no new values: "
-            f"{', '.join(missing[:8])}. The state dict must hold every parameter under its "
+            f"{', '.join(missing[:8])}. The state dict must contain every parameter under its "
             "Hugging Face name"
         )
 
 
 def _unloaded(wanted: set[str], loaded: set[str]) -> list[str]:
-    """Parameters not in `loaded`; vLLM reports experts' weights by the name of the layer above."""
+    """Return parameters not in `loaded`, where vLLM names experts' weights by the layer above."""
     return sorted(
         name for name in wanted if not {name, name.replace(".routed_experts.", ".")} & loaded
     )

@@ -1,4 +1,4 @@
-"""New weights as a file that an engine's process can read, for as long as it takes to load them."""
+"""New weights as a file for an engine's process, deleted once they are loaded."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _PREFIX = "skyrl_fast-weights-"
 class WeightsFile:
     """A safetensors file in shared memory (or a temporary folder) that only this user can read.
 
-    safetensors holds tensors and nothing that could run. The file goes away on leaving the
-    context. One that a killed process left goes when the next one is written: its folder's lock
-    went with the process.
+    safetensors holds tensors and no executable code. The file is deleted at the end of the
+    context. A file that a killed process left behind is deleted when the next one is written: the
+    lock on its folder ended with the process.
 
     Args:
-        folder: where to put it instead, such as one that several machines share.
+        folder: where to write it instead, such as a folder that several machines share.
     """
 
     def __init__(self, folder: str | None = None) -> None:
@@ -37,7 +37,7 @@ class WeightsFile:
         self._lock = -1
 
     def __enter__(self) -> WeightsFile:
-        """The file itself; nothing is written yet."""
+        """Return the file; nothing is written yet."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -49,7 +49,7 @@ class WeightsFile:
 
     @property
     def path(self) -> Path:
-        """Where the weights lie once written."""
+        """Path of the written weights."""
         if self._folder is None:
             raise WeightSyncError("no weights were written yet")
         return self._folder / "weights.safetensors"
@@ -57,10 +57,10 @@ class WeightsFile:
     def write(
         self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
     ) -> None:
-        """Write all tensors; a tensor met again under another name (tied) is written once.
+        """Write all tensors; a tensor with several names (tied) is written once.
 
         Raises:
-            WeightSyncError: nothing to write, or no room for it.
+            WeightSyncError: there is nothing to write, or not enough space.
         """
         from safetensors.torch import save_file
 
@@ -69,7 +69,7 @@ class WeightsFile:
             raise WeightSyncError("there are no weights to hand over")
         size = sum(t.numel() * t.element_size() for t in tensors.values())
         for place in {self._where, str(SHARED_MEMORY), tempfile.gettempdir()} - {None}:
-            _remove_left_behind(Path(str(place)))
+            _remove_stale_folders(Path(str(place)))
         self._folder, self._lock = _locked_folder(self._where or _room_for(size))
         save_file(tensors, self.path)
 
@@ -90,7 +90,7 @@ def _host_tensors(
 
 
 def _room_for(size: int) -> str | None:
-    """Shared memory if it can take `size` bytes, else the temporary folder, else an error."""
+    """Return shared memory if it has room for `size` bytes, else the temporary folder, or raise."""
     margin = size + size // 16
     if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
         if shutil.disk_usage(SHARED_MEMORY).free > margin:
@@ -106,21 +106,21 @@ def _room_for(size: int) -> str | None:
 
 
 def _locked_folder(where: str | None) -> tuple[Path, int]:
-    """A new folder, locked for as long as this process lives and the descriptor is open."""
-    # Until it is locked it has a name that nobody looks for.
+    """Return a new folder, locked as long as this process lives and the descriptor is open."""
+    # Until it is locked, its name does not match the pattern of _remove_stale_folders.
     folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=where))
     lock = os.open(folder, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return folder.rename(folder.with_name(folder.name[1:])), lock
 
 
-def _remove_left_behind(where: Path) -> None:
-    """Remove the folders of processes that are gone: in shared memory they would fill it."""
+def _remove_stale_folders(where: Path) -> None:
+    """Remove the folders of dead processes, which would fill up shared memory."""
     for folder in where.glob(f"{_PREFIX}*"):
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
-            continue  # somebody else's, or gone by now
+            continue  # of another user, or already removed
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

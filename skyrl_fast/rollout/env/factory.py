@@ -1,4 +1,4 @@
-"""Environments, called in threads with a deadline for every call, their answers checked."""
+"""Environments called in threads, with a deadline for every call; their answers are checked."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ LARGEST_REWARD = 3.4028234663852886e38  # of float32, in which rewards are train
 
 
 class EnvError(RuntimeError):
-    """An environment raised, or answered something that is no answer."""
+    """An environment raised, or returned an invalid answer."""
 
 
 class EnvTimeoutError(EnvError):
-    """An environment's call did not return in time; its thread was given up."""
+    """An environment's call did not return in time; its thread was abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvAnswer:
-    """A checked `EnvStep`, and how long it took.
+    """A checked `EnvStep`, and the time that it took.
 
     Args:
         messages: chat messages for the model; may be empty.
         reward: of this step; finite.
         done: the episode is over.
-        postprocessed_action: text that takes the action's place in the history; or an assistant
-            message that says the same action with its tool calls; or None.
+        postprocessed_action: text that replaces the action in the history; or an assistant message
+            that holds the same action with its tool calls; or None.
         seconds: time in the environment.
     """
 
@@ -53,11 +53,11 @@ class EnvAnswer:
 
 
 class EnvFactory:
-    """Makes environments and owns the threads that run them. Close it at the end.
+    """Create environments, and own the threads that run them. Close it at the end.
 
     Args:
         config: the settings of `environment`.
-        make_env: makes an `Env` from a row's extras (a class does); None: `env_class` says which.
+        make_env: returns an `Env` for a row's extras (a class does); None: by `env_class`.
 
     Raises:
         ValueError: a module of `register` or `env_class` cannot be imported, or a setting is out
@@ -88,7 +88,7 @@ class EnvFactory:
 
     @property
     def num_abandoned(self) -> int:
-        """Calls that never returned in time, since the start."""
+        """Number of calls that did not return in time, since the start."""
         return self._threads.num_abandoned
 
     async def make(self, env_class: str, extras: Mapping[str, Any]) -> EnvSession:
@@ -99,19 +99,19 @@ class EnvFactory:
             extras: of the row.
 
         Raises:
-            EnvError: its constructor raises, there is no such class, or what it made is no `Env`.
+            EnvError: the constructor raises, there is no such class, or its result is no `Env`.
         """
-        made = _Made()
+        handover = _Handover()
         try:
             env = await self._call(
-                env_class, "make", lambda: made.keep(self._made(env_class, dict(extras)))
+                env_class, "make", lambda: handover.keep(self._created(env_class, dict(extras)))
             )
-        except BaseException:  # a cancelled caller, too, leaves nobody to close it
-            made.give_up()
+        except BaseException:  # also if the caller is cancelled: no one else closes it
+            handover.give_up()
             raise
         return EnvSession(self, env_class, env)
 
-    def _made(self, env_class: str, extras: dict[str, Any]) -> Env:
+    def _created(self, env_class: str, extras: dict[str, Any]) -> Env:
         make_env = self._make_env
         if make_env is None and ":" in env_class:
             make_env = load_object(env_class)
@@ -122,12 +122,12 @@ class EnvFactory:
         if absent:
             raise TypeError(
                 f"wanted an Env, got {type(env).__name__} without {', '.join(absent)}; a subclass "
-                "of skyrl_fast.train.Env has to define step alone"
+                "of skyrl_fast.train.Env has to define only step"
             )
         return env
 
     async def close(self) -> None:
-        """Let idle threads end; threads that hang are daemons and die with the process."""
+        """End idle threads; hanging threads are daemons and end with the process."""
         self._threads.close()
 
     async def _call(self, env_class: str, what: str, call: Callable[[], Any]) -> Any:
@@ -144,8 +144,8 @@ class EnvFactory:
             ) from error
 
 
-class _Made:
-    """An environment that is closed where nobody waits for it any more."""
+class _Handover:
+    """Passes a new environment to its caller, and closes it if the caller has given up."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -164,7 +164,7 @@ class _Made:
         with self._lock:
             self._given_up = True
             env = self._env
-        if env is not None:  # made in the very moment; closing may block
+        if env is not None:  # created just before; closing may block
             threading.Thread(target=env.close, daemon=True).start()
 
 
@@ -175,22 +175,22 @@ class EnvSession:
         self._factory = factory
         self._env_class = env_class
         self._env = env
-        self._busy = False  # a call was given up and may still run
+        self._busy = False  # a call was abandoned and may still run
 
     async def init(self, messages: Sequence[Message]) -> list[Message]:
         """Begin an episode; return the first prompt's messages (the environment may change them).
 
         Raises:
-            EnvError, EnvTimeoutError: it raised, hung, or returned something else.
+            EnvError, EnvTimeoutError: it raised, hung, or returned something invalid.
         """
         answer = await self._call("init", lambda: self._env.init([dict(m) for m in messages]))
         return _messages(answer, f"environment {self._env_class}: init")
 
     async def step(self, action: str) -> EnvAnswer:
-        """Give the model's answer to the environment.
+        """Pass the model's answer to the environment; return its checked answer.
 
         Raises:
-            EnvError, EnvTimeoutError: it raised, hung, or returned something else.
+            EnvError, EnvTimeoutError: it raised, hung, or returned something invalid.
         """
         started = time.perf_counter()
         answer = await self._call("step", lambda: self._env.step(action))
@@ -198,9 +198,9 @@ class EnvSession:
         return _answer(answer, seconds, f"environment {self._env_class}: step")
 
     async def metrics(self) -> dict[str, Any]:
-        """The environment's own numbers of this episode; {} if it has none.
+        """Return the environment's own metrics of this episode; {} if it has none.
 
-        A failure is logged, for the episode is over. Not asked while a call may still run.
+        A failure is only logged, since the episode is over. {} also while a call may still run.
         """
         if self._busy:
             return {}
@@ -211,7 +211,7 @@ class EnvSession:
             return {}
 
     async def close(self) -> None:
-        """Free what it holds; a failure is logged, for the episode is over."""
+        """Close the environment; a failure is only logged, since the episode is over."""
         try:
             await self._call("close", self._env.close)
         except EnvError as error:
@@ -226,7 +226,7 @@ class EnvSession:
 
 
 def _messages(value: Any, where: str) -> list[Message]:
-    """Observations as chat messages: a list of them, one of them, a plain text, or nothing."""
+    """Return observations as chat messages; they may be a list, one message, plain text or None."""
     if value is None or (isinstance(value, str) and value == ""):
         return []
     if isinstance(value, str):
@@ -239,7 +239,7 @@ def _messages(value: Any, where: str) -> list[Message]:
 
 
 def _is_message(value: Any) -> bool:
-    """Whatever else it has (`name`, `tool_call_id`, ...) goes to the chat template as it is."""
+    """Return whether it is a chat message; other keys pass to the chat template unchanged."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("role"), str)
@@ -261,13 +261,13 @@ def _answer(answer: Any, seconds: float, where: str) -> EnvAnswer:
         raise EnvError(f"{where}: the answer lacks {', '.join(absent)}; it has {has}")
     try:
         reward = float(answer["reward"])
-    except Exception:  # of whatever it is: an array, a tensor, a huge integer
+    except Exception:  # of any type: an array, a tensor, a huge integer
         reward = math.nan
     if not abs(reward) <= LARGEST_REWARD:
         raise EnvError(f"{where}: reward: wanted a finite number, got {answer['reward']!r:.100}")
     try:
         done = bool(answer["done"])
-    except Exception as error:  # an array of several has no truth
+    except Exception as error:  # an array of several elements has no truth value
         text = f"{where}: done: wanted true or false, got {answer['done']!r:.100}"
         raise EnvError(text) from error
     action = answer.get("postprocessed_action")

@@ -12,7 +12,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class EnvStep:
-    """What an environment answers to one action.
+    """An environment's answer to one action.
 
     Args:
         reward: of this step; a finite number.
@@ -20,7 +20,7 @@ class EnvStep:
         observations: what the model reads next: chat messages, one of them, or plain text (a user
             message); empty for none.
         postprocessed_action: text that replaces the action in the history; or an assistant message
-            that says the same action with its tool calls; or None.
+            that holds the same action with its tool calls; or None.
 
     Example:
         >>> EnvStep(0.0, done=False, observations="higher")
@@ -37,7 +37,7 @@ class Env(Protocol):
     """The environment of one trajectory.
 
     Its methods may block: they run in threads, one call at a time, each with the deadline
-    `environment.timeout_seconds`. A subclass has to define `step` alone.
+    `environment.timeout_seconds`. A subclass has to define only `step`.
 
     Example:
         class Guess(Env):
@@ -69,9 +69,9 @@ class Env(Protocol):
         """
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return numbers about the episode, by name; asked once, at its end."""
+        """Return metrics of the episode, by name; called once, at its end."""
         return {}
 
     def close(self) -> None:
-        """Free what the episode held."""
+        """Free the resources of the episode."""
         return

@@ -11,10 +11,10 @@ Reward = Callable[[str, dict[str, Any]], float]
 
 
 class RewardEnv(Env):
-    """Rewards the first answer and ends the episode.
+    """Reward the first answer and end the episode.
 
     Args:
-        reward: gives the reward from the answer's text and the row.
+        reward: returns the reward for the answer's text and the row.
         row: of the data, without its `prompt`, which `init` adds as chat messages.
     """
 

@@ -69,13 +69,13 @@ def make(env_class: str, config: SkyRLGymConfig, extras: dict[str, Any]) -> SkyR
             "registers yours in environment.register"
         ) from None
     env_config = _Settings({**_default_settings(spec.entry_point), **_settings(config, env_class)})
-    if spec.entry_point == text2sql.ENTRY_POINT:  # the same, with the model's SQL in a sandbox
+    if spec.entry_point == text2sql.ENTRY_POINT:  # the same environment, with sandboxed SQL
         return SkyRLGymEnv(text2sql.Text2SqlEnv(env_config, extras))
     return SkyRLGymEnv(skyrl_gym.make(env_class, env_config=env_config, extras=extras))
 
 
 class _Settings(dict[str, Any]):
-    """A dict whose keys are attributes too, as environments of skyrl_gym expect."""
+    """A dict whose keys are also attributes, as environments of skyrl_gym expect."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -85,7 +85,7 @@ class _Settings(dict[str, Any]):
 
 
 def _settings(config: SkyRLGymConfig, env_class: str) -> Mapping[str, Any]:
-    """Return what the constructor of this class gets as `env_config`."""
+    """Return the `env_config` for the constructor of this class."""
     settings = {
         "text2sql": config.text2sql,
         "search": config.search,
@@ -106,7 +106,7 @@ def _default_settings(entry_point: Any) -> dict[str, Any]:
         for name, item in (vars(module).items() if module else ())
         if name.endswith("EnvConfig")
         and is_dataclass(item)
-        and getattr(item, "__module__", "") == module.__name__  # not one that it imports
+        and getattr(item, "__module__", "") == module.__name__  # not an imported one
     ]
     if len(configs) != 1:
         return {}

@@ -1,4 +1,4 @@
-"""Threads for blocking calls: so many at once, each with a deadline, replaced if it hangs."""
+"""Threads for blocking calls: a bounded number, a deadline for each call, hung ones replaced."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class EnvThreads:
-    """At most `limit` calls at once, each in a daemon thread; one that hangs is replaced.
+    """Run at most `limit` calls at once, each in a daemon thread; a hung thread is replaced.
 
     A ThreadPoolExecutor would lose a worker to every call that never returns, and would wait for
-    it when the process ends.
+    it when the process exits.
     """
 
     def __init__(self, limit: int) -> None:
@@ -24,7 +24,12 @@ class EnvThreads:
         self.num_abandoned = 0
 
     async def run(self, call: Callable[[], Any], timeout: float) -> Any:
-        """The call's result; TimeoutError if it takes longer, not counting the wait for a slot."""
+        """Return the call's result; TimeoutError if it takes longer, without the wait for a slot.
+
+        Args:
+            call: runs in a thread.
+            timeout: in seconds.
+        """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # a semaphore belongs to one loop
             self._loop, self._slots = loop, asyncio.Semaphore(self._limit)
@@ -34,9 +39,9 @@ class EnvThreads:
             future = loop.create_future()
             worker.submit(call, loop, future)
             try:
-                # Not wait_for: where the loop was busy at the deadline it may forget a result.
+                # Not wait_for: it may lose a result if the loop was busy at the deadline.
                 await asyncio.wait({future}, timeout=timeout)
-            finally:  # also where the caller is cancelled
+            finally:  # also if the caller is cancelled
                 if future.done():
                     self._idle.append(worker)
                 else:
@@ -48,14 +53,14 @@ class EnvThreads:
             return future.result()
 
     def close(self) -> None:
-        """Let idle threads end."""
+        """End idle threads."""
         for worker in self._idle:
             worker.stop()
         self._idle.clear()
 
 
 class _Worker:
-    """A daemon thread that runs one call after the other."""
+    """A daemon thread that runs calls one after the other."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -70,7 +75,7 @@ class _Worker:
         self._calls.put((call, loop, future))
 
     def stop(self) -> None:
-        """End after the call that is running, if any."""
+        """End the thread after the running call, if any."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -80,9 +85,9 @@ class _Worker:
             error: Exception | None = None
             try:
                 result = call()
-            except TimeoutError as caught:  # the environment's own, not our deadline
+            except TimeoutError as caught:  # raised by the environment, not our deadline
                 error = RuntimeError(f"TimeoutError: {caught}")
-            except StopIteration as caught:  # a future refuses to carry it
+            except StopIteration as caught:  # a future cannot hold it
                 error = RuntimeError(f"StopIteration: {caught}")
             except Exception as caught:
                 error = caught
@@ -90,7 +95,7 @@ class _Worker:
                 error = RuntimeError(f"{type(caught).__name__}: {caught}")
             try:
                 loop.call_soon_threadsafe(_settle, future, result, error)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed: no one waits for the result
                 return
 
 

@@ -23,7 +23,7 @@ from skyrl_fast.rollout.engine.weight_update import TOLERANCES, WeightSync, Weig
 from skyrl_fast.rollout.env.factory import EnvFactory, MakeEnv
 from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.groups import run_groups
-from skyrl_fast.rollout.rollout_config import loop_settings
+from skyrl_fast.rollout.loop_settings import loop_settings
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.model.policy import Policy
@@ -164,7 +164,10 @@ class VllmRollouts:
         """See `Rollouts.activity`."""
         board = self._runner.board
         now = board.clock()
-        return [*self._pool.activity(), *(row.text(now) for row in board.oldest(list(uids)))]
+        return [
+            *self._pool.activity(),
+            *(entry.describe(now) for entry in board.oldest(list(uids))),
+        ]
 
     def faults(self) -> dict[str, float]:
         """See `Rollouts.faults`."""

@@ -1,4 +1,4 @@
-"""Settings of the agent loop, and what it asks of a prompt."""
+"""Settings of the agent loop, and what it needs from a prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PHASES = ("train", "eval")
 
 
 class RolloutPrompt(Protocol):
-    """One task: what a prompt must have to be rolled out."""
+    """One task: the attributes that a prompt needs for a rollout."""
 
     @property
     def uid(self) -> str:
@@ -32,7 +32,7 @@ class RolloutPrompt(Protocol):
 
     @property
     def env_extras(self) -> Mapping[str, Any]:
-        """What the environment's constructor gets as `extras`."""
+        """The `extras` that the environment's constructor gets."""
 
     @property
     def data_source(self) -> str | None:
@@ -40,7 +40,7 @@ class RolloutPrompt(Protocol):
 
 
 def loop_settings(config: Config) -> GeneratorConfig:
-    """Return the agent loop's settings: those of `generator` with everything automatic resolved.
+    """Return the agent loop's settings: `generator` with its automatic values resolved.
 
     `max_input_length` is a number, `context` a kind of context, `chat_template` Jinja text or None.
     """
@@ -48,8 +48,8 @@ def loop_settings(config: Config) -> GeneratorConfig:
     evaluation = generator.eval_sampling_params
     if evaluation is not None and generator.sampling_params.stop and not evaluation.stop:
         log.warning(
-            "generator.eval_sampling_params.stop: nothing ends a turn of an evaluation where "
-            "sampling_params.stop (%s) ends one of training; say it there too",
+            "generator.eval_sampling_params.stop is empty, so sampling_params.stop (%s) ends turns "
+            "in training but not in evaluation; set it there too",
             ", ".join(generator.sampling_params.stop),
         )
     context = generator.context
@@ -68,7 +68,7 @@ def check_loop_settings(generator: GeneratorConfig) -> None:
 
     Raises:
         ConfigError: a setting is out of range.
-        ValueError: something is left to resolve.
+        ValueError: a setting is not resolved.
     """
     check_limits(generator, "generator")
     if generator.max_input_length is None or generator.context == "auto":

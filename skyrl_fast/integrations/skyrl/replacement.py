@@ -1,0 +1,143 @@
+"""Replacements of SkyRL's functions, with SkyRL's own function as the fallback.
+
+A replacement handles an input exactly as SkyRL does, or not at all. For unsupported input (another
+type, a broken rule, another device) SkyRL's own function is called, so that the caller gets its
+result or its error. `report()` counts these calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from skyrl_fast.integrations.skyrl.names import BY_NAME, NEWEST, Target
+from skyrl_fast.integrations.skyrl.source import fingerprint, used_functions
+
+logger = logging.getLogger(__name__)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# What an op raises for input that breaks its rules. SkyRL's function is called, and usually raises.
+REFUSALS = (TypeError, ValueError, LookupError, AttributeError, OverflowError)
+
+
+REPLACED_NAME = "_skyrl_fast_replaced_name"
+
+
+class UnsupportedInputError(Exception):
+    """SkyRL's own function must handle this input; the message says why."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Number of calls of a replacement, and of those that SkyRL's own function answered."""
+
+    calls: int = 0
+    handed_back: int = 0
+    last_reason: str = ""
+
+
+class Originals:
+    """SkyRL's own functions by their names in the table, with the versions of their sources."""
+
+    def __init__(self) -> None:
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._labels: dict[str, str | None] = {}
+        self.counts: dict[str, Counts] = {}
+        self.rules: frozenset[str] = frozenset()  # of mode "fixed", those that are on
+
+    def keep(self, name: str, function: Callable[..., Any], label: str | None) -> None:
+        """Store a function that is about to be replaced, and the version of its source."""
+        self._functions[name], self._labels[name] = function, label
+
+    def forget(self) -> None:
+        """Drop all functions, after they were restored."""
+        self._functions.clear()
+        self._labels.clear()
+        self.rules = frozenset()
+
+    def function(self, name: str) -> Callable[..., Any] | None:
+        """Return SkyRL's function, importing it if needed; None without SkyRL."""
+        if name not in self._functions:
+            found = find(BY_NAME[name])
+            if found is None:
+                return None
+            self.keep(name, found[1], version_label(BY_NAME[name], found[0], found[1]))
+        return self._functions[name]
+
+    def is_known(self, name: str, function: Any) -> bool:
+        """Return whether the function is the replacement, or SkyRL's own with a known source."""
+        original = self.function(name)
+        if original is None or self._labels[name] is None:
+            return False
+        return function is original or getattr(function, REPLACED_NAME, "") == name
+
+    def label(self, name: str) -> str:
+        """Return the first version with this source of SkyRL's function; NEWEST without SkyRL."""
+        return (self._labels.get(name) if self.function(name) else None) or NEWEST
+
+
+ORIGINALS = Originals()
+
+
+def find(target: Target) -> tuple[Any, Callable[..., Any]] | None:
+    """Return the module and SkyRL's function, or None if either is missing."""
+    try:
+        module = importlib.import_module(target.module)
+    except ImportError:
+        return None
+    owner: Any = module
+    for part in target.name.split(".")[:-1]:
+        owner = getattr(owner, part, None)
+    function = vars(owner).get(target.short_name) if owner is not None else None
+    return None if function is None else (module, function)
+
+
+def version_label(target: Target, module: Any, function: Callable[..., Any]) -> str | None:
+    """Return the first version with the function's source, None if the source is unknown."""
+    try:
+        found = fingerprint([function, *used_functions(module, target.uses)])
+    except (OSError, TypeError, SyntaxError):
+        return None  # no source available, as for a function created at run time
+    return target.fingerprints.get(found)
+
+
+def replaces(name: str, *, renamed: Mapping[str, str] | None = None) -> Callable[..., Any]:
+    """Make a function the replacement of SkyRL's function `name`.
+
+    Args:
+        name: in the table.
+        renamed: keywords of older versions, and their current names.
+    """
+
+    def decorate(function: Function) -> Function:
+        counts = ORIGINALS.counts.setdefault(name, Counts())
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts.calls += 1
+            current = {(renamed or {}).get(key, key): value for key, value in kwargs.items()}
+            try:
+                return function(*args, **current)
+            except (UnsupportedInputError, *REFUSALS) as reason:
+                original = ORIGINALS.function(name)
+                if original is None:
+                    raise
+                counts.handed_back += 1
+                counts.last_reason = f"{type(reason).__name__}: {reason}"
+                logger.debug("%s: passed to SkyRL: %s", name, counts.last_reason)
+            return original(*args, **kwargs)
+
+        setattr(call, REPLACED_NAME, name)
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def require(condition: bool, reason: str) -> None:
+    """Raise `UnsupportedInputError` with the reason unless the condition holds."""
+    if not condition:
+        raise UnsupportedInputError(reason)

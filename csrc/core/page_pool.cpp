@@ -15,6 +15,9 @@ constexpr int64_t kHugePage = 2 << 20;
 // Sizes in steps of an eighth: batches of nearly equal size share blocks, and the part that is not
 // asked for is never touched, so never mapped.
 int64_t rounded_size(int64_t num_bytes) {
+  // No address space holds more, and the arithmetic below does not overflow up to here.
+  constexpr int64_t kMostBytes = int64_t{1} << 60;
+  if (num_bytes > kMostBytes) throw std::bad_alloc();
   int64_t step = kHugePage;
   while (step * 8 < num_bytes) step *= 2;
   return (num_bytes + step - 1) / step * step;

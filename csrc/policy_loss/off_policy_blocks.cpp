@@ -12,6 +12,7 @@ template <typename T>
 struct alignas(64) Ratios {
   typename BitsOf<T>::Type live[kChunk];
   T delta[kChunk];
+  T ratio[kChunk];
   T excess[kChunk];  // ratio - 1
   T scratch[kChunk];
   Extremes<T> extremes;
@@ -24,7 +25,7 @@ struct SequenceFacts {
   double kept = 0, log_product = 0;  // after outliers and token mask
 };
 
-// delta and excess of trained cells, both 0 elsewhere.
+// delta, ratio and excess of trained cells; those of delta 0 elsewhere.
 template <typename T>
 static void stage(const T* __restrict__ old, const T* __restrict__ rollout, int64_t n,
                   const typename BitsOf<T>::Type* __restrict__ lives, Ratios<T>* __restrict__ s) {
@@ -34,11 +35,12 @@ static void stage(const T* __restrict__ old, const T* __restrict__ rollout, int6
     const bool live = lives[i] != 0;
     const T raw_old = old[i], raw_rollout = rollout[i];
     const T delta = (live ? raw_old : T(0)) - (live ? raw_rollout : T(0));
-    const T excess = exp_minus_1(clamp_to(delta, T(-kMaxDelta), T(kMaxDelta)));
+    const Exponential<T> ratio = exponential(clamp_to(delta, T(-kMaxDelta), T(kMaxDelta)));
     s->delta[i] = delta;
-    s->excess[i] = excess;
+    s->ratio[i] = ratio.value;
+    s->excess[i] = ratio.minus_1;
     const bool counts = live & (delta == delta);
-    const auto bits = bits_of(excess + T(1));
+    const auto bits = bits_of(ratio.value);
     const auto high = counts ? bits : 0, low = counts ? bits : BitsOf<T>::kMost;
     extremes.most = high > extremes.most ? high : extremes.most;
     extremes.least = low < extremes.least ? low : extremes.least;
@@ -82,7 +84,7 @@ static void correct(const OffPolicyRules& rules, int64_t n, Ratios<T>* __restric
   SKYRL_NO_OVERLAP
   for (int64_t i = 0; i < n; ++i) {
     const bool live = s->live[i] != 0;
-    const T ratio = s->excess[i] + T(1);
+    const T ratio = s->ratio[i];
     const bool inside = (ratio >= low) & (ratio <= high);
     const bool keep = live & (inside | !bounded);
     const bool over = ratio > cap;
@@ -117,8 +119,7 @@ static void correct(const OffPolicyRules& rules, int64_t n, Ratios<T>* __restric
 }
 
 SKYRL_HD double ratio_of(double delta) {
-  const double x = clamp_to(delta, -kMaxDelta, kMaxDelta);
-  return exp_minus_1(x) + 1.0;
+  return exponential(clamp_to(delta, -kMaxDelta, kMaxDelta)).value;
 }
 
 // A row's cells in chunks: fn(first cell, cells).

@@ -81,8 +81,8 @@ static void loss_chunk(const LossParams<T>& params, const Piece<T>& piece,
     grad[i] = weighed ? t.grad * weight : T(0);
     ratio_minus_1 += live ? t.ratio_minus_1 : T(0);
     approx_kl += live ? t.ratio_minus_1 - t.delta : T(0);
-    const bool counts = live & (t.ratio_minus_1 == t.ratio_minus_1);
-    const auto bits = bits_of(t.ratio_minus_1 + T(1));
+    const bool counts = live & (t.ratio == t.ratio);
+    const auto bits = bits_of(t.ratio);
     const auto high = counts ? bits : 0, low = counts ? bits : BitsOf<T>::kMost;
     most = high > most ? high : most;
     least = low < least ? low : least;

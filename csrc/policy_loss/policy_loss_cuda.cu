@@ -55,7 +55,7 @@ __device__ __forceinline__ T visit(LossKind loss, KlKind kl, const LossParams<T>
   const T token_weight = in.token_weights != nullptr ? in.token_weights[cell] : T(1);
   const TokenLoss<T> t =
       token_loss<T>(loss, params, logprob, old_logprob, delta, advantage, selected);
-  const T ratio = t.ratio_minus_1 + T(1);
+  const T ratio = t.ratio;
   T grad = T(0);
   if (token_weight != T(0)) {
     sums->policy += t.value * (row_weight * token_weight);

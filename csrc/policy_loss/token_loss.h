@@ -48,6 +48,7 @@ template <typename T>
 struct TokenLoss {
   T value = 0;                // loss of this token, not yet weighted
   T grad = 0;                 // d value / d logprob
+  T ratio = 1;                // exp(delta), to the last bits however small
   T ratio_minus_1 = 0;        // exp(delta) - 1 without cancellation
   T delta = 0;                // clamped delta
   bool clipped_low = false;   // the lower bound took effect (dppo: a token of negative advantage)
@@ -71,10 +72,17 @@ SKYRL_HD T clamp_to(T x, T low, T high) {
   return above > high ? high : above;
 }
 
-// exp(x) - 1, accurate near 0; |x| <= 87. Vectorises: no table, no branch, no library call.
-SKYRL_HD float exp_minus_1(float x) {
+template <typename T>
+struct Exponential {
+  T value;    // exp(x)
+  T minus_1;  // exp(x) - 1
+};
+
+// Both to their own relative accuracy: exp(x) - 1 near 0, and exp(x) where it is small, which
+// (exp(x) - 1) + 1 would round away; |x| <= 87. Vectorises: no table, no branch, no library call.
+SKYRL_HD Exponential<float> exponential(float x) {
 #if defined(__CUDA_ARCH__)
-  return expm1f(x);
+  return {expf(x), expm1f(x)};
 #else
   constexpr float kLog2E = 1.44269504f;
   constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;  // exact products with n
@@ -94,10 +102,13 @@ SKYRL_HD float exp_minus_1(float x) {
   bits = (bits + 127u) << 23;  // 2^n: the low bits of `shifted` hold n
   float scale;
   std::memcpy(&scale, &bits, sizeof(scale));
-  return scale * p + (scale - 1.0f);
+  return {scale * p + scale, scale * p + (scale - 1.0f)};
 #endif
 }
-SKYRL_HD double exp_minus_1(double x) { return ::expm1(x); }
+SKYRL_HD Exponential<double> exponential(double x) {
+  const double minus_1 = ::expm1(x);
+  return {x < -0.5 ? ::exp(x) : minus_1 + 1.0, minus_1};
+}
 
 // log(x) for normal x > 0; NaN for others. Vectorises likewise.
 SKYRL_HD float log_positive(float x) {
@@ -125,8 +136,9 @@ SKYRL_HD double log_positive(double x) { return x > 0.0 ? ::log(x) : NAN; }
 template <typename T>
 SKYRL_HD T ratio_of(T delta, TokenLoss<T>* out, T* slope) {
   out->delta = clamp_to(delta, T(-kMaxDelta), T(kMaxDelta));
-  out->ratio_minus_1 = exp_minus_1(out->delta);
-  const T ratio = out->ratio_minus_1 + T(1);
+  const Exponential<T> exp_delta = exponential(out->delta);
+  const T ratio = out->ratio = exp_delta.value;
+  out->ratio_minus_1 = exp_delta.minus_1;
   const bool outside = (delta > T(kMaxDelta)) | (delta < T(-kMaxDelta));
   *slope = outside ? T(0) : ratio;  // NaN is not outside and stays NaN
   return ratio;
@@ -197,12 +209,13 @@ SKYRL_HD TokenLoss<T> token_loss(const LossParams<T>& p, T logprob, T old_logpro
     const T tau = advantage > T(0) ? p.tau_pos : p.tau_neg;
     // sigmoid(tau * (ratio - 1)); beyond +-80 it is 0 or 1 in every precision used here
     const T x = clamp_to(tau * out.ratio_minus_1, T(-80), T(80));
-    const T gate = T(1) / (T(2) + exp_minus_1(-x));
+    const T odds = exponential(-x).value;  // against the gate
+    const T gate = T(1) / (T(1) + odds);
     out.value = -advantage * gate * (T(4) / tau);
-    out.grad = -advantage * T(4) * gate * (T(1) - gate) * slope;
+    out.grad = -advantage * T(4) * gate * (odds * gate) * slope;
   } else if (kKind == LossKind::kDppoTv || kKind == LossKind::kDppoKl) {
-    const T prob = exp_minus_1(clamp_to(logprob, T(-80), T(20))) + T(1);
-    const T old_prob = exp_minus_1(clamp_to(old_logprob, T(-80), T(20))) + T(1);
+    const T prob = exponential(clamp_to(logprob, T(-80), T(20))).value;
+    const T old_prob = exponential(clamp_to(old_logprob, T(-80), T(20))).value;
     bool far_high, far_low;
     if (kKind == LossKind::kDppoTv) {
       far_high = prob - old_prob > p.delta_high;
@@ -272,7 +285,7 @@ SKYRL_HD TokenKl<T> token_kl(T logprob, T reference) {
     out.grad = delta;
   } else if (kKind == KlKind::kK3) {
     const T x = clamp_to(-delta, T(-kMaxDelta), T(kMaxDelta));
-    const T ratio_minus_1 = exp_minus_1(x);
+    const T ratio_minus_1 = exponential(x).minus_1;
     const T raw = ratio_minus_1 - x;
     out.value = clamp_to(raw, T(-kMaxK3), T(kMaxK3));
     const bool inside = (x == -delta) & (out.value == raw);

@@ -137,3 +137,12 @@ def test_padding_moves_no_advantage_even_where_row_0_is_no_last_step(estimator: 
         results.append((got[trained], normalize_advantages(got, trained.to(torch.uint8))[trained]))
     for plain, with_padding in zip(*results, strict=True):
         assert torch.equal(plain, with_padding)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_a_dimension_of_size_1_may_have_any_stride(num_rows: int) -> None:
+    column = torch.randn(1, 5).t()[:num_rows]  # contiguous for torch, with strides (1, 5)
+    batch = TensorBatch(sequences=column, attention_mask=torch.ones(num_rows, 1))
+    batch.metadata = {}
+    padded = pad_batch(batch, 2)
+    assert torch.equal(padded["sequences"], torch.cat([column, column[:1], column[:1]]))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from skyrl_fast import _C, set_page_pool_limit
+from skyrl_fast import _C, pad_steps, set_page_pool_limit
 from skyrl_fast.ops import _backend
 
 MIB = 1 << 20
@@ -56,3 +58,30 @@ def test_what_lies_idle_stays_under_the_limit() -> None:
 def test_a_negative_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="set_page_pool_limit: num_bytes must be at least 0"):
         set_page_pool_limit(-1)
+
+
+@pytest.mark.parametrize("num_bytes", [2**59 + 1, 2**61, 2**63, 2**70])
+def test_more_than_an_address_space_is_a_memory_error(num_bytes: int) -> None:
+    with pytest.raises(MemoryError):
+        _backend.empty((num_bytes,), torch.uint8)
+    with pytest.raises(MemoryError):
+        pad_steps({"a": [[1]]}, width=num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "wanted"),
+    [
+        ("memory.max", "1073741824\n", 1 << 27),
+        ("memory.max", "max\n", None),
+        ("memory/memory.limit_in_bytes", "2147483648\n", 1 << 28),
+        ("memory/memory.limit_in_bytes", "9223372036854771712\n", None),  # v1: no limit
+    ],
+)
+def test_the_default_limit_is_an_eighth_of_the_containers_memory(
+    tmp_path: Path, file: str, content: str, wanted: int | None
+) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
+    assert _backend._default_page_pool_limit(tmp_path) == (wanted or machine)

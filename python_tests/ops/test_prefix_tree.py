@@ -170,7 +170,7 @@ def test_a_thousand_children_of_one_node() -> None:
 
 def test_labels_fork_what_tokens_share(backend: str) -> None:
     rows = [[1, 2, 3], [1, 2, 3], [1, 2, 3]]
-    labels = torch.tensor([[7], [8], [7], [9], [7], [8]], dtype=torch.int16)
+    labels = torch.tensor([[7, 8, 7, 9, 7, 8]], dtype=torch.int16).t()  # strides (1, 6)
     cu = torch.tensor([0, 2, 4, 6])
     tree = tree_of(rows, labels=labels, cu_labels=cu, backend=backend)
     assert tree.parents.tolist() == [-1, 0, 1, 0, 3]

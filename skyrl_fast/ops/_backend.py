@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,6 +148,8 @@ def empty(
     num_bytes = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or num_bytes < HUGE_PAGE_MIN_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
+    if num_bytes > sys.maxsize:
+        raise MemoryError(f"wanted {num_bytes} bytes for a tensor of shape {tuple(shape)}")
     if _C.page_pool_limit() < 0:
         set_page_pool_limit(_default_page_pool_limit())
     return torch.frombuffer(_C.PageBlock(num_bytes), dtype=dtype, count=math.prod(shape)).view(
@@ -156,19 +160,30 @@ def empty(
 def set_page_pool_limit(num_bytes: int) -> None:
     """Set how much memory of freed outputs is kept for the next ones; 0 keeps nothing.
 
-    Mapping fresh pages costs more than filling them. Without a call, an eighth of the machine's
-    memory may lie idle.
+    Mapping fresh pages costs more than filling them. Without a call, an eighth of the memory of the
+    machine or its container is kept.
     """
     if num_bytes < 0:
         raise ValueError(f"set_page_pool_limit: num_bytes must be at least 0, got {num_bytes}")
     _C.set_page_pool_limit(num_bytes)
 
 
-def _default_page_pool_limit() -> int:
+def _default_page_pool_limit(control_groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return an eighth of the memory that this process may use: the machine's, or its container's.
+
+    Args:
+        control_groups: where the kernel shows the container's limit (cgroup v2, or v1).
+    """
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
+        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (ValueError, OSError, AttributeError):
-        return 1 << 30
+        limits = [1 << 33]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int((control_groups / name).read_text(encoding="ascii")))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return min(limits) // 8
 
 
 def simd_override() -> str | None:

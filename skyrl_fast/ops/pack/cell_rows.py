@@ -85,4 +85,6 @@ def copy_cells(cells: torch.Tensor, out: torch.Tensor) -> None:
     Raises:
         ValueError: another number of bytes.
     """
-    _C.copy_cells(cells.view(torch.uint8), out.view(torch.uint8), _backend.num_threads())
+    # A dimension of size 1 may have any stride, but a view as bytes wants stride 1 in the last one.
+    source, target = (t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in (cells, out))
+    _C.copy_cells(source, target, _backend.num_threads())

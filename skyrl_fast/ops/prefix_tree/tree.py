@@ -263,7 +263,6 @@ def _by_reference(
         if labels is not None:
             cells, first, counts = labels[0], int(labels[1][row]), int(labels[2][row])
             own = cells[first : first + min(counts, length)]
-            own = own.reshape(len(own), math.prod(own.shape[1:])).view(torch.uint8)
             marks[: len(own)] = [cell.tobytes() for cell in own.numpy()]
         keys.append(list(zip(ids[start : start + length], marks, strict=True)))
     trees = reference.prefix_tree(keys, groups)

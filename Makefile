@@ -11,7 +11,7 @@ help: ## list the commands
 setup: ## create or update .venv: torch, vLLM, the package (run by the other targets)
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV)
 
-train: setup ## the quickstart: a tiny agent learns text-to-SQL, about 10 minutes on 2 cores
+train: setup ## quickstart: a tiny agent learns text-to-SQL, about 10 minutes on 2 cores
 	$(PY) examples/quickstart/run.py $(ARGS)
 
 gsm8k: setup ## recipe: word problems, one turn; ARGS="--variant multi_turn": several
@@ -64,7 +64,7 @@ plot-gpu: setup ## plots of bench/results/gpu.json
 sanitize: setup ## kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(PYTHON) scripts/sanitize.py --venv $(VENV)
 
-peers: setup ## SkyRL's tests with and without this package; our own tests; SKYRL=its source tree
+peers: setup ## SkyRL's tests with and without this package, and our tests; SKYRL=its source tree
 	$(PY) scripts/peers.py --venv $(VENV) $(if $(SKYRL),--skyrl $(SKYRL)) $(ARGS)
 
 bench-peers: setup ## benchmarks of SkyRL with and without this package
@@ -73,7 +73,7 @@ bench-peers: setup ## benchmarks of SkyRL with and without this package
 wheel-test: setup ## tests of the built wheel with other torch versions
 	$(PYTHON) scripts/wheel_test.py
 
-doctor: setup ## installation report, with fixes for what is missing
+doctor: setup ## installation report, with advice on missing parts
 	@$(VENV)/bin/skyrl-fast doctor
 
 ext: ## extension only, into skyrl_fast/, with the active Python

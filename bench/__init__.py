@@ -1,1 +1,1 @@
-"""Every op beside the code people use otherwise."""
+"""Benchmarks of every op against the alternatives in use."""

@@ -1,4 +1,4 @@
-"""Seeded steps of agents in three shapes, with histories that only grow or are stripped."""
+"""Seeded agent steps of three shapes, with histories that only grow or are stripped."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from skyrl_fast.batch import StepBatch
 
 HISTORIES = ("append", "stripped")
-THOUGHT_SHARE = 2 / 3  # of a response; gone from later prompts where histories are stripped
+THOUGHT_SHARE = 2 / 3  # of a response; not in later prompts of stripped histories
 
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """Of one shape; lengths in tokens, drawn around their means up to their limits."""
+    """One shape of agent; lengths in tokens, drawn around their means up to their limits."""
 
     samples: int
     most_turns: int
@@ -38,17 +38,17 @@ SHAPES = {
 def agents(
     shape: str, history: str, *, num_groups: int, divisor: int = 1, vocabulary: int = 1024
 ) -> StepBatch:
-    """A batch of steps with random advantages.
+    """Return a batch of steps with random advantages.
 
     Args:
-        shape: of `SHAPES`.
+        shape: a name of `SHAPES`.
         history: "append": a prompt holds all tokens before it; "stripped": without the thoughts.
         num_groups: prompts.
-        divisor: of all lengths.
-        vocabulary: ids are below it.
+        divisor: divides all lengths.
+        vocabulary: upper bound of ids.
     """
     rng = np.random.default_rng(0)
-    own = SHAPES[shape]
+    agent = SHAPES[shape]
     output: dict[str, list[Any]] = {
         name: [] for name in ("prompt_token_ids", "response_ids", "trajectory_ids", "is_last_step")
     }
@@ -58,18 +58,19 @@ def agents(
         return rng.integers(0, vocabulary, max(1, length)).tolist()
 
     for group in range(num_groups):
-        prompt = words(own.prompt, own.most_prompt)
-        for sample in range(own.samples):
+        prompt = words(agent.prompt, agent.most_prompt)
+        for sample in range(agent.samples):
             context = prompt
-            turns = int(rng.integers(max(1, own.most_turns // 2), own.most_turns + 1))
+            turns = int(rng.integers(max(1, agent.most_turns // 2), agent.most_turns + 1))
             for turn in range(turns):
-                response = words(own.response, 4 * own.response)
+                response = words(agent.response, 4 * agent.response)
                 output["prompt_token_ids"].append(context)
                 output["response_ids"].append(response)
                 output["trajectory_ids"].append((f"p{group}", sample))
                 output["is_last_step"].append(turn == turns - 1)
                 thought = int(len(response) * THOUGHT_SHARE) if history == "stripped" else 0
-                context = context + response[thought:] + words(own.observation, 4 * own.observation)
+                observation = words(agent.observation, 4 * agent.observation)
+                context = context + response[thought:] + observation
     lengths = [len(response) for response in output["response_ids"]]
     columns: dict[str, Any] = {
         **output,

@@ -3,7 +3,7 @@
 Legend: J trajectories, N rows (one per step), S prompt + response tokens, A response tokens.
 
 Two sizes: "medium" (512 trajectories, about 1,565 rows and 2.0 M tokens) and "large" (4,096
-trajectories, about 17,006 rows and 30.6 M tokens); "tiny" is for trying a bench out. A prompt grows
+trajectories, about 17,006 rows and 30.6 M tokens); "tiny" is for smoke tests. A prompt grows
 turn by turn (prompt + response + observation), so long trajectories are rare and set the width.
 """
 
@@ -23,7 +23,7 @@ MIN_PROMPT_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a size is made of; token counts are medians of log-normal draws."""
+    """Parameters of a size; token counts are medians of log-normal draws."""
 
     num_trajectories: int
     samples_per_prompt: int
@@ -82,7 +82,7 @@ class RolloutArrays:
         ]
 
     def rows(self, flat: np.ndarray) -> list[np.ndarray]:
-        """Views of a response-side array, one per row."""
+        """Return views of a response-side array, one per row."""
         return np.split(flat, self.cu_responses[1:-1])
 
 
@@ -95,7 +95,7 @@ def _lognormal(
 def _trajectory(
     rng: np.random.Generator, shape: Shape, prompt: np.ndarray
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """One agent run: its (prompt, response) of every turn, stopped by turns or by length."""
+    """Return one agent run: (prompt, response) of every turn, ended by turns or length."""
     num_turns = rng.geometric(1 / shape.mean_turns)
     steps = []
     for _ in range(num_turns):
@@ -116,7 +116,7 @@ def _trajectory(
 
 @functools.lru_cache(maxsize=1)
 def rollout_arrays(size: str, seed: int = 0) -> RolloutArrays:
-    """Rollouts of the named size as flat arrays."""
+    """Return rollouts of the named size as flat arrays."""
     shape = SHAPES[size]
     rng = np.random.default_rng(seed)
     tokens: list[np.ndarray] = []
@@ -162,10 +162,10 @@ def rollout_arrays(size: str, seed: int = 0) -> RolloutArrays:
 
 @functools.lru_cache(maxsize=1)
 def generator_output(size: str, seed: int = 0) -> dict[str, Any]:
-    """The same rollouts as a generator hands them over: Python lists of int and float objects.
+    """Return the same rollouts in a generator's format: Python lists of ints and floats.
 
     As in a real run, the ids of a growing context are shared objects: a turn's prompt list holds
-    the very ints of the former turn's prompt and response, and only what is new is a new object.
+    the int objects of the previous turn's prompt and response, and new objects for new tokens.
     """
     arrays = rollout_arrays(size, seed)
     prompts: list[list[int]] = []
@@ -201,7 +201,7 @@ def generator_output(size: str, seed: int = 0) -> dict[str, Any]:
 
 
 def describe(size: str, seed: int = 0) -> dict[str, int]:
-    """The numbers of a size: trajectories, rows, tokens, T, R, response tokens."""
+    """Return the counts of a size: trajectories, rows, tokens, T, R, response tokens."""
     arrays = rollout_arrays(size, seed)
     return {
         "trajectories": int(arrays.is_last_step.sum()),

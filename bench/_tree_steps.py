@@ -1,9 +1,9 @@
-"""One training step over the rows of agents, in five forms of the same work.
+"""One training step over agent rows, in five equivalent layouts.
 
-"padded": every row padded to the batch's longest, as SkyRL does. "packed": rows one behind another
-without padding, each seeing itself alone. "merged": the same with steps joined where contexts only
-grew. "prompt": the group's first prompt computed once, as PrefixGrouper does, rows apart behind it.
-"skyrl_fast": prefix trees. All give the same loss and gradients.
+"padded": every row padded to the batch's longest, as SkyRL does. "packed": rows end to end
+without padding, each attending only to itself. "merged": the same with steps joined where contexts
+only grew. "prompt": the group's first prompt computed once, as PrefixGrouper does, with separate
+rows after it. "skyrl_fast": prefix trees. All give the same loss and gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from skyrl_fast.train.model.policy import Policy
 
 CONTENDERS = ("padded", "packed", "merged", "prompt", "skyrl_fast")
 GROUPS = {"search": 4, "agentic": 1, "sql": 1}
-# A Qwen2 of 0.2 M weights for lengths divided by 16, and the shape of Qwen2.5-1.5B for whole ones.
+# A Qwen2 of 0.2 M weights for lengths divided by 16; the shape of Qwen2.5-1.5B for full lengths.
 SMALL = {
     "vocab_size": 1024,
     "hidden_size": 64,
@@ -62,13 +62,13 @@ def batch_of(shape: str, history: str, divisor: int) -> StepBatch:
 
 
 def apart(batch: StepBatch) -> StepBatch:
-    """Every row a group of its own, so that nothing is shared."""
+    """Return the batch with every row as a separate group, so that nothing is shared."""
     numbers = torch.arange(batch.num_rows, dtype=torch.int32)
     return batch.with_(group_ids=numbers, uids=tuple(map(str, numbers.tolist())))
 
 
 def prompts_shared(batch: StepBatch) -> StepBatch:
-    """Labels (as routes would be) that differ from row to row behind the group's first prompt."""
+    """Return labels (like routes) that differ between rows after the group's first prompt."""
     first = np.unique(batch.group_ids.numpy(), return_index=True)[1]
     prompts = (batch.lengths - batch.response_lengths)[torch.from_numpy(first)]
     lengths = batch.lengths.long()
@@ -80,7 +80,7 @@ def prompts_shared(batch: StepBatch) -> StepBatch:
 
 
 def planned(contender: str, batch: StepBatch, budget: int) -> tuple[StepBatch, list[MicroBatch]]:
-    """The rows that a contender trains, and its forward passes."""
+    """Return the rows that a contender trains, and its forward passes."""
     if contender == "padded":
         return batch, padded_micro_batches(batch, budget)
     if contender == "merged":
@@ -95,7 +95,7 @@ def planned(contender: str, batch: StepBatch, budget: int) -> tuple[StepBatch, l
 
 
 def step(contender: str, model: Policy, batch: StepBatch) -> tuple[float, int]:
-    """Plan, forward and backward; the loss, and the tokens that went through the model."""
+    """Run plan, forward and backward; return the loss and the tokens processed by the model."""
     rows, plan = planned(contender, batch, model.max_tokens_per_microbatch)
     model.model.zero_grad(set_to_none=True)
     assert rows.advantages is not None
@@ -110,5 +110,5 @@ def step(contender: str, model: Policy, batch: StepBatch) -> tuple[float, int]:
 
 
 def gradient(model: Policy) -> torch.Tensor:
-    """Return all gradients as one vector, where they are."""
+    """Return all gradients as one vector, on their device."""
     return torch.cat([p.grad.flatten() for p in model.model.parameters()])

@@ -1,7 +1,7 @@
-"""group_advantage beside SkyRL's step-wise block, on padded (N, R) tensors.
+"""group_advantage compared with SkyRL's step-wise block, on padded (N, R) tensors.
 
-Floor: the result is written (4 bytes a cell) and the mask read (8 bytes a cell, SkyRL's int64);
-rewards are read in last rows only (4 bytes a cell of J of the N rows).
+Floor: write the result (4 bytes per cell), read the mask (8 bytes per cell, SkyRL's int64) and the
+rewards of last rows (4 bytes per cell of J of the N rows).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def ours(rewards: torch.Tensor, mask: torch.Tensor, uids: list[str], last: list[
 
 
 def copy_floor(rewards: torch.Tensor, mask: torch.Tensor, uids: list[str], last: list[bool]):
-    """The same bytes moved by torch itself: an int64 mask read, a float32 result written."""
+    """Move the same bytes by torch: read an int64 mask, write a float32 result."""
     return OUT.copy_(mask)
 
 
@@ -56,7 +56,7 @@ def test_advantage(benchmark, contender: str, size: str, threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         expected, _ = skyrl_stepwise_grpo(*args)
-        # SkyRL takes the group's statistics in float32
+        # SkyRL computes group statistics in float32
         torch.testing.assert_close(ours(*args), expected, atol=1e-4, rtol=1e-4)
         OUT = torch.zeros(num_rows, width)
         function = {"skyrl_fast": ours, "copy_floor": copy_floor}.get(

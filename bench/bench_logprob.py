@@ -1,10 +1,10 @@
-"""selected_logprob beside torch's formulations, on logits that fill memory, not the cache.
+"""selected_logprob compared with torch's formulations, on logits larger than the caches.
 
-Floors, of L bytes of logits: forward L read; forward and backward 2 L read and L written, or, where
-the loss is known in the same visit, L read and L written. Ours returns the entropy as well, the
-others do not. "read floor" sums the logits' bytes as float32 by torch.sum.
+Floors for L bytes of logits: forward L read; forward and backward 2 L read and L written, or, where
+the loss is known in the same pass, L read and L written. Only ours also returns the entropy. "read
+floor" sums the logits' bytes as float32 by torch.sum.
 
-Logits are refilled before each contender: a gradient in place leaves none behind.
+Logits are refilled before each contender: an in-place gradient overwrites them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def fresh(size: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
 def check(function: Function, logits: torch.Tensor, targets: torch.Tensor) -> None:
     got = function(logits[:3], targets[:3]).detach()
     want = baselines.log_softmax_gather(logits[:3].double(), targets[:3])
-    # Those that compute in bfloat16 are off by up to 2^-8 of 16.
+    # Contenders that compute in bfloat16 have errors of up to 2^-8 of 16.
     loose = got.dtype == torch.bfloat16 or logits.dtype == torch.bfloat16
     torch.testing.assert_close(got.double(), want, rtol=0, atol=0.07 if loose else 1e-4)
 
@@ -172,7 +172,7 @@ def test_simd_levels(benchmark, dtype: str, level: str) -> None:
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """Bytes of memory that a call adds at its peak, from the kernel's high-water mark (Linux)."""
+    """Return a call's peak extra memory in bytes, from the kernel's high-water mark (Linux)."""
 
     def read(field: str) -> int:
         status = Path("/proc/self/status").read_text()
@@ -206,7 +206,7 @@ LINEAR_WORKS = {
 @pytest.mark.parametrize("contender", ["skyrl_fast", "torch_whole_logits", "torch_trained_rows"])
 @pytest.mark.parametrize("work", LINEAR_WORKS)
 def test_linear(benchmark, work: str, contender: str) -> None:
-    """Forward and backward; the gradients are compared before."""
+    """Time forward and backward; the gradients are compared first."""
     rows, dtype, share = LINEAR_WORKS[work]
     if share == 1.0 and contender == "torch_trained_rows":
         pytest.skip("all rows are trained")
@@ -241,7 +241,7 @@ def test_linear(benchmark, work: str, contender: str) -> None:
 def linear_error(
     h: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor
 ) -> float:
-    """The relative error of the gradient of a few trained rows of hidden, against float64."""
+    """Return the relative error against float64 of hidden's gradient in a few trained rows."""
     some = mask.nonzero().squeeze(1)[:8]
     head = w.detach().double()
     p = (h.detach()[some].double() @ head.T).softmax(1)

@@ -2,13 +2,13 @@
 
 "skyrl" is SkyRL's own function (skipped where the package is not installed); into tensors its
 conversion follows. "restated" is the same greedy merge in plain Python without checks and metrics.
-Ours gives a `StepBatch` of flat arrays ("skyrl_fast") and, as SkyRL's conversion does, padded
-tensors ("skyrl_fast_padded"). "skyrl_fast_fresh": every id is an object of its own, as after a
-pickle, and not shared between a turn's prompt and the turn before. "warm": freed memory stays
+Ours returns a `StepBatch` of flat arrays ("skyrl_fast") and, as SkyRL's conversion does, padded
+tensors ("skyrl_fast_padded"). "skyrl_fast_fresh": every id is a separate object, as after a
+pickle, and not shared between a turn's prompt and the previous turn. "warm": freed memory stays
 mapped and the garbage collector is off; lists are as slow as the pages that they are written to.
 
-Floors: "floor_compare" compares every row's prompt with the row before it, 4 bytes a token, once
-per side; "floor_copy" also writes the merged rows (4 + 4 + 4 + 1 bytes a token and response token).
+Floors: "floor_compare" compares every row's prompt with the previous row, 4 bytes per token and
+side; "floor_copy" also writes the merged rows (4 + 4 + 4 + 1 bytes per token and response token).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Rollout and reward metrics of one batch, rewards per token, as a generator hands it over.
+"""Rollout and reward metrics of one batch of generator output, with rewards per token.
 
 Contenders: SkyRL 0.3.0's own functions where `skyrl` can be imported, the same loops restated, and
-ours from the lists, and from the batch that the trainer has made of them anyway. SkyRL's rollout
-metrics count rows; ours count trajectories and rows, so that only what both call the same is
-compared.
+ours from the lists, and from the batch that the trainer builds anyway. SkyRL's rollout metrics
+count rows, ours trajectories and rows, so only metrics with equal definitions are compared.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Metrics = tuple[dict[str, float], dict[str, float]]
 
 @functools.lru_cache(maxsize=1)
 def rollouts(size: str) -> tuple[dict[str, Any], StepBatch]:
-    """The output without its uids, which are those of `trajectory_ids`, and the batch of it."""
+    """Return the output without its uids, which are in `trajectory_ids`, and its batch."""
     output = {k: v for k, v in _data.generator_output(size).items() if k != "uids"}
     return output, StepBatch.from_generator_output(output)
 

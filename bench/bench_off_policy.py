@@ -1,10 +1,10 @@
-"""off_policy_correction beside SkyRL's formulation, on (N, R): mask in, weights (and mask) out.
+"""off_policy_correction compared with SkyRL's: (N, R) mask in, weights (and mask) out.
 
 "token_tis": weights by token, nothing masked. "full": outliers, TIS by sequence and the geometric
-mask, with all metrics; "full_trajectory" is the same over whole trajectories, which SkyRL has not,
-beside SkyRL's by row. Floor in bytes per padded float32 cell, a share c of them trained: mask in
-(4), two logprobs of trained cells (8 c), weights out (4), and where something masks the mask out
-(4). Both give their metrics as Python floats.
+mask, with all metrics; "full_trajectory" is the same over full trajectories, which SkyRL lacks,
+compared with SkyRL's by row. Floor in bytes per padded float32 cell, a share c of them trained:
+mask in (4), two logprobs of trained cells (8 c), weights out (4), and where something masks the
+mask out (4). Both return their metrics as Python floats.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Rows to a padded batch with data-parallel padding rows, beside SkyRL's way and the memory.
+"""Rows to a padded batch with data-parallel padding rows, compared with SkyRL and memory floors.
 
 Bytes written per batch of N rows: N T (8 + 8) + N R (8 + 4 + 4 + 4), the sequences and attention
 mask, then response mask, rewards, loss masks, logprobs. "copy" copies as many bytes between mapped
-pages and is the floor of arrays; "fill" writes them and is the floor of everything.
+pages, the floor for arrays; "fill" writes them, the floor for any input.
 
 "skyrl" is the package's own code (skipped where it is not installed); "restated" does the same work
-by NumPy slices, which is several times faster, and is the peer to beat. Both run with pages as
-malloc gives them ("default") and "warm", with the garbage collector off and malloc told to keep the
-pages it has, for which a process needs MALLOC_TOP_PAD_ and MALLOC_MMAP_THRESHOLD_ set.
+by NumPy slices, which is several times faster, and is the stronger baseline. Both run with
+malloc's defaults ("default") and "warm": with the garbage collector off and malloc set to keep its
+pages, for which a process needs MALLOC_TOP_PAD_ and MALLOC_MMAP_THRESHOLD_ set.
 """
 
 from __future__ import annotations

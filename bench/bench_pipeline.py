@@ -1,4 +1,4 @@
-"""Generator output (lists) -> checked -> padded, dp-padded batch -> advantages -> reward metrics.
+"""Generator output (lists) -> checks -> padded, dp-padded batch -> advantages -> reward metrics.
 
 Contenders: SkyRL's own trainer methods where `skyrl` can be imported, the same steps restated with
 NumPy padding, both also with warm pages and the garbage collector off, and ours with 1 and 2
@@ -42,7 +42,7 @@ class Ours:
         self.samples_per_prompt = samples_per_prompt
 
     def prepare(self, output: dict[str, Any]) -> dict[str, Any]:
-        """Return the output without what SkyRL passes beside it; not timed."""
+        """Return the output without what SkyRL passes next to it; not timed."""
         return {key: value for key, value in output.items() if key != "uids"}
 
     def run(self, output: dict[str, Any], uids: list[str]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _check(got: dict[str, Any], size: str) -> None:
         lengths = torch.tensor([len(r) for r in _data.generator_output(size)["response_ids"]])
         cells = torch.arange(flat.shape[1]) >= flat.shape[1] - lengths[:, None]
         flat = flat[: len(lengths)][cells]
-    # 1e-5: the peer takes its deviations in float32.
+    # 1e-5: the peer computes deviations in float32.
     torch.testing.assert_close(got["advantages"], flat, atol=1e-5, rtol=1e-5)
 
 
@@ -100,7 +100,7 @@ def test_pipeline(benchmark: Any, contender: str, size: str) -> None:
     torch.set_num_threads(threads)
     try:
         with warm_pages() if contender.endswith("warm") else contextlib.nullcontext():
-            slow = contender in ("skyrl", "skyrl_warm")  # the check above was their warm-up
+            slow = contender in ("skyrl", "skyrl_warm")  # the check above was the warm-up
             rounds = SLOW_ROUNDS[size] if slow else ROUNDS[size]
             benchmark.pedantic(peer.run, (output, uids), rounds=rounds, warmup_rounds=2 - 2 * slow)
     finally:

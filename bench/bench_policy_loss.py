@@ -1,12 +1,12 @@
-"""policy_loss forward + backward and k3 beside SkyRL's formulation, on (N, R).
+"""policy_loss forward + backward and k3 compared with SkyRL's formulation, on (N, R).
 
 Floor in bytes per padded float32 cell, a share c of them trained. Forward + backward reads the mask
 and writes the gradient of every cell (4 + 4) and reads logprob, old logprob and advantage of the
 trained ones (12 c): 8 + 12 c, about 14 for the masks here, which train half of the padded cells.
 k3 forward + backward: mask twice, value and gradient once (16), two logprobs twice and the upstream
-gradient once (20 c). "skyrl" does the same by whole-tensor torch calls, as SkyRL 0.3.0 does, with
-its weights multiplied into the advantages beforehand. Each contender gets a leaf tensor and makes a
-new gradient.
+gradient once (20 c). "skyrl" does the same by torch calls on full tensors, as SkyRL 0.3.0 does,
+with its weights multiplied into the advantages beforehand. Each contender gets a leaf tensor and
+allocates a new gradient.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Forward and backward of a small model over the rows of agents, in the forms of `_tree_steps`.
+"""Forward and backward of a small model over agent rows, in the layouts of `_tree_steps`.
 
-Lengths are a sixteenth of the shapes' and the model is a Qwen2 of 0.2 M weights in float32; whole
-lengths and a large model are `bench.gpu`'s. That all forms give the same loss and gradients is
-checked first.
+Lengths are a sixteenth of the shapes' and the model is a Qwen2 of 0.2 M weights in float32; full
+lengths and a large model are in `bench.gpu`. First all layouts are checked to give the same loss
+and gradients.
 
-extra_info: `tokens` that go through the model, and for ours `plan_share`, the part of a step that
-building and cutting the trees takes. "counts" needs no model: tokens of whole lengths.
+extra_info: `tokens` processed by the model, and for ours `plan_share`, the fraction of a step spent
+on building and cutting the trees. "counts" needs no model: tokens at full lengths.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from skyrl_fast.train.model.policy import Policy
 
 ROUNDS = 9
 BUDGET = 8192  # tokens of a forward pass
-TOLERANCE = 1e-3  # float32: other orders of sums
+TOLERANCE = 1e-3  # float32: different orders of summation
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def test_forward_backward(benchmark: Any, contender: str, shape: str, history: s
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_counts(benchmark: Any, shape: str, history: str) -> None:
-    """Counting costs what building a tree costs, and says what training would."""
+    """Time counting, which costs as much as building a tree, and record the tokens of training."""
     benchmark.group = f"agents {shape} {history}, token counts"
     batch = agents(shape, history, num_groups=16)
     counts = token_counts(batch)
@@ -89,7 +89,7 @@ def test_counts(benchmark: Any, shape: str, history: str) -> None:
 
 @pytest.mark.parametrize("contender", ["skyrl_fast", "plain_python", "floor_copy"])
 def test_build(benchmark: Any, contender: str) -> None:
-    """The tree alone; "plain_python" is a trie of dicts, "floor_copy" a copy of the tokens."""
+    """Time the tree only; "plain_python" is a trie of dicts, "floor_copy" a copy of the tokens."""
     benchmark.group = "prefix tree, agentic stripped, 4 prompts"
     batch = agents("agentic", "stripped", num_groups=4)
     arguments = (batch.tokens, batch.cu_seqlens, batch.group_ids)

@@ -1,10 +1,10 @@
 """Run the benches and print their tables: `python -m bench.report [--write|--summary] [BENCH ...]`.
 
-One table per group: contender, fastest and median time, and how many times the contender's median
-is ours. `--json` reads an earlier run instead of making one. `--write` saves the tables with
-machine and versions under bench/results/, one page for each kind of CPU; tables of the same machine
-and versions that this run did not make stay. `--summary` also writes the page's summary between the
-bench markers of docs/benchmarks.md, and its headlines between those of README.md.
+One table per group: contender, fastest and median time, and the contender's median divided by ours.
+`--json` reads an earlier run instead. `--write` saves the tables with machine and versions under
+bench/results/, one page per CPU model; existing tables of the same machine and versions are kept.
+`--summary` also writes the summary between the bench markers of docs/benchmarks.md, and its
+headlines between those of README.md.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PACKAGES = ("skyrl-fast", "torch", "numpy", "trl", "verl", "skyrl")
 
 
 def main() -> None:
-    """Run or read, print, and write where asked to."""
+    """Run or read, print, and write if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("benches", nargs="*", help="names such as pack or logprob; default: all")
-    parser.add_argument("--json", type=Path, help="the result of an earlier run")
+    parser.add_argument("benches", nargs="*", help="benches such as pack or logprob; default: all")
+    parser.add_argument("--json", type=Path, help="JSON result of an earlier run")
     parser.add_argument("--write", action="store_true")
     parser.add_argument(
-        "--summary", action="store_true", help="as --write, and the tables of docs and README"
+        "--summary", action="store_true", help="as --write, and update docs and README"
     )
     args = parser.parse_args()
     path, failed = (args.json, False) if args.json else run(args.benches)
@@ -75,7 +75,7 @@ def by_group(benchmarks: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
 
 
 def contender(benchmark: dict[str, Any]) -> str:
-    """Return the contender's name: the test's parameter of that name, else its bracket."""
+    """Return the contender's name: the test's `contender` parameter, else its parameter id."""
     params = benchmark.get("params") or {}
     for key in ("contender", "name", "backend"):
         if key in params:
@@ -83,20 +83,20 @@ def contender(benchmark: dict[str, Any]) -> str:
     return str(benchmark.get("param") or benchmark["name"])
 
 
-def own_median(rows: list[dict[str, Any]]) -> float | None:
+def our_median(rows: list[dict[str, Any]]) -> float | None:
     """Return the median of ours (plain, else its first variant), None in a group without it."""
-    own = [r for r in rows if contender(r).startswith(OURS)]
-    own.sort(key=lambda r: contender(r) != OURS)
-    return own[0]["stats"]["median"] if own else None
+    ours = [r for r in rows if contender(r).startswith(OURS)]
+    ours.sort(key=lambda r: contender(r) != OURS)
+    return ours[0]["stats"]["median"] if ours else None
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return one group as a Markdown table."""
-    own = own_median(rows)
+    ours = our_median(rows)
     lines = ["| contender | min ms | median ms | median / ours | |", "|---|---:|---:|---:|---|"]
     for row in rows:
         stats = row["stats"]
-        ratio = f"{stats['median'] / own:.2f}" if own else ""
+        ratio = f"{stats['median'] / ours:.2f}" if ours else ""
         info = ", ".join(
             f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
             for key, value in row["extra_info"].items()
@@ -115,7 +115,7 @@ def document(machine: str, tables: dict[str, str]) -> str:
 
 
 def tables_of(document: str) -> tuple[str, dict[str, str]]:
-    """Return the machine and the tables of such a page."""
+    """Return the machine and the tables of a saved page."""
     head, *parts = document.strip().split("\n\n### ")
     tables = dict(part.split("\n\n", 1) for part in parts)
     return head.removeprefix("# CPU\n\n"), tables
@@ -139,23 +139,23 @@ def speed_ups(tables: dict[str, str]) -> dict[str, dict[tuple[bool, int], str]]:
     cells: dict[str, dict[tuple[bool, int], str]] = defaultdict(dict)
     for name, table in tables.items():
         medians = medians_of(table)
-        own = medians.get(OURS, next((m for c, m in medians.items() if c.startswith(OURS)), None))
+        ours = medians.get(OURS, next((m for c, m in medians.items() if c.startswith(OURS)), None))
         peers = {c: m for c, m in medians.items() if OURS not in c and "floor" not in c}
-        if own is None or not peers:
+        if ours is None or not peers:
             continue
         best = min(peers, key=peers.__getitem__)
-        beside = f"{own:.3g} ms; {best}"
+        details = f"{ours:.3g} ms; {best}"
         if "skyrl" in peers and best != "skyrl" and not best.startswith("skyrl_warm"):
-            beside += f"; skyrl {peers['skyrl'] / own:.0f}"  # what users of SkyRL have now
+            details += f"; skyrl {peers['skyrl'] / ours:.0f}"  # the baseline of SkyRL users
         parts = GROUP.fullmatch(name)
         work = parts[1] + (parts[3] or "") if parts else name
         column = (parts[2] in LARGER, int(parts[4])) if parts else COLUMNS[-1]
-        cells[work][column] = f"**{peers[best] / own:.1f}** ({beside})"
+        cells[work][column] = f"**{peers[best] / ours:.1f}** ({details})"
     return cells
 
 
 def summary(cells: dict[str, dict[tuple[bool, int], str]]) -> str:
-    """Return the table of all speed-ups, a line per work."""
+    """Return the table of all speed-ups, one line per workload."""
     lines = ["| work | medium, 1 thread | medium, 2 threads | large, 1 thread | large, 2 threads |"]
     lines.append("|---|---|---|---|---|")
     for work, by_column in cells.items():
@@ -164,7 +164,7 @@ def summary(cells: dict[str, dict[tuple[bool, int], str]]) -> str:
 
 
 def headlines(cells: dict[str, dict[tuple[bool, int], str]]) -> str:
-    """Return the README's table: a few lines of the summary, with two threads."""
+    """Return the README's table: selected lines of the summary, with two threads."""
     lines = ["| work | medium | large |", "|---|---|---|"]
     for work in HEADLINES:
         by_column = cells.get(work, {})
@@ -206,17 +206,17 @@ def page_of(machine: str) -> Path:
 
 
 def write(machine: str, tables: dict[str, str]) -> dict[str, str]:
-    """Save the tables; return them with those of the page that stay."""
+    """Save the tables; return them together with the kept ones of the page."""
     page = page_of(machine)
     before, kept = tables_of(page.read_text()) if page.exists() else ("", {})
-    if before.rpartition(";")[0] == machine.rpartition(";")[0]:  # but for the date
+    if before.rpartition(";")[0] == machine.rpartition(";")[0]:  # except the date
         tables = {**kept, **tables}
     page.write_text(document(machine, tables) + "\n")
     return tables
 
 
 def replace_table(path: Path, table: str, machine: str) -> None:
-    """Replace what stands between the bench markers of a page."""
+    """Replace the text between the bench markers of a page."""
     before, rest = path.read_text().split(BEGIN)
     _, after = rest.split(END)
     path.write_text(f"{before}{BEGIN}\n{table}\n\n{machine}\n{END}{after}")

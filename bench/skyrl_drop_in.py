@@ -3,7 +3,7 @@
 Op by op and end to end (a step-wise generator output to scaled advantages, by SkyRL's own trainer
 methods), in one process, contenders in turn. Results are compared before anything is timed.
 A second baseline is SkyRL with freed memory kept mapped and the garbage collector off. `--write`
-keeps the figures in bench/results/peers.json, by version and size, and makes peers.md from them.
+saves the results to bench/results/peers.json, by version and size, and generates peers.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LOGITS = (1, 256, 32000)
 
 
 class Pipeline(SkyRL):
-    """SkyRL's trainer methods, found anew at each call, so that installing takes effect."""
+    """SkyRL's trainer methods, looked up at each call, so that installing takes effect."""
 
     def run_to_loss(self, output: dict[str, Any], uids: list[str], *, merge: bool) -> Any:
         """Return the batch whose advantages are scaled for the loss."""
@@ -68,7 +68,7 @@ class Pipeline(SkyRL):
 
 
 def works(size: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield each work by name: a call that looks SkyRL's functions up."""
+    """Yield each workload by name: a call that looks up SkyRL's functions."""
     from skyrl.backends.skyrl_train import training_batch
     from skyrl.backends.skyrl_train.utils import ppo_utils, torch_utils
     from skyrl.train import trainer
@@ -140,7 +140,7 @@ def works(size: str) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def measure(size: str, only: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield work, rows and medians in milliseconds: stock, stock on warm pages, installed."""
+    """Yield workload, rows and medians in milliseconds: stock, stock on warm pages, installed."""
     from skyrl_fast.integrations import skyrl as drop_in
 
     drop_in.uninstall()
@@ -162,7 +162,7 @@ def measure(size: str, only: list[str]) -> Iterator[dict[str, Any]]:
             drop_in.uninstall()
         by_name[name] = {"work": name, "bytes": bytes_out, "stock": median_ms(stock),
                          "installed": median_ms(installed)}  # fmt: skip
-    # At the end: glibc's setting cannot be taken back wholly.
+    # At the end: glibc's setting cannot be fully reverted.
     with warm_pages():
         for name, work in chosen:
             by_name[name]["stock_warm"] = median_ms([t for _ in range(2) for t in block(work)])
@@ -170,7 +170,7 @@ def measure(size: str, only: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def block(work: Callable[[], Any]) -> list[float]:
-    """Return the seconds of some runs; the first is not counted where it is short."""
+    """Return the seconds of some runs; a short first run is not counted."""
     seconds = [timed(work)]
     if seconds[0] < BLOCK_SECONDS:
         seconds.clear()
@@ -192,7 +192,7 @@ def median_ms(seconds: list[float]) -> float:
 
 
 def tensors_of(result: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a result, each memory once."""
+    """Yield the tensors of a result, each storage once."""
     if isinstance(result, torch.Tensor):
         yield result
     elif isinstance(result, (dict, list, tuple)):
@@ -204,10 +204,10 @@ def tensors_of(result: Any) -> Iterator[torch.Tensor]:
 def floor_ms(size: str, num_bytes: int) -> float:
     """Return the time to write a batch's bytes to mapped memory and read its lists' pointers.
 
-    By torch on all threads: what no code that makes this batch from these lists can undercut.
+    By torch on all threads: a lower bound for any code that builds this batch from these lists.
     """
-    facts = _data.describe(size)
-    pointers = facts["tokens"] + 3 * facts["response_tokens"]
+    counts = _data.describe(size)
+    pointers = counts["tokens"] + 3 * counts["response_tokens"]
     out = torch.zeros(num_bytes // 8, dtype=torch.int64)
     items = torch.zeros(pointers, dtype=torch.int64)
     return median_ms([timed(lambda: (out.fill_(1), items.max())) for _ in range(9)])
@@ -231,7 +231,7 @@ def check(name: str, want: Any, got: Any) -> None:
 
 
 def table(entries: dict[str, Any]) -> str:
-    """Return the page of all figures that were kept."""
+    """Return the page of all saved results."""
     lines = [
         "# SkyRL stock and installed",
         "",
@@ -243,11 +243,11 @@ def table(entries: dict[str, Any]) -> str:
             entry = entries.get(f"{version}/{size}")
             if entry is None:
                 continue
-            facts = entry["facts"]
+            counts = entry["facts"]
             lines += [
                 "",
-                f"{facts['trajectories']:,} trajectories, {facts['rows']:,} rows, "
-                f"{facts['tokens']:,} tokens; batch {entry['bytes'] / 2**20:,.0f} MiB, floor "
+                f"{counts['trajectories']:,} trajectories, {counts['rows']:,} rows, "
+                f"{counts['tokens']:,} tokens; batch {entry['bytes'] / 2**20:,.0f} MiB, floor "
                 f"{entry['floor']:.1f} ms. {entry['where']}",
                 "",
                 "| work | SkyRL | warm | installed | times faster | than warm |",
@@ -275,12 +275,12 @@ def where() -> str:
 
 
 def main() -> None:
-    """Measure, print, and write where asked to."""
+    """Measure, print, and write if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=SIZES)
-    parser.add_argument("--works", nargs="*", default=[], help="names of works; all without it")
-    parser.add_argument("--label", help="of this SkyRL in the table, such as main")
-    parser.add_argument("--write", action="store_true", help="keep the figures, make the page")
+    parser.add_argument("--works", nargs="*", default=[], help="workloads; default: all")
+    parser.add_argument("--label", help="label of this SkyRL in the table, such as main")
+    parser.add_argument("--write", action="store_true", help="save the results and write the page")
     args = parser.parse_args()
     import skyrl
     from loguru import logger
@@ -296,14 +296,18 @@ def main() -> None:
             ratio = row["stock"] / row["installed"]
             print(f"{size:7} {row['work']:45} {row['stock']:9.2f} {row['stock_warm']:9.2f} "
                   f"{row['installed']:9.2f} {ratio:5.1f}", flush=True)  # fmt: skip
-        whole = next((row["bytes"] for row in found if row["work"] == END_TO_END), 0)
+        batch_bytes = next((row["bytes"] for row in found if row["work"] == END_TO_END), 0)
         key = f"{version}/{size}"
         kept = entries.get(key, {}).get("rows", [])
         names = [row["work"] for row in found]
         entries[key] = {
             "facts": _data.describe(size),
-            "bytes": whole or entries.get(key, {}).get("bytes", 0),
-            "floor": floor_ms(size, whole) if whole else entries.get(key, {}).get("floor", 0.0),
+            "bytes": batch_bytes or entries.get(key, {}).get("bytes", 0),
+            "floor": (
+                floor_ms(size, batch_bytes)
+                if batch_bytes
+                else entries.get(key, {}).get("floor", 0.0)
+            ),
             "where": where(),
             "rows": [row for row in kept if row["work"] not in names] + found,
         }

@@ -1,1 +1,1 @@
-"""What the Makefile runs, and what reports on the project."""
+"""Scripts of the Makefile, and reports on the project."""

@@ -1,4 +1,4 @@
-"""A headless Chromium: the system's, else playwright's own."""
+"""A headless Chromium: the system's, else playwright's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROGRAMS = (
 
 
 class NoBrowserError(RuntimeError):
-    """Something is missing; the message says what to install."""
+    """Playwright or Chromium is missing; the message names what to install."""
 
 
 @contextmanager

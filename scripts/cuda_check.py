@@ -1,11 +1,11 @@
-"""Compile every CUDA kernel for every architecture; nothing is run and no GPU is needed.
+"""Compile every CUDA kernel for every architecture; runs nothing and needs no GPU.
 
     python scripts/cuda_check.py [--jobs 2]
 
-Fails on an error of the compiler, on a kernel whose registers spill or that has a stack frame, and
-where `cuobjdump` (if there is one) does not find each architecture in the object. Where nvcc is
-missing it says so and succeeds. Objects and logs stay in build/cuda_check and are made again when a
-source, the options or the compiler changed.
+Fails on a compiler error, on a kernel that spills registers or has a stack frame, and where
+`cuobjdump` (if available) does not find each architecture in the object. Without nvcc it is skipped
+with a message. Objects and logs stay in build/cuda_check and are rebuilt when a source, the options
+or the compiler changed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What the assembler says of one kernel on one architecture."""
+    """The assembler's statistics of one kernel on one architecture."""
 
     name: str
     architecture: str
@@ -47,13 +47,13 @@ class Kernel:
 
 
 def main() -> None:
-    """Compile what changed, then judge everything."""
+    """Compile changed sources, then check all kernels."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     jobs = parser.parse_args().jobs
     nvcc = find_nvcc()
     if nvcc is None:
-        print("cuda-check: skipped, there is no nvcc here (CUDA toolkit 13 or newer compiles it)")
+        print("cuda-check: skipped, no nvcc found (CUDA toolkit 13 or newer is needed)")
         return
     start = time.monotonic()
     sources = kernel_sources()
@@ -75,7 +75,7 @@ def kernel_sources() -> list[Path]:
 
 
 def find_nvcc() -> str | None:
-    """Return nvcc, from PATH or the toolkit's usual place."""
+    """Return nvcc, from PATH or the toolkit's default folder."""
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
@@ -96,7 +96,7 @@ def target_options() -> list[str]:
 
 
 def compiled(nvcc: str, source: Path) -> Path:
-    """Return the log of compiling `source`; the object lies beside it."""
+    """Return the log of compiling `source`; the object is next to it."""
     command = [nvcc, *OPTIONS, *target_options(), "-c", str(source)]
     digest = hashlib.sha256("\n".join([*command, version(nvcc)]).encode())
     for path in [source, *sorted(SOURCES.glob("*/*.h"))]:
@@ -118,7 +118,7 @@ def compiled(nvcc: str, source: Path) -> Path:
 
 
 def version(nvcc: str) -> str:
-    """Return what nvcc says of itself."""
+    """Return the output of nvcc --version."""
     return subprocess.check_output([nvcc, "--version"], text=True)
 
 

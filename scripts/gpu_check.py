@@ -1,10 +1,9 @@
-"""The tests that need a GPU, plain and then under NVIDIA's compute-sanitizer: make gpu-check.
+"""Run the GPU tests, plain and then under NVIDIA's compute-sanitizer: make gpu-check.
 
     python -m scripts.gpu_check [--tools memcheck,racecheck,initcheck,synccheck] [-k EXPRESSION]
 
-The sanitizer's tools run side by side, over the tests of the CUDA kernels. Everything runs to its
-end, and the exit status says whether all passed. Without a GPU nothing is checked, which is an
-error too.
+The sanitizer's tools run in parallel, over the tests of the CUDA kernels. All runs are completed,
+and the exit status is 0 only if all passed. Running without a GPU is an error.
 """
 
 from __future__ import annotations
@@ -29,11 +28,15 @@ LAST_LINES = 15
 
 
 def main() -> None:
-    """Test, sanitize, say what failed."""
+    """Test, sanitize, report failures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tools", default=",".join(TOOLS), help="of the sanitizer; may be empty")
-    parser.add_argument("-k", default="", help="only the tests that fit, as pytest's -k")
-    parser.add_argument("--venv", type=Path, help="default: the Python that runs this")
+    parser.add_argument(
+        "--tools", default=",".join(TOOLS), help="sanitizer tools, comma-separated; may be empty"
+    )
+    parser.add_argument("-k", default="", help="test selection, as pytest's -k")
+    parser.add_argument(
+        "--venv", type=Path, help="virtual environment; default: the current Python"
+    )
     args = parser.parse_args()
     python = (args.venv / "bin" / "python").as_posix() if args.venv else sys.executable
     refusal = why_not(python)
@@ -47,7 +50,9 @@ def main() -> None:
         results["compute-sanitizer"] = "is not on PATH"
         tools = []
     with ThreadPoolExecutor(len(tools) or 1) as pool:
-        uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that every tensor has its borders
+        uncached = {
+            "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"
+        }  # so that out-of-bounds accesses of a tensor are seen
         jobs = {
             tool: pool.submit(run, tool, sanitized(sanitizer, tool, python, args.k), uncached)
             for tool in tools
@@ -60,7 +65,7 @@ def main() -> None:
 
 
 def why_not(python: str) -> str | None:
-    """Return why nothing can be checked here."""
+    """Return why the tests cannot run here, else None."""
     program = (
         "import torch, skyrl_fast._C as c; "
         "print(torch.cuda.is_available(), c.cuda_archs is not None)"
@@ -85,7 +90,7 @@ def sanitized(sanitizer: str | None, tool: str, python: str, only: str) -> list[
     tests = list(EMULATED_TESTS)
     return [
         *(str(sanitizer), "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"),
-        # Torch's kernels are not looked at, but for what they write that ours read.
+        # Only our kernels are checked; initcheck must also see what torch's kernels write.
         *(("--kernel-name", "kernel_substring=skyrl_fast") if tool != "initcheck" else ()),
         *(python, "-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider"),
         *("-o", "timeout=0", "-k", chosen, *tests),
@@ -93,7 +98,7 @@ def sanitized(sanitizer: str | None, tool: str, python: str, only: str) -> list[
 
 
 def run(name: str, command: list[str], environment: dict[str, str]) -> str:
-    """Return "passed" or the last lines of what a command printed, all of it kept in a file."""
+    """Return "passed" or the last lines of a command's output, which is saved in a log file."""
     log = BUILD / f"{name}.log"
     with log.open("w") as out:
         done = subprocess.run(

@@ -1,11 +1,9 @@
-"""The tests of the ops, by name: what a wheel and a sanitizer's build are put under."""
+"""The tests of the ops, by name, for wheels and sanitizer builds."""
 
 _OPS = (
     "advantage",
     "batch_tensors",
     "cell_rows",
-    "credit_tokens",
-    "credit_turns",
     "linear_logprob",
     "logprob",
     "masked_logprob_loss",
@@ -16,6 +14,8 @@ _OPS = (
     "policy_loss",
     "prefix_tree",
     "threads",
+    "token_advantage",
+    "turn_advantage",
 )
 OP_TESTS = tuple(f"python_tests/ops/test_{name}.py" for name in _OPS)
 EMULATED_TESTS = tuple(

@@ -1,11 +1,11 @@
-"""SkyRL's own tests with and without skyrl_fast, and our tests beside SkyRL, verl and TRL.
+"""Run SkyRL's tests with and without skyrl_fast, and our tests with SkyRL, verl and TRL.
 
     python scripts/peers.py [--skyrl TREE] [--venv .venv] [--site FOLDER] [--only suites|ours]
     python scripts/peers.py --bench [--skyrl TREE] ...
 
 TREE is a source tree of SkyRL's, whose tests are run: they are not in SkyRL's packages. Without it
-only our own tests run, beside the packages of the index. Those are installed into build/peers, on
-top of the environment that `make setup` made.
+only our tests run, with the packages from the index. These are installed into build/peers, on top
+of the environment of `make setup`.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ SUITES = (
     "tests/backends/skyrl_train/utils", "tests/backends/skyrl_train/workers",
 )  # fmt: skip
 OUTCOMES = ("passed", "failed", "error", "skipped")
-# What a test of SkyRL's asks for that is not here, by the text of its error; the first that fits.
+# Missing prerequisites of a SkyRL test, by a pattern in its error; the first match counts.
 REASONS = (
     (r"OfflineModeIsEnabled|LocalEntryNotFound|HF_HUB_OFFLINE|couldn't connect to|offline mode",
      "downloads a model or data from a hub (HF_HUB_OFFLINE=0 lets it)"),
     (r"No module named '([\w.]+)'", r"imports the package \1, which is not installed"),
-    (r"fixture '(\w+)' not found", r"asks for a fixture that is not there: \1"),
+    (r"fixture '(\w+)' not found", r"uses a missing fixture: \1"),
     (r"CUDA|NVIDIA|[Nn]o GPU|cuda", "needs a GPU"),
     (r"Can't pickle <class 'MonthDayNano'>",
-     "datasets cannot pickle what this version of pyarrow has: both are SkyRL's own needs"),
-    (r"Timeout", "took longer than a test may here"),
+     "datasets cannot pickle a type of this pyarrow version: both are requirements of SkyRL"),
+    (r"Timeout", "exceeded the time limit of a test"),
 )  # fmt: skip
 SECONDS_PER_TEST = 300  # one of them starts 16 processes
 
 
 def main() -> None:
-    """Set up, run, print both tables; the exit status says whether they are equal."""
+    """Set up, run, print both tables; exit with 1 if they differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--skyrl", type=Path, help="source tree of SkyRL, with its tests")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
-    parser.add_argument("--site", type=Path, help="folder of packages, instead of build/peers/site")
+    parser.add_argument("--site", type=Path, help="folder of packages; default: build/peers/site")
     parser.add_argument("--only", choices=("suites", "ours"))
     parser.add_argument(
-        "--bench", action="store_true", help="the bench instead; its options follow"
+        "--bench", action="store_true", help="run the bench instead; its options follow"
     )
     args, rest = parser.parse_known_args()
     if rest and not args.bench:
@@ -73,7 +73,7 @@ def main() -> None:
         command = [str(python), "-m", "bench.skyrl_drop_in", *rest]
         env = environment(site, *first)
         if "OMP_NUM_THREADS" not in os.environ:
-            del env["OMP_NUM_THREADS"]  # as many threads as torch takes by itself
+            del env["OMP_NUM_THREADS"]  # torch's default number of threads
         sys.exit(subprocess.run(command, cwd=ROOT, env=env).returncode)
     failed = False
     if args.skyrl is None and args.only != "ours":
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def install_packages(python: Path, site: Path) -> Path:
-    """Install what SkyRL, verl and TRL import into a folder of its own, once; return it."""
+    """Install the imports of SkyRL, verl and TRL into a separate folder, once; return it."""
     stamp = site / ".requirements"
     wanted = "\n".join((*PACKAGES, *NEEDED))
     if stamp.exists() and stamp.read_text() == wanted:
@@ -97,7 +97,7 @@ def install_packages(python: Path, site: Path) -> Path:
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run([*pip, "--target", str(site), "--upgrade", *NEEDED], check=True)
     subprocess.run([*pip, "--target", str(site), "--upgrade", "--no-deps", *PACKAGES], check=True)
-    for entry in site.iterdir():  # what the environment has already, in the versions it needs
+    for entry in site.iterdir():  # already in the environment, in the versions it needs
         if entry.name.lower().replace("-", "_").split("_")[0].split(".")[0] in KEEP:
             subprocess.run(["rm", "-rf", str(entry)], check=True)
     stamp.write_text(wanted)
@@ -117,7 +117,7 @@ def environment(site: Path, *first: Path) -> dict[str, str]:
 
 
 def compare_suites(python: Path, site: Path, tree: Path) -> bool:
-    """Run SkyRL's tests both ways and print two tables; return whether the results are equal."""
+    """Run SkyRL's tests both ways and print both tables; return whether the results are equal."""
     stock = run_suites(python, site, tree, installed=False)
     installed = run_suites(python, site, tree, installed=True)
     print_table("SkyRL's tests, SkyRL alone", stock)
@@ -163,7 +163,7 @@ def outcomes(result: Path) -> dict[str, str]:
 
 
 def reasons(name: str) -> Counter[str]:
-    """Return reason -> number of tests that failed for it in the last run of this name."""
+    """Return reason -> number of failed tests in the last run of this name."""
     found: Counter[str] = Counter()
     for case in ElementTree.parse(BUILD / f"{name}.xml").getroot().iter("testcase"):
         for child in case:
@@ -173,7 +173,7 @@ def reasons(name: str) -> Counter[str]:
 
 
 def reason(text: str) -> str:
-    """Return why a test could not succeed here, else its error's first line."""
+    """Return the missing prerequisite of a test, else the first line of its error."""
     for pattern, why in REASONS:
         match = re.search(pattern, text)
         if match:
@@ -183,7 +183,7 @@ def reason(text: str) -> str:
 
 
 def print_reasons(stock: Counter[str], installed: Counter[str]) -> None:
-    """Print why tests fail or end in an error, and how many, both ways."""
+    """Print the reasons of failures and errors, with counts, both ways."""
     if not stock and not installed:
         return
     print("Why tests failed\n\n| reason | SkyRL alone | installed |\n|---|---:|---:|")
@@ -207,10 +207,10 @@ def print_table(title: str, results: dict[str, str]) -> None:
 
 
 def run_ours(python: Path, site: Path, tree: Path | None) -> bool:
-    """Run the tests marked `peers`, beside the packages, then beside the source tree."""
+    """Run the tests marked `peers`, with the packages, then with the source tree."""
     good = True
     for place in [None, *([tree.resolve()] if tree else [])]:
-        print(f"[peers] our tests beside {place or 'the packages of the index'}", flush=True)
+        print(f"[peers] our tests with {place or 'the packages of the index'}", flush=True)
         command = [str(python), "-m", "pytest", "-m", "peers", "-q", "-W", "ignore"]
         done = subprocess.run(command, cwd=ROOT, env=environment(site, *([place] if place else [])))
         good &= done.returncode == 0

@@ -2,9 +2,9 @@
 
     python3 scripts/sanitize.py --venv .venv
 
-Builds the extension and the emulated CUDA kernels with both sanitizers into build/sanitize, beside
-a copy of the sources, and runs the tests of the ops there. Leaks are not looked for: Python and
-torch keep memory on purpose. Any report of a sanitizer ends the run with an error.
+Builds the extension and the emulated CUDA kernels with both sanitizers into build/sanitize, with
+a copy of the sources, and runs the tests of the ops there. Leaks are not checked: Python and torch
+keep memory on purpose. Any report of a sanitizer ends the run with an error.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def build_extension(python: str) -> None:
     options = {
         "SKYRL_FAST_SANITIZE": "ON",
         "SKYRL_FAST_CUDA": "off",
-        # The vector kernels' many inlined checks take an optimiser an hour at -O2.
+        # At -O2 the vector kernels' many inlined checks take an hour to compile.
         "CMAKE_BUILD_TYPE": "None",
         "CMAKE_CXX_FLAGS": "-O1 -g1",
         "SKYRL_FAST_OUTPUT": BUILD / "out",
@@ -66,7 +66,7 @@ def build_extension(python: str) -> None:
 
 
 def copy_sources(tree: Path) -> None:
-    """Lay the package and its tests into `tree`, with the sanitized extension."""
+    """Copy the package and its tests to `tree`, with the sanitized extension."""
     shutil.rmtree(tree, ignore_errors=True)
     ignore = shutil.ignore_patterns("*.so", "__pycache__")
     for folder in ("skyrl_fast", "python_tests", "csrc"):

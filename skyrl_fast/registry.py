@@ -1,4 +1,4 @@
-"""Tables by name that users add to: built-in entries, registered ones, and `module:function`."""
+"""Registries: built-in entries by name, registered ones, and `module:function`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from skyrl_fast.setting import did_you_mean
 
 
 class Custom(Protocol):
-    """An entry that is a user's function."""
+    """An entry with a user's function."""
 
     @property
     def function(self) -> Callable[..., object]:
-        """The user's."""
+        """The user's function."""
         ...
 
 
@@ -24,12 +24,12 @@ Added = TypeVar("Added", bound=Custom)
 
 
 class Registry(Generic[BuiltIn, Added]):
-    """Entries of one kind by their names.
+    """Entries of one kind, by name.
 
     Args:
-        what: names the kind in errors, such as "policy loss".
-        built_in: the package's own entries; their names cannot be taken.
-        wrap: makes an entry of a name and a function that declares nothing.
+        what: the kind, for error messages, such as "policy loss".
+        built_in: the package's entries, whose names are reserved.
+        wrap: returns the entry for a name and a function without declared properties.
     """
 
     def __init__(
@@ -45,35 +45,35 @@ class Registry(Generic[BuiltIn, Added]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names but those of `module:function`."""
+        """All names except `module:function`."""
         return (*self._built_in, *self._added)
 
     def add(
         self, function: Callable[..., Any], name: str | None, make: Callable[[str], Added]
     ) -> str:
-        """Let a name mean a user's function; return the name by which most processes find it.
+        """Register a user's function; return the name by which the most processes can find it.
 
         Args:
-            name: None: `module:function`, or the function's own name where nothing can import it.
-                The last function under a name counts.
-            make: makes the entry of a name.
+            name: None: `module:function`, or the function's name if it cannot be imported. A later
+                function of the same name replaces an earlier one.
+            make: returns the entry for a name.
 
         Raises:
-            ValueError: the name is a built-in one, or has a colon.
+            ValueError: the name is that of a built-in entry, or has a colon.
         """
-        reached = importable_name(function)
-        chosen = name or reached or str(getattr(function, "__name__", type(function).__name__))
-        if chosen in self._built_in or (":" in chosen and chosen != reached):
+        importable = importable_name(function)
+        chosen = name or importable or str(getattr(function, "__name__", type(function).__name__))
+        if chosen in self._built_in or (":" in chosen and chosen != importable):
             wanted = f"a name without a colon other than {', '.join(self._built_in)}"
             raise ValueError(f"{self._what}: wanted {wanted}, got {chosen!r}")
         self._added[chosen] = make(chosen)
-        return reached or chosen
+        return importable or chosen
 
     def find(self, name: str) -> BuiltIn | Added:
-        """Return the entry of a name, or that of the function that `module:function` names.
+        """Return the entry of a name, or of the function named by `module:function`.
 
         Raises:
-            ValueError: an unknown name, a module that cannot be imported, or no function there.
+            ValueError: an unknown name, a module that cannot be imported, or not a function.
         """
         if name in self._built_in:
             return self._built_in[name]
@@ -92,9 +92,9 @@ class Registry(Generic[BuiltIn, Added]):
 
 
 def importable_name(function: Callable[..., object]) -> str | None:
-    """Return the `module:function` by which any process finds a function; None if there is none.
+    """Return the `module:function` name of a function that any process can import, else None.
 
-    A function of the main script, of a notebook or inside another function has none.
+    Functions of the main script, of a notebook or inside another function have none.
     """
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module in (None, "__main__") or not _reaches(module, qualname.split("."), function):

@@ -1,6 +1,6 @@
-"""How a setting is declared: a dataclass field that carries its limits and a line of help.
+"""Declaration of settings: dataclass fields with limits and a line of help.
 
-The configuration and the ops declare their settings with it, so it imports nothing of either.
+Used by the configuration and the ops, so it imports neither.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def setting(
     above: float | None = None,
     at_most: float | None = None,
 ) -> Any:
-    """Return a dataclass field with limits in its metadata.
+    """Return a dataclass field with help and limits in its metadata.
 
-    Lists, dicts and classes become factories.
+    Lists, dicts and classes become default factories.
     """
     metadata = {
         "help": help,
@@ -45,11 +45,11 @@ def setting(
 
 
 def limit_error(limits: Mapping[str, Any], value: Any) -> str | None:
-    """Return what is wrong with a value, such as "wanted at least 0, got -1"; None if nothing is.
+    """Return the error of a value, such as "wanted at least 0, got -1"; None if it is valid.
 
     Args:
-        limits: the metadata of a field that `setting` made.
-        value: None is within any limits.
+        limits: the metadata of a field from `setting`.
+        value: None is always valid.
     """
     if value is None:
         return None
@@ -75,7 +75,7 @@ def limit_error(limits: Mapping[str, Any], value: Any) -> str | None:
 
 
 def did_you_mean(given: Any, known: Sequence[str]) -> str:
-    """Return a hint at the nearest known name, or "".
+    """Return a hint with the closest known name, or "".
 
     Example:
         >>> did_you_mean("gropo", ["grpo", "rloo"])

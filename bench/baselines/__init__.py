@@ -1,1 +1,1 @@
-"""What users have now: the code of other systems, imported or restated."""
+"""Baselines: the code of other systems, imported or restated."""

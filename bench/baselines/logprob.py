@@ -1,4 +1,4 @@
-"""How selected log-probabilities are computed today, restated. logits (M, V), target_ids (M,)."""
+"""Existing formulations of selected log-probabilities, restated. logits (M, V), target_ids (M,)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 
 def log_softmax_gather(logits: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
-    """The textbook."""
+    """The textbook formulation."""
     return torch.log_softmax(logits, -1).gather(1, target_ids[:, None]).squeeze(1)
 
 
 def logsumexp_rows(logits: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
     """TRL's selective_log_softmax and SkyRL's and verl's logprobs_from_logits.
 
-    float32: the chosen logit less a log-sum-exp taken row by row; 16 bits: a log-softmax per row.
+    float32: the chosen logit minus a log-sum-exp per row; 16 bits: a log-softmax per row.
     """
     if logits.dtype in (torch.float32, torch.float64):
         chosen = logits.gather(1, target_ids[:, None]).squeeze(1)

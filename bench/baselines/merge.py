@@ -34,9 +34,9 @@ def restated_merge(output: dict[str, Any]) -> dict[str, Any]:
     for i, prompt in enumerate(output["prompt_token_ids"]):
         response = output["response_ids"][i]
         same = previous is not None and output["trajectory_ids"][i] == previous
-        whole = merged["prompt_token_ids"][-1] + merged["response_ids"][-1] if same else []
-        if same and prompt[: len(whole)] == whole:
-            delta = prompt[len(whole) :]
+        previous = merged["prompt_token_ids"][-1] + merged["response_ids"][-1] if same else []
+        if same and prompt[: len(previous)] == previous:
+            delta = prompt[len(previous) :]
             merged["response_ids"][-1] += delta + response
             for field in FIELDS[2:]:
                 merged[field][-1] += [0] * len(delta) + output[field][i]

@@ -40,7 +40,7 @@ def rollout_metrics(output: dict[str, Any]) -> dict[str, float]:
 
 
 def reward_metrics(output: dict[str, Any], uids: Sequence[str]) -> dict[str, float]:
-    """Return mean reward, mean positive reward and pass@n of the rows given."""
+    """Return mean reward, mean positive reward and pass@n of the given rows."""
     rewards = output["rewards"]
     by_uid = defaultdict(list)
     for uid, row in zip(uids, rewards, strict=True):
@@ -53,7 +53,7 @@ def reward_metrics(output: dict[str, Any], uids: Sequence[str]) -> dict[str, flo
 
 
 def last_rows(output: dict[str, Any]) -> dict[str, Any]:
-    """Return the output's last rows alone, which SkyRL makes for its reward metrics."""
+    """Return the output's last rows only, as SkyRL does for its reward metrics."""
     last = output["is_last_step"]
     return {
         name: [value for value, is_last in zip(values, last, strict=True) if is_last]

@@ -1,7 +1,6 @@
 """SkyRL's conversion and padding of a batch: its own functions where installed, and restated.
 
-The functions are loaded from the package's files by themselves, because the packages around them
-import Ray and more.
+The functions are loaded directly from their files, because their packages import Ray and more.
 """
 
 from __future__ import annotations

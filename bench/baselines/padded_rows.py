@@ -1,4 +1,4 @@
-"""Rows as others lay them out: padded to the batch's longest, or packed with torch's varlen."""
+"""Row layouts of other systems: padded to the batch's longest, or packed with torch's varlen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl_fast.train.model.forward_pass import MicroBatch
 
 
 def padded_micro_batches(batch: StepBatch, budget: int) -> list[MicroBatch]:
-    """As many rows at a time as fit in the budget when each is as long as the batch's longest."""
+    """Return groups of as many rows as fit in the budget when padded to the batch's longest."""
     width = int(batch.lengths.max())
     count = max(1, budget // width)
     cu, cu_responses = batch.cu_seqlens.tolist(), batch.cu_responses.tolist()
@@ -48,13 +48,13 @@ def padded_micro_batches(batch: StepBatch, budget: int) -> list[MicroBatch]:
 
 @contextlib.contextmanager
 def varlen_attention() -> Iterator[None]:
-    """Rows without anything shared go through torch's varlen flash attention; CUDA only."""
+    """Compute rows without shared prefixes by torch's varlen flash attention; CUDA only."""
     from torch.nn.attention.varlen import varlen_attn
 
     before = tree_forward.tree_attention
-    known: list[tuple[TreeAttention, torch.Tensor, int]] = []  # of the present forward pass
+    known: list[tuple[TreeAttention, torch.Tensor, int]] = []  # of the current forward pass
 
-    def of_rows(
+    def row_attention(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: TreeAttention, **_: Any
     ) -> torch.Tensor:
         if not known or known[0][0] is not plan:
@@ -67,7 +67,7 @@ def varlen_attention() -> Iterator[None]:
         out = varlen_attn(*rows, cu, cu, longest, longest, window_size=(-1, 0))  # causal
         return out.transpose(0, 1)[None]
 
-    tree_forward.tree_attention = of_rows
+    tree_forward.tree_attention = row_attention
     try:
         yield
     finally:
@@ -75,9 +75,9 @@ def varlen_attention() -> Iterator[None]:
 
 
 def row_bounds(plan: TreeAttention) -> tuple[torch.Tensor, int]:
-    """Return (N + 1,) int32 offsets of rows that share nothing, and the longest row.
+    """Return (N + 1,) int32 offsets of rows that share nothing, and the longest row's length.
 
-    A row begins where a node does not see the one before it.
+    A row begins where a node does not attend to the previous one.
     """
     if plan.kind == "dense":
         sees_the_last = plan.mask[0, 0].diagonal(-1)

@@ -2,8 +2,8 @@
 
 `SkyRL` calls the functions of an installed `skyrl` package. `Restated` does the same work in the
 same steps for machines without it, except that rows are padded by NumPy slice assignment, which is
-several times faster than the lists of padded lists that skyrl 0.3.0 gives to torch.tensor: the
-stronger peer. Where both can run, their results are compared.
+several times faster than the lists of padded lists that skyrl 0.3.0 passes to torch.tensor: the
+stronger baseline. Where both can run, their results are compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def load_skyrl(samples_per_prompt: int, pad_token_id: int, dp_size: int) -> SkyR
 
 
 class SkyRL:
-    """The methods of SkyRL's trainer, called on a stand-in that has only what they read."""
+    """The methods of SkyRL's trainer, called on a stub with only the attributes they read."""
 
     name = "skyrl"
 
@@ -115,7 +115,7 @@ class Restated:
         self.dp_size = dp_size
 
     def prepare(self, output: dict[str, Any]) -> dict[str, Any]:
-        """Return the output without what SkyRL passes beside it."""
+        """Return the output without what SkyRL passes next to it."""
         return {key: value for key, value in output.items() if key != "uids"}
 
     def run(self, output: dict[str, Any], uids: list[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """SkyRL 0.3.0's policy loss, KL penalty and off-policy correction, and TRL's loss, restated as the
 torch calls that they make. Shapes: N rows, R padded response cells; all tensors are (N, R) float32.
 
-Their weights per row are multiplied into the advantages beforehand, so the loss is a plain sum.
+The weights per row are multiplied into the advantages beforehand, so the loss is a plain sum.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def ppo_loss(
     loss_mask: torch.Tensor,
     eps_clip: float = 0.2,
 ) -> tuple[torch.Tensor, float]:
-    """Return PPO's loss and the share of clipped tokens, which the host waits for."""
+    """Return PPO's loss and the share of clipped tokens, which synchronizes with the device."""
     ratio = _ratio(logprobs - old_logprobs)
     free = ratio * scaled_advantages
     bound = ratio.clamp(1 - eps_clip, 1 + eps_clip) * scaled_advantages
@@ -73,7 +73,7 @@ def trl_loss(
 def token_tis(
     old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor, cap: float
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return the token weights of truncated importance sampling, and the metrics beside them."""
+    """Return the token weights of truncated importance sampling, and their metrics."""
     ratio = _ratio(old_logprobs - rollout_logprobs)
     metrics = {
         "is_ratio_mean": _masked_mean(ratio, loss_mask).item(),

@@ -1,1 +1,1 @@
-"""Benches on an NVIDIA GPU: ours, the peers, and the floors, in one run."""
+"""GPU benchmarks: ours, the peers and the floors, in one run."""

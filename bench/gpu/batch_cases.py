@@ -1,4 +1,4 @@
-"""What begins with a batch's rows: packing, advantages, and losses of log-probabilities."""
+"""Cases on a batch's rows: packing, advantages, and losses of log-probabilities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOSS_TOLERANCE = 1e-5  # float32 sums of 10^7 terms
 
 
 def packing_cases(shape: BatchShape, device: str, group: str) -> Iterator[Case]:
-    """Rows to the padded batch on the device."""
+    """Yield cases of rows to the padded batch on the device."""
     num_rows, prompt, response = shape
     g = torch.Generator().manual_seed(3)
     prompts = torch.randint(1, prompt + 1, (num_rows,), generator=g)
@@ -54,7 +54,7 @@ def packing_cases(shape: BatchShape, device: str, group: str) -> Iterator[Case]:
 
 
 def advantage_cases(shape: BatchShape, device: str, group: str) -> Iterator[Case]:
-    """Rewards to advantages in groups of eight.
+    """Yield cases of rewards to advantages in groups of eight.
 
     Floor: rewards and mask read, advantages written.
     """
@@ -75,7 +75,7 @@ def advantage_cases(shape: BatchShape, device: str, group: str) -> Iterator[Case
 
 
 def random_cells(shape: BatchShape, device: str) -> tuple[torch.Tensor, peers.Cells]:
-    """Return log-probabilities and what a loss takes beside; each row trains its right end."""
+    """Return log-probabilities and the other inputs of a loss; each row trains its right end."""
     num_rows, _, width = shape
     g = torch.Generator(device=device).manual_seed(4)
     lengths = torch.randint(1, width + 1, (num_rows, 1), generator=g, device=device)
@@ -100,7 +100,7 @@ def policy_loss_cases(
     with_k3: bool,
     others: Mapping[str, peers.LossFunction],
 ) -> Iterator[Case]:
-    """Log-probabilities to PPO's loss and gradient.
+    """Yield cases of log-probabilities to PPO's loss and gradient.
 
     Floor: the mask read and the gradient written on all cells, the inputs read on trained ones.
     """
@@ -115,7 +115,7 @@ def policy_loss_cases(
     def ours(backend: str | None, x: torch.Tensor, d: peers.Cells) -> torch.Tensor:
         cells = (x, d["old"], d["advantages"], d["mask"])
         out = policy_loss(*cells, row_weights=d["weights"], backend=backend, **options)
-        assert len(out.metrics) == len(METRICS)  # which the others do not make, or in part
+        assert len(out.metrics) == len(METRICS)  # which the others do not compute, or only in part
         return out.loss
 
     def run(function: peers.LossFunction) -> torch.Tensor:

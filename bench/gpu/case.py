@@ -1,4 +1,4 @@
-"""What is timed: one contender's call, with its floor and its check."""
+"""A timed case: one contender's call, with its floor and its check."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ OURS = "skyrl_fast"
 
 @dataclass(slots=True)
 class Case:
-    """One row of a table: a contender's call, and what comes before it untimed."""
+    """One row of a table: a contender's call, and its untimed preparation."""
 
     group: str
     contender: str
     call: Callable[[], object]
     floor_bytes: float  # read and written in the device's memory
     prepare: Callable[[], object] = lambda: None
-    check: Callable[[], float] | None = None  # the answer's error, before anything is timed
+    check: Callable[[], float] | None = None  # returns the error of the result, before timing
     bus_bytes: float = 0.0  # sent to the device
-    facts: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 def within(error: float, tolerance: float) -> float:
-    """Return the error; refuse one that is too large, and NaN."""
+    """Return the error; raise if it is too large or NaN."""
     if not error <= tolerance:
         raise ValueError(f"wrong by {error:.3g}")
     return error

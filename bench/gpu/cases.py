@@ -1,6 +1,6 @@
-"""The work that is timed: sizes, and all cases of a run, by the names of their groups.
+"""Sizes and all cases of a run, by the names of their groups.
 
-A group's data are made when its turn comes, and only if it is wanted.
+A group's data are created on demand, only if the group is selected.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Work = TypeVar("Work")
 
 
 def wanted(works: dict[str, Work], of: str, only: str) -> dict[str, Work]:
-    """Return the works by the names of their groups, of which each holds `only`."""
+    """Return the workloads by group name, of groups whose name contains `only`."""
     groups = {f"{work} {of}": cases for work, cases in works.items()}
     return {group: cases for group, cases in groups.items() if only in group}
 
@@ -65,7 +65,7 @@ BATCH_WORKS: dict[str, batch_cases.Cases] = {
 
 
 def of_logits(size: Size, device: str, dtype: torch.dtype, only: str) -> Iterator[Case]:
-    """Everything that begins with logits; only one size of them is in memory at a time."""
+    """Yield the cases on logits; only one size is in memory at a time."""
     plans = [(size.tokens, vocab, LOGIT_WORKS) for vocab in size.vocabs]
     plans += [(tokens, size.vocabs[-2], OVER_TOKENS) for tokens in size.lengths]
     for tokens, vocab, works in plans:
@@ -78,7 +78,7 @@ def of_logits(size: Size, device: str, dtype: torch.dtype, only: str) -> Iterato
 
 
 def of_hidden(size: Size, device: str, dtype: torch.dtype, only: str) -> Iterator[Case]:
-    """Everything that begins with hidden states."""
+    """Yield the cases on hidden states."""
     sizes = (size.tokens, size.hidden, size.vocabs[-2])
     groups = wanted(LINEAR_WORKS, " x ".join(map(str, sizes)) + f" {dtype}", only)
     if groups:
@@ -88,7 +88,7 @@ def of_hidden(size: Size, device: str, dtype: torch.dtype, only: str) -> Iterato
 
 
 def of_batches(size: Size, device: str, only: str) -> Iterator[Case]:
-    """Everything that begins with a batch's rows."""
+    """Yield the cases on a batch's rows."""
     rows, prompt, response = size.batch
     groups = wanted(BATCH_WORKS, f"{rows} x ({prompt} + {response})", only)
     for group, cases in groups.items():
@@ -96,7 +96,7 @@ def of_batches(size: Size, device: str, only: str) -> Iterator[Case]:
 
 
 def all_cases(size: Size, device: str, dtype: torch.dtype, only: str = "") -> Iterator[Case]:
-    """Every case of a run whose group's name holds `only`."""
+    """Yield every case of a run whose group name contains `only`."""
     yield from of_logits(size, device, dtype, only)
     yield from of_hidden(size, device, dtype, only)
     yield from of_batches(size, device, only)

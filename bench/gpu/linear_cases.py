@@ -1,7 +1,7 @@
-"""What begins with hidden states: the sum of negative log-probabilities, and its gradients.
+"""Cases on hidden states: the sum of negative log-probabilities, and its gradients.
 
-Rates count three products forward and backward (one forward) of the trained rows, whatever a
-contender computes.
+Rates count three matrix products forward and backward (one forward) of the trained rows, for every
+contender.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ TOLERANCE = 0.03  # of norms, for peers that compute in bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Hidden states, the weight that makes logits of them, and which tokens are wanted."""
+    """Hidden states, the head's weight, and the target tokens."""
 
     hidden: torch.Tensor  # (M, H)
     targets: torch.Tensor  # (M,)
-    mask: torch.Tensor  # (M,), of the tokens that are trained where not all are
+    mask: torch.Tensor  # (M,), trained tokens where not all are
     weight: torch.Tensor  # (V, H)
 
     @classmethod
@@ -40,7 +40,7 @@ class Head:
         return cls(hidden, targets, mask, weight)
 
     def first(self, count: int) -> Head:
-        """Return the first tokens' part, in the same memory."""
+        """Return the part of the first tokens, in the same memory."""
         of_tokens = (getattr(self, f.name)[:count] for f in fields(self)[:-1])
         return Head(*of_tokens, self.weight)
 
@@ -74,7 +74,7 @@ def gradients_error(run: Run, head: Head, exact: list[torch.Tensor]) -> float:
 
 
 def ours(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return what peers.LINEAR return."""
+    """Compute the same as the functions of peers.LINEAR."""
     return -linear_logprob(hidden, weight, targets).sum()
 
 
@@ -94,7 +94,7 @@ def on_gathered(function: peers.LinearFunction) -> Run:
 
 
 def ours_on_trained(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
-    """Run on the trained tokens, which the op picks by itself."""
+    """Run on the trained tokens, which the op selects itself."""
     return -linear_logprob(hidden, weight, head.targets, loss_mask=head.mask).sum()
 
 
@@ -103,11 +103,11 @@ def gradient_cases(
 ) -> Iterator[Case]:
     """Forward and backward."""
     exact = head.first(CHECKED_TOKENS).exact_gradients(trained[:CHECKED_TOKENS])
-    facts = {"flops": 3 * head.flops * share}
+    details = {"flops": 3 * head.flops * share}
     for name, run in runs.items():
         call = functools.partial(gradients, run, head)
         check = functools.partial(gradients_error, run, head, exact)
-        yield Case(group, name, call, 0.0, check=check, facts=facts)
+        yield Case(group, name, call, 0.0, check=check, details=details)
 
 
 def whole_cases(head: Head, group: str) -> Iterator[Case]:
@@ -132,4 +132,4 @@ def forward_cases(head: Head, group: str) -> Iterator[Case]:
 
     for name, function in ({OURS: ours} | peers.LINEAR).items():
         call = functools.partial(run, function)
-        yield Case(group, name, call, 0.0, facts={"flops": head.flops})
+        yield Case(group, name, call, 0.0, details={"flops": head.flops})

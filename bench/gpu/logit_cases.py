@@ -1,8 +1,8 @@
-"""What begins with logits: log-probabilities, their gradients, and losses of them.
+"""Cases on logits: log-probabilities, their gradients, and losses.
 
 Floors, with L the bytes of the logits: forward L; forward and backward L read twice and written
-once, or read once and written once where the loss is known in the same visit; of rows not trained
-only their gradient's zeros are written.
+once, or read once and written once where the loss is known in the same pass; for untrained rows
+only the gradient's zeros are written.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from bench.gpu.case import OURS, Case, within
 from skyrl_fast import masked_logprob_loss, selected_logprob
 
 TRAINED_SHARE = 0.3
-CHECKED_TOKENS = 64  # compared with float64 before anything is timed
+CHECKED_TOKENS = 64  # compared with float64 before timing
 LOGPROB_TOLERANCE = 0.07  # of peers that compute in bfloat16
-GRADIENT_TOLERANCE = 0.02  # the same, of what a token adds
+GRADIENT_TOLERANCE = 0.02  # the same, per token
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Logits that every contender finds fresh, and what goes with them, one of each per token."""
+    """Logits, restored for every contender, and the other inputs, one per token."""
 
     master: torch.Tensor
-    work: torch.Tensor  # what contenders get, and write their gradients over
+    work: torch.Tensor  # passed to contenders, which may overwrite them with gradients
     targets: torch.Tensor
-    mask: torch.Tensor  # of the tokens that are trained where not all are
+    mask: torch.Tensor  # trained tokens where not all are
     old_logprobs: torch.Tensor
-    advantages: torch.Tensor  # all the same: Liger's GRPO knows one per sequence
+    advantages: torch.Tensor  # all equal: Liger's GRPO has one per sequence
     weights: torch.Tensor
 
     @classmethod
     def random(cls, tokens: int, vocab: int, device: str, dtype: torch.dtype) -> Logits:
-        """Return logits of a model that is unsure."""
+        """Return logits of a high-entropy model."""
         g = torch.Generator(device=device).manual_seed(1)
         master = torch.randn(tokens, vocab, generator=g, device=device, dtype=dtype) * 3
         targets = torch.randint(0, vocab, (tokens,), generator=g, device=device)
@@ -54,7 +54,7 @@ class Logits:
         )
 
     def first(self, count: int) -> Logits:
-        """Return the first tokens' part, in the same memory."""
+        """Return the part of the first tokens, in the same memory."""
         return Logits(*(getattr(self, f.name)[:count] for f in fields(self)))
 
     @property
@@ -63,11 +63,11 @@ class Logits:
         return self.master.nbytes
 
     def refill(self) -> None:
-        """Put the logits back where a gradient was written over them."""
+        """Restore the logits after a gradient was written over them."""
         self.work.copy_(self.master)
 
     def leaf(self) -> torch.Tensor:
-        """Return the logits, to be differentiated, without a copy."""
+        """Return the logits as a leaf that requires grad, without a copy."""
         return self.work.detach().requires_grad_()
 
     def exact_gradient(self) -> torch.Tensor:
@@ -136,14 +136,14 @@ def backward_cases(x: Logits, group: str) -> Iterator[Case]:
 
 
 def trained_cases(x: Logits, group: str) -> Iterator[Case]:
-    """The same with part of the rows trained; every peer also with a gather of those rows."""
+    """Yield the same with part of the rows trained; every peer also with a gather of those rows."""
 
     def masked(function: peers.MaskedFunction, x: Logits) -> torch.Tensor:
         leaf = x.leaf()
         logprob = function(leaf, x.targets, x.mask)
         return gradient_of(leaf, (logprob * x.weights * x.mask).sum())
 
-    def whole(function: peers.Function, x: Logits) -> torch.Tensor:
+    def on_all_rows(function: peers.Function, x: Logits) -> torch.Tensor:
         return masked(lambda leaf, targets, _: function(leaf, targets), x)
 
     def gathered(function: peers.Function, x: Logits) -> torch.Tensor:
@@ -156,7 +156,7 @@ def trained_cases(x: Logits, group: str) -> Iterator[Case]:
 
     runs = {OURS: functools.partial(masked, ours)}
     for name, function in peers.LOGPROB.items():
-        runs[name] = functools.partial(whole, function)
+        runs[name] = functools.partial(on_all_rows, function)
         runs[f"{name} + gather"] = functools.partial(gathered, function)
     runs |= {name: functools.partial(masked, function) for name, function in peers.MASKED.items()}
     floor = (2 * TRAINED_SHARE + 1) * x.num_bytes
@@ -204,7 +204,7 @@ def loss_cases(x: Logits, group: str) -> Iterator[Case]:
     runs = {
         OURS: functools.partial(ours, None),
         f"{OURS} Triton": functools.partial(ours, "triton"),
-        f"{OURS} in two visits": two_visits,
+        f"{OURS} in two passes": two_visits,
         "Liger GRPO": liger,
     }
     floor = (TRAINED_SHARE + 1) * x.num_bytes

@@ -1,4 +1,4 @@
-"""What others offer for the same work, restated or imported. A peer that is not installed says so.
+"""Alternatives from other packages, restated or imported; missing ones are reported.
 
 Each takes logits (M, V) and targets (M,) and returns (M,) log-probabilities with their gradient.
 """
@@ -21,12 +21,12 @@ LinearFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tens
 Cells = dict[str, torch.Tensor]  # (N, R) float32: old, advantages, scaled, mask, reference
 LossFunction = Callable[[torch.Tensor, Cells], torch.Tensor]
 KL_COEF = 0.001
-IGNORED = -100  # a target that does not count, everywhere
+IGNORED = -100  # a target that every peer ignores
 TRL_CHUNK = 32768  # its trainer's constant, of the vocabulary
 
 
 class NotInstalledError(Exception):
-    """A peer's package is not here."""
+    """A peer's package is not installed."""
 
 
 def needs(module: str, attribute: str) -> Any:
@@ -55,20 +55,20 @@ def compiled_logsumexp() -> Function:
 
 
 def trl(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """TRL's Triton kernel, which makes the entropy too."""
+    """TRL's Triton kernel, which also computes the entropy."""
     return trl_masked(logits, targets, None)
 
 
 def trl_masked(
     logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """The same with TRL's own mask of rows."""
+    """The same with TRL's mask of rows."""
     name = "selective_log_softmax_and_entropy"
     return needs("trl.kernels.logprob_entropy", name)(logits, targets, row_mask=mask)[0]
 
 
 def verl_logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """verl's choice: flash-attn's kernel where that is installed, else SkyRL's formulation."""
+    """verl's choice: flash-attn's kernel if installed, else SkyRL's formulation."""
     return needs("verl.utils.torch_functional", "logprobs_from_logits")(logits, targets)
 
 
@@ -85,13 +85,13 @@ def quack(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def liger(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Liger's cross entropy, which makes its gradient in the forward, over the logits."""
+    """Liger's cross entropy, which writes its gradient over the logits in the forward."""
     loss = needs("liger_kernel.transformers.functional", "liger_cross_entropy")
     return -loss(logits, targets, reduction="none")
 
 
 def ignoring(function: Function) -> MaskedFunction:
-    """Return a cross entropy that is told by its targets which rows do not count."""
+    """Return a cross entropy whose targets mark the ignored rows."""
 
     def logprob(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return function(logits, targets.masked_fill(~mask, IGNORED))
@@ -110,7 +110,7 @@ LOGPROB: dict[str, Function] = {
     "QuACK": quack,
     "Liger": liger,
 }
-# Those that leave rows out by themselves, so that no gather is needed.
+# Peers that skip rows themselves, so that no gather is needed.
 MASKED: dict[str, MaskedFunction] = {
     "TRL, masked": trl_masked,
     "flash-attn, targets ignored": ignoring(flash_attention),
@@ -122,7 +122,7 @@ MASKED: dict[str, MaskedFunction] = {
 def liger_grpo(logits: torch.Tensor, targets: torch.Tensor, cells: Cells) -> torch.Tensor:
     """Liger's GRPO loss on logits (1, M + 1, V); the last position predicts nothing.
 
-    It knows one advantage per sequence.
+    It takes one advantage per sequence.
     """
     loss = needs("liger_kernel.ops.grpo_loss", "GrpoLossFunction")
     mask = cells["loss_mask"][None, :-1].int()
@@ -137,13 +137,13 @@ def liger_grpo(logits: torch.Tensor, targets: torch.Tensor, cells: Cells) -> tor
 
 
 def liger_linear(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Liger's fused linear cross entropy, its gradients made in the forward."""
+    """Liger's fused linear cross entropy, with gradients computed in the forward."""
     loss = needs("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")
     return loss(hidden, weight, targets, reduction="sum")
 
 
 def liger_scaled(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Liger's fused linear scaled cross entropy, with a kernel of its own for Hopper."""
+    """Liger's fused linear scaled cross entropy, with a separate kernel for Hopper."""
     name = "LigerFusedLinearScaledCrossEntropyFunction"
     return (
         needs("liger_kernel.ops.fused_linear_scaled_cross_entropy", name)
@@ -153,7 +153,7 @@ def liger_scaled(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tens
 
 
 def trl_linear(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """TRL's log-probabilities from hidden states, in chunks of its own trainer's size."""
+    """TRL's log-probabilities from hidden states, in chunks of its trainer's size."""
     function = needs("trl.kernels.chunked_logprob", "ChunkedLogProbFunction")
     arguments = (hidden, weight, None, targets, 1.0, TRL_CHUNK, None, 1.0, ())
     return -function.apply(*arguments)[0].sum()
@@ -172,20 +172,20 @@ def cut_linear(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
 
 
 def torch_linear(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Whole logits by torch."""
+    """Full logits by torch."""
     return F.cross_entropy((hidden @ weight.T).float(), targets, reduction="sum")
 
 
 def torch_fused_linear(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """torch's own fused form, where torch has it."""
+    """torch's fused op, if available."""
     loss = needs("torch.nn.functional", "linear_cross_entropy")
     return loss(hidden, weight, targets, reduction="sum")
 
 
 LINEAR: dict[str, LinearFunction] = {
-    "torch whole logits": torch_linear,
+    "torch full logits": torch_linear,
     "torch F.linear_cross_entropy": torch_fused_linear,
     "TRL chunked": trl_linear,
     "Liger": liger_linear,
@@ -199,7 +199,7 @@ LINEAR: dict[str, LinearFunction] = {
 
 
 def skyrl_ppo(logprobs: torch.Tensor, d: Cells) -> torch.Tensor:
-    """SkyRL's formulation, which waits for its clip ratio."""
+    """SkyRL's formulation, which synchronizes for its clip ratio."""
     return loss_baselines.ppo_loss(logprobs, d["old"], d["scaled"], d["mask"])[0]
 
 
@@ -215,7 +215,7 @@ def trl_ppo_k3(logprobs: torch.Tensor, d: Cells) -> torch.Tensor:
 
 
 def verl_ppo(logprobs: torch.Tensor, d: Cells) -> torch.Tensor:
-    """verl's loss, its second clip out of reach."""
+    """verl's loss, with its second clip disabled."""
     loss = needs("verl.trainer.ppo.core_algos", "compute_policy_loss")
     cells = (logprobs, d["advantages"], d["mask"])
     return loss(d["old"], *cells, cliprange=0.2, clip_ratio_c=1e9)[0]
@@ -223,7 +223,7 @@ def verl_ppo(logprobs: torch.Tensor, d: Cells) -> torch.Tensor:
 
 @functools.cache
 def compiled_ppo(with_kl: bool) -> LossFunction:
-    """Return torch.compile of TRL's formulation, which waits for nothing."""
+    """Return torch.compile of TRL's formulation, which does not synchronize."""
     return torch.compile(trl_ppo_k3 if with_kl else trl_ppo, dynamic=True)
 
 

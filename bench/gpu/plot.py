@@ -1,8 +1,8 @@
-"""Plot time and memory over tokens and over vocabulary, from bench/results/gpu.json alone.
+"""Plot time and memory over tokens and over vocabulary, from bench/results/gpu.json only.
 
     python -m bench.gpu.plot [--out bench/results/gpu.png]
 
-Without committed results it says so and exits with status 3: no plot is made from nothing.
+Without committed results it prints a message and exits with status 3.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m bench.gpu.report [--only "logprob 30 %"] [--device cuda] [--tiny] [--out FOLDER]
 
-Writes bench/results/gpu.json and bench/results/gpu.md with the GPU, driver and versions, and beside
-each figure the share of its floor: the bytes that must move, at the bandwidth of a copy measured in
-the same run. `--only` replaces these groups alone, so that the whole can be measured in parts.
-`--device cpu --tiny` tries the code without a GPU and saves nothing.
+Writes bench/results/gpu.json and bench/results/gpu.md with the GPU, driver and versions, and for
+each time its share of the floor: the bytes that must move, at the bandwidth of a copy measured in
+the same run. `--only` replaces only these groups, so that a full run can be done in parts.
+`--device cpu --tiny` is a smoke test without a GPU and saves nothing.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ FAILS = "fails"
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="groups whose name holds this")
+    parser.add_argument("--only", default="", help="substring of the names of the groups to run")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes that only try the code")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a smoke test")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json and gpu.md")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -50,10 +50,10 @@ def main() -> None:
     saves = options.device == "cuda" and not options.tiny
     report: dict[str, Any] = {}
     for report in measured(options.device, tiny=options.tiny, only=options.only):
-        if saves:  # after every case: a run that is cut off keeps what it has
+        if saves:  # after every case: an interrupted run keeps its results
             save(report, options.out)
     if not report:
-        sys.exit(f"bench-gpu: no group's name holds {options.only!r}")
+        sys.exit(f"bench-gpu: no group's name contains {options.only!r}")
     print(table(report))
     failed = [
         f"{e['group']}, {e['contender']}"
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def save(report: dict[str, Any], folder: Path) -> None:
-    """Write the report; groups that it lacks stay, where they are of the same machine and day."""
+    """Write the report; keep other groups of the same machine and day."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "gpu.json"
     if path.exists():
@@ -93,7 +93,7 @@ def measured(
 
 
 def entry(case: Case, watch: Stopwatch, ceilings: Ceilings) -> dict[str, Any]:
-    """Return one case's timing, or why there is none."""
+    """Return one case's timing, or the reason why it has none."""
     found: dict[str, Any] = {"group": case.group, "contender": case.contender}
     found["floor_ms"] = ceilings.floor_ms(case.floor_bytes, case.bus_bytes)
     try:
@@ -101,10 +101,10 @@ def entry(case: Case, watch: Stopwatch, ceilings: Ceilings) -> dict[str, Any]:
         found["first_ms"] = watch.once(case.call)  # with compilation and tuning
         if case.check is not None:
             found["error"] = case.check()
-        found |= watch.measure(case.call, case.prepare).as_dict() | case.facts
+        found |= watch.measure(case.call, case.prepare).as_dict() | case.details
     except NotInstalledError as missing:
         found["skipped"] = f"not installed ({missing})"
-    except Exception as failure:  # which must not end the others' run
+    except Exception as failure:  # which must not end the run of the others
         found["skipped"] = f"{FAILS}: {type(failure).__name__}: {str(failure)[:120]}"
     return found
 

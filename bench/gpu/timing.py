@@ -1,6 +1,6 @@
 """Timing on a GPU: CUDA events around each call, caches flushed before it, peak memory of one call.
 
-On a CPU (to try the benches without a GPU; its figures mean nothing) a clock takes their place.
+On a CPU (a smoke test without a GPU, whose times mean nothing) a clock replaces them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 ROUNDS = 30
-LONGEST_MS = 1500  # of all rounds together
+LONGEST_MS = 1500  # total of all rounds
 WARM_UP = 5
 FLUSH_BYTES = 512 << 20  # several times the last cache of any of these GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds of a call, and bytes of memory beyond what it was given."""
+    """Milliseconds of a call, and its peak extra memory in bytes."""
 
     median_ms: float
     p10_ms: float
@@ -36,14 +36,14 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the machine does at best, measured in the same run."""
+    """Peak rates of the machine, measured in the same run."""
 
     copy_bytes_per_s: float  # read and written, in the device's memory
     bus_bytes_per_s: float  # from pinned memory to the device
     launch_ms: float  # one kernel with nothing to do
 
     def floor_ms(self, moved: float, sent: float) -> float:
-        """Return the milliseconds that so many bytes take: moved on the device, sent to it."""
+        """Return the milliseconds to move these bytes on the device, and to it."""
         return (moved / self.copy_bytes_per_s + sent / self.bus_bytes_per_s) * 1e3
 
 
@@ -58,7 +58,7 @@ class Stopwatch:
         self.flush = torch.empty(flush_bytes, dtype=torch.uint8, device=device)
 
     def once(self, call: Callable[[], object]) -> float:
-        """Return the milliseconds of one call, begun with cold caches."""
+        """Return the milliseconds of one call that starts with cold caches."""
         self.flush.zero_()
         if self.device.type != "cuda":
             start = time.perf_counter()
@@ -72,9 +72,9 @@ class Stopwatch:
         return begin.elapsed_time(end)
 
     def measure(self, call: Callable[[], object], prepare: Callable[[], object]) -> Timing:
-        """Return the timing of `call`, which was made before; `prepare` comes before each, untimed.
+        """Return the timing of `call`, already warmed up; `prepare` runs before each call, untimed.
 
-        The longer a call takes, the fewer rounds it gets; a very long one is made once.
+        Longer calls get fewer rounds; a very long one runs once.
         """
 
         def prepared() -> float:
@@ -93,7 +93,7 @@ class Stopwatch:
         return Timing(statistics.median(times), times[tenth], times[-1 - tenth], len(times), peak)
 
     def with_peak(self, call: Callable[[], object]) -> tuple[float, int]:
-        """Return the milliseconds of a call, and the bytes of memory that it adds at its peak."""
+        """Return the milliseconds of a call, and its peak extra memory in bytes."""
         if self.device.type != "cuda":
             return self.once(call), 0
         torch.cuda.synchronize()
@@ -103,7 +103,7 @@ class Stopwatch:
         return milliseconds, torch.cuda.max_memory_allocated() - before
 
     def ceilings(self, num_bytes: int) -> Ceilings:
-        """Return what a copy of so many bytes, one to the device, and a tiny launch take."""
+        """Return the rates of a copy of `num_bytes` and one to the device, and a launch's time."""
         source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         host = torch.empty(num_bytes // 4, dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""Training steps over the rows of agents on a GPU: prefix trees beside other forms of the rows.
+"""Training steps over agent rows on a GPU: prefix trees compared with other layouts.
 
-The model has the shape of Qwen2.5-1.5B with random weights, computing in bfloat16; lengths are
-whole. "packed" rows go through FlexAttention, as trees do, "packed, varlen" through torch's flash
-attention of variable lengths, which alone knows no trees.
+The model has the shape of Qwen2.5-1.5B with random weights, computing in bfloat16; full
+lengths. "packed" rows use FlexAttention, like trees; "packed, varlen" uses torch's flash attention
+of variable lengths, which does not support trees.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from bench.baselines.padded_rows import varlen_attention
 from bench.gpu.case import OURS, Case, within
 
 BUDGET = 32_768  # tokens of a forward pass
-TRIAL_DIVISOR = 100  # of lengths that only try the code
+TRIAL_DIVISOR = 100  # divides the lengths of a smoke test
 TOLERANCE = 0.15  # of gradients by their norm: bfloat16 through 28 layers in other orders of sums
 
 
 def tree_cases(device: str, *, large: bool, only: str) -> Iterator[Case]:
-    """One group per shape and history of agents; "packed" is what the others are compared with."""
+    """One group per shape and history of agents; "packed" is the reference of the others."""
     sizes, divisor, what = (
         (LARGE, 1, "Qwen2.5-1.5B's shape, bfloat16")
         if large
@@ -77,6 +77,6 @@ def tree_cases(device: str, *, large: bool, only: str) -> Iterator[Case]:
             tokens = sum(m.input_ids.numel() for m in planned(plan, batch, BUDGET)[1])
             call: Callable[[], object] = functools.partial(run, contender)
             check = functools.partial(error, contender)
-            yield Case(group, contender, call, 0.0, forget, check, facts={"tokens": tokens})
+            yield Case(group, contender, call, 0.0, forget, check, details={"tokens": tokens})
         planning = functools.partial(planned, OURS, batch, BUDGET)
-        yield Case(group, f"{OURS}, planning alone", planning, 0.0)
+        yield Case(group, f"{OURS}, planning only", planning, 0.0)

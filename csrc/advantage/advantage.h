@@ -1,4 +1,4 @@
-// Group-wise advantages of trajectories, broadcast to the rows (steps) they are made of.
+// Group-wise advantages of trajectories, broadcast to their rows (steps).
 #pragma once
 
 #include <cstdint>

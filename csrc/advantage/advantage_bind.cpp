@@ -38,8 +38,8 @@ void check_still(const py::object& values, Py_ssize_t size, const std::string& w
   }
 }
 
-// Whether two labels are plain strings of equal text: cheaper than to look one up.
-bool same_text(PyObject* a, PyObject* b) {
+// Whether two labels are plain, equal strings: cheaper than a dict look-up.
+bool equal_strings(PyObject* a, PyObject* b) {
   if (!PyUnicode_CheckExact(a) || !PyUnicode_CheckExact(b)) return false;
   const Py_ssize_t length = PyUnicode_GET_LENGTH(a);
   return length == PyUnicode_GET_LENGTH(b) && PyUnicode_KIND(a) == PyUnicode_KIND(b) &&
@@ -72,7 +72,7 @@ void dense_ids(py::handle labels_obj, py::handle out_obj, const std::string& op,
       throw py::type_error(what + " must be strings or ints, but entry " + std::to_string(i) +
                            " is a " + Py_TYPE(label.ptr())->tp_name);
     }
-    if (previous && same_text(label.ptr(), previous.ptr())) {
+    if (previous && equal_strings(label.ptr(), previous.ptr())) {
       ids[i] = ids[i - 1];
       continue;
     }

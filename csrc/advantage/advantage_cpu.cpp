@@ -10,10 +10,10 @@ namespace {
 constexpr char kOp[] = "group_advantage";
 
 struct Trajectories {
-  std::vector<int64_t> of_row;    // row -> trajectory
-  std::vector<int64_t> last_row;  // per trajectory
-  std::vector<double> score;      // per trajectory
-  std::vector<int64_t> group;     // per trajectory, dense group number
+  std::vector<int64_t> row_trajectory;  // per row
+  std::vector<int64_t> last_row;        // per trajectory
+  std::vector<double> score;            // per trajectory
+  std::vector<int64_t> group;           // per trajectory, dense group number
   int64_t num_groups = 0;
 };
 
@@ -21,10 +21,10 @@ Trajectories find_trajectories(int64_t num_rows, const int64_t* group_ids,
                                const uint8_t* is_last_step) {
   check_trajectories(kOp, group_ids, is_last_step, num_rows);
   Trajectories t;
-  t.of_row.resize(num_rows);
+  t.row_trajectory.resize(num_rows);
   DenseIds dense(num_rows / 2 + 1);
   for (int64_t row = 0; row < num_rows; ++row) {
-    t.of_row[row] = static_cast<int64_t>(t.last_row.size());
+    t.row_trajectory[row] = static_cast<int64_t>(t.last_row.size());
     if (is_last_step != nullptr && !is_last_step[row]) continue;
     t.last_row.push_back(row);
     t.group.push_back(dense(group_ids[row]));
@@ -67,8 +67,8 @@ void group_advantage_cpu(const float* rewards, const RowLayout& rewards_layout,
   Trajectories t = find_trajectories(n, group_ids, is_last_step);
   read_scores(rewards, rewards_layout, num_threads, &t);
   const std::vector<float> advantage = trajectory_advantages(t, estimator);
-  broadcast_rows([&](int64_t row) { return advantage[t.of_row[row]]; }, mask, out_layout, out,
-                 num_threads);
+  broadcast_rows([&](int64_t row) { return advantage[t.row_trajectory[row]]; }, mask, out_layout,
+                 out, num_threads);
 }
 
 #define SKYRL_INSTANTIATE(Mask)                                                           \

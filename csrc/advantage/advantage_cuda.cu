@@ -1,6 +1,5 @@
-// Group-wise advantages: scores of last rows, statistics of groups, advantages on all cells. Sums
-// are taken in the order of the CPU's, without fused multiply-adds, so that both give the same
-// bits.
+// Group-wise advantages: scores of last rows, group statistics, advantages of all cells. Sums use
+// the CPU's order and no fused multiply-adds, so that both give the same bits.
 #include <cmath>
 
 #include "advantage/advantage_cuda.h"
@@ -29,7 +28,7 @@ SKYRL_HD double plain_multiply(double a, double b) {
 #endif
 }
 
-// Sixteen threads a row. Lane l adds the cells l, l + 16, ...; then, with lanes a0..a3, b0..b3,
+// Sixteen threads per row. Lane l adds the cells l, l + 16, ...; then, with lanes a0..a3, b0..b3,
 // c0..c3, d0..d3: s_i = (a_i + b_i) + (c_i + d_i), (s_0 + s_1) + (s_2 + s_3), and the last
 // length % 16 cells one by one.
 __global__ void __launch_bounds__(kThreads) score_kernel(const GroupAdvantageJob job) {
@@ -41,9 +40,9 @@ __global__ void __launch_bounds__(kThreads) score_kernel(const GroupAdvantageJob
       row < job.reward_rows.num_rows && (job.is_last_step == nullptr || job.is_last_step[row] != 0);
   const int64_t length = is_read ? job.reward_rows.length(row) : 0;
   const float* cells = job.rewards + (is_read ? job.reward_rows.offset(row) : 0);
-  const int64_t whole = length / kLanes * kLanes;
+  const int64_t full = length / kLanes * kLanes;
   double sum = 0.0;
-  for (int64_t t = lane; t < whole; t += kLanes) sum = plain_add(sum, cells[t]);
+  for (int64_t t = lane; t < full; t += kLanes) sum = plain_add(sum, cells[t]);
   sums[threadIdx.x] = sum;
   __syncthreads();
   if (lane != 0 || row >= job.reward_rows.num_rows) return;
@@ -54,11 +53,11 @@ __global__ void __launch_bounds__(kThreads) score_kernel(const GroupAdvantageJob
     parts[i] = plain_add(plain_add(s[i], s[4 + i]), plain_add(s[8 + i], s[12 + i]));
   }
   double total = plain_add(plain_add(parts[0], parts[1]), plain_add(parts[2], parts[3]));
-  for (int64_t t = whole; t < length; ++t) total = plain_add(total, cells[t]);
+  for (int64_t t = full; t < length; ++t) total = plain_add(total, cells[t]);
   job.scores[row] = total;
 }
 
-// One thread per sorted row; the first of each group takes the statistics, in row order.
+// One thread per sorted row; the first of each group computes its statistics, in row order.
 __global__ void __launch_bounds__(kThreads) group_kernel(const GroupAdvantageJob job) {
   const int64_t n = job.out_rows.num_rows;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -84,7 +83,7 @@ __global__ void __launch_bounds__(kThreads) group_kernel(const GroupAdvantageJob
     const int64_t row = job.order[i];
     const double score = job.scores[row];
     const double advantage = advantage_of(job.estimator, score, mean, std, count);
-    // A score that is not finite is an error on the CPU; here it marks its group.
+    // A score that is not finite is an error on the CPU; here it makes its group NaN.
     job.row_advantage[row] = mean - mean == 0.0 ? static_cast<float>(advantage) : NAN;
   }
 }

@@ -1,4 +1,4 @@
-// Group-wise advantages on a CUDA device: three launches, nothing waits for the device.
+// Group-wise advantages on a CUDA device: three launches, no synchronization.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace skyrl_fast {
 
-// Rows of cells: row i owns [cu[i], cu[i + 1]), or [i * width, (i + 1) * width).
+// Rows of cells: row i is [cu[i], cu[i + 1]), or [i * width, (i + 1) * width).
 struct CellRows {
   int64_t num_rows = 0;
   int64_t width = 0;
@@ -20,10 +20,11 @@ struct CellRows {
 enum class MaskDType : int { kNone = 0, kUInt8 = 1, kInt64 = 2, kFloat32 = 3 };
 
 //   rewards        float [reward_rows cells]
-//   sorted_ids     int64 [num_rows]: the group of each last row in ascending order, rows that are
-//                  not last behind them, all with an id that no group has
-//   order          int64 [num_rows]: the row that each of these is; stable, so that the rows of a
-//                  group stand in their own order
+//   sorted_ids     int64 [num_rows]: the group of each last row in ascending order, then
+//                  the other rows, all with an id that no group has
+//   order          int64 [num_rows]: the row of each of these; a stable sort, which keeps the rows
+//   of
+//                  a group in their order
 //   is_last_step   uint8 [num_rows], or null: every row is a trajectory
 //   scores, row_advantage   double, float [num_rows]: work space
 //   out            float [out_rows cells] = advantage of the row's trajectory * mask

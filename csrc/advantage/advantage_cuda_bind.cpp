@@ -44,7 +44,7 @@ void group_advantage(py::handle rewards_obj, py::handle ids_obj, py::handle orde
   const Borrowed work(work_obj, kOp, "row_advantage"), out(out_obj, kOp, "out");
   check_cuda(*rewards);
   for (const Borrowed* t : {&rewards, &out}) {
-    check_beside(**t, *rewards);
+    check_same_device(**t, *rewards);
     check_dtype(**t, DType::kFloat32);
     check_contiguous(**t);
   }
@@ -66,7 +66,7 @@ void group_advantage(py::handle rewards_obj, py::handle ids_obj, py::handle orde
   std::optional<Borrowed> mask;
   if (!mask_obj.is_none()) {
     mask.emplace(mask_obj, kOp, "response_mask");
-    check_beside(**mask, *rewards);
+    check_same_device(**mask, *rewards);
     check_contiguous(**mask);
     if ((*mask)->shape_string() != out->shape_string()) {
       fail(**mask, "of shape " + out->shape_string(), (*mask)->shape_string());

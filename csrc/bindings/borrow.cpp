@@ -71,7 +71,7 @@ const DLPackExchangeAPI* read_exchange_table(PyTypeObject* type) {
 }
 
 // The exchange table of torch.Tensor and the like, null for a type without one (torch < 2.10). The
-// last few types are remembered, and kept alive: another type must not come by their address.
+// last few types are cached and kept alive, so that no other type can get their address.
 const DLPackExchangeAPI* exchange_table(PyTypeObject* type) {
   constexpr int kRemembered = 4;  // Tensor, Parameter, and two more
   struct Entry {
@@ -104,7 +104,7 @@ Borrowed::Borrowed(py::handle object, const char* op, const char* name) {
                          Py_TYPE(object.ptr())->tp_name);
   }
   if (view_.data == nullptr && view_.numel() > 0) {
-    fail(view_, "a tensor with memory", "one without, such as a FakeTensor");
+    fail(view_, "a tensor with storage", "one without, such as a FakeTensor");
   }
 }
 
@@ -138,7 +138,7 @@ bool Borrowed::from_capsule(py::handle object) {
 bool Borrowed::from_buffer(py::handle object) {
   if (!PyObject_CheckBuffer(object.ptr())) return false;
   if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
-    PyErr_Clear();  // e.g. non-native byte order: let DLPack say what is wrong
+    PyErr_Clear();  // e.g. non-native byte order: DLPack reports the error
     return false;
   }
   has_buffer_ = true;
@@ -168,7 +168,8 @@ bool Borrowed::from_buffer(py::handle object) {
   for (int d = 0; d < buffer_.ndim; ++d) {
     view_.shape[d] = buffer_.shape[d];
     if (size == 0 || buffer_.strides[d] % size != 0) {
-      fail(view_, "an array whose strides are whole elements", "a view into packed records");
+      fail(view_, "an array whose strides are multiples of its element size",
+           "a view into packed records");
     }
     view_.stride[d] = buffer_.strides[d] / size;
   }

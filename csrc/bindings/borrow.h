@@ -9,15 +9,15 @@ namespace skyrl_fast {
 
 namespace py = pybind11;
 
-// pybind11's types are hidden; a class that holds them has to be, too.
+// pybind11's types have hidden visibility; so must classes that hold them.
 #if defined(__GNUC__)
 #define SKYRL_HIDDEN __attribute__((visibility("hidden")))
 #else
 #define SKYRL_HIDDEN
 #endif
 
-// A TensorView of `object` for as long as this lives. numpy arrays are read through the buffer
-// protocol, torch >= 2.10 through its C exchange table (no Python call), anything else with
+// A TensorView of `object`, valid for the lifetime of this. numpy arrays are read through the
+// buffer protocol, torch >= 2.10 through its C exchange table (no Python call), anything else with
 // __dlpack__ through a capsule. Throws TypeError naming op and argument for anything else.
 class SKYRL_HIDDEN Borrowed {
  public:

@@ -1,4 +1,4 @@
-// Checks of arguments that lie in the memory of a CUDA device. Nothing here reads that memory.
+// Checks of arguments in the memory of a CUDA device. Nothing here reads that memory.
 #pragma once
 
 #include <optional>
@@ -19,7 +19,7 @@ inline void check_cuda(const TensorView& t) {
   if (t.device != kCudaDevice) fail(t, "on a CUDA device", "a tensor on another device");
 }
 
-inline void check_beside(const TensorView& t, const TensorView& like) {
+inline void check_same_device(const TensorView& t, const TensorView& like) {
   if (t.device != like.device || t.device_index != like.device_index) {
     fail(t, std::string("on the device of ") + like.name, "a tensor on another device");
   }
@@ -27,10 +27,10 @@ inline void check_beside(const TensorView& t, const TensorView& like) {
 
 inline cudaStream_t stream_of(uintptr_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
 
-// A dense 1-D array beside `like`.
+// A dense 1-D array on the device of `like`.
 template <typename T>
 T* cuda_array(const TensorView& t, DType dtype, int64_t size, const TensorView& like) {
-  check_beside(t, like);
+  check_same_device(t, like);
   check_dtype(t, dtype);
   check_ndim(t, 1);
   check_contiguous(t);

@@ -1,4 +1,4 @@
-// The module that tests load: the CUDA ops of _C on the CPU, and what the emulation may be told.
+// The module that tests load: the CUDA ops of _C on the CPU, and the settings of the emulation.
 #include <pybind11/pybind11.h>
 
 #include "bindings/ops.h"

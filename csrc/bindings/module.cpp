@@ -26,10 +26,9 @@ PYBIND11_MODULE(_C, m) {
         skyrl_fast::advise_huge_pages(reinterpret_cast<void*>(data), num_bytes);
       },
       py::arg("data_ptr"), py::arg("num_bytes"));
-  skyrl_fast::bind_pack(m);  // first: others name its classes in their signatures
+  skyrl_fast::bind_pack(m);  // first: other signatures use its classes
   skyrl_fast::bind_advantage(m);
   skyrl_fast::bind_cell_rows(m);
-  skyrl_fast::bind_credit(m);
   skyrl_fast::bind_logprob(m);
 #if defined(SKYRL_FAST_WITH_CUDA)
   skyrl_fast::bind_advantage_cuda(m);
@@ -42,4 +41,6 @@ PYBIND11_MODULE(_C, m) {
   skyrl_fast::bind_page_pool(m);
   skyrl_fast::bind_policy_loss(m);
   skyrl_fast::bind_prefix_tree(m);
+  skyrl_fast::bind_token_advantage(m);
+  skyrl_fast::bind_turn_advantage(m);
 }

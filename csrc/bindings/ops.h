@@ -6,18 +6,19 @@
 namespace skyrl_fast {
 
 void bind_advantage(pybind11::module_& m);
-void bind_advantage_cuda(pybind11::module_& m);  // of CUDA builds
+void bind_advantage_cuda(pybind11::module_& m);  // CUDA builds only
 void bind_cell_rows(pybind11::module_& m);
-void bind_credit(pybind11::module_& m);
 void bind_logprob(pybind11::module_& m);
-void bind_logprob_cuda(pybind11::module_& m);  // of CUDA builds
+void bind_logprob_cuda(pybind11::module_& m);  // CUDA builds only
 void bind_merge(pybind11::module_& m);
 void bind_off_policy(pybind11::module_& m);
 void bind_pack(pybind11::module_& m);
-void bind_pack_cuda(pybind11::module_& m);  // of CUDA builds
+void bind_pack_cuda(pybind11::module_& m);  // CUDA builds only
 void bind_page_pool(pybind11::module_& m);
 void bind_policy_loss(pybind11::module_& m);
-void bind_policy_loss_cuda(pybind11::module_& m);  // of CUDA builds
+void bind_policy_loss_cuda(pybind11::module_& m);  // CUDA builds only
 void bind_prefix_tree(pybind11::module_& m);
+void bind_token_advantage(pybind11::module_& m);
+void bind_turn_advantage(pybind11::module_& m);
 
 }  // namespace skyrl_fast

@@ -13,7 +13,7 @@ namespace {
 
 namespace py = pybind11;
 
-// A block, given back when the last tensor on it is gone.
+// A block that returns to the pool when the last tensor on it is freed.
 class PageBlock {
  public:
   explicit PageBlock(int64_t num_bytes) : num_bytes_(num_bytes) {

@@ -1,4 +1,4 @@
-// Reading Python lists of numbers: a loop over exact ints and floats, and a careful path for the
+// Reading Python lists of numbers: a loop over exact ints and floats, and a slow path for the
 // rest.
 #include "bindings/python_lists.h"
 
@@ -9,7 +9,7 @@
 namespace skyrl_fast {
 namespace {
 
-// Elements are small objects all over the heap: their headers are asked for this far ahead.
+// Elements are small objects all over the heap: their headers are prefetched this far ahead.
 constexpr int64_t kPrefetchAhead = 96;
 
 #if defined(__GNUC__)
@@ -19,8 +19,8 @@ inline void prefetch(const void*) {}
 #endif
 
 // An int of one 30-bit digit, and its value. CPython keeps both behind the header: the sign in the
-// size up to 3.11, in a tag from 3.12 on (there the public API reads it). Other interpreters say
-// no, and their ints take the careful path. Only for what PyLong_CheckExact has seen.
+// size up to 3.11, in a tag from 3.12 on (there the public API reads it). Other interpreters
+// return false, and their ints take the slow path. Only for objects that pass PyLong_CheckExact.
 inline bool has_one_digit(PyObject* number) {
 #if defined(PYPY_VERSION) || defined(GRAALVM_PYTHON)
   (void)number;
@@ -63,7 +63,7 @@ inline bool four_floats(PyObject* a, PyObject* b, PyObject* c, PyObject* d) {
          PyFloat_CheckExact(d);
 }
 
-// On a build without a GIL the list is locked instead, so that nobody shrinks it meanwhile.
+// On a build without a GIL the list is locked instead, so that no other thread shrinks it.
 class ListLock {
  public:
 #if defined(Py_GIL_DISABLED)
@@ -92,7 +92,7 @@ std::string describe(PyObject* item) {
 
 [[noreturn]] void refuse_type(const ListPlace& place, int64_t position, const char* wanted,
                               PyObject* item) {
-  // Ctrl-C while the item's own code ran is no fault of the item.
+  // Ctrl-C while the item's code ran is not an error of the item.
   if (PyErr_Occurred() != nullptr && PyErr_ExceptionMatches(PyExc_Exception) == 0) {
     throw py::error_already_set();
   }
@@ -116,7 +116,7 @@ bool is_bool(PyObject* item) {
   return std::strcmp(type, "numpy.bool") == 0 || std::strcmp(type, "numpy.bool_") == 0;
 }
 
-// An integer by any means Python has; may run Python code.
+// Converts any object that Python accepts as an integer; may run Python code.
 int64_t careful_int(PyObject* item, Bounds bounds, const ListPlace& place, int64_t position) {
   py::object index = py::reinterpret_steal<py::object>(PyNumber_Index(item));
   if (!index) refuse_type(place, position, "an integer", item);
@@ -150,7 +150,7 @@ Out careful_number(PyObject* item, Bounds bounds, const ListPlace& place, int64_
   }
 }
 
-// How many of the n items from the first on are the first itself, in whole blocks: masks and
+// How many of the first n items are the first object itself, in full blocks: masks and
 // rewards are mostly runs of one object.
 inline int64_t run_of_one_object(PyObject* const* items, int64_t n) {
   constexpr int64_t kBlock = 8;
@@ -167,7 +167,7 @@ inline int64_t run_of_one_object(PyObject* const* items, int64_t n) {
   return run;
 }
 
-// As many Py_INCREFs, without one waiting for the other.
+// `times` Py_INCREFs at once, without a chain of dependent additions.
 inline void add_references(PyObject* item, int64_t times) {
 #if defined(Py_GIL_DISABLED) || defined(PYPY_VERSION) || defined(GRAALVM_PYTHON)
   for (int64_t i = 0; i < times; ++i) Py_INCREF(item);
@@ -177,8 +177,8 @@ inline void add_references(PyObject* item, int64_t times) {
 #endif
 }
 
-// Goes through items[begin:n] by read_run(i, run), which may be given items that are one object, by
-// read_four(i) and by read_one(i), all false for what they do not read; returns where it stopped.
+// Reads items[begin:n] by read_run(i, run) for runs of one object, read_four(i) and read_one(i),
+// which return false for items they cannot read; returns where it stopped.
 template <typename ReadRun, typename ReadFour, typename ReadOne>
 int64_t read_items(PyObject* const* items, int64_t begin, int64_t n, const ReadRun& read_run,
                    const ReadFour& read_four, const ReadOne& read_one) {
@@ -331,7 +331,7 @@ void read_numbers(PyObject* list, int64_t size, Out* out, Bounds bounds, const L
   bool good = true;
   int64_t i = 0;
   while (true) {
-    // Checked again after each careful element: that may have run Python code.
+    // Checked again after each slow element: it may have run Python code.
     if (list_size(list) != size) {
       throw std::invalid_argument(place.at(i) + ": the list was " + std::to_string(size) +
                                   " long when the call began and is now " +
@@ -377,7 +377,7 @@ int64_t common_prefix_of_lists(const ListPart& a, const ListPart& b, int64_t n) 
   ListLock lock_a(a.list), lock_b(b.list);
   int64_t i = 0;
   while (i < n) {
-    // Looked up again after each careful pair: comparing them may have run Python code.
+    // Read again after each slow pair: comparing them may have run Python code.
     if (list_size(a.list) < a.begin + n || list_size(b.list) < b.begin + n) {
       throw std::invalid_argument(a.place.at(a.begin + i) +
                                   ": the list became shorter during the call; another thread must "
@@ -462,7 +462,7 @@ py::object join_list_pieces(const std::vector<ListPiece>& pieces, int64_t length
   }
   fill_until(length);
 #if !defined(Py_GIL_DISABLED)
-  // Numbers refer to nothing: the collector need not walk through millions of them, again and
+  // Numbers hold no references: the garbage collector need not walk millions of them again and
   // again.
   if (numbers) PyObject_GC_UnTrack(joined.ptr());
 #else

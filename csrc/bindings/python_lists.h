@@ -12,7 +12,7 @@ namespace skyrl_fast {
 
 namespace py = pybind11;
 
-// Which list is read, for messages: "pad_steps: field 'tokens', row 3, position 5 ...".
+// The list being read, for messages: "pad_steps: field 'tokens', row 3, position 5 ...".
 struct ListPlace {
   const char* op = "";
   const char* field = "";
@@ -22,32 +22,32 @@ struct ListPlace {
 };
 
 // With the GIL: writes the `size` numbers of a list or tuple to `out` of `dtype` (uint8, int16,
-// int32, int64, float32). Ints, floats (into float32 only), bools (not into int32 and int64: a bool
-// is no id), numpy scalars. Throws TypeError for what is no such number, ValueError for an integer
-// out of `bounds` or a list that is no longer `size` long; what is in `out` is then undefined.
+// int32, int64, float32). Accepts ints, floats (into float32 only), bools (not into int32 and
+// int64: a bool is no id) and numpy scalars. Throws TypeError for anything else, ValueError for an
+// integer out of `bounds` or a list whose size changed; the contents of `out` are then undefined.
 void read_number_list(PyObject* list, int64_t size, DType dtype, void* out, Bounds bounds,
                       const ListPlace& place);
 
-// The same for a list of nothing but exact small ints and floats (and bools where they count), all
-// within the bounds: returns false, and leaves anything in `out`, where it is something else. Calls
-// nothing of Python: any thread may, as long as some thread holds the GIL and runs no Python.
-// The first `done` numbers are in `out` already.
+// The same for a list of only exact small ints and floats (and bools where they are accepted), all
+// within the bounds; for any other list returns false with `out` undefined. Runs no Python code:
+// any thread may call it, as long as some thread holds the GIL and runs no Python. The first `done`
+// numbers are in `out` already.
 bool read_plain_list(PyObject* list, int64_t size, DType dtype, void* out, Bounds bounds,
                      int64_t done);
 
-// How many of the first items of two lists are the very same objects, by their addresses alone:
-// what one holds as a number, the other does too. Calls nothing of Python, as `read_plain_list`.
+// How many of the first items of two lists are the same objects, compared by address: their numbers
+// are then equal. Runs no Python code, like `read_plain_list`.
 int64_t shared_beginning(PyObject* a, PyObject* b);
 
-// A part of a list or tuple of ints.
+// A list or tuple of ints from `begin` on.
 struct ListPart {
   PyObject* list = nullptr;
   int64_t begin = 0;
   ListPlace place;
 };
 
-// How many of the first n ids of two lists are equal. The same object in both, as where a context
-// grows, is equal without being looked at. Throws TypeError for an id that is no integer.
+// How many of the first n ids of two lists are equal. The same object in both, as in a growing
+// context, counts as equal without being read. Throws TypeError for an id that is no integer.
 int64_t common_prefix_of_lists(const ListPart& a, const ListPart& b, int64_t n);
 
 // `size` items of a list or tuple, and where they go in another list.
@@ -60,7 +60,7 @@ struct ListPiece {
 // A new list of `length` items: the pieces, in order of their starts, and `filler` between them.
 py::object join_list_pieces(const std::vector<ListPiece>& pieces, int64_t length, PyObject* filler);
 
-// Brings a list's own memory nearer; a hint.
+// Prefetches the memory of the list itself; a hint.
 void prefetch_list(PyObject* list);
 
 // "int", "float" or "bool" by the Python type of one element, null if it is no number.

@@ -9,8 +9,8 @@
 
 namespace skyrl_fast {
 
-// Borrows and checks them. Rewards are float32 (N,), (N, R) or, with offsets, (A,); the output is
-// float32 (N,), (N, R) or, with offsets, (A,), and so is the mask.
+// Borrows and checks the arguments. Rewards are float32 (N,), (N, R) or, with offsets, (A,); the
+// output is float32 (N,), (N, R) or, with offsets, (A,), and so is the mask.
 class RowArguments {
  public:
   RowArguments(const char* op, const char* mask_name, int64_t num_rows, py::handle rewards,

@@ -21,7 +21,8 @@ Rows::Rows(std::string op, std::string field, py::handle rows)
     PyErr_Clear();
     throw py::type_error(where() + " must be a list of rows, got " + type_name(rows));
   }
-  // The list itself may change while a row's buffer is asked for: always look at it afresh.
+  // The list itself may change while a row's buffer is requested: read its size and items each
+  // time.
   rows_.reserve(PySequence_Fast_GET_SIZE(sequence.ptr()));
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.ptr()); ++i) {
     add(py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(sequence.ptr(), i)));
@@ -153,8 +154,8 @@ void Rows::add(py::object object) {
   ++num_lists_;
 }
 
-// Adds a 1-D array that can be borrowed; false for what is none. A dtype that no kernel reads
-// (uint16, uint64) is replaced by its list.
+// Adds a 1-D array that can be borrowed; false for any other object. An array of a dtype that
+// no kernel reads (uint16, uint64) is replaced by its list.
 bool Rows::add_array(py::object* object_ptr) {
   py::object& object = *object_ptr;
   const bool is_array = (PyObject_CheckBuffer(object.ptr()) && !PyBytes_Check(object.ptr())) ||

@@ -13,7 +13,7 @@
 
 namespace skyrl_fast {
 
-// One field's rows. Keeps them alive. Throws TypeError or ValueError for what is no row.
+// One field's rows, kept alive. Throws TypeError or ValueError for anything that is not a row.
 class SKYRL_HIDDEN Rows {
  public:
   Rows(std::string op, std::string field, py::handle rows);
@@ -35,16 +35,16 @@ class SKYRL_HIDDEN Rows {
   // "int", "uint8", "bool", "float" by the first element; None where every row is empty.
   py::object kind() const;
 
-  // Array rows must be convertible to `out` without losing what they mean.
+  // Checks that array rows can be converted to `out` without changing their meaning.
   void check_convertible(DType out) const;
 
-  // Any thread, while some thread holds the GIL and runs no Python. False: the row is a list, but
-  // not of plain numbers within the bounds, and `read_list` has to look at it. `before`: where the
-  // row before was read to by this function with these bounds, or null. Contexts grow: what both
-  // lists begin with is copied from there.
+  // Any thread may call it, while some thread holds the GIL and runs no Python. False: the row is a
+  // list, but not of plain numbers within the bounds, and needs `read_list`. `before`: the output
+  // of the previous row, read by this function with these bounds, or null. Contexts grow: the
+  // common beginning of both lists is copied from there.
   bool read_plain(int64_t row, DType dtype, void* out, Bounds bounds, const void* before) const;
 
-  // With the GIL; may run Python code. Throws at what is no number within the bounds.
+  // With the GIL; may run Python code. Throws for anything but numbers within the bounds.
   void read_list(int64_t row, DType dtype, void* out, Bounds bounds) const;
 
   // Needs no GIL. Returns the position of the first integer out of bounds, or -1.

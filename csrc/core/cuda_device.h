@@ -1,5 +1,5 @@
-// What kernels need beside C++: launches, 16-byte accesses, shuffles, shared memory, clusters of
-// blocks. Included by kernels' sources alone, compiled by nvcc, or by a C++ compiler in tests.
+// Device code for kernels: launches, 16-byte accesses, shuffles, shared memory, clusters of blocks.
+// Included only by the sources of kernels, compiled by nvcc, or by a C++ compiler in tests.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ struct Launch {
   int64_t grid_x = 1, grid_y = 1;
   int threads = 1;
   int shared_bytes = 0;
-  int cluster =
-      1;  // adjacent blocks of x that share memory; above 1 on compute capability 9 or more
+  // Adjacent blocks of x that share memory; above 1 only on compute capability 9 or higher.
+  int cluster = 1;
   cudaStream_t stream = nullptr;
 };
 
@@ -38,8 +38,8 @@ inline void check_grid(const char* op, const Launch& l) {
 }
 
 // The major compute capability of the code that runs `kernel` on the current device. Where the
-// driver makes it from PTX of an older architecture, that is not the device's own: such code has no
-// clusters.
+// driver compiled it from PTX of an older architecture, it is lower than the device's: such code
+// has no clusters.
 #if defined(SKYRL_FAST_EMULATE_CUDA)
 
 template <typename... P>
@@ -132,7 +132,7 @@ __device__ __forceinline__ Vector of_uint4(const uint4& v) { return {{v.x, v.y, 
 __device__ __forceinline__ Vector load_vector(const void* p) {
   return of_uint4(*static_cast<const uint4*>(p));
 }
-// For bytes that nobody reads again soon.
+// For bytes that are not read again soon.
 __device__ __forceinline__ Vector load_vector_once(const void* p) {
   return of_uint4(__ldcs(static_cast<const uint4*>(p)));
 }
@@ -164,7 +164,7 @@ __device__ __forceinline__ int cluster_size() {
   asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
   return static_cast<int>(size);
 }
-// All threads of the cluster's blocks arrive; what they wrote before is seen after the wait.
+// All threads of the cluster's blocks arrive; their earlier writes are visible after the wait.
 __device__ __forceinline__ ClusterTicket cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
   return {};
@@ -182,7 +182,7 @@ __device__ __forceinline__ float cluster_read(int offset, int rank) {
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(remote) : "memory");
   return value;
 }
-#else  // a block is a cluster of its own
+#else  // every block is a cluster
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ int cluster_size() { return 1; }
 __device__ __forceinline__ ClusterTicket cluster_arrive() {

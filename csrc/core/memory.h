@@ -10,7 +10,7 @@
 namespace skyrl_fast {
 
 // Asks the kernel for huge pages in [data, data + num_bytes). Fresh 4 KB pages cost more to map
-// than most kernels here cost to run. A hint: where it is refused, nothing changes.
+// than most kernels here cost to run. A hint: if refused, nothing changes.
 inline void advise_huge_pages(void* data, int64_t num_bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = 4096;

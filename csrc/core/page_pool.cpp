@@ -1,4 +1,4 @@
-// Large host blocks that are used again.
+// Large host blocks that are reused.
 #include "core/page_pool.h"
 
 #include <algorithm>
@@ -12,8 +12,8 @@ namespace {
 
 constexpr int64_t kHugePage = 2 << 20;
 
-// Sizes in steps of an eighth: batches of nearly equal size share blocks, and the part that is not
-// asked for is never touched, so never mapped.
+// Sizes in steps of an eighth: batches of nearly equal size share blocks, and the excess is never
+// touched, so never mapped.
 int64_t rounded_size(int64_t num_bytes) {
   // No address space holds more, and the arithmetic below does not overflow up to here.
   constexpr int64_t kMostBytes = int64_t{1} << 60;
@@ -26,7 +26,7 @@ int64_t rounded_size(int64_t num_bytes) {
 Pages map_pages(int64_t num_bytes) {
   void* data = nullptr;
 #if defined(__linux__)
-  // One huge page more than needed, so that the block can begin at a huge page's border.
+  // One huge page more than needed, so that the block can begin at a huge-page boundary.
   void* mapped = mmap(nullptr, num_bytes + kHugePage, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) throw std::bad_alloc();
@@ -110,7 +110,7 @@ int64_t PagePool::idle_bytes() const {
 }
 
 PagePool& page_pool() {
-  // Never destroyed: tensors may give their blocks back while the interpreter shuts down.
+  // Never destroyed: tensors may return their blocks while the interpreter shuts down.
   static PagePool* pool = new PagePool();
   return *pool;
 }

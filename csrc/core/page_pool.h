@@ -1,4 +1,4 @@
-// Large host blocks that are used again: mapping fresh pages costs more than most kernels here.
+// Large host blocks that are reused: mapping fresh pages costs more than most kernels here.
 #pragma once
 
 #include <cstddef>
@@ -10,14 +10,14 @@ namespace skyrl_fast {
 
 struct Pages {
   void* data = nullptr;
-  int64_t num_bytes = 0;  // what was mapped, at least what was asked for
+  int64_t num_bytes = 0;  // bytes mapped, at least the bytes requested
 };
 
-// Blocks of huge pages (where the kernel grants them). A returned block is kept, pages and all, for
-// the next caller, up to a limit on what lies idle. Safe to use from several threads.
+// Blocks of huge pages (where the kernel grants them). A returned block keeps its pages and is
+// cached for the next caller, up to a limit on idle bytes. Thread-safe.
 class PagePool {
  public:
-  // Throws bad_alloc where the memory is not to be had.
+  // Throws bad_alloc if the memory is not available.
   Pages take(int64_t num_bytes);
   void give(Pages pages);
 

@@ -1,4 +1,4 @@
-// The pool of threads: started when a loop first wants them, asleep between loops.
+// The thread pool: threads start when a loop first needs them and sleep between loops.
 #include "core/parallel.h"
 
 #include <atomic>
@@ -17,16 +17,16 @@
 namespace skyrl_fast {
 namespace {
 
-// A sleeping thread takes some 25 us to wake up. So whoever waits looks a while before it sleeps: a
-// caller for its last part, a thread for the next loop (one op often runs two, one after another).
-constexpr std::chrono::microseconds kCallerLooks{100}, kThreadLooks{50};
+// A sleeping thread takes some 25 us to wake up, so waiting threads spin before they sleep: a
+// caller for its last part, a pool thread for the next loop (one op often runs two in a row).
+constexpr std::chrono::microseconds kCallerSpin{100}, kThreadSpin{50};
 
 struct Loop {
   void (*run)(const void*, int64_t);
   const void* context;
   int64_t num_parts;
   int64_t begun = 1;                 // the first is the caller's; guarded by the pool's mutex
-  std::atomic<int64_t> finished{0};  // its last increment is the last touch of a loop
+  std::atomic<int64_t> finished{0};  // the last increment is the last access to the loop
 };
 
 class ThreadPool {
@@ -47,7 +47,7 @@ class ThreadPool {
   }
 
  private:
-  // The next part of the loop, or -1 where all are begun. A loop leaves the queue with its last
+  // The next part of the loop, or -1 when all have begun. A loop leaves the queue with its last
   // part.
   int64_t take(Loop* loop) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -68,7 +68,7 @@ class ThreadPool {
     const auto done = [&] {
       return loop.finished.load(std::memory_order_acquire) == loop.num_parts;
     };
-    const auto until = std::chrono::steady_clock::now() + kCallerLooks;
+    const auto until = std::chrono::steady_clock::now() + kCallerSpin;
     while (!done()) {
       if (std::chrono::steady_clock::now() < until) continue;
       std::unique_lock<std::mutex> lock(mutex_);
@@ -78,13 +78,13 @@ class ThreadPool {
 
   void start_threads(int64_t wanted) {
     for (; num_threads_ < wanted; ++num_threads_) {
-      if (!start_thread()) return;  // no thread to be had: the callers do the work
+      if (!start_thread()) return;  // no thread available: the callers do the work
     }
   }
 
   bool start_thread() {
 #if defined(SKYRL_POSIX)
-    sigset_t all, before;  // signals are the interpreter's: they go to its threads
+    sigset_t all, before;  // signals are left to the interpreter's threads
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
 #endif
@@ -114,17 +114,17 @@ class ThreadPool {
       loop->run(loop->context, part);
       const bool last = loop->finished.fetch_add(1, std::memory_order_release) + 1 == num_parts;
       if (last) {
-        lock.lock();  // a waiter has either seen the count or sleeps by now
+        lock.lock();  // by now a waiter has seen the count or sleeps
         lock.unlock();
         finished_.notify_all();
       }
-      look_for_work();
+      spin_for_work();
       lock.lock();
     }
   }
 
-  void look_for_work() const {
-    const auto until = std::chrono::steady_clock::now() + kThreadLooks;
+  void spin_for_work() const {
+    const auto until = std::chrono::steady_clock::now() + kThreadSpin;
     while (num_open_.load(std::memory_order_relaxed) == 0) {
       if (std::chrono::steady_clock::now() >= until) return;
     }
@@ -132,16 +132,16 @@ class ThreadPool {
 
   std::mutex mutex_;
   std::condition_variable work_, finished_;
-  std::deque<Loop*> open_;  // loops with parts that nobody has begun
+  std::deque<Loop*> open_;  // loops with parts that have not begun
   std::atomic<int64_t> num_open_{0};
   int64_t num_threads_ = 0;
 };
 
-// Never destroyed: its threads may still look at it while the process ends.
+// Never destroyed: its threads may still access it while the process exits.
 std::atomic<ThreadPool*> pool{nullptr};
 
 #if defined(SKYRL_POSIX)
-// A forked child has none of the threads, and its copy may be locked: it leaves that behind.
+// A forked child has none of the threads, and its copy may be locked: it starts a new pool.
 [[maybe_unused]] const int kForgetsInChildren =
     pthread_atfork(nullptr, nullptr, [] { pool.store(nullptr, std::memory_order_release); });
 #endif

@@ -1,4 +1,4 @@
-// Large loops on several threads, which a pool keeps between calls.
+// Parallel loops on a pool of threads that persists between calls.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +10,9 @@
 namespace skyrl_fast {
 
 // Calls run(context, part) once for each part of [0, num_parts) and returns when all are done.
-// Part 0 runs on this thread; the others are taken in order by the pool's threads and, after its
-// own, by this one: it never waits for a part that nobody has begun, so calls may nest and come
-// from several threads at once. `run` must not throw.
+// Part 0 runs on this thread; the others are taken in order by the pool's threads and, after part
+// 0, by this one: it never waits for a part that has not begun, so calls may nest and come from
+// several threads at once. `run` must not throw.
 void run_parts(int64_t num_parts, void (*run)(const void* context, int64_t part),
                const void* context);
 

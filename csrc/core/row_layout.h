@@ -1,5 +1,4 @@
-// Rows (steps) of cells, the trajectories they make up, and one value per row spread over its
-// cells.
+// Rows (steps) of cells, their trajectories, and broadcasting one value per row over its cells.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +11,7 @@
 
 namespace skyrl_fast {
 
-// Where each row's cells lie: row i owns [offset(i), offset(i) + length(i)).
+// Where each row's cells are: row i is [offset(i), offset(i) + length(i)).
 struct RowLayout {
   int64_t num_rows = 0;
   int64_t width = 0;            // padded: cells per row
@@ -26,7 +25,7 @@ struct RowLayout {
 
 constexpr int64_t kRowCellsPerThread = 1 << 17;  // below this a thread costs more than it saves
 
-// Numbers ids by first appearance. Rows of a group usually follow each other: no look-up for those.
+// Numbers ids by first appearance. Rows of a group are usually adjacent and need no look-up.
 class DenseIds {
  public:
   explicit DenseIds(int64_t expected) { seen_.reserve(expected); }
@@ -54,9 +53,9 @@ void check_trajectories(const char* op, const int64_t* group_ids, const uint8_t*
 // The sum of a row's rewards; refuses one that is not finite.
 double row_reward(const char* op, const float* rewards, const RowLayout& layout, int64_t row);
 
-// out[i, :] = value_of_row(i) * mask[i, :]; a null mask is all ones.
-template <typename Mask, typename ValueOfRow>
-void broadcast_rows(const ValueOfRow& value_of_row, const Mask* mask, const RowLayout& layout,
+// out[i, :] = row_value(i) * mask[i, :]; a null mask is all ones.
+template <typename Mask, typename RowValue>
+void broadcast_rows(const RowValue& row_value, const Mask* mask, const RowLayout& layout,
                     float* out, int num_threads) {
   const RowLoops& loops = row_loops();
   const auto times = loops.times(mask);
@@ -69,9 +68,9 @@ void broadcast_rows(const ValueOfRow& value_of_row, const Mask* mask, const RowL
     for (int64_t row = begin; row < end; ++row) {
       const int64_t offset = layout.offset(row);
       if (mask == nullptr) {
-        loops.fill(value_of_row(row), layout.length(row), stream, out + offset);
+        loops.fill(row_value(row), layout.length(row), stream, out + offset);
       } else {
-        times(value_of_row(row), mask + offset, layout.length(row), stream, out + offset);
+        times(row_value(row), mask + offset, layout.length(row), stream, out + offset);
       }
     }
     if (stream) end_streaming();

@@ -19,7 +19,7 @@ inline void add_doubles(const float* p, Doubles* sum) {
   *sum += __builtin_convertvector(v, Doubles);
 }
 
-// Independent partial sums: one running sum would wait for itself.
+// Independent partial sums: one running sum would be a chain of dependent additions.
 double sum(const float* cells, int64_t length) {
   Doubles a{}, b{}, c{}, d{};
   int64_t t = 0;
@@ -39,7 +39,7 @@ inline float mask_value(int64_t m) { return static_cast<float>(static_cast<int32
 inline float mask_value(uint8_t m) { return static_cast<float>(m); }
 inline float mask_value(float m) { return m; }
 
-// out[t] = cell(t), in whole cache lines between a head and a tail: none is written by two stores.
+// out[t] = cell(t), in full cache lines between a head and a tail: no line is written twice.
 template <typename Cell>
 inline void write(const Cell& cell, int64_t length, bool stream, float* __restrict__ out) {
   constexpr int64_t kCell = sizeof(float), kLine = kLineBytes / kCell;

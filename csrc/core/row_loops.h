@@ -1,4 +1,4 @@
-// What is done with the cells of one row, one set of loops per SIMD level.
+// Loops over the cells of one row, one set per SIMD level.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct RowLoops {
   Times<float> times(const float*) const { return times_float; }
 };
 
-// The set of the SIMD level in force.
+// The set of the active SIMD level.
 const RowLoops& row_loops();
 
 const RowLoops& row_loops_baseline();

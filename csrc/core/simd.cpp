@@ -1,4 +1,4 @@
-// Detection of the SIMD level, and the level in force.
+// Detection of the SIMD level, and the active level.
 #include "core/simd.h"
 
 #include <atomic>

@@ -12,7 +12,7 @@ enum class SimdLevel : int { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
 
 SimdLevel simd_level();
 
-// What the function name_avx512, name_avx2 or name_baseline of the level in force returns.
+// Calls the function name_avx512, name_avx2 or name_baseline of the active level.
 #if defined(SKYRL_SIMD_X86)
 #define SKYRL_OF_SIMD_LEVEL(name)                       \
   (simd_level() == SimdLevel::kAvx512 ? name##_avx512() \
@@ -25,7 +25,7 @@ SimdLevel simd_level();
 // "baseline", "avx2" or "avx512".
 const char* simd_level_name(SimdLevel level);
 
-// Throws invalid_argument for an unknown name, or a level this build or this CPU has not.
+// Throws invalid_argument for an unknown name, or a level that this build or CPU lacks.
 void set_simd_level(const std::string& name);
 
 }  // namespace skyrl_fast

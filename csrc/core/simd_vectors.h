@@ -4,7 +4,7 @@
 //
 //   Vec            kLanes floats
 //   load2/store2   2 * kLanes consecutive elements as two vectors. Which element lands in which
-//                  lane is the level's business, and load2 and store2 agree on it.
+//                  lane depends on the level; load2 and store2 agree on it.
 //   BitVec         the lanes as signed integers. Of floats from -126 to -0 these are at most those
 //                  of -126; of all others (+0, NaN, infinities too) they are larger
 //   exp2_normal    2^y for kMinExponent <= y <= 1, NaN for NaN, by a polynomial of degree 3 to 5;
@@ -151,7 +151,7 @@ SKYRL_INLINE void load2(const BFloat16* p, Vec* a, Vec* b) {
   *a = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
   *b = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(-65536)));
 }
-// In the upper halves. To nearest; a tie goes away from zero, which saves three instructions.
+// In the upper halves. To nearest; ties round away from zero, which saves three instructions.
 SKYRL_INLINE __m512i round_to_bfloat16(Vec v) {
   return _mm512_add_epi32(_mm512_castps_si512(v), _mm512_set1_epi32(0x8000));
 }
@@ -222,7 +222,7 @@ SKYRL_INLINE void load2(const BFloat16* p, Vec* a, Vec* b) {
   *a = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
   *b = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(-65536)));
 }
-// In the upper halves. To nearest; a tie goes away from zero, which saves three instructions.
+// In the upper halves. To nearest; ties round away from zero, which saves three instructions.
 SKYRL_INLINE __m256i round_to_bfloat16(Vec v) {
   return _mm256_add_epi32(_mm256_castps_si256(v), _mm256_set1_epi32(0x8000));
 }

@@ -1,4 +1,4 @@
-// Stores past the caches: a line that nobody reads soon need not be fetched before it is written.
+// Stores past the caches: a line that is not read soon need not be fetched before it is written.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 #endif
 
 namespace skyrl_fast {
-namespace {  // included where SIMD levels differ: what one of them compiles is not for the others
+namespace {  // included by sources of different SIMD levels, which must not share code
 
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kStreamedBytes = 16 << 20;  // larger outputs leave a core's caches anyway
@@ -21,7 +21,7 @@ inline int64_t bytes_to_line(const void* p, int64_t num_bytes) {
   return missing < num_bytes ? missing : num_bytes;
 }
 
-// Writes one line; `from` may lie anywhere. Other threads see it only after `end_streaming`.
+// Writes one line; `from` may have any alignment. Other threads see it only after `end_streaming`.
 inline void stream_line(const void* from, void* line) {
 #if defined(SKYRL_SIMD_AVX512)
   _mm512_stream_si512(static_cast<__m512i*>(line), _mm512_loadu_si512(from));
@@ -39,7 +39,7 @@ inline void stream_line(const void* from, void* line) {
 #endif
 }
 
-// Waits for the stores of this thread: once for many lines.
+// Waits for the stores of this thread; call once for many lines.
 inline void end_streaming() {
 #if defined(__SSE2__)
   _mm_sfence();

@@ -49,7 +49,7 @@ inline const char* dtype_name(DType dtype) {
 
 constexpr int kMaxDims = 8;
 
-// A view that is valid only while the call that borrowed it runs. Strides count elements.
+// A view that is valid only during the call that borrowed it. Strides count elements.
 struct TensorView {
   void* data = nullptr;
   DType dtype = DType::kOther;
@@ -87,7 +87,7 @@ struct TensorView {
   }
 };
 
-// Every message names the op, the argument, what was wanted and what came.
+// Every message names the op, the argument, the wanted and the actual value.
 [[noreturn]] inline void fail(const TensorView& t, const std::string& wanted,
                               const std::string& got) {
   throw std::invalid_argument(std::string(t.op) + ": " + t.name + " must be " + wanted + ", got " +

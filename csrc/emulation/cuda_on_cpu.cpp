@@ -25,7 +25,7 @@ constexpr size_t kStackBytes = 256 << 10;  // its frames are larger
 constexpr size_t kStackBytes = 96 << 10;
 #endif
 
-// A stack that somebody runs on, and what AddressSanitizer keeps for it.
+// A stack, and the state that AddressSanitizer keeps for it.
 struct Stack {
   const void* bottom = nullptr;
   size_t size = 0;
@@ -35,11 +35,11 @@ thread_local ucontext_t scheduler;
 thread_local Stack scheduler_stack;
 thread_local const std::function<void()>* body = nullptr;
 thread_local std::exception_ptr failure;
-thread_local int64_t progress = 0;  // arrivals and ends: none in a whole round is a deadlock
+thread_local int64_t progress = 0;  // arrivals and ends: none in a complete round is a deadlock
 
-// Changes from one stack to another; returns when somebody changes back. AddressSanitizer has to be
-// told, or it takes one stack's bounds for the other's. `kept` is null where the stack is left for
-// ever.
+// Switches from one stack to another; returns when it is switched back to. AddressSanitizer must be
+// told, or it uses one stack's bounds for the other. `kept` is null where the stack is left for
+// good.
 void change(ucontext_t* from, ucontext_t* to, const Stack& target, void** kept) {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_start_switch_fiber(kept, target.bottom, target.size);
@@ -145,7 +145,7 @@ void run_cluster(const Shape& shape, unsigned first_x, unsigned y) {
       num_live -= all[i].done;
     }
     if (progress == before)
-      throw std::runtime_error("emulation: threads wait at a barrier for ever");
+      throw std::runtime_error("emulation: threads wait at a barrier forever");
   }
 }
 

@@ -1,6 +1,6 @@
 // CUDA kernels on the CPU, for tests: the threads of a block (of a cluster, where there is one) are
-// fibers of one thread, which change at barriers and shuffles. Not part of any build that is
-// installed: sources see it where SKYRL_FAST_EMULATE_CUDA is defined.
+// fibers of one thread, which switch at barriers and shuffles. Not part of any installed build:
+// sources see it where SKYRL_FAST_EMULATE_CUDA is defined.
 #pragma once
 
 #include <ucontext.h>
@@ -56,7 +56,7 @@ struct Fiber {
   bool done = false;
 };
 
-// What a test may choose: the order in which threads and blocks run, and what device is played.
+// Settings of a test: the order in which threads and blocks run, and the emulated device.
 struct Settings {
   int order = 0;  // 0 forward, 1 backward, else the seed of a random order
   int compute_major = 9;
@@ -65,7 +65,7 @@ struct Settings {
 };
 Settings& settings();
 
-// The fiber that runs now.
+// The current fiber.
 struct Now {
   Fiber* fiber = nullptr;
   Cluster* cluster = nullptr;

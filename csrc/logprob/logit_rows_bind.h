@@ -8,8 +8,8 @@
 
 namespace skyrl_fast {
 
-// (inner rows, vocab) or (outer rows, inner rows, vocab), in any row strides; the device is the
-// caller's to check.
+// (inner rows, vocab) or (outer rows, inner rows, vocab), in any row strides; the caller
+// checks the device.
 inline LogitRows logit_rows(const TensorView& t) {
   if (t.dtype != DType::kFloat32 && t.dtype != DType::kBFloat16 && t.dtype != DType::kFloat16) {
     fail(t, "float32, bfloat16 or float16", dtype_name(t.dtype));

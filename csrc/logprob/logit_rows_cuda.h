@@ -9,7 +9,7 @@
 namespace skyrl_fast {
 
 // Single elements up to a 16-byte boundary, vectors, single elements again. Fewer than kPerVector
-// elements stand on either side.
+// single elements on either side.
 template <typename T>
 struct RowSplit {
   static constexpr int kPerVector = kVectorBytes / static_cast<int>(sizeof(T));
@@ -26,7 +26,8 @@ struct RowSplit {
   __device__ __forceinline__ int64_t first_of(int64_t vector) const {
     return head + vector * kPerVector;
   }
-  // The element that `lane` of at least 2 * kPerVector lanes takes beside the vectors, or -1.
+  // The element that `lane` of at least 2 * kPerVector lanes handles in addition to the vectors, or
+  // -1.
   __device__ __forceinline__ int64_t single(int64_t lane, int64_t vocab) const {
     if (lane < kPerVector) return lane < head ? lane : -1;
     const int64_t i = tail_begin + lane - kPerVector;
@@ -125,7 +126,7 @@ __device__ __forceinline__ SoftmaxPart warp_combine(SoftmaxPart part) {
   return part;
 }
 
-// The block's sums, whole in thread 0. `slots`: kThreads / 32 parts of shared memory.
+// The block's sums, complete in thread 0 only. `slots`: kThreads / 32 parts of shared memory.
 template <int kThreads>
 __device__ __forceinline__ SoftmaxPart block_combine(SoftmaxPart part, SoftmaxPart* slots) {
   part = warp_combine(part);
@@ -137,7 +138,7 @@ __device__ __forceinline__ SoftmaxPart block_combine(SoftmaxPart part, SoftmaxPa
   return part;
 }
 
-// Writes the gradient of one vector; grad rows need not be aligned like the logits'.
+// Writes the gradient of one vector; grad rows may be aligned differently from the logits.
 template <typename T>
 __device__ __forceinline__ void store_gradient(T* grad, const float (&d)[RowSplit<T>::kPerVector],
                                                bool aligned) {
@@ -167,7 +168,8 @@ __device__ __forceinline__ void store_vector_gradient(const Vector& v, const Gra
     float target_x = x[0];
 #pragma unroll
     for (int i = 1; i < kCount; ++i) target_x = i == at ? x[i] : target_x;
-    const float target_d = at_target(target_x);  // once: a copy per element is a lot of code
+    const float target_d =
+        at_target(target_x);  // computed once: inlining it per element is a lot of code
 #pragma unroll
     for (int i = 0; i < kCount; ++i) d[i] = i == at ? target_d : d[i];
   }

@@ -25,7 +25,7 @@ struct LogitRows {
   }
 };
 
-// What selects a token in each row.
+// The selected token of each row.
 //   target_ids  int64 [num_rows]; in [0, vocab) where the mask is not 0
 //   mask        uint8 [num_rows], or null: all ones. Rows of mask 0 are never read.
 struct Selection {
@@ -45,8 +45,8 @@ void selected_logprob_cpu(const LogitRows& logits, const Selection& selection, f
 
 // Gradient with respect to the logits, in rows laid out like `grad`, which may be `logits` itself.
 // Rows of mask 0, and rows whose incoming gradients are 0, are set to 0 and not read.
-// A target below 0 stands for one that is not among the row's logits (a slice of the vocabulary).
-//   lse, entropy   as the forward gave them; entropy only where grad_entropy is given
+// A target below 0 is not among the row's logits (a slice of the vocabulary).
+//   lse, entropy   outputs of the forward; entropy only with grad_entropy
 //   grad_logprob   float [num_rows], or null: zeros
 //   grad_entropy   float [num_rows], or null: zeros
 void selected_logprob_backward_cpu(const LogitRows& logits, const Selection& selection,
@@ -81,13 +81,13 @@ SKYRL_HD float loss_gradient(const TokenLossInputs& in, int64_t row, float logpr
   return grad * in.weights[row];
 }
 
-// Log-probability of each row and gradient of the loss in one visit: the gradient is written while
-// the row is still in the cache. Rows of mask 0 give 0 and are never read. The loss's value and
-// metrics are policy_loss_cpu's, of the log-probabilities.
+// Log-probability of each row and gradient of the loss in one pass: the gradient is written while
+// the row is still in the cache. Rows of mask 0 give 0 and are never read. The value and metrics of
+// the loss come from policy_loss_cpu, called with the log-probabilities.
 //   logprob  float [num_rows]
 //   entropy  float [num_rows], or null
 //   grad     rows for the gradient of the loss with respect to the logits; may be `logits` itself;
-//            null: no gradient
+//            null: not computed
 void masked_logprob_loss_cpu(const LogitRows& logits, const Selection& selection,
                              const TokenLossInputs& in, float* logprob, float* entropy,
                              const LogitRows* grad, int num_threads);

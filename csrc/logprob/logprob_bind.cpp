@@ -47,7 +47,7 @@ class MaybeBorrowed {
   std::optional<Borrowed> borrowed_;
 };
 
-// The arguments that forward and backward share, borrowed and checked.
+// The arguments shared by forward and backward, borrowed and checked.
 struct Inputs {
   Inputs(py::handle logits_obj, py::handle targets_obj, py::handle mask_obj, double temperature)
       : logits(logits_obj, kOp, "logits"),
@@ -69,7 +69,7 @@ struct Inputs {
   Selection selection;
 };
 
-// Rows for the gradient: as many, as wide, and of the same dtype as the logits.
+// Rows for the gradient: shape and dtype of the logits.
 LogitRows rows_like(const TensorView& grad, const Inputs& in) {
   const LogitRows rows = rows_of(grad);
   check_dtype(grad, in.rows.dtype);

@@ -1,4 +1,4 @@
-// Selected log-probabilities on the CPU: rows are shared out among threads, each row is one visit.
+// Selected log-probabilities on the CPU: rows are distributed over threads, one pass per row.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -14,7 +14,7 @@ namespace skyrl_fast {
 namespace {
 
 constexpr int64_t kElementsPerThread = 1 << 18;  // below this a thread costs more than it saves
-constexpr int64_t kElementsPerTake = 1 << 16;  // rows are taken from a common counter in such lots
+constexpr int64_t kElementsPerTake = 1 << 16;    // per fetch of the shared row counter
 
 const RowKernels& row_kernels(DType dtype) {
   const RowKernelSet& set = SKYRL_OF_SIMD_LEVEL(logprob_rows);
@@ -34,7 +34,7 @@ void check_targets(const LogitRows& logits, const Selection& selection) {
   }
 }
 
-// Masked rows cost nothing, so equal parts are no equal work: threads take rows as they get free.
+// Masked rows cost nothing, so equal parts are not equal work: threads fetch rows dynamically.
 template <typename Fn>
 void for_each_row(const LogitRows& logits, int num_threads, const Fn& fn) {
   const int64_t rows_per_thread = kElementsPerThread / logits.vocab + 1;

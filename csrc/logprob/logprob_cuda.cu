@@ -41,11 +41,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 struct Gradients {
   const double* lse;
   const float* entropy;
-  const float* of_logprob;
-  const float* of_entropy;
+  const float* grad_logprob;
+  const float* grad_entropy;
 };
 
-// Blocks of x take rows, blocks of y parts of a row. Loads stand before stores: grad may be logits.
+// Grid x is rows, grid y parts of a row. Loads precede stores: grad may be logits.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     backward_kernel(const LogitRows logits, const Selection selection, float scale,
@@ -54,14 +54,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const T* row = reinterpret_cast<const T*>(logits.row(r));
   T* grad_row = reinterpret_cast<T*>(grad.row(r));
   const bool trained = selection.has(r);
-  const float of_logprob = trained && in.of_logprob != nullptr ? in.of_logprob[r] : 0.0f;
-  const float of_entropy = trained && in.of_entropy != nullptr ? in.of_entropy[r] : 0.0f;
-  const bool zero = of_logprob == 0.0f && of_entropy == 0.0f;  // then the logits are not read
+  const float grad_logprob = trained && in.grad_logprob != nullptr ? in.grad_logprob[r] : 0.0f;
+  const float grad_entropy = trained && in.grad_entropy != nullptr ? in.grad_entropy[r] : 0.0f;
+  const bool zero = grad_logprob == 0.0f && grad_entropy == 0.0f;  // then the logits are not read
   GradTerms terms;
   int64_t target = -1;
   if (!zero) {
-    terms = grad_terms(in.lse[r], of_entropy != 0.0f ? in.entropy[r] : 0.0f, of_logprob, of_entropy,
-                       inv_temperature);
+    terms = grad_terms(in.lse[r], grad_entropy != 0.0f ? in.entropy[r] : 0.0f, grad_logprob,
+                       grad_entropy, inv_temperature);
     target = selection.target_ids[r];
   }
   const auto at_target = [&](float x) { return target_gradient(terms, x, scale, inv_temperature); };

@@ -1,5 +1,5 @@
 // The ops of logprob.h on a CUDA device: the same arguments, in its memory. All enqueue on `stream`
-// and wait for nothing. A target out of range gives NaN, not an error.
+// without synchronizing. A target out of range gives NaN, not an error.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ void selected_logprob_backward_cuda(const LogitRows& logits, const Selection& se
                                     const float* grad_logprob, const float* grad_entropy,
                                     const LogitRows& grad, cudaStream_t stream);
 
-// How masked_logprob_loss takes a row: held in the registers of a cluster of blocks and read once,
-// or, where it does not fit (vectors == 0), read twice by one block.
+// How masked_logprob_loss processes a row: held in the registers of a cluster of blocks and read
+// once, or, where it does not fit (vectors == 0), read twice by one block.
 struct VisitPlan {
   int vectors = 0;  // of 16 bytes, held by each thread
   int threads = 0;
@@ -26,14 +26,14 @@ struct VisitPlan {
 };
 VisitPlan plan_visit(int64_t vocab, DType dtype, int code_major);
 
-// The major compute capability of the code that the current device runs, see cuda_device.h.
+// The major compute capability of the code that runs on the current device, see cuda_device.h.
 int visit_code_major();
 
 void masked_logprob_loss_cuda(const LogitRows& logits, const Selection& selection,
                               const TokenLossInputs& in, float* logprob, float* entropy,
                               const LogitRows* grad, cudaStream_t stream);
 
-// Multiplies the rows by *factor, a float on the device; touches nothing where that is 1.
+// Multiplies the rows by *factor, a float on the device; a no-op where that is 1.
 void scale_rows_cuda(const LogitRows& rows, const float* factor, cudaStream_t stream);
 
 }  // namespace skyrl_fast

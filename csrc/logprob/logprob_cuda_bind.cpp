@@ -53,10 +53,10 @@ struct Inputs {
   Selection selection;
 };
 
-// Rows for the gradient: as many, as wide, of the same dtype and device as the logits.
+// Rows for the gradient: shape, dtype and device of the logits.
 LogitRows rows_like(const TensorView& grad, const Inputs& in) {
   const LogitRows rows = rows_of(grad);
-  check_beside(grad, *in.logits);
+  check_same_device(grad, *in.logits);
   check_dtype(grad, in.rows.dtype);
   if (rows.num_rows != in.rows.num_rows || rows.vocab != in.rows.vocab) {
     fail(grad, "of shape " + in.logits->shape_string(), "shape " + grad.shape_string());

@@ -1,8 +1,8 @@
 // One row of logits: log-probability, entropy, and their gradient. Compiled once per SIMD level.
 //
-// Everything is done in powers of two: with c = log2(e) / temperature, rounded to float, and z = x
-// c, softmax(x / temperature) = 2^(z - max z) / sum 2^(z - max z). The exponents are taken against
-// the largest logit seen so far; the sums are rescaled where a larger one turns up, which is rare.
+// All exponentials are powers of two: with c = log2(e) / temperature, rounded to float, and z = x
+// c, softmax(x / temperature) = 2^(z - max z) / sum 2^(z - max z). The exponents are relative to
+// the largest logit so far; the sums are rescaled when a larger one is found, which is rare.
 #include "logprob/logprob_rows.h"
 
 #include <math.h>
@@ -15,11 +15,12 @@ namespace {
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
 constexpr int64_t kPairs = 2 * kLanes;            // elements in two vectors
-constexpr int64_t kGroup = kGroupPairs * kPairs;  // elements looked at together
-constexpr int64_t kGroupsPerFlush = 64;           // float sums this long lose nothing that counts
-constexpr int64_t kPrefetchBytes = 8192, kLine = 64;  // nearer loses up to 30 % on some
+constexpr int64_t kGroup = kGroupPairs * kPairs;  // elements processed together
+constexpr int64_t kGroupsPerFlush = 64;           // float sums this long stay accurate enough
+constexpr int64_t kPrefetchBytes = 8192,
+                  kLine = 64;  // a shorter distance is up to 30 % slower on some CPUs
 
-// What exponents are taken against.
+// What exponents are relative to.
 struct Reference {
   float max;  // largest logit seen; -inf before the first
   Vec max_lanes;
@@ -37,7 +38,7 @@ SKYRL_INLINE Reference reference_at(float max, float logit, float c) {
   return r;
 }
 
-// Before the first logit: every exponent against it is +inf or NaN.
+// Before the first logit: every exponent relative to it is +inf or NaN.
 SKYRL_INLINE Reference no_reference() {
   Reference r;
   r.max = -INFINITY;
@@ -81,7 +82,7 @@ SKYRL_INLINE void flush(LaneSums* lanes, Sums* sums) {
   *lanes = LaneSums();
 }
 
-// A larger logit has come: take it as the reference, and bring the sums to it.
+// Makes a larger logit the reference and rescales the sums to it.
 SKYRL_INLINE Reference raised(Vec candidates, float c, const Reference& r, Sums* sums) {
   float lane[kLanes];
   store_lanes(lane, candidates);
@@ -97,8 +98,8 @@ SKYRL_INLINE Reference raised(Vec candidates, float c, const Reference& r, Sums*
   return raised;
 }
 
-// Adds a group's terms whatever its logits: takes a new reference where one is larger than all
-// before, and the smallest normal exponent for those below it.
+// Adds a group's terms for any logits: makes one that is larger than all before the reference, and
+// clamps exponents to the smallest normal one.
 template <bool kEntropy, int kNumPairs, typename T>
 __attribute__((noinline)) static void visit_any(const T* p, float c, Reference* r, LaneSums* lanes,
                                                 Sums* sums) {
@@ -118,8 +119,8 @@ __attribute__((noinline)) static void visit_any(const T* p, float c, Reference* 
   }
 }
 
-// Adds a group's terms. Nearly always all exponents lie from kMinExponent to -0, which one
-// comparison tells.
+// Adds a group's terms. Nearly always all exponents are from kMinExponent to -0, which one
+// comparison checks.
 template <bool kEntropy, int kNumPairs, typename T>
 SKYRL_INLINE void visit(const T* p, float c, Reference* r, LaneSums* lanes, Sums* sums) {
   Vec y[2 * kNumPairs];
@@ -133,7 +134,7 @@ SKYRL_INLINE void visit(const T* p, float c, Reference* r, LaneSums* lanes, Sums
     extreme = max_bits(extreme, max_bits(bits(y[2 * k]), bits(y[2 * k + 1])));
   }
   if (__builtin_expect(any_outside(extreme), 0)) {
-    // Copies: what has its address taken leaves the registers, in the loop too.
+    // Copies: a variable whose address is taken leaves the registers, in the loop too.
     Reference reference = *r;
     LaneSums lane_sums = *lanes;
     Sums so_far = *sums;
@@ -150,7 +151,7 @@ template <typename T>
 SKYRL_INLINE void prefetch_group(const T* p) {
   const char* ahead = reinterpret_cast<const char*>(p) + kPrefetchBytes;
   for (int64_t b = 0; b < static_cast<int64_t>(kGroup * sizeof(T)); b += kLine) {
-    __builtin_prefetch(ahead + b, 0, 2);  // into L2: of requests to L1 there can be few at a time
+    __builtin_prefetch(ahead + b, 0, 2);  // into L2: few requests to L1 can be outstanding
   }
 }
 
@@ -214,8 +215,8 @@ SKYRL_INLINE GradTerms grad_terms(float c, float target_logit, double temperatur
   return t;
 }
 
-// A gradient is rounded to its dtype: errors of 2^-9 (bfloat16) and 2^-12 (float16) hide shorter
-// polynomials' 1e-4 and 3e-6.
+// A gradient is rounded to its dtype: errors of 2^-9 (bfloat16) and 2^-12 (float16) are larger than
+// the shorter polynomials' 1e-4 and 3e-6.
 constexpr int exp2_degree(const float*) { return 5; }
 constexpr int exp2_degree(const Float16*) { return 4; }
 constexpr int exp2_degree(const BFloat16*) { return 3; }

@@ -6,9 +6,9 @@
 namespace skyrl_fast {
 
 struct RowStats {
-  double logprob;  // of the target; NaN where the row holds NaN, +inf, or nothing but -inf
+  double logprob;  // of the target; NaN where the row holds NaN, +inf, or only -inf
   double lse;      // log sum exp(logits / temperature)
-  double entropy;  // in nats; 0 unless asked for
+  double entropy;  // in nats; 0 unless requested
 };
 
 struct RowGrads {
@@ -16,8 +16,8 @@ struct RowGrads {
   double entropy;  // d loss / d entropy
 };
 
-// `row` and `grad` are vocab elements of the kernel's dtype, in any alignment; grad may be row. A
-// target below 0 in the backward is none of the row's elements.
+// `row` and `grad` are vocab elements of the kernel's dtype, in any alignment; grad may be row. In
+// the backward, a target below 0 is not among the row's elements.
 struct RowKernels {
   void (*forward)(const void* row, int64_t vocab, int64_t target, double temperature,
                   bool with_entropy, RowStats* stats);

@@ -22,9 +22,9 @@ struct RowGradient {
   float target;
 };
 
-// What thread 0 works out for the other threads of its block, and for other blocks.
+// Results of thread 0 for the other threads of its block, and for other blocks.
 struct SharedState {
-  SoftmaxPart whole;  // of the block; the first member: other blocks read it by its offset
+  SoftmaxPart total;  // of the block; the first member: other blocks read it by its offset
   RowGradient gradient;
   SoftmaxPart warps[kRevisitThreads / kWarp];
 };
@@ -35,11 +35,11 @@ __device__ __forceinline__ float target_logit(const T* row, int64_t target, int6
 }
 
 // The gradient of a row's loss from its sums; writes the outputs where `writes` is set.
-__device__ __forceinline__ RowGradient finish_row(const SoftmaxPart& whole, float target_x,
+__device__ __forceinline__ RowGradient finish_row(const SoftmaxPart& total, float target_x,
                                                   const TokenLossInputs& in, int64_t r, float scale,
                                                   float inv_temperature, const Outputs& out,
                                                   bool writes) {
-  const RowResult result = row_result(whole, target_x, scale);
+  const RowResult result = row_result(total, target_x, scale);
   const float logprob = static_cast<float>(result.logprob);
   if (writes) {
     out.logprob[r] = logprob;
@@ -68,9 +68,9 @@ __device__ __forceinline__ void zero_row(T* grad, const RowSplit<T>& split, int6
   if (single >= 0) grad[single] = from_float<T>(0.0f);
 }
 
-// Sums of the cluster's blocks, added up in their order: every block gets the same bits.
+// Sums of the cluster's blocks, added in their order: every block gets the same bits.
 __device__ __forceinline__ SoftmaxPart cluster_total() {
-  constexpr int kMax = offsetof(SharedState, whole) / sizeof(float);
+  constexpr int kMax = offsetof(SharedState, total) / sizeof(float);
   SoftmaxPart total;
   for (int rank = 0; rank < cluster_size(); ++rank) {
     SoftmaxPart part;
@@ -82,8 +82,8 @@ __device__ __forceinline__ SoftmaxPart cluster_total() {
   return total;
 }
 
-// One row per cluster. All loads of a thread are on their way before the first is used; the
-// gradient is made from the registers that hold them.
+// One row per cluster. All loads of a thread are issued before the first is used; the
+// gradient is computed from the registers that hold them.
 template <typename T, int kVectors, int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     visit_kernel(const LogitRows logits, const Selection selection, const TokenLossInputs in,
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int64_t single = split.single(lane, logits.vocab);
   const float single_x = single >= 0 ? to_float(row[single]) : 0.0f;
   const int64_t target = selection.target_ids[r];
-  // Before the cluster's barrier, behind which another block may overwrite it.
+  // Before the cluster's barrier, after which another block may overwrite it.
   const float target_x = threadIdx.x == 0 ? target_logit(row, target, logits.vocab) : 0.0f;
 
   SoftmaxPart part;
@@ -122,14 +122,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   if (single >= 0) accumulate_single<true>(single_x, scale, &part);
   SharedState* shared = block_shared<SharedState>();
   part = block_combine<kThreads>(part, shared->warps);
-  if (threadIdx.x == 0) shared->whole = part;
+  if (threadIdx.x == 0) shared->total = part;
   cluster_wait(cluster_arrive());
   if (threadIdx.x == 0) {
     shared->gradient =
         finish_row(cluster_total(), target_x, in, r, scale, inv_temperature, out, rank == 0);
   }
   __syncthreads();
-  const ClusterTicket has_read = cluster_arrive();  // and shared memory may go when all have
+  const ClusterTicket has_read = cluster_arrive();  // shared memory may be released when all have
   const GradTerms terms = shared->gradient.terms;
   const float target_d = shared->gradient.target;
   const auto at_target = [target_d](float) { return target_d; };
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kRevisitThreads, 2)
 
 constexpr int kSmallVectors = 8, kLargeVectors = 16;
 constexpr int kVisitThreads = 256, kWideThreads = 512;
-constexpr int kMaxCluster = 8;  // what every device of compute capability 9 or more can run
+constexpr int kMaxCluster = 8;  // supported by every device of compute capability 9 or higher
 
 template <typename T>
 auto kernel_of(const VisitPlan& plan) {

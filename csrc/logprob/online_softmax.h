@@ -29,7 +29,7 @@ SKYRL_HD float fast_exp2(float x) {
 #endif
 }
 
-// fmaxf, which forgets NaN: sums remember it.
+// fmaxf, which drops NaN: the sums keep it.
 SKYRL_HD float larger(float a, float b) { return fmaxf(a, b); }
 
 // Of the z seen so far: sum = sum of 2^(z - max), weighted = sum of (z - max) 2^(z - max).
@@ -39,7 +39,7 @@ struct SoftmaxPart {
   float weighted = 0.0f;
 };
 
-// A part that saw nothing, or only -inf, must not bring forth 0 * -inf or inf - inf.
+// A part without logits, or with only -inf, must not produce 0 * -inf or inf - inf.
 SKYRL_HD SoftmaxPart combine(const SoftmaxPart& a, const SoftmaxPart& b) {
   SoftmaxPart out;
   out.max = larger(a.max, b.max);
@@ -64,7 +64,7 @@ SKYRL_HD void accumulate(const float (&x)[kCount], float largest, float scale, S
     raised.max = max;
     *part = combine(*part, raised);
   }
-  if (max == -INFINITY) {  // nothing but -inf and NaN so far
+  if (max == -INFINITY) {  // only -inf and NaN so far
     for (int i = 0; i < kCount; ++i) part->sum += x[i] == -INFINITY ? 0.0f : x[i];
     return;
   }
@@ -78,7 +78,7 @@ SKYRL_HD void accumulate(const float (&x)[kCount], float largest, float scale, S
   }
 }
 
-// What a row's sums say.
+// The results of a row's sums.
 struct RowResult {
   double logprob;  // of the target; NaN where it is out of range
   double lse;      // log sum exp(logits / temperature)
@@ -87,22 +87,22 @@ struct RowResult {
 
 // `target_logit` is NaN for a target out of range. Its product with the scale is exact, as in the
 // fused multiply-add of the sums.
-SKYRL_HD RowResult row_result(const SoftmaxPart& whole, float target_logit, float scale) {
-  const double log2_sum = log2(static_cast<double>(whole.sum));
+SKYRL_HD RowResult row_result(const SoftmaxPart& total, float target_logit, float scale) {
+  const double log2_sum = log2(static_cast<double>(total.sum));
   const double target_z = static_cast<double>(target_logit) * static_cast<double>(scale);
-  const double logprob = kLn2 * ((target_z - whole.max) - log2_sum);
+  const double logprob = kLn2 * ((target_z - total.max) - log2_sum);
   const double entropy =
-      kLn2 * (log2_sum - static_cast<double>(whole.weighted) / static_cast<double>(whole.sum));
+      kLn2 * (log2_sum - static_cast<double>(total.weighted) / static_cast<double>(total.sum));
   RowResult out;
   out.logprob = logprob > 0.0 ? 0.0 : logprob;  // rounding, where all mass is on the target
-  out.lse = kLn2 * (whole.max + log2_sum);
+  out.lse = kLn2 * (total.max + log2_sum);
   out.entropy = entropy < 0.0 ? 0.0 : entropy;
   return out;
 }
 
 // d/dx of g logprob + h entropy is (g [x is target] - p (g + h (ln p + entropy))) / temperature.
 // Off the target that is 2^y (a + b y) with y = scale * x - offset, where float offset falls short
-// of lse / ln 2 by `low`, which a and b make good.
+// of lse / ln 2 by `low`, which a and b correct.
 struct GradTerms {
   float offset = 0.0f, a = 0.0f, b = 0.0f;
   double lse = 0.0;

@@ -10,7 +10,7 @@
 
 namespace skyrl_fast {
 
-// How many elements at the beginning of `a` and `b` are equal, n at most.
+// The number of equal elements at the beginning of `a` and `b`, n at most.
 template <typename T>
 int64_t common_prefix(const T* a, const T* b, int64_t n) {
   constexpr int64_t kBlock = 64;  // memcmp on blocks is as fast as memory; the rest is short
@@ -30,23 +30,24 @@ struct MergeRows {
 
   int64_t length(int64_t row) const { return prompt_lengths[row] + response_lengths[row]; }
 
-  // Whether row's prompt may hold the tokens of the row before it, but for the last max_drift.
+  // Whether the row's prompt can hold the tokens of the previous row, except for the last
+  // max_drift.
   bool may_join(int64_t row, int64_t max_drift) const {
     return row > 0 && trajectory_ids[row] == trajectory_ids[row - 1] &&
            prompt_lengths[row] >= length(row - 1) - max_drift;
   }
 };
 
-// For each row: how far its prompt equals the tokens of the row before it; 0 where it cannot join
-// it. A merged row ends with the tokens of its last step, so that this is all that merging has to
-// look at, and each token is read once as a prompt's and once as the row's before.
+// For each row: how many tokens of its prompt equal those of the previous row; 0 where it cannot
+// join it. A merged row ends with the tokens of its last step, so that merging needs no other
+// comparison, and each token is read twice: as part of a prompt and as part of the previous row.
 template <typename Offset>
 void overlaps_cpu(const int32_t* tokens, const Offset* cu_seqlens, const MergeRows& rows,
                   int64_t max_drift, int64_t* overlaps, int num_threads);
 
 // Greedily, from the first row on:
-//   joins    row continues the merged row that the row before it belongs to
-//   limits   the position from which on later steps replaced the row's tokens (INT64_MAX: nowhere).
+//   joins    whether the row continues the merged row of the previous row
+//   limits   the position from which later steps replaced the row's tokens (INT64_MAX: nowhere).
 //            Rewards of replaced tokens belong to the token before it.
 // A row joins where its prompt begins with all of the merged row; or, with a loss mask, where that
 // fails in the last max_drift tokens only, and the token before is in the merged row's last stretch
@@ -54,9 +55,9 @@ void overlaps_cpu(const int32_t* tokens, const Offset* cu_seqlens, const MergeRo
 void merge_plan_cpu(const MergeRows& rows, const int64_t* overlaps, int64_t max_drift,
                     uint8_t* joins, int64_t* limits);
 
-// Which captured routes of each row, [begins, ends) of its own `counts`, make up its merged row's:
-// what is recorded stays, a row adds what goes beyond it. A row without any adds nothing. Returns
-// the first row with fewer routes than were recorded before it, or -1.
+// The captured routes, [begins, ends) of each row's `counts`, that the row contributes to its
+// merged row: recorded routes stay, and a row appends those beyond them. A row without routes
+// appends none. Returns the first row with fewer routes than were recorded before it, or -1.
 int64_t merge_routes_cpu(const int64_t* counts, int64_t num_rows, const uint8_t* joins,
                          const int64_t* overlaps, const int64_t* limits, int64_t* begins,
                          int64_t* ends);

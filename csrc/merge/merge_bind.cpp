@@ -1,4 +1,4 @@
-// Merging steps: what Python hands over, checked, and token ids compared where they lie.
+// Merging steps: checks, and token ids compared in the buffers and lists that hold them.
 #include <pybind11/pybind11.h>
 
 #include <memory>
@@ -14,7 +14,7 @@
 namespace skyrl_fast {
 namespace {
 
-// (N,) lengths and ids of the rows, the mask, and what a plan writes.
+// (N,) lengths and ids of the rows, the mask, and the outputs of a plan.
 class Plan {
  public:
   Plan(const std::string& op, const py::tuple& rows, int64_t max_drift, const py::tuple& out)
@@ -77,10 +77,10 @@ void check_offsets(const TensorView& cu, const MergeRows& rows, int64_t num_toke
     good &= rows.prompt_lengths[row] >= 0 && rows.response_lengths[row] >= 0 &&
             offsets[row + 1] - offsets[row] == rows.length(row);
   }
-  if (!good) fail(cu, "the offsets of rows of these lengths", "others");
+  if (!good) fail(cu, "offsets that match the row lengths", "other offsets");
 }
 
-// Rows whose tokens, prompt then response, lie end to end.
+// Rows whose tokens, prompt then response, are stored end to end.
 void merge_plan_flat(const std::string& op, py::handle tokens_obj, py::handle cu_seqlens_obj,
                      const py::tuple& rows, int64_t max_drift, const py::tuple& out,
                      int num_threads) {
@@ -107,7 +107,7 @@ class RowComparison {
   RowComparison(const Rows& prompts, const Rows& responses)
       : prompts_(prompts), responses_(responses) {}
 
-  // How far row's prompt equals prompt and response of the row before it, `most` tokens at most.
+  // How many tokens of the row's prompt equal the previous row's, `most` at most.
   int64_t overlap(int64_t row, int64_t most) const {
     const int64_t begin = prompts_.size(row - 1);
     const int64_t equal = common(prompts_, row - 1, row, 0, std::min(begin, most));
@@ -150,7 +150,7 @@ class RowComparison {
   const Rows& responses_;
 };
 
-// Rows as a generator hands them over. Array rows are compared by several threads.
+// Rows as a generator returns them. Array rows are compared by several threads.
 void merge_plan_rows(const std::string& op, const Rows& prompts, const Rows& responses,
                      const py::tuple& rows, int64_t max_drift, const py::tuple& out,
                      int num_threads) {
@@ -162,7 +162,7 @@ void merge_plan_rows(const std::string& op, const Rows& prompts, const Rows& res
     if (prompts.num_rows() != shape.num_rows || responses.num_rows() != shape.num_rows ||
         prompts.size(row) != shape.prompt_lengths[row] ||
         responses.size(row) != shape.response_lengths[row]) {
-      throw std::invalid_argument(op + ": the rows must be of the lengths given, row " +
+      throw std::invalid_argument(op + ": the rows must have the given lengths, row " +
                                   std::to_string(row) + " is not");
     }
     num_tokens += shape.length(row);
@@ -246,8 +246,8 @@ void copy_segments(const std::string& op, py::handle source_obj, py::handle sour
 }
 
 // Lists of pieces of lists: counts[i] items of rows[i], from begins[i] on, become those of list
-// targets[i] from starts[i] on. Targets do not decrease, and starts do not within one; what no
-// piece covers of the `lengths` is `filler`.
+// targets[i] from starts[i] on. Targets do not decrease, nor do starts within a target; items
+// of the `lengths` that no piece covers are `filler`.
 py::list join_lists(const std::string& op, const std::string& field, const py::list& rows,
                     const py::tuple& pieces, py::handle lengths_obj, py::handle filler) {
   const char* names[] = {"begins", "counts", "starts", "targets"};

@@ -19,7 +19,7 @@ struct Run {
   int64_t length = 0;
   int64_t begin = -1, end = -1;
 
-  bool takes(int64_t overlap, int64_t max_drift) const {
+  bool can_join(int64_t overlap, int64_t max_drift) const {
     if (overlap == length) return true;
     return begin >= 0 && length - overlap <= max_drift && overlap > begin;
   }
@@ -34,8 +34,8 @@ struct Run {
     if (last == 0) return;
     int64_t first = last;
     while (first > 0 && mask[first - 1] != 0) --first;
-    const bool goes_on = first == 0 && begin >= 0 && end == prompt;
-    if (!goes_on) begin = prompt + first;
+    const bool continues = first == 0 && begin >= 0 && end == prompt;
+    if (!continues) begin = prompt + first;
     end = prompt + last;
   }
 };
@@ -69,7 +69,7 @@ void merge_plan_cpu(const MergeRows& rows, const int64_t* overlaps, int64_t max_
   Run run;
   const uint8_t* mask = rows.loss_mask;
   for (int64_t row = 0; row < rows.num_rows; ++row) {
-    joins[row] = rows.may_join(row, max_drift) && run.takes(overlaps[row], max_drift);
+    joins[row] = rows.may_join(row, max_drift) && run.can_join(overlaps[row], max_drift);
     if (!joins[row]) run = Run{};
     run.add(overlaps[row], rows.prompt_lengths[row], rows.response_lengths[row], mask);
     if (mask != nullptr) mask += rows.response_lengths[row];

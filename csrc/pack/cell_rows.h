@@ -23,7 +23,7 @@ void divide_rows_cpu(const float* cells, int64_t num_rows, int64_t width, const 
 void multiply_rows_cpu(const float* values, const int64_t* mask, int64_t num_rows, int64_t width,
                        float* out, int64_t* counts, int num_threads);
 
-// out = cells: bytes, no overlap. What is larger than the caches is written past them.
+// out = cells: bytes, no overlap. Outputs larger than the caches are written past them.
 void copy_cells_cpu(const void* cells, int64_t num_bytes, void* out, int num_threads);
 
 }  // namespace skyrl_fast

@@ -31,7 +31,7 @@ int64_t count_nonzeros_cpu(const float* cells, int64_t width, const int64_t* row
     int64_t found = 0;
     for (int64_t i = begin; i < end; ++i) {
       const float* row = cells + (row_ids == nullptr ? i : row_ids[i]) * width;
-      int32_t count = 0, other = 0;  // of 32 bits, as the cells: one register holds as many
+      int32_t count = 0, other = 0;  // 32 bits like the cells: vectors of the same number of lanes
       for (int64_t at = 0; at < width; ++at) {
         count += row[at] != 0.0f;
         other += (row[at] != 0.0f) & (row[at] != 1.0f);

@@ -1,5 +1,5 @@
-// Ragged rows in flat or padded arrays: copying rows in, filling the cells beside them, and moving
-// whole rows between the two. Rows may come from Python lists too: bindings/python_lists.h.
+// Ragged rows in flat or padded arrays: copying rows in, filling the padding, and moving rows
+// between the two. Rows may come from Python lists too: bindings/python_lists.h.
 #pragma once
 
 #include <cstdint>
@@ -56,10 +56,10 @@ int64_t element_size(DType dtype);
 // dtypes that the caller should have refused.
 int64_t copy_row_cpu(const ArrayRow& row, DType out_dtype, void* out, Bounds bounds);
 
-// What padding cells hold: a double has not all digits of an int64.
+// The value of padding cells. A double cannot hold every int64.
 struct PadValue {
-  double real = 0.0;    // of floats
-  int64_t integer = 0;  // of all others
+  double real = 0.0;    // for floats
+  int64_t integer = 0;  // for all others
 };
 
 // Writes `value` to the padding cells of rows [begin, end).

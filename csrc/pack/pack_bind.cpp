@@ -20,13 +20,13 @@
 namespace skyrl_fast {
 namespace {
 
-constexpr int64_t kBytesPerUnit = 1 << 20;  // one thread's bite of the work
+constexpr int64_t kBytesPerUnit = 1 << 20;  // unit of work of a thread
 constexpr int64_t kBytesForThreads = 8
                                      << 20;  // below this a second thread costs more than it saves
-constexpr int64_t kBytesPerListItem = 40;    // read for one item: a pointer and a small int
+constexpr int64_t kBytesPerListItem = 40;    // read per item: a pointer and a small int
 
 #if defined(Py_GIL_DISABLED)
-constexpr bool kListsByAllThreads = false;  // nothing keeps other threads from changing them
+constexpr bool kListsByAllThreads = false;  // without a GIL, other threads may change them
 #else
 constexpr bool kListsByAllThreads = true;
 #endif
@@ -74,7 +74,7 @@ Bounds bounds_of(DType dtype, int64_t low, int64_t high) {
 }
 
 // Everything that one call writes, in three phases: plain lists are read by all threads while the
-// caller holds the GIL and waits, so that no list can change; what is not plain, by the caller;
+// caller holds the GIL and waits, so that no list can change; other lists are read by the caller;
 // then array rows are copied and padding and masks filled, without the GIL.
 class Fill {
  public:
@@ -101,7 +101,7 @@ class Fill {
   struct Unit {
     int64_t job;  // index into copies_, then fills_
     int64_t begin, end;
-    bool is_done = false;  // of lists: all rows were plain
+    bool is_done = false;  // for lists: all rows were plain
   };
 
   void lead() {
@@ -109,7 +109,7 @@ class Fill {
       read_lists();
       read_other_lists();
     } catch (...) {
-      next_unit_ = static_cast<int64_t>(units_.size());  // nothing more to begin
+      next_unit_ = static_cast<int64_t>(units_.size());  // start no more units
       throw;
     }
     py::gil_scoped_release release;
@@ -180,7 +180,7 @@ class Fill {
     fill_job.layout.side = static_cast<Side>(py::cast<int>(job[2]));
     fill_job.is_mask = job[3].is_none();
     if (!fill_job.is_mask) fill_job.value = pad_value_of(job[3], fill_job.dtype);
-    if (out->shape[0] < lengths->shape[0]) fail(*out, "of a row per length", out->shape_string());
+    if (out->shape[0] < lengths->shape[0]) fail(*out, "of one row per length", out->shape_string());
     if (fill_job.is_mask && out->dtype != DType::kInt64 && element_size(out->dtype) != 1) {
       fail(*out, "int64, uint8 or bool", dtype_name(out->dtype));
     }
@@ -257,7 +257,7 @@ class Fill {
     }
   }
 
-  // The first in the order of fields and rows is reported, whichever thread met one first.
+  // The first in the order of fields and rows is reported, whichever thread found one first.
   void note_bad(int64_t copy, int64_t row, int64_t position) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (bad_copy_ >= 0 && std::pair(bad_copy_, bad_row_) <= std::pair(copy, row)) return;
@@ -367,7 +367,7 @@ void position_ids(py::handle lengths_obj, py::handle out_obj, int num_threads) {
   position_ids_cpu(layout.lengths, layout.num_rows, out->ptr<int64_t>(), num_threads);
 }
 
-// out (N, T, ...), starts and lengths (N,): `cell` (...) goes to the cells outside each row.
+// out (N, T, ...), starts and lengths (N,): `cell` (...) is written to the cells outside each row.
 void fill_around(py::handle out_obj, py::handle starts_obj, py::handle lengths_obj,
                  py::handle cell_obj, int num_threads) {
   constexpr char kOp[] = "convert_prompts_responses_to_batch_tensors";
@@ -382,7 +382,7 @@ void fill_around(py::handle out_obj, py::handle starts_obj, py::handle lengths_o
   const int64_t num_rows = lengths->shape[0], width = out->shape[1];
   check_cpu_array(*starts, DType::kInt64, 1);
   check_size(*starts, 0, num_rows);
-  if (out->shape[0] < num_rows) fail(*out, "of a row per length", out->shape_string());
+  if (out->shape[0] < num_rows) fail(*out, "of one row per length", out->shape_string());
   const int64_t cell_bytes = cell_bytes_of(*out, 2);
   check_like(*cell, *out, cell_bytes_of(*cell, 0), cell_bytes);
   checked_layout(lengths, num_rows, width, 0);
@@ -397,7 +397,7 @@ void fill_around(py::handle out_obj, py::handle starts_obj, py::handle lengths_o
                   cell_bytes, cell->data, num_threads);
 }
 
-// mask (N, W) -> lengths (N,), if each row is padding on `side` and ones beside it.
+// mask (N, W) -> lengths (N,), if each row is padding on `side` and ones elsewhere.
 void mask_lengths(const std::string& op, py::handle mask_obj, int side, py::handle lengths_obj,
                   int num_threads) {
   Borrowed mask(mask_obj, op.c_str(), "attention_mask");
@@ -423,7 +423,7 @@ void mask_lengths(const std::string& op, py::handle mask_obj, int side, py::hand
   }
   if (bad >= 0) {
     fail(*mask,
-         side == 0 ? "0 in the padding on the left and 1 in all that follows"
+         side == 0 ? "0 in the padding on the left and 1 after it"
                    : "1 in each row's cells and 0 in the padding on the right",
          "something else in row " + std::to_string(bad));
   }

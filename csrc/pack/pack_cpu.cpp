@@ -63,7 +63,7 @@ int64_t copy_ints(const ArrayRow& row, Out* __restrict__ out, Bounds bounds) {
   for (int64_t i = 0; i < n; ++i) {
     if (!bounds.contain(static_cast<int64_t>(in[i * row.stride]))) return i;
   }
-  return n - 1;  // another thread repaired it meanwhile; it was wrong when it was copied
+  return n - 1;  // another thread corrected it since; it was wrong when copied
 }
 
 template <typename Out>
@@ -110,8 +110,8 @@ int64_t copy_to(const ArrayRow& row, Out* out, Bounds bounds) {
   throw std::logic_error("copy_row_cpu: dtypes that no caller should ask for");
 }
 
-// A plain loop, kept from becoming a memset: its string instruction was a third slower on a virtual
-// machine.
+// A plain loop, kept from becoming a memset, whose string instruction was a third slower on a
+// virtual machine.
 template <typename T>
 #if defined(__GNUC__)
 __attribute__((noinline))
@@ -136,7 +136,7 @@ void fill_streaming(T* out, T value, int64_t n) {
 
 template <typename T>
 void fill_cells(T* out, T value, int64_t n, bool streaming) {
-  constexpr int64_t kShortest = 1024;  // bytes; below, the ends of the run are most of it
+  constexpr int64_t kShortest = 1024;  // bytes; shorter runs are mostly ends
   if (streaming && n * static_cast<int64_t>(sizeof(T)) >= kShortest) {
     fill_streaming(out, value, n);
   } else {
@@ -167,7 +167,7 @@ void fill_mask(T* out, const PaddedLayout& layout, int64_t begin, int64_t end) {
   end_streaming();
 }
 
-// Writes `cell` n times, by copying what is there already, so that memcpy does long runs.
+// Writes `cell` n times by copying what is already written, so that memcpy copies long runs.
 void repeat_cell(char* out, const void* cell, int64_t cell_bytes, int64_t n) {
   if (n == 0) return;
   constexpr int64_t kRunBytes = 1 << 14;  // stays in the first-level cache
@@ -323,7 +323,7 @@ int64_t mask_lengths_cpu(const Mask* mask, int64_t num_rows, int64_t width, Side
         ones += cells[t] == Mask{1};
         others += cells[t] != Mask{0} && cells[t] != Mask{1};
       }
-      // If the block on its side holds all the ones, none is elsewhere.
+      // If the block on its side holds all ones of the row, there are none elsewhere.
       const Mask* block = side == Side::kLeft ? cells + width - ones : cells;
       int64_t in_block = 0;
       for (int64_t t = 0; t < ones; ++t) in_block += block[t] == Mask{1};

@@ -9,8 +9,8 @@ constexpr int kThreads = 256;
 constexpr int kCellsPerThread = 8;
 constexpr int64_t kCellsPerBlock = kThreads * kCellsPerThread;
 
-// The row that cell `cell` of all rows' cells belongs to would be a division for each cell; blocks
-// take a part of one row's columns instead, or several short rows.
+// Mapping each cell to its row would cost a division per cell; blocks process a part of one row's
+// columns instead, or several short rows.
 struct Tiling {
   int64_t rows_per_block;  // 1 where a row has many columns
   int64_t blocks_per_row;  // 1 where it has few
@@ -21,7 +21,7 @@ SKYRL_HD Tiling tiling_of(int64_t width) {
   return {width == 0 ? kCellsPerBlock : kCellsPerBlock / width, 1};
 }
 
-// One row of a field, at the place of its first cell.
+// One row of a field, from its first cell.
 struct FieldRow {
   int64_t first, length, first_offset, second_offset, first_length;
 };
@@ -89,7 +89,7 @@ __device__ __forceinline__ void expand_part(const ExpandField& f, const Tiling& 
   }
 }
 
-// Blocks of y take fields, blocks of x parts of them.
+// Grid y is fields, grid x parts of them.
 __global__ void __launch_bounds__(kThreads) expand_kernel(const ExpandJob job) {
   const ExpandField& f = job.fields[blockIdx.y];
   const Tiling tiling = tiling_of(f.width);
@@ -105,10 +105,9 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(const ExpandJob job) {
 
 constexpr int kVectorsPerThread = 4;
 constexpr int64_t kBytesPerBlock = int64_t{kThreads} * kVectorsPerThread * kVectorBytes;
-constexpr int64_t kMostBlocksPerRow = 1024;  // of longer rows a thread takes more vectors
+constexpr int64_t kMostBlocksPerRow = 1024;  // in longer rows a thread processes more vectors
 
-// Calls fn(i) for the units of `bytes` bytes that the thread takes: every so many, over all blocks
-// of y.
+// Calls fn(i) for the thread's units of `bytes` bytes: a strided loop over all blocks of grid y.
 template <typename Unit, typename Fn>
 __device__ __forceinline__ void for_units(int64_t bytes, const Fn& fn) {
   constexpr int64_t kUnit = sizeof(Unit);
@@ -176,7 +175,7 @@ struct Pattern {
   uint32_t word[4];
 };
 
-// Repeats the pattern from the first byte on, which begins an element.
+// Repeats the pattern from the first byte, which begins an element.
 __device__ __forceinline__ void fill_row(char* to, const Pattern& pattern, int64_t bytes) {
   if (common_alignment(to, to, bytes) == kVectorBytes) {
     const Vector v = {{pattern.word[0], pattern.word[1], pattern.word[2], pattern.word[3]}};

@@ -1,5 +1,5 @@
 // Ragged rows on a CUDA device: several fields from flat arrays to padded ones in one launch, and
-// whole rows between the two forms. All enqueue on `stream` and wait for nothing.
+// rows between the two layouts. All enqueue on `stream` without synchronizing.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace skyrl_fast {
 
-// What a cell of an expanded field holds.
+// The content of the cells of an expanded field.
 enum class FieldKind : int {
   kValues = 0,  // the row's elements
   kMask = 1,    // 1 in the row's cells, 0 in the padding
@@ -19,7 +19,7 @@ enum class FieldKind : int {
 
 constexpr int kMaxFields = 8;
 
-// Row i of a field has lengths offsets[i + 1] - offsets[i] (and of the second part likewise).
+// Row i of a field has lengths offsets[i + 1] - offsets[i] (likewise for the second part).
 // Padding is on the left: rows end at the right edge.
 struct ExpandField {
   FieldKind kind = FieldKind::kValues;
@@ -55,7 +55,7 @@ struct MoveJob {
 void padded_to_flat_cuda(const MoveJob& job, const void* padded, void* flat, int64_t* position_ids,
                          cudaStream_t stream);
 
-// Padding cells are filled with the 16 bytes of `pattern`, a whole number of elements.
+// Padding cells are filled with the 16 bytes of `pattern`, an integer number of elements.
 void flat_to_padded_cuda(const MoveJob& job, const void* flat, const uint32_t (&pattern)[4],
                          void* padded, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
 // Packing on CUDA tensors: checks, device guard, launch. Offsets were checked before they were sent
-// to the device; sizes that need them are given.
+// to the device; sizes derived from them are arguments.
 #include <pybind11/pybind11.h>
 
 #include <cstring>
@@ -24,7 +24,7 @@ class SKYRL_HIDDEN Arrays {
     const TensorView& t = **borrowed_.back();
     check_cuda(t);
     check_contiguous(t);
-    check_beside(t, **borrowed_.front());
+    check_same_device(t, **borrowed_.front());
     return t;
   }
   const int64_t* offsets(py::handle object, int64_t num_rows) {
@@ -49,10 +49,10 @@ void expand_rows(const py::list& fields, uintptr_t stream) {
   job.num_fields = static_cast<int>(fields.size());
   int device = 0;
   for (int i = 0; i < job.num_fields; ++i) {
-    const py::tuple given = fields[i];
+    const py::tuple field = fields[i];
     ExpandField& f = job.fields[i];
-    f.kind = static_cast<FieldKind>(py::cast<int>(given[0]));
-    const TensorView& out = arrays.take(given[5], "out");
+    f.kind = static_cast<FieldKind>(py::cast<int>(field[0]));
+    const TensorView& out = arrays.take(field[5], "out");
     check_ndim(out, 2);
     f.is_float = out.dtype == DType::kFloat32;
     if (!f.is_float) check_dtype(out, DType::kInt64);
@@ -61,19 +61,19 @@ void expand_rows(const py::list& fields, uintptr_t stream) {
     device = out.device_index;
     f.out = out.data;
     f.width = out.shape[1];
-    f.offsets = arrays.offsets(given[3], job.num_rows);
-    if (!given[4].is_none()) f.second_offsets = arrays.offsets(given[4], job.num_rows);
+    f.offsets = arrays.offsets(field[3], job.num_rows);
+    if (!field[4].is_none()) f.second_offsets = arrays.offsets(field[4], job.num_rows);
     for (int part = 1; part <= 2; ++part) {
-      if (given[part].is_none()) continue;
-      const TensorView& values = arrays.take(given[part], "values");
+      if (field[part].is_none()) continue;
+      const TensorView& values = arrays.take(field[part], "values");
       check_dtype(values, f.is_float ? DType::kFloat32 : DType::kInt32);
       (part == 1 ? f.source : f.second) = values.data;
     }
     const bool reads = f.kind != FieldKind::kMask, joins = f.kind == FieldKind::kJoined;
-    if ((reads && given[1].is_none()) || (joins && (given[2].is_none() || given[4].is_none()))) {
+    if ((reads && field[1].is_none()) || (joins && (field[2].is_none() || field[4].is_none()))) {
       throw std::invalid_argument("expand_rows: a field lacks its values");
     }
-    f.pad_value = py::cast<double>(given[6]);
+    f.pad_value = py::cast<double>(field[6]);
   }
   py::gil_scoped_release release;
   DeviceGuard guard(device);

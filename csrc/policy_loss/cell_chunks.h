@@ -1,8 +1,8 @@
 // Cells of ragged or padded rows in chunks that stay in the first-level cache. For sources that are
 // compiled once per SIMD level, which include it first.
 //
-// Everything has internal linkage, so that no code made with extra instruction sets can be picked
-// by the linker for a CPU that lacks them; hence also no <algorithm>.
+// Everything has internal linkage, so that the linker cannot pick code compiled with extra
+// instruction sets for a CPU that lacks them; hence also no <algorithm>.
 #pragma once
 
 #include "core/tensor.h"
@@ -61,7 +61,7 @@ SKYRL_HD void fill(T* out, int64_t n, T value) {
   for (int64_t i = 0; i < n; ++i) out[i] = value;
 }
 
-// Lives are as wide as the floats beside them: bytes would make vectors of 64 cells and spill.
+// Lives are as wide as the floats used with them: bytes would make vectors of 64 cells and spill.
 template <typename Mask, typename Live>
 SKYRL_HD int64_t live_of(const Mask* __restrict__ mask, int64_t n, Live* __restrict__ live) {
   int32_t count = 0;
@@ -121,7 +121,7 @@ struct Lanes {
   double sum[kLanes] = {};
 };
 
-// Adds x, padded with zeros to whole lanes.
+// Adds x, padded with zeros to full vectors.
 template <typename T>
 SKYRL_HD void accumulate(T* x, int64_t n, Lanes* out) {
   for (; n % kLanes != 0; ++n) x[n] = T(0);
@@ -146,7 +146,7 @@ SKYRL_HD double fold(T* x, int64_t n) {
   return total(lanes);
 }
 
-// Narrows [*begin, *end) by whole vectors without a trained cell: padding mostly lies at one side.
+// Narrows [*begin, *end) by full vectors without a trained cell: padding is mostly on one side.
 template <typename Live>
 SKYRL_HD void trim(const Live* live, int64_t* begin, int64_t* end) {
   const auto none = [live](int64_t i) {

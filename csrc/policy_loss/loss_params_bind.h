@@ -1,4 +1,4 @@
-// The hyper-parameters of losses, as Python hands them over.
+// The hyper-parameters of losses, as passed from Python.
 #pragma once
 
 #include <stdexcept>
@@ -26,7 +26,7 @@ LossParams<T> loss_params(const char* op, const std::vector<double>& values) {
   return p;
 }
 
-// Refuses numbers that name no loss or penalty, and a missing argument that these need.
+// Refuses unknown codes of a loss or penalty, and a missing argument that these need.
 inline void check_loss(const char* op, int loss, int kl, bool has_advantages, bool has_reference,
                        bool has_sequence_delta) {
   const bool is_known =

@@ -1,4 +1,4 @@
-// What a policy loss adds up over trained tokens, and the metrics that the sums give.
+// Sums of a policy loss over trained tokens, and the metrics computed from them.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 namespace skyrl_fast {
 
-// Sums of some cells; of none: ratio_max 0, ratio_min infinity, the others 0.
+// Sums over some cells; over none: ratio_max 0, ratio_min infinity, the others 0.
 struct LossSums {
   double policy = 0, kl_weighted = 0, tokens = 0, low = 0, high = 0, chosen = 0;
   double ratio_minus_1 = 0, approx_kl = 0, kl = 0;
@@ -35,7 +35,7 @@ SKYRL_HD void write_metrics(const LossSums& s, LossKind loss, double kl_coef, do
   const double clipped = loss == LossKind::kClipCov ? s.chosen : s.low + s.high;
   metrics[kPolicyLoss] = s.policy;
   metrics[kKlLoss] = s.kl_weighted;
-  // without a penalty 0 * kl is 0 whatever kl_coef
+  // without a penalty kl is 0, for any kl_coef
   metrics[kLoss] = s.policy + (s.kl_weighted != 0 ? kl_coef * s.kl_weighted : 0.0);
   metrics[kNumTokens] = s.tokens;
   metrics[kClipRatio] = clipped / count;

@@ -11,8 +11,8 @@ namespace skyrl_fast {
 enum class TisKind : int { kNone = 0, kToken = 1, kSequence = 2 };
 enum class SequenceMaskKind : int { kNone = 0, kGeometric = 1, kProduct = 2 };
 
-// Applied in this order, each on the mask that the one before it left. Bounds that are not wanted
-// are infinite; a NaN ratio is no outlier, and outside any token bounds.
+// Applied in this order, each to the mask that the previous one left. Unused bounds are
+// infinite; a NaN ratio is no outlier, and outside any token bounds.
 struct OffPolicyRules {
   bool outliers = false;  // a token outside [outlier_low, outlier_high] drops its sequence
   double outlier_low = 0, outlier_high = 0;
@@ -34,13 +34,13 @@ struct OffPolicyInputs {
   const T* rollout = nullptr;  // [cells]
   int64_t num_sequences = 0;
   // Sequence k holds the rows order[starts[k], starts[k + 1]); both null: each row is a sequence.
-  // Without an order, its rows are those numbers themselves.
+  // With null `order`, its rows are [starts[k], starts[k + 1]).
   const int64_t* starts = nullptr;
   const int64_t* order = nullptr;
 };
 
 // Means, spread and extremes are of all trained tokens; shares of sequences are of those that have
-// a trained token; all are 0 where there is nothing to share.
+// a trained token; all are 0 where there are none.
 enum OffPolicyMetric : int {
   kIsRatioMean,
   kIsRatioStd,
@@ -58,8 +58,8 @@ enum OffPolicyMetric : int {
   kNumOffPolicyMetrics,
 };
 
-// One visit of the cells; a second one, in the cache, where a rule needs the whole sequence first.
-// `new_mask` has the type of the mask given; null where no rule masks. `weights` [cells], 0 where
+// One pass over the cells; a second one, in the cache, where a rule needs the full sequence first.
+// `new_mask` has the type of the given mask; null where no rule masks. `weights` [cells], 0 where
 // the new mask is; null without TIS. Sums are float64 over fixed blocks of sequences: the same bits
 // for any num_threads.
 template <typename T>

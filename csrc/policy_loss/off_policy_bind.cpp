@@ -24,7 +24,7 @@ OffPolicyRules rules_of(bool outliers, bool bounded, int tis, int sequence_mask,
   }
   if (tis < 0 || tis > static_cast<int>(TisKind::kSequence) || sequence_mask < 0 ||
       sequence_mask > static_cast<int>(SequenceMaskKind::kProduct)) {
-    throw std::invalid_argument("off_policy_correction: unknown kind of tis or sequence_mask");
+    throw std::invalid_argument("off_policy_correction: unknown code of tis or sequence_mask");
   }
   OffPolicyRules rules;
   rules.outliers = outliers;
@@ -41,14 +41,14 @@ OffPolicyRules rules_of(bool outliers, bool bounded, int tis, int sequence_mask,
   return rules;
 }
 
-// Offsets from 0 to `total`, never falling.
+// Non-decreasing offsets from 0 to `total`.
 void check_starts(const TensorView& starts, int64_t total) {
   check_cpu_array(starts, DType::kInt64, 1);
   const int64_t n = starts.shape[0];
   const int64_t* p = starts.ptr<int64_t>();
   bool good = n > 0 && p[0] == 0 && p[n - 1] == total;
   for (int64_t i = 1; good && i < n; ++i) good = p[i] >= p[i - 1];
-  if (!good) fail(starts, "offsets from 0 to " + std::to_string(total), "others");
+  if (!good) fail(starts, "offsets from 0 to " + std::to_string(total), "other offsets");
 }
 
 void check_order(const TensorView& order, int64_t num_rows) {

@@ -18,8 +18,8 @@ struct alignas(64) Ratios {
   Extremes<T> extremes;
 };
 
-// What the rules need to know of a sequence.
-struct SequenceFacts {
+// Statistics of a sequence that the rules read.
+struct SequenceStats {
   double tokens = 0;  // trained before any rule
   double ratio_max = 0, ratio_min = 0;
   double kept = 0, log_product = 0;  // after outliers and token mask
@@ -53,10 +53,10 @@ static void stage(const T* __restrict__ old, const T* __restrict__ rollout, int6
 template <typename T>
 static void add_statistics(int64_t count, int64_t n,
                            const typename BitsOf<T>::Type* __restrict__ lives,
-                           Ratios<T>* __restrict__ s, SequenceFacts* facts, OffPolicySums* sums) {
+                           Ratios<T>* __restrict__ s, SequenceStats* stats, OffPolicySums* sums) {
   const double most = float_of<T>(s->extremes.most), least = float_of<T>(s->extremes.least);
-  if (most > facts->ratio_max) facts->ratio_max = most;
-  if (s->extremes.least != BitsOf<T>::kMost && least < facts->ratio_min) facts->ratio_min = least;
+  if (most > stats->ratio_max) stats->ratio_max = most;
+  if (s->extremes.least != BitsOf<T>::kMost && least < stats->ratio_min) stats->ratio_min = least;
   const double added = static_cast<double>(count), before = sums->tokens;
   const double sum = fold(s->excess, n), mean = sum / added;
   const T centre = static_cast<T>(mean);
@@ -69,13 +69,13 @@ static void add_statistics(int64_t count, int64_t n,
   sums->squares += fold(s->scratch, n) + gap * gap * before * added / (before + added);
   sums->excess += sum;
   sums->tokens += added;
-  facts->tokens += added;
+  stats->tokens += added;
 }
 
 // Token mask and token TIS of one chunk: writes the mask and the weights.
 template <typename Mask, typename T>
 static void correct(const OffPolicyRules& rules, int64_t n, Ratios<T>* __restrict__ s,
-                    Mask* __restrict__ new_mask, T* __restrict__ weights, SequenceFacts* facts,
+                    Mask* __restrict__ new_mask, T* __restrict__ weights, SequenceStats* stats,
                     OffPolicySums* sums) {
   const bool bounded = rules.bounded, by_token = rules.tis == TisKind::kToken;
   const T low = static_cast<T>(rules.token_low), high = static_cast<T>(rules.token_high);
@@ -103,7 +103,7 @@ static void correct(const OffPolicyRules& rules, int64_t n, Ratios<T>* __restric
   if (weights != nullptr) {
     if (by_token) {
       memcpy(weights, s->scratch, n * sizeof(T));
-    } else {  // 1 where kept: the sequence's weight replaces it when it is known
+    } else {  // 1 where kept: replaced by the sequence's weight once that is known
       SKYRL_NO_OVERLAP
       for (int64_t i = 0; i < n; ++i) weights[i] = static_cast<T>(s->live[i]);
     }
@@ -112,9 +112,9 @@ static void correct(const OffPolicyRules& rules, int64_t n, Ratios<T>* __restric
   sums->kept += kept;
   sums->dropped += left - kept;
   sums->capped += capped;
-  facts->kept += kept;
+  stats->kept += kept;
   if (rules.tis == TisKind::kSequence || rules.sequence_mask != SequenceMaskKind::kNone) {
-    facts->log_product += fold(s->delta, n);
+    stats->log_product += fold(s->delta, n);
   }
 }
 
@@ -145,7 +145,7 @@ struct Output {
 // Visits the rows of a sequence: statistics, correction, or both at once.
 template <bool kStatistics, bool kCorrect, typename Mask, typename T>
 static void visit(const OffPolicyJob<T>& job, const Output<Mask, T>& out, int64_t first,
-                  int64_t last, Ratios<T>* s, SequenceFacts* facts, OffPolicySums* sums) {
+                  int64_t last, Ratios<T>* s, SequenceStats* stats, OffPolicySums* sums) {
   const OffPolicyInputs<T>& in = job.in;
   for (int64_t k = first; k < last; ++k) {
     const int64_t row = in.order != nullptr ? in.order[k] : k;
@@ -161,10 +161,10 @@ static void visit(const OffPolicyJob<T>& job, const Output<Mask, T>& out, int64_
       const int64_t cell = chunk + begin, n = end - begin;
       if (begin > 0) memmove(s->live, s->live + begin, n * sizeof(s->live[0]));
       stage(in.old + cell, in.rollout + cell, n, s->live, s);
-      if (kStatistics) add_statistics(count, n, s->live, s, facts, sums);
+      if (kStatistics) add_statistics(count, n, s->live, s, stats, sums);
       if (kCorrect) {
         correct(job.rules, n, s, out.new_mask != nullptr ? out.new_mask + cell : nullptr,
-                out.weights != nullptr ? out.weights + cell : nullptr, facts, sums);
+                out.weights != nullptr ? out.weights + cell : nullptr, stats, sums);
       }
     });
   }
@@ -183,14 +183,14 @@ SKYRL_HD void rows_of(const OffPolicyInputs<T>& in, int64_t first, int64_t last,
 // TIS by sequence and the sequence mask, once the product of the kept ratios is known.
 template <typename Mask, typename T>
 static void finish_sequence(const OffPolicyJob<T>& job, const Output<Mask, T>& out, int64_t first,
-                            int64_t last, const SequenceFacts& facts, OffPolicySums* sums) {
+                            int64_t last, const SequenceStats& stats, OffPolicySums* sums) {
   const OffPolicyRules& rules = job.rules;
-  const bool counted = facts.tokens > 0;
+  const bool counted = stats.tokens > 0;
   bool drop = false;
   if (rules.sequence_mask != SequenceMaskKind::kNone) {
     const bool mean = rules.sequence_mask == SequenceMaskKind::kGeometric;
-    const double tokens = mean && facts.kept > 1 ? facts.kept : 1.0;
-    const double ratio = ratio_of(facts.log_product / tokens);
+    const double tokens = mean && stats.kept > 1 ? stats.kept : 1.0;
+    const double ratio = ratio_of(stats.log_product / tokens);
     const bool over = ratio > rules.mask_high, under = ratio < rules.mask_low;
     drop = over | under;
     sums->masked += counted & drop;
@@ -199,12 +199,12 @@ static void finish_sequence(const OffPolicyJob<T>& job, const Output<Mask, T>& o
   }
   double weight = 1.0;
   if (rules.tis == TisKind::kSequence) {
-    weight = ratio_of(facts.log_product);
+    weight = ratio_of(stats.log_product);
     const bool over = weight > rules.cap;
     sums->sequences_capped += counted & over;
     if (over) weight = rules.cap;
   }
-  if (facts.kept == 0) return;
+  if (stats.kept == 0) return;
   if (drop) {
     rows_of(job.in, first, last, [&](int64_t cell, int64_t n) { out.clear(cell, n); });
   } else if (rules.tis == TisKind::kSequence) {
@@ -229,14 +229,14 @@ static void sequences_block(const OffPolicyJob<T>& job, int64_t begin, int64_t e
     const int64_t* starts = job.in.starts;
     const int64_t first = starts != nullptr ? starts[sequence] : sequence;
     const int64_t last = starts != nullptr ? starts[sequence + 1] : sequence + 1;
-    SequenceFacts facts;
-    facts.ratio_min = INFINITY;
+    SequenceStats stats;
+    stats.ratio_min = INFINITY;
     bool outlier = false;
     if (rules.outliers) {
-      visit<true, false>(job, out, first, last, &staged, &facts, &sums);
-      const bool some = facts.tokens > 0;
-      const bool over = some & (facts.ratio_max > rules.outlier_high);
-      const bool under = some & (facts.ratio_min < rules.outlier_low);
+      visit<true, false>(job, out, first, last, &staged, &stats, &sums);
+      const bool some = stats.tokens > 0;
+      const bool over = some & (stats.ratio_max > rules.outlier_high);
+      const bool under = some & (stats.ratio_min < rules.outlier_low);
       outlier = over | under;
       sums.outliers += outlier;
       sums.outliers_high += over;
@@ -244,15 +244,15 @@ static void sequences_block(const OffPolicyJob<T>& job, int64_t begin, int64_t e
       if (outlier) {
         rows_of(job.in, first, last, [&](int64_t cell, int64_t n) { out.clear(cell, n); });
       } else {
-        visit<false, true>(job, out, first, last, &staged, &facts, &sums);
+        visit<false, true>(job, out, first, last, &staged, &stats, &sums);
       }
     } else {
-      visit<true, true>(job, out, first, last, &staged, &facts, &sums);
+      visit<true, true>(job, out, first, last, &staged, &stats, &sums);
     }
-    sums.sequences += facts.tokens > 0;
-    if (facts.ratio_max > sums.ratio_max) sums.ratio_max = facts.ratio_max;
-    if (facts.ratio_min < sums.ratio_min) sums.ratio_min = facts.ratio_min;
-    finish_sequence(job, out, first, last, facts, &sums);
+    sums.sequences += stats.tokens > 0;
+    if (stats.ratio_max > sums.ratio_max) sums.ratio_max = stats.ratio_max;
+    if (stats.ratio_min < sums.ratio_min) sums.ratio_min = stats.ratio_min;
+    finish_sequence(job, out, first, last, stats, &sums);
   }
   *out_sums = sums;
 }

@@ -16,7 +16,7 @@ struct OffPolicyJob {
 // Sums of one block of sequences, in order.
 struct OffPolicySums {
   double tokens = 0, excess = 0, squares = 0;          // trained; of ratio - 1; of its deviations
-  double ratio_max = 0, ratio_min = 0;                 // NaN apart; min is +inf if there is none
+  double ratio_max = 0, ratio_min = 0;                 // without NaN; min is +inf if there is none
   double left = 0, dropped = 0, kept = 0, capped = 0;  // tokens: before and after the token mask
   double sequences = 0;                                // with a trained token
   double outliers = 0, outliers_high = 0, outliers_low = 0;
@@ -31,7 +31,7 @@ using OffPolicyBlock = void (*)(const OffPolicyJob<T>&, int64_t begin, int64_t e
 OffPolicyBlock<float> off_policy_block_baseline();
 OffPolicyBlock<float> off_policy_block_avx2();
 OffPolicyBlock<float> off_policy_block_avx512();
-// float64 is there for tests: it has the baseline only.
+// float64 is for tests: baseline level only.
 OffPolicyBlock<double> off_policy_block_float64();
 
 }  // namespace skyrl_fast

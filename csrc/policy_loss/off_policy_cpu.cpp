@@ -1,4 +1,5 @@
-// Off-policy correction on the CPU: blocks of sequences for threads, their sums in a fixed order.
+// Off-policy correction on the CPU: blocks of sequences on several threads, summed in a fixed
+// order.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -49,7 +50,7 @@ void add(const OffPolicySums& s, OffPolicySums* total) {
   total->masked_low += s.masked_low;
 }
 
-double share(double part, double whole) { return part / std::max(whole, 1.0); }
+double share(double part, double total) { return part / std::max(total, 1.0); }
 
 void write_metrics(const OffPolicySums& s, double* metrics) {
   const bool any = s.tokens > 0;

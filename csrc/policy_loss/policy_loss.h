@@ -1,4 +1,4 @@
-// Policy losses and KL penalties of cells: what the launchers take and give.
+// Policy losses and KL penalties of cells: inputs and outputs of the launchers.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct LossMask {
   MaskType type = MaskType::kUInt8;
 };
 
-// Cells are those of `rows`; every array is dense.
+// Arrays are dense and hold the cells of `rows`.
 template <typename T>
 struct PolicyLossInputs {
   RowLayout rows;
@@ -25,14 +25,14 @@ struct PolicyLossInputs {
   const T* old_logprobs = nullptr;    // null: the logprobs themselves (ratio 1)
   const T* advantages = nullptr;      // null only for kCrossEntropy
   const T* reference = nullptr;       // for the KL penalty; null without
-  const T* token_weights = nullptr;   // multiply the policy loss, not the KL penalty; 0: nothing of
-                                      // the token counts, NaN neither; null: ones
+  const T* token_weights = nullptr;   // multiply the policy loss, not the KL penalty; 0 drops the
+                                      // token, even where its loss is NaN; null: ones
   const uint8_t* selected = nullptr;  // for kClipCov and kKlCov
   const double* sequence_delta = nullptr;  // [num_rows], for kGspo
   const float* row_weights = nullptr;      // [num_rows]
 };
 
-// What a policy loss writes to `metrics`; means and fractions are over trained tokens.
+// Entries of `metrics`; means and fractions are over trained tokens.
 enum PolicyLossMetric : int {
   kLoss,        // policy loss + kl_coef * KL, weighted by row
   kPolicyLoss,  // the first part

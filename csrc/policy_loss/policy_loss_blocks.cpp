@@ -1,6 +1,6 @@
 // Blocks of cells: loss, gradient, KL and statistics. Compiled once per SIMD level.
 //
-// Plain scalar loops over the per-token functions of policy_loss.h, which the compiler vectorises.
+// Plain scalar loops over the per-token functions of token_loss.h, which the compiler vectorises.
 // All linkage is internal, see cell_chunks.h.
 #include "policy_loss/policy_loss_blocks.h"
 
@@ -24,9 +24,9 @@ template <typename T>
 struct alignas(64) Staged {
   typename BitsOf<T>::Type live[kChunk];
   typename BitsOf<T>::Type selected[kChunk];
-  T grad[kChunk];  // of the KL penalty, for kl_block; scratch where no gradient is wanted
+  T grad[kChunk];  // of the KL penalty, for kl_block; scratch without a gradient
   T kl[kChunk];
-  // of one chunk: a few dozen addends for each lane, so no wider than the addends' own rounding
+  // of one chunk: a few dozen addends per lane, so in the precision of the addends
   T value, ratio_minus_1, approx_kl;
   int32_t num_low, num_high, num_chosen;
   Extremes<T> extremes;

@@ -11,7 +11,7 @@ struct LossJob {
   KlKind kl;
   LossParams<T> params;
   PolicyLossInputs<T> in;
-  T* grad;  // null: not wanted
+  T* grad;  // null: not computed
 };
 
 template <typename T>
@@ -20,11 +20,11 @@ struct KlJob {
   const T* logprobs;
   const T* reference;
   LossMask mask;
-  const T* grad_out;  // null: the value is wanted, not the gradient
+  const T* grad_out;  // null: compute the value, not the gradient
   T* out;
 };
 
-// Two arrays of log-probabilities to compare, and where.
+// Two arrays of log-probabilities to compare, and the cells.
 template <typename T>
 struct DeltaJob {
   const T* a;
@@ -50,7 +50,7 @@ struct BlockKernelSet {
 const BlockKernelSet& policy_loss_blocks_baseline();
 const BlockKernelSet& policy_loss_blocks_avx2();
 const BlockKernelSet& policy_loss_blocks_avx512();
-// float64 is there for gradient checks: it has the baseline only.
+// float64 is for gradient checks: baseline level only.
 const BlockKernels<double>& policy_loss_blocks_float64();
 
 }  // namespace skyrl_fast

@@ -1,4 +1,4 @@
-// Policy losses on the CPU: blocks of cells for threads, their sums in a fixed order.
+// Policy losses on the CPU: blocks of cells on several threads, summed in a fixed order.
 #include <algorithm>
 #include <type_traits>
 #include <vector>

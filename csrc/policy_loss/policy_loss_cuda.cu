@@ -1,4 +1,5 @@
-// Policy losses of cells: one launch makes gradients and partial sums, a second one adds these up.
+// Policy losses of cells: one launch computes gradients and partial sums, a second one adds these
+// up.
 #include "core/cuda_device.h"
 #include "policy_loss/policy_loss_cuda.h"
 
@@ -67,7 +68,7 @@ __device__ __forceinline__ T visit(LossKind loss, KlKind kl, const LossParams<T>
   sums->chosen += t.chosen ? 1.0 : 0.0;
   sums->ratio_minus_1 += t.ratio_minus_1;
   sums->approx_kl += t.ratio_minus_1 - t.delta;
-  if (ratio > sums->ratio_max) sums->ratio_max = ratio;  // NaN is neither
+  if (ratio > sums->ratio_max) sums->ratio_max = ratio;  // false for NaN
   if (ratio < sums->ratio_min) sums->ratio_min = ratio;
   if (kl != KlKind::kNone) {
     const TokenKl<T> penalty = token_kl<T>(kl, logprob, in.reference[cell]);
@@ -78,7 +79,7 @@ __device__ __forceinline__ T visit(LossKind loss, KlKind kl, const LossParams<T>
   return grad;
 }
 
-// The sums of the block's threads, whole in thread 0, in an order that is always the same.
+// The sums of the block's threads, complete in thread 0 only, in a fixed order.
 __device__ __forceinline__ LossSums block_total(const LossSums& mine) {
   LossSums* slots = block_shared<LossSums>();
   slots[threadIdx.x] = mine;
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(kThreads)
   out[cell] = value;
 }
 
-// One block a row.
+// One block per row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     delta_kernel(const T* __restrict__ a, const T* __restrict__ b, const LossMask mask,

@@ -1,5 +1,5 @@
 // The ops of policy_loss.h on a CUDA device: the same arguments, in its memory. All enqueue on
-// `stream` and wait for nothing. Offsets of ragged rows are not checked.
+// `stream` without synchronizing. Offsets of ragged rows are not checked.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,14 @@ namespace skyrl_fast {
 
 constexpr int64_t kCellsPerSum = 2048;  // of one partial sum; fixes the order of summation
 
-// `partial`: one for every kCellsPerSum cells, work space. `metrics` [kNumPolicyLossMetrics]. The
+// `partial`: work space, one for every kCellsPerSum cells. `metrics` [kNumPolicyLossMetrics]. The
 // same input gives the same bits on every device.
 template <typename T>
 void policy_loss_cuda(LossKind loss, KlKind kl, const LossParams<T>& params,
                       const PolicyLossInputs<T>& in, int64_t num_cells, T* grad, LossSums* partial,
                       double* metrics, cudaStream_t stream);
 
-// Multiplies the cells by *factor, a T on the device; touches nothing where that is 1.
+// Multiplies the cells by *factor, a T on the device; a no-op where that is 1.
 template <typename T>
 void scale_cells_cuda(T* cells, int64_t num_cells, const T* factor, cudaStream_t stream);
 

@@ -17,10 +17,10 @@ namespace {
 constexpr char kOp[] = "policy_loss";
 constexpr char kKlOp[] = "kl_penalty";
 
-// Cells beside `like`, in its shape.
+// Cells on the device of `like`, in its shape.
 template <typename T>
 T* cells(const TensorView& t, DType dtype, const TensorView& like) {
-  check_beside(t, like);
+  check_same_device(t, like);
   check_dtype(t, dtype);
   check_contiguous(t);
   if (t.shape_string() != like.shape_string()) {
@@ -31,11 +31,11 @@ T* cells(const TensorView& t, DType dtype, const TensorView& like) {
 
 template <typename T>
 T* cells_or_null(py::handle object, const char* name, DType dtype, const TensorView& like) {
-  // the tensor outlives the call, whose argument it is
+  // an argument of the call, so the tensor outlives it
   return object.is_none() ? nullptr : cells<T>(*Borrowed(object, like.op, name), dtype, like);
 }
 
-// Cells of `t`: (N, R) padded, or (A,) with offsets, of which the shape alone is looked at.
+// Cells of `t`: (N, R) padded, or (A,) with offsets, of which only the shape is read.
 RowLayout rows_on_cuda(const TensorView& t, const std::optional<Borrowed>& cu) {
   check_cuda(t);
   check_contiguous(t);
@@ -145,7 +145,7 @@ void delta_sums(py::handle a_obj, py::handle b_obj, py::handle mask_obj, py::han
   if (!cu_obj.is_none()) cu.emplace(cu_obj, kOp, "cu_seqlens");
   const RowLayout rows = rows_on_cuda(*a, cu);
   const LossMask loss_mask = mask_on_cuda(*mask, *a);
-  check_beside(*sums, *a);
+  check_same_device(*sums, *a);
   check_dtype(*sums, DType::kFloat64);
   check_ndim(*sums, 2);
   check_contiguous(*sums);

@@ -1,8 +1,8 @@
 // Policy losses and KL penalties of one token: value and derivative by the current logprob.
 //
 // The functions are branch-free on scalars, so that a CPU loop over them vectorises and a CUDA
-// thread runs the same lines. Names: delta = logprob - old_logprob, where old_logprob is what
-// the ratio is taken against (the old policy's or the sampler's); ratio = exp(clamp(delta, -20,
+// thread runs the same lines. Names: delta = logprob - old_logprob, where old_logprob is the
+// denominator of the ratio (the old policy's or the sampler's); ratio = exp(clamp(delta, -20,
 // 20)).
 #pragma once
 
@@ -159,7 +159,7 @@ SKYRL_HD void clipped_surrogate(const LossParams<T>& p, T ratio, T slope, T adva
 
 // Loss of one token.
 //   logprob          of the current policy
-//   old_logprob      what the ratio is taken against
+//   old_logprob      denominator of the ratio
 //   delta            logprob - old_logprob; for gspo the mean of that over the token's sequence
 //   selected         for clip_cov and kl_cov: the token is one of those picked by covariance
 template <LossKind kKind, typename T>

@@ -1,4 +1,4 @@
-// Rows that begin alike as trees: one node for each distinct beginning, in depth-first order.
+// Rows with common prefixes as trees: one node for each distinct prefix, in depth-first order.
 // N rows, G groups, T nodes.
 #pragma once
 
@@ -9,7 +9,7 @@ namespace skyrl_fast {
 
 // Row r is tokens[starts[r]:][:lengths[r]]. Two tokens are the same where their ids are and, with
 // labels, their label cells: token j of row r has cell label_starts[r] + j, `label_bytes` wide, if
-// j < label_counts[r], else none, which equals none alone.
+// j < label_counts[r], else none, which equals only none.
 struct TreeRows {
   int64_t num_rows = 0;
   const int32_t* tokens = nullptr;
@@ -20,19 +20,19 @@ struct TreeRows {
   const int64_t* label_counts = nullptr;
   int64_t label_bytes = 0;
 
-  // How many tokens from `depth` on, at most n, are the same in rows a and b.
+  // The number of equal tokens of rows a and b from `depth` on, at most n.
   int64_t common(int64_t a, int64_t b, int64_t depth, int64_t n) const;
   uint64_t hash_at(int64_t row, int64_t depth) const;
 };
 
-// What a tree consists of; every array is the caller's. Nodes are numbered depth first, children
+// The arrays of a tree, allocated by the caller. Nodes are numbered depth first, children
 // in the order of the first row through them, trees in the order of their groups.
 struct TreeArrays {
   int32_t* tokens;        // (T,)
   int32_t* parents;       // (T,) -1 at a root
   int32_t* positions;     // (T,) depth, from 0
-  int32_t* ends;          // (T,) one past the last node below; a node's own number is its begin
-  int64_t* sources;       // (T,) where in the rows' tokens the node's token stands
+  int32_t* ends;          // (T,) one past the last node below; the node itself is the begin
+  int64_t* sources;       // (T,) index of the node's token in the rows' tokens
   int32_t* group_starts;  // (G + 1,) first node of each group's tree
   int32_t* row_nodes;     // node of each row's tokens, at row_node_starts[r]; only [:lengths[r]]
   const int64_t* row_node_starts;  // (N,)
@@ -82,7 +82,7 @@ class PrefixTree {
 
   int64_t num_groups() const { return static_cast<int64_t>(tries_.size()); }
   int64_t num_nodes() const { return num_nodes_; }
-  // `rows`: those that it was built from.
+  // `rows`: those that the tree was built from.
   void write(const TreeRows& rows, const TreeArrays& out, int num_threads) const;
 
  private:

@@ -1,4 +1,4 @@
-// build_prefix_tree: what Python hands over, checked; the arrays it is written to.
+// build_prefix_tree: checks of the rows and of the output arrays, then the tree.
 #include <pybind11/pybind11.h>
 
 #include <limits>
@@ -85,7 +85,8 @@ class SKYRL_HIDDEN BuiltTree {
     for (int64_t row = 0; row < rows_.num_rows; ++row) {
       if (lengths[row] < 0 || (lengths[row] > 0 && (starts[row] < 0 || lengths[row] > total ||
                                                     starts[row] > total - lengths[row]))) {
-        fail(array, "within what there is", "row " + std::to_string(row) + " beyond it");
+        fail(array, "within the array that it indexes",
+             "row " + std::to_string(row) + " beyond it");
       }
     }
   }
@@ -106,7 +107,7 @@ class SKYRL_HIDDEN BuiltTree {
     if (rows_.label_bytes > 0) rows_.labels = cells.ptr<const uint8_t>();
   }
 
-  py::tuple owners_;  // a borrowed view keeps nothing alive
+  py::tuple owners_;  // kept alive for the borrowed views
   Borrowed tokens_, starts_, lengths_, group_ids_;
   std::unique_ptr<Borrowed> labels_, label_starts_, label_counts_;
   TreeRows rows_;

@@ -58,7 +58,7 @@ void GroupTrie::build(const TreeRows& all, std::vector<int64_t> rows) {
   while (capacity < static_cast<size_t>(kSlotsPerRow * num_rows)) capacity *= 2;
   slots_.assign(capacity, -1);
   // Longest first: where a segment is split, rows that ended in it ended at the split or below it,
-  // so that the lower part, which keeps its number, stays theirs.
+  // so that the lower part, which keeps its number, is still their end.
   std::vector<int64_t> order(num_rows);
   for (int64_t i = 0; i < num_rows; ++i) order[i] = i;
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
@@ -108,12 +108,12 @@ void GroupTrie::insert(const TreeRows& all, int64_t row, int32_t* end_segment) {
 // Cuts a segment in two; returns the new upper part. The lower one keeps its number, and with it
 // its children and the rows that end in it.
 int32_t GroupTrie::split(const TreeRows& all, int32_t lower, int64_t depth, uint64_t slot) {
-  const Segment whole = segments_[lower];
-  const int32_t upper = add_segment({whole.row, whole.begin, depth, whole.parent});
+  const Segment old = segments_[lower];
+  const int32_t upper = add_segment({old.row, old.begin, depth, old.parent});
   slots_[slot] = upper;
   segments_[lower].begin = depth;
   segments_[lower].parent = upper;
-  const bool found = find_child(all, upper, whole.row, depth, &slot) >= 0;
+  const bool found = find_child(all, upper, old.row, depth, &slot) >= 0;
   if (!found) slots_[slot] = lower;
   return upper;
 }

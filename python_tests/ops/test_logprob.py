@@ -455,7 +455,7 @@ def test_a_second_derivative_is_refused(compiled):
     x = torch.randn(2, 5, requires_grad=True)
     op = torch.compile(selected_logprob, fullgraph=True) if compiled else selected_logprob
     logprob = op(x, torch.tensor([0, 1]))
-    with pytest.raises(RuntimeError, match=r"no derivative of its own|double backward"):
+    with pytest.raises(RuntimeError, match=r"no second derivative|double backward"):
         (first,) = torch.autograd.grad(logprob.sum(), x, create_graph=True)
         torch.autograd.grad(first.square().sum(), x)
 

@@ -390,8 +390,8 @@ def test_a_second_backward_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"loss": "gspo"}, "whole sequence or batch"),
-        ({"loss": "clip_cov"}, "whole sequence or batch"),
+        ({"loss": "gspo"}, "full sequence or batch"),
+        ({"loss": "clip_cov"}, "full sequence or batch"),
         ({"loss": "ppo"}, "loss must be one of"),
         ({"kl_estimator": "k9"}, "kl_estimator must be one of"),
         ({"kl_estimator": "k3"}, "needs ref_logprobs"),

@@ -347,7 +347,7 @@ def test_bad_options_are_named() -> None:
         (lambda: pad_steps(rows, width=-1), ValueError, "width"),
         (lambda: pad_steps(rows, side="up"), ValueError, "'up'"),
         (lambda: pad_steps(rows, pad_values=0.5), ValueError, "pad value of a"),
-        (lambda: pad_steps(rows, masks={"a": "b"}), ValueError, "names of their own"),
+        (lambda: pad_steps(rows, masks={"a": "b"}), ValueError, "names that are not fields"),
         (lambda: pad_steps(rows, masks={"m": "c"}), ValueError, "'c'"),
         (lambda: pack_steps(rows, backend="triton"), ValueError, "triton"),
         (lambda: unpack_steps(torch.arange(3)), ValueError, "either cu_seqlens"),

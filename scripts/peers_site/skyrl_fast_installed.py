@@ -1,4 +1,4 @@
-"""A pytest plugin: SkyRL's tests run with skyrl_fast installed, and say at the end what it did."""
+"""A pytest plugin: SkyRL's tests run with skyrl_fast installed, with a report at the end."""
 
 import skyrl_fast.integrations.skyrl as drop_in
 

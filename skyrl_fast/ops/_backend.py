@@ -15,9 +15,9 @@ import torch
 from skyrl_fast import _C
 
 BACKENDS = ("native", "triton", "torch")
-# Looked for once, without importing it: torch.compile before 2.13 cannot trace the search.
+# Checked once, without importing it: torch.compile before 2.13 cannot trace find_spec.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-HUGE_PAGE_MIN_BYTES = 2 << 20  # smaller blocks come from memory that malloc already has mapped
+HUGE_PAGE_MIN_BYTES = 2 << 20  # smaller blocks come from memory that malloc has already mapped
 
 
 def select(
@@ -29,9 +29,9 @@ def select(
 ) -> str:
     """Return the backend that runs `op` on these tensors.
 
-    Without a wish: CPU tensors run natively; CUDA tensors natively where the kernels are compiled
-    in, else by Triton; anything else by plain torch. A backend asked for by name is used or an
-    error says why not.
+    By default, CPU tensors run natively; CUDA tensors natively where the kernels are compiled
+    in, else by Triton; all others by plain torch. A backend given by name is used, or the error
+    says why it cannot be.
 
     Args:
         op: the op's public name, for messages.
@@ -42,7 +42,7 @@ def select(
 
     Raises:
         ValueError: tensors on different devices, an unknown backend, or one that cannot run here.
-        RuntimeError: a forward-mode derivative is asked of a kernel, which has none.
+        RuntimeError: a forward-mode derivative of a kernel, which has none.
     """
     devices = {t.device for t in tensors}
     if len(devices) > 1:
@@ -62,7 +62,7 @@ def select(
 
 
 def _is_dual(tensor: torch.Tensor) -> bool:
-    """Return whether it carries a tangent, of which a kernel would know nothing."""
+    """Return whether it carries a forward-mode tangent, which a kernel would ignore."""
     if torch.compiler.is_compiling():
         return False
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
@@ -73,8 +73,8 @@ def _usable(kind: str, on_cpu: Sequence[str], on_gpu: Sequence[str]) -> tuple[st
         interpreted = "triton" in on_gpu and triton_is_interpreted()
         return (*on_cpu, "triton") if interpreted else tuple(on_cpu)
     if kind == "cuda":
-        is_there = {"native": _C.cuda_archs is not None, "triton": HAS_TRITON, "torch": True}
-        return tuple(b for b in on_gpu if is_there[b])
+        is_available = {"native": _C.cuda_archs is not None, "triton": HAS_TRITON, "torch": True}
+        return tuple(b for b in on_gpu if is_available[b])
     return ("torch",)
 
 
@@ -89,7 +89,7 @@ def device_kind(device: torch.device) -> str:
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor lies on an NVIDIA GPU."""
+    """Return whether a tensor is on an NVIDIA GPU."""
     return tensor.is_cuda
 
 
@@ -99,31 +99,31 @@ def cuda_stream(tensor: torch.Tensor) -> int:
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return uninitialised memory of the CPU that a GPU can read by itself."""
+    """Return uninitialised pinned CPU memory, which a GPU can read directly."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def to_gpu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on a GPU; one of the CPU is sent from pinned memory, without waiting."""
+    """Return the tensor on a GPU; a CPU tensor is copied from pinned memory, asynchronously."""
     if tensor.device == device and on_gpu(tensor):
         return tensor
     return pinned(tensor.shape, tensor.dtype).copy_(tensor).to(device, non_blocking=True)
 
 
-def beside(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the tensor on the device of `like`; one that a GPU gets is sent without waiting."""
+def to_device_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the tensor on the device of `like`; copies to a GPU are asynchronous."""
     if tensor.device == like.device:
         return tensor
     return to_gpu(tensor, like.device) if on_gpu(like) else tensor.to(like.device)
 
 
 def launch_argument(tensor: torch.Tensor) -> int:
-    """Return what a kernel of the tensor's device takes last: a stream, or a number of threads."""
+    """Return the last argument of a kernel on the tensor's device: a stream or a thread count."""
     return cuda_stream(tensor) if on_gpu(tensor) else num_threads()
 
 
 def run_kernel(name: str, use_triton: bool, tensor: torch.Tensor, *arguments: Any) -> None:
-    """Call Triton's or the native kernel of that name, the latter for the tensor's device."""
+    """Call the Triton kernel of that name, or the native one for the tensor's device."""
     if use_triton:
         from skyrl_fast.ops import _triton as triton_ops
 
@@ -141,9 +141,9 @@ def num_threads() -> int:
 def empty(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Return an uninitialised tensor; large CPU blocks are recycled, and asked for in huge pages.
+    """Return an uninitialised tensor; large CPU blocks are recycled and use huge pages.
 
-    A block returns to the pool when the last tensor on it is gone (see `set_page_pool_limit`).
+    A block returns to the pool when the last tensor on it is freed (see `set_page_pool_limit`).
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or num_bytes < HUGE_PAGE_MIN_BYTES:
@@ -158,10 +158,10 @@ def empty(
 
 
 def set_page_pool_limit(num_bytes: int) -> None:
-    """Set how much memory of freed outputs is kept for the next ones; 0 keeps nothing.
+    """Set the cap in bytes on memory cached for reuse by op outputs; 0 disables the cache.
 
-    Mapping fresh pages costs more than filling them. Without a call, an eighth of the memory of the
-    machine or its container is kept.
+    Mapping fresh pages costs more than filling them. The default cap is an eighth of the memory of
+    the machine or its container.
     """
     if num_bytes < 0:
         raise ValueError(f"set_page_pool_limit: num_bytes must be at least 0, got {num_bytes}")
@@ -187,5 +187,5 @@ def _default_page_pool_limit(control_groups: Path = Path("/sys/fs/cgroup")) -> i
 
 
 def simd_override() -> str | None:
-    """Return the SIMD level that the environment asks for (SKYRL_FAST_SIMD), or None."""
+    """Return the SIMD level set by the environment variable SKYRL_FAST_SIMD, or None."""
     return os.environ.get("SKYRL_FAST_SIMD") or None

@@ -1,4 +1,4 @@
-"""Fields of ragged rows on their way into the kernels. Shapes: N rows, S elements of all rows."""
+"""Fields of ragged rows as inputs of the kernels. Shapes: N rows, S elements of all rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rows = Any  # a list of lists or 1-D arrays, a 2-D array, Ragged, or (values, cu
 
 
 class Ragged(NamedTuple):
-    """Rows laid end to end: row i is values[cu_seqlens[i]:cu_seqlens[i + 1]].
+    """Rows stored end to end: row i is values[cu_seqlens[i]:cu_seqlens[i + 1]].
 
     values: (S,) or (S, ...). cu_seqlens: (N + 1,) int32, from 0 to S.
     """
@@ -30,7 +30,7 @@ class Ragged(NamedTuple):
 
 
 class Concat:
-    """A field whose row i is the rows i of several parts, end to end.
+    """A field whose row i is the concatenation of row i of several parts.
 
     Example:
         >>> pack_steps({"tokens": Concat([[1, 2]], [[3]])})["tokens"].values
@@ -47,7 +47,7 @@ class Concat:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field as read: its parts with their row lengths, (N,) int64 each, and their sum."""
+    """A field: its parts, their row lengths, (N,) int64 each, and the sum of these."""
 
     name: str
     parts: tuple[_C.Rows, ...]
@@ -56,7 +56,7 @@ class Field:
 
     @property
     def kind(self) -> str | None:
-        """Return "int", "uint8", "bool" or "float" by the first element; None without any."""
+        """Return "int", "uint8", "bool" or "float", by the first element; None without elements."""
         return next((part.kind for part in self.parts if part.kind is not None), None)
 
 
@@ -132,7 +132,7 @@ def check_aligned(op: str, first: Field, other: Field) -> None:
 def choose_dtype(
     op: str, field: Field, dtypes: Mapping[str, torch.dtype], integer: torch.dtype
 ) -> torch.dtype:
-    """Return the dtype asked for, else the one of the field's kind (ints: `integer`)."""
+    """Return the requested dtype, else that of the field's kind (ints: `integer`)."""
     dtype = dtypes.get(field.name)
     if dtype is None:
         by_kind = {"bool": torch.uint8, "uint8": torch.uint8, "float": torch.float32}
@@ -167,8 +167,8 @@ def copy_jobs(
     low: int = INT64_MIN,
     high: int = INT64_MAX,
 ) -> list[tuple[Any, ...]]:
-    """Return the copies that write a field's rows to `out` from element `starts` (N,) on."""
-    if out.dtype == torch.bool:  # stored as bytes; what is written must be 0 or 1
+    """Return the jobs that copy a field's rows to `out`, row i from element `starts[i]` on."""
+    if out.dtype == torch.bool:  # stored as bytes; only 0 and 1 may be written
         out, low, high = out.view(torch.uint8), max(low, 0), min(high, 1)
     jobs = []
     for part, lengths in zip(field.parts, field.part_lengths, strict=True):
@@ -178,17 +178,17 @@ def copy_jobs(
 
 
 def fill(op: str, copies: Sequence[tuple[Any, ...]], fills: Sequence[tuple[Any, ...]] = ()) -> None:
-    """Do the copies of `copy_jobs`, and write padding and masks beside them.
+    """Run the copies of `copy_jobs`, and write padding and masks.
 
     Args:
-        copies: (rows, out, starts, low, high) each.
-        fills: (out, lengths, side, value) each; value None: a mask.
+        copies: each (rows, out, starts, low, high).
+        fills: each (out, lengths, side, value); value None: a mask.
     """
     _C.fill_rows(op, list(copies), list(fills), _backend.num_threads())
 
 
 def check_names(op: str, argument: str, names: Sequence[str], fields: Mapping[str, Any]) -> None:
-    """Raise where an option names a field that is not there."""
+    """Raise where an option names an unknown field."""
     for name in names:
         if name not in fields:
             raise ValueError(

@@ -60,13 +60,13 @@ class Rows:
             return sums if sums.dim() == 1 else sums.sum(1)
         lengths = self.lengths()
         assert lengths is not None
-        of_cell = torch.arange(self.num_rows, device=self.rewards.device)
-        of_cell = torch.repeat_interleave(of_cell, lengths)
+        row_ids = torch.arange(self.num_rows, device=self.rewards.device)
+        row_ids = torch.repeat_interleave(row_ids, lengths)
         sums = self.rewards.new_zeros(self.num_rows, dtype=torch.float64)
-        return sums.index_add_(0, of_cell, self.rewards.double())
+        return sums.index_add_(0, row_ids, self.rewards.double())
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Return float32 (N,) values on every cell of their rows, times the mask."""
+        """Return (N,) float32 values broadcast over the cells of their rows, times the mask."""
         lengths = self.lengths()
         if lengths is not None:
             values = torch.repeat_interleave(values, lengths)
@@ -88,10 +88,10 @@ def check_rows(
     """Return the arguments checked and made contiguous.
 
     Args:
-        num_rows: N where group ids give it; None: taken from the other arguments.
+        num_rows: N where known from the group ids; None: taken from the other arguments.
 
     Raises:
-        TypeError, ValueError: what does not fit, by name.
+        TypeError, ValueError: an argument of a wrong type, dtype or shape.
     """
     if not isinstance(rewards, torch.Tensor):
         raise TypeError(f"{op}: rewards must be a torch tensor, got {type(rewards).__name__}")
@@ -123,7 +123,7 @@ def check_rows(
 def check_row_ids(
     op: str, name: str, ids: Sequence[str] | Sequence[int] | torch.Tensor
 ) -> torch.Tensor:
-    """Return (N,) int64, equal where the ids are; strings are numbered by first appearance.
+    """Return (N,) int64, equal where the ids are equal; strings become numbers by first appearance.
 
     Raises:
         TypeError, ValueError: anything but strings or ints, one per row.
@@ -150,7 +150,7 @@ def dense_ids(op: str, name: str, ids: Sequence[Any] | np.ndarray | torch.Tensor
 def check_trajectories(rows: Rows, group_ids: torch.Tensor | None = None) -> None:
     """Refuse a last row that is no last step, and a trajectory in two groups.
 
-    The native kernels do this themselves on the CPU. Flags are looked at where they lie.
+    The native CPU kernels check this themselves. Flags are checked on their device.
     """
     last = rows.last
     if last is None or rows.num_rows == 0:  # without flags each row is a trajectory
@@ -193,7 +193,9 @@ def _check_cu_seqlens(
         return None
     cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
     is_bad = cu_seqlens.shape != (num_rows + 1,)
-    if not is_bad and not _backend.on_gpu(cu_seqlens):  # to look there would wait for the device
+    if not is_bad and not _backend.on_gpu(
+        cu_seqlens
+    ):  # reading them would synchronize with the device
         is_bad = bool((cu_seqlens.diff() < 0).any())
     if is_bad:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels, with the arguments of the native ones. Imported when used."""
+"""Launchers of the Triton kernels, with the arguments of the native ones; imported on use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from skyrl_fast.ops.logprob import triton_kernels as kernels
 from skyrl_fast.ops.policy_loss import triton_kernels as losses
 from skyrl_fast.ops.policy_loss.losses import KERNEL_PARAMS
 
-PPO_KL_COEF = KERNEL_PARAMS.index("ppo_kl_coef")  # after those that token losses read
+PPO_KL_COEF = KERNEL_PARAMS.index("ppo_kl_coef")  # follows those that token losses read
 LOG2E = 1.4426950408889634
-MAX_BLOCK = 4096  # columns of one step: 16 per thread of 8 warps
+MAX_BLOCK = 4096  # columns per iteration: 16 per thread of 8 warps
 NUM_WARPS = 8
 LOSS_BLOCK = 512  # cells of one partial sum: 4 per thread of 4 warps
 
@@ -34,12 +34,12 @@ def _block(vocab: int) -> int:
 
 
 def _current(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Make the tensor's GPU the current one: Triton launches there."""
+    """Return a context in which the tensor's GPU is current: Triton launches on it."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return what a kernel is given for a pointer that it does not read."""
+    """Return the tensor, or `other` as a placeholder for a pointer that is not read."""
     return other if tensor is None else tensor
 
 
@@ -131,7 +131,7 @@ def masked_logprob_loss(
     entropy: Tensor | None,
     grad: Tensor | None,
 ) -> None:
-    """Write log-probabilities, entropies and the gradient of the weighted losses' sum."""
+    """Write log-probabilities, entropies and the gradient of the weighted sum of losses."""
     vocab = logits.shape[-1]
     if targets.numel() == 0:
         return
@@ -170,7 +170,7 @@ def masked_logprob_loss(
         )
 
 
-def _bytes_of(mask: Tensor) -> Tensor:
+def _as_bytes(mask: Tensor) -> Tensor:
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
@@ -201,7 +201,7 @@ def policy_loss(
                 current,
                 _or(old_logprobs, current),
                 _or(advantages, current),
-                _bytes_of(mask),
+                _as_bytes(mask),
                 row_weights,
                 _or(cu_seqlens, current),
                 _or(reference, current),
@@ -231,14 +231,14 @@ def policy_loss(
 
 
 def delta_sums(a: Tensor, b: Tensor, mask: Tensor, cu_seqlens: Tensor | None, sums: Tensor) -> None:
-    """Write for each row the sum of a - b over its trained cells, and how many they are."""
+    """Write each row's sum of a - b over its trained cells, and their number."""
     if sums.shape[0] == 0:
         return
     with _current(a):
         losses.delta_kernel[(sums.shape[0],)](
             a,
             b,
-            _bytes_of(mask),
+            _as_bytes(mask),
             _or(cu_seqlens, a),
             sums,
             a.shape[-1],
@@ -250,14 +250,14 @@ def delta_sums(a: Tensor, b: Tensor, mask: Tensor, cu_seqlens: Tensor | None, su
 def kl_penalty(
     current: Tensor, reference: Tensor, mask: Tensor, kl: int, grad_out: Tensor | None, out: Tensor
 ) -> None:
-    """Write each cell's penalty, or with `grad_out` its gradient."""
+    """Write each cell's penalty, or, with `grad_out`, its gradient."""
     if current.numel() == 0:
         return
     with _current(current):
         losses.kl_kernel[(math.ceil(current.numel() / LOSS_BLOCK),)](
             current,
             reference,
-            _bytes_of(mask),
+            _as_bytes(mask),
             _or(grad_out, current),
             out,
             current.numel(),

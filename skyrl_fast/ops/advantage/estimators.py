@@ -1,6 +1,6 @@
-"""The advantage estimators: what is true of each, in one table, and the door for a user's own.
+"""The table of advantage estimators, and the registration of a user's estimator.
 
-N rows (steps), A response tokens of all rows in a line.
+N rows (steps), A response tokens of all rows.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ LEVELS = ("outcome", "turn", "token")
 
 @dataclass(frozen=True, slots=True)
 class EstimatorInputs:
-    """What advantages are computed from; rows of a trajectory are adjacent and in order.
+    """The inputs of an estimator; rows of a trajectory are adjacent and in order.
 
     Args:
         rewards: (N,) float32, each row's reward; the outcome is that of a trajectory's last row.
-        token_rewards: (A,) float32. For estimators of level "token" the reward of a row without
-            tokens is on the trajectory's token before it.
+        token_rewards: (A,) float32. For estimators of level "token", the reward of a row without
+            tokens is added to the trajectory's previous token.
         group_ids, trajectory_ids: (N,) ints, the prompt and the trajectory of each row.
         is_last_step: (N,) bool, the last row of each trajectory.
-        loss_mask: (A,), not 0 where a token is trained.
-        cu_seqlens: (N + 1,) int32, where each row's tokens begin and end.
-        anchor_ids: (N,) ints, equal where rows acted in the same state; None unless asked for.
-        values: (A,) float32, the critic's; None without one.
+        loss_mask: (A,), nonzero on trained tokens.
+        cu_seqlens: (N + 1,) int32 offsets of the rows' tokens.
+        anchor_ids: (N,) ints, equal where rows acted in the same state; None unless
+            `needs_anchors`.
+        values: (A,) float32, the critic's; None without a critic.
     """
 
     rewards: torch.Tensor
@@ -55,11 +56,11 @@ class EstimatorInputs:
 
 @dataclass(frozen=True, slots=True)
 class EstimatorOutput:
-    """What an estimator returns; a tensor alone is taken for `advantages`.
+    """The result of an estimator; a bare tensor counts as `advantages`.
 
     Args:
         advantages: (N,) float, one for all tokens of a row, or (A,), one per token.
-        returns: (A,) float, what the critic learns; None without one.
+        returns: (A,) float, the critic's targets; None without a critic.
     """
 
     advantages: torch.Tensor
@@ -68,18 +69,19 @@ class EstimatorOutput:
 
 @dataclass(frozen=True, slots=True)
 class EstimatorSpec:
-    """What is true of one estimator.
+    """The properties of one estimator.
 
     Args:
         name: in `advantages` and `trainer.algorithm.advantage_estimator`.
-        level: what is judged. "outcome": a trajectory by its last row's reward; "turn": each turn,
-            so that rows must be turns; "token": rewards of all rows, along the tokens.
+        level: the unit of an advantage. "outcome": the trajectory, by its last row's reward;
+            "turn": each turn, so rows must be turns; "token": each token, from the rewards of all
+            rows.
         function: gets `EstimatorInputs` and the settings; returns `EstimatorOutput` or a tensor.
-        settings: for each keyword argument the key of `trainer.algorithm` that fills it.
+        settings: keyword argument -> key of `trainer.algorithm` that it is read from.
         needs_anchors: reads `anchor_ids`.
-        needs_values: reads `values` and returns `returns`: there must be a critic.
-        always_normalized: normalises over the batch itself.
-        needs_others: is 0 in a group of one.
+        needs_values: reads `values` and returns `returns`, which requires a critic.
+        always_normalized: already normalises over the batch.
+        needs_others: 0 in a group of one.
     """
 
     name: str
@@ -218,18 +220,18 @@ def register_advantage_estimator(
     needs_anchors: bool = False,
     needs_values: bool = False,
 ) -> str | Callable[[Function], Function]:
-    """Make a function an estimator; return what `advantage_estimator` calls it.
+    """Register a function as an estimator; return its name for `advantage_estimator`.
 
-    With a name in place of the function it is a decorator, which returns the function.
+    Called with a name, it is a decorator that returns the function.
 
     Args:
         function: gets `EstimatorInputs` and, as keyword arguments, `advantage_estimator_kwargs`;
             returns (N,) or (A,) advantages, or `EstimatorOutput`.
-        name: None: the function's own.
+        name: None: the function's name.
         level, needs_anchors, needs_values: see `EstimatorSpec`.
 
     Returns:
-        `module:function` where that leads to the function, else the name.
+        `module:function` where the function can be imported, else the name.
 
     Raises:
         ValueError: an unknown level, or the name of a built-in estimator.
@@ -267,7 +269,7 @@ def find_advantage_estimator(name: str) -> EstimatorSpec:
     """Return the estimator of a name, or of a function by `module:function`.
 
     Raises:
-        ValueError: there is none, or its module cannot be imported.
+        ValueError: an unknown name, or a module that cannot be imported.
     """
     return _registry.find(name)
 
@@ -275,10 +277,10 @@ def find_advantage_estimator(name: str) -> EstimatorSpec:
 def estimate(
     spec: EstimatorSpec, inputs: EstimatorInputs, settings: Mapping[str, Any]
 ) -> EstimatorOutput:
-    """Return the advantages, (N,) or (A,), after a look at their type and shape.
+    """Return the advantages, (N,) or (A,), with their type and shape checked.
 
     Raises:
-        ValueError, TypeError: the built-in op's; a user's function returned something else.
+        ValueError, TypeError: those of the built-in op; a wrong result of a user's function.
         RuntimeError: a user's function raised.
     """
     is_custom = ADVANTAGE_ESTIMATORS.get(spec.name) is not spec

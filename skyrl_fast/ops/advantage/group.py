@@ -32,16 +32,16 @@ def group_advantage(
     estimator: str = "grpo",
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Return each row's advantage: its trajectory's outcome against the other ones of its group.
+    """Return each row's advantage: its trajectory's outcome relative to those of its group.
 
     The score of a trajectory is the sum of its last row's rewards. Scores are compared within
-    their group, and every row of a trajectory receives the trajectory's advantage times its own
-    mask. Statistics are taken in float64 with a centred variance, in a fixed order.
+    their group, and every row of a trajectory gets the trajectory's advantage times the row's
+    mask. Statistics are float64 with a centred variance, in a fixed order.
 
-    Where the rewards are on a GPU nothing waits for it: what cannot be checked without that (a
-    score that is not finite, flags and ids that are on the GPU) gives NaN there, not an error.
+    With rewards on a GPU nothing synchronizes: what could only be checked by waiting (a score that
+    is not finite, flags and ids that are on the GPU) gives NaN, not an error.
 
-    With s a score, mean, std (unbiased) and n of its group (in brackets: a group of one):
+    With s a score, and mean, std (unbiased) and size n of its group (in brackets: a group of one):
     "grpo" (s - mean) / (std + 1e-6) [s / (1 + 1e-6)], Shao et al. 2024, arXiv:2402.03300;
     "dr_grpo" s - mean [s], Liu et al. 2025, arXiv:2503.20783;
     "rloo" (s - mean) * n / (n - 1) [0], Ahmadian et al. 2024, arXiv:2402.14740;
@@ -53,21 +53,21 @@ def group_advantage(
         group_ids: N strings or ints, the prompt of each row. Equal within a trajectory; rows of a
             group need not be adjacent.
         is_last_step: (N,) bool, True at each trajectory's final row. None: every row is a
-            trajectory of its own.
+            separate trajectory.
         response_mask: bool, uint8, int64 or float32, (N, R) or (A,): the shape of the result.
             None: all ones, in the shape of `rewards`.
         cu_seqlens: (N + 1,) int32 offsets of the rows' cells, for ragged (A,) data.
         estimator: see above. "gae" and "reinforce++" need a reward at each time step and are
-            refused: a broadcast of the last step's value is not what they define. The ops `gae`
-            and `reinforce_plus_plus` compute them.
+            refused: broadcasting the last step's value would be another estimator. Use the ops
+            `gae` and `reinforce_plus_plus`.
         backend: "native", "torch", or None to choose.
 
     Returns:
         float32 in the shape of `response_mask` (of `rewards` where there is none).
 
     Raises:
-        ValueError: shapes that disagree, an unknown or temporal estimator, a last row that is no
-            last step, two groups in one trajectory, or a score that is NaN or infinite.
+        ValueError: shapes that do not match, an unknown or temporal estimator, a last row that is
+            no last step, two groups in one trajectory, or a score that is NaN or infinite.
 
     Example:
         >>> group_advantage(torch.tensor([0.0, 1.0, 0.0]), ["a", "a", "a"],
@@ -84,7 +84,7 @@ def group_advantage(
         return _torch(rows, ids, estimator)
     if _backend.on_gpu(rows.rewards):
         if not isinstance(group_ids, torch.Tensor) and not isinstance(is_last_step, torch.Tensor):
-            check_trajectories(rows, ids)  # what the CPU holds costs no wait
+            check_trajectories(rows, ids)  # both on the CPU: no synchronization
         return _on_gpu(rows, ids, estimator)
     out = rows.empty()
     _C.group_advantage(
@@ -102,7 +102,7 @@ def group_advantage(
 
 
 def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str) -> torch.Tensor:
-    """Three launches and a sort, which bring the last rows of each group together in row order."""
+    """Run a sort, which gathers the last rows of each group in row order, and three launches."""
     device = rows.rewards.device
     ids = _backend.to_gpu(ids, device)
     last = None if rows.last is None else _backend.to_gpu(rows.last, device)

@@ -1,4 +1,4 @@
-"""Credit for single tokens, along the trained tokens of a trajectory.
+"""Token-level advantages, along the trained tokens of a trajectory.
 
 N rows (steps), R padded cells, A ragged cells, J trajectories.
 """
@@ -18,8 +18,8 @@ from skyrl_fast.ops._rows import (
     check_rows,
     check_trajectories,
 )
-from skyrl_fast.ops.advantage import reference_credit as reference
-from skyrl_fast.ops.advantage.reference import trajectory_of_row
+from skyrl_fast.ops.advantage import reference
+from skyrl_fast.ops.advantage.reference import trajectory_numbers
 
 
 def gae(
@@ -38,36 +38,35 @@ def gae(
 
     Schulman et al. 2016, arXiv:1506.02438. The time steps are the trained tokens of a trajectory:
     those of step 0 in order, then those of step 1, and so on; after the last trained token of a
-    step comes the first one of the next. With V the value of a trained token, V' and A' those of
+    step follows the first one of the next. With V the value of a trained token, V' and A' those of
     the trained token after it (0 after the last one):
     delta = r + gamma * V' - V,  A = delta + gamma * lambd * A',  return = A + V.
-    A token that is not trained (an observation, an appended end token) is no time step: it costs no
-    discount and its value is not read. Its reward is what the trained token before it brought
-    about, and counts there: r is a token's own reward plus those up to the next trained one.
-    Rewards before the first trained token are nobody's. Sums are float64, in a fixed order.
+    A token that is not trained (an observation, an appended end token) is no time step: it is not
+    discounted and its value is not read. Its reward is a result of the trained token before it and
+    is added there: r is a token's reward plus those up to the next trained token. Rewards before
+    the first trained token are ignored. Sums are float64, in a fixed order.
 
     Args:
         rewards: float; (N, R) per padded response token, with `cu_seqlens` (A,) per response
-            token, or (N,), one per row, which comes after the row's last token. Padded cells hold
-            0.
+            token, or (N,), one per row, given after the row's last token. Padded cells hold 0.
         values: float, (N, R) or (A,): the critic's value of the state before each token.
         is_last_step: (N,) bool, True at each trajectory's final row; its rows are adjacent and in
-            time order. None: every row is a trajectory of its own.
+            time order. None: every row is a separate trajectory.
         loss_mask: bool, uint8, int64 or float32, (N, R) or (A,), not 0 on trained tokens; 0 in
             padded cells and padding rows. None: all are trained.
         cu_seqlens: (N + 1,) int32 offsets of the rows' cells, for ragged (A,) data.
         gamma: discount of one trained token, from 0 to 1.
-        lambd: from 0 (one step ahead) to 1 (whole returns).
-        normalize: give the advantages mean 0 and (biased) variance 1 over all trained tokens; the
-            returns are those before.
+        lambd: from 0 (one-step returns) to 1 (full returns).
+        normalize: scale the advantages to mean 0 and (biased) variance 1 over all trained tokens;
+            returns are computed before that.
         backend: "native", "torch", or None to choose.
 
     Returns:
         advantages and returns, float32 in the shape of `values`; 0 where `loss_mask` is 0.
 
     Raises:
-        ValueError: shapes that disagree, a factor out of range, a last row that is no last step, a
-            reward or the value of a trained token that is NaN or infinite.
+        ValueError: shapes that do not match, a factor out of range, a last row that is no last
+            step, a reward or the value of a trained token that is NaN or infinite.
 
     Example:
         One trajectory of two steps of one token, rewarded at its end.
@@ -98,19 +97,18 @@ def reinforce_plus_plus(
     normalize: bool = True,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Return REINFORCE++ advantages: rewards to go of each token, normalised over the batch.
+    """Return REINFORCE++ advantages: rewards to go per token, normalised over the batch.
 
     Hu et al. 2025, arXiv:2501.03262. The chain is that of `gae` (linked across the steps of a
     trajectory, over trained tokens) without values: return = r + gamma * return of the trained
-    token after it. The batch's masked mean is then its baseline and its masked (biased) standard
-    deviation, at least 1e-4, its scale: real rows only, padded cells and padding rows do not move
-    them.
+    token after it. The batch's masked mean is the baseline and its masked (biased) standard
+    deviation, at least 1e-4, the scale; padded cells and padding rows do not affect them.
 
     Args:
-        rewards, is_last_step, cu_seqlens, gamma, backend: as `gae`. Where `rewards` are (N,) and
-            there is no mask, rows are taken to have one token each.
-        loss_mask: as `gae`; it gives the shape of the result.
-        normalize: False: the rewards to go as they are.
+        rewards, is_last_step, cu_seqlens, gamma, backend: as `gae`. With (N,) `rewards` and no
+            mask, each row counts as one token.
+        loss_mask: as `gae`; also the shape of the result.
+        normalize: False: return the rewards to go.
 
     Returns:
         float32 in the shape of `loss_mask` (of `rewards` where there is none); 0 where it is 0.
@@ -197,8 +195,8 @@ def _torch(
         width = rows.shape[1] if len(rows.shape) == 2 else 1
         lengths = torch.full((rows.num_rows,), width)
     lengths = lengths.cpu()
-    of_cell = torch.repeat_interleave(torch.arange(rows.num_rows), lengths)
-    cells = of_cell.numel()
+    row_ids = torch.repeat_interleave(torch.arange(rows.num_rows), lengths)
+    cells = row_ids.numel()
     trained = torch.ones(cells, dtype=torch.bool)
     if rows.mask is not None:
         trained = rows.mask.cpu().reshape(-1) != 0
@@ -208,10 +206,10 @@ def _torch(
     if bad.numel():
         cell = int(bad[0])
         raise ValueError(
-            f"{rows.op}: values of trained tokens must be finite, but row {int(of_cell[cell])} "
+            f"{rows.op}: values of trained tokens must be finite, but row {int(row_ids[cell])} "
             f"has {float(flat[cell])}"
         )
-    trajectory = trajectory_of_row(rows.last_or_all().cpu())[of_cell]
+    trajectory = trajectory_numbers(rows.last_or_all().cpu())[row_ids]
     advantages, returns = reference.token_chain(
         _rewards_per_cell(rows, lengths), flat, trained, trajectory, gamma, lambd
     )
@@ -225,13 +223,13 @@ def _torch(
 
 
 def _rewards_per_cell(rows: Rows, lengths: torch.Tensor) -> torch.Tensor:
-    """Return (cells,): a row's one reward lies on its last cell."""
+    """Return (cells,) rewards; a reward per row is on the row's last cell."""
     rewards = rows.rewards.cpu()
     if rows.ragged_rewards or rewards.dim() == 2:
         return rewards.reshape(-1)
     cells = torch.zeros(int(lengths.sum()), dtype=torch.float64)
-    # An empty row's reward goes to the last cell before it, if that is of the same trajectory.
-    trajectory = trajectory_of_row(rows.last_or_all().cpu())
+    # An empty row's reward is added to the last cell before it, if of the same trajectory.
+    trajectory = trajectory_numbers(rows.last_or_all().cpu())
     ends = lengths.cumsum(0)
     for row in range(rows.num_rows):
         cell = int(ends[row]) - 1

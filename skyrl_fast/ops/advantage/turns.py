@@ -1,4 +1,4 @@
-"""Credit for single turns. N rows (turns), R padded cells, A ragged cells, J trajectories."""
+"""Turn-level advantages. N rows (turns), R padded cells, A ragged cells, J trajectories."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_fast.ops._rows import (
     check_rows,
     check_trajectories,
 )
-from skyrl_fast.ops.advantage import reference_credit as reference
+from skyrl_fast.ops.advantage import reference
 
 Ids = Sequence[str] | Sequence[int] | torch.Tensor
 BASELINES = {"turn": 0, "episode": 1}
@@ -32,16 +32,16 @@ def turn_level_returns(
     gamma: float = 1.0,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Return the discounted rewards from each turn to its trajectory's end, on the turn's tokens.
+    """Return the discounted return of each turn, broadcast over the turn's tokens.
 
-    G_k = r_k + gamma * G_(k+1), with r_k the sum of row k's rewards: every row's, not only the
-    last step's. Sums are float64, in a fixed order.
+    G_k = r_k + gamma * G_(k+1), with r_k the sum of row k's rewards, for every row, not only the
+    last step. Sums are float64, in a fixed order.
 
     Args:
         rewards: float; (N,) one per row, (N, R) per padded response token, or, with `cu_seqlens`,
             (A,) per response token. Padded cells hold 0.
         is_last_step: (N,) bool, True at each trajectory's final row; its rows are adjacent and in
-            time order. None: every row is a trajectory of its own.
+            time order. None: every row is a separate trajectory.
         response_mask: bool, uint8, int64 or float32, (N, R) or (A,): the shape of the result, which
             is multiplied by it. None: all ones, in the shape of `rewards`.
         cu_seqlens: (N + 1,) int32 offsets of the rows' cells, for ragged (A,) data.
@@ -52,8 +52,8 @@ def turn_level_returns(
         float32 in the shape of `response_mask` (of `rewards` where there is none).
 
     Raises:
-        ValueError: shapes that disagree, a discount out of range, a last row that is no last step,
-            or a row whose rewards are NaN or infinite.
+        ValueError: shapes that do not match, a discount out of range, a last row that is no last
+            step, or a row whose rewards are NaN or infinite.
 
     Example:
         >>> turn_level_returns(torch.tensor([1.0, 0.0, 4.0]), is_last_step=[False, False, True],
@@ -98,20 +98,20 @@ def turn_group_advantage(
     With G as in `turn_level_returns`, turn k of trajectory i in a group of n trajectories gets
     A_(i,k) = G_(i,k) - 1 / (n - 1) * sum over j != i of B_j, where B_j is
     "turn": G_(j,k), or 0 where trajectory j was over before its turn k;
-    "episode": G_(j,0), the whole return, for every k.
-    A group of one has nothing to compare with and gets 0.
+    "episode": G_(j,0), the full return, for every k.
+    A group of one gets 0.
 
-    Neither looks at who is still running. The policy decides when to stop, so the trajectories
-    that reach turn k are a selection. To normalise over them (minus their own mean) shrinks what a
-    turn counts by (m - 1) / m where m of them got there, to 0 where one did: late turns weigh less
-    than in the policy gradient, which is a bias and not noise. Here a trajectory that is over
-    counts as one that goes on with rewards of 0, which is what it is, and all n - 1 others take
-    part at every turn. The baseline is a function of the *other* trajectories alone. These were
-    sampled independently, so its product with the score of the turn has mean 0, and the estimate
-    keeps its mean, the gradient: sum over k of E[grad log pi(a_k | s_k) G_k].
+    Neither depends on which trajectories are still running. The policy decides when to stop, so
+    the trajectories that reach turn k are a selected sample. Subtracting the mean over these m
+    trajectories scales the weight of a turn by (m - 1) / m, to 0 where one is left: late turns
+    weigh less than in the policy gradient, which is a bias and not noise. Here a trajectory that
+    has ended counts as one that continues with rewards of 0, which is exact, and all n - 1 others
+    take part at every turn. The baseline is a function of the *other* trajectories only. These
+    were sampled independently, so its product with the score of the turn has mean 0, and the
+    estimate keeps its mean, the gradient: sum over k of E[grad log pi(a_k | s_k) G_k].
 
-    "turn" follows rewards that come along the way. "episode" is right where only the end is
-    rewarded: with gamma 1 it is then RLOO (Ahmadian et al. 2024, arXiv:2402.14740) on all rows.
+    "turn" suits rewards along the way, "episode" a reward at the end only: with gamma 1 it is then
+    RLOO (Ahmadian et al. 2024, arXiv:2402.14740) on all rows.
 
     Args:
         rewards, is_last_step, response_mask, cu_seqlens, gamma, backend: as `turn_level_returns`.
@@ -119,8 +119,8 @@ def turn_group_advantage(
             group need not be adjacent.
         baseline: "turn" or "episode".
         scale_by_std: divide by (the root mean square of the group's advantages + 1e-6): one scale
-            for all turns of a group, so that they keep their weights against each other. Groups
-            are then weighted by it, as in GRPO; leave it out for an unbiased gradient.
+            for all turns of a group, which keeps their relative weights. It weights the groups,
+            as in GRPO; False for an unbiased gradient.
 
     Returns:
         float32 in the shape of `response_mask` (of `rewards` where there is none).
@@ -180,16 +180,16 @@ def gigpo_advantage(
     scale_by_std: bool = True,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Return GiGPO's advantage: the episode's in its group, plus the step's at its anchor state.
+    """Return GiGPO's advantage: of the episode in its group, plus of the step in its state.
 
-    Feng et al. 2025, arXiv:2505.10978. The rows of a group whose state is the same (`anchor_ids`)
-    form an anchor group, whatever their turn and trajectory: they are different actions in one
-    state. A = A_episode + step_advantage_w * A_step, with
+    Feng et al. 2025, arXiv:2505.10978. The rows of a group with the same state (`anchor_ids`) form
+    an anchor group, regardless of turn and trajectory: they are different actions in one state.
+    A = A_episode + step_advantage_w * A_step, with
     A_episode = (R - mean) / (std + 1e-6), R the undiscounted sum of all rewards of the trajectory,
     over the trajectories of the group, each counted once (group of one: R / (1 + 1e-6));
     A_step = (G - mean) / (std + 1e-6), G as in `turn_level_returns`, over the rows of the anchor
-    group (0 for a state that was seen once).
-    Deviations are unbiased; `scale_by_std=False` leaves both out.
+    group (0 for a state seen once).
+    Deviations are unbiased; `scale_by_std=False` omits both divisions.
 
     Args:
         rewards, is_last_step, response_mask, cu_seqlens, gamma, backend: as `turn_level_returns`.

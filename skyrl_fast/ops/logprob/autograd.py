@@ -1,4 +1,4 @@
-"""The torch operator under the log-probability functions: kernels, fakes, autograd.
+"""The torch operators of the log-probability functions: kernels, fakes, autograd.
 
 Shapes: M rows, V vocab. Logits are (M, V), or (outer, inner, V) where rows have two strides.
 """
@@ -24,9 +24,9 @@ _lib.define(
     "bool use_triton=False) -> Tensor"
 )
 
-_wanted_level = _backend.simd_override()
-if _wanted_level is not None:
-    _C.set_simd_level(_wanted_level)
+_simd_level = _backend.simd_override()
+if _simd_level is not None:
+    _C.set_simd_level(_simd_level)
 
 
 def forward(
@@ -37,7 +37,7 @@ def forward(
     return_entropy: bool,
     use_triton: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (M,) log-probabilities, entropies (empty unless asked for) and log-sum-exps."""
+    """Return (M,) log-probabilities, entropies (empty unless requested) and log-sum-exps."""
     num_rows = targets.numel()
     logprob = logits.new_empty(num_rows, dtype=torch.float32)
     lse = logits.new_empty(num_rows, dtype=torch.float64)
@@ -150,7 +150,7 @@ def _autograd(
     logits, targets, mask, entropy, lse = ctx.saved_tensors
     entropy_part = grad_entropy if ctx.return_entropy else None
     args = (logits, targets, mask, ctx.temperature, lse, entropy, grad_logprob, entropy_part)
-    # While a graph is traced the logits are a stand-in without memory, which is a subclass.
+    # While a graph is traced the logits are a tensor subclass without memory.
     if ctx.inplace and type(logits) in (torch.Tensor, torch.nn.Parameter):
         grad = logits.detach()
         write_gradient(*args, grad, ctx.use_triton)
@@ -161,9 +161,7 @@ def _autograd(
 
 
 def _no_second_derivative(ctx: Any, *gradients: torch.Tensor) -> None:
-    raise RuntimeError(
-        "selected_logprob: its gradient has no derivative of its own; use backend='torch'"
-    )
+    raise RuntimeError("selected_logprob: no second derivative; use backend='torch'")
 
 
 for _key in ("CPU", "CUDA"):

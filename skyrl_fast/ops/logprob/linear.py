@@ -12,12 +12,12 @@ from skyrl_fast.ops.logprob import reference
 from skyrl_fast.ops.logprob.selected import KERNEL_DTYPES, ON_GPU, check_selection, check_targets
 
 OP = "linear_logprob"
-CHUNK_BYTES = 128 << 20  # of logits: large enough that the products run at full speed
+CHUNK_BYTES = 128 << 20  # of logits: large enough for the matrix products to run at full speed
 GPU_CHUNK_BYTES = 512 << 20  # the same on a GPU: 1,766 rows of 151,936 bfloat16 logits
-GPU_ROW_MULTIPLE = 128  # of the tiles of a GPU's matrix products
-COLUMN_MULTIPLE = 8  # of parts of the vocabulary: every row of 16-bit logits begins at 16 bytes
+GPU_ROW_MULTIPLE = 128  # rows per tile of a GPU's matrix products
+COLUMN_MULTIPLE = 8  # of vocabulary parts: every row of 16-bit logits is 16-byte aligned
 MIN_CHUNK_ROWS = 64
-COPIED_COLUMNS = 8192  # of operands made float32 for a product: large enough for full speed
+COPIED_COLUMNS = 8192  # of operands converted to float32 for a product: large enough for full speed
 HAS_MIXED_PRODUCT = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch 2.8 and newer
 
 
@@ -34,11 +34,11 @@ def linear_logprob(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability of one token per row under logits = hidden @ lm_head_weight.T.
 
-    Rows of mask 0 are left out before the product. The others go through it in chunks, so that
-    no more than one chunk of logits is ever held: chunks of rows forward; backward, where the
-    log-sum-exps are known, of all rows and part of the vocabulary, which leaves no sum over chunks
-    but that of hidden's gradient, in float32. The backward computes the logits again, unless there
-    was only one chunk, and turns them into their gradient in place.
+    Rows of mask 0 are dropped before the product. The others are processed in chunks, so that at
+    most one chunk of logits is in memory: chunks of rows in the forward; in the backward, where the
+    log-sum-exps are known, of all rows and a part of the vocabulary, so that only hidden's gradient
+    is a sum over chunks, in float32. The backward recomputes the logits, unless there was only one
+    chunk, and turns them into their gradient in place.
 
     Args:
         hidden: (..., H) float32, bfloat16, float16 or float64.
@@ -47,17 +47,17 @@ def linear_logprob(
         loss_mask: (...) bool or number, or None: all ones.
         temperature: divides the logits.
         return_entropy: also return the entropy of softmax(logits / temperature), in nats.
-        chunk_rows: rows per chunk, the backward's chunks are as large; None: as many as make
-            128 MB of logits (512 MB on a GPU), at least 64.
+        chunk_rows: rows per chunk; the backward's chunks have the same size. None: 128 MB of logits
+            (512 MB on a GPU), at least 64 rows.
         backend: "native", "torch" (which holds the logits of all rows of mask 1), or None.
 
     Returns:
         (...) float32 (float64 for float64), 0 where the mask is 0; with `return_entropy` a pair.
 
     Raises:
-        ValueError: shapes or dtypes that disagree, a target out of range where the mask is 1,
+        ValueError: shapes or dtypes that do not match, a target out of range where the mask is 1,
             temperature or chunk_rows not positive.
-        RuntimeError: a forward-mode derivative, which backend="torch" alone has.
+        RuntimeError: a forward-mode derivative, which only backend="torch" has.
 
     Example:
         >>> linear_logprob(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3]))
@@ -91,7 +91,7 @@ def linear_logprob(
 
 
 def default_chunk_rows(weight: torch.Tensor, *, on_gpu: bool) -> int:
-    """Return how many rows of logits are made at once; on a GPU whole tiles of the product."""
+    """Return the rows of a chunk of logits; on a GPU full tiles of the product."""
     row_bytes = weight.shape[0] * weight.element_size()
     if not on_gpu:
         return max(CHUNK_BYTES // row_bytes, MIN_CHUNK_ROWS)
@@ -126,7 +126,7 @@ def _check_linear(
 
 
 def _spread(values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
-    """Return values at their rows among zeros, in the shape that was asked for."""
+    """Return `shape` zeros with the values at their rows."""
     if rows is None:
         return values.view(shape)
     zeros = values.new_zeros(shape.numel())
@@ -134,7 +134,7 @@ def _spread(values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size) 
 
 
 class _LinearLogprob(torch.autograd.Function):
-    """linear_logprob of rows that are all trained: hidden (M, H), targets (M,)."""
+    """linear_logprob of trained rows only: hidden (M, H), targets (M,)."""
 
     @staticmethod
     def forward(
@@ -175,7 +175,7 @@ class _LinearLogprob(torch.autograd.Function):
         temperature, return_entropy, chunk_rows, use_triton = ctx.options
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         num_rows, vocab = hidden.shape[0], weight.shape[0]
-        logits, ctx.only_chunk = ctx.only_chunk, None  # a second backward computes it again
+        logits, ctx.only_chunk = ctx.only_chunk, None  # a second backward recomputes it
         known = logits is not None
         columns = vocab if known else min(vocab, _chunk_columns(chunk_rows, num_rows, vocab))
         if logits is None:
@@ -183,7 +183,7 @@ class _LinearLogprob(torch.autograd.Function):
         d_weight = None
         if wants_weight:
             d_weight = _backend.empty(weight.shape, weight.dtype, weight.device)
-        # The one sum over chunks, in float32 unless a single product makes it.
+        # The only sum over chunks, in float32 unless it is a single product.
         sums = torch.float32 if columns < vocab else hidden.dtype
         d_hidden = torch.empty_like(hidden, dtype=sums) if wants_hidden else None
         for start in range(0, vocab, columns):
@@ -191,10 +191,12 @@ class _LinearLogprob(torch.autograd.Function):
             chunk = logits.view(-1)[: num_rows * len(part)].view(num_rows, len(part))
             if not known:
                 torch.mm(hidden, part.T, out=chunk)
-            here = targets if len(part) == vocab else _targets_of_slice(targets, start, len(part))
+            part_targets = (
+                targets if len(part) == vocab else _slice_targets(targets, start, len(part))
+            )
             logprob_op.write_gradient(
                 chunk,
-                here,
+                part_targets,
                 None,
                 temperature,
                 lse,
@@ -216,26 +218,26 @@ class _LinearLogprob(torch.autograd.Function):
 
 
 def _chunk_columns(chunk_rows: int, num_rows: int, vocab: int) -> int:
-    """Return the columns of a chunk with all rows that is as large as one of `chunk_rows` rows."""
+    """Return the columns of a chunk of all rows, of the size of `chunk_rows` complete rows."""
     tiles = chunk_rows * vocab // max(num_rows, 1) // COLUMN_MULTIPLE
     return max(tiles, 1) * COLUMN_MULTIPLE
 
 
-def _targets_of_slice(targets: torch.Tensor, start: int, width: int) -> torch.Tensor:
-    """Return the targets counted from a slice's first column; -1 where they are outside of it."""
-    here = targets - start
-    return torch.where((here >= 0) & (here < width), here, -1)
+def _slice_targets(targets: torch.Tensor, start: int, width: int) -> torch.Tensor:
+    """Return the targets relative to a slice's first column; -1 outside the slice."""
+    relative = targets - start
+    return torch.where((relative >= 0) & (relative < width), relative, -1)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_first: bool) -> None:
-    """Add a @ b to float32 `total` in float32; `is_first`: whatever it held does not count."""
+    """Add a @ b to float32 `total` in float32; `is_first`: overwrite instead."""
     if a.dtype == torch.float32:
         total.addmm_(a, b, beta=0 if is_first else 1)
     elif a.is_cuda and HAS_MIXED_PRODUCT:
         # 16-bit operands, float32 sums: the tensor cores do this without copies of the operands
         beta = 0 if is_first else 1
         torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, beta=beta, out=total)
-    else:  # copies of the operands, of some columns at a time
+    else:  # convert the operands, some columns at a time
         for start in range(0, len(b), COPIED_COLUMNS):
             columns = slice(start, start + COPIED_COLUMNS)
             beta = 0 if is_first and start == 0 else 1

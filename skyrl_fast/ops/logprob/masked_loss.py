@@ -1,4 +1,4 @@
-"""Logits to policy loss in one visit. Shapes: cells are (N, R) or, ragged, (A,); V vocab."""
+"""Policy loss from logits in one pass. Shapes: cells are (N, R) or, ragged, (A,); V vocab."""
 
 from __future__ import annotations
 
@@ -55,27 +55,27 @@ def masked_logprob_loss(
     inplace_backward: bool = False,
     backend: str | None = None,
 ) -> PolicyLoss:
-    """Return the policy loss of logits, with the gradient made while each row is in the cache.
+    """Return the policy loss of logits; each row's gradient is computed while it is in the cache.
 
     loss = sum over trained tokens of row_weight * (token_weight * policy loss + kl_coef * KL), as
-    `policy_loss` defines them. A weight per token that is known beforehand is what makes one visit
-    enough: a row's log-probability gives its derivative, and the row is turned into its gradient
-    at once. Rows of mask 0 are never read, rows whose derivative is 0 (clipped, advantage 0) are
-    not read again; the gradient of both is 0. Under torch.no_grad no gradient is made.
+    `policy_loss` defines them. One pass is enough because the token weights are known in advance: a
+    row's log-probability determines its derivative, and the row is turned into its gradient at
+    once. Rows of mask 0 are never read, rows whose derivative is 0 (clipped, advantage 0) are not
+    read again; the gradient of both is 0. Under torch.no_grad no gradient is computed.
 
     The losses of sequences or mini-batches (gspo, clip_cov, kl_cov, sequence masks) need every
     log-probability before any derivative: use `selected_logprob` and `policy_loss` for them.
 
     `metrics` are those of `policy_loss` (ratios, shares of clipped tokens, KL, number of tokens
-    and the parts of the loss, see there), made from the log-probabilities of the visit; with
+    and the parts of the loss, see there), computed from the log-probabilities of that pass; with
     `return_entropy` also `entropy`, its mean over trained tokens.
 
     Args:
         logits: cells + (V,) float32, bfloat16 or float16; the last dimension contiguous. float64
             is computed by torch.
         target_ids: cells, integers; in [0, V) where the mask is 1.
-        old_logprobs: cells, what the ratio is taken against. None: the current ones, ratio 1.
-        advantages: cells; may be None for "cross_entropy" alone.
+        old_logprobs: cells, the denominator of the ratio. None: the current ones, ratio 1.
+        advantages: cells; None only for "cross_entropy".
         loss_mask: cells of any dtype, or None: all ones. A token is trained where it is not 0.
         loss: one of `TOKEN_LOSSES`, with its defaults, or its settings: `Sapo(tau_pos=2.0)`.
         rollout_logprobs: cells; the sampler's, which take the place of `old_logprobs` in
@@ -86,20 +86,20 @@ def masked_logprob_loss(
         cu_seqlens: (N + 1,) offsets of the rows' cells, for (N,) weights of (A,) cells.
         token_weights: cells; multiply the policy loss, not the KL. None: ones.
         temperature: divides the logits.
-        return_entropy: also give the entropy, without a gradient.
-        inplace_backward: write the gradient over the logits, during this call; whoever else saved
-            them for a backward gets an error of autograd's. A function compiled by torch.compile,
-            and backend "torch", allocate the gradient all the same.
+        return_entropy: also return the entropy, without a gradient.
+        inplace_backward: write the gradient over the logits, during this call; another op that
+            saved them for its backward then raises an autograd error. A function compiled by
+            torch.compile, and backend "torch", still allocate the gradient.
         backend: "native", "triton" (GPUs), "torch", or None to choose.
 
     Returns:
-        `PolicyLoss` with log-probabilities, and with the entropy where asked for.
+        `PolicyLoss` with log-probabilities, and with the entropy if requested.
 
     Raises:
         ValueError: an unknown loss or one of sequences, a setting out of its limits, shapes
-            that disagree, a target out of range where the mask is 1, or a device or dtype without a
-            kernel.
-        RuntimeError: a forward-mode derivative, which backend="torch" alone has.
+            that do not match, a target out of range where the mask is 1, or a device or dtype
+            without a kernel.
+        RuntimeError: a forward-mode derivative, which only backend="torch" has.
 
     Example:
         >>> logits, targets = torch.zeros(1, 4), torch.tensor([2])
@@ -173,7 +173,7 @@ def _torch(logits: torch.Tensor, call: Call, kind: str, kl_estimator: str | None
 def _token_mean(
     targets: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return (M,), one over the number of trained tokens; waits for no device."""
+    """Return (M,), one over the number of trained tokens; does not synchronize."""
     ones = torch.ones(targets.shape, dtype=dtype, device=targets.device)
     if mask is None:
         return ones / max(targets.numel(), 1)
@@ -186,7 +186,7 @@ def _weights(
     shape: torch.Size,
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    """Return each cell's weight, (M,); None where none are given."""
+    """Return each cell's weight, (M,); None without `row_weights`."""
     if not isinstance(row_weights, torch.Tensor) or row_weights.shape == shape:
         return _cells("row_weights", row_weights, shape, dtype)
     num_rows = shape[0] if len(shape) == 2 else None
@@ -212,7 +212,7 @@ def _check_loss(
 ) -> None:
     if spec.scope != "token":
         raise ValueError(
-            f"{OP}: loss {spec.name!r} needs the log-probabilities of a whole sequence or batch "
+            f"{OP}: loss {spec.name!r} needs the log-probabilities of a full sequence or batch "
             "before any derivative; use selected_logprob and policy_loss"
         )
     if kl_estimator is not None and kl_estimator not in KL_ESTIMATORS:

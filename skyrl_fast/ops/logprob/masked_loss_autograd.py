@@ -1,4 +1,4 @@
-"""The torch operator under `masked_logprob_loss`: kernels, fake, autograd.
+"""The torch operator of `masked_logprob_loss`: kernels, fake, autograd.
 
 Shapes: M rows, V vocab. Logits are (M, V), or (outer, inner, V) where rows have two strides.
 """
@@ -41,16 +41,16 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What the visit gives; the loss alone is differentiable."""
+    """The results of the pass; only the loss is differentiable."""
 
     loss: Tensor  # 0-dimensional float32
     logprobs: Tensor  # (M,) float32
-    entropy: Tensor  # (M,) float32, empty unless asked for
+    entropy: Tensor  # (M,) float32, empty unless requested
     metrics: Tensor  # those of policy_loss, float64
 
 
 def visit(logits: Tensor, call: Call, inplace_backward: bool) -> Result:
-    """Return the loss of rows of logits; its gradient, where one is wanted, is made at once."""
+    """Return the loss of rows of logits; its gradient, if required, is computed with it."""
     if not (torch.is_grad_enabled() and logits.requires_grad):
         logprobs, entropy, _ = torch.ops.skyrl_fast.masked_logprob_loss(logits, *call, False)
         return _with_loss(logprobs, entropy, call)
@@ -61,7 +61,7 @@ def visit(logits: Tensor, call: Call, inplace_backward: bool) -> Result:
 
 
 def _with_loss(logprobs: Tensor, entropy: Tensor, call: Call) -> Result:
-    """The loss and its metrics: those of policy_loss for rows of one cell."""
+    """Return the loss and its metrics: those of policy_loss for rows of one cell."""
 
     def column(cells: Tensor | None) -> Tensor | None:
         return None if cells is None else cells.view(-1, 1)
@@ -78,7 +78,7 @@ def _with_loss(logprobs: Tensor, entropy: Tensor, call: Call) -> Result:
 
 
 class _Visit(torch.autograd.Function):
-    """The gradient is made with the loss and given away at the first backward."""
+    """The gradient is computed with the loss and moved out at the first backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, call: Call, inplace_backward: bool) -> tuple[Tensor, ...]:
@@ -110,14 +110,14 @@ class _Visit(torch.autograd.Function):
                 grad.mul_(grad_loss)
         elif ctx.use_triton:
             grad.mul_(grad_loss)
-        else:  # asking whether it is 1 would wait for the device: the kernel asks
+        else:  # comparing it with 1 here would synchronize: the kernel does
             factor = grad_loss.reshape(1).to(torch.float32)
             _backend.run_kernel("scale_rows", False, grad, grad, factor)
         return grad, None, None
 
 
 class _CompiledVisit(torch.autograd.Function):
-    """The same for a compiled graph, which may not hand a tensor over by mutation."""
+    """The same for a compiled graph, which cannot mutate its context."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, *call: Any) -> tuple[Tensor, ...]:
@@ -133,7 +133,7 @@ class _CompiledVisit(torch.autograd.Function):
 
 
 def _run(logits: Tensor, call: Call, grad: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies; write the gradient, perhaps over the logits."""
+    """Return log-probabilities and entropies; write `grad`, which may be `logits`."""
     num_rows = call.targets.numel()
     logprobs = logits.new_empty(num_rows, dtype=torch.float32)
     entropy = logprobs.new_empty(num_rows if call.return_entropy else 0)

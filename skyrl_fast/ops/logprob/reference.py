@@ -14,7 +14,7 @@ def selected_logprob(
     """Return (M,) log-probabilities of the targets and (M,) entropies in nats.
 
     Computed in float32, or in float64 for float64 logits. Logits of -inf have probability 0 and
-    add nothing to the entropy. A row that holds NaN or +inf, or nothing but -inf, gives NaN.
+    add nothing to the entropy. A row that holds NaN or +inf, or only -inf, gives NaN.
 
     Args:
         logits: (M, V).
@@ -28,7 +28,7 @@ def selected_logprob(
     scaled = logits[rows].to(dtype) / temperature
     logprobs = torch.log_softmax(scaled, dim=-1)
     chosen = logprobs.gather(1, target_ids[rows, None]).squeeze(1)
-    # A finite stand-in for -inf, so that p * log p is 0 and not NaN, in the gradient too.
+    # A finite value in place of -inf, so that p * log p is 0 and not NaN, in the gradient too.
     finite = logprobs.masked_fill(logprobs == -torch.inf, 0.0)
     entropy = -(logprobs.exp() * finite).sum(-1)
     zeros = torch.zeros(target_ids.shape, dtype=dtype, device=logits.device)

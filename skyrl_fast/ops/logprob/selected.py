@@ -27,17 +27,17 @@ def selected_logprob(
     """Return the log-probability of one selected token per row of logits, and the entropy.
 
     One pass over the logits with a running maximum (Milakov and Gimelshein 2018,
-    arXiv:1805.02867); nothing of the logits' size is allocated in the forward. The result is
-    float32 whatever the logits are (float64 for float64).
+    arXiv:1805.02867); the forward allocates nothing of the logits' size. The result is
+    float32 (float64 for float64 logits).
 
-    On a GPU nothing waits for the device: a target out of range gives NaN there, not an error.
+    On a GPU nothing synchronizes: a target out of range gives NaN, not an error.
 
-    A logit of -inf has probability 0. A row that holds NaN or +inf, or nothing but -inf, gives
+    A logit of -inf has probability 0. A row that holds NaN or +inf, or only -inf, gives
     NaN, as torch's log_softmax does. Rows whose incoming gradient is 0 get the gradient 0.
 
     Args:
         logits: (..., V) float32, bfloat16, float16 or float64; the last dimension contiguous, the
-            leading ones in any strides that two nested loops can walk (all but rare ones).
+            leading ones with strides that two nested loops can traverse (almost all are).
         target_ids: (...) integers, the token of each row; in [0, V) where the mask is 1, anything
             (-100, say) elsewhere.
         loss_mask: (...) bool or number, or None: all ones. Rows of mask 0 are never read; their
@@ -45,17 +45,17 @@ def selected_logprob(
         temperature: divides the logits.
         return_entropy: also return the entropy of softmax(logits / temperature), in nats.
         inplace_backward: the backward writes the gradient over the logits, which saves a tensor
-            of their size; anyone else's later use of the logits in a backward is an error of
-            autograd's. A function compiled by torch.compile allocates the gradient all the same.
+            of their size; a later use of the logits in another backward raises an autograd error.
+            A function compiled by torch.compile still allocates the gradient.
         backend: "native", "triton" (GPUs), "torch", or None to choose.
 
     Returns:
         (...) float32; with `return_entropy` a pair of them.
 
     Raises:
-        ValueError: shapes that disagree, a target out of range where the mask is 1, temperature
+        ValueError: shapes that do not match, a target out of range where the mask is 1, temperature
             not positive, logits of another dtype or not contiguous in the last dimension.
-        RuntimeError: a second or a forward-mode derivative, which backend="torch" alone has.
+        RuntimeError: a second or a forward-mode derivative, which only backend="torch" has.
 
     Example:
         >>> selected_logprob(torch.tensor([[0.0, 0.0], [0.0, 50.0]]), torch.tensor([1, 1]))
@@ -84,7 +84,7 @@ def selected_logprob(
 
 
 def check_logits(op: str, logits: torch.Tensor) -> None:
-    """Check what a kernel needs of logits (..., V) alone."""
+    """Check type, shape and stride of logits (..., V)."""
     if not isinstance(logits, torch.Tensor):
         raise TypeError(f"{op}: logits must be a torch tensor, got {type(logits).__name__}")
     if logits.dim() < 1 or logits.shape[-1] < 1:
@@ -103,7 +103,7 @@ def check_selection(
     loss_mask: torch.Tensor | None,
     temperature: float,
 ) -> None:
-    """Check what logits and hidden states share; `scores` is either, (..., V) or (..., H)."""
+    """Check the arguments shared by ops on logits (..., V) and hidden states (..., H): `scores`."""
     if scores.dtype not in (*KERNEL_DTYPES, torch.float64):
         raise ValueError(
             f"{op}: {name} must be float32, bfloat16, float16 or float64, got {scores.dtype}"
@@ -160,7 +160,7 @@ def kernel_rows(op: str, logits: torch.Tensor) -> torch.Tensor:
             strides.append(stride)
     if len(sizes) > 2:
         raise ValueError(
-            f"{op}: logits must have rows that two nested strides can walk, got shape "
+            f"{op}: logits must have rows that two nested strides can traverse, got shape "
             f"{tuple(logits.shape)} with strides {logits.stride()}; call .contiguous() first"
         )
     return logits.view(*sizes, logits.shape[-1])

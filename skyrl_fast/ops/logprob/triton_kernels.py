@@ -1,4 +1,4 @@
-"""Triton kernels of log-probabilities and of logits to loss; `triton_ops` launches them.
+"""Triton kernels of log-probabilities and of losses from logits; `ops/_triton.py` launches them.
 
 Shapes: M rows of V logits. Row r starts at element (r // inner) * outer_stride + (r % inner) *
 inner_stride. z = logit * scale with scale = log2(e) / temperature; sums are those of 2^(z - max).
@@ -34,7 +34,7 @@ def _row_sums(row_ptr, vocab, scale, BLOCK: tl.constexpr):
         z = tl.load(row_ptr + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
         z = z * scale
         new = tl.maximum(largest, tl.max(z, 0))
-        # While all is -inf the sums are 0 (or NaN), and 0 is as good a reference as any.
+        # While all logits are -inf the sums are 0 (or NaN), and 0 can be the reference.
         reference = tl.where(new == float("-inf"), 0.0, new)
         shift = tl.where(largest == float("-inf"), 0.0, largest - reference)
         decay = tl.where(largest == float("-inf"), 0.0, tl.exp2(shift))
@@ -93,7 +93,7 @@ def forward_kernel(
 
 @triton.jit
 def _gradient(z, is_target, lse, entropy, grad_logprob, grad_entropy, inv_temperature):
-    """Of a block of logits; lse and entropy are scalars."""
+    """Gradient of a block of logits; lse and entropy are scalars."""
     offset = (lse * LOG2E).to(tl.float32)
     low = (lse * LOG2E - offset.to(tl.float64)).to(tl.float32)
     y = (z - offset) - low
@@ -154,7 +154,7 @@ def masked_loss_kernel(
     HAS_ADVANTAGE: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     HAS_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: its sums, and its loss's gradient by a second read."""
+    """One program per row: its sums, then its loss's gradient by a second read."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = _row(logits, row, inner, outer_stride, inner_stride)
     columns = tl.arange(0, BLOCK)

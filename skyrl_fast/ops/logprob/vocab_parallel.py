@@ -38,17 +38,17 @@ def vocab_parallel_logprob(
     """Return `selected_logprob` of logits whose vocabulary is split over the ranks of a group.
 
     Each rank reads its slice once; one all-gather of four float64 numbers per row (log-sum-exp,
-    entropy, the target's logit, whether it is here) brings the slices together, added up in the
-    order of the ranks, so that every rank has the same bits. The backward communicates nothing: the
-    result is the same on every rank, and so must be the gradient that comes back for it.
+    entropy, the target's logit, whether the target is in the slice) combines the slices, summed in
+    rank order, so that every rank has the same bits. The backward needs no communication: the
+    result is the same on every rank, and so must be its incoming gradient.
 
     Args:
-        logits: (..., V) this rank's slice: columns vocab_start to vocab_start + V of the whole.
-            Slices may differ in width; padding columns must hold -inf.
+        logits: (..., V) this rank's slice: columns vocab_start to vocab_start + V of the full
+            logits. Slices may differ in width; padding columns must hold -inf.
         target_ids: (...) integers of the whole vocabulary, the same on every rank. One that no
             rank holds gives NaN where the mask is 1.
         vocab_start: the first column of the slice.
-        group: the process group; None: the default one, or no other rank where there is none.
+        group: the process group; None: the default group, or a single rank without one.
         loss_mask, temperature, return_entropy, inplace_backward, backend: as in `selected_logprob`.
 
     Returns:
@@ -82,7 +82,7 @@ def vocab_parallel_logprob(
 
 
 def combine_slices(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (M,) float64 log-probabilities, entropies and log-sum-exps of whole rows.
+    """Return (M,) float64 log-probabilities, entropies and log-sum-exps of full rows.
 
     With l_r and h_r the log-sum-exp and entropy of slice r, and p_r = exp(l_r - l) its share: the
     row's l is the log-sum-exp of the l_r, and its entropy the sum of p_r (h_r + l - l_r).
@@ -91,12 +91,12 @@ def combine_slices(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parts: (ranks, M, 4) float64: l_r, h_r, the target's logit over the temperature, and 1
             where the slice holds it (else both 0).
     """
-    lse_of, entropy_of, target, here = parts.unbind(-1)
-    top = lse_of.amax(0)
-    lse = top + (lse_of - top).exp().sum(0).log()
-    share = (lse_of - lse).exp()
-    # An empty slice (nothing but -inf) has share 0 and an entropy that is NaN.
-    entropy = torch.where(share == 0, 0.0, share * (entropy_of + lse - lse_of)).sum(0)
+    slice_lse, slice_entropy, target, here = parts.unbind(-1)
+    top = slice_lse.amax(0)
+    lse = top + (slice_lse - top).exp().sum(0).log()
+    share = (slice_lse - lse).exp()
+    # An empty slice (only -inf) has share 0 and an entropy of NaN.
+    entropy = torch.where(share == 0, 0.0, share * (slice_entropy + lse - slice_lse)).sum(0)
     logprob = torch.where(here.sum(0) == 1, target.sum(0) - lse, torch.nan)
     return logprob, entropy, lse
 
@@ -125,7 +125,7 @@ def _slice_part(
 
 
 def _empty_slices(rows: Tensor, lse: Tensor) -> Tensor:
-    """Return lse with -inf for rows of nothing but -inf, for which the CPU's kernel gives NaN."""
+    """Return lse with -inf for rows of only -inf, for which the CPU kernel returns NaN."""
     unknown = lse.isnan().nonzero().squeeze(1)
     if unknown.numel() == 0:
         return lse

@@ -1,4 +1,4 @@
-"""Plain merging of steps: what every other backend must equal. N rows, one per step."""
+"""Plain-Python reference of merging steps. N rows, one per step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def merge_plan(
     loss_masks: Sequence[Sequence[int]] | None,
     max_drift: int,
 ) -> tuple[list[int], list[bool], list[int]]:
-    """Return per row the overlap with the merged row before it, whether it joins it, and a limit.
+    """Return per row: overlap with the merged row before it, whether it joins that row, limit.
 
-    The limit is the position of a row's merged row from which on later steps replaced tokens.
+    The limit is the position in its merged row from which later steps replaced tokens.
     """
     overlaps, joins = [0] * len(prompts), [False] * len(prompts)
     limits = [NOWHERE] * len(prompts)
@@ -24,7 +24,7 @@ def merge_plan(
     mask: list[int] = []
     head = 0
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        own_mask = [1] * len(response) if loss_masks is None else list(loss_masks[row])
+        response_mask = [1] * len(response) if loss_masks is None else list(loss_masks[row])
         if row > 0 and trajectory_ids[row] == trajectory_ids[row - 1]:
             overlaps[row] = _common_prefix(merged, prompt)
             dropped = len(merged) - overlaps[row]
@@ -36,11 +36,11 @@ def merge_plan(
             if overlap < len(merged):
                 limits[head:row] = [min(limit, overlap) for limit in limits[head:row]]
             merged = merged[:overlap] + list(prompt[overlap:]) + list(response)
-            mask = mask[:overlap] + [0] * (len(prompt) - overlap) + own_mask
+            mask = mask[:overlap] + [0] * (len(prompt) - overlap) + response_mask
         else:
             head = row
             merged = list(prompt) + list(response)
-            mask = [0] * len(prompt) + own_mask
+            mask = [0] * len(prompt) + response_mask
     return overlaps, joins, limits
 
 
@@ -52,7 +52,7 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _last_stretch(mask: Sequence[int]) -> int:
-    """Return where the last stretch of ones begins; past the end where there is none."""
+    """Return the start of the last stretch of ones; past the end if there is none."""
     last = len(mask)
     while last > 0 and mask[last - 1] == 0:
         last -= 1

@@ -1,4 +1,4 @@
-"""Which steps of a trajectory become one row, and where their cells go.
+"""Plans for merging steps of a trajectory into one row, and copies of their cells.
 
 N rows (one per step), M merged rows, S tokens of all rows, A response tokens of all rows.
 """
@@ -25,13 +25,13 @@ MAX_DRIFT_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class MergePlan:
-    """What merging does with each row. All arrays int64 where nothing else is said.
+    """The result of merging for each row. Arrays are int64 unless stated otherwise.
 
     Args:
         prompt_lengths, response_lengths: (N,) tokens of the rows.
-        overlaps: (N,) how many tokens of the row before it a row's prompt begins with.
-        joins: (N,) bool, whether it continues that row's merged row.
-        limits: (N,) position from which on later steps replaced the row's tokens.
+        overlaps: (N,) how many tokens of the previous row the row's prompt begins with.
+        joins: (N,) bool, whether the row continues the previous row's merged row.
+        limits: (N,) position from which later steps replaced the row's tokens.
     """
 
     prompt_lengths: np.ndarray
@@ -62,12 +62,12 @@ class MergePlan:
 
     @property
     def kept(self) -> np.ndarray:
-        """(N,) how many of a row's response tokens stay, counted from its beginning."""
+        """(N,) how many of a row's first response tokens stay."""
         return np.clip(self.limits - self.prompt_lengths, 0, self.response_lengths)
 
     @property
     def reward_places(self) -> np.ndarray:
-        """(N,) where in the merged response a reward goes whose token did not stay."""
+        """(N,) position in the merged response of the rewards of dropped tokens."""
         return self.limits - 1 - self.prompt_lengths[self.heads][self.merged_rows]
 
     @property
@@ -78,7 +78,7 @@ class MergePlan:
     def route_pieces(self, op: str, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (N,) begins and ends: the part of each row's captured routes that is recorded.
 
-        What earlier rows recorded stays, a row adds what goes beyond it; none add nothing.
+        Routes recorded by earlier rows stay; a row adds those beyond them, or none if it has none.
 
         Args:
             op: the caller's public name, for messages.
@@ -110,17 +110,17 @@ def merge_steps(
 ) -> MergePlan:
     """Return which consecutive rows of a trajectory become one row.
 
-    Greedily, from a trajectory's first row on: a row joins the merged row before it where its
-    prompt begins with all tokens of that one, prompt and response. A merged row always consists of
-    the tokens of its last step, so that each row is compared with the one before it and no more:
-    the cost is linear in tokens. Lists are compared as they are; where two hold the same objects
-    (contexts that grow do) no element is looked at.
+    Greedily, from a trajectory's first row: a row joins the merged row before it where its prompt
+    begins with all tokens of that row, prompt and response. A merged row always consists of the
+    tokens of its last step, so each row is only compared with the previous one: the cost is linear
+    in tokens. Lists are compared in place; where two hold the same objects (growing contexts do)
+    no element is read.
 
-    Drift, a prompt that differs in the last few tokens, as when a response was tokenised again:
-    "fork" starts a new row. "realign" joins anyway where at most `max_drift_tokens` of the merged
-    row are not in the prompt, and the last token that is lies in the merged row's last stretch of
-    trained tokens, or after it. Tokens that are not in the prompt are dropped; the prompt's own
-    take their place, untrained.
+    Drift is a prompt that differs in the last few tokens, for example because a response was
+    tokenised again. "fork" starts a new row. "realign" joins anyway if at most `max_drift_tokens`
+    of the merged row are not in the prompt, and the last token that is in it belongs to the merged
+    row's last stretch of trained tokens, or is after it. Tokens that are not in the prompt are
+    dropped; the prompt's tokens replace them, untrained.
 
     Args:
         prompts, responses: N rows each, as for `pack_steps`; no `Concat`.
@@ -131,7 +131,7 @@ def merge_steps(
         backend: "native", "torch", or None to choose.
 
     Raises:
-        TypeError: a token id that is no integer.
+        TypeError: a token id that is not an integer.
         ValueError: fields of different lengths, an unknown drift, or "realign" without masks.
 
     Example:
@@ -178,11 +178,11 @@ def merge_flat_steps(
     drift: str = "fork",
     max_drift_tokens: int = MAX_DRIFT_TOKENS,
 ) -> MergePlan:
-    """Return the same plan for rows whose tokens, prompt then response, lie end to end.
+    """Return the plan of `merge_steps` for flat rows: tokens, prompt then response, end to end.
 
     Args:
         tokens: (S,) int32. cu_seqlens: (N + 1,) int32 or int64 offsets into it.
-        cu_responses: (N + 1,) int32 or int64 offsets of the responses among themselves.
+        cu_responses: (N + 1,) int32 or int64 offsets of the concatenated responses.
         trajectory_ids: (N,) int32.
         loss_mask: (A,) uint8, for "realign".
         drift, max_drift_tokens: as for `merge_steps`.
@@ -232,11 +232,11 @@ def join_lists(
     lengths: np.ndarray,
     zero: float,
 ) -> list[Any]:
-    """Return a list of each given length: `zero`, but for the pieces of rows written into it.
+    """Return a list of each given length, filled with pieces of rows and `zero` elsewhere.
 
     Args:
         rows: lists or tuples.
-        pieces: begin and count in each row, place and list that it goes to.
+        pieces: begin and count in each row, then start and index of the list to write to.
     """
     joined: list[Any] = _C.join_lists(op, field, list(rows), pieces, lengths, zero)
     return joined

@@ -1,4 +1,4 @@
-"""Rows to the padded batch that SkyRL's trainer reads, and its data-parallel padding rows.
+"""Conversion of rows to the padded batch of SkyRL's trainer, with data-parallel padding rows.
 
 Shapes: N rows (steps), T padded sequence length, R padded response length, L layers, K experts per
 token. Sequences are left padded; response-side tensors are right-aligned.
@@ -17,8 +17,7 @@ from torch import Tensor
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _ragged
 from skyrl_fast.ops._ragged import Rows
-from skyrl_fast.ops.pack import device_batch
-from skyrl_fast.ops.pack import reference_batch_tensors as reference
+from skyrl_fast.ops.pack import device_batch, reference
 from skyrl_fast.ops.pack.padding_rows import check_pad_mode, dummy_route, write_padding_rows
 from skyrl_fast.ops.pack.steps import SIDES, row_starts
 
@@ -54,21 +53,21 @@ def convert_prompts_responses_to_batch_tensors(
     truncated.
 
     Args:
-        pad_token_id: an int, or a tokenizer, whose `pad_token_id` is taken: SkyRL passes its
-            tokenizer here, so that this function can stand in for SkyRL's as it is.
+        pad_token_id: an int, or a tokenizer with a `pad_token_id`: SkyRL passes its tokenizer, so
+            this function can replace SkyRL's.
         prompts, responses: N rows of token ids, as lists, 1-D arrays or (values, cu_seqlens).
-        rewards: one float per response token, or one per row, which goes to the last token.
+        rewards: one float per response token, or one per row, for the last token.
         loss_masks: one number per response token; 1 = trained.
         logprobs: one float per response token. None or an empty list: no logprobs.
         rollout_expert_indices: per row an integer array (tokens, L, K) of the experts of the
             row's first tokens (at most as many as it has), nested lists, or None for none.
-        max_seq_len: a warning is logged where T is larger.
+        max_seq_len: logs a warning if T is larger.
         pad_size: rows to add after the N for data-parallel padding, as `pad_batch` would. Use
             `padding_metadata` for the batch's metadata.
         pad_mode: "repeat" or "cheap", as in `pad_batch`.
-        vocab_size: ids must be below it, if given. They must never be negative.
-        device: where the tensors are made; None: the CPU. On a GPU the rows are sent as they are,
-            ragged, in one copy from pinned memory, and padded there, in one launch.
+        vocab_size: upper bound of ids, if given. Ids must not be negative.
+        device: of the tensors; None: the CPU. For a GPU the ragged rows are copied once, from
+            pinned memory, and padded there in one launch.
         backend: "native", "torch", or None to choose.
 
     Returns:
@@ -76,10 +75,10 @@ def convert_prompts_responses_to_batch_tensors(
         rewards (N, R) float32, loss_masks (N, R) float32, logprobs (N, R) float32 or None,
         rollout_expert_indices (N, T, L, K) uint8, int16 or int32 (the smallest that holds the
         largest id; tokens without a captured route have the dummy route 0, 1, ... K - 1) or None.
-        All with N + pad_size rows. `router_padding_mask` tells real routes from dummies.
+        All with N + pad_size rows. `router_padding_mask` distinguishes real routes from dummies.
 
     Raises:
-        TypeError: an element that is no number, or no integer where an id belongs.
+        TypeError: an element that is not a number, or an id that is not an integer.
         ValueError: no rows, fields of different lengths, ids out of range, more routes than tokens.
 
     Example:
@@ -103,7 +102,7 @@ def convert_prompts_responses_to_batch_tensors(
             max_seq_len,
         )
     if use_torch:
-        tensors = reference.convert(
+        tensors = reference.batch_tensors(
             pad_token_id,
             prompts,
             responses,
@@ -191,7 +190,7 @@ def _read_fields(
             )
         _ragged.check_aligned(OP, fields["responses"], fields["rewards"])
         return fields
-    # One float per row: a one-element row that goes to the last column.
+    # One float per row: written to the last column.
     scores = _ragged.read_field(OP, "rewards", [rewards])
     if int(scores.lengths[0]) != num_rows:
         raise ValueError(
@@ -272,7 +271,7 @@ def _convert_on_gpu(
 
 
 def _check_row_rewards(scores: _ragged.Field, response_lengths: torch.Tensor) -> torch.Tensor:
-    """Return (N,) float32 rewards, after a look for one that no token can hold."""
+    """Return (N,) float32 rewards; raise for a reward of an empty response."""
     values = torch.empty(len(response_lengths), dtype=torch.float32)
     _ragged.fill(OP, _ragged.copy_jobs(scores, values, torch.zeros(1, dtype=torch.int64)))
     lost = (response_lengths == 0) & (values != 0)
@@ -336,7 +335,7 @@ def _convert_routes(
 
 
 def _route_array(row: int, entry: Any) -> np.ndarray | None:
-    """Return a row's routes as a 3-D integer array, or None where L and K cannot be known."""
+    """Return a row's routes as a 3-D integer array, or None where L and K are unknown."""
     if entry is None or (isinstance(entry, (list, tuple)) and len(entry) == 0):
         return None
     array = entry.numpy() if isinstance(entry, torch.Tensor) else np.asarray(entry)

@@ -1,4 +1,4 @@
-"""Rows of cells in one pass each, on the CPU. N rows, R padded or A ragged cells."""
+"""Single-pass operations on rows of cells, on the CPU. N rows, R padded or A ragged cells."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from skyrl_fast.ops import _backend
 def count_nonzeros(
     cells: torch.Tensor, rows: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return how many cells of each row are not 0, the last of these, how many are neither 0 nor 1.
+    """Return each row's count of nonzero cells, its last nonzero cell, and how many are not 0 or 1.
 
-    A row with at most one such cell has that number as its sum, in whatever order it is summed.
+    For a row with at most one nonzero cell that cell is the row's exact sum.
 
     Args:
         cells: (N, R) float32, contiguous.
-        rows: (M,) int64, the rows that are looked at; None: all.
+        rows: (M,) int64, the rows to read; None: all.
 
     Returns:
-        (M,) int64; (M,) float32, 0 where all are 0; an int.
+        (M,) int64; (M,) float32, 0 where all are 0; an int, over all these rows.
 
     Raises:
-        ValueError: another dtype or shape, a row that is not there.
+        ValueError: a wrong dtype or shape, or a row index out of range.
     """
     size = len(cells) if rows is None else len(rows)
     counts = torch.empty(size, dtype=torch.int64)
@@ -40,7 +40,7 @@ def sum_rows(cells: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         cu_seqlens: (N + 1,) int32; may end before A.
 
     Raises:
-        ValueError: another dtype or shape, offsets that step back or leave the cells.
+        ValueError: a wrong dtype or shape, offsets that decrease or exceed A.
     """
     sums = torch.empty(max(0, len(cu_seqlens) - 1), dtype=torch.float64)
     _C.sum_rows(cells, cu_seqlens, sums, _backend.num_threads())
@@ -55,7 +55,7 @@ def divide_rows(cells: torch.Tensor, divisors: torch.Tensor, out: torch.Tensor) 
         divisors: (N,) float32, or (1,) for all rows.
 
     Raises:
-        ValueError: another dtype or shape.
+        ValueError: a wrong dtype or shape.
     """
     _C.divide_rows(cells, divisors, out, _backend.num_threads())
 
@@ -68,7 +68,7 @@ def multiply_rows(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tenso
         mask: (N, R) int64, contiguous.
 
     Raises:
-        ValueError: another dtype or shape.
+        ValueError: a wrong dtype or shape.
     """
     out = _backend.empty(mask.shape, torch.float32)
     counts = torch.empty(len(mask), dtype=torch.int64)
@@ -83,7 +83,7 @@ def copy_cells(cells: torch.Tensor, out: torch.Tensor) -> None:
         cells, out: of one shape and dtype, contiguous; neither a scalar.
 
     Raises:
-        ValueError: another number of bytes.
+        ValueError: different numbers of bytes.
     """
     # A dimension of size 1 may have any stride, but a view as bytes wants stride 1 in the last one.
     source, target = (t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in (cells, out))

@@ -1,8 +1,8 @@
-"""The padded batch made on a GPU: ragged rows cross the bus once, as one block of flat arrays.
+"""Padding a batch on a GPU: ragged rows are copied once, as one block of flat arrays.
 
 Shapes: N rows, T padded sequence length, R padded response length. The block holds the elements of
-every field (ids in int32: half of what the padded int64 rows would be, without their padding) and
-the offsets of prompts and responses; one launch makes all padded fields from it.
+every field (ids in int32, half the size of padded int64 rows, and without padding) and the
+offsets of prompts and responses; one launch writes all padded fields from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _ragged
 
 ALIGNMENT = 16  # bytes; of each array in the block
-# What csrc/pack/pack_cuda.h calls FieldKind.
+# FieldKind of csrc/pack/pack_cuda.h.
 VALUES, MASK, JOINED, LAST = 0, 1, 2, 3
 
 Tensor = torch.Tensor
@@ -38,7 +38,7 @@ class Part:
 
 
 def block_parts(counts: dict[str, tuple[torch.dtype, int]]) -> tuple[dict[str, Part], int]:
-    """Return where each array lies in the block, and the block's bytes.
+    """Return the place of each array in the block, and the block's size in bytes.
 
     Example:
         >>> parts, size = block_parts({"ids": (torch.int32, 3), "rewards": (torch.float32, 1)})
@@ -66,8 +66,7 @@ def convert(
 ) -> list[Tensor | None]:
     """Return sequences, attention mask, response mask, rewards, loss masks and log-probabilities.
 
-    All on `device`, with `pad_size` rows behind the N that are not written yet. Nothing waits for
-    the device.
+    All on `device`, with `pad_size` unwritten rows after the N. Does not synchronize.
     """
     prompts, responses = fields["prompts"], fields["responses"]
     num_rows = len(prompts.lengths)
@@ -86,8 +85,8 @@ def convert(
     _ragged.fill(op, copies)
     for name, field in (("prompts_cu", prompts), ("responses_cu", responses)):
         parts[name].of(block).copy_(_ragged.offsets(field.lengths))
-    there = block.to(device, non_blocking=True)
-    flat = {name: part.of(there) for name, part in parts.items()}
+    device_block = block.to(device, non_blocking=True)
+    flat = {name: part.of(device_block) for name, part in parts.items()}
     prompt_cu, response_cu = flat["prompts_cu"], flat["responses_cu"]
 
     def empty(dtype: torch.dtype, cells: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows that make a batch divide by the data-parallel size. Shapes: N rows, T, R padded lengths."""
+"""Padding rows that make a batch divisible by the data-parallel size. N rows, R padded cells."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Batch = TypeVar("Batch", bound=Mapping[str, Any])
 
 
 def pad_batch(batch: Batch, pad_size: int, *, mode: str = "repeat") -> Batch:
-    """Return the batch with `pad_size` more rows, which train nothing.
+    """Return the batch with `pad_size` more rows, which are not trained.
 
-    In mode "repeat" a padding row is row 0 again, with loss_mask 0, rollout_expert_indices
+    In mode "repeat" a padding row is a copy of row 0, with loss_mask 0, rollout_expert_indices
     0, 1, ... K - 1 and router_padding_mask True: what SkyRL's trainer expects. In mode "cheap" only
-    `sequences` repeats row 0; attention_mask is 1 in the last column alone, so that the row costs
+    `sequences` repeats row 0; attention_mask is 1 only in the last column, so that the row costs
     one token of compute, and everything else is 0 (routes as above).
 
     Metadata: `uids` gets "pad0", "pad1", ...; `is_last_step` gets True, so that each padding row is
-    a trajectory of its own; the rest is deep-copied; `pad_size` is added.
+    a separate trajectory; the rest is deep-copied; `pad_size` is added.
 
     Args:
         batch: a mapping of name -> tensor (N, ...), list of N tensors, or None. A class with a
@@ -37,8 +37,8 @@ def pad_batch(batch: Batch, pad_size: int, *, mode: str = "repeat") -> Batch:
         mode: "repeat" or "cheap".
 
     Returns:
-        A new batch of the same type; with pad_size 0 the same object, whose metadata["pad_size"]
-        is then 0.
+        A new batch of the same type; with pad_size 0 the same object, and
+        metadata["pad_size"] = 0.
 
     Raises:
         ValueError: a negative pad_size, an unknown mode, or a field without rows.
@@ -102,7 +102,7 @@ def _deep_copy(value: Any) -> Any:
 
 
 def check_pad_mode(op: str, pad_size: int, mode: str) -> None:
-    """Raise for a number of padding rows or a mode that there is not."""
+    """Raise for an invalid number of padding rows or mode."""
     if isinstance(pad_size, bool) or not isinstance(pad_size, int):
         raise TypeError(f"{op}: pad_size must be an int, got {pad_size!r}")
     if pad_size < 0:
@@ -112,7 +112,7 @@ def check_pad_mode(op: str, pad_size: int, mode: str) -> None:
 
 
 def dummy_route(routes: torch.Tensor) -> torch.Tensor:
-    """Return the (L, K) route of tokens that have none: 0, 1, ... K - 1 in each layer."""
+    """Return the (L, K) route of tokens without one: 0, 1, ... K - 1 in each layer."""
     num_layers, top_k = routes.shape[-2:]
     return torch.arange(top_k, dtype=routes.dtype).expand(num_layers, top_k)
 

@@ -1,4 +1,4 @@
-"""The record of which experts a growing sequence was routed to.
+"""The record of the experts that a growing sequence was routed to.
 
 L layers, K experts per token. Row j of a record belongs to token j of its sequence.
 """
@@ -16,23 +16,23 @@ Routes: TypeAlias = "np.ndarray | torch.Tensor"
 
 
 def append_rollout_expert_indices(recorded: Any, new: Any, *, start: int = 0) -> Routes | None:
-    """Return the record with the rows of `new` that lie beyond it; recorded rows never change.
+    """Return the record with the rows of `new` beyond its end; recorded rows never change.
 
     An engine runs a longer sequence each turn, and returns routes for all of it. Those of earlier
-    tokens may have been computed anew, and differ from the ones that the sampled tokens came from.
-    So what is recorded stays, and only rows of tokens that have none yet are taken. That is valid
-    while each turn's tokens begin with the tokens of the turn before; after a fork, begin a new
-    record: pass None as `recorded`.
+    tokens may have been recomputed, and differ from the ones that the sampled tokens came from. So
+    recorded rows stay, and only rows of tokens without one are added. That is valid while each
+    turn's tokens begin with those of the previous turn; after a fork, begin a new record: pass
+    None as `recorded`.
 
     Args:
         recorded: (tokens so far, L, K) integers: a numpy array, a tensor or nested lists. None or
             empty: nothing is recorded yet.
         new: (rows, L, K) integers of the tokens from `start` on. None: this turn has no routes.
-        start: the token that the first row of `new` belongs to, for an engine that was asked for
-            new routes only. At most the number of recorded rows.
+        start: the token of the first row of `new`, for an engine that returns only new routes. At
+            most the number of recorded rows.
 
     Returns:
-        (max of both ends, L, K): `recorded` itself where `new` goes no further, `new` itself where
+        (max of both ends, L, K): `recorded` itself where `new` ends with it, `new` itself where
         nothing was recorded, else a new array (a tensor where `recorded` is one). None where both
         are None.
 

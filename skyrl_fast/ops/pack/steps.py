@@ -2,8 +2,8 @@
 of a field, W padded width.
 
 Rows are, here and in every function of this module: a list of rows, each a list of numbers or a
-1-D numpy array or CPU tensor; a 2-D array; or rows that are flat already, `Ragged` or any tuple
-`(values, cu_seqlens)` of two arrays. Lists are read once, in C++; arrays are copied whole.
+1-D numpy array or CPU tensor; a 2-D array; or flat rows, `Ragged` or any tuple
+`(values, cu_seqlens)` of two arrays. Lists are read once, in C++; arrays are copied in bulk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def pack_steps(
     aligned: Sequence[Sequence[str]] = (),
     backend: str | None = None,
 ) -> dict[str, Ragged]:
-    """Return every field's rows laid end to end, with their offsets.
+    """Return every field's rows stored end to end, with their offsets.
 
     Args:
         fields: name -> rows (see the module); all with N rows. `Concat(a, b)` joins two of them
@@ -45,7 +45,7 @@ def pack_steps(
         name -> Ragged(values (S,), cu_seqlens (N + 1,) int32).
 
     Raises:
-        TypeError: an element or array that is no number, or a float in an integer field.
+        TypeError: an element or array that is not numeric, or a float in an integer field.
         ValueError: fields or aligned rows of different lengths, an integer that does not fit the
             dtype, more than 2^31 - 1 elements in a field, an unknown name.
 
@@ -60,15 +60,15 @@ def pack_steps(
     _ragged.check_names(op, "dtypes", list(dtypes), fields)
     read = _ragged.read_fields(op, fields)
     groups = _check_groups(op, aligned, read)
-    cu_of_group: dict[str, torch.Tensor] = {}
+    group_cu: dict[str, torch.Tensor] = {}
     packed: dict[str, Ragged] = {}
     copies: list[tuple[Any, ...]] = []
     for name, field in read.items():
         dtype = _ragged.choose_dtype(op, field, dtypes, torch.int32)
         group = groups.get(name, name)
-        if group not in cu_of_group:
-            cu_of_group[group] = _ragged.int32_offsets(op, name, field.lengths)
-        cu = cu_of_group[group]
+        if group not in group_cu:
+            group_cu[group] = _ragged.int32_offsets(op, name, field.lengths)
+        cu = group_cu[group]
         if use_torch:
             packed[name] = Ragged(reference.pack(fields[name], dtype), cu)
             continue
@@ -90,13 +90,13 @@ def pad_steps(
     aligned: Sequence[Sequence[str]] = (),
     backend: str | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return every field as a padded tensor, and masks of the real cells where asked for.
+    """Return every field as a padded tensor, and masks of the real cells if requested.
 
     Args:
         fields: name -> rows, as in `pack_steps`.
-        side: where the padding goes, "left" or "right", for all fields or per name.
+        side: of the padding, "left" or "right", for all fields or per name.
         pad_values: the value of padding cells, for all fields or per name (0 where not named).
-        dtypes: as in `pack_steps`, but ints become int64 where nothing is said.
+        dtypes: as in `pack_steps`, but ints become int64 by default.
         masks: name of a mask -> name of the field whose real cells are 1 in it, int64.
         width: the padded width W, for all fields or per name; None: each field's longest row.
         aligned: groups of names whose rows must be equally long.
@@ -122,7 +122,7 @@ def pad_steps(
     _ragged.check_names(op, "masks", list(masks.values()), fields)
     for name in masks:
         if name in fields:
-            raise ValueError(f"{op}: masks must have names of their own, got {name!r}, a field")
+            raise ValueError(f"{op}: masks must have names that are not fields, got {name!r}")
     read = _ragged.read_fields(op, fields)
     _check_groups(op, aligned, read)
     padded: dict[str, torch.Tensor] = {}
@@ -141,8 +141,8 @@ def pad_steps(
             starts = row_starts(field.lengths, columns, code)
             copies += _ragged.copy_jobs(field, out, starts)
             fills.append((_bytes_of_bool(out), field.lengths, code, pad_value))
-        for mask, of in masks.items():
-            if of == name:
+        for mask, source in masks.items():
+            if source == name:
                 padded[mask] = _backend.empty((len(field.lengths), columns), torch.int64)
                 fills.append((padded[mask], field.lengths, code, None))
     _ragged.fill(op, copies, fills)
@@ -163,7 +163,7 @@ def unpack_steps(
         values: flat (S, ...) with `cu_seqlens`, a `Ragged`, or padded (N, W, ...) with `lengths`.
         cu_seqlens: (N + 1,) offsets of flat rows.
         lengths: (N,) lengths of padded rows.
-        side: the side of a padded row that the padding is on, "left" or "right".
+        side: of the padding of padded rows, "left" or "right".
         as_lists: lists of Python numbers instead of views.
 
     Returns:

@@ -1,6 +1,6 @@
-"""Padded tensors to rows laid end to end, and back. Shapes: N rows, W padded width, S real cells.
+"""Padded tensors to flat rows, and back. Shapes: N rows, W padded width, S real cells.
 
-The trailing dimensions (...) of both forms are equal: token ids have none, hidden states one.
+The trailing dimensions (...) of both layouts are equal: token ids have none, hidden states one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NATIVE_DTYPES = (
 
 
 class Varlen(NamedTuple):
-    """What a variable-length attention kernel reads.
+    """The inputs of a variable-length attention kernel.
 
     values: (S, ...). cu_seqlens: (N + 1,) int32. position_ids: (S,) int64, 0, 1, ... in each row.
     """
@@ -44,19 +44,19 @@ def padded_to_varlen(
     Args:
         padded: (N, W, ...), any dtype; differentiable where it is floating point.
         attention_mask: (N, W), 1 in the real cells, which are one block at the row's end (padding
-            on the left) or beginning. Give this or `lengths`. One on a GPU costs a wait for the
-            device: the shape of the result depends on it.
+            on the left) or beginning. Give this or `lengths`. A mask on a GPU costs a
+            synchronization: the shape of the result depends on it.
         lengths: (N,) integers, the number of real cells of each row; on the CPU, so that nothing
-            waits for a device.
-        side: the side that the padding is on, "left" or "right".
+            synchronizes.
+        side: of the padding, "left" or "right".
         backend: "native", "torch", or None to choose.
 
     Returns:
         Varlen(values (S, ...), cu_seqlens (N + 1,) int32, position_ids (S,) int64).
 
     Raises:
-        ValueError: neither or both of mask and lengths, shapes that disagree, a mask with holes or
-            padding on the other side, lengths over W, more than 2^31 - 1 cells.
+        ValueError: neither or both of mask and lengths, shapes that do not match, a mask with holes
+            or padding on the other side, lengths over W, more than 2^31 - 1 cells.
 
     Example:
         >>> padded_to_varlen(torch.tensor([[0, 5], [6, 7]]), torch.tensor([[0, 1], [1, 1]]))
@@ -75,7 +75,7 @@ def padded_to_varlen(
                 f"{op}: attention_mask must be of shape {tuple(padded.shape[:2])}, got "
                 f"{tuple(attention_mask.shape)}"
             )
-        lengths = _lengths_of_mask(op, attention_mask, side)
+        lengths = _mask_lengths(op, attention_mask, side)
     lengths = _check_lengths(op, lengths, len(padded), padded.shape[1])
     use_native = _select(op, padded, backend)
     cu_seqlens = _ragged.int32_offsets(op, "padded", lengths)
@@ -96,13 +96,13 @@ def varlen_to_padded(
     pad_value: float = 0,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Return rows laid end to end as one padded tensor.
+    """Return rows stored end to end as one padded tensor.
 
     Args:
         values: (S, ...), any dtype; differentiable where it is floating point.
         cu_seqlens: (N + 1,) int32 or int64 offsets from 0 to S.
         width: W; None: the longest row.
-        side: the side that the padding goes on, "left" or "right".
+        side: of the padding, "left" or "right".
         pad_value: the value of the padding cells.
         backend: "native", "torch", or None to choose.
 
@@ -110,7 +110,7 @@ def varlen_to_padded(
         (N, W, ...) of the values' dtype.
 
     Raises:
-        ValueError: offsets that do not run from 0 to S without a step back, a row longer than W.
+        ValueError: decreasing offsets, or not from 0 to S; a row longer than W.
 
     Example:
         >>> varlen_to_padded(torch.tensor([5, 6, 7]), torch.tensor([0, 1, 3]))
@@ -189,7 +189,7 @@ class _FlatToPadded(torch.autograd.Function):
 
 
 def _select(op: str, values: torch.Tensor, backend: str | None) -> bool:
-    """Return whether the native kernels run; dtypes that they do not know go to torch."""
+    """Return whether the native kernels run; other dtypes go to torch."""
     available = ("native", "torch") if values.dtype in NATIVE_DTYPES else ("torch",)
     return (
         _backend.select(
@@ -204,9 +204,9 @@ def _check_side(op: str, side: str) -> None:
         raise ValueError(f"{op}: side must be 'left' or 'right', got {side!r}")
 
 
-def _lengths_of_mask(op: str, mask: torch.Tensor, side: str) -> torch.Tensor:
+def _mask_lengths(op: str, mask: torch.Tensor, side: str) -> torch.Tensor:
     if _backend.on_gpu(mask):
-        return varlen_cuda.lengths_of_mask(op, mask.detach(), SIDES[side])
+        return varlen_cuda.mask_lengths(op, mask.detach(), SIDES[side])
     lengths = torch.empty(len(mask), dtype=torch.int64)
     known = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32)
     mask = (mask if mask.dtype in known else mask.to(torch.float32)).detach().cpu().contiguous()

@@ -1,4 +1,4 @@
-"""Padded rows to rows laid end to end, and back, on a GPU. N rows, W width, S real cells."""
+"""Padded rows to flat rows, and back, on a GPU. N rows, W width, S real cells."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATTERN_BYTES = 16
 def padded_to_flat(
     padded: torch.Tensor, lengths: torch.Tensor, side: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values (S, ...) and position ids (S,), by one launch.
+    """Return values (S, ...) and position ids (S,), in one launch.
 
     Args:
         padded: (N, W, ...) on a GPU.
@@ -25,8 +25,8 @@ def padded_to_flat(
     """
     cu = _ragged.offsets(lengths)
     total = int(cu[-1])
-    there = _backend.to_gpu(cu, padded.device)
-    values, position_ids = _PaddedToFlat.apply(padded, there, total, side)
+    device_cu = _backend.to_gpu(cu, padded.device)
+    values, position_ids = _PaddedToFlat.apply(padded, device_cu, total, side)
     return values, position_ids
 
 
@@ -34,8 +34,8 @@ def flat_to_padded(
     values: torch.Tensor, lengths: torch.Tensor, width: int, side: int, pad_value: float
 ) -> torch.Tensor:
     """Return (N, W, ...); `lengths` (N,) int64 on the CPU, their sum the number of values."""
-    there = _backend.to_gpu(_ragged.offsets(lengths), values.device)
-    return _FlatToPadded.apply(values, there, width, side, pad_value)
+    device_cu = _backend.to_gpu(_ragged.offsets(lengths), values.device)
+    return _FlatToPadded.apply(values, device_cu, width, side, pad_value)
 
 
 def pattern_of(pad_value: float, dtype: torch.dtype) -> bytes:
@@ -49,10 +49,10 @@ def pattern_of(pad_value: float, dtype: torch.dtype) -> bytes:
     return element * (PATTERN_BYTES // len(element))
 
 
-def lengths_of_mask(op: str, mask: torch.Tensor, side: int) -> torch.Tensor:
-    """Return (N,) int64 on the CPU, if each row is padding on `side` and ones beside it.
+def mask_lengths(op: str, mask: torch.Tensor, side: int) -> torch.Tensor:
+    """Return (N,) int64 on the CPU, if each row is padding on `side` and ones elsewhere.
 
-    One transfer to the CPU brings the lengths and what is wrong.
+    One transfer to the CPU copies the lengths and the row checks.
     """
     ones = mask == 1
     lengths = ones.sum(1)
@@ -64,7 +64,7 @@ def lengths_of_mask(op: str, mask: torch.Tensor, side: int) -> torch.Tensor:
     is_bad = ((ones != block) | (ones != (mask != 0))).any(1)
     lengths, is_bad = torch.stack([lengths, is_bad.to(lengths.dtype)]).cpu()
     if bool(is_bad.any()):
-        where = "0 in the padding on the left and 1 in all that follows"
+        where = "0 in the padding on the left and 1 after it"
         if side != LEFT:
             where = "1 in each row's cells and 0 in the padding on the right"
         raise ValueError(

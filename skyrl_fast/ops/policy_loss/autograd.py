@@ -38,9 +38,9 @@ class PolicyLoss(NamedTuple):
 
     Args:
         loss: 0-dimensional float32 (float64 for float64 inputs).
-        metrics: 0-dimensional float64 each, see `policy_loss`; "entropy" where it was made.
-        logprobs: cells, float32 (float64), 0 where masked; where the op made them from logits.
-        entropy: the same, where asked for.
+        metrics: 0-dimensional float64 each, see `policy_loss`; "entropy" if requested.
+        logprobs: cells, float32 (float64), 0 where masked; if the op computed them from logits.
+        entropy: likewise, if requested.
     """
 
     loss: torch.Tensor
@@ -67,10 +67,10 @@ def loss_and_metrics(
 
 
 class _PolicyLoss(torch.autograd.Function):
-    """The gradient is made with the loss and given away at the first backward.
+    """The gradient is computed with the loss and moved out at the first backward.
 
     So nothing is copied and autograd may keep it as `.grad`; another backward through a retained
-    graph computes it again.
+    graph recomputes it.
     """
 
     @staticmethod
@@ -89,7 +89,7 @@ class _PolicyLoss(torch.autograd.Function):
         if grad is None:
             _, grad = torch.ops.skyrl_fast.policy_loss(*saved, *ctx.rest, True)
         use_triton = ctx.rest[-1]
-        if _backend.on_gpu(grad) and not use_triton:  # the kernel asks whether the factor is 1
+        if _backend.on_gpu(grad) and not use_triton:  # the kernel checks whether the factor is 1
             _backend.run_kernel("scale_cells", False, grad, grad, grad_loss.reshape(1))
         elif _backend.on_gpu(grad) or float(grad_loss) != 1.0:
             grad.mul_(grad_loss)
@@ -97,7 +97,7 @@ class _PolicyLoss(torch.autograd.Function):
 
 
 class _CompiledPolicyLoss(torch.autograd.Function):
-    """The same for a compiled graph, which may not hand a tensor over by mutation."""
+    """The same for a compiled graph, which cannot mutate its context."""
 
     @staticmethod
     def forward(ctx: Any, current: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,6 @@
-"""A user's policy loss in plain torch: what it gets, what it returns, and its part in the sum.
+"""Policy losses of users in plain torch: their inputs, outputs and registration.
 
-N rows, A cells of all rows in a line.
+N rows, A cells of all rows.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ LOSS_SCOPES = ("token", "sequence", "mini_batch")
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What a policy loss is computed from. Cells are 0 where `loss_mask` is False.
+    """The inputs of a policy loss. Cells are 0 where `loss_mask` is False.
 
     Args:
-        logprobs: (A,) float, the current policy's: the loss is differentiated by them.
+        logprobs: (A,) float, the current policy's, which the loss is differentiated by.
         old_logprobs: (A,), the old policy's; the values of `logprobs` where the batch has none.
         rollout_logprobs: (A,), the sampler's, or None.
         ref_logprobs: (A,), the reference policy's, or None without a KL penalty.
         advantages: (A,).
         loss_mask: (A,) bool, the trained tokens.
-        cu_seqlens: (N + 1,) int64, where each row's cells begin and end.
-        sequence_ids: (N,) int64, which rows are one sequence: each is, or those of a trajectory
+        cu_seqlens: (N + 1,) int64 offsets of the rows' cells.
+        sequence_ids: (N,) int64, the sequence of each row: a sequence is a row or a trajectory
             (`trainer.algorithm.sequence_scope`).
     """
 
@@ -59,14 +59,14 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """What a policy loss returns; a tensor alone is taken for `token_losses`.
+    """The result of a policy loss; a bare tensor counts as `token_losses`.
 
     Args:
-        token_losses: (A,) float, each token's loss before any weight. What is in masked cells is
-            not read. The reduction, `token_weights`, the KL penalty and the entropy bonus follow.
-        metrics: by name (A,) values, of which the mean over trained tokens is logged as
+        token_losses: (A,) float, each token's loss before any weight; masked cells are ignored.
+            Reduction, `token_weights`, KL penalty and entropy bonus are applied afterwards.
+        metrics: name -> (A,) values, whose mean over trained tokens is logged as
             `policy/<name>`, or single values, averaged over micro-batches by their tokens.
-            A name that ends in `_max` or `_min` takes the largest or smallest.
+            For names that end in `_max` or `_min`, the largest or smallest is logged.
     """
 
     token_losses: torch.Tensor
@@ -78,12 +78,12 @@ class CustomLoss:
     """A user's policy loss.
 
     Args:
-        name: in errors and in `trainer.algorithm.policy_loss_type`.
+        name: for errors and `trainer.algorithm.policy_loss_type`.
         function: gets `LossInputs` and the settings, returns `LossOutput` or (A,) losses.
-        scope: what must be computed in one call: "token" (any split will do), "sequence" (all
+        scope: what must be computed in one call: "token" (any split works), "sequence" (all
             tokens of a sequence) or "mini_batch".
-        zero_where_advantage_is_zero: promises that loss and gradient of a token vanish with its
-            advantage: rows without an advantage then need no forward pass.
+        zero_where_advantage_is_zero: declares that loss and gradient of a token vanish with its
+            advantage, so that rows without an advantage need no forward pass.
         settings: keyword arguments.
     """
 
@@ -125,19 +125,19 @@ def register_policy_loss(
     scope: LossScope = "token",
     zero_where_advantage_is_zero: bool = False,
 ) -> str | Callable[[Function], Function]:
-    """Make a function a policy loss; return what `trainer.algorithm.policy_loss_type` calls it.
+    """Register a function as a policy loss; return its name for `policy_loss_type`.
 
-    With a name in place of the function it is a decorator, which returns the function.
+    Called with a name, it is a decorator that returns the function.
 
     Args:
         function: gets `LossInputs` and, as keyword arguments, `policy_loss_kwargs`; returns
-            `LossOutput` or (A,) losses of single tokens. Plain, differentiable torch.
-        name: None: the function's own.
+            `LossOutput` or (A,) losses per token. Plain, differentiable torch.
+        name: None: the function's name.
         scope, zero_where_advantage_is_zero: see `CustomLoss`.
 
     Returns:
-        `module:function` where that leads to the function, so that every process of a run finds it;
-        else the name, which this process alone knows.
+        `module:function` where the function can be imported, so that every process of a run finds
+        it; else the name, which is registered only in this process.
 
     Raises:
         ValueError: an unknown scope, or the name of a built-in loss.
@@ -168,7 +168,7 @@ def register_policy_loss(
 
 
 def policy_loss_names() -> tuple[str, ...]:
-    """Return the names of the built-in and of the registered losses."""
+    """Return the names of the built-in and the registered losses."""
     return _registry.names
 
 
@@ -176,7 +176,7 @@ def find_policy_loss(name: str) -> LossSpec | CustomLoss:
     """Return the loss of a name, or of a function by `module:function`.
 
     Raises:
-        ValueError: there is none, or its module cannot be imported.
+        ValueError: an unknown name, or a module that cannot be imported.
     """
     return _registry.find(name)
 
@@ -202,33 +202,33 @@ def custom_policy_loss(
     kl_estimator: str | None,
     kl_coef: float,
 ) -> PolicyLoss:
-    """Return the weighted sum of a user's token losses and of the KL penalty, with its metrics.
+    """Return the weighted sum of a user's token losses and the KL penalty, with metrics.
 
     Args:
-        inputs: cells as given to `policy_loss`, which may hold anything where masked.
+        inputs: cells as given to `policy_loss`; masked cells may hold any value.
         row_weights: (N,). token_weights: (A,), as for `policy_loss`.
     """
     live, logprobs = inputs.loss_mask, inputs.logprobs
-    shown = _shown(inputs, None if loss.scope != "token" else token_weights)
-    output = call_custom_loss(loss, shown)
+    clean_inputs = _masked_inputs(inputs, None if loss.scope != "token" else token_weights)
+    output = call_custom_loss(loss, clean_inputs)
     value = masked(output.token_losses.to(logprobs.dtype), live)
     if token_weights is not None:
         factor = masked(token_weights, live)
-        value = masked(value, factor != 0) * factor  # 0 drops the token, whatever its loss is
+        value = masked(value, factor != 0) * factor  # 0 drops the token, even where its loss is NaN
     no = torch.zeros_like(live)
-    total, made = weighted_loss(
+    total, loss_metrics = weighted_loss(
         value,
         logprobs,
         live,
         row_weights[inputs.row_ids],
-        delta=(shown.logprobs - shown.old_logprobs).detach(),
+        delta=(clean_inputs.logprobs - clean_inputs.old_logprobs).detach(),
         flags=(no, no, no, no),
         ref_logprobs=inputs.ref_logprobs,
         kl_estimator=kl_estimator,
         kl_coef=kl_coef,
     )
-    metrics = dict(zip(METRICS, made.unbind(), strict=True))
-    for name in CLIP_METRICS:  # what is clipped is the function's to say
+    metrics = dict(zip(METRICS, loss_metrics.unbind(), strict=True))
+    for name in CLIP_METRICS:  # the function decides what counts as clipped
         del metrics[name]
     with torch.no_grad():
         for name, values in output.metrics.items():
@@ -237,11 +237,11 @@ def custom_policy_loss(
 
 
 def call_custom_loss(loss: CustomLoss, inputs: LossInputs) -> LossOutput:
-    """Return what the function returns, after a look at its type and shape.
+    """Return the output of the function, with its type and shape checked.
 
     Raises:
         RuntimeError: the function raised.
-        TypeError, ValueError: it returned something else than losses of (A,) tokens.
+        TypeError, ValueError: it returned anything but losses of (A,) tokens.
     """
     op = f"policy_loss: {loss.name}"
     try:
@@ -270,7 +270,7 @@ def call_custom_loss(loss: CustomLoss, inputs: LossInputs) -> LossOutput:
     return output
 
 
-def _shown(inputs: LossInputs, token_weights: torch.Tensor | None) -> LossInputs:
+def _masked_inputs(inputs: LossInputs, token_weights: torch.Tensor | None) -> LossInputs:
     """Return the inputs with 0 where masked; no gradient flows there, nor to dropped tokens."""
     live = inputs.loss_mask
     logprobs = masked(inputs.logprobs, live)

@@ -84,37 +84,37 @@ def policy_loss(
     generator: torch.Generator | None = None,
     backend: str | None = None,
 ) -> PolicyLoss:
-    """Return the loss of the current logprobs, with its gradient, and what to log about it.
+    """Return the loss of the current logprobs, with its gradient, and metrics to log.
 
     loss = sum over trained tokens of row_weight * (token_weight * policy loss + kl_coef * KL). The
     module's docstring has each loss's formula and source; the settings' names and defaults are
-    SkyRL's. Nothing is read where the mask is 0 (NaN may stand there) and the gradient there is
-    exactly 0; a mask of zeros gives loss 0, connected to the graph. NaN at a trained token gives
-    a NaN loss, and NaN in the gradient of that token alone.
+    SkyRL's. Masked cells are not read (they may be NaN) and their gradient is exactly 0; a mask
+    of zeros gives loss 0, connected to the graph. NaN at a trained token gives a NaN loss, and NaN
+    in the gradient of that token only.
 
     Args:
         logprobs: cells, float32; the current policy's. float64 is computed in float64. bfloat16
             and float16 are upcast first, and only their gradient is rounded back.
-        old_logprobs: cells; what the ratio is taken against. None: `logprobs` themselves (ratio 1).
-        advantages: cells; may be None for "cross_entropy" alone.
-        loss_mask: cells of any dtype; a token is trained where it is not 0 (its size is no
-            weight: give `token_weights` for that).
+        old_logprobs: cells; the denominator of the ratio. None: `logprobs` themselves (ratio 1).
+        advantages: cells; None only for "cross_entropy".
+        loss_mask: cells of any dtype; a token is trained where it is not 0 (the value is
+            not a weight: use `token_weights` for that).
         loss: one of `LOSS_NAMES`, with its defaults, its settings (`DualClip(clip_ratio_c=2.0)`),
-            or a `CustomLoss`, which torch computes.
-            `ClipCov` and `KlCov` take the covariance over the tokens of this call, so these losses
-            depend on the split into micro-batches.
+            or a `CustomLoss`, which is computed by torch.
+            `ClipCov` and `KlCov` compute the covariance over the tokens of this call, so these
+            losses depend on the split into micro-batches.
         rollout_logprobs: cells; the sampler's, which take the place of `old_logprobs` in
             "rollout_is", in "dppo" where given, and in `Cispo(cispo_ratio="rollout")`.
         ref_logprobs: cells; the reference policy's, for the KL penalty.
         kl_estimator: None (no penalty), "k1", "abs", "k2" or "k3".
         kl_coef: weight of the penalty.
-        row_weights: (N,) from `reduction_weights` over the whole mini-batch. None: taken from
+        row_weights: (N,) from `reduction_weights` over the full mini-batch. None: computed from
             this call's mask with `reduction`, `group_ids`, `trajectory_ids` and `max_seq_len`.
         cu_seqlens: (N + 1,) offsets of the rows' cells, for (A,) data.
         trajectory_ids: N ints or strings, the trajectory of each row.
-        scope: what "gspo" takes as a sequence: "row", or "trajectory" with all its rows; None:
-            trajectory where `trajectory_ids` are given. A trajectory's rows must then be in one
-            call. The other losses look at single tokens.
+        scope: the sequence of "gspo": "row", or "trajectory" with all its rows; None: trajectory
+            where `trajectory_ids` are given. A trajectory's rows must then be in one call. The
+            other losses are per token.
         token_weights: cells, from `off_policy_correction`; they weigh the policy loss, not the KL.
             A token of weight 0 has no policy loss, even where that would be NaN.
         generator: draws the tokens of "clip_cov".
@@ -126,13 +126,13 @@ def policy_loss(
         kl_coef), num_tokens; means over trained tokens: clip_ratio, clip_ratio_low,
         clip_ratio_high, chosen_ratio (dual_clip: where c took effect; clip_cov, kl_cov: selected),
         ratio_mean, approx_kl (of r - 1 - d, an estimate of KL(old || current)), kl; and ratio_max,
-        ratio_min. All 0 without trained tokens. A `CustomLoss` has its own in place of those of
-        clipping.
+        ratio_min. All 0 without trained tokens. A `CustomLoss` has its own metrics in place of
+        the clip metrics.
 
     Raises:
         ValueError, TypeError: an unknown name, a setting out of its limits, an argument that the
-            loss needs and that is missing, or shapes, dtypes or devices that disagree.
-        RuntimeError: a forward-mode derivative, which backend="torch" alone has.
+            loss needs and that is missing, or shapes, dtypes or devices that do not match.
+        RuntimeError: a forward-mode derivative, which only backend="torch" has.
 
     Example:
         >>> logprobs = torch.log(torch.tensor([[0.6, 0.5]])).requires_grad_()
@@ -151,7 +151,7 @@ def policy_loss(
         raise TypeError(f"{OP}: logprobs must be a floating-point tensor, got {got}")
     cu_seqlens = checked_offsets(OP, logprobs, cu_seqlens)
     if cu_seqlens is not None:
-        cu_seqlens = _backend.beside(cu_seqlens, logprobs)
+        cu_seqlens = _backend.to_device_of(cu_seqlens, logprobs)
     num_rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     current = logprobs if logprobs.dtype == torch.float64 else logprobs.to(torch.float32)
     current = current.contiguous()
@@ -203,7 +203,7 @@ def policy_loss(
 
 
 class _Cells(NamedTuple):
-    """What every loss is computed from."""
+    """The inputs common to all losses."""
 
     current: torch.Tensor  # cells, float32 or float64
     mask: torch.Tensor
@@ -225,7 +225,7 @@ def _built_in(
     generator: torch.Generator | None,
     chosen: str,
 ) -> PolicyLoss:
-    """Return a loss of the table by the chosen backend."""
+    """Return a built-in loss, computed by the chosen backend."""
     current, mask = cells.current, cells.mask
     selected = None
     if isinstance(settings, (ClipCov, KlCov)):
@@ -259,7 +259,7 @@ def _custom(
     advantages: torch.Tensor | None,
     sequence: torch.Tensor | None,
 ) -> PolicyLoss:
-    """Return a user's loss; it sees padded cells (N, R) as N rows of R cells in a line."""
+    """Return a user's loss, which gets padded cells (N, R) as N flat rows of R cells."""
     current = cells.current
     _needed(loss.name, "advantages", advantages)
     old = current.detach() if old_logprobs is None else _like(current, "old_logprobs", old_logprobs)
@@ -305,10 +305,10 @@ def kl_penalty(
 
     With d = logprob - reference: "k1" d, "abs" |d|, "k2" d^2 / 2, "k3" exp(x) - 1 - x with x = -d
     clamped to +-20 and the result to +-10 (http://joschu.net/blog/kl-approx.html). 0 where
-    masked, whatever stands there.
+    masked, even for NaN.
 
     Args:
-        logprobs: float cells of any shape; the gradient goes to them alone.
+        logprobs: float cells of any shape; only they get a gradient.
         ref_logprobs: the same shape.
         estimator: "k1", "abs", "k2" or "k3".
         loss_mask: the same shape, or None: every cell counts.
@@ -318,8 +318,8 @@ def kl_penalty(
         float32 (float64 for float64 logprobs) in the shape of `logprobs`.
 
     Raises:
-        ValueError: an unknown estimator or shapes that disagree.
-        RuntimeError: a forward-mode derivative, which backend="torch" alone has.
+        ValueError: an unknown estimator or shapes that do not match.
+        RuntimeError: a forward-mode derivative, which only backend="torch" has.
 
     Example:
         >>> kl_penalty(torch.tensor([-1.0]), torch.tensor([-2.0]), estimator="k1")
@@ -379,13 +379,13 @@ def _sequence_delta(
     sequence: torch.Tensor | None,
     use_triton: bool,
 ) -> torch.Tensor:
-    """(N,) float64: the mean of d over the trained tokens of each row's sequence."""
-    against = current if old is None else old
+    """Return (N,) float64: the mean of d over the trained tokens of each row's sequence."""
+    denominator = current if old is None else old
     sums = torch.ops.skyrl_fast.delta_sums(
-        current.detach(), against.detach(), mask, cu_seqlens, use_triton
+        current.detach(), denominator.detach(), mask, cu_seqlens, use_triton
     )
     if sequence is not None:
-        sequence = _backend.beside(sequence, current)
+        sequence = _backend.to_device_of(sequence, current)
         # index_put_ sorts the rows on a GPU, so that sums have the same bits
         sums = torch.zeros_like(sums).index_put_((sequence,), sums, accumulate=True)[sequence]
     return sums[:, 0] / sums[:, 1].clamp(min=1)
@@ -407,9 +407,9 @@ def _torch(
         _flat(old),
         _flat(adv),
         cells.mask.reshape(-1) != 0,
-        reference.row_of_cell(cells.current, cells.cu_seqlens),
+        reference.cell_row_ids(cells.current, cells.cu_seqlens),
         cells.row_weights,
-        segment_of_row=sequence,
+        row_segments=sequence,
         ref_logprobs=_flat(cells.ref),
         kl_estimator=cells.kl_estimator,
         token_weights=_flat(cells.token_weights),

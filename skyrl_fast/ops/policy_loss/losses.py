@@ -1,4 +1,4 @@
-"""The policy losses: what is true of each, in one table. The formulas are in `policy_loss.py`.
+"""The table of policy losses and their settings. The formulas are in `loss.py`.
 
 A loss's settings are a dataclass, with SkyRL's names and defaults. `policy_loss(loss=Sapo(2.0))`
 takes one, a name stands for the class with its defaults, and the configuration's sections
@@ -18,7 +18,7 @@ from skyrl_fast.setting import limit_error, setting
 LossScope = Literal["token", "sequence", "mini_batch"]
 RatioTo = Literal["old", "rollout", "rollout_where_given", "nothing"]
 
-# The numbers a kernel takes, ordered as in csrc/policy_loss/loss_params_bind.h; `kl_coef` follows.
+# Kernel arguments in the order of csrc/policy_loss/loss_params_bind.h; `kl_coef` follows.
 KERNEL_PARAMS = (
     "clip_low",
     "clip_high",
@@ -29,7 +29,7 @@ KERNEL_PARAMS = (
     "delta_high",
     "ppo_kl_coef",
 )
-UNUSED = 1.0  # what a kernel gets for a number that its loss does not read
+UNUSED = 1.0  # passed to a kernel for a number that its loss does not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +38,20 @@ class LossSettings:
 
     @property
     def variant(self) -> str | None:
-        """Name of the kernel's variant of the loss; None where there is one alone."""
+        """Name of the kernel's variant of the loss; None where there is only one."""
         return None
 
     def kernel_params(self) -> dict[str, float]:
-        """Return the numbers that the loss reads, by their names in `KERNEL_PARAMS`."""
+        """Return the numbers that the loss reads, keyed by their names in `KERNEL_PARAMS`."""
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class Regular(LossSettings):
-    """Of regular, PPO's loss: how far the ratio may be from 1."""
+    """Settings of regular, PPO's loss: the clip range of the ratio."""
 
-    eps_clip_low: float = setting(0.2, "ratio clipped at 1 - this", at_least=0)
-    eps_clip_high: float = setting(0.2, "ratio clipped at 1 + this", at_least=0)
+    eps_clip_low: float = setting(0.2, "lower bound of the ratio: 1 - this", at_least=0)
+    eps_clip_high: float = setting(0.2, "upper bound of the ratio: 1 + this", at_least=0)
 
     def kernel_params(self) -> dict[str, float]:
         """Return the ratio's bounds."""
@@ -60,7 +60,7 @@ class Regular(LossSettings):
 
 @dataclass(frozen=True, slots=True)
 class DualClip(Regular):
-    """Of dual_clip: PPO's bounds, and that of the loss where the advantage is negative."""
+    """Settings of dual_clip: PPO's clip range, and the bound for negative advantages."""
 
     clip_ratio_c: float = setting(3.0, "second clip", above=1)
 
@@ -72,19 +72,19 @@ class DualClip(Regular):
 
 @dataclass(frozen=True, slots=True)
 class Gspo(Regular):
-    """Of gspo: how far the sequence's mean ratio may be from 1."""
+    """Settings of gspo: the clip range of the sequence's mean ratio."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cispo(LossSettings):
-    """Of cispo: bounds of the ratio, and what it is taken against."""
+    """Settings of cispo: the clip range of the ratio, and its denominator."""
 
-    cispo_eps_clip_low: float = setting(1.0, "ratio taken as 1 - this at least", at_least=0)
-    cispo_eps_clip_high: float = setting(4.0, "ratio taken as 1 + this at most", at_least=0)
+    cispo_eps_clip_low: float = setting(1.0, "lower bound of the ratio: 1 - this", at_least=0)
+    cispo_eps_clip_high: float = setting(4.0, "upper bound of the ratio: 1 + this", at_least=0)
     cispo_ratio: str = setting(
         "old",
-        "ratio to old_logprobs, or to the engine's log-probabilities: then "
-        "off_policy_correction.tis_ratio_type must be null",
+        "denominator of the ratio: old_logprobs, or the engine's log-probabilities, which requires "
+        "off_policy_correction.tis_ratio_type=null",
         choices=("old", "rollout"),
     )
 
@@ -95,24 +95,24 @@ class Cispo(LossSettings):
 
 @dataclass(frozen=True, slots=True)
 class RolloutIs(Regular):
-    """Of rollout_is: how far the ratio to the sampler may be from 1."""
+    """Settings of rollout_is: the range of the ratio to the sampler."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClipCovSelection(LossSettings):
-    """Of clip_cov: which tokens are left out."""
+    """Settings of clip_cov: the selection of dropped tokens."""
 
-    clip_ratio: float = setting(0.0002, "share of the tokens", at_least=0, at_most=1)
-    clip_cov_lb: float = setting(1.0, "their covariance is above this")
-    clip_cov_ub: float = setting(5.0, "and below this")
+    clip_ratio: float = setting(0.0002, "share of tokens that are dropped", at_least=0, at_most=1)
+    clip_cov_lb: float = setting(1.0, "lower bound of the covariance of dropped tokens")
+    clip_cov_ub: float = setting(5.0, "upper bound of the covariance of dropped tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class ClipCov(ClipCovSelection):
-    """Of clip_cov: which tokens are left out, and how far the ratio of the others may be from 1."""
+    """Settings of clip_cov: the selection of dropped tokens, and the clip range of the others."""
 
-    eps_clip_low: float = setting(0.2, "ratio clipped at 1 - this", at_least=0)
-    eps_clip_high: float = setting(0.2, "ratio clipped at 1 + this", at_least=0)
+    eps_clip_low: float = setting(0.2, "lower bound of the ratio: 1 - this", at_least=0)
+    eps_clip_high: float = setting(0.2, "upper bound of the ratio: 1 + this", at_least=0)
 
     def kernel_params(self) -> dict[str, float]:
         """Return the ratio's bounds."""
@@ -121,11 +121,11 @@ class ClipCov(ClipCovSelection):
 
 @dataclass(frozen=True, slots=True)
 class KlCov(LossSettings):
-    """Of kl_cov: which tokens are held back, and how strongly."""
+    """Settings of kl_cov: the selection of penalised tokens, and their penalty."""
 
-    kl_cov_frac: float = setting(0.2, "share of the tokens", at_least=0, at_most=1)
+    kl_cov_frac: float = setting(0.2, "share of tokens that are penalised", at_least=0, at_most=1)
     ppo_kl_coef: float = setting(
-        1.0, "weight of the distance from their old log-probabilities", at_least=0
+        1.0, "weight of the distance from the old log-probabilities", at_least=0
     )
 
     def kernel_params(self) -> dict[str, float]:
@@ -135,10 +135,10 @@ class KlCov(LossSettings):
 
 @dataclass(frozen=True, slots=True)
 class Sapo(LossSettings):
-    """Of sapo: how steep its gate is."""
+    """Settings of sapo: the temperatures of its gate."""
 
-    tau_pos: float = setting(1.0, "where the advantage is positive", above=0)
-    tau_neg: float = setting(1.05, "where it is not", above=0)
+    tau_pos: float = setting(1.0, "steepness of the gate where the advantage is positive", above=0)
+    tau_neg: float = setting(1.05, "steepness of the gate elsewhere", above=0)
 
     def kernel_params(self) -> dict[str, float]:
         """Return the gate's steepness."""
@@ -147,15 +147,17 @@ class Sapo(LossSettings):
 
 @dataclass(frozen=True, slots=True)
 class Dppo(LossSettings):
-    """Of dppo: how far a token's probability may move."""
+    """Settings of dppo: how far a token's probability may move."""
 
-    dppo_type: str = setting("binary_tv", "its measure", choices=("binary_tv", "binary_kl"))
-    delta_low: float = setting(0.2, "where the advantage is negative", at_least=0)
-    delta_high: float = setting(0.2, "where it is positive", at_least=0)
+    dppo_type: str = setting(
+        "binary_tv", "distance between the probabilities", choices=("binary_tv", "binary_kl")
+    )
+    delta_low: float = setting(0.2, "largest distance where the advantage is negative", at_least=0)
+    delta_high: float = setting(0.2, "largest distance where the advantage is positive", at_least=0)
 
     @property
     def variant(self) -> str:
-        """By total variation or by the binary KL."""
+        """Total variation or the binary KL."""
         return {"binary_tv": "dppo_tv", "binary_kl": "dppo_kl"}[self.dppo_type]
 
     def kernel_params(self) -> dict[str, float]:
@@ -165,17 +167,17 @@ class Dppo(LossSettings):
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy(LossSettings):
-    """Of cross_entropy, which has none."""
+    """Settings of cross_entropy: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportanceSampling(LossSettings):
-    """Of importance_sampling, which has none."""
+    """Settings of importance_sampling: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """What is true of one loss.
+    """The properties of one loss.
 
     Args:
         name: in `policy_loss` and `trainer.algorithm.policy_loss_type`.
@@ -184,7 +186,7 @@ class LossSpec:
             loss has the loss's name.
         scope: what must be computed together: single tokens, all tokens of a sequence, or all of a
             mini-batch.
-        ratio_to: log-probabilities that the ratio is taken against.
+        ratio_to: the log-probabilities in the denominator of the ratio.
         zero_where_advantage_is_zero: whether value and gradient vanish with the advantage.
     """
 
@@ -232,7 +234,7 @@ POLICY_LOSSES: dict[str, LossSpec] = {
 LOSS_CODES: dict[str, int] = {
     k: v for spec in POLICY_LOSSES.values() for k, v in spec.codes.items()
 }
-_OF_CLASS = {spec.settings: spec for spec in POLICY_LOSSES.values()}
+_SPEC_BY_CLASS = {spec.settings: spec for spec in POLICY_LOSSES.values()}
 _DEFAULTS = {spec.name: spec.settings() for spec in POLICY_LOSSES.values()}
 
 
@@ -242,10 +244,10 @@ def clip_range(eps_low: float, eps_high: float) -> dict[str, float]:
 
 
 def loss_and_settings(op: str, loss: str | LossSettings) -> tuple[LossSpec, LossSettings]:
-    """Return a loss's line of the table, and its settings after a look at their limits.
+    """Return the spec of a loss, and its settings with their limits checked.
 
     Args:
-        op: named in errors.
+        op: the op's name, for messages.
         loss: a name, or an instance of a `settings` class.
 
     Raises:
@@ -253,7 +255,7 @@ def loss_and_settings(op: str, loss: str | LossSettings) -> tuple[LossSpec, Loss
     """
     if isinstance(loss, str) and loss in POLICY_LOSSES:
         return POLICY_LOSSES[loss], _DEFAULTS[loss]
-    spec = None if isinstance(loss, str) else _OF_CLASS.get(type(loss))
+    spec = None if isinstance(loss, str) else _SPEC_BY_CLASS.get(type(loss))
     if spec is None or isinstance(loss, str):
         raise ValueError(
             f"{op}: loss must be one of {tuple(POLICY_LOSSES)} or the settings of one, got {loss!r}"
@@ -277,7 +279,7 @@ def kernel_params(settings: LossSettings, kl_coef: float) -> list[float]:
 
 
 def ratio_to_rollout(spec: LossSpec, settings: LossSettings) -> bool:
-    """Return whether the ratio is to the policy that sampled, whatever the old one is."""
+    """Return whether the denominator of the ratio is the sampling policy."""
     if isinstance(settings, Cispo):
         return settings.cispo_ratio == "rollout"
     return spec.ratio_to in ("rollout", "rollout_where_given")
@@ -290,7 +292,7 @@ def ratio_logprobs(
     old_logprobs: torch.Tensor | None,
     rollout_logprobs: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Return the log-probabilities that the ratio is taken against; None: the current ones.
+    """Return the log-probabilities in the denominator of the ratio; None: the current ones.
 
     Raises:
         ValueError: the loss needs `rollout_logprobs` and there are none.

@@ -16,14 +16,14 @@ from skyrl_fast.ops.policy_loss.reduction import (
     native_mask,
     sequences_of,
 )
-from skyrl_fast.ops.policy_loss.reference import row_of_cell
+from skyrl_fast.ops.policy_loss.reference import cell_row_ids
 
 OP = "off_policy_correction"
 TIS_CAPS = {"token": 2.0, "sequence": 5.0}
 SEQUENCE_MASK_BOUNDS = {"geometric": (0.99, 1.01), "product": (0.5, 2.0)}
 TIS_KINDS = {None: 0, "token": 1, "sequence": 2}
 SEQUENCE_MASK_KINDS = {None: 0, "geometric": 1, "product": 2}
-# What the kernel writes, in its order, and the rule that asks for it.
+# The metrics that the kernel writes, in its order, and the rule that each belongs to.
 NATIVE_METRICS = (
     ("is_ratio_mean", "ratio"),
     ("is_ratio_std", "ratio"),
@@ -60,10 +60,10 @@ def off_policy_correction(
     trajectory_ids: RowIds | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return token weights and a smaller mask that correct for the sampler's other policy.
+    """Return token weights and a smaller mask that correct for a sampler with another policy.
 
-    With ratio = exp(clamp(old - rollout, -20, 20)), in this order, each on the mask that the
-    former left:
+    With ratio = exp(clamp(old - rollout, -20, 20)), in this order, each on the mask left by the
+    previous rule:
 
     1. outliers: a sequence with a token whose ratio is over `outlier_high` or under `outlier_low`
        is dropped;
@@ -93,10 +93,10 @@ def off_policy_correction(
             `tis_ratio_type`.
         new_mask: 0/1 in the shape and dtype of `loss_mask`; `loss_mask` itself where no rule masks.
         metrics: 0-dimensional float64 tensors under SkyRL's names. Means, spread and extremes are
-            over trained tokens, shares of sequences over those that have a trained token.
+            over trained tokens, shares of sequences over those with a trained token.
 
     Raises:
-        ValueError: an unknown name, a missing id, or shapes that disagree.
+        ValueError: an unknown name, missing ids, or shapes that do not match.
 
     Example:
         >>> old, rollout = torch.zeros(1, 2), torch.tensor([[0.0, -3.0]])
@@ -150,12 +150,12 @@ def _torch(
     cu_seqlens: torch.Tensor | None,
     sequence: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, torch.Tensor]]:
-    row = row_of_cell(old, cu_seqlens)
+    row = cell_row_ids(old, cu_seqlens)
     num_rows = old.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    of_cell = row if sequence is None else sequence.to(old.device)[row]
+    cell_sequences = row if sequence is None else sequence.to(old.device)[row]
     live = mask.reshape(-1) != 0
     weights, keep, metrics = reference.off_policy_correction(
-        rules, old.reshape(-1), rollout.reshape(-1), live, of_cell, num_rows
+        rules, old.reshape(-1), rollout.reshape(-1), live, cell_sequences, num_rows
     )
     shaped = None if weights is None else weights.reshape(old.shape)
     return shaped, keep.reshape(old.shape) if rules.masks else None, metrics
@@ -198,20 +198,20 @@ def _native(
         metrics,
         _backend.num_threads(),
     )
-    asked = {"ratio", f"tis_{rules.tis}"}
-    asked |= {"outlier"} if rules.outliers else set()
-    asked |= {"token_mask"} if rules.bounded else set()
-    asked |= {"sequence_mask"} if rules.sequence_mask is not None else set()
+    applied = {"ratio", f"tis_{rules.tis}"}
+    applied |= {"outlier"} if rules.outliers else set()
+    applied |= {"token_mask"} if rules.bounded else set()
+    applied |= {"sequence_mask"} if rules.sequence_mask is not None else set()
     prefix = "geo" if rules.sequence_mask == "geometric" else "product"
-    facts = zip(NATIVE_METRICS, metrics.unbind(), strict=True)
-    named = {name.format(prefix): value for (name, rule), value in facts if rule in asked}
+    entries = zip(NATIVE_METRICS, metrics.unbind(), strict=True)
+    named = {name.format(prefix): value for (name, rule), value in entries if rule in applied}
     return weights, new_mask, named
 
 
 def _rows_by_sequence(
     sequence: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the offsets of the sequences' rows, and the rows' order where it is not their own."""
+    """Return the offsets of the sequences' rows, and the rows' order unless already sorted."""
     if sequence is None:
         return None, None
     counts = torch.bincount(sequence)

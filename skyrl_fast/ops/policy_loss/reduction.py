@@ -1,4 +1,4 @@
-"""How much each row weighs in a loss. Shapes: N rows (steps), R padded cells, A ragged cells."""
+"""Weights of rows in a loss. Shapes: N rows (steps), R padded cells, A ragged cells."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ def reduction_weights(
     max_seq_len: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Return the weight that every trained token of a row has in the loss.
+    """Return the weight of each row's trained tokens in the loss.
 
-    Take them once, from a whole mini-batch without its padding rows, and give each micro-batch its
-    rows' share: the sum of the micro-batches' losses is then the mini-batch's loss, however it is
-    split. With m the trained tokens of a row, and N, P, J the rows, prompts, trajectories:
+    Compute them once, from a complete mini-batch without its padding rows, and pass each
+    micro-batch those of its rows: the sum of the micro-batches' losses is then the mini-batch's
+    loss, for any split. With m the trained tokens of a row, and N, P, J the rows, prompts,
+    trajectories:
 
     "token_mean" 1 / sum m; "sequence_mean" 1 / (N m); "seq_mean_token_sum_norm" 1 / (N
     max_seq_len), Dr. GRPO, arXiv:2503.20783; "prompt_mean" 1 / (P sum of m over the prompt);
-    "trajectory_mean" 1 / (J sum of m over the trajectory), so that a trajectory weighs the same
-    whatever its number of turns.
+    "trajectory_mean" 1 / (J sum of m over the trajectory), so that trajectories have equal weight
+    for any number of turns.
 
     Rows, prompts and trajectories without a trained token count in N, P and J (they are samples
-    whose loss is 0); a denominator of 0 tokens is taken as 1, so nothing is NaN.
+    whose loss is 0); a denominator of 0 tokens becomes 1, so nothing is NaN.
 
     Args:
         loss_mask: (N, R) or, with `cu_seqlens`, (A,); a token is trained where it is not 0.
@@ -67,7 +68,7 @@ def reduction_weights(
 
     Raises:
         ValueError: an unknown reduction, one whose ids or length are missing, or shapes that
-            disagree.
+            do not match.
 
     Example:
         >>> mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
@@ -91,7 +92,7 @@ def reduction_weights(
         ids = trajectory_ids
         segment, num_segments = segments_of(OP, "trajectory_ids", ids, counts.numel(), reduction)
     weights = reference.reduction_weights(
-        counts, reduction, _backend.beside(segment, counts), num_segments, max_seq_len
+        counts, reduction, _backend.to_device_of(segment, counts), num_segments, max_seq_len
     )
     return weights.to(torch.float32)
 
@@ -99,7 +100,7 @@ def reduction_weights(
 def checked_offsets(
     op: str, cells: torch.Tensor, cu_seqlens: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return the offsets as contiguous int32 after a look at the shapes; None for padded cells."""
+    """Return checked offsets as contiguous int32; None for padded cells."""
     if not isinstance(cells, torch.Tensor):
         raise TypeError(f"{op}: data must be torch tensors, got {type(cells).__name__}")
     if cu_seqlens is None:
@@ -132,7 +133,7 @@ def native_mask(op: str, loss_mask: torch.Tensor) -> torch.Tensor:
 def segments_of(
     op: str, name: str, ids: RowIds | None, num_rows: int, needed_by: str
 ) -> tuple[torch.Tensor, int]:
-    """Return (N,) int64 segment numbers from 0 on, and how many there are."""
+    """Return (N,) int64 segment numbers, from 0, and the number of segments."""
     if ids is None:
         raise ValueError(f"{op}: {needed_by} needs {name}, got None")
     if isinstance(ids, torch.Tensor):
@@ -152,7 +153,7 @@ def segments_of(
 def sequences_of(
     op: str, scope: str | None, trajectory_ids: RowIds | None, num_rows: int
 ) -> torch.Tensor | None:
-    """Return (N,) int64, the sequence of each row; None where every row is one.
+    """Return (N,) int64, the sequence of each row; None where every row is a sequence.
 
     Args:
         scope: "row", "trajectory", or None: trajectory where `trajectory_ids` are given.
@@ -174,7 +175,7 @@ def _mask_counts(loss_mask: torch.Tensor, cu_seqlens: torch.Tensor | None) -> to
 def _mask_counts_torch(loss_mask: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
     if cu_seqlens is None:
         return (loss_mask != 0).sum(1)
-    row = reference.row_of_cell(loss_mask, cu_seqlens)
+    row = reference.cell_row_ids(loss_mask, cu_seqlens)
     counts = row.new_zeros(cu_seqlens.numel() - 1)
     return counts.index_add_(0, row, (loss_mask != 0).long())
 

@@ -1,7 +1,7 @@
-"""Plain-torch reference of losses and reductions. Shapes: N rows, C cells in a row-major line.
+"""Plain-torch reference of losses and reductions. N rows, C cells, flat in row-major order.
 
-Everything here works on flat cells with the row of each cell, is differentiable by autograd, and
-reads nothing at masked cells. The formulas' sources are listed in `ops/policy_loss/loss.py`.
+All functions take flat cells with the row of each cell, are differentiable by autograd, and ignore
+masked cells. The sources of the formulas are listed in `ops/policy_loss/loss.py`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ METRICS = (
 )
 
 
-def row_of_cell(like: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    """Return (C,) int64, the row that each cell of an (N, R) or ragged (A,) tensor belongs to."""
+def cell_row_ids(like: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """Return (C,) int64, the row of each cell of an (N, R) or ragged (A,) tensor."""
     if cu_seqlens is None:
         num_rows, width = like.shape
         return torch.arange(num_rows, device=like.device).repeat_interleave(width)
@@ -43,7 +43,7 @@ def row_of_cell(like: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Te
 
 
 def masked(values: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """Return values with 0 where masked, whatever stands there; no gradient flows to it."""
+    """Return values with 0 where masked, even for NaN; no gradient flows to masked cells."""
     return torch.where(live, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
@@ -70,19 +70,19 @@ def kl_penalty(
 
 
 def sequence_mean(
-    values: torch.Tensor, live: torch.Tensor, segment_of_cell: torch.Tensor, num_segments: int
+    values: torch.Tensor, live: torch.Tensor, cell_segments: torch.Tensor, num_segments: int
 ) -> torch.Tensor:
     """Return for each cell the mean of `values` over the trained cells of its segment."""
     sums = values.new_zeros(num_segments, dtype=torch.float64)
-    sums.index_add_(0, segment_of_cell, values.double())
-    counts = torch.zeros_like(sums).index_add_(0, segment_of_cell, live.double())
-    return (sums / counts.clamp(min=1))[segment_of_cell].to(values.dtype)
+    sums.index_add_(0, cell_segments, values.double())
+    counts = torch.zeros_like(sums).index_add_(0, cell_segments, live.double())
+    return (sums / counts.clamp(min=1))[cell_segments].to(values.dtype)
 
 
 def clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return PPO's per-cell loss and where its lower and upper bounds took effect."""
+    """Return PPO's per-cell loss and where the lower and the upper bound took effect."""
     free = -advantages * ratio
     bound = -advantages * ratio.clamp(low, high)
     clipped = bound > free
@@ -166,7 +166,7 @@ def policy_loss(
     row: torch.Tensor,
     row_weights: torch.Tensor,
     *,
-    segment_of_row: torch.Tensor | None = None,
+    row_segments: torch.Tensor | None = None,
     ref_logprobs: torch.Tensor | None = None,
     kl_estimator: str | None = None,
     token_weights: torch.Tensor | None = None,
@@ -179,21 +179,21 @@ def policy_loss(
         logprobs, old_logprobs, advantages, live, ref_logprobs, token_weights: (C,); old_logprobs
             None: the detached logprobs.
         row: (C,) row of each cell. row_weights: (N,).
-        segment_of_row: (N,) sequence of each row, below N, for gspo; None: the row itself.
+        row_segments: (N,) sequence of each row, below N, for gspo; None: the row itself.
     """
     current = masked(logprobs, live)
     old = current.detach() if old_logprobs is None else masked(old_logprobs.detach(), live)
     adv = torch.zeros_like(current) if advantages is None else masked(advantages.detach(), live)
     delta = current - old
     if loss == "gspo":
-        segment = row if segment_of_row is None else segment_of_row[row]
+        segment = row if row_segments is None else row_segments[row]
         sequence = sequence_mean(delta.detach(), live, segment, row_weights.numel())
         delta = delta - delta.detach() + sequence
     value, low, high, chosen = token_loss(loss, p, current, old, delta, adv, selected)
     value = masked(value, live)
     if token_weights is not None:
         factor = masked(token_weights.detach(), live)
-        on = factor != 0  # 0 drops the token, whatever its loss is
+        on = factor != 0  # 0 drops the token, even where its loss is NaN
         inputs = [masked(x, on) for x in (current, old, delta, adv)]
         value = token_loss(loss, p, inputs[0], inputs[1], inputs[2], inputs[3], selected)[0]
         value = value * factor
@@ -281,14 +281,14 @@ def _metrics(
 def reduction_weights(
     counts: torch.Tensor,
     reduction: str,
-    segment_of_row: torch.Tensor,
+    row_segments: torch.Tensor,
     num_segments: int,
     max_seq_len: int | None,
 ) -> torch.Tensor:
     """Return (N,) float64 weights from each row's count of trained tokens.
 
     Args:
-        counts: (N,) trained tokens. segment_of_row: (N,) prompt or trajectory of each row for
+        counts: (N,) trained tokens. row_segments: (N,) prompt or trajectory of each row for
             prompt_mean and trajectory_mean, with `num_segments` of them.
     """
     counts = counts.double()
@@ -300,8 +300,8 @@ def reduction_weights(
     if reduction == "seq_mean_token_sum_norm":
         assert max_seq_len is not None
         return torch.full_like(counts, 1 / (max(1, num_rows) * max_seq_len))
-    of_segment = counts.new_zeros(num_segments).index_add_(0, segment_of_row, counts)
-    return 1 / (num_segments * of_segment.clamp(min=1)[segment_of_row])
+    segment_counts = counts.new_zeros(num_segments).index_add_(0, row_segments, counts)
+    return 1 / (num_segments * segment_counts.clamp(min=1)[row_segments])
 
 
 def select_by_covariance(

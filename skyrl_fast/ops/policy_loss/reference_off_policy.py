@@ -1,6 +1,6 @@
-"""Plain-torch reference of the off-policy correction. N rows, C cells in a line, U sequences.
+"""Plain-torch reference of the off-policy correction. C flat cells, U sequences.
 
-Nothing here waits for the device: every condition is a tensor.
+Nothing here synchronizes with the device: every condition is a tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from skyrl_fast.ops.policy_loss.reference import masked, ratio_of
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What to apply, in this order; None: not wanted.
+    """The rules to apply, in this order; None: not applied.
 
     Args:
         outlier_low, outlier_high: a token outside drops its sequence.
@@ -107,8 +107,8 @@ def off_policy_correction(
     if rules.sequence_mask is not None:
         tokens = per_sequence(keep).clamp(min=1)
         exponent = log_product / tokens if rules.sequence_mask == "geometric" else log_product
-        of_sequence = ratio_of(exponent)
-        over, under = of_sequence > rules.mask_high, of_sequence < rules.mask_low
+        sequence_ratio = ratio_of(exponent)
+        over, under = sequence_ratio > rules.mask_high, sequence_ratio < rules.mask_low
         prefix = "geo" if rules.sequence_mask == "geometric" else "product"
         metrics[f"{prefix}_sequence_mask_masked_ratio"] = share(over | under)
         metrics[f"{prefix}_sequence_mask_over_high_ratio"] = share(over)
@@ -120,7 +120,7 @@ def off_policy_correction(
 def _ratio_metrics(
     delta: torch.Tensor, ratio: torch.Tensor, live: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Moments and extremes of the ratio over trained tokens; extremes leave NaN out."""
+    """Return moments and extremes of the ratio over trained tokens; extremes ignore NaN."""
     count = live.sum().double()
     some = count > 0
     zero = torch.zeros_like(count)

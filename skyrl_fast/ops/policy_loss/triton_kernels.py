@@ -1,8 +1,8 @@
-"""Triton kernels of policy losses; `triton_ops` launches them.
+"""Triton kernels of policy losses; `ops/_triton.py` launches them.
 
-Losses and penalties have the codes of csrc/policy_loss/token_loss.h, sums and metrics the order of
-loss_sums.h and policy_loss.h there. Arithmetic is float64, so exp(x) - 1 needs no series; the
-hyper-parameters reach a kernel as float32.
+Losses and penalties have the codes of csrc/policy_loss/token_loss.h; sums are in the order of
+loss_sums.h, metrics in that of policy_loss.h. Arithmetic is float64, so exp(x) - 1 needs no series;
+the hyper-parameters reach a kernel as float32.
 """
 
 # mypy: ignore-errors
@@ -150,7 +150,7 @@ def token_kl(logprob, reference, KL: tl.constexpr):
 
 @triton.jit
 def _row_of(cell, cu, width, num_rows, RAGGED: tl.constexpr, STEPS: tl.constexpr):
-    """The row of each cell: the last one that begins there or before, by halving."""
+    """Row of each cell, by bisection: the last one that begins there or before."""
     if RAGGED:
         row = tl.zeros_like(cell)
         above = tl.zeros_like(cell) + num_rows
@@ -208,7 +208,7 @@ def loss_kernel(
     token_weight = live.to(tl.float64)
     if HAS_TOKEN_WEIGHT:
         token_weight = _cells(token_weights, cell, live)
-    counts = token_weight != 0  # else nothing, even where the loss is NaN
+    counts = token_weight != 0  # weight 0 drops the token, even where its loss is NaN
     value = tl.where(counts, value * (row_weight * token_weight), 0.0)
     slope = tl.where(counts, slope * (row_weight * token_weight), 0.0)
     kl = tl.zeros_like(logprob)
@@ -238,7 +238,7 @@ def loss_kernel(
 
 @triton.jit
 def _total(partial, which: tl.constexpr, count, BLOCK: tl.constexpr):
-    """The sum of one row of `partial`; of the ratios' extremes the largest and the smallest."""
+    """Sum of one row of `partial`; largest and smallest for the ratios' extremes."""
     start_value = float("inf") if which == 10 else 0.0
     total = tl.full((BLOCK,), start_value, tl.float64)
     for start in range(0, count, BLOCK):
@@ -261,7 +261,7 @@ def _total(partial, which: tl.constexpr, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def fold_kernel(partial, metrics, count, kl_coef, LOSS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: the metrics from the partial sums."""
+    """One program: compute the metrics from the partial sums."""
     policy = _total(partial, 0, count, BLOCK)
     kl_weighted = _total(partial, 1, count, BLOCK)
     tokens = _total(partial, 2, count, BLOCK)
@@ -288,7 +288,7 @@ def fold_kernel(partial, metrics, count, kl_coef, LOSS: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def delta_kernel(a, b, mask, cu, sums, width, RAGGED: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row: the sum of a - b over its trained cells, and how many they are."""
+    """One program per row: the sum of a - b over its trained cells, and their number."""
     row = tl.program_id(0).to(tl.int64)
     begin = row * width
     end = begin + width

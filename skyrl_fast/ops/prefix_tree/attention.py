@@ -1,4 +1,4 @@
-"""Attention on prefix trees: each node looks at itself and the nodes above it.
+"""Attention on prefix trees: each node attends to itself and the nodes above it.
 
 T nodes in depth-first order, H heads, D head size.
 """
@@ -19,17 +19,17 @@ from skyrl_fast.ops.prefix_tree.blocks import Block, block_attention, tree_block
 OP = "tree_attention"
 KINDS = ("blocks", "dense", "flex")
 FLEX_BLOCK = 128  # nodes, of queries and of keys
-# Below this a mask of all pairs costs less than what it saves; also the most that is padded.
+# Up to this size a dense mask of all pairs is cheaper; also the multiple that "flex" pads to.
 SHORT_TREES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TreeAttention:
-    """How the attention of some trees is computed.
+    """A plan for computing the attention of some trees.
 
     Args:
         kind: "blocks": parts of the trees with the paths above them, each by torch's CPU flash
-            kernel, which looks at no pair outside but few. "dense": one boolean mask of all pairs.
+            kernel, which computes few masked pairs. "dense": one boolean mask of all pairs.
             "flex": FlexAttention with a block mask.
         num_nodes: T, with padding.
         blocks: for "blocks".
@@ -43,7 +43,7 @@ class TreeAttention:
 
 
 def kind_for(num_nodes: int, device: torch.device | str) -> str:
-    """Return the kind that is chosen for trees of so many nodes on a device."""
+    """Return the default kind for trees of `num_nodes` nodes on a device."""
     place = torch.device(device).type
     if place == "cpu":
         return "blocks"
@@ -51,7 +51,7 @@ def kind_for(num_nodes: int, device: torch.device | str) -> str:
 
 
 def padded_size(num_nodes: int, kind: str) -> int:
-    """Return how many nodes a kind wants: FlexAttention works in blocks, and few lengths compile.
+    """Return the padded number of nodes: FlexAttention needs blocks, and few lengths to compile.
 
     Example:
         >>> padded_size(1500, "flex"), padded_size(1500, "dense")
@@ -67,7 +67,7 @@ def plan_tree_attention(
     device: torch.device | str = "cpu",
     kind: str | None = None,
 ) -> TreeAttention:
-    """Return how to compute the attention of trees; once for all layers of a forward pass.
+    """Return a plan for the attention of trees, for all layers of a forward pass.
 
     Args:
         parents, ends: (T,) int32 as in `PrefixTree`. For "flex", T is a multiple of 128.
@@ -76,7 +76,7 @@ def plan_tree_attention(
             trees; elsewhere "dense".
 
     Raises:
-        ValueError: an unknown kind, one that the device does not have, or a wrong T.
+        ValueError: an unknown kind, one that the device does not support, or a wrong T.
     """
     num_nodes = parents.shape[0]
     kind = kind_for(num_nodes, device) if kind is None else kind
@@ -93,7 +93,7 @@ def plan_tree_attention(
         return TreeAttention(kind, num_nodes, mask=mask[None, None])
     if num_nodes % FLEX_BLOCK:
         raise ValueError(
-            f"{OP}: kind 'flex' wants a multiple of {FLEX_BLOCK} nodes, got {num_nodes}"
+            f"{OP}: kind 'flex' needs a multiple of {FLEX_BLOCK} nodes, got {num_nodes}"
         )
     return TreeAttention(kind, num_nodes, mask=flex_block_mask(ends))
 
@@ -103,17 +103,17 @@ def tree_attention(
 ) -> Tensor:
     """Return (1, H, T, D): softmax attention of each node over itself and the nodes above it.
 
-    Under autocast it runs in autocast's dtype, as torch's own attention does: rotary embeddings
-    may have left queries and keys in float32 beside values of another dtype.
+    Under autocast it runs in autocast's dtype, like torch's attention: rotary embeddings may leave
+    queries and keys in float32 and values in another dtype.
 
     Args:
         query: (1, H, T, D) float32, bfloat16, float16 or float64.
-        key, value: (1, G, T, D) with H a multiple of G; neighbouring heads share one.
-        plan: of trees with T nodes.
-        scale: of the products; None: 1 / sqrt(D).
+        key, value: (1, G, T, D) with H a multiple of G; consecutive query heads share one.
+        plan: for trees with T nodes.
+        scale: of the scores; None: 1 / sqrt(D).
 
     Raises:
-        ValueError: shapes that do not fit each other or the plan.
+        ValueError: shapes that do not match each other or the plan.
 
     Example:
         >>> plan = plan_tree_attention(torch.tensor([-1, 0, 0]), torch.tensor([3, 2, 3]))
@@ -137,7 +137,7 @@ def tree_attention(
 
 
 def autocast(tensor: Tensor) -> Tensor:
-    """Return the tensor as autocast has the arguments of torch's attention; float64 stays."""
+    """Return the tensor in the dtype that autocast uses for torch's attention; float64 stays."""
     kind = tensor.device.type
     if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return tensor
@@ -145,10 +145,10 @@ def autocast(tensor: Tensor) -> Tensor:
 
 
 def flex_block_mask(ends: Tensor) -> Any:
-    """Return FlexAttention's block mask, without a look at each pair of nodes.
+    """Return FlexAttention's block mask, without evaluating each pair of nodes.
 
-    A block of keys before a block of queries is seen whole where the least end of its nodes lies
-    behind the last query, and not at all where the greatest lies at or before the first one.
+    A block of keys before a block of queries is fully visible where the smallest end of its nodes
+    is after the last query, and fully masked where the largest is at or before the first query.
 
     Args:
         ends: (T,) integers, T a multiple of 128.
@@ -174,9 +174,9 @@ def flex_block_mask(ends: Tensor) -> Any:
 
 
 def _chosen(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (1, 1, Q) how many blocks of keys each block of queries has, and (1, 1, Q, K) which.
+    """Return each query block's number of key blocks, (1, 1, Q), and their indices, (1, 1, Q, K).
 
-    Those that count stand first; the order of the others does not matter.
+    The counted ones come first; the order of the others does not matter.
     """
     order = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     counts = blocks.sum(1, dtype=torch.int32)
@@ -212,7 +212,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, plan: TreeAttention) -> No
 
 
 def pad_trees(parents: Tensor, ends: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Return parents and ends with nodes added that see only themselves.
+    """Return parents and ends, padded with nodes that attend only to themselves.
 
     Args:
         num_nodes: of the result.
@@ -222,7 +222,7 @@ def pad_trees(parents: Tensor, ends: Tensor, num_nodes: int) -> tuple[Tensor, Te
 
 
 def node_pairs(ends: Sequence[int] | np.ndarray) -> int:
-    """Return how many pairs of nodes attention has to look at: the sum of all depths, from 1.
+    """Return the number of unmasked pairs of nodes: the sum of all depths, counted from 1.
 
     Example:
         >>> node_pairs([3, 2, 3])

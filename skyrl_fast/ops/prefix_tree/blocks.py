@@ -1,10 +1,10 @@
 """Tree attention on the CPU: parts of the trees, each with the path above it.
 
 T nodes in depth-first order, H heads, D head size. A segment is a longest run of nodes without a
-fork: its nodes follow each other, and each looks at the path above and causally at the segment.
-A segment is one block; small neighbouring subtrees under one node are another, with a mask. Both
-look at their path without a mask. Path and block are two attentions whose results are added up by
-their normalisers, as in ring attention (Liu et al. 2023, arXiv:2310.01889).
+fork: its nodes are consecutive, and each attends to the path above and causally to the segment.
+A block is a segment, or several small neighbouring subtrees under one node, with a mask. Both
+attend to their path without a mask. Path and block are two attentions whose results are combined
+by their normalisers, as in ring attention (Liu et al. 2023, arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# A call of the kernel costs as much as some thousand pairs: so small subtrees share one.
+# A kernel call costs as much as some thousand pairs, so small subtrees share one.
 SMALL_SUBTREES = 64  # nodes
 Ranges = tuple[tuple[int, int], ...]
 
@@ -27,10 +27,10 @@ class Block:
     """Queries that share a path.
 
     Args:
-        start, stop: their nodes.
+        start, stop: range of their nodes.
         path: ranges of the nodes above all of them, ascending.
-        mask: (stop - start, stop - start) float32, 0 where a query sees a node of the block, -inf
-            elsewhere; None: a segment, which is causal.
+        mask: (stop - start, stop - start) float32, 0 where a query attends to a node of the block,
+            -inf elsewhere; None: a segment, which is causal.
     """
 
     start: int
@@ -95,9 +95,9 @@ def _segments(parents: np.ndarray, ends: np.ndarray) -> _Segments:
     begins[parents < 0] = True
     begins |= (parents >= 0) & forks[parents]
     starts = np.flatnonzero(begins)
-    number_of = np.cumsum(begins) - 1
+    segment_ids = np.cumsum(begins) - 1
     above = parents[starts]
-    above = np.where(above < 0, -1, number_of[above])
+    above = np.where(above < 0, -1, segment_ids[above])
     children: dict[int, list[int]] = {}
     for segment, parent in enumerate(above.tolist()):
         children.setdefault(parent, []).append(segment)
@@ -127,7 +127,7 @@ def _at(tensor: Tensor, ranges: Ranges) -> Tensor:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """(1, H, T, D) each; the kernel's own backward, given the normaliser over path and block."""
+    """Block attention, (1, H, T, D); its backward is the kernel's, with the combined normaliser."""
 
     @staticmethod
     def forward(
@@ -143,10 +143,13 @@ class _BlockAttention(torch.autograd.Function):
         exact = query.dtype if query.dtype == torch.float64 else torch.float32
         lse = query.new_empty(query.shape[:3], dtype=exact)
         for block in blocks:
-            own = slice(block.start, block.stop)
-            part = query[:, :, own]
+            nodes = slice(block.start, block.stop)
+            part = query[:, :, nodes]
             rows, norm = flash(
-                part, key[:, :, own], value[:, :, own], **_own_options(block, query.dtype, scale)
+                part,
+                key[:, :, nodes],
+                value[:, :, nodes],
+                **_block_options(block, query.dtype, scale),
             )
             if block.path:
                 keys, values = _at(key, block.path), _at(value, block.path)
@@ -155,8 +158,8 @@ class _BlockAttention(torch.autograd.Function):
                 weight = (norm_above - total).exp_().unsqueeze(-1)
                 rows = torch.lerp(rows.to(exact), above.to(exact), weight)
                 norm = total
-            out[:, :, own] = rows
-            lse[:, :, own] = norm
+            out[:, :, nodes] = rows
+            lse[:, :, nodes] = norm
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.blocks, ctx.scale = blocks, scale
         return out
@@ -166,35 +169,37 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         query, key, value, out, lse = ctx.saved_tensors
-        exact = lse.dtype  # many blocks add to a node: not in bfloat16
+        exact = lse.dtype  # many blocks are summed per node: not in bfloat16
         d_query = torch.empty_like(query)
         d_key, d_value = (torch.zeros(key.shape, dtype=exact) for _ in range(2))
         for block in ctx.blocks:
-            own = slice(block.start, block.stop)
-            known = (grad[:, :, own], query[:, :, own])
-            result = (out[:, :, own], lse[:, :, own], 0.0)
-            causal, options = _own_backward(block, query.dtype, ctx.scale)
-            dq, dk, dv = flash(*known, key[:, :, own], value[:, :, own], *result, causal, **options)
-            d_key[:, :, own] += dk
-            d_value[:, :, own] += dv
+            nodes = slice(block.start, block.stop)
+            known = (grad[:, :, nodes], query[:, :, nodes])
+            result = (out[:, :, nodes], lse[:, :, nodes], 0.0)
+            causal, options = _block_backward(block, query.dtype, ctx.scale)
+            dq, dk, dv = flash(
+                *known, key[:, :, nodes], value[:, :, nodes], *result, causal, **options
+            )
+            d_key[:, :, nodes] += dk
+            d_value[:, :, nodes] += dv
             if block.path:
                 keys, values = _at(key, block.path), _at(value, block.path)
                 above, dk, dv = flash(*known, keys, values, *result, False, scale=ctx.scale)
                 dq = dq + above
                 _add_at(d_key, block.path, dk)
                 _add_at(d_value, block.path, dv)
-            d_query[:, :, own] = dq
+            d_query[:, :, nodes] = dq
         return d_query, d_key.to(key.dtype), d_value.to(value.dtype), None, None
 
 
-def _own_options(block: Block, dtype: torch.dtype, scale: float) -> dict[str, Any]:
+def _block_options(block: Block, dtype: torch.dtype, scale: float) -> dict[str, Any]:
     if block.mask is None:
         return {"is_causal": True, "scale": scale}
     return {"attn_mask": block.mask.to(dtype), "scale": scale}
 
 
-def _own_backward(block: Block, dtype: torch.dtype, scale: float) -> tuple[bool, dict[str, Any]]:
-    options = _own_options(block, dtype, scale)
+def _block_backward(block: Block, dtype: torch.dtype, scale: float) -> tuple[bool, dict[str, Any]]:
+    options = _block_options(block, dtype, scale)
     return bool(options.pop("is_causal", False)), options
 
 

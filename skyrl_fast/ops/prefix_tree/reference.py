@@ -1,4 +1,4 @@
-"""Plain prefix trees: what every other backend must equal. N rows, T nodes."""
+"""Plain-Python reference of prefix trees. N rows, T nodes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """Nodes in depth-first order. All lists of T, but for those named otherwise.
+    """Nodes in depth-first order. Lists of length T unless stated otherwise.
 
     Args:
         parents: -1 at a root.
         positions: depth, from 0.
         ends: one past the last node below.
-        sources: (row, position) of a token that is the node's.
+        sources: (row, position) of a token of the node.
         row_nodes: N lists, the node of each of a row's tokens.
         group_starts: first node of each group's tree, and T.
     """
@@ -39,7 +39,7 @@ def prefix_tree(rows: Sequence[Sequence[Hashable]], group_ids: Sequence[int]) ->
     """Return one tree per group, in the order in which groups first appear.
 
     Args:
-        rows: N sequences of what must be equal for two tokens to be the same.
+        rows: N sequences of keys; tokens with equal keys are the same.
         group_ids: N.
     """
     roots: dict[int, _Node] = {}
@@ -62,11 +62,11 @@ def prefix_tree(rows: Sequence[Sequence[Hashable]], group_ids: Sequence[int]) ->
 
 
 def _visit(root: _Node, trees: Trees) -> None:
-    """Number a node and all below it, without recursion: rows are long."""
+    """Number a node and its descendants, without recursion: rows are long."""
     waiting: list[tuple[_Node, int, int] | int] = [(root, -1, 0)]
     while waiting:
         entry = waiting.pop()
-        if isinstance(entry, int):  # all below it have their numbers
+        if isinstance(entry, int):  # all its descendants are numbered
             trees.ends[entry] = len(trees.parents)
             continue
         node, parent, depth = entry

@@ -1,4 +1,4 @@
-"""Rows that begin alike as trees of their distinct tokens.
+"""Prefix trees: rows with common prefixes as trees of their distinct tokens.
 
 N rows, S tokens of all rows, G groups, T nodes of all trees, E label cells.
 """
@@ -23,19 +23,19 @@ MAX_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """One tree per group: a node for each distinct beginning of the group's rows.
+    """One tree per group: a node for each distinct prefix of the group's rows.
 
     Nodes are numbered depth first over all trees, children in the order of the first row through
     them, trees in the order in which groups first appear. So node `a` is `b` or above it exactly
-    where `a <= b < ends[a]`: a node's number is its own entry time.
+    where `a <= b < ends[a]`: a node's number is its entry time.
 
     Args:
         tokens: (T,) int32 token ids.
         parents: (T,) int32, -1 at a root.
         positions: (T,) int32 depth, from 0: the position of the token in its rows.
         ends: (T,) int32, one past the last node below.
-        sources: (T,) int64, where in the rows' tokens the node's token stands.
-        row_nodes: int32, the node of each token that entered, row after row.
+        sources: (T,) int64, the index of the node's token in the rows' tokens.
+        row_nodes: int32, the node of each inserted token, row after row.
         row_starts: (N + 1,) int64 offsets of the rows in `row_nodes`.
         group_starts: (G + 1,) int32, first node of each group's tree.
     """
@@ -51,17 +51,17 @@ class PrefixTree:
 
     @property
     def num_nodes(self) -> int:
-        """T: how many distinct tokens there are."""
+        """T, the number of nodes."""
         return self.tokens.shape[0]
 
     @property
     def num_rows(self) -> int:
-        """N."""
+        """N, the number of rows."""
         return self.row_starts.shape[0] - 1
 
     @property
     def starts(self) -> torch.Tensor:
-        """(T,) int32: a node's own number, the first of its subtree `[starts, ends)`."""
+        """(T,) int32: each node's number, the start of its subtree `[starts, ends)`."""
         return torch.arange(self.num_nodes, dtype=torch.int32)
 
     def nodes_of(self, row: int) -> torch.Tensor:
@@ -74,10 +74,10 @@ class PrefixTree:
         return (numbers[None] <= numbers[:, None]) & (numbers[:, None] < self.ends[None])
 
     def part(self, rows: Sequence[int] | np.ndarray) -> PrefixTree:
-        """Return the trees of some rows alone; other rows become empty.
+        """Return the trees of some rows only; other rows become empty.
 
-        Nodes keep their order, so that children may stand in another one than in a tree that is
-        built from these rows.
+        Nodes keep their order, so children may be ordered differently than in a tree built from
+        these rows.
         """
         keep_row = np.zeros(self.num_rows, dtype=bool)
         keep_row[np.asarray(rows, dtype=np.int64)] = True
@@ -112,26 +112,26 @@ def build_prefix_tree(
     cu_labels: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> PrefixTree:
-    """Return the trees of the groups' rows: every distinct beginning of a row is one node.
+    """Return the prefix trees of the groups' rows: every distinct prefix of a row is one node.
 
-    The time is linear in the tokens: each is compared once on the way down its row's path, in
-    blocks, and written once. Groups are spread over the threads.
+    The time is linear in the tokens: each is compared once along its row's path, in blocks, and
+    written once. Groups are distributed over the threads.
 
     Args:
         tokens: (S,) int32 or int64 ids below 2^31; row i is
             `tokens[cu_seqlens[i] : cu_seqlens[i + 1]]`.
         cu_seqlens: (N + 1,) int32 or int64.
         group_ids: N strings or ints; rows of a group need not be adjacent. None: one group.
-        lengths: (N,) how many tokens of each row enter; None: all. 0 leaves a row out.
-        labels: (E, ...) any dtype: what else must be equal, byte for byte, for two tokens to be
-            the same, such as routes of experts.
+        lengths: (N,) how many tokens of each row to insert; None: all. 0 leaves a row out.
+        labels: (E, ...) any dtype, such as routes of experts: two tokens are the same only if
+            their labels are equal too, byte for byte.
         cu_labels: (N + 1,) int32 or int64 offsets into the labels. Label j belongs to token j of
             its row; a token without a label equals only others without.
         backend: "native", "torch", or None to choose.
 
     Raises:
-        ValueError: arguments that do not fit each other, tokens of more than 32 bits or on another
-            device than the CPU.
+        ValueError: arguments that do not match each other, tokens of more than 32 bits or not on
+            the CPU.
 
     Example:
         >>> tree = build_prefix_tree(torch.tensor([1, 2, 3, 1, 2, 4]), torch.tensor([0, 3, 6]))
@@ -140,8 +140,8 @@ def build_prefix_tree(
     """
     use_torch = _backend.select(OP, backend=backend) == "torch"
     rows, label_rows = _checked(tokens, cu_seqlens, group_ids, lengths, labels, cu_labels)
-    entering = rows[1]
-    row_starts = _offsets(entering)
+    inserted = rows[1]
+    row_starts = _offsets(inserted)
     if use_torch:
         return _by_reference(tokens, rows, row_starts, label_rows)
     threads = _backend.num_threads()
@@ -169,7 +169,7 @@ def prefix_tree_size(
     cu_seqlens: torch.Tensor,
     group_ids: Sequence[str] | Sequence[int] | torch.Tensor | None = None,
 ) -> int:
-    """Return T, how many nodes `build_prefix_tree` would give; arguments as there.
+    """Return T, the number of nodes of `build_prefix_tree`; arguments as there.
 
     Example:
         >>> prefix_tree_size(torch.tensor([1, 2, 3, 1, 2, 4]), torch.tensor([0, 3, 6]))
@@ -212,15 +212,15 @@ def _checked(
         groups = check_row_ids(OP, "group_ids", group_ids)
     if groups.shape[0] != num_rows:
         raise ValueError(f"{OP}: group_ids must be {num_rows}, one per row, got {groups.shape[0]}")
-    entering = full
+    inserted = full
     if lengths is not None:
-        entering = np.ascontiguousarray(lengths, np.int64)
-        if entering.shape != full.shape or np.any((entering < 0) | (entering > full)):
+        inserted = np.ascontiguousarray(lengths, np.int64)
+        if inserted.shape != full.shape or np.any((inserted < 0) | (inserted > full)):
             raise ValueError(
-                f"{OP}: lengths must be {num_rows} numbers from 0 to the rows' own, got "
-                f"{entering.tolist()[:8]} ..."
+                f"{OP}: lengths must be {num_rows} numbers from 0 to the rows' lengths, got "
+                f"{inserted.tolist()[:8]} ..."
             )
-    rows = (starts, entering, groups.numpy())
+    rows = (starts, inserted, groups.numpy())
     if labels is None or cu_labels is None:
         if (labels is None) != (cu_labels is None):
             raise ValueError(f"{OP}: labels and cu_labels must be given together")
@@ -262,8 +262,8 @@ def _by_reference(
         marks: list[bytes | None] = [None] * length
         if labels is not None:
             cells, first, counts = labels[0], int(labels[1][row]), int(labels[2][row])
-            own = cells[first : first + min(counts, length)]
-            marks[: len(own)] = [cell.tobytes() for cell in own.numpy()]
+            used = cells[first : first + min(counts, length)]
+            marks[: len(used)] = [cell.tobytes() for cell in used.numpy()]
         keys.append(list(zip(ids[start : start + length], marks, strict=True)))
     trees = reference.prefix_tree(keys, groups)
     sources = [starts[row] + position for row, position in trees.sources]

@@ -1,10 +1,10 @@
-// Turn-level credit on the CPU: one pass over the rewards, the rest over rows.
+// Turn-level advantages on the CPU: one pass over the rewards, the rest over rows.
 #include <cmath>
 #include <vector>
 
 #include "advantage/advantage.h"
-#include "advantage/credit.h"
 #include "advantage/group_moments.h"
+#include "advantage/turn_advantage.h"
 
 namespace skyrl_fast {
 namespace {
@@ -35,7 +35,7 @@ std::vector<double> returns_to_go(const Turns& turns, const std::vector<double>&
   return value;
 }
 
-// Which trajectory, and which of its turns, each row is; the group of each trajectory.
+// The trajectory and turn of each row, and the group of each trajectory.
 struct TurnIndex {
   std::vector<int64_t> trajectory, turn;  // per row
   std::vector<int64_t> group;             // per trajectory
@@ -107,31 +107,31 @@ void store(const std::vector<double>& value, float* out) {
 
 }  // namespace
 
-void turn_level_returns_cpu(const Turns& turns, float* value_of_row, int num_threads) {
-  store(returns_to_go(turns, row_rewards(turns, num_threads)), value_of_row);
+void turn_level_returns_cpu(const Turns& turns, float* row_values, int num_threads) {
+  store(returns_to_go(turns, row_rewards(turns, num_threads)), row_values);
 }
 
 void turn_group_advantage_cpu(const Turns& turns, TurnBaseline baseline, bool scale_by_std,
-                              float* value_of_row, int num_threads) {
+                              float* row_values, int num_threads) {
   std::vector<double> value = returns_to_go(turns, row_rewards(turns, num_threads));
   const TurnIndex index = turn_index(turns);
   const TurnSums sums = turn_sums(index, value);
-  double first = 0.0;  // the trajectory's own return from its start
+  double first = 0.0;  // the trajectory's return from its start
   for (size_t row = 0; row < value.size(); ++row) {
     const int64_t g = index.group[index.trajectory[row]];
     if (index.turn[row] == 0) first = value[row];
     const bool from_start = baseline == TurnBaseline::kEpisode;
-    const double own = from_start ? first : value[row];
+    const double self = from_start ? first : value[row];
     const double all = sums.sum[sums.start[g] + (from_start ? 0 : index.turn[row])];
     const double others = static_cast<double>(index.group_size[g] - 1);
-    value[row] = others > 0 ? value[row] - (all - own) / others : 0.0;
+    value[row] = others > 0 ? value[row] - (all - self) / others : 0.0;
   }
   if (scale_by_std) scale_groups(index, &value);
-  store(value, value_of_row);
+  store(value, row_values);
 }
 
 void gigpo_advantage_cpu(const Turns& turns, const int64_t* anchor_ids, double step_weight,
-                         bool scale_by_std, float* value_of_row, int num_threads) {
+                         bool scale_by_std, float* row_values, int num_threads) {
   const int64_t n = turns.layout.num_rows;
   const std::vector<double> reward = row_rewards(turns, num_threads);
   const std::vector<double> value = returns_to_go(turns, reward);
@@ -159,7 +159,7 @@ void gigpo_advantage_cpu(const Turns& turns, const int64_t* anchor_ids, double s
     double step = value[row] - steps.mean[p];
     if (scale_by_std) step /= steps.std[p] + kAdvantageEpsilon;
     if (steps.count[p] == 1) step = 0.0;  // nothing to compare with
-    value_of_row[row] = static_cast<float>(outcome + step_weight * step);
+    row_values[row] = static_cast<float>(outcome + step_weight * step);
   }
 }
 

@@ -1,11 +1,11 @@
-"""gae, reinforce_plus_plus and gigpo_advantage beside SkyRL's and verl-agent's, on padded (N, R).
+"""gae, reinforce_plus_plus and gigpo_advantage compared with SkyRL's and verl-agent's, on (N, R).
 
 Floor in bytes per padded cell: gae reads reward, value and mask (4 + 4 + 8, SkyRL's int64) and
 writes advantage and return (4 + 4); normalising reads and writes the advantages once more (8).
 reinforce_plus_plus has no value and no return: 4 + 8 + 4, and 8 again. gigpo reads reward and mask
 and writes the advantage: 4 + 8 + 4. "copy_floor" moves gae's bytes by two torch calls.
 
-The contenders take every row as a sequence of its own, so ours does too where answers are compared;
+The contenders treat every row as a separate sequence, so ours does too where answers are compared;
 "skyrl_fast_linked" is the same op on the linked steps of the trajectories.
 """
 
@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from bench._data import rollout_arrays
-from bench.baselines import credit as others
+from bench.baselines import turn_token_advantage as others
 from skyrl_fast import gae, gigpo_advantage, reinforce_plus_plus
 
 GAMMA, LAMBDA = 0.999, 0.95
 WEIGHT = 1.0
-STATES = 12  # per group: with 8 trajectories most states are met more than once
+STATES = 12  # per group: with 8 trajectories most states occur more than once
 BYTES = {"gae": 32, "reinforce_plus_plus": 24, "gigpo": 16}
 CLOSE = {"atol": 2e-3, "rtol": 1e-3}  # their sums run in float32
 
@@ -38,7 +38,7 @@ def batch(size: str) -> dict[str, Any]:
     rewards, values = torch.zeros(2, *mask.shape)
     generator = torch.Generator().manual_seed(0)
     rewards[mask] = torch.from_numpy(arrays.rewards)
-    rewards[:, -1] += 0.1 * torch.randn(len(lengths), generator=generator)  # each step has its own
+    rewards[:, -1] += 0.1 * torch.randn(len(lengths), generator=generator)  # rewards of each step
     values[mask] = torch.randn(int(mask.sum()), generator=generator)
     rng = np.random.default_rng(0)
     return {
@@ -86,7 +86,7 @@ def our_gigpo(b: dict[str, Any], last: list[bool] | None = None) -> Any:
     )
 
 
-def their_gigpo(b: dict[str, Any]) -> Any:
+def baseline_gigpo(b: dict[str, Any]) -> Any:
     return others.verl_agent_gigpo(
         b["rewards"].sum(1).numpy(),
         b["mask"],
@@ -99,12 +99,12 @@ def their_gigpo(b: dict[str, Any]) -> Any:
 
 
 OURS = {"gae": our_gae, "reinforce_plus_plus": our_reinforce, "gigpo": our_gigpo}
-THEIRS = {
+BASELINES = {
     "gae": lambda b: others.skyrl_gae(b["rewards"], b["values"], b["mask"], GAMMA, LAMBDA),
     "reinforce_plus_plus": lambda b: others.skyrl_reinforce_plus_plus(
         b["rewards"], b["mask"], GAMMA
     ),
-    "gigpo": their_gigpo,
+    "gigpo": baseline_gigpo,
 }
 CASES = [
     *(
@@ -125,7 +125,9 @@ CASES = [
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("op", "size", "contender"), CASES)
-def test_credit(benchmark: Any, op: str, size: str, contender: str, threads: int) -> None:
+def test_turn_token_advantage(
+    benchmark: Any, op: str, size: str, contender: str, threads: int
+) -> None:
     benchmark.group = f"{op} {size} {threads}T"
     b = batch(size)
     before = torch.get_num_threads()
@@ -137,7 +139,7 @@ def test_credit(benchmark: Any, op: str, size: str, contender: str, threads: int
             "skyrl_fast": OURS[op],
             "skyrl_fast_linked": lambda b: OURS[op](b, b["last"]),
             "copy_floor": copy_floor,
-        }.get(contender, THEIRS[op])
+        }.get(contender, BASELINES[op])
         slow = contender in ("skyrl", "verl_agent")
         benchmark.pedantic(function, args=(b,), rounds=3 if slow else 25, warmup_rounds=1)
     finally:
@@ -148,9 +150,9 @@ def test_credit(benchmark: Any, op: str, size: str, contender: str, threads: int
 
 
 def check(op: str, b: dict[str, Any]) -> None:
-    """Both give the same advantages on real tokens, and gae the same returns."""
-    ours, theirs = OURS[op](b), THEIRS[op](b)
+    """Compare the advantages on real tokens, and the returns of gae."""
+    ours, expected = OURS[op](b), BASELINES[op](b)
     if op != "gae":
-        ours, theirs = (ours,), (theirs,)
-    for one, two in zip(ours, theirs, strict=True):
+        ours, expected = (ours,), (expected,)
+    for one, two in zip(ours, expected, strict=True):
         torch.testing.assert_close(one, two * b["mask"], **CLOSE)

@@ -1,8 +1,7 @@
-// Turn-level and token-level credit: checks, then the launchers.
-#include <memory>
+// Turn-level advantages: checks, then the launchers.
 #include <vector>
 
-#include "advantage/credit.h"
+#include "advantage/turn_advantage.h"
 #include "bindings/ops.h"
 #include "bindings/row_arguments.h"
 
@@ -15,7 +14,7 @@ const int64_t* row_ids(const Borrowed& ids, int64_t num_rows) {
   return ids->ptr<int64_t>();
 }
 
-// The value of each row by `launch(turns, value_of_row)`, then spread over the rows' cells.
+// Computes one value per row by `launch(turns, row_values)` and broadcasts it over the row's cells.
 template <typename Launch>
 void run_turns(const RowArguments& rows, Turns turns, int num_threads, const Launch& launch) {
   turns.rewards = rows.rewards();
@@ -23,9 +22,9 @@ void run_turns(const RowArguments& rows, Turns turns, int num_threads, const Lau
   turns.is_last_step = rows.is_last_step();
   rows.with_mask([&](auto* mask) {
     py::gil_scoped_release release;
-    std::vector<float> value_of_row(turns.layout.num_rows);
-    launch(turns, value_of_row.data());
-    broadcast_rows([&](int64_t row) { return value_of_row[row]; }, mask, rows.layout(), rows.out(),
+    std::vector<float> row_values(turns.layout.num_rows);
+    launch(turns, row_values.data());
+    broadcast_rows([&](int64_t row) { return row_values[row]; }, mask, rows.layout(), rows.out(),
                    num_threads);
   });
 }
@@ -39,8 +38,8 @@ void turn_level_returns(int64_t num_rows, py::handle rewards, py::handle is_last
   Turns turns;
   turns.op = op;
   turns.gamma = gamma;
-  run_turns(rows, turns, num_threads, [&](const Turns& t, float* value_of_row) {
-    turn_level_returns_cpu(t, value_of_row, num_threads);
+  run_turns(rows, turns, num_threads, [&](const Turns& t, float* row_values) {
+    turn_level_returns_cpu(t, row_values, num_threads);
   });
 }
 
@@ -57,8 +56,8 @@ void turn_group_advantage(py::handle rewards, py::handle group_ids, py::handle i
   turns.op = op;
   turns.gamma = gamma;
   turns.group_ids = row_ids(groups, num_rows);
-  run_turns(rows, turns, num_threads, [&](const Turns& t, float* value_of_row) {
-    turn_group_advantage_cpu(t, static_cast<TurnBaseline>(baseline), scale_by_std, value_of_row,
+  run_turns(rows, turns, num_threads, [&](const Turns& t, float* row_values) {
+    turn_group_advantage_cpu(t, static_cast<TurnBaseline>(baseline), scale_by_std, row_values,
                              num_threads);
   });
 }
@@ -77,43 +76,14 @@ void gigpo_advantage(py::handle rewards, py::handle group_ids, py::handle anchor
   turns.gamma = gamma;
   turns.group_ids = row_ids(groups, num_rows);
   const int64_t* anchor = row_ids(anchors, num_rows);
-  run_turns(rows, turns, num_threads, [&](const Turns& t, float* value_of_row) {
-    gigpo_advantage_cpu(t, anchor, step_weight, scale_by_std, value_of_row, num_threads);
-  });
-}
-
-// gae, and with neither values nor returns reinforce_plus_plus.
-void token_chain(const std::string& op, int64_t num_rows, py::handle rewards, py::handle values,
-                 py::handle is_last_step, py::handle mask, py::handle cu_seqlens,
-                 bool rewards_are_ragged, double gamma, double lambda, bool normalize,
-                 py::handle advantages, py::handle returns, int num_threads) {
-  RowArguments rows(op.c_str(), "loss_mask", num_rows, rewards, is_last_step, mask, cu_seqlens,
-                    rewards_are_ragged, advantages);
-  std::unique_ptr<Borrowed> value, result;
-  if (!values.is_none()) value = std::make_unique<Borrowed>(values, op.c_str(), "values");
-  if (!returns.is_none()) result = std::make_unique<Borrowed>(returns, op.c_str(), "returns");
-  rows.with_mask([&](auto* mask_data) {
-    TokenChain<std::remove_const_t<std::remove_pointer_t<decltype(mask_data)>>> chain;
-    chain.op = op.c_str();
-    chain.rewards = rows.rewards();
-    chain.rewards_layout = rows.rewards_layout();
-    chain.rewards_per_row = rows.rewards_per_row();
-    chain.values = value ? rows.like_out(*value) : nullptr;
-    chain.is_last_step = rows.is_last_step();
-    chain.mask = mask_data;
-    chain.layout = rows.layout();
-    chain.gamma = gamma;
-    chain.lambda = lambda;
-    chain.advantages = rows.out();
-    chain.returns = result ? rows.like_out(*result) : nullptr;
-    py::gil_scoped_release release;
-    token_chain_cpu(chain, normalize, num_threads);
+  run_turns(rows, turns, num_threads, [&](const Turns& t, float* row_values) {
+    gigpo_advantage_cpu(t, anchor, step_weight, scale_by_std, row_values, num_threads);
   });
 }
 
 }  // namespace
 
-void bind_credit(py::module_& m) {
+void bind_turn_advantage(py::module_& m) {
   m.def("turn_level_returns", &turn_level_returns, py::arg("num_rows"), py::arg("rewards"),
         py::arg("is_last_step"), py::arg("mask"), py::arg("cu_seqlens"),
         py::arg("rewards_are_ragged"), py::arg("gamma"), py::arg("out"), py::arg("num_threads"));
@@ -125,10 +95,6 @@ void bind_credit(py::module_& m) {
         py::arg("anchor_ids"), py::arg("is_last_step"), py::arg("mask"), py::arg("cu_seqlens"),
         py::arg("rewards_are_ragged"), py::arg("gamma"), py::arg("step_weight"),
         py::arg("scale_by_std"), py::arg("out"), py::arg("num_threads"));
-  m.def("token_chain", &token_chain, py::arg("op"), py::arg("num_rows"), py::arg("rewards"),
-        py::arg("values"), py::arg("is_last_step"), py::arg("mask"), py::arg("cu_seqlens"),
-        py::arg("rewards_are_ragged"), py::arg("gamma"), py::arg("lambd"), py::arg("normalize"),
-        py::arg("advantages"), py::arg("returns"), py::arg("num_threads"));
 }
 
 }  // namespace skyrl_fast

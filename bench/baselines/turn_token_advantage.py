@@ -1,6 +1,6 @@
 """GAE and REINFORCE++ as SkyRL 0.3.0 and verl compute them, GiGPO as verl-agent does: restated.
 
-None of them links the steps of a trajectory: a row is a sequence of its own.
+None of them links the steps of a trajectory: every row is a separate sequence.
 """
 
 from __future__ import annotations

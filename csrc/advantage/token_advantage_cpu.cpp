@@ -1,15 +1,16 @@
-// Token-level credit on the CPU: one pass from the last token to the first, one more to normalise.
+// Token-level advantages on the CPU: one pass from the last token to the first, one more to
+// normalise.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
 #include <vector>
 
-#include "advantage/credit.h"
+#include "advantage/token_advantage.h"
 
 namespace skyrl_fast {
 namespace {
 
-// Of the trained tokens of one row; squares are deviations from the row's own mean.
+// Of the trained tokens of one row; `squares` sums squared deviations from the row's mean.
 struct Moments {
   int64_t count = 0;
   double mean = 0.0, squares = 0.0;
@@ -26,11 +27,11 @@ struct Moments {
   }
 };
 
-// Where the chain stands: it runs from the last trained token of a trajectory to the first.
+// State of the chain, which runs from the last trained token of a trajectory to the first.
 struct Link {
   double advantage = 0.0;  // of the trained token after this one
   double value = 0.0;      // of the same token
-  double reward = 0.0;     // came after the trained token that is still to be found
+  double reward = 0.0;     // of the tokens since then; belongs to the trained token before them
 };
 
 template <typename Mask>
@@ -43,8 +44,8 @@ constexpr float kNoRewards[kBlock] = {};
 
 enum class Trained { kNone, kSome, kAll };
 
-// Of a block's cells. Integers are looked at together: a bit that all share means that none is 0.
-// Where they share none, though none is 0, the answer is kSome: right too, only slower.
+// Classifies a block's cells. Integers are tested together: a bit that all share means that none is
+// 0. Where they share none although none is 0, the result is kSome: also correct, only slower.
 template <typename Mask>
 inline Trained trained_in_block(const Mask* mask) {
   if (mask == nullptr) return Trained::kAll;
@@ -61,9 +62,9 @@ inline Trained trained_in_block(const Mask* mask) {
   return count == 0 ? Trained::kNone : count == kBlock ? Trained::kAll : Trained::kSome;
 }
 
-// Sums of a row's trained advantages for its moments, in lanes that do not wait for each other; of
-// the results in float32, so that equal ones have the variance 0.
-// They are taken from one of the advantages. Its squared distance from the mean is at most the sum
+// Sums of a row's trained advantages for its moments, in independent lanes, over the float32
+// results, so that equal ones have variance 0.
+// Deviations are from one of the advantages. Its squared distance from the mean is at most the sum
 // of all squared deviations, so the difference in moments() loses at most log2(count) bits.
 struct RowSums {
   int64_t count = 0;
@@ -101,8 +102,8 @@ struct RowSums {
   }
 };
 
-// One token after the other would wait for each multiplication and addition; eight trained tokens
-// together are a suffix sum in three steps of doubling reach, and one step from the block behind.
+// Token by token, each step would wait for a multiplication and an addition; eight trained tokens
+// together are a suffix sum in three doubling steps, plus one step from the block after them.
 class BlockChain {
  public:
   BlockChain(double gamma, double decay) : gamma_(gamma) {
@@ -133,7 +134,7 @@ class BlockChain {
 
  private:
   double gamma_;
-  double powers_[kBlock + 1] = {};  // of the decay
+  double powers_[kBlock + 1] = {};  // powers of the decay
 };
 
 template <typename Mask>
@@ -182,7 +183,7 @@ void chain_row(const TokenChain<Mask>& c, int64_t row, const BlockChain& blocks,
   *link = l;
 }
 
-// After a trajectory whose chain came out as not finite: say which row began it.
+// For a trajectory whose chain is not finite: throws an error that names the row it began in.
 template <typename Mask>
 [[noreturn]] void refuse_row(const TokenChain<Mask>& c, int64_t first, int64_t last) {
   for (int64_t row = last; row >= first; --row) {
@@ -247,14 +248,14 @@ void token_chain_cpu(const TokenChain<Mask>& c, bool normalize, int num_threads)
   const int64_t cells = n == 0 ? 0 : c.layout.offset(n) / std::max<int64_t>(1, num_trajectories);
   const int64_t grain = kRowCellsPerThread / std::max<int64_t>(1, cells) + 1;
   parallel_for(num_threads, num_trajectories, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t j = end - 1; j >= begin; --j) {  // backwards all the way: one stream of memory
+    for (int64_t j = end - 1; j >= begin; --j) {  // also backwards: one stream of memory
       Link link;
       for (int64_t row = starts[j + 1] - 1; row >= starts[j]; --row) {
         RowSums sums;
         chain_row(c, row, blocks, &link, normalize ? &sums : nullptr);
         if (normalize) moments[row] = sums.moments();
       }
-      // What is not finite stays so to the end of the chain.
+      // Once not finite, the chain stays so to its end.
       if (!std::isfinite(link.advantage + link.value + link.reward)) {
         refuse_row(c, starts[j], starts[j + 1] - 1);
       }
@@ -262,7 +263,7 @@ void token_chain_cpu(const TokenChain<Mask>& c, bool normalize, int num_threads)
   });
   if (!normalize) return;
   Moments all;
-  for (const Moments& row : moments) all.add(row);  // in row order, whatever the threads
+  for (const Moments& row : moments) all.add(row);  // in row order, for any number of threads
   scale_rows(c, all, num_threads);
 }
 

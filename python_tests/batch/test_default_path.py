@@ -70,7 +70,7 @@ def variants() -> list[Any]:
 
 @pytest.mark.spec("output.default-path", "output.default-path-unchanged")
 @pytest.mark.parametrize("added", variants())
-def test_the_default_path_gives_these_bits(added: dict[str, None]) -> None:
+def test_default_path_is_bit_exact(added: dict[str, None]) -> None:
     output = {**ROWS, **added}
     validate_generator_output(output, num_prompts=6)
     batch = StepBatch.from_generator_output(output, uids=UIDS, num_prompts=6)
@@ -93,7 +93,7 @@ def test_the_default_path_gives_these_bits(added: dict[str, None]) -> None:
 
 
 @pytest.mark.spec("output.default-path", "output.default-path-unchanged")
-def test_the_conversion_and_the_advantages_alone_give_these_bits(backend: str) -> None:
+def test_conversion_and_advantages_are_bit_exact(backend: str) -> None:
     out = convert_prompts_responses_to_batch_tensors(
         PAD,
         ROWS["prompt_token_ids"],

@@ -104,7 +104,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_killed_and_resumed_equals_undisturbed(base: Path, tmp_path: Path) -> None:
+def test_killed_and_resumed_run_equals_an_uninterrupted_one(base: Path, tmp_path: Path) -> None:
     whole = finish(base, tmp_path / "whole", *SMALL)
 
     process = start(base, tmp_path / "broken", *SMALL)
@@ -130,7 +130,7 @@ def test_killed_and_resumed_equals_undisturbed(base: Path, tmp_path: Path) -> No
         }
 
 
-def test_it_learns(base: Path, tmp_path: Path) -> None:
+def test_reward_rises(base: Path, tmp_path: Path) -> None:
     rows = finish(base, tmp_path / "run")
     rewards = [row["eval/all/avg_score"] for row in rows if "eval/all/avg_score" in row]
     assert rewards[0] <= 0.5
@@ -141,7 +141,7 @@ def test_it_learns(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("tree.rows-setting")
-def test_on_trees_the_first_steps_are_those_of_rows(base: Path, tmp_path: Path) -> None:
+def test_first_steps_on_trees_equal_those_on_rows(base: Path, tmp_path: Path) -> None:
     runs = {
         form: finish(base, tmp_path / form, *SMALL, f"trainer.rows={form}")
         for form in ("step", "tree")
@@ -154,7 +154,7 @@ def test_on_trees_the_first_steps_are_those_of_rows(base: Path, tmp_path: Path) 
     assert on_trees["policy/forward_tokens"] < 0.8 * first["policy/forward_tokens"]
 
 
-def test_without_a_learning_rate_it_stays_flat(base: Path, tmp_path: Path) -> None:
+def test_reward_is_constant_with_learning_rate_zero(base: Path, tmp_path: Path) -> None:
     rows = finish(
         base,
         tmp_path / "flat",

@@ -55,7 +55,7 @@ def run(base: Path, run_path: Path, recipe: str, *arguments: str) -> list[dict[s
         ("search_r1", "short"),
     ],
 )
-def test_the_reward_rises(base: Path, tmp_path: Path, recipe: str, variant: str) -> None:
+def test_reward_rises(base: Path, tmp_path: Path, recipe: str, variant: str) -> None:
     rows = run(base, tmp_path / "run", recipe, "--variant", variant)
     rewards = [row["eval/all/avg_score"] for row in rows if "eval/all/avg_score" in row]
     assert rewards[0] <= 0.5
@@ -67,7 +67,7 @@ def test_the_reward_rises(base: Path, tmp_path: Path, recipe: str, variant: str)
         assert last["generate/num_seq_after_merge"] > 0.9 * last["generate/num_seq_before_merge"]
 
 
-def test_long_passages_make_no_row_longer_than_allowed(base: Path, tmp_path: Path) -> None:
+def test_rows_with_long_passages_stay_within_the_limit(base: Path, tmp_path: Path) -> None:
     rows = run(base, tmp_path / "run", "search_r1", "--variant", "long")
     lengths = [
         row["generate/batch_padded_seq_len"]

@@ -44,7 +44,7 @@ def sampled_batch(model: Any) -> StepBatch:
     return batch.with_(rollout_logprobs=Policy(model).batch_logprobs(batch))
 
 
-def test_replay_is_exact_without_noise_and_nearer_with_it(model_folder: Path) -> None:
+def test_replay_is_exact_without_noise_and_closer_with_noise(model_folder: Path) -> None:
     model = load_model(str(model_folder), device=torch.device("cpu"))
     batch = sampled_batch(model)
     assert batch.expert_indices.shape == (8 * 21, NUM_LAYERS, TOP_K)

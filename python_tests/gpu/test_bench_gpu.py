@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = Ceilings(1e12, 1e10, 0.005)
 
 
-def test_every_case_of_ours_runs(emulated_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case_runs(emulated_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = {"F.cross_entropy": peers.LOGPROB["F.cross_entropy"]}
     monkeypatch.setattr(peers, "LOGPROB", keep)  # no compiling here
     for losses in (peers.PPO, peers.PPO_K3):
@@ -59,7 +59,7 @@ def test_every_case_of_ours_runs(emulated_gpu: ModuleType, monkeypatch: pytest.M
         assert any(work in group for group in groups)
 
 
-def test_a_wrong_advantage_of_any_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_advantage_in_any_row_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = batch_cases.group_advantage
 
     def wrong(*arguments: Any, backend: str, **options: Any) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_a_wrong_advantage_of_any_row_is_seen(monkeypatch: pytest.MonkeyPatch) -
     assert all("wrong by 0.01" in entry["skipped"] for entry in found["entries"])
 
 
-def test_groups_that_are_not_wanted_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unselected_groups_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def unwanted(*_: object, **__: object) -> None:
         raise AssertionError("made data of a group that is not wanted")
 
@@ -86,7 +86,7 @@ def test_groups_that_are_not_wanted_cost_nothing(monkeypatch: pytest.MonkeyPatch
         list(report.measured("cpu", tiny=True, only="linear_logprob forward"))
 
 
-def test_a_peer_that_is_missing_is_said(emulated_gpu: ModuleType) -> None:
+def test_missing_peer_is_reported(emulated_gpu: ModuleType) -> None:
     def missing() -> None:
         peers.needs("no_such_package", "x")
 
@@ -95,7 +95,7 @@ def test_a_peer_that_is_missing_is_said(emulated_gpu: ModuleType) -> None:
     assert found["skipped"].startswith("not installed (no_such_package")
 
 
-def test_our_own_failure_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_failure_sets_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong() -> None:
         raise ValueError("x")
 
@@ -111,17 +111,17 @@ def test_our_own_failure_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("wrong", [0.1, float("nan")])
-def test_a_wrong_answer_is_not_timed(wrong: float) -> None:
+def test_wrong_result_is_not_timed(wrong: float) -> None:
     case = Case("g", "peer", lambda: None, 0.0, check=lambda: within(wrong, 0.01))
     found = report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), CEILINGS)
     assert found["skipped"].startswith("fails: ValueError: wrong by") and "median_ms" not in found
 
 
-def test_the_floor_counts_both_memories() -> None:
+def test_bandwidth_floor_counts_both_memories() -> None:
     assert CEILINGS.floor_ms(2e9, 1e8) == pytest.approx(2.0 + 10.0)
 
 
-def test_a_slow_call_is_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_call_is_repeated_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, calls = Stopwatch("cpu", flush_bytes=8), []
 
     def rounds(milliseconds: float) -> tuple[int, int]:
@@ -136,13 +136,13 @@ def test_a_slow_call_is_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rounds(1e4) == (1, 1)
 
 
-def test_a_part_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_part_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["report", "--device", "cpu", "--tiny", "--only", "nothing"])
     with pytest.raises(SystemExit, match="no group's name holds 'nothing'"):
         report.main()
 
 
-def test_parts_of_a_run_join(tmp_path: Path) -> None:
+def test_parts_of_a_run_are_merged(tmp_path: Path) -> None:
     def saved(machine: str, group: str, ms: float) -> list[tuple[str, float]]:
         entry = {"group": group, "contender": "x", "skipped": "", "floor_ms": ms}
         part = {"machine": machine, "ceilings": asdict(CEILINGS), "entries": [entry]}
@@ -158,7 +158,7 @@ def test_parts_of_a_run_join(tmp_path: Path) -> None:
 
 
 @pytest.mark.peers
-def test_peers_that_are_installed_compute_the_same() -> None:
+def test_installed_peers_agree() -> None:
     """In Triton's interpreter; QuACK and cut cross-entropy run on a GPU alone."""
     command = [sys.executable, "-c", PEERS_PROGRAM]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -225,7 +225,7 @@ def made_up_report() -> dict[str, object]:
     return {"machine": "none", "entries": entries}
 
 
-def test_the_points_of_the_plot() -> None:
+def test_points_of_the_plot() -> None:
     work = "logprob forward + backward"
     by_vocab = plot.series(made_up_report(), work, over_tokens=False)
     by_tokens = plot.series(made_up_report(), work, over_tokens=True)
@@ -234,9 +234,7 @@ def test_the_points_of_the_plot() -> None:
     assert "missing" not in by_tokens
 
 
-def test_the_plot_is_drawn_from_results_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plot_is_drawn_only_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "gpu.json").write_text(json.dumps(made_up_report()))
     out = tmp_path / "plot.png"
@@ -247,7 +245,7 @@ def test_the_plot_is_drawn_from_results_alone(
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_varlen_attention_of_rows_that_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_attention_of_rows_without_shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one row at a time in place of torch's kernel, which runs on a GPU alone."""
 
     def row_by_row(

@@ -40,7 +40,7 @@ def check(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     gpu_check.main()
 
 
-def test_every_tool_runs_and_a_finding_is_the_exit_status(
+def test_every_tool_runs_and_findings_set_the_exit_status(
     programs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -58,14 +58,14 @@ def test_every_tool_runs_and_a_finding_is_the_exit_status(
         assert "python_tests/gpu/test_logprob_cuda.py" in logs[tool]
 
 
-def test_all_passed_ends_without_an_error(
+def test_exit_status_is_zero_if_all_passed(
     programs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check(monkeypatch, "--venv", str(programs / "venv"), "--tools", "memcheck")
     assert "memcheck: passed" in capsys.readouterr().out
 
 
-def test_a_sanitizer_that_is_missing_is_a_failure(
+def test_missing_sanitizer_is_a_failure(
     programs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
@@ -76,7 +76,7 @@ def test_a_sanitizer_that_is_missing_is_a_failure(
     assert "compute-sanitizer: is not on PATH" in capsys.readouterr().out
 
 
-def test_without_a_gpu_nothing_is_checked_and_that_is_an_error(
+def test_check_without_a_gpu_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if torch.cuda.is_available():

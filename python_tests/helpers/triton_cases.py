@@ -60,7 +60,7 @@ def test_rows_in_two_strides() -> None:
 
 
 @pytest.mark.parametrize("order", ["rising", "falling"])
-def test_the_maximum_turns_up_late_or_early(order: str) -> None:
+def test_maximum_is_found_early_or_late(order: str) -> None:
     row = torch.linspace(-80, 80, 9001)
     row = row if order == "rising" else row.flip(0)
     got = selected_logprob(
@@ -109,7 +109,7 @@ def test_masked_loss_equals_the_reference(loss: str | LossSettings, kl: str | No
     assert_loss_equals(got, exact_loss_and_grad(case, **options), rtol=3e-5, atol=6e-6)
 
 
-def test_masked_loss_compiled_whole() -> None:
+def test_masked_loss_compile_fullgraph() -> None:
     case = {name: value.to(DEVICE) for name, value in loss_case(40).items()}
     logits = case.pop("logits")
 

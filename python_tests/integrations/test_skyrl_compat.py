@@ -96,7 +96,7 @@ def test_losses_equal(name: str, rollout: bool, correction: bool) -> None:
 
 
 @pytest.mark.spec("dropin.compat")
-def test_losses_leave_odd_input_to_skyrl() -> None:
+def test_losses_leave_unusual_input_to_skyrl() -> None:
     config, d = algorithm("regular"), cells()
     for change in (
         {"mask": None},
@@ -119,7 +119,7 @@ def test_losses_leave_odd_input_to_skyrl() -> None:
 
 
 @pytest.mark.spec("dropin.compat")
-def test_what_is_left_to_skyrl_draws_the_same_tokens() -> None:
+def test_fallback_to_skyrl_draws_the_same_tokens() -> None:
     config, d = algorithm("clip_cov"), cells()
     d["logprobs"][tuple(d["mask"].nonzero()[0])] += 40  # beyond the kernel's bounds
     results = []
@@ -137,7 +137,7 @@ def test_what_is_left_to_skyrl_draws_the_same_tokens() -> None:
 
 
 @pytest.mark.spec("dropin.compat")
-def test_importance_sampling_of_no_tokens_is_logged_as_skyrl_does() -> None:
+def test_importance_sampling_without_tokens_logs_the_same_metrics() -> None:
     config, d = algorithm("importance_sampling"), cells()
     args = (d["logprobs"], d["old"], d["advantages"], config, torch.zeros_like(d["mask"]))
     want, want_metrics = ORIGINALS.function("importance_sampling_loss")(*args)
@@ -230,7 +230,7 @@ def test_step_wise_block_equals(estimator: str, token_rewards: bool) -> None:
 
 
 @pytest.mark.spec("dropin.compat")
-def test_step_wise_block_leaves_the_rest_to_skyrl() -> None:
+def test_step_wise_block_leaves_other_cases_to_skyrl() -> None:
     name = "RayPPOTrainer.compute_advantages_and_returns"
     theirs = ORIGINALS.function(name)
     for estimator, step_wise in (("rloo", True), ("grpo", False), ("reinforce++", False)):
@@ -250,7 +250,7 @@ def test_step_wise_block_leaves_the_rest_to_skyrl() -> None:
 
 
 @pytest.mark.spec("dropin.compat")
-def test_rows_that_are_tuples_are_merged_as_skyrl_does() -> None:
+def test_tuple_rows_are_merged_as_by_skyrl() -> None:
     from skyrl.train.generators.base import TrajectoryID
 
     output = {
@@ -266,7 +266,7 @@ def test_rows_that_are_tuples_are_merged_as_skyrl_does() -> None:
 
 @pytest.mark.spec("dropin.compat")
 @pytest.mark.parametrize("value", [None, "x", 0.5, True, -1, 2**70, float("nan"), np.int64(1), []])
-def test_odd_loss_masks_of_any_row_are_checked_as_skyrl_does(value: Any) -> None:
+def test_invalid_loss_masks_are_handled_as_by_skyrl(value: Any) -> None:
     theirs = ORIGINALS.function("validate_generator_output")
     for masks in ([[1], [value]], [[0], [value]], [[value], [1]]):
         output = {

@@ -79,7 +79,7 @@ def fake_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 @pytest.mark.spec("dropin.install", "dropin.known-source", "dropin.report")
-def test_a_known_text_is_replaced_everywhere_and_put_back(fake_skyrl: Path) -> None:
+def test_known_source_is_replaced_everywhere_and_restored(fake_skyrl: Path) -> None:
     trainer = importlib.import_module("skyrl.train.trainer")
     home = importlib.import_module("skyrl.train.dataset.preprocess")
     assert trainer.boundaries(["a"]) == "theirs"
@@ -99,7 +99,7 @@ def test_a_known_text_is_replaced_everywhere_and_put_back(fake_skyrl: Path) -> N
 
 
 @pytest.mark.spec("dropin.known-source", "dropin.report")
-def test_an_unknown_text_stays_and_is_named(fake_skyrl: Path) -> None:
+def test_unknown_source_is_kept_and_reported(fake_skyrl: Path) -> None:
     with pytest.warns(skyrl.SkyRLFastWarning) as caught:
         report = skyrl.install(ray_workers=False)
     trainer = importlib.import_module("skyrl.train.trainer")
@@ -111,7 +111,7 @@ def test_an_unknown_text_stays_and_is_named(fake_skyrl: Path) -> None:
 
 
 @pytest.mark.spec("dropin.wrappers")
-def test_a_users_wrapper_around_a_known_text_stays(
+def test_user_wrapper_around_a_known_function_is_kept(
     fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = importlib.import_module("skyrl.train.dataset.preprocess")
@@ -130,7 +130,7 @@ def test_a_users_wrapper_around_a_known_text_stays(
 
 
 @pytest.mark.spec("dropin.wrappers")
-def test_a_users_wrapper_in_a_registry_stays(
+def test_user_wrapper_in_a_registry_is_kept(
     fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = importlib.import_module("skyrl.train.dataset.preprocess").compute_prompt_boundaries
@@ -148,7 +148,7 @@ def test_a_users_wrapper_in_a_registry_stays(
 
 
 @pytest.mark.spec("dropin.prior-functions")
-def test_uninstalling_leaves_our_functions_to_those_who_had_them(
+def test_uninstall_keeps_replacements_that_users_imported(
     fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = skyrl.compute_prompt_boundaries
@@ -177,7 +177,7 @@ def test_installing_twice_changes_nothing(fake_skyrl: Path) -> None:
 
 
 @pytest.mark.spec("dropin.install", "dropin.ray-workers")
-def test_installing_again_may_take_in_rays_workers_or_leave_them_out(
+def test_second_install_can_change_the_workers_option(
     fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray: Any = ModuleType("ray")
@@ -195,7 +195,7 @@ def test_installing_again_may_take_in_rays_workers_or_leave_them_out(
 
 
 @pytest.mark.spec("dropin.compat", "dropin.report")
-def test_odd_input_is_left_to_their_function(fake_skyrl: Path) -> None:
+def test_unusual_input_is_passed_to_the_original(fake_skyrl: Path) -> None:
     with pytest.warns(skyrl.SkyRLFastWarning):
         skyrl.install(ray_workers=False)
     trainer = importlib.import_module("skyrl.train.trainer")
@@ -208,7 +208,7 @@ def test_odd_input_is_left_to_their_function(fake_skyrl: Path) -> None:
 
 
 @pytest.mark.spec("dropin.ray-workers")
-def test_a_worker_replaces_what_is_imported_later(fake_skyrl: Path) -> None:
+def test_worker_replaces_what_is_imported_later(fake_skyrl: Path) -> None:
     with pytest.warns(skyrl.SkyRLFastWarning, match="make_router_padding_mask"):
         switch.install_on_import()
         assert "skyrl" not in sys.modules and skyrl.report().rows == ()
@@ -222,7 +222,7 @@ def test_a_worker_replaces_what_is_imported_later(fake_skyrl: Path) -> None:
 
 
 @pytest.mark.spec("dropin.ray-workers")
-def test_the_environment_says_what_a_worker_installs(
+def test_worker_installs_what_the_environment_variable_lists(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: list[tuple[str, object]] = []
@@ -242,7 +242,7 @@ def test_the_environment_says_what_a_worker_installs(
 
 
 @pytest.mark.spec("dropin.ray-workers")
-def test_a_users_own_hook_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_user_hook_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     env = skyrl.runtime_env(base={"worker_process_setup_hook": "gc.collect", "pip": ["x"]})
     assert env["worker_process_setup_hook"] == ray_workers.AUTOINSTALL and env["pip"] == ["x"]
     assert env["env_vars"] == {
@@ -258,7 +258,7 @@ def test_a_users_own_hook_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.spec("dropin.install")
-def test_without_skyrl_installing_is_an_error(tmp_path: Path) -> None:
+def test_install_without_skyrl_is_an_error(tmp_path: Path) -> None:
     code = "import skyrl_fast.integrations.skyrl as s; s.install()"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.modules['skyrl'] = None; {code}"],
@@ -270,7 +270,7 @@ def test_without_skyrl_installing_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("dropin.install")
-def test_modes_and_rules_are_checked() -> None:
+def test_modes_and_rules_are_validated() -> None:
     with pytest.raises(ValueError, match="mode must be one of"):
         skyrl.install("other")
     with pytest.raises(ValueError, match="rules are for mode 'fixed'"):
@@ -280,7 +280,7 @@ def test_modes_and_rules_are_checked() -> None:
 
 
 @pytest.mark.spec("dropin.functions")
-def test_functions_work_one_by_one_without_skyrl() -> None:
+def test_functions_work_without_skyrl() -> None:
     out = skyrl.convert_prompts_responses_to_batch_tensors(
         0, [[1, 2], [3]], [[4], [5, 6]], [[1.0], [0.0, 1.0]], [[1], [1, 1]]
     )
@@ -302,7 +302,7 @@ def test_functions_work_one_by_one_without_skyrl() -> None:
 
 
 @pytest.mark.spec("dropin.known-source")
-def test_a_fingerprint_ignores_comments_and_layout_alone() -> None:
+def test_fingerprint_ignores_only_comments_and_formatting() -> None:
     plain = "def f(a, b=1):\n    return a + b\n"
     same = '''
     def f(a,
@@ -317,7 +317,7 @@ def test_a_fingerprint_ignores_comments_and_layout_alone() -> None:
     assert plain_text(plain) != plain_text(plain.replace("b=1", "b=2"))
 
 
-def test_every_stand_in_is_there() -> None:
+def test_every_replacement_exists() -> None:
     for target in TARGETS:
         home, _, name = target.stand_in.partition(".")
         module = importlib.import_module(f"skyrl_fast.integrations.skyrl.{home}")

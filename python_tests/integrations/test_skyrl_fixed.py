@@ -50,7 +50,7 @@ def originals() -> Iterator[None]:
 
 
 @pytest.mark.spec("dropin.fixed-mode")
-def test_every_rule_is_there_and_in_the_table() -> None:
+def test_every_rule_exists_and_is_in_the_table() -> None:
     text = DOCS.read_text()
     assert len({rule.name for rule in RULES}) == len(RULES)
     for rule in RULES:
@@ -133,7 +133,7 @@ def loop(prompts: list[int], rules: set[str], limit: int = 10) -> tuple[Any, Any
 
 
 @pytest.mark.spec("dropin.fixed-mode", "rollout.prompt-limit", "rollout.reason-on-last-step")
-def test_a_prompt_over_the_limit_is_never_sent_and_the_last_step_says_length() -> None:
+def test_prompt_over_the_limit_is_not_sent_and_the_last_step_ends_with_length() -> None:
     steps, engine = loop([4, 9, 15, 4], {"length_check"})
     assert engine.prompts == [4, 9] and len(stepped) == 2
     assert [step.stop_reason for step in steps] == ["stop", "length"]
@@ -146,7 +146,7 @@ def test_a_prompt_over_the_limit_is_never_sent_and_the_last_step_says_length() -
 
 
 @pytest.mark.spec("dropin.fixed-mode", "output.gen-only")
-def test_rows_hold_what_was_sampled_alone() -> None:
+def test_rows_contain_only_sampled_tokens() -> None:
     steps, _ = loop([4, 9], {"gen_only_rows"})
     for step in steps:
         assert step.response_ids == [1, 2] and step.loss_mask == [1, 1]
@@ -157,7 +157,7 @@ def test_rows_hold_what_was_sampled_alone() -> None:
 
 
 @pytest.mark.spec("dropin.fixed-mode", "rollout.end-token")
-def test_an_appended_end_token_is_not_trained() -> None:
+def test_appended_end_token_is_not_trained() -> None:
     async def whole(self: Any, sampled: list[int], max_input_length: int) -> Any:
         answer = await self.inference_engine_client.generate({"prompt_token_ids": [[1]]})
         ids = answer["response_ids"][0] + ([] if sampled[-1:] == [EOS] else [EOS])
@@ -211,7 +211,7 @@ EQUAL, DIFFERENT = [[0.0, 1.0], [0.0, 1.0]], [[0.0, 1.0], [0.0]]
 
 
 @pytest.mark.spec("dropin.fixed-mode", "filter.informative-group", "filter.dynamic-filter")
-def test_filter_keeps_whole_groups_by_their_outcomes() -> None:
+def test_filter_keeps_complete_groups_by_outcome() -> None:
     output, uids = output_of({"a": EQUAL, "b": DIFFERENT, "c": DIFFERENT})
     config = {"train_batch_size": 1, "n_samples_per_prompt": 2}
     kept, names, more, state = fixed_sampling.handle_filter_sampling(output, uids, config, {})
@@ -228,7 +228,7 @@ def test_filter_keeps_whole_groups_by_their_outcomes() -> None:
 
 
 @pytest.mark.spec("dropin.fixed-mode", "filter.dynamic-replace")
-def test_replaced_groups_have_uids_of_their_own() -> None:
+def test_replaced_groups_have_new_uids() -> None:
     output, uids = output_of({"a": EQUAL, "b": DIFFERENT, "c": DIFFERENT})
     config = {"min_replace_ratio": 0.3, "n_samples_per_prompt": 2}
     got, names, more = fixed_sampling.handle_replace_sampling(output, uids, config)
@@ -239,7 +239,7 @@ def test_replaced_groups_have_uids_of_their_own() -> None:
 
 
 @pytest.mark.spec("dropin.fixed-mode", "merge.times", "merge.routes")
-def test_merge_takes_every_field() -> None:
+def test_merge_includes_every_field() -> None:
     output, _ = output_of({"a": [[0.0, 1.0]]})
     output["prompt_token_ids"] = [[1], [1, 2, 3]]
     output["rollout_expert_indices"] = [np.zeros((2, 1, 1), np.uint8), np.ones((4, 1, 1), np.uint8)]
@@ -250,7 +250,7 @@ def test_merge_takes_every_field() -> None:
 
 
 @pytest.mark.spec("dropin.fixed-mode", "output.group-adjacent", "output.numpy-bool")
-def test_validation_is_the_contracts() -> None:
+def test_validation_follows_the_specification() -> None:
     output, _ = output_of({"a": EQUAL, "b": DIFFERENT})
     output["is_last_step"] = [np.bool_(flag) for flag in output["is_last_step"]]
     fixed.validate_generator_output(4, output, step_wise=True)
@@ -264,7 +264,7 @@ def test_validation_is_the_contracts() -> None:
 
 
 @pytest.mark.spec("dropin.fixed-mode", "advantage.batch-normalize")
-def test_normalization_counts_real_tokens_alone() -> None:
+def test_normalization_counts_only_real_tokens() -> None:
     class Batch(dict):
         metadata: dict
 

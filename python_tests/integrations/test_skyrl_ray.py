@@ -31,7 +31,7 @@ def run(how: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.peers
 @pytest.mark.timeout(600)
 @pytest.mark.spec("dropin.compat", "dropin.tolerance", "dropin.ray-workers")
-def test_a_step_of_skyrls_trainer_is_the_same_in_driver_and_workers(tmp_path: Path) -> None:
+def test_skyrl_trainer_step_is_the_same_in_driver_and_workers(tmp_path: Path) -> None:
     pytest.importorskip("skyrl.train.trainer", reason="SkyRL is not installed")
     stock, installed = run("stock", tmp_path), run("installed", tmp_path)
     for want, got in zip(stock["steps"], installed["steps"], strict=True):

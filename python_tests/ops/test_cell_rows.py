@@ -34,7 +34,7 @@ def test_count_nonzeros(shape: tuple[int, int]) -> None:
         torch.testing.assert_close(lasts, torch.tensor(want), rtol=0, atol=0, equal_nan=True)
 
 
-def test_count_nonzeros_of_rows_that_are_not_there() -> None:
+def test_count_nonzeros_of_missing_rows_is_refused() -> None:
     for row in (-1, 2):
         with pytest.raises(ValueError, match="rows of cells"):
             count_nonzeros(torch.ones(2, 3), torch.tensor([row]))
@@ -53,7 +53,7 @@ def test_sum_rows(num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("offsets", [[-1, 2], [0, 2, 1], [0, 4], [1, 0]])
-def test_sum_rows_of_cells_that_are_not_there(offsets: list[int]) -> None:
+def test_sum_rows_with_invalid_offsets_is_refused(offsets: list[int]) -> None:
     with pytest.raises(ValueError, match="sum_rows: cu_seqlens must be non-decreasing offsets"):
         sum_rows(torch.ones(3), torch.tensor(offsets, dtype=torch.int32))
     with pytest.raises(ValueError, match="cu_seqlens"):
@@ -86,14 +86,14 @@ def test_copy(shape: tuple[int, ...], dtype: torch.dtype, skipped: int) -> None:
     assert not whole[0].any() and not whole[-1].any()
 
 
-def test_copy_to_another_size() -> None:
+def test_copy_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="as large as cells"):
         copy_cells(torch.ones(2, 3), torch.ones(7))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_lists_that_share_their_beginning(data: st.DataObject) -> None:
+def test_lists_with_a_common_prefix(data: st.DataObject) -> None:
     """A context grows by the same objects; rows in between begin anew, or differ early."""
     numbers = st.sampled_from([0, 1, 70_000, 2**31 - 1])
     rows: list[list[int]] = [[]]
@@ -107,7 +107,7 @@ def test_lists_that_share_their_beginning(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("bad", ["x", None, 2**40, True])
-def test_a_shared_mistake_is_named_in_its_first_row(bad: object) -> None:
+def test_error_in_shared_elements_names_the_first_row(bad: object) -> None:
     rows = [[1, 2], [1, 2, bad, 3]]
     rows.append(rows[1] + [4])
     with pytest.raises((TypeError, ValueError), match="row 1, position 2"):

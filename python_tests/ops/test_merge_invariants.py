@@ -118,7 +118,7 @@ MOST = st.sampled_from((0, 2, 8))
 )
 @pytest.mark.parametrize("drift", DRIFTS)
 @given(output=outputs(), most=MOST)
-def test_lists_equal_the_plain_greedy(output: dict[str, Any], drift: str, most: int) -> None:
+def test_lists_equal_the_greedy_reference(output: dict[str, Any], drift: str, most: int) -> None:
     before = copy.deepcopy(output)
     merged = merge_stepwise_output(output, drift=drift, max_drift_tokens=most)
     wanted = greedy(output, drift, most)

@@ -32,14 +32,14 @@ def test_nine_tokens_of_two_turns_have_eight_routes() -> None:
 
 
 @pytest.mark.spec("replay.append-none", "replay.append-new")
-def test_a_turn_that_adds_no_token_changes_nothing() -> None:
+def test_turn_without_new_tokens_changes_nothing() -> None:
     recorded = rows(1, 2, 3)
     assert append_rollout_expert_indices(recorded, rows(7, 8, 9)) is recorded
     assert append_rollout_expert_indices(recorded, None) is recorded
 
 
 @pytest.mark.spec("replay.append-first", "replay.no-routes")
-def test_nothing_recorded_takes_the_new_rows() -> None:
+def test_empty_record_takes_the_new_rows() -> None:
     new = rows(1, 2)
     assert append_rollout_expert_indices(None, new) is new
     assert append_rollout_expert_indices(rows(), new) is new
@@ -57,7 +57,7 @@ def test_appended_end_token_has_its_route_in_the_next_turn() -> None:
     assert record[:, 0, 0].tolist() == [1, 2, 3, 4, 5]
 
 
-def test_an_engine_may_return_new_rows_only() -> None:
+def test_engine_may_return_only_new_rows() -> None:
     recorded = rows(1, 2, 3)
     assert append_rollout_expert_indices(recorded, rows(4, 5), start=3)[:, 0, 0].tolist() == [
         *(1, 2, 3, 4, 5)
@@ -86,13 +86,13 @@ def test_an_engine_may_return_new_rows_only() -> None:
         (np.zeros(3, np.uint8), rows(1, 2, 3), r"recorded must be of shape"),
     ],
 )
-def test_mismatches_are_named(recorded: Any, new: Any, message: str) -> None:
+def test_mismatch_errors(recorded: Any, new: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         append_rollout_expert_indices(recorded, new)
 
 
 @pytest.mark.parametrize("new", [np.zeros((1, 1, 1)), torch.zeros(1, 1, 1, dtype=torch.bool)])
-def test_routes_that_are_no_integers_are_refused(new: Any) -> None:
+def test_non_integer_routes_are_refused(new: Any) -> None:
     with pytest.raises(TypeError, match="must hold integers"):
         append_rollout_expert_indices(None, new)
 

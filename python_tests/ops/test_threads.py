@@ -38,7 +38,7 @@ def spread(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return group_advantage(rewards, [row // 4 for row in range(ROWS)], response_mask=mask)
 
 
-def test_callers_at_once_get_what_each_gets_alone() -> None:
+def test_concurrent_callers_get_the_same_results_as_serial_ones() -> None:
     seeds = range(8)
     alone = [advantages(seed) for seed in seeds]
     got: dict[tuple[int, int], torch.Tensor] = {}
@@ -56,7 +56,7 @@ def test_callers_at_once_get_what_each_gets_alone() -> None:
     assert all(torch.equal(alone[seed], result) for (seed, _), result in got.items())
 
 
-def test_lists_and_tensors_at_once() -> None:
+def test_concurrent_list_and_tensor_calls() -> None:
     """One call holds the GIL while others' threads read its lists; the other one does not."""
     rows = [list(range(seed, seed + 2000)) for seed in range(600)]
     wanted = torch.tensor(rows).flatten()
@@ -82,7 +82,7 @@ def test_lists_and_tensors_at_once() -> None:
     assert wrong == []
 
 
-def test_an_error_on_a_pool_thread_reaches_the_caller() -> None:
+def test_error_on_a_pool_thread_reaches_the_caller() -> None:
     rewards = torch.zeros(ROWS, WIDTH)
     rewards[-1, 0] = torch.nan  # the last part's
     with pytest.raises(ValueError, match=f"group_advantage: rewards .* row {ROWS - 1}"):
@@ -90,7 +90,7 @@ def test_an_error_on_a_pool_thread_reaches_the_caller() -> None:
     assert advantages(1).isfinite().all()
 
 
-def test_more_threads_than_cores_change_no_bit() -> None:
+def test_more_threads_than_cores_give_identical_results() -> None:
     generator = torch.Generator().manual_seed(0)
     logprobs, old, weight = (-torch.rand(ROWS, WIDTH, generator=generator) for _ in range(3))
     results = []
@@ -114,7 +114,7 @@ def run_script(body: str) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="os.fork and /proc")
-def test_a_forked_child_has_a_pool_of_its_own() -> None:
+def test_forked_child_has_its_own_pool() -> None:
     out = run_script(
         """
 import warnings
@@ -134,7 +134,7 @@ for _ in range(3):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_pool_threads_sleep_and_leave_signals_to_the_interpreter() -> None:
+def test_pool_threads_sleep_and_block_signals() -> None:
     out = run_script(
         """
 import time

@@ -77,7 +77,7 @@ def test_forests_by_hand(seed: int, small: int, monkeypatch: pytest.MonkeyPatch)
     assert_equal_attention(forest(seed), "blocks", torch.float32, 2e-5)
 
 
-def test_bfloat16_is_near() -> None:
+def test_bfloat16_is_close() -> None:
     tree = forest(0)
     exact = tensors(tree.num_nodes)
     plan = plan_tree_attention(tree.parents, tree.ends)
@@ -108,7 +108,7 @@ def test_under_autocast_queries_may_differ_from_values(kind: str) -> None:
 
 
 @pytest.mark.parametrize("small", [1, 5, 64, 10_000])
-def test_blocks_cover_every_node_once_and_see_the_right_ones(
+def test_blocks_cover_every_node_once_and_attend_to_its_ancestors(
     small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tree_blocks, "SMALL_SUBTREES", small)
@@ -128,7 +128,7 @@ def test_blocks_cover_every_node_once_and_see_the_right_ones(
 
 @pytest.mark.spec("tree.block-mask")
 @pytest.mark.parametrize("seed", range(6))
-def test_flex_blocks_are_what_the_nodes_ends_say(seed: int) -> None:
+def test_flex_blocks_match_the_node_ends(seed: int) -> None:
     tree = forest(seed, num_groups=4, size=200)
     size = padded_size(tree.num_nodes, "flex")
     assert size % FLEX_BLOCK == 0
@@ -182,13 +182,13 @@ def test_flex_attention_on_a_gpu(size_of_head: int) -> None:
         assert (flex.float() - truth).norm() <= 2 * noise + 1e-3  # as far off as dense bfloat16
 
 
-def test_the_kind_is_chosen_by_device_and_size() -> None:
+def test_kind_is_chosen_by_device_and_size() -> None:
     assert kind_for(10, "cpu") == kind_for(10**6, "cpu") == "blocks"
     assert (kind_for(100, "cuda"), kind_for(5000, "cuda")) == ("dense", "flex")
     assert kind_for(5000, "mps") == "dense"
 
 
-def test_pairs_are_those_of_the_mask() -> None:
+def test_pair_count_matches_the_mask() -> None:
     tree = forest(5)
     assert node_pairs(tree.ends.numpy()) == int(tree.ancestor_mask().sum())
 
@@ -202,14 +202,14 @@ def test_pairs_are_those_of_the_mask() -> None:
         (((1, 3, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8)), "a multiple of G"),
     ],
 )
-def test_shapes_that_do_not_fit(shapes: Any, message: str) -> None:
+def test_invalid_shapes(shapes: Any, message: str) -> None:
     tree = tree_of([[1, 2], [1, 3]])
     plan = plan_tree_attention(tree.parents, tree.ends)
     with pytest.raises(ValueError, match=message):
         tree_attention(*[torch.zeros(shape) for shape in shapes], plan)
 
 
-def test_kinds_that_cannot_be() -> None:
+def test_unavailable_kinds() -> None:
     tree = tree_of([[1, 2], [1, 3]])
     for kind, message in (("other", "must be one of"), ("flex", "multiple of 128")):
         with pytest.raises(ValueError, match=message):

@@ -35,7 +35,7 @@ def triton_and_numpy() -> list[tuple[int, ...]]:
 
 
 @needs_triton
-def test_in_the_interpreter() -> None:
+def test_kernels_in_the_interpreter() -> None:
     """In a process of its own: Triton decides at its import how kernels run."""
     triton, numpy = triton_and_numpy()
     if triton < (3, 7) and numpy >= (2, 4):
@@ -47,7 +47,7 @@ def test_in_the_interpreter() -> None:
 
 @needs_triton
 @pytest.mark.gpu
-def test_compiled() -> None:
+def test_kernels_compiled() -> None:
     done = run_cases({k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"})
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
@@ -97,7 +97,7 @@ def assembled(name: str, capability: int, **constants: object) -> bytes:
 
 @needs_triton
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
-def test_compiled_for_gpus_that_are_not_here(
+def test_kernels_compile_for_other_gpus(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All losses and penalties for one of them, one of each for the others."""
@@ -125,7 +125,7 @@ def test_compiled_for_gpus_that_are_not_here(
     assert assembled("delta_kernel", capability, RAGGED=True, BLOCK=512)
 
 
-def test_on_the_cpu_triton_is_refused_unless_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_on_the_cpu_requires_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="backend 'triton' cannot run on cpu"):
         selected_logprob(torch.zeros(1, 4), torch.tensor([0]), backend="triton")

@@ -110,7 +110,7 @@ def test_ranks_on_gpus(tmp_path: Path) -> None:
     check(ranks(SPLITS[0], torch.bfloat16, "cuda", tmp_path), torch.bfloat16, 100)
 
 
-def test_alone_it_is_selected_logprob() -> None:
+def test_single_rank_equals_selected_logprob() -> None:
     logits, targets, mask = whole(torch.float32, 100)
     got = vocab_parallel_logprob(
         logits, targets, vocab_start=0, loss_mask=mask, return_entropy=True
@@ -119,7 +119,7 @@ def test_alone_it_is_selected_logprob() -> None:
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-def test_a_target_that_no_rank_holds_is_nan() -> None:
+def test_target_on_no_rank_gives_nan() -> None:
     got = vocab_parallel_logprob(torch.zeros(3, 8), torch.tensor([3, 8, -1]), vocab_start=0)
     assert got.isnan().tolist() == [False, True, True]
 
@@ -137,7 +137,7 @@ def test_slices_by_hand() -> None:
     torch.testing.assert_close(lse, torch.tensor([2 * ln2], dtype=torch.float64))
 
 
-def test_bad_arguments() -> None:
+def test_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="vocab_start must not be negative"):
         vocab_parallel_logprob(torch.zeros(1, 4), torch.tensor([0]), vocab_start=-1)
     with pytest.raises(ValueError, match="float32, bfloat16 or float16"):

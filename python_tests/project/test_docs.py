@@ -131,7 +131,7 @@ def known(word: str) -> bool:
 
 
 @pytest.mark.parametrize("page", pages())
-def test_what_is_in_backticks_exists(page: str) -> None:
+def test_names_in_backticks_exist(page: str) -> None:
     paragraphs = re.split(r"\n(?=\n|\||#|\s*- )", prose(page))
     spans = [span for text in paragraphs for span in re.findall(r"`([^`]+)`", text)]
     quoted = [" ".join(span.split()) for span in spans]
@@ -161,7 +161,7 @@ def test_make_targets_exist() -> None:
             assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), (page, target)
 
 
-def test_a_name_that_does_not_exist_is_found() -> None:
+def test_missing_name_is_detected() -> None:
     assert missing("no_such_function()") == "no_such_function"
     assert missing("_NO_TABLE") == "_NO_TABLE"
     assert missing("csrc/no_such_file.h") == "csrc/no_such_file.h"

@@ -11,7 +11,7 @@ import pytest
 from scripts import setup_env
 
 
-def test_an_environment_that_is_half_made_is_made_again(
+def test_incomplete_environment_is_recreated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "environment"

@@ -30,7 +30,7 @@ def start(config: VllmSetup) -> None:
     asyncio.run(VllmEngine(config).start())
 
 
-def test_missing_vllm_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vllm_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EngineDeadError, match="pip install vllm"):
         start(VllmSetup("anything"))
@@ -47,7 +47,9 @@ def test_missing_model_folder_is_named(tmp_path: Path) -> None:
         start(VllmSetup(str(tmp_path)))
 
 
-def test_start_while_a_child_imports_main_asks_for_a_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_during_main_import_error_asks_for_a_main_guard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import multiprocessing
 
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
@@ -55,13 +57,13 @@ def test_start_while_a_child_imports_main_asks_for_a_guard(monkeypatch: pytest.M
         start(VllmSetup("anything"))
 
 
-def test_main_module_that_is_no_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_module_that_is_not_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/nowhere/<stdin>", raising=False)
     with pytest.raises(EngineDeadError, match="is no file"):
         start(VllmSetup("anything"))
 
 
-def test_engine_that_was_not_started_says_so() -> None:
+def test_request_to_an_unstarted_engine_is_an_error() -> None:
     async def ask() -> None:
         await VllmEngine(VllmSetup("anything")).generate(
             [1], SamplingParams(), session_id="a", policy_version=0
@@ -71,7 +73,7 @@ def test_engine_that_was_not_started_says_so() -> None:
         asyncio.run(ask())
 
 
-def test_an_engine_that_starts_again_leaves_nothing_behind(
+def test_restarted_engine_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = tmp_path / "tmp"
@@ -116,7 +118,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
 
 
 @pytest.mark.spec("rollout.one-sample", "rollout.cache-salt")
-def test_requests_carry_their_session_and_share_caches_within_one_version(
+def test_requests_have_a_session_and_a_cache_salt_per_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = fake_engine(monkeypatch)
@@ -140,7 +142,7 @@ def test_requests_carry_their_session_and_share_caches_within_one_version(
 
 
 @pytest.mark.spec("rollout.one-sample", "rollout.engine-error")
-def test_further_sampling_parameters_go_first_and_wrong_ones_fail_the_request(
+def test_additional_sampling_parameters_take_precedence_and_invalid_ones_fail_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = fake_engine(monkeypatch)
@@ -165,7 +167,7 @@ def test_further_sampling_parameters_go_first_and_wrong_ones_fail_the_request(
 
 @pytest.mark.spec("async.engine-silence")
 @pytest.mark.parametrize("call", ["interrupt", "load_weights_file", "reset_prefix_cache"])
-def test_a_call_that_a_killed_engine_never_answers_ends(
+def test_call_ends_if_a_killed_engine_never_answers(
     call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """vLLM fails the requests of an engine that died, and leaves other calls without answer."""
@@ -187,7 +189,7 @@ def test_a_call_that_a_killed_engine_never_answers_ends(
         asyncio.run(asyncio.wait_for(getattr(engine, call)(*arguments), 5))
 
 
-def test_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SET_BY_USER", "1")
     monkeypatch.delenv("SET_BY_US", raising=False)
     with environment({"SET_BY_USER": "2", "SET_BY_US": "3"}):
@@ -213,7 +215,7 @@ def hf_logprobs(model: torch.nn.Module, sequences: list[list[int]]) -> list[list
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.timeout(900)  # two cores that others use too; alone it takes well under a minute
-def test_real_vllm_generates_updates_and_refuses_stale_weights(
+def test_real_vllm_generates_updates_and_detects_stale_weights(
     tiny_model_folder: Path, tiny_tokenizer: object, tmp_path: Path
 ) -> None:
     """Start-up dominates: everything that needs a live engine is asserted on one."""

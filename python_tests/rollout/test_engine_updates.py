@@ -101,7 +101,7 @@ def kill_engine_process() -> None:
     "async.verified-update",
     "async.engine-restart",
 )
-def test_no_token_has_a_wrong_version_and_a_killed_engine_comes_back(
+def test_every_token_has_its_version_and_a_killed_engine_restarts(
     tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     async def go() -> None:

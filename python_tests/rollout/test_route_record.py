@@ -60,7 +60,7 @@ def test_nine_tokens_of_two_turns() -> None:
 
 @pytest.mark.spec("replay.fork")
 @pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 6, 7], [1, 2, 3], [8, 2, 3, 4, 5, 6], []])
-def test_a_fork_keeps_its_own_full_array(prompt: list[int]) -> None:
+def test_fork_keeps_its_own_full_array(prompt: list[int]) -> None:
     first = step([1, 2], [3, 4, 5], routes(10, 11, 20, 21))
     assert recorded_routes([first], prompt) is None
     own = routes(*range(50, 50 + len(prompt) + 1))
@@ -68,7 +68,7 @@ def test_a_fork_keeps_its_own_full_array(prompt: list[int]) -> None:
 
 
 @pytest.mark.spec("replay.no-routes")
-def test_an_appended_end_token_gets_its_route_from_the_next_turn() -> None:
+def test_appended_end_token_gets_its_route_from_the_next_turn() -> None:
     first = step([1, 2], [3, 0], routes(10, 11))  # 0 was appended: 3 is not run, nor is 0
     assert recorded_routes([first], [1, 2, 3, 0, 6]) is first.expert_indices
     assert recorded_routes([first], [1, 2, 3, 6]) is None  # not in the context: a fork
@@ -76,14 +76,14 @@ def test_an_appended_end_token_gets_its_route_from_the_next_turn() -> None:
     assert record[:, 0, 0].tolist() == [10, 11, 20, 5, 30, 40]
 
 
-def test_without_routes_there_is_no_record() -> None:
+def test_no_record_without_routes() -> None:
     assert routes_of_turn([], [1], turn(None)) is None
     assert recorded_routes([step([1], [2], None)], [1, 2]) is None
     first = step([1], [2], routes(10))
     assert routes_of_turn([first], [1, 2, 3], turn(None)) is first.expert_indices
 
 
-def test_routes_that_do_not_go_on_are_the_engines_fault() -> None:
+def test_routes_that_do_not_continue_are_an_engine_error() -> None:
     with pytest.raises(EngineError, match=r"do not fit turn 2: .*rows are missing"):
         routes_of_turn([step([1], [2], routes(10))], [1, 2, 3], turn(routes(1), start=3))
 
@@ -141,7 +141,7 @@ def run(tokenizer: Any, engine: RoutingEngine, context: str, turns: int = 3) -> 
 
 @pytest.mark.spec("replay.append-only", "replay.row-record", "replay.new-routes-only")
 @pytest.mark.parametrize("from_start", [True, False])
-def test_growing_contexts_keep_the_routes_of_the_turn_that_sampled(
+def test_growing_contexts_keep_the_routes_of_the_sampling_turn(
     tiny_tokenizer: Any, from_start: bool
 ) -> None:
     engine = RoutingEngine(tiny_tokenizer, from_start=from_start)
@@ -162,7 +162,7 @@ def test_growing_contexts_keep_the_routes_of_the_turn_that_sampled(
 
 
 @pytest.mark.spec("replay.fork")
-def test_a_context_that_is_cut_back_has_whole_arrays_of_its_own(tiny_tokenizer: Any) -> None:
+def test_truncated_context_has_its_own_complete_arrays(tiny_tokenizer: Any) -> None:
     """A single conversation drops the end token that was sampled: each turn forks."""
     engine = RoutingEngine(tiny_tokenizer, from_start=True)
     steps = run(tiny_tokenizer, engine, "single").steps
@@ -171,7 +171,7 @@ def test_a_context_that_is_cut_back_has_whole_arrays_of_its_own(tiny_tokenizer: 
 
 
 @pytest.mark.spec("replay.row-record", "replay.batch-operations")
-def test_rows_carry_their_records_into_the_batch(tiny_tokenizer: Any) -> None:
+def test_batch_contains_the_route_records(tiny_tokenizer: Any) -> None:
     trajectory = run(tiny_tokenizer, RoutingEngine(tiny_tokenizer, from_start=True), "append")
     failed = run(tiny_tokenizer, RoutingEngine(tiny_tokenizer, from_start=True), "append", turns=1)
     failed.uid, failed.failure = "q", "the engine went away"

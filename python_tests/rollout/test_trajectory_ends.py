@@ -31,7 +31,7 @@ def forget() -> None:
 
 
 @pytest.mark.spec("rollout.retries")
-def test_flaky_environment_is_tried_again(tiny_tokenizer) -> None:
+def test_flaky_environment_is_retried(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     flaky = FakePrompt(
         "f", env_class="flaky", env_extras={"name": "f", "fail_times": 1, "turns": 1}
@@ -61,7 +61,7 @@ def test_one_broken_environment_of_64_does_not_stop_the_step(tiny_tokenizer) -> 
 
 
 @pytest.mark.spec("rollout.retries", "rollout.failure-tolerance", "rollout.env-error")
-def test_call_that_does_not_return_is_an_environment_error_and_the_others_finish(
+def test_hanging_call_is_an_environment_error_and_other_trajectories_finish(
     tiny_tokenizer,
 ) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
@@ -99,7 +99,7 @@ def test_environment_errors(tiny_tokenizer, extras: dict, failure: str) -> None:
 
 
 @pytest.mark.spec("rollout.retries", "rollout.request-seed")
-def test_error_after_some_steps_starts_anew_with_other_seeds(tiny_tokenizer) -> None:
+def test_retry_after_some_steps_starts_over_with_other_seeds(tiny_tokenizer) -> None:
     def answer(call: Call, n: int) -> Generation | Exception:
         return EngineError("refused") if n == 2 else says(tiny_tokenizer, f"a{n}")
 
@@ -116,7 +116,7 @@ def test_error_after_some_steps_starts_anew_with_other_seeds(tiny_tokenizer) -> 
 
 
 @pytest.mark.spec("rollout.timeout", "rollout.reason-on-last-step", "rollout.env-closed")
-def test_at_its_deadline_a_trajectory_ends_with_the_steps_it_has(tiny_tokenizer) -> None:
+def test_trajectory_keeps_its_steps_at_the_deadline(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: None if n == 2 else says(tiny_tokenizer, "a"))
     config = loop_config(max_turns=9, max_retries=3, trajectory_timeout_seconds=0.3)
     (t,) = run(tiny_tokenizer, [prompt_with(turns=9)], config, engine)
@@ -132,7 +132,7 @@ def test_at_its_deadline_a_trajectory_ends_with_the_steps_it_has(tiny_tokenizer)
 
 
 @pytest.mark.spec("rollout.timeout", "rollout.env-closed")
-def test_deadline_within_an_environment_call_leaves_that_turn_out(tiny_tokenizer) -> None:
+def test_deadline_during_an_environment_call_drops_that_turn(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     slow = FakePrompt("slow", env_extras={"turns": 9, "hang_at": 2, "hang_seconds": 1.0})
     fast = FakePrompt("fast", env_extras={"turns": 1})
@@ -146,7 +146,7 @@ def test_deadline_within_an_environment_call_leaves_that_turn_out(tiny_tokenizer
 
 
 @pytest.mark.spec("rollout.deadline-before-first-step", "rollout.first-prompt-too-long")
-def test_deadline_before_the_first_step_is_a_failure_without_another_attempt(
+def test_deadline_before_the_first_step_is_a_failure_without_retry(
     tiny_tokenizer,
 ) -> None:
     engine = ScriptedEngine(lambda call, n: None)
@@ -159,7 +159,7 @@ def test_deadline_before_the_first_step_is_a_failure_without_another_attempt(
 
 
 @pytest.mark.spec("rollout.deadline-before-first-step")
-def test_the_deadline_covers_all_attempts(tiny_tokenizer) -> None:
+def test_deadline_covers_all_attempts(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: EngineError("refused") if n == 0 else None)
     config = loop_config(max_turns=9, max_retries=5, trajectory_timeout_seconds=0.3)
     (t,) = run(tiny_tokenizer, [prompt_with(turns=9)], config, engine)
@@ -186,7 +186,7 @@ def test_engine_errors(tiny_tokenizer, answer: Generation | Exception, failure: 
     assert len(engine.calls) == 2  # tried again
 
 
-def test_metrics_that_raise_cost_the_metrics_only(tiny_tokenizer, caplog) -> None:
+def test_exception_in_metrics_loses_only_the_metrics(tiny_tokenizer, caplog) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     (t,) = run(tiny_tokenizer, [prompt_with(turns=1, odd_metrics=True)], loop_config(), engine)
     assert (t.failure, t.env_metrics, len(t.steps)) == (None, {}, 1)
@@ -197,7 +197,7 @@ def test_metrics_that_raise_cost_the_metrics_only(tiny_tokenizer, caplog) -> Non
 
 
 @pytest.mark.spec("rollout.retries", "rollout.engine-error")
-def test_failed_request_fails_its_trajectory_only(tiny_tokenizer) -> None:
+def test_failed_request_fails_only_its_trajectory(tiny_tokenizer) -> None:
     def answer(call: Call, n: int) -> Generation | Exception:
         return EngineError("refused") if "-bad-" in call.session_id else says(tiny_tokenizer, "a")
 
@@ -218,7 +218,7 @@ def test_dead_engine_ends_the_rollout(tiny_tokenizer) -> None:
 
 
 @pytest.mark.spec("rollout.all-failed", "rollout.failure-tolerance")
-def test_a_batch_of_failures_is_stubs_and_a_loud_warning(tiny_tokenizer, caplog) -> None:
+def test_batch_of_failures_is_placeholders_and_a_warning(tiny_tokenizer, caplog) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     prompts = [FakePrompt(f"p{i}", env_class="typo") for i in range(7)]
     got = run(tiny_tokenizer, prompts, loop_config(), engine)
@@ -239,7 +239,7 @@ def trajectories(*failures: str | None) -> list[Trajectory]:
 
 
 @pytest.mark.spec("rollout.all-failed")
-def test_three_batches_of_failures_in_a_row_end_the_run() -> None:
+def test_three_consecutive_batches_of_failures_end_the_run() -> None:
     watch = FailureWatch()
     whole, part = trajectories("no such table", "b"), trajectories("a", None)
     for batch in (whole, whole, part, whole, [], whole, whole):

@@ -23,7 +23,7 @@ class NoEngine:
     name = "none"
 
 
-def test_the_probe_is_made_once_and_fits_the_engine(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_probe_is_created_once_and_fits_the_engine(tmp_path: Path, tiny_tokenizer: Any) -> None:
     data = tmp_path / "train.jsonl"
     rows = [{"prompt": "a prompt that is longer than what the engine takes"}, {"prompt": "b" * 9}]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -47,7 +47,7 @@ def test_the_probe_is_made_once_and_fits_the_engine(tmp_path: Path, tiny_tokeniz
 
 
 @pytest.mark.parametrize("path", ["~/model", "org/model"])
-def test_the_engine_finds_the_model_where_the_trainer_does(
+def test_engine_and_trainer_use_the_same_model_path(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = pytest.importorskip("huggingface_hub")
@@ -73,7 +73,7 @@ def test_the_engine_finds_the_model_where_the_trainer_does(
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("{", "no JSON"), ("[]", "got list")])
-def test_a_models_broken_settings_are_named(text: str, wanted: str, tmp_path: Path) -> None:
+def test_invalid_model_config_is_named(text: str, wanted: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     needed = ["data.train_data=[x.jsonl]", f"trainer.policy.model.path={tmp_path}"]
     with pytest.raises(ValueError, match=rf"config\.json: .*{wanted}"):
@@ -82,7 +82,7 @@ def test_a_models_broken_settings_are_named(text: str, wanted: str, tmp_path: Pa
 
 @pytest.mark.spec("rollout.eval-sampling-defaults")
 @pytest.mark.parametrize("stop", ["", "</sql>"])
-def test_evaluations_without_trainings_stop_strings_are_warned_of(
+def test_evaluation_without_the_training_stop_strings_is_a_warning(
     stop: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config(
@@ -102,7 +102,7 @@ def test_evaluations_without_trainings_stop_strings_are_warned_of(
     assert ("eval_sampling_params.stop: nothing ends a turn" in caplog.text) == (not stop)
 
 
-def test_a_model_that_is_nowhere_keeps_its_name() -> None:
+def test_unresolved_model_keeps_its_name() -> None:
     config = load_config(None, ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"])
     for path in ("nowhere", "./nowhere", "org/nowhere", "no/hub/name"):
         assert vllm_setup(config, path).model == path

@@ -39,7 +39,7 @@ class Clock:
 
 
 @pytest.mark.spec("async.stuck-trajectory", "async.slow-phase")
-def test_slow_is_named_once_per_phase_and_stuck_after_every_deadline() -> None:
+def test_slow_is_reported_once_per_phase_and_stuck_after_every_deadline() -> None:
     clock = Clock()
     board = ActivityBoard(clock)
     watchdog = Watchdog(board, slow_seconds=10, stuck_seconds=30)
@@ -66,7 +66,7 @@ def test_slow_is_named_once_per_phase_and_stuck_after_every_deadline() -> None:
     assert watchdog.stuck("7") == []
 
 
-def test_the_board_knows_who_has_done_the_same_for_longest() -> None:
+def test_board_lists_the_longest_running_first() -> None:
     clock = Clock()
     board = ActivityBoard(clock)
     rows = [board.enter("a", i) for i in range(3)]
@@ -153,7 +153,7 @@ async def run_deaf(
 
 
 @pytest.mark.spec("async.stuck-trajectory", "async.lost-group-members")
-def test_a_stuck_trajectory_begins_anew_and_the_whole_ones_stay(
+def test_stuck_trajectory_restarts_and_finished_ones_are_kept(
     tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -167,7 +167,7 @@ def test_a_stuck_trajectory_begins_anew_and_the_whole_ones_stay(
 
 
 @pytest.mark.spec("async.stuck-trajectory", "async.lost-group-members")
-def test_stuck_for_good_it_stays_as_a_failed_one(tiny_tokenizer: Any) -> None:
+def test_permanently_stuck_trajectory_fails(tiny_tokenizer: Any) -> None:
     runner, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 2}))
     assert isinstance(got, list)
     assert [len(t.steps) for t in got] == [0, 1, 1]
@@ -176,14 +176,14 @@ def test_stuck_for_good_it_stays_as_a_failed_one(tiny_tokenizer: Any) -> None:
 
 
 @pytest.mark.spec("async.lost-group")
-def test_a_group_of_which_nothing_came_back_is_dropped(tiny_tokenizer: Any) -> None:
+def test_group_without_any_trajectory_is_dropped(tiny_tokenizer: Any) -> None:
     _, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 9, 1: 9}, samples=2, retries=0))
     assert isinstance(got, GroupDroppedError)
     assert "group p: all 2 trajectories were stuck" in str(got)
 
 
 @pytest.mark.spec("async.lost-group")
-def test_in_an_evaluation_a_group_of_which_nothing_came_back_stays(tiny_tokenizer: Any) -> None:
+def test_group_without_any_trajectory_is_kept_in_an_evaluation(tiny_tokenizer: Any) -> None:
     _, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 9, 1: 9}, samples=2, retries=0, phase="eval"))
     assert isinstance(got, list)
     assert [(t.phase, t.steps, t.stop_reason) for t in got] == [("eval", [], "timeout")] * 2
@@ -191,7 +191,7 @@ def test_in_an_evaluation_a_group_of_which_nothing_came_back_stays(tiny_tokenize
 
 
 @pytest.mark.spec("async.stuck-trajectory")
-def test_a_stuck_trajectory_gives_its_place_back(tiny_tokenizer: Any) -> None:
+def test_stuck_trajectory_releases_its_slot(tiny_tokenizer: Any) -> None:
     runner, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 1}, slots=1))
     assert isinstance(got, list)
     assert [t.failure for t in got] == [None] * 3
@@ -199,7 +199,7 @@ def test_a_stuck_trajectory_gives_its_place_back(tiny_tokenizer: Any) -> None:
 
 
 @pytest.mark.spec("async.slow-phase")
-def test_slow_trajectories_are_in_the_log_and_the_counts(
+def test_slow_trajectories_are_logged_and_counted(
     tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

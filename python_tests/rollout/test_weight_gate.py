@@ -82,7 +82,7 @@ def through(
 
 
 @pytest.mark.spec("async.in-flight-update", "async.token-versions")
-def test_tokens_stay_and_know_their_version(tiny_tokenizer: Any) -> None:
+def test_tokens_are_kept_with_their_version(tiny_tokenizer: Any) -> None:
     parts, got = through(tiny_tokenizer, [10, 11, 12, 13, 14], [2, 0, 1])
     assert got.generation.token_ids == [10, 11, 12, 13, 14]
     assert got.versions == [7, 7, 9, 10, 10]
@@ -95,7 +95,7 @@ def test_tokens_stay_and_know_their_version(tiny_tokenizer: Any) -> None:
     assert [seed for _, _, seed in parts.asked] == [1000, 1001, 1002, 1003]
 
 
-def test_routes_that_are_recorded_stay(tiny_tokenizer: Any) -> None:
+def test_recorded_routes_are_kept(tiny_tokenizer: Any) -> None:
     _, got = through(tiny_tokenizer, [10, 11, 12], [2])
     routes = got.generation.expert_indices
     assert routes is not None
@@ -103,7 +103,7 @@ def test_routes_that_are_recorded_stay(tiny_tokenizer: Any) -> None:
     assert routes[:, 0, 0].tolist() == [700, 701, 702, 803]
 
 
-def test_an_interruption_at_the_last_token_leaves_room_for_an_end(tiny_tokenizer: Any) -> None:
+def test_interruption_at_the_last_token_leaves_room_for_an_end_token(tiny_tokenizer: Any) -> None:
     parts, got = through(tiny_tokenizer, [10, 11, 12], [3])
     assert got.generation.token_ids == [10, 11, 12]
     assert got.versions == [7, 7, 8]
@@ -115,7 +115,7 @@ def test_an_interruption_at_the_last_token_leaves_room_for_an_end(tiny_tokenizer
     ("text", "kept"),
     [("ab</so", "ab"), ("ab<", "ab"), ("ab</x", "ab</x"), ("ab", "ab"), ("</solutio", "")],
 )
-def test_half_a_stop_string_is_sampled_again(tiny_tokenizer: Any, text: str, kept: str) -> None:
+def test_partial_stop_string_is_sampled_again(tiny_tokenizer: Any, text: str, kept: str) -> None:
     response = tiny_tokenizer.encode(text + "zzzzzzzzzzzzz")
     part = len(tiny_tokenizer.encode(text))
     parts, got = through(tiny_tokenizer, response, [part], stop=("</solution>", "</sql>"))
@@ -126,7 +126,7 @@ def test_half_a_stop_string_is_sampled_again(tiny_tokenizer: Any, text: str, kep
 
 
 @given(st.lists(st.integers(0, 4), max_size=6), st.integers(1, 12))
-def test_any_interruptions_give_the_whole_response(sizes: list[int], length: int) -> None:
+def test_interruptions_do_not_change_the_response(sizes: list[int], length: int) -> None:
     _, got = through(None, list(range(length)), sizes)
     assert got.generation.token_ids == list(range(length))
     assert len(got.versions) == len(got.generation.logprobs) == length
@@ -135,7 +135,7 @@ def test_any_interruptions_give_the_whole_response(sizes: list[int], length: int
 
 
 @pytest.mark.spec("async.verified-update")
-def test_nobody_passes_a_closed_gate_and_an_update_waits_for_those_inside() -> None:
+def test_closed_gate_blocks_requests_and_update_waits_for_running_ones() -> None:
     async def go() -> list[str]:
         gate = WeightGate()
         events: list[str] = []
@@ -175,7 +175,7 @@ def test_nobody_passes_a_closed_gate_and_an_update_waits_for_those_inside() -> N
 
 
 @pytest.mark.spec("async.engine-silence")
-def test_an_update_that_waits_long_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_long_wait_of_an_update_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def go() -> None:
         seconds = iter(range(0, 1000, 40))
         gate = WeightGate(clock=lambda: float(next(seconds)))
@@ -203,7 +203,7 @@ def test_an_update_that_waits_long_says_so(caplog: pytest.LogCaptureFixture) -> 
     assert "a weight update waits for 1 requests" in caplog.text
 
 
-def test_an_engine_that_gives_too_much_is_refused(tiny_tokenizer: Any) -> None:
+def test_engine_response_beyond_the_limit_is_refused(tiny_tokenizer: Any) -> None:
     with pytest.raises(EngineError, match="no room for more"):
         through(tiny_tokenizer, [], [1])
 

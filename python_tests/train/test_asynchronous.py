@@ -138,7 +138,7 @@ def steady(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.spec("async.synchronous-equal")
-def test_staleness_zero_is_the_synchronous_loop_to_the_last_bit(folder: Path) -> None:
+def test_staleness_zero_equals_the_synchronous_loop_bit_for_bit(folder: Path) -> None:
     expected = train(settings(folder, "off", "trainer.fully_async.enabled=false"))
     outcome = train(settings(folder, "zero", staleness=0), Maker(seed=5))
     assert steady(outcome.metrics) == steady(expected.metrics)
@@ -148,7 +148,7 @@ def test_staleness_zero_is_the_synchronous_loop_to_the_last_bit(folder: Path) ->
 
 @pytest.mark.spec("async.data-order", "async.staleness-bound", "async.group-bound", "async.metrics")
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_groups_are_trained_in_the_order_of_the_data_within_the_bound(
+def test_groups_are_trained_in_data_order_within_the_staleness_bound(
     folder: Path, staleness: int
 ) -> None:
     make = Maker(seed=staleness)
@@ -174,7 +174,7 @@ def test_groups_are_trained_in_the_order_of_the_data_within_the_bound(
 
 
 @pytest.mark.spec("async.importance-warning")
-def test_stale_tokens_are_corrected_or_warned_of(
+def test_stale_tokens_are_corrected_or_cause_a_warning(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     outcome = train(settings(folder, "run", staleness=2))
@@ -225,7 +225,7 @@ class DiedError(Exception):
 
 @pytest.mark.spec("async.resume")
 @pytest.mark.parametrize("seed", range(5))
-def test_killed_and_resumed_each_sample_is_trained_exactly_once(
+def test_each_sample_is_trained_exactly_once_after_kill_and_resume(
     folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed = Counter((uid, r) for _, uid, r in trained(train(settings(folder, "whole"))))
@@ -255,7 +255,7 @@ def test_killed_and_resumed_each_sample_is_trained_exactly_once(
 
 
 @pytest.mark.spec("async.resume")
-def test_a_checkpoint_names_what_is_in_flight(folder: Path) -> None:
+def test_checkpoint_lists_the_groups_in_flight(folder: Path) -> None:
     make = Maker()
     train(settings(folder, "run", "trainer.max_training_steps=6", staleness=2), make)
     _, third = checkpoints(folder / "run/checkpoints")[0]
@@ -271,9 +271,7 @@ FILTER = "trainer.algorithm.dynamic_sampling.type=filter"
 
 @pytest.mark.spec("async.dynamic-sampling")
 @pytest.mark.parametrize("kind", ["filter", "replace"])
-def test_dynamic_sampling_drops_whole_groups_and_the_next_take_their_place(
-    folder: Path, kind: str
-) -> None:
+def test_dynamic_sampling_replaces_dropped_groups_by_the_next(folder: Path, kind: str) -> None:
     class Graded(PacedRollouts):
         async def generate(
             self, prompts: Sequence[Prompt], *, step: int, phase: str
@@ -308,7 +306,7 @@ def test_dynamic_sampling_drops_whole_groups_and_the_next_take_their_place(
 
 
 @pytest.mark.spec("async.dynamic-sampling")
-def test_dynamic_sampling_limits_the_groups_that_it_asks_for(folder: Path) -> None:
+def test_dynamic_sampling_limits_the_requested_groups(folder: Path) -> None:
     class Easy(PacedRollouts):
         async def generate(
             self, prompts: Sequence[Prompt], *, step: int, phase: str
@@ -324,7 +322,7 @@ def test_dynamic_sampling_limits_the_groups_that_it_asks_for(folder: Path) -> No
 
 
 @pytest.mark.spec("async.lost-group")
-def test_a_dropped_group_leaves_its_place_to_the_next(
+def test_dropped_group_is_replaced_by_the_next(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Stuck(PacedRollouts):
@@ -344,7 +342,7 @@ def test_a_dropped_group_leaves_its_place_to_the_next(
 
 
 @pytest.mark.spec("async.lost-group")
-def test_nothing_but_dropped_groups_ends_the_run(folder: Path) -> None:
+def test_run_ends_if_all_groups_are_dropped(folder: Path) -> None:
     class Stuck(PacedRollouts):
         async def fault(self, prompt: Prompt, step: int) -> None:
             raise GroupDroppedError(f"group {prompt.uid}: all were stuck")
@@ -354,7 +352,7 @@ def test_nothing_but_dropped_groups_ends_the_run(folder: Path) -> None:
 
 
 @pytest.mark.spec("async.group-error")
-def test_an_error_in_a_group_ends_the_run_with_a_checkpoint(folder: Path) -> None:
+def test_error_in_a_group_ends_the_run_with_a_checkpoint(folder: Path) -> None:
     class Broken(PacedRollouts):
         async def fault(self, prompt: Prompt, step: int) -> None:
             if step == 4:
@@ -368,7 +366,7 @@ def test_an_error_in_a_group_ends_the_run_with_a_checkpoint(folder: Path) -> Non
 
 
 @pytest.mark.spec("async.interrupt")
-def test_a_signal_leaves_a_checkpoint_and_the_run_goes_on(folder: Path) -> None:
+def test_signal_leaves_a_checkpoint_and_the_run_resumes(folder: Path) -> None:
     class Interrupted(PacedRollouts):
         async def fault(self, prompt: Prompt, step: int) -> None:
             if len(self.started) == 30:
@@ -388,7 +386,7 @@ def test_a_signal_leaves_a_checkpoint_and_the_run_goes_on(folder: Path) -> None:
 
 
 @pytest.mark.spec("async.engine-restart")
-def test_an_engine_is_repaired_while_the_trainer_waits(folder: Path) -> None:
+def test_engine_is_repaired_while_the_trainer_waits(folder: Path) -> None:
     class Mortal(PacedRollouts):
         alive = True
         repaired: list[int] = []  # noqa: RUF012 - one run
@@ -416,7 +414,7 @@ def test_an_engine_is_repaired_while_the_trainer_waits(folder: Path) -> None:
 
 
 @pytest.mark.spec("async.wait-log")
-def test_waiting_is_never_silent(
+def test_long_waits_are_logged(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("skyrl_fast.train.flow.group_flow.WORD_SECONDS", 0.05)

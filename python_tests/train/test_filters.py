@@ -72,7 +72,7 @@ def two_turns_cut() -> StepBatch:
 
 
 @pytest.mark.spec("filter.order", "filter.overlong")
-def test_overlong_masks_the_whole_trajectory_by_its_last_row() -> None:
+def test_overlong_masks_the_trajectory_by_its_last_row() -> None:
     batch, metrics = overlong_filter(two_turns_cut())
     assert masks_of(batch) == ["00", "000", "11", "11", "1"]
     assert metrics == {"generate/num_overlong_filtered": 1.0}
@@ -80,7 +80,7 @@ def test_overlong_masks_the_whole_trajectory_by_its_last_row() -> None:
 
 
 @pytest.mark.spec("loss.sequence-scope")
-def test_overlong_by_row_looks_at_each_row_alone() -> None:
+def test_overlong_by_row_uses_each_row_separately() -> None:
     batch, metrics = overlong_filter(two_turns_cut(), scope="row")
     assert masks_of(batch) == ["11", "000", "00", "11", "1"]
     assert metrics == {"generate/num_overlong_filtered": 2.0}
@@ -88,7 +88,7 @@ def test_overlong_by_row_looks_at_each_row_alone() -> None:
 
 @pytest.mark.spec("filter.overlong")
 @pytest.mark.parametrize("reason", ["stop", "max_turns", "env_error", "timeout"])
-def test_only_length_is_overlong(reason: str) -> None:
+def test_only_stop_reason_length_is_overlong(reason: str) -> None:
     batch = batch_of(Row("a", 0, 1.0, reason))
     assert overlong_filter(batch)[0] is batch
 
@@ -124,12 +124,12 @@ def test_reward_by_row() -> None:
     ("reason", "reward"),
     [("stop", 1.0), ("max_turns", 1.0), ("length", 0.0), ("abort", 0.0), ("env_error", 0.0)],
 )
-def test_what_counts_as_finished(reason: str, reward: float) -> None:
+def test_finished_stop_reasons(reason: str, reward: float) -> None:
     filtered, _ = zero_reward_on_non_stop(batch_of(Row("a", 0, 1.0, reason)))
     assert filtered.row_rewards.tolist() == [reward]
 
 
-def test_an_empty_response_loses_its_reward_too() -> None:
+def test_reward_of_an_unfinished_empty_response_is_zero() -> None:
     filtered, _ = zero_reward_on_non_stop(batch_of(Row("a", 0, 1.0, "length", "")))
     assert filtered.row_rewards.tolist() == [0]
 
@@ -155,7 +155,7 @@ def test_equal_outcomes_mask_the_group() -> None:
 
 
 @pytest.mark.spec("loss.sequence-scope", "filter.zero-variance")
-def test_rows_of_one_trajectory_are_no_variance_but_by_row_they_are() -> None:
+def test_rows_of_one_trajectory_have_variance_only_by_row() -> None:
     rows = [Row("a", 0, 0.0), Row("a", 0, 1.0), Row("a", 1, 0.0), Row("a", 1, 1.0)]
     assert masks_of(zero_variance_filter(batch_of(*rows))[0]) == ["00"] * 4
     assert masks_of(zero_variance_filter(batch_of(*rows), scope="row")[0]) == ["11"] * 4
@@ -181,7 +181,7 @@ def test_tolerance() -> None:
 
 
 @pytest.mark.spec("filter.order", "filter.zero-variance")
-def test_stubs_and_masked_trajectories_are_not_compared() -> None:
+def test_placeholders_and_masked_trajectories_are_not_compared() -> None:
     # Two successes and a stub of reward 0: the spread would be the flaky environment's.
     batch, metrics = zero_variance_filter(
         batch_of(
@@ -207,14 +207,14 @@ def config(**changes: bool) -> Config:
     return made
 
 
-def test_nothing_is_changed_where_nothing_is_asked_for() -> None:
+def test_batch_is_unchanged_without_filters() -> None:
     batch = two_turns_cut()
     assert filter_rollouts(batch, config()) == (batch, {})
     assert filter_groups(batch, config()) == (batch, {})
 
 
 @pytest.mark.spec("filter.order")
-def test_filters_in_order_zeroed_rewards_are_compared() -> None:
+def test_filters_run_in_order_on_zeroed_rewards() -> None:
     # Cut and zeroed, trajectory 0 is masked, so that only 1 and 2 are compared: equal.
     rows = [Row("a", 0, 1.0, "length"), Row("a", 1, 0.0), Row("a", 2, 0.0)]
     settings = config(
@@ -229,7 +229,7 @@ def test_filters_in_order_zeroed_rewards_are_compared() -> None:
 
 
 @pytest.mark.spec("loss.all-masked-step")
-def test_a_batch_without_anything_to_train_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_without_trained_tokens_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         filter_groups(batch_of(Row("a", 0, 1.0), Row("a", 1, 1.0)), config())
         assert caplog.text == ""
@@ -239,7 +239,7 @@ def test_a_batch_without_anything_to_train_is_warned_of(caplog: pytest.LogCaptur
     assert "no token of the batch's 2 rows is trained" in caplog.text
 
 
-def test_padding_rows_are_no_sequences() -> None:
+def test_padding_rows_are_not_sequences() -> None:
     rows = [Row("a", 0, 1.0, "length"), Row("a", 1, 1.0)]
     padded = batch_of(*rows).with_padding_rows(3)
     for function in (overlong_filter, zero_reward_on_non_stop, zero_variance_filter):
@@ -250,7 +250,7 @@ def test_padding_rows_are_no_sequences() -> None:
         assert padded_too[0].num_rows == 5
 
 
-def test_filters_that_need_stop_reasons_say_so() -> None:
+def test_filters_require_stop_reasons() -> None:
     batch = batch_of(Row("a", 0)).with_(stop_reasons=None)
     for function in (overlong_filter, zero_reward_on_non_stop):
         with pytest.raises(ValueError, match=f"{function.__name__}: batch must have stop_reasons"):
@@ -281,7 +281,7 @@ def rows_of(table: list) -> list[Row]:
 
 
 @given(tables)
-def test_any_batch_by_trajectory(table: list) -> None:
+def test_random_batches_by_trajectory(table: list) -> None:
     rows = rows_of(table)
     batch = batch_of(*rows)
     owners = [(row.group, row.repetition) for row in rows]
@@ -314,7 +314,7 @@ def test_any_batch_by_trajectory(table: list) -> None:
 
 @pytest.mark.spec("loss.sequence-scope")
 @given(tables)
-def test_scopes_agree_where_each_trajectory_has_one_row(table: list) -> None:
+def test_scopes_agree_for_one_row_per_trajectory(table: list) -> None:
     rows = rows_of([[[trajectory[0]] for trajectory in group] for group in table])
     for function in (overlong_filter, zero_reward_on_non_stop, zero_variance_filter):
         one, two = (function(batch_of(*rows), scope=scope) for scope in ("row", "trajectory"))
@@ -324,7 +324,7 @@ def test_scopes_agree_where_each_trajectory_has_one_row(table: list) -> None:
 
 
 @given(tables)
-def test_masking_does_not_move_the_advantages_of_others(table: list) -> None:
+def test_masking_does_not_change_other_advantages(table: list) -> None:
     batch = batch_of(*rows_of(table))
     filtered, _ = overlong_filter(batch)
     assert torch.equal(advantages(batch), advantages(filtered))

@@ -69,7 +69,7 @@ def full_logprobs(model: Any, batch: StepBatch) -> torch.Tensor:
 
 @pytest.mark.parametrize("budget", [1, 20, 1000])
 @pytest.mark.parametrize("tied", [False, True])
-def test_logprobs_are_those_of_the_full_logits(budget: int, tied: bool) -> None:
+def test_logprobs_equal_those_of_the_full_logits(budget: int, tied: bool) -> None:
     model = tiny_model(tied=tied)
     batch = mixed_batch()
     policy = Policy(model, max_tokens_per_microbatch=budget)
@@ -83,7 +83,7 @@ def test_logprobs_are_those_of_the_full_logits(budget: int, tied: bool) -> None:
     ("head", "operands", "tolerance"),
     [(None, torch.bfloat16, 2**-6), (torch.float32, torch.float32, 1e-5)],
 )
-def test_the_heads_dtype_is_the_forward_passs_or_a_choice(
+def test_head_dtype_follows_the_forward_pass_or_the_setting(
     head: torch.dtype | None,
     operands: torch.dtype,
     tolerance: float,
@@ -113,7 +113,7 @@ def test_the_heads_dtype_is_the_forward_passs_or_a_choice(
     assert model.get_output_embeddings().weight.grad.dtype == torch.float32
 
 
-def test_steps_that_go_on_share_a_sequence() -> None:
+def test_growing_steps_share_a_sequence() -> None:
     batch = rollout_batch(tiny_model())
     everything = np.ones(batch.num_rows, dtype=bool)
     assert sequence_hosts(batch, everything).tolist() == [
@@ -124,7 +124,7 @@ def test_steps_that_go_on_share_a_sequence() -> None:
     assert sum(len(micro.target_ids) for micro in plan) == int(batch.loss_mask.sum())
 
 
-def test_a_rewritten_context_keeps_its_own_sequence() -> None:
+def test_rewritten_context_has_its_own_sequence() -> None:
     batch = rollout_batch(tiny_model())
     tokens = batch.tokens.clone()
     tokens[int(batch.cu_seqlens[1])] += 1  # the second step's context begins otherwise
@@ -132,7 +132,7 @@ def test_a_rewritten_context_keeps_its_own_sequence() -> None:
     assert hosts[:4].tolist() == [0, 1, 3, 3]
 
 
-def test_sharing_gives_the_logprobs_of_separate_rows() -> None:
+def test_shared_sequences_give_the_logprobs_of_separate_rows() -> None:
     model = tiny_model()
     batch = rollout_batch(model)
     with torch.no_grad():
@@ -195,7 +195,7 @@ def test_masked_tokens_have_no_gradient() -> None:
         assert torch.equal(one, two)
 
 
-def test_rows_without_advantage_are_left_out_and_change_nothing() -> None:
+def test_rows_without_advantage_are_skipped_without_effect() -> None:
     algorithm = AlgorithmConfig()
     batch = mixed_batch()
     values = batch.advantages.clone()
@@ -235,7 +235,7 @@ def test_all_masked_batch_gives_no_gradient_and_no_nan() -> None:
 
 @pytest.mark.spec("update.mini-batch-size")
 @pytest.mark.parametrize(("mini", "epochs", "steps"), [(4, 1, 1), (2, 1, 2), (1, 1, 4), (2, 3, 6)])
-def test_optimizer_steps_are_prompts_by_mini_batch(mini: int, epochs: int, steps: int) -> None:
+def test_number_of_optimizer_steps(mini: int, epochs: int, steps: int) -> None:
     model = tiny_model()
     policy = Policy(model)
     optimizer = Optimizer(policy, OptimizerConfig(lr=1e-3), total_steps=10)
@@ -251,7 +251,7 @@ def test_optimizer_steps_are_prompts_by_mini_batch(mini: int, epochs: int, steps
     assert metrics["policy/optimizer_steps"] == steps
 
 
-def test_kl_to_itself_is_zero_and_pulls_back() -> None:
+def test_kl_to_the_initial_policy_starts_at_zero_and_pulls_back() -> None:
     algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=1.0)
     model, reference = tiny_model(0), Policy(tiny_model(0))
     batch = rollout_batch(model).with_()
@@ -274,7 +274,7 @@ def test_kl_to_itself_is_zero_and_pulls_back() -> None:
     assert other["policy/grad_norm"] > 10 * same["policy/grad_norm"]
 
 
-def test_a_nonfinite_gradient_changes_nothing() -> None:
+def test_nonfinite_gradient_skips_the_update() -> None:
     model = tiny_model()
     policy = Policy(model)
     optimizer = Optimizer(policy, OptimizerConfig(lr=1.0), total_steps=1)
@@ -286,7 +286,7 @@ def test_a_nonfinite_gradient_changes_nothing() -> None:
         assert torch.equal(one, two)
 
 
-def test_the_gradient_norm_is_clipped() -> None:
+def test_gradient_norm_is_clipped() -> None:
     model = tiny_model()
     optimizer = Optimizer(Policy(model), OptimizerConfig(max_grad_norm=0.5), total_steps=1)
     for parameter in model.parameters():
@@ -321,7 +321,7 @@ class _Casts(TorchDispatchMode):
         return sum(not made.expired() for made in self._made)
 
 
-def test_no_layer_leaves_its_weights_cast_where_activations_are_made_again() -> None:
+def test_activation_checkpointing_keeps_no_cast_weights() -> None:
     model = tiny_model()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = Policy(model.train(), dtype=torch.bfloat16)
@@ -372,7 +372,7 @@ def test_optimizer_state_of_another_model_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_a_model_that_changes_its_logits_is_refused() -> None:
+def test_model_that_modifies_its_logits_is_refused() -> None:
     model = tiny_model()
     head = torch.nn.Linear(16, 16, bias=True)
     torch.nn.init.ones_(head.bias)
@@ -381,7 +381,7 @@ def test_a_model_that_changes_its_logits_is_refused() -> None:
         Policy(model)
 
 
-def test_a_trained_row_without_a_prompt_is_refused() -> None:
+def test_trained_row_without_a_prompt_is_refused() -> None:
     output = {
         "prompt_token_ids": [[]],
         "response_ids": [[5]],
@@ -395,7 +395,7 @@ def test_a_trained_row_without_a_prompt_is_refused() -> None:
         plan_micro_batches(batch, 100)
 
 
-def test_a_parameter_that_never_had_a_gradient_does_not_hinder_a_resume(tmp_path: Path) -> None:
+def test_resume_with_a_parameter_without_gradients(tmp_path: Path) -> None:
     def made() -> tuple[Policy, Optimizer]:
         model = tiny_model()
         model.unused = torch.nn.Parameter(torch.ones(3))  # as an expert that no token was sent to

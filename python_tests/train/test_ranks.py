@@ -92,7 +92,7 @@ CASES: dict[str, tuple[str, AlgorithmConfig]] = {
 
 @pytest.mark.spec("update.micro-batches", "update.ranks-equal")
 @pytest.mark.parametrize("case", CASES)
-def test_an_update_is_that_of_one_rank(both: Both, case: str) -> None:
+def test_update_equals_that_of_one_rank(both: Both, case: str) -> None:
     name, algorithm = CASES[case]
     batch = routed(agent_batch(7, num_groups=4)).with_(old_logprobs=None)
     metrics, seen = [], []
@@ -113,7 +113,7 @@ def test_an_update_is_that_of_one_rank(both: Both, case: str) -> None:
 
 
 @pytest.mark.spec("update.ranks-equal")
-def test_each_rank_holds_its_part_of_weights_and_moments(both: Both) -> None:
+def test_each_rank_holds_its_shard_of_weights_and_moments(both: Both) -> None:
     size = both.shared.ranks.size
     update(both.alone, "untied", agent_batch(6, num_groups=2))
     update(both.shared, "untied", agent_batch(6, num_groups=2))
@@ -124,7 +124,7 @@ def test_each_rank_holds_its_part_of_weights_and_moments(both: Both) -> None:
             assert tensor.to_local().shape == (rows, *tensor.shape[1:])
 
 
-def test_logprobs_are_those_of_one_rank(both: Both) -> None:
+def test_logprobs_equal_those_of_one_rank(both: Both) -> None:
     batch = routed(agent_batch(8))
     for name in both.alone.policies:
         one, other = (models.policies[name] for models in (both.alone, both.shared))
@@ -134,7 +134,7 @@ def test_logprobs_are_those_of_one_rank(both: Both) -> None:
         assert other.sequence_logprobs(tokens) == wanted
 
 
-def test_a_critic_learns_as_with_one_rank(both: Both) -> None:
+def test_critic_learns_as_with_one_rank(both: Both) -> None:
     batch = agent_batch(9, num_groups=4)
     noise = torch.randn(2, len(batch.rewards), generator=torch.Generator().manual_seed(4))
     one, other = both.alone.critic, both.shared.critic
@@ -146,7 +146,7 @@ def test_a_critic_learns_as_with_one_rank(both: Both) -> None:
 
 @pytest.mark.spec("update.ranks-checkpoint")
 @pytest.mark.parametrize("name", ["tied", "experts"])
-def test_checkpoints_of_one_rank_and_of_several_are_the_same(
+def test_checkpoints_do_not_depend_on_the_number_of_ranks(
     both: Both, tmp_path: Path, name: str
 ) -> None:
     batch = routed(agent_batch(10, num_groups=2))
@@ -168,7 +168,7 @@ def test_checkpoints_of_one_rank_and_of_several_are_the_same(
 
 
 @pytest.mark.spec("update.ranks-equal")
-def test_the_engine_is_given_the_weights_of_one_rank(
+def test_engine_receives_the_weights_of_one_rank(
     both: Both, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.core_model_loading import Chunk, WeightConverter
@@ -188,7 +188,7 @@ def test_the_engine_is_given_the_weights_of_one_rank(
     assert any(name.endswith("gate_up_proj.weight") for name in given[0])
 
 
-def test_who_takes_some_weights_only_leaves_the_ranks_in_step(both: Both) -> None:
+def test_consumer_of_some_weights_does_not_desynchronize_ranks(both: Both) -> None:
     policy = both.shared.policies["untied"]
     first = next(iter(policy.named_weights()))
     assert weights(policy).keys() > {first[0]}

@@ -37,7 +37,7 @@ KINDS = ["qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss"]
 
 @pytest.mark.spec("replay.same-routes")
 @pytest.mark.parametrize("kind", KINDS)
-def test_own_routes_give_the_logits_of_free_routing(kind: str) -> None:
+def test_replaying_model_routes_gives_the_same_logits(kind: str) -> None:
     model = tiny_moe(kind)
     routes = own_routes(model, IDS)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def test_own_routes_give_the_logits_of_free_routing(kind: str) -> None:
 
 
 @pytest.mark.spec("replay.recorded-experts")
-def test_other_routes_give_what_a_block_written_by_hand_gives() -> None:
+def test_other_routes_equal_a_handwritten_block() -> None:
     block = tiny_moe().model.layers[1].mlp
     hidden = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(0))
     routes = random_routes((7,), layers=1)
@@ -68,7 +68,7 @@ def test_other_routes_give_what_a_block_written_by_hand_gives() -> None:
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)  # other order of sums
 
 
-def test_weights_that_are_not_normalised_stay_so() -> None:
+def test_unnormalized_gate_weights_are_kept() -> None:
     model = tiny_moe("qwen3_moe", norm_topk_prob=False)
     router = model.model.layers[0].mlp.gate
     replay = RouterReplay(model)
@@ -84,7 +84,7 @@ def test_weights_that_are_not_normalised_stay_so() -> None:
 
 
 @pytest.mark.spec("replay.recorded-experts")
-def test_gradients_reach_the_router_through_the_gates() -> None:
+def test_router_gets_gradients_through_the_gates() -> None:
     """Moving a router's weight moves the replayed loss as its gradient says; the choice stays."""
     model = tiny_moe().double()
     model.set_experts_implementation("eager")  # the default one has no float64
@@ -112,7 +112,7 @@ def test_gradients_reach_the_router_through_the_gates() -> None:
 
 
 @pytest.mark.spec("replay.unrecorded-tokens")
-def test_tokens_without_a_route_are_free() -> None:
+def test_tokens_without_a_route_are_routed_freely() -> None:
     model = tiny_moe()
     replay = RouterReplay(model)
     routes = own_routes(model, IDS)
@@ -131,7 +131,7 @@ def test_tokens_without_a_route_are_free() -> None:
             assert not torch.equal(model(input_ids=IDS).logits, free)
 
 
-def test_layers_without_experts_have_columns_that_nobody_reads() -> None:
+def test_route_columns_of_dense_layers_are_ignored() -> None:
     model = tiny_moe("qwen3_moe", mlp_only_layers=[0])
     replay = RouterReplay(model)
     own = own_routes(model, IDS)
@@ -144,7 +144,7 @@ def test_layers_without_experts_have_columns_that_nobody_reads() -> None:
                 assert torch.equal(model(input_ids=IDS).logits, free)
 
 
-def test_gradient_checkpointing_runs_layers_again_by_the_same_routes() -> None:
+def test_gradient_checkpointing_recomputes_with_the_same_routes() -> None:
     gradients = []
     for checkpointing in (False, True):
         model = tiny_moe().train()
@@ -170,7 +170,7 @@ def test_gradient_checkpointing_runs_layers_again_by_the_same_routes() -> None:
         (random_routes((2, 6))[..., :1], "6 with 1|12 with 1"),
     ],
 )
-def test_routes_that_do_not_fit_are_refused(routes: torch.Tensor, message: str) -> None:
+def test_invalid_routes_are_refused(routes: torch.Tensor, message: str) -> None:
     model = tiny_moe()
     replay = RouterReplay(model)
     with pytest.raises(ValueError, match=message), replay.routes(routes, everywhere(IDS)):
@@ -249,7 +249,7 @@ def logprobs_by_row(model: Any, batch: StepBatch) -> torch.Tensor:
 @pytest.mark.spec("replay.recorded-experts", "replay.shared-sequence")
 @pytest.mark.parametrize("agree", [True, False])
 @pytest.mark.parametrize("budget", [1, 1000])
-def test_policy_replays_each_rows_own_record(agree: bool, budget: int) -> None:
+def test_policy_replays_the_record_of_each_row(agree: bool, budget: int) -> None:
     batch = routed_batch(agree=agree, captured=1)
     policy = Policy(tiny_moe(), router_replay=True, max_tokens_per_microbatch=budget)
     wanted = logprobs_by_row(tiny_moe(), batch)
@@ -260,7 +260,7 @@ def test_policy_replays_each_rows_own_record(agree: bool, budget: int) -> None:
 
 
 @pytest.mark.spec("replay.shared-sequence")
-def test_rows_share_a_sequence_only_where_their_records_agree() -> None:
+def test_rows_share_a_sequence_only_if_their_records_agree() -> None:
     everything = np.ones(3, dtype=bool)
     for agree, hosts in ((True, [1, 1, 2]), (False, [0, 1, 2])):
         batch = routed_batch(agree=agree)
@@ -282,7 +282,7 @@ def test_gradient_does_not_depend_on_the_split() -> None:
         torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-4)
 
 
-def test_a_batch_without_routes_says_which_setting_is_missing() -> None:
+def test_batch_without_routes_error_names_the_missing_setting() -> None:
     batch = routed_batch().with_(expert_indices=None, cu_experts=None)
     policy = Policy(tiny_moe(), router_replay=True)
     with pytest.raises(ValueError, match="enable_return_routed_experts=true"):
@@ -294,7 +294,7 @@ def test_a_batch_without_routes_says_which_setting_is_missing() -> None:
 
 @pytest.mark.spec("rollout.failure-tolerance", "loss.all-masked")
 @pytest.mark.parametrize("tree", [False, True])
-def test_a_batch_of_stubs_alone_has_no_routes_and_trains_nothing(tree: bool) -> None:
+def test_batch_of_placeholders_has_no_routes_and_trains_nothing(tree: bool) -> None:
     output: dict[str, Any] = {  # every trajectory failed, so the engine recorded nothing
         "prompt_token_ids": [[3, 4], [0]],
         "response_ids": [[], []],
@@ -326,7 +326,7 @@ def test_logprobs_of_a_sequence_at_given_routes() -> None:
         Policy(tiny_moe()).sequence_logprobs(tokens, own)
 
 
-def test_weights_go_out_under_the_names_of_a_checkpoint(tmp_path: Any) -> None:
+def test_exported_weights_have_checkpoint_names(tmp_path: Any) -> None:
     from safetensors.torch import load_file
 
     model = tiny_moe()
@@ -339,7 +339,7 @@ def test_weights_go_out_under_the_names_of_a_checkpoint(tmp_path: Any) -> None:
 
 
 @pytest.mark.spec("replay.reference-model")
-def test_the_reference_routes_freely(tmp_path: Any) -> None:
+def test_reference_routes_freely(tmp_path: Any) -> None:
     from skyrl_fast.config import Config
     from skyrl_fast.train.model.models import make_models
     from skyrl_fast.train.parallel.ranks import ALONE

@@ -29,7 +29,7 @@ from skyrl_fast.train.run import SetupError
 from skyrl_fast.trajectory_store import read_trajectories
 
 
-def test_a_whole_run_learns_and_leaves_everything(folder: Path) -> None:
+def test_full_run_learns_and_writes_all_outputs(folder: Path) -> None:
     recorder = Recorder()
     outcome = train(
         settings(folder, "run", "trainer.epochs=12", "generator.n_samples_per_prompt=8"), recorder
@@ -65,7 +65,7 @@ def test_a_whole_run_learns_and_leaves_everything(folder: Path) -> None:
     ],
 )
 @pytest.mark.spec("store.trained-values")
-def test_the_store_holds_what_was_trained(folder: Path, overrides: list[str]) -> None:
+def test_store_contains_the_trained_values(folder: Path, overrides: list[str]) -> None:
     outcome = train(settings(folder, "run", "trainer.epochs=1", *overrides))
     stored = list(read_trajectories(outcome.run_path, phase="train"))
     assert [t.entry.step for t in stored] == [1] * 16 + [2] * 16
@@ -88,7 +88,7 @@ def test_the_store_holds_what_was_trained(folder: Path, overrides: list[str]) ->
     assert compared > 0
 
 
-def test_the_engine_gets_the_trained_weights(folder: Path) -> None:
+def test_engine_receives_the_trained_weights(folder: Path) -> None:
     recorder = Recorder()
     outcome = train(settings(folder, "run", "trainer.epochs=1"), recorder)
     from transformers import AutoModelForCausalLM
@@ -98,14 +98,14 @@ def test_the_engine_gets_the_trained_weights(folder: Path) -> None:
         assert torch.equal(one, two)
 
 
-def test_on_policy_the_trainer_agrees_with_the_sampler(folder: Path) -> None:
+def test_trainer_and_sampler_agree_on_policy(folder: Path) -> None:
     outcome = train(settings(folder, "run", "trainer.epochs=1", "trainer.policy_mini_batch_size=4"))
     for row in read_metrics(outcome.metrics)[1:]:
         assert row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-5  # float32 noise
 
 
 @pytest.mark.spec("merge.off", "merge.on", "merge.row-per-trajectory")
-def test_rows_per_step_merged_or_per_trajectory_learn_the_same(folder: Path) -> None:
+def test_step_merged_and_trajectory_rows_learn_the_same(folder: Path) -> None:
     first = {}
     for name, override in {
         "step": "generator.step_wise_trajectories=true",
@@ -125,7 +125,7 @@ def test_rows_per_step_merged_or_per_trajectory_learn_the_same(folder: Path) -> 
     assert first["step"]["policy/grad_norm"] > 0
 
 
-def test_same_seed_same_metrics_other_seed_other(folder: Path) -> None:
+def test_metrics_are_determined_by_the_seed(folder: Path) -> None:
     one = steady(train(settings(folder, "a")).metrics)
     two = steady(train(settings(folder, "b")).metrics)
     three = steady(train(settings(folder, "c", "trainer.seed=7")).metrics)
@@ -161,7 +161,7 @@ def test_learning_rate_zero_keeps_weights_and_reward(folder: Path) -> None:
         ("trainer.logger=['json:loads']", "trainer.logger: json:loads did not start: TypeError"),
     ],
 )
-def test_what_is_missing_is_said_before_the_engine_starts(
+def test_missing_inputs_are_reported_before_the_engine_starts(
     folder: Path, override: str, wanted: str
 ) -> None:
     package = wanted.partition(" ")[0]
@@ -175,7 +175,7 @@ def test_what_is_missing_is_said_before_the_engine_starts(
 
 
 @pytest.mark.spec("filter.zero-reward-on-non-stop", "filter.overlong", "metrics.filtered-groups")
-def test_overlong_and_unfinished_from_the_settings(folder: Path) -> None:
+def test_overlong_and_unfinished_filters_from_the_settings(folder: Path) -> None:
     class Cut(FakeRollouts):
         async def generate(
             self, prompts: Sequence[Prompt], *, step: int, phase: str
@@ -245,7 +245,7 @@ def test_off_policy_correction_from_the_settings(folder: Path) -> None:
 
 
 @pytest.mark.spec("metrics.pass-at-k")
-def test_evaluation_by_data_set_and_by_samples(folder: Path) -> None:
+def test_evaluation_by_data_set_and_samples(folder: Path) -> None:
     class Named(FakeRollouts):
         async def generate(
             self, prompts: Sequence[Prompt], *, step: int, phase: str
@@ -295,7 +295,7 @@ def test_plot_and_tensorboard(folder: Path) -> None:
     assert list((folder / "run/tensorboard").iterdir())
 
 
-def test_rollout_time_is_shared_by_proportion(folder: Path) -> None:
+def test_rollout_time_is_split_proportionally(folder: Path) -> None:
     config = settings(folder, "x")
     rollouts = FakeRollouts(config, tiny_model())
     prompts = load_prompts([f"{folder}/train.jsonl"], default_env_class="d")

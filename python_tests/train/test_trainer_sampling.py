@@ -79,9 +79,7 @@ def test_dynamic_sampling_fills_the_batch_from_further_prompts(folder: Path) -> 
         assert all(record["uid"].partition("~")[0] not in "012" for record in records)
 
 
-def test_rows_that_were_judged_are_not_made_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_filtered_rows_are_not_rebuilt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
 
     def counting(trajectories: Sequence[Trajectory]) -> Any:
@@ -123,7 +121,7 @@ def test_dynamic_sampling_resumes_at_its_data_position(folder: Path) -> None:
 
 
 @pytest.mark.spec("filter.dynamic-limit")
-def test_dynamic_sampling_gives_up_with_a_reason(folder: Path) -> None:
+def test_dynamic_sampling_fails_with_a_reason(folder: Path) -> None:
     make = outcomes_by_uid([str(i) for i in range(8)])
     config = settings(
         folder, "run", FILTER, "trainer.algorithm.dynamic_sampling.max_sample_batches=3"
@@ -134,7 +132,7 @@ def test_dynamic_sampling_gives_up_with_a_reason(folder: Path) -> None:
 
 
 @pytest.mark.spec("filter.dynamic-data-end")
-def test_prompts_that_end_before_the_batch_is_full_end_the_run(
+def test_run_ends_if_prompts_run_out_before_the_batch_is_full(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make = outcomes_by_uid(["0", "1", "2"])
@@ -153,7 +151,7 @@ def test_prompts_that_end_before_the_batch_is_full_end_the_run(
 
 
 @pytest.mark.spec("filter.dynamic-data-end", "metrics.reported-once")
-def test_going_on_after_prompts_that_ended_early_repeats_nothing(folder: Path) -> None:
+def test_resume_after_prompts_ran_out_repeats_nothing(folder: Path) -> None:
     order = PromptSampler(8, batch_size=4, seed=42)
     order.next_batch()
     alike = [str(prompt) for prompt in order.next_batch()[:2]]  # of the second batch
@@ -169,7 +167,7 @@ def test_going_on_after_prompts_that_ended_early_repeats_nothing(folder: Path) -
 
 
 @pytest.mark.spec("filter.dynamic-replace")
-def test_replacing_keeps_the_number_of_groups_and_steps(folder: Path) -> None:
+def test_replacement_keeps_the_number_of_groups_and_steps(folder: Path) -> None:
     make = outcomes_by_uid(["0", "1", "2", "3"])
     config = settings(
         folder, "run", "trainer.algorithm.dynamic_sampling.type=replace", "trainer.epochs=1",
@@ -184,7 +182,7 @@ def test_replacing_keeps_the_number_of_groups_and_steps(folder: Path) -> None:
 
 
 @pytest.mark.spec("loss.all-masked-step")
-def test_a_batch_without_a_signal_is_a_step_that_changes_nothing(
+def test_batch_without_informative_groups_changes_nothing(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = settings(

@@ -40,7 +40,7 @@ def test_by_hand() -> None:
 
 @pytest.mark.spec("tree.micro-batches")
 @given(rows=ROWS.filter(lambda rows: any(rows)), budget=st.integers(1, 14), data=st.data())
-def test_no_other_cuts_repeat_fewer_nodes(rows: list[list[int]], budget: int, data: Any) -> None:
+def test_cuts_repeat_the_fewest_nodes(rows: list[list[int]], budget: int, data: Any) -> None:
     rows = sorted(row for row in rows if row)  # as depth first, prefixes before what goes on
     units = None
     if data.draw(st.booleans()):
@@ -78,7 +78,7 @@ def parts_of(tree: PrefixTree, groups: list[int], budget: int, **options: Any) -
 
 @pytest.mark.spec("tree.micro-batches")
 @given(rows=ROWS, budget=st.integers(1, 40), data=st.data())
-def test_parts_hold_every_row_once_and_keep_to_the_budget(
+def test_parts_contain_every_row_once_within_the_budget(
     rows: list[list[int]], budget: int, data: Any
 ) -> None:
     groups = sorted(data.draw(st.integers(0, 2)) for _ in rows)
@@ -107,7 +107,7 @@ def test_parts_are_balanced() -> None:
 
 @pytest.mark.spec("tree.micro-batches")
 @given(rows=ROWS, budget=st.integers(1, 40), data=st.data())
-def test_parts_of_whole_trajectories_keep_to_the_budget(
+def test_parts_of_complete_trajectories_are_within_the_budget(
     rows: list[list[int]], budget: int, data: Any
 ) -> None:
     units = np.array([data.draw(st.integers(0, 3)) for _ in rows], dtype=np.int64)
@@ -121,7 +121,7 @@ def test_parts_of_whole_trajectories_keep_to_the_budget(
 
 
 @pytest.mark.spec("tree.micro-batches")
-def test_trajectories_between_each_others_rows_are_taken_one_by_one() -> None:
+def test_interleaved_trajectories_are_added_one_by_one() -> None:
     # What a template leaves of two answers: both first turns begin with a thought, 9.
     rows = [[1, 9, 2], [1, 3, 4], [1, 9, 5], [1, 6, 7], [1, 9, 8], [1, 6, 10]]
     units = np.array([0, 0, 1, 1, 2, 2])
@@ -133,7 +133,7 @@ def test_trajectories_between_each_others_rows_are_taken_one_by_one() -> None:
 
 
 @pytest.mark.spec("tree.micro-batches")
-def test_trajectories_stay_whole() -> None:
+def test_trajectories_are_not_split() -> None:
     rows = [[1, 2, 3], [1, 4, 5], [1, 2, 6], [1, 4, 7]]
     units = np.array([0, 1, 0, 1])
     tree = tree_of(rows, [0] * 4)

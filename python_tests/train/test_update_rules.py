@@ -95,9 +95,7 @@ def close(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
         ("kl_cov", {"kl_cov": KlCov(0.9, 3.0)}, KlCov(0.9, 3.0)),
     ],
 )
-def test_a_loss_gets_its_own_settings(
-    loss: str, settings: dict[str, Any], wanted: LossSettings
-) -> None:
+def test_loss_gets_its_settings(loss: str, settings: dict[str, Any], wanted: LossSettings) -> None:
     policy = Policy(tiny_model(), max_tokens_per_microbatch=1000)
     batch = steps_batch()
     old = near(policy.batch_logprobs(batch), 0.3)
@@ -114,7 +112,7 @@ def test_a_loss_gets_its_own_settings(
 @pytest.mark.spec("loss.gspo", "loss.sequence-scope")
 @pytest.mark.parametrize("scope", ["row", "trajectory"])
 @pytest.mark.parametrize("budget", [8, 1000])
-def test_gspo_takes_its_ratio_by_the_scope(scope: str, budget: int) -> None:
+def test_gspo_ratio_follows_the_scope(scope: str, budget: int) -> None:
     policy = Policy(tiny_model(), max_tokens_per_microbatch=budget)
     batch = steps_batch()
     batch = batch.with_(old_logprobs=near(policy.batch_logprobs(batch)))
@@ -128,7 +126,7 @@ def test_gspo_takes_its_ratio_by_the_scope(scope: str, budget: int) -> None:
     assert not close(other_want, want)
 
 
-def test_gspo_keeps_rows_without_advantage_of_a_trajectory_that_has_some() -> None:
+def test_gspo_keeps_rows_without_advantage_in_trajectories_with_advantage() -> None:
     batch = steps_batch()
     values = batch.advantages.clone()
     values[:3] = 0.0  # row 0, the first turn of trajectory 0
@@ -170,7 +168,7 @@ def weights_of(algorithm: AlgorithmConfig) -> list[list[float]]:
     return [[round(x, 4) for x in part.tolist()] for part in parts][:3]
 
 
-def test_without_a_correction_nothing_is_weighed() -> None:
+def test_no_weights_without_a_correction() -> None:
     batch = known_batch()
     assert corrected(batch, algorithm_with()) == (batch, {})
 
@@ -220,7 +218,7 @@ def test_missing_engine_logprobs_are_an_error() -> None:
 
 
 @pytest.mark.spec("loss.off-policy-keeps-counts")
-def test_corrected_gradient_is_that_of_the_op() -> None:
+def test_corrected_gradient_equals_that_of_the_op() -> None:
     policy = Policy(tiny_model(), max_tokens_per_microbatch=8)
     batch = steps_batch()
     old = near(policy.batch_logprobs(batch))
@@ -249,7 +247,7 @@ def test_dropped_rows_need_no_forward_pass() -> None:
 
 @pytest.mark.spec("loss.off-policy-per-minibatch")
 @pytest.mark.parametrize("mini_batch_size", [1, 2])
-def test_the_trainer_corrects_each_mini_batch(mini_batch_size: int) -> None:
+def test_trainer_corrects_each_mini_batch(mini_batch_size: int) -> None:
     policy = Policy(tiny_model())
     optimizer = Optimizer(policy, OptimizerConfig(), total_steps=4)
     metrics = update_policy(
@@ -267,7 +265,7 @@ def test_the_trainer_corrects_each_mini_batch(mini_batch_size: int) -> None:
 
 
 @pytest.mark.spec("loss.all-masked", "loss.all-masked-step")
-def test_everything_dropped_changes_no_weight() -> None:
+def test_update_with_all_tokens_dropped_changes_no_weight() -> None:
     policy = Policy(tiny_model())
     before = [p.clone() for p in policy.model.parameters()]
     optimizer = Optimizer(policy, OptimizerConfig(lr=1.0), total_steps=1)

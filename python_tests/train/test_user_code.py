@@ -46,7 +46,7 @@ def settings(tiny_model_folder: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("torch_engine")
-def test_a_notebook_cell_trains_with_a_reward_function(settings: dict[str, Any]) -> None:
+def test_notebook_cell_trains_with_a_reward_function(settings: dict[str, Any]) -> None:
     async def cell() -> Any:  # a notebook's cells run inside its event loop
         return skyrl_fast.train(
             settings | {"trainer.epochs": 6, "trainer.eval_interval": 4},
@@ -101,7 +101,7 @@ class Recorder(Callback):
 
 
 @pytest.mark.usefixtures("torch_engine")
-def test_an_environment_and_a_callback_that_ends_the_run(settings: dict[str, Any]) -> None:
+def test_environment_and_callback_that_ends_the_run(settings: dict[str, Any]) -> None:
     recorder = Recorder(last_step=2)
     result = skyrl_fast.train(
         settings | {"trainer.epochs": 4, "trainer.ckpt_interval": 1, "generator.max_turns": 2},
@@ -151,7 +151,7 @@ class Lines:
 
 
 @pytest.mark.usefixtures("torch_engine")
-def test_a_logger_by_its_name(settings: dict[str, Any]) -> None:
+def test_logger_by_name(settings: dict[str, Any]) -> None:
     changes = {
         "trainer.logger": [f"{__name__}:Lines"],
         "trainer.project_name": "words",
@@ -186,7 +186,7 @@ print(result.step, result.checkpoint)
 
 
 @pytest.mark.vllm
-def test_a_notebook_cell_trains_on_vllm(settings: dict[str, Any]) -> None:
+def test_notebook_cell_trains_on_vllm(settings: dict[str, Any]) -> None:
     pytest.importorskip("vllm")
     values = {key: str(v) if isinstance(v, Path) else v for key, v in settings.items()}
     values["trainer.max_training_steps"] = 1

@@ -389,10 +389,10 @@ def test_micro_batches_are_within_the_budget_and_equal_in_number_on_all_ranks(
     assert len(parts) == num_ranks
     assert len({len(rank) for rank in parts}) == 1
     assert rows_of(parts) == list(range(len(lengths)))
-    of_row = np.arange(len(lengths)) if units is None else units
+    row_units = np.arange(len(lengths)) if units is None else units
     for part in (p for rank in parts for p in rank):
         load = sum(lengths[r] for r in part)
-        assert load <= budget or len({of_row[r] for r in part}) == 1
+        assert load <= budget or len({row_units[r] for r in part}) == 1
         assert list(part) == sorted(part)
     if units is not None:
         for unit in set(units.tolist()):
@@ -414,9 +414,9 @@ def test_micro_batches_of_all_ranks_cover_the_mini_batch():
     assert sorted(t for m in parts for t in m.tokens[: m.num_tokens].tolist()) == sorted(
         batch.tokens.tolist()
     )
-    whole = batch.micro_batches(1000)
-    assert len(whole) == 1
-    assert_same(whole[0], batch)
+    complete = batch.micro_batches(1000)
+    assert len(complete) == 1
+    assert_same(complete[0], batch)
 
 
 def test_rank_without_rows_gets_a_padding_row():
@@ -440,7 +440,7 @@ def test_keep_trajectories_never_splits_a_trajectory():
     assert sorted(p.num_rows for p in parts) == [2, 3]
 
 
-# --- choosing rows, disk -----------------------------------------------------------------------
+# --- selecting rows, saving ----------------------------------------------------------------------
 
 
 def with_everything() -> StepBatch:

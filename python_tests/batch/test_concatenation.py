@@ -1,4 +1,4 @@
-"""Batches joined, and the rows that dynamic sampling made handed on: as if made all at once."""
+"""Concatenated batches, and rows reused from dynamic sampling, equal those built at once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_concatenated_group_batches_equal_the_batch_of_all(trajectories: list[Tr
 def test_rows_of_filtered_batches_equal_those_of_their_trajectories(
     trajectories: list[Trajectory], merge: bool, data: st.DataObject
 ) -> None:
-    """Some groups of several judged batches, with copies under other names."""
+    """Select groups of several filtered batches, with copies under other uids."""
     config = Config()
     config.generator.merge_stepwise_output = merge
     groups = by_group(trajectories)
@@ -78,7 +78,7 @@ def test_rows_of_filtered_batches_equal_those_of_their_trajectories(
                             failure=t.failure, seconds=t.seconds, env_metrics=t.env_metrics)
             for t in groups[number]
         ]  # fmt: skip
-    # Without any response token, whether the engine gave log-probabilities cannot be told.
+    # Without response tokens it is unknown whether the engine returned log-probabilities.
     assume(any(step.response_ids for t in kept for step in t.steps_or_placeholder()))
     joined = join_groups({n: places[i] for n, i in zip(names, chosen, strict=True)})
     wanted = sampled_rows(kept, config)

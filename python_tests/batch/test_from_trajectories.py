@@ -1,4 +1,4 @@
-"""Trajectories to a batch and to metrics: the same as through SkyRL's generator output."""
+"""Batches and metrics from trajectories equal those from SkyRL's generator output."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_batch_and_metrics_equal_those_of_the_generator_output(
     except ValueError as error:
         with pytest.raises(ValueError, match="rollout_logprobs must be there in every step"):
             batch_from_trajectories(trajectories)
-        assert "rollout_logprobs" in str(error)  # of placeholders alone, next to steps without any
+        assert "rollout_logprobs" in str(error)  # from placeholders only, next to steps without any
         return
     batch = batch_from_trajectories(trajectories)
     assert_same(batch, StepBatch.from_generator_output(output, step_wise=True))

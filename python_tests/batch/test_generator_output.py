@@ -1,4 +1,4 @@
-"""Generator outputs: made and checked. Sections are those of docs/spec.md."""
+"""Construction and validation of generator outputs. Sections are those of docs/spec.md."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check(output, step_wise=None, num_prompts=3):
     validate_generator_output(output, num_prompts=num_prompts, step_wise=step_wise)
 
 
-# --- section 2: step-wise validation, each violation its own error that names the row -----------
+# --- section 2: step-wise validation, with one error per violation that names the row ------------
 
 
 @pytest.mark.spec("output.parallel-lists")
@@ -262,7 +262,7 @@ def test_default_path_does_not_read_trajectory_ids():
     check({**default_output(), "trajectory_ids": [("a", 0), ("a", 0)]}, num_prompts=2)
 
 
-# --- random outputs: what is valid passes, what is changed in one place does not ----------------
+# --- random outputs: valid ones pass, a change in one place is detected --------------------------
 
 
 @st.composite
@@ -293,7 +293,7 @@ def test_flipping_any_is_last_step_is_detected(output, data):
         check(output)
 
 
-# --- making ------------------------------------------------------------------------------------
+# --- construction --------------------------------------------------------------------------------
 
 
 def step(response, reward=0.0, stop="stop", logprobs=True, version=0, experts=None):

@@ -46,7 +46,7 @@ def rows(request):
 
 @pytest.mark.spec("metrics.trajectory", "metrics.intermediate-steps")
 def test_reward_counts_last_steps_only(rows):
-    # Intermediate rows (reward 7) are no samples, and no zero-reward samples either.
+    # Intermediate rows (reward 7) are not samples, nor zero-reward samples.
     assert reward_metrics(rows, samples_per_prompt=2) == {
         "reward/avg_raw_reward": pytest.approx(1 / 3),
         "reward/avg_pass_at_2": 0.5,
@@ -103,7 +103,7 @@ def test_rollout_metrics_per_trajectory():
         "environment/ok": 1,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    assert "generate/stop_reason/stop" not in metrics  # only intermediate rows ended so
+    assert "generate/stop_reason/stop" not in metrics  # only intermediate rows have it
 
 
 @pytest.mark.spec("metrics.per-turn")

@@ -1,4 +1,4 @@
-"""The shows of examples/asynchronous: their settings here, the shows themselves as slow tests."""
+"""The demos of examples/asynchronous: their settings, and as slow tests the demos themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quickstart's data: same seed same files, the real environment agrees with every row."""
+"""The quickstart's data: same seed, same files; the real environment agrees with every row."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def parse_question(row: dict[str, Any]) -> make_data.Question:
 
 
 def run_agent(folder: Path, row: dict[str, Any], *, flip_comparison: bool = False) -> Any:
-    """An agent that knows only the question and what the tool shows. Returns reward and turns."""
+    """Run an agent that sees only the question and the tool's output; return reward and turns."""
     env = make_env(folder, row)
     question = parse_question(row)
     comparison = question.comparison

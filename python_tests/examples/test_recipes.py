@@ -1,4 +1,4 @@
-"""The recipes: data, configurations, and that an agent without faults is rewarded everywhere."""
+"""The recipes: data, configurations, and that a perfect agent is always rewarded."""
 
 from __future__ import annotations
 
@@ -186,8 +186,8 @@ def test_gsm8k_demonstrations_are_valid_but_imperfect(problems: Any) -> None:
 def test_gsm8k_multi_turn_matches_the_environment() -> None:
     extras = {"reward_spec": {"ground_truth": "8"}, "max_turns": 3}
     env = skyrl_gym.make("gsm8k_multi_turn", env_config={}, extras=extras)
-    said = [env.step("#### 7")["observations"][0]["content"] for _ in range(2)]
-    assert said == [gsm8k.AGAIN, gsm8k.AT_LAST]
+    answers = [env.step("#### 7")["observations"][0]["content"] for _ in range(2)]
+    assert answers == [gsm8k.AGAIN, gsm8k.AT_LAST]
 
 
 def test_gsm8k_tokenizer_keeps_every_answer(problems: Any) -> None:

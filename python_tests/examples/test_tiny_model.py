@@ -1,4 +1,4 @@
-"""What the examples share: templates, rows of the warm start, files made once."""
+"""Shared code of the examples: templates, warm-start rows, files that are built once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search server: what it finds, what it answers, what it refuses, how it starts and ends."""
+"""The search server: results, responses, refusals, start and exit."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_bm25_index_is_cached_and_validated(corpus: Corpus, tmp_path: Path) -> N
 
 
 class LetterCounts:
-    """Vectors of how often each letter occurs."""
+    """Encodes a text as its letter counts."""
 
     def encode(self, texts: Sequence[str], *, is_query: bool) -> np.ndarray:
         counts = [[text.lower().count(chr(97 + i)) for i in range(26)] for text in texts]
@@ -225,9 +225,9 @@ def test_corpus_without_words_is_named(tmp_path: Path) -> None:
 def test_encoder_vectors_are_normalized_and_independent_of_padding(tiny_model_folder: Path) -> None:
     encoder = index_module.TransformersEncoder(str(tiny_model_folder))
     alone = encoder.encode(["sea"], is_query=True)
-    beside = encoder.encode(["sea", "a much longer text"], is_query=True)
-    assert np.linalg.norm(beside, axis=1) == pytest.approx([1, 1], abs=1e-5)
-    assert np.abs(alone[0] - beside[0]).max() < 1e-5
+    padded = encoder.encode(["sea", "a much longer text"], is_query=True)
+    assert np.linalg.norm(padded, axis=1) == pytest.approx([1, 1], abs=1e-5)
+    assert np.abs(alone[0] - padded[0]).max() < 1e-5
     assert np.abs(encoder.encode(["sea"], is_query=False) - alone).max() > 1e-4
 
 
@@ -240,7 +240,7 @@ def test_missing_package_is_named(
         Bm25Index(corpus) if package == "bm25s" else FaissIndex(corpus, LetterCounts())
 
 
-# --- answers -----------------------------------------------------------------------------------
+# --- responses -----------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("search.requests")
@@ -399,7 +399,7 @@ def test_skyrl_gym_search_tool_parses_the_responses(corpus_file: Path, tmp_path:
         urllib.request.urlopen(url, timeout=2)
 
 
-# --- start and end -----------------------------------------------------------------------------
+# --- start and exit ------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("search.lifetime")

@@ -1,4 +1,4 @@
-"""SQL that nobody vouches for: what a query may do, and the environment around it."""
+"""Untrusted SQL: what a query may do, and the text2sql environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOLD = "SELECT price FROM item WHERE name = 'ink'"
 
 @pytest.fixture
 def database(tmp_path: Path) -> Path:
-    folder = tmp_path / "spider" / "database" / "the shop?"  # a name that a URI must quote
+    folder = tmp_path / "spider" / "database" / "the shop?"  # needs quoting in a URI
     folder.mkdir(parents=True)
     path = folder / "the shop?.sqlite"
     with sqlite3.connect(path) as connection:
@@ -104,7 +104,7 @@ def test_expensive_query_is_stopped_at_its_time_limit(database: Path, sql: str) 
     started = time.perf_counter()
     with pytest.raises(QueryTimeoutError, match=r"longer than 0\.3 s"):
         run_query(database, sql, SHORT)
-    assert time.perf_counter() - started < 5.0  # far less than for ever; machines pause
+    assert time.perf_counter() - started < 5.0  # generous: machines may pause
 
 
 @pytest.mark.spec("rollout.sql-limits")
@@ -117,7 +117,7 @@ def test_value_size_is_limited(database: Path, sql: str) -> None:
 @pytest.mark.spec("rollout.sql-limits")
 def test_memory_of_all_queries_is_limited(database: Path) -> None:
     run_query(database, "SELECT 1", FEW)
-    with sqlite3.connect(":memory:") as connection:  # the limit is the process's
+    with sqlite3.connect(":memory:") as connection:  # the limit is per process
         assert connection.execute("PRAGMA hard_heap_limit").fetchone() == (1 << 30,)
 
 
@@ -204,10 +204,10 @@ def both(database: Path, **extras: Any) -> list[Callable[[str], dict[str, Any]]]
     row = {"db_id": database.stem, "data": "spider", "reward_spec": {"ground_truth": GOLD}}
     row |= {"max_turns": 3, **extras}
     root = str(database.parents[3])
-    theirs = skyrl_gym.make(
+    original = skyrl_gym.make(
         "text2sql", env_config=OmegaConf.create({"db_path": root}), extras=dict(row)
     )
-    return [theirs.step, Text2SqlEnv({"db_path": root}, row).step]
+    return [original.step, Text2SqlEnv({"db_path": root}, row).step]
 
 
 THINK = "<think>a</think>"
@@ -228,9 +228,9 @@ THINK = "<think>a</think>"
     ],
 )
 def test_results_equal_skyrl_gym(database: Path, actions: list[str]) -> None:
-    theirs, ours = both(database)
+    original, ours = both(database)
     for action in actions:
-        want, got = theirs(action), ours(action)
+        want, got = original(action), ours(action)
         assert got["observations"] == list(want["observations"])
         assert (got["reward"], got["done"]) == (want["reward"], want["done"])
 
@@ -255,7 +255,7 @@ def test_many_wide_cells_do_not_make_a_large_observation() -> None:
 
 
 def test_tables_formatted_in_several_threads_are_complete() -> None:
-    """pandas cuts cells at 50 characters where another thread writes a table at the same time."""
+    """pandas truncates cells at 50 characters if another thread formats a table concurrently."""
     import pandas
 
     rows = [("CREATE TABLE parks (depth INT, weight INT, speed INT, age INT)",)]
@@ -267,7 +267,7 @@ def test_tables_formatted_in_several_threads_are_complete() -> None:
         with ThreadPoolExecutor(4) as threads:
             seen = set()
             for _ in range(200):
-                pandas.reset_option("display.max_colwidth")  # the accident hides the next one
+                pandas.reset_option("display.max_colwidth")  # one failure would hide the next
                 seen |= set(threads.map(lambda _: render_rows(rows), range(4)))
     finally:
         sys.setswitchinterval(interval)

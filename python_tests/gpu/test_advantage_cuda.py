@@ -1,4 +1,4 @@
-"""group_advantage on a GPU, and its kernels emulated on the CPU: the CPU's bits."""
+"""group_advantage on a GPU, and its kernels emulated on the CPU: bit-identical to the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ESTIMATORS = ["grpo", "dr_grpo", "rloo", "maxrl"]
 
 
 def on_cpu(*arguments: object, **options: object) -> torch.Tensor:
-    """The CPU's own kernel, within an emulated GPU."""
+    """Run the CPU kernel while a GPU is emulated."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_backend, "on_gpu", lambda tensor: tensor.is_cuda)
         patch.setattr(_backend, "device_kind", lambda device: device.type)

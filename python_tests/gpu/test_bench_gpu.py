@@ -1,4 +1,4 @@
-"""The GPU benches, tried with tiny sizes on emulated kernels; their figures mean nothing."""
+"""The GPU benches with tiny sizes on emulated kernels; the timings are meaningless."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_case_runs(emulated_gpu: ModuleType, monkeypatch: pytest.MonkeyPat
     assert len(ours) == len(groups) and all("median_ms" in e for e in ours)
     assert all(e["error"] < 5e-3 for e in ours if "error" in e)  # of bfloat16 gradients
     unchecked = {e["group"].split(" 6")[0] for e in ours if "error" not in e}
-    assert unchecked == {"linear_logprob forward"}  # its gradients are, in the groups before it
+    assert unchecked == {"linear_logprob forward"}  # its gradients are checked, in earlier groups
     trees = [e for e in found["entries"] if e["group"].startswith("prefix tree: agents")]
     assert {e["error"] < 1e-3 for e in trees if "tokens" in e} == {True}
     others = [e for e in found["entries"] if "formulation" in e["contender"]]
@@ -153,13 +153,13 @@ def test_parts_of_a_run_are_merged(tmp_path: Path) -> None:
     assert saved("A", "pack", 1.0) == [("pack", 1.0)]
     assert saved("A", "logprob", 2.0) == [("pack", 1.0), ("logprob", 2.0)]
     assert saved("A", "pack", 3.0) == [("logprob", 2.0), ("pack", 3.0)]
-    assert saved("B", "pack", 4.0) == [("pack", 4.0)]  # figures of two machines do not mix
+    assert saved("B", "pack", 4.0) == [("pack", 4.0)]  # results of two machines are not mixed
     assert "## pack" in (tmp_path / "gpu.md").read_text()
 
 
 @pytest.mark.peers
 def test_installed_peers_agree() -> None:
-    """In Triton's interpreter; QuACK and cut cross-entropy run on a GPU alone."""
+    """In Triton's interpreter; QuACK and cut cross-entropy run only on a GPU."""
     command = [sys.executable, "-c", PEERS_PROGRAM]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -186,7 +186,7 @@ PEERS_PROGRAM = """
 import contextlib, json, torch
 from bench.gpu import report
 torch.cuda.device = lambda index: contextlib.nullcontext()  # flash-attn names its device
-*_, found = report.measured("cpu", tiny=True, dtype=torch.float32)  # it knows no bfloat16
+*_, found = report.measured("cpu", tiny=True, dtype=torch.float32)  # it does not support bfloat16
 print(json.dumps(found["entries"]))
 """
 
@@ -211,7 +211,7 @@ def test_without_results_there_is_no_plot(tmp_path: Path) -> None:
 
 
 def made_up_report() -> dict[str, object]:
-    """Numbers for the plot's own test, in no way measured."""
+    """Return invented numbers for the test of the plot."""
     entries = []
     for group in (
         "logprob forward + backward 8192 x 32000 bf16",
@@ -246,7 +246,7 @@ def test_plot_is_drawn_only_from_results(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_varlen_attention_of_rows_without_shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one row at a time in place of torch's kernel, which runs on a GPU alone."""
+    """One row at a time replaces torch's kernel, which runs only on a GPU."""
 
     def row_by_row(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu: torch.Tensor, *_: Any,
@@ -271,8 +271,8 @@ def test_varlen_attention_of_rows_without_shared_prefixes(monkeypatch: pytest.Mo
             cu, longest = row_bounds(plan)
             assert cu.tolist() == [0, *ends.tolist()] and longest == max(lengths)
             query, key, value = (torch.randn(1, heads, len(last), 8) for heads in (4, 2, 2))
-            with torch.autocast("cpu", torch.bfloat16):  # float32 queries beside bfloat16 values
+            with torch.autocast("cpu", torch.bfloat16):  # float32 queries with bfloat16 values
                 got = tree_forward.tree_attention(query, key, value.bfloat16(), plan)
                 want = tree_attention(query, key, value.bfloat16(), plan)
             torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)  # bfloat16
-            del plan  # the next may lie where this one lay
+            del plan  # the next plan may reuse this one's memory

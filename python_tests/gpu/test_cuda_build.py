@@ -1,4 +1,4 @@
-"""What was compiled for which GPU: the compile-only check's judgement, and the built extension."""
+"""The compile-only check of CUDA kernels, and the architectures of the built extension."""
 
 from __future__ import annotations
 

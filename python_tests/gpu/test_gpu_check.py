@@ -1,4 +1,4 @@
-"""The check of a GPU, with programs in place of the GPU's: what it runs, and what it says."""
+"""The GPU check script with fake programs: what it runs, and what it prints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ test "$2" != racecheck || exit 9
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Python and a sanitizer that say how they were called; the latter finds a race."""
+    """A fake Python and sanitizer that print their arguments; the sanitizer reports a race."""
     for name, text in (("venv/bin/python", PYTHON), ("bin/compute-sanitizer", SANITIZER)):
         program = tmp_path / name
         program.parent.mkdir(parents=True)

@@ -18,10 +18,10 @@ from skyrl_fast.ops.logprob.masked_loss import TOKEN_LOSSES
 from skyrl_fast.ops.policy_loss.losses import Dppo
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Sums in float32 per thread, joined in float32, of logits of magnitude 15; logs in float64.
+# Float32 sums per thread, combined in float32, of logits of magnitude 15; logs in float64.
 FORWARD = {"rtol": 1e-6, "atol": 4e-6}
 # Gradients are at most 1 / temperature here, rounded to the dtype: half a unit in the last place,
-# beside float32's 4e-6. A probability near 1 may be off by two units of the device's 2^x, 2.4e-7,
+# plus float32's 4e-6. A probability near 1 may be off by two units of the device's 2^x, 2.4e-7,
 # and its gradient by that over the smallest temperature, 0.7, with more for the entropy's part.
 GRADIENT = {
     torch.float32: {"rtol": 4e-6, "atol": 6e-7},
@@ -78,7 +78,7 @@ def test_any_strides_and_alignments(
     order: int,
     seed: int,
 ) -> None:
-    """Rows that begin anywhere, with NaN before, between and behind them; threads in any order."""
+    """Rows at any offset, with NaN before, between and after them; threads in any order."""
     emulated_gpu.set_order(order)
     values, targets = made(outer * inner, vocab, dtype, seed)
     memory = torch.full((start + outer * (inner + 1) * (vocab + gap),), math.nan, dtype=dtype)
@@ -104,7 +104,7 @@ def test_any_strides_and_alignments(
 
 
 def test_offsets_beyond_32_bits(gpu: str) -> None:
-    """Rows 2^30 elements apart, in memory that is never touched between them."""
+    """Rows 2^30 elements apart; the memory between them is never touched."""
     stride, vocab = 2**30 + 3, 1000
     memory = torch.empty(2 * stride + vocab, dtype=torch.bfloat16, device=gpu)
     logits = memory.as_strided((3, vocab), (stride, 1))
@@ -181,7 +181,7 @@ def test_rows_without_gradient_are_not_read(gpu: str) -> None:
     x = leaf * 1
     got = selected_logprob(x, targets.to(gpu), inplace_backward=True)
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(x):
-        x[2] = math.nan  # after the forward: only a read in the backward would see it
+        x[2] = math.nan  # after the forward pass: only the backward pass could read it
     (got * torch.tensor([1.0, -1.0, 0.0, 2.0]).to(gpu)).sum().backward()
     assert leaf.grad.isfinite().all() and not leaf.grad[2].any()
 
@@ -224,7 +224,7 @@ def test_rows_are_scaled_at_any_alignment(
         assert torch.equal(rows, want)
 
 
-# (vocab, dtype, compute capability) -> vectors, threads, cluster: each way to take a row
+# (vocab, dtype, compute capability) -> vectors, threads, cluster: each way to process a row
 PLANS = [
     (33, torch.bfloat16, 9, (8, 256, 1)),
     (16_384, torch.bfloat16, 9, (8, 256, 1)),
@@ -270,7 +270,7 @@ def plain_ppo(case: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.gpu
 def test_plan_matches_the_compiled_architecture() -> None:
-    """Code made from PTX of an older architecture has no clusters, whatever the device has."""
+    """Code compiled from PTX of an older architecture has no clusters on any device."""
     if _C.cuda_archs is None:
         pytest.skip("the CUDA kernels are not compiled in")
     compiled = {int(re.findall(r"\d+", name)[0]) // 10 for name in _C.cuda_archs.split(",")}
@@ -284,7 +284,7 @@ def test_plans_cover_the_entire_row(
     cuda_on_cpu: ModuleType, vocab: int, item_size: int, major: int
 ) -> None:
     vectors, threads, cluster = cuda_on_cpu.plan_visit(vocab, item_size, major)
-    most_vectors = vocab * item_size // 16  # where the row begins at a 16-byte border
+    most_vectors = vocab * item_size // 16  # if the row is 16-byte aligned
     assert vectors == 0 or vectors * threads * cluster >= most_vectors
     assert cluster in ((1, 2, 4, 8) if major >= 9 else (1,))
     if major >= 9 and vocab * item_size <= 512 << 10:
@@ -308,14 +308,14 @@ def test_thread_order_does_not_change_the_result(
 
 @pytest.mark.spec("logprob.determinism")
 def test_row_result_does_not_depend_on_other_rows(gpu: str) -> None:
-    """20,000 is a multiple of 8: all rows begin at a 16-byte border, alone and in a batch."""
+    """20,000 is a multiple of 8: all rows are 16-byte aligned, alone and in a batch."""
     logits, targets = made(5, 20_000, torch.bfloat16)
     case = loss_case(20_000, torch.bfloat16)
-    whole = selected_logprob(logits.to(gpu), targets.to(gpu), return_entropy=True)
+    complete = selected_logprob(logits.to(gpu), targets.to(gpu), return_entropy=True)
     whole_loss = both_paths(case, gpu)
     for rows in (slice(2, 3), slice(3, 5)):
         part = selected_logprob(logits[rows].to(gpu), targets[rows].to(gpu), return_entropy=True)
-        assert all(torch.equal(a[rows], b) for a, b in zip(whole, part, strict=True))
+        assert all(torch.equal(a[rows], b) for a, b in zip(complete, part, strict=True))
         part_loss = both_paths({name: value[rows] for name, value in case.items()}, gpu)
         for a, b in zip(whole_loss[1:], part_loss[1:], strict=True):
             assert torch.equal(a[rows], b)
@@ -376,7 +376,7 @@ def test_linear(gpu: str, dtype: torch.dtype, chunk_rows: int | None) -> None:
 
     got = run(gpu, dtype, chunk_rows=chunk_rows)
     want = run("cpu", torch.float64, backend="torch")
-    # bfloat16: logits of magnitude 10 are rounded to 2^-6, gradients of several rows added up
+    # bfloat16: logits of magnitude 10 are rounded to 2^-6, gradients of several rows are summed
     tolerance = (
         {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.15}
     )
@@ -384,7 +384,7 @@ def test_linear(gpu: str, dtype: torch.dtype, chunk_rows: int | None) -> None:
         torch.testing.assert_close(a, b, **tolerance)
 
 
-# --- what only a device can show -----------------------------------------------------------------
+# --- tests that need a device --------------------------------------------------------------------
 
 
 @pytest.mark.gpu

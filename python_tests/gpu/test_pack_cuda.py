@@ -55,7 +55,7 @@ def test_batch_on_the_device(
     rows = rows_of(shapes, per_token, logprobs)
     before = emulated_gpu.launches()
     got = convert_prompts_responses_to_batch_tensors(9, **rows, pad_size=pad_size, device="cpu")
-    assert emulated_gpu.launches() <= before + 1  # one for all fields, none without a cell
+    assert emulated_gpu.launches() <= before + 1  # one for all fields, none for empty batches
     same(got, convert_prompts_responses_to_batch_tensors(9, **rows, pad_size=pad_size))
 
 
@@ -113,7 +113,7 @@ def test_arrays_of_a_block_are_aligned_and_disjoint(
     assert all(p.of(block).numel() == p.count for p in parts.values())
 
 
-# --- rows laid end to end, and back --------------------------------------------------------------
+# --- padded to flat rows and back ----------------------------------------------------------------
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.bfloat16, torch.float32, torch.float64]
@@ -168,7 +168,7 @@ def test_hidden_states_and_their_gradient(gpu: str, dtype: torch.dtype, hidden: 
 
 @pytest.mark.parametrize("cell", [1, 16])
 def test_row_larger_than_one_launch(gpu: str, cell: int) -> None:
-    """17 MB of row beside 17 MB of padding, at 16-byte borders and at none."""
+    """17 MB of row and 17 MB of padding, 16-byte aligned and not."""
     width = (17 << 20) // cell + 1
     flat = torch.arange(width * cell, dtype=torch.int32).to(torch.uint8).view(width, cell)
     cu, lengths = torch.tensor([0, width]), torch.tensor([width])
@@ -176,7 +176,7 @@ def test_row_larger_than_one_launch(gpu: str, cell: int) -> None:
     assert torch.equal(padded[0, width:].cpu(), flat) and bool((padded[0, :width] == 3).all())
     assert torch.equal(padded_to_varlen(padded, lengths=lengths).values.cpu(), flat)
     if gpu == "cpu":
-        assert _C.last_launch()[1] == 1024  # blocks a row, of 65,535 that a launch may have
+        assert _C.last_launch()[1] == 1024  # blocks per row; a launch may have 65,535
 
 
 def test_gradcheck(gpu: str) -> None:

@@ -264,7 +264,7 @@ def test_compile_fullgraph(gpu: str, name: str) -> None:
     assert torch.equal(grads[0], grads[1]) and grads[0].any()
 
 
-# --- what only a device can show -----------------------------------------------------------------
+# --- tests that need a device --------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""SkyRL's module of policy losses, imported with what it needs."""
+"""SkyRL's module of policy losses, imported with its dependencies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 def skyrl_losses() -> types.ModuleType:
-    """SkyRL's module of losses; ray, which it only decorates with, may be a stand-in."""
+    """Return SkyRL's module of losses; ray, used only as a decorator, may be a stub."""
     pytest.importorskip("skyrl", reason="needs the package skyrl")
     for name in ("loguru", "jaxtyping", "omegaconf"):
         pytest.importorskip(name)

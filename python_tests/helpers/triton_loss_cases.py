@@ -22,7 +22,7 @@ CLOSE = {torch.float32: dict(rtol=2e-5, atol=2e-6), torch.float64: dict(rtol=1e-
 def both(
     data: dict[str, torch.Tensor], **options: Any
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], ...]:
-    """Loss, gradient and metrics by Triton, and by the reference in float64."""
+    """Return loss, gradient and metrics by Triton, and by the reference in float64."""
     results = []
     for device, backend in ((DEVICE, "triton"), ("cpu", "torch")):
         d = {k: v.to(device) for k, v in data.items()}

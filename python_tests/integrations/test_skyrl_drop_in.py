@@ -1,4 +1,4 @@
-"""Installing in SkyRL, shown on a small made-up package of its name: SkyRL is not needed."""
+"""Installation in SkyRL, tested on a small fake package of its name: SkyRL is not needed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from skyrl_fast.integrations.skyrl.source import fingerprint, plain_text
 
 PREPROCESS = '''
 def compute_prompt_boundaries(uids):
-    """Theirs."""
+    """Original."""
     if not isinstance(uids, list):  # odd input
-        raise KeyError("theirs")
-    return "theirs"
+        raise KeyError("original")
+    return "original"
 
 
 def make_router_padding_mask(attention_mask, captured_route_lengths):
@@ -43,7 +43,7 @@ def boundaries(uids):
 
 @pytest.fixture
 def fake_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package `skyrl` with two functions, the first of a known text, and a trainer."""
+    """A package `skyrl` with two functions, the first with known source, and a trainer."""
     for name, text in {
         "skyrl/__init__.py": '__version__ = "9.9"',
         "skyrl/train/__init__.py": "",
@@ -56,8 +56,8 @@ def fake_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    theirs = {name: m for name, m in sys.modules.items() if name.partition(".")[0] == "skyrl"}
-    for name in theirs:
+    original = {name: m for name, m in sys.modules.items() if name.partition(".")[0] == "skyrl"}
+    for name in original:
         del sys.modules[name]
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module("skyrl.train.dataset.preprocess")
@@ -75,14 +75,14 @@ def fake_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     skyrl.uninstall()
     for name in [n for n in sys.modules if n.partition(".")[0] == "skyrl"]:
         del sys.modules[name]
-    sys.modules.update(theirs)
+    sys.modules.update(original)
 
 
 @pytest.mark.spec("dropin.install", "dropin.known-source", "dropin.report")
 def test_known_source_is_replaced_everywhere_and_restored(fake_skyrl: Path) -> None:
     trainer = importlib.import_module("skyrl.train.trainer")
     home = importlib.import_module("skyrl.train.dataset.preprocess")
-    assert trainer.boundaries(["a"]) == "theirs"
+    assert trainer.boundaries(["a"]) == "original"
     with pytest.warns(skyrl.SkyRLFastWarning, match="make_router_padding_mask"):
         report = skyrl.install(ray_workers=False)
     row = report.row("compute_prompt_boundaries")
@@ -94,7 +94,7 @@ def test_known_source_is_replaced_everywhere_and_restored(fake_skyrl: Path) -> N
     assert trainer.boundaries(["a", "a", "b"]) == [(0, 2), (2, 3)]
     assert home.compute_prompt_boundaries is skyrl.compute_prompt_boundaries
     skyrl.uninstall()
-    assert trainer.boundaries(["a"]) == home.compute_prompt_boundaries(["a"]) == "theirs"
+    assert trainer.boundaries(["a"]) == home.compute_prompt_boundaries(["a"]) == "original"
     assert skyrl.report().mode == "" and str(skyrl.report()).endswith("not installed in SkyRL")
 
 
@@ -115,36 +115,36 @@ def test_user_wrapper_around_a_known_function_is_kept(
     fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = importlib.import_module("skyrl.train.dataset.preprocess")
-    theirs = home.compute_prompt_boundaries
+    original = home.compute_prompt_boundaries
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def mine(uids: list[str]) -> str:
-        return "mine, then " + theirs(uids)
+        return "mine, then " + original(uids)
 
     monkeypatch.setattr(home, "compute_prompt_boundaries", mine)
     with pytest.warns(skyrl.SkyRLFastWarning, match="compute_prompt_boundaries"):
         report = skyrl.install(ray_workers=False)
     assert report.row("compute_prompt_boundaries").state == "kept"
     trainer = importlib.import_module("skyrl.train.trainer")
-    assert trainer.boundaries(["a"]) == "mine, then theirs"
+    assert trainer.boundaries(["a"]) == "mine, then original"
 
 
 @pytest.mark.spec("dropin.wrappers")
 def test_user_wrapper_in_a_registry_is_kept(
     fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = importlib.import_module("skyrl.train.dataset.preprocess").compute_prompt_boundaries
-    decorated = torch.no_grad()(theirs)
-    mine = functools.wraps(theirs)(lambda uids: "mine")
-    functions = {"theirs": theirs, "decorated": decorated, "mine": mine}
+    original = importlib.import_module("skyrl.train.dataset.preprocess").compute_prompt_boundaries
+    decorated = torch.no_grad()(original)
+    mine = functools.wraps(original)(lambda uids: "mine")
+    functions = {"original": original, "decorated": decorated, "mine": mine}
     module = SimpleNamespace(PolicyLossRegistry=SimpleNamespace(_functions=functions))
     monkeypatch.setitem(sys.modules, PPO, module)  # type: ignore[arg-type]
     with pytest.warns(skyrl.SkyRLFastWarning, match="make_router_padding_mask"):
         skyrl.install(ray_workers=False)
     ours = skyrl.compute_prompt_boundaries
-    assert functions == {"theirs": ours, "decorated": ours, "mine": mine}
+    assert functions == {"original": ours, "decorated": ours, "mine": mine}
     skyrl.uninstall()
-    assert functions == {"theirs": theirs, "decorated": decorated, "mine": mine}
+    assert functions == {"original": original, "decorated": decorated, "mine": mine}
 
 
 @pytest.mark.spec("dropin.prior-functions")
@@ -160,7 +160,7 @@ def test_uninstall_keeps_replacements_that_users_imported(
     skyrl.uninstall()
     assert users.boundaries is ours
     home = importlib.import_module("skyrl.train.dataset.preprocess")
-    assert home.compute_prompt_boundaries(["a"]) == "theirs"
+    assert home.compute_prompt_boundaries(["a"]) == "original"
 
 
 @pytest.mark.spec("dropin.install")
@@ -200,7 +200,7 @@ def test_unusual_input_is_passed_to_the_original(fake_skyrl: Path) -> None:
         skyrl.install(ray_workers=False)
     trainer = importlib.import_module("skyrl.train.trainer")
     before = skyrl.report().row("compute_prompt_boundaries")
-    with pytest.raises(KeyError, match="theirs"):
+    with pytest.raises(KeyError, match="original"):
         trainer.boundaries(3)
     after = skyrl.report().row("compute_prompt_boundaries")
     assert after.calls == before.calls + 1 and after.handed_back == before.handed_back + 1
@@ -218,7 +218,7 @@ def test_worker_replaces_what_is_imported_later(fake_skyrl: Path) -> None:
     home = sys.modules["skyrl.train.dataset.preprocess"]
     assert type(home.__loader__).__name__ == "SourceFileLoader"
     skyrl.uninstall()
-    assert trainer.boundaries(["a"]) == "theirs"
+    assert trainer.boundaries(["a"]) == "original"
 
 
 @pytest.mark.spec("dropin.ray-workers")

@@ -1,4 +1,4 @@
-"""Mode "fixed": each rule on its own, on small made-up inputs; SkyRL is not needed."""
+"""Mode "fixed": each rule separately, on small inputs; SkyRL is not needed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TrajectoryOutput:
 
 @pytest.fixture(autouse=True)
 def originals() -> Iterator[None]:
-    """Whatever a test keeps as SkyRL's own is forgotten after it."""
+    """Reset the original functions after each test."""
     yield
     ORIGINALS.forget()
 
@@ -158,12 +158,12 @@ def test_rows_contain_only_sampled_tokens() -> None:
 
 @pytest.mark.spec("dropin.fixed-mode", "rollout.end-token")
 def test_appended_end_token_is_not_trained() -> None:
-    async def whole(self: Any, sampled: list[int], max_input_length: int) -> Any:
+    async def full(self: Any, sampled: list[int], max_input_length: int) -> Any:
         answer = await self.inference_engine_client.generate({"prompt_token_ids": [[1]]})
         ids = answer["response_ids"][0] + ([] if sampled[-1:] == [EOS] else [EOS])
         return SimpleNamespace(response_ids=ids, loss_mask=[1] * len(ids))
 
-    ORIGINALS.keep(LOOP.name, whole, "main")
+    ORIGINALS.keep(LOOP.name, full, "main")
     for rules, want in (({"appended_eos"}, [1, 1, 0]), (set(), [1, 1, 1])):
         ORIGINALS.rules = frozenset(rules)
         output = asyncio.run(
@@ -222,7 +222,7 @@ def test_filter_keeps_complete_groups_by_outcome() -> None:
     state = {}
     _, _, more, state = fixed_sampling.handle_filter_sampling(output, uids, config, state)
     assert more and state["num_prompts_in_batch"] == 2
-    output, uids = output_of({"a": DIFFERENT}, {"a1": 0})  # a stub is no outcome
+    output, uids = output_of({"a": DIFFERENT}, {"a1": 0})  # a placeholder row is not an outcome
     _, _, more, state = fixed_sampling.handle_filter_sampling(output, uids, config, {})
     assert more and state["num_prompts_in_batch"] == 0
 
@@ -268,11 +268,11 @@ def test_normalization_counts_only_real_tokens() -> None:
     class Batch(dict):
         metadata: dict
 
-    def theirs(self: Any, data: Any, boundaries: Any, prompts: Any) -> Any:
+    def original(self: Any, data: Any, boundaries: Any, prompts: Any) -> Any:
         assert not self.cfg.trainer.algorithm.advantage_batch_normalize
         return data
 
-    ORIGINALS.keep(NORMALIZE.name, theirs, "main")
+    ORIGINALS.keep(NORMALIZE.name, original, "main")
     algorithm = SimpleNamespace(advantage_batch_normalize=True)
     trainer = SimpleNamespace(cfg=SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm)))
     data = Batch(

@@ -1,4 +1,4 @@
-"""SkyRL's losses by this package on any device with kernels, without SkyRL installed."""
+"""The replacements of SkyRL's losses on any device with kernels, without SkyRL installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = SimpleNamespace(
     clip_cov=SimpleNamespace(clip_ratio=0.1, clip_cov_lb=-5.0, clip_cov_ub=5.0),
     kl_cov=SimpleNamespace(kl_cov_frac=0.2, ppo_kl_coef=1.0),
 )
-# The stand-in, the loss's name in `policy_loss`, and its parameters.
+# The replacement, the loss's name in `policy_loss`, and its parameters.
 CASES: list[tuple[Callable, str, dict[str, float]]] = [
     (losses.ppo_policy_loss, "dual_clip",
      {"eps_clip_low": 0.2, "eps_clip_high": 0.3, "clip_ratio_c": 3.0}),
@@ -42,7 +42,7 @@ CASES: list[tuple[Callable, str, dict[str, float]]] = [
 
 @pytest.fixture(autouse=True)
 def without_skyrl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be handed back: what a stand-in does not treat is an error."""
+    """There is no fallback: input that a replacement does not handle is an error."""
     monkeypatch.setattr(ORIGINALS, "function", lambda name: None)
 
 

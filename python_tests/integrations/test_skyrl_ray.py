@@ -1,4 +1,4 @@
-"""SkyRL's trainer on a real local Ray: the same step with stand-ins in driver and workers."""
+"""SkyRL's trainer on a real local Ray: the same step with replacements in driver and workers."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def test_skyrl_trainer_step_is_the_same_in_driver_and_workers(tmp_path: Path) ->
         assert got["metadata"] == want["metadata"]
         assert got["tensors"].keys() == want["tensors"].keys()
         for name, value in want["tensors"].items():
-            if name == "action_log_probs":  # of the workers' logits: rounding of a logsumexp
+            if name == "action_log_probs":  # from the workers' logits: rounding of a logsumexp
                 flat = [x for row in got["tensors"][name] for x in row]
                 assert flat == pytest.approx([x for row in value for x in row], abs=4e-6)
             else:
                 assert got["tensors"][name] == value, name
         for kind in ("metrics", "status"):
             assert got[kind] == pytest.approx(want[kind], rel=1e-5, abs=1e-6)
-        for theirs, ours in zip(want["statuses"], got["statuses"], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+        for original, ours in zip(want["statuses"], got["statuses"], strict=True):
+            assert ours == pytest.approx(original, rel=1e-5, abs=1e-6)
         for worker in got["workers"]:
             assert worker["logprobs_from_logits"][0] > 0 == worker["logprobs_from_logits"][1]
             assert worker["ppo_policy_loss"][0] > 0 == worker["ppo_policy_loss"][1]

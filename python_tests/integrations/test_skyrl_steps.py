@@ -1,4 +1,4 @@
-"""The steps of SkyRL's trainer from a generator output to scaled advantages, beside SkyRL's own."""
+"""The steps of SkyRL's trainer from a generator output to scaled advantages, against SkyRL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def not_installed() -> Any:
 
 
 def trainer(dp_size: int, reduction: str, *, prompts: int, **changes: Any) -> Any:
-    """As much of SkyRL's trainer as the steps read."""
+    """Return the attributes of SkyRL's trainer that the steps read."""
     algorithm = SimpleNamespace(
         zero_variance_filter=False, max_seq_len=19, advantage_batch_normalize=False,
         off_policy_correction=SimpleNamespace(tis_ratio_type=None, sequence_mask_metric=None),

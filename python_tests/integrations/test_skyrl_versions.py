@@ -1,6 +1,6 @@
-"""Which functions of SkyRL are replaced, version by version: docs/skyrl_versions.md is made here.
+"""Which functions are replaced in each SkyRL version; writes docs/skyrl_versions.md.
 
-SKYRL_FAST_WRITE=1 writes the page anew.
+SKYRL_FAST_WRITE=1 rewrites the page.
 """
 
 from __future__ import annotations

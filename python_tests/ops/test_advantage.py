@@ -44,7 +44,7 @@ def test_worked_example(estimator: str, backend: str) -> None:
         estimator=estimator,
         backend=backend,
     )
-    # the 1e-6 beside the deviation moves the fifth digit
+    # the 1e-6 added to the deviation changes the fifth digit
     torch.testing.assert_close(got, torch.tensor(WORKED[estimator]), atol=5e-6, rtol=0)
 
 
@@ -216,7 +216,7 @@ def test_native_equals_reference(batch: dict, estimator: str, per_token: bool) -
         args["cu_seqlens"], mask = None, mask[:num_rows]
     native = group_advantage(rewards, batch["ids"], response_mask=mask, backend="native", **args)
     plain = group_advantage(rewards, batch["ids"], response_mask=mask, backend="torch", **args)
-    # Dividing by a tiny deviation magnifies the order of a float64 sum, nothing more.
+    # Dividing by a tiny deviation only magnifies the rounding of a float64 sum.
     torch.testing.assert_close(native, plain, atol=1e-5, rtol=1e-5)
 
 
@@ -247,7 +247,7 @@ def test_numpy_ids_and_read_only_flags() -> None:
 
 
 class ShrinksTheList(int):
-    """An id whose hash empties the list that it stands in."""
+    """An id whose hash clears the list that contains it."""
 
     victim: list
 
@@ -266,7 +266,7 @@ def test_list_changed_while_it_is_read() -> None:
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32, None])
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 61, 130, 4099])
 def test_simd_levels_are_bit_identical(width: int, mask_dtype: torch.dtype | None) -> None:
-    """Rows begin anywhere in a cache line; at 4,099 the output is written past the caches."""
+    """Rows start anywhere in a cache line; at 4,099 the output uses non-temporal stores."""
     num_rows = 1100 if width > 4000 else 24
     generator = torch.Generator().manual_seed(width)
     rewards = torch.randint(0, 9, (num_rows, width), generator=generator).float()  # exact sums

@@ -174,7 +174,7 @@ def test_padding_rows_equal_those_of_pad_batch(mode: str, pad_size: int, backend
         assert torch.equal(tensor, wanted[name]), name
 
 
-# --- every backend and source gives the same -------------------------------------------------
+# --- every backend and input type ----------------------------------------------------------------
 
 
 @given(
@@ -289,7 +289,7 @@ def test_reward_of_an_empty_response_is_kept() -> None:
         convert_prompts_responses_to_batch_tensors(0, *rows)
 
 
-# --- SkyRL's own -----------------------------------------------------------------------------
+# --- SkyRL ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.peers
@@ -309,5 +309,5 @@ def test_equals_skyrl() -> None:
     wanted = convert(PAD if takes_id else SimpleNamespace(pad_token_id=PAD), *rows)
     for pad in (PAD, SimpleNamespace(pad_token_id=PAD)):
         got = convert_prompts_responses_to_batch_tensors(pad, *rows)
-        for ours, theirs in zip(got[:6], wanted[:6], strict=True):
-            assert torch.equal(ours, theirs)
+        for ours, original in zip(got[:6], wanted[:6], strict=True):
+            assert torch.equal(ours, original)

@@ -1,4 +1,4 @@
-"""Counts, sums, quotients, products, copies of rows of cells; lists that share their beginnings."""
+"""Counts, sums, quotients, products, copies of rows of cells; lists with common prefixes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_fast.ops.pack.cell_rows import (
     sum_rows,
 )
 
-SHAPES = [(1, 1), (3, 0), (5, 17), (2100, 1031)]  # the last one is for two threads
+SHAPES = [(1, 1), (3, 0), (5, 17), (2100, 1031)]  # the last one uses two threads
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -40,7 +40,7 @@ def test_count_nonzeros_of_missing_rows_is_refused() -> None:
             count_nonzeros(torch.ones(2, 3), torch.tensor([row]))
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 5, 4001])  # the last one is for two threads
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 4001])  # the last one uses two threads
 def test_sum_rows(num_rows: int) -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 1100, num_rows)
@@ -80,10 +80,10 @@ def test_divide_and_multiply(shape: tuple[int, int]) -> None:
 def test_copy(shape: tuple[int, ...], dtype: torch.dtype, skipped: int) -> None:
     torch.manual_seed(0)
     cells = torch.randint(0, 2**15, (shape[0] + skipped, *shape[1:])).to(dtype)[skipped:]
-    whole = torch.zeros(shape[0] + 2, *shape[1:], dtype=dtype)
-    copy_cells(cells, whole[1:-1])  # begins and ends within a line of the caches
-    assert torch.equal(whole[1:-1], cells)
-    assert not whole[0].any() and not whole[-1].any()
+    full = torch.zeros(shape[0] + 2, *shape[1:], dtype=dtype)
+    copy_cells(cells, full[1:-1])  # starts and ends within a cache line
+    assert torch.equal(full[1:-1], cells)
+    assert not full[0].any() and not full[-1].any()
 
 
 def test_copy_of_another_size_is_refused() -> None:
@@ -94,7 +94,7 @@ def test_copy_of_another_size_is_refused() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_lists_with_a_common_prefix(data: st.DataObject) -> None:
-    """A context grows by the same objects; rows in between begin anew, or differ early."""
+    """A context grows by the same objects; rows in between are new, or differ early."""
     numbers = st.sampled_from([0, 1, 70_000, 2**31 - 1])
     rows: list[list[int]] = [[]]
     for _ in range(data.draw(st.integers(1, 9))):

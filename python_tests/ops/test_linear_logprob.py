@@ -51,9 +51,9 @@ def test_linear_bfloat16_accumulates_in_float32():
     assert got[0].dtype == torch.float32 and got[3].dtype == torch.bfloat16
     # The logits, of magnitude 10, are rounded to bfloat16: 2^-9 of each.
     torch.testing.assert_close(got[0].double(), exact_result[0], rtol=0, atol=0.1)
-    # Only the last rounding to bfloat16 may differ. Eight chunks added in it would differ by more.
-    for chunks, whole in zip(got[2:], one_chunk[2:], strict=True):
-        torch.testing.assert_close(chunks, whole, rtol=2**-7, atol=1e-5)
+    # Only the last rounding to bfloat16 may differ; eight chunks summed in it would differ by more.
+    for chunks, full in zip(got[2:], one_chunk[2:], strict=True):
+        torch.testing.assert_close(chunks, full, rtol=2**-7, atol=1e-5)
 
 
 def test_linear_never_reads_masked_rows(backend):

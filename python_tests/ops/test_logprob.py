@@ -15,12 +15,12 @@ from skyrl_fast import _C
 from skyrl_fast.ops.logprob.masked_loss import masked_logprob_loss
 from skyrl_fast.ops.logprob.selected import selected_logprob
 
-# Sums in float32 lanes and an exponential right to 2e-7, of logits of magnitude 10.
+# Sums in float32 lanes and an exponential exact to 2e-7, of logits of magnitude 10.
 FORWARD_TOLERANCE = {"rtol": 1e-6, "atol": 2e-6}
 # Gradients are at most 1 here, and rounded to the logits' dtype: half a unit in the last place.
 GRADIENT_TOLERANCE = {
     torch.float32: {"rtol": 3e-6, "atol": 1e-7},
-    torch.bfloat16: {"rtol": 2**-8 + 2e-4, "atol": 1e-7},  # and an exponential right to 1e-4
+    torch.bfloat16: {"rtol": 2**-8 + 2e-4, "atol": 1e-7},  # and an exponential exact to 1e-4
     torch.float16: {"rtol": 2**-10, "atol": 2**-24},  # float16 ends at 2^-24
 }
 VOCABS = (1, 2, 7, 16, 31, 32, 33, 64, 127, 128, 129, 1000, 9001)
@@ -51,7 +51,7 @@ def made(
 def both(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, **options: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probability, entropy, and the gradient of a fixed mixture of both."""
+    """Return log-probability, entropy, and the gradient of a fixed combination of both."""
     leaf = logits.detach().clone().requires_grad_()
     logprob, entropy = selected_logprob(
         leaf, targets, temperature=temperature, return_entropy=True, **options
@@ -67,7 +67,7 @@ def exact(
     return both(logits.double(), targets, temperature, backend="torch")
 
 
-# --- cases that a person can check -------------------------------------------------------------
+# --- cases by hand -------------------------------------------------------------------------------
 
 
 HAND_CASES = [
@@ -150,7 +150,7 @@ def test_any_sizes(vocab, rows, seed, scale, shift, temperature, level, masked):
 
 @pytest.mark.parametrize("order", ["rising", "falling", "one"])
 def test_running_maximum_is_rescaled(order, simd):
-    """Sums are brought along each time that a larger logit turns up."""
+    """Sums are rescaled whenever a larger logit is found."""
     x = torch.linspace(-80, 80, 3001)
     row = {"rising": x, "falling": x.flip(0), "one": torch.full((3001,), 2.5)}[order]
     targets = torch.tensor([1500])
@@ -227,11 +227,11 @@ def test_no_rows(backend):
 @pytest.mark.parametrize("inplace", [False, True])
 def test_strided_rows(inplace):
     """All but the last position, a column slice, every second row: no copy is made of them."""
-    whole = torch.randn(3, 5, 40)
+    complete = torch.randn(3, 5, 40)
     for view in (lambda x: x[:, :-1], lambda x: x[..., 3:20], lambda x: x[:, ::2]):
-        part = view(whole)
+        part = view(complete)
         targets = torch.randint(0, part.shape[-1], part.shape[:-1])
-        leaf, dense = whole.clone().requires_grad_(), part.contiguous().requires_grad_()
+        leaf, dense = complete.clone().requires_grad_(), part.contiguous().requires_grad_()
         got = selected_logprob(view(leaf * 1), targets, inplace_backward=inplace)
         want = selected_logprob(dense, targets)
         assert torch.equal(got, want)
@@ -243,7 +243,7 @@ def test_strided_rows(inplace):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_misaligned_rows(dtype, simd):
-    """Rows whose first element lies at any multiple of the item size."""
+    """Rows whose first element is at any multiple of the item size."""
     for offset in range(5):
         buffer = torch.randn(2 * 131 + offset).to(dtype)
         logits = buffer[offset:].view(2, 131)
@@ -255,7 +255,7 @@ def test_misaligned_rows(dtype, simd):
 
 
 def test_offsets_beyond_32_bits():
-    """A row that starts after 2^31 elements; the pages between the rows are never touched."""
+    """A row that starts after 2^31 elements; the pages in between are never touched."""
     stride = 2**31 + 8
     buffer = torch.empty(stride + 16, dtype=torch.float16)
     rows = buffer.as_strided((2, 16), (stride, 1))
@@ -265,7 +265,7 @@ def test_offsets_beyond_32_bits():
     torch.testing.assert_close(got, selected_logprob(rows.clone(), targets), rtol=0, atol=0)
 
 
-# --- numbers at the edge -----------------------------------------------------------------------
+# --- extreme values ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", [3, 40, 300])
@@ -308,7 +308,7 @@ def odd_rows(vocab: int) -> torch.Tensor:
     some, most = (torch.rand(vocab, generator=g) < share for share in (0.1, 0.9))
     late = torch.full((vocab,), -math.inf)
     late[-2:] = noise[-2:]
-    low = torch.full((vocab,), -60.0)  # the maximum comes at last, far above all others
+    low = torch.full((vocab,), -60.0)  # the maximum is last, far above all others
     low[-1] = 40.0
     return torch.stack(
         [
@@ -358,7 +358,7 @@ def test_half_conversions_round_like_torch(simd):
         targets = torch.tensor([7])
         got = both(rounded, targets, 1.0)[2]
         want = both(rounded.float(), targets, 1.0)[2].to(dtype)
-        # One unit in the last place, and that seldom: before rounding they differ by up to 1e-4,
+        # One unit in the last place, rarely: before rounding they differ by up to 1e-4,
         # a fortieth of bfloat16's unit, a tenth of that for float16.
         torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-24)
         assert (got != want).float().mean() < 0.025

@@ -1,4 +1,4 @@
-"""The table of policy losses: what the kernels say too, and one loss in two functions."""
+"""The table of policy losses: agreement with the kernels, and between both loss functions."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_equals_logprob_then_loss(loss, dtype, inplace):
     tokens = tokens + 0.3 * 0.5 * (logprobs - c["reference"].double()) ** 2
     want = (tokens * c["weights"].double())[keep].sum()
     want.backward()
-    # float32 log-probabilities, right to 1e-6, of ratios up to 5
+    # float32 log-probabilities, exact to 1e-6, with ratios up to 5
     torch.testing.assert_close(got.loss.double(), want, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(got.logprobs.double(), logprobs.detach(), rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(got.entropy.double(), entropy.detach(), rtol=1e-6, atol=2e-6)
@@ -152,7 +152,7 @@ def test_metrics_by_hand(backend):
 
 @st.composite
 def calls(draw):
-    """Arguments of any loss on a few rows, masked and weighted in any way."""
+    """Draw arguments of any loss on a few rows, with random masks and weights."""
     rows, vocab = draw(st.integers(0, 6)), draw(st.integers(1, 40))
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     new = lambda: torch.randn(rows, generator=g)  # noqa: E731
@@ -184,7 +184,7 @@ def calls(draw):
 def test_random_arguments_equal_the_reference(call):
     case, options = call
     got = loss_and_grad(case, "cpu", backend="native", **options)
-    # float32 log-probabilities, right to 1e-6, in ratios and gradients of up to 5
+    # float32 log-probabilities, exact to 1e-6, with ratios and gradients up to 5
     assert_loss_equals(got, exact_loss_and_grad(case, **options), rtol=2e-5, atol=1e-5)
 
 

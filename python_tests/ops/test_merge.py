@@ -22,13 +22,13 @@ ROW_FIELDS = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprob
 
 
 def token_level(output: dict[str, Any]) -> dict[str, Any]:
-    """The same with each row's reward on its last response token."""
+    """Return the output with each row's reward on its last response token."""
     rows = zip(output["rewards"], output["response_ids"], strict=True)
     rewards = [[0.0] * (len(r) - 1) + [float(reward)] if r else [] for reward, r in rows]
     return {**output, "rewards": rewards}
 
 
-# --- a table that a person can check --------------------------------------------------------------
+# --- cases by hand -------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("merge.greedy", "merge.prompt")
@@ -54,7 +54,7 @@ def test_row_values_come_from_the_last_step() -> None:
     assert merged["trajectory_ids"] == [("a", 0), ("a", 1), ("a", 1)]
     assert merged["rewards"] == [1.0, 0.0, 2.0]
     assert merged["env_metrics"] == [{"n": 2}, {"n": 3}, {"n": 5}]
-    # Times are the trajectory's on each of its rows: a sum would count them once per turn.
+    # Each row has the trajectory's times: a sum would count them once per turn.
     assert merged["trajectory_generation_times"] == [3.0, 2.0, 2.0]
     assert merged["trajectory_time_splits"] == {"llm": [2.5, 1.5, 1.5]}
     assert merged["policy_versions"] == [4, 5, 4]  # the oldest
@@ -86,7 +86,7 @@ def test_batch_rewards_are_those_of_the_last_step_or_the_sum() -> None:
     assert steps.merged(rewards="last").rewards.tolist() == [0, 0, 0, 0, 0, 1.0, 0, 2.0]
     every = steps.merged(rewards="token")
     assert every.row_rewards.tolist() == [1.75, 0.0, 2.0]
-    # The last step's response is empty: its reward lies on the token before.
+    # The last step's response is empty: its reward is on the previous token.
     assert every.rewards.tolist() == [0.25, 0, 0, 0.5, 0, 1.0, 0, 2.0]
 
 
@@ -101,7 +101,7 @@ def test_merging_does_not_change_outcomes() -> None:
 
 def test_equal_rows_merge_and_shorter_prompts_do_not() -> None:
     plan = merge_steps([[1], [1, 2], [1, 2]], [[2], [], [3]], [0, 0, 0])
-    assert plan.joins.tolist() == [False, True, True]  # nothing was added between
+    assert plan.joins.tolist() == [False, True, True]  # no tokens were added in between
     plan = merge_steps([[1, 2], [1]], [[3], [2]], [0, 0])
     assert plan.joins.tolist() == [False, False]
 
@@ -131,9 +131,9 @@ def test_drift_forks_unless_realigned() -> None:
         ([1, 2, 3, 4, 5, 60, 9], 1, True),
         ([1, 2, 3, 4, 50, 9], 1, False),  # two tokens changed
         ([1, 2, 3, 40, 50, 60], 3, True),
-        ([1, 2, 30, 9], 8, False),  # nothing of the response stays
+        ([1, 2, 30, 9], 8, False),  # no response token remains
         ([1, 20, 3, 4, 5, 6], 8, False),  # the prompt changed
-        ([1, 2, 3, 4], 2, True),  # the end is gone
+        ([1, 2, 3, 4], 2, True),  # the last tokens are missing
         ([1, 2, 3, 4], 0, False),
         ([1, 2, 3, 4, 5, 6], 0, True),
     ],
@@ -150,7 +150,7 @@ def test_maximum_drift_distance(prompt: list[int], most: int, joins: bool) -> No
 def test_untrained_end_token_may_drift_and_untrained_tokens_inside_limit_it() -> None:
     end = drifted([1, 2, 3, 4, 5, 60], mask=[1, 1, 1, 0])
     assert merge_stepwise_output(end, drift="realign")["loss_masks"] == [[1, 1, 1, 0, 1]]
-    # The last stretch of trained tokens begins at 5, which must stay.
+    # The last run of trained tokens starts at 5, which must not change.
     middle = drifted([1, 2, 3, 4, 50], mask=[1, 0, 1, 1])
     assert len(merge_stepwise_output(middle, drift="realign")["loss_masks"]) == 2
     nothing = drifted([1, 2, 3, 4, 50], mask=[0, 0, 0, 0])
@@ -161,7 +161,7 @@ def test_untrained_end_token_may_drift_and_untrained_tokens_inside_limit_it() ->
 
 
 def routes(*firsts: int) -> np.ndarray:
-    """Routes [tokens, 1 layer, 2 experts] that begin with these numbers."""
+    """Return routes [tokens, 1 layer, 2 experts] that start with these numbers."""
     return np.array([[[first, first + 1]] for first in firsts], dtype=np.uint8).reshape(-1, 1, 2)
 
 
@@ -311,7 +311,7 @@ def test_additional_token_columns_are_merged() -> None:
     assert torch.equal(merged.ref_logprobs, merged.rollout_logprobs)
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------
 
 
 def test_step_wise_fields_are_required() -> None:

@@ -41,7 +41,7 @@ def test_off_policy_order_by_hand(backend: str) -> None:
         old, rollout, torch.ones(3, 3), tis_ratio_type="token", tis_cap=2.2,
         sequence_mask="product", sequence_mask_high=5.0, **call,
     )  # fmt: skip
-    # products of what is left: 1 and 6.25, so that the last row falls to the sequence mask
+    # products of the remaining ratios: 1 and 6.25, so the sequence mask drops the last row
     assert mask.tolist() == [[0, 0, 0], [1, 0, 1], [0, 0, 0]]
     assert weights is not None
     expected = torch.tensor([[0, 0, 0], [2.0, 0, 0.5], [0, 0, 0]])
@@ -74,7 +74,7 @@ def test_off_policy_trajectory_scope_by_hand(backend: str) -> None:
     _, mask, _ = off_policy_correction(
         *args, outlier_high=2.5, outlier_low=0.6, trajectory_ids=[0, 0, 1], backend=backend
     )
-    assert not mask.any()  # row 1's outlier takes row 0 of its trajectory along
+    assert not mask.any()  # the outlier in row 1 also masks row 0 of its trajectory
 
 
 @pytest.mark.spec("loss.off-policy-sequence-mask")
@@ -281,7 +281,7 @@ def test_result_does_not_depend_on_the_number_of_threads() -> None:
 
 
 def test_reference_never_synchronizes_with_the_device() -> None:
-    """Fake tensors have no values: whatever reads one on the host fails."""
+    """Fake tensors have no values: reading one on the host fails."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""pack_steps, pad_steps, unpack_steps and the moves between padded and varlen."""
+"""pack_steps, pad_steps, unpack_steps and conversion between padded and varlen."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ragged_rows(seed: int = 0, low: int = 0, high: int = 100) -> list[list[int]]
     return [rng.integers(low, high, size).tolist() for size in SIZES]
 
 
-# --- tables a person can check ---------------------------------------------------------------
+# --- cases by hand -------------------------------------------------------------------------------
 
 
 def test_pack_concatenates_rows(backend: str) -> None:
@@ -111,7 +111,7 @@ def test_varlen_table(backend: str) -> None:
     assert torch.equal(varlen_to_padded(varlen.values, varlen.cu_seqlens, backend=backend), padded)
 
 
-# --- every source, dtype and backend gives the same ------------------------------------------
+# --- every input type, dtype and backend ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
@@ -384,7 +384,7 @@ def test_invalid_options_error_names_the_option() -> None:
 
 
 def test_more_elements_than_int32_offsets_is_refused() -> None:
-    huge = np.broadcast_to(np.uint8(1), (2**31 - 1,))  # no memory behind it
+    huge = np.broadcast_to(np.uint8(1), (2**31 - 1,))  # uses no memory
     with pytest.raises(ValueError, match=r"at most 2147483647 elements .* got 2147483648; split"):
         pack_steps({"x": [huge, [1]]}, dtypes={"x": torch.uint8})
     wide = torch.zeros(1, 1).expand(2, 2**30 + 1)

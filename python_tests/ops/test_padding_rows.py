@@ -118,7 +118,9 @@ def test_invalid_input_error_names_the_argument(
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "maxrl"])
 def test_padding_does_not_change_advantages_if_row_0_is_not_a_last_step(estimator: str) -> None:
     batch = TensorBatch(
-        rewards=torch.tensor([[1e6], [1.0], [0.0]]),  # the first step's is large, and not read
+        rewards=torch.tensor(
+            [[1e6], [1.0], [0.0]]
+        ),  # the first step's reward is large and not read
         loss_mask=torch.ones(3, 1),
         response_mask=torch.ones(3, 1, dtype=torch.int64),
     )

@@ -1,4 +1,4 @@
-"""Large outputs come from blocks that are kept for the next ones, up to a limit."""
+"""Memory of large outputs is cached for reuse, up to a limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def limit() -> Iterator[None]:
     before = _C.page_pool_limit()
-    set_page_pool_limit(0)  # whatever lay idle is gone
+    set_page_pool_limit(0)  # releases idle memory
     set_page_pool_limit(64 * MIB)
     yield
     set_page_pool_limit(max(before, 0))

@@ -42,7 +42,7 @@ L6, L2 = math.log(0.6), math.log(0.2)
 SIGMOID = 1 / (1 + math.exp(-0.5))
 TABLE = [
     ("regular", 0.6, 1.0, {}, -1.2, 0.0),  # clipped above
-    ("regular", 0.6, -1.0, {}, 1.5, 1.5),  # the pessimistic side is free
+    ("regular", 0.6, -1.0, {}, 1.5, 1.5),  # not clipped on the pessimistic side
     ("regular", 0.2, 1.0, {}, -0.5, -0.5),
     ("regular", 0.2, -1.0, {}, 0.8, 0.0),  # clipped below
     ("regular", 0.6, 1.0, {"eps_clip_high": 0.6}, -1.5, -1.5),
@@ -57,7 +57,7 @@ TABLE = [
     ("sapo", 0.6, 1.0, {}, -4 * SIGMOID, -4 * SIGMOID * (1 - SIGMOID) * 1.5),
     ("dppo", 0.6, 1.0, {"delta_high": 0.25}, -1.5, -1.5),
     ("dppo", 0.6, 1.0, {"delta_high": 0.15}, 0.0, 0.0),  # moved by 0.2 upwards
-    ("dppo", 0.6, -1.0, {"delta_low": 0.15}, 1.5, 1.5),  # the move is against the push
+    ("dppo", 0.6, -1.0, {"delta_low": 0.15}, 1.5, 1.5),  # moved against the advantage
     ("cross_entropy", 0.6, 1.0, {}, -L6, -1.0),
     ("importance_sampling", 0.6, 2.0, {}, -3.0, -3.0),
 ]

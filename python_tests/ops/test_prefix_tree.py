@@ -1,4 +1,4 @@
-"""Prefix trees: cases by hand, every backend against the reference, what holds for any tree."""
+"""Prefix trees: cases by hand, every backend against the reference, invariants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_fast.ops.prefix_tree.tree import PrefixTree, build_prefix_tree, prefi
 
 
 def assert_same_tree(one: PrefixTree, two: PrefixTree) -> None:
-    """All but `sources`, where any token of the node will do."""
+    """Assert equality except for `sources`, where any token of the node is valid."""
     for name in PrefixTree.__slots__:
         if name != "sources":
             left, right = getattr(one, name), getattr(two, name)
@@ -39,7 +39,7 @@ def assert_same_tree(one: PrefixTree, two: PrefixTree) -> None:
         # two forks on one path, the lower one found first
         ([[1, 2, 3, 4], [1, 2, 3, 5], [1, 6]], [1, 2, 3, 4, 5, 6], [-1, 0, 1, 2, 2, 0],
          [6, 5, 5, 4, 5, 6]),
-        # children stand in the order of their first rows, whatever their lengths
+        # children are in the order of their first rows, whatever their lengths
         ([[1, 2], [1, 3, 3, 3]], [1, 2, 3, 3, 3], [-1, 0, 0, 2, 3], [5, 2, 5, 5, 5]),
     ],
 )  # fmt: skip
@@ -89,7 +89,7 @@ def test_backends_agree_with_labels(rows: list[list[int]], data: Any) -> None:
 
 
 def assert_tree_of(tree: PrefixTree, rows: Sequence[Sequence[int]], groups: Sequence[int]) -> None:
-    """What makes it the tree of these rows."""
+    """Assert that it is the tree of these rows."""
     beginnings = {
         (group, tuple(row[: i + 1]))
         for group, row in zip(groups, rows, strict=True)

@@ -22,9 +22,9 @@ def rows(*values: int, layers: int = 2, top_k: int = 2, dtype: Any = np.uint8) -
 
 @pytest.mark.spec("replay.worked-example")
 def test_nine_tokens_of_two_turns_have_eight_routes() -> None:
-    """Prompt A A, sampled B B B; observation O O, sampled C C. The last C is never run."""
+    """Prompt A A, sampled B B B; observation O O, sampled C C. The last C is not processed."""
     turn_1 = rows(10, 11, 20, 21)  # A0 A1 B0 B1
-    turn_2 = rows(90, 91, 92, 93, 22, 30, 31, 40)  # the first four are computed anew
+    turn_2 = rows(90, 91, 92, 93, 22, 30, 31, 40)  # the first four are recomputed
     record = append_rollout_expert_indices(None, turn_1)
     record = append_rollout_expert_indices(record, turn_2)
     assert record[:, 0, 0].tolist() == [10, 11, 20, 21, 22, 30, 31, 40]  # ... B2 O0 O1 C0
@@ -118,7 +118,7 @@ def test_wider_ids_widen_the_record() -> None:
     data=st.data(),
 )
 def test_turns_of_any_lengths(base: np.ndarray, ends: list[int], data: st.DataObject) -> None:
-    """Each row is the one that the first turn to reach its token gave; no turn changes another."""
+    """Each row is that of the first turn that reached its token; later turns never change it."""
     record, wanted = None, []
     for end in sorted(min(end, len(base)) for end in ends):
         noise = data.draw(hnp.arrays(np.uint8, (end, 2, 3)))

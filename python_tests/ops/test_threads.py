@@ -1,4 +1,4 @@
-"""Loops on several threads: the pool's threads, forked children, callers at once."""
+"""Multithreaded loops: pool threads, forked children, concurrent callers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from skyrl_fast import group_advantage, pack_steps, policy_loss
 
-ROWS, WIDTH = 512, 1024  # two parts at the least where two threads are allowed
+ROWS, WIDTH = 512, 1024  # at least two parts if two threads are allowed
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_concurrent_callers_get_the_same_results_as_serial_ones() -> None:
 
 
 def test_concurrent_list_and_tensor_calls() -> None:
-    """One call holds the GIL while others' threads read its lists; the other one does not."""
+    """One call holds the GIL while other threads read its lists; the other does not."""
     rows = [list(range(seed, seed + 2000)) for seed in range(600)]
     wanted = torch.tensor(rows).flatten()
     expected = advantages(0)
@@ -84,7 +84,7 @@ def test_concurrent_list_and_tensor_calls() -> None:
 
 def test_error_on_a_pool_thread_reaches_the_caller() -> None:
     rewards = torch.zeros(ROWS, WIDTH)
-    rewards[-1, 0] = torch.nan  # the last part's
+    rewards[-1, 0] = torch.nan  # in the last part
     with pytest.raises(ValueError, match=f"group_advantage: rewards .* row {ROWS - 1}"):
         group_advantage(rewards, [0] * ROWS)
     assert advantages(1).isfinite().all()
@@ -118,7 +118,7 @@ def test_forked_child_has_its_own_pool() -> None:
     out = run_script(
         """
 import warnings
-warnings.simplefilter("ignore")  # Python 3.12 dislikes any fork beside threads
+warnings.simplefilter("ignore")  # Python 3.12 warns about fork with threads
 torch.set_num_threads(2)
 given = inputs(0)
 wanted = spread(*given).numpy().tobytes()
@@ -144,7 +144,7 @@ def pool():
         fields = dict(line.split(":\\t", 1) for line in lines if ":\\t" in line)
         if fields["Name"] == "skyrl_fast":
             yield fields
-assert not list(pool())  # none before there is work
+assert not list(pool())  # none before the first call
 torch.set_num_threads(3)
 for _ in range(3):
     advantages(0)

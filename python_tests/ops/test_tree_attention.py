@@ -1,4 +1,4 @@
-"""Tree attention: every kind equals attention on each row by itself, values and gradients."""
+"""Tree attention: every kind equals per-row attention, in values and gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tensors(
 
 
 def by_hand(tree: PrefixTree, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Softmax of products with the nodes above, node by node."""
+    """Return softmax attention over a node and its ancestors, node by node."""
     mask, outs = tree.ancestor_mask(), []
     for node in range(tree.num_nodes):
         seen = mask[node].nonzero().flatten()
@@ -86,7 +86,7 @@ def test_bfloat16_is_close() -> None:
     assert out.dtype == torch.bfloat16
     out.float().sum().backward()
     wanted = tree_attention(*[x.detach().double() for x in low], plan)
-    # 8 bits, a few roundings deep
+    # 8 significant bits, rounded several times
     torch.testing.assert_close(out.double(), wanted, atol=3e-2, rtol=3e-2)
     assert all(x.grad is not None and x.grad.dtype == torch.bfloat16 for x in low)
 
@@ -94,7 +94,7 @@ def test_bfloat16_is_close() -> None:
 @pytest.mark.parametrize("kind", ["blocks", "dense", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_under_autocast_queries_may_differ_from_values(kind: str) -> None:
-    """Rotary embeddings leave queries and keys in float32; the projections' values are not."""
+    """Rotary embeddings return float32 queries and keys; values keep the autocast dtype."""
     tree = forest(0)
     size = FLEX_BLOCK * -(-tree.num_nodes // FLEX_BLOCK)
     plan = plan_tree_attention(*pad_trees(tree.parents, tree.ends, size), kind=kind)
@@ -145,7 +145,7 @@ def test_flex_blocks_match_the_node_ends(seed: int) -> None:
         for row, count in enumerate(counts[0, 0].tolist()):
             target[row, indices[0, 0, row, :count].long()] = 1
     assert torch.equal(full.bool(), per_block.all(3).all(1))
-    # A block that nobody sees may be visited, but hardly is: nodes end at the same places.
+    # A fully masked block may be visited, but rarely is: nodes end at the same places.
     needed = per_block.any(3).any(1) & ~full.bool()
     assert bool((partial.bool() | ~needed).all())
     assert torch.equal(mask.mask_mod(0, 0, numbers[:, None], numbers[None]), seen)
@@ -179,7 +179,7 @@ def test_flex_attention_on_a_gpu(size_of_head: int) -> None:
         results.append([out, *torch.autograd.grad(out.float().sum(), inputs)])
     for truth, dense, flex in zip(*results, strict=True):
         noise = (dense.float() - truth).norm()
-        assert (flex.float() - truth).norm() <= 2 * noise + 1e-3  # as far off as dense bfloat16
+        assert (flex.float() - truth).norm() <= 2 * noise + 1e-3  # as accurate as dense bfloat16
 
 
 def test_kind_is_chosen_by_device_and_size() -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernels: in Triton's interpreter here, compiled where there is a GPU."""
+"""The Triton kernels: in Triton's interpreter, and compiled if there is a GPU."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def run_cases(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
 
 
 def triton_and_numpy() -> list[tuple[int, ...]]:
-    """Major and minor of both."""
+    """Return the major and minor version of both."""
     return [tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy")]
 
 
 @needs_triton
 def test_kernels_in_the_interpreter() -> None:
-    """In a process of its own: Triton decides at its import how kernels run."""
+    """In a separate process: Triton decides at import how kernels run."""
     triton, numpy = triton_and_numpy()
     if triton < (3, 7) and numpy >= (2, 4):
         pytest.skip("Triton's interpreter before 3.7 does not run with NumPy 2.4 or newer")
@@ -52,7 +52,7 @@ def test_kernels_compiled() -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-# Types of the kernels' arguments by their names; what is not here is a compile-time constant.
+# Types of the kernels' arguments by name; all others are compile-time constants.
 TYPES = dict.fromkeys(("logits", "grad"), "*bf16") | {
     **dict.fromkeys(("targets",), "*i64"),
     **dict.fromkeys(("mask", "selected_in"), "*u8"),
@@ -76,7 +76,7 @@ TYPES = dict.fromkeys(("logits", "grad"), "*bf16") | {
 
 
 def assembled(name: str, capability: int, **constants: object) -> bytes:
-    """A kernel's machine code."""
+    """Return a kernel's machine code."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

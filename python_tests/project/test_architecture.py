@@ -14,7 +14,7 @@ PACKAGE = ROOT / "skyrl_fast"
 
 
 def imported(path: Path, *, at_top_only: bool = False) -> set[str]:
-    """Modules that a file imports; `at_top_only`: when it is imported itself."""
+    """Return the modules that a file imports; `at_top_only`: only those imported at import time."""
     tree = ast.parse(path.read_text())
     nodes = top_nodes(tree) if at_top_only else ast.walk(tree)
     names: set[str] = set()
@@ -27,7 +27,7 @@ def imported(path: Path, *, at_top_only: bool = False) -> set[str]:
 
 
 def top_nodes(tree: ast.Module, *, with_types: bool = False) -> list[ast.AST]:
-    """Statements that run at import: not in functions, by default not under TYPE_CHECKING."""
+    """Return statements that run at import: not in functions, by default not in TYPE_CHECKING."""
     found: list[ast.AST] = []
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
@@ -42,11 +42,11 @@ def top_nodes(tree: ast.Module, *, with_types: bool = False) -> list[ast.AST]:
     return found
 
 
-def offenders(files: list[Path], forbidden: tuple[str, ...], **how: bool) -> list[str]:
+def offenders(files: list[Path], forbidden: tuple[str, ...], **options: bool) -> list[str]:
     return [
         f"{path.relative_to(ROOT)}: {name}"
         for path in files
-        for name in sorted(imported(path, **how))
+        for name in sorted(imported(path, **options))
         if any(name == f or name.startswith(f + ".") for f in forbidden)
     ]
 
@@ -58,9 +58,9 @@ def python_files(*places: str) -> list[Path]:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Module -> the package's modules that it imports at the top, under TYPE_CHECKING too.
+    """Return module -> the package's modules it imports at the top level, also in TYPE_CHECKING.
 
-    `from package import module` is an import of the module, not of what the package defines.
+    `from package import module` imports the module, not the package.
     """
     paths = {module_name(path): path for path in PACKAGE.rglob("*.py")}
     graph: dict[str, set[str]] = {}
@@ -83,7 +83,7 @@ def module_name(path: Path) -> str:
 
 
 def import_cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Return modules that import each other in a circle, or an empty list."""
+    """Return the modules of an import cycle, or an empty list."""
     done: set[str] = set()
 
     def visit(module: str, path: list[str]) -> list[str]:
@@ -136,8 +136,8 @@ def test_only_the_skyrl_gym_backend_imports_skyrl_gym() -> None:
 
 def test_only_ops_import_the_extension() -> None:
     files = [p for p in python_files("") if PACKAGE / "ops" not in p.parents]
-    told = ("doctor.py", "__init__.py")  # what was built, and whether it loads
-    assert offenders([p for p in files if p.name not in told], ("skyrl_fast._C",)) == []
+    allowed = ("doctor.py", "__init__.py")  # report the build, and whether it loads
+    assert offenders([p for p in files if p.name not in allowed], ("skyrl_fast._C",)) == []
 
 
 def test_batches_do_not_import_trainer_or_engine() -> None:
@@ -146,10 +146,10 @@ def test_batches_do_not_import_trainer_or_engine() -> None:
 
 
 def test_core_does_not_import_extras() -> None:
-    doors = ("skyrl_gym_env.py", "cli.py")  # each imports its extra when it is asked for
+    allowed = ("skyrl_gym_env.py", "cli.py")  # each imports its extra lazily
     files = [p for p in python_files("") if PACKAGE / "extras" not in p.parents]
     assert offenders(files, ("skyrl_fast.extras",), at_top_only=True) == []
-    assert offenders([p for p in files if p.name not in doors], ("skyrl_fast.extras",)) == []
+    assert offenders([p for p in files if p.name not in allowed], ("skyrl_fast.extras",)) == []
 
 
 def test_search_server_does_not_import_training() -> None:

@@ -1,4 +1,4 @@
-"""skyrl_fast/_C.pyi is what the built extension says of itself."""
+"""skyrl_fast/_C.pyi matches the built extension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: exit codes and what is said to a person."""
+"""The command line: exit codes and output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def yaml(tmp_path: Path) -> str:
 
 
 def outcome(**changes: Any) -> TrainResult:
-    facts: dict[str, Any] = {
+    values: dict[str, Any] = {
         "step": 40,
         "total_steps": 40,
         "signal": None,
@@ -48,7 +48,7 @@ def outcome(**changes: Any) -> TrainResult:
         "plot": Path("runs/x/learning_curve.png"),
         "sample": "prompt: how many?\nagent, turn 1: 3\nreward: 1 (stop)",
     }
-    return TrainResult(**(facts | changes))
+    return TrainResult(**(values | changes))
 
 
 def fake_training(

@@ -1,4 +1,4 @@
-"""Settings: YAML, overrides, and what is said about wrong ones."""
+"""Settings: YAML, overrides, and messages about invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""skyrl-fast doctor, and what an installation without the extension says."""
+"""skyrl-fast doctor, and the error of an installation without the extension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README.md and the pages it was split into: their code runs, their tables match the package."""
+"""README.md and the docs pages: their code runs, their tables match the package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/training.md", "docs/custom_algorithms.md", "docs/api.md")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
-# Blocks that would train: their call is checked against the signature and the settings, not run.
+# Blocks that train: the call is checked against the signature and the settings, but not run.
 CHECKED_TRAIN = """
 import inspect
 from unittest.mock import MagicMock

@@ -1,4 +1,4 @@
-"""The script that makes the virtual environment."""
+"""The script that creates the virtual environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_incomplete_environment_is_recreated(
     monkeypatch.setattr(setup_env, "run", lambda *command: made.append(command))
     monkeypatch.setattr(setup_env, "install_dependencies", lambda python, gpu: None)
     monkeypatch.setattr(setup_env, "install_package", lambda python: None)
-    venv.create(folder, with_pip=False)  # as an interruption before pip's turn leaves it
+    venv.create(folder, with_pip=False)  # as left by an interruption before pip is installed
     setup_env.main()
     assert made == [(sys.executable, "-m", "venv", str(folder))]
     (folder / "bin/pip").touch()

@@ -52,7 +52,7 @@ def test_three_turns_give_three_gen_only_steps_without_retokenization(tiny_token
     for before, after in zip(t.steps, t.steps[1:], strict=False):
         kept = before.prompt_token_ids + before.response_ids
         assert after.prompt_token_ids[: len(kept)] == kept
-    # The whole equals what the chat template makes of the same conversation.
+    # The tokens equal those of the chat template for the same conversation.
     assert tiny_tokenizer.decode(t.steps[1].prompt_token_ids) == tiny_tokenizer.apply_chat_template(
         [
             {"role": "user", "content": "task"},
@@ -112,7 +112,7 @@ def test_appended_end_token_is_not_trained(tiny_tokenizer, context: str) -> None
         assert step.loss_mask == [1, 1, 1, 0]
         assert step.rollout_logprobs == [-0.5, -0.5, -0.5, 0.0]
     text = tiny_tokenizer.decode(t.steps[1].prompt_token_ids)
-    assert text.count("<|im_end|>") == 3  # user, answer, observation: no second one
+    assert text.count("<|im_end|>") == 3  # user, answer, observation: no duplicate
 
 
 def test_template_closes_the_turn_without_an_appended_end_token(tiny_tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""What the model sees from turn to turn: contexts and messages (docs/spec.md, section 3)."""
+"""The context of each turn, and chat messages (docs/spec.md, section 3)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ register_fakes()
 
 TASK = [{"role": "user", "content": "task"}]
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
-# As templates of tool-calling models: calls behind the content, tools' answers grouped by role.
+# Like templates of tool-calling models: calls after the content, tool results grouped by role.
 TOOL_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
     "{% if m.role == 'tool' %}({{ m.name }}){% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As templates of thinking models: only the last answer keeps its thinking.
+# Like templates of thinking models: only the last answer keeps its thinking.
 THINK_TEMPLATE = (
     "{% for m in messages %}{% set text = m.content %}"
     "{% if m.role == 'assistant' and not loop.last %}{% set text = text.split('</think>')[-1] %}"
@@ -189,7 +189,7 @@ def test_observation_cannot_imitate_the_end_of_the_answer(tiny_tokenizer) -> Non
 
 @pytest.mark.spec("rollout.env-error")
 def test_template_that_rewrites_calls_is_refused_with_advice(tiny_tokenizer) -> None:
-    # Calls are shown only in the last message, so that nothing can be appended to them.
+    # Calls are rendered only in the last message, so nothing can be appended to them.
     rewriting = TOOL_TEMPLATE.replace(
         "m.tool_calls or []", "((m.tool_calls or []) if loop.last else [])"
     )
@@ -202,7 +202,7 @@ def test_template_that_rewrites_calls_is_refused_with_advice(tiny_tokenizer) -> 
 
 @pytest.mark.spec("rollout.env-error")
 def test_template_that_omits_answers_is_refused_with_advice(tiny_tokenizer) -> None:
-    # What stands behind an answer that is not there would be the whole conversation once more.
+    # The text after a missing answer would be the entire conversation again.
     forgetful = "{% for m in messages if m.role != 'assistant' %}[{{ m.content }}]{% endfor %}"
     context = make_context("append", tiny_tokenizer, TASK, chat_template=forgetful)
     context.add_response([1, 2], {"role": "assistant", "content": "x"}, replaced=False)
@@ -217,7 +217,7 @@ def test_observation_that_cannot_be_encoded_fails_only_its_trajectory(
 ) -> None:
     config = loop_config(max_turns=2, context=context, max_retries=0)
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
-    # A file name or a tool's output that was no UTF-8 holds such characters.
+    # A file name or tool output that is not UTF-8 contains such characters.
     prompts = [FakePrompt("bad", env_extras={"observation": "caf\udce9"}), FakePrompt("good")]
     bad, good = run(tiny_tokenizer, prompts, config, engine)
     assert (bad.stop_reason, good.failure) == ("env_error", None)

@@ -89,7 +89,7 @@ def test_restarted_engine_leaves_nothing_behind(
 
 
 class FakeLlm:
-    """vLLM's AsyncLLM as far as a request goes; keeps what it was asked."""
+    """The request methods of vLLM's AsyncLLM; records its requests."""
 
     errored = False
 
@@ -108,7 +108,7 @@ class FakeLlm:
 
 
 def fake_engine(monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
-    """The engine without vLLM: with an empty package of its name."""
+    """Return the engine with an empty package in place of vLLM."""
     for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.exceptions"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["vllm.v1.engine.exceptions"].EngineDeadError = KeyError  # type: ignore
@@ -170,14 +170,14 @@ def test_additional_sampling_parameters_take_precedence_and_invalid_ones_fail_th
 def test_call_ends_if_a_killed_engine_never_answers(
     call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """vLLM fails the requests of an engine that died, and leaves other calls without answer."""
+    """vLLM fails the requests of a dead engine, but never answers other calls."""
     monkeypatch.setattr("skyrl_fast.rollout.engine.vllm_engine.LOOK_SECONDS", 0.01)
 
     class Killed:
         errored = False
 
         async def never(self, *arguments: Any, **options: Any) -> None:
-            self.errored = True  # in the middle of the call
+            self.errored = True  # during the call
             await asyncio.Event().wait()
 
         pause_generation = collective_rpc = reset_prefix_cache = never
@@ -199,7 +199,7 @@ def test_environment_variables_are_restored(monkeypatch: pytest.MonkeyPatch) -> 
     assert "SET_BY_VLLM" not in os.environ
 
 
-# --- real vLLM: one engine start for all of it --------------------------------------------------
+# --- real vLLM: a single engine start ------------------------------------------------------------
 
 
 def hf_logprobs(model: torch.nn.Module, sequences: list[list[int]]) -> list[list[float]]:
@@ -218,7 +218,7 @@ def hf_logprobs(model: torch.nn.Module, sequences: list[list[int]]) -> list[list
 def test_real_vllm_generates_updates_and_detects_stale_weights(
     tiny_model_folder: Path, tiny_tokenizer: object, tmp_path: Path
 ) -> None:
-    """Start-up dominates: everything that needs a live engine is asserted on one."""
+    """Start-up dominates, so all assertions on a live engine share one."""
     asyncio.run(_drive_real_engine(tiny_model_folder, tiny_tokenizer, tmp_path))
 
 
@@ -244,7 +244,7 @@ async def _drive_real_engine(folder: Path, tokenizer, tmp_path: Path) -> None:
             await engine.generate([1] * 300, SamplingParams(), session_id="a", policy_version=0)
         _interrupts_do_not_reach(_descendants(os.getpid()))
     assert "vllm" in log_file.read_text().lower()
-    await engine.close()  # twice is fine
+    await engine.close()  # a second call does nothing
 
 
 async def _sample(engine: VllmEngine, prompts: list[list[int]], *, version: int = 0) -> list:
@@ -274,7 +274,7 @@ async def _agrees_with_hugging_face(model, prompts, generations) -> None:
 
 
 async def _is_reproducible(engine: VllmEngine, prompts, first) -> None:
-    """The same seeds give the same tokens and logprobs, whatever runs beside them.
+    """The same seeds give the same tokens and logprobs, whatever runs concurrently.
 
     But for rounding: with several threads vLLM's sums depend on what it happens to serve together.
     """
@@ -338,12 +338,12 @@ async def _updates_are_verified(engine: VllmEngine, model, prompts) -> None:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     with pytest.raises(WeightSyncError, match="differ from the trainer's"):
-        await sync.verify()  # stale on purpose: the trainer moved, the engine was not told
+        await sync.verify()  # stale on purpose: the policy changed, the engine was not updated
     running = asyncio.create_task(_sample(engine, prompts, version=5))
     await asyncio.sleep(0.02)
     report = await sync.update(model.state_dict())
     assert report.max_difference < 1e-4 < report.max_change
-    assert len(await running) == len(prompts)  # what was in flight went on
+    assert len(await running) == len(prompts)  # requests in flight continued
     await _agrees_with_hugging_face(model, prompts, await _sample(engine, prompts, version=6))
     incomplete = dict(model.named_parameters())
     del incomplete["model.layers.0.mlp.down_proj.weight"]
@@ -362,7 +362,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _interrupts_do_not_reach(pids: list[int]) -> None:
-    """Ctrl-C ends the trainer in good order; the engine's processes must not die of it."""
+    """Ctrl-C stops the trainer gracefully; it must not kill the engine's processes."""
     bit = 1 << (signal.SIGINT - 1)
     deaf = []
     for pid in pids:

@@ -1,4 +1,4 @@
-"""Several engines as one: deaths, restarts with the present weights, updates of all."""
+"""A pool of engines: deaths, restarts with the current weights, updates of all engines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OneWeight:
-    """An engine whose model is one number, which is the logprob of every token."""
+    """An engine whose model is one number, the logprob of every token."""
 
     starts_with_model = True
 
@@ -39,7 +39,7 @@ class OneWeight:
         self.weight = 0.0
         self.alive = False
         self.may_come_back = comes_back
-        self.deaf = deaf  # takes weights without using them
+        self.deaf = deaf  # accepts weights without using them
         self.starts = 0
         self.sessions: Counter[str] = Counter()
         self.paused = False
@@ -86,7 +86,7 @@ class OneWeight:
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         self.check()
-        assert not self.paused  # a paused engine would never answer
+        assert not self.paused  # a paused engine never answers
         return [self.weight] * (len(token_ids) - 1)
 
     async def interrupt(self) -> None:
@@ -101,7 +101,7 @@ class OneWeight:
 
 
 class Trainer:
-    """Its only weight, and what it would compare engines with."""
+    """A trainer with one weight, and the probe for weight syncs."""
 
     def __init__(self) -> None:
         self.weight = 0.0
@@ -179,7 +179,7 @@ def test_dead_engine_restarts_with_the_current_weights() -> None:
         assert not waiting.done()
         await pool.repair(trainer.weights, trainer.make_sync)
         got = await waiting
-        assert got.logprobs == [0.5]  # not the weights that it started with
+        assert got.logprobs == [0.5]  # not the weights it was started with
         assert engine.starts == 2
         assert pool.faults["engine_restarts"] == 1
         assert pool.activity() == []
@@ -299,7 +299,7 @@ def test_requests_waiting_for_an_engine_do_not_block_an_update() -> None:
 
 @pytest.mark.spec("async.engine-silence")
 def test_hanging_engine_is_treated_as_dead_by_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It serves nobody, answers no pause, and holds up neither requests nor the update."""
+    """It serves no requests and answers no pause, but blocks neither requests nor the update."""
     monkeypatch.setattr(engine_pool, "PAUSE_SECONDS", 0.05)
 
     class Hangs(OneWeight):
@@ -331,7 +331,7 @@ def test_hanging_engine_is_treated_as_dead_by_an_update(monkeypatch: pytest.Monk
 
 @pytest.mark.spec("async.engine-silence")
 def test_pause_ends_when_its_engine_dies() -> None:
-    """As vLLM's does where its engine is killed in that moment."""
+    """As in vLLM if its engine is killed at that moment."""
 
     class Silent(OneWeight):
         async def interrupt(self) -> None:
@@ -391,7 +391,7 @@ def test_waiting_for_any_engine_is_logged(
 
 
 class Refusing(OneWeight):
-    """It answers, but not as it should, from its start of this number on."""
+    """Answers incorrectly, from the given start on."""
 
     first = 1
 
@@ -418,8 +418,10 @@ def test_restarted_engine_that_refuses_is_abandoned_and_the_others_continue() ->
         other.first = 2
         pool, trainer = await started(one, other, max_restarts=1)
         other.alive = False
-        await asyncio.gather(*(ask(pool, f"s{i}") for i in range(20)))  # some find it dead
-        for _ in range(2):  # a restart; then it is given up
+        await asyncio.gather(
+            *(ask(pool, f"s{i}") for i in range(20))
+        )  # some are sent to the dead engine
+        for _ in range(2):  # a restart, then it is abandoned
             await asyncio.wait_for(pool.wait_for_fault(), 5)
             await pool.repair(trainer.weights, trainer.make_sync)
         assert (other.starts, pool.faults["engine_restarts"]) == (2, 0)

@@ -1,4 +1,4 @@
-"""Environments of skyrl-gym behind deadlines, and what becomes of bad answers."""
+"""Environments of skyrl-gym with deadlines, and invalid step results."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def with_factory(config: EnvironmentConfig, use: Callable[[EnvFactory], Awaitabl
 
 
 def gym(**env_config: Any) -> EnvironmentConfig:
-    """Return settings with those of environments of skyrl-gym, by their names."""
+    """Return settings with the given skyrl-gym environment settings, by name."""
     return EnvironmentConfig(skyrl_gym=SkyRLGymConfig(env_config=env_config))
 
 
 def workers(number: int, **options: Any) -> EnvironmentConfig:
-    """Return settings with so many threads."""
+    """Return settings with this number of threads."""
     return EnvironmentConfig(skyrl_gym=SkyRLGymConfig(max_env_workers=number), **options)
 
 
@@ -118,7 +118,7 @@ def test_user_module_registers_its_environment(tmp_path: Path) -> None:
     async def use(factory: EnvFactory) -> EnvAnswer:
         return await (await factory.make("mine", {})).step("four")
 
-    for _ in range(2):  # registering twice would be an error of skyrl_gym
+    for _ in range(2):  # skyrl_gym refuses a second registration
         assert with_factory(EnvironmentConfig(register=[str(path)]), use).reward == 4.0
 
 
@@ -234,7 +234,7 @@ def test_call_that_returned_in_time_is_not_late_on_a_busy_loop() -> None:
         call = asyncio.create_task(threads.run(lambda: "an answer", 0.02))
         await asyncio.sleep(0)
         await asyncio.sleep(0)  # the call runs
-        time.sleep(0.1)  # the loop is busy when it is over, and at its deadline
+        time.sleep(0.1)  # the loop is busy when the call returns and at its deadline
         return await call, threads.num_abandoned
 
     assert asyncio.run(use()) == ("an answer", 0)
@@ -315,7 +315,10 @@ GOOD = {"observations": [], "reward": 1, "done": False}
         ({**GOOD, "reward": "high"}, "reward: wanted a finite number, got 'high'"),
         ({**GOOD, "reward": None}, "reward: wanted a finite number, got None"),
         ({**GOOD, "reward": 10**400}, "reward: wanted a finite number, got 1000"),
-        ({**GOOD, "reward": -1e39}, "reward: wanted a finite number, got -1e"),  # not in float32
+        (
+            {**GOOD, "reward": -1e39},
+            "reward: wanted a finite number, got -1e",
+        ),  # out of float32's range
         ({**GOOD, "reward": np.ones(2)}, "reward: wanted a finite number, got array"),
         ({**GOOD, "done": np.array([True, False])}, "done: wanted true or false, got array"),
         ({"observations": [], 3: 4}, r"lacks reward, done; it has \['3', 'observations'\]"),

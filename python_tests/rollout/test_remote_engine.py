@@ -1,4 +1,4 @@
-"""What a `vllm serve` endpoint is asked, and what is made of its answers."""
+"""Requests to a `vllm serve` endpoint, and handling of its responses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAMPLING = SamplingParams(
 
 
 class Server:
-    """Answers as vLLM does; keeps what it was asked."""
+    """Answers like vLLM; records its requests."""
 
     def __init__(self, completion: Callable[[dict[str, Any]], Any] | None = None) -> None:
         self.asked: list[tuple[str, Any]] = []
@@ -168,7 +168,7 @@ def test_weights_are_transferred_through_a_shared_folder(weight_sync: str) -> No
     else:
         assert call["method"] == "reload_weights"
         file = call["kwargs"]["weights_path"]
-    assert not Path(file).exists()  # gone when it is loaded
+    assert not Path(file).exists()  # deleted after loading
 
 
 def test_parameters_without_new_values_are_an_error() -> None:
@@ -254,7 +254,7 @@ def test_server_that_is_not_vllm_is_named(
         if request.url.path != path:
             return server(request)
         if answer is None:
-            await asyncio.Event().wait()  # for ever
+            await asyncio.Event().wait()  # forever
         return answer
 
     with pytest.raises(EngineError, match=wanted):
@@ -305,7 +305,7 @@ def test_serve_command(tmp_path: Path) -> None:
         assert wanted in text
     environment = serve_environment(config, {"OMP_NUM_THREADS": "2"})
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
-    assert environment["OMP_NUM_THREADS"] == "2"  # what the user set stays
+    assert environment["OMP_NUM_THREADS"] == "2"  # the user's value is kept
 
 
 @pytest.mark.spec("async.engine-command")

@@ -1,4 +1,4 @@
-"""A real `vllm serve` that knows nothing of this package: weights by its own reload of a folder."""
+"""A real `vllm serve` without this package: weight updates through its reload of a folder."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plain_server(model: Path, log: Path) -> Iterator[str]:
 
 
 def untied(model: Path, folder: Path) -> Path:
-    """The same model with an output head of its own."""
+    """Return the same model with an untied output head."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     copy = AutoModelForCausalLM.from_pretrained(model, tie_word_embeddings=False)

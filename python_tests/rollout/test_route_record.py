@@ -1,4 +1,4 @@
-"""Routes over the turns of a trajectory: appended while the context grows, begun anew after it."""
+"""Routes over the turns of a trajectory: appended while the context grows, new after a fork."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def turn(new: np.ndarray | None, start: int = 0, tokens: int = 2) -> Generation:
 def test_nine_tokens_of_two_turns() -> None:
     first = step([1, 2], [3, 4, 5], routes(10, 11, 20, 21))
     prompt = [1, 2, 3, 4, 5, 6, 7]
-    whole = routes_of_turn([first], prompt, turn(routes(90, 91, 92, 93, 22, 30, 31, 40)))
+    full = routes_of_turn([first], prompt, turn(routes(90, 91, 92, 93, 22, 30, 31, 40)))
     new_only = routes_of_turn([first], prompt, turn(routes(22, 30, 31, 40), start=4))
-    for record in (whole, new_only):
+    for record in (full, new_only):
         assert record[:, 0, 0].tolist() == [10, 11, 20, 21, 22, 30, 31, 40]
 
 
@@ -69,7 +69,7 @@ def test_fork_keeps_its_own_full_array(prompt: list[int]) -> None:
 
 @pytest.mark.spec("replay.no-routes")
 def test_appended_end_token_gets_its_route_from_the_next_turn() -> None:
-    first = step([1, 2], [3, 0], routes(10, 11))  # 0 was appended: 3 is not run, nor is 0
+    first = step([1, 2], [3, 0], routes(10, 11))  # 0 was appended: neither 3 nor 0 was processed
     assert recorded_routes([first], [1, 2, 3, 0, 6]) is first.expert_indices
     assert recorded_routes([first], [1, 2, 3, 6]) is None  # not in the context: a fork
     record = routes_of_turn([first], [1, 2, 3, 0, 6], turn(routes(20, 5, 30, 40), start=2))
@@ -92,7 +92,7 @@ def test_routes_that_do_not_continue_are_an_engine_error() -> None:
 
 
 class RoutingEngine:
-    """Says one word a turn. A token's route tells the call that ran it, and its place.
+    """Answers one word per turn. A token's route encodes the call and position that computed it.
 
     Every call runs all tokens again, so that its routes differ from those of the calls before.
     """
@@ -163,7 +163,7 @@ def test_growing_contexts_keep_the_routes_of_the_sampling_turn(
 
 @pytest.mark.spec("replay.fork")
 def test_truncated_context_has_its_own_complete_arrays(tiny_tokenizer: Any) -> None:
-    """A single conversation drops the end token that was sampled: each turn forks."""
+    """A single conversation drops the sampled end token, so each turn forks."""
     engine = RoutingEngine(tiny_tokenizer, from_start=True)
     steps = run(tiny_tokenizer, engine, "single").steps
     assert engine.starts == [0, 0, 0]

@@ -38,7 +38,7 @@ def test_flaky_environment_is_retried(tiny_tokenizer) -> None:
     )
     (t,) = run(tiny_tokenizer, [flaky], loop_config(max_retries=1), engine)
     assert (t.failure, len(t.steps)) == (None, 1)
-    assert len({c.seed for c in engine.calls}) == 2  # another attempt, another sample
+    assert len({c.seed for c in engine.calls}) == 2  # another attempt, other seeds
 
 
 @pytest.mark.spec("rollout.retries", "rollout.failure-tolerance")
@@ -54,7 +54,7 @@ def test_one_broken_environment_of_64_does_not_stop_the_step(tiny_tokenizer) -> 
     assert "counting: step raised RuntimeError: the database is locked" in failed[0].failure
     assert failed[0].stop_reason == failed[0].steps[-1].stop_reason == "env_error"
     rows = generator_output_from_trajectories(got)
-    assert len(rows["rewards"]) == 63 * 2 + 1  # the failed one is one masked stub row
+    assert len(rows["rewards"]) == 63 * 2 + 1  # the failed one is a masked placeholder row
     assert rows["loss_masks"][17 * 2] == []
     assert rows["rollout_metrics"]["generate/num_failed_trajectories"] == 1.0
     assert len(CountingEnv.closed) == 64 + 2  # each attempt's environment was closed
@@ -106,7 +106,7 @@ def test_retry_after_some_steps_starts_over_with_other_seeds(tiny_tokenizer) -> 
     engine = ScriptedEngine(answer)
     (t,) = run(tiny_tokenizer, [prompt_with(turns=3)], loop_config(max_turns=3), engine)
     assert (t.failure, t.stop_reason) == (None, "stop")
-    assert [s.text for s in t.steps] == ["a3", "a4", "a5"]  # nothing of the first attempt
+    assert [s.text for s in t.steps] == ["a3", "a4", "a5"]  # no steps of the first attempt
     assert [c.session_id[-2:] for c in engine.calls] == ["-0"] * 3 + ["-1"] * 3
     assert len({c.seed for c in engine.calls}) == 6
     assert CountingEnv.closed == ["", ""]
@@ -140,7 +140,7 @@ def test_deadline_during_an_environment_call_drops_that_turn(tiny_tokenizer) -> 
     got = run(tiny_tokenizer, [slow, fast], config, engine)
     assert (got[0].stop_reason, got[0].failure, len(got[0].steps)) == ("timeout", None, 1)
     assert got[0].steps[-1].stop_reason == "timeout"
-    assert got[0].env_metrics == {}  # the call still runs: nothing is asked
+    assert got[0].env_metrics == {}  # the call is still running, so metrics are not requested
     assert (got[1].stop_reason, got[1].failure) == ("stop", None)
     assert len(CountingEnv.closed) == 2
 
@@ -165,7 +165,7 @@ def test_deadline_covers_all_attempts(tiny_tokenizer) -> None:
     (t,) = run(tiny_tokenizer, [prompt_with(turns=9)], config, engine)
     assert len(engine.calls) == 2
     assert "turn 1 of attempt 2" in t.failure
-    assert 0.3 <= t.seconds < 5.0  # well under a second deadline; machines pause
+    assert 0.3 <= t.seconds < 5.0  # well below a second deadline; machines may pause
 
 
 @pytest.mark.spec("rollout.engine-error")
@@ -183,7 +183,7 @@ def test_engine_errors(tiny_tokenizer, answer: Generation | Exception, failure: 
     (t,) = run(tiny_tokenizer, [prompt_with(turns=1)], loop_config(max_retries=1), engine)
     assert t.stop_reason == "engine_error"
     assert failure in t.failure
-    assert len(engine.calls) == 2  # tried again
+    assert len(engine.calls) == 2  # retried
 
 
 def test_exception_in_metrics_loses_only_the_metrics(tiny_tokenizer, caplog) -> None:
@@ -193,7 +193,7 @@ def test_exception_in_metrics_loses_only_the_metrics(tiny_tokenizer, caplog) -> 
     assert "metrics raised KeyError" in caplog.text
 
 
-# --- the others go on --------------------------------------------------------------------------
+# --- isolation of failures -----------------------------------------------------------------------
 
 
 @pytest.mark.spec("rollout.retries", "rollout.engine-error")
@@ -241,8 +241,8 @@ def trajectories(*failures: str | None) -> list[Trajectory]:
 @pytest.mark.spec("rollout.all-failed")
 def test_three_consecutive_batches_of_failures_end_the_run() -> None:
     watch = FailureWatch()
-    whole, part = trajectories("no such table", "b"), trajectories("a", None)
-    for batch in (whole, whole, part, whole, [], whole, whole):
+    full, part = trajectories("no such table", "b"), trajectories("a", None)
+    for batch in (full, full, part, full, [], full, full):
         watch.see(batch)
     with pytest.raises(RolloutError, match=r"3 batches in a row failed.*\(p0\): no such table"):
-        watch.see(whole)
+        watch.see(full)

@@ -1,4 +1,4 @@
-"""What a run asks of vLLM besides trajectories."""
+"""The probe and the settings that a run passes to vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts, vllm_setup
 
 
 class NoEngine:
-    """An engine that nobody starts."""
+    """An engine that is never started."""
 
     name = "none"
 
@@ -40,7 +40,7 @@ def test_probe_is_created_once_and_fits_the_engine(tmp_path: Path, tiny_tokenize
     pool = EnginePool([NoEngine()])  # type: ignore[list-item]
     rollouts = VllmRollouts(config, tiny_tokenizer, pool, EnvFactory(EnvironmentConfig()), prompts)
     probe = rollouts._probe
-    assert [len(ids) for ids in probe] == [11, 9]  # with the token behind it 12, the engine's most
+    assert [len(ids) for ids in probe] == [11, 9]  # with the next token 12, the engine's limit
     assert tiny_tokenizer.decode(probe[0]) == "a prompt th"
     data.unlink()  # an update long after the start reads nothing
     assert rollouts._probe is probe
@@ -53,7 +53,7 @@ def test_engine_and_trainer_use_the_same_model_path(
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "model"
-    if path == "org/model":  # as a download leaves it
+    if path == "org/model":  # as stored by a download
         folder = tmp_path / "models--org--model/snapshots/abc"
         refs = tmp_path / "models--org--model/refs"
         refs.mkdir(parents=True)
@@ -67,7 +67,7 @@ def test_engine_and_trainer_use_the_same_model_path(
         [*needed, "trainer.max_prompt_length=8", "generator.sampling_params.max_generate_length=8"],
     )
     assert vllm_setup(config, path).model == str(folder)
-    config.trainer.max_prompt_length = 60  # its positions are read there, too
+    config.trainer.max_prompt_length = 60  # its max_position_embeddings is read from there, too
     with pytest.raises(ValueError, match="wanted at most the 64 positions"):
         vllm_setup(config, path)
 

@@ -1,4 +1,4 @@
-"""What is slow, what is stuck, and what becomes of it; all clocks are the tests' own."""
+"""Detection and handling of slow and stuck trajectories, with fake clocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ register_fakes()
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that the tests advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -44,7 +44,7 @@ def test_slow_is_reported_once_per_phase_and_stuck_after_every_deadline() -> Non
     board = ActivityBoard(clock)
     watchdog = Watchdog(board, slow_seconds=10, stuck_seconds=30)
     row = board.enter("7", 2)
-    clock.now = 1000.0  # waiting for its turn is neither
+    clock.now = 1000.0  # waiting for a slot is neither slow nor stuck
     assert watchdog.slow("7") == watchdog.stuck("7") == []
     board.does(row, MAKING, attempt=0, turn=0)
     clock.now += 9
@@ -54,7 +54,7 @@ def test_slow_is_reported_once_per_phase_and_stuck_after_every_deadline() -> Non
     clock.now += 1
     assert watchdog.slow("7") == [row]
     assert row.text(clock.now) == "7/2: turn 4, attempt 2, in its environment for 10 s"
-    assert watchdog.slow("7") == []  # once is enough
+    assert watchdog.slow("7") == []  # reported once
     board.does(row, GENERATING, attempt=1, turn=4)
     clock.now += 10
     assert watchdog.slow("7") == [row]
@@ -77,12 +77,12 @@ def test_board_lists_the_longest_running_first() -> None:
     assert board.oldest(["b"]) == []
     assert board.counts()[ACTING] == 3 and board.counts()[WAITING] == 0
     again = board.enter("a", 0)
-    board.leave(rows[0])  # an earlier run of it
+    board.leave(rows[0])  # an earlier attempt of it
     assert again in board.of("a")
 
 
 class Deaf:
-    """An engine whose chosen requests never end and ignore that they are cancelled.
+    """An engine whose chosen requests never end and ignore cancellation.
 
     `deaf`: of each repetition, how many of its first requests.
     """
@@ -113,7 +113,7 @@ async def run_deaf(
     slots: int = 8,
     phase: str = "train",
 ) -> tuple[GroupRunner, list[Trajectory] | Exception]:
-    """One group; the clock runs ten deadlines ahead whenever nothing else happens."""
+    """Run one group; whenever the event loop is idle the clock advances by ten deadlines."""
     clock = Clock()
     engine = Deaf(tokenizer, deaf)
     factory = EnvFactory(EnvironmentConfig())

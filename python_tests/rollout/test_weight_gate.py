@@ -1,4 +1,4 @@
-"""Requests through weight updates: whose version every token is, and that nothing is lost."""
+"""Requests during weight updates: the version of every token, and no lost tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ register_fakes()
 
 
 class Parts:
-    """Gives a fixed response in parts of the given sizes, each the engine's version at its time.
+    """Returns a fixed response in parts of the given sizes, each with the engine's current version.
 
     The logprob of a token is minus its version.
     """
@@ -156,7 +156,7 @@ def test_closed_gate_blocks_requests_and_update_waits_for_running_ones() -> None
         async def interrupt() -> None:
             nonlocal calls
             calls += 1
-            if calls == 3:  # it had not reached the engine before
+            if calls == 3:  # the request has reached the engine only now
                 interrupted.set()
 
         async with gate.closed(interrupt) as number:
@@ -209,7 +209,7 @@ def test_engine_response_beyond_the_limit_is_refused(tiny_tokenizer: Any) -> Non
 
 
 class TwoTurns:
-    """Answers turn by turn; its first requests are held until the test lets go."""
+    """Answers turn by turn; its first requests are blocked until the test releases them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.ids = tokenizer.encode("abcd")
@@ -254,7 +254,7 @@ def test_steps_record_the_versions_of_their_tokens(tiny_tokenizer: Any, in_fligh
             if in_flight:
                 engine.interrupted.set()
             else:
-                engine.let_go.set()  # the turn ends by itself
+                engine.let_go.set()  # the turn ends without interruption
 
         async with gate.closed(interrupt):
             gate.version = 4

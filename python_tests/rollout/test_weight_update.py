@@ -1,4 +1,4 @@
-"""Weight updates: the hand-over file, and the proof that finds an engine with other weights."""
+"""Weight updates: the transfer file, and the verification of the engine's weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROBE = [[1, 2, 3], [4, 5]]
 
 
 class OneNumberModel:
-    """A model whose logprobs are its one weight plus the token's id / 100."""
+    """A model whose logprobs are its single weight plus the token id / 100."""
 
     def __init__(self, weight: float = -2.0) -> None:
         self.weight = weight
@@ -35,7 +35,7 @@ class OneNumberModel:
 
 
 class FakeEngine(OneNumberModel):
-    """An engine that takes updates, or ignores them."""
+    """An engine that applies updates, or ignores them."""
 
     ignores_updates = False
     routes: Callable[[Sequence[int]], np.ndarray]
@@ -73,7 +73,7 @@ def test_effective_update_is_reported() -> None:
 
 @pytest.mark.spec("replay.weight-probe")
 def test_mixture_of_experts_is_compared_at_engine_routes() -> None:
-    """Near a tie both sides may choose another expert: no difference of weights."""
+    """Near a tie both sides may choose different experts with equal weights."""
     trainer, engine = OneNumberModel(), FakeEngine()
     engine.routes = lambda ids: np.full((len(ids), 1, 1), 3, np.uint8)
     seen = []
@@ -181,7 +181,7 @@ def test_next_update_deletes_the_files_of_a_killed_process(tmp_path: Path) -> No
         one.write({"a": torch.zeros(3)})
         other.write({"a": torch.zeros(3)})
         assert not left.exists()
-        assert one.path.exists() and other.path.exists()  # in use: left alone
+        assert one.path.exists() and other.path.exists()  # in use: not deleted
     assert [path.name for path in tmp_path.iterdir()] == ["skyrl_fast-weights-link"]
 
 

@@ -1,4 +1,4 @@
-"""Generation beside training, with rollouts that sample from the model itself, at their own pace.
+"""Asynchronous training, with rollouts that sample from the policy at varying speed.
 
 What is random in a real run (which group ends when) is drawn from a seed here.
 """
@@ -39,7 +39,7 @@ from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.run import TrainResult
 from skyrl_fast.trajectory_store import read_index
 
-CHANGING = ("timing/", "generate/trajectory", "async/num_groups_r")  # the clock's
+CHANGING = ("timing/", "generate/trajectory", "async/num_groups_r")  # depend on the clock
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def settings(folder: Path, name: str, *overrides: str, staleness: int = 1) -> Co
 
 
 class PacedRollouts(FakeRollouts):
-    """Each group takes a drawn number of turns of the event loop; keeps what went on."""
+    """Each group takes a random number of event-loop iterations; records its events."""
 
     def __init__(self, config: Config, model: Any, seed: int) -> None:
         super().__init__(config, model)
@@ -101,11 +101,11 @@ class PacedRollouts(FakeRollouts):
             self.running -= 1
 
     async def fault(self, prompt: Prompt, step: int) -> None:
-        """For tests: what goes wrong."""
+        """Hook for tests that inject faults."""
 
 
 class Maker:
-    """Starts paced rollouts and keeps them."""
+    """Creates and records paced rollouts."""
 
     def __init__(self, seed: int = 0, kind: type[PacedRollouts] = PacedRollouts) -> None:
         self.seed = seed
@@ -122,7 +122,7 @@ def train(config: Config, make: Any = None) -> TrainResult:
 
 
 def trained(outcome: TrainResult) -> list[tuple[int, str, int]]:
-    """(step, uid, repetition) of every trajectory that was trained."""
+    """Return (step, uid, repetition) of every trained trajectory."""
     return [
         (entry.step, entry.uid, entry.repetition_id)
         for entry in read_index(outcome.run_path)
@@ -214,13 +214,13 @@ def test_corrections_work_at_trajectory_scope_on_stale_groups(
     rows = read_metrics(train(config).metrics)[1:]
     assert len(rows) == 6 and max(row["async/staleness_max"] for row in rows) == 2
     assert all(math.isfinite(row[metric]) for row in rows)
-    if "ratio" in metric:  # on policy nothing is masked, later something is
+    if "ratio" in metric:  # nothing is masked on policy, some tokens later
         assert rows[0][metric] == 0 < max(row[metric] for row in rows)
     assert "as if the present policy had sampled them" not in caplog.text
 
 
 class DiedError(Exception):
-    """As by kill -9: nothing may be written any more."""
+    """Simulates kill -9: nothing is written afterwards."""
 
 
 @pytest.mark.spec("async.resume")
@@ -228,7 +228,7 @@ class DiedError(Exception):
 def test_each_sample_is_trained_exactly_once_after_kill_and_resume(
     folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undisturbed = Counter((uid, r) for _, uid, r in trained(train(settings(folder, "whole"))))
+    expected = Counter((uid, r) for _, uid, r in trained(train(settings(folder, "full"))))
     moments = random.Random(seed)
     name = f"killed{seed}"
     outcome = None
@@ -251,7 +251,7 @@ def test_each_sample_is_trained_exactly_once_after_kill_and_resume(
                     assert len(state["groups"]["in_flight"]) <= 12
     once = Counter((uid.partition("~")[0], r) for _, uid, r in trained(outcome))
     assert outcome.step == 12
-    assert once == Counter({(uid.partition("~")[0], r): 2 for uid, r in undisturbed})
+    assert once == Counter({(uid.partition("~")[0], r): 2 for uid, r in expected})
 
 
 @pytest.mark.spec("async.resume")
@@ -300,7 +300,7 @@ def test_dynamic_sampling_replaces_dropped_groups_by_the_next(folder: Path, kind
         good = [uid for uid in data if int(uid) % 3]
         got = [uid.partition("~")[0] for _, uid, r in trained(outcome) if r == 0]
         assert outcome.step == len(good) // 4
-        assert got == good[: 4 * outcome.step]  # in the order of the data, none left out
+        assert got == good[: 4 * outcome.step]  # in data order, without gaps
     else:
         assert outcome.step == 12
 

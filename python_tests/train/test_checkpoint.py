@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there; the run folder has one owner."""
+"""Checkpoints are atomic; the run folder has one owner."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, error: Exceptio
 
 
 def test_write_to_a_full_device(tmp_path: Path) -> None:
-    """/dev/full refuses every write, as a full disk does."""
+    """/dev/full refuses every write, like a full disk."""
 
     def fail(folder: Path) -> None:
         with open("/dev/full", "wb", buffering=0) as full:
@@ -137,8 +137,8 @@ def test_next_checkpoint_deletes_the_files_left_by_a_kill(tmp_path: Path) -> Non
         (tmp_path / left).mkdir(parents=True)
         (tmp_path / left / "weights").write_text("half")
     (tmp_path / "step_000003").mkdir()
-    write_checkpoint(tmp_path, 5, write_text("whole"))  # never step 2 again
-    # The one without its successor is whole: the kill came between the two renames.
+    write_checkpoint(tmp_path, 5, write_text("complete"))  # step 2 is not written again
+    # Without its successor it is complete: the kill came between the two renames.
     assert names(tmp_path) == [".step_000004.old", "step_000003", "step_000005"]
 
 
@@ -146,7 +146,7 @@ def test_kill_while_deleting_leaves_no_partial_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path, 1, write_text("good"))
-    monkeypatch.setattr("shutil.rmtree", lambda path, **options: None)  # killed in there
+    monkeypatch.setattr("shutil.rmtree", lambda path, **options: None)  # killed during the deletion
     write_checkpoint(tmp_path, 2, write_text("next"), keep=1)
     assert [step for step, _ in checkpoints(tmp_path)] == [2]
 
@@ -219,7 +219,7 @@ def test_metrics_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
         sink.write(step, {"x": step / 2})
     sink.close()
     with path.open("a") as file:
-        file.write('{"step": 5, "x"')  # cut by a crash
+        file.write('{"step": 5, "x"')  # truncated by a crash
     sink = JsonlLogger(replace(run, last_step=2))
     sink.write(3, {"x": 9.0})
     sink.close()

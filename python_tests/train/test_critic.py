@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def make_batch(prompts: int = 4) -> StepBatch:
-    """Two trajectories of two steps for each prompt; a last token that is not trained."""
+    """Return two trajectories of two steps per prompt; the last token is not trained."""
     generator = torch.Generator().manual_seed(5)
     output: dict = {"trajectory_ids": [], "is_last_step": []}
     for name in ("prompt_token_ids", "response_ids", "loss_masks", "rewards"):
@@ -60,9 +60,9 @@ def make_critic(model: ValueModel | None = None, **options: object) -> Critic:
     ("value", "old", "target", "clip", "loss", "held"),
     [
         (1.0, 0.0, 3.0, None, 2.0, False),
-        (0.1, 0.0, 3.0, 0.2, 0.5 * 2.9**2, False),  # within the clip: the plain square
-        (1.0, 0.0, 1.0, 0.5, 0.125, True),  # went past the clip: only 0.5 of the way counts
-        (1.0, 0.0, -1.0, 0.5, 2.0, False),  # went the wrong way: the full error counts
+        (0.1, 0.0, 3.0, 0.2, 0.5 * 2.9**2, False),  # within the clip: the plain squared error
+        (1.0, 0.0, 1.0, 0.5, 0.125, True),  # moved past the clip: only 0.5 of the way counts
+        (1.0, 0.0, -1.0, 0.5, 2.0, False),  # moved the wrong way: the full error counts
     ],
 )
 def test_value_loss_by_hand(

@@ -1,4 +1,4 @@
-"""A user's loss and estimator through the trainer, by the package's public names alone."""
+"""Custom losses and estimators in the trainer, with public names only."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_sequence_scope_loss_keeps_trajectories_together(folder: Path) -> None:
     wanted = metrics_of(folder, "built_in", f"{LOSS}=gspo", *extra)
     got = metrics_of(folder, "user", f"{LOSS}=test_gspo", *extra)
     assert_same_curve(wanted, got)
-    # what the decorator declared counts for module:function too
+    # the decorator's options also apply to module:function
     other = metrics_of(folder, "named", f"{LOSS}=custom_algorithms:gspo", *extra)
     for row, same in zip(wanted, other, strict=True):
         assert row.get("policy/num_micro_batches") == same.get("policy/num_micro_batches")
@@ -98,7 +98,7 @@ def test_mini_batch_scope_loss_is_not_split(folder: Path) -> None:
 
 
 def test_loss_from_a_file_with_settings(folder: Path) -> None:
-    """Where eps is so small that almost all is clipped, the settings have arrived."""
+    """With a tiny eps almost every token is clipped, which shows that the settings are used."""
     path = folder / "mine.py"
     path.write_text("from custom_algorithms import *\n")
     given = ("trainer.algorithm.policy_loss_kwargs.eps=0.0001", "trainer.update_epochs_per_batch=2")
@@ -108,7 +108,7 @@ def test_loss_from_a_file_with_settings(folder: Path) -> None:
     assert_same_curve(wanted, got)
 
 
-# --- the loss alone -------------------------------------------------------------------------------
+# --- outside the trainer -------------------------------------------------------------------------
 
 
 def cells() -> dict[str, Any]:
@@ -195,7 +195,7 @@ def test_custom_estimator_trains_like_the_built_in_one(folder: Path, way: tuple[
 def test_custom_estimator_settings_and_normalization(folder: Path) -> None:
     normalized = ("trainer.algorithm.advantage_batch_normalize=true",)
     wanted = metrics_of(folder, "built_in", f"{ESTIMATOR}=rloo", *normalized)
-    scale = "trainer.algorithm.advantage_estimator_kwargs.scale=8.0"  # normalized away
+    scale = "trainer.algorithm.advantage_estimator_kwargs.scale=8.0"  # removed by the normalization
     name = f"{ESTIMATOR}=custom_algorithms:rloo"
     assert_same_curve(wanted, metrics_of(folder, "user", name, scale, *normalized))
 

@@ -1,4 +1,4 @@
-"""Groups that teach something: judged by outcomes, kept whole, replaced by copies of their own."""
+"""Informative groups: selected by outcomes, kept complete, replaced by copies."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def informative(batch: StepBatch, scope: str = "trajectory", tolerance: float = 
     return informative_groups(sequences(batch, scope), tolerance=tolerance).tolist()
 
 
-# --- what is informative -------------------------------------------------------------------------
+# --- informative groups --------------------------------------------------------------------------
 
 
 @pytest.mark.spec("filter.informative-group")
@@ -78,7 +78,7 @@ def test_two_successes_of_three_turns_are_not_informative() -> None:
     turns = [Row("a", 0, 0.0), Row("a", 0, 0.0), Row("a", 0, 1.0)]
     turns += [Row("a", 1, 0.0), Row("a", 1, 0.0), Row("a", 1, 1.0)]
     assert informative(batch_of(*turns)) == [False]
-    # Judged by all steps, the zeros of the first turns would look like failures.
+    # If all steps counted, the zeros of the first turns would look like failures.
     assert informative(batch_of(*turns), "row") == [True]
 
 
@@ -90,8 +90,8 @@ def test_informative_groups() -> None:
         Row("alone", 0, 0.0),
         Row("failures", 0, 0.0),
         Row("failures", 1, 0.0),
-        Row("success beside a stub", 0, 1.0),
-        Row("success beside a stub", 1, 0.0, "env_error", ""),
+        Row("success next to a placeholder", 0, 1.0),
+        Row("success next to a placeholder", 1, 0.0, "env_error", ""),
         Row("two of three", 0, 1.0),
         Row("two of three", 1, 0.0),
         Row("two of three", 2, 0.0, "env_error", ""),
@@ -104,7 +104,7 @@ def test_informative_groups() -> None:
         "differ": True,
         "alone": True,
         "failures": False,
-        "success beside a stub": False,
+        "success next to a placeholder": False,
         "two of three": True,
         "tokens": True,
     }
@@ -187,7 +187,7 @@ def test_filter_collects_over_batches_and_never_cuts_a_group() -> None:
 def test_filter_fails_after_its_limit() -> None:
     groups = sampling("filter", 2, max_sample_batches=2)
     groups.add(group("a", 1.0, 1.0) + group("b", 1.0, 1.0), set())
-    groups.add(group("c", 1.0, 0.0), {"c"})  # one that was missing, by itself
+    groups.add(group("c", 1.0, 0.0), {"c"})  # a single missing group
     with pytest.raises(DynamicSamplingError, match=r"after 2 batches of prompts 1 of 4 sampled"):
         groups.add(group("d", 0.0, 0.0), set())
 

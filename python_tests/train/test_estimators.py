@@ -1,4 +1,4 @@
-"""Estimators of credit in the trainer: what they read, their settings, whole runs."""
+"""Advantage estimators in the trainer: their inputs, settings, and complete runs."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_reward_of_an_empty_response_is_kept() -> None:
     others = [step(8.0, length=0), step(1.0)]
     batch, _ = training_batch([trajectory("a", 0, steps), trajectory("a", 1, others)], config())
     got = advantages(batch, estimator="reinforce++")
-    to_go = torch.tensor([7.0, 7, 2, 2, 1, 1])  # the 8 came before anything was done
+    to_go = torch.tensor([7.0, 7, 2, 2, 1, 1])  # the 8 came before the first trained token
     torch.testing.assert_close(got, (to_go - to_go.mean()) / to_go.std(correction=0))
 
 
@@ -194,7 +194,7 @@ def test_merged_rows_keep_every_reward() -> None:
 def test_anchor_is_the_last_environment_message() -> None:
     failed = trajectory("a", 2, [step(0.0), step(0.0)], failure="RuntimeError: gone")
     none = trajectory("a", 3, [], stop_reason="length")
-    # start, hall | start, hall, "" | start | start: an observation without words is not the start
+    # start, hall | start, hall, "" | start | start: an empty observation is not the start
     assert anchor_ids([*group(), failed, none]).tolist() == [0, 1, 0, 1, 2, 0, 0]
 
 
@@ -258,7 +258,7 @@ def test_critic_has_separate_defaults() -> None:
     assert settings.trainer.policy.optimizer_config.lr == 1e-6
 
 
-# --- whole runs --------------------------------------------------------------------------------
+# --- complete runs -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -288,7 +288,7 @@ class RewardsEachStep(FakeRollouts):
 
 
 class DiedError(Exception):
-    """As by kill -9."""
+    """Simulates kill -9."""
 
 
 def run(folder: Path, name: str, *overrides: str, death: int = -1) -> TrainResult:
@@ -351,7 +351,7 @@ def test_gae_policy_and_critic_learn(folder: Path) -> None:
     )
     rows = read_metrics(outcome.metrics)
     assert rows[0]["critic/optimizer_steps"] == 4 and rows[0]["policy/optimizer_steps"] == 2
-    # The returns vary more as the policy learns, so the loss alone says little.
+    # The returns vary more as the policy learns, so the loss alone is not conclusive.
     explained = [row["critic/explained_variance"] for row in rows]
     assert sum(explained[-4:]) > sum(explained[:4]) + 0.4
     reward = [row["reward/avg_raw_reward"] for row in rows]
@@ -364,7 +364,7 @@ def test_resumed_gae_run_equals_an_uninterrupted_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = [*gae_settings(folder), "trainer.epochs=3"]
-    expected = run(folder, "whole", *options)
+    expected = run(folder, "full", *options)
     with monkeypatch.context() as patch, pytest.raises(DiedError):
         patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
         run(folder, "broken", *options, death=3)

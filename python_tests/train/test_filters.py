@@ -24,7 +24,7 @@ Result = tuple[StepBatch, dict[str, float]]
 
 
 def applied(name: str, batch: StepBatch, *options: Any, scope: str = "trajectory") -> Result:
-    """Apply a filter; the sequences that it hands on must be those of the batch that it returns."""
+    """Apply a filter; the sequences it returns must be those of the batch it returns."""
     function = getattr(filters, name)
     filtered, units, metrics = function(batch, sequences(batch, scope), *options)
     for field, value in asdict(sequences(filtered, scope)).items():
@@ -58,7 +58,7 @@ def filter_groups(batch: StepBatch, config: Config) -> Result:
 
 
 def two_turns_cut() -> StepBatch:
-    """Trajectory 0 is cut in its second turn; trajectory 1 had a cut turn, but came to its end."""
+    """Trajectory 0 is truncated in its second turn; trajectory 1 in its first, but it finished."""
     return batch_of(
         Row("a", 0, 0.0, "stop"),
         Row("a", 0, 1.0, "length", "110"),
@@ -76,7 +76,7 @@ def test_overlong_masks_the_trajectory_by_its_last_row() -> None:
     batch, metrics = overlong_filter(two_turns_cut())
     assert masks_of(batch) == ["00", "000", "11", "11", "1"]
     assert metrics == {"generate/num_overlong_filtered": 1.0}
-    assert batch.row_rewards.tolist() == [0, 1, 0, 1, 1]  # still an outcome of its group
+    assert batch.row_rewards.tolist() == [0, 1, 0, 1, 1]  # its outcome still counts in the group
 
 
 @pytest.mark.spec("loss.sequence-scope")
@@ -107,7 +107,7 @@ def test_reward_of_an_unfinished_trajectory_is_zero_on_all_its_rows() -> None:
     assert filtered.rewards.tolist() == [0, 0, 0, 0, 0, 1]
     assert filtered.row_rewards.tolist() == [0, 0, 1]
     assert metrics == {"generate/num_zeroed_rewards": 1.0}
-    assert batch.rewards.tolist() == [0.5, 0.5, 0.25, 1, 0, 1]  # the given batch is as it was
+    assert batch.rewards.tolist() == [0.5, 0.5, 0.25, 1, 0, 1]  # the given batch is unchanged
 
 
 @pytest.mark.spec("loss.sequence-scope")
@@ -147,7 +147,7 @@ def test_equal_outcomes_mask_the_group() -> None:
             Row("b", 0, 0.0),  # b: one of two
             Row("b", 0, 1.0),
             Row("b", 1, 0.0),
-            Row("c", 0, 1.0),  # c: alone, nothing to compare
+            Row("c", 0, 1.0),  # c: a single trajectory, nothing to compare
         )
     )
     assert masks_of(batch) == ["00", "00", "00", "11", "11", "11", "11"]
@@ -182,13 +182,13 @@ def test_tolerance() -> None:
 
 @pytest.mark.spec("filter.order", "filter.zero-variance")
 def test_placeholders_and_masked_trajectories_are_not_compared() -> None:
-    # Two successes and a stub of reward 0: the spread would be the flaky environment's.
+    # Two successes and a placeholder of reward 0, which would add variance.
     batch, metrics = zero_variance_filter(
         batch_of(
             Row("a", 0, 1.0),
             Row("a", 1, 0.0, "env_error", ""),
             Row("a", 2, 1.0),
-            Row("b", 0, 1.0),  # one live trajectory: nothing to compare, it stays
+            Row("b", 0, 1.0),  # one live trajectory: nothing to compare, it is kept
             Row("b", 1, 0.0, "env_error", ""),
         )
     )
@@ -259,7 +259,7 @@ def test_filters_require_stop_reasons() -> None:
         overlong_filter(batch, scope="group")
 
 
-# --- any batch -----------------------------------------------------------------------------------
+# --- random batches ------------------------------------------------------------------------------
 
 row_facts = st.tuples(
     st.sampled_from([0.0, 1.0, 2.0]),
@@ -273,10 +273,10 @@ tables = st.lists(groups, min_size=1, max_size=4)
 
 def rows_of(table: list) -> list[Row]:
     return [
-        Row(f"g{g}", t, *facts)
+        Row(f"g{g}", t, *fields)
         for g, group in enumerate(table)
         for t, trajectory in enumerate(group)
-        for facts in trajectory
+        for fields in trajectory
     ]
 
 

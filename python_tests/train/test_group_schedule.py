@@ -1,4 +1,4 @@
-"""The order, bound and names of groups on their way: a state machine, driven by hypothesis."""
+"""Order, staleness bound and names of groups in flight: a state machine tested by hypothesis."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_two_steps_by_hand() -> None:
     schedule.take(batch)
     assert schedule.staleness(batch) == [0, 0]
     assert schedule.consume() == [a, b]
-    assert schedule.room() == 0  # the engine has not got the new version
+    assert schedule.room() == 0  # the engine does not have the new version yet
     schedule.advance(1)
     assert schedule.room() == 2
     assert schedule.next_ready(2) == [c, d]
@@ -86,7 +86,7 @@ def test_repeated_prompt_is_another_group() -> None:
     schedule = GroupSchedule(batch_size=3, max_staleness=1)
     groups = started(schedule, "a", "b", "a")
     assert [group.name for group in groups] == ["a", "b", "a~1"]
-    schedule.drop(groups[0])  # its samples of this version were made under this name
+    schedule.drop(groups[0])  # samples of this version already have this name
     assert schedule.accept("a", prompt=0, place=(1, 0)).name == "a~2"
     for group in groups[1:]:
         schedule.finish(group)
@@ -135,7 +135,7 @@ def test_group_older_than_the_bound_is_refused() -> None:
 def test_order_bound_and_names_are_invariant(
     data: st.DataObject, batch_size: int, max_staleness: int
 ) -> None:
-    """Groups end in any order, some are dropped, the trainer takes what it may."""
+    """Groups finish in any order, some are dropped, the trainer takes those that are allowed."""
     schedule = GroupSchedule(batch_size=batch_size, max_staleness=max_staleness)
     consumed: list[Group] = []
     given_out = 0

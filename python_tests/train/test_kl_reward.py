@@ -1,4 +1,4 @@
-"""KL in the reward, by hand and against loops; the coefficient that follows a target."""
+"""KL in the reward, by hand and against loops; the adaptive coefficient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl_fast.train.algorithm.kl_reward import kl_in_reward, next_kl_coef
 
 
 def with_differences(batch: StepBatch, differences: list[float]) -> StepBatch:
-    """The batch with log-probabilities that differ from the reference's by these, per token."""
+    """Return the batch with the given differences to the reference log-probabilities."""
     ref = torch.full((len(differences),), -2.0)
     return batch.with_(old_logprobs=ref + torch.tensor(differences), ref_logprobs=ref)
 
@@ -36,7 +36,7 @@ def test_penalty_of_each_token_and_of_the_trajectory() -> None:
     # Each token's own penalty, and the first row's 0.075 on the last row's last token.
     want = [-0.05, -0.025, -0.1, 1.0 - 0.075, 0.0, -0.05]
     torch.testing.assert_close(batch.rewards, torch.tensor(want))
-    # Scores: 1 less the penalty of all trained tokens of the trajectory.
+    # Scores: 1 minus the penalty of all trained tokens of the trajectory.
     torch.testing.assert_close(batch.row_rewards, torch.tensor([-0.075, 0.825, -0.05]))
     assert metrics == {
         "loss/avg_kl": pytest.approx(((0.5 + 0.25 + 1.0) / 3 + 0.5 / 2) / 2),

@@ -1,4 +1,4 @@
-"""The policy: logprobs are Hugging Face's own, gradients do not depend on the split."""
+"""The policy: logprobs equal Hugging Face's, gradients do not depend on the split."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rollout_batch(model: Any, num_prompts: int = 4, samples: int = 4) -> StepBat
 
 
 def mixed_batch(seed: int = 0) -> StepBatch:
-    """Rows of many lengths, some masked tokens, an all-masked and an empty row."""
+    """Return rows of many lengths, with masked tokens, an all-masked row and an empty row."""
     rng = np.random.default_rng(seed)
     shapes = [(3, 4), (9, 1), (1, 6), (5, 5), (2, 0), (4, 3), (7, 2), (2, 2)]
     output: dict[str, Any] = {
@@ -56,7 +56,7 @@ def mixed_batch(seed: int = 0) -> StepBatch:
 
 
 def full_logprobs(model: Any, batch: StepBatch) -> torch.Tensor:
-    """(A,) by the model's own logits, one row at a time."""
+    """Return (A,) logprobs from the model's full logits, one row at a time."""
     result = []
     for row in range(batch.num_rows):
         tokens = batch.tokens[batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]].long()
@@ -89,7 +89,7 @@ def test_head_dtype_follows_the_forward_pass_or_the_setting(
     tolerance: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Norms leave float32 under autocast; the product with the vocabulary must not follow them."""
+    """Norms return float32 under autocast; the head must not follow them."""
     seen, chosen = [], policy_module.linear_logprob
 
     def spy(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> Any:
@@ -127,7 +127,7 @@ def test_growing_steps_share_a_sequence() -> None:
 def test_rewritten_context_has_its_own_sequence() -> None:
     batch = rollout_batch(tiny_model())
     tokens = batch.tokens.clone()
-    tokens[int(batch.cu_seqlens[1])] += 1  # the second step's context begins otherwise
+    tokens[int(batch.cu_seqlens[1])] += 1  # the second step's context starts differently
     hosts = sequence_hosts(batch.with_(tokens=tokens), np.ones(batch.num_rows, dtype=bool))
     assert hosts[:4].tolist() == [0, 1, 3, 3]
 
@@ -172,14 +172,14 @@ def test_metrics_do_not_depend_on_the_split() -> None:
         )
         for budget in (10_000, 20, 1)
     ]
-    whole = found[0]
-    both = whole["policy/policy_loss"] + 0.5 * whole["policy/kl_loss"]
-    assert both == pytest.approx(whole["policy/loss"], rel=1e-5)
+    full = found[0]
+    both = full["policy/policy_loss"] + 0.5 * full["policy/kl_loss"]
+    assert both == pytest.approx(full["policy/loss"], rel=1e-5)
     split = {"policy/num_micro_batches", "policy/forward_tokens"}
     for other in found[1:]:
-        assert other.keys() == whole.keys()
-        for name in whole.keys() - split:
-            assert other[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
+        assert other.keys() == full.keys()
+        for name in full.keys() - split:
+            assert other[name] == pytest.approx(full[name], rel=1e-4, abs=1e-6), name
 
 
 def test_masked_tokens_have_no_gradient() -> None:
@@ -305,7 +305,7 @@ def test_schedules() -> None:
 
 
 class _Casts(TorchDispatchMode):
-    """Remembers what was cast to bfloat16."""
+    """Records the tensors cast to bfloat16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -398,7 +398,7 @@ def test_trained_row_without_a_prompt_is_refused() -> None:
 def test_resume_with_a_parameter_without_gradients(tmp_path: Path) -> None:
     def made() -> tuple[Policy, Optimizer]:
         model = tiny_model()
-        model.unused = torch.nn.Parameter(torch.ones(3))  # as an expert that no token was sent to
+        model.unused = torch.nn.Parameter(torch.ones(3))  # like an expert that received no tokens
         policy = Policy(model)
         return policy, Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=4)
 

@@ -1,4 +1,4 @@
-"""The order of prompts over epochs, and the files they come from."""
+"""The order of prompts over epochs, and prompt files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of ranks: calls that reach them, their faults, their ends; a whole run of two."""
+"""The processes of ranks: calls, faults and exits; a complete run with two ranks."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def test_rank_that_exits_while_idle_is_named_by_the_next_call(
     other = probe.processes()[1]
     os.kill(other, signal.SIGKILL)
     assert gone(other)
-    time.sleep(1.0)  # else rank 0 would be gone by now
+    time.sleep(1.0)  # otherwise rank 0 would have exited by now
     with pytest.raises(RankError, match="rank 1 ended with exit code -9"):
         probe.processes()
 
 
 def listening(process: int) -> set[str]:
-    """The addresses that a process listens on, as /proc writes them."""
+    """Return the addresses that a process listens on, as in /proc."""
     links = (os.readlink(f) for f in Path(f"/proc/{process}/fd").iterdir() if f.is_symlink())
     own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     found = set()
@@ -185,7 +185,7 @@ from skyrl_fast.train.parallel.rank_processes import started_ranks
 if __name__ == "__main__":
     with started_ranks(2, Probe, cuda=False, folder=Path(".")) as ranks:
         processes = Probe(ranks).processes()
-        tool = os.fork()  # has all that is open here
+        tool = os.fork()  # inherits all open files
         if tool:
             print(*processes, tool, flush=True)
         time.sleep(60)
@@ -263,7 +263,7 @@ def test_run_with_a_changed_number_of_ranks_equals_that_of_one(folder: Path) -> 
     one, two = (steady(folder / name / "metrics.jsonl") for name in ("alone", "shared"))
     assert len(one) == len(two)
     for wanted, found in zip(one, two, strict=True):
-        assert found.keys() >= wanted.keys()  # its parts end with evaluations
+        assert found.keys() >= wanted.keys()  # each part ends with an evaluation
         for name in {"reward/avg_raw_reward", "policy/grad_norm", "policy/loss"} & wanted.keys():
             assert found[name] == pytest.approx(wanted[name], rel=1e-2, abs=1e-4), name
     assert (folder / "shared" / "rank_1.log").exists()

@@ -1,4 +1,4 @@
-"""Which micro-batches a rank takes; docs/spec.md section 7."""
+"""Assignment of micro-batches to ranks; docs/spec.md section 7."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_fast.train.parallel.ranks import Ranks
 
 
 def micros_of(lengths: list[int]) -> Callable[[int], list[MicroBatch]]:
-    """A plan that fills micro-batches with rows of these lengths, in order."""
+    """Return a plan that fills micro-batches with rows of these lengths, in order."""
 
     def plan(budget: int) -> list[MicroBatch]:
         parts: list[list[int]] = []
@@ -58,5 +58,5 @@ def test_batch_below_the_budget_is_shared() -> None:
     plan = micros_of([10] * 8)
     shares = [own_micro_batches(plan, 1000, Ranks(rank, 4)) for rank in range(4)]
     assert [[micro.input_ids.numel() for micro in share] for share in shares] == [[20]] * 4
-    whole = [own_micro_batches(plan, 1000, Ranks(r, 4), divisible=False) for r in range(4)]
-    assert [[micro.input_ids.numel() for micro in share] for share in whole] == [[80], *[[1]] * 3]
+    full = [own_micro_batches(plan, 1000, Ranks(r, 4), divisible=False) for r in range(4)]
+    assert [[micro.input_ids.numel() for micro in share] for share in full] == [[80], *[[1]] * 3]

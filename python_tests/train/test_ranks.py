@@ -1,4 +1,4 @@
-"""Several ranks train as one does; docs/spec.md section 7."""
+"""Training with several ranks equals training with one; docs/spec.md section 7."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from skyrl_fast.train.parallel.ranks import ALONE
 from skyrl_fast.train.update import update_policy
 
 CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-6}  # float32 sums in another order
-NUM_RANKS = 3  # no power of two, and no divisor of the widths
+NUM_RANKS = 3  # neither a power of two nor a divisor of the widths
 
 
 @dataclass(slots=True)
 class Both:
-    """The same models, of one rank and of several."""
+    """The same models, with one rank and with several."""
 
     alone: Models
     shared: Models
@@ -60,7 +60,7 @@ def assert_close(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> 
     assert one.keys() == two.keys()
     for name in one:
         if name.endswith("k_proj.bias"):
-            continue  # softmax does not see it: its gradient is noise, which AdamW makes a step of
+            continue  # softmax ignores it: a noise gradient, which AdamW makes a step
         torch.testing.assert_close(one[name], two[name], msg=name, **CLOSE)
 
 
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[str, AlgorithmConfig]] = {
     "replayed routes": ("experts", AlgorithmConfig()),
     "replayed routes, activations made again": ("checkpointed", AlgorithmConfig()),
     "ratio of a trajectory": ("untied", AlgorithmConfig(policy_loss_type="gspo")),
-    "loss of the whole mini-batch": ("untied", AlgorithmConfig(policy_loss_type="clip_cov")),
+    "loss of the full mini-batch": ("untied", AlgorithmConfig(policy_loss_type="clip_cov")),
     "KL to a reference": ("untied", AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)),
 }
 

@@ -1,4 +1,4 @@
-"""Router replay: recorded experts, the router's own gates for them, gradients to the router."""
+"""Router replay: recorded experts, their gates from the router, gradients to the router."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_replaying_model_routes_gives_the_same_logits(kind: str) -> None:
             assert torch.equal(replayed, free)
         with replay.routes((routes + 1) % NUM_EXPERTS, everywhere(IDS)):
             assert not torch.allclose(model(input_ids=IDS).logits, free, atol=1e-2)
-        assert torch.equal(model(input_ids=IDS).logits, free)  # outside: as ever
+        assert torch.equal(model(input_ids=IDS).logits, free)  # outside the context: unchanged
 
 
 @pytest.mark.spec("replay.recorded-experts")
@@ -61,11 +61,11 @@ def test_other_routes_equal_a_handwritten_block() -> None:
     hidden = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(0))
     routes = random_routes((7,), layers=1)
     replay = RouterReplay(torch.nn.ModuleDict({"block": block}))
-    block(hidden)  # finds the formula of the weights
+    block(hidden)  # detects the formula of the gate weights
     with replay.routes(routes, everywhere(hidden[0, :, 0])):
         got = block(hidden)[0]
     wanted = block_by_hand(block, hidden[0], routes[:, 0])
-    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)  # other order of sums
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)  # other order of summation
 
 
 def test_unnormalized_gate_weights_are_kept() -> None:
@@ -85,7 +85,7 @@ def test_unnormalized_gate_weights_are_kept() -> None:
 
 @pytest.mark.spec("replay.recorded-experts")
 def test_router_gets_gradients_through_the_gates() -> None:
-    """Moving a router's weight moves the replayed loss as its gradient says; the choice stays."""
+    """A finite difference of a router weight matches its gradient; the experts are fixed."""
     model = tiny_moe().double()
     model.set_experts_implementation("eager")  # the default one has no float64
     weight = model.model.layers[0].mlp.gate.weight
@@ -121,7 +121,7 @@ def test_tokens_without_a_route_are_routed_freely() -> None:
     wrong = torch.where(masked[..., None, None], torch.zeros_like(routes), routes)
     with torch.no_grad():
         free = model(input_ids=IDS).logits
-        with replay.routes(wrong, masked):  # what stands in masked cells does not count
+        with replay.routes(wrong, masked):  # values in masked cells are ignored
             assert torch.equal(model(input_ids=IDS).logits, free)
         with replay.routes(random_routes(IDS.shape), torch.ones_like(masked)):
             assert torch.equal(model(input_ids=IDS).logits, free)
@@ -136,7 +136,7 @@ def test_route_columns_of_dense_layers_are_ignored() -> None:
     replay = RouterReplay(model)
     own = own_routes(model, IDS)
     assert own.shape[2] == 1
-    padded = torch.cat([torch.zeros_like(own), own], 2)  # as vLLM counts: all layers
+    padded = torch.cat([torch.zeros_like(own), own], 2)  # as in vLLM: all layers
     with torch.no_grad():
         free = model(input_ids=IDS).logits
         for routes in (own, padded):
@@ -205,14 +205,14 @@ def test_models_without_known_routers_are_refused() -> None:
 
 
 def routed_batch(*, agree: bool = True, captured: int | None = None) -> StepBatch:
-    """Two trajectories: one of two steps that go on from each other, one of one step."""
+    """Return two trajectories: one of two steps with a growing context, one of one step."""
     prompts = [[3, 4, 5], [3, 4, 5, 6, 7, 8], [9, 10]]
     responses = [[6, 7], [9, 9, 4], [11, 12]]
-    whole = random_routes((8,), seed=5).numpy().astype(np.uint8)
-    second = whole.copy()
+    full = random_routes((8,), seed=5).numpy().astype(np.uint8)
+    second = full.copy()
     if not agree:
         second[1] = (second[1] + 1) % NUM_EXPERTS
-    records = [whole[:4], second, random_routes((3,), seed=6).numpy().astype(np.uint8)]
+    records = [full[:4], second, random_routes((3,), seed=6).numpy().astype(np.uint8)]
     if captured is not None:
         records[2] = records[2][:captured]
     output: dict[str, Any] = {
@@ -230,7 +230,7 @@ def routed_batch(*, agree: bool = True, captured: int | None = None) -> StepBatc
 
 
 def logprobs_by_row(model: Any, batch: StepBatch) -> torch.Tensor:
-    """(A,) each row alone, by the model's full logits at the row's own record."""
+    """Return (A,) logprobs, each row separately, from full logits with the row's record."""
     replay = RouterReplay(model)
     result = []
     for row in range(batch.num_rows):
@@ -319,7 +319,9 @@ def test_logprobs_of_a_sequence_at_given_routes() -> None:
     own = own_routes(policy.model, torch.tensor([tokens]))[0].numpy().astype(np.uint16)
     free = policy.sequence_logprobs(tokens)
     assert policy.sequence_logprobs(tokens, own) == free
-    assert policy.sequence_logprobs(tokens, own[:-1]) == free  # the last token predicts nothing
+    assert (
+        policy.sequence_logprobs(tokens, own[:-1]) == free
+    )  # the last token's logits are not used
     other = policy.sequence_logprobs(tokens, (own + 1) % NUM_EXPERTS)
     assert max(abs(a - b) for a, b in zip(other, free, strict=True)) > 0.05
     with pytest.raises(ValueError, match="router_replay is off"):

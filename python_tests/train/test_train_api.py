@@ -1,4 +1,4 @@
-"""`skyrl_fast.train`: forms of its arguments, callbacks, signals."""
+"""`skyrl_fast.train`: argument types, callbacks, signals."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def test_prompt_formats(tmp_path: Path) -> None:
     assert texts == [["plain"], ["s", "u"], ["row"], ["from a file"], ["from a file"]]
     assert [p.env_class for p in found] == ["d", "d", "own", "d", "d"]
     assert [p.env_extras for p in found] == [{}, {}, {"n": 1}, {"answer": 3}, {"answer": 3}]
-    for whole in (file, str(file)):
-        (one,) = prompts_from(whole, default_env_class="d")
+    for full in (file, str(file)):
+        (one,) = prompts_from(full, default_env_class="d")
         assert one.env_extras == {"answer": 3}
     assert len(prompts_from(({"prompt": str(i)} for i in range(3)), default_env_class="d")) == 3
     assert prompts_from(["Fix data.json"], default_env_class="d")[0].messages == [
@@ -236,7 +236,7 @@ def test_given_environment_applies_to_every_row(folder: Path) -> None:
     config = settings(folder, "run", "trainer.epochs=1")
     skyrl_fast.train(config, prompts=rows, reward=lucky, make_rollouts=recorder)
     assert recorder.rollouts[0].config.environment.env_class == "lucky"
-    assert config.environment.env_class == "gsm8k"  # the caller's stays
+    assert config.environment.env_class == "gsm8k"  # the caller's object is unchanged
     skyrl_fast.train(settings(folder, "b", "trainer.epochs=1"), env="m:E", make_rollouts=recorder)
     assert recorder.rollouts[1].config.environment.env_class == "m:E"
 
@@ -286,7 +286,7 @@ class Stop(Callback):
         ("eval", 0, 0, "Stop"),
         ("step", 1, 1, "Stop"),
         ("eval", 2, 2, "Stop"),
-        ("step", 6, 6, None),  # it was the last one
+        ("step", 6, 6, None),  # the last step
     ],
 )
 def test_callbacks_end_a_run_with_a_checkpoint(

@@ -1,4 +1,4 @@
-"""Whole runs whose rollouts sample from the model itself: learning, rows, settings, evaluation."""
+"""Complete runs whose rollouts sample from the policy: learning, rows, settings, evaluation."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def test_store_contains_the_trained_values(folder: Path, overrides: list[str]) -
             assert step.loss_mask.tolist() == [1, 1]
             assert step.advantages.tolist() == pytest.approx([trajectory.entry.advantage] * 2)
             seen = ~np.isnan(step.trainer_logprobs)
-            # Rows of advantage 0 are not run, unless all log-probabilities were made before.
+            # Rows with advantage 0 are skipped, unless old log-probabilities are computed.
             assert seen.all() or trajectory.entry.advantage == 0
-            # The sampler is the trainer's own model: what differs is rounding.
+            # The sampler is the trainer's model: only rounding differs.
             gap = np.abs(step.trainer_logprobs - step.rollout_logprobs)[seen]
             assert (gap < 1e-4).all()
             compared += len(gap)
@@ -181,7 +181,7 @@ def test_overlong_and_unfinished_filters_from_the_settings(folder: Path) -> None
             self, prompts: Sequence[Prompt], *, step: int, phase: str
         ) -> list[Trajectory]:
             trajectories = await super().generate(prompts, step=step, phase=phase)
-            first = 3 if len(self.calls[-1][2]) == 1 else 0  # of the batch's first group
+            first = 3 if len(self.calls[-1][2]) == 1 else 0  # the batch's first group
             for one in trajectories[:first]:
                 one.stop_reason = one.steps[-1].stop_reason = "length"
                 one.steps[-1].reward = 1.0
@@ -200,7 +200,9 @@ def test_overlong_and_unfinished_filters_from_the_settings(folder: Path) -> None
     assert row["generate/num_zeroed_rewards"] == 3
     assert row["generate/num_overlong_filtered"] == 3
     assert row["reward/avg_raw_reward"] == 0.0
-    assert row["generate/avg_tokens_non_zero_rewards"] == 4  # rollouts as they were sampled
+    assert (
+        row["generate/avg_tokens_non_zero_rewards"] == 4
+    )  # metrics of the rollouts before filters
 
 
 @pytest.mark.spec("advantage.kl-in-reward", "advantage.kl-controller", "advantage.kl-resume")
@@ -212,7 +214,7 @@ def test_kl_in_the_reward_starts_at_zero_and_its_coefficient_survives_a_resume(
         "trainer.algorithm.kl_loss_coef=0.5",
         "trainer.algorithm.kl_ctrl={type: adaptive, kl_target: 0.01, horizon: 64}",
     ]
-    expected = train(settings(folder, "whole", *wanted))
+    expected = train(settings(folder, "full", *wanted))
     rows = read_metrics(expected.metrics)[1:]
     assert rows[0]["loss/avg_kl"] == pytest.approx(0.0, abs=1e-6)  # the reference is the start
     assert rows[0]["loss/kl_loss_coef"] == 0.5

@@ -1,4 +1,4 @@
-"""Batches in which trajectories failed, or all of them did."""
+"""Batches in which some or all trajectories failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that stop (by a signal, an error, a kill) and go on from their newest checkpoint."""
+"""Runs that stop (by a signal, an error, a kill) and resume from their newest checkpoint."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from skyrl_fast.trajectory_store import read_index
 
 
 class DiedError(Exception):
-    """As by kill -9: nothing may be written any more."""
+    """Simulates kill -9: nothing is written afterwards."""
 
 
 @pytest.mark.parametrize("at_step", [3, 5])
 def test_resumed_run_equals_an_uninterrupted_one(
     folder: Path, at_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, first, second = Recorder(), Recorder(), Recorder()
-    expected = train(settings(folder, "whole"), whole)
+    full, first, second = Recorder(), Recorder(), Recorder()
+    expected = train(settings(folder, "full"), full)
 
     async def die(step: int) -> None:
         if step == at_step:
@@ -55,7 +55,7 @@ def test_resumed_run_equals_an_uninterrupted_one(
 
     assert steady(outcome.metrics) == steady(expected.metrics)
     resumed_at = (at_step // 2) * 2
-    assert first.order[:resumed_at] + second.order == whole.order
+    assert first.order[:resumed_at] + second.order == full.order
     for file in ("model.safetensors",):
         assert (outcome.checkpoint / "policy" / file).read_bytes() == (
             expected.checkpoint / "policy" / file
@@ -79,7 +79,7 @@ def test_error_leaves_a_checkpoint_of_the_last_complete_step(folder: Path) -> No
 def test_signal_stops_with_a_checkpoint_and_the_run_resumes(
     folder: Path, number: signal.Signals
 ) -> None:
-    expected = train(settings(folder, "whole"))
+    expected = train(settings(folder, "full"))
 
     async def interrupt(step: int) -> None:
         if step == 3:
@@ -189,7 +189,7 @@ def test_resuming_with_other_data_is_refused(folder: Path) -> None:
 def test_step_interrupted_after_its_update_is_evaluated_and_reported_once(
     folder: Path, where: str, version: int
 ) -> None:
-    expected = train(settings(folder, "whole", "trainer.epochs=2"))
+    expected = train(settings(folder, "full", "trainer.epochs=2"))
     how, _, phase_of_end = where.partition(" in ")
     ends = [how]
 
@@ -226,10 +226,10 @@ def test_step_interrupted_after_its_update_is_evaluated_and_reported_once(
     assert (resumed.before, resumed.after) == (expected.before, expected.after)
     stored = [
         [(e.phase, e.step, e.uid, e.repetition_id, e.reward) for e in read_index(folder / run)]
-        for run in ("run", "whole")
+        for run in ("run", "full")
     ]
     assert stored[0] == stored[1]
-    # Now that it is reported, its checkpoint says so: going on once more repeats nothing.
+    # The checkpoint records that it was reported: resuming again repeats nothing.
     again = train(going_on)
     assert steady(again.metrics) == steady(expected.metrics)
 
@@ -263,9 +263,9 @@ def test_resume_from_a_path_with_later_checkpoints_is_refused(folder: Path) -> N
     )
     with pytest.raises(SetupError, match=r"after step 2 .* got step_000004, step_000006: move"):
         train(again)
-    assert steady(folder / "run/metrics.jsonl") == expected  # nothing was touched
+    assert steady(folder / "run/metrics.jsonl") == expected  # unchanged
     for later in ("step_000004", "step_000006"):
         shutil.rmtree(folder / "run/checkpoints" / later)
-    named = chosen.rename(folder / "the one")  # a checkpoint's name says nothing
+    named = chosen.rename(folder / "the one")  # the name of a checkpoint does not matter
     again.trainer.resume_path = str(named)
     assert steady(train(again).metrics) == expected

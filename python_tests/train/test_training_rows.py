@@ -1,4 +1,4 @@
-"""What the trainer trains: steps, merged steps or whole trajectories, by the configuration.
+"""Training rows: steps, merged steps or trajectories, by the configuration.
 
 Section 10 of docs/spec.md.
 """
@@ -31,10 +31,10 @@ def test_rows_are_steps_merged_steps_or_trajectories() -> None:
     assert metrics["generate/num_seq_before_merge"] == 6
     assert metrics["generate/num_seq_after_merge"] == 3
     grown = steps.rows(slice(0, 3))
-    whole = training_rows(grown, config("generator.step_wise_trajectories=false"))
-    assert whole.num_rows == 1
-    assert whole.row_rewards.tolist() == [1.75]  # every step's reward, at the end of its response
-    assert whole.rewards.tolist() == [0.25, 0, 0, 0.5, 0, 1.0]
+    full = training_rows(grown, config("generator.step_wise_trajectories=false"))
+    assert full.num_rows == 1
+    assert full.row_rewards.tolist() == [1.75]  # every step's reward, at the end of its response
+    assert full.rewards.tolist() == [0.25, 0, 0, 0.5, 0, 1.0]
 
 
 @pytest.mark.spec("merge.row-per-trajectory")

@@ -1,4 +1,4 @@
-"""`trainer.rows=tree` in whole runs: the curve of rows, at the cost of distinct tokens."""
+"""`trainer.rows=tree` in complete runs: the same curve as rows, computing distinct tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_run_on_trees_has_the_learning_curve_of_rows(folder: Path) -> None:
     for one, two in zip(rows[1:], trees[1:], strict=True):
         assert two["policy/row_tokens"] == one["policy/row_tokens"]
         assert two["policy/forward_tokens"] < one["policy/forward_tokens"]
-        # what trees would save is known without them
+        # the savings of trees are reported without them
         for name in ("", "_merged", "_tree"):
             assert (
                 one[f"generate/batch_num_tokens{name}"] == two[f"generate/batch_num_tokens{name}"]
@@ -62,7 +62,7 @@ def test_trees_work_with_other_settings(folder: Path, overrides: tuple[str, ...]
         for name in ("auto", "tree")
     )  # fmt: skip
     for name in ("policy/grad_norm", "policy/loss", "generate/batch_num_seq"):
-        # The mean of several optimizer steps: Adam's first ones magnify rounding.
+        # The mean of several optimizer steps: Adam's first steps magnify rounding.
         assert trees[name] == pytest.approx(rows[name], rel=2e-2, abs=1e-5), name
 
 

@@ -1,4 +1,4 @@
-"""Training on prefix trees: loss and gradients are those of independent rows."""
+"""Training on prefix trees: loss and gradients equal those of independent rows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def tiny(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
 
 @pytest.fixture
 def independent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows share no sequence, so that without trees each is computed by itself."""
+    """Disable shared sequences, so that without trees each row is computed separately."""
 
     def alone(batch: StepBatch, _visited: np.ndarray, **_: Any) -> np.ndarray:
         return np.arange(batch.num_rows)
@@ -194,7 +194,7 @@ def test_prepared_model_is_unchanged_without_trees(tmp_path: Any) -> None:
 def test_bfloat16_error_is_within_that_of_row_order(device: str) -> None:
     sizes = {"hidden_size": 32, "vocab_size": 64}
     forks = {"num_groups": 2, "samples": 4, "turns": 3, "vocabulary": 60}
-    if device == "cuda":  # for FlexAttention whole, for a mask of all pairs in parts
+    if device == "cuda":  # fits FlexAttention at once, and a dense mask in parts
         sizes = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 512}
         forks = {"num_groups": 12, "samples": 8, "turns": 5, "vocabulary": 400}
     batch = agent_batch(0, **forks)
@@ -239,7 +239,7 @@ class Decoder(torch.nn.Module):
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """(T,) tokens at (T,) positions to (T, vocabulary) logits."""
+        """Map (T,) tokens at (T,) positions to (T, vocabulary) logits."""
         x = self.embedding[ids]
         for layer in range(2):
             q, k, v, o, up, down = self.maps[6 * layer : 6 * layer + 6]
@@ -273,9 +273,9 @@ SHORT_ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_s
 @settings(max_examples=40)
 @given(rows=SHORT_ROWS, data=st.data())
 def test_float64_is_exact(kind: str, rows: list[list[int]], data: Any) -> None:
-    """Random tries: forks anywhere, equal rows, prefixes of others, rows alone in their group."""
+    """Random tries: forks anywhere, equal rows, prefixes of others, groups of one row."""
     groups = [data.draw(st.integers(0, 2)) for _ in rows]
-    weights = [torch.randn(len(row), dtype=torch.float64) for row in rows]  # as advantages do
+    weights = [torch.randn(len(row), dtype=torch.float64) for row in rows]  # like advantages
     model = Decoder()
     loss = torch.zeros((), dtype=torch.float64)
     for row, weight in zip(rows, weights, strict=True):
@@ -333,7 +333,7 @@ def test_every_trained_token_is_predicted_once_from_its_parent_node(
             micro.hidden_index[copies].tolist(), starts.tolist(), rows.tolist(), strict=True
         ):
             path = []
-            while node >= 0:  # what the node has seen is the row up to the token
+            while node >= 0:  # the node's ancestors are the row up to the token
                 path.append(int(micro.input_ids[0, node]))
                 node = int(micro.tree.parents[node])
             assert path[::-1] == batch.tokens[int(batch.cu_seqlens[row]) : start].tolist()
@@ -390,7 +390,7 @@ def test_token_counts_of_rows_merged_rows_and_trees() -> None:
 
 
 def routed(agree: bool) -> StepBatch:
-    """Two samples of one prompt in two steps each; records agree on what is shared, or do not."""
+    """Return two samples of one prompt, two steps each; shared routes agree or differ."""
     rng = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
     prompt, first = [4, 5, 6], rng.integers(0, NUM_EXPERTS, (3, NUM_LAYERS, 1))
@@ -430,7 +430,7 @@ def test_routes_are_replayed_and_different_routes_fork(agree: bool) -> None:
     assert micro.expert_indices.shape == (1, replayed, NUM_LAYERS, TOP_K)
     _, wanted = gradients(tiny_moe(), batch, router_replay=True)
     _, got = gradients(tiny_moe(), batch, router_replay=True, tree=True)
-    assert_same_gradients(wanted, got, 1e-4)  # experts know no float64
+    assert_same_gradients(wanted, got, 1e-4)  # experts do not support float64
     _, free_routes = gradients(tiny_moe(), batch, tree=True)
     name = next(n for n in got if n.endswith("gate.weight"))
     assert float((free_routes[name] - got[name]).norm() / got[name].norm()) > 1e-2
@@ -464,7 +464,7 @@ def test_critic_on_trees() -> None:
     assert tree_norm == pytest.approx(norm, rel=1e-4)
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------
 
 
 def model_of(name: str, **changes: Any) -> Any:
@@ -502,7 +502,7 @@ def test_model_with_different_results_on_trees_is_refused() -> None:
     forward = model.model.forward
 
     def deaf(*args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)  # as a model does that counts positions by itself
+        return forward(*args, **kwargs)  # like a model that computes positions itself
 
     model.model.forward = deaf
     with pytest.raises(ValueError, match="not those of the rows"):

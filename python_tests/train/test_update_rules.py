@@ -1,4 +1,4 @@
-"""The update under a scope and an off-policy correction; what masks and weights do to gradients."""
+"""The update with scopes and off-policy correction; effects of masks and weights on gradients."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def steps_batch() -> StepBatch:
         "is_last_step": [a != b for a, b in zip(ids, [*ids[1:], None], strict=True)],
     }
     batch = StepBatch.from_generator_output(output)
-    of_row = torch.tensor([1.0, 1.0, -1.0, 0.5, 0.5, 0.5, -0.5])
-    return batch.with_(advantages=of_row.repeat_interleave(batch.response_lengths))
+    row_values = torch.tensor([1.0, 1.0, -1.0, 0.5, 0.5, 0.5, -0.5])
+    return batch.with_(advantages=row_values.repeat_interleave(batch.response_lengths))
 
 
 def near(logprobs: torch.Tensor, size: float = 0.1) -> torch.Tensor:
@@ -65,7 +65,7 @@ def gradient(policy: Policy, batch: StepBatch, algorithm: AlgorithmConfig) -> li
 
 
 def loss_of(policy: Policy, batch: StepBatch, **options: Any) -> list[torch.Tensor]:
-    """Gradients of the loss over the whole batch in one call, by the op alone."""
+    """Return gradients of the loss over the full batch in one call of the op."""
     policy.model.zero_grad()
     logprobs = full_logprobs(policy.model, batch)
     loss, _ = policy_loss(
@@ -81,7 +81,7 @@ def close(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
     return all(torch.allclose(a, b, atol=2e-5) for a, b in zip(one, two, strict=True))
 
 
-# --- settings of single losses -------------------------------------------------------------------
+# --- settings of individual losses ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -230,10 +230,10 @@ def test_corrected_gradient_equals_that_of_the_op() -> None:
         sequence_mask="geometric", sequence_mask_low=0.9, sequence_mask_high=1.1,
         cu_seqlens=batch.cu_responses, trajectory_ids=batch.trajectory_ids,
     )  # fmt: skip
-    assert 0 < int(mask.sum()) < 17  # some of both
+    assert 0 < int(mask.sum()) < 17  # some kept, some dropped
     counts = reduction_weights(
         batch.loss_mask, reduction="token_mean", cu_seqlens=batch.cu_responses
-    )  # before the correction: what it drops makes the loss smaller, not the others heavier
+    )  # before the correction: dropped tokens lower the loss, the others keep their weight
     want = loss_of(policy, batch, row_weights=counts, token_weights=weights * mask)
     mini, _ = corrected(batch, algorithm)
     assert close(gradient(policy, mini, algorithm), want)

@@ -402,16 +402,16 @@ def test_resumed_store_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     def content(run: Path) -> dict[str, bytes]:
         return {p.name: p.read_bytes() for p in (run / "trajectories").iterdir()}
 
-    write(writer(tmp_path / "whole"), 1, 2, 3)
+    write(writer(tmp_path / "full"), 1, 2, 3)
     write(writer(tmp_path / "broken"), 1, 2, 3)
     folder = tmp_path / "broken/trajectories"
     (folder / ".step_000004.jsonl.partial").write_bytes(b'{"half')
     write(writer(tmp_path / "broken", last_step=1), 2, 3)
     (folder / ".step_000004.jsonl.partial").unlink(missing_ok=True)
-    assert content(tmp_path / "broken") == content(tmp_path / "whole")
+    assert content(tmp_path / "broken") == content(tmp_path / "full")
     # Killed between a part and its index lines: the part exists, the index lacks it.
     write(writer(tmp_path / "broken", last_step=3))
-    assert stored(tmp_path / "broken") == stored(tmp_path / "whole")
+    assert stored(tmp_path / "broken") == stored(tmp_path / "full")
 
 
 def test_rewritten_part_replaces_the_first(tmp_path: Path) -> None:

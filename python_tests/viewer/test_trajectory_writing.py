@@ -98,7 +98,7 @@ def test_run_fails_if_its_last_trajectories_cannot_be_stored(
 
 @pytest.mark.spec("store.write-error")
 def test_full_disk_ends_the_run_at_the_next_step_without_losing_trajectories(folder: Path) -> None:
-    expected = train(settings(folder, "whole"))
+    expected = train(settings(folder, "complete"))
     with pytest.MonkeyPatch.context() as patch:
         fill_the_disk(patch, at_step=3)
         with pytest.raises(StoreError, match=r"step 3 .*/trajectories: the disk is full; free"):

@@ -1,4 +1,4 @@
-"""Fixtures that every test module shares."""
+"""Fixtures shared by all test modules."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from _emulation import cuda_on_cpu, emulated_gpu, gpu  # noqa: F401
 from hypothesis import settings
 
-# Timings on shared machines vary; a slow example is no failure.
+# Timings on shared machines vary; a slow example is not a failure.
 settings.register_profile("default", deadline=None, max_examples=60)
 settings.register_profile("thorough", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests, with the reason, where there is no GPU."""
+    """Skip GPU tests, with a reason, if there is no GPU."""
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no NVIDIA GPU here")
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=["native", "torch"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Each backend that runs on the CPU."""
+    """Return each backend that runs on the CPU."""
     return request.param
 
 

@@ -60,7 +60,7 @@ def assert_same(a: StepBatch, b: StepBatch) -> None:
 
 
 @pytest.mark.spec("output.row-per-step", "output.any-context")
-def test_every_step_is_a_row_of_prompt_then_response():
+def test_each_step_is_a_row_of_prompt_and_response():
     batch = StepBatch.from_generator_output(worked_output())
     assert batch.num_rows == 5
     assert batch.num_trajectories == 2
@@ -83,13 +83,13 @@ def test_every_step_is_a_row_of_prompt_then_response():
     assert batch.rollout_logprobs.tolist() == [-0.5, -1.0, 0.0, -2.0, -0.25, -0.125, -3.0]
 
 
-def test_a_reward_per_row_lies_on_its_last_token():
+def test_row_reward_is_on_the_last_token():
     batch = StepBatch.from_generator_output(worked_output())
     assert batch.rewards.tolist() == [0.5, 0.0, 1.0, 0.25, 0.0, 0.0, 0.0]
     assert batch.row_rewards.tolist() == [0.5, 1.0, 0.25, 0.0, 0.0]
 
 
-def test_rewards_per_token_sum_to_the_row():
+def test_token_rewards_sum_to_the_row_reward():
     output = worked_output()
     output["rewards"] = [[0.5], [0.25, 0.5], [0.0], [1.0, 2.0], [3.0]]
     batch = StepBatch.from_generator_output(output)
@@ -98,7 +98,7 @@ def test_rewards_per_token_sum_to_the_row():
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_an_empty_response_is_a_row_without_response_tokens(per_token):
+def test_empty_response_is_a_row_without_response_tokens(per_token):
     output = worked_output()
     output["response_ids"][4], output["loss_masks"][4], output["rollout_logprobs"][4] = [], [], []
     if per_token:
@@ -109,7 +109,7 @@ def test_an_empty_response_is_a_row_without_response_tokens(per_token):
 
 
 @pytest.mark.spec("output.reward-of-empty-response")
-def test_a_reward_of_an_empty_response_counts_and_padded_tensors_refuse_it():
+def test_reward_of_an_empty_response_is_kept_and_refused_by_padded_tensors():
     output = worked_output()
     output["response_ids"][4], output["loss_masks"][4], output["rollout_logprobs"][4] = [], [], []
     output["rewards"][4] = 3.0
@@ -130,14 +130,14 @@ def test_rows_may_be_numpy_or_torch_arrays():
 
 
 @pytest.mark.parametrize("bad", [-1, 2**31])
-def test_a_token_id_out_of_range_is_refused_with_its_row(bad):
+def test_token_id_out_of_range_error_names_the_row(bad):
     output = worked_output()
     output["response_ids"][3][1] = bad
     with pytest.raises(ValueError, match=r"response_ids.*row 3"):
         StepBatch.from_generator_output(output)
 
 
-def test_a_loss_mask_other_than_0_or_1_is_refused_with_its_row():
+def test_loss_mask_other_than_0_or_1_error_names_the_row():
     output = worked_output()
     output["loss_masks"][3][1] = 2
     with pytest.raises(ValueError, match=r"loss_masks.*row 3.*2"):
@@ -158,7 +158,7 @@ def test_without_step_wise_keys_every_row_is_a_trajectory():
 
 @pytest.mark.spec("output.default-path", "output.default-path-unchanged")
 @pytest.mark.parametrize("keys", [STEP_WISE_KEYS, ("is_last_step",), ("trajectory_ids",)])
-def test_step_wise_keys_missing_or_none_give_the_same_bits(keys):
+def test_missing_and_none_step_wise_keys_are_equivalent(keys):
     missing = default_output()
     none = {**default_output(), **dict.fromkeys(keys)}
     a = StepBatch.from_generator_output(missing, uids=DEFAULT_UIDS, num_prompts=4)
@@ -172,7 +172,7 @@ def test_step_wise_keys_missing_or_none_give_the_same_bits(keys):
 
 
 @pytest.mark.spec("output.default-path-unchanged")
-def test_the_default_path_equals_one_row_trajectories():
+def test_default_path_equals_one_row_trajectories():
     step_wise = {
         **default_output(),
         "trajectory_ids": [("p", 0), ("p", 1), ("q", 0), ("q", 1)],
@@ -182,12 +182,12 @@ def test_the_default_path_equals_one_row_trajectories():
     assert_same(StepBatch.from_generator_output(step_wise), plain)
 
 
-def test_the_default_path_needs_to_know_the_prompts():
+def test_default_path_requires_prompt_uids():
     with pytest.raises(ValueError, match="uids must name each row's prompt"):
         StepBatch.from_generator_output(default_output())
 
 
-def test_uids_may_be_ints():
+def test_integer_uids():
     batch = StepBatch.from_generator_output(default_output(), uids=[7, 7, 3, 3])
     assert batch.uids == ("7", "3")
     assert batch.group_ids.tolist() == [0, 0, 1, 1]
@@ -222,7 +222,7 @@ def test_padded_example():
     "batch.padding-uids",
     "batch.padding-last-step",
 )
-def test_padding_rows_copy_row_0_with_loss_mask_0_and_are_trajectories_of_their_own():
+def test_padding_rows_copy_row_0_without_loss_as_separate_trajectories():
     batch = StepBatch.from_generator_output(worked_output())
     padded, plain = batch.padded(0, pad_size=7), batch.padded(0)
     for name in ("sequences", "attention_mask", "response_mask", "rewards", "rollout_logprobs"):
@@ -236,7 +236,7 @@ def test_padding_rows_copy_row_0_with_loss_mask_0_and_are_trajectories_of_their_
 
 
 @pytest.mark.spec("batch.expert-indices", "batch.dummy-route", "batch.row-without-routes")
-def test_routes_lie_on_the_first_tokens_and_missing_ones_are_distinct_dummies():
+def test_routes_cover_the_first_tokens_and_the_rest_are_distinct_dummies():
     output = default_output()
     routes = np.arange(2 * 1 * 2, dtype=np.int64).reshape(2, 1, 2) + 5
     output["rollout_expert_indices"] = [routes, None, routes[:0], routes[:1]]
@@ -269,7 +269,7 @@ def test_routes_lie_on_the_first_tokens_and_missing_ones_are_distinct_dummies():
 # --- section 5: advantages ---------------------------------------------------------------------
 
 
-def test_rewards_per_row_stay_so_where_there_are_as_many_tokens_as_rows():
+def test_row_rewards_are_recognized_with_as_many_tokens_as_rows():
     output = worked_output()
     output["response_ids"] = [[3], [7, 8], [4], [5], []]
     output["loss_masks"] = [[1] * len(row) for row in output["response_ids"]]
@@ -297,7 +297,7 @@ def test_temporal_estimators_are_refused():
 
 
 @pytest.mark.spec("batch.padding-trajectory", "advantage.batch-normalize")
-def test_padding_rows_do_not_move_advantages():
+def test_padding_rows_do_not_change_advantages():
     batch = StepBatch.from_generator_output(worked_output())
     for normalize in (False, True):
         a = advantages(batch, normalize=normalize)
@@ -306,7 +306,7 @@ def test_padding_rows_do_not_move_advantages():
 
 
 @pytest.mark.spec("advantage.batch-normalize")
-def test_batch_normalisation_is_masked_in_mean_and_variance():
+def test_batch_normalization_uses_masked_mean_and_variance():
     values = torch.tensor([1.0, 3.0, float("nan"), 1e6])
     mask = torch.tensor([1, 1, 0, 0], dtype=torch.uint8)
     assert normalize_advantages(values, mask).tolist() == [-1.0, 1.0, 0.0, 0.0]
@@ -314,7 +314,7 @@ def test_batch_normalisation_is_masked_in_mean_and_variance():
 
 @pytest.mark.spec("advantage.batch-normalize")
 @given(st.lists(st.tuples(st.floats(-5, 5, width=32), st.booleans()), max_size=40))
-def test_batch_normalisation_ignores_padded_cells_and_padding_rows(cells):
+def test_batch_normalization_ignores_padded_cells_and_padding_rows(cells):
     values = torch.tensor([v for v, _ in cells], dtype=torch.float32)
     mask = torch.tensor([m for _, m in cells], dtype=torch.uint8)
     got = normalize_advantages(values, mask)
@@ -323,7 +323,7 @@ def test_batch_normalisation_ignores_padded_cells_and_padding_rows(cells):
     assert got[mask == 0].count_nonzero() == 0
 
 
-def test_batch_normalisation_of_nothing_is_zero():
+def test_batch_normalization_without_trained_tokens_is_zero():
     values, mask = torch.tensor([2.0, 3.0]), torch.zeros(2, dtype=torch.uint8)
     assert normalize_advantages(values, mask).tolist() == [0.0, 0.0]
 
@@ -339,7 +339,7 @@ def test_mini_batch_example():
 
 @pytest.mark.spec("update.mini-batch-size", "update.bad-sizes")
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 12))
-def test_a_mini_batch_spans_exactly_that_many_prompts(sizes, mini_batch_size):
+def test_mini_batch_has_exactly_the_given_number_of_prompts(sizes, mini_batch_size):
     uids = [f"p{i}" for i, size in enumerate(sizes) for _ in range(size)]
     if len(sizes) % mini_batch_size:
         with pytest.raises(ValueError, match="must divide the number of prompts"):
@@ -353,7 +353,7 @@ def test_a_mini_batch_spans_exactly_that_many_prompts(sizes, mini_batch_size):
 
 
 @pytest.mark.spec("update.bad-sizes")
-def test_prompts_that_are_not_contiguous_are_refused():
+def test_non_contiguous_prompts_are_refused():
     with pytest.raises(ValueError, match=r"adjacent, but prompt 'p' returns in row 2"):
         mini_batch_boundaries(["p", "q", "p"], 1)
 
@@ -381,7 +381,7 @@ def rows_of(parts):
     st.integers(1, 4),
     st.booleans(),
 )
-def test_micro_batches_keep_to_the_budget_and_every_rank_has_as_many(
+def test_micro_batches_are_within_the_budget_and_equal_in_number_on_all_ranks(
     lengths, budget, num_ranks, keep_units
 ):
     units = np.arange(len(lengths)) // 3 if keep_units else None
@@ -389,10 +389,10 @@ def test_micro_batches_keep_to_the_budget_and_every_rank_has_as_many(
     assert len(parts) == num_ranks
     assert len({len(rank) for rank in parts}) == 1
     assert rows_of(parts) == list(range(len(lengths)))
-    of_row = np.arange(len(lengths)) if units is None else units
+    row_units = np.arange(len(lengths)) if units is None else units
     for part in (p for rank in parts for p in rank):
         load = sum(lengths[r] for r in part)
-        assert load <= budget or len({of_row[r] for r in part}) == 1
+        assert load <= budget or len({row_units[r] for r in part}) == 1
         assert list(part) == sorted(part)
     if units is not None:
         for unit in set(units.tolist()):
@@ -407,19 +407,19 @@ def test_micro_batches_are_balanced():
     assert [[sum([9, 8, 7, 6, 5, 5][r] for r in p) for p in rank] for rank in parts] == [[20], [20]]
 
 
-def test_micro_batches_of_all_ranks_are_the_mini_batch():
+def test_micro_batches_of_all_ranks_cover_the_mini_batch():
     batch = StepBatch.from_generator_output(worked_output())
     parts = [m for rank in range(2) for m in batch.micro_batches(9, num_ranks=2, rank=rank)]
     assert sum(m.num_real_rows for m in parts) == batch.num_rows
     assert sorted(t for m in parts for t in m.tokens[: m.num_tokens].tolist()) == sorted(
         batch.tokens.tolist()
     )
-    whole = batch.micro_batches(1000)
-    assert len(whole) == 1
-    assert_same(whole[0], batch)
+    complete = batch.micro_batches(1000)
+    assert len(complete) == 1
+    assert_same(complete[0], batch)
 
 
-def test_a_rank_without_rows_gets_a_padding_row():
+def test_rank_without_rows_gets_a_padding_row():
     batch = StepBatch.from_generator_output(worked_output()).rows([0])
     (full,), (empty,) = (batch.micro_batches(100, num_ranks=2, rank=r) for r in range(2))
     assert full.num_padding_rows == 0
@@ -428,19 +428,19 @@ def test_a_rank_without_rows_gets_a_padding_row():
 
 
 @pytest.mark.parametrize("kwargs", [{"token_budget": 0}, {"token_budget": 5, "rank": 1}])
-def test_micro_batches_refuse_bad_sizes(kwargs):
+def test_invalid_micro_batch_sizes_are_refused(kwargs):
     batch = StepBatch.from_generator_output(worked_output())
     with pytest.raises(ValueError, match=r"token_budget|rank"):
         batch.micro_batches(**kwargs)
 
 
-def test_keep_trajectories_never_splits_one():
+def test_keep_trajectories_never_splits_a_trajectory():
     batch = StepBatch.from_generator_output(worked_output())
     parts = batch.micro_batches(9, keep_trajectories=True)
     assert sorted(p.num_rows for p in parts) == [2, 3]
 
 
-# --- choosing rows, disk -----------------------------------------------------------------------
+# --- selecting rows, saving ----------------------------------------------------------------------
 
 
 def with_everything() -> StepBatch:
@@ -455,7 +455,7 @@ def with_everything() -> StepBatch:
     )
 
 
-def test_rows_by_numbers_equals_rows_by_slice():
+def test_rows_by_index_equal_rows_by_slice():
     batch = with_everything()
     assert_same(batch.rows(slice(1, 4)), batch.rows([1, 2, 3]))
     assert_same(batch.rows(slice(1, 4)), batch.rows(torch.tensor([False, True, True, True, False])))
@@ -474,26 +474,26 @@ def test_rows_in_another_order():
 
 
 @pytest.mark.parametrize("index", [[5], [-1], [True, False]])
-def test_rows_refuses_numbers_out_of_range(index):
+def test_row_index_out_of_range_is_refused(index):
     with pytest.raises(ValueError, match="rows"):
         with_everything().rows(index)
 
 
-def test_save_and_load_keep_every_bit(tmp_path):
+def test_save_and_load_round_trip(tmp_path):
     batch = with_everything().with_padding_rows(2)
     batch.save(tmp_path / "batch.safetensors")
     assert_same(StepBatch.load(tmp_path / "batch.safetensors"), batch)
     assert [p.name for p in tmp_path.iterdir()] == ["batch.safetensors"]
 
 
-def test_load_refuses_what_is_no_batch(tmp_path):
+def test_load_refuses_other_files(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"nonsense")
     with pytest.raises(ValueError, match="no safetensors file"):
         StepBatch.load(path)
 
 
-def test_a_batch_whose_parts_disagree_is_refused():
+def test_inconsistent_batch_is_refused():
     batch = with_everything()
     with pytest.raises(ValueError, match=r"advantages must be of shape \(7,\), got \(6,\)"):
         batch.with_(advantages=torch.zeros(6))
@@ -502,7 +502,7 @@ def test_a_batch_whose_parts_disagree_is_refused():
 
 
 @pytest.mark.spec("batch.short-padding-rows")
-def test_padding_rows_cost_one_token():
+def test_padding_rows_count_as_one_token():
     batch = with_everything()
     padded = batch.with_padding_rows(2).with_padding_rows(1)
     assert padded.num_tokens == batch.num_tokens + 3

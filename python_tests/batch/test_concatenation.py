@@ -1,4 +1,4 @@
-"""Batches joined, and the rows that dynamic sampling made handed on: as if made all at once."""
+"""Concatenated batches, and rows reused from dynamic sampling, equal those built at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_rows_by_hand() -> None:
 
 @pytest.mark.spec("metrics.several-groups")
 @given(some_trajectories())
-def test_batches_of_groups_are_the_batch_of_all(trajectories: list[Trajectory]) -> None:
+def test_concatenated_group_batches_equal_the_batch_of_all(trajectories: list[Trajectory]) -> None:
     try:
         batch = batch_from_trajectories(trajectories)
     except ValueError:
@@ -53,10 +53,10 @@ def test_batches_of_groups_are_the_batch_of_all(trajectories: list[Trajectory]) 
 
 
 @given(some_trajectories(), st.booleans(), st.data())
-def test_rows_that_were_judged_are_those_of_the_trajectories(
+def test_rows_of_filtered_batches_equal_those_of_their_trajectories(
     trajectories: list[Trajectory], merge: bool, data: st.DataObject
 ) -> None:
-    """Some groups of several judged batches, with copies under other names."""
+    """Select groups of several filtered batches, with copies under other uids."""
     config = Config()
     config.generator.merge_stepwise_output = merge
     groups = by_group(trajectories)
@@ -78,7 +78,7 @@ def test_rows_that_were_judged_are_those_of_the_trajectories(
                             failure=t.failure, seconds=t.seconds, env_metrics=t.env_metrics)
             for t in groups[number]
         ]  # fmt: skip
-    # Without any response token, whether the engine gave log-probabilities cannot be told.
+    # Without response tokens it is unknown whether the engine returned log-probabilities.
     assume(any(step.response_ids for t in kept for step in t.steps_or_placeholder()))
     joined = join_groups({n: places[i] for n, i in zip(names, chosen, strict=True)})
     wanted = sampled_rows(kept, config)
@@ -90,7 +90,7 @@ def test_rows_that_were_judged_are_those_of_the_trajectories(
     assert one[1] == other[1]
 
 
-def test_a_batch_that_is_kept_as_it_was_is_not_copied() -> None:
+def test_unchanged_batch_is_not_copied() -> None:
     trajectories = [make_trajectory(uid, 0, [make_step([1], [2])]) for uid in "abc"]
     rows = sampled_rows(trajectories, Config())
     joined = join_groups({uid: GroupRows(rows, i) for i, uid in enumerate("abc")})
@@ -113,6 +113,6 @@ def test_a_batch_that_is_kept_as_it_was_is_not_copied() -> None:
         ),
     ],
 )
-def test_what_cannot_be_joined_is_refused(batches: list[StepBatch], message: str) -> None:
+def test_incompatible_batches_are_refused(batches: list[StepBatch], message: str) -> None:
     with pytest.raises(ValueError, match=f"concatenate: .*{message}"):
         concatenate(batches)

@@ -1,4 +1,4 @@
-"""Training without step-wise fields: the same bits as if they had never been thought of.
+"""Training without step-wise fields: bit-exact results of the default path.
 
 What is expected is written down or computed here from the definitions, not by the package. Old
 form: rows whose response also holds the observation, masked.
@@ -29,7 +29,7 @@ OPTIONAL_FIELDS = (
     "policy_versions",
 )
 PAD = 99
-# Two questions, three answers each, as a plain single-turn run with rewards 0 and 1 gives them.
+# Two prompts with three responses each, as in a single-turn run with rewards 0 and 1.
 ROWS: dict[str, Any] = {
     "prompt_token_ids": [[1, 2, 3], [1, 2, 3], [1, 2, 3], [4], [4], [4]],
     "response_ids": [[10], [11, 12], [13, 14, 15], [16, 17], [18], [19, 20]],
@@ -54,7 +54,7 @@ LOGPROBS = [[0, 0, -0.5], [0, -1, -2], [-0.25, 0, -3], [0, -1.5, -0.75], [0, 0, 
 
 
 def grpo_by_definition() -> list[float]:
-    """Of each row, in float64, rounded once."""
+    """Return the advantage of each row, in float64, rounded once."""
     values = []
     for group in (ROWS["rewards"][:3], ROWS["rewards"][3:]):
         mean, std = statistics.fmean(group), statistics.stdev(group)
@@ -70,7 +70,7 @@ def variants() -> list[Any]:
 
 @pytest.mark.spec("output.default-path", "output.default-path-unchanged")
 @pytest.mark.parametrize("added", variants())
-def test_the_default_path_gives_these_bits(added: dict[str, None]) -> None:
+def test_default_path_is_bit_exact(added: dict[str, None]) -> None:
     output = {**ROWS, **added}
     validate_generator_output(output, num_prompts=6)
     batch = StepBatch.from_generator_output(output, uids=UIDS, num_prompts=6)
@@ -93,7 +93,7 @@ def test_the_default_path_gives_these_bits(added: dict[str, None]) -> None:
 
 
 @pytest.mark.spec("output.default-path", "output.default-path-unchanged")
-def test_the_conversion_and_the_advantages_alone_give_these_bits(backend: str) -> None:
+def test_conversion_and_advantages_are_bit_exact(backend: str) -> None:
     out = convert_prompts_responses_to_batch_tensors(
         PAD,
         ROWS["prompt_token_ids"],
@@ -113,7 +113,7 @@ def test_the_conversion_and_the_advantages_alone_give_these_bits(backend: str) -
     ]
 
 
-# Two trajectories of two turns and one of one turn: what was sampled, and the observation.
+# Two trajectories of two turns and one of one turn: sampled tokens and observation.
 TURNS = [
     ("a", 0, [([1], [5, 6], [7, 8]), ([1, 5, 6, 7, 8], [9], [])], 1.0),
     ("a", 1, [([1], [5], [7, 7, 7]), ([1, 5, 7, 7, 7], [9, 9], [])], 0.0),

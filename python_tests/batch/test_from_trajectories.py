@@ -1,4 +1,4 @@
-"""Trajectories to a batch and to metrics: the same as through SkyRL's generator output."""
+"""Batches and metrics from trajectories equal those from SkyRL's generator output."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_rows_by_hand() -> None:
 
 
 @given(some_trajectories())
-def test_batch_and_metrics_are_those_of_the_generator_output(
+def test_batch_and_metrics_equal_those_of_the_generator_output(
     trajectories: list[Trajectory],
 ) -> None:
     try:
@@ -64,7 +64,7 @@ def test_batch_and_metrics_are_those_of_the_generator_output(
     except ValueError as error:
         with pytest.raises(ValueError, match="rollout_logprobs must be there in every step"):
             batch_from_trajectories(trajectories)
-        assert "rollout_logprobs" in str(error)  # of placeholders alone, next to steps without any
+        assert "rollout_logprobs" in str(error)  # from placeholders only, next to steps without any
         return
     batch = batch_from_trajectories(trajectories)
     assert_same(batch, StepBatch.from_generator_output(output, step_wise=True))
@@ -78,7 +78,7 @@ def test_batch_and_metrics_are_those_of_the_generator_output(
 
 
 @pytest.mark.spec("metrics.several-groups")
-def test_metrics_of_several_groups_are_those_of_all_trajectories() -> None:
+def test_metrics_of_several_groups_are_over_all_trajectories() -> None:
     quick = [one_step("x", i) for i in range(3)]
     for trajectory in quick:
         trajectory.seconds = 1.0
@@ -125,12 +125,12 @@ def test_metrics_of_several_groups_are_those_of_all_trajectories() -> None:
         ),
     ],
 )
-def test_what_is_broken_is_refused(trajectories: list[Trajectory], message: str) -> None:
+def test_invalid_trajectories_are_refused(trajectories: list[Trajectory], message: str) -> None:
     with pytest.raises(ValueError, match=f"batch_from_trajectories: .*{message}"):
         batch_from_trajectories(trajectories)
 
 
-def test_nothing_to_train_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_without_trained_tokens_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         batch_from_trajectories([one_step("a", 0, loss_mask=[0, 0])])
     assert "all 1 loss masks are 0" in caplog.text

@@ -1,4 +1,4 @@
-"""Generator outputs: made and checked. Sections are those of docs/spec.md."""
+"""Construction and validation of generator outputs. Sections are those of docs/spec.md."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def check(output, step_wise=None, num_prompts=3):
     validate_generator_output(output, num_prompts=num_prompts, step_wise=step_wise)
 
 
-# --- section 2: step-wise validation, each violation its own error that names the row -----------
+# --- section 2: step-wise validation, with one error per violation that names the row ------------
 
 
 @pytest.mark.spec("output.parallel-lists")
-def test_a_valid_output_passes():
+def test_valid_output_passes():
     check(step_wise_output(), step_wise=True)
     check(step_wise_output())
 
@@ -62,7 +62,7 @@ def test_a_valid_output_passes():
 @pytest.mark.spec("output.step-wise-fields")
 @pytest.mark.parametrize("field", ["is_last_step", "trajectory_ids"])
 @pytest.mark.parametrize("missing", [True, False])
-def test_both_step_wise_fields_must_be_there(field, missing):
+def test_both_step_wise_fields_are_required(field, missing):
     output = broken(**{field: None})
     if missing:
         del output[field]
@@ -85,7 +85,7 @@ def test_both_step_wise_fields_must_be_there(field, missing):
         "is_last_step",
     ],
 )
-def test_all_lengths_must_be_equal(field):
+def test_unequal_lengths_are_refused(field):
     output = step_wise_output()
     output[field] = output[field][:-1]
     with pytest.raises(ValueError, match=rf"{field} must have one entry per row .*\(5\), got 4"):
@@ -100,14 +100,14 @@ def test_time_splits_must_have_one_entry_per_row():
 
 
 @pytest.mark.spec("output.last-row-is-last")
-def test_the_last_row_must_be_a_last_step():
+def test_last_row_must_be_a_last_step():
     output = broken(is_last_step=[False, True, True, False, False])
     with pytest.raises(ValueError, match=r"is_last_step must be True in the last row \(4\)"):
         check(output)
 
 
 @pytest.mark.spec("output.trajectory-adjacent")
-def test_a_trajectory_id_must_never_return():
+def test_trajectory_rows_must_be_contiguous():
     output = broken(
         trajectory_ids=[("a", 0), ("a", 1), ("a", 0), ("b", 0), ("b", 0)],
         is_last_step=[True, True, True, False, True],
@@ -124,7 +124,7 @@ def test_is_last_step_must_be_true_where_the_id_changes():
 
 
 @pytest.mark.spec("output.is-last-step", "output.last-step-at-id-change")
-def test_is_last_step_must_be_false_where_the_trajectory_goes_on():
+def test_is_last_step_must_be_false_where_the_trajectory_continues():
     output = broken(is_last_step=[True, True, True, False, True])
     with pytest.raises(ValueError, match=r"is_last_step must be False in row 0.*got True"):
         check(output)
@@ -150,7 +150,7 @@ def test_token_lists_must_be_as_long_as_their_response(field):
 
 
 @pytest.mark.spec("output.expert-indices")
-def test_routes_must_not_outnumber_the_tokens():
+def test_more_routes_than_tokens_are_refused():
     output = broken(rollout_expert_indices=[np.zeros((k, 1, 2), np.uint8) for k in (2, 5, 3, 3, 0)])
     with pytest.raises(ValueError, match=r"rollout_expert_indices .*\(2\) in row 3, got 3"):
         check(output)
@@ -166,14 +166,14 @@ def test_routes_must_not_outnumber_the_tokens():
         ([0.0, 1.0, 0.0, "1", 1.0], 3),
     ],
 )
-def test_rewards_are_never_a_mixture(rewards, row):
+def test_mixed_row_and_token_rewards_are_refused(rewards, row):
     with pytest.raises(ValueError, match=rf"rewards must be one float per row.*row {row} a "):
         check(broken(rewards=rewards))
 
 
 @pytest.mark.spec("output.numpy-bool")
 @pytest.mark.parametrize("as_type", [np.bool_, bool])
-def test_numpy_bools_count_as_bools(as_type):
+def test_numpy_bools_are_accepted(as_type):
     check(broken(is_last_step=[as_type(v) for v in step_wise_output()["is_last_step"]]))
 
 
@@ -189,7 +189,7 @@ def test_other_truth_values_are_refused():
 
 @pytest.mark.spec("output.trajectory-ids")
 @pytest.mark.parametrize("bad", ["a0", ("a",), ("a", "0"), None])
-def test_what_is_no_trajectory_id_is_refused(bad):
+def test_invalid_trajectory_ids_are_refused(bad):
     ids = [("a", 0), ("a", 0), bad, ("b", 0), ("b", 0)]
     with pytest.raises(ValueError, match=r"trajectory_ids must be .* row 2"):
         check(broken(trajectory_ids=ids))
@@ -207,7 +207,7 @@ def test_trajectory_ids_may_be_objects():
 
 
 @pytest.mark.spec("output.rollout-logprobs")
-def test_an_empty_response_keeps_its_empty_list():
+def test_empty_response_keeps_its_empty_list():
     output = step_wise_output()
     output["response_ids"][4] = output["loss_masks"][4] = output["rollout_logprobs"][4] = []
     check(output)
@@ -217,7 +217,7 @@ def test_an_empty_response_keeps_its_empty_list():
 
 
 @pytest.mark.spec("output.all-masked-warning")
-def test_all_masks_zero_is_a_warning(caplog):
+def test_all_zero_masks_are_a_warning(caplog):
     output = broken(loss_masks=[[0] * len(row) for row in step_wise_output()["response_ids"]])
     with caplog.at_level(logging.WARNING):
         check(output)
@@ -236,14 +236,14 @@ def test_no_rows_and_missing_fields_are_refused():
 
 @pytest.mark.spec("output.row-per-prompt")
 @pytest.mark.parametrize("step_wise", [None, False])
-def test_the_default_path_needs_as_many_rows_as_prompts(step_wise):
+def test_default_path_requires_one_row_per_prompt(step_wise):
     check(default_output(), step_wise, num_prompts=2)
     with pytest.raises(ValueError, match=r"one row per prompt \(3\), got 2"):
         check(default_output(), step_wise, num_prompts=3)
 
 
 @pytest.mark.spec("output.default-path")
-def test_missing_keys_and_none_both_mean_the_default_path():
+def test_missing_and_none_keys_select_the_default_path():
     optional = [
         "trajectory_ids",
         "is_last_step",
@@ -258,11 +258,11 @@ def test_missing_keys_and_none_both_mean_the_default_path():
 
 
 @pytest.mark.spec("output.default-path-unchanged")
-def test_the_default_path_does_not_read_trajectory_ids():
+def test_default_path_does_not_read_trajectory_ids():
     check({**default_output(), "trajectory_ids": [("a", 0), ("a", 0)]}, num_prompts=2)
 
 
-# --- random outputs: what is valid passes, what is changed in one place does not ----------------
+# --- random outputs: valid ones pass, a change in one place is detected --------------------------
 
 
 @st.composite
@@ -285,7 +285,7 @@ def outputs(draw):
 
 @pytest.mark.spec("output.last-step-at-id-change")
 @given(outputs(), st.data())
-def test_flipping_any_is_last_step_is_found(output, data):
+def test_flipping_any_is_last_step_is_detected(output, data):
     check(output)
     row = data.draw(st.integers(0, len(output["is_last_step"]) - 1))
     output["is_last_step"][row] ^= True
@@ -293,7 +293,7 @@ def test_flipping_any_is_last_step_is_found(output, data):
         check(output)
 
 
-# --- making ------------------------------------------------------------------------------------
+# --- construction --------------------------------------------------------------------------------
 
 
 def step(response, reward=0.0, stop="stop", logprobs=True, version=0, experts=None):
@@ -327,7 +327,7 @@ def trajectory(uid, repetition, steps, stop="done", **changes):
 
 
 @pytest.mark.spec("output.row-per-step")
-def test_every_step_becomes_a_row():
+def test_each_step_becomes_a_row():
     output = generator_output_from_trajectories(
         [
             trajectory("a", 0, [step([3]), step([4, 5], reward=1.0, version=2)]),
@@ -345,7 +345,7 @@ def test_every_step_becomes_a_row():
 
 
 @pytest.mark.spec("rollout.reason-on-last-step")
-def test_what_ended_a_trajectory_is_recorded_on_its_last_row():
+def test_stop_reason_of_a_trajectory_is_on_its_last_row():
     output = generator_output_from_trajectories(
         [trajectory("a", 0, [step([3]), step([4])], stop="length")]
     )
@@ -360,7 +360,7 @@ def test_what_ended_a_trajectory_is_recorded_on_its_last_row():
         trajectory("a", 1, [step([8], reward=5.0)], stop="error", failure="env raised"),
     ],
 )
-def test_a_trajectory_without_result_becomes_an_empty_masked_row(empty):
+def test_trajectory_without_result_becomes_an_empty_masked_row(empty):
     output = generator_output_from_trajectories([trajectory("a", 0, [step([3])]), empty])
     assert output["response_ids"] == [[3], []]
     assert output["loss_masks"] == [[1], []]
@@ -374,13 +374,13 @@ def test_a_trajectory_without_result_becomes_an_empty_masked_row(empty):
     assert metrics["generate/num_failed_trajectories"] == (empty.failure is not None)
 
 
-def test_a_batch_of_empty_trajectories_only():
+def test_batch_of_empty_trajectories_only():
     output = generator_output_from_trajectories([trajectory("a", 0, [], stop="length")])
     check(output, step_wise=True)
     assert output["rollout_logprobs"] is None or output["rollout_logprobs"] == [[]]
 
 
-def test_logprobs_are_in_all_steps_or_in_none():
+def test_logprobs_in_some_steps_only_are_refused():
     none = generator_output_from_trajectories([trajectory("a", 0, [step([3], logprobs=False)])])
     assert none["rollout_logprobs"] is None
     with pytest.raises(ValueError, match=r"rollout_logprobs .* row 1 has none"):
@@ -389,7 +389,7 @@ def test_logprobs_are_in_all_steps_or_in_none():
         )
 
 
-def test_routes_are_passed_on_and_missing_ones_are_empty():
+def test_routes_are_copied_and_missing_ones_are_empty():
     routes = np.ones((3, 2, 2), dtype=np.uint8)
     output = generator_output_from_trajectories(
         [trajectory("a", 0, [step([3], experts=routes), step([4])])]
@@ -397,6 +397,6 @@ def test_routes_are_passed_on_and_missing_ones_are_empty():
     assert [r.shape for r in output["rollout_expert_indices"]] == [(3, 2, 2), (0, 2, 2)]
 
 
-def test_no_trajectories_are_refused():
+def test_empty_list_of_trajectories_is_refused():
     with pytest.raises(ValueError, match="trajectories must not be empty"):
         generator_output_from_trajectories([])

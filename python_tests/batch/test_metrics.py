@@ -46,7 +46,7 @@ def rows(request):
 
 @pytest.mark.spec("metrics.trajectory", "metrics.intermediate-steps")
 def test_reward_counts_last_steps_only(rows):
-    # Intermediate rows (reward 7) are no samples, and no zero-reward samples either.
+    # Intermediate rows (reward 7) are not samples, nor zero-reward samples.
     assert reward_metrics(rows, samples_per_prompt=2) == {
         "reward/avg_raw_reward": pytest.approx(1 / 3),
         "reward/avg_pass_at_2": 0.5,
@@ -103,11 +103,11 @@ def test_rollout_metrics_per_trajectory():
         "environment/ok": 1,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    assert "generate/stop_reason/stop" not in metrics  # only intermediate rows ended so
+    assert "generate/stop_reason/stop" not in metrics  # only intermediate rows have it
 
 
 @pytest.mark.spec("metrics.per-turn")
-def test_per_turn_metrics_have_names_of_their_own():
+def test_per_turn_metrics_have_separate_names():
     metrics = rollout_metrics(output())
     assert metrics["generate/per_turn/avg_response_length"] == 9 / 5
     assert metrics["generate/per_turn/max_response_length"] == 4
@@ -165,7 +165,7 @@ def test_metrics_per_data_source(rows):
 
 
 @pytest.mark.spec("metrics.pass-at-k")
-def test_data_sets_of_one_metric_name_share_it(rows):
+def test_data_sources_with_the_same_metric_name_share_it(rows):
     shared = eval_metrics(rows, data_sources=["x/y", "x/y", "x/y", "x_y", "x_y"])
     assert shared["eval/x_y/avg_score"] == shared["eval/all/avg_score"]
 
@@ -186,7 +186,7 @@ def test_eval_metrics(rows):
 
 @pytest.mark.spec("metrics.trajectory")
 @given(st.integers(1, 7), st.data())
-def test_pass_at_k_is_the_share_of_draws_with_a_pass(n, data):
+def test_pass_at_k_equals_the_share_of_draws_with_a_success(n, data):
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     draws = list(combinations([i < c for i in range(n)], k))
     share = sum(any(draw) for draw in draws) / len(draws)
@@ -209,7 +209,7 @@ def test_batch_metrics():
 
 
 @pytest.mark.spec("metrics.intermediate-steps")
-def test_tokens_of_zero_rewards_are_those_of_whole_trajectories(rows):
+def test_zero_reward_tokens_are_summed_over_complete_trajectories(rows):
     output_now = rows if isinstance(rows, dict) else output()
     batch = None if isinstance(rows, dict) else rows
     metrics = rollout_metrics(output_now, batch=batch)

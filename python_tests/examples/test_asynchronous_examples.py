@@ -1,4 +1,4 @@
-"""The shows of examples/asynchronous: their settings here, the shows themselves as slow tests."""
+"""The demos of examples/asynchronous: their settings, and as slow tests the demos themselves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
         [*quickstart_run.settings("servers", staleness=2), *two_servers.SMALL],
     ],
 )
-def test_their_settings_are_settings(overrides: list[str]) -> None:
+def test_settings_of_the_demos_are_valid(overrides: list[str]) -> None:
     config = load_config(quickstart_run.CONFIG, overrides)
     asynchronous = any("fully_async.enabled=true" in text for text in overrides)
     assert config.max_staleness == (2 if asynchronous else 0)
@@ -36,7 +36,7 @@ def test_their_settings_are_settings(overrides: list[str]) -> None:
     assert env["db_path"] == "quickstart/data/databases"
 
 
-def test_the_slow_environment_fails_and_hangs_as_often_as_it_is_told(
+def test_slow_environment_fails_and_hangs_at_the_given_rates(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from examples.asynchronous import slow_env
@@ -76,6 +76,6 @@ def test_the_slow_environment_fails_and_hangs_as_often_as_it_is_told(
         ("two_servers.py", ["--steps", "9"]),
     ],
 )
-def test_a_show_ends_well(tmp_path: Path, script: str, arguments: list[str]) -> None:
+def test_demo_succeeds(tmp_path: Path, script: str, arguments: list[str]) -> None:
     command = [sys.executable, str(ROOT / "examples/asynchronous" / script), *arguments]
     subprocess.run([*command, "--base", str(tmp_path)], check=True)

@@ -1,4 +1,4 @@
-"""The quickstart's data: same seed same files, the real environment agrees with every row."""
+"""The quickstart's data: same seed, same files; the real environment agrees with every row."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def parse_question(row: dict[str, Any]) -> make_data.Question:
 
 
 def run_agent(folder: Path, row: dict[str, Any], *, flip_comparison: bool = False) -> Any:
-    """An agent that knows only the question and what the tool shows. Returns reward and turns."""
+    """Run an agent that sees only the question and the tool's output; return reward and turns."""
     env = make_env(folder, row)
     question = parse_question(row)
     comparison = question.comparison
@@ -149,7 +149,7 @@ def test_rewards_of_the_environment(
     assert env.step(text)["reward"] == reward
 
 
-def test_rendered_observation_is_the_environments(
+def test_rendered_observation_equals_that_of_the_environment(
     folder: Path, rows: list[dict[str, Any]], tokenizer: Any
 ) -> None:
     env = make_env(folder, rows[0])
@@ -165,7 +165,7 @@ def test_rendered_observation_is_the_environments(
         assert tokenizer.unk_token_id not in tokenizer.encode(seen)
 
 
-def test_careless_expert_is_right_now_and_then() -> None:
+def test_careless_expert_succeeds_sometimes() -> None:
     # (1 - guess)(1 - stop_early / 2)(1 - under / 2)(1 - no_think) = 0.42; four standard errors of
     # 300 are 0.11.
     rng = random.Random(0)
@@ -178,7 +178,7 @@ def test_careless_expert_is_right_now_and_then() -> None:
     assert 0.31 < right / NUM_DEMONSTRATIONS < 0.53
 
 
-def test_perfect_expert_is_always_right() -> None:
+def test_perfect_expert_always_succeeds() -> None:
     rng = random.Random(0)
     for _ in range(50):
         tables = make_data.make_tables(rng)
@@ -202,7 +202,7 @@ def test_tokenizer_keeps_every_turn(
         assert tokenizer.decode(tokenizer.encode(gold)) == gold
 
 
-def test_tags_are_single_words_that_decoding_keeps(tokenizer: Any) -> None:
+def test_tags_are_single_tokens_kept_by_decoding(tokenizer: Any) -> None:
     tags = ["<think>", "</think>", "<sql>", "</sql>", "<solution>", "</solution>"]
     for tag in tags:
         assert len(tokenizer.encode(tag)) == 1
@@ -221,7 +221,7 @@ def test_saved_folder_loads_with_the_auto_classes(tokenizer: Any, tmp_path: Path
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size >= len(loaded)
 
 
-def test_labels_cover_the_assistants_turns_only(tokenizer: Any) -> None:
+def test_labels_cover_assistant_turns_only(tokenizer: Any) -> None:
     chat = [
         {"role": "user", "content": "What is the highest price of those with age over 30?"},
         {"role": "assistant", "content": "<think> look at table 1 </think>"},
@@ -233,7 +233,7 @@ def test_labels_cover_the_assistants_turns_only(tokenizer: Any) -> None:
     assert ids == tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
 
 
-def test_a_few_steps_lower_the_loss(
+def test_few_steps_lower_the_loss(
     tokenizer: Any, demonstrations: list[list[dict[str, str]]]
 ) -> None:
     rows = warm_start.encode_chats(tokenizer, demonstrations)

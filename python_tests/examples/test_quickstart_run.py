@@ -1,4 +1,4 @@
-"""The quickstart by its command, on real vLLM: it learns; killed and resumed, nothing changes."""
+"""The quickstart command on real vLLM: it learns, and a killed and resumed run is the same."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ pytest.importorskip("skyrl_gym")
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples/quickstart"
 CHANGING = ("timing/", "generate/trajectory", "sync/update_seconds", "sync/verify_seconds")
-# How far the engine's log-probabilities are from the trainer's: rounding, which depends on the
-# requests that the engine happens to serve together. A run repeated on four cores differs in it.
+# Difference between the engine's and the trainer's log-probabilities: rounding that depends on the
+# requests that the engine batches together, so it differs between runs on four cores.
 ROUNDING = "policy/rollout_train_logprobs_abs_diff"
 SMALL = [
     "trainer.train_batch_size=4",
@@ -33,7 +33,7 @@ SMALL = [
     "generator.eval_n_samples_per_prompt=1",
 ]
 DEADLINE_SECONDS = 3600
-LEARNING_SECONDS = 600  # on 2 cores that do nothing else
+LEARNING_SECONDS = 600  # on 2 otherwise idle cores
 ENGINE_END_SECONDS = 30
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(DEADLINE_SECONDS)]
@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(DEADLINE_S
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data and warm-started model; SKYRL_FAST_QUICKSTART names one to use."""
+    """A folder with data and warm-started model; SKYRL_FAST_QUICKSTART can name an existing one."""
     given = os.environ.get("SKYRL_FAST_QUICKSTART")
     folder = Path(given) if given else tmp_path_factory.mktemp("quickstart")
     from examples.quickstart.run import prepare
@@ -104,8 +104,8 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_killed_and_resumed_equals_undisturbed(base: Path, tmp_path: Path) -> None:
-    whole = finish(base, tmp_path / "whole", *SMALL)
+def test_killed_and_resumed_run_equals_an_uninterrupted_one(base: Path, tmp_path: Path) -> None:
+    full = finish(base, tmp_path / "full", *SMALL)
 
     process = start(base, tmp_path / "broken", *SMALL)
     while not any(row["step"] >= 3 for row in metrics(tmp_path / "broken")):
@@ -122,15 +122,15 @@ def test_killed_and_resumed_equals_undisturbed(base: Path, tmp_path: Path) -> No
     resumed = finish(base, tmp_path / "broken", "--resume", *SMALL)
 
     assert [row["step"] for row in resumed] == list(range(7))
-    assert prompts_of(tmp_path / "broken") == prompts_of(tmp_path / "whole")
-    for got, want in zip(steady(resumed), steady(whole), strict=True):
+    assert prompts_of(tmp_path / "broken") == prompts_of(tmp_path / "full")
+    for got, want in zip(steady(resumed), steady(full), strict=True):
         assert got == {
             name: pytest.approx(value, abs=1e-5) if name.startswith(ROUNDING) else value
             for name, value in want.items()
         }
 
 
-def test_it_learns(base: Path, tmp_path: Path) -> None:
+def test_reward_rises(base: Path, tmp_path: Path) -> None:
     rows = finish(base, tmp_path / "run")
     rewards = [row["eval/all/avg_score"] for row in rows if "eval/all/avg_score" in row]
     assert rewards[0] <= 0.5
@@ -141,7 +141,7 @@ def test_it_learns(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("tree.rows-setting")
-def test_on_trees_the_first_steps_are_those_of_rows(base: Path, tmp_path: Path) -> None:
+def test_first_steps_on_trees_equal_those_on_rows(base: Path, tmp_path: Path) -> None:
     runs = {
         form: finish(base, tmp_path / form, *SMALL, f"trainer.rows={form}")
         for form in ("step", "tree")
@@ -154,7 +154,7 @@ def test_on_trees_the_first_steps_are_those_of_rows(base: Path, tmp_path: Path) 
     assert on_trees["policy/forward_tokens"] < 0.8 * first["policy/forward_tokens"]
 
 
-def test_without_a_learning_rate_it_stays_flat(base: Path, tmp_path: Path) -> None:
+def test_reward_is_constant_with_learning_rate_zero(base: Path, tmp_path: Path) -> None:
     rows = finish(
         base,
         tmp_path / "flat",
@@ -163,5 +163,5 @@ def test_without_a_learning_rate_it_stays_flat(base: Path, tmp_path: Path) -> No
     )
     rewards = [row["eval/all/avg_score"] for row in rows if "eval/all/avg_score" in row]
     assert len(rewards) == 3
-    # Same weights, same seeds: what is left is one token in a million on the edge of a draw.
+    # Same weights, same seeds: about one token in a million is on the edge of a draw.
     assert max(rewards) - min(rewards) <= 0.02

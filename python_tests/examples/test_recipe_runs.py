@@ -1,4 +1,4 @@
-"""Each recipe's offline run by its command, on real vLLM: the reward rises."""
+"""The offline run of each recipe by its command, on real vLLM: the reward rises."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(DEADLINE_S
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with runs/; SKYRL_FAST_RECIPES names one whose data and models are used."""
+    """A folder with runs/; SKYRL_FAST_RECIPES can name one with existing data and models."""
     given = os.environ.get("SKYRL_FAST_RECIPES")
     return Path(given) if given else tmp_path_factory.mktemp("recipes")
 
@@ -55,7 +55,7 @@ def run(base: Path, run_path: Path, recipe: str, *arguments: str) -> list[dict[s
         ("search_r1", "short"),
     ],
 )
-def test_the_reward_rises(base: Path, tmp_path: Path, recipe: str, variant: str) -> None:
+def test_reward_rises(base: Path, tmp_path: Path, recipe: str, variant: str) -> None:
     rows = run(base, tmp_path / "run", recipe, "--variant", variant)
     rewards = [row["eval/all/avg_score"] for row in rows if "eval/all/avg_score" in row]
     assert rewards[0] <= 0.5
@@ -63,11 +63,11 @@ def test_the_reward_rises(base: Path, tmp_path: Path, recipe: str, variant: str)
     if variant == "thinking":
         last = rows[-1]
         assert last["generate/avg_num_turns"] > 1.5
-        # Only a turn that had no thoughts to strip can be joined to the next.
+        # Only a turn without thoughts to strip can be merged with the next.
         assert last["generate/num_seq_after_merge"] > 0.9 * last["generate/num_seq_before_merge"]
 
 
-def test_long_passages_make_no_row_longer_than_allowed(base: Path, tmp_path: Path) -> None:
+def test_rows_with_long_passages_stay_within_the_limit(base: Path, tmp_path: Path) -> None:
     rows = run(base, tmp_path / "run", "search_r1", "--variant", "long")
     lengths = [
         row["generate/batch_padded_seq_len"]

@@ -1,4 +1,4 @@
-"""The recipes: data, configurations, and that an agent without faults is rewarded everywhere."""
+"""The recipes: data, configurations, and that a perfect agent is always rewarded."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def test_published_settings(name: str) -> None:
     assert trainer.policy.optimizer_config.lr == 1e-6
 
 
-def test_search_r1_corrects_tokens_with_a_cap_of_two() -> None:
+def test_search_r1_uses_token_tis_with_cap_two() -> None:
     correction = load_config(
         EXAMPLES / "search_r1/qwen2.5_3b.yaml"
     ).trainer.algorithm.off_policy_correction
     assert (correction.tis_ratio_type, correction.token_tis_ratio_clip_high) == ("token", 2.0)
 
 
-def test_offline_settings_differ_from_published_ones_in_size_not_in_kind() -> None:
+def test_offline_settings_differ_from_published_ones_only_in_size() -> None:
     for offline, published in (
         ("gsm8k/offline.yaml", "gsm8k/qwen2.5_1.5b.yaml"),
         ("text2sql/offline.yaml", "text2sql/qwen2.5_coder_7b.yaml"),
@@ -112,7 +112,7 @@ def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return request.param, folder
 
 
-def test_spins_are_set_before_torch_could_read_them(tmp_path: Path) -> None:
+def test_spin_count_is_set_before_torch_is_imported(tmp_path: Path) -> None:
     program = (
         "import os, sys\n"
         "from pathlib import Path\n"
@@ -150,7 +150,7 @@ def test_gsm8k_eval_is_held_out(problems: Any) -> None:
     assert not asked["eval"] & (asked["train"] | demonstrated)
 
 
-def test_gsm8k_problem_in_numbers() -> None:
+def test_gsm8k_problem_by_hand() -> None:
     problem = gsm8k.Problem("Ida", "nuts", 7, (("buys", 4), ("eats", 3)))
     assert problem.answer == 8
     assert (
@@ -164,7 +164,7 @@ def test_gsm8k_problem_in_numbers() -> None:
     assert gsm8k.demonstrate(rng, problem, always) == ("7 + 4 = 11", None)
 
 
-def test_gsm8k_the_published_answer_is_rewarded(problems: Any) -> None:
+def test_gsm8k_reference_answer_is_rewarded(problems: Any) -> None:
     env_class, folder = problems
     for row in read_jsonl(folder / "train.jsonl"):
         env = skyrl_gym.make(env_class, env_config={}, extras={**row, "max_turns": 3})
@@ -173,7 +173,7 @@ def test_gsm8k_the_published_answer_is_rewarded(problems: Any) -> None:
         assert (output["reward"], output["done"]) == (1.0, True)
 
 
-def test_gsm8k_demonstrations_are_right_but_weak(problems: Any) -> None:
+def test_gsm8k_demonstrations_are_valid_but_imperfect(problems: Any) -> None:
     env_class, folder = problems
     chats = read_jsonl(folder / "demonstrations.jsonl")
     first = [re.findall(r"(\d+) ([+-]) (\d+) = (\d+)", chat[1]["content"]) for chat in chats]
@@ -183,11 +183,11 @@ def test_gsm8k_demonstrations_are_right_but_weak(problems: Any) -> None:
     assert lengths == ({2} if env_class == "gsm8k" else {2, 4, 6})
 
 
-def test_gsm8k_multi_turn_says_what_the_environment_says() -> None:
+def test_gsm8k_multi_turn_matches_the_environment() -> None:
     extras = {"reward_spec": {"ground_truth": "8"}, "max_turns": 3}
     env = skyrl_gym.make("gsm8k_multi_turn", env_config={}, extras=extras)
-    said = [env.step("#### 7")["observations"][0]["content"] for _ in range(2)]
-    assert said == [gsm8k.AGAIN, gsm8k.AT_LAST]
+    answers = [env.step("#### 7")["observations"][0]["content"] for _ in range(2)]
+    assert answers == [gsm8k.AGAIN, gsm8k.AT_LAST]
 
 
 def test_gsm8k_tokenizer_keeps_every_answer(problems: Any) -> None:
@@ -233,7 +233,7 @@ def test_search_same_seed_same_files(world: Path, tmp_path: Path) -> None:
         assert files(tmp_path / "other")[name] != data
 
 
-def test_search_eval_asks_about_other_people(world: Path) -> None:
+def test_search_eval_questions_are_held_out(world: Path) -> None:
     people = {}
     for name in ("train", "eval"):
         rows = read_jsonl(world / f"data/{name}.jsonl")
@@ -243,7 +243,7 @@ def test_search_eval_asks_about_other_people(world: Path) -> None:
     assert not people["train"] & people["eval"]
 
 
-def test_an_agent_that_searches_twice_is_rewarded(world: Path, search_url: str) -> None:
+def test_agent_that_searches_twice_is_rewarded(world: Path, search_url: str) -> None:
     for row in read_jsonl(world / "data/eval.jsonl"):
         env = search_env(row, search_url)
         topic, person = re.search(
@@ -258,7 +258,7 @@ def test_an_agent_that_searches_twice_is_rewarded(world: Path, search_url: str) 
         assert env.turns == 3
 
 
-def test_demonstrations_show_what_the_environment_shows(world: Path, search_url: str) -> None:
+def test_search_demonstrations_match_the_environment(world: Path, search_url: str) -> None:
     row = read_jsonl(world / "data/train.jsonl")[0]
     seen = search_env(row, search_url).step("<search> river Genoa </search>")["observations"]
     contents = [r["contents"] for r in read_jsonl(world / "data/corpus.jsonl")]
@@ -272,7 +272,7 @@ def test_demonstrations_show_what_the_environment_shows(world: Path, search_url:
     assert seen[0]["content"] == search.render_observation(shown)
 
 
-def test_search_tokenizer_knows_every_word(world: Path) -> None:
+def test_search_tokenizer_covers_every_word(world: Path) -> None:
     tokenizer = search_tokenizer([])
     texts = [row["contents"] for row in read_jsonl(world / "data/corpus.jsonl")]
     for chat in read_jsonl(world / "data/demonstrations.jsonl"):
@@ -285,7 +285,7 @@ def test_search_tokenizer_knows_every_word(world: Path) -> None:
         assert tokenizer.unk_token_id not in tokenizer.encode(text)
 
 
-def test_filler_makes_passages_long() -> None:
+def test_filler_lengthens_passages() -> None:
     rng = random.Random(0)
     world = search.make_world(rng)
     rows = search.make_passages(rng, world, filler_words=500)
@@ -296,7 +296,7 @@ def test_filler_makes_passages_long() -> None:
     assert max(len(row["contents"].split()) for row in plain) < 12
 
 
-def test_rows_stay_within_the_limit_where_the_old_form_does_not(tmp_path: Path) -> None:
+def test_rows_stay_within_the_limit_only_with_the_new_form(tmp_path: Path) -> None:
     shapes, limit = row_shapes.measure(tmp_path, filler_words=600, num_prompts=6)
     old, gen_only, merged = shapes
     assert limit == 4096 + 500

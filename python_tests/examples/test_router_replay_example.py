@@ -1,4 +1,4 @@
-"""examples/router_replay: what it measures, on tokens sampled by the model itself."""
+"""The measurement of examples/router_replay, on tokens sampled by the model itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sampled_batch(model: Any) -> StepBatch:
-    """Eight rows of random tokens, with the model's own routes and log-probabilities."""
+    """Return eight rows of random tokens with the model's routes and log-probabilities."""
     random = np.random.default_rng(0)
     prompts = [random.integers(4, 100, 12).tolist() for _ in range(8)]
     responses = [random.integers(4, 100, 10).tolist() for _ in range(8)]
@@ -44,7 +44,7 @@ def sampled_batch(model: Any) -> StepBatch:
     return batch.with_(rollout_logprobs=Policy(model).batch_logprobs(batch))
 
 
-def test_replay_is_exact_without_noise_and_nearer_with_it(model_folder: Path) -> None:
+def test_replay_is_exact_without_noise_and_closer_with_noise(model_folder: Path) -> None:
     model = load_model(str(model_folder), device=torch.device("cpu"))
     batch = sampled_batch(model)
     assert batch.expert_indices.shape == (8 * 21, NUM_LAYERS, TOP_K)

@@ -20,7 +20,7 @@ CHAT = [
 ]
 
 
-def test_thinking_template_strips_the_thoughts_of_earlier_answers_only() -> None:
+def test_thinking_template_strips_only_earlier_thoughts() -> None:
     tokenizer = make_tokenizer([], chat_template=THINKING_CHAT_TEMPLATE)
     text = tokenizer.apply_chat_template(CHAT[:3], add_generation_prompt=True, tokenize=False)
     assert text == (
@@ -31,7 +31,7 @@ def test_thinking_template_strips_the_thoughts_of_earlier_answers_only() -> None
     )
 
 
-def test_turns_are_rows_of_their_own_whose_labels_are_what_was_answered() -> None:
+def test_each_turn_is_a_row_with_the_answer_as_labels() -> None:
     texts = [message["content"] for message in CHAT]
     tokenizer = make_tokenizer(texts, chat_template=THINKING_CHAT_TEMPLATE)
     rows = encode_turns(tokenizer, [CHAT])
@@ -48,13 +48,13 @@ def test_turns_are_rows_of_their_own_whose_labels_are_what_was_answered() -> Non
         assert labels[-len(trained) :] == ids[-len(trained) :] == trained
 
 
-def test_the_mark_before_an_answer_is_one_token_that_decoding_keeps() -> None:
+def test_answer_marker_is_one_token_kept_by_decoding() -> None:
     tokenizer = make_tokenizer(["#### 7"])
     assert len(tokenizer.encode("#### 7")) == 2
     assert tokenizer.decode(tokenizer.encode("#### 7")) == "#### 7"
 
 
-def test_an_interrupted_making_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_build_leaves_no_files(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         folder.mkdir()
         raise KeyboardInterrupt

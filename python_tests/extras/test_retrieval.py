@@ -1,4 +1,4 @@
-"""The search server: what it finds, what it answers, what it refuses, how it starts and ends."""
+"""The search server: results, responses, refusals, start and exit."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def found(answer: Any) -> list[list[str]]:
 # --- corpus and index --------------------------------------------------------------------------
 
 
-def test_corpus_reads_passages_where_they_lie(corpus: Corpus) -> None:
+def test_corpus_reads_passages_from_the_file(corpus: Corpus) -> None:
     assert len(corpus) == 4
     assert corpus[1] == {"id": "d1", "contents": PASSAGES[1]}
     assert list(corpus.texts()) == PASSAGES
 
 
-def test_corpus_numbers_passages_without_id_and_survives_a_missing_last_newline(
+def test_corpus_numbers_passages_without_id_and_accepts_a_missing_last_newline(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "c.jsonl"
@@ -98,7 +98,7 @@ def test_corpus_numbers_passages_without_id_and_survives_a_missing_last_newline(
         ('{"contents": 7}\n', "line 1: wanted an object with the text 'contents'"),
     ],
 )
-def test_a_bad_corpus_is_named(tmp_path: Path, text: str | None, said: str) -> None:
+def test_invalid_corpus_error_names_the_place(tmp_path: Path, text: str | None, said: str) -> None:
     path = tmp_path / "c.jsonl"
     if text is not None:
         path.write_text(text)
@@ -108,7 +108,7 @@ def test_a_bad_corpus_is_named(tmp_path: Path, text: str | None, said: str) -> N
 
 @pytest.mark.spec("search.results")
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), max_size=40), st.integers(1, 50))
-def test_best_is_a_stable_sort_of_the_positive(scores: list[float], topk: int) -> None:
+def test_best_is_a_stable_sort_of_positive_scores(scores: list[float], topk: int) -> None:
     wanted = sorted(
         ((i, s) for i, s in enumerate(scores) if s > 0), key=lambda hit: (-hit[1], hit[0])
     )
@@ -128,7 +128,7 @@ def test_bm25_prefers_rare_words_and_finds_nothing_for_unknown_ones(corpus: Corp
 
 
 @pytest.mark.spec("search.index-check")
-def test_bm25_index_is_kept_and_checked(corpus: Corpus, tmp_path: Path) -> None:
+def test_bm25_index_is_cached_and_validated(corpus: Corpus, tmp_path: Path) -> None:
     made = Bm25Index(corpus, tmp_path / "index")
     kept = Bm25Index(corpus, tmp_path / "index")
     queries = ["mayor of Aachen", "sea"]
@@ -140,7 +140,7 @@ def test_bm25_index_is_kept_and_checked(corpus: Corpus, tmp_path: Path) -> None:
 
 
 class LetterCounts:
-    """Vectors of how often each letter occurs."""
+    """Encodes a text as its letter counts."""
 
     def encode(self, texts: Sequence[str], *, is_query: bool) -> np.ndarray:
         counts = [[text.lower().count(chr(97 + i)) for i in range(26)] for text in texts]
@@ -167,9 +167,7 @@ def test_faiss_finds_the_nearest_vector(corpus: Corpus, tmp_path: Path) -> None:
 
 @pytest.mark.spec("search.index-check")
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_what_a_kill_left_of_an_index_is_named(
-    share: float, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_index_left_by_a_kill_is_reported(share: float, corpus: Corpus, tmp_path: Path) -> None:
     def cut(file: Path) -> None:
         content = file.read_bytes()
         file.write_bytes(content[: int(len(content) * share)])
@@ -205,7 +203,7 @@ def test_an_index_is_renamed_when_it_is_complete(
 
 
 @pytest.mark.spec("search.index-check")
-def test_vectors_of_another_encoder_are_refused(corpus: Corpus, tmp_path: Path) -> None:
+def test_index_of_another_encoder_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     pytest.importorskip("faiss")
     FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
 
@@ -217,24 +215,24 @@ def test_vectors_of_another_encoder_are_refused(corpus: Corpus, tmp_path: Path) 
         FaissIndex(corpus, Other(), tmp_path / "vectors")
 
 
-def test_a_corpus_without_words_is_named(tmp_path: Path) -> None:
+def test_corpus_without_words_is_named(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"contents": "the of a"}')
     with pytest.raises(ValueError, match=r"corpus\.jsonl has no words"):
         Bm25Index(Corpus(path))
 
 
-def test_encoder_gives_unit_vectors_that_padding_does_not_move(tiny_model_folder: Path) -> None:
+def test_encoder_vectors_are_normalized_and_independent_of_padding(tiny_model_folder: Path) -> None:
     encoder = index_module.TransformersEncoder(str(tiny_model_folder))
     alone = encoder.encode(["sea"], is_query=True)
-    beside = encoder.encode(["sea", "a much longer text"], is_query=True)
-    assert np.linalg.norm(beside, axis=1) == pytest.approx([1, 1], abs=1e-5)
-    assert np.abs(alone[0] - beside[0]).max() < 1e-5
+    padded = encoder.encode(["sea", "a much longer text"], is_query=True)
+    assert np.linalg.norm(padded, axis=1) == pytest.approx([1, 1], abs=1e-5)
+    assert np.abs(alone[0] - padded[0]).max() < 1e-5
     assert np.abs(encoder.encode(["sea"], is_query=False) - alone).max() > 1e-4
 
 
 @pytest.mark.parametrize(("package", "extra"), [("bm25s", "search"), ("faiss", "faiss")])
-def test_a_missing_package_is_named(
+def test_missing_package_is_named(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, package: str, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -242,7 +240,7 @@ def test_a_missing_package_is_named(
         Bm25Index(corpus) if package == "bm25s" else FaissIndex(corpus, LetterCounts())
 
 
-# --- answers -----------------------------------------------------------------------------------
+# --- responses -----------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("search.requests")
@@ -263,7 +261,7 @@ def test_several_queries_without_scores(client: TestClient) -> None:
 
 
 @pytest.mark.spec("search.requests")
-def test_half_a_surrogate_pair_in_a_passage_does_not_fail_its_queries(tmp_path: Path) -> None:
+def test_lone_surrogate_in_a_passage_does_not_fail_queries(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"id": "\\ud800", "contents": "cat \\ud800 \\ud83d\\ude00"}\n')
     corpus = Corpus(path)
@@ -274,7 +272,7 @@ def test_half_a_surrogate_pair_in_a_passage_does_not_fail_its_queries(tmp_path: 
 
 
 @pytest.mark.spec("search.bad-request")
-def test_an_unknown_key_is_not_sent_back(client: TestClient) -> None:
+def test_unknown_key_is_not_echoed(client: TestClient) -> None:
     answer = client.post("/retrieve", json={"query": "a", "secret" * 100: 1})
     assert answer.status_code == 422
     assert answer.json()["detail"][0]["where"] == ["body", "an unknown key"]
@@ -329,19 +327,19 @@ def test_malformed_requests_are_refused(client: TestClient, body: Any) -> None:
     [b"", b"{", b"\xff\xfe", b'{"query": "\\ud800"}', b"[" * 1900, b'{"query": NaN}', b"\x00"],
     ids=["empty", "cut", "no text", "half a character", "deep", "nan", "nul"],
 )
-def test_what_is_no_request_is_refused(client: TestClient, body: bytes) -> None:
+def test_invalid_request_bodies_are_refused(client: TestClient, body: bytes) -> None:
     answer = client.post("/retrieve", content=body, headers={"content-type": "application/json"})
     assert 400 <= answer.status_code < 500
 
 
 @given(st.binary(max_size=300))
-def test_no_bytes_break_the_server(client: TestClient, body: bytes) -> None:
+def test_server_survives_arbitrary_bytes(client: TestClient, body: bytes) -> None:
     answer = client.post("/retrieve", content=body, headers={"content-type": "application/json"})
     assert answer.status_code < 500
 
 
 @pytest.mark.spec("search.body-size")
-def test_oversized_bodies_are_refused_announced_or_not(client: TestClient) -> None:
+def test_oversized_bodies_are_refused_with_or_without_content_length(client: TestClient) -> None:
     assert client.post("/retrieve", content=b" " * 2001).status_code == 413
     parts = iter([b" " * 1500, b" " * 1500])
     assert client.post("/retrieve", content=parts).status_code == 413
@@ -358,7 +356,7 @@ def test_other_paths_and_methods(client: TestClient) -> None:
 
 
 @pytest.mark.spec("search.body-time")
-def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_body_that_never_ends_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
     monkeypatch.setattr("skyrl_fast.extras.search.server.BODY_SECONDS", 0.01)
@@ -379,7 +377,7 @@ def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.spec("search.serve", "search.requests", "search.lifetime")
-def test_skyrl_gyms_search_tool_reads_the_answers(corpus_file: Path, tmp_path: Path) -> None:
+def test_skyrl_gym_search_tool_parses_the_responses(corpus_file: Path, tmp_path: Path) -> None:
     skyrl_gym = pytest.importorskip("skyrl_gym")
     from omegaconf import OmegaConf
 
@@ -401,11 +399,11 @@ def test_skyrl_gyms_search_tool_reads_the_answers(corpus_file: Path, tmp_path: P
         urllib.request.urlopen(url, timeout=2)
 
 
-# --- start and end -----------------------------------------------------------------------------
+# --- start and exit ------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("search.lifetime")
-def test_an_error_in_the_block_stops_the_server(corpus_file: Path, tmp_path: Path) -> None:
+def test_exception_in_the_with_block_stops_the_server(corpus_file: Path, tmp_path: Path) -> None:
     with (
         pytest.raises(KeyboardInterrupt),
         retrieval_server(corpus_file, log_file=tmp_path / "server.log") as url,
@@ -415,7 +413,7 @@ def test_an_error_in_the_block_stops_the_server(corpus_file: Path, tmp_path: Pat
         urllib.request.urlopen(url, timeout=2)
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_error_of_a_server_that_cannot_start(tmp_path: Path) -> None:
     with (
         pytest.raises(RetrievalServerError, match="no such file"),
         retrieval_server(tmp_path / "missing.jsonl", log_file=tmp_path / "server.log"),
@@ -435,7 +433,7 @@ with retrieval_server(Path(sys.argv[1]), log_file=Path(sys.argv[2])) as url:
 
 @pytest.mark.spec("search.lifetime")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_the_server_ends_with_its_starter(
+def test_server_exits_with_its_parent(
     corpus_file: Path, tmp_path: Path, how: signal.Signals
 ) -> None:
     command = [sys.executable, "-c", STARTER, str(corpus_file), str(tmp_path / "log")]
@@ -468,7 +466,7 @@ def test_loopback_is_the_default(corpus_file: Path) -> None:
         (["--corpus", "CORPUS", "--port", "70000"], "cannot listen on 127.0.0.1:70000"),
     ],
 )
-def test_the_command_complains(
+def test_command_line_errors(
     corpus_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     given = [str(corpus_file) if text == "CORPUS" else text for text in arguments]

@@ -1,4 +1,4 @@
-"""SQL that nobody vouches for: what a query may do, and the environment around it."""
+"""Untrusted SQL: what a query may do, and the text2sql environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOLD = "SELECT price FROM item WHERE name = 'ink'"
 
 @pytest.fixture
 def database(tmp_path: Path) -> Path:
-    folder = tmp_path / "spider" / "database" / "the shop?"  # a name that a URI must quote
+    folder = tmp_path / "spider" / "database" / "the shop?"  # needs quoting in a URI
     folder.mkdir(parents=True)
     path = folder / "the shop?.sqlite"
     with sqlite3.connect(path) as connection:
@@ -32,7 +32,7 @@ def database(tmp_path: Path) -> Path:
     return path
 
 
-def test_rows_are_distinct_and_in_the_querys_order(database: Path) -> None:
+def test_rows_are_distinct_and_in_query_order(database: Path) -> None:
     sql = "SELECT name, price FROM item ORDER BY price DESC"
     assert run_query(database, sql, FEW) == [("ink", 5), ("pen", 3)]
 
@@ -82,7 +82,7 @@ def test_reading_is_allowed(database: Path, sql: str) -> None:
         "SELECT 1; DROP TABLE item",
     ],
 )
-def test_everything_else_is_refused(database: Path, sql: str) -> None:
+def test_statements_other_than_reads_are_refused(database: Path, sql: str) -> None:
     before = hashlib.sha256(database.read_bytes()).hexdigest()
     with pytest.raises(QueryError):
         run_query(database, sql.format(folder=database.parent), FEW)
@@ -100,16 +100,16 @@ def test_everything_else_is_refused(database: Path, sql: str) -> None:
         "SELECT count(*) FROM " + ", ".join(f"item AS i{k}" for k in range(30)),
     ],
 )
-def test_a_bomb_ends_at_its_time(database: Path, sql: str) -> None:
+def test_expensive_query_is_stopped_at_its_time_limit(database: Path, sql: str) -> None:
     started = time.perf_counter()
     with pytest.raises(QueryTimeoutError, match=r"longer than 0\.3 s"):
         run_query(database, sql, SHORT)
-    assert time.perf_counter() - started < 5.0  # far less than for ever; machines pause
+    assert time.perf_counter() - started < 5.0  # generous: machines may pause
 
 
 @pytest.mark.spec("rollout.sql-limits")
 @pytest.mark.parametrize("sql", ["SELECT randomblob(1e9)", "SELECT hex(zeroblob(900000))"])
-def test_a_value_has_a_largest_size(database: Path, sql: str) -> None:
+def test_value_size_is_limited(database: Path, sql: str) -> None:
     with pytest.raises(QueryError, match="too big"):
         run_query(database, sql, FEW)
 
@@ -117,7 +117,7 @@ def test_a_value_has_a_largest_size(database: Path, sql: str) -> None:
 @pytest.mark.spec("rollout.sql-limits")
 def test_memory_of_all_queries_is_limited(database: Path) -> None:
     run_query(database, "SELECT 1", FEW)
-    with sqlite3.connect(":memory:") as connection:  # the limit is the process's
+    with sqlite3.connect(":memory:") as connection:  # the limit is per process
         assert connection.execute("PRAGMA hard_heap_limit").fetchone() == (1 << 30,)
 
 
@@ -128,7 +128,9 @@ ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELEC
 @pytest.mark.parametrize(
     ("limits", "rows"), [((10, 1000), 10), ((1000, 130), 10)], ids=["rows", "bytes"]
 )
-def test_a_result_is_cut_or_refused(database: Path, limits: tuple[int, int], rows: int) -> None:
+def test_large_result_is_truncated_or_refused(
+    database: Path, limits: tuple[int, int], rows: int
+) -> None:
     cut = QueryLimits(5.0, *limits, cut=True)
     assert run_query(database, ENDLESS, cut) == [(k + 1, "abcde") for k in range(rows)]
     with pytest.raises(QueryError, match="the result is larger than"):
@@ -136,13 +138,13 @@ def test_a_result_is_cut_or_refused(database: Path, limits: tuple[int, int], row
 
 
 @pytest.mark.spec("rollout.sql-limits")
-def test_numbers_count_in_the_size_of_a_result(database: Path) -> None:
+def test_numbers_count_towards_the_result_size(database: Path) -> None:
     many = ENDLESS.replace("'abcde'", ", ".join(f"x + {k}.5" for k in range(1_249)))
     few = QueryLimits(5.0, max_rows=1_000, max_bytes=100_000, cut=True)
     assert len(run_query(database, many, few)) == 10  # of 1250 numbers
 
 
-def test_a_file_that_is_no_database_is_an_error(tmp_path: Path) -> None:
+def test_file_that_is_not_a_database_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x.sqlite").write_bytes(b"no database " * 100)
     for name in ("x.sqlite", "absent.sqlite"):
         with pytest.raises(QueryError):
@@ -163,7 +165,7 @@ def make(database: Path, **extras: Any) -> Text2SqlEnv:
 @pytest.mark.parametrize(
     "db_id", ["../../x", "..", ".", "", "/etc", "a/b", "a\\b", "a\0b", "c:d", 7, None]
 )
-def test_a_db_id_cannot_leave_its_folder(database: Path, db_id: Any) -> None:
+def test_db_id_cannot_leave_its_folder(database: Path, db_id: Any) -> None:
     outside = database.parents[3] / "x"
     outside.mkdir()
     (outside / "x.sqlite").write_bytes(database.read_bytes())
@@ -171,7 +173,7 @@ def test_a_db_id_cannot_leave_its_folder(database: Path, db_id: Any) -> None:
         make(database, db_id=db_id)
 
 
-def test_what_a_row_lacks_is_named(database: Path) -> None:
+def test_missing_row_values_are_named(database: Path) -> None:
     with pytest.raises(ValueError, match="the row lacks db_id, reward_spec"):
         Text2SqlEnv({"db_path": "x"}, {"data": "spider"})
     with pytest.raises(ValueError, match="data: wanted one of synsql, spider, bird, got 'other'"):
@@ -180,14 +182,14 @@ def test_what_a_row_lacks_is_named(database: Path) -> None:
         make(database, db_id="absent")
 
 
-def test_an_error_is_shown_without_the_machines_folders(database: Path) -> None:
+def test_errors_are_shown_without_local_paths(database: Path) -> None:
     seen = make(database).step("<sql>SELECT weight FROM item</sql>")["observations"][0]["content"]
     assert "Error executing SQL: no such column: weight, db file: the shop?.sqlite" in seen
     assert str(database.parent) not in seen
 
 
 @pytest.mark.spec("rollout.sql-limits")
-def test_a_solution_beyond_the_limits_is_wrong(
+def test_solution_beyond_the_limits_gets_no_reward(
     database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("skyrl_fast.extras.text2sql.env.JUDGE", SHORT)
@@ -202,10 +204,10 @@ def both(database: Path, **extras: Any) -> list[Callable[[str], dict[str, Any]]]
     row = {"db_id": database.stem, "data": "spider", "reward_spec": {"ground_truth": GOLD}}
     row |= {"max_turns": 3, **extras}
     root = str(database.parents[3])
-    theirs = skyrl_gym.make(
+    original = skyrl_gym.make(
         "text2sql", env_config=OmegaConf.create({"db_path": root}), extras=dict(row)
     )
-    return [theirs.step, Text2SqlEnv({"db_path": root}, row).step]
+    return [original.step, Text2SqlEnv({"db_path": root}, row).step]
 
 
 THINK = "<think>a</think>"
@@ -225,15 +227,15 @@ THINK = "<think>a</think>"
         ["a", "b", "c"],
     ],
 )
-def test_the_same_answers_as_skyrl_gyms_own(database: Path, actions: list[str]) -> None:
-    theirs, ours = both(database)
+def test_results_equal_skyrl_gym(database: Path, actions: list[str]) -> None:
+    original, ours = both(database)
     for action in actions:
-        want, got = theirs(action), ours(action)
+        want, got = original(action), ours(action)
         assert got["observations"] == list(want["observations"])
         assert (got["reward"], got["done"]) == (want["reward"], want["done"])
 
 
-def test_a_long_result_is_shown_as_skyrl_gym_shows_it() -> None:
+def test_long_result_is_formatted_as_by_skyrl_gym() -> None:
     import pandas
 
     rows = [(number, "x" * 30) for number in range(400)]
@@ -265,7 +267,7 @@ def test_tables_of_several_threads_are_complete() -> None:
         with ThreadPoolExecutor(4) as threads:
             seen = set()
             for _ in range(200):
-                pandas.reset_option("display.max_colwidth")  # the accident hides the next one
+                pandas.reset_option("display.max_colwidth")  # one failure would hide the next
                 seen |= set(threads.map(lambda _: render_rows(rows), range(4)))
     finally:
         sys.setswitchinterval(interval)

@@ -1,4 +1,4 @@
-"""group_advantage on a GPU, and its kernels emulated on the CPU: the CPU's bits."""
+"""group_advantage on a GPU, and its kernels emulated on the CPU: bit-identical to the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ESTIMATORS = ["grpo", "dr_grpo", "rloo", "maxrl"]
 
 
 def on_cpu(*arguments: object, **options: object) -> torch.Tensor:
-    """The CPU's own kernel, within an emulated GPU."""
+    """Run the CPU kernel while a GPU is emulated."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_backend, "on_gpu", lambda tensor: tensor.is_cuda)
         patch.setattr(_backend, "device_kind", lambda device: device.type)
@@ -59,7 +59,7 @@ def test_by_hand(gpu: str, estimator: str) -> None:
     seed=st.integers(0, 2**20),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_bits_of_the_cpu(
+def test_result_equals_the_cpu_bit_for_bit(
     emulated_gpu: ModuleType,
     trajectories: list[tuple[int, int]],
     width: int,
@@ -95,13 +95,13 @@ def test_ids_and_flags_on_the_device(gpu: str) -> None:
 
 
 @pytest.mark.spec("advantage.gpu-non-finite")
-def test_a_score_that_is_not_finite_marks_its_group_alone(gpu: str) -> None:
+def test_non_finite_score_affects_only_its_group(gpu: str) -> None:
     rewards = torch.tensor([1.0, math.nan, 2.0, 1.0, math.inf, 0.0]).to(gpu)
     got = group_advantage(rewards, ["a", "a", "b", "b", "c", "c"])
     assert got.isnan().tolist() == [True, True, False, False, True, True]
 
 
-def test_mistakes_that_the_cpu_sees_are_errors(gpu: str) -> None:
+def test_inputs_refused_on_the_cpu_are_errors(gpu: str) -> None:
     rewards = torch.zeros(2, device=gpu)
     with pytest.raises(ValueError, match="is_last_step must be True in the last row"):
         group_advantage(rewards, ["a", "a"], is_last_step=[True, False])
@@ -109,14 +109,14 @@ def test_mistakes_that_the_cpu_sees_are_errors(gpu: str) -> None:
         group_advantage(rewards, ["a", "b"], is_last_step=[False, True])
 
 
-def test_three_launches(emulated_gpu: ModuleType) -> None:
+def test_number_of_kernel_launches_is_three(emulated_gpu: ModuleType) -> None:
     before = emulated_gpu.launches()
     group_advantage(torch.zeros(1000), [i // 10 for i in range(1000)])
     assert emulated_gpu.launches() == before + 3
 
 
 @pytest.mark.gpu
-def test_cuda_graph_and_no_wait() -> None:
+def test_cuda_graph_capture_without_synchronization() -> None:
     rewards, ids = torch.randn(64, 5, device="cuda"), (torch.arange(64) // 8).cuda()
     mask = torch.ones(64, 5, device="cuda")
     torch.cuda.set_sync_debug_mode("error")

@@ -1,4 +1,4 @@
-"""The GPU benches, tried with tiny sizes on emulated kernels; their figures mean nothing."""
+"""The GPU benches with tiny sizes on emulated kernels; the timings are meaningless."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = Ceilings(1e12, 1e10, 0.005)
 
 
-def test_every_case_of_ours_runs(emulated_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case_runs(emulated_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = {"F.cross_entropy": peers.LOGPROB["F.cross_entropy"]}
     monkeypatch.setattr(peers, "LOGPROB", keep)  # no compiling here
     for losses in (peers.PPO, peers.PPO_K3):
@@ -41,7 +41,7 @@ def test_every_case_of_ours_runs(emulated_gpu: ModuleType, monkeypatch: pytest.M
     assert len(ours) == len(groups) and all("median_ms" in e for e in ours)
     assert all(e["error"] < 5e-3 for e in ours if "error" in e)  # of bfloat16 gradients
     unchecked = {e["group"].split(" 6")[0] for e in ours if "error" not in e}
-    assert unchecked == {"linear_logprob forward"}  # its gradients are, in the groups before it
+    assert unchecked == {"linear_logprob forward"}  # its gradients are checked, in earlier groups
     trees = [e for e in found["entries"] if e["group"].startswith("prefix tree: agents")]
     assert {e["error"] < 1e-3 for e in trees if "tokens" in e} == {True}
     others = [e for e in found["entries"] if "formulation" in e["contender"]]
@@ -59,7 +59,7 @@ def test_every_case_of_ours_runs(emulated_gpu: ModuleType, monkeypatch: pytest.M
         assert any(work in group for group in groups)
 
 
-def test_a_wrong_advantage_of_any_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_advantage_in_any_row_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = batch_cases.group_advantage
 
     def wrong(*arguments: Any, backend: str, **options: Any) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_a_wrong_advantage_of_any_row_is_seen(monkeypatch: pytest.MonkeyPatch) -
     assert all("wrong by 0.01" in entry["skipped"] for entry in found["entries"])
 
 
-def test_groups_that_are_not_wanted_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unselected_groups_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def unwanted(*_: object, **__: object) -> None:
         raise AssertionError("made data of a group that is not wanted")
 
@@ -86,7 +86,7 @@ def test_groups_that_are_not_wanted_cost_nothing(monkeypatch: pytest.MonkeyPatch
         list(report.measured("cpu", tiny=True, only="linear_logprob forward"))
 
 
-def test_a_peer_that_is_missing_is_said(emulated_gpu: ModuleType) -> None:
+def test_missing_peer_is_reported(emulated_gpu: ModuleType) -> None:
     def missing() -> None:
         peers.needs("no_such_package", "x")
 
@@ -95,7 +95,7 @@ def test_a_peer_that_is_missing_is_said(emulated_gpu: ModuleType) -> None:
     assert found["skipped"].startswith("not installed (no_such_package")
 
 
-def test_our_own_failure_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_failure_sets_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong() -> None:
         raise ValueError("x")
 
@@ -111,17 +111,17 @@ def test_our_own_failure_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("wrong", [0.1, float("nan")])
-def test_a_wrong_answer_is_not_timed(wrong: float) -> None:
+def test_wrong_result_is_not_timed(wrong: float) -> None:
     case = Case("g", "peer", lambda: None, 0.0, check=lambda: within(wrong, 0.01))
     found = report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), CEILINGS)
     assert found["skipped"].startswith("fails: ValueError: wrong by") and "median_ms" not in found
 
 
-def test_the_floor_counts_both_memories() -> None:
+def test_bandwidth_floor_counts_both_memories() -> None:
     assert CEILINGS.floor_ms(2e9, 1e8) == pytest.approx(2.0 + 10.0)
 
 
-def test_a_slow_call_is_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_call_is_repeated_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, calls = Stopwatch("cpu", flush_bytes=8), []
 
     def rounds(milliseconds: float) -> tuple[int, int]:
@@ -136,13 +136,13 @@ def test_a_slow_call_is_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rounds(1e4) == (1, 1)
 
 
-def test_a_part_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_part_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["report", "--device", "cpu", "--tiny", "--only", "nothing"])
     with pytest.raises(SystemExit, match="no group's name contains 'nothing'"):
         report.main()
 
 
-def test_parts_of_a_run_join(tmp_path: Path) -> None:
+def test_parts_of_a_run_are_merged(tmp_path: Path) -> None:
     def saved(machine: str, group: str, ms: float) -> list[tuple[str, float]]:
         entry = {"group": group, "contender": "x", "skipped": "", "floor_ms": ms}
         part = {"machine": machine, "ceilings": asdict(CEILINGS), "entries": [entry]}
@@ -153,13 +153,13 @@ def test_parts_of_a_run_join(tmp_path: Path) -> None:
     assert saved("A", "pack", 1.0) == [("pack", 1.0)]
     assert saved("A", "logprob", 2.0) == [("pack", 1.0), ("logprob", 2.0)]
     assert saved("A", "pack", 3.0) == [("logprob", 2.0), ("pack", 3.0)]
-    assert saved("B", "pack", 4.0) == [("pack", 4.0)]  # figures of two machines do not mix
+    assert saved("B", "pack", 4.0) == [("pack", 4.0)]  # results of two machines are not mixed
     assert "## pack" in (tmp_path / "gpu.md").read_text()
 
 
 @pytest.mark.peers
-def test_peers_that_are_installed_compute_the_same() -> None:
-    """In Triton's interpreter; QuACK and cut cross-entropy run on a GPU alone."""
+def test_installed_peers_agree() -> None:
+    """In Triton's interpreter; QuACK and cut cross-entropy run only on a GPU."""
     command = [sys.executable, "-c", PEERS_PROGRAM]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -186,7 +186,7 @@ PEERS_PROGRAM = """
 import contextlib, json, torch
 from bench.gpu import report
 torch.cuda.device = lambda index: contextlib.nullcontext()  # flash-attn names its device
-*_, found = report.measured("cpu", tiny=True, dtype=torch.float32)  # it knows no bfloat16
+*_, found = report.measured("cpu", tiny=True, dtype=torch.float32)  # it does not support bfloat16
 print(json.dumps(found["entries"]))
 """
 
@@ -211,7 +211,7 @@ def test_without_results_there_is_no_plot(tmp_path: Path) -> None:
 
 
 def made_up_report() -> dict[str, object]:
-    """Numbers for the plot's own test, in no way measured."""
+    """Return invented numbers for the test of the plot."""
     entries = []
     for group in (
         "logprob forward + backward 8192 x 32000 bf16",
@@ -225,7 +225,7 @@ def made_up_report() -> dict[str, object]:
     return {"machine": "none", "entries": entries}
 
 
-def test_the_points_of_the_plot() -> None:
+def test_points_of_the_plot() -> None:
     work = "logprob forward + backward"
     by_vocab = plot.series(made_up_report(), work, over_tokens=False)
     by_tokens = plot.series(made_up_report(), work, over_tokens=True)
@@ -234,9 +234,7 @@ def test_the_points_of_the_plot() -> None:
     assert "missing" not in by_tokens
 
 
-def test_the_plot_is_drawn_from_results_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plot_is_drawn_only_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "gpu.json").write_text(json.dumps(made_up_report()))
     out = tmp_path / "plot.png"
@@ -247,8 +245,8 @@ def test_the_plot_is_drawn_from_results_alone(
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_varlen_attention_of_rows_that_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one row at a time in place of torch's kernel, which runs on a GPU alone."""
+def test_varlen_attention_of_rows_without_shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row at a time replaces torch's kernel, which runs only on a GPU."""
 
     def row_by_row(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu: torch.Tensor, *_: Any,
@@ -273,8 +271,8 @@ def test_varlen_attention_of_rows_that_share_nothing(monkeypatch: pytest.MonkeyP
             cu, longest = row_bounds(plan)
             assert cu.tolist() == [0, *ends.tolist()] and longest == max(lengths)
             query, key, value = (torch.randn(1, heads, len(last), 8) for heads in (4, 2, 2))
-            with torch.autocast("cpu", torch.bfloat16):  # float32 queries beside bfloat16 values
+            with torch.autocast("cpu", torch.bfloat16):  # float32 queries with bfloat16 values
                 got = tree_forward.tree_attention(query, key, value.bfloat16(), plan)
                 want = tree_attention(query, key, value.bfloat16(), plan)
             torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)  # bfloat16
-            del plan  # the next may lie where this one lay
+            del plan  # the next plan may reuse this one's memory

@@ -1,4 +1,4 @@
-"""What was compiled for which GPU: the compile-only check's judgement, and the built extension."""
+"""The compile-only check of CUDA kernels, and the architectures of the built extension."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ptxas info    : Used 255 registers
 """
 
 
-def test_the_log_is_read() -> None:
+def test_ptxas_log_is_parsed() -> None:
     good, bad = cuda_check.read_log(LOG)
     assert good == cuda_check.Kernel("_Zgood", "sm_80", 40, 0, 0)
     assert bad == cuda_check.Kernel("_Zbad", "sm_90a", 255, 16, 20)
 
 
-def test_spills_and_missing_architectures_are_faults() -> None:
+def test_spills_and_missing_architectures_are_reported() -> None:
     faults = cuda_check.judged(Path("x.cu"), cuda_check.read_log(LOG))
     assert faults == [
         "x.cu: _Zbad for sm_90a: 16 bytes of stack, 20 bytes spilled",
@@ -37,7 +37,7 @@ def test_spills_and_missing_architectures_are_faults() -> None:
     ]
 
 
-def test_without_nvcc_the_check_says_so_and_succeeds(
+def test_check_without_nvcc_is_skipped_with_a_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cuda_check, "find_nvcc", lambda: None)
@@ -46,7 +46,7 @@ def test_without_nvcc_the_check_says_so_and_succeeds(
     assert "skipped, no nvcc found" in capsys.readouterr().out
 
 
-def test_every_kernel_is_in_the_build_and_the_architectures_are_its() -> None:
+def test_build_contains_every_kernel_and_architecture() -> None:
     text = (cuda_check.ROOT / "CMakeLists.txt").read_text()
     for source in cuda_check.kernel_sources():
         assert str(source.relative_to(cuda_check.ROOT)) in text
@@ -58,7 +58,7 @@ def test_every_kernel_is_in_the_build_and_the_architectures_are_its() -> None:
     assert names == list(cuda_check.ARCHITECTURES)
 
 
-def test_the_extension_holds_the_architectures_it_names() -> None:
+def test_extension_contains_the_architectures_it_reports() -> None:
     if _C.cuda_archs is None:
         pytest.skip("the CUDA kernels are not compiled in: no nvcc when this was built")
     held = cuda_check.held_architectures(Path(_C.__file__))

@@ -1,4 +1,4 @@
-"""The check of a GPU, with programs in place of the GPU's: what it runs, and what it says."""
+"""The GPU check script with fake programs: what it runs, and what it prints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ test "$2" != racecheck || exit 9
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Python and a sanitizer that say how they were called; the latter finds a race."""
+    """A fake Python and sanitizer that print their arguments; the sanitizer reports a race."""
     for name, text in (("venv/bin/python", PYTHON), ("bin/compute-sanitizer", SANITIZER)):
         program = tmp_path / name
         program.parent.mkdir(parents=True)
@@ -40,7 +40,7 @@ def check(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     gpu_check.main()
 
 
-def test_every_tool_runs_and_a_finding_is_the_exit_status(
+def test_every_tool_runs_and_findings_set_the_exit_status(
     programs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -58,14 +58,14 @@ def test_every_tool_runs_and_a_finding_is_the_exit_status(
         assert "python_tests/gpu/test_logprob_cuda.py" in logs[tool]
 
 
-def test_all_passed_ends_without_an_error(
+def test_exit_status_is_zero_if_all_passed(
     programs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check(monkeypatch, "--venv", str(programs / "venv"), "--tools", "memcheck")
     assert "memcheck: passed" in capsys.readouterr().out
 
 
-def test_a_sanitizer_that_is_missing_is_a_failure(
+def test_missing_sanitizer_is_a_failure(
     programs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
@@ -76,7 +76,7 @@ def test_a_sanitizer_that_is_missing_is_a_failure(
     assert "compute-sanitizer: is not on PATH" in capsys.readouterr().out
 
 
-def test_without_a_gpu_nothing_is_checked_and_that_is_an_error(
+def test_check_without_a_gpu_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if torch.cuda.is_available():

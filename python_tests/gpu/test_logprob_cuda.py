@@ -18,10 +18,10 @@ from skyrl_fast.ops.logprob.masked_loss import TOKEN_LOSSES
 from skyrl_fast.ops.policy_loss.losses import Dppo
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Sums in float32 per thread, joined in float32, of logits of magnitude 15; logs in float64.
+# Float32 sums per thread, combined in float32, of logits of magnitude 15; logs in float64.
 FORWARD = {"rtol": 1e-6, "atol": 4e-6}
 # Gradients are at most 1 / temperature here, rounded to the dtype: half a unit in the last place,
-# beside float32's 4e-6. A probability near 1 may be off by two units of the device's 2^x, 2.4e-7,
+# plus float32's 4e-6. A probability near 1 may be off by two units of the device's 2^x, 2.4e-7,
 # and its gradient by that over the smallest temperature, 0.7, with more for the entropy's part.
 GRADIENT = {
     torch.float32: {"rtol": 4e-6, "atol": 6e-7},
@@ -67,7 +67,7 @@ def test_equals_reference(gpu: str, dtype: torch.dtype, vocab: int, inplace: boo
     seed=st.integers(0, 2**20),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_strides_and_borders(
+def test_any_strides_and_alignments(
     emulated_gpu: ModuleType,
     vocab: int,
     outer: int,
@@ -78,7 +78,7 @@ def test_any_strides_and_borders(
     order: int,
     seed: int,
 ) -> None:
-    """Rows that begin anywhere, with NaN before, between and behind them; threads in any order."""
+    """Rows at any offset, with NaN before, between and after them; threads in any order."""
     emulated_gpu.set_order(order)
     values, targets = made(outer * inner, vocab, dtype, seed)
     memory = torch.full((start + outer * (inner + 1) * (vocab + gap),), math.nan, dtype=dtype)
@@ -104,7 +104,7 @@ def test_any_strides_and_borders(
 
 
 def test_offsets_beyond_32_bits(gpu: str) -> None:
-    """Rows 2^30 elements apart, in memory that is never touched between them."""
+    """Rows 2^30 elements apart; the memory between them is never touched."""
     stride, vocab = 2**30 + 3, 1000
     memory = torch.empty(2 * stride + vocab, dtype=torch.bfloat16, device=gpu)
     logits = memory.as_strided((3, vocab), (stride, 1))
@@ -148,7 +148,7 @@ def test_nan_and_inf_give_nan(gpu: str, value: float) -> None:
 
 
 @pytest.mark.spec("logprob.non-finite")
-def test_nothing_but_minus_inf_gives_nan(gpu: str) -> None:
+def test_all_minus_inf_gives_nan(gpu: str) -> None:
     logits = torch.full((1, 40), -math.inf, device=gpu)
     assert selected_logprob(logits, torch.tensor([3]).to(gpu)).isnan().all()
 
@@ -163,7 +163,7 @@ def test_masked_rows_are_not_read(gpu: str) -> None:
 
 
 @pytest.mark.spec("logprob.gpu-no-sync")
-def test_a_target_out_of_range_is_nan(gpu: str) -> None:
+def test_target_out_of_range_gives_nan(gpu: str) -> None:
     logits = torch.zeros(3, 8, device=gpu)
     got = selected_logprob(logits, torch.tensor([8, 1, -1]).to(gpu))
     assert got.isnan().tolist() == [True, False, True]
@@ -175,13 +175,13 @@ def test_no_rows(gpu: str) -> None:
     assert logits.grad.shape == (0, 8)
 
 
-def test_rows_that_get_no_gradient_are_not_read(gpu: str) -> None:
+def test_rows_without_gradient_are_not_read(gpu: str) -> None:
     logits, targets = made(4, 300, torch.float32)
     leaf = logits.to(gpu).requires_grad_()
     x = leaf * 1
     got = selected_logprob(x, targets.to(gpu), inplace_backward=True)
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(x):
-        x[2] = math.nan  # after the forward: only a read in the backward would see it
+        x[2] = math.nan  # after the forward pass: only the backward pass could read it
     (got * torch.tensor([1.0, -1.0, 0.0, 2.0]).to(gpu)).sum().backward()
     assert leaf.grad.isfinite().all() and not leaf.grad[2].any()
 
@@ -212,7 +212,7 @@ def test_every_loss_equals_the_reference(gpu: str, loss: str, kl: str | None) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [1, 7, 8, 9, 31, 300])
-def test_rows_are_scaled_wherever_they_begin(
+def test_rows_are_scaled_at_any_alignment(
     emulated_gpu: ModuleType, vocab: int, dtype: torch.dtype
 ) -> None:
     wide = made(5, vocab + 3, dtype)[0]
@@ -224,7 +224,7 @@ def test_rows_are_scaled_wherever_they_begin(
         assert torch.equal(rows, want)
 
 
-# (vocab, dtype, compute capability) -> vectors, threads, cluster: each way to take a row
+# (vocab, dtype, compute capability) -> vectors, threads, cluster: each way to process a row
 PLANS = [
     (33, torch.bfloat16, 9, (8, 256, 1)),
     (16_384, torch.bfloat16, 9, (8, 256, 1)),
@@ -240,7 +240,7 @@ PLANS = [
 
 @pytest.mark.spec("logprob.fused-loss")
 @pytest.mark.parametrize(("vocab", "dtype", "major", "plan"), PLANS)
-def test_every_plan(
+def test_every_kernel_plan(
     emulated_gpu: ModuleType, vocab: int, dtype: torch.dtype, major: int, plan: tuple[int, ...]
 ) -> None:
     assert emulated_gpu.plan_visit(vocab, dtype.itemsize, major) == plan
@@ -269,8 +269,8 @@ def plain_ppo(case: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.gpu
-def test_the_plan_is_that_of_the_code_that_runs() -> None:
-    """Code made from PTX of an older architecture has no clusters, whatever the device has."""
+def test_plan_matches_the_compiled_architecture() -> None:
+    """Code compiled from PTX of an older architecture has no clusters on any device."""
     if _C.cuda_archs is None:
         pytest.skip("the CUDA kernels are not compiled in")
     compiled = {int(re.findall(r"\d+", name)[0]) // 10 for name in _C.cuda_archs.split(",")}
@@ -280,11 +280,11 @@ def test_the_plan_is_that_of_the_code_that_runs() -> None:
 
 @given(vocab=st.integers(1, 400_000), item_size=st.sampled_from([2, 4]), major=st.integers(8, 12))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_plans_hold_the_whole_row(
+def test_plans_cover_the_entire_row(
     cuda_on_cpu: ModuleType, vocab: int, item_size: int, major: int
 ) -> None:
     vectors, threads, cluster = cuda_on_cpu.plan_visit(vocab, item_size, major)
-    most_vectors = vocab * item_size // 16  # where the row begins at a 16-byte border
+    most_vectors = vocab * item_size // 16  # if the row is 16-byte aligned
     assert vectors == 0 or vectors * threads * cluster >= most_vectors
     assert cluster in ((1, 2, 4, 8) if major >= 9 else (1,))
     if major >= 9 and vocab * item_size <= 512 << 10:
@@ -294,7 +294,7 @@ def test_plans_hold_the_whole_row(
 @pytest.mark.spec("logprob.determinism")
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("vocab", [1000, 40_001])
-def test_the_order_of_threads_does_not_change_the_bits(
+def test_thread_order_does_not_change_the_result(
     emulated_gpu: ModuleType, order: int, vocab: int
 ) -> None:
     logits, targets = made(3, vocab, torch.bfloat16)
@@ -307,21 +307,21 @@ def test_the_order_of_threads_does_not_change_the_bits(
 
 
 @pytest.mark.spec("logprob.determinism")
-def test_a_row_does_not_depend_on_the_rows_beside_it(gpu: str) -> None:
-    """20,000 is a multiple of 8: all rows begin at a 16-byte border, alone and in a batch."""
+def test_row_result_does_not_depend_on_other_rows(gpu: str) -> None:
+    """20,000 is a multiple of 8: all rows are 16-byte aligned, alone and in a batch."""
     logits, targets = made(5, 20_000, torch.bfloat16)
     case = loss_case(20_000, torch.bfloat16)
-    whole = selected_logprob(logits.to(gpu), targets.to(gpu), return_entropy=True)
+    complete = selected_logprob(logits.to(gpu), targets.to(gpu), return_entropy=True)
     whole_loss = both_paths(case, gpu)
     for rows in (slice(2, 3), slice(3, 5)):
         part = selected_logprob(logits[rows].to(gpu), targets[rows].to(gpu), return_entropy=True)
-        assert all(torch.equal(a[rows], b) for a, b in zip(whole, part, strict=True))
+        assert all(torch.equal(a[rows], b) for a, b in zip(complete, part, strict=True))
         part_loss = both_paths({name: value[rows] for name, value in case.items()}, gpu)
         for a, b in zip(whole_loss[1:], part_loss[1:], strict=True):
             assert torch.equal(a[rows], b)
 
 
-def test_a_loss_without_gradient_reads_once_and_writes_nothing(gpu: str) -> None:
+def test_loss_without_gradient_reads_once_and_writes_no_gradient(gpu: str) -> None:
     case = {name: value.to(gpu) for name, value in loss_case(500, torch.bfloat16).items()}
     before = case["logits"].clone()
     with torch.no_grad():
@@ -344,7 +344,7 @@ def test_masked_and_clipped_rows_of_the_loss(gpu: str) -> None:
     assert not leaf.grad[1].any() and not leaf.grad[3].any() and leaf.grad[0].any()
 
 
-def test_the_default_weight_is_the_token_mean(gpu: str) -> None:
+def test_default_weight_is_the_token_mean(gpu: str) -> None:
     logits, targets = made(4, 50, torch.float32)
     mask = torch.tensor([1, 0, 1, 1]).to(gpu)
     out = masked_logprob_loss(
@@ -376,7 +376,7 @@ def test_linear(gpu: str, dtype: torch.dtype, chunk_rows: int | None) -> None:
 
     got = run(gpu, dtype, chunk_rows=chunk_rows)
     want = run("cpu", torch.float64, backend="torch")
-    # bfloat16: logits of magnitude 10 are rounded to 2^-6, gradients of several rows added up
+    # bfloat16: logits of magnitude 10 are rounded to 2^-6, gradients of several rows are summed
     tolerance = (
         {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.15}
     )
@@ -384,11 +384,11 @@ def test_linear(gpu: str, dtype: torch.dtype, chunk_rows: int | None) -> None:
         torch.testing.assert_close(a, b, **tolerance)
 
 
-# --- what only a device can show -----------------------------------------------------------------
+# --- tests that need a device --------------------------------------------------------------------
 
 
 @pytest.mark.gpu
-def test_same_bits_on_another_stream_and_again() -> None:
+def test_result_is_deterministic_across_streams() -> None:
     logits = torch.randn(64, 32_000, device="cuda", dtype=torch.bfloat16)
     targets = torch.randint(0, 32_000, (64,), device="cuda")
     want = selected_logprob(logits, targets)
@@ -403,7 +403,7 @@ def test_same_bits_on_another_stream_and_again() -> None:
 @pytest.mark.spec("logprob.determinism")
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [32_000, 151_936, 262_144])
-def test_twenty_losses_with_the_same_bits(vocab: int) -> None:
+def test_loss_is_deterministic_over_twenty_runs(vocab: int) -> None:
     case = {n: v.cuda() for n, v in loss_case(vocab, torch.bfloat16, rows=300).items()}
     results = []
     for _ in range(20):
@@ -460,7 +460,7 @@ def test_cuda_graph_of_a_loss() -> None:
 
 
 @pytest.mark.gpu
-def test_compiled_whole() -> None:
+def test_compile_fullgraph() -> None:
     logits, targets = made(16, 5000, torch.bfloat16)
     compiled = torch.compile(lambda x, t: selected_logprob(x, t).sum(), fullgraph=True)
     leaf = logits.cuda().requires_grad_()
@@ -471,7 +471,7 @@ def test_compiled_whole() -> None:
 
 
 @pytest.mark.gpu
-def test_the_second_device() -> None:
+def test_second_device() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     logits, targets = made(8, 1000, torch.float32)
@@ -481,7 +481,7 @@ def test_the_second_device() -> None:
 
 @pytest.mark.spec("logprob.gpu-no-sync")
 @pytest.mark.gpu
-def test_nothing_waits_for_the_device() -> None:
+def test_no_device_synchronization() -> None:
     case = {n: v.cuda() for n, v in loss_case(500, torch.bfloat16).items()}
     leaf = case.pop("logits").requires_grad_()
     torch.cuda.set_sync_debug_mode("error")

@@ -55,7 +55,7 @@ def test_batch_on_the_device(
     rows = rows_of(shapes, per_token, logprobs)
     before = emulated_gpu.launches()
     got = convert_prompts_responses_to_batch_tensors(9, **rows, pad_size=pad_size, device="cpu")
-    assert emulated_gpu.launches() <= before + 1  # one for all fields, none without a cell
+    assert emulated_gpu.launches() <= before + 1  # one for all fields, none for empty batches
     same(got, convert_prompts_responses_to_batch_tensors(9, **rows, pad_size=pad_size))
 
 
@@ -69,7 +69,7 @@ def test_wide_and_narrow_batches(gpu: str, widths: tuple[int, int]) -> None:
     same(got, convert_prompts_responses_to_batch_tensors(0, **rows, pad_size=1))
 
 
-def test_ids_are_checked_before_they_are_sent(gpu: str) -> None:
+def test_ids_are_checked_before_the_copy_to_the_device(gpu: str) -> None:
     rows = rows_of([(2, 2)], per_token=False, logprobs=False)
     with pytest.raises(ValueError, match="responses"):
         convert_prompts_responses_to_batch_tensors(0, **rows, vocab_size=100, device=gpu)
@@ -78,13 +78,13 @@ def test_ids_are_checked_before_they_are_sent(gpu: str) -> None:
         convert_prompts_responses_to_batch_tensors(0, **rows, device=gpu)
 
 
-def test_a_reward_that_no_token_can_hold_is_refused(gpu: str) -> None:
+def test_reward_without_a_token_is_refused(gpu: str) -> None:
     rows = rows_of([(2, 0), (1, 1)], per_token=False, logprobs=False) | {"rewards": [1.0, 0.0]}
     with pytest.raises(ValueError, match="rewards must be 0 for an empty response"):
         convert_prompts_responses_to_batch_tensors(0, **rows, device=gpu)
 
 
-def test_routes_go_along(gpu: str) -> None:
+def test_routes_on_the_device(gpu: str) -> None:
     rows = rows_of([(2, 1), (1, 3)], per_token=True, logprobs=False)
     routes = [torch.ones(2, 2, 2, dtype=torch.uint8).numpy(), None]
     got = convert_prompts_responses_to_batch_tensors(
@@ -100,7 +100,7 @@ def test_routes_go_along(gpu: str) -> None:
         max_size=6,
     )
 )
-def test_the_arrays_of_a_block_are_aligned_and_apart(
+def test_arrays_of_a_block_are_aligned_and_disjoint(
     counts: dict[str, tuple[torch.dtype, int]],
 ) -> None:
     parts, size = device_batch.block_parts(counts)
@@ -113,7 +113,7 @@ def test_the_arrays_of_a_block_are_aligned_and_apart(
     assert all(p.of(block).numel() == p.count for p in parts.values())
 
 
-# --- rows laid end to end, and back --------------------------------------------------------------
+# --- padded to flat rows and back ----------------------------------------------------------------
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.bfloat16, torch.float32, torch.float64]
@@ -129,7 +129,7 @@ DTYPES += [torch.bfloat16, torch.float32, torch.float64]
     order=st.integers(0, 3),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_there_and_back(
+def test_round_trip(
     emulated_gpu: ModuleType,
     lengths: list[int],
     extra: int,
@@ -167,8 +167,8 @@ def test_hidden_states_and_their_gradient(gpu: str, dtype: torch.dtype, hidden: 
 
 
 @pytest.mark.parametrize("cell", [1, 16])
-def test_a_row_of_more_parts_than_blocks(gpu: str, cell: int) -> None:
-    """17 MB of row beside 17 MB of padding, at 16-byte borders and at none."""
+def test_row_larger_than_one_launch(gpu: str, cell: int) -> None:
+    """17 MB of row and 17 MB of padding, 16-byte aligned and not."""
     width = (17 << 20) // cell + 1
     flat = torch.arange(width * cell, dtype=torch.int32).to(torch.uint8).view(width, cell)
     cu, lengths = torch.tensor([0, width]), torch.tensor([width])
@@ -176,7 +176,7 @@ def test_a_row_of_more_parts_than_blocks(gpu: str, cell: int) -> None:
     assert torch.equal(padded[0, width:].cpu(), flat) and bool((padded[0, :width] == 3).all())
     assert torch.equal(padded_to_varlen(padded, lengths=lengths).values.cpu(), flat)
     if gpu == "cpu":
-        assert _C.last_launch()[1] == 1024  # blocks a row, of 65,535 that a launch may have
+        assert _C.last_launch()[1] == 1024  # blocks per row; a launch may have 65,535
 
 
 def test_gradcheck(gpu: str) -> None:
@@ -201,7 +201,7 @@ def test_lengths_from_a_mask(gpu: str, dtype: torch.dtype, side: str) -> None:
 
 
 @pytest.mark.parametrize("row", [[1, 0, 1, 1], [1, 1, 0, 0], [0, 2, 1, 1]])
-def test_a_mask_with_holes_is_refused(gpu: str, row: list[int]) -> None:
+def test_mask_with_holes_is_refused(gpu: str, row: list[int]) -> None:
     mask = torch.tensor([[0, 1, 1, 1], row]).to(gpu)
     with pytest.raises(ValueError, match="something else in row 1"):
         padded_to_varlen(torch.zeros(2, 4, device=gpu), mask)
@@ -226,7 +226,7 @@ def test_offsets_beyond_32_bits_in_one_row() -> None:
 
 @pytest.mark.spec("batch.gpu-no-sync")
 @pytest.mark.gpu
-def test_nothing_waits_for_the_device() -> None:
+def test_no_device_synchronization() -> None:
     rows = rows_of([(5, 3), (2, 4)], per_token=True, logprobs=True)
     padded, lengths = torch.randn(3, 6, 8, device="cuda"), torch.tensor([4, 0, 6])
     cu = torch.tensor([0, 4, 4, 10])

@@ -93,7 +93,7 @@ def test_penalties_and_reductions(gpu: str, estimator: str, reduction: str) -> N
     seed=st.integers(0, 2**20),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_ragged_rows_in_any_order_of_threads(
+def test_ragged_rows_in_any_thread_order(
     emulated_gpu: ModuleType,
     lengths: list[int],
     variant: tuple[str, dict[str, Any]],
@@ -120,9 +120,7 @@ def test_ragged_rows_in_any_order_of_threads(
 
 @pytest.mark.spec("logprob.determinism", "loss.gpu-no-sync")
 @pytest.mark.parametrize("order", [1, 2, 3])
-def test_the_order_of_threads_does_not_change_the_bits(
-    emulated_gpu: ModuleType, order: int
-) -> None:
+def test_thread_order_does_not_change_the_result(emulated_gpu: ModuleType, order: int) -> None:
     data = batch((5, 1000))
     results = []
     for o in (0, order):
@@ -132,7 +130,7 @@ def test_the_order_of_threads_does_not_change_the_bits(
     assert results[0][2] == results[1][2]
 
 
-def test_two_launches_and_one_for_the_backward(emulated_gpu: ModuleType) -> None:
+def test_number_of_launches_is_two_plus_one_for_the_backward(emulated_gpu: ModuleType) -> None:
     d = batch((5, 1000))
     weights, before = torch.full((5,), 0.01), emulated_gpu.launches()
     x = d["logprobs"].requires_grad_()
@@ -144,7 +142,7 @@ def test_two_launches_and_one_for_the_backward(emulated_gpu: ModuleType) -> None
 
 @pytest.mark.parametrize("factor", [1.0, -2.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_gradient_scales_with_the_loss(gpu: str, dtype: torch.dtype, factor: float) -> None:
+def test_gradient_scales_with_the_loss(gpu: str, dtype: torch.dtype, factor: float) -> None:
     d = {name: value.to(gpu) for name, value in batch((5, 1000), dtype).items()}
     x = d["logprobs"].requires_grad_()
     arguments = (x, d["old"], d["advantages"], d["mask"])
@@ -153,14 +151,14 @@ def test_the_gradient_scales_with_the_loss(gpu: str, dtype: torch.dtype, factor:
     torch.testing.assert_close(got, want, **(F64 if dtype == torch.float64 else F32))
 
 
-def test_the_sizes_are_those_of_the_kernels(cuda_on_cpu: ModuleType) -> None:
+def test_sizes_match_the_kernels(cuda_on_cpu: ModuleType) -> None:
     assert cuda_on_cpu.cells_per_sum == policy_loss_op.CELLS_PER_SUM
     assert cuda_on_cpu.num_loss_sums == policy_loss_op.NUM_LOSS_SUMS
 
 
 @pytest.mark.spec("loss.masked-cells")
 @pytest.mark.parametrize("junk", [NAN, math.inf])
-def test_masked_positions_are_not_looked_at(gpu: str, junk: float) -> None:
+def test_masked_positions_are_not_read(gpu: str, junk: float) -> None:
     data = batch((3, 40))
     want = run(gpu, data, loss="gspo", kl_estimator="k3")
     for name in ("logprobs", "old", "advantages", "rollout", "ref"):
@@ -171,7 +169,7 @@ def test_masked_positions_are_not_looked_at(gpu: str, junk: float) -> None:
 
 @pytest.mark.spec("loss.all-masked")
 @pytest.mark.parametrize("shape", [(2, 5), (0, 5), (3, 0)])
-def test_nothing_to_train(gpu: str, shape: tuple[int, int]) -> None:
+def test_no_trained_tokens(gpu: str, shape: tuple[int, int]) -> None:
     data = {name: torch.full(shape, NAN) for name in batch((1, 1))} | {"mask": torch.zeros(shape)}
     for name in ("regular", "gspo"):
         loss, grad, metrics = run(gpu, data, loss=name, kl_estimator="k1")
@@ -181,7 +179,7 @@ def test_nothing_to_train(gpu: str, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 @pytest.mark.parametrize("shape", [(0,), (300,), (3, 100)])
-def test_the_penalty_alone(gpu: str, estimator: str, shape: tuple[int, ...]) -> None:
+def test_kl_penalty(gpu: str, estimator: str, shape: tuple[int, ...]) -> None:
     data = batch(shape, torch.float64)
     data["logprobs"][~data["mask"]] = NAN
     results = [
@@ -192,13 +190,13 @@ def test_the_penalty_alone(gpu: str, estimator: str, shape: tuple[int, ...]) -> 
         torch.testing.assert_close(got, want, **F64)
 
 
-def test_gspo_by_trajectories(gpu: str) -> None:
+def test_gspo_at_trajectory_scope(gpu: str) -> None:
     data = batch((6, 30))
     options: dict[str, Any] = dict(loss="gspo", trajectory_ids=["a", "b", "a", "c", "b", "a"])
     assert_equal(run(gpu, data, **options), reference(data, **options))
 
 
-def test_a_second_backward_makes_the_gradient_anew(gpu: str) -> None:
+def test_second_backward_recomputes_the_gradient(gpu: str) -> None:
     d = {name: value.to(gpu) for name, value in batch((2, 20)).items()}
     x = d["logprobs"].requires_grad_()
     loss, _ = policy_loss(x, d["old"], d["advantages"], d["mask"])[:2]
@@ -215,7 +213,7 @@ def test_a_second_backward_makes_the_gradient_anew(gpu: str) -> None:
         ({"old_logprobs": None, "loss": "gspo", "advantages": None}, "needs advantages"),
     ],
 )
-def test_bad_arguments(gpu: str, change: dict[str, Any], message: str) -> None:
+def test_invalid_arguments(gpu: str, change: dict[str, Any], message: str) -> None:
     d = batch((2, 4))
     arguments = {
         "logprobs": d["logprobs"],
@@ -228,7 +226,7 @@ def test_bad_arguments(gpu: str, change: dict[str, Any], message: str) -> None:
         policy_loss(**moved)
 
 
-def test_cells_without_rows_are_refused(gpu: str) -> None:
+def test_tokens_without_rows_are_refused(gpu: str) -> None:
     cells, weights = torch.zeros(4, device=gpu), torch.zeros(0, device=gpu)
     cu = torch.zeros(1, dtype=torch.int32, device=gpu)
     with pytest.raises(ValueError, match="cu_seqlens must be offsets of rows"):
@@ -266,7 +264,7 @@ def test_compile_fullgraph(gpu: str, name: str) -> None:
     assert torch.equal(grads[0], grads[1]) and grads[0].any()
 
 
-# --- what only a device can show -----------------------------------------------------------------
+# --- tests that need a device --------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -296,7 +294,7 @@ def test_cuda_graph() -> None:
 @pytest.mark.spec("loss.gpu-no-sync")
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["regular", "gspo", "dppo", "sapo"])
-def test_nothing_waits_for_the_device_and_the_bits_are_the_same(name: str) -> None:
+def test_no_device_synchronization_and_deterministic_result(name: str) -> None:
     d = {n: value.cuda() for n, value in batch((64, 2000)).items()}
     x = d["logprobs"].requires_grad_()
     results = []
@@ -317,7 +315,7 @@ def test_nothing_waits_for_the_device_and_the_bits_are_the_same(name: str) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
-def test_either_device_s_generator_draws(place: str) -> None:
+def test_generator_on_either_device(place: str) -> None:
     d = {name: value.cuda() for name, value in batch((16, 900)).items()}
     options = {"loss": "clip_cov", "clip_cov_lb": 0.0, "clip_cov_ratio": 0.1}
     losses = []
@@ -329,7 +327,7 @@ def test_either_device_s_generator_draws(place: str) -> None:
 
 
 @pytest.mark.gpu
-def test_more_than_2_to_the_31_cells() -> None:
+def test_more_than_2_to_the_31_elements() -> None:
     num_rows, width = 2**16 + 1, 2**15
     if torch.cuda.get_device_properties(0).total_memory < 48 << 30:
         pytest.skip("needs 48 GB")
@@ -346,7 +344,7 @@ def test_more_than_2_to_the_31_cells() -> None:
 
 
 @pytest.mark.gpu
-def test_the_second_device() -> None:
+def test_second_device() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     data = batch((7, 300))

@@ -39,7 +39,7 @@ def cuda_on_cpu() -> ModuleType:
 
 
 def play_gpu(cuda_on_cpu: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Make the CPU pass for a GPU: ops take their GPU path, down to emulated kernels."""
+    """Present the CPU as a GPU: ops take their GPU path, down to emulated kernels."""
     for name in dir(cuda_on_cpu):
         if not name.startswith("__"):
             patch.setattr(_C, name, getattr(cuda_on_cpu, name), raising=False)
@@ -54,7 +54,7 @@ def play_gpu(cuda_on_cpu: ModuleType, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def emulated_gpu(cuda_on_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The emulated ops, while the CPU passes for a GPU."""
+    """The emulated ops, while the CPU is presented as a GPU."""
     play_gpu(cuda_on_cpu, monkeypatch)
     yield cuda_on_cpu
 

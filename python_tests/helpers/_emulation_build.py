@@ -21,7 +21,7 @@ FLAGS = (
 
 
 def sources() -> list[Path]:
-    """Every CUDA kernel file, its binding, and the emulation."""
+    """Return every CUDA kernel file, its binding, and the emulation."""
     found = sorted((ROOT / "csrc").glob("*/*_cuda.cu"))
     found += sorted((ROOT / "csrc").glob("*/*_cuda_bind.cpp"))
     found += sorted((ROOT / "csrc" / "emulation").glob("*.cpp"))
@@ -30,7 +30,7 @@ def sources() -> list[Path]:
 
 
 def build() -> Path:
-    """Return the built module; it is made again when a source changed."""
+    """Return the built module; it is rebuilt when a source changed."""
     digest = hashlib.sha256(repr(FLAGS).encode())
     for path in sorted((ROOT / "csrc").rglob("*")):
         if path.is_file():
@@ -56,7 +56,7 @@ def build() -> Path:
         objects = [str(o) for o in pool.map(compiled, sources())]
     part = folder / f"part{os.getpid()}"
     subprocess.run([compiler[-1], *FLAGS, "-shared", *objects, "-o", str(part)], check=True)
-    part.rename(module)  # whole, or not there
+    part.rename(module)  # atomic: complete or absent
     return module
 
 

@@ -101,10 +101,10 @@ class FakeRollouts:
         ]
 
     async def before_batch(self, step: int, phase: str) -> None:
-        """For tests: something that happens then."""
+        """Hook for tests, called before each batch."""
 
     def _note(self, step: int, phase: str, uids: list[str]) -> bool:
-        """Keep the call; groups of one step's batch of prompts are one call. True: it is new."""
+        """Record the call; groups of one step's batch are one call. Return whether it is new."""
         if phase == "train" and self.calls and self.calls[-1][:2] == (step, phase):
             batch = self.calls[-1][2]
             if len(batch) < self.config.trainer.train_batch_size:
@@ -114,7 +114,9 @@ class FakeRollouts:
         return True
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
-        self.model.load_state_dict(dict(policy.named_weights()), strict=False)  # tied ones once
+        self.model.load_state_dict(
+            dict(policy.named_weights()), strict=False
+        )  # tied weights occur once
         self.version = version
         return {"sync/logprob_difference": 0.0}
 

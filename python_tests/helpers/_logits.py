@@ -1,4 +1,4 @@
-"""Logits, what is computed of them, and losses on them, for tests on every backend."""
+"""Logits, log-probabilities and losses on them, for tests on every backend."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LOSS_TEMPERATURE = 0.9
 def made(
     rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of magnitude 15 at most, and a target per row."""
+    """Return logits of magnitude 15 at most, and a target per row."""
     g = torch.Generator().manual_seed(seed + vocab)
     logits = (torch.randn(rows, vocab, generator=g) * 4).to(dtype)
     return logits, torch.randint(0, vocab, (rows,), generator=g)
 
 
 def visited(logits: torch.Tensor, targets: torch.Tensor, **options: object) -> list[torch.Tensor]:
-    """Log-probability, entropy, and the gradient of a fixed mixture of both."""
+    """Return log-probability, entropy, and the gradient of a fixed combination of both."""
     leaf = logits.detach().clone().requires_grad_()
     logprob, entropy = selected_logprob(leaf * 1, targets, return_entropy=True, **options)
     weight = torch.linspace(-1, 1, targets.numel(), dtype=logprob.dtype, device=logits.device)
@@ -32,7 +32,7 @@ def visited(logits: torch.Tensor, targets: torch.Tensor, **options: object) -> l
 def loss_case(
     vocab: int, dtype: torch.dtype = torch.float32, rows: int = 5, seed: int = 7
 ) -> dict[str, torch.Tensor]:
-    """Arguments of masked_logprob_loss, a third of the rows masked, ratios of up to 3."""
+    """Return arguments of masked_logprob_loss: a third of the rows masked, ratios up to 3."""
     logits, targets = made(rows, vocab, dtype, seed - 7)
     g = torch.Generator().manual_seed(seed)
     logprobs = reference.selected_logprob(logits.double(), targets, None, LOSS_TEMPERATURE)[0]
@@ -56,7 +56,7 @@ def loss_case(
 def loss_and_grad(
     case: dict[str, torch.Tensor], device: str, **options: object
 ) -> tuple[PolicyLoss, torch.Tensor]:
-    """The result, and the gradient of half the loss, in place where the backend can."""
+    """Return the result, and the gradient of half the loss, in place if the backend can."""
     moved = {name: value.to(device) for name, value in case.items()}
     leaf = moved.pop("logits").clone().requires_grad_()
     out = masked_logprob_loss(
@@ -75,7 +75,7 @@ def loss_and_grad(
 def exact_loss_and_grad(
     case: dict[str, torch.Tensor], **options: object
 ) -> tuple[PolicyLoss, torch.Tensor]:
-    """The same by the reference in float64."""
+    """Return the same, computed by the reference in float64."""
     wide = {n: v.double() if v.is_floating_point() else v for n, v in case.items()}
     return loss_and_grad(wide, "cpu", backend="torch", **options)
 
@@ -87,7 +87,7 @@ def assert_loss_equals(
     rtol: float,
     atol: float,
 ) -> None:
-    """Loss, log-probabilities, entropy, metrics and gradient are close."""
+    """Assert that loss, log-probabilities, entropy, metrics and gradient are close."""
     (a, a_grad), (b, b_grad) = got, want
     assert a.metrics.keys() == b.metrics.keys() and a.entropy is not None
     pairs = {"gradient": (a_grad, b_grad)} | {

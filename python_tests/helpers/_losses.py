@@ -1,4 +1,4 @@
-"""Data of policy losses, and losses and penalties with their gradients, for several test files."""
+"""Inputs of policy losses, and losses and penalties with their gradients."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def batch(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int 
 def penalty_and_grad(
     data: dict[str, torch.Tensor], device: str, estimator: str, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The KL penalty of each token, and the gradient of its product with some factors."""
+    """Return the KL penalty of each token, and the gradient of its product with fixed factors."""
     d = {name: value.to(device, copy=True) for name, value in data.items()}
     x = d["logprobs"].requires_grad_()
     kl = kl_penalty(x, d["ref"], estimator=estimator, loss_mask=d["mask"], backend=backend)

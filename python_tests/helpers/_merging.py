@@ -1,4 +1,4 @@
-"""Generator outputs whose merging a person can check."""
+"""Small generator outputs whose merging can be checked by hand."""
 
 from __future__ import annotations
 

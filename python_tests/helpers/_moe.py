@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts, and what they compute, written by hand."""
+"""Tiny mixtures of experts, and handwritten versions of their blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that several ranks share, made alike on each: for the tests of ranks."""
+"""Models for the tests of ranks, built identically on each rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUDGET = 40  # tokens of a micro-batch: several for each rank
 
 @dataclass(slots=True)
 class Models:
-    """What one rank holds: every kind of policy with its optimizer, a reference, a critic."""
+    """The models of one rank: every kind of policy with its optimizer, a reference, a critic."""
 
     ranks: Ranks
     policies: dict[str, Policy]
@@ -33,7 +33,7 @@ class Models:
 
 
 class Probe:
-    """Shows who takes part in a call, and what is sent; `fault_on` is raised on that rank alone."""
+    """Reports which ranks take part in a call and what is sent; `fault_on` raises on one rank."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -59,20 +59,20 @@ class Probe:
 
 
 def nested(model: Any) -> Any:
-    """The model, which names two kinds of pieces, one within the other, as Mamba's do."""
+    """Return the model, with two nested classes in its no-split modules, as Mamba has."""
     layer = model.base_model.layers[0]
     model._no_split_modules = [type(layer).__name__, type(layer.mlp).__name__]
     return model
 
 
 def checkpointed(model: Any) -> Any:
-    """The model, which computes a layer's activations again in the backward pass."""
+    """Return the model with activation checkpointing."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 
 
 def make_models(ranks: Ranks) -> Models:
-    """All of it; the same weights on every rank, whatever number there is."""
+    """Return all models, with the same weights on every rank and for any number of ranks."""
     device = "cpu" if ranks.mesh is None else ranks.mesh.device_type
 
     def policy(model: Any, **options: Any) -> Policy:
@@ -103,13 +103,13 @@ def make_models(ranks: Ranks) -> Models:
 
 
 def with_a_thread(ranks: Ranks) -> Probe:
-    """A probe, and on the other ranks a thread for which Python's end waits."""
+    """Return a probe; other ranks start a thread that Python would join at exit."""
     if ranks.rank > 0:
         threading.Thread(target=time.sleep, args=(60,)).start()
     return Probe(ranks)
 
 
 def fail(ranks: Ranks) -> None:
-    """Models that cannot be made on the other ranks."""
+    """Fail to build the models on the other ranks."""
     if ranks.rank > 0:
         raise ValueError("no such model here")

@@ -1,4 +1,4 @@
-"""Batches from a table of rows that a person can read."""
+"""Batches from a readable table of rows."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def batch_of(*rows: Row) -> StepBatch:
 
 
 def masks_of(batch: StepBatch) -> list[str]:
-    """The loss mask of each row, a digit per token."""
+    """Return the loss mask of each row, one digit per token."""
     digits = "".join(map(str, batch.loss_mask.tolist()))
     return [digits[a:b] for a, b in pairwise(batch.cu_responses.tolist())]
 
 
 def assert_same(a: StepBatch, b: StepBatch) -> None:
-    """Every field of two batches is equal, tensors with their dtypes."""
+    """Assert that all fields of two batches are equal, including dtypes."""
     for name in StepBatch.__slots__:
         value, other = getattr(a, name), getattr(b, name)
         if isinstance(value, torch.Tensor):

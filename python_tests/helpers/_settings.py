@@ -1,4 +1,4 @@
-"""Settings that are enough to load, and the error of settings that are not right."""
+"""The minimal settings, and the error message of invalid settings."""
 
 from __future__ import annotations
 

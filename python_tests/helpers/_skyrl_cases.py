@@ -1,4 +1,4 @@
-"""Made-up generator outputs of SkyRL's, odd ones included, and how two results are compared."""
+"""Random generator outputs in SkyRL's format, also invalid ones, and comparison of results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOATS = st.floats(-2, 2, width=32)
 
 @st.composite
 def generator_outputs(draw: st.DrawFn, *, step_wise: bool = True, odd: bool = True) -> dict:
-    """Groups of trajectories of steps, whose contexts mostly grow; sometimes broken on purpose."""
+    """Draw groups of step-wise trajectories with mostly growing contexts, sometimes invalid."""
     from skyrl.train.generators.base import TrajectoryID
 
     rows: dict[str, list[Any]] = {
@@ -174,7 +174,7 @@ def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two results are equal, with types, dtypes and NaN; tensors to the bit."""
+    """Return whether two results are equal, with types, dtypes and NaN; tensors bit for bit."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
@@ -190,10 +190,10 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)
 
 
-def assert_same_outcome(theirs: Any, ours: Any) -> None:
+def assert_same_outcome(original: Any, ours: Any) -> None:
     """Assert that both returned the same, or raised the same type."""
-    assert theirs[0] == ours[0], f"SkyRL {theirs}, here {ours}"
-    if theirs[0] == "raises":
-        assert theirs[1] is ours[1], f"SkyRL raises {theirs[1]}, here {ours[1]}"
+    assert original[0] == ours[0], f"SkyRL {original}, here {ours}"
+    if original[0] == "raises":
+        assert original[1] is ours[1], f"SkyRL raises {original[1]}, here {ours[1]}"
     else:
-        assert same(theirs[1], ours[1]), f"SkyRL {theirs[1]}\nhere {ours[1]}"
+        assert same(original[1], ours[1]), f"SkyRL {original[1]}\nhere {ours[1]}"

@@ -1,4 +1,4 @@
-"""SkyRL's module of policy losses, imported with what it needs."""
+"""SkyRL's module of policy losses, imported with its dependencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training step of SkyRL's own trainer on a real local Ray, with made-up rollouts and workers.
+"""One training step of SkyRL's trainer on a local Ray, with synthetic rollouts and workers.
 
 python _skyrl_ray_run.py stock|installed OUT.json: writes what the step gave and who computed it.
 """
@@ -16,7 +16,7 @@ import numpy as np
 PROMPTS, SAMPLES, RANKS, VOCAB = 4, 3, 2, 50
 
 
-def made_up_rollouts() -> dict[str, Any]:
+def synthetic_rollouts() -> dict[str, Any]:
     """Trajectories of 1 to 4 turns with a growing context, in SkyRL's lists."""
     from skyrl.train.generators.base import TrajectoryID
 
@@ -43,10 +43,10 @@ def made_up_rollouts() -> dict[str, Any]:
 
 
 class Generator:
-    """Gives the made-up rollouts, whatever it is asked."""
+    """Returns the synthetic rollouts for any input."""
 
     async def generate(self, input_batch: Any) -> dict[str, Any]:
-        return made_up_rollouts()
+        return synthetic_rollouts()
 
 
 def worker_class() -> Any:
@@ -96,7 +96,7 @@ def worker_class() -> Any:
 
 
 class Dispatch:
-    """SkyRL's staging of chunks in Ray's object store, to workers of our own."""
+    """SkyRL's staging of chunks in Ray's object store, to this file's workers."""
 
     def __init__(self) -> None:
         from skyrl.backends.skyrl_train.distributed.dispatch import MeshDispatch
@@ -201,7 +201,7 @@ def main() -> None:
     ray.init(num_cpus=2, include_dashboard=False)
     from skyrl.backends.skyrl_train.utils.ppo_utils import sync_registries
 
-    sync_registries()  # as SkyRL's own start does
+    sync_registries()  # as SkyRL's entry point does
     results: dict[str, Any] = {"steps": [run(installed, merge) for merge in (False, True)]}
     if installed:
         results["driver"] = {r.name: [r.state, r.calls, r.handed_back] for r in fast.report().rows}

@@ -1,4 +1,4 @@
-"""Made-up trajectories and what training made of them, for tests of the store and the viewer."""
+"""Synthetic trajectories and trained batches, for tests of the store and the viewer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ END = 1  # the end token of WordTokenizer
 
 
 class WordTokenizer:
-    """Each id is a word; a space stands between two of them."""
+    """Each id is a word; words are joined by spaces."""
 
     def __init__(self, words: Sequence[str] = ()) -> None:
         self.words = list(words)
@@ -63,18 +63,18 @@ def two_turns(uid: str, repetition_id: int, reward: float, **values: Any) -> Tra
 
 
 def batch_of(trajectories: Sequence[Trajectory], *, merged: str | None = None) -> StepBatch:
-    """The rows with an advantage of 1 on trajectory 0's tokens, 2 on trajectory 1's, and so on."""
+    """Return the batch with advantage 1 on the tokens of trajectory 0, 2 on those of 1, ..."""
     batch = batch_from_trajectories(trajectories)
     if merged is not None:
         batch = batch.merged(drift=merged)
     number = batch.trajectory_ids + 1
-    of_tokens = torch.repeat_interleave(number, batch.response_lengths.long()).float()
-    return batch.with_(advantages=of_tokens)
+    token_values = torch.repeat_interleave(number, batch.response_lengths.long()).float()
+    return batch.with_(advantages=token_values)
 
 
 @st.composite
 def some_trajectories(draw: st.DrawFn) -> list[Trajectory]:
-    """Some groups; rewards that float32 cannot hold, failures, empty responses, routes, sources."""
+    """Draw groups with inexact float32 rewards, failures, empty responses, routes, sources."""
     with_logprobs, with_routes = draw(st.booleans()), draw(st.booleans())
     trajectories = []
     for group in range(draw(st.integers(1, 3))):
@@ -125,7 +125,7 @@ HOSTILE_TOKENS = list(range(len(WORDS), len(TOKENS)))
 
 
 def write_run(run: Path, *, steps: int = 6, groups: int = 3, samples: int = 4) -> Path:
-    """A run of made-up trajectories with metrics; group 0 of step 1 is hostile in every text."""
+    """Write a synthetic run with metrics; all text of group 0 of step 1 is hostile."""
     writer = TrajectoryWriter(run / "trajectories", WordTokenizer(TOKENS), last_step=0)
     rows = []
     for step in range(1, steps + 1):
@@ -175,9 +175,9 @@ def _made(step: int, group: int, sample: int) -> Trajectory:
             policy_version=version,
         )
     ]
-    if age:  # updated while it was sampled: the rest is of the next policy
+    if age:  # weights updated while sampling: the rest is from the next policy
         turns[0].token_versions = [version, *[version + 1] * len(words)]
-    if sample != 3:  # a second turn; that of sample 2 with another context
+    if sample != 3:  # a second turn; in sample 2 with a rewritten context
         start = [7] if sample == 2 else [*turns[0].prompt_token_ids, *words, END, 8, 9]
         turns.append(make_step(start, [10, 6, 11, END], policy_version=version, reward=1.0))
     values: dict[str, Any] = {"env_metrics": {"rows": 3}}

@@ -15,7 +15,7 @@ from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 
 
 class TorchEngine:
-    """Samples from the model's folder, one sequence at a time and without a cache."""
+    """Samples with the model in a folder, one sequence at a time and without a cache."""
 
     name = "transformers"
     starts_with_model = True
@@ -80,5 +80,5 @@ class TorchEngine:
 
 @pytest.fixture
 def torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let runs use `TorchEngine` where they would start vLLM."""
+    """Make runs use `TorchEngine` instead of vLLM."""
     monkeypatch.setattr("skyrl_fast.train.flow.vllm_rollouts.VllmEngine", TorchEngine)

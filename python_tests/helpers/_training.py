@@ -1,4 +1,4 @@
-"""Whole runs with rollouts that sample from the model itself, for the tests of the loop."""
+"""Complete runs whose rollouts sample from the policy in this process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from skyrl_fast.train import run as run_module
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.run import TrainResult
 
-CHANGING = ("timing/", "generate/trajectory")  # the clock's
+CHANGING = ("timing/", "generate/trajectory")  # depend on the clock
 
 
 def fill(folder: Path, monkeypatch: pytest.MonkeyPatch, *, num_prompts: int) -> Path:
-    """A folder with a model and prompts, and no real tokenizer."""
+    """Write a folder with a model and prompts, without a real tokenizer."""
     tiny_model().save_pretrained(folder / "model")
     write_prompts(folder / "train.jsonl", num_prompts)
     write_prompts(folder / "val.jsonl", 4)
@@ -59,7 +59,7 @@ def settings(folder: Path, name: str, *overrides: str) -> Config:
 
 
 class Recorder:
-    """Starts fake rollouts and keeps them; `during` is called before each batch is generated."""
+    """Creates and records fake rollouts; `during` is called before each batch is generated."""
 
     def __init__(self, during: Any = None) -> None:
         self.rollouts: list[FakeRollouts] = []
@@ -86,7 +86,7 @@ def train(config: Config, recorder: Recorder | None = None) -> TrainResult:
 
 
 def steady(path: Path) -> list[dict[str, Any]]:
-    """The metrics without what the clock says."""
+    """Return the metrics without those that depend on the clock."""
     return [
         {name: value for name, value in row.items() if not name.startswith(CHANGING)}
         for row in read_metrics(path)

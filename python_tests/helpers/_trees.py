@@ -1,4 +1,4 @@
-"""Rows that begin alike: as lists, as trees, and as batches of agents' steps."""
+"""Rows with common prefixes: as lists, as trees, and as batches of agents' steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tree_of(rows: Sequence[Sequence[int]], groups: Any = None, **options: Any) -
 
 
 def forest(seed: int, num_groups: int = 3, size: int = 40) -> PrefixTree:
-    """Rows that fork again and again, some prefixes of others, some alone."""
+    """Return the tree of rows that fork repeatedly; some are prefixes of others, some unrelated."""
     rng = np.random.default_rng(seed)
     rows, groups = [], []
     for group in range(num_groups):
@@ -48,11 +48,11 @@ def agent_batch(
     stripped: float = 0.5,
     vocabulary: int = 12,
 ) -> StepBatch:
-    """Steps of made-up agents, with random advantages, masks and rollout logprobs.
+    """Return the steps of random agents, with random advantages, masks and rollout logprobs.
 
     A turn's prompt is the turn before with an observation; with probability `stripped` the first
     tokens of each answer are gone from it, as thoughts are. Some trajectories are copies of others,
-    some answers begin alike, a group has one row only, and some rows are whole prefixes of others.
+    some answers share a prefix, one group has a single row, and some rows are prefixes of others.
     """
     rng = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
@@ -81,7 +81,7 @@ def agent_batch(
 
 
 def batch_of_rows(rows: Sequence[dict[str, Any]], rng: np.random.Generator) -> StepBatch:
-    """A batch of such rows; all but prompt, response and trajectory are drawn."""
+    """Return a batch of these rows; all other fields are random."""
     ids = [row["trajectory_ids"] for row in rows]
     output: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
     lengths = [len(row["response_ids"]) for row in rows]

@@ -1,4 +1,4 @@
-"""Losses and estimators as users write them: public names alone."""
+"""Losses and estimators as users write them, with public names only."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def gspo(inputs: LossInputs) -> torch.Tensor:
 
 @register_policy_loss("test_centred", scope="mini_batch")
 def centred(inputs: LossInputs) -> torch.Tensor:
-    """A loss of the mini-batch: advantages less their mean over all its tokens."""
+    """A loss of the mini-batch: advantages minus their mean over all its tokens."""
     a = inputs.advantages
     mean = a[inputs.loss_mask].mean()
     return -(a - mean) * ratio(inputs)
 
 
 def rloo(inputs: EstimatorInputs, scale: float = 1.0) -> torch.Tensor:
-    """`rloo` in plain torch: (N,), the outcome less the mean outcome of the group's others."""
+    """`rloo` in plain torch: (N,), the outcome minus the mean outcome of the group's others."""
     last = inputs.is_last_step
     trajectory = torch.cumsum(last.long(), 0) - last.long()  # rows of one are adjacent
     outcome = inputs.rewards[last].double()

@@ -23,7 +23,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv  # noqa: E402
 
 
 class CountingEnv(BaseTextEnv):
-    """Answers `obs<n>` with reward n until `turns` are over; `extras` choose what goes wrong."""
+    """Answers `obs<n>` with reward n for `turns` turns; `extras` select faults."""
 
     closed: list[str] = []  # noqa: RUF012 - shared on purpose
     lock = threading.Lock()
@@ -85,7 +85,7 @@ class FlakyEnv(CountingEnv):
 
 
 def register_fakes() -> None:
-    """Make them known to skyrl_gym; a second time does nothing."""
+    """Register the environments with skyrl_gym, once."""
     for name, cls in (("counting", CountingEnv), ("flaky", FlakyEnv)):
         if name not in skyrl_gym.registry:
             skyrl_gym.register(name, entry_point=cls)
@@ -93,7 +93,7 @@ def register_fakes() -> None:
 
 @dataclass(frozen=True)
 class FakePrompt:
-    """What `rollout` asks of a prompt."""
+    """The attributes of a prompt that `rollout` uses."""
 
     uid: str
     messages: list[dict[str, str]] = field(
@@ -116,7 +116,7 @@ class Call:
 
 
 class ScriptedEngine:
-    """Answers each request with what `answer(call, number)` says (None: never); keeps them all."""
+    """Answers each request with `answer(call, number)` (None: never), and records all requests."""
 
     def __init__(self, answer: Callable[[Call, int], Generation | Exception | None]) -> None:
         self._answer = answer
@@ -160,7 +160,7 @@ class ScriptedEngine:
 
 
 def says(tokenizer: Any, text: str, *, end: bool = True, stop: str | None = None) -> Generation:
-    """An answer of these characters, one token each, each of logprob -0.5."""
+    """Return an answer of these characters, one token each, with logprob -0.5."""
     ids = tokenizer.encode(text) + ([tokenizer.eos_token_id] if end else [])
     return Generation(ids, [-0.5] * len(ids), "stop", stop)
 
@@ -211,5 +211,5 @@ def run(
 
 
 def prompt_with(**extras: Any) -> FakePrompt:
-    """One prompt; `extras` choose what its environment does."""
+    """Return a prompt; `extras` select the behaviour of its environment."""
     return FakePrompt("p", env_extras=extras)

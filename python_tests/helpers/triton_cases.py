@@ -23,9 +23,9 @@ pytestmark = pytest.mark.skipif(
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORWARD = {"rtol": 1e-6, "atol": 4e-6}  # float32 sums of logits of magnitude 15
-GRADIENT = {  # half a unit in the last place of the dtype, beside float32's 4e-6
+GRADIENT = {  # half a unit in the last place of the dtype, plus float32's 4e-6
     torch.float32: {"rtol": 5e-6, "atol": 3e-7},
-    # the interpreter cuts off what a device rounds
+    # the interpreter truncates where a device rounds
     torch.bfloat16: {"rtol": 2**-7 if INTERPRETED else 2**-8, "atol": 3e-7},
     torch.float16: {"rtol": 2**-10, "atol": 2**-23},
 }
@@ -51,16 +51,16 @@ def test_selected_logprob(vocab: int, dtype: torch.dtype, inplace: bool) -> None
 
 
 def test_rows_in_two_strides() -> None:
-    whole = torch.randn(2, 6, 101, generator=torch.Generator().manual_seed(1))
-    logits = whole.to(DEVICE)[:, :-1, 1:]
+    full = torch.randn(2, 6, 101, generator=torch.Generator().manual_seed(1))
+    logits = full.to(DEVICE)[:, :-1, 1:]
     targets = torch.randint(0, 100, (2, 5))
     got = selected_logprob(logits, targets.to(DEVICE), backend="triton")
-    want = selected_logprob(whole[:, :-1, 1:].double(), targets, backend="torch")
+    want = selected_logprob(full[:, :-1, 1:].double(), targets, backend="torch")
     torch.testing.assert_close(got.cpu().double(), want, **FORWARD)
 
 
 @pytest.mark.parametrize("order", ["rising", "falling"])
-def test_the_maximum_turns_up_late_or_early(order: str) -> None:
+def test_maximum_is_found_early_or_late(order: str) -> None:
     row = torch.linspace(-80, 80, 9001)
     row = row if order == "rising" else row.flip(0)
     got = selected_logprob(
@@ -105,11 +105,11 @@ def test_masked_loss_equals_the_reference(loss: str | LossSettings, kl: str | No
     case["token_weights"] = torch.tensor([1.0, 0.5, 0.0, 1, 1, 1, 2, 1])
     options = {"loss": loss, "kl_estimator": kl, "kl_coef": 0.3}
     got = loss_and_grad(case, DEVICE, backend="triton", **options)
-    # log-probabilities right to 4e-6, through ratios of up to 3
+    # log-probabilities exact to 4e-6, with ratios up to 3
     assert_loss_equals(got, exact_loss_and_grad(case, **options), rtol=3e-5, atol=6e-6)
 
 
-def test_masked_loss_compiled_whole() -> None:
+def test_masked_loss_compile_fullgraph() -> None:
     case = {name: value.to(DEVICE) for name, value in loss_case(40).items()}
     logits = case.pop("logits")
 

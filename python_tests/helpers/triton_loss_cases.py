@@ -22,7 +22,7 @@ CLOSE = {torch.float32: dict(rtol=2e-5, atol=2e-6), torch.float64: dict(rtol=1e-
 def both(
     data: dict[str, torch.Tensor], **options: Any
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], ...]:
-    """Loss, gradient and metrics by Triton, and by the reference in float64."""
+    """Return loss, gradient and metrics by Triton, and by the reference in float64."""
     results = []
     for device, backend in ((DEVICE, "triton"), ("cpu", "torch")):
         d = {k: v.to(device) for k, v in data.items()}
@@ -67,7 +67,7 @@ def test_penalties_and_reductions(estimator: str, reduction: str) -> None:
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 @pytest.mark.parametrize("shape", [(0,), (700,), (3, 100)])
-def test_the_penalty_alone(estimator: str, shape: tuple[int, ...]) -> None:
+def test_kl_penalty(estimator: str, shape: tuple[int, ...]) -> None:
     data = batch(shape)
     data["logprobs"][~data["mask"]] = NAN
     results = [
@@ -101,7 +101,7 @@ def test_ragged_rows(
     )  # fmt: skip
 
 
-def test_masked_positions_are_not_looked_at() -> None:
+def test_masked_positions_are_not_read() -> None:
     data = batch((3, 40))
     options: dict[str, Any] = dict(loss="gspo", kl_estimator="k3")
     want, _ = both(data, **options)
@@ -112,7 +112,7 @@ def test_masked_positions_are_not_looked_at() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 5), (0, 5), (3, 0)])
-def test_nothing_to_train(shape: tuple[int, int]) -> None:
+def test_no_trained_tokens(shape: tuple[int, int]) -> None:
     data = {name: torch.full(shape, NAN) for name in batch((1, 1))} | {"mask": torch.zeros(shape)}
     for name in ("regular", "gspo"):
         (loss, grad, metrics), _ = both(data, loss=name, kl_estimator="k1")

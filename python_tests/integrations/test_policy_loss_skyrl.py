@@ -26,14 +26,14 @@ from skyrl_fast.ops.policy_loss.losses import Cispo, Dppo
 )
 @pytest.mark.parametrize("name", LOSS_NAMES)
 def test_equals_skyrl(name: str, reduction: str, backend: str) -> None:
-    """The same loss and gradient as SkyRL's for every loss that its rule and ours share."""
+    """Same loss and gradient as SkyRL's, for every loss that both define in the same way."""
     ppo_utils = skyrl_losses()
     from skyrl.train.config import AlgorithmConfig
 
     config = AlgorithmConfig(policy_loss_type=name, loss_reduction=reduction)
     config.dppo.delta_low = config.dppo.delta_high = 0.05
     config.off_policy_correction.tis_ratio_type = "token"
-    # SkyRL's gspo averages over the mask before the correction, ours over the one after it.
+    # SkyRL's gspo averages over the mask before the correction, this package over that after it.
     bounds = {} if name == "gspo" else {"token_mask_low": 0.4, "token_mask_high": 1.8}
     config.off_policy_correction.token_mask_is_threshold_low = bounds.get("token_mask_low")
     config.off_policy_correction.token_mask_is_threshold_high = bounds.get("token_mask_high")
@@ -49,10 +49,10 @@ def test_equals_skyrl(name: str, reduction: str, backend: str) -> None:
 
     unscaled = name in ("clip_cov", "kl_cov", "cross_entropy")  # SkyRL's own weighting differs
     row_weights = torch.ones(6) if unscaled else weights
-    theirs = d["logprobs"].clone().requires_grad_()
+    original = d["logprobs"].clone().requires_grad_()
     torch.manual_seed(0)
     want, metrics = ppo_utils.PolicyLossRegistry.get(name)(
-        theirs, d["old"], d["advantages"] if unscaled else scaled, config, mask, d["rollout"]
+        original, d["old"], d["advantages"] if unscaled else scaled, config, mask, d["rollout"]
     )
     want.backward()
 
@@ -74,7 +74,7 @@ def test_equals_skyrl(name: str, reduction: str, backend: str) -> None:
     )[:2]  # fmt: skip
     loss.backward()
     torch.testing.assert_close(loss, want, **F32)
-    torch.testing.assert_close(ours.grad, theirs.grad, **F32)
+    torch.testing.assert_close(ours.grad, original.grad, **F32)
     if name in ("clip_cov", "cross_entropy"):
         assert math.isclose(float(our_metrics["clip_ratio"]), metrics["clip_ratio"], rel_tol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Losses, log-probabilities and the trainer's step-wise block beside SkyRL's own."""
+"""Losses, log-probabilities and the trainer's step-wise block compared with SkyRL's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LOSSES = {
     "cross_entropy": "cross_entropy_loss",
     "importance_sampling": "importance_sampling_loss",
 }
-# exp and float32 sums in another order; see the page on the drop-in for what differs and why.
+# exp and float32 sums in another order; the drop-in page lists what differs and why.
 CLOSE = {"rtol": 2e-6, "atol": 2e-6}
 
 
@@ -66,8 +66,8 @@ def cells(rows: int = 6, width: int = 40, seed: int = 0) -> dict[str, torch.Tens
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_losses_equal(name: str, rollout: bool, correction: bool) -> None:
     function = LOSSES[name]
-    theirs = ORIGINALS.function(function)
-    if theirs is None:
+    original = ORIGINALS.function(function)
+    if original is None:
         pytest.skip("this SkyRL has no such loss")
     config, d = algorithm(name), cells()
     if correction:
@@ -78,7 +78,7 @@ def test_losses_equal(name: str, rollout: bool, correction: bool) -> None:
             1.1,
         )
     results = []
-    for loss in (theirs, getattr(ours, function)):
+    for loss in (original, getattr(ours, function)):
         current = d["logprobs"].clone().requires_grad_()
         torch.manual_seed(1)
         given = d["rollout"] if rollout or name == "rollout_is" else None
@@ -96,7 +96,7 @@ def test_losses_equal(name: str, rollout: bool, correction: bool) -> None:
 
 
 @pytest.mark.spec("dropin.compat")
-def test_losses_leave_odd_input_to_skyrl() -> None:
+def test_losses_leave_unusual_input_to_skyrl() -> None:
     config, d = algorithm("regular"), cells()
     for change in (
         {"mask": None},
@@ -119,7 +119,7 @@ def test_losses_leave_odd_input_to_skyrl() -> None:
 
 
 @pytest.mark.spec("dropin.compat")
-def test_what_is_left_to_skyrl_draws_the_same_tokens() -> None:
+def test_fallback_to_skyrl_draws_the_same_tokens() -> None:
     config, d = algorithm("clip_cov"), cells()
     d["logprobs"][tuple(d["mask"].nonzero()[0])] += 40  # beyond the kernel's bounds
     results = []
@@ -137,7 +137,7 @@ def test_what_is_left_to_skyrl_draws_the_same_tokens() -> None:
 
 
 @pytest.mark.spec("dropin.compat")
-def test_importance_sampling_of_no_tokens_is_logged_as_skyrl_does() -> None:
+def test_importance_sampling_without_tokens_logs_the_same_metrics() -> None:
     config, d = algorithm("importance_sampling"), cells()
     args = (d["logprobs"], d["old"], d["advantages"], config, torch.zeros_like(d["mask"]))
     want, want_metrics = ORIGINALS.function("importance_sampling_loss")(*args)
@@ -149,11 +149,11 @@ def test_importance_sampling_of_no_tokens_is_logged_as_skyrl_does() -> None:
 @pytest.mark.spec("dropin.compat", "dropin.tolerance")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_equal(dtype: torch.dtype) -> None:
-    theirs = ORIGINALS.function("logprobs_from_logits")
+    original = ORIGINALS.function("logprobs_from_logits")
     torch.manual_seed(0)
     logits, labels = torch.randn(2, 5, 1000) * 4, torch.randint(0, 1000, (2, 5))
     results = []
-    for function in (theirs, ours.logprobs_from_logits):
+    for function in (original, ours.logprobs_from_logits):
         given = logits.to(dtype).requires_grad_()
         out = function(given, labels)
         assert out.dtype == dtype
@@ -167,12 +167,12 @@ def test_logprobs_equal(dtype: torch.dtype) -> None:
     torch.testing.assert_close(results[1][1], results[0][1], rtol=rtol, atol=1e-5)
     for bad in (labels + 1000, labels[:1], labels.float()):
         assert_same_outcome(
-            outcome(theirs, logits, bad), outcome(ours.logprobs_from_logits, logits, bad)
+            outcome(original, logits, bad), outcome(ours.logprobs_from_logits, logits, bad)
         )
 
 
 def trainer_stub(estimator: str, *, step_wise: bool = True) -> Any:
-    """As much of SkyRL's trainer as the method reads."""
+    """Return the attributes of SkyRL's trainer that the method reads."""
     chosen = SimpleNamespace(
         advantage_estimator=estimator, grpo_norm_by_std=True, gamma=1.0, lambd=1.0
     )
@@ -213,12 +213,12 @@ def step_wise_batch(seed: int, *, token_rewards: bool = False) -> Any:
 @pytest.mark.parametrize("estimator", ["grpo", "maxrl"])
 def test_step_wise_block_equals(estimator: str, token_rewards: bool) -> None:
     name = "RayPPOTrainer.compute_advantages_and_returns"
-    theirs = ORIGINALS.function(name)
+    original = ORIGINALS.function(name)
     for seed in range(5):
         batch = step_wise_batch(seed, token_rewards=token_rewards)
         stubs = trainer_stub(estimator), trainer_stub(estimator)
         before = ORIGINALS.counts[name].handed_back
-        want = theirs(stubs[0], copy.deepcopy(batch))
+        want = original(stubs[0], copy.deepcopy(batch))
         got = ours.compute_advantages_and_returns(stubs[1], copy.deepcopy(batch))
         assert ORIGINALS.counts[name].handed_back == before, ORIGINALS.counts[name].last_reason
         assert torch.equal(got["advantages"], want["advantages"])
@@ -230,13 +230,13 @@ def test_step_wise_block_equals(estimator: str, token_rewards: bool) -> None:
 
 
 @pytest.mark.spec("dropin.compat")
-def test_step_wise_block_leaves_the_rest_to_skyrl() -> None:
+def test_step_wise_block_leaves_other_cases_to_skyrl() -> None:
     name = "RayPPOTrainer.compute_advantages_and_returns"
-    theirs = ORIGINALS.function(name)
+    original = ORIGINALS.function(name)
     for estimator, step_wise in (("rloo", True), ("grpo", False), ("reinforce++", False)):
         batch = step_wise_batch(0)
         before = ORIGINALS.counts[name].handed_back
-        want = theirs(trainer_stub(estimator, step_wise=step_wise), copy.deepcopy(batch))
+        want = original(trainer_stub(estimator, step_wise=step_wise), copy.deepcopy(batch))
         got = ours.compute_advantages_and_returns(
             trainer_stub(estimator, step_wise=step_wise), copy.deepcopy(batch)
         )
@@ -244,13 +244,13 @@ def test_step_wise_block_leaves_the_rest_to_skyrl() -> None:
         torch.testing.assert_close(got["advantages"], want["advantages"])
     broken = step_wise_batch(0)
     broken.metadata["is_last_step"][-1] = False
-    for function in (theirs, ours.compute_advantages_and_returns):
+    for function in (original, ours.compute_advantages_and_returns):
         with pytest.raises(AssertionError):
             function(trainer_stub("grpo"), copy.deepcopy(broken))
 
 
 @pytest.mark.spec("dropin.compat")
-def test_rows_that_are_tuples_are_merged_as_skyrl_does() -> None:
+def test_tuple_rows_are_merged_as_by_skyrl() -> None:
     from skyrl.train.generators.base import TrajectoryID
 
     output = {
@@ -266,8 +266,8 @@ def test_rows_that_are_tuples_are_merged_as_skyrl_does() -> None:
 
 @pytest.mark.spec("dropin.compat")
 @pytest.mark.parametrize("value", [None, "x", 0.5, True, -1, 2**70, float("nan"), np.int64(1), []])
-def test_odd_loss_masks_of_any_row_are_checked_as_skyrl_does(value: Any) -> None:
-    theirs = ORIGINALS.function("validate_generator_output")
+def test_invalid_loss_masks_are_handled_as_by_skyrl(value: Any) -> None:
+    original = ORIGINALS.function("validate_generator_output")
     for masks in ([[1], [value]], [[0], [value]], [[value], [1]]):
         output = {
             "prompt_token_ids": [[5], [6]],
@@ -277,5 +277,5 @@ def test_odd_loss_masks_of_any_row_are_checked_as_skyrl_does(value: Any) -> None
             "rollout_logprobs": None,
         }
         assert_same_outcome(
-            outcome(theirs, 2, output), outcome(ours.validate_generator_output, 2, output)
+            outcome(original, 2, output), outcome(ours.validate_generator_output, 2, output)
         )

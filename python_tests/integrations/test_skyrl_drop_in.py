@@ -1,4 +1,4 @@
-"""Installing in SkyRL, shown on a small made-up package of its name: SkyRL is not needed."""
+"""Installation in SkyRL, tested on a small fake package of its name: SkyRL is not needed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from skyrl_fast.integrations.skyrl.source import fingerprint, normalized_source
 
 PREPROCESS = '''
 def compute_prompt_boundaries(uids):
-    """Theirs."""
+    """Original."""
     if not isinstance(uids, list):  # odd input
-        raise KeyError("theirs")
-    return "theirs"
+        raise KeyError("original")
+    return "original"
 
 
 def make_router_padding_mask(attention_mask, captured_route_lengths):
@@ -56,8 +56,8 @@ def fake_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    theirs = {name: m for name, m in sys.modules.items() if name.partition(".")[0] == "skyrl"}
-    for name in theirs:
+    original = {name: m for name, m in sys.modules.items() if name.partition(".")[0] == "skyrl"}
+    for name in original:
         del sys.modules[name]
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module("skyrl.train.dataset.preprocess")
@@ -75,14 +75,14 @@ def fake_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     skyrl.uninstall()
     for name in [n for n in sys.modules if n.partition(".")[0] == "skyrl"]:
         del sys.modules[name]
-    sys.modules.update(theirs)
+    sys.modules.update(original)
 
 
 @pytest.mark.spec("dropin.install", "dropin.known-source", "dropin.report")
-def test_a_known_text_is_replaced_everywhere_and_put_back(fake_skyrl: Path) -> None:
+def test_known_source_is_replaced_everywhere_and_restored(fake_skyrl: Path) -> None:
     trainer = importlib.import_module("skyrl.train.trainer")
     home = importlib.import_module("skyrl.train.dataset.preprocess")
-    assert trainer.boundaries(["a"]) == "theirs"
+    assert trainer.boundaries(["a"]) == "original"
     with pytest.warns(skyrl.SkyRLFastWarning, match="make_router_padding_mask"):
         report = skyrl.install(ray_workers=False)
     row = report.row("compute_prompt_boundaries")
@@ -94,12 +94,12 @@ def test_a_known_text_is_replaced_everywhere_and_put_back(fake_skyrl: Path) -> N
     assert trainer.boundaries(["a", "a", "b"]) == [(0, 2), (2, 3)]
     assert home.compute_prompt_boundaries is skyrl.compute_prompt_boundaries
     skyrl.uninstall()
-    assert trainer.boundaries(["a"]) == home.compute_prompt_boundaries(["a"]) == "theirs"
+    assert trainer.boundaries(["a"]) == home.compute_prompt_boundaries(["a"]) == "original"
     assert skyrl.report().mode == "" and str(skyrl.report()).endswith("not installed in SkyRL")
 
 
 @pytest.mark.spec("dropin.known-source", "dropin.report")
-def test_an_unknown_text_stays_and_is_named(fake_skyrl: Path) -> None:
+def test_unknown_source_is_kept_and_reported(fake_skyrl: Path) -> None:
     with pytest.warns(skyrl.SkyRLFastWarning) as caught:
         report = skyrl.install(ray_workers=False)
     trainer = importlib.import_module("skyrl.train.trainer")
@@ -111,44 +111,44 @@ def test_an_unknown_text_stays_and_is_named(fake_skyrl: Path) -> None:
 
 
 @pytest.mark.spec("dropin.wrappers")
-def test_a_users_wrapper_around_a_known_text_stays(
+def test_user_wrapper_around_a_known_function_is_kept(
     fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = importlib.import_module("skyrl.train.dataset.preprocess")
-    theirs = home.compute_prompt_boundaries
+    original = home.compute_prompt_boundaries
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def mine(uids: list[str]) -> str:
-        return "mine, then " + theirs(uids)
+        return "mine, then " + original(uids)
 
     monkeypatch.setattr(home, "compute_prompt_boundaries", mine)
     with pytest.warns(skyrl.SkyRLFastWarning, match="compute_prompt_boundaries"):
         report = skyrl.install(ray_workers=False)
     assert report.row("compute_prompt_boundaries").state == "kept"
     trainer = importlib.import_module("skyrl.train.trainer")
-    assert trainer.boundaries(["a"]) == "mine, then theirs"
+    assert trainer.boundaries(["a"]) == "mine, then original"
 
 
 @pytest.mark.spec("dropin.wrappers")
-def test_a_users_wrapper_in_a_registry_stays(
+def test_user_wrapper_in_a_registry_is_kept(
     fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = importlib.import_module("skyrl.train.dataset.preprocess").compute_prompt_boundaries
-    decorated = torch.no_grad()(theirs)
-    mine = functools.wraps(theirs)(lambda uids: "mine")
-    functions = {"theirs": theirs, "decorated": decorated, "mine": mine}
+    original = importlib.import_module("skyrl.train.dataset.preprocess").compute_prompt_boundaries
+    decorated = torch.no_grad()(original)
+    mine = functools.wraps(original)(lambda uids: "mine")
+    functions = {"original": original, "decorated": decorated, "mine": mine}
     module = SimpleNamespace(PolicyLossRegistry=SimpleNamespace(_functions=functions))
     monkeypatch.setitem(sys.modules, PPO, module)  # type: ignore[arg-type]
     with pytest.warns(skyrl.SkyRLFastWarning, match="make_router_padding_mask"):
         skyrl.install(ray_workers=False)
     ours = skyrl.compute_prompt_boundaries
-    assert functions == {"theirs": ours, "decorated": ours, "mine": mine}
+    assert functions == {"original": ours, "decorated": ours, "mine": mine}
     skyrl.uninstall()
-    assert functions == {"theirs": theirs, "decorated": decorated, "mine": mine}
+    assert functions == {"original": original, "decorated": decorated, "mine": mine}
 
 
 @pytest.mark.spec("dropin.prior-functions")
-def test_uninstalling_leaves_our_functions_to_those_who_had_them(
+def test_uninstall_keeps_replacements_that_users_imported(
     fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = skyrl.compute_prompt_boundaries
@@ -160,7 +160,7 @@ def test_uninstalling_leaves_our_functions_to_those_who_had_them(
     skyrl.uninstall()
     assert users.boundaries is ours
     home = importlib.import_module("skyrl.train.dataset.preprocess")
-    assert home.compute_prompt_boundaries(["a"]) == "theirs"
+    assert home.compute_prompt_boundaries(["a"]) == "original"
 
 
 @pytest.mark.spec("dropin.install")
@@ -177,7 +177,7 @@ def test_installing_twice_changes_nothing(fake_skyrl: Path) -> None:
 
 
 @pytest.mark.spec("dropin.install", "dropin.ray-workers")
-def test_installing_again_may_take_in_rays_workers_or_leave_them_out(
+def test_second_install_can_change_the_workers_option(
     fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray: Any = ModuleType("ray")
@@ -195,12 +195,12 @@ def test_installing_again_may_take_in_rays_workers_or_leave_them_out(
 
 
 @pytest.mark.spec("dropin.compat", "dropin.report")
-def test_odd_input_is_left_to_their_function(fake_skyrl: Path) -> None:
+def test_unusual_input_is_passed_to_the_original(fake_skyrl: Path) -> None:
     with pytest.warns(skyrl.SkyRLFastWarning):
         skyrl.install(ray_workers=False)
     trainer = importlib.import_module("skyrl.train.trainer")
     before = skyrl.report().row("compute_prompt_boundaries")
-    with pytest.raises(KeyError, match="theirs"):
+    with pytest.raises(KeyError, match="original"):
         trainer.boundaries(3)
     after = skyrl.report().row("compute_prompt_boundaries")
     assert after.calls == before.calls + 1 and after.handed_back == before.handed_back + 1
@@ -208,7 +208,7 @@ def test_odd_input_is_left_to_their_function(fake_skyrl: Path) -> None:
 
 
 @pytest.mark.spec("dropin.ray-workers")
-def test_a_worker_replaces_what_is_imported_later(fake_skyrl: Path) -> None:
+def test_worker_replaces_what_is_imported_later(fake_skyrl: Path) -> None:
     with pytest.warns(skyrl.SkyRLFastWarning, match="make_router_padding_mask"):
         switch.install_on_import()
         assert "skyrl" not in sys.modules and skyrl.report().rows == ()
@@ -218,11 +218,11 @@ def test_a_worker_replaces_what_is_imported_later(fake_skyrl: Path) -> None:
     home = sys.modules["skyrl.train.dataset.preprocess"]
     assert type(home.__loader__).__name__ == "SourceFileLoader"
     skyrl.uninstall()
-    assert trainer.boundaries(["a"]) == "theirs"
+    assert trainer.boundaries(["a"]) == "original"
 
 
 @pytest.mark.spec("dropin.ray-workers")
-def test_the_environment_says_what_a_worker_installs(
+def test_worker_installs_what_the_environment_variable_lists(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: list[tuple[str, object]] = []
@@ -242,7 +242,7 @@ def test_the_environment_says_what_a_worker_installs(
 
 
 @pytest.mark.spec("dropin.ray-workers")
-def test_a_users_own_hook_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_user_hook_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     env = skyrl.runtime_env(base={"worker_process_setup_hook": "gc.collect", "pip": ["x"]})
     assert env["worker_process_setup_hook"] == ray_workers.AUTOINSTALL and env["pip"] == ["x"]
     assert env["env_vars"] == {
@@ -258,7 +258,7 @@ def test_a_users_own_hook_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.spec("dropin.install")
-def test_without_skyrl_installing_is_an_error(tmp_path: Path) -> None:
+def test_install_without_skyrl_is_an_error(tmp_path: Path) -> None:
     code = "import skyrl_fast.integrations.skyrl as s; s.install()"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.modules['skyrl'] = None; {code}"],
@@ -270,7 +270,7 @@ def test_without_skyrl_installing_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("dropin.install")
-def test_modes_and_rules_are_checked() -> None:
+def test_modes_and_rules_are_validated() -> None:
     with pytest.raises(ValueError, match="mode must be one of"):
         skyrl.install("other")
     with pytest.raises(ValueError, match="rules are for mode 'fixed'"):
@@ -280,7 +280,7 @@ def test_modes_and_rules_are_checked() -> None:
 
 
 @pytest.mark.spec("dropin.functions")
-def test_functions_work_one_by_one_without_skyrl() -> None:
+def test_functions_work_without_skyrl() -> None:
     out = skyrl.convert_prompts_responses_to_batch_tensors(
         0, [[1, 2], [3]], [[4], [5, 6]], [[1.0], [0.0, 1.0]], [[1], [1, 1]]
     )
@@ -302,7 +302,7 @@ def test_functions_work_one_by_one_without_skyrl() -> None:
 
 
 @pytest.mark.spec("dropin.known-source")
-def test_a_fingerprint_ignores_comments_and_layout_alone() -> None:
+def test_fingerprint_ignores_only_comments_and_formatting() -> None:
     plain = "def f(a, b=1):\n    return a + b\n"
     same = '''
     def f(a,

@@ -1,4 +1,4 @@
-"""Mode "fixed": each rule on its own, on small made-up inputs; SkyRL is not needed."""
+"""Mode "fixed": each rule separately, on small inputs; SkyRL is not needed."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class TrajectoryOutput:
 
 @pytest.fixture(autouse=True)
 def originals() -> Iterator[None]:
-    """Whatever a test keeps as SkyRL's own is forgotten after it."""
+    """Reset the original functions after each test."""
     yield
     ORIGINALS.forget()
 
 
 @pytest.mark.spec("dropin.fixed-mode")
-def test_every_rule_is_there_and_in_the_table() -> None:
+def test_every_rule_exists_and_is_in_the_table() -> None:
     text = DOCS.read_text()
     assert len({rule.name for rule in RULES}) == len(RULES)
     for rule in RULES:
@@ -133,7 +133,7 @@ def loop(prompts: list[int], rules: set[str], limit: int = 10) -> tuple[Any, Any
 
 
 @pytest.mark.spec("dropin.fixed-mode", "rollout.prompt-limit", "rollout.reason-on-last-step")
-def test_a_prompt_over_the_limit_is_never_sent_and_the_last_step_says_length() -> None:
+def test_prompt_over_the_limit_is_not_sent_and_the_last_step_ends_with_length() -> None:
     steps, engine = loop([4, 9, 15, 4], {"length_check"})
     assert engine.prompts == [4, 9] and len(stepped) == 2
     assert [step.stop_reason for step in steps] == ["stop", "length"]
@@ -146,7 +146,7 @@ def test_a_prompt_over_the_limit_is_never_sent_and_the_last_step_says_length() -
 
 
 @pytest.mark.spec("dropin.fixed-mode", "output.gen-only")
-def test_rows_hold_what_was_sampled_alone() -> None:
+def test_rows_contain_only_sampled_tokens() -> None:
     steps, _ = loop([4, 9], {"gen_only_rows"})
     for step in steps:
         assert step.response_ids == [1, 2] and step.loss_mask == [1, 1]
@@ -157,13 +157,13 @@ def test_rows_hold_what_was_sampled_alone() -> None:
 
 
 @pytest.mark.spec("dropin.fixed-mode", "rollout.end-token")
-def test_an_appended_end_token_is_not_trained() -> None:
-    async def whole(self: Any, sampled: list[int], max_input_length: int) -> Any:
+def test_appended_end_token_is_not_trained() -> None:
+    async def full(self: Any, sampled: list[int], max_input_length: int) -> Any:
         answer = await self.inference_engine_client.generate({"prompt_token_ids": [[1]]})
         ids = answer["response_ids"][0] + ([] if sampled[-1:] == [EOS] else [EOS])
         return SimpleNamespace(response_ids=ids, loss_mask=[1] * len(ids))
 
-    ORIGINALS.keep(LOOP.name, whole, "main")
+    ORIGINALS.keep(LOOP.name, full, "main")
     for rules, want in (({"appended_eos"}, [1, 1, 0]), (set(), [1, 1, 1])):
         ORIGINALS.rules = frozenset(rules)
         output = asyncio.run(
@@ -222,7 +222,7 @@ def test_filter_keeps_complete_groups_by_their_outcomes() -> None:
     state = {}
     _, _, more, state = fixed_sampling.handle_filter_sampling(output, uids, config, state)
     assert more and state["num_prompts_in_batch"] == 2
-    output, uids = output_of({"a": DIFFERENT}, {"a1": 0})  # a stub is no outcome
+    output, uids = output_of({"a": DIFFERENT}, {"a1": 0})  # a placeholder row is not an outcome
     _, _, more, state = fixed_sampling.handle_filter_sampling(output, uids, config, {})
     assert more and state["num_prompts_in_batch"] == 0
 
@@ -239,7 +239,7 @@ def test_replaced_groups_have_new_uids() -> None:
 
 
 @pytest.mark.spec("dropin.fixed-mode", "merge.times", "merge.routes")
-def test_merge_takes_every_field() -> None:
+def test_merge_includes_every_field() -> None:
     output, _ = output_of({"a": [[0.0, 1.0]]})
     output["prompt_token_ids"] = [[1], [1, 2, 3]]
     output["rollout_expert_indices"] = [np.zeros((2, 1, 1), np.uint8), np.ones((4, 1, 1), np.uint8)]
@@ -250,7 +250,7 @@ def test_merge_takes_every_field() -> None:
 
 
 @pytest.mark.spec("dropin.fixed-mode", "output.group-adjacent", "output.numpy-bool")
-def test_validation_is_the_contracts() -> None:
+def test_validation_follows_the_specification() -> None:
     output, _ = output_of({"a": EQUAL, "b": DIFFERENT})
     output["is_last_step"] = [np.bool_(flag) for flag in output["is_last_step"]]
     fixed.validate_generator_output(4, output, step_wise=True)
@@ -264,15 +264,15 @@ def test_validation_is_the_contracts() -> None:
 
 
 @pytest.mark.spec("dropin.fixed-mode", "advantage.batch-normalize")
-def test_normalization_counts_real_tokens_alone() -> None:
+def test_normalization_counts_only_real_tokens() -> None:
     class Batch(dict):
         metadata: dict
 
-    def theirs(self: Any, data: Any, boundaries: Any, prompts: Any) -> Any:
+    def original(self: Any, data: Any, boundaries: Any, prompts: Any) -> Any:
         assert not self.cfg.trainer.algorithm.advantage_batch_normalize
         return data
 
-    ORIGINALS.keep(NORMALIZE.name, theirs, "main")
+    ORIGINALS.keep(NORMALIZE.name, original, "main")
     algorithm = SimpleNamespace(advantage_batch_normalize=True)
     trainer = SimpleNamespace(cfg=SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm)))
     data = Batch(

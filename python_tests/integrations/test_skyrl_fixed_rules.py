@@ -1,4 +1,4 @@
-"""Mode "fixed" installed in a real SkyRL: what each rule changes, beside what SkyRL does."""
+"""Mode "fixed" installed in a real SkyRL: what each rule changes, compared with SkyRL."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def put_back() -> Iterator[None]:
 
 
 def both(rule: str, work: Any) -> tuple[Any, Any]:
-    """Return what SkyRL gives, and what it gives with the rule; errors are results too."""
+    """Return SkyRL's result without and with the rule; errors are results too."""
     from skyrl_fast.integrations import skyrl as ours
 
     results = []
@@ -263,7 +263,7 @@ def test_dynamic_sampling_replace() -> None:
         lambda: trainer_utils.handle_replace_sampling(output, uids, config),
     )
     assert len(set(fixed[1])) == 3 and fixed[1][0] in ("b+1", "c+1")
-    assert stock[1] == uids  # by the rewards of steps nothing is to be replaced
+    assert stock[1] == uids  # judged by step rewards, nothing is replaced
 
 
 def test_advantage_normalization() -> None:

@@ -1,4 +1,4 @@
-"""SkyRL's functions and ours, on thousands of made-up inputs: the same results and errors."""
+"""SkyRL's functions and their replacements give the same results and errors on random inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ fuzz = settings(
 )
 
 
-def theirs(name: str) -> Any:
+def original(name: str) -> Any:
     function = ORIGINALS.function(name)
     if function is None:
         pytest.skip(f"this SkyRL has no {name}")
@@ -42,7 +42,7 @@ def theirs(name: str) -> Any:
 def test_validate(output: dict, step_wise: bool, more: int) -> None:
     args = (len(output.get("response_ids") or []) + more, output, step_wise)
     assert_same_outcome(
-        outcome(theirs("validate_generator_output"), *args),
+        outcome(original("validate_generator_output"), *args),
         outcome(ours.validate_generator_output, *args),
     )
 
@@ -52,7 +52,7 @@ def test_validate(output: dict, step_wise: bool, more: int) -> None:
 @pytest.mark.spec("dropin.compat")
 def test_concatenate(outputs: list[dict], step_wise: bool) -> None:
     assert_same_outcome(
-        outcome(theirs("concatenate_generator_outputs"), outputs, step_wise),
+        outcome(original("concatenate_generator_outputs"), outputs, step_wise),
         outcome(ours.concatenate_generator_outputs, outputs, step_wise),
     )
 
@@ -64,7 +64,7 @@ def test_merge(output: dict, keep_times: int) -> None:
     if not keep_times:
         output.pop("trajectory_time_splits", None)
     assert_same_outcome(
-        outcome(theirs("merge_stepwise_output"), output),
+        outcome(original("merge_stepwise_output"), output),
         outcome(ours.merge_stepwise_output, output),
     )
 
@@ -74,7 +74,7 @@ def test_merge(output: dict, keep_times: int) -> None:
 @pytest.mark.spec("dropin.compat")
 def test_merge_of_odd_outputs(output: dict) -> None:
     assert_same_outcome(
-        outcome(theirs("merge_stepwise_output"), output),
+        outcome(original("merge_stepwise_output"), output),
         outcome(ours.merge_stepwise_output, output),
     )
 
@@ -88,12 +88,12 @@ def test_metrics(output: dict, times: bool) -> None:
     if times:
         extras["trajectory_completion_times"] = output.get("trajectory_generation_times")
     assert_same_outcome(
-        outcome(theirs("get_rollout_metrics"), *args, **extras),
+        outcome(original("get_rollout_metrics"), *args, **extras),
         outcome(ours.get_rollout_metrics, *args, **extras),
     )
     uids = [str(i // 2) for i in range(40)]
     assert_same_outcome(
-        outcome(theirs("get_metrics_from_generator_output"), output, uids),
+        outcome(original("get_metrics_from_generator_output"), output, uids),
         outcome(ours.get_metrics_from_generator_output, output, uids),
     )
 
@@ -107,7 +107,7 @@ class Tokenizer:
 @pytest.mark.spec("dropin.compat")
 def test_convert(output: dict, pad: Any, data: st.DataObject) -> None:
     name = "convert_prompts_responses_to_batch_tensors"
-    function = theirs(name)
+    function = original(name)
     if data.draw(st.booleans()) or ORIGINALS.label(name) != "main":
         pad = Tokenizer()
     fields = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "rollout_logprobs")
@@ -122,7 +122,7 @@ def test_convert(output: dict, pad: Any, data: st.DataObject) -> None:
 
 @st.composite
 def routes(draw: st.DrawFn, output: dict) -> Any:
-    """Per row an array (tokens, 2, 3), at times with too many rows, none, or in another form."""
+    """Draw an array (tokens, 2, 3) per row, sometimes too long, empty, or of another type."""
     arrays: list[Any] = []
     for prompt, response in zip(
         output.get("prompt_token_ids") or [], output.get("response_ids") or [], strict=False
@@ -143,7 +143,7 @@ def routes(draw: st.DrawFn, output: dict) -> Any:
 @given(st.data())
 @pytest.mark.spec("dropin.compat")
 def test_router_padding_mask(data: st.DataObject) -> None:
-    function = theirs("make_router_padding_mask")
+    function = original("make_router_padding_mask")
     width = data.draw(st.integers(1, 5))
     lengths = data.draw(st.lists(st.integers(0, width), min_size=1, max_size=4))
     mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
@@ -180,7 +180,7 @@ def test_pad(data: st.DataObject) -> None:
         metadata["uids"] = tuple(metadata["uids"])
     batch.metadata = data.draw(st.sampled_from([metadata, None, {}]))
     pad_size = data.draw(st.sampled_from([0, 1, 2, 7, -1, True]))
-    want = outcome(theirs("pad_training_input_batch"), batch, pad_size)
+    want = outcome(original("pad_training_input_batch"), batch, pad_size)
     got = outcome(ours.pad_training_input_batch, batch, pad_size)
     assert want[0] == got[0]
     if want[0] == "raises":
@@ -210,11 +210,11 @@ def test_boundaries(
     total = len(set(uids)) if tidy else total
     args = (uids, mini, total, step_wise, samples)
     assert_same_outcome(
-        outcome(theirs("compute_prompt_mini_batch_boundaries"), *args),
+        outcome(original("compute_prompt_mini_batch_boundaries"), *args),
         outcome(ours.compute_prompt_mini_batch_boundaries, *args),
     )
     assert_same_outcome(
-        outcome(theirs("compute_prompt_boundaries"), uids),
+        outcome(original("compute_prompt_boundaries"), uids),
         outcome(ours.compute_prompt_boundaries, uids),
     )
 
@@ -236,7 +236,7 @@ def test_estimators(data: st.DataObject, estimator: str) -> None:
     name = {"grpo": "grpo_outcome", "rloo": "rloo_outcome", "maxrl": "maxrl"}[estimator]
     name = f"compute_{name}_advantage"
     assert_same_outcome(
-        outcome(theirs(name), rewards, mask, index=index, **extras),
+        outcome(original(name), rewards, mask, index=index, **extras),
         outcome(getattr(ours, name), rewards, mask, index=index, **extras),
     )
 
@@ -255,6 +255,6 @@ def test_loss_reduction(data: st.DataObject) -> None:
     args = (torch.randn(rows, width), mask, reduction, 1, 17, boundaries)
     name = "apply_loss_reduction_to_advantages_minibatch"
     assert_same_outcome(
-        outcome(theirs(name), *args),
+        outcome(original(name), *args),
         outcome(ours.apply_loss_reduction_to_advantages_minibatch, *args),
     )

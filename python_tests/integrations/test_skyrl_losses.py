@@ -1,4 +1,4 @@
-"""SkyRL's losses by this package on any device with kernels, without SkyRL installed."""
+"""The replacements of SkyRL's losses on any device with kernels, without SkyRL installed."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def test_losses_act_on_tensors_of_a_gpu(
         assert metrics == {"clip_ratio": pytest.approx(float(want.metrics["clip_ratio"]), abs=1e-6)}
 
 
-def test_a_device_without_kernels_is_left_to_skyrl() -> None:
+def test_device_without_kernels_falls_back_to_skyrl() -> None:
     d = cells("meta")
     with pytest.raises(UnsupportedInputError, match="a device without kernels"):
         losses.ppo_policy_loss(d["logprobs"], d["old"], d["advantages"], CONFIG, d["mask"])
 
 
-def test_tensors_on_several_devices_are_left_to_skyrl() -> None:
+def test_tensors_on_several_devices_fall_back_to_skyrl() -> None:
     d = cells("cpu")
     with pytest.raises(UnsupportedInputError, match="several devices"):
         losses.ppo_policy_loss(
@@ -109,7 +109,7 @@ def test_tensors_on_several_devices_are_left_to_skyrl() -> None:
 
 @pytest.mark.spec("dropin.compat")
 @pytest.mark.parametrize("cell", [0.5, -1.0, 2.0])
-def test_a_mask_of_other_numbers_is_left_to_skyrl(cell: float) -> None:
+def test_non_binary_mask_falls_back_to_skyrl(cell: float) -> None:
     d = cells("cpu")
     d["mask"][0, 0] = cell
     with pytest.raises(UnsupportedInputError, match="a mask that is not 0 and 1"):

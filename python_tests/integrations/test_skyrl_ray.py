@@ -31,22 +31,22 @@ def run(how: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.peers
 @pytest.mark.timeout(600)
 @pytest.mark.spec("dropin.compat", "dropin.tolerance", "dropin.ray-workers")
-def test_a_step_of_skyrls_trainer_is_the_same_in_driver_and_workers(tmp_path: Path) -> None:
+def test_skyrl_trainer_step_is_the_same_in_driver_and_workers(tmp_path: Path) -> None:
     pytest.importorskip("skyrl.train.trainer", reason="SkyRL is not installed")
     stock, installed = run("stock", tmp_path), run("installed", tmp_path)
     for want, got in zip(stock["steps"], installed["steps"], strict=True):
         assert got["metadata"] == want["metadata"]
         assert got["tensors"].keys() == want["tensors"].keys()
         for name, value in want["tensors"].items():
-            if name == "action_log_probs":  # of the workers' logits: rounding of a logsumexp
+            if name == "action_log_probs":  # from the workers' logits: rounding of a logsumexp
                 flat = [x for row in got["tensors"][name] for x in row]
                 assert flat == pytest.approx([x for row in value for x in row], abs=4e-6)
             else:
                 assert got["tensors"][name] == value, name
         for kind in ("metrics", "status"):
             assert got[kind] == pytest.approx(want[kind], rel=1e-5, abs=1e-6)
-        for theirs, ours in zip(want["statuses"], got["statuses"], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+        for original, ours in zip(want["statuses"], got["statuses"], strict=True):
+            assert ours == pytest.approx(original, rel=1e-5, abs=1e-6)
         for worker in got["workers"]:
             assert worker["logprobs_from_logits"][0] > 0 == worker["logprobs_from_logits"][1]
             assert worker["ppo_policy_loss"][0] > 0 == worker["ppo_policy_loss"][1]

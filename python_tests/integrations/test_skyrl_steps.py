@@ -1,4 +1,4 @@
-"""The steps of SkyRL's trainer from a generator output to scaled advantages, beside SkyRL's own."""
+"""The steps of SkyRL's trainer from a generator output to scaled advantages, against SkyRL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def not_installed() -> Any:
 
 
 def trainer(dp_size: int, reduction: str, *, prompts: int, **changes: Any) -> Any:
-    """As much of SkyRL's trainer as the steps read."""
+    """Return the attributes of SkyRL's trainer that the steps read."""
     algorithm = SimpleNamespace(
         zero_variance_filter=False, max_seq_len=19, advantage_batch_normalize=False,
         off_policy_correction=SimpleNamespace(tis_ratio_type=None, sequence_mask_metric=None),
@@ -127,7 +127,7 @@ def test_all_steps_give_the_same_batch(reduction: str, dp_size: int, per_token: 
 
 
 @pytest.mark.spec("dropin.compat")
-def test_normalised_advantages_and_odd_outputs_are_skyrls() -> None:
+def test_normalized_advantages_and_unusual_outputs_equal_skyrl() -> None:
     from skyrl_fast.integrations import skyrl as ours
 
     rows, uids = output(0, per_token=False)
@@ -145,7 +145,7 @@ def test_normalised_advantages_and_odd_outputs_are_skyrls() -> None:
 
 
 @pytest.mark.spec("dropin.compat")
-def test_a_users_own_reduction_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_defined_reduction_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     from skyrl.train import trainer as module
 
     from skyrl_fast.integrations import skyrl as ours
@@ -161,7 +161,7 @@ def test_a_users_own_reduction_is_called(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.spec("dropin.compat")
-def test_padding_outside_of_a_conversion_copies() -> None:
+def test_padding_outside_a_conversion_copies() -> None:
     from skyrl_fast.integrations import skyrl as ours
 
     ours.install(ray_workers=False)

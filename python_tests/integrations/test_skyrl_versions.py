@@ -1,6 +1,6 @@
-"""Which functions of SkyRL are replaced, version by version: docs/skyrl_versions.md is made here.
+"""Which functions are replaced in each SkyRL version; writes docs/skyrl_versions.md.
 
-SKYRL_FAST_WRITE=1 writes the page anew.
+SKYRL_FAST_WRITE=1 rewrites the page.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def page(trees: dict[str, Path]) -> str:
 
 @pytest.mark.peers
 @pytest.mark.spec("dropin.known-source")
-def test_the_page_is_todays() -> None:
+def test_versions_page_is_up_to_date() -> None:
     made = page({version: source_tree(version) for version in VERSIONS})
     if os.environ.get("SKYRL_FAST_WRITE"):
         PAGE.write_text(made)
@@ -102,7 +102,7 @@ def test_the_page_is_todays() -> None:
 
 @pytest.mark.peers
 @pytest.mark.spec("dropin.known-source")
-def test_every_function_of_this_skyrl_is_known() -> None:
+def test_every_function_of_the_installed_skyrl_is_known() -> None:
     skyrl = pytest.importorskip("skyrl", reason="SkyRL is not installed")
     tree = Path(skyrl.__file__).parent.parent
     unknown = [target.name for target in TARGETS if state(tree, target) == "kept"]

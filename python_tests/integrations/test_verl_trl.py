@@ -1,4 +1,4 @@
-"""The adapters for verl and TRL, beside the installed packages."""
+"""The adapters for verl and TRL, compared with the installed packages."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def test_verl_estimators() -> None:
     rewards, mask = torch.zeros(12, 7), (torch.rand(12, 7) < 0.7).float()
     rewards[:, -1] = torch.randint(0, 2, (12,)).float()
     index = np.array([f"p{i // 4}" for i in range(12)], dtype=object)
-    for name, theirs, norm in (
+    for name, original, norm in (
         ("grpo", core.compute_grpo_outcome_advantage, True),
         ("grpo", core.compute_grpo_outcome_advantage, False),
         ("grpo", core.compute_grpo_vectorized_outcome_advantage, True),
         ("rloo", core.compute_rloo_outcome_advantage, True),
     ):
         extras = {"norm_adv_by_std_in_grpo": norm} if name == "grpo" else {}
-        want, _ = theirs(rewards.clone(), mask, index, **extras)
+        want, _ = original(rewards.clone(), mask, index, **extras)
         ours = core.get_adv_estimator_fn(f"skyrl_fast_{name}")
         got, returns = ours(token_level_rewards=rewards, response_mask=mask, index=index, **extras)
         torch.testing.assert_close(got, want, **CLOSE)
@@ -82,10 +82,10 @@ def test_verl_logprobs_and_packing() -> None:
     values, mask = torch.randn(4, 6, 3), torch.zeros(4, 6, dtype=torch.int64)
     for row, length in enumerate((6, 2, 1, 4)):
         mask[row, 6 - length :] = 1
-    theirs, ours = padding.unpad_input(values, mask), for_verl.unpad_input(values, mask)
-    for a, b in zip(theirs, ours, strict=True):
+    original, ours = padding.unpad_input(values, mask), for_verl.unpad_input(values, mask)
+    for a, b in zip(original, ours, strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-    padded = padding.pad_input(theirs[0], theirs[1], 4, 6)
+    padded = padding.pad_input(original[0], original[1], 4, 6)
     assert torch.equal(for_verl.pad_input(ours[0], ours[1], 4, 6), padded)
 
 
@@ -93,20 +93,20 @@ def test_verl_logprobs_and_packing() -> None:
 @pytest.mark.spec("dropin.trl")
 def test_trl_log_softmax() -> None:
     utils = pytest.importorskip("trl.trainer.utils", reason="TRL is not installed")
-    theirs = utils.selective_log_softmax
+    original = utils.selective_log_softmax
     torch.manual_seed(0)
     logits, index = torch.randn(3, 5, 200) * 3, torch.randint(0, 200, (3, 5))
     mask = torch.tensor([1, 0, 1, 1, 0]).expand(3, 5)
     for extras in ({}, {"temperature": 0.7}, {"row_mask": mask}):
-        want = theirs(logits, index, **extras)
+        want = original(logits, index, **extras)
         got = for_trl.selective_log_softmax(logits, index, **extras)
         torch.testing.assert_close(got, want, rtol=0, atol=4e-6)
     several = torch.randint(0, 200, (3, 5, 4))
-    assert torch.equal(for_trl.selective_log_softmax(logits, several), theirs(logits, several))
+    assert torch.equal(for_trl.selective_log_softmax(logits, several), original(logits, several))
     assert "trl.trainer.utils" in for_trl.install() and for_trl.install() == []
     assert utils.selective_log_softmax is for_trl.selective_log_softmax
     for_trl.uninstall()
-    assert utils.selective_log_softmax is theirs
+    assert utils.selective_log_softmax is original
 
 
 @pytest.mark.peers

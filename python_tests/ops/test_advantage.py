@@ -44,7 +44,7 @@ def test_worked_example(estimator: str, backend: str) -> None:
         estimator=estimator,
         backend=backend,
     )
-    # the 1e-6 beside the deviation moves the fifth digit
+    # the 1e-6 added to the deviation changes the fifth digit
     torch.testing.assert_close(got, torch.tensor(WORKED[estimator]), atol=5e-6, rtol=0)
 
 
@@ -58,7 +58,7 @@ def test_group_of_one(estimator: str, alone: float, backend: str) -> None:
 
 
 @pytest.mark.spec("advantage.response-mask")
-def test_each_row_uses_its_own_mask_not_the_last_steps(backend: str) -> None:
+def test_each_row_uses_its_own_mask(backend: str) -> None:
     rewards = torch.tensor([[0.0, 9.0], [0.0, 1.0], [0.0, 0.0]])
     mask = torch.tensor([[1, 0], [0, 1], [1, 1]])
     got = group_advantage(
@@ -73,7 +73,7 @@ def test_each_row_uses_its_own_mask_not_the_last_steps(backend: str) -> None:
 
 
 @pytest.mark.spec("advantage.score")
-def test_intermediate_rewards_are_not_read(backend: str) -> None:
+def test_intermediate_rewards_are_ignored(backend: str) -> None:
     rewards = torch.tensor([float("nan"), 1.0, float("inf"), 0.0])
     last = [False, True, False, True]
     got = group_advantage(rewards, [7] * 4, is_last_step=last, estimator="rloo", backend=backend)
@@ -167,7 +167,7 @@ BAD = [
     "advantage.last-row-is-last", "advantage.one-group-per-trajectory", "advantage.non-finite-score"
 )
 @pytest.mark.parametrize(("change", "message"), BAD)
-def test_bad_input_is_refused_by_name(change: dict, message: str, backend: str) -> None:
+def test_invalid_input_error_names_the_argument(change: dict, message: str, backend: str) -> None:
     args = {"rewards": torch.tensor([1.0, 0.0, 2.0]), "group_ids": ["a"] * 3, "backend": backend}
     args |= change
     with pytest.raises(ValueError, match=message):
@@ -175,18 +175,18 @@ def test_bad_input_is_refused_by_name(change: dict, message: str, backend: str) 
 
 
 @pytest.mark.parametrize("bad", [[1.5, 2.0], [None, None], [("a",), ("b",)]])
-def test_group_ids_of_other_types(bad: list) -> None:
+def test_group_ids_of_other_types_are_refused(bad: list) -> None:
     with pytest.raises(TypeError, match="entry 0"):
         group_advantage(torch.ones(2), bad)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_tensor_without_memory_is_an_error() -> None:
+def test_tensor_without_memory_is_refused() -> None:
     with FakeTensorMode(), pytest.raises((ValueError, RuntimeError), match=r"FakeTensor|memory"):
         group_advantage(torch.ones(2), ["a", "b"])
 
 
-def test_a_backend_that_cannot_run_is_an_error() -> None:
+def test_unavailable_backend_is_an_error() -> None:
     with pytest.raises(ValueError, match="cannot run on cpu"):
         group_advantage(torch.ones(1), ["a"], backend="triton")
 
@@ -216,11 +216,11 @@ def test_native_equals_reference(batch: dict, estimator: str, per_token: bool) -
         args["cu_seqlens"], mask = None, mask[:num_rows]
     native = group_advantage(rewards, batch["ids"], response_mask=mask, backend="native", **args)
     plain = group_advantage(rewards, batch["ids"], response_mask=mask, backend="torch", **args)
-    # Dividing by a tiny deviation magnifies the order of a float64 sum, nothing more.
+    # Dividing by a tiny deviation only magnifies the rounding of a float64 sum.
     torch.testing.assert_close(native, plain, atol=1e-5, rtol=1e-5)
 
 
-def test_same_bits_whatever_the_threads() -> None:
+def test_result_does_not_depend_on_the_number_of_threads() -> None:
     generator = torch.Generator().manual_seed(0)
     rewards = torch.rand(4096, 512, generator=generator)
     mask = torch.ones(4096, 512, dtype=torch.int64)
@@ -247,7 +247,7 @@ def test_numpy_ids_and_read_only_flags() -> None:
 
 
 class ShrinksTheList(int):
-    """An id whose hash empties the list that it stands in."""
+    """An id whose hash clears the list that contains it."""
 
     victim: list
 
@@ -256,7 +256,7 @@ class ShrinksTheList(int):
         return 0
 
 
-def test_a_list_that_changes_while_it_is_read() -> None:
+def test_list_changed_while_it_is_read() -> None:
     ids: list = [ShrinksTheList(1), 2, 3]
     ids[0].victim = ids
     with pytest.raises(ValueError, match="group_ids changed its length from 3 to 0"):
@@ -265,8 +265,8 @@ def test_a_list_that_changes_while_it_is_read() -> None:
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32, None])
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 61, 130, 4099])
-def test_every_simd_level_writes_the_same_bits(width: int, mask_dtype: torch.dtype | None) -> None:
-    """Rows begin anywhere in a cache line; at 4,099 the output is written past the caches."""
+def test_simd_levels_are_bit_identical(width: int, mask_dtype: torch.dtype | None) -> None:
+    """Rows start anywhere in a cache line; at 4,099 the output uses non-temporal stores."""
     num_rows = 1100 if width > 4000 else 24
     generator = torch.Generator().manual_seed(width)
     rewards = torch.randint(0, 9, (num_rows, width), generator=generator).float()  # exact sums

@@ -51,7 +51,7 @@ def test_table(backend: str) -> None:
 
 
 @pytest.mark.spec("batch.left-padding")
-def test_width_is_the_longest_row_and_not_the_sum_of_the_longest_parts(backend: str) -> None:
+def test_width_is_the_length_of_the_longest_row(backend: str) -> None:
     rows = {"rewards": [[0.0], [0.0] * 5], "loss_masks": [[1], [1] * 5]}
     out = convert_prompts_responses_to_batch_tensors(
         0, [[1] * 5, [1]], [[2], [2] * 5], **rows, backend=backend
@@ -59,7 +59,7 @@ def test_width_is_the_longest_row_and_not_the_sum_of_the_longest_parts(backend: 
     assert out[0].shape == (2, 6)
 
 
-def test_tokenizer_gives_its_pad_token() -> None:
+def test_pad_token_of_the_tokenizer_is_used() -> None:
     tokenizer = SimpleNamespace(pad_token_id=PAD)
     out = convert_prompts_responses_to_batch_tensors(tokenizer, *TWO_ROWS.values())
     assert out[0][0, 0] == PAD
@@ -70,7 +70,7 @@ def test_no_logprobs_stay_none(logprobs: list | None) -> None:
     assert convert_prompts_responses_to_batch_tensors(0, *TWO_ROWS.values(), logprobs)[5] is None
 
 
-def test_a_reward_per_row_goes_to_the_last_token(backend: str) -> None:
+def test_row_reward_is_on_the_last_token(backend: str) -> None:
     rows = {**TWO_ROWS, "rewards": [1.5, -2]}
     out = convert_prompts_responses_to_batch_tensors(PAD, **rows, backend=backend)
     assert out[3].tolist() == [[0, 0, 1.5], [0, 0, -2]]
@@ -85,7 +85,9 @@ def test_empty_responses_and_prompts_are_rows(backend: str) -> None:
 
 
 @pytest.mark.spec("batch.no-truncation")
-def test_longer_than_max_seq_len_warns_and_keeps_all(caplog: pytest.LogCaptureFixture) -> None:
+def test_row_longer_than_max_seq_len_is_kept_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING):
         out = convert_prompts_responses_to_batch_tensors(0, *TWO_ROWS.values(), max_seq_len=3)
     assert out[0].shape == (2, 4)
@@ -100,7 +102,7 @@ def test_longer_than_max_seq_len_warns_and_keeps_all(caplog: pytest.LogCaptureFi
     ("largest", "dtype"),
     [(255, torch.uint8), (256, torch.int16), (32767, torch.int16), (32768, torch.int32)],
 )
-def test_routes_lie_on_the_first_tokens(largest: int, dtype: torch.dtype) -> None:
+def test_routes_cover_the_first_tokens(largest: int, dtype: torch.dtype) -> None:
     routes = [routes_of(7, 8), routes_of(5, 6, largest - 1)]
     out = convert_prompts_responses_to_batch_tensors(0, **TWO_ROWS, rollout_expert_indices=routes)
     dummy = [0, 1]
@@ -117,7 +119,7 @@ def test_routes_lie_on_the_first_tokens(largest: int, dtype: torch.dtype) -> Non
 
 @pytest.mark.spec("batch.row-without-routes")
 @pytest.mark.parametrize("empty", [None, [], np.zeros((0, 1, 2), np.uint8)])
-def test_a_row_may_have_no_routes(empty: object) -> None:
+def test_row_without_routes(empty: object) -> None:
     routes = [empty, routes_of(5, 6, 7).tolist()]
     out = convert_prompts_responses_to_batch_tensors(0, **TWO_ROWS, rollout_expert_indices=routes)
     assert out[6][0, :, 0].tolist() == [[0, 1]] * 4
@@ -142,7 +144,7 @@ def test_routes_without_any_shape_are_none() -> None:
         ([routes_of(2**31), None], "rollout_expert_indices, row 0"),
     ],
 )
-def test_bad_routes_are_named(routes: list, message: str) -> None:
+def test_invalid_routes_error_names_the_row(routes: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         convert_prompts_responses_to_batch_tensors(0, **TWO_ROWS, rollout_expert_indices=routes)
 
@@ -172,7 +174,7 @@ def test_padding_rows_equal_those_of_pad_batch(mode: str, pad_size: int, backend
         assert torch.equal(tensor, wanted[name]), name
 
 
-# --- every backend and source gives the same -------------------------------------------------
+# --- every backend and input type ----------------------------------------------------------------
 
 
 @given(
@@ -180,7 +182,7 @@ def test_padding_rows_equal_those_of_pad_batch(mode: str, pad_size: int, backend
     st.integers(0, 2**32),
     st.sampled_from(["list", "numpy", "torch", "flat"]),
 )
-def test_every_source_equals_the_reference(
+def test_every_input_type_equals_the_reference(
     sizes: list[tuple[int, int]], seed: int, source: str
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -273,19 +275,21 @@ def test_large_batch_uses_threads_and_equals_the_reference() -> None:
         ({"pad_mode": "free"}, ValueError, "'free'"),
     ],
 )
-def test_bad_input_is_named(changes: dict, error: type[Exception], message: str) -> None:
+def test_invalid_input_error_names_the_argument(
+    changes: dict, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         convert_prompts_responses_to_batch_tensors(**{"pad_token_id": 0, **TWO_ROWS, **changes})
 
 
 @pytest.mark.spec("output.reward-of-empty-response")
-def test_reward_of_an_empty_response_is_not_lost() -> None:
+def test_reward_of_an_empty_response_is_kept() -> None:
     rows = ([[1], [2]], [[3], []], [0.0, 1.0], [[1], []])
     with pytest.raises(ValueError, match=r"rewards must be 0 for an empty response .* row 1"):
         convert_prompts_responses_to_batch_tensors(0, *rows)
 
 
-# --- SkyRL's own -----------------------------------------------------------------------------
+# --- SkyRL ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.peers
@@ -305,5 +309,5 @@ def test_equals_skyrl() -> None:
     wanted = convert(PAD if takes_id else SimpleNamespace(pad_token_id=PAD), *rows)
     for pad in (PAD, SimpleNamespace(pad_token_id=PAD)):
         got = convert_prompts_responses_to_batch_tensors(pad, *rows)
-        for ours, theirs in zip(got[:6], wanted[:6], strict=True):
-            assert torch.equal(ours, theirs)
+        for ours, original in zip(got[:6], wanted[:6], strict=True):
+            assert torch.equal(ours, original)

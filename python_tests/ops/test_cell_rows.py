@@ -1,4 +1,4 @@
-"""Counts, sums, quotients, products, copies of rows of cells; lists that share their beginnings."""
+"""Counts, sums, quotients, products, copies of rows of cells; lists with common prefixes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_fast.ops.pack.cell_rows import (
     sum_rows,
 )
 
-SHAPES = [(1, 1), (3, 0), (5, 17), (2100, 1031)]  # the last one is for two threads
+SHAPES = [(1, 1), (3, 0), (5, 17), (2100, 1031)]  # the last one uses two threads
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -34,13 +34,13 @@ def test_count_nonzeros(shape: tuple[int, int]) -> None:
         torch.testing.assert_close(lasts, torch.tensor(want), rtol=0, atol=0, equal_nan=True)
 
 
-def test_count_nonzeros_of_rows_that_are_not_there() -> None:
+def test_count_nonzeros_of_missing_rows_is_refused() -> None:
     for row in (-1, 2):
         with pytest.raises(ValueError, match="rows of cells"):
             count_nonzeros(torch.ones(2, 3), torch.tensor([row]))
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 5, 4001])  # the last one is for two threads
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 4001])  # the last one uses two threads
 def test_sum_rows(num_rows: int) -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 1100, num_rows)
@@ -53,7 +53,7 @@ def test_sum_rows(num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("offsets", [[-1, 2], [0, 2, 1], [0, 4], [1, 0]])
-def test_sum_rows_of_cells_that_are_not_there(offsets: list[int]) -> None:
+def test_sum_rows_with_invalid_offsets_is_refused(offsets: list[int]) -> None:
     with pytest.raises(ValueError, match="sum_rows: cu_seqlens must be non-decreasing offsets"):
         sum_rows(torch.ones(3), torch.tensor(offsets, dtype=torch.int32))
     with pytest.raises(ValueError, match="cu_seqlens"):
@@ -80,21 +80,21 @@ def test_divide_and_multiply(shape: tuple[int, int]) -> None:
 def test_copy(shape: tuple[int, ...], dtype: torch.dtype, skipped: int) -> None:
     torch.manual_seed(0)
     cells = torch.randint(0, 2**15, (shape[0] + skipped, *shape[1:])).to(dtype)[skipped:]
-    whole = torch.zeros(shape[0] + 2, *shape[1:], dtype=dtype)
-    copy_cells(cells, whole[1:-1])  # begins and ends within a line of the caches
-    assert torch.equal(whole[1:-1], cells)
-    assert not whole[0].any() and not whole[-1].any()
+    full = torch.zeros(shape[0] + 2, *shape[1:], dtype=dtype)
+    copy_cells(cells, full[1:-1])  # starts and ends within a cache line
+    assert torch.equal(full[1:-1], cells)
+    assert not full[0].any() and not full[-1].any()
 
 
-def test_copy_to_another_size() -> None:
+def test_copy_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="as large as cells"):
         copy_cells(torch.ones(2, 3), torch.ones(7))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_lists_that_share_their_beginning(data: st.DataObject) -> None:
-    """A context grows by the same objects; rows in between begin anew, or differ early."""
+def test_lists_with_a_common_prefix(data: st.DataObject) -> None:
+    """A context grows by the same objects; rows in between are new, or differ early."""
     numbers = st.sampled_from([0, 1, 70_000, 2**31 - 1])
     rows: list[list[int]] = [[]]
     for _ in range(data.draw(st.integers(1, 9))):
@@ -107,7 +107,7 @@ def test_lists_that_share_their_beginning(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("bad", ["x", None, 2**40, True])
-def test_a_shared_mistake_is_named_in_its_first_row(bad: object) -> None:
+def test_error_in_shared_elements_names_the_first_row(bad: object) -> None:
     rows = [[1, 2], [1, 2, bad, 3]]
     rows.append(rows[1] + [4])
     with pytest.raises((TypeError, ValueError), match="row 1, position 2"):

@@ -1,5 +1,5 @@
-"""Ops on a device that cannot be read: meta tensors pass for a GPU's, kernels look at their
-arguments' places alone. Whoever asks for a number there, or mixes devices, gets an error."""
+"""Ops never read device memory on the host: meta tensors stand for GPU tensors, and fake kernels
+only check their devices. Reading a value, or mixing devices, is an error."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_linear_equals_reference(chunk_rows, backend):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
-def test_linear_bfloat16_adds_up_in_float32():
+def test_linear_bfloat16_accumulates_in_float32():
     h, w, targets, mask = linear_case(torch.bfloat16, rows=400)
     got = run_linear(h, w, targets, loss_mask=mask, chunk_rows=10)
     exact_result = run_linear(h.double(), w.double(), targets, loss_mask=mask, backend="torch")
@@ -51,9 +51,9 @@ def test_linear_bfloat16_adds_up_in_float32():
     assert got[0].dtype == torch.float32 and got[3].dtype == torch.bfloat16
     # The logits, of magnitude 10, are rounded to bfloat16: 2^-9 of each.
     torch.testing.assert_close(got[0].double(), exact_result[0], rtol=0, atol=0.1)
-    # Only the last rounding to bfloat16 may differ. Eight chunks added in it would differ by more.
-    for chunks, whole in zip(got[2:], one_chunk[2:], strict=True):
-        torch.testing.assert_close(chunks, whole, rtol=2**-7, atol=1e-5)
+    # Only the last rounding to bfloat16 may differ; eight chunks summed in it would differ by more.
+    for chunks, full in zip(got[2:], one_chunk[2:], strict=True):
+        torch.testing.assert_close(chunks, full, rtol=2**-7, atol=1e-5)
 
 
 def test_linear_never_reads_masked_rows(backend):
@@ -81,7 +81,7 @@ def test_linear_keeps_leading_shape(backend):
     assert torch.equal(got, want.view(2, 12))
 
 
-def test_linear_only_the_wanted_gradients():
+def test_linear_computes_only_required_gradients():
     h, w, targets, _ = linear_case(torch.float32)
     for chunk_rows in (None, 5):
         frozen = linear_logprob(h.requires_grad_(), w, targets, chunk_rows=chunk_rows)
@@ -104,7 +104,7 @@ def test_linear_gradcheck():
     assert gradcheck(lambda a, b: linear_logprob(a, b, targets, loss_mask=mask), arguments)
 
 
-def test_linear_never_holds_all_logits(monkeypatch):
+def test_linear_never_materializes_all_logits(monkeypatch):
     h, w, targets, _ = linear_case(torch.float32, rows=64)
     shapes = []
     monkeypatch.setattr(
@@ -127,7 +127,7 @@ def test_linear_never_holds_all_logits(monkeypatch):
         ({"temperature": 0.0}, "temperature must be positive"),
     ],
 )
-def test_linear_bad_arguments(change, message):
+def test_linear_invalid_arguments(change, message):
     arguments = {"weight": torch.zeros(5, 4), "targets": torch.tensor([0, 1])}
     arguments.update(change)
     weight, targets = arguments.pop("weight"), arguments.pop("targets")

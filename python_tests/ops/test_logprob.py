@@ -15,12 +15,12 @@ from skyrl_fast import _C
 from skyrl_fast.ops.logprob.masked_loss import masked_logprob_loss
 from skyrl_fast.ops.logprob.selected import selected_logprob
 
-# Sums in float32 lanes and an exponential right to 2e-7, of logits of magnitude 10.
+# Sums in float32 lanes and an exponential exact to 2e-7, of logits of magnitude 10.
 FORWARD_TOLERANCE = {"rtol": 1e-6, "atol": 2e-6}
 # Gradients are at most 1 here, and rounded to the logits' dtype: half a unit in the last place.
 GRADIENT_TOLERANCE = {
     torch.float32: {"rtol": 3e-6, "atol": 1e-7},
-    torch.bfloat16: {"rtol": 2**-8 + 2e-4, "atol": 1e-7},  # and an exponential right to 1e-4
+    torch.bfloat16: {"rtol": 2**-8 + 2e-4, "atol": 1e-7},  # and an exponential exact to 1e-4
     torch.float16: {"rtol": 2**-10, "atol": 2**-24},  # float16 ends at 2^-24
 }
 VOCABS = (1, 2, 7, 16, 31, 32, 33, 64, 127, 128, 129, 1000, 9001)
@@ -51,7 +51,7 @@ def made(
 def both(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, **options: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probability, entropy, and the gradient of a fixed mixture of both."""
+    """Return log-probability, entropy, and the gradient of a fixed combination of both."""
     leaf = logits.detach().clone().requires_grad_()
     logprob, entropy = selected_logprob(
         leaf, targets, temperature=temperature, return_entropy=True, **options
@@ -67,7 +67,7 @@ def exact(
     return both(logits.double(), targets, temperature, backend="torch")
 
 
-# --- cases that a person can check -------------------------------------------------------------
+# --- cases by hand -------------------------------------------------------------------------------
 
 
 HAND_CASES = [
@@ -149,8 +149,8 @@ def test_any_sizes(vocab, rows, seed, scale, shift, temperature, level, masked):
 
 
 @pytest.mark.parametrize("order", ["rising", "falling", "one"])
-def test_running_maximum(order, simd):
-    """Sums are brought along each time that a larger logit turns up."""
+def test_running_maximum_is_rescaled(order, simd):
+    """Sums are rescaled whenever a larger logit is found."""
     x = torch.linspace(-80, 80, 3001)
     row = {"rising": x, "falling": x.flip(0), "one": torch.full((3001,), 2.5)}[order]
     targets = torch.tensor([1500])
@@ -169,7 +169,7 @@ def test_large_vocab(dtype, simd):
 
 
 @pytest.mark.spec("logprob.determinism")
-def test_same_input_same_bits_with_any_threads():
+def test_result_is_deterministic_for_any_number_of_threads():
     logits, targets = made(40_000, rows=40)
     before = torch.get_num_threads()
     results = []
@@ -227,11 +227,11 @@ def test_no_rows(backend):
 @pytest.mark.parametrize("inplace", [False, True])
 def test_strided_rows(inplace):
     """All but the last position, a column slice, every second row: no copy is made of them."""
-    whole = torch.randn(3, 5, 40)
+    complete = torch.randn(3, 5, 40)
     for view in (lambda x: x[:, :-1], lambda x: x[..., 3:20], lambda x: x[:, ::2]):
-        part = view(whole)
+        part = view(complete)
         targets = torch.randint(0, part.shape[-1], part.shape[:-1])
-        leaf, dense = whole.clone().requires_grad_(), part.contiguous().requires_grad_()
+        leaf, dense = complete.clone().requires_grad_(), part.contiguous().requires_grad_()
         got = selected_logprob(view(leaf * 1), targets, inplace_backward=inplace)
         want = selected_logprob(dense, targets)
         assert torch.equal(got, want)
@@ -243,7 +243,7 @@ def test_strided_rows(inplace):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_misaligned_rows(dtype, simd):
-    """Rows whose first element lies at any multiple of the item size."""
+    """Rows whose first element is at any multiple of the item size."""
     for offset in range(5):
         buffer = torch.randn(2 * 131 + offset).to(dtype)
         logits = buffer[offset:].view(2, 131)
@@ -255,7 +255,7 @@ def test_misaligned_rows(dtype, simd):
 
 
 def test_offsets_beyond_32_bits():
-    """A row that starts after 2^31 elements; the pages between the rows are never touched."""
+    """A row that starts after 2^31 elements; the pages in between are never touched."""
     stride = 2**31 + 8
     buffer = torch.empty(stride + 16, dtype=torch.float16)
     rows = buffer.as_strided((2, 16), (stride, 1))
@@ -265,7 +265,7 @@ def test_offsets_beyond_32_bits():
     torch.testing.assert_close(got, selected_logprob(rows.clone(), targets), rtol=0, atol=0)
 
 
-# --- numbers at the edge -----------------------------------------------------------------------
+# --- extreme values ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", [3, 40, 300])
@@ -280,14 +280,14 @@ def test_nan_and_infinity_give_nan(vocab, bad, where, backend, simd):
 
 
 @pytest.mark.parametrize("vocab", [3, 40, 300])
-def test_a_row_of_minus_infinity_gives_nan(vocab, backend, simd):
+def test_row_of_minus_infinity_gives_nan(vocab, backend, simd):
     logits = torch.full((1, vocab), -math.inf)
     got = selected_logprob(logits, torch.tensor([0]), return_entropy=True, backend=backend)
     assert got[0].isnan().all() and got[1].isnan().all()
 
 
 @pytest.mark.parametrize("allowed", [(0,), (299,), (5, 130, 299)])
-def test_forbidden_tokens(allowed, backend, simd):
+def test_minus_infinity_logits_have_probability_zero(allowed, backend, simd):
     """Logits of -inf have probability 0, gradient 0, and leave the entropy finite."""
     full, _ = made(300, rows=1)
     logits = torch.full_like(full, -math.inf)
@@ -308,7 +308,7 @@ def odd_rows(vocab: int) -> torch.Tensor:
     some, most = (torch.rand(vocab, generator=g) < share for share in (0.1, 0.9))
     late = torch.full((vocab,), -math.inf)
     late[-2:] = noise[-2:]
-    low = torch.full((vocab,), -60.0)  # the maximum comes at last, far above all others
+    low = torch.full((vocab,), -60.0)  # the maximum is last, far above all others
     low[-1] = 40.0
     return torch.stack(
         [
@@ -344,7 +344,7 @@ def test_rows_outside_the_usual_range(vocab, dtype, temperature, simd):
         torch.testing.assert_close(got[1].double(), want[1], rtol=2e-6, atol=2e-5 / temperature)
 
 
-def test_zero_gradient_means_zero_even_from_nan():
+def test_zero_upstream_gradient_gives_zero_even_for_nan():
     logits = torch.full((1, 8), math.nan, requires_grad=True)
     (selected_logprob(logits, torch.tensor([0])) * 0.0).nansum().backward()
     assert torch.equal(logits.grad, torch.zeros(1, 8))
@@ -358,7 +358,7 @@ def test_half_conversions_round_like_torch(simd):
         targets = torch.tensor([7])
         got = both(rounded, targets, 1.0)[2]
         want = both(rounded.float(), targets, 1.0)[2].to(dtype)
-        # One unit in the last place, and that seldom: before rounding they differ by up to 1e-4,
+        # One unit in the last place, rarely: before rounding they differ by up to 1e-4,
         # a fortieth of bfloat16's unit, a tenth of that for float16.
         torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-24)
         assert (got != want).float().mean() < 0.025
@@ -390,7 +390,7 @@ def test_target_out_of_range(target, backend):
         ({"logits": torch.zeros(1, 5).expand(2, 5), "inplace_backward": True}, "not overlap"),
     ],
 )
-def test_bad_arguments(change, message):
+def test_invalid_arguments(change, message):
     arguments = {"logits": torch.zeros(2, 5), "target_ids": torch.zeros(2, dtype=torch.int64)}
     arguments.update(change)
     logits, targets = arguments.pop("logits"), arguments.pop("target_ids")
@@ -398,7 +398,7 @@ def test_bad_arguments(change, message):
         selected_logprob(logits, targets, **arguments)
 
 
-def test_arguments_that_are_no_tensors():
+def test_arguments_that_are_not_tensors():
     with pytest.raises(TypeError, match="logits must be a torch tensor, got list"):
         selected_logprob([[0.0]], torch.zeros(1, dtype=torch.int64))
     with pytest.raises(TypeError, match="target_ids must be a torch tensor, got list"):
@@ -424,7 +424,7 @@ def test_gradcheck():
     assert gradcheck(run, logits)
 
 
-def test_inplace_gradient_equals_the_other_and_lies_in_the_logits(simd):
+def test_inplace_gradient_is_stored_in_the_logits(simd):
     logits, targets = made(333, rows=5)
     want = both(logits, targets, 0.7)[2]
     leaf = logits.clone().requires_grad_()
@@ -438,7 +438,7 @@ def test_inplace_gradient_equals_the_other_and_lies_in_the_logits(simd):
     assert torch.equal(x.detach(), want)
 
 
-def test_inplace_backward_is_noticed_by_other_readers():
+def test_inplace_backward_raises_for_other_uses_of_the_logits():
     leaf = torch.randn(2, 5, requires_grad=True)
     x = leaf * 1
     other = (x * x).sum()  # keeps x for its backward
@@ -451,7 +451,7 @@ def test_inplace_backward_is_noticed_by_other_readers():
 
 @pytest.mark.spec("logprob.second-derivative")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_second_derivative_is_refused(compiled):
+def test_second_derivative_is_refused(compiled):
     x = torch.randn(2, 5, requires_grad=True)
     op = torch.compile(selected_logprob, fullgraph=True) if compiled else selected_logprob
     logprob = op(x, torch.tensor([0, 1]))
@@ -462,7 +462,7 @@ def test_a_second_derivative_is_refused(compiled):
 
 @pytest.mark.spec("logprob.second-derivative")
 @pytest.mark.parametrize("wants_grad", [False, True])
-def test_a_forward_mode_derivative_is_refused(wants_grad):
+def test_forward_mode_derivative_is_refused(wants_grad):
     x, targets = torch.randn(2, 5, requires_grad=wants_grad), torch.tensor([0, 1])
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones(2, 5))
@@ -476,7 +476,7 @@ def test_a_forward_mode_derivative_is_refused(wants_grad):
         )
 
 
-def test_the_torch_backend_has_a_second_derivative():
+def test_torch_backend_has_a_second_derivative():
     x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
     targets = torch.tensor([0, 1])
     assert torch.autograd.gradgradcheck(
@@ -484,7 +484,7 @@ def test_the_torch_backend_has_a_second_derivative():
     )
 
 
-def test_no_gradient_wanted():
+def test_no_gradient_required():
     logits, targets = made(20)
     with torch.no_grad():
         assert not selected_logprob(logits.requires_grad_(), targets).requires_grad
@@ -504,7 +504,7 @@ def test_opcheck(inputs):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_compiles_in_one_graph(inplace):
+def test_compile_fullgraph(inplace):
     logits, targets = made(129)
     mask = torch.tensor([1, 0, 1, 1, 1, 1])
     weight = torch.linspace(-1, 1, 6)

@@ -1,4 +1,4 @@
-"""The table of policy losses: what the kernels say too, and one loss in two functions."""
+"""The table of policy losses: agreement with the kernels, and between both loss functions."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower()
 
 
-def test_the_kernels_have_the_same_numbers() -> None:
+def test_kernels_have_the_same_loss_codes() -> None:
     (body,) = re.findall(r"enum class LossKind : int \{(.*?)\};", source("token_loss.h"), re.S)
     in_cpp = {snake_case(name): int(code) for name, code in re.findall(r"k(\w+) = (\d+)", body)}
     assert in_cpp == LOSS_CODES
 
 
-def test_the_kernels_take_the_numbers_in_the_same_order() -> None:
+def test_kernels_take_parameters_in_the_same_order() -> None:
     (body,) = re.findall(r"fields\[kNumParams\] = \{(.*?)\};", source("loss_params_bind.h"), re.S)
     assert re.findall(r"&p\.(\w+)", body) == [*KERNEL_PARAMS, "kl_coef"]
 
 
-def test_settings_fill_the_kernels_numbers() -> None:
+def test_settings_fill_the_kernel_parameters() -> None:
     got = dict(
         zip((*KERNEL_PARAMS, "kl_coef"), kernel_params(DualClip(0.1, 0.3, 2.0), 0.5), strict=True)
     )
@@ -61,7 +61,7 @@ def test_settings_fill_the_kernels_numbers() -> None:
     }
 
 
-def test_every_setting_of_a_loss_is_read_from_the_configuration() -> None:
+def test_every_loss_setting_is_read_from_the_configuration() -> None:
     algorithm = AlgorithmConfig(policy_loss_type="clip_cov", eps_clip_low=0.1, eps_clip_high=0.3)
     assert policy_loss_settings(algorithm) == ClipCov(0.0002, 1.0, 5.0, 0.1, 0.3)
     for name, spec in POLICY_LOSSES.items():
@@ -71,7 +71,7 @@ def test_every_setting_of_a_loss_is_read_from_the_configuration() -> None:
 @pytest.mark.parametrize(
     "loss", [*TOKEN_LOSSES, Cispo(0.1, 0.3, "rollout"), Dppo("binary_kl"), Sapo(2.0, 0.5)], ids=str
 )
-def test_a_loss_is_the_same_in_both_functions(loss: str | LossSettings, backend: str) -> None:
+def test_loss_is_the_same_in_both_functions(loss: str | LossSettings, backend: str) -> None:
     g = torch.Generator().manual_seed(0)
     logits, targets = torch.randn(4, 5, 7, generator=g), torch.randint(0, 7, (4, 5), generator=g)
     logprobs = skyrl_fast.selected_logprob(logits, targets)
@@ -107,7 +107,7 @@ def test_row_weights_of_ragged_rows() -> None:
     assert got.loss.item() == pytest.approx(1.5 * torch.log(torch.tensor(4.0)).item())
 
 
-def test_the_outcome_estimators_have_the_kernels_numbers() -> None:
+def test_outcome_estimators_have_the_kernels_codes() -> None:
     (body,) = re.findall(r"enum class Estimator : int \{(.*?)\};", source("estimator.h"), re.S)
     in_cpp = [code for _, code in re.findall(r"k(\w+) = (\d+)", body)]
     assert [int(code) for code in in_cpp] == list(ESTIMATORS.values())

@@ -62,7 +62,7 @@ def plain_loss(
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)
-def test_equals_two_visits(loss, dtype, inplace):
+def test_equals_logprob_then_loss(loss, dtype, inplace):
     c = case(dtype)
     leaf = c["logits"].clone().requires_grad_()
     x = leaf * 1
@@ -91,7 +91,7 @@ def test_equals_two_visits(loss, dtype, inplace):
     tokens = tokens + 0.3 * 0.5 * (logprobs - c["reference"].double()) ** 2
     want = (tokens * c["weights"].double())[keep].sum()
     want.backward()
-    # float32 log-probabilities, right to 1e-6, of ratios up to 5
+    # float32 log-probabilities, exact to 1e-6, with ratios up to 5
     torch.testing.assert_close(got.loss.double(), want, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(got.logprobs.double(), logprobs.detach(), rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(got.entropy.double(), entropy.detach(), rtol=1e-6, atol=2e-6)
@@ -152,7 +152,7 @@ def test_metrics_by_hand(backend):
 
 @st.composite
 def calls(draw):
-    """Arguments of any loss on a few rows, masked and weighted in any way."""
+    """Draw arguments of any loss on a few rows, with random masks and weights."""
     rows, vocab = draw(st.integers(0, 6)), draw(st.integers(1, 40))
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     new = lambda: torch.randn(rows, generator=g)  # noqa: E731
@@ -181,25 +181,25 @@ def calls(draw):
 
 @pytest.mark.spec("logprob.fused-loss", "logprob.fused-metrics")
 @given(call=calls())
-def test_any_call_equals_the_reference(call):
+def test_random_arguments_equal_the_reference(call):
     case, options = call
     got = loss_and_grad(case, "cpu", backend="native", **options)
-    # float32 log-probabilities, right to 1e-6, in ratios and gradients of up to 5
+    # float32 log-probabilities, exact to 1e-6, with ratios and gradients up to 5
     assert_loss_equals(got, exact_loss_and_grad(case, **options), rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.spec("logprob.fused-loss", "logprob.fused-metrics")
 @given(call=calls(), order=st.integers(0, 3))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_call_on_an_emulated_gpu_equals_the_reference(
+def test_random_arguments_on_an_emulated_gpu_equal_the_reference(
     emulated_gpu: ModuleType, call: tuple, order: int
 ):
     emulated_gpu.set_order(order)
-    test_any_call_equals_the_reference.hypothesis.inner_test(call)
+    test_random_arguments_equal_the_reference.hypothesis.inner_test(call)
 
 
 @pytest.mark.spec("logprob.fused-metrics")
-def test_the_metrics_are_those_of_policy_loss():
+def test_metrics_equal_those_of_policy_loss():
     c = case()
     out = masked_logprob_loss(
         c["logits"],
@@ -303,7 +303,7 @@ def test_token_mean_is_the_default():
     torch.testing.assert_close(got.loss, want, rtol=1e-6, atol=0)  # order of a float sum
 
 
-def test_token_weights_leave_the_kl_alone():
+def test_token_weights_do_not_apply_to_the_kl():
     c = case()
     got = masked_logprob_loss(
         c["logits"],
@@ -320,7 +320,7 @@ def test_token_weights_leave_the_kl_alone():
     torch.testing.assert_close(got.loss, want, rtol=1e-5, atol=1e-6)  # order of a float sum
 
 
-def test_masked_rows_are_never_read_and_clipped_ones_get_zeros():
+def test_masked_rows_are_never_read_and_clipped_rows_have_zero_gradient():
     c = case()
     c["logits"][c["mask"] == 0] = math.nan
     c["targets"][c["mask"] == 0] = -100
@@ -343,7 +343,7 @@ def test_all_masked_and_empty():
         assert torch.equal(logits.grad, torch.zeros(rows, 4))
 
 
-def test_the_gradient_scales_with_the_loss():
+def test_gradient_scales_with_the_loss():
     c = case()
     grads = []
     for scale in (1.0, -2.5):
@@ -354,7 +354,7 @@ def test_the_gradient_scales_with_the_loss():
     torch.testing.assert_close(grads[1], grads[0] * -2.5)
 
 
-def test_no_gradient_is_made_without_one_wanted():
+def test_no_gradient_is_computed_unless_required():
     c = case()
     before = c["logits"].clone()
     with torch.no_grad():
@@ -368,7 +368,7 @@ def test_no_gradient_is_made_without_one_wanted():
     assert torch.equal(c["logits"].detach(), before)
 
 
-def test_in_place_is_noticed_by_other_readers():
+def test_in_place_backward_raises_for_other_uses_of_the_logits():
     leaf = torch.randn(2, 5, requires_grad=True)
     x = leaf * 1
     other = (x * x).sum()
@@ -379,7 +379,7 @@ def test_in_place_is_noticed_by_other_readers():
         other.backward()
 
 
-def test_a_second_backward_is_refused():
+def test_second_backward_is_refused():
     logits = torch.zeros(1, 3, requires_grad=True)
     loss = masked_logprob_loss(logits, torch.tensor([0]), None, None, loss="cross_entropy").loss
     loss.backward(retain_graph=True)
@@ -403,7 +403,7 @@ def test_a_second_backward_is_refused():
         ({"temperature": 0.0}, "temperature must be positive"),
     ],
 )
-def test_bad_arguments(change, message):
+def test_invalid_arguments(change, message):
     arguments = {
         "logits": torch.zeros(2, 5),
         "target_ids": torch.tensor([0, 1]),

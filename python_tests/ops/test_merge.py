@@ -22,17 +22,17 @@ ROW_FIELDS = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprob
 
 
 def token_level(output: dict[str, Any]) -> dict[str, Any]:
-    """The same with each row's reward on its last response token."""
+    """Return the output with each row's reward on its last response token."""
     rows = zip(output["rewards"], output["response_ids"], strict=True)
     rewards = [[0.0] * (len(r) - 1) + [float(reward)] if r else [] for reward, r in rows]
     return {**output, "rewards": rewards}
 
 
-# --- a table that a person can check --------------------------------------------------------------
+# --- cases by hand -------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("merge.greedy", "merge.prompt")
-def test_steps_whose_context_grew_become_one_row() -> None:
+def test_steps_with_growing_context_become_one_row() -> None:
     merged = merge_stepwise_output(worked_output())
     assert merged["prompt_token_ids"] == [[1, 2], [1, 2], [1, 7]]
     assert merged["response_ids"] == [[3, 9, 4, 5, 8, 6], [3], [6]]
@@ -47,14 +47,14 @@ def test_steps_whose_context_grew_become_one_row() -> None:
     "merge.policy-versions",
     "merge.rollout-metrics",
 )
-def test_what_is_one_per_row_comes_from_the_last_step() -> None:
+def test_row_values_come_from_the_last_step() -> None:
     merged = merge_stepwise_output(worked_output())
     assert merged["stop_reasons"] == ["length", "stop", "done"]
     assert merged["is_last_step"] == [True, False, True]
     assert merged["trajectory_ids"] == [("a", 0), ("a", 1), ("a", 1)]
     assert merged["rewards"] == [1.0, 0.0, 2.0]
     assert merged["env_metrics"] == [{"n": 2}, {"n": 3}, {"n": 5}]
-    # Times are the trajectory's on each of its rows: a sum would count them once per turn.
+    # Each row has the trajectory's times: a sum would count them once per turn.
     assert merged["trajectory_generation_times"] == [3.0, 2.0, 2.0]
     assert merged["trajectory_time_splits"] == {"llm": [2.5, 1.5, 1.5]}
     assert merged["policy_versions"] == [4, 5, 4]  # the oldest
@@ -63,13 +63,13 @@ def test_what_is_one_per_row_comes_from_the_last_step() -> None:
 
 
 @pytest.mark.spec("merge.token-rewards")
-def test_token_rewards_keep_their_tokens_and_their_sum() -> None:
+def test_token_rewards_keep_their_tokens_and_sum() -> None:
     merged = merge_stepwise_output(token_level(worked_output()))
     assert merged["rewards"] == [[0.25, 0, 0, 0.5, 0, 1.0], [0.0], [0.0]]
 
 
 @pytest.mark.spec("merge.greedy", "merge.last-step-fields")
-def test_a_batch_merges_as_its_lists_do() -> None:
+def test_batch_merges_like_its_lists() -> None:
     for output in (worked_output(), token_level(worked_output())):
         wanted = StepBatch.from_generator_output(merge_stepwise_output(output))
         assert_same(StepBatch.from_generator_output(output).merged(), wanted)
@@ -80,18 +80,18 @@ def test_a_batch_merges_as_its_lists_do() -> None:
 
 
 @pytest.mark.spec("merge.row-rewards", "merge.token-rewards", "merge.outcome")
-def test_rewards_of_a_batch_are_the_last_steps_or_all_of_them() -> None:
+def test_batch_rewards_are_those_of_the_last_step_or_the_sum() -> None:
     steps = StepBatch.from_generator_output(worked_output())
     assert steps.merged().row_rewards.tolist() == [1.0, 0.0, 2.0]
     assert steps.merged(rewards="last").rewards.tolist() == [0, 0, 0, 0, 0, 1.0, 0, 2.0]
     every = steps.merged(rewards="token")
     assert every.row_rewards.tolist() == [1.75, 0.0, 2.0]
-    # The last step's response is empty: its reward lies on the token before.
+    # The last step's response is empty: its reward is on the previous token.
     assert every.rewards.tolist() == [0.25, 0, 0, 0.5, 0, 1.0, 0, 2.0]
 
 
 @pytest.mark.spec("merge.outcome")
-def test_merging_does_not_move_outcomes() -> None:
+def test_merging_does_not_change_outcomes() -> None:
     steps = StepBatch.from_generator_output(worked_output())
     merged = steps.merged()
     at_steps, at_rows = advantages(steps), advantages(merged)
@@ -99,9 +99,9 @@ def test_merging_does_not_move_outcomes() -> None:
     assert at_steps[-1] == at_rows[-1]
 
 
-def test_equal_rows_merge_and_a_shorter_prompt_does_not() -> None:
+def test_equal_rows_merge_and_shorter_prompts_do_not() -> None:
     plan = merge_steps([[1], [1, 2], [1, 2]], [[2], [], [3]], [0, 0, 0])
-    assert plan.joins.tolist() == [False, True, True]  # nothing was added between
+    assert plan.joins.tolist() == [False, True, True]  # no tokens were added in between
     plan = merge_steps([[1, 2], [1]], [[3], [2]], [0, 0])
     assert plan.joins.tolist() == [False, False]
 
@@ -115,7 +115,7 @@ def test_rows_of_two_trajectories_never_merge() -> None:
 
 
 @pytest.mark.spec("merge.drift-fork", "merge.drift-dropped-tokens", "merge.drift-rewards")
-def test_drift_forks_unless_it_is_realigned() -> None:
+def test_drift_forks_unless_realigned() -> None:
     output = drifted([1, 2, 3, 4, 50, 9])  # 5 6 came back as 50, then an observation
     assert merge_stepwise_output(output)["response_ids"] == [[3, 4, 5, 6], [7]]
     merged = merge_stepwise_output(output, drift="realign")
@@ -131,15 +131,15 @@ def test_drift_forks_unless_it_is_realigned() -> None:
         ([1, 2, 3, 4, 5, 60, 9], 1, True),
         ([1, 2, 3, 4, 50, 9], 1, False),  # two tokens changed
         ([1, 2, 3, 40, 50, 60], 3, True),
-        ([1, 2, 30, 9], 8, False),  # nothing of the response stays
+        ([1, 2, 30, 9], 8, False),  # no response token remains
         ([1, 20, 3, 4, 5, 6], 8, False),  # the prompt changed
-        ([1, 2, 3, 4], 2, True),  # the end is gone
+        ([1, 2, 3, 4], 2, True),  # the last tokens are missing
         ([1, 2, 3, 4], 0, False),
         ([1, 2, 3, 4, 5, 6], 0, True),
     ],
 )
 @pytest.mark.spec("merge.drift-realign", "merge.drift-short-prompt")
-def test_how_far_back_drift_may_reach(prompt: list[int], most: int, joins: bool) -> None:
+def test_maximum_drift_distance(prompt: list[int], most: int, joins: bool) -> None:
     merged = merge_stepwise_output(drifted(prompt), drift="realign", max_drift_tokens=most)
     assert len(merged["response_ids"]) == 2 - joins
     if joins:
@@ -147,10 +147,10 @@ def test_how_far_back_drift_may_reach(prompt: list[int], most: int, joins: bool)
 
 
 @pytest.mark.spec("merge.drift-realign")
-def test_an_untrained_end_token_may_drift_and_an_untrained_middle_bounds_it() -> None:
+def test_untrained_end_token_may_drift_and_untrained_tokens_inside_limit_it() -> None:
     end = drifted([1, 2, 3, 4, 5, 60], mask=[1, 1, 1, 0])
     assert merge_stepwise_output(end, drift="realign")["loss_masks"] == [[1, 1, 1, 0, 1]]
-    # The last stretch of trained tokens begins at 5, which must stay.
+    # The last run of trained tokens starts at 5, which must not change.
     middle = drifted([1, 2, 3, 4, 50], mask=[1, 0, 1, 1])
     assert len(merge_stepwise_output(middle, drift="realign")["loss_masks"]) == 2
     nothing = drifted([1, 2, 3, 4, 50], mask=[0, 0, 0, 0])
@@ -161,7 +161,7 @@ def test_an_untrained_end_token_may_drift_and_an_untrained_middle_bounds_it() ->
 
 
 def routes(*firsts: int) -> np.ndarray:
-    """Routes [tokens, 1 layer, 2 experts] that begin with these numbers."""
+    """Return routes [tokens, 1 layer, 2 experts] that start with these numbers."""
     return np.array([[[first, first + 1]] for first in firsts], dtype=np.uint8).reshape(-1, 1, 2)
 
 
@@ -179,7 +179,7 @@ def routed_output(*rows: np.ndarray | None) -> dict[str, Any]:
 
 
 @pytest.mark.spec("merge.routes")
-def test_recorded_routes_stay_and_later_steps_append() -> None:
+def test_recorded_routes_are_kept_and_later_steps_append() -> None:
     output = routed_output(routes(0, 1, 2, 3), routes(10, 11, 12, 13, 14, 15, 16, 17))
     wanted = routes(0, 1, 2, 3, 14, 15, 16, 17)
     (merged,) = merge_stepwise_output(output)["rollout_expert_indices"]
@@ -204,7 +204,7 @@ def test_steps_without_routes_add_none() -> None:
 
 
 @pytest.mark.spec("merge.routes")
-def test_a_fork_keeps_its_own_routes() -> None:
+def test_fork_keeps_its_own_routes() -> None:
     output = routed_output(routes(0, 1, 2, 3), routes(*range(10, 18)))
     output["prompt_token_ids"][1][0] = 99
     rows = merge_stepwise_output(output)["rollout_expert_indices"]
@@ -213,7 +213,7 @@ def test_a_fork_keeps_its_own_routes() -> None:
 
 
 @pytest.mark.spec("merge.routes")
-def test_fewer_routes_than_recorded_are_an_error() -> None:
+def test_fewer_routes_than_recorded_is_an_error() -> None:
     output = routed_output(routes(0, 1, 2, 3), routes(10, 11))
     with pytest.raises(ValueError, match="row 1 has 2 routes after more were recorded"):
         merge_stepwise_output(output)
@@ -224,7 +224,7 @@ def test_fewer_routes_than_recorded_are_an_error() -> None:
 # --- forms of rows --------------------------------------------------------------------------------
 
 
-def test_arrays_give_arrays() -> None:
+def test_array_input_gives_array_output() -> None:
     output = token_level(worked_output())
     arrays = {
         **output,
@@ -268,7 +268,7 @@ def test_ids_larger_than_one_digit_of_an_int_are_compared_by_value() -> None:
 
 
 @pytest.mark.spec("merge.linear-cost")
-def test_each_token_is_looked_at_twice_at_most() -> None:
+def test_each_token_is_compared_at_most_twice() -> None:
     looks = 0
 
     class Id:
@@ -288,7 +288,7 @@ def test_each_token_is_looked_at_twice_at_most() -> None:
     assert looks <= 2 * sum(len(row) for rows in (prompts, responses) for row in rows)
 
 
-def test_the_result_shares_no_list_with_the_input() -> None:
+def test_result_shares_no_list_with_the_input() -> None:
     output = worked_output()
     merged = merge_stepwise_output(output)
     for field in ROW_FIELDS:
@@ -296,14 +296,14 @@ def test_the_result_shares_no_list_with_the_input() -> None:
 
 
 @pytest.mark.spec("merge.padding-rows")
-def test_padding_rows_stay() -> None:
+def test_padding_rows_are_kept() -> None:
     steps = StepBatch.from_generator_output(worked_output()).with_padding_rows(2)
     merged = steps.merged()
     assert (merged.num_rows, merged.num_real_rows) == (5, 3)
     assert merged.uids == ("a", "pad0", "pad1")
 
 
-def test_other_columns_per_token_are_merged_too() -> None:
+def test_additional_token_columns_are_merged() -> None:
     steps = StepBatch.from_generator_output(worked_output())
     steps = steps.with_(old_logprobs=steps.rollout_logprobs, ref_logprobs=steps.rollout_logprobs)
     merged = steps.merged()
@@ -311,10 +311,10 @@ def test_other_columns_per_token_are_merged_too() -> None:
     assert torch.equal(merged.ref_logprobs, merged.rollout_logprobs)
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------
 
 
-def test_step_wise_fields_are_needed() -> None:
+def test_step_wise_fields_are_required() -> None:
     for field in ("trajectory_ids", "is_last_step"):
         with pytest.raises(ValueError, match=f"{field} must be there"):
             merge_stepwise_output({**worked_output(), field: None})
@@ -330,19 +330,21 @@ def test_step_wise_fields_are_needed() -> None:
     ],
 )
 @pytest.mark.spec("merge.images")
-def test_bad_outputs_are_named(change: dict[str, Any], error: type, message: str) -> None:
+def test_invalid_outputs_error_names_the_field(
+    change: dict[str, Any], error: type, message: str
+) -> None:
     with pytest.raises(error, match=message):
         merge_stepwise_output({**worked_output(), **change})
 
 
-def test_ids_that_are_no_integers_are_named() -> None:
+def test_non_integer_ids_error_names_the_row() -> None:
     for bad in (1.0, True, "1", None):
         with pytest.raises(TypeError, match=r"merge_steps: prompts, row 1, position 0 .*integer"):
             merge_steps([[1], [bad, 2]], [[2], [3]], [0, 0])
 
 
 @pytest.mark.spec("merge.before-advantages")
-def test_bad_options_are_named() -> None:
+def test_invalid_options_error_names_the_option() -> None:
     output = worked_output()
     with pytest.raises(ValueError, match=r"drift must be one of .* got 'bend'"):
         merge_stepwise_output(output, drift="bend")
@@ -361,7 +363,7 @@ def test_bad_options_are_named() -> None:
         merge_steps([[1]], [[2]], [0, 1])
 
 
-def test_joined_numbers_are_nothing_for_the_collector() -> None:
+def test_merged_lists_of_numbers_are_untracked_by_the_garbage_collector() -> None:
     steps = {
         "prompt_token_ids": [[1], [1, 2, 9]], "response_ids": [[2], [3]],
         "loss_masks": [[1], [1]], "rewards": [[0.0], [1.0]],

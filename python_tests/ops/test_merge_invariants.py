@@ -1,4 +1,4 @@
-"""Merging over made-up trajectories: lists, batches and plans equal the plain greedy merge."""
+"""Merging of random trajectories: lists, batches and plans equal a simple greedy merge."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LISTS = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")
 
 
 def greedy(output: dict[str, Any], drift: str, most: int) -> list[dict[str, Any]]:
-    """Merge token by token, in the words of the contract."""
+    """Merge token by token, as the specification says."""
     rows: list[dict[str, Any]] = []
     for i, prompt in enumerate(output["prompt_token_ids"]):
         run = rows[-1] if rows and rows[-1]["id"] == output["trajectory_ids"][i] else None
@@ -66,13 +66,13 @@ def may_join(run: dict[str, Any], same: int, drift: str, most: int) -> bool:
 
 
 def eighths(draw: Any, size: int) -> list[float]:
-    """Floats whose sums are exact."""
+    """Draw floats whose sums are exact."""
     return [n / 8 for n in draw(st.lists(st.integers(-16, 16), min_size=size, max_size=size))]
 
 
 @st.composite
 def outputs(draw: Any) -> dict[str, Any]:
-    """Trajectories whose contexts mostly grow, sometimes drift, sometimes start anew."""
+    """Draw trajectories whose contexts mostly grow, sometimes drift, sometimes are reset."""
     token = st.integers(1, 3)
     output: dict[str, Any] = {name: [] for name in (*LISTS, "rewards", "trajectory_ids")}
     output |= {"is_last_step": [], "rollout_expert_indices": [], "policy_versions": []}
@@ -99,12 +99,12 @@ def outputs(draw: Any) -> dict[str, Any]:
             output["rollout_expert_indices"].append(
                 np.arange(count, dtype=np.uint8).reshape(-1, 1, 1) + np.uint8(10 * turn)
             )
-            whole = context + response
-            cut = len(whole)
+            full = context + response
+            cut = len(full)
             if draw(st.integers(0, 2)) == 0:
-                cut = draw(st.integers(max(0, len(whole) - 4), len(whole)))
-            context = whole[:cut] + draw(st.lists(token, max_size=3))
-            same = [a == b for a, b in zip(whole, context, strict=False)] + [False]
+                cut = draw(st.integers(max(0, len(full) - 4), len(full)))
+            context = full[:cut] + draw(st.lists(token, max_size=3))
+            same = [a == b for a, b in zip(full, context, strict=False)] + [False]
             captured = min(captured, same.index(False))
     return output
 
@@ -118,7 +118,7 @@ MOST = st.sampled_from((0, 2, 8))
 )
 @pytest.mark.parametrize("drift", DRIFTS)
 @given(output=outputs(), most=MOST)
-def test_lists_equal_the_plain_greedy(output: dict[str, Any], drift: str, most: int) -> None:
+def test_lists_equal_the_greedy_reference(output: dict[str, Any], drift: str, most: int) -> None:
     before = copy.deepcopy(output)
     merged = merge_stepwise_output(output, drift=drift, max_drift_tokens=most)
     wanted = greedy(output, drift, most)
@@ -140,7 +140,7 @@ def test_lists_equal_the_plain_greedy(output: dict[str, Any], drift: str, most: 
         min(output["policy_versions"][a : b + 1]) for a, b in zip(heads, ends, strict=True)
     ]
     validate_generator_output(merged, step_wise=True)
-    for field, rows in before.items():  # what came in is as it was
+    for field, rows in before.items():  # the input is unchanged
         assert all(np.array_equal(a, b) for a, b in zip(rows, output[field], strict=True)), field
 
 
@@ -168,7 +168,7 @@ def test_invariants(output: dict[str, Any], drift: str, most: int) -> None:
         tokens = merged["prompt_token_ids"][row] + merged["response_ids"][row]
         assert tokens == prompts[end] + responses[end]
     flat_rewards = [sum(map(sum, o["rewards"])) for o in (output, merged)]
-    # An action without tokens has nothing that a token reward could lie on, so sums are exact.
+    # A response without tokens has no token for its reward, so sums are exact.
     assert flat_rewards[0] == flat_rewards[1]
     trained = [sum(map(sum, o["loss_masks"])) for o in (output, merged)]
     assert trained[1] <= trained[0]
@@ -206,7 +206,7 @@ def test_batches_equal_lists(
 def test_plans_equal_the_reference(output: dict[str, Any], kind: str, most: int) -> None:
     ids = [j for _, j in output["trajectory_ids"]]
     prompts, responses = output["prompt_token_ids"], output["response_ids"]
-    if kind in ("shared", "fresh"):  # ids that are objects of their own
+    if kind in ("shared", "fresh"):  # distinct int objects
         big = {n: 100_000 + n for n in range(4)}
         make = big.__getitem__ if kind == "shared" else lambda n: int(str(100_000 + n))
         prompts, responses = ([[make(n) for n in r] for r in rows] for rows in (prompts, responses))

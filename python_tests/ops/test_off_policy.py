@@ -41,7 +41,7 @@ def test_off_policy_order_by_hand(backend: str) -> None:
         old, rollout, torch.ones(3, 3), tis_ratio_type="token", tis_cap=2.2,
         sequence_mask="product", sequence_mask_high=5.0, **call,
     )  # fmt: skip
-    # products of what is left: 1 and 6.25, so that the last row falls to the sequence mask
+    # products of the remaining ratios: 1 and 6.25, so the sequence mask drops the last row
     assert mask.tolist() == [[0, 0, 0], [1, 0, 1], [0, 0, 0]]
     assert weights is not None
     expected = torch.tensor([[0, 0, 0], [2.0, 0, 0.5], [0, 0, 0]])
@@ -74,7 +74,7 @@ def test_off_policy_trajectory_scope_by_hand(backend: str) -> None:
     _, mask, _ = off_policy_correction(
         *args, outlier_high=2.5, outlier_low=0.6, trajectory_ids=[0, 0, 1], backend=backend
     )
-    assert not mask.any()  # row 1's outlier takes row 0 of its trajectory along
+    assert not mask.any()  # the outlier in row 1 also masks row 0 of its trajectory
 
 
 @pytest.mark.spec("loss.off-policy-sequence-mask")
@@ -89,7 +89,7 @@ def test_geometric_mask_uses_the_mean(backend: str) -> None:
 
 
 @pytest.mark.spec("loss.off-policy-outlier", "loss.sequence-scope")
-def test_an_outlier_takes_its_sequence_along(backend: str) -> None:
+def test_outlier_masks_its_sequence(backend: str) -> None:
     ratios = torch.tensor([[1.0, 9.0], [1.0, 1.0], [0.1, 1.0], [1.0, 1.0]])
     args = (ratios.log(), torch.zeros(4, 2), torch.ones(4, 2))
     call: dict[str, Any] = dict(outlier_high=5.0, outlier_low=0.5, backend=backend)
@@ -115,7 +115,7 @@ def test_rows_of_a_trajectory_need_not_be_adjacent(backend: str) -> None:
     torch.testing.assert_close(weights, torch.tensor([[1.0, 1], [3, 3], [1, 1]]))
 
 
-def test_without_a_rule_that_masks_the_mask_is_the_one_given(backend: str) -> None:
+def test_mask_is_unchanged_without_masking_rules(backend: str) -> None:
     mask = torch.tensor([[1.0, 0.0]])
     args = (torch.zeros(1, 2), torch.tensor([[0.0, NAN]]), mask)
     weights, new_mask, metrics = off_policy_correction(
@@ -130,7 +130,7 @@ def test_without_a_rule_that_masks_the_mask_is_the_one_given(backend: str) -> No
     }  # fmt: skip
 
 
-def test_nan_is_outside_any_token_bounds_and_no_outlier(backend: str) -> None:
+def test_nan_is_outside_all_token_bounds_and_not_an_outlier(backend: str) -> None:
     old, rollout = torch.tensor([[0.0, 0.0]]), torch.tensor([[NAN, 0.0]])
     mask = torch.ones(1, 2)
     call: dict[str, Any] = dict(backend=backend, outlier_high=2.0)
@@ -150,7 +150,7 @@ def test_nan_is_outside_any_token_bounds_and_no_outlier(backend: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
-def test_nothing_to_correct(shape: tuple[int, int], backend: str) -> None:
+def test_empty_input(shape: tuple[int, int], backend: str) -> None:
     empty = torch.zeros(shape)
     weights, mask, metrics = off_policy_correction(
         empty, empty, empty, tis_ratio_type="sequence", sequence_mask="product", outlier_high=1.0,
@@ -262,7 +262,7 @@ def test_simd_levels_equal_the_reference(level: str, width: int) -> None:
         torch.testing.assert_close(got[2][name], value, msg=name, rtol=1e-5, atol=1e-6)
 
 
-def test_same_bits_for_any_number_of_threads() -> None:
+def test_result_does_not_depend_on_the_number_of_threads() -> None:
     d = batch((3000, 300))
     call = FULL | {"trajectory_ids": [i // 3 for i in range(3000)]}
     before = torch.get_num_threads()
@@ -280,8 +280,8 @@ def test_same_bits_for_any_number_of_threads() -> None:
         }
 
 
-def test_the_reference_never_waits_for_the_device() -> None:
-    """Fake tensors have no values: whatever reads one on the host fails."""
+def test_reference_never_synchronizes_with_the_device() -> None:
+    """Fake tensors have no values: reading one on the host fails."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""pack_steps, pad_steps, unpack_steps and the moves between padded and varlen."""
+"""pack_steps, pad_steps, unpack_steps and conversion between padded and varlen."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def ragged_rows(seed: int = 0, low: int = 0, high: int = 100) -> list[list[int]]
     return [rng.integers(low, high, size).tolist() for size in SIZES]
 
 
-# --- tables a person can check ---------------------------------------------------------------
+# --- cases by hand -------------------------------------------------------------------------------
 
 
-def test_pack_lays_rows_end_to_end(backend: str) -> None:
+def test_pack_concatenates_rows(backend: str) -> None:
     packed = pack_steps({"tokens": [[5, 6], [], [7]]}, backend=backend)["tokens"]
     assert packed.values.tolist() == [5, 6, 7]
     assert packed.cu_seqlens.tolist() == [0, 2, 2, 3]
     assert packed.values.dtype == packed.cu_seqlens.dtype == torch.int32
 
 
-def test_pack_joins_parts_row_by_row(backend: str) -> None:
+def test_pack_concatenates_parts_row_by_row(backend: str) -> None:
     fields = {"tokens": Concat([[1, 2], [3]], [[4], [5, 6, 7]])}
     packed = pack_steps(fields, backend=backend)["tokens"]
     assert packed.values.tolist() == [1, 2, 4, 3, 5, 6, 7]
@@ -63,7 +63,7 @@ def test_pad_fills_one_side(backend: str, side: str, expected: list[list[int]]) 
 
 
 @pytest.mark.parametrize("value", [2**63 - 1, -(2**63), 2**53 + 1, -1])
-def test_a_pad_value_keeps_all_digits(value: int, backend: str) -> None:
+def test_pad_value_keeps_all_digits(value: int, backend: str) -> None:
     padded = pad_steps({"ids": [[5], [5, 6]]}, pad_values=value, backend=backend)["ids"]
     assert padded.tolist() == [[value, 5], [5, 6]]
 
@@ -90,7 +90,7 @@ def test_dtype_follows_the_first_element() -> None:
     assert dtypes == [torch.int32, torch.float32, torch.uint8, torch.uint8]
 
 
-def test_unpack_gives_views_and_lists() -> None:
+def test_unpack_returns_views_or_lists() -> None:
     flat = torch.tensor([5, 6, 7])
     rows = unpack_steps(flat, torch.tensor([0, 2, 2, 3]))
     assert [row.tolist() for row in rows] == [[5, 6], [], [7]]
@@ -111,14 +111,14 @@ def test_varlen_table(backend: str) -> None:
     assert torch.equal(varlen_to_padded(varlen.values, varlen.cu_seqlens, backend=backend), padded)
 
 
-# --- every source, dtype and backend gives the same ------------------------------------------
+# --- every input type, dtype and backend ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
 @pytest.mark.parametrize(
     "source", ["list", "tuple", "numpy", "torch", "flat", "strided", "scalars"]
 )
-def test_integers_from_any_source(dtype: torch.dtype, source: str) -> None:
+def test_integers_from_any_input_type(dtype: torch.dtype, source: str) -> None:
     rows = ragged_rows()
     wide = np.concatenate([np.repeat(row, 2).astype(np.int64) for row in rows])
     cu = np.cumsum([0, *SIZES])
@@ -163,7 +163,7 @@ def test_two_dimensional_arrays_are_rows() -> None:
     assert pack_steps({"x": np.arange(6).reshape(2, 3)})["x"].cu_seqlens.tolist() == [0, 3, 6]
 
 
-def test_lists_and_arrays_may_mix() -> None:
+def test_mixed_lists_and_arrays() -> None:
     assert pack_steps({"x": [[1], np.array([2]), torch.tensor([3])]})["x"].values.tolist() == [
         1,
         2,
@@ -171,7 +171,7 @@ def test_lists_and_arrays_may_mix() -> None:
     ]
 
 
-def test_bools_are_masks_and_not_ids() -> None:
+def test_bools_are_accepted_as_masks_only() -> None:
     rows = [[True, False], [np.bool_(True)], np.array([False])]
     assert pack_steps({"m": rows})["m"].values.tolist() == [1, 0, 1, 0]
     assert pack_steps({"m": rows}, dtypes={"m": torch.bool})["m"].values.dtype == torch.bool
@@ -183,7 +183,7 @@ def test_bools_are_masks_and_not_ids() -> None:
 
 @pytest.mark.parametrize("size", [7, 8, 9, 16, 33, 200])
 @pytest.mark.parametrize("last", [3, 70_000, 2**40])
-def test_runs_of_one_object_and_what_follows_them(size: int, last: int) -> None:
+def test_runs_of_one_object(size: int, last: int) -> None:
     one, half = 70_000, 0.5
     rows = [[one] * size, [one] * size + [last], [last] + [one] * size, [one, last] * size]
     ids = pack_steps({"ids": rows}, dtypes={"ids": torch.int64})["ids"].values
@@ -194,7 +194,7 @@ def test_runs_of_one_object_and_what_follows_them(size: int, last: int) -> None:
 
 
 @pytest.mark.parametrize("odd", [-1, 256, 2**70])
-def test_a_run_of_numbers_out_of_bounds_is_refused(odd: int) -> None:
+def test_run_of_numbers_out_of_range_is_refused(odd: int) -> None:
     with pytest.raises(ValueError, match=r"row 0, position 1\b"):
         pack_steps({"x": [[1] + [odd] * 40]}, dtypes={"x": torch.uint8})
 
@@ -202,7 +202,7 @@ def test_a_run_of_numbers_out_of_bounds_is_refused(odd: int) -> None:
 @given(
     st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60), max_size=12), st.booleans()
 )
-def test_any_int_survives(rows: list[list[int]], left: bool) -> None:
+def test_integers_round_trip(rows: list[list[int]], left: bool) -> None:
     side = "left" if left else "right"
     packed = pack_steps({"x": rows}, dtypes={"x": torch.int64})["x"]
     assert unpack_steps(packed, as_lists=True) == rows
@@ -214,7 +214,7 @@ def test_any_int_survives(rows: list[list[int]], left: bool) -> None:
 @given(
     st.lists(st.lists(st.floats(width=32) | st.integers(-(2**60), 2**60), max_size=60), max_size=9)
 )
-def test_any_float_survives(rows: list[list[float]]) -> None:
+def test_floats_round_trip(rows: list[list[float]]) -> None:
     packed = pack_steps({"x": rows}, dtypes={"x": torch.float32})["x"].values
     wanted = torch.tensor(flattened(rows), dtype=torch.float32)
     assert torch.equal(packed.nan_to_num(nan=0.5), wanted.nan_to_num(nan=0.5))
@@ -247,7 +247,7 @@ def test_masks_of_any_dtype(dtype: torch.dtype) -> None:
     assert varlen.values.tolist() == [1, 2, 6, 7, 8]
 
 
-def test_varlen_has_gradients(backend: str) -> None:
+def test_varlen_gradients(backend: str) -> None:
     lengths = torch.tensor([2, 0, 3])
 
     def there_and_back(x: torch.Tensor) -> torch.Tensor:
@@ -316,12 +316,14 @@ def test_no_rows_give_empty_tensors(backend: str) -> None:
         ),
     ],
 )
-def test_bad_rows_are_named(rows: object, error: type[Exception], message: str) -> None:
+def test_invalid_rows_error_names_the_row(
+    rows: object, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         pack_steps({"ids": rows}, dtypes={"ids": torch.int32})
 
 
-def test_bad_options_are_named() -> None:
+def test_invalid_options_error_names_the_option() -> None:
     rows = {"a": [[1, 2]], "b": [[1]]}
     cases = [
         (lambda: pack_steps({}), TypeError, "non-empty mapping .*, got an empty one"),
@@ -381,8 +383,8 @@ def test_bad_options_are_named() -> None:
             call()
 
 
-def test_more_elements_than_offsets_can_count() -> None:
-    huge = np.broadcast_to(np.uint8(1), (2**31 - 1,))  # no memory behind it
+def test_more_elements_than_int32_offsets_is_refused() -> None:
+    huge = np.broadcast_to(np.uint8(1), (2**31 - 1,))  # uses no memory
     with pytest.raises(ValueError, match=r"at most 2147483647 elements .* got 2147483648; split"):
         pack_steps({"x": [huge, [1]]}, dtypes={"x": torch.uint8})
     wide = torch.zeros(1, 1).expand(2, 2**30 + 1)
@@ -391,7 +393,7 @@ def test_more_elements_than_offsets_can_count() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
-def test_an_interrupt_in_an_elements_code_is_not_its_fault(dtype: torch.dtype) -> None:
+def test_keyboard_interrupt_in_an_element_is_propagated(dtype: torch.dtype) -> None:
     class Interrupted:
         def __index__(self) -> int:
             raise KeyboardInterrupt
@@ -455,7 +457,7 @@ def test_large_lists_are_read_by_several_threads(two_threads: None) -> None:
     assert torch.equal(got, torch.tensor(np.concatenate([np.asarray(r) for r in rows])).int())
 
 
-def test_first_mistake_in_large_lists_is_named(two_threads: None) -> None:
+def test_first_error_in_large_lists_is_reported(two_threads: None) -> None:
     rows: list[Any] = [[1] * 3000 for _ in range(150)]
     rows[149][5] = "x"
     rows[60][2999] = 2**31

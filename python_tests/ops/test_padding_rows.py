@@ -55,14 +55,14 @@ def test_padding_repeats_row_0_and_trains_nothing() -> None:
 
 
 @pytest.mark.spec("batch.padding-uids", "batch.padding-last-step", "batch.padding-trajectory")
-def test_padding_rows_are_trajectories_of_their_own() -> None:
+def test_padding_rows_are_separate_trajectories() -> None:
     last = torch.tensor(pad_batch(small_batch(), 2).metadata["is_last_step"])
     trajectory = torch.cumsum(torch.cat([torch.tensor([0]), last[:-1].long()]), 0)
     assert trajectory.tolist() == [0, 0, 1, 2]
 
 
 @pytest.mark.spec("batch.short-padding-rows")
-def test_cheap_rows_attend_one_token() -> None:
+def test_short_padding_rows_attend_to_one_token() -> None:
     padded = pad_batch(small_batch(), 1, mode="cheap")
     assert padded["sequences"][2].tolist() == [5, 6]
     assert padded["attention_mask"][2].tolist() == [0, 1]
@@ -71,7 +71,7 @@ def test_cheap_rows_attend_one_token() -> None:
 
 
 @pytest.mark.spec("batch.pad-size-zero")
-def test_no_padding_gives_the_same_object() -> None:
+def test_no_padding_returns_the_same_object() -> None:
     batch = small_batch()
     assert pad_batch(batch, 0) is batch
     assert batch.metadata["pad_size"] == 0
@@ -82,14 +82,14 @@ def test_no_padding_gives_the_same_object() -> None:
     assert plain["metadata"] == {"pad_size": 0}
 
 
-def test_plain_dict_keeps_metadata_beside_its_tensors() -> None:
+def test_plain_dict_stores_metadata_as_a_key() -> None:
     padded = pad_batch({"loss_mask": torch.ones(1, 1), "metadata": {"uids": ["a"]}}, 1)
     assert padded["metadata"] == {"uids": ["a", "pad0"], "pad_size": 1}
     assert padding_metadata(None, 2) == {"pad_size": 2}
 
 
 @pytest.mark.spec("batch.padding-metadata")
-def test_the_original_stays_as_it_was() -> None:
+def test_original_is_unchanged() -> None:
     batch = small_batch()
     pad_batch(batch, 2)["sequences"].zero_()
     assert batch["sequences"].tolist() == [[5, 6], [7, 8]]
@@ -107,7 +107,7 @@ def test_the_original_stays_as_it_was() -> None:
         ({"x": 5.0}, 1, "repeat", TypeError, "x must be a tensor, .* got float"),
     ],
 )
-def test_bad_input_is_named(
+def test_invalid_input_error_names_the_argument(
     batch: dict, pad_size: int, mode: str, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -116,9 +116,11 @@ def test_bad_input_is_named(
 
 @pytest.mark.spec("batch.padding-trajectory", "advantage.batch-normalize")
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "maxrl"])
-def test_padding_moves_no_advantage_even_where_row_0_is_no_last_step(estimator: str) -> None:
+def test_padding_does_not_change_advantages_if_row_0_is_not_a_last_step(estimator: str) -> None:
     batch = TensorBatch(
-        rewards=torch.tensor([[1e6], [1.0], [0.0]]),  # the first step's is large, and not read
+        rewards=torch.tensor(
+            [[1e6], [1.0], [0.0]]
+        ),  # the first step's reward is large and not read
         loss_mask=torch.ones(3, 1),
         response_mask=torch.ones(3, 1, dtype=torch.int64),
     )

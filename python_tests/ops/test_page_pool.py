@@ -1,4 +1,4 @@
-"""Large outputs come from blocks that are kept for the next ones, up to a limit."""
+"""Memory of large outputs is cached for reuse, up to a limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def limit() -> Iterator[None]:
     before = _C.page_pool_limit()
-    set_page_pool_limit(0)  # whatever lay idle is gone
+    set_page_pool_limit(0)  # releases idle memory
     set_page_pool_limit(64 * MIB)
     yield
     set_page_pool_limit(max(before, 0))
@@ -29,14 +29,14 @@ def block(mib: int) -> torch.Tensor:
     return _backend.empty((mib * MIB,), torch.uint8)
 
 
-def test_a_freed_block_is_used_again() -> None:
+def test_freed_block_is_reused() -> None:
     first = block(8)
     place = first.data_ptr()
     del first
     assert block(8).data_ptr() == place
 
 
-def test_a_block_in_use_is_not_given_away() -> None:
+def test_block_in_use_is_not_reused() -> None:
     kept = block(8)
     kept.fill_(7)
     view = kept[4 * MIB :]
@@ -47,7 +47,7 @@ def test_a_block_in_use_is_not_given_away() -> None:
     assert int(view.min()) == 7
 
 
-def test_what_lies_idle_stays_under_the_limit() -> None:
+def test_idle_memory_stays_under_the_limit() -> None:
     blocks = [block(16) for _ in range(8)]
     del blocks
     assert 0 < _C.page_pool_idle_bytes() <= 64 * MIB
@@ -55,7 +55,7 @@ def test_what_lies_idle_stays_under_the_limit() -> None:
     assert _C.page_pool_idle_bytes() == 0
 
 
-def test_a_negative_limit_is_refused() -> None:
+def test_negative_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="set_page_pool_limit: num_bytes must be at least 0"):
         set_page_pool_limit(-1)
 

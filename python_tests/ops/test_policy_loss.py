@@ -42,7 +42,7 @@ L6, L2 = math.log(0.6), math.log(0.2)
 SIGMOID = 1 / (1 + math.exp(-0.5))
 TABLE = [
     ("regular", 0.6, 1.0, {}, -1.2, 0.0),  # clipped above
-    ("regular", 0.6, -1.0, {}, 1.5, 1.5),  # the pessimistic side is free
+    ("regular", 0.6, -1.0, {}, 1.5, 1.5),  # not clipped on the pessimistic side
     ("regular", 0.2, 1.0, {}, -0.5, -0.5),
     ("regular", 0.2, -1.0, {}, 0.8, 0.0),  # clipped below
     ("regular", 0.6, 1.0, {"eps_clip_high": 0.6}, -1.5, -1.5),
@@ -57,7 +57,7 @@ TABLE = [
     ("sapo", 0.6, 1.0, {}, -4 * SIGMOID, -4 * SIGMOID * (1 - SIGMOID) * 1.5),
     ("dppo", 0.6, 1.0, {"delta_high": 0.25}, -1.5, -1.5),
     ("dppo", 0.6, 1.0, {"delta_high": 0.15}, 0.0, 0.0),  # moved by 0.2 upwards
-    ("dppo", 0.6, -1.0, {"delta_low": 0.15}, 1.5, 1.5),  # the move is against the push
+    ("dppo", 0.6, -1.0, {"delta_low": 0.15}, 1.5, 1.5),  # moved against the advantage
     ("cross_entropy", 0.6, 1.0, {}, -L6, -1.0),
     ("importance_sampling", 0.6, 2.0, {}, -3.0, -3.0),
 ]
@@ -110,7 +110,7 @@ def test_k3_is_clamped(backend: str) -> None:
     assert x.grad is not None and x.grad.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_kl_joins_the_loss(backend: str) -> None:
+def test_kl_is_added_to_the_loss(backend: str) -> None:
     loss, grad, metrics = loss_and_grad(
         log(0.8, 0.5), None, torch.zeros(1, 2), torch.ones(1, 2),
         ref_logprobs=log(0.4, 0.5), kl_estimator="k1", kl_coef=0.5, backend=backend,
@@ -136,7 +136,7 @@ def test_metrics_by_hand(backend: str) -> None:
 
 
 @pytest.mark.spec("loss.rollout-is")
-def test_a_ratio_where_the_bounds_meet_is_clipped_once(backend: str) -> None:
+def test_ratio_at_equal_bounds_is_counted_as_clipped_once(backend: str) -> None:
     loss, _, m = loss_and_grad(
         log(0.4, 0.4), None, torch.ones(1, 2), torch.ones(1, 2), loss=RolloutIs(0.0, 0.0),
         rollout_logprobs=log(0.4, 0.8), backend=backend,
@@ -300,7 +300,7 @@ def test_half_precision_is_upcast(dtype: torch.dtype, backend: str) -> None:
     torch.testing.assert_close(grad, want_grad.to(dtype))
 
 
-def test_same_bits_for_any_number_of_threads() -> None:
+def test_result_does_not_depend_on_the_number_of_threads() -> None:
     d = batch((400, 1000))
     before = torch.get_num_threads()
     results = []
@@ -346,9 +346,7 @@ def test_micro_batches_sum_to_the_mini_batch(reduction: str, name: str, backend:
 @pytest.mark.spec("loss.masked-cells")
 @pytest.mark.parametrize("loss", VARIANTS, ids=IDS)
 @pytest.mark.parametrize("junk", [NAN, INF, -INF, 1e30])
-def test_masked_positions_are_not_looked_at(
-    loss: str | LossSettings, junk: float, backend: str
-) -> None:
+def test_masked_positions_are_not_read(loss: str | LossSettings, junk: float, backend: str) -> None:
     d = batch((3, 40))
     call: dict[str, Any] = dict(loss=loss, kl_estimator="k3", backend=backend)
 
@@ -400,7 +398,7 @@ def test_empty_ragged(backend: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSS_NAMES) - {"gspo", "clip_cov", "kl_cov"}))
-def test_nan_at_a_trained_token_stays_there(name: str, backend: str) -> None:
+def test_nan_at_a_trained_token_does_not_spread(name: str, backend: str) -> None:
     d = batch((2, 37))
     d["mask"][:] = True
     d["logprobs"][0, 3] = NAN
@@ -472,7 +470,7 @@ def test_errors_name_op_and_argument(change: dict, error: type, message: str) ->
 
 
 @pytest.mark.parametrize("cu", [[0, 4], [1, 6], [0, 4, 2, 6], [0, 7]])
-def test_offsets_that_do_not_fit(cu: list[int]) -> None:
+def test_invalid_offsets(cu: list[int]) -> None:
     x = torch.zeros(6)
     with pytest.raises(ValueError, match="cu_seqlens"):
         policy_loss(x, x, x, x, cu_seqlens=torch.tensor(cu))
@@ -482,7 +480,7 @@ def test_offsets_that_do_not_fit(cu: list[int]) -> None:
 @given(seed=st.integers(0, 10**6), rows=st.integers(0, 6), width=st.integers(0, 40),
        variant=st.sampled_from(VARIANTS), kl=st.sampled_from([None, *KL_ESTIMATORS]),
        reduction=st.sampled_from([r for r, _ in REDUCTIONS]))  # fmt: skip
-def test_any_batch(
+def test_random_batches(
     seed: int, rows: int, width: int, variant: str | LossSettings, kl: str | None, reduction: str
 ) -> None:
     d = batch((rows, width), torch.float64, seed)
@@ -529,7 +527,7 @@ def test_kl_gradcheck(estimator: str, backend: str) -> None:
 
 @pytest.mark.spec("logprob.second-derivative")
 @pytest.mark.parametrize("penalty", [True, False])
-def test_a_second_derivative_is_refused(penalty: bool) -> None:
+def test_second_derivative_is_refused(penalty: bool) -> None:
     d = batch((2, 6))
     x = d["logprobs"].requires_grad_()
     if penalty:
@@ -543,7 +541,7 @@ def test_a_second_derivative_is_refused(penalty: bool) -> None:
 
 @pytest.mark.spec("logprob.second-derivative")
 @pytest.mark.parametrize("penalty", [True, False])
-def test_a_forward_mode_derivative_is_refused(penalty: bool) -> None:
+def test_forward_mode_derivative_is_refused(penalty: bool) -> None:
     d = batch((2, 6))
 
     def value(x: torch.Tensor, backend: str | None = None) -> torch.Tensor:
@@ -570,7 +568,7 @@ def test_backward_twice_through_a_retained_graph(backend: str) -> None:
     torch.testing.assert_close(x.grad, 4 * once)
 
 
-def test_nothing_is_differentiated_without_need() -> None:
+def test_no_gradient_is_computed_unless_required() -> None:
     d = batch((2, 6))
     x = d["logprobs"].requires_grad_()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Prefix trees: cases by hand, every backend against the reference, what holds for any tree."""
+"""Prefix trees: cases by hand, every backend against the reference, invariants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_fast.ops.prefix_tree.tree import PrefixTree, build_prefix_tree, prefi
 
 
 def assert_same_tree(one: PrefixTree, two: PrefixTree) -> None:
-    """All but `sources`, where any token of the node will do."""
+    """Assert equality except for `sources`, where any token of the node is valid."""
     for name in PrefixTree.__slots__:
         if name != "sources":
             left, right = getattr(one, name), getattr(two, name)
@@ -39,7 +39,7 @@ def assert_same_tree(one: PrefixTree, two: PrefixTree) -> None:
         # two forks on one path, the lower one found first
         ([[1, 2, 3, 4], [1, 2, 3, 5], [1, 6]], [1, 2, 3, 4, 5, 6], [-1, 0, 1, 2, 2, 0],
          [6, 5, 5, 4, 5, 6]),
-        # children stand in the order of their first rows, whatever their lengths
+        # children are in the order of their first rows, whatever their lengths
         ([[1, 2], [1, 3, 3, 3]], [1, 2, 3, 3, 3], [-1, 0, 0, 2, 3], [5, 2, 5, 5, 5]),
     ],
 )  # fmt: skip
@@ -56,7 +56,7 @@ def test_by_hand(
 
 
 @pytest.mark.spec("tree.nodes")
-def test_each_group_has_a_tree_of_its_own(backend: str) -> None:
+def test_each_group_has_its_own_tree(backend: str) -> None:
     rows = [[1, 2], [1, 2], [1, 3], [1, 2, 4]]
     tree = tree_of(rows, ["b", "a", "b", "a"], backend=backend)  # groups need not be adjacent
     assert tree.group_starts.tolist() == [0, 3, 6]
@@ -89,7 +89,7 @@ def test_backends_agree_with_labels(rows: list[list[int]], data: Any) -> None:
 
 
 def assert_tree_of(tree: PrefixTree, rows: Sequence[Sequence[int]], groups: Sequence[int]) -> None:
-    """What makes it the tree of these rows."""
+    """Assert that it is the tree of these rows."""
     beginnings = {
         (group, tuple(row[: i + 1]))
         for group, row in zip(groups, rows, strict=True)
@@ -115,14 +115,14 @@ def assert_tree_of(tree: PrefixTree, rows: Sequence[Sequence[int]], groups: Sequ
 
 
 @given(rows=ROWS)
-def test_what_holds_for_any_tree(rows: list[list[int]]) -> None:
+def test_tree_invariants(rows: list[list[int]]) -> None:
     tree = tree_of(rows)
     assert_tree_of(tree, rows, [0] * len(rows))
     assert prefix_tree_size(*flat(rows)) == tree.num_nodes
 
 
 @given(rows=ROWS, data=st.data())
-def test_a_part_is_a_tree_of_its_rows(rows: list[list[int]], data: Any) -> None:
+def test_part_is_the_tree_of_its_rows(rows: list[list[int]], data: Any) -> None:
     keep = [data.draw(st.booleans()) for _ in rows]
     groups = [data.draw(st.integers(0, 1)) for _ in rows]
     part = tree_of(rows, groups).part(np.flatnonzero(keep))
@@ -153,7 +153,7 @@ def test_long_rows_in_many_groups(size: int, threads: int) -> None:
     assert_same_tree(native, tree_of(rows, groups, backend="torch"))
 
 
-def test_token_and_offset_dtypes_make_no_difference() -> None:
+def test_result_does_not_depend_on_token_and_offset_dtypes() -> None:
     rows = [[1, 2, 3], [1, 2, 4]]
     tokens, cu = flat(rows)
     for ids in (tokens, tokens.long()):
@@ -161,7 +161,7 @@ def test_token_and_offset_dtypes_make_no_difference() -> None:
             assert_same_tree(build_prefix_tree(ids, offsets), tree_of(rows))
 
 
-def test_a_thousand_children_of_one_node() -> None:
+def test_thousand_children_of_one_node() -> None:
     rows = [[0, i] for i in range(1000)]
     tree = tree_of(rows)
     assert tree.num_nodes == 1001
@@ -197,7 +197,7 @@ def test_labels_fork_what_tokens_share(backend: str) -> None:
         ({"labels": torch.zeros(3, 1), "cu_labels": torch.tensor([0, 3])}, "of 2 rows"),
     ],
 )
-def test_arguments_that_do_not_fit(change: dict[str, Any], message: str) -> None:
+def test_invalid_arguments(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
         "tokens": torch.tensor([1, 2, 3]),
         "cu_seqlens": torch.tensor([0, 1, 3]),
@@ -206,7 +206,7 @@ def test_arguments_that_do_not_fit(change: dict[str, Any], message: str) -> None
         build_prefix_tree(**(arguments | change))
 
 
-def test_runs_of_the_same_tree_are_equal() -> None:
+def test_result_is_deterministic() -> None:
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, 2, 20).tolist() for _ in range(50)]
     first = tree_of(rows)

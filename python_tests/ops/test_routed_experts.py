@@ -22,9 +22,9 @@ def rows(*values: int, layers: int = 2, top_k: int = 2, dtype: Any = np.uint8) -
 
 @pytest.mark.spec("replay.worked-example")
 def test_nine_tokens_of_two_turns_have_eight_routes() -> None:
-    """Prompt A A, sampled B B B; observation O O, sampled C C. The last C is never run."""
+    """Prompt A A, sampled B B B; observation O O, sampled C C. The last C is not processed."""
     turn_1 = rows(10, 11, 20, 21)  # A0 A1 B0 B1
-    turn_2 = rows(90, 91, 92, 93, 22, 30, 31, 40)  # the first four are computed anew
+    turn_2 = rows(90, 91, 92, 93, 22, 30, 31, 40)  # the first four are recomputed
     record = append_rollout_expert_indices(None, turn_1)
     record = append_rollout_expert_indices(record, turn_2)
     assert record[:, 0, 0].tolist() == [10, 11, 20, 21, 22, 30, 31, 40]  # ... B2 O0 O1 C0
@@ -32,14 +32,14 @@ def test_nine_tokens_of_two_turns_have_eight_routes() -> None:
 
 
 @pytest.mark.spec("replay.append-none", "replay.append-new")
-def test_a_turn_that_adds_no_token_changes_nothing() -> None:
+def test_turn_without_new_tokens_changes_nothing() -> None:
     recorded = rows(1, 2, 3)
     assert append_rollout_expert_indices(recorded, rows(7, 8, 9)) is recorded
     assert append_rollout_expert_indices(recorded, None) is recorded
 
 
 @pytest.mark.spec("replay.append-first", "replay.no-routes")
-def test_nothing_recorded_takes_the_new_rows() -> None:
+def test_empty_record_takes_the_new_rows() -> None:
     new = rows(1, 2)
     assert append_rollout_expert_indices(None, new) is new
     assert append_rollout_expert_indices(rows(), new) is new
@@ -57,7 +57,7 @@ def test_appended_end_token_has_its_route_in_the_next_turn() -> None:
     assert record[:, 0, 0].tolist() == [1, 2, 3, 4, 5]
 
 
-def test_an_engine_may_return_new_rows_only() -> None:
+def test_engine_may_return_only_new_rows() -> None:
     recorded = rows(1, 2, 3)
     assert append_rollout_expert_indices(recorded, rows(4, 5), start=3)[:, 0, 0].tolist() == [
         *(1, 2, 3, 4, 5)
@@ -86,13 +86,13 @@ def test_an_engine_may_return_new_rows_only() -> None:
         (np.zeros(3, np.uint8), rows(1, 2, 3), r"recorded must be of shape"),
     ],
 )
-def test_mismatches_are_named(recorded: Any, new: Any, message: str) -> None:
+def test_mismatch_errors(recorded: Any, new: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         append_rollout_expert_indices(recorded, new)
 
 
 @pytest.mark.parametrize("new", [np.zeros((1, 1, 1)), torch.zeros(1, 1, 1, dtype=torch.bool)])
-def test_routes_that_are_no_integers_are_refused(new: Any) -> None:
+def test_non_integer_routes_are_refused(new: Any) -> None:
     with pytest.raises(TypeError, match="must hold integers"):
         append_rollout_expert_indices(None, new)
 
@@ -118,7 +118,7 @@ def test_wider_ids_widen_the_record() -> None:
     data=st.data(),
 )
 def test_turns_of_any_lengths(base: np.ndarray, ends: list[int], data: st.DataObject) -> None:
-    """Each row is the one that the first turn to reach its token gave; no turn changes another."""
+    """Each row is that of the first turn that reached its token; later turns never change it."""
     record, wanted = None, []
     for end in sorted(min(end, len(base)) for end in ends):
         noise = data.draw(hnp.arrays(np.uint8, (end, 2, 3)))

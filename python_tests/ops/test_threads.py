@@ -1,4 +1,4 @@
-"""Loops on several threads: the pool's threads, forked children, callers at once."""
+"""Multithreaded loops: pool threads, forked children, concurrent callers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from skyrl_fast import group_advantage, pack_steps, policy_loss
 
-ROWS, WIDTH = 512, 1024  # two parts at the least where two threads are allowed
+ROWS, WIDTH = 512, 1024  # at least two parts if two threads are allowed
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def spread(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return group_advantage(rewards, [row // 4 for row in range(ROWS)], response_mask=mask)
 
 
-def test_callers_at_once_get_what_each_gets_alone() -> None:
+def test_concurrent_callers_get_the_same_results_as_serial_ones() -> None:
     seeds = range(8)
     alone = [advantages(seed) for seed in seeds]
     got: dict[tuple[int, int], torch.Tensor] = {}
@@ -56,8 +56,8 @@ def test_callers_at_once_get_what_each_gets_alone() -> None:
     assert all(torch.equal(alone[seed], result) for (seed, _), result in got.items())
 
 
-def test_lists_and_tensors_at_once() -> None:
-    """One call holds the GIL while others' threads read its lists; the other one does not."""
+def test_concurrent_list_and_tensor_calls() -> None:
+    """One call holds the GIL while other threads read its lists; the other does not."""
     rows = [list(range(seed, seed + 2000)) for seed in range(600)]
     wanted = torch.tensor(rows).flatten()
     expected = advantages(0)
@@ -82,15 +82,15 @@ def test_lists_and_tensors_at_once() -> None:
     assert wrong == []
 
 
-def test_an_error_on_a_pool_thread_reaches_the_caller() -> None:
+def test_error_on_a_pool_thread_reaches_the_caller() -> None:
     rewards = torch.zeros(ROWS, WIDTH)
-    rewards[-1, 0] = torch.nan  # the last part's
+    rewards[-1, 0] = torch.nan  # in the last part
     with pytest.raises(ValueError, match=f"group_advantage: rewards .* row {ROWS - 1}"):
         group_advantage(rewards, [0] * ROWS)
     assert advantages(1).isfinite().all()
 
 
-def test_more_threads_than_cores_change_no_bit() -> None:
+def test_more_threads_than_cores_give_identical_results() -> None:
     generator = torch.Generator().manual_seed(0)
     logprobs, old, weight = (-torch.rand(ROWS, WIDTH, generator=generator) for _ in range(3))
     results = []
@@ -114,11 +114,11 @@ def run_script(body: str) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="os.fork and /proc")
-def test_a_forked_child_has_a_pool_of_its_own() -> None:
+def test_forked_child_has_its_own_pool() -> None:
     out = run_script(
         """
 import warnings
-warnings.simplefilter("ignore")  # Python 3.12 dislikes any fork beside threads
+warnings.simplefilter("ignore")  # Python 3.12 warns about fork with threads
 torch.set_num_threads(2)
 given = inputs(0)
 wanted = spread(*given).numpy().tobytes()
@@ -134,7 +134,7 @@ for _ in range(3):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_pool_threads_sleep_and_leave_signals_to_the_interpreter() -> None:
+def test_pool_threads_sleep_and_block_signals() -> None:
     out = run_script(
         """
 import time
@@ -144,7 +144,7 @@ def pool():
         fields = dict(line.split(":\\t", 1) for line in lines if ":\\t" in line)
         if fields["Name"] == "skyrl_fast":
             yield fields
-assert not list(pool())  # none before there is work
+assert not list(pool())  # none before the first call
 torch.set_num_threads(3)
 for _ in range(3):
     advantages(0)

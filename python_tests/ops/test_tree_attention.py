@@ -1,4 +1,4 @@
-"""Tree attention: every kind equals attention on each row by itself, values and gradients."""
+"""Tree attention: every kind equals per-row attention, in values and gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tensors(
 
 
 def by_hand(tree: PrefixTree, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Softmax of products with the nodes above, node by node."""
+    """Return softmax attention over a node and its ancestors, node by node."""
     mask, outs = tree.ancestor_mask(), []
     for node in range(tree.num_nodes):
         seen = mask[node].nonzero().flatten()
@@ -77,7 +77,7 @@ def test_forests_by_hand(seed: int, small: int, monkeypatch: pytest.MonkeyPatch)
     assert_equal_attention(forest(seed), "blocks", torch.float32, 2e-5)
 
 
-def test_bfloat16_is_near() -> None:
+def test_bfloat16_is_close() -> None:
     tree = forest(0)
     exact = tensors(tree.num_nodes)
     plan = plan_tree_attention(tree.parents, tree.ends)
@@ -86,7 +86,7 @@ def test_bfloat16_is_near() -> None:
     assert out.dtype == torch.bfloat16
     out.float().sum().backward()
     wanted = tree_attention(*[x.detach().double() for x in low], plan)
-    # 8 bits, a few roundings deep
+    # 8 significant bits, rounded several times
     torch.testing.assert_close(out.double(), wanted, atol=3e-2, rtol=3e-2)
     assert all(x.grad is not None and x.grad.dtype == torch.bfloat16 for x in low)
 
@@ -94,7 +94,7 @@ def test_bfloat16_is_near() -> None:
 @pytest.mark.parametrize("kind", ["blocks", "dense", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_under_autocast_queries_may_differ_from_values(kind: str) -> None:
-    """Rotary embeddings leave queries and keys in float32; the projections' values are not."""
+    """Rotary embeddings return float32 queries and keys; values keep the autocast dtype."""
     tree = forest(0)
     size = FLEX_BLOCK * -(-tree.num_nodes // FLEX_BLOCK)
     plan = plan_tree_attention(*pad_trees(tree.parents, tree.ends, size), kind=kind)
@@ -108,7 +108,7 @@ def test_under_autocast_queries_may_differ_from_values(kind: str) -> None:
 
 
 @pytest.mark.parametrize("small", [1, 5, 64, 10_000])
-def test_blocks_cover_every_node_once_and_see_the_right_ones(
+def test_blocks_cover_every_node_once_and_attend_to_its_ancestors(
     small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tree_blocks, "SMALL_SUBTREES", small)
@@ -128,7 +128,7 @@ def test_blocks_cover_every_node_once_and_see_the_right_ones(
 
 @pytest.mark.spec("tree.block-mask")
 @pytest.mark.parametrize("seed", range(6))
-def test_flex_blocks_are_what_the_nodes_ends_say(seed: int) -> None:
+def test_flex_blocks_match_the_node_ends(seed: int) -> None:
     tree = forest(seed, num_groups=4, size=200)
     size = padded_size(tree.num_nodes, "flex")
     assert size % FLEX_BLOCK == 0
@@ -145,7 +145,7 @@ def test_flex_blocks_are_what_the_nodes_ends_say(seed: int) -> None:
         for row, count in enumerate(counts[0, 0].tolist()):
             target[row, indices[0, 0, row, :count].long()] = 1
     assert torch.equal(full.bool(), per_block.all(3).all(1))
-    # A block that nobody sees may be visited, but hardly is: nodes end at the same places.
+    # A fully masked block may be visited, but rarely is: nodes end at the same places.
     needed = per_block.any(3).any(1) & ~full.bool()
     assert bool((partial.bool() | ~needed).all())
     assert torch.equal(mask.mask_mod(0, 0, numbers[:, None], numbers[None]), seen)
@@ -179,16 +179,16 @@ def test_flex_attention_on_a_gpu(size_of_head: int) -> None:
         results.append([out, *torch.autograd.grad(out.float().sum(), inputs)])
     for truth, dense, flex in zip(*results, strict=True):
         noise = (dense.float() - truth).norm()
-        assert (flex.float() - truth).norm() <= 2 * noise + 1e-3  # as far off as dense bfloat16
+        assert (flex.float() - truth).norm() <= 2 * noise + 1e-3  # as accurate as dense bfloat16
 
 
-def test_the_kind_is_chosen_by_device_and_size() -> None:
+def test_kind_is_chosen_by_device_and_size() -> None:
     assert kind_for(10, "cpu") == kind_for(10**6, "cpu") == "blocks"
     assert (kind_for(100, "cuda"), kind_for(5000, "cuda")) == ("dense", "flex")
     assert kind_for(5000, "mps") == "dense"
 
 
-def test_pairs_are_those_of_the_mask() -> None:
+def test_pair_count_matches_the_mask() -> None:
     tree = forest(5)
     assert node_pairs(tree.ends.numpy()) == int(tree.ancestor_mask().sum())
 
@@ -202,14 +202,14 @@ def test_pairs_are_those_of_the_mask() -> None:
         (((1, 3, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8)), "a multiple of G"),
     ],
 )
-def test_shapes_that_do_not_fit(shapes: Any, message: str) -> None:
+def test_invalid_shapes(shapes: Any, message: str) -> None:
     tree = tree_of([[1, 2], [1, 3]])
     plan = plan_tree_attention(tree.parents, tree.ends)
     with pytest.raises(ValueError, match=message):
         tree_attention(*[torch.zeros(shape) for shape in shapes], plan)
 
 
-def test_kinds_that_cannot_be() -> None:
+def test_unavailable_kinds() -> None:
     tree = tree_of([[1, 2], [1, 3]])
     for kind, message in (("other", "must be one of"), ("flex", "multiple of 128")):
         with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""The Triton kernels: in Triton's interpreter here, compiled where there is a GPU."""
+"""The Triton kernels: in Triton's interpreter, and compiled if there is a GPU."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def run_cases(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
 
 
 def triton_and_numpy() -> list[tuple[int, ...]]:
-    """Major and minor of both."""
+    """Return the major and minor version of both."""
     return [tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy")]
 
 
 @needs_triton
-def test_in_the_interpreter() -> None:
-    """In a process of its own: Triton decides at its import how kernels run."""
+def test_kernels_in_the_interpreter() -> None:
+    """In a separate process: Triton decides at import how kernels run."""
     triton, numpy = triton_and_numpy()
     if triton < (3, 7) and numpy >= (2, 4):
         pytest.skip("Triton's interpreter before 3.7 does not run with NumPy 2.4 or newer")
@@ -47,12 +47,12 @@ def test_in_the_interpreter() -> None:
 
 @needs_triton
 @pytest.mark.gpu
-def test_compiled() -> None:
+def test_kernels_compiled() -> None:
     done = run_cases({k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"})
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-# Types of the kernels' arguments by their names; what is not here is a compile-time constant.
+# Types of the kernels' arguments by name; all others are compile-time constants.
 TYPES = dict.fromkeys(("logits", "grad"), "*bf16") | {
     **dict.fromkeys(("targets",), "*i64"),
     **dict.fromkeys(("mask", "selected_in"), "*u8"),
@@ -76,7 +76,7 @@ TYPES = dict.fromkeys(("logits", "grad"), "*bf16") | {
 
 
 def assembled(name: str, capability: int, **constants: object) -> bytes:
-    """A kernel's machine code."""
+    """Return a kernel's machine code."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -97,7 +97,7 @@ def assembled(name: str, capability: int, **constants: object) -> bytes:
 
 @needs_triton
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
-def test_compiled_for_gpus_that_are_not_here(
+def test_kernels_compile_for_other_gpus(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All losses and penalties for one of them, one of each for the others."""
@@ -125,7 +125,7 @@ def test_compiled_for_gpus_that_are_not_here(
     assert assembled("delta_kernel", capability, RAGGED=True, BLOCK=512)
 
 
-def test_on_the_cpu_triton_is_refused_unless_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_on_the_cpu_requires_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="backend 'triton' cannot run on cpu"):
         selected_logprob(torch.zeros(1, 4), torch.tensor([0]), backend="triton")

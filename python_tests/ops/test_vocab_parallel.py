@@ -14,11 +14,11 @@ from skyrl_fast import selected_logprob, vocab_parallel_logprob
 from skyrl_fast.ops.logprob.vocab_parallel import combine_slices
 
 ROWS = 6
-# two and three ranks, equal and unequal slices, one of a single column, one of padding alone
+# two and three ranks, equal and unequal slices, one of a single column, one of padding only
 SPLITS = [[0, 50, 100], [0, 33, 34, 100], [0, 97, 100, 104]]
 
 
-def whole(dtype: torch.dtype, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def full(dtype: torch.dtype, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(3)
     logits = (torch.randn(ROWS, width, generator=g) * 4).to(dtype)
     logits[:, 100:] = -math.inf  # padding of the vocabulary
@@ -33,7 +33,7 @@ def loss_of(logprob: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
 
 
 def one_rank(rank: int, borders: list[int], dtype: torch.dtype, how: str, folder: str) -> None:
-    """Compute one slice and save what came of it."""
+    """Compute one slice and save the result."""
     patch = pytest.MonkeyPatch()
     device = "cpu"
     if how == "emulated":
@@ -49,7 +49,7 @@ def one_rank(rank: int, borders: list[int], dtype: torch.dtype, how: str, folder
         rank=rank,
         world_size=len(borders) - 1,
     )
-    logits, targets, mask = whole(dtype, borders[-1])
+    logits, targets, mask = full(dtype, borders[-1])
     begin, end = borders[rank], borders[rank + 1]
     leaf = logits[:, begin:end].to(device, copy=True).requires_grad_()
     logprob, entropy = vocab_parallel_logprob(
@@ -74,7 +74,7 @@ def ranks(borders: list[int], dtype: torch.dtype, how: str, folder: Path) -> lis
 
 
 def check(results: list[list], dtype: torch.dtype, width: int) -> None:
-    logits, targets, mask = whole(dtype, width)
+    logits, targets, mask = full(dtype, width)
     leaf = logits.double().requires_grad_()
     want, want_entropy = selected_logprob(
         leaf, targets, loss_mask=mask, temperature=0.7, return_entropy=True, backend="torch"
@@ -82,7 +82,7 @@ def check(results: list[list], dtype: torch.dtype, width: int) -> None:
     loss_of(want, want_entropy).backward()
     for logprob, entropy, _ in results:
         assert torch.equal(logprob, results[0][0]) and torch.equal(entropy, results[0][1])
-        # float32 sums of slices, joined in float64
+        # float32 sums of slices, combined in float64
         torch.testing.assert_close(logprob.double(), want.detach(), rtol=1e-6, atol=4e-6)
         torch.testing.assert_close(entropy.double(), want_entropy.detach(), rtol=1e-6, atol=4e-6)
     grad = torch.cat([r[2] for r in results], dim=1).double()
@@ -110,8 +110,8 @@ def test_ranks_on_gpus(tmp_path: Path) -> None:
     check(ranks(SPLITS[0], torch.bfloat16, "cuda", tmp_path), torch.bfloat16, 100)
 
 
-def test_alone_it_is_selected_logprob() -> None:
-    logits, targets, mask = whole(torch.float32, 100)
+def test_single_rank_equals_selected_logprob() -> None:
+    logits, targets, mask = full(torch.float32, 100)
     got = vocab_parallel_logprob(
         logits, targets, vocab_start=0, loss_mask=mask, return_entropy=True
     )
@@ -119,7 +119,7 @@ def test_alone_it_is_selected_logprob() -> None:
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-def test_a_target_that_no_rank_holds_is_nan() -> None:
+def test_target_on_no_rank_gives_nan() -> None:
     got = vocab_parallel_logprob(torch.zeros(3, 8), torch.tensor([3, 8, -1]), vocab_start=0)
     assert got.isnan().tolist() == [False, True, True]
 
@@ -137,7 +137,7 @@ def test_slices_by_hand() -> None:
     torch.testing.assert_close(lse, torch.tensor([2 * ln2], dtype=torch.float64))
 
 
-def test_bad_arguments() -> None:
+def test_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="vocab_start must not be negative"):
         vocab_parallel_logprob(torch.zeros(1, 4), torch.tensor([0]), vocab_start=-1)
     with pytest.raises(ValueError, match="float32, bfloat16 or float16"):

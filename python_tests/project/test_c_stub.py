@@ -1,4 +1,4 @@
-"""skyrl_fast/_C.pyi is what the built extension says of itself."""
+"""skyrl_fast/_C.pyi matches the built extension."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def signatures(stub: str) -> dict[str, str]:
     return found
 
 
-def test_the_stub_has_every_signature_of_the_extension() -> None:
+def test_stub_has_every_signature_of_the_extension() -> None:
     pytest.importorskip("pybind11_stubgen")
     written = signatures(stubs.STUB.read_text(encoding="utf-8"))
     built = signatures(stubs.generated_stub())
@@ -34,6 +34,6 @@ def test_every_argument_has_a_name() -> None:
     assert "arg0" not in stubs.STUB.read_text(encoding="utf-8")
 
 
-def test_a_call_with_wrong_arguments_names_those_that_are_wanted() -> None:
+def test_wrong_call_error_lists_the_expected_arguments() -> None:
     with pytest.raises(TypeError, match="cells: object, divisors: object, out: object"):
         _C.divide_rows(1)  # type: ignore[call-arg]

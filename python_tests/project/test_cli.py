@@ -1,4 +1,4 @@
-"""The command line: exit codes and what is said to a person."""
+"""The command line: exit codes and output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def yaml(tmp_path: Path) -> str:
 
 
 def outcome(**changes: Any) -> TrainResult:
-    facts: dict[str, Any] = {
+    values: dict[str, Any] = {
         "step": 40,
         "total_steps": 40,
         "signal": None,
@@ -48,7 +48,7 @@ def outcome(**changes: Any) -> TrainResult:
         "plot": Path("runs/x/learning_curve.png"),
         "sample": "prompt: how many?\nagent, turn 1: 3\nreward: 1 (stop)",
     }
-    return TrainResult(**(facts | changes))
+    return TrainResult(**(values | changes))
 
 
 def fake_training(
@@ -66,7 +66,7 @@ def fake_training(
     return seen
 
 
-def test_train_prints_where_everything_is(
+def test_train_prints_output_paths(
     yaml: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -99,20 +99,20 @@ def test_train_prints_where_everything_is(
         ({"before": None, "after": None}, None),
     ],
 )
-def test_an_evaluation_that_was_not_made_is_not_shown(rewards: Any, line: str | None) -> None:
+def test_missing_evaluation_is_not_shown(rewards: Any, line: str | None) -> None:
     text = cli.summary(outcome(**rewards))
     assert ("evaluation reward" in text) == (line is not None)
     assert line is None or line in text
 
 
-def test_resume_takes_the_newest_checkpoint(yaml: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_uses_the_newest_checkpoint(yaml: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = fake_training(monkeypatch, outcome())
     assert cli.main(["train", yaml, "--resume", "trainer.seed=4"]) == 0
     assert (seen[0].trainer.resume_mode, seen[0].trainer.seed) == ("latest", 4)
 
 
 @pytest.mark.parametrize(("signal", "code"), [(2, 130), (15, 143)])
-def test_stopped_runs_say_how_to_go_on(
+def test_stopped_run_prints_how_to_resume(
     yaml: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -160,12 +160,12 @@ def test_unexpected_errors_keep_their_traceback(yaml: str, monkeypatch: pytest.M
         cli.main(["train", yaml])
 
 
-def test_wrong_setting(yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_setting_is_reported(yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", yaml, "trainer.sead=3"]) == 2
     assert "did you mean trainer.seed?" in capsys.readouterr().err
 
 
-def test_as_a_module(tmp_path: Path) -> None:
+def test_run_as_a_module(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "skyrl_fast", "train", str(tmp_path / "no.yaml")],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Settings: YAML, overrides, and what is said about wrong ones."""
+"""Settings: YAML, overrides, and messages about invalid ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_fast.config import Config, ConfigError, to_dict
 from skyrl_fast.config.loading import build_config, check_config, load_config
 
 
-def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+def test_overrides_take_precedence_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
         "data: {train_data: [a.jsonl]}\n"
@@ -56,7 +56,7 @@ def test_dict_round_trip() -> None:
         (b"generator:\n", "generator: wanted a section with keys, got None"),
     ],
 )
-def test_files_that_hold_no_settings_are_named(content: bytes, wanted: str, tmp_path: Path) -> None:
+def test_invalid_settings_files_are_named(content: bytes, wanted: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=wanted):
@@ -66,7 +66,7 @@ def test_files_that_hold_no_settings_are_named(content: bytes, wanted: str, tmp_
 @pytest.mark.parametrize(
     "override", ["data.train_data[0]=x", "trainer=[1]", "trainer.seed=[", "trainer.run_path=\ud800"]
 )
-def test_an_override_that_fits_nowhere_is_named(override: str) -> None:
+def test_invalid_override_is_named(override: str) -> None:
     assert error_of(override).startswith(f"override {override!r}: cannot be read: ")
 
 
@@ -129,7 +129,7 @@ def test_wrong_values_name_the_key(override: str, wanted: str) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "turn_level_group"])
-def test_a_baseline_from_the_others_needs_others(estimator: str) -> None:
+def test_leave_one_out_baseline_requires_several_samples(estimator: str) -> None:
     chosen = f"trainer.algorithm.advantage_estimator={estimator}"
     assert load_config(None, [*NEEDED, chosen])
     message = error_of(chosen, "generator.n_samples_per_prompt=1")
@@ -138,7 +138,7 @@ def test_a_baseline_from_the_others_needs_others(estimator: str) -> None:
 
 
 @pytest.mark.spec("advantage.kl-controller")
-def test_a_horizon_that_one_batch_fills_five_times_is_refused() -> None:
+def test_kl_horizon_of_a_fifth_of_a_batch_is_refused() -> None:
     control = "trainer.algorithm.kl_ctrl={type: adaptive, horizon: 64}"
     assert load_config(None, [*NEEDED, control])  # without effect
     message = error_of(control, "trainer.algorithm.use_kl_in_reward=true")  # 64 prompts, 5 samples
@@ -155,7 +155,7 @@ def test_replay_needs_recorded_routes() -> None:
     assert "is trainer.policy.moe_enable_routing_replay" in error_of(skyrl)
 
 
-def test_whole_number_is_a_number() -> None:
+def test_integer_is_accepted_as_a_float() -> None:
     config = load_config(None, [*NEEDED, "trainer.policy.optimizer_config.lr=0"])
     assert config.trainer.policy.optimizer_config.lr == 0.0
 
@@ -179,7 +179,7 @@ def test_defaults_need_only_data_and_model() -> None:
     check_config(config)
 
 
-def test_corrections_under_skyrls_names() -> None:
+def test_off_policy_corrections_by_skyrl_names() -> None:
     config = load_config(
         None,
         [
@@ -227,5 +227,5 @@ def test_corrections_under_skyrls_names() -> None:
         (["use_tis=true"], "off_policy_correction.tis_ratio_type=token"),
     ],
 )
-def test_corrections_that_do_not_fit(overrides: list[str], wanted: str) -> None:
+def test_invalid_off_policy_corrections(overrides: list[str], wanted: str) -> None:
     assert wanted in error_of(*(f"trainer.algorithm.{text}" for text in overrides))

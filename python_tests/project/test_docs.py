@@ -56,7 +56,7 @@ IS_PATH = rf"[\w.<>*/-]+\.({SUFFIXES})|({FOLDERS})/[\w.<>*/-]*"
 
 @cache
 def tracked() -> list[str]:
-    """Return all files that git knows or would add."""
+    """Return all files that git tracks or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [name for name in listing.splitlines() if (ROOT / name).is_file()]
@@ -64,7 +64,7 @@ def tracked() -> list[str]:
 
 @cache
 def sources() -> str:
-    """Return the text of all sources but this one, which names what does not exist."""
+    """Return the text of all sources except this file, which contains names that do not exist."""
     names = [n for n in tracked() if n.endswith(SOURCES) and Path(n).name != Path(__file__).name]
     return "\n".join((ROOT / name).read_text(encoding="utf-8") for name in [*names, "Makefile"])
 
@@ -103,7 +103,7 @@ def exists(path: str) -> bool:
 
 
 def missing(quoted: str) -> str:
-    """Return what of a quoted piece of code does not exist; "" if all does, or if it is no name."""
+    """Return the part of quoted code that does not exist; "" if all exists or it is not a name."""
     if quoted in EXCEPTIONS:
         return ""
     if re.fullmatch(r"skyrl_fast(\.\w+)+(\(.*\))?", quoted):
@@ -122,7 +122,7 @@ def missing(quoted: str) -> str:
 
 
 def written(path: str) -> bool:
-    """Return whether it is a file that our programs write."""
+    """Return whether it is a file written by this package's programs."""
     return path.endswith(WRITTEN) and Path(path).name in sources()
 
 
@@ -131,7 +131,7 @@ def known(word: str) -> bool:
 
 
 @pytest.mark.parametrize("page", pages())
-def test_what_is_in_backticks_exists(page: str) -> None:
+def test_names_in_backticks_exist(page: str) -> None:
     paragraphs = re.split(r"\n(?=\n|\||#|\s*- )", prose(page))
     spans = [span for text in paragraphs for span in re.findall(r"`([^`]+)`", text)]
     quoted = [" ".join(span.split()) for span in spans]
@@ -161,7 +161,7 @@ def test_make_targets_exist() -> None:
             assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), (page, target)
 
 
-def test_a_name_that_does_not_exist_is_found() -> None:
+def test_missing_name_is_detected() -> None:
     assert missing("no_such_function()") == "no_such_function"
     assert missing("_NO_TABLE") == "_NO_TABLE"
     assert missing("csrc/no_such_file.h") == "csrc/no_such_file.h"

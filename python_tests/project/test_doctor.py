@@ -1,4 +1,4 @@
-"""skyrl-fast doctor, and what an installation without the extension says."""
+"""skyrl-fast doctor, and the error of an installation without the extension."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from skyrl_fast import _C, doctor
 
 
-def test_every_finding_of_the_report() -> None:
+def test_report_lists_every_check() -> None:
     report = json.loads(doctor.report(as_json=True))
     found = {f["name"]: f for f in report["findings"]}
     assert report["ok"] is True
@@ -20,7 +20,7 @@ def test_every_finding_of_the_report() -> None:
     assert {"torch", "vllm", "triton", "CUDA kernels", "machine"} <= set(found)
 
 
-def test_what_is_missing_comes_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_parts_come_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise doctor.importlib.metadata.PackageNotFoundError(name)
 
@@ -31,7 +31,7 @@ def test_what_is_missing_comes_with_advice(monkeypatch: pytest.MonkeyPatch) -> N
     assert findings["vllm"].advice in doctor.report(as_json=False)
 
 
-def test_no_extension_is_an_error_that_says_what_to_do() -> None:
+def test_missing_extension_error_says_how_to_fix_it() -> None:
     code = "import sys; sys.modules['skyrl_fast._C'] = None; import skyrl_fast"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1

@@ -1,4 +1,4 @@
-"""README.md and the pages it was split into: their code runs, their tables match the package."""
+"""README.md and the docs pages: their code runs, their tables match the package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/training.md", "docs/custom_algorithms.md", "docs/api.md")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
-# Blocks that would train: their call is checked against the signature and the settings, not run.
+# Blocks that train: the call is checked against the signature and the settings, but not run.
 CHECKED_TRAIN = """
 import inspect
 from unittest.mock import MagicMock
@@ -55,7 +55,7 @@ def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= 180
 
 
-def test_own_agent_is_ten_lines_and_use_of_the_ops_fifteen() -> None:
+def test_agent_example_is_ten_lines_and_ops_example_fifteen() -> None:
     agent, ops = (
         [line for line in code.splitlines() if line.strip()]
         for code in blocks("README.md", "python")
@@ -64,7 +64,7 @@ def test_own_agent_is_ten_lines_and_use_of_the_ops_fifteen() -> None:
     assert len(ops) <= 17, len(ops)  # two of them are continued lines
 
 
-def test_advantages_of_the_example_are_those_of_its_comment() -> None:
+def test_ops_example_gives_the_advantages_of_its_comment() -> None:
     names: dict[str, object] = {}
     exec(blocks("README.md", "python")[1], names)
     rows = names["advantages"].sum(dim=1) / names["response_mask"].sum(dim=1)  # type: ignore
@@ -79,13 +79,13 @@ def test_yaml_blocks_are_valid_settings() -> None:
         build_config(yaml.safe_load(text))
 
 
-def test_settings_page_is_that_of_the_settings() -> None:
+def test_settings_page_is_up_to_date() -> None:
     assert settings_page.PAGE.read_text(encoding="utf-8") == settings_page.page(), (
         "run python -m scripts.settings_page"
     )
 
 
-def test_api_table_names_everything_that_is_public() -> None:
+def test_api_table_lists_every_public_name() -> None:
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     table = page.split("<!-- api:begin -->")[1].split("<!-- api:end -->")[0]
     first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
@@ -93,7 +93,7 @@ def test_api_table_names_everything_that_is_public() -> None:
     assert names == set(skyrl_fast.__all__) - {"__version__"}
 
 
-def test_benchmark_tables_of_readme_are_those_of_the_benchmarks_page() -> None:
+def test_readme_benchmark_table_matches_the_benchmarks_page() -> None:
     page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
     tables = [text.split("<!-- bench:begin -->")[1].split("<!-- bench:end -->")[0].strip()
               for text in (README, page)]  # fmt: skip

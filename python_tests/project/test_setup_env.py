@@ -1,4 +1,4 @@
-"""The script that makes the virtual environment."""
+"""The script that creates the virtual environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from scripts import setup_env
 
 
-def test_an_environment_that_is_half_made_is_made_again(
+def test_incomplete_environment_is_recreated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "environment"
@@ -20,7 +20,7 @@ def test_an_environment_that_is_half_made_is_made_again(
     monkeypatch.setattr(setup_env, "run", lambda *command: made.append(command))
     monkeypatch.setattr(setup_env, "install_dependencies", lambda python, gpu: None)
     monkeypatch.setattr(setup_env, "install_package", lambda python: None)
-    venv.create(folder, with_pip=False)  # as an interruption before pip's turn leaves it
+    venv.create(folder, with_pip=False)  # as left by an interruption before pip is installed
     setup_env.main()
     assert made == [(sys.executable, "-m", "venv", str(folder))]
     (folder / "bin/pip").touch()

@@ -21,7 +21,7 @@ def rules(text: str) -> dict[str, str]:
     return {rule.name: rule.text for rule in read_contract(text).rules.values()}
 
 
-def test_a_rule_is_the_text_back_to_the_tag_before_it() -> None:
+def test_rule_text_extends_back_to_the_previous_tag() -> None:
     text = (
         "## 2. A\n\nOne and\ntwo. [out.a] Three. [out.g]\n\n"
         "- an item\n  of two lines [out.b]\n1. first [out.c]\n"
@@ -35,13 +35,13 @@ def test_a_rule_is_the_text_back_to_the_tag_before_it() -> None:
     assert problems(text) == []
 
 
-def test_a_table_row_is_a_rule_with_its_cells() -> None:
+def test_table_row_is_a_rule_with_its_cells() -> None:
     text = "## 2. A\n\nRows:\n\n| a | b |\n|---|---|\n| c | d [out.a] |\n| e | f |\n"
     assert rules(text) == {"out.a": "c | d"}
     assert problems(text) == ["8: no tag after: e | f"]
 
 
-def test_a_tag_after_a_colon_covers_what_follows() -> None:
+def test_tag_after_a_colon_covers_what_follows() -> None:
     table = "| a | b |\n|---|---|\n| c | d |\n| e | f [out.b] |\n"
     assert problems(f"## 2. A\n\nRows: [out.a]\n\n{table}") == []
     assert problems(f"## 2. A\n\nRows: [out.a]\n\nMore. [out.c]\n\n{table}") == [
@@ -67,7 +67,7 @@ def test_a_tag_after_a_colon_covers_what_follows() -> None:
         ("## 2. A\n\na [out.a]\n\n## Sources\n\nNo rule.\n", []),
     ],
 )
-def test_text_that_is_no_rule_is_found(text: str, found: list[str]) -> None:
+def test_untagged_text_is_reported(text: str, found: list[str]) -> None:
     assert problems(text) == found
 
 
@@ -93,14 +93,14 @@ def test_report_names_rules_and_tests() -> None:
     assert errors == ["[out.b] has no test: Free."]
 
 
-def test_report_of_one_section_and_of_what_is_missing() -> None:
+def test_report_of_one_section_and_of_missing_rules() -> None:
     assert report(CONTRACT, HELD, section=3)[0].splitlines()[0] == "3. B: 1 of 1 rules covered"
     text, errors = report(CONTRACT, HELD, missing=True)
     assert "out.a" not in text and "[out.b] Free." in text
     assert len(errors) == 1
 
 
-def test_a_mark_that_names_no_rule_is_an_error() -> None:
+def test_mark_of_an_unknown_rule_is_an_error() -> None:
     marked = MarkedTests(by_rule={**HELD.by_rule, "out.b": {"t": 1}, "no.such": {"test_y": 1}})
     assert report(CONTRACT, marked)[1] == ['spec("no.such") names no rule: test_y']
 
@@ -128,7 +128,7 @@ print(marked.problems)
 """
 
 
-def test_marks_are_collected_whatever_a_default_run_leaves_out(tmp_path: Path) -> None:
+def test_marks_of_deselected_tests_are_collected(tmp_path: Path) -> None:
     (tmp_path / "test_them.py").write_text(TESTS)
     (tmp_path / "test_broken.py").write_text("import no_such_module\n")
     run = subprocess.run(
@@ -144,7 +144,7 @@ def test_marks_are_collected_whatever_a_default_run_leaves_out(tmp_path: Path) -
     assert any("test_broken.py: not collected" in p for p in found)
 
 
-def test_the_contract_is_tagged_throughout() -> None:
+def test_specification_is_fully_tagged() -> None:
     contract = read_contract(SPEC.read_text(encoding="utf-8"))
     assert contract.problems == []
     assert len(contract.rules) > 100

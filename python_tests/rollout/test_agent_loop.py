@@ -36,7 +36,7 @@ def forget() -> None:
     "rollout.step-row",
     "rollout.env-done",
 )
-def test_three_turns_give_three_gen_only_steps_and_token_in_token_out(tiny_tokenizer) -> None:
+def test_three_turns_give_three_gen_only_steps_without_retokenization(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, f"a{n}"))
     (t,) = run(tiny_tokenizer, [prompt_with(turns=3)], loop_config(max_turns=5), engine)
     end = tiny_tokenizer.eos_token_id
@@ -52,7 +52,7 @@ def test_three_turns_give_three_gen_only_steps_and_token_in_token_out(tiny_token
     for before, after in zip(t.steps, t.steps[1:], strict=False):
         kept = before.prompt_token_ids + before.response_ids
         assert after.prompt_token_ids[: len(kept)] == kept
-    # The whole equals what the chat template makes of the same conversation.
+    # The tokens equal those of the chat template for the same conversation.
     assert tiny_tokenizer.decode(t.steps[1].prompt_token_ids) == tiny_tokenizer.apply_chat_template(
         [
             {"role": "user", "content": "task"},
@@ -67,7 +67,9 @@ def test_three_turns_give_three_gen_only_steps_and_token_in_token_out(tiny_token
 
 @pytest.mark.spec("rollout.prompt-limit", "rollout.reason-on-last-step", "rollout.prompt-too-long")
 @pytest.mark.parametrize("context", ["append", "retemplate", "single"])
-def test_no_prompt_exceeds_the_limit_and_the_last_step_says_length(tiny_tokenizer, context) -> None:
+def test_no_prompt_exceeds_the_limit_and_the_last_step_ends_with_length(
+    tiny_tokenizer, context
+) -> None:
     limit = 120
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "x" * 9))
     config = loop_config(max_turns=50, max_input_length=limit, context=context)
@@ -110,10 +112,10 @@ def test_appended_end_token_is_not_trained(tiny_tokenizer, context: str) -> None
         assert step.loss_mask == [1, 1, 1, 0]
         assert step.rollout_logprobs == [-0.5, -0.5, -0.5, 0.0]
     text = tiny_tokenizer.decode(t.steps[1].prompt_token_ids)
-    assert text.count("<|im_end|>") == 3  # user, answer, observation: no second one
+    assert text.count("<|im_end|>") == 3  # user, answer, observation: no duplicate
 
 
-def test_without_the_appended_end_token_the_template_closes_the_turn(tiny_tokenizer) -> None:
+def test_template_closes_the_turn_without_an_appended_end_token(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "<q>", end=False, stop="<q>"))
     config = loop_config(max_turns=2, append_eos_token_after_stop_str_in_multi_turn=False)
     (t,) = run(tiny_tokenizer, [prompt_with(turns=2)], config, engine)
@@ -125,7 +127,7 @@ def test_without_the_appended_end_token_the_template_closes_the_turn(tiny_tokeni
 
 @pytest.mark.spec("rollout.end-token", "rollout.single-context")
 @pytest.mark.parametrize("max_turns", [2, 3])  # ended by the limit, ended by the environment
-def test_single_conversation_appends_the_end_only_to_the_last_response(
+def test_single_conversation_appends_the_end_token_only_to_the_last_response(
     tiny_tokenizer, max_turns: int
 ) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "ab", end=False, stop="b"))
@@ -139,7 +141,7 @@ def test_single_conversation_appends_the_end_only_to_the_last_response(
 
 @pytest.mark.spec("rollout.end-token")
 @pytest.mark.parametrize("context", ["append", "single"])
-def test_no_end_token_where_there_is_no_room_or_the_response_was_cut(
+def test_no_end_token_is_appended_at_the_limit_or_to_a_truncated_response(
     tiny_tokenizer, context: str
 ) -> None:
     full = says(tiny_tokenizer, "<q>", end=False, stop="<q>")
@@ -164,7 +166,7 @@ def test_the_reward_is_on_an_appended_end_token(tiny_tokenizer) -> None:
 
 @pytest.mark.spec("rollout.step-row")
 @pytest.mark.parametrize("context", ["append", "retemplate", "single"])
-def test_a_response_is_what_was_sampled_whatever_the_observation(tiny_tokenizer, context) -> None:
+def test_response_contains_only_sampled_tokens_for_any_observation(tiny_tokenizer, context) -> None:
     answers = [says(tiny_tokenizer, "ab"), says(tiny_tokenizer, "<q>", end=False, stop="<q>")]
     engine = ScriptedEngine(lambda call, n: answers[n % 2])
     config = loop_config(max_turns=4, max_input_length=4096, context=context)
@@ -194,7 +196,7 @@ def test_max_turns_is_recorded_on_the_last_step(tiny_tokenizer) -> None:
 
 @pytest.mark.spec("rollout.env-done", "rollout.max-turns")
 @pytest.mark.parametrize("extras", [{"turns": 1}, {}])  # the environment is done, or the turns are
-def test_response_cut_by_length_is_recorded(tiny_tokenizer, extras: dict) -> None:
+def test_truncated_response_is_recorded(tiny_tokenizer, extras: dict) -> None:
     cut = Generation([1, 2], [-1.0, -1.0], "length", None)
     engine = ScriptedEngine(lambda call, n: cut)
     (t,) = run(tiny_tokenizer, [prompt_with(**extras)], loop_config(), engine)
@@ -202,7 +204,7 @@ def test_response_cut_by_length_is_recorded(tiny_tokenizer, extras: dict) -> Non
 
 
 @pytest.mark.spec("rollout.retemplate-context", "rollout.postprocessed-action")
-def test_retemplated_history_takes_the_environments_rewriting(tiny_tokenizer) -> None:
+def test_retemplated_history_uses_messages_rewritten_by_the_environment(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "<think>long</think>short"))
     config = loop_config(max_turns=2, context="retemplate")
     (t,) = run(tiny_tokenizer, [prompt_with(turns=2, rewrite="short")], config, engine)

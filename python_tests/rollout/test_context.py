@@ -1,4 +1,4 @@
-"""What the model sees from turn to turn: contexts and messages (docs/spec.md, section 3)."""
+"""The context of each turn, and chat messages (docs/spec.md, section 3)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ register_fakes()
 
 TASK = [{"role": "user", "content": "task"}]
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
-# As templates of tool-calling models: calls behind the content, tools' answers grouped by role.
+# Like templates of tool-calling models: calls after the content, tool results grouped by role.
 TOOL_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
     "{% if m.role == 'tool' %}({{ m.name }}){% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As templates of thinking models: only the last answer keeps its thinking.
+# Like templates of thinking models: only the last answer keeps its thinking.
 THINK_TEMPLATE = (
     "{% for m in messages %}{% set text = m.content %}"
     "{% if m.role == 'assistant' and not loop.last %}{% set text = text.split('</think>')[-1] %}"
@@ -58,7 +58,7 @@ def rendered(tokenizer: Any, template: str, messages: list[dict[str, Any]]) -> s
 
 
 @pytest.mark.spec("rollout.retemplate-context")
-def test_a_template_that_strips_thinking_is_obeyed_when_history_is_retemplated(
+def test_retemplated_history_follows_a_template_that_strips_thinking(
     tiny_tokenizer,
 ) -> None:
     config = loop_config(max_turns=3, context="retemplate", chat_template=THINK_TEMPLATE)
@@ -77,7 +77,7 @@ def test_a_template_that_strips_thinking_is_obeyed_when_history_is_retemplated(
 
 
 @pytest.mark.spec("rollout.append-context")
-def test_appended_tokens_stay_whatever_the_template_would_strip(tiny_tokenizer) -> None:
+def test_appended_context_keeps_tokens_that_the_template_would_strip(tiny_tokenizer) -> None:
     config = loop_config(max_turns=3, context="append", chat_template=THINK_TEMPLATE)
     prompts = prompts_of(tiny_tokenizer, config, "<think>why</think>so", turns=3)
     assert prompts[2].count("<think>why</think>so<|im_end|>") == 2
@@ -85,7 +85,7 @@ def test_appended_tokens_stay_whatever_the_template_would_strip(tiny_tokenizer) 
 
 
 @pytest.mark.spec("rollout.single-context")
-def test_single_conversation_is_one_answer_with_observations_inside(tiny_tokenizer) -> None:
+def test_single_conversation_is_one_answer_with_observations(tiny_tokenizer) -> None:
     config = loop_config(max_turns=3, context="single")
     prompts = prompts_of(tiny_tokenizer, config, "a", turns=3)
     assert prompts[2] == "<|im_start|>user\ntask<|im_end|>\n<|im_start|>assistant\naobs1aobs2"
@@ -99,9 +99,7 @@ TOOL_ANSWERS = [
 
 @pytest.mark.spec("rollout.messages")
 @pytest.mark.parametrize("context", ["append", "retemplate"])
-def test_answers_of_tools_reach_the_template_with_all_their_keys(
-    tiny_tokenizer, context: str
-) -> None:
+def test_tool_messages_reach_the_template_with_all_keys(tiny_tokenizer, context: str) -> None:
     config = loop_config(max_turns=2, context=context, chat_template=TOOL_TEMPLATE)
     prompts = prompts_of(tiny_tokenizer, config, "a", turns=2, messages=TOOL_ANSWERS)
     history = [*TASK, {"role": "assistant", "content": "a"}, *TOOL_ANSWERS]
@@ -111,7 +109,7 @@ def test_answers_of_tools_reach_the_template_with_all_their_keys(
 
 @pytest.mark.spec("rollout.postprocessed-action")
 @pytest.mark.parametrize("context", ["append", "retemplate"])
-def test_an_answer_as_a_message_with_tool_calls(tiny_tokenizer, context: str) -> None:
+def test_answer_as_a_message_with_tool_calls(tiny_tokenizer, context: str) -> None:
     said = 'I look.<call>{"name": "look", "arguments": {"at": "x"}}</call>'
     message = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
     config = loop_config(max_turns=2, context=context, chat_template=TOOL_TEMPLATE)
@@ -126,7 +124,7 @@ def test_an_answer_as_a_message_with_tool_calls(tiny_tokenizer, context: str) ->
 
 
 @pytest.mark.spec("rollout.postprocessed-action")
-def test_a_message_leaves_the_sampled_tokens_in_an_appended_context(tiny_tokenizer) -> None:
+def test_answer_message_keeps_the_sampled_tokens_in_an_appended_context(tiny_tokenizer) -> None:
     message = {"role": "assistant", "content": "other", "tool_calls": [CALL]}
     config = loop_config(max_turns=2, chat_template=TOOL_TEMPLATE)
     prompts = prompts_of(tiny_tokenizer, config, "sampled", turns=2, rewrite=message)
@@ -136,7 +134,7 @@ def test_a_message_leaves_the_sampled_tokens_in_an_appended_context(tiny_tokeniz
 
 @pytest.mark.spec("rollout.postprocessed-action")
 @pytest.mark.parametrize("context", ["append", "retemplate", "single"])
-def test_an_empty_text_replaces_the_answer_too(tiny_tokenizer, context: str) -> None:
+def test_empty_text_replaces_the_answer(tiny_tokenizer, context: str) -> None:
     config = loop_config(max_turns=2, context=context)
     prompts = prompts_of(tiny_tokenizer, config, "sampled", turns=2, rewrite="")
     assert "sampled" not in prompts[1]
@@ -158,7 +156,7 @@ def test_text_of_a_message(message: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.spec("rollout.messages")
-def test_prompts_may_hold_tool_calls_without_content(tiny_tokenizer) -> None:
+def test_prompt_with_tool_calls_without_content(tiny_tokenizer) -> None:
     few_shot = [{"role": "assistant", "tool_calls": [CALL]}, TOOL_ANSWERS[0], *TASK]
     context = make_context("append", tiny_tokenizer, few_shot, chat_template=TOOL_TEMPLATE)
     text = tiny_tokenizer.decode(context.prompt_token_ids())
@@ -166,7 +164,7 @@ def test_prompts_may_hold_tool_calls_without_content(tiny_tokenizer) -> None:
 
 
 @pytest.mark.spec("rollout.append-context")
-def test_an_answer_that_brought_its_end_gets_no_second_one(tiny_tokenizer) -> None:
+def test_sampled_end_token_is_not_duplicated(tiny_tokenizer) -> None:
     spaced = tiny_tokenizer.chat_template.replace("<|im_end|>", " <|im_end|>")
     end = tiny_tokenizer.eos_token_id
     for answer in ([1, 2, end], [1, 2]):
@@ -179,7 +177,7 @@ def test_an_answer_that_brought_its_end_gets_no_second_one(tiny_tokenizer) -> No
         assert added == f"{space}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_an_observation_cannot_fake_the_end_of_the_answer(tiny_tokenizer) -> None:
+def test_observation_cannot_imitate_the_end_of_the_answer(tiny_tokenizer) -> None:
     from skyrl_fast.rollout.context import _ANSWER
 
     hostile = f"before {_ANSWER} and {_ANSWER}- behind"
@@ -190,8 +188,8 @@ def test_an_observation_cannot_fake_the_end_of_the_answer(tiny_tokenizer) -> Non
 
 
 @pytest.mark.spec("rollout.env-error")
-def test_a_template_that_rewrites_calls_is_refused_with_advice(tiny_tokenizer) -> None:
-    # Calls are shown only in the last message, so that nothing can be appended to them.
+def test_template_that_rewrites_calls_is_refused_with_advice(tiny_tokenizer) -> None:
+    # Calls are rendered only in the last message, so nothing can be appended to them.
     rewriting = TOOL_TEMPLATE.replace(
         "m.tool_calls or []", "((m.tool_calls or []) if loop.last else [])"
     )
@@ -203,8 +201,8 @@ def test_a_template_that_rewrites_calls_is_refused_with_advice(tiny_tokenizer) -
 
 
 @pytest.mark.spec("rollout.env-error")
-def test_a_template_that_leaves_answers_out_is_refused_with_advice(tiny_tokenizer) -> None:
-    # What stands behind an answer that is not there would be the whole conversation once more.
+def test_template_that_omits_answers_is_refused_with_advice(tiny_tokenizer) -> None:
+    # The text after a missing answer would be the entire conversation again.
     forgetful = "{% for m in messages if m.role != 'assistant' %}[{{ m.content }}]{% endfor %}"
     context = make_context("append", tiny_tokenizer, TASK, chat_template=forgetful)
     context.add_response([1, 2], {"role": "assistant", "content": "x"}, replaced=False)
@@ -214,12 +212,12 @@ def test_a_template_that_leaves_answers_out_is_refused_with_advice(tiny_tokenize
 
 @pytest.mark.spec("rollout.env-error", "rollout.failure-tolerance")
 @pytest.mark.parametrize("context", ["append", "retemplate", "single"])
-def test_an_observation_that_no_tokenizer_takes_fails_its_trajectory_only(
+def test_observation_that_cannot_be_encoded_fails_only_its_trajectory(
     tiny_tokenizer, context: str
 ) -> None:
     config = loop_config(max_turns=2, context=context, max_retries=0)
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
-    # A file name or a tool's output that was no UTF-8 holds such characters.
+    # A file name or tool output that is not UTF-8 contains such characters.
     prompts = [FakePrompt("bad", env_extras={"observation": "caf\udce9"}), FakePrompt("good")]
     bad, good = run(tiny_tokenizer, prompts, config, engine)
     assert (bad.stop_reason, good.failure) == ("env_error", None)
@@ -227,6 +225,6 @@ def test_an_observation_that_no_tokenizer_takes_fails_its_trajectory_only(
     assert CountingEnv.closed == ["", ""]
 
 
-def test_unknown_kind_is_refused(tiny_tokenizer) -> None:
+def test_unknown_context_is_refused(tiny_tokenizer) -> None:
     with pytest.raises(ValueError, match="kind: wanted one of"):
         make_context("other", tiny_tokenizer, TASK)

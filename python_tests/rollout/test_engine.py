@@ -30,7 +30,7 @@ def start(config: VllmSetup) -> None:
     asyncio.run(VllmEngine(config).start())
 
 
-def test_missing_vllm_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vllm_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EngineDeadError, match="pip install vllm"):
         start(VllmSetup("anything"))
@@ -47,7 +47,9 @@ def test_missing_model_folder_is_named(tmp_path: Path) -> None:
         start(VllmSetup(str(tmp_path)))
 
 
-def test_start_while_a_child_imports_main_asks_for_a_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_during_main_import_error_asks_for_a_main_guard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import multiprocessing
 
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
@@ -55,13 +57,13 @@ def test_start_while_a_child_imports_main_asks_for_a_guard(monkeypatch: pytest.M
         start(VllmSetup("anything"))
 
 
-def test_main_module_that_is_no_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_module_that_is_not_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/nowhere/<stdin>", raising=False)
     with pytest.raises(EngineDeadError, match="is no file"):
         start(VllmSetup("anything"))
 
 
-def test_engine_that_was_not_started_says_so() -> None:
+def test_request_to_an_unstarted_engine_is_an_error() -> None:
     async def ask() -> None:
         await VllmEngine(VllmSetup("anything")).generate(
             [1], SamplingParams(), session_id="a", policy_version=0
@@ -71,7 +73,7 @@ def test_engine_that_was_not_started_says_so() -> None:
         asyncio.run(ask())
 
 
-def test_an_engine_that_starts_again_leaves_nothing_behind(
+def test_restarted_engine_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = tmp_path / "tmp"
@@ -87,7 +89,7 @@ def test_an_engine_that_starts_again_leaves_nothing_behind(
 
 
 class FakeLlm:
-    """vLLM's AsyncLLM as far as a request goes; keeps what it was asked."""
+    """The request methods of vLLM's AsyncLLM; records its requests."""
 
     errored = False
 
@@ -106,7 +108,7 @@ class FakeLlm:
 
 
 def fake_engine(monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
-    """The engine without vLLM: with an empty package of its name."""
+    """Return the engine with an empty package in place of vLLM."""
     for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.exceptions"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["vllm.v1.engine.exceptions"].EngineDeadError = KeyError  # type: ignore
@@ -116,7 +118,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
 
 
 @pytest.mark.spec("rollout.one-sample", "rollout.cache-salt")
-def test_requests_carry_their_session_and_share_caches_within_one_version(
+def test_requests_have_a_session_and_a_cache_salt_per_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = fake_engine(monkeypatch)
@@ -140,7 +142,7 @@ def test_requests_carry_their_session_and_share_caches_within_one_version(
 
 
 @pytest.mark.spec("rollout.one-sample", "rollout.engine-error")
-def test_further_sampling_parameters_go_first_and_wrong_ones_fail_the_request(
+def test_additional_sampling_parameters_take_precedence_and_invalid_ones_fail_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = fake_engine(monkeypatch)
@@ -165,7 +167,7 @@ def test_further_sampling_parameters_go_first_and_wrong_ones_fail_the_request(
 
 @pytest.mark.spec("async.engine-silence")
 @pytest.mark.parametrize("call", ["interrupt", "load_weights_file", "reset_prefix_cache"])
-def test_a_call_that_a_killed_engine_never_answers_ends(
+def test_call_ends_if_a_killed_engine_never_answers(
     call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """vLLM fails the requests of an engine that died, and leaves other calls without answer."""
@@ -175,7 +177,7 @@ def test_a_call_that_a_killed_engine_never_answers_ends(
         errored = False
 
         async def never(self, *arguments: Any, **options: Any) -> None:
-            self.errored = True  # in the middle of the call
+            self.errored = True  # during the call
             await asyncio.Event().wait()
 
         pause_generation = collective_rpc = reset_prefix_cache = never
@@ -187,7 +189,7 @@ def test_a_call_that_a_killed_engine_never_answers_ends(
         asyncio.run(asyncio.wait_for(getattr(engine, call)(*arguments), 5))
 
 
-def test_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SET_BY_USER", "1")
     monkeypatch.delenv("SET_BY_US", raising=False)
     with environment({"SET_BY_USER": "2", "SET_BY_US": "3"}):
@@ -197,7 +199,7 @@ def test_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "SET_BY_VLLM" not in os.environ
 
 
-# --- real vLLM: one engine start for all of it --------------------------------------------------
+# --- real vLLM: a single engine start ------------------------------------------------------------
 
 
 def hf_logprobs(model: torch.nn.Module, sequences: list[list[int]]) -> list[list[float]]:
@@ -213,10 +215,10 @@ def hf_logprobs(model: torch.nn.Module, sequences: list[list[int]]) -> list[list
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.timeout(900)  # two cores that others use too; alone it takes well under a minute
-def test_real_vllm_generates_updates_and_refuses_stale_weights(
+def test_real_vllm_generates_updates_and_detects_stale_weights(
     tiny_model_folder: Path, tiny_tokenizer: object, tmp_path: Path
 ) -> None:
-    """Start-up dominates: everything that needs a live engine is asserted on one."""
+    """Start-up dominates, so all assertions on a live engine share one."""
     asyncio.run(_drive_real_engine(tiny_model_folder, tiny_tokenizer, tmp_path))
 
 
@@ -242,7 +244,7 @@ async def _drive_real_engine(folder: Path, tokenizer, tmp_path: Path) -> None:
             await engine.generate([1] * 300, SamplingParams(), session_id="a", policy_version=0)
         _interrupts_do_not_reach(_descendants(os.getpid()))
     assert "vllm" in log_file.read_text().lower()
-    await engine.close()  # twice is fine
+    await engine.close()  # a second call does nothing
 
 
 async def _sample(engine: VllmEngine, prompts: list[list[int]], *, version: int = 0) -> list:
@@ -272,7 +274,7 @@ async def _agrees_with_hugging_face(model, prompts, generations) -> None:
 
 
 async def _is_reproducible(engine: VllmEngine, prompts, first) -> None:
-    """The same seeds give the same tokens and logprobs, whatever runs beside them.
+    """The same seeds give the same tokens and logprobs, whatever runs concurrently.
 
     But for rounding: with several threads vLLM's sums depend on what it happens to serve together.
     """
@@ -336,12 +338,12 @@ async def _updates_are_verified(engine: VllmEngine, model, prompts) -> None:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     with pytest.raises(WeightSyncError, match="differ from the trainer's"):
-        await sync.verify()  # stale on purpose: the trainer moved, the engine was not told
+        await sync.verify()  # stale on purpose: the policy changed, the engine was not updated
     running = asyncio.create_task(_sample(engine, prompts, version=5))
     await asyncio.sleep(0.02)
     report = await sync.update(model.state_dict())
     assert report.max_difference < 1e-4 < report.max_change
-    assert len(await running) == len(prompts)  # what was in flight went on
+    assert len(await running) == len(prompts)  # requests in flight continued
     await _agrees_with_hugging_face(model, prompts, await _sample(engine, prompts, version=6))
     incomplete = dict(model.named_parameters())
     del incomplete["model.layers.0.mlp.down_proj.weight"]
@@ -360,7 +362,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _interrupts_do_not_reach(pids: list[int]) -> None:
-    """Ctrl-C ends the trainer in good order; the engine's processes must not die of it."""
+    """Ctrl-C stops the trainer gracefully; it must not kill the engine's processes."""
     bit = 1 << (signal.SIGINT - 1)
     deaf = []
     for pid in pids:

@@ -1,4 +1,4 @@
-"""Several engines as one: deaths, restarts with the present weights, updates of all."""
+"""A pool of engines: deaths, restarts with the current weights, updates of all engines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OneWeight:
-    """An engine whose model is one number, which is the logprob of every token."""
+    """An engine whose model is one number, the logprob of every token."""
 
     starts_with_model = True
 
@@ -39,7 +39,7 @@ class OneWeight:
         self.weight = 0.0
         self.alive = False
         self.may_come_back = comes_back
-        self.deaf = deaf  # takes weights without using them
+        self.deaf = deaf  # accepts weights without using them
         self.starts = 0
         self.sessions: Counter[str] = Counter()
         self.paused = False
@@ -86,7 +86,7 @@ class OneWeight:
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         self.check()
-        assert not self.paused  # a paused engine would never answer
+        assert not self.paused  # a paused engine never answers
         return [self.weight] * (len(token_ids) - 1)
 
     async def interrupt(self) -> None:
@@ -101,7 +101,7 @@ class OneWeight:
 
 
 class Trainer:
-    """Its only weight, and what it would compare engines with."""
+    """A trainer with one weight, and the probe for weight syncs."""
 
     def __init__(self) -> None:
         self.weight = 0.0
@@ -129,7 +129,7 @@ async def ask(pool: EnginePool, session: str) -> Generation:
 
 
 @pytest.mark.spec("async.server-sessions")
-def test_sessions_are_shared_and_stay_with_their_engine() -> None:
+def test_sessions_are_distributed_and_stay_on_their_engine() -> None:
     async def go() -> None:
         engines = [OneWeight("a"), OneWeight("b"), OneWeight("c")]
         pool, _ = await started(*engines)
@@ -143,7 +143,7 @@ def test_sessions_are_shared_and_stay_with_their_engine() -> None:
 
 
 @pytest.mark.spec("async.engine-restart", "async.server-sessions")
-def test_the_requests_of_a_dead_engine_go_to_another() -> None:
+def test_requests_of_a_dead_engine_move_to_another() -> None:
     async def go() -> None:
         engines = [OneWeight("a"), OneWeight("b")]
         pool, _ = await started(*engines)
@@ -167,7 +167,7 @@ def test_the_requests_of_a_dead_engine_go_to_another() -> None:
 
 
 @pytest.mark.spec("async.engine-restart", "async.server-return")
-def test_a_dead_engine_comes_back_with_the_present_weights() -> None:
+def test_dead_engine_restarts_with_the_current_weights() -> None:
     async def go() -> None:
         engine = OneWeight("a")
         pool, trainer = await started(engine)
@@ -179,7 +179,7 @@ def test_a_dead_engine_comes_back_with_the_present_weights() -> None:
         assert not waiting.done()
         await pool.repair(trainer.weights, trainer.make_sync)
         got = await waiting
-        assert got.logprobs == [0.5]  # not the weights that it started with
+        assert got.logprobs == [0.5]  # not the weights it was started with
         assert engine.starts == 2
         assert pool.faults["engine_restarts"] == 1
         assert pool.activity() == []
@@ -204,7 +204,7 @@ def test_a_restarted_engine_serves_no_request_before_it_has_the_weights() -> Non
 
 
 @pytest.mark.spec("async.engine-restart")
-def test_an_engine_that_keeps_dying_is_given_up() -> None:
+def test_engine_that_keeps_dying_is_abandoned() -> None:
     async def go() -> None:
         engine = OneWeight("a")
         pool, trainer = await started(engine, max_restarts=2)
@@ -242,7 +242,7 @@ def test_an_update_that_it_survives_resets_the_count() -> None:
 
 
 @pytest.mark.spec("async.verified-update", "async.server-weights")
-def test_an_update_reaches_all_engines_or_stops_the_run() -> None:
+def test_update_reaches_all_engines_or_stops_the_run() -> None:
     async def go() -> None:
         engines = [OneWeight("a"), OneWeight("b")]
         pool, trainer = await started(*engines)
@@ -259,7 +259,7 @@ def test_an_update_reaches_all_engines_or_stops_the_run() -> None:
 
 
 @pytest.mark.spec("async.server-return")
-def test_an_engine_that_dies_in_an_update_does_not_hold_it_up() -> None:
+def test_engine_that_dies_during_an_update_does_not_block_it() -> None:
     async def go() -> None:
         engines = [OneWeight("a"), OneWeight("b", comes_back=False)]
         pool, trainer = await started(*engines)
@@ -278,7 +278,7 @@ def test_an_engine_that_dies_in_an_update_does_not_hold_it_up() -> None:
 
 
 @pytest.mark.spec("async.in-flight-update", "async.verified-update")
-def test_requests_that_wait_for_an_engine_let_an_update_pass() -> None:
+def test_requests_waiting_for_an_engine_do_not_block_an_update() -> None:
     async def go() -> None:
         engine = OneWeight("a", comes_back=False)
         pool, trainer = await started(engine)
@@ -298,8 +298,8 @@ def test_requests_that_wait_for_an_engine_let_an_update_pass() -> None:
 
 
 @pytest.mark.spec("async.engine-silence")
-def test_an_engine_that_hangs_is_dead_to_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It serves nobody, answers no pause, and holds up neither requests nor the update."""
+def test_hanging_engine_is_treated_as_dead_by_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves no requests and answers no pause, but blocks neither requests nor the update."""
     monkeypatch.setattr(engine_pool, "PAUSE_SECONDS", 0.05)
 
     class Hangs(OneWeight):
@@ -330,8 +330,8 @@ def test_an_engine_that_hangs_is_dead_to_an_update(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.spec("async.engine-silence")
-def test_a_pause_that_a_dead_engine_never_answers_ends_with_it() -> None:
-    """As vLLM's does where its engine is killed in that moment."""
+def test_pause_ends_when_its_engine_dies() -> None:
+    """As in vLLM if its engine is killed at that moment."""
 
     class Silent(OneWeight):
         async def interrupt(self) -> None:
@@ -355,7 +355,7 @@ def test_a_pause_that_a_dead_engine_never_answers_ends_with_it() -> None:
     asyncio.run(go())
 
 
-def test_a_cancelled_request_stays_cancelled() -> None:
+def test_cancelled_request_stays_cancelled() -> None:
     async def go() -> None:
         engine = OneWeight("a")
         pool, _ = await started(engine)
@@ -371,7 +371,7 @@ def test_a_cancelled_request_stays_cancelled() -> None:
 
 
 @pytest.mark.spec("async.engine-silence")
-def test_waiting_for_any_engine_is_said(
+def test_waiting_for_any_engine_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine_pool, "LOG_SECONDS", 0.05)
@@ -391,7 +391,7 @@ def test_waiting_for_any_engine_is_said(
 
 
 class Refusing(OneWeight):
-    """It answers, but not as it should, from its start of this number on."""
+    """Answers incorrectly, from the given start on."""
 
     first = 1
 
@@ -401,7 +401,7 @@ class Refusing(OneWeight):
             raise EngineError(f"{self.name} answered 404 to /v1/models")
 
 
-def test_where_one_engine_does_not_start_all_are_closed() -> None:
+def test_all_engines_are_closed_if_one_does_not_start() -> None:
     async def go() -> None:
         one, other = OneWeight("a"), Refusing("b")
         with pytest.raises(EngineError, match="b answered 404"):
@@ -412,14 +412,16 @@ def test_where_one_engine_does_not_start_all_are_closed() -> None:
 
 
 @pytest.mark.spec("async.engine-restart", "async.server-return")
-def test_an_engine_that_comes_back_and_refuses_is_given_up_and_the_others_go_on() -> None:
+def test_restarted_engine_that_refuses_is_abandoned_and_the_others_continue() -> None:
     async def go() -> None:
         one, other = OneWeight("a"), Refusing("b")
         other.first = 2
         pool, trainer = await started(one, other, max_restarts=1)
         other.alive = False
-        await asyncio.gather(*(ask(pool, f"s{i}") for i in range(20)))  # some find it dead
-        for _ in range(2):  # a restart; then it is given up
+        await asyncio.gather(
+            *(ask(pool, f"s{i}") for i in range(20))
+        )  # some are sent to the dead engine
+        for _ in range(2):  # a restart, then it is abandoned
             await asyncio.wait_for(pool.wait_for_fault(), 5)
             await pool.repair(trainer.weights, trainer.make_sync)
         assert (other.starts, pool.faults["engine_restarts"]) == (2, 0)
@@ -429,6 +431,6 @@ def test_an_engine_that_comes_back_and_refuses_is_given_up_and_the_others_go_on(
     asyncio.run(go())
 
 
-def test_a_pool_of_nothing_is_refused() -> None:
+def test_empty_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="engines: wanted at least one"):
         EnginePool([])

@@ -1,4 +1,4 @@
-"""Real vLLM: weights that change while it generates, and an engine process that is killed."""
+"""Real vLLM: weight updates during generation, and a killed engine process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOLERANCE = 1e-3  # float32 on both sides, as in TOLERANCES
 
 
 class Versions:
-    """The model of each policy version: every one a little different."""
+    """The model of each policy version, each slightly different."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -54,7 +54,7 @@ class Versions:
 
     @torch.no_grad()
     def logprobs(self, version: int, ids: list[int]) -> torch.Tensor:
-        """Of each token but the first."""
+        """Return the logprob of each token but the first."""
         rows = torch.tensor([ids])
         values = self.models[version](rows).logits[0, :-1].float().log_softmax(-1)
         return values.gather(1, rows[0, 1:, None])[:, 0]
@@ -70,7 +70,7 @@ class Versions:
 
 
 def wrong_tokens(versions: Versions, trajectories: list[Trajectory]) -> tuple[int, int, float]:
-    """Tokens whose logprob is not their version's; tokens; largest difference."""
+    """Return the number of tokens with a wrong logprob, of all tokens, and the largest error."""
     wrong, total, largest = 0, 0, 0.0
     for trajectory in trajectories:
         for step in trajectory.steps:
@@ -90,7 +90,7 @@ def wrong_tokens(versions: Versions, trajectories: list[Trajectory]) -> tuple[in
 
 
 def kill_engine_process() -> None:
-    """As the kernel would, out of memory."""
+    """Kill it as the OOM killer would."""
     (core,) = [pid for pid in children(os.getpid()) if "EngineCore" in command_of(pid)]
     os.kill(core, signal.SIGKILL)
 
@@ -101,7 +101,7 @@ def kill_engine_process() -> None:
     "async.verified-update",
     "async.engine-restart",
 )
-def test_no_token_has_a_wrong_version_and_a_killed_engine_comes_back(
+def test_every_token_has_its_version_and_a_killed_engine_restarts(
     tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     async def go() -> None:

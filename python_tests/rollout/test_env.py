@@ -1,4 +1,4 @@
-"""Environments of skyrl-gym behind deadlines, and what becomes of bad answers."""
+"""Environments of skyrl-gym with deadlines, and invalid step results."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def with_factory(config: EnvironmentConfig, use: Callable[[EnvFactory], Awaitabl
 
 
 def gym(**env_config: Any) -> EnvironmentConfig:
-    """Return settings with those of environments of skyrl-gym, by their names."""
+    """Return settings with the given skyrl-gym environment settings, by name."""
     return EnvironmentConfig(skyrl_gym=SkyRLGymConfig(env_config=env_config))
 
 
 def workers(number: int, **options: Any) -> EnvironmentConfig:
-    """Return settings with so many threads."""
+    """Return settings with this number of threads."""
     return EnvironmentConfig(skyrl_gym=SkyRLGymConfig(max_env_workers=number), **options)
 
 
@@ -103,7 +103,7 @@ def test_settings_left_out_take_the_environments_defaults() -> None:
     assert (tools.topk, tools.search_url) == (7, "http://127.0.0.1:8000/retrieve")
 
 
-def test_users_module_registers_its_environment(tmp_path: Path) -> None:
+def test_user_module_registers_its_environment(tmp_path: Path) -> None:
     path = tmp_path / "my_env.py"
     path.write_text(
         "import skyrl_gym\n"
@@ -118,7 +118,7 @@ def test_users_module_registers_its_environment(tmp_path: Path) -> None:
     async def use(factory: EnvFactory) -> EnvAnswer:
         return await (await factory.make("mine", {})).step("four")
 
-    for _ in range(2):  # registering twice would be an error of skyrl_gym
+    for _ in range(2):  # skyrl_gym refuses a second registration
         assert with_factory(EnvironmentConfig(register=[str(path)]), use).reward == 4.0
 
 
@@ -146,7 +146,7 @@ class Nothing:
 
 
 @pytest.mark.parametrize(("name", "word"), [("Echo", "yes"), ("shouting", "YES")])
-def test_an_environment_by_its_class_or_factory(name: str, word: str, tmp_path: Path) -> None:
+def test_environment_by_class_or_factory(name: str, word: str, tmp_path: Path) -> None:
     path = tmp_path / "own_env.py"
     path.write_text(OWN_ENV)
     env_class = f"{path}:{name}"
@@ -168,7 +168,7 @@ def test_an_environment_by_its_class_or_factory(name: str, word: str, tmp_path: 
     with_factory(EnvironmentConfig(env_class=env_class), use)
 
 
-def test_an_environment_without_the_methods_of_one_is_named(tmp_path: Path) -> None:
+def test_environment_without_required_methods_is_named(tmp_path: Path) -> None:
     path = tmp_path / "own_env.py"
     path.write_text(OWN_ENV)
     wanted = "wanted an Env, got Nothing without init, metrics, close"
@@ -183,7 +183,7 @@ def test_an_environment_without_the_methods_of_one_is_named(tmp_path: Path) -> N
         ("json:Env", "env_class: 'json' has no 'Env'"),
     ],
 )
-def test_an_environment_that_cannot_be_imported_is_refused_at_the_start(
+def test_environment_that_cannot_be_imported_is_refused_at_the_start(
     name: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -206,7 +206,7 @@ def test_constructor_that_raises_is_named() -> None:
         with_factory(EnvironmentConfig(), lambda factory: factory.make("text2sql", {}))
 
 
-def test_call_that_never_returns_costs_its_deadline_and_no_worker() -> None:
+def test_call_that_never_returns_times_out_without_losing_a_worker() -> None:
     async def use(factory: EnvFactory) -> float:
         stuck = await factory.make("counting", {"max_turns": 1, "hang_at": 1, "hang_seconds": 1.0})
         with pytest.raises(EnvTimeoutError, match=r"step did not return within 0\.05 s"):
@@ -228,20 +228,20 @@ def test_call_that_never_returns_costs_its_deadline_and_no_worker() -> None:
 
 
 @pytest.mark.spec("rollout.env-error")
-def test_a_call_that_came_back_while_the_loop_was_busy_is_no_late_one() -> None:
+def test_call_that_returned_in_time_is_not_late_on_a_busy_loop() -> None:
     async def use() -> tuple[Any, int]:
         threads = EnvThreads(1)
         call = asyncio.create_task(threads.run(lambda: "an answer", 0.02))
         await asyncio.sleep(0)
         await asyncio.sleep(0)  # the call runs
-        time.sleep(0.1)  # the loop is busy when it is over, and at its deadline
+        time.sleep(0.1)  # the loop is busy when the call returns and at its deadline
         return await call, threads.num_abandoned
 
     assert asyncio.run(use()) == ("an answer", 0)
 
 
 @pytest.mark.spec("rollout.env-closed")
-def test_an_environment_that_was_made_too_late_is_closed() -> None:
+def test_environment_created_after_its_deadline_is_closed() -> None:
     CountingEnv.closed.clear()
 
     async def use(factory: EnvFactory) -> None:
@@ -257,7 +257,7 @@ def test_an_environment_that_was_made_too_late_is_closed() -> None:
 
 
 @pytest.mark.spec("rollout.env-step")
-def test_no_more_calls_run_at_once_than_there_are_workers() -> None:
+def test_concurrent_calls_are_limited_by_the_workers() -> None:
     running, most = 0, 0
     lock = threading.Lock()
 
@@ -291,7 +291,7 @@ def test_waiting_for_a_worker_does_not_count_against_the_deadline() -> None:
     assert [a.done for a in answers] == [True] * 6
 
 
-def test_sys_exit_in_an_environment_ends_only_its_call() -> None:
+def test_sys_exit_in_an_environment_fails_only_its_call() -> None:
     async def use(factory: EnvFactory) -> None:
         env = await factory.make("counting", {"max_turns": 1})
         env._env.env.step = lambda action: exit(3)
@@ -315,7 +315,10 @@ GOOD = {"observations": [], "reward": 1, "done": False}
         ({**GOOD, "reward": "high"}, "reward: wanted a finite number, got 'high'"),
         ({**GOOD, "reward": None}, "reward: wanted a finite number, got None"),
         ({**GOOD, "reward": 10**400}, "reward: wanted a finite number, got 1000"),
-        ({**GOOD, "reward": -1e39}, "reward: wanted a finite number, got -1e"),  # not in float32
+        (
+            {**GOOD, "reward": -1e39},
+            "reward: wanted a finite number, got -1e",
+        ),  # out of float32's range
         ({**GOOD, "reward": np.ones(2)}, "reward: wanted a finite number, got array"),
         ({**GOOD, "done": np.array([True, False])}, "done: wanted true or false, got array"),
         ({"observations": [], 3: 4}, r"lacks reward, done; it has \['3', 'observations'\]"),
@@ -325,7 +328,7 @@ GOOD = {"observations": [], "reward": 1, "done": False}
         ({**GOOD, "postprocessed_action": {"role": "user", "content": ""}}, "assistant message"),
     ],
 )
-def test_answers_that_are_none(answer: Any, message: str) -> None:
+def test_invalid_step_results(answer: Any, message: str) -> None:
     with pytest.raises(EnvError, match=message):
         _answer(answer, 0.0, "environment x: step")
 
@@ -342,7 +345,7 @@ def test_answers_that_are_none(answer: Any, message: str) -> None:
         ([{"role": "assistant", "tool_calls": [1]}], [{"role": "assistant", "tool_calls": [1]}]),
     ],
 )
-def test_forms_of_observations(value: Any, wanted: list[dict[str, str]]) -> None:
+def test_observation_formats(value: Any, wanted: list[dict[str, str]]) -> None:
     assert _messages(value, "x") == wanted
 
 

@@ -88,7 +88,7 @@ def test_recording_routes_of_a_dense_model_is_refused(tiny_model_folder: Path) -
 def test_real_routes_over_two_turns_replay_and_weight_updates(
     moe_folder: Path, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """Start-up dominates: everything that needs a live engine is asserted on one."""
+    """Start-up dominates, so all assertions on a live engine share one."""
     pytest.importorskip("transformers", minversion="5.0")
     asyncio.run(_drive(moe_folder, tiny_tokenizer, tmp_path))
 
@@ -125,7 +125,7 @@ async def _drive(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
         await _cached_prefixes_return_the_routes_they_were_computed_with(engine, trajectories[0])
         _move(model)
         with pytest.raises(WeightSyncError, match="differ from the trainer's"):
-            await sync.verify()  # the trainer moved, the engine was not told
+            await sync.verify()  # the policy changed, the engine was not updated
         report = await sync.update(policy.named_weights())
         assert report.max_difference < EXACT < 0.1 < report.max_change
         after = _batch(await _rollouts(engine, tokenizer, version=1))
@@ -179,7 +179,7 @@ def _batch(trajectories: list[Trajectory]) -> StepBatch:
 
 
 def _replay_matches_the_sampler(model: Any, batch: StepBatch) -> None:
-    """With equal weights replay is exact; with other routers it is nearer than free routing."""
+    """With equal weights replay is exact; with other routers it is closer than free routing."""
     from skyrl_fast.train.model.policy import Policy
 
     def mismatch(model: Any, *, replay: bool) -> torch.Tensor:
@@ -200,7 +200,7 @@ def _replay_matches_the_sampler(model: Any, batch: StepBatch) -> None:
 async def _cached_prefixes_return_the_routes_they_were_computed_with(
     engine: VllmEngine, trajectory: Trajectory
 ) -> None:
-    """The second turn again, whole and from a token on: its first blocks come from the cache."""
+    """Repeat the second turn, in full and from a token on: its first blocks are cached."""
     second = trajectory.steps[1]
     record, known = second.expert_indices, len(trajectory.steps[0].expert_indices)
     for start in (0, known, len(second.prompt_token_ids)):

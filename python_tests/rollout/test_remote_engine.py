@@ -1,4 +1,4 @@
-"""What a `vllm serve` endpoint is asked, and what is made of its answers."""
+"""Requests to a `vllm serve` endpoint, and handling of its responses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAMPLING = SamplingParams(
 
 
 class Server:
-    """Answers as vLLM does; keeps what it was asked."""
+    """Answers like vLLM; records its requests."""
 
     def __init__(self, completion: Callable[[dict[str, Any]], Any] | None = None) -> None:
         self.asked: list[tuple[str, Any]] = []
@@ -89,7 +89,7 @@ async def ask(engine: RemoteEngine, version: int = 3) -> Generation:
 
 
 @pytest.mark.spec("async.servers")
-def test_token_ids_go_in_and_out() -> None:
+def test_request_and_response_are_token_ids() -> None:
     server = Server(lambda body: choice([5, 6, 7], [-0.5, -0.25, -1.0], stop_reason="</a>"))
     got = with_engine(server, ask)
     assert got == Generation([5, 6, 7], [-0.5, -0.25, -1.0], "stop", "</a>")
@@ -115,7 +115,7 @@ def test_token_ids_go_in_and_out() -> None:
     assert server.headers[0]["x-session-id"] == "s-1"
 
 
-def test_a_stop_token_is_no_stop_string_and_routes_are_decoded() -> None:
+def test_stop_token_is_not_a_stop_string_and_routes_are_decoded() -> None:
     routes = np.arange(8, dtype=np.uint8).reshape(4, 1, 2)
     buffer = io.BytesIO()
     np.save(buffer, routes)
@@ -128,14 +128,14 @@ def test_a_stop_token_is_no_stop_string_and_routes_are_decoded() -> None:
 
 
 @pytest.mark.spec("async.servers")
-def test_probe_logprobs_are_of_the_given_tokens() -> None:
+def test_probe_logprobs_are_those_of_the_given_tokens() -> None:
     entries = [None, {"2": {"logprob": -0.5}, "8": {"logprob": -9.0}}, {"3": {"logprob": -0.25}}]
     server = Server(lambda body: choice([4], [-1.0], prompt_logprobs=entries))
     assert with_engine(server, lambda e: e.prompt_logprobs([1, 2, 3])) == [-0.5, -0.25]
 
 
 @pytest.mark.spec("async.in-flight-update", "async.servers")
-def test_an_interrupted_request_gives_what_it_has() -> None:
+def test_interrupted_request_returns_its_partial_response() -> None:
     server = Server(lambda body: choice([5], [-0.5], finish_reason="abort"))
 
     async def work(engine: RemoteEngine) -> Generation:
@@ -156,7 +156,7 @@ def test_an_interrupted_request_gives_what_it_has() -> None:
 
 @pytest.mark.spec("async.server-weights")
 @pytest.mark.parametrize("weight_sync", ["extension", "reload"])
-def test_weights_go_by_a_folder_that_both_can_read(weight_sync: str) -> None:
+def test_weights_are_transferred_through_a_shared_folder(weight_sync: str) -> None:
     server = Server()
     with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}), weight_sync=weight_sync)
     (path, call), (last, _) = server.asked
@@ -168,7 +168,7 @@ def test_weights_go_by_a_folder_that_both_can_read(weight_sync: str) -> None:
     else:
         assert call["method"] == "reload_weights"
         file = call["kwargs"]["weights_path"]
-    assert not Path(file).exists()  # gone when it is loaded
+    assert not Path(file).exists()  # deleted after loading
 
 
 def test_parameters_without_new_values_are_an_error() -> None:
@@ -178,7 +178,7 @@ def test_parameters_without_new_values_are_an_error() -> None:
         with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}))
 
 
-def test_a_refused_call_says_what_the_server_said() -> None:
+def test_error_of_a_refused_call_quotes_the_server() -> None:
     server = Server(lambda body: httpx.Response(400, text="max_tokens is too large"))
     with pytest.raises(EngineError, match="answered 400 to /v1/completions: max_tokens is too"):
         with_engine(server, ask)
@@ -208,7 +208,7 @@ def test_a_refused_call_says_what_the_server_said() -> None:
         (httpx.Response(503, text="loading"), "answered 503 to /v1/completions: loading"),
     ],
 )
-def test_an_answer_that_is_none_fails_its_request_and_is_quoted(answer: Any, wanted: str) -> None:
+def test_invalid_response_fails_its_request_and_is_quoted(answer: Any, wanted: str) -> None:
     server = Server(lambda body: answer)
     with pytest.raises(EngineError, match=wanted) as caught:
         with_engine(server, ask, records_routes=True)
@@ -216,7 +216,7 @@ def test_an_answer_that_is_none_fails_its_request_and_is_quoted(answer: Any, wan
 
 
 @pytest.mark.spec("async.server-answers")
-def test_a_body_that_cannot_be_decoded_is_asked_for_again() -> None:
+def test_undecodable_body_is_requested_again() -> None:
     answers = [
         httpx.Response(
             200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"no gzip")
@@ -228,7 +228,7 @@ def test_a_body_that_cannot_be_decoded_is_asked_for_again() -> None:
 
 
 @pytest.mark.spec("async.server-answers")
-def test_probes_and_updates_of_another_kind_of_server_are_named() -> None:
+def test_missing_endpoints_of_another_server_are_named() -> None:
     server = Server(lambda body: choice([4], [-1.0], prompt_logprobs=[None, {}]))
     with pytest.raises(EngineError, match="in another format than vLLM: KeyError: '2'"):
         with_engine(server, lambda e: e.prompt_logprobs([1, 2]))
@@ -247,7 +247,7 @@ def test_probes_and_updates_of_another_kind_of_server_are_named() -> None:
         ("/resume", None, "is healthy but did not answer within 0.05 s"),
     ],
 )
-def test_what_does_not_greet_as_vllm_does_is_named(
+def test_server_that_is_not_vllm_is_named(
     path: str, answer: httpx.Response | None, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("skyrl_fast.rollout.engine.remote.HANDSHAKE_SECONDS", 0.05)
@@ -257,7 +257,7 @@ def test_what_does_not_greet_as_vllm_does_is_named(
         if request.url.path != path:
             return server(request)
         if answer is None:
-            await asyncio.Event().wait()  # for ever
+            await asyncio.Event().wait()  # forever
         return answer
 
     with pytest.raises(EngineError, match=wanted):
@@ -265,7 +265,7 @@ def test_what_does_not_greet_as_vllm_does_is_named(
 
 
 @pytest.mark.spec("async.server-return")
-def test_a_server_that_is_gone_is_dead_and_one_that_is_well_is_asked_again() -> None:
+def test_unreachable_server_is_dead_and_healthy_server_is_retried() -> None:
     server = Server()
     breaks = 1
 
@@ -291,7 +291,7 @@ def test_a_server_that_is_gone_is_dead_and_one_that_is_well_is_asked_again() -> 
 
 
 @pytest.mark.spec("async.engine-command")
-def test_the_command_of_a_server(tmp_path: Path) -> None:
+def test_serve_command(tmp_path: Path) -> None:
     config = VllmSetup(
         "model", InferenceEngineConfig(max_num_batched_tokens=50, num_threads=1), max_model_len=100
     )
@@ -308,11 +308,11 @@ def test_the_command_of_a_server(tmp_path: Path) -> None:
         assert wanted in text
     environment = serve_environment(config, {"OMP_NUM_THREADS": "2"})
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
-    assert environment["OMP_NUM_THREADS"] == "2"  # what the user set stays
+    assert environment["OMP_NUM_THREADS"] == "2"  # the user's value is kept
 
 
 @pytest.mark.spec("async.engine-command")
-def test_the_engine_command_serves_the_trainers_model_on_loopback(
+def test_engine_command_serves_the_policy_model_on_loopback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tmp_path / "model"
@@ -347,7 +347,7 @@ def test_the_engine_command_serves_the_trainers_model_on_loopback(
         ({}, False),
     ],
 )
-def test_rows_beyond_the_models_positions_are_refused_before_the_engine_starts(
+def test_rows_beyond_max_position_embeddings_are_refused_before_the_engine_starts(
     model: dict[str, Any], refused: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model))
@@ -366,7 +366,7 @@ def test_rows_beyond_the_models_positions_are_refused_before_the_engine_starts(
         assert vllm_setup(config, str(tmp_path)).max_model_len == 48
 
 
-def test_a_servers_engine_is_told_to_end_with_it() -> None:
+def test_server_engine_exits_with_the_server() -> None:
     server = Server()
 
     async def go() -> None:
@@ -380,7 +380,7 @@ def test_a_servers_engine_is_told_to_end_with_it() -> None:
     ]
 
 
-def test_a_server_that_never_answers_is_an_error_in_time() -> None:
+def test_server_that_never_answers_times_out() -> None:
     server = Server()
     server.well = False
     with pytest.raises(EngineDeadError, match="did not answer within 0 s"):
@@ -405,7 +405,7 @@ def test_a_server_that_never_answers_is_an_error_in_time() -> None:
         (["external_proxy_url=x"], "requests go straight to"),
     ],
 )
-def test_settings_of_servers_are_checked(overrides: list[str], wanted: str) -> None:
+def test_server_settings_are_validated(overrides: list[str], wanted: str) -> None:
     key = "generator.inference_engine."
     base = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"]
     with pytest.raises(ConfigError, match=wanted):

@@ -1,4 +1,4 @@
-"""A real `vllm serve` that knows nothing of this package: weights by its own reload of a folder."""
+"""A real `vllm serve` without this package: weight updates through its reload of a folder."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plain_server(model: Path, log: Path) -> Iterator[str]:
 
 
 def untied(model: Path, folder: Path) -> Path:
-    """The same model with an output head of its own."""
+    """Return the same model with an untied output head."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     copy = AutoModelForCausalLM.from_pretrained(model, tie_word_embeddings=False)
@@ -62,7 +62,7 @@ def untied(model: Path, folder: Path) -> Path:
 
 
 @pytest.mark.spec("async.server-weights")
-def test_weights_reach_a_server_by_vllms_own_reload(
+def test_weights_reach_a_server_through_vllm_reload(
     tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     folder = untied(tiny_model_folder, tmp_path / "model")
@@ -90,7 +90,7 @@ def test_weights_reach_a_server_by_vllms_own_reload(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the packed copy is that of CPU kernels")
 @pytest.mark.spec("async.server-weights")
-def test_a_reload_that_leaves_a_tied_head_behind_is_refused(
+def test_reload_that_does_not_update_a_tied_head_is_refused(
     tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     versions = Versions(tiny_model_folder)

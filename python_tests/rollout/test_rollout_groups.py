@@ -34,7 +34,7 @@ def test_groups_are_ordered_by_prompt_then_repetition(tiny_tokenizer) -> None:
 
 
 @pytest.mark.spec("rollout.one-sample", "rollout.group-order")
-def test_phase_chooses_samples_and_sampling_parameters(tiny_tokenizer) -> None:
+def test_phase_selects_samples_and_sampling_parameters(tiny_tokenizer) -> None:
     config = loop_config(
         n_samples_per_prompt=3,
         sampling_params=SamplingParams(temperature=1.0),
@@ -49,7 +49,7 @@ def test_phase_chooses_samples_and_sampling_parameters(tiny_tokenizer) -> None:
 
 
 @pytest.mark.spec("rollout.group-order")
-def test_at_most_so_many_at_once(tiny_tokenizer) -> None:
+def test_concurrency_is_limited(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     config = loop_config(n_samples_per_prompt=20, max_concurrent_trajectories=3)
     run(tiny_tokenizer, [prompt_with(turns=1)], config, engine)
@@ -72,7 +72,7 @@ def seeds(tiny_tokenizer, **options) -> dict[str, int]:
 
 
 @pytest.mark.spec("rollout.request-seed")
-def test_seeds_depend_on_the_place_in_the_run_alone(tiny_tokenizer) -> None:
+def test_seeds_depend_only_on_the_position_in_the_run(tiny_tokenizer) -> None:
     one = seeds(tiny_tokenizer)
     assert one == seeds(tiny_tokenizer, reverse=True)
     assert len(set(one.values())) == len(one) == 12
@@ -82,7 +82,7 @@ def test_seeds_depend_on_the_place_in_the_run_alone(tiny_tokenizer) -> None:
 
 
 @pytest.mark.spec("rollout.request-seed")
-def test_evaluations_draw_the_same_numbers_at_every_version(tiny_tokenizer) -> None:
+def test_evaluation_seeds_are_the_same_at_every_version(tiny_tokenizer) -> None:
     def values(phase: str, version: int) -> list[int]:
         return sorted(seeds(tiny_tokenizer, phase=phase, policy_version=version).values())
 
@@ -100,13 +100,13 @@ def test_evaluations_draw_the_same_numbers_at_every_version(tiny_tokenizer) -> N
         ({"max_input_length": None}, "wanted max_input_length and context resolved"),
     ],
 )
-def test_config_refuses_what_cannot_work(change: dict, message: str, tiny_tokenizer) -> None:
+def test_invalid_config_is_refused(change: dict, message: str, tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     with pytest.raises(ValueError, match=message):
         run(tiny_tokenizer, [FakePrompt("a")], loop_config(**change), engine)
 
 
-def test_arguments_are_checked(tiny_tokenizer) -> None:
+def test_arguments_are_validated(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     with pytest.raises(ValueError, match="phase: wanted one of"):
         run(tiny_tokenizer, [FakePrompt("a")], loop_config(), engine, phase="test")

@@ -60,7 +60,7 @@ def test_nine_tokens_of_two_turns() -> None:
 
 @pytest.mark.spec("replay.fork")
 @pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 6, 7], [1, 2, 3], [8, 2, 3, 4, 5, 6], []])
-def test_a_fork_keeps_its_own_full_array(prompt: list[int]) -> None:
+def test_fork_keeps_its_own_full_array(prompt: list[int]) -> None:
     first = step([1, 2], [3, 4, 5], routes(10, 11, 20, 21))
     assert recorded_routes([first], prompt) is None
     own = routes(*range(50, 50 + len(prompt) + 1))
@@ -68,8 +68,8 @@ def test_a_fork_keeps_its_own_full_array(prompt: list[int]) -> None:
 
 
 @pytest.mark.spec("replay.no-routes")
-def test_an_appended_end_token_gets_its_route_from_the_next_turn() -> None:
-    first = step([1, 2], [3, 0], routes(10, 11))  # 0 was appended: 3 is not run, nor is 0
+def test_appended_end_token_gets_its_route_from_the_next_turn() -> None:
+    first = step([1, 2], [3, 0], routes(10, 11))  # 0 was appended: neither 3 nor 0 was processed
     assert recorded_routes([first], [1, 2, 3, 0, 6]) is first.expert_indices
     assert recorded_routes([first], [1, 2, 3, 6]) is None  # not in the context: a fork
     record = turn_routes([first], [1, 2, 3, 0, 6], turn(routes(20, 5, 30, 40), start=2))
@@ -83,7 +83,7 @@ def test_without_routes_there_is_no_record() -> None:
     assert turn_routes([first], [1, 2, 3], turn(None)) is first.expert_indices
 
 
-def test_routes_that_do_not_go_on_are_the_engines_fault() -> None:
+def test_routes_that_do_not_continue_are_an_engine_error() -> None:
     with pytest.raises(EngineError, match=r"do not fit turn 2: .*rows are missing"):
         turn_routes([step([1], [2], routes(10))], [1, 2, 3], turn(routes(1), start=3))
 
@@ -92,7 +92,7 @@ def test_routes_that_do_not_go_on_are_the_engines_fault() -> None:
 
 
 class RoutingEngine:
-    """Says one word a turn. A token's route tells the call that ran it, and its place.
+    """Answers one word per turn. A token's route encodes the call and position that computed it.
 
     Every call runs all tokens again, so that its routes differ from those of the calls before.
     """
@@ -141,7 +141,7 @@ def run(tokenizer: Any, engine: RoutingEngine, context: str, turns: int = 3) -> 
 
 @pytest.mark.spec("replay.append-only", "replay.row-record", "replay.new-routes-only")
 @pytest.mark.parametrize("from_start", [True, False])
-def test_growing_contexts_keep_the_routes_of_the_turn_that_sampled(
+def test_growing_contexts_keep_the_routes_of_the_sampling_turn(
     tiny_tokenizer: Any, from_start: bool
 ) -> None:
     engine = RoutingEngine(tiny_tokenizer, from_start=from_start)
@@ -171,7 +171,7 @@ def test_a_context_that_is_cut_back_has_complete_new_arrays(tiny_tokenizer: Any)
 
 
 @pytest.mark.spec("replay.row-record", "replay.batch-operations")
-def test_rows_carry_their_records_into_the_batch(tiny_tokenizer: Any) -> None:
+def test_batch_contains_the_route_records(tiny_tokenizer: Any) -> None:
     trajectory = run(tiny_tokenizer, RoutingEngine(tiny_tokenizer, from_start=True), "append")
     failed = run(tiny_tokenizer, RoutingEngine(tiny_tokenizer, from_start=True), "append", turns=1)
     failed.uid, failed.failure = "q", "the engine went away"

@@ -31,14 +31,14 @@ def forget() -> None:
 
 
 @pytest.mark.spec("rollout.retries")
-def test_flaky_environment_is_tried_again(tiny_tokenizer) -> None:
+def test_flaky_environment_is_retried(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     flaky = FakePrompt(
         "f", env_class="flaky", env_extras={"name": "f", "fail_times": 1, "turns": 1}
     )
     (t,) = run(tiny_tokenizer, [flaky], loop_config(max_retries=1), engine)
     assert (t.failure, len(t.steps)) == (None, 1)
-    assert len({c.seed for c in engine.calls}) == 2  # another attempt, another sample
+    assert len({c.seed for c in engine.calls}) == 2  # another attempt, other seeds
 
 
 @pytest.mark.spec("rollout.retries", "rollout.failure-tolerance")
@@ -61,7 +61,7 @@ def test_one_broken_environment_of_64_does_not_stop_the_step(tiny_tokenizer) -> 
 
 
 @pytest.mark.spec("rollout.retries", "rollout.failure-tolerance", "rollout.env-error")
-def test_call_that_does_not_return_is_an_environment_error_and_the_others_finish(
+def test_hanging_call_is_an_environment_error_and_other_trajectories_finish(
     tiny_tokenizer,
 ) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
@@ -106,7 +106,7 @@ def test_error_after_some_steps_restarts_with_other_seeds(tiny_tokenizer) -> Non
     engine = ScriptedEngine(answer)
     (t,) = run(tiny_tokenizer, [prompt_with(turns=3)], loop_config(max_turns=3), engine)
     assert (t.failure, t.stop_reason) == (None, "stop")
-    assert [s.text for s in t.steps] == ["a3", "a4", "a5"]  # nothing of the first attempt
+    assert [s.text for s in t.steps] == ["a3", "a4", "a5"]  # no steps of the first attempt
     assert [c.session_id[-2:] for c in engine.calls] == ["-0"] * 3 + ["-1"] * 3
     assert len({c.seed for c in engine.calls}) == 6
     assert CountingEnv.closed == ["", ""]
@@ -116,7 +116,7 @@ def test_error_after_some_steps_restarts_with_other_seeds(tiny_tokenizer) -> Non
 
 
 @pytest.mark.spec("rollout.timeout", "rollout.reason-on-last-step", "rollout.env-closed")
-def test_at_its_deadline_a_trajectory_ends_with_the_steps_it_has(tiny_tokenizer) -> None:
+def test_trajectory_keeps_its_steps_at_the_deadline(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: None if n == 2 else says(tiny_tokenizer, "a"))
     config = loop_config(max_turns=9, max_retries=3, trajectory_timeout_seconds=0.3)
     (t,) = run(tiny_tokenizer, [prompt_with(turns=9)], config, engine)
@@ -132,7 +132,7 @@ def test_at_its_deadline_a_trajectory_ends_with_the_steps_it_has(tiny_tokenizer)
 
 
 @pytest.mark.spec("rollout.timeout", "rollout.env-closed")
-def test_deadline_within_an_environment_call_leaves_that_turn_out(tiny_tokenizer) -> None:
+def test_deadline_during_an_environment_call_drops_that_turn(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     slow = FakePrompt("slow", env_extras={"turns": 9, "hang_at": 2, "hang_seconds": 1.0})
     fast = FakePrompt("fast", env_extras={"turns": 1})
@@ -140,13 +140,13 @@ def test_deadline_within_an_environment_call_leaves_that_turn_out(tiny_tokenizer
     got = run(tiny_tokenizer, [slow, fast], config, engine)
     assert (got[0].stop_reason, got[0].failure, len(got[0].steps)) == ("timeout", None, 1)
     assert got[0].steps[-1].stop_reason == "timeout"
-    assert got[0].env_metrics == {}  # the call still runs: nothing is asked
+    assert got[0].env_metrics == {}  # the call is still running, so metrics are not requested
     assert (got[1].stop_reason, got[1].failure) == ("stop", None)
     assert len(CountingEnv.closed) == 2
 
 
 @pytest.mark.spec("rollout.deadline-before-first-step", "rollout.first-prompt-too-long")
-def test_deadline_before_the_first_step_is_a_failure_without_another_attempt(
+def test_deadline_before_the_first_step_is_a_failure_without_retry(
     tiny_tokenizer,
 ) -> None:
     engine = ScriptedEngine(lambda call, n: None)
@@ -159,13 +159,13 @@ def test_deadline_before_the_first_step_is_a_failure_without_another_attempt(
 
 
 @pytest.mark.spec("rollout.deadline-before-first-step")
-def test_the_deadline_covers_all_attempts(tiny_tokenizer) -> None:
+def test_deadline_covers_all_attempts(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: EngineError("refused") if n == 0 else None)
     config = loop_config(max_turns=9, max_retries=5, trajectory_timeout_seconds=0.3)
     (t,) = run(tiny_tokenizer, [prompt_with(turns=9)], config, engine)
     assert len(engine.calls) == 2
     assert "turn 1 of attempt 2" in t.failure
-    assert 0.3 <= t.seconds < 5.0  # well under a second deadline; machines pause
+    assert 0.3 <= t.seconds < 5.0  # well below a second deadline; machines may pause
 
 
 @pytest.mark.spec("rollout.engine-error")
@@ -183,21 +183,21 @@ def test_engine_errors(tiny_tokenizer, answer: Generation | Exception, failure: 
     (t,) = run(tiny_tokenizer, [prompt_with(turns=1)], loop_config(max_retries=1), engine)
     assert t.stop_reason == "engine_error"
     assert failure in t.failure
-    assert len(engine.calls) == 2  # tried again
+    assert len(engine.calls) == 2  # retried
 
 
-def test_metrics_that_raise_cost_the_metrics_only(tiny_tokenizer, caplog) -> None:
+def test_exception_in_metrics_loses_only_the_metrics(tiny_tokenizer, caplog) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
     (t,) = run(tiny_tokenizer, [prompt_with(turns=1, odd_metrics=True)], loop_config(), engine)
     assert (t.failure, t.env_metrics, len(t.steps)) == (None, {}, 1)
     assert "metrics raised KeyError" in caplog.text
 
 
-# --- the others go on --------------------------------------------------------------------------
+# --- isolation of failures -----------------------------------------------------------------------
 
 
 @pytest.mark.spec("rollout.retries", "rollout.engine-error")
-def test_failed_request_fails_its_trajectory_only(tiny_tokenizer) -> None:
+def test_failed_request_fails_only_its_trajectory(tiny_tokenizer) -> None:
     def answer(call: Call, n: int) -> Generation | Exception:
         return EngineError("refused") if "-bad-" in call.session_id else says(tiny_tokenizer, "a")
 
@@ -239,10 +239,10 @@ def trajectories(*failures: str | None) -> list[Trajectory]:
 
 
 @pytest.mark.spec("rollout.all-failed")
-def test_three_batches_of_failures_in_a_row_end_the_run() -> None:
+def test_three_consecutive_batches_of_failures_end_the_run() -> None:
     watch = FailureWatch()
-    whole, part = trajectories("no such table", "b"), trajectories("a", None)
-    for batch in (whole, whole, part, whole, [], whole, whole):
+    full, part = trajectories("no such table", "b"), trajectories("a", None)
+    for batch in (full, full, part, full, [], full, full):
         watch.see(batch)
     with pytest.raises(RolloutError, match=r"3 batches in a row failed.*\(p0\): no such table"):
-        watch.see(whole)
+        watch.see(full)

@@ -1,4 +1,4 @@
-"""What a run asks of vLLM besides trajectories."""
+"""The probe and the settings that a run passes to vLLM."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts, vllm_setup
 
 
 class NoEngine:
-    """An engine that nobody starts."""
+    """An engine that is never started."""
 
     name = "none"
 
 
-def test_the_probe_is_made_once_and_fits_the_engine(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_probe_is_created_once_and_fits_the_engine(tmp_path: Path, tiny_tokenizer: Any) -> None:
     data = tmp_path / "train.jsonl"
     rows = [{"prompt": "a prompt that is longer than what the engine takes"}, {"prompt": "b" * 9}]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -40,20 +40,20 @@ def test_the_probe_is_made_once_and_fits_the_engine(tmp_path: Path, tiny_tokeniz
     pool = EnginePool([NoEngine()])  # type: ignore[list-item]
     rollouts = VllmRollouts(config, tiny_tokenizer, pool, EnvFactory(EnvironmentConfig()), prompts)
     probe = rollouts._probe
-    assert [len(ids) for ids in probe] == [11, 9]  # with the token behind it 12, the engine's most
+    assert [len(ids) for ids in probe] == [11, 9]  # with the next token 12, the engine's limit
     assert tiny_tokenizer.decode(probe[0]) == "a prompt th"
     data.unlink()  # an update long after the start reads nothing
     assert rollouts._probe is probe
 
 
 @pytest.mark.parametrize("path", ["~/model", "org/model"])
-def test_the_engine_finds_the_model_where_the_trainer_does(
+def test_engine_and_trainer_use_the_same_model_path(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "model"
-    if path == "org/model":  # as a download leaves it
+    if path == "org/model":  # as stored by a download
         folder = tmp_path / "models--org--model/snapshots/abc"
         refs = tmp_path / "models--org--model/refs"
         refs.mkdir(parents=True)
@@ -67,13 +67,13 @@ def test_the_engine_finds_the_model_where_the_trainer_does(
         [*needed, "trainer.max_prompt_length=8", "generator.sampling_params.max_generate_length=8"],
     )
     assert vllm_setup(config, path).model == str(folder)
-    config.trainer.max_prompt_length = 60  # its positions are read there, too
+    config.trainer.max_prompt_length = 60  # its max_position_embeddings is read from there, too
     with pytest.raises(ValueError, match="wanted at most the 64 positions"):
         vllm_setup(config, path)
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("{", "no JSON"), ("[]", "got list")])
-def test_a_models_broken_settings_are_named(text: str, wanted: str, tmp_path: Path) -> None:
+def test_invalid_model_config_is_named(text: str, wanted: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     needed = ["data.train_data=[x.jsonl]", f"trainer.policy.model.path={tmp_path}"]
     with pytest.raises(ValueError, match=rf"config\.json: .*{wanted}"):
@@ -82,7 +82,7 @@ def test_a_models_broken_settings_are_named(text: str, wanted: str, tmp_path: Pa
 
 @pytest.mark.spec("rollout.eval-sampling-defaults")
 @pytest.mark.parametrize("stop", ["", "</sql>"])
-def test_evaluations_without_trainings_stop_strings_are_warned_of(
+def test_evaluation_without_the_training_stop_strings_is_a_warning(
     stop: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config(
@@ -102,7 +102,7 @@ def test_evaluations_without_trainings_stop_strings_are_warned_of(
     assert ("eval_sampling_params.stop is empty" in caplog.text) == (not stop)
 
 
-def test_a_model_that_is_nowhere_keeps_its_name() -> None:
+def test_unresolved_model_keeps_its_name() -> None:
     config = load_config(None, ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"])
     for path in ("nowhere", "./nowhere", "org/nowhere", "no/hub/name"):
         assert vllm_setup(config, path).model == path

@@ -1,4 +1,4 @@
-"""What is slow, what is stuck, and what becomes of it; all clocks are the tests' own."""
+"""Detection and handling of slow and stuck trajectories, with fake clocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ register_fakes()
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that the tests advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -82,7 +82,7 @@ def test_oldest_returns_the_entries_longest_in_their_phase() -> None:
 
 
 class Deaf:
-    """An engine whose chosen requests never end and ignore that they are cancelled.
+    """An engine whose chosen requests never end and ignore cancellation.
 
     `deaf`: of each repetition, how many of its first requests.
     """
@@ -113,7 +113,7 @@ async def run_deaf(
     slots: int = 8,
     phase: str = "train",
 ) -> tuple[GroupRunner, list[Trajectory] | Exception]:
-    """One group; the clock runs ten deadlines ahead whenever nothing else happens."""
+    """Run one group; whenever the event loop is idle the clock advances by ten deadlines."""
     clock = Clock()
     engine = Deaf(tokenizer, deaf)
     factory = EnvFactory(EnvironmentConfig())
@@ -167,7 +167,7 @@ def test_a_stuck_trajectory_restarts_and_finished_ones_are_kept(
 
 
 @pytest.mark.spec("async.stuck-trajectory", "async.lost-group-members")
-def test_stuck_for_good_it_stays_as_a_failed_one(tiny_tokenizer: Any) -> None:
+def test_permanently_stuck_trajectory_fails(tiny_tokenizer: Any) -> None:
     runner, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 2}))
     assert isinstance(got, list)
     assert [len(t.steps) for t in got] == [0, 1, 1]
@@ -176,14 +176,14 @@ def test_stuck_for_good_it_stays_as_a_failed_one(tiny_tokenizer: Any) -> None:
 
 
 @pytest.mark.spec("async.lost-group")
-def test_a_group_of_which_nothing_came_back_is_dropped(tiny_tokenizer: Any) -> None:
+def test_group_without_any_trajectory_is_dropped(tiny_tokenizer: Any) -> None:
     _, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 9, 1: 9}, samples=2, retries=0))
     assert isinstance(got, GroupDroppedError)
     assert "group p: all 2 trajectories were stuck" in str(got)
 
 
 @pytest.mark.spec("async.lost-group")
-def test_in_an_evaluation_a_group_of_which_nothing_came_back_stays(tiny_tokenizer: Any) -> None:
+def test_group_without_any_trajectory_is_kept_in_an_evaluation(tiny_tokenizer: Any) -> None:
     _, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 9, 1: 9}, samples=2, retries=0, phase="eval"))
     assert isinstance(got, list)
     assert [(t.phase, t.steps, t.stop_reason) for t in got] == [("eval", [], "timeout")] * 2
@@ -191,7 +191,7 @@ def test_in_an_evaluation_a_group_of_which_nothing_came_back_stays(tiny_tokenize
 
 
 @pytest.mark.spec("async.stuck-trajectory")
-def test_a_stuck_trajectory_gives_its_place_back(tiny_tokenizer: Any) -> None:
+def test_stuck_trajectory_releases_its_slot(tiny_tokenizer: Any) -> None:
     runner, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 1}, slots=1))
     assert isinstance(got, list)
     assert [t.failure for t in got] == [None] * 3
@@ -199,7 +199,7 @@ def test_a_stuck_trajectory_gives_its_place_back(tiny_tokenizer: Any) -> None:
 
 
 @pytest.mark.spec("async.slow-phase")
-def test_slow_trajectories_are_in_the_log_and_the_counts(
+def test_slow_trajectories_are_logged_and_counted(
     tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""Requests through weight updates: whose version every token is, and that nothing is lost."""
+"""Requests during weight updates: the version of every token, and no lost tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ register_fakes()
 
 
 class Parts:
-    """Gives a fixed response in parts of the given sizes, each the engine's version at its time.
+    """Returns a fixed response in parts of the given sizes, each with the engine's current version.
 
     The logprob of a token is minus its version.
     """
@@ -82,7 +82,7 @@ def through(
 
 
 @pytest.mark.spec("async.in-flight-update", "async.token-versions")
-def test_tokens_stay_and_know_their_version(tiny_tokenizer: Any) -> None:
+def test_tokens_are_kept_with_their_version(tiny_tokenizer: Any) -> None:
     parts, got = through(tiny_tokenizer, [10, 11, 12, 13, 14], [2, 0, 1])
     assert got.generation.token_ids == [10, 11, 12, 13, 14]
     assert got.versions == [7, 7, 9, 10, 10]
@@ -95,7 +95,7 @@ def test_tokens_stay_and_know_their_version(tiny_tokenizer: Any) -> None:
     assert [seed for _, _, seed in parts.asked] == [1000, 1001, 1002, 1003]
 
 
-def test_routes_that_are_recorded_stay(tiny_tokenizer: Any) -> None:
+def test_recorded_routes_are_kept(tiny_tokenizer: Any) -> None:
     _, got = through(tiny_tokenizer, [10, 11, 12], [2])
     routes = got.generation.expert_indices
     assert routes is not None
@@ -103,7 +103,7 @@ def test_routes_that_are_recorded_stay(tiny_tokenizer: Any) -> None:
     assert routes[:, 0, 0].tolist() == [700, 701, 702, 803]
 
 
-def test_an_interruption_at_the_last_token_leaves_room_for_an_end(tiny_tokenizer: Any) -> None:
+def test_interruption_at_the_last_token_leaves_room_for_an_end_token(tiny_tokenizer: Any) -> None:
     parts, got = through(tiny_tokenizer, [10, 11, 12], [3])
     assert got.generation.token_ids == [10, 11, 12]
     assert got.versions == [7, 7, 8]
@@ -156,7 +156,7 @@ def test_no_request_passes_a_closed_gate_and_an_update_waits_for_those_inside() 
         async def interrupt() -> None:
             nonlocal calls
             calls += 1
-            if calls == 3:  # it had not reached the engine before
+            if calls == 3:  # the request has reached the engine only now
                 interrupted.set()
 
         async with gate.closed(interrupt) as number:
@@ -175,7 +175,7 @@ def test_no_request_passes_a_closed_gate_and_an_update_waits_for_those_inside() 
 
 
 @pytest.mark.spec("async.engine-silence")
-def test_an_update_that_waits_long_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_long_wait_of_an_update_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def go() -> None:
         seconds = iter(range(0, 1000, 40))
         gate = WeightGate(clock=lambda: float(next(seconds)))
@@ -203,13 +203,13 @@ def test_an_update_that_waits_long_says_so(caplog: pytest.LogCaptureFixture) -> 
     assert "a weight update waits for 1 requests" in caplog.text
 
 
-def test_an_engine_that_gives_too_much_is_refused(tiny_tokenizer: Any) -> None:
+def test_engine_response_beyond_the_limit_is_refused(tiny_tokenizer: Any) -> None:
     with pytest.raises(EngineError, match="no room for more"):
         through(tiny_tokenizer, [], [1])
 
 
 class TwoTurns:
-    """Answers turn by turn; its first requests are held until the test lets go."""
+    """Answers turn by turn; its first requests are blocked until the test releases them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.ids = tokenizer.encode("abcd")
@@ -254,7 +254,7 @@ def test_steps_record_the_versions_of_their_tokens(tiny_tokenizer: Any, in_fligh
             if in_flight:
                 engine.interrupted.set()
             else:
-                engine.let_go.set()  # the turn ends by itself
+                engine.let_go.set()  # the turn ends without interruption
 
         async with gate.closed(interrupt):
             gate.version = 4

@@ -1,4 +1,4 @@
-"""Weight updates: the hand-over file, and the proof that finds an engine with other weights."""
+"""Weight updates: the transfer file, and the verification of the engine's weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROBE = [[1, 2, 3], [4, 5]]
 
 
 class OneNumberModel:
-    """A model whose logprobs are its one weight plus the token's id / 100."""
+    """A model whose logprobs are its single weight plus the token id / 100."""
 
     def __init__(self, weight: float = -2.0) -> None:
         self.weight = weight
@@ -35,7 +35,7 @@ class OneNumberModel:
 
 
 class FakeEngine(OneNumberModel):
-    """An engine that takes updates, or ignores them."""
+    """An engine that applies updates, or ignores them."""
 
     ignores_updates = False
     routes: Callable[[Sequence[int]], np.ndarray]
@@ -61,7 +61,7 @@ def push(sync: WeightSync, trainer: OneNumberModel, change: float):
     return asyncio.run(sync.update({"w": torch.tensor(trainer.weight, dtype=torch.float64)}))
 
 
-def test_update_that_took_effect_is_reported() -> None:
+def test_effective_update_is_reported() -> None:
     trainer, engine = OneNumberModel(), FakeEngine()
     sync = make(trainer, engine)
     assert asyncio.run(sync.verify()).max_difference == 0.0
@@ -72,8 +72,8 @@ def test_update_that_took_effect_is_reported() -> None:
 
 
 @pytest.mark.spec("replay.weight-probe")
-def test_a_mixture_of_experts_is_compared_at_the_engines_routes() -> None:
-    """Near a tie both sides may choose another expert: no difference of weights."""
+def test_mixture_of_experts_is_compared_at_engine_routes() -> None:
+    """Near a tie both sides may choose different experts with equal weights."""
     trainer, engine = OneNumberModel(), FakeEngine()
     engine.routes = lambda ids: np.full((len(ids), 1, 1), 3, np.uint8)
     seen = []
@@ -95,7 +95,7 @@ def test_a_mixture_of_experts_is_compared_at_the_engines_routes() -> None:
         push(sync, trainer, 0.5)
 
 
-def test_ignored_update_is_an_error_that_says_where_and_why() -> None:
+def test_ignored_update_error_says_where_and_why() -> None:
     trainer, engine = OneNumberModel(), FakeEngine()
     sync = make(trainer, engine)
     asyncio.run(sync.verify())
@@ -108,7 +108,7 @@ def test_ignored_update_is_an_error_that_says_where_and_why() -> None:
     assert "cannot be reloaded" in text
 
 
-def test_ignored_update_smaller_than_the_tolerance_is_found_too() -> None:
+def test_ignored_update_smaller_than_the_tolerance_is_detected() -> None:
     trainer, engine = OneNumberModel(), FakeEngine()
     sync = make(trainer, engine)
     asyncio.run(sync.verify())
@@ -117,7 +117,7 @@ def test_ignored_update_smaller_than_the_tolerance_is_found_too() -> None:
         push(sync, trainer, 5e-4)
 
 
-def test_learning_rate_zero_is_no_error() -> None:
+def test_learning_rate_zero_is_not_an_error() -> None:
     trainer, engine = OneNumberModel(), FakeEngine()
     sync = make(trainer, engine)
     asyncio.run(sync.verify())
@@ -132,7 +132,7 @@ def test_nan_and_inf_are_a_mismatch(bad: float) -> None:
         asyncio.run(make(trainer, engine).verify())
 
 
-def test_probe_and_callback_are_checked() -> None:
+def test_probe_and_callback_are_validated() -> None:
     engine = FakeEngine()
     with pytest.raises(ValueError, match="at least 2 tokens"):
         WeightSync(engine, probe=[[1]], trainer_logprobs=engine.logprobs)
@@ -145,7 +145,7 @@ def test_probe_and_callback_are_checked() -> None:
         asyncio.run(wrong.verify())
 
 
-def test_file_holds_the_tensors_is_private_and_goes_away() -> None:
+def test_weights_file_is_private_and_deleted_after_use() -> None:
     weight = torch.randn(3, 4)
     with WeightsFile() as file:
         file.write({"a": weight, "tied": weight, "b": weight.t(), "c": weight.bfloat16()})
@@ -170,7 +170,7 @@ with WeightsFile(sys.argv[1]) as file:
 """
 
 
-def test_what_a_killed_process_left_goes_with_the_next_update(tmp_path: Path) -> None:
+def test_next_update_deletes_the_files_of_a_killed_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED_WHILE_IT_HANDS_OVER, str(tmp_path)]
     root = Path(weights_file.__file__).parents[2]
     killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, check=False)
@@ -181,11 +181,11 @@ def test_what_a_killed_process_left_goes_with_the_next_update(tmp_path: Path) ->
         one.write({"a": torch.zeros(3)})
         other.write({"a": torch.zeros(3)})
         assert not left.exists()
-        assert one.path.exists() and other.path.exists()  # in use: left alone
+        assert one.path.exists() and other.path.exists()  # in use: not deleted
     assert [path.name for path in tmp_path.iterdir()] == ["skyrl_fast-weights-link"]
 
 
-def test_nothing_to_hand_over_and_no_room_are_errors(
+def test_no_weights_and_no_space_are_errors(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with WeightsFile() as file, pytest.raises(WeightSyncError, match="no weights"):
@@ -199,7 +199,7 @@ def test_nothing_to_hand_over_and_no_room_are_errors(
         file.write({"a": torch.zeros(3, 4)})
 
 
-def test_without_shared_memory_the_temporary_folder_serves(
+def test_temporary_folder_is_used_without_shared_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(weights_file, "SHARED_MEMORY", tmp_path / "absent")

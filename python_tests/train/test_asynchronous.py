@@ -1,4 +1,4 @@
-"""Generation beside training, with rollouts that sample from the model itself, at their own pace.
+"""Asynchronous training, with rollouts that sample from the policy at varying speed.
 
 What is random in a real run (which group ends when) is drawn from a seed here.
 """
@@ -39,7 +39,7 @@ from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.run import TrainResult
 from skyrl_fast.trajectory_store import read_index
 
-CHANGING = ("timing/", "generate/trajectory", "async/num_groups_r")  # the clock's
+CHANGING = ("timing/", "generate/trajectory", "async/num_groups_r")  # depend on the clock
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def settings(folder: Path, name: str, *overrides: str, staleness: int = 1) -> Co
 
 
 class PacedRollouts(FakeRollouts):
-    """Each group takes a drawn number of turns of the event loop; keeps what went on."""
+    """Each group takes a random number of event-loop iterations; records its events."""
 
     def __init__(self, config: Config, model: Any, seed: int) -> None:
         super().__init__(config, model)
@@ -101,11 +101,11 @@ class PacedRollouts(FakeRollouts):
             self.running -= 1
 
     async def fault(self, prompt: Prompt, step: int) -> None:
-        """For tests: what goes wrong."""
+        """Hook for tests that inject faults."""
 
 
 class Maker:
-    """Starts paced rollouts and keeps them."""
+    """Creates and records paced rollouts."""
 
     def __init__(self, seed: int = 0, kind: type[PacedRollouts] = PacedRollouts) -> None:
         self.seed = seed
@@ -122,7 +122,7 @@ def train(config: Config, make: Any = None) -> TrainResult:
 
 
 def trained(outcome: TrainResult) -> list[tuple[int, str, int]]:
-    """(step, uid, repetition) of every trajectory that was trained."""
+    """Return (step, uid, repetition) of every trained trajectory."""
     return [
         (entry.step, entry.uid, entry.repetition_id)
         for entry in read_index(outcome.run_path)
@@ -138,7 +138,7 @@ def steady(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.spec("async.synchronous-equal")
-def test_staleness_zero_is_the_synchronous_loop_to_the_last_bit(folder: Path) -> None:
+def test_staleness_zero_equals_the_synchronous_loop_bit_for_bit(folder: Path) -> None:
     expected = train(settings(folder, "off", "trainer.fully_async.enabled=false"))
     outcome = train(settings(folder, "zero", staleness=0), Maker(seed=5))
     assert steady(outcome.metrics) == steady(expected.metrics)
@@ -148,7 +148,7 @@ def test_staleness_zero_is_the_synchronous_loop_to_the_last_bit(folder: Path) ->
 
 @pytest.mark.spec("async.data-order", "async.staleness-bound", "async.group-bound", "async.metrics")
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_groups_are_trained_in_the_order_of_the_data_within_the_bound(
+def test_groups_are_trained_in_data_order_within_the_staleness_bound(
     folder: Path, staleness: int
 ) -> None:
     make = Maker(seed=staleness)
@@ -174,7 +174,7 @@ def test_groups_are_trained_in_the_order_of_the_data_within_the_bound(
 
 
 @pytest.mark.spec("async.importance-warning")
-def test_stale_tokens_are_corrected_or_warned_of(
+def test_stale_tokens_are_corrected_or_cause_a_warning(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     outcome = train(settings(folder, "run", staleness=2))
@@ -214,21 +214,21 @@ def test_corrections_work_at_trajectory_scope_on_stale_groups(
     rows = read_metrics(train(config).metrics)[1:]
     assert len(rows) == 6 and max(row["async/staleness_max"] for row in rows) == 2
     assert all(math.isfinite(row[metric]) for row in rows)
-    if "ratio" in metric:  # on policy nothing is masked, later something is
+    if "ratio" in metric:  # nothing is masked on policy, some tokens later
         assert rows[0][metric] == 0 < max(row[metric] for row in rows)
     assert "as if the present policy had sampled them" not in caplog.text
 
 
 class DiedError(Exception):
-    """As by kill -9: nothing may be written any more."""
+    """Simulates kill -9: nothing is written afterwards."""
 
 
 @pytest.mark.spec("async.resume")
 @pytest.mark.parametrize("seed", range(5))
-def test_killed_and_resumed_each_sample_is_trained_exactly_once(
+def test_each_sample_is_trained_exactly_once_after_kill_and_resume(
     folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undisturbed = Counter((uid, r) for _, uid, r in trained(train(settings(folder, "whole"))))
+    expected = Counter((uid, r) for _, uid, r in trained(train(settings(folder, "full"))))
     moments = random.Random(seed)
     name = f"killed{seed}"
     outcome = None
@@ -251,11 +251,11 @@ def test_killed_and_resumed_each_sample_is_trained_exactly_once(
                     assert len(state["groups"]["in_flight"]) <= 12
     once = Counter((uid.partition("~")[0], r) for _, uid, r in trained(outcome))
     assert outcome.step == 12
-    assert once == Counter({(uid.partition("~")[0], r): 2 for uid, r in undisturbed})
+    assert once == Counter({(uid.partition("~")[0], r): 2 for uid, r in expected})
 
 
 @pytest.mark.spec("async.resume")
-def test_a_checkpoint_names_what_is_in_flight(folder: Path) -> None:
+def test_checkpoint_lists_the_groups_in_flight(folder: Path) -> None:
     make = Maker()
     train(settings(folder, "run", "trainer.max_training_steps=6", staleness=2), make)
     _, third = checkpoints(folder / "run/checkpoints")[0]
@@ -271,9 +271,7 @@ FILTER = "trainer.algorithm.dynamic_sampling.type=filter"
 
 @pytest.mark.spec("async.dynamic-sampling")
 @pytest.mark.parametrize("kind", ["filter", "replace"])
-def test_dynamic_sampling_drops_whole_groups_and_the_next_take_their_place(
-    folder: Path, kind: str
-) -> None:
+def test_dynamic_sampling_replaces_dropped_groups_by_the_next(folder: Path, kind: str) -> None:
     class Graded(PacedRollouts):
         async def generate(
             self, prompts: Sequence[Prompt], *, step: int, phase: str
@@ -302,13 +300,13 @@ def test_dynamic_sampling_drops_whole_groups_and_the_next_take_their_place(
         good = [uid for uid in data if int(uid) % 3]
         got = [uid.partition("~")[0] for _, uid, r in trained(outcome) if r == 0]
         assert outcome.step == len(good) // 4
-        assert got == good[: 4 * outcome.step]  # in the order of the data, none left out
+        assert got == good[: 4 * outcome.step]  # in data order, without gaps
     else:
         assert outcome.step == 12
 
 
 @pytest.mark.spec("async.dynamic-sampling")
-def test_dynamic_sampling_limits_the_groups_that_it_asks_for(folder: Path) -> None:
+def test_dynamic_sampling_limits_the_requested_groups(folder: Path) -> None:
     class Easy(PacedRollouts):
         async def generate(
             self, prompts: Sequence[Prompt], *, step: int, phase: str
@@ -324,7 +322,7 @@ def test_dynamic_sampling_limits_the_groups_that_it_asks_for(folder: Path) -> No
 
 
 @pytest.mark.spec("async.lost-group")
-def test_a_dropped_group_leaves_its_place_to_the_next(
+def test_dropped_group_is_replaced_by_the_next(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Stuck(PacedRollouts):
@@ -344,7 +342,7 @@ def test_a_dropped_group_leaves_its_place_to_the_next(
 
 
 @pytest.mark.spec("async.lost-group")
-def test_nothing_but_dropped_groups_ends_the_run(folder: Path) -> None:
+def test_run_ends_if_all_groups_are_dropped(folder: Path) -> None:
     class Stuck(PacedRollouts):
         async def fault(self, prompt: Prompt, step: int) -> None:
             raise GroupDroppedError(f"group {prompt.uid}: all were stuck")
@@ -354,7 +352,7 @@ def test_nothing_but_dropped_groups_ends_the_run(folder: Path) -> None:
 
 
 @pytest.mark.spec("async.group-error")
-def test_an_error_in_a_group_ends_the_run_with_a_checkpoint(folder: Path) -> None:
+def test_error_in_a_group_ends_the_run_with_a_checkpoint(folder: Path) -> None:
     class Broken(PacedRollouts):
         async def fault(self, prompt: Prompt, step: int) -> None:
             if step == 4:
@@ -368,7 +366,7 @@ def test_an_error_in_a_group_ends_the_run_with_a_checkpoint(folder: Path) -> Non
 
 
 @pytest.mark.spec("async.interrupt")
-def test_a_signal_leaves_a_checkpoint_and_the_run_goes_on(folder: Path) -> None:
+def test_signal_leaves_a_checkpoint_and_the_run_resumes(folder: Path) -> None:
     class Interrupted(PacedRollouts):
         async def fault(self, prompt: Prompt, step: int) -> None:
             if len(self.started) == 30:
@@ -388,7 +386,7 @@ def test_a_signal_leaves_a_checkpoint_and_the_run_goes_on(folder: Path) -> None:
 
 
 @pytest.mark.spec("async.engine-restart")
-def test_an_engine_is_repaired_while_the_trainer_waits(folder: Path) -> None:
+def test_engine_is_repaired_while_the_trainer_waits(folder: Path) -> None:
     class Mortal(PacedRollouts):
         alive = True
         repaired: list[int] = []  # noqa: RUF012 - one run
@@ -416,7 +414,7 @@ def test_an_engine_is_repaired_while_the_trainer_waits(folder: Path) -> None:
 
 
 @pytest.mark.spec("async.wait-log")
-def test_waiting_is_never_silent(
+def test_long_waits_are_logged(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("skyrl_fast.train.flow.group_flow.WORD_SECONDS", 0.05)

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there; the run folder has one owner."""
+"""Checkpoints are atomic; the run folder has one owner."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_keep_last_n(tmp_path: Path) -> None:
     assert [step for step, _ in checkpoints(tmp_path)] == [100, 1000000]
 
 
-def test_the_same_step_again_replaces(tmp_path: Path) -> None:
+def test_same_step_replaces_the_checkpoint(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 1, write_text("old"))
     path = write_checkpoint(tmp_path, 1, write_text("new"))
     assert (path / "policy/weights").read_text() == "new"
@@ -68,7 +68,7 @@ def test_the_same_step_again_replaces(tmp_path: Path) -> None:
     "error",
     [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("I/O error (os error 28)")],
 )
-def test_full_disk_keeps_the_one_before(tmp_path: Path, error: Exception) -> None:
+def test_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, error: Exception) -> None:
     write_checkpoint(tmp_path, 1, write_text("good"))
 
     def fail(folder: Path) -> None:
@@ -80,8 +80,8 @@ def test_full_disk_keeps_the_one_before(tmp_path: Path, error: Exception) -> Non
     assert names(tmp_path) == ["step_000001"]
 
 
-def test_a_really_full_disk(tmp_path: Path) -> None:
-    """/dev/full refuses every write, as a full disk does."""
+def test_write_to_a_full_device(tmp_path: Path) -> None:
+    """/dev/full refuses every write, like a full disk."""
 
     def fail(folder: Path) -> None:
         with open("/dev/full", "wb", buffering=0) as full:
@@ -91,13 +91,13 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
         write_checkpoint(tmp_path, 2, fail)
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="checkpoint of step 1 not written"):
         write_checkpoint(tmp_path / "file/inside", 1, write_text("a"))
 
 
-def test_other_errors_pass_through_and_leave_nothing(tmp_path: Path) -> None:
+def test_other_errors_propagate_and_leave_no_files(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         raise ZeroDivisionError
 
@@ -119,7 +119,7 @@ write_checkpoint(folder, 2, slow, keep=1)
 """
 
 
-def test_kill_while_writing_keeps_the_one_before(tmp_path: Path) -> None:
+def test_kill_while_writing_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 1, write_text("good"))
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)])
     wait_for(tmp_path / "started", process)
@@ -132,26 +132,26 @@ def test_kill_while_writing_keeps_the_one_before(tmp_path: Path) -> None:
     assert names(tmp_path) == ["started", "step_000002"]
 
 
-def test_what_a_kill_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+def test_next_checkpoint_deletes_the_files_left_by_a_kill(tmp_path: Path) -> None:
     for left in (".step_000002.partial", ".step_000003.old", ".step_000004.old"):
         (tmp_path / left).mkdir(parents=True)
         (tmp_path / left / "weights").write_text("half")
     (tmp_path / "step_000003").mkdir()
-    write_checkpoint(tmp_path, 5, write_text("whole"))  # never step 2 again
-    # The one without its successor is whole: the kill came between the two renames.
+    write_checkpoint(tmp_path, 5, write_text("complete"))  # step 2 is not written again
+    # Without its successor it is complete: the kill came between the two renames.
     assert names(tmp_path) == [".step_000004.old", "step_000003", "step_000005"]
 
 
-def test_a_kill_while_an_old_one_is_deleted_leaves_no_half_of_it(
+def test_kill_while_deleting_leaves_no_partial_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path, 1, write_text("good"))
-    monkeypatch.setattr("shutil.rmtree", lambda path, **options: None)  # killed in there
+    monkeypatch.setattr("shutil.rmtree", lambda path, **options: None)  # killed during the deletion
     write_checkpoint(tmp_path, 2, write_text("next"), keep=1)
     assert [step for step, _ in checkpoints(tmp_path)] == [2]
 
 
-def test_a_crash_between_the_two_renames_is_mended(tmp_path: Path) -> None:
+def test_crash_between_the_two_renames_is_recovered(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, 3, write_text("good"))
     path.rename(tmp_path / ".step_000003.old")
     assert latest_checkpoint(tmp_path) == path
@@ -167,7 +167,7 @@ with locked_run(Path(sys.argv[1])) as folder:
 """
 
 
-def test_lock_names_the_owner_and_dies_with_it(tmp_path: Path) -> None:
+def test_lock_names_its_owner_and_ends_with_it(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", LOCKED, str(tmp_path)])
     wait_for(tmp_path / "started", process)
     with (
@@ -219,7 +219,7 @@ def test_metrics_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
         sink.write(step, {"x": step / 2})
     sink.close()
     with path.open("a") as file:
-        file.write('{"step": 5, "x"')  # cut by a crash
+        file.write('{"step": 5, "x"')  # truncated by a crash
     sink = JsonlLogger(replace(run, last_step=2))
     sink.write(3, {"x": 9.0})
     sink.close()

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def make_batch(prompts: int = 4) -> StepBatch:
-    """Two trajectories of two steps for each prompt; a last token that is not trained."""
+    """Return two trajectories of two steps per prompt; the last token is not trained."""
     generator = torch.Generator().manual_seed(5)
     output: dict = {"trajectory_ids": [], "is_last_step": []}
     for name in ("prompt_token_ids", "response_ids", "loss_masks", "rewards"):
@@ -60,9 +60,9 @@ def make_critic(model: ValueModel | None = None, **options: object) -> Critic:
     ("value", "old", "target", "clip", "loss", "held"),
     [
         (1.0, 0.0, 3.0, None, 2.0, False),
-        (0.1, 0.0, 3.0, 0.2, 0.5 * 2.9**2, False),  # within the clip: the plain square
-        (1.0, 0.0, 1.0, 0.5, 0.125, True),  # went past the clip: only 0.5 of the way counts
-        (1.0, 0.0, -1.0, 0.5, 2.0, False),  # went the wrong way: the full error counts
+        (0.1, 0.0, 3.0, 0.2, 0.5 * 2.9**2, False),  # within the clip: the plain squared error
+        (1.0, 0.0, 1.0, 0.5, 0.125, True),  # moved past the clip: only 0.5 of the way counts
+        (1.0, 0.0, -1.0, 0.5, 2.0, False),  # moved the wrong way: the full error counts
     ],
 )
 def test_value_loss_by_hand(
@@ -76,7 +76,7 @@ def test_value_loss_by_hand(
 
 
 @pytest.mark.spec("advantage.gae-values", "advantage.critic")
-def test_values_are_those_of_the_state_before_each_token() -> None:
+def test_values_are_predicted_from_the_state_before_each_token() -> None:
     critic, batch = make_critic(max_tokens_per_microbatch=40), make_batch()
     got = critic.batch_values(batch)
     for row in range(batch.num_rows):
@@ -90,7 +90,7 @@ def test_values_are_those_of_the_state_before_each_token() -> None:
 
 
 @pytest.mark.spec("advantage.critic-loss")
-def test_the_gradient_does_not_depend_on_the_split() -> None:
+def test_gradient_does_not_depend_on_the_split() -> None:
     batch, gradients = make_batch(), []
     for budget in (1, 37, 10_000):
         critic = make_critic(max_tokens_per_microbatch=budget, mini_batch_size=4, value_clip=0.2)
@@ -103,7 +103,7 @@ def test_the_gradient_does_not_depend_on_the_split() -> None:
             torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-4)  # order of float32 sums
 
 
-def test_the_loss_is_the_mean_over_trained_tokens() -> None:
+def test_loss_is_the_mean_over_trained_tokens() -> None:
     critic, batch = make_critic(mini_batch_size=4), make_batch()
     now = critic.batch_values(batch)
     trained = batch.loss_mask != 0
@@ -115,14 +115,14 @@ def test_the_loss_is_the_mean_over_trained_tokens() -> None:
     assert metrics["critic/grad_norm"] > 0
 
 
-def test_the_loss_falls() -> None:
+def test_loss_falls() -> None:
     critic, batch = make_critic(), make_batch()
     losses = [critic.update(batch)["critic/critic_loss"] for _ in range(30)]
     assert losses[-1] < 0.2 * losses[0]
     assert critic.optimizer.step_count == 60
 
 
-def test_nothing_trained_changes_nothing() -> None:
+def test_batch_without_trained_tokens_changes_nothing() -> None:
     critic, batch = make_critic(), make_batch()
     before = [p.clone() for p in critic.model.parameters()]
     critic.update(batch.with_(loss_mask=torch.zeros_like(batch.loss_mask)))
@@ -131,7 +131,7 @@ def test_nothing_trained_changes_nothing() -> None:
 
 
 @pytest.mark.spec("advantage.critic-tokens")
-def test_what_is_saved_goes_on_as_if_nothing_happened(tmp_path: Path) -> None:
+def test_saved_critic_continues_identically(tmp_path: Path) -> None:
     batch, critic = make_batch(), make_critic()
     critic.update(batch)
     critic.save(tmp_path / "critic")
@@ -144,7 +144,7 @@ def test_what_is_saved_goes_on_as_if_nothing_happened(tmp_path: Path) -> None:
         assert torch.equal(one, two)
 
 
-def test_a_causal_lm_gives_the_backbone_and_a_new_head(tmp_path: Path) -> None:
+def test_causal_lm_provides_the_backbone_with_a_new_head(tmp_path: Path) -> None:
     model = tiny_model()
     model.save_pretrained(tmp_path)
     loaded = load_value_model(str(tmp_path), device=CPU)

@@ -1,4 +1,4 @@
-"""A user's loss and estimator through the trainer, by the package's public names alone."""
+"""Custom losses and estimators in the trainer, with public names only."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WAYS = {
 
 @pytest.mark.spec("loss.custom")
 @pytest.mark.parametrize("way", WAYS)
-def test_a_loss_in_torch_trains_as_the_built_in_one(folder: Path, way: str) -> None:
+def test_custom_loss_trains_like_the_built_in_one(folder: Path, way: str) -> None:
     wanted = metrics_of(folder, "built_in", *WAYS[way])
     got = metrics_of(folder, "user", f"{LOSS}=custom_algorithms:ppo", *WAYS[way])
     assert_same_curve(wanted, got)
@@ -70,7 +70,7 @@ def test_a_loss_in_torch_trains_as_the_built_in_one(folder: Path, way: str) -> N
 
 
 @pytest.mark.spec("loss.custom")
-def test_a_loss_in_torch_trains_on_two_ranks(folder: Path) -> None:
+def test_custom_loss_trains_on_two_ranks(folder: Path) -> None:
     pytest.importorskip("torch.distributed.fsdp")
     wanted = metrics_of(folder, "built_in", "trainer.update_epochs_per_batch=2")
     ranks = (RANKS, "trainer.update_epochs_per_batch=2", "trainer.max_tokens_per_microbatch=40")
@@ -78,27 +78,27 @@ def test_a_loss_in_torch_trains_on_two_ranks(folder: Path) -> None:
 
 
 @pytest.mark.spec("loss.custom-scope")
-def test_a_loss_of_sequences_keeps_trajectories_together(folder: Path) -> None:
+def test_sequence_scope_loss_keeps_trajectories_together(folder: Path) -> None:
     extra = ("trainer.update_epochs_per_batch=2", "trainer.max_tokens_per_microbatch=30")
     wanted = metrics_of(folder, "built_in", f"{LOSS}=gspo", *extra)
     got = metrics_of(folder, "user", f"{LOSS}=test_gspo", *extra)
     assert_same_curve(wanted, got)
-    # what the decorator declared counts for module:function too
+    # the decorator's options also apply to module:function
     other = metrics_of(folder, "named", f"{LOSS}=custom_algorithms:gspo", *extra)
     for row, same in zip(wanted, other, strict=True):
         assert row.get("policy/num_micro_batches") == same.get("policy/num_micro_batches")
 
 
 @pytest.mark.spec("loss.custom-scope")
-def test_a_loss_of_mini_batches_is_not_split(folder: Path) -> None:
+def test_mini_batch_scope_loss_is_not_split(folder: Path) -> None:
     rows = metrics_of(
         folder, "user", f"{LOSS}=test_centred", "trainer.max_tokens_per_microbatch=30"
     )
     assert {row["policy/num_micro_batches"] for row in rows if "policy/loss" in row} == {1.0}
 
 
-def test_a_file_and_settings(folder: Path) -> None:
-    """Where eps is so small that almost all is clipped, the settings have arrived."""
+def test_loss_from_a_file_with_settings(folder: Path) -> None:
+    """With a tiny eps almost every token is clipped, which shows that the settings are used."""
     path = folder / "mine.py"
     path.write_text("from custom_algorithms import *\n")
     given = ("trainer.algorithm.policy_loss_kwargs.eps=0.0001", "trainer.update_epochs_per_batch=2")
@@ -108,7 +108,7 @@ def test_a_file_and_settings(folder: Path) -> None:
     assert_same_curve(wanted, got)
 
 
-# --- the loss alone -------------------------------------------------------------------------------
+# --- outside the trainer -------------------------------------------------------------------------
 
 
 def cells() -> dict[str, Any]:
@@ -118,7 +118,7 @@ def cells() -> dict[str, Any]:
     return {"logprobs": logprobs, "old_logprobs": old, "advantages": advantages, "loss_mask": mask}
 
 
-def test_policy_loss_takes_a_users_loss() -> None:
+def test_policy_loss_accepts_a_custom_loss() -> None:
     results = []
     weights = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.5]).expand(3, 5)
     for loss in ("regular", CustomLoss("ppo", custom_algorithms.ppo)):
@@ -138,7 +138,7 @@ def test_policy_loss_takes_a_users_loss() -> None:
     assert "clip_ratio_low" not in b.metrics
 
 
-def test_what_is_masked_or_dropped_counts_nothing() -> None:
+def test_masked_and_dropped_tokens_do_not_contribute() -> None:
     call = cells()
     nan = float("nan")
     hidden = call["loss_mask"] == 0
@@ -175,7 +175,7 @@ BAD = [
 
 @pytest.mark.spec("loss.custom-errors")
 @pytest.mark.parametrize(("function", "error", "message"), BAD)
-def test_a_misbehaving_loss_is_named(function: Any, error: type, message: str) -> None:
+def test_invalid_loss_output_is_named(function: Any, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         policy_loss(**cells(), loss=CustomLoss("bad", function))
 
@@ -185,25 +185,23 @@ def test_a_misbehaving_loss_is_named(function: Any, error: type, message: str) -
 
 @pytest.mark.spec("advantage.custom")
 @pytest.mark.parametrize("way", [(), ("trainer.rows=tree",), ("trainer.fully_async.enabled=true",)])
-def test_an_estimator_in_torch_trains_as_the_built_in_one(
-    folder: Path, way: tuple[str, ...]
-) -> None:
+def test_custom_estimator_trains_like_the_built_in_one(folder: Path, way: tuple[str, ...]) -> None:
     stale = ("trainer.fully_async.max_staleness_steps=0",)
     wanted = metrics_of(folder, "built_in", f"{ESTIMATOR}=rloo", *way, *stale)
     got = metrics_of(folder, "user", f"{ESTIMATOR}=custom_algorithms:rloo", *way, *stale)
     assert_same_curve(wanted, got)
 
 
-def test_an_estimators_settings_and_normalization(folder: Path) -> None:
+def test_custom_estimator_settings_and_normalization(folder: Path) -> None:
     normalized = ("trainer.algorithm.advantage_batch_normalize=true",)
     wanted = metrics_of(folder, "built_in", f"{ESTIMATOR}=rloo", *normalized)
-    scale = "trainer.algorithm.advantage_estimator_kwargs.scale=8.0"  # normalized away
+    scale = "trainer.algorithm.advantage_estimator_kwargs.scale=8.0"  # removed by the normalization
     name = f"{ESTIMATOR}=custom_algorithms:rloo"
     assert_same_curve(wanted, metrics_of(folder, "user", name, scale, *normalized))
 
 
 @pytest.mark.spec("advantage.custom")
-def test_an_estimator_of_tokens(folder: Path) -> None:
+def test_token_level_estimator(folder: Path) -> None:
     plain = metrics_of(folder, "user", f"{ESTIMATOR}=test_rewards_to_go")
     assert any(row.get("policy/grad_norm", 0) > 0 for row in plain)
     normalized = "trainer.algorithm.advantage_batch_normalize=true"
@@ -248,12 +246,14 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("override", "message"), MISTAKES)
-def test_mistakes_are_refused_by_the_settings(folder: Path, override: str, message: str) -> None:
+def test_invalid_names_are_refused_by_the_settings(
+    folder: Path, override: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         settings(folder, "run", override)
 
 
-def test_settings_that_the_function_does_not_take(folder: Path) -> None:
+def test_unknown_function_settings_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy_loss_kwargs: custom_algorithms:ppo: .*'epss'"):
         settings(
             *(folder, "run", f"{LOSS}=custom_algorithms:ppo"),
@@ -266,7 +266,7 @@ def test_settings_that_the_function_does_not_take(folder: Path) -> None:
         )
 
 
-def test_several_ranks_want_a_name_that_each_can_import(folder: Path) -> None:
+def test_several_ranks_require_an_importable_name(folder: Path) -> None:
     message = "wanted custom_algorithms:gspo with 2 ranks, each of which imports it, got test_gspo"
     with pytest.raises(ConfigError, match=message):
         settings(folder, "run", f"{LOSS}=test_gspo", RANKS)
@@ -289,7 +289,7 @@ def test_several_ranks_want_a_name_that_each_can_import(folder: Path) -> None:
         (lambda inputs: 1 / 0, RuntimeError, "test_bad raised ZeroDivisionError"),
     ],
 )
-def test_a_misbehaving_estimator_is_named(
+def test_invalid_estimator_output_is_named(
     folder: Path, function: Any, error: type, message: str
 ) -> None:
     name = skyrl_fast.register_advantage_estimator(function, name="test_bad")
@@ -297,7 +297,7 @@ def test_a_misbehaving_estimator_is_named(
         metrics_of(folder, "user", f"{ESTIMATOR}={name}", "generator.step_wise_trajectories=false")
 
 
-def test_the_examples_of_the_documentation_run() -> None:
+def test_documentation_examples_run() -> None:
     text = (Path(__file__).parents[2] / "docs" / "custom_algorithms.md").read_text()
     names: dict[str, Any] = {"__name__": "documentation"}
     for block in re.findall(r"```python\n(.*?)```", text, re.S):

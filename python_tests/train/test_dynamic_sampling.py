@@ -1,4 +1,4 @@
-"""Groups that teach something: judged by outcomes, kept whole, replaced by copies of their own."""
+"""Informative groups: selected by outcomes, kept complete, replaced by copies."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def informative(batch: StepBatch, scope: str = "trajectory", tolerance: float = 
     return informative_groups(sequences(batch, scope), tolerance=tolerance).tolist()
 
 
-# --- what is informative -------------------------------------------------------------------------
+# --- informative groups --------------------------------------------------------------------------
 
 
 @pytest.mark.spec("filter.informative-group")
@@ -78,20 +78,20 @@ def test_two_successes_of_three_turns_are_not_informative() -> None:
     turns = [Row("a", 0, 0.0), Row("a", 0, 0.0), Row("a", 0, 1.0)]
     turns += [Row("a", 1, 0.0), Row("a", 1, 0.0), Row("a", 1, 1.0)]
     assert informative(batch_of(*turns)) == [False]
-    # Judged by all steps, the zeros of the first turns would look like failures.
+    # If all steps counted, the zeros of the first turns would look like failures.
     assert informative(batch_of(*turns), "row") == [True]
 
 
 @pytest.mark.spec("filter.informative-group")
-def test_what_is_informative() -> None:
+def test_informative_groups() -> None:
     rows = [
         Row("differ", 0, 1.0),
         Row("differ", 1, 0.0),
         Row("alone", 0, 0.0),
         Row("failures", 0, 0.0),
         Row("failures", 1, 0.0),
-        Row("success beside a stub", 0, 1.0),
-        Row("success beside a stub", 1, 0.0, "env_error", ""),
+        Row("success next to a placeholder", 0, 1.0),
+        Row("success next to a placeholder", 1, 0.0, "env_error", ""),
         Row("two of three", 0, 1.0),
         Row("two of three", 1, 0.0),
         Row("two of three", 2, 0.0, "env_error", ""),
@@ -104,7 +104,7 @@ def test_what_is_informative() -> None:
         "differ": True,
         "alone": True,
         "failures": False,
-        "success beside a stub": False,
+        "success next to a placeholder": False,
         "two of three": True,
         "tokens": True,
     }
@@ -125,7 +125,7 @@ def test_replacements_are_informative_and_evenly_drawn(informative: list[bool], 
 
 
 @pytest.mark.spec("filter.dynamic-replace", "filter.dynamic-sampling")
-def test_replace_keeps_groups_distinct_and_whole() -> None:
+def test_replace_keeps_groups_distinct_and_complete() -> None:
     groups = sampling("replace", 3)
     trajectories = group("a", 1.0, 0.0) + group("b", 1.0, 1.0) + group("c", 0.0, 0.0)
     assert groups.add(trajectories, {"a"})
@@ -141,7 +141,7 @@ def test_replace_keeps_groups_distinct_and_whole() -> None:
 
 
 @pytest.mark.spec("filter.dynamic-replace")
-def test_replace_needs_more_than_its_share() -> None:
+def test_replace_requires_enough_informative_groups() -> None:
     good, bad = group("a", 1.0, 0.0), group("b", 1.0, 1.0)
     assert not sampling("replace", 2, min_replace_ratio=0.5).add(good + bad, {"a"})
     assert sampling("replace", 2, min_replace_ratio=0.49).add(good + bad, {"a"})
@@ -151,7 +151,7 @@ def test_replace_needs_more_than_its_share() -> None:
         groups.add(group("c", 1.0, 1.0) + group("d", 1.0, 1.0), set())
 
 
-def test_without_replacement_where_all_are_informative() -> None:
+def test_no_replacement_if_all_groups_are_informative() -> None:
     groups = sampling("replace", 2)
     assert groups.add(group("a", 1.0, 0.0) + group("b", 1.0, 0.0), {"a", "b"})
     assert uids_of(groups.trajectories()) == ["a", "b"]
@@ -184,22 +184,22 @@ def test_filter_collects_over_batches_and_never_cuts_a_group() -> None:
 
 
 @pytest.mark.spec("filter.dynamic-limit")
-def test_filter_gives_up_after_its_limit() -> None:
+def test_filter_fails_after_its_limit() -> None:
     groups = sampling("filter", 2, max_sample_batches=2)
     groups.add(group("a", 1.0, 1.0) + group("b", 1.0, 1.0), set())
-    groups.add(group("c", 1.0, 0.0), {"c"})  # one that was missing, by itself
+    groups.add(group("c", 1.0, 0.0), {"c"})  # a single missing group
     with pytest.raises(DynamicSamplingError, match=r"after 2 batches of prompts 1 of 4 sampled"):
         groups.add(group("d", 0.0, 0.0), set())
 
 
 @pytest.mark.spec("filter.dynamic-limit")
-def test_without_a_limit_it_goes_on() -> None:
+def test_filter_without_a_limit_continues() -> None:
     groups = sampling("filter", 1, max_sample_batches=-1)
     assert not any(groups.add(group(str(i), 1.0, 1.0), set()) for i in range(50))
     assert groups.add(group("last", 1.0, 0.0), {"last"})
 
 
-def test_without_dynamic_sampling_everything_is_kept() -> None:
+def test_all_groups_are_kept_without_dynamic_sampling() -> None:
     groups = sampling(None, 2)
     failed = trajectory("b", 1, [1.0], failure="gone")
     assert groups.add([*group("a", 1.0, 1.0), *group("b", 1.0), failed], set())
@@ -215,7 +215,7 @@ outcomes = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=3)
     st.lists(st.lists(st.tuples(outcomes, st.integers(1, 3)), min_size=1, max_size=3), max_size=6),
     st.integers(1, 4),
 )
-def test_filtered_batches_hold_whole_informative_groups(batches: list, wanted: int) -> None:
+def test_filtered_batches_contain_complete_informative_groups(batches: list, wanted: int) -> None:
     groups = sampling("filter", wanted, max_sample_batches=-1)
     every: dict[str, list[Trajectory]] = {}
     enough = False

@@ -1,4 +1,4 @@
-"""Estimators of credit in the trainer: what they read, their settings, whole runs."""
+"""Advantage estimators in the trainer: their inputs, settings, and complete runs."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_turn_estimators_read_the_rewards_of_all_steps(estimator: str) -> None:
 
 
 @pytest.mark.spec("advantage.trainer-names", "advantage.trainer-normalize")
-def test_reinforce_is_normalised_over_the_batch() -> None:
+def test_reinforce_is_normalized_over_the_batch() -> None:
     batch = with_estimates("trainer.algorithm.advantage_estimator=reinforce++")
     to_go = torch.tensor([3.0, 3, 2, 2, 5, 5, 5, 5, 5, 5])
     wanted = (to_go - to_go.mean()) / to_go.std(correction=0)
@@ -139,7 +139,7 @@ def test_reinforce_is_normalised_over_the_batch() -> None:
 
 @pytest.mark.spec("advantage.trainer-normalize")
 @pytest.mark.parametrize("estimator", ["turn_level_returns", "rloo"])
-def test_others_are_normalised_where_asked(estimator: str) -> None:
+def test_other_estimators_are_normalized_on_request(estimator: str) -> None:
     name = f"trainer.algorithm.advantage_estimator={estimator}"
     plain = with_estimates(name)
     scaled = with_estimates(name, "trainer.algorithm.advantage_batch_normalize=true")
@@ -168,16 +168,16 @@ def test_gae_takes_its_values_from_the_batch() -> None:
 
 
 @pytest.mark.spec("advantage.gae-reward-shift")
-def test_the_reward_of_an_empty_response_is_not_lost() -> None:
+def test_reward_of_an_empty_response_is_kept() -> None:
     steps = [step(1.0), step(4.0, length=0), step(2.0)]
     others = [step(8.0, length=0), step(1.0)]
     batch, _ = training_batch([trajectory("a", 0, steps), trajectory("a", 1, others)], config())
     got = advantages(batch, estimator="reinforce++")
-    to_go = torch.tensor([7.0, 7, 2, 2, 1, 1])  # the 8 came before anything was done
+    to_go = torch.tensor([7.0, 7, 2, 2, 1, 1])  # the 8 came before the first trained token
     torch.testing.assert_close(got, (to_go - to_go.mean()) / to_go.std(correction=0))
 
 
-def test_merged_rows_keep_every_reward_where_they_are_read() -> None:
+def test_merged_rows_keep_every_reward() -> None:
     grown = [step(1.0, prompt=[1]), step(2.0, prompt=[1, 5, 5, 9])]
     both = [trajectory("a", 0, grown), trajectory("a", 1, grown)]
     merge = "generator.merge_stepwise_output=true"
@@ -191,10 +191,10 @@ def test_merged_rows_keep_every_reward_where_they_are_read() -> None:
 
 
 @pytest.mark.spec("advantage.gigpo-anchor")
-def test_anchor_is_what_the_environment_said_last() -> None:
+def test_anchor_is_the_last_environment_message() -> None:
     failed = trajectory("a", 2, [step(0.0), step(0.0)], failure="RuntimeError: gone")
     none = trajectory("a", 3, [], stop_reason="length")
-    # start, hall | start, hall, "" | start | start: an observation without words is not the start
+    # start, hall | start, hall, "" | start | start: an empty observation is not the start
     assert anchor_ids([*group(), failed, none]).tolist() == [0, 1, 0, 1, 2, 0, 0]
 
 
@@ -204,7 +204,7 @@ def test_gigpo_without_anchors_is_refused() -> None:
         advantages(batch, estimator="gigpo")
 
 
-def test_columns_follow_their_rows() -> None:
+def test_row_selection_includes_all_columns() -> None:
     batch, _ = training_batch(group(), config("trainer.algorithm.advantage_estimator=gigpo"))
     batch = batch.with_(values=torch.arange(10.0), returns=torch.arange(10.0) + 0.5)
     part = batch.rows([1, 3])
@@ -239,12 +239,12 @@ def test_columns_follow_their_rows() -> None:
         (["trainer.algorithm.advantage_estimator=ppo"], "wanted one of grpo"),
     ],
 )
-def test_settings_that_do_not_fit(overrides: list[str], message: str) -> None:
+def test_incompatible_settings(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, [*BASE, *overrides])
 
 
-def test_defaults_of_the_critic_are_its_own() -> None:
+def test_critic_has_separate_defaults() -> None:
     settings = load_config(
         None,
         [
@@ -258,7 +258,7 @@ def test_defaults_of_the_critic_are_its_own() -> None:
     assert settings.trainer.policy.optimizer_config.lr == 1e-6
 
 
-# --- whole runs --------------------------------------------------------------------------------
+# --- complete runs -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -288,7 +288,7 @@ class RewardsEachStep(FakeRollouts):
 
 
 class DiedError(Exception):
-    """As by kill -9."""
+    """Simulates kill -9."""
 
 
 def run(folder: Path, name: str, *overrides: str, death: int = -1) -> TrainResult:
@@ -340,7 +340,7 @@ def test_every_estimator_trains(folder: Path, estimator: str) -> None:
 
 
 @pytest.mark.spec("advantage.critic", "advantage.critic-tokens")
-def test_gae_learns_and_its_critic_too(folder: Path) -> None:
+def test_gae_policy_and_critic_learn(folder: Path) -> None:
     outcome = run(
         folder,
         "run",
@@ -351,7 +351,7 @@ def test_gae_learns_and_its_critic_too(folder: Path) -> None:
     )
     rows = read_metrics(outcome.metrics)
     assert rows[0]["critic/optimizer_steps"] == 4 and rows[0]["policy/optimizer_steps"] == 2
-    # The returns vary more as the policy learns, so the loss alone says little.
+    # The returns vary more as the policy learns, so the loss alone is not conclusive.
     explained = [row["critic/explained_variance"] for row in rows]
     assert sum(explained[-4:]) > sum(explained[:4]) + 0.4
     reward = [row["reward/avg_raw_reward"] for row in rows]
@@ -360,11 +360,11 @@ def test_gae_learns_and_its_critic_too(folder: Path) -> None:
 
 
 @pytest.mark.spec("advantage.critic-tokens")
-def test_gae_resumes_as_if_it_had_never_stopped(
+def test_resumed_gae_run_equals_an_uninterrupted_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = [*gae_settings(folder), "trainer.epochs=3"]
-    expected = run(folder, "whole", *options)
+    expected = run(folder, "full", *options)
     with monkeypatch.context() as patch, pytest.raises(DiedError):
         patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
         run(folder, "broken", *options, death=3)

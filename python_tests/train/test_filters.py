@@ -24,7 +24,7 @@ Result = tuple[StepBatch, dict[str, float]]
 
 
 def applied(name: str, batch: StepBatch, *options: Any, scope: str = "trajectory") -> Result:
-    """Apply a filter; the sequences that it hands on must be those of the batch that it returns."""
+    """Apply a filter; the sequences it returns must be those of the batch it returns."""
     function = getattr(filters, name)
     filtered, units, metrics = function(batch, sequences(batch, scope), *options)
     for field, value in asdict(sequences(filtered, scope)).items():
@@ -58,7 +58,7 @@ def filter_groups(batch: StepBatch, config: Config) -> Result:
 
 
 def two_turns_cut() -> StepBatch:
-    """Trajectory 0 is cut in its second turn; trajectory 1 had a cut turn, but came to its end."""
+    """Trajectory 0 is truncated in its second turn; trajectory 1 in its first, but it finished."""
     return batch_of(
         Row("a", 0, 0.0, "stop"),
         Row("a", 0, 1.0, "length", "110"),
@@ -72,15 +72,15 @@ def two_turns_cut() -> StepBatch:
 
 
 @pytest.mark.spec("filter.order", "filter.overlong")
-def test_overlong_masks_the_whole_trajectory_by_its_last_row() -> None:
+def test_overlong_masks_the_trajectory_by_its_last_row() -> None:
     batch, metrics = overlong_filter(two_turns_cut())
     assert masks_of(batch) == ["00", "000", "11", "11", "1"]
     assert metrics == {"generate/num_overlong_filtered": 1.0}
-    assert batch.row_rewards.tolist() == [0, 1, 0, 1, 1]  # still an outcome of its group
+    assert batch.row_rewards.tolist() == [0, 1, 0, 1, 1]  # its outcome still counts in the group
 
 
 @pytest.mark.spec("loss.sequence-scope")
-def test_overlong_by_row_looks_at_each_row_alone() -> None:
+def test_overlong_by_row_uses_each_row_separately() -> None:
     batch, metrics = overlong_filter(two_turns_cut(), scope="row")
     assert masks_of(batch) == ["11", "000", "00", "11", "1"]
     assert metrics == {"generate/num_overlong_filtered": 2.0}
@@ -88,7 +88,7 @@ def test_overlong_by_row_looks_at_each_row_alone() -> None:
 
 @pytest.mark.spec("filter.overlong")
 @pytest.mark.parametrize("reason", ["stop", "max_turns", "env_error", "timeout"])
-def test_only_length_is_overlong(reason: str) -> None:
+def test_only_stop_reason_length_is_overlong(reason: str) -> None:
     batch = batch_of(Row("a", 0, 1.0, reason))
     assert overlong_filter(batch)[0] is batch
 
@@ -107,7 +107,7 @@ def test_reward_of_an_unfinished_trajectory_is_zero_on_all_its_rows() -> None:
     assert filtered.rewards.tolist() == [0, 0, 0, 0, 0, 1]
     assert filtered.row_rewards.tolist() == [0, 0, 1]
     assert metrics == {"generate/num_zeroed_rewards": 1.0}
-    assert batch.rewards.tolist() == [0.5, 0.5, 0.25, 1, 0, 1]  # the given batch is as it was
+    assert batch.rewards.tolist() == [0.5, 0.5, 0.25, 1, 0, 1]  # the given batch is unchanged
 
 
 @pytest.mark.spec("loss.sequence-scope")
@@ -124,12 +124,12 @@ def test_reward_by_row() -> None:
     ("reason", "reward"),
     [("stop", 1.0), ("max_turns", 1.0), ("length", 0.0), ("abort", 0.0), ("env_error", 0.0)],
 )
-def test_what_counts_as_finished(reason: str, reward: float) -> None:
+def test_finished_stop_reasons(reason: str, reward: float) -> None:
     filtered, _ = zero_reward_on_non_stop(batch_of(Row("a", 0, 1.0, reason)))
     assert filtered.row_rewards.tolist() == [reward]
 
 
-def test_an_empty_response_loses_its_reward_too() -> None:
+def test_reward_of_an_unfinished_empty_response_is_zero() -> None:
     filtered, _ = zero_reward_on_non_stop(batch_of(Row("a", 0, 1.0, "length", "")))
     assert filtered.row_rewards.tolist() == [0]
 
@@ -147,7 +147,7 @@ def test_equal_outcomes_mask_the_group() -> None:
             Row("b", 0, 0.0),  # b: one of two
             Row("b", 0, 1.0),
             Row("b", 1, 0.0),
-            Row("c", 0, 1.0),  # c: alone, nothing to compare
+            Row("c", 0, 1.0),  # c: a single trajectory, nothing to compare
         )
     )
     assert masks_of(batch) == ["00", "00", "00", "11", "11", "11", "11"]
@@ -155,7 +155,7 @@ def test_equal_outcomes_mask_the_group() -> None:
 
 
 @pytest.mark.spec("loss.sequence-scope", "filter.zero-variance")
-def test_rows_of_one_trajectory_are_no_variance_but_by_row_they_are() -> None:
+def test_rows_of_one_trajectory_have_variance_only_by_row() -> None:
     rows = [Row("a", 0, 0.0), Row("a", 0, 1.0), Row("a", 1, 0.0), Row("a", 1, 1.0)]
     assert masks_of(zero_variance_filter(batch_of(*rows))[0]) == ["00"] * 4
     assert masks_of(zero_variance_filter(batch_of(*rows), scope="row")[0]) == ["11"] * 4
@@ -181,14 +181,14 @@ def test_tolerance() -> None:
 
 
 @pytest.mark.spec("filter.order", "filter.zero-variance")
-def test_stubs_and_masked_trajectories_are_not_compared() -> None:
-    # Two successes and a stub of reward 0: the spread would be the flaky environment's.
+def test_placeholders_and_masked_trajectories_are_not_compared() -> None:
+    # Two successes and a placeholder of reward 0, which would add variance.
     batch, metrics = zero_variance_filter(
         batch_of(
             Row("a", 0, 1.0),
             Row("a", 1, 0.0, "env_error", ""),
             Row("a", 2, 1.0),
-            Row("b", 0, 1.0),  # one live trajectory: nothing to compare, it stays
+            Row("b", 0, 1.0),  # one live trajectory: nothing to compare, it is kept
             Row("b", 1, 0.0, "env_error", ""),
         )
     )
@@ -207,14 +207,14 @@ def config(**changes: bool) -> Config:
     return made
 
 
-def test_nothing_is_changed_where_nothing_is_asked_for() -> None:
+def test_batch_is_unchanged_without_filters() -> None:
     batch = two_turns_cut()
     assert filter_rollouts(batch, config()) == (batch, {})
     assert filter_groups(batch, config()) == (batch, {})
 
 
 @pytest.mark.spec("filter.order")
-def test_filters_in_order_zeroed_rewards_are_compared() -> None:
+def test_filters_run_in_order_on_zeroed_rewards() -> None:
     # Cut and zeroed, trajectory 0 is masked, so that only 1 and 2 are compared: equal.
     rows = [Row("a", 0, 1.0, "length"), Row("a", 1, 0.0), Row("a", 2, 0.0)]
     settings = config(
@@ -229,7 +229,7 @@ def test_filters_in_order_zeroed_rewards_are_compared() -> None:
 
 
 @pytest.mark.spec("loss.all-masked-step")
-def test_a_batch_without_anything_to_train_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_without_trained_tokens_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         filter_groups(batch_of(Row("a", 0, 1.0), Row("a", 1, 1.0)), config())
         assert caplog.text == ""
@@ -239,7 +239,7 @@ def test_a_batch_without_anything_to_train_is_warned_of(caplog: pytest.LogCaptur
     assert "no token of the batch's 2 rows is trained" in caplog.text
 
 
-def test_padding_rows_are_no_sequences() -> None:
+def test_padding_rows_are_not_sequences() -> None:
     rows = [Row("a", 0, 1.0, "length"), Row("a", 1, 1.0)]
     padded = batch_of(*rows).with_padding_rows(3)
     for function in (overlong_filter, zero_reward_on_non_stop, zero_variance_filter):
@@ -250,7 +250,7 @@ def test_padding_rows_are_no_sequences() -> None:
         assert padded_too[0].num_rows == 5
 
 
-def test_filters_that_need_stop_reasons_say_so() -> None:
+def test_filters_require_stop_reasons() -> None:
     batch = batch_of(Row("a", 0)).with_(stop_reasons=None)
     for function in (overlong_filter, zero_reward_on_non_stop):
         with pytest.raises(ValueError, match=f"{function.__name__}: batch must have stop_reasons"):
@@ -259,7 +259,7 @@ def test_filters_that_need_stop_reasons_say_so() -> None:
         overlong_filter(batch, scope="group")
 
 
-# --- any batch -----------------------------------------------------------------------------------
+# --- random batches ------------------------------------------------------------------------------
 
 row_facts = st.tuples(
     st.sampled_from([0.0, 1.0, 2.0]),
@@ -273,15 +273,15 @@ tables = st.lists(groups, min_size=1, max_size=4)
 
 def rows_of(table: list) -> list[Row]:
     return [
-        Row(f"g{g}", t, *facts)
+        Row(f"g{g}", t, *fields)
         for g, group in enumerate(table)
         for t, trajectory in enumerate(group)
-        for facts in trajectory
+        for fields in trajectory
     ]
 
 
 @given(tables)
-def test_any_batch_by_trajectory(table: list) -> None:
+def test_random_batches_by_trajectory(table: list) -> None:
     rows = rows_of(table)
     batch = batch_of(*rows)
     owners = [(row.group, row.repetition) for row in rows]
@@ -314,7 +314,7 @@ def test_any_batch_by_trajectory(table: list) -> None:
 
 @pytest.mark.spec("loss.sequence-scope")
 @given(tables)
-def test_scopes_agree_where_each_trajectory_has_one_row(table: list) -> None:
+def test_scopes_agree_for_one_row_per_trajectory(table: list) -> None:
     rows = rows_of([[[trajectory[0]] for trajectory in group] for group in table])
     for function in (overlong_filter, zero_reward_on_non_stop, zero_variance_filter):
         one, two = (function(batch_of(*rows), scope=scope) for scope in ("row", "trajectory"))
@@ -324,7 +324,7 @@ def test_scopes_agree_where_each_trajectory_has_one_row(table: list) -> None:
 
 
 @given(tables)
-def test_masking_does_not_move_the_advantages_of_others(table: list) -> None:
+def test_masking_does_not_change_other_advantages(table: list) -> None:
     batch = batch_of(*rows_of(table))
     filtered, _ = overlong_filter(batch)
     assert torch.equal(advantages(batch), advantages(filtered))

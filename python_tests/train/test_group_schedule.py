@@ -1,4 +1,4 @@
-"""The order, bound and names of groups on their way: a state machine, driven by hypothesis."""
+"""Order, staleness bound and names of groups in flight: a state machine tested by hypothesis."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_two_steps_by_hand() -> None:
     schedule.take(batch)
     assert schedule.staleness(batch) == [0, 0]
     assert schedule.consume() == [a, b]
-    assert schedule.room() == 0  # the engine has not got the new version
+    assert schedule.room() == 0  # the engine does not have the new version yet
     schedule.advance(1)
     assert schedule.room() == 2
     assert schedule.next_ready(2) == [c, d]
@@ -50,7 +50,7 @@ def test_two_steps_by_hand() -> None:
 
 
 @pytest.mark.spec("async.synchronous-equal")
-def test_without_staleness_a_batch_starts_when_the_former_is_trained() -> None:
+def test_batch_starts_after_the_previous_update_with_staleness_zero() -> None:
     schedule = GroupSchedule(batch_size=2, max_staleness=0)
     batch = started(schedule, "a", "b")
     assert schedule.room() == 0
@@ -63,7 +63,7 @@ def test_without_staleness_a_batch_starts_when_the_former_is_trained() -> None:
     assert schedule.room() == 2
 
 
-def test_what_the_trainer_waits_for_may_start_without_room() -> None:
+def test_groups_the_trainer_waits_for_may_exceed_the_limit() -> None:
     schedule = GroupSchedule(batch_size=2, max_staleness=0)
     a, b = started(schedule, "a", "b")
     schedule.finish(a)
@@ -74,7 +74,7 @@ def test_what_the_trainer_waits_for_may_start_without_room() -> None:
     assert schedule.room(wanted=2) == 2
 
 
-def test_the_end_of_the_run_limits_what_starts() -> None:
+def test_number_of_groups_is_limited_by_the_end_of_the_run() -> None:
     schedule = GroupSchedule(batch_size=2, max_staleness=3)
     assert schedule.room(limit=6) == 6
     started(schedule, "a", "b", "c")
@@ -82,11 +82,11 @@ def test_the_end_of_the_run_limits_what_starts() -> None:
 
 
 @pytest.mark.spec("filter.complete-groups", "async.repeated-prompt")
-def test_a_prompt_that_comes_round_again_is_another_group() -> None:
+def test_repeated_prompt_is_another_group() -> None:
     schedule = GroupSchedule(batch_size=3, max_staleness=1)
     groups = started(schedule, "a", "b", "a")
     assert [group.name for group in groups] == ["a", "b", "a~1"]
-    schedule.drop(groups[0])  # its samples of this version were made under this name
+    schedule.drop(groups[0])  # samples of this version already have this name
     assert schedule.accept("a", prompt=0, place=(1, 0)).name == "a~2"
     for group in groups[1:]:
         schedule.finish(group)
@@ -100,7 +100,7 @@ def test_a_prompt_that_comes_round_again_is_another_group() -> None:
     ("state", "call"),
     [(ACCEPTED, "finish"), (READY, "start"), (READY, "finish"), (DROPPED, "drop")],
 )
-def test_impossible_moves_are_refused(state: str, call: str) -> None:
+def test_invalid_transitions_are_refused(state: str, call: str) -> None:
     schedule = GroupSchedule(batch_size=1, max_staleness=0)
     group = schedule.accept("a", prompt=0, place=(0, 0))
     group.state = state
@@ -119,7 +119,7 @@ def test_groups_are_taken_in_order_only() -> None:
         schedule.take([b])
 
 
-def test_a_group_older_than_the_bound_is_refused() -> None:
+def test_group_older_than_the_bound_is_refused() -> None:
     schedule = GroupSchedule(batch_size=1, max_staleness=0)
     (a,) = started(schedule, "a")
     schedule.finish(a)
@@ -132,10 +132,10 @@ def test_a_group_older_than_the_bound_is_refused() -> None:
     "async.data-order", "async.staleness-bound", "async.group-bound", "async.repeated-prompt"
 )
 @given(st.data(), st.integers(1, 4), st.integers(0, 3))
-def test_whatever_happens_order_bound_and_names_hold(
+def test_order_bound_and_names_are_invariant(
     data: st.DataObject, batch_size: int, max_staleness: int
 ) -> None:
-    """Groups end in any order, some are dropped, the trainer takes what it may."""
+    """Groups finish in any order, some are dropped, the trainer takes those that are allowed."""
     schedule = GroupSchedule(batch_size=batch_size, max_staleness=max_staleness)
     consumed: list[Group] = []
     given_out = 0

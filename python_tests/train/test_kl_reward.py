@@ -1,4 +1,4 @@
-"""KL in the reward, by hand and against loops; the coefficient that follows a target."""
+"""KL in the reward, by hand and against loops; the adaptive coefficient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl_fast.train.algorithm.kl_reward import kl_in_reward, next_kl_coef
 
 
 def with_differences(batch: StepBatch, differences: list[float]) -> StepBatch:
-    """The batch with log-probabilities that differ from the reference's by these, per token."""
+    """Return the batch with the given differences to the reference log-probabilities."""
     ref = torch.full((len(differences),), -2.0)
     return batch.with_(old_logprobs=ref + torch.tensor(differences), ref_logprobs=ref)
 
@@ -36,7 +36,7 @@ def test_penalty_of_each_token_and_of_the_trajectory() -> None:
     # Each token's own penalty, and the first row's 0.075 on the last row's last token.
     want = [-0.05, -0.025, -0.1, 1.0 - 0.075, 0.0, -0.05]
     torch.testing.assert_close(batch.rewards, torch.tensor(want))
-    # Scores: 1 less the penalty of all trained tokens of the trajectory.
+    # Scores: 1 minus the penalty of all trained tokens of the trajectory.
     torch.testing.assert_close(batch.row_rewards, torch.tensor([-0.075, 0.825, -0.05]))
     assert metrics == {
         "loss/avg_kl": pytest.approx(((0.5 + 0.25 + 1.0) / 3 + 0.5 / 2) / 2),
@@ -49,19 +49,19 @@ def test_penalty_of_each_token_and_of_the_trajectory() -> None:
 
 
 @pytest.mark.spec("advantage.kl-in-outcome")
-def test_estimators_of_every_step_get_each_rows_own() -> None:
+def test_turn_estimators_get_the_penalty_of_each_row() -> None:
     batch, _ = kl_in_reward(two_trajectories(), coef=0.1, estimator="k1", outcome=False)
     torch.testing.assert_close(batch.row_rewards, torch.tensor([-0.075, 0.9, -0.05]))
     torch.testing.assert_close(batch.rewards[3], torch.tensor(1.0))
 
 
-def test_a_last_row_without_response_carries_it_in_its_score() -> None:
+def test_last_row_without_response_has_the_penalty_in_its_score() -> None:
     batch = with_differences(batch_of(Row("a", 0, 0.0), Row("a", 0, 1.0, mask="")), [0.5, 0.5])
     batch, _ = kl_in_reward(batch, coef=1.0, estimator="k1", outcome=True)
     assert batch.row_rewards.tolist() == [-1.0, 0.0]
 
 
-def test_no_penalty_leaves_rewards_and_padding_rows_alone() -> None:
+def test_zero_penalty_keeps_rewards_and_padding_rows() -> None:
     batch = two_trajectories()
     same, metrics = kl_in_reward(batch, coef=0.0, estimator="k3", outcome=True)
     assert torch.equal(same.rewards, batch.rewards)
@@ -93,7 +93,7 @@ turns = st.lists(st.sampled_from(["1", "11", "10", "0", "101"]), min_size=1, max
 
 @pytest.mark.spec("advantage.kl-in-outcome")
 @given(st.lists(turns, min_size=1, max_size=5), st.integers(0, 999), st.booleans())
-def test_any_batch(table: list[list[str]], seed: int, outcome: bool) -> None:
+def test_random_batches(table: list[list[str]], seed: int, outcome: bool) -> None:
     rows = [Row("g", j, 1.0, mask=mask) for j, own in enumerate(table) for mask in own]
     num = sum(len(row.mask) for row in rows)
     random = np.random.default_rng(seed)
@@ -116,7 +116,7 @@ def test_any_batch(table: list[list[str]], seed: int, outcome: bool) -> None:
     assert changed.row_rewards.tolist() == pytest.approx(sums, abs=1e-6)
 
 
-def test_fixed_coefficient_stays() -> None:
+def test_fixed_coefficient_is_constant() -> None:
     assert next_kl_coef(0.5, 9.0, 100, KlCtrlConfig()) == 0.5
 
 

@@ -23,7 +23,7 @@ def write(run: RunInfo, name: str, steps: range) -> None:
     logger.close()
 
 
-def test_mlflow_has_one_run_that_a_resumed_one_continues(
+def test_resumed_run_continues_its_mlflow_run(
     run: RunInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mlflow = pytest.importorskip("mlflow")
@@ -39,7 +39,7 @@ def test_mlflow_has_one_run_that_a_resumed_one_continues(
     assert [(one.step, one.value) for one in history] == [(1, 0.25), (2, 0.5), (3, 0.75)]
 
 
-def test_trackio_has_one_run_that_a_resumed_one_continues(
+def test_resumed_run_continues_its_trackio_run(
     run: RunInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(run.run_path / "trackio"))
@@ -56,12 +56,12 @@ def test_trackio_has_one_run_that_a_resumed_one_continues(
     ("name", "message"),
     [("jsonn", "wanted module:Class or one of jsonl"), ("no.module:Logger", "cannot import")],
 )
-def test_loggers_that_do_not_exist_are_named(run: RunInfo, name: str, message: str) -> None:
+def test_unknown_loggers_are_named(run: RunInfo, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"trainer.logger: {message}"):
         open_loggers([name], run)
 
 
-def test_loggers_before_one_that_fails_are_closed(run: RunInfo) -> None:
+def test_earlier_loggers_are_closed_if_one_fails(run: RunInfo) -> None:
     (run.run_path / "own_logger.py").write_text(
         "closed = []\n"
         "class Good:\n"

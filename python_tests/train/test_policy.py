@@ -1,4 +1,4 @@
-"""The policy: logprobs are Hugging Face's own, gradients do not depend on the split."""
+"""The policy: logprobs equal Hugging Face's, gradients do not depend on the split."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rollout_batch(model: Any, num_prompts: int = 4, samples: int = 4) -> StepBat
 
 
 def mixed_batch(seed: int = 0) -> StepBatch:
-    """Rows of many lengths, some masked tokens, an all-masked and an empty row."""
+    """Return rows of many lengths, with masked tokens, an all-masked row and an empty row."""
     rng = np.random.default_rng(seed)
     shapes = [(3, 4), (9, 1), (1, 6), (5, 5), (2, 0), (4, 3), (7, 2), (2, 2)]
     output: dict[str, Any] = {
@@ -56,7 +56,7 @@ def mixed_batch(seed: int = 0) -> StepBatch:
 
 
 def full_logprobs(model: Any, batch: StepBatch) -> torch.Tensor:
-    """(A,) by the model's own logits, one row at a time."""
+    """Return (A,) logprobs from the model's full logits, one row at a time."""
     result = []
     for row in range(batch.num_rows):
         tokens = batch.tokens[batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]].long()
@@ -69,7 +69,7 @@ def full_logprobs(model: Any, batch: StepBatch) -> torch.Tensor:
 
 @pytest.mark.parametrize("budget", [1, 20, 1000])
 @pytest.mark.parametrize("tied", [False, True])
-def test_logprobs_are_those_of_the_full_logits(budget: int, tied: bool) -> None:
+def test_logprobs_equal_those_of_the_full_logits(budget: int, tied: bool) -> None:
     model = tiny_model(tied=tied)
     batch = mixed_batch()
     policy = Policy(model, max_tokens_per_microbatch=budget)
@@ -83,13 +83,13 @@ def test_logprobs_are_those_of_the_full_logits(budget: int, tied: bool) -> None:
     ("head", "operands", "tolerance"),
     [(None, torch.bfloat16, 2**-6), (torch.float32, torch.float32, 1e-5)],
 )
-def test_the_heads_dtype_is_the_forward_passs_or_a_choice(
+def test_head_dtype_follows_the_forward_pass_or_the_setting(
     head: torch.dtype | None,
     operands: torch.dtype,
     tolerance: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Norms leave float32 under autocast; the product with the vocabulary must not follow them."""
+    """Norms return float32 under autocast; the head must not follow them."""
     seen, chosen = [], policy_module.linear_logprob
 
     def spy(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> Any:
@@ -113,7 +113,7 @@ def test_the_heads_dtype_is_the_forward_passs_or_a_choice(
     assert model.get_output_embeddings().weight.grad.dtype == torch.float32
 
 
-def test_steps_that_go_on_share_a_sequence() -> None:
+def test_growing_steps_share_a_sequence() -> None:
     batch = rollout_batch(tiny_model())
     everything = np.ones(batch.num_rows, dtype=bool)
     assert sequence_hosts(batch, everything).tolist() == [
@@ -124,15 +124,15 @@ def test_steps_that_go_on_share_a_sequence() -> None:
     assert sum(len(micro.target_ids) for micro in plan) == int(batch.loss_mask.sum())
 
 
-def test_a_rewritten_context_keeps_its_own_sequence() -> None:
+def test_rewritten_context_has_its_own_sequence() -> None:
     batch = rollout_batch(tiny_model())
     tokens = batch.tokens.clone()
-    tokens[int(batch.cu_seqlens[1])] += 1  # the second step's context begins otherwise
+    tokens[int(batch.cu_seqlens[1])] += 1  # the second step's context starts differently
     hosts = sequence_hosts(batch.with_(tokens=tokens), np.ones(batch.num_rows, dtype=bool))
     assert hosts[:4].tolist() == [0, 1, 3, 3]
 
 
-def test_sharing_gives_the_logprobs_of_separate_rows() -> None:
+def test_shared_sequences_give_the_logprobs_of_separate_rows() -> None:
     model = tiny_model()
     batch = rollout_batch(model)
     with torch.no_grad():
@@ -172,14 +172,14 @@ def test_metrics_do_not_depend_on_the_split() -> None:
         )
         for budget in (10_000, 20, 1)
     ]
-    whole = found[0]
-    both = whole["policy/policy_loss"] + 0.5 * whole["policy/kl_loss"]
-    assert both == pytest.approx(whole["policy/loss"], rel=1e-5)
+    full = found[0]
+    both = full["policy/policy_loss"] + 0.5 * full["policy/kl_loss"]
+    assert both == pytest.approx(full["policy/loss"], rel=1e-5)
     split = {"policy/num_micro_batches", "policy/forward_tokens"}
     for other in found[1:]:
-        assert other.keys() == whole.keys()
-        for name in whole.keys() - split:
-            assert other[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
+        assert other.keys() == full.keys()
+        for name in full.keys() - split:
+            assert other[name] == pytest.approx(full[name], rel=1e-4, abs=1e-6), name
 
 
 def test_masked_tokens_have_no_gradient() -> None:
@@ -195,7 +195,7 @@ def test_masked_tokens_have_no_gradient() -> None:
         assert torch.equal(one, two)
 
 
-def test_rows_without_advantage_are_left_out_and_change_nothing() -> None:
+def test_rows_without_advantage_are_skipped_without_effect() -> None:
     algorithm = AlgorithmConfig()
     batch = mixed_batch()
     values = batch.advantages.clone()
@@ -235,7 +235,7 @@ def test_all_masked_batch_gives_no_gradient_and_no_nan() -> None:
 
 @pytest.mark.spec("update.mini-batch-size")
 @pytest.mark.parametrize(("mini", "epochs", "steps"), [(4, 1, 1), (2, 1, 2), (1, 1, 4), (2, 3, 6)])
-def test_optimizer_steps_are_prompts_by_mini_batch(mini: int, epochs: int, steps: int) -> None:
+def test_number_of_optimizer_steps(mini: int, epochs: int, steps: int) -> None:
     model = tiny_model()
     policy = Policy(model)
     optimizer = Optimizer(policy, OptimizerConfig(lr=1e-3), total_steps=10)
@@ -251,7 +251,7 @@ def test_optimizer_steps_are_prompts_by_mini_batch(mini: int, epochs: int, steps
     assert metrics["policy/optimizer_steps"] == steps
 
 
-def test_kl_to_itself_is_zero_and_pulls_back() -> None:
+def test_kl_to_the_initial_policy_starts_at_zero_and_pulls_back() -> None:
     algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=1.0)
     model, reference = tiny_model(0), Policy(tiny_model(0))
     batch = rollout_batch(model).with_()
@@ -274,7 +274,7 @@ def test_kl_to_itself_is_zero_and_pulls_back() -> None:
     assert other["policy/grad_norm"] > 10 * same["policy/grad_norm"]
 
 
-def test_a_nonfinite_gradient_changes_nothing() -> None:
+def test_nonfinite_gradient_skips_the_update() -> None:
     model = tiny_model()
     policy = Policy(model)
     optimizer = Optimizer(policy, OptimizerConfig(lr=1.0), total_steps=1)
@@ -286,7 +286,7 @@ def test_a_nonfinite_gradient_changes_nothing() -> None:
         assert torch.equal(one, two)
 
 
-def test_the_gradient_norm_is_clipped() -> None:
+def test_gradient_norm_is_clipped() -> None:
     model = tiny_model()
     optimizer = Optimizer(Policy(model), OptimizerConfig(max_grad_norm=0.5), total_steps=1)
     for parameter in model.parameters():
@@ -305,7 +305,7 @@ def test_schedules() -> None:
 
 
 class _Casts(TorchDispatchMode):
-    """Remembers what was cast to bfloat16."""
+    """Records the tensors cast to bfloat16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ class _Casts(TorchDispatchMode):
         return sum(not made.expired() for made in self._made)
 
 
-def test_no_layer_leaves_its_weights_cast_where_activations_are_made_again() -> None:
+def test_activation_checkpointing_keeps_no_cast_weights() -> None:
     model = tiny_model()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = Policy(model.train(), dtype=torch.bfloat16)
@@ -372,7 +372,7 @@ def test_optimizer_state_of_another_model_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_a_model_that_changes_its_logits_is_refused() -> None:
+def test_model_that_modifies_its_logits_is_refused() -> None:
     model = tiny_model()
     head = torch.nn.Linear(16, 16, bias=True)
     torch.nn.init.ones_(head.bias)
@@ -381,7 +381,7 @@ def test_a_model_that_changes_its_logits_is_refused() -> None:
         Policy(model)
 
 
-def test_a_trained_row_without_a_prompt_is_refused() -> None:
+def test_trained_row_without_a_prompt_is_refused() -> None:
     output = {
         "prompt_token_ids": [[]],
         "response_ids": [[5]],
@@ -395,10 +395,10 @@ def test_a_trained_row_without_a_prompt_is_refused() -> None:
         plan_micro_batches(batch, 100)
 
 
-def test_a_parameter_that_never_had_a_gradient_does_not_hinder_a_resume(tmp_path: Path) -> None:
+def test_resume_with_a_parameter_without_gradients(tmp_path: Path) -> None:
     def made() -> tuple[Policy, Optimizer]:
         model = tiny_model()
-        model.unused = torch.nn.Parameter(torch.ones(3))  # as an expert that no token was sent to
+        model.unused = torch.nn.Parameter(torch.ones(3))  # like an expert that received no tokens
         policy = Policy(model)
         return policy, Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=4)
 

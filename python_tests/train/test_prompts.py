@@ -1,4 +1,4 @@
-"""The order of prompts over epochs, and the files they come from."""
+"""The order of prompts over epochs, and prompt files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_prompt_rows(tmp_path: Path) -> None:
         ("a.csv", "x", "wanted .jsonl, .json or .parquet"),
     ],
 )
-def test_broken_prompt_files_name_the_place(
+def test_invalid_prompt_files_error_names_the_place(
     tmp_path: Path, name: str, text: str | bytes, wanted: str
 ) -> None:
     (tmp_path / name).write_bytes(text.encode() if isinstance(text, str) else text)

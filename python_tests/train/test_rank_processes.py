@@ -1,4 +1,4 @@
-"""The processes of ranks: calls that reach them, their faults, their ends; a whole run of two."""
+"""The processes of ranks: calls, faults and exits; a complete run with two ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gone(process: int, seconds: float = 10.0) -> bool:
     return False
 
 
-def test_a_call_reaches_all_ranks(tmp_path: Path) -> None:
+def test_call_reaches_all_ranks(tmp_path: Path) -> None:
     with started_ranks(2, Probe, cuda=False, folder=tmp_path) as ranks:
         probe = Probe(ranks)
         own, other = probe.processes()
@@ -58,7 +58,7 @@ def test_a_call_reaches_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("update.rank-exit")
-def test_a_rank_that_raises_ends_the_call_with_its_reason(probe: Probe) -> None:
+def test_exception_on_a_rank_ends_the_call_with_its_reason(probe: Probe) -> None:
     other = probe.processes()[1]
     with pytest.raises(RankError, match=r"rank 1 ended with exit code 1; .*a fault of rank 1"):
         probe.fault_on(1)
@@ -68,13 +68,13 @@ def test_a_rank_that_raises_ends_the_call_with_its_reason(probe: Probe) -> None:
 
 
 @pytest.mark.spec("update.rank-exit")
-def test_a_rank_that_is_killed_is_named(probe: Probe) -> None:
+def test_rank_that_is_killed_is_named(probe: Probe) -> None:
     os.kill(probe.processes()[1], signal.SIGKILL)
     with pytest.raises(RankError, match="rank 1 ended with exit code -9"):
         probe.processes()
 
 
-def test_a_rank_that_ends_while_none_is_needed_is_named_by_the_next_call(
+def test_rank_that_exits_while_idle_is_named_by_the_next_call(
     probe: Probe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_processes, "HANG_SECONDS", 0.2)
@@ -82,13 +82,13 @@ def test_a_rank_that_ends_while_none_is_needed_is_named_by_the_next_call(
     other = probe.processes()[1]
     os.kill(other, signal.SIGKILL)
     assert gone(other)
-    time.sleep(1.0)  # else rank 0 would be gone by now
+    time.sleep(1.0)  # otherwise rank 0 would have exited by now
     with pytest.raises(RankError, match="rank 1 ended with exit code -9"):
         probe.processes()
 
 
 def listening(process: int) -> set[str]:
-    """The addresses that a process listens on, as /proc writes them."""
+    """Return the addresses that a process listens on, as in /proc."""
     links = (os.readlink(f) for f in Path(f"/proc/{process}/fd").iterdir() if f.is_symlink())
     own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     found = set()
@@ -101,12 +101,12 @@ def listening(process: int) -> set[str]:
 
 
 @pytest.mark.spec("update.rank-network")
-def test_the_ranks_listen_to_their_machine_alone(probe: Probe) -> None:
+def test_ranks_listen_on_loopback_only(probe: Probe) -> None:
     for process in probe.processes():
         assert listening(process) == {"0100007F"}  # 127.0.0.1
 
 
-def test_an_error_of_rank_0_is_raised_and_leaves_nobody(tmp_path: Path) -> None:
+def test_error_on_rank_0_is_raised_and_leaves_no_processes(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match="a fault of rank 0"),
         started_ranks(2, Probe, cuda=False, folder=tmp_path) as ranks,
@@ -122,7 +122,7 @@ def test_an_error_of_rank_0_is_raised_and_leaves_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("update.rank-exit")
-def test_ranks_that_cannot_make_their_models_are_named(tmp_path: Path) -> None:
+def test_ranks_that_fail_to_build_their_models_are_named(tmp_path: Path) -> None:
     with started_ranks(2, fail, cuda=False, folder=tmp_path) as ranks:
         probe = Probe(ranks)
         with pytest.raises(RankError, match="no such model here"):
@@ -130,7 +130,7 @@ def test_ranks_that_cannot_make_their_models_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("update.rank-exit")
-def test_a_rank_that_raises_does_not_wait_for_its_threads(tmp_path: Path) -> None:
+def test_rank_that_raises_does_not_wait_for_its_threads(tmp_path: Path) -> None:
     with started_ranks(2, with_a_thread, cuda=False, folder=tmp_path) as ranks:
         probe = with_a_thread(ranks)
         started = time.monotonic()
@@ -139,7 +139,7 @@ def test_a_rank_that_raises_does_not_wait_for_its_threads(tmp_path: Path) -> Non
         assert time.monotonic() - started < 30.0  # the thread takes 60
 
 
-def test_a_process_of_another_group_is_refused_and_stays_in_it(tmp_path: Path) -> None:
+def test_process_in_another_process_group_is_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with (
@@ -169,7 +169,7 @@ else:  # in the other process
 
 
 @pytest.mark.spec("update.rank-exit")
-def test_nothing_waits_for_a_rank_that_ends_before_it_is_connected(tmp_path: Path) -> None:
+def test_rank_that_exits_before_connecting_does_not_hang_the_others(tmp_path: Path) -> None:
     with script(ENDS_EARLY, tmp_path, stderr=subprocess.PIPE) as child:
         said, errors = child.communicate(timeout=60)
     assert child.returncode == 1 and not said
@@ -185,7 +185,7 @@ from skyrl_fast.train.parallel.rank_processes import started_ranks
 if __name__ == "__main__":
     with started_ranks(2, Probe, cuda=False, folder=Path(".")) as ranks:
         processes = Probe(ranks).processes()
-        tool = os.fork()  # has all that is open here
+        tool = os.fork()  # inherits all open files
         if tool:
             print(*processes, tool, flush=True)
         time.sleep(60)
@@ -216,7 +216,7 @@ def test_no_process_is_left_when_rank_0_is_killed(tmp_path: Path) -> None:
         os.kill(tool, signal.SIGKILL)
 
 
-def test_a_script_that_trains_when_it_is_imported_is_told_what_to_do(folder: Path) -> None:
+def test_script_that_trains_on_import_gets_advice(folder: Path) -> None:
     script = folder / "script.py"
     script.write_text(
         "import sys\n"
@@ -252,7 +252,7 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("update.ranks-equal", "update.ranks-checkpoint")
-def test_a_run_that_changes_its_number_of_ranks_goes_as_that_of_one(folder: Path) -> None:
+def test_run_with_a_changed_number_of_ranks_equals_that_of_one(folder: Path) -> None:
     threads = torch.get_num_threads()
     shared, resume = "trainer.placement.policy_num_gpus_per_node=2", "trainer.resume_mode=latest"
     train(settings(folder, "alone"))
@@ -263,7 +263,7 @@ def test_a_run_that_changes_its_number_of_ranks_goes_as_that_of_one(folder: Path
     one, two = (steady(folder / name / "metrics.jsonl") for name in ("alone", "shared"))
     assert len(one) == len(two)
     for wanted, found in zip(one, two, strict=True):
-        assert found.keys() >= wanted.keys()  # its parts end with evaluations
+        assert found.keys() >= wanted.keys()  # each part ends with an evaluation
         for name in {"reward/avg_raw_reward", "policy/grad_norm", "policy/loss"} & wanted.keys():
             assert found[name] == pytest.approx(wanted[name], rel=1e-2, abs=1e-4), name
     assert (folder / "shared" / "rank_1.log").exists()

@@ -1,4 +1,4 @@
-"""Which micro-batches a rank takes; docs/spec.md section 7."""
+"""Assignment of micro-batches to ranks; docs/spec.md section 7."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_fast.train.parallel.ranks import Ranks
 
 
 def micros_of(lengths: list[int]) -> Callable[[int], list[MicroBatch]]:
-    """A plan that fills micro-batches with rows of these lengths, in order."""
+    """Return a plan that fills micro-batches with rows of these lengths, in order."""
 
     def plan(budget: int) -> list[MicroBatch]:
         parts: list[list[int]] = []
@@ -36,7 +36,7 @@ def micro_of(rows: list[int], num_tokens: int) -> MicroBatch:
 
 @pytest.mark.spec("update.micro-batches")
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 200), st.integers(2, 5))
-def test_each_row_is_taken_once_and_the_ranks_take_equally_many(
+def test_each_row_is_assigned_once_and_ranks_get_equal_numbers_of_passes(
     lengths: list[int], budget: int, size: int
 ) -> None:
     shares = [own_micro_batches(micros_of(lengths), budget, Ranks(r, size)) for r in range(size)]
@@ -54,9 +54,9 @@ def test_no_pass_is_larger_than_the_budget() -> None:
 
 
 @pytest.mark.spec("update.micro-batches")
-def test_a_batch_below_the_budget_is_shared_all_the_same() -> None:
+def test_batch_below_the_budget_is_shared() -> None:
     plan = micros_of([10] * 8)
     shares = [own_micro_batches(plan, 1000, Ranks(rank, 4)) for rank in range(4)]
     assert [[micro.input_ids.numel() for micro in share] for share in shares] == [[20]] * 4
-    whole = [own_micro_batches(plan, 1000, Ranks(r, 4), divisible=False) for r in range(4)]
-    assert [[micro.input_ids.numel() for micro in share] for share in whole] == [[80], *[[1]] * 3]
+    full = [own_micro_batches(plan, 1000, Ranks(r, 4), divisible=False) for r in range(4)]
+    assert [[micro.input_ids.numel() for micro in share] for share in full] == [[80], *[[1]] * 3]

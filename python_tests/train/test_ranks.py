@@ -1,4 +1,4 @@
-"""Several ranks train as one does; docs/spec.md section 7."""
+"""Training with several ranks equals training with one; docs/spec.md section 7."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from skyrl_fast.train.parallel.ranks import ALONE
 from skyrl_fast.train.update import update_policy
 
 CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-6}  # float32 sums in another order
-NUM_RANKS = 3  # no power of two, and no divisor of the widths
+NUM_RANKS = 3  # neither a power of two nor a divisor of the widths
 
 
 @dataclass(slots=True)
 class Both:
-    """The same models, of one rank and of several."""
+    """The same models, with one rank and with several."""
 
     alone: Models
     shared: Models
@@ -60,7 +60,7 @@ def assert_close(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> 
     assert one.keys() == two.keys()
     for name in one:
         if name.endswith("k_proj.bias"):
-            continue  # softmax does not see it: its gradient is noise, which AdamW makes a step of
+            continue  # softmax ignores it: a noise gradient, which AdamW makes a step
         torch.testing.assert_close(one[name], two[name], msg=name, **CLOSE)
 
 
@@ -85,14 +85,14 @@ CASES: dict[str, tuple[str, AlgorithmConfig]] = {
     "replayed routes": ("experts", AlgorithmConfig()),
     "replayed routes, activations made again": ("checkpointed", AlgorithmConfig()),
     "ratio of a trajectory": ("untied", AlgorithmConfig(policy_loss_type="gspo")),
-    "loss of the whole mini-batch": ("untied", AlgorithmConfig(policy_loss_type="clip_cov")),
+    "loss of the full mini-batch": ("untied", AlgorithmConfig(policy_loss_type="clip_cov")),
     "KL to a reference": ("untied", AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)),
 }
 
 
 @pytest.mark.spec("update.micro-batches", "update.ranks-equal")
 @pytest.mark.parametrize("case", CASES)
-def test_an_update_is_that_of_one_rank(both: Both, case: str) -> None:
+def test_update_equals_that_of_one_rank(both: Both, case: str) -> None:
     name, algorithm = CASES[case]
     batch = routed(agent_batch(7, num_groups=4)).with_(old_logprobs=None)
     metrics, seen = [], []
@@ -113,7 +113,7 @@ def test_an_update_is_that_of_one_rank(both: Both, case: str) -> None:
 
 
 @pytest.mark.spec("update.ranks-equal")
-def test_each_rank_holds_its_part_of_weights_and_moments(both: Both) -> None:
+def test_each_rank_holds_its_shard_of_weights_and_moments(both: Both) -> None:
     size = both.shared.ranks.size
     update(both.alone, "untied", agent_batch(6, num_groups=2))
     update(both.shared, "untied", agent_batch(6, num_groups=2))
@@ -124,7 +124,7 @@ def test_each_rank_holds_its_part_of_weights_and_moments(both: Both) -> None:
             assert tensor.to_local().shape == (rows, *tensor.shape[1:])
 
 
-def test_logprobs_are_those_of_one_rank(both: Both) -> None:
+def test_logprobs_equal_those_of_one_rank(both: Both) -> None:
     batch = routed(agent_batch(8))
     for name in both.alone.policies:
         one, other = (models.policies[name] for models in (both.alone, both.shared))
@@ -134,7 +134,7 @@ def test_logprobs_are_those_of_one_rank(both: Both) -> None:
         assert other.sequence_logprobs(tokens) == wanted
 
 
-def test_a_critic_learns_as_with_one_rank(both: Both) -> None:
+def test_critic_learns_as_with_one_rank(both: Both) -> None:
     batch = agent_batch(9, num_groups=4)
     noise = torch.randn(2, len(batch.rewards), generator=torch.Generator().manual_seed(4))
     one, other = both.alone.critic, both.shared.critic
@@ -146,7 +146,7 @@ def test_a_critic_learns_as_with_one_rank(both: Both) -> None:
 
 @pytest.mark.spec("update.ranks-checkpoint")
 @pytest.mark.parametrize("name", ["tied", "experts"])
-def test_checkpoints_of_one_rank_and_of_several_are_the_same(
+def test_checkpoints_do_not_depend_on_the_number_of_ranks(
     both: Both, tmp_path: Path, name: str
 ) -> None:
     batch = routed(agent_batch(10, num_groups=2))
@@ -168,7 +168,7 @@ def test_checkpoints_of_one_rank_and_of_several_are_the_same(
 
 
 @pytest.mark.spec("update.ranks-equal")
-def test_the_engine_is_given_the_weights_of_one_rank(
+def test_engine_receives_the_weights_of_one_rank(
     both: Both, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.core_model_loading import Chunk, WeightConverter
@@ -188,7 +188,7 @@ def test_the_engine_is_given_the_weights_of_one_rank(
     assert any(name.endswith("gate_up_proj.weight") for name in given[0])
 
 
-def test_who_takes_some_weights_only_leaves_the_ranks_in_step(both: Both) -> None:
+def test_consumer_of_some_weights_does_not_desynchronize_ranks(both: Both) -> None:
     policy = both.shared.policies["untied"]
     first = next(iter(policy.named_weights()))
     assert weights(policy).keys() > {first[0]}

@@ -1,4 +1,4 @@
-"""Router replay: recorded experts, the router's own gates for them, gradients to the router."""
+"""Router replay: recorded experts, their gates from the router, gradients to the router."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS = ["qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss"]
 
 @pytest.mark.spec("replay.same-routes")
 @pytest.mark.parametrize("kind", KINDS)
-def test_own_routes_give_the_logits_of_free_routing(kind: str) -> None:
+def test_replaying_model_routes_gives_the_same_logits(kind: str) -> None:
     model = tiny_moe(kind)
     routes = own_routes(model, IDS)
     with torch.no_grad():
@@ -52,23 +52,23 @@ def test_own_routes_give_the_logits_of_free_routing(kind: str) -> None:
             assert torch.equal(replayed, free)
         with replay.routes((routes + 1) % NUM_EXPERTS, everywhere(IDS)):
             assert not torch.allclose(model(input_ids=IDS).logits, free, atol=1e-2)
-        assert torch.equal(model(input_ids=IDS).logits, free)  # outside: as ever
+        assert torch.equal(model(input_ids=IDS).logits, free)  # outside the context: unchanged
 
 
 @pytest.mark.spec("replay.recorded-experts")
-def test_other_routes_give_what_a_block_written_by_hand_gives() -> None:
+def test_other_routes_equal_a_handwritten_block() -> None:
     block = tiny_moe().model.layers[1].mlp
     hidden = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(0))
     routes = random_routes((7,), layers=1)
     replay = RouterReplay(torch.nn.ModuleDict({"block": block}))
-    block(hidden)  # finds the formula of the weights
+    block(hidden)  # detects the formula of the gate weights
     with replay.routes(routes, everywhere(hidden[0, :, 0])):
         got = block(hidden)[0]
     wanted = block_by_hand(block, hidden[0], routes[:, 0])
-    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)  # other order of sums
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)  # other order of summation
 
 
-def test_weights_that_are_not_normalised_stay_so() -> None:
+def test_unnormalized_gate_weights_are_kept() -> None:
     model = tiny_moe("qwen3_moe", norm_topk_prob=False)
     router = model.model.layers[0].mlp.gate
     replay = RouterReplay(model)
@@ -84,8 +84,8 @@ def test_weights_that_are_not_normalised_stay_so() -> None:
 
 
 @pytest.mark.spec("replay.recorded-experts")
-def test_gradients_reach_the_router_through_the_gates() -> None:
-    """Moving a router's weight moves the replayed loss as its gradient says; the choice stays."""
+def test_router_gets_gradients_through_the_gates() -> None:
+    """A finite difference of a router weight matches its gradient; the experts are fixed."""
     model = tiny_moe().double()
     model.set_experts_implementation("eager")  # the default one has no float64
     weight = model.model.layers[0].mlp.gate.weight
@@ -112,7 +112,7 @@ def test_gradients_reach_the_router_through_the_gates() -> None:
 
 
 @pytest.mark.spec("replay.unrecorded-tokens")
-def test_tokens_without_a_route_are_free() -> None:
+def test_tokens_without_a_route_are_routed_freely() -> None:
     model = tiny_moe()
     replay = RouterReplay(model)
     routes = own_routes(model, IDS)
@@ -121,7 +121,7 @@ def test_tokens_without_a_route_are_free() -> None:
     wrong = torch.where(masked[..., None, None], torch.zeros_like(routes), routes)
     with torch.no_grad():
         free = model(input_ids=IDS).logits
-        with replay.routes(wrong, masked):  # what stands in masked cells does not count
+        with replay.routes(wrong, masked):  # values in masked cells are ignored
             assert torch.equal(model(input_ids=IDS).logits, free)
         with replay.routes(random_routes(IDS.shape), torch.ones_like(masked)):
             assert torch.equal(model(input_ids=IDS).logits, free)
@@ -131,12 +131,12 @@ def test_tokens_without_a_route_are_free() -> None:
             assert not torch.equal(model(input_ids=IDS).logits, free)
 
 
-def test_layers_without_experts_have_columns_that_nobody_reads() -> None:
+def test_route_columns_of_dense_layers_are_ignored() -> None:
     model = tiny_moe("qwen3_moe", mlp_only_layers=[0])
     replay = RouterReplay(model)
     own = own_routes(model, IDS)
     assert own.shape[2] == 1
-    padded = torch.cat([torch.zeros_like(own), own], 2)  # as vLLM counts: all layers
+    padded = torch.cat([torch.zeros_like(own), own], 2)  # as in vLLM: all layers
     with torch.no_grad():
         free = model(input_ids=IDS).logits
         for routes in (own, padded):
@@ -144,7 +144,7 @@ def test_layers_without_experts_have_columns_that_nobody_reads() -> None:
                 assert torch.equal(model(input_ids=IDS).logits, free)
 
 
-def test_gradient_checkpointing_runs_layers_again_by_the_same_routes() -> None:
+def test_gradient_checkpointing_recomputes_with_the_same_routes() -> None:
     gradients = []
     for checkpointing in (False, True):
         model = tiny_moe().train()
@@ -170,7 +170,7 @@ def test_gradient_checkpointing_runs_layers_again_by_the_same_routes() -> None:
         (random_routes((2, 6))[..., :1], "6 with 1|12 with 1"),
     ],
 )
-def test_routes_that_do_not_fit_are_refused(routes: torch.Tensor, message: str) -> None:
+def test_invalid_routes_are_refused(routes: torch.Tensor, message: str) -> None:
     model = tiny_moe()
     replay = RouterReplay(model)
     with pytest.raises(ValueError, match=message), replay.routes(routes, everywhere(IDS)):
@@ -205,14 +205,14 @@ def test_models_without_known_routers_are_refused() -> None:
 
 
 def routed_batch(*, agree: bool = True, captured: int | None = None) -> StepBatch:
-    """Two trajectories: one of two steps that go on from each other, one of one step."""
+    """Return two trajectories: one of two steps with a growing context, one of one step."""
     prompts = [[3, 4, 5], [3, 4, 5, 6, 7, 8], [9, 10]]
     responses = [[6, 7], [9, 9, 4], [11, 12]]
-    whole = random_routes((8,), seed=5).numpy().astype(np.uint8)
-    second = whole.copy()
+    full = random_routes((8,), seed=5).numpy().astype(np.uint8)
+    second = full.copy()
     if not agree:
         second[1] = (second[1] + 1) % NUM_EXPERTS
-    records = [whole[:4], second, random_routes((3,), seed=6).numpy().astype(np.uint8)]
+    records = [full[:4], second, random_routes((3,), seed=6).numpy().astype(np.uint8)]
     if captured is not None:
         records[2] = records[2][:captured]
     output: dict[str, Any] = {
@@ -230,7 +230,7 @@ def routed_batch(*, agree: bool = True, captured: int | None = None) -> StepBatc
 
 
 def logprobs_by_row(model: Any, batch: StepBatch) -> torch.Tensor:
-    """(A,) each row alone, by the model's full logits at the row's own record."""
+    """Return (A,) logprobs, each row separately, from full logits with the row's record."""
     replay = RouterReplay(model)
     result = []
     for row in range(batch.num_rows):
@@ -249,7 +249,7 @@ def logprobs_by_row(model: Any, batch: StepBatch) -> torch.Tensor:
 @pytest.mark.spec("replay.recorded-experts", "replay.shared-sequence")
 @pytest.mark.parametrize("agree", [True, False])
 @pytest.mark.parametrize("budget", [1, 1000])
-def test_policy_replays_each_rows_own_record(agree: bool, budget: int) -> None:
+def test_policy_replays_the_record_of_each_row(agree: bool, budget: int) -> None:
     batch = routed_batch(agree=agree, captured=1)
     policy = Policy(tiny_moe(), router_replay=True, max_tokens_per_microbatch=budget)
     wanted = logprobs_by_row(tiny_moe(), batch)
@@ -260,7 +260,7 @@ def test_policy_replays_each_rows_own_record(agree: bool, budget: int) -> None:
 
 
 @pytest.mark.spec("replay.shared-sequence")
-def test_rows_share_a_sequence_only_where_their_records_agree() -> None:
+def test_rows_share_a_sequence_only_if_their_records_agree() -> None:
     everything = np.ones(3, dtype=bool)
     for agree, hosts in ((True, [1, 1, 2]), (False, [0, 1, 2])):
         batch = routed_batch(agree=agree)
@@ -282,7 +282,7 @@ def test_gradient_does_not_depend_on_the_split() -> None:
         torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-4)
 
 
-def test_a_batch_without_routes_says_which_setting_is_missing() -> None:
+def test_batch_without_routes_error_names_the_missing_setting() -> None:
     batch = routed_batch().with_(expert_indices=None, cu_experts=None)
     policy = Policy(tiny_moe(), router_replay=True)
     with pytest.raises(ValueError, match="enable_return_routed_experts=true"):
@@ -294,7 +294,7 @@ def test_a_batch_without_routes_says_which_setting_is_missing() -> None:
 
 @pytest.mark.spec("rollout.failure-tolerance", "loss.all-masked")
 @pytest.mark.parametrize("tree", [False, True])
-def test_a_batch_of_stubs_alone_has_no_routes_and_trains_nothing(tree: bool) -> None:
+def test_batch_of_placeholders_has_no_routes_and_trains_nothing(tree: bool) -> None:
     output: dict[str, Any] = {  # every trajectory failed, so the engine recorded nothing
         "prompt_token_ids": [[3, 4], [0]],
         "response_ids": [[], []],
@@ -319,14 +319,16 @@ def test_logprobs_of_a_sequence_at_given_routes() -> None:
     own = own_routes(policy.model, torch.tensor([tokens]))[0].numpy().astype(np.uint16)
     free = policy.sequence_logprobs(tokens)
     assert policy.sequence_logprobs(tokens, own) == free
-    assert policy.sequence_logprobs(tokens, own[:-1]) == free  # the last token predicts nothing
+    assert (
+        policy.sequence_logprobs(tokens, own[:-1]) == free
+    )  # the last token's logits are not used
     other = policy.sequence_logprobs(tokens, (own + 1) % NUM_EXPERTS)
     assert max(abs(a - b) for a, b in zip(other, free, strict=True)) > 0.05
     with pytest.raises(ValueError, match="router_replay is off"):
         Policy(tiny_moe()).sequence_logprobs(tokens, own)
 
 
-def test_weights_go_out_under_the_names_of_a_checkpoint(tmp_path: Any) -> None:
+def test_exported_weights_have_checkpoint_names(tmp_path: Any) -> None:
     from safetensors.torch import load_file
 
     model = tiny_moe()
@@ -339,7 +341,7 @@ def test_weights_go_out_under_the_names_of_a_checkpoint(tmp_path: Any) -> None:
 
 
 @pytest.mark.spec("replay.reference-model")
-def test_the_reference_routes_freely(tmp_path: Any) -> None:
+def test_reference_routes_freely(tmp_path: Any) -> None:
     from skyrl_fast.config import Config
     from skyrl_fast.train.model.models import make_models
     from skyrl_fast.train.parallel.ranks import ALONE

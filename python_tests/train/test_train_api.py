@@ -1,4 +1,4 @@
-"""`skyrl_fast.train`: forms of its arguments, callbacks, signals."""
+"""`skyrl_fast.train`: argument types, callbacks, signals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ assert "transformers" not in sys.modules
 """
 
 
-def test_it_is_reached_from_the_package_without_importing_the_trainer() -> None:
+def test_train_is_available_without_importing_the_trainer() -> None:
     subprocess.run([sys.executable, "-c", REACHED], check=True, cwd=ROOT)
     parameters = inspect.signature(skyrl_fast.train).parameters
     assert list(parameters)[:4] == ["config", "env", "prompts", "eval_prompts"]
@@ -71,7 +71,7 @@ def test_mappings_with_nested_and_dotted_keys(source: dict[str, Any]) -> None:
     assert repr(source) == before
 
 
-def test_a_mapping_where_a_section_belongs_becomes_one() -> None:
+def test_mapping_in_place_of_a_section_is_converted() -> None:
     config = Config()
     config.generator.eval_sampling_params = {"temperature": 0}  # type: ignore[assignment]
     config.trainer.policy = {"optimizer_config": {"lr": 0.5}}  # type: ignore[assignment]
@@ -97,7 +97,7 @@ def test_a_mapping_where_a_section_belongs_becomes_one() -> None:
         ("nowhere.yaml", "config file not found: nowhere.yaml"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_by_their_dotted_key(source: Any, message: str) -> None:
+def test_invalid_settings_error_names_the_dotted_key(source: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         skyrl_fast.train(source)
 
@@ -124,7 +124,7 @@ def test_settings_from_a_yaml_file_and_prompts_in_memory(folder: Path, tmp_path:
 # --- prompts -----------------------------------------------------------------------------------
 
 
-def test_forms_of_prompts(tmp_path: Path) -> None:
+def test_prompt_formats(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "from a file", "answer": 3}\n')
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
@@ -138,8 +138,8 @@ def test_forms_of_prompts(tmp_path: Path) -> None:
     assert texts == [["plain"], ["s", "u"], ["row"], ["from a file"], ["from a file"]]
     assert [p.env_class for p in found] == ["d", "d", "own", "d", "d"]
     assert [p.env_extras for p in found] == [{}, {}, {"n": 1}, {"answer": 3}, {"answer": 3}]
-    for whole in (file, str(file)):
-        (one,) = prompts_from(whole, default_env_class="d")
+    for full in (file, str(file)):
+        (one,) = prompts_from(full, default_env_class="d")
         assert one.env_extras == {"answer": 3}
     assert len(prompts_from(({"prompt": str(i)} for i in range(3)), default_env_class="d")) == 3
     assert prompts_from(["Fix data.json"], default_env_class="d")[0].messages == [
@@ -156,12 +156,12 @@ def test_forms_of_prompts(tmp_path: Path) -> None:
         ({"train": [], "test": []}, "wanted rows, got a mapping with train, test: choose one"),
     ],
 )
-def test_prompts_that_cannot_be_are_named(source: Any, message: str) -> None:
+def test_invalid_prompts_are_named(source: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prompts_from(source, default_env_class="d")
 
 
-def test_a_data_set_of_the_hub_needs_its_package() -> None:
+def test_hub_data_set_requires_the_datasets_package() -> None:
     if importlib.util.find_spec("datasets") is not None:
         pytest.skip("datasets is installed")
     wanted = "org/name; a data set of the hub needs datasets: pip install datasets"
@@ -196,7 +196,7 @@ def test_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- objects -----------------------------------------------------------------------------------
 
 
-def test_a_reward_function_is_an_environment_of_one_turn() -> None:
+def test_reward_function_is_a_single_turn_environment() -> None:
     def reward(answer: str, row: dict[str, Any]) -> float:
         return len(answer) + row["bonus"] + len(row["prompt"])
 
@@ -214,7 +214,7 @@ def test_a_reward_function_is_an_environment_of_one_turn() -> None:
     assert (answer.reward, answer.done, answer.messages) == (15.0, True, [])
 
 
-def test_objects_that_exclude_each_other_or_are_none(folder: Path) -> None:
+def test_invalid_and_conflicting_objects(folder: Path) -> None:
     config = settings(folder, "run")
     with pytest.raises(SetupError, match="wanted env or reward, got both"):
         skyrl_fast.train(config, env="m:E", reward=len)  # type: ignore[arg-type]
@@ -227,7 +227,7 @@ def test_objects_that_exclude_each_other_or_are_none(folder: Path) -> None:
             skyrl_fast.train(config, callbacks=callbacks)  # type: ignore[arg-type]
 
 
-def test_every_row_has_the_environment_that_is_given(folder: Path) -> None:
+def test_given_environment_applies_to_every_row(folder: Path) -> None:
     def lucky(answer: str, row: dict[str, Any]) -> float:
         return 1.0
 
@@ -236,12 +236,12 @@ def test_every_row_has_the_environment_that_is_given(folder: Path) -> None:
     config = settings(folder, "run", "trainer.epochs=1")
     skyrl_fast.train(config, prompts=rows, reward=lucky, make_rollouts=recorder)
     assert recorder.rollouts[0].config.environment.env_class == "lucky"
-    assert config.environment.env_class == "gsm8k"  # the caller's stays
+    assert config.environment.env_class == "gsm8k"  # the caller's object is unchanged
     skyrl_fast.train(settings(folder, "b", "trainer.epochs=1"), env="m:E", make_rollouts=recorder)
     assert recorder.rollouts[1].config.environment.env_class == "m:E"
 
 
-def test_losses_and_estimators_by_object_and_name(folder: Path) -> None:
+def test_losses_and_estimators_by_object_or_name(folder: Path) -> None:
     recorder = Recorder()
     config = settings(folder, "a", "trainer.epochs=1")
     skyrl_fast.train(config, loss="gspo", estimator="rloo", make_rollouts=recorder)
@@ -286,7 +286,7 @@ class Stop(Callback):
         ("eval", 0, 0, "Stop"),
         ("step", 1, 1, "Stop"),
         ("eval", 2, 2, "Stop"),
-        ("step", 6, 6, None),  # it was the last one
+        ("step", 6, 6, None),  # the last step
     ],
 )
 def test_callbacks_end_a_run_with_a_checkpoint(
@@ -312,7 +312,7 @@ class Broken(Callback):
             raise KeyError("reward/nothing")
 
 
-def test_a_callback_that_raises_ends_the_run_after_a_checkpoint(folder: Path) -> None:
+def test_exception_in_a_callback_ends_the_run_after_a_checkpoint(folder: Path) -> None:
     wanted = "callback Broken.on_step raised KeyError: 'reward/nothing'"
     with pytest.raises(CallbackError, match=wanted):
         skyrl_fast.train(
@@ -329,7 +329,7 @@ class Interrupt(Callback):
 
 
 @pytest.mark.parametrize("in_a_loop", [False, True])
-def test_an_interrupt_leaves_a_checkpoint_in_scripts_and_notebooks(
+def test_interrupt_leaves_a_checkpoint_in_scripts_and_notebooks(
     folder: Path, in_a_loop: bool
 ) -> None:
     callback = Interrupt()
@@ -353,7 +353,7 @@ def test_an_interrupt_leaves_a_checkpoint_in_scripts_and_notebooks(
 
 @pytest.mark.parametrize(("number", "error"), [(2, KeyboardInterrupt), (15, SystemExit)])
 @pytest.mark.parametrize("in_a_loop", [False, True])
-def test_a_signal_before_training_ends_the_start(
+def test_signal_before_training_ends_the_start(
     folder: Path, number: int, error: type[BaseException], in_a_loop: bool
 ) -> None:
     async def start(*_: Any) -> Any:
@@ -370,7 +370,7 @@ def test_a_signal_before_training_ends_the_start(
     asyncio.run(cell()) if in_a_loop else run()
 
 
-def test_it_runs_in_threads_that_get_no_signals(folder: Path) -> None:
+def test_train_runs_in_threads_without_signal_handlers(folder: Path) -> None:
     results: list[Any] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Whole runs whose rollouts sample from the model itself: learning, rows, settings, evaluation."""
+"""Complete runs whose rollouts sample from the policy: learning, rows, settings, evaluation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from skyrl_fast.train.run import SetupError
 from skyrl_fast.trajectory_store import read_trajectories
 
 
-def test_a_whole_run_learns_and_leaves_everything(folder: Path) -> None:
+def test_full_run_learns_and_writes_all_outputs(folder: Path) -> None:
     recorder = Recorder()
     outcome = train(
         settings(folder, "run", "trainer.epochs=12", "generator.n_samples_per_prompt=8"), recorder
@@ -65,7 +65,7 @@ def test_a_whole_run_learns_and_leaves_everything(folder: Path) -> None:
     ],
 )
 @pytest.mark.spec("store.trained-values")
-def test_the_store_holds_what_was_trained(folder: Path, overrides: list[str]) -> None:
+def test_store_contains_the_trained_values(folder: Path, overrides: list[str]) -> None:
     outcome = train(settings(folder, "run", "trainer.epochs=1", *overrides))
     stored = list(read_trajectories(outcome.run_path, phase="train"))
     assert [t.entry.step for t in stored] == [1] * 16 + [2] * 16
@@ -79,16 +79,16 @@ def test_the_store_holds_what_was_trained(folder: Path, overrides: list[str]) ->
             assert step.loss_mask.tolist() == [1, 1]
             assert step.advantages.tolist() == pytest.approx([trajectory.entry.advantage] * 2)
             seen = ~np.isnan(step.trainer_logprobs)
-            # Rows of advantage 0 are not run, unless all log-probabilities were made before.
+            # Rows with advantage 0 are skipped, unless old log-probabilities are computed.
             assert seen.all() or trajectory.entry.advantage == 0
-            # The sampler is the trainer's own model: what differs is rounding.
+            # The sampler is the trainer's model: only rounding differs.
             gap = np.abs(step.trainer_logprobs - step.rollout_logprobs)[seen]
             assert (gap < 1e-4).all()
             compared += len(gap)
     assert compared > 0
 
 
-def test_the_engine_gets_the_trained_weights(folder: Path) -> None:
+def test_engine_receives_the_trained_weights(folder: Path) -> None:
     recorder = Recorder()
     outcome = train(settings(folder, "run", "trainer.epochs=1"), recorder)
     from transformers import AutoModelForCausalLM
@@ -98,14 +98,14 @@ def test_the_engine_gets_the_trained_weights(folder: Path) -> None:
         assert torch.equal(one, two)
 
 
-def test_on_policy_the_trainer_agrees_with_the_sampler(folder: Path) -> None:
+def test_trainer_and_sampler_agree_on_policy(folder: Path) -> None:
     outcome = train(settings(folder, "run", "trainer.epochs=1", "trainer.policy_mini_batch_size=4"))
     for row in read_metrics(outcome.metrics)[1:]:
         assert row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-5  # float32 noise
 
 
 @pytest.mark.spec("merge.off", "merge.on", "merge.row-per-trajectory")
-def test_rows_per_step_merged_or_per_trajectory_learn_the_same(folder: Path) -> None:
+def test_step_merged_and_trajectory_rows_learn_the_same(folder: Path) -> None:
     first = {}
     for name, override in {
         "step": "generator.step_wise_trajectories=true",
@@ -125,7 +125,7 @@ def test_rows_per_step_merged_or_per_trajectory_learn_the_same(folder: Path) -> 
     assert first["step"]["policy/grad_norm"] > 0
 
 
-def test_same_seed_same_metrics_other_seed_other(folder: Path) -> None:
+def test_metrics_are_determined_by_the_seed(folder: Path) -> None:
     one = steady(train(settings(folder, "a")).metrics)
     two = steady(train(settings(folder, "b")).metrics)
     three = steady(train(settings(folder, "c", "trainer.seed=7")).metrics)
@@ -161,7 +161,7 @@ def test_learning_rate_zero_keeps_weights_and_reward(folder: Path) -> None:
         ("trainer.logger=['json:loads']", "trainer.logger: json:loads did not start: TypeError"),
     ],
 )
-def test_what_is_missing_is_said_before_the_engine_starts(
+def test_missing_inputs_are_reported_before_the_engine_starts(
     folder: Path, override: str, wanted: str
 ) -> None:
     package = wanted.partition(" ")[0]
@@ -175,13 +175,13 @@ def test_what_is_missing_is_said_before_the_engine_starts(
 
 
 @pytest.mark.spec("filter.zero-reward-on-non-stop", "filter.overlong", "metrics.filtered-groups")
-def test_overlong_and_unfinished_from_the_settings(folder: Path) -> None:
+def test_overlong_and_unfinished_filters_from_the_settings(folder: Path) -> None:
     class Cut(FakeRollouts):
         async def generate(
             self, prompts: Sequence[Prompt], *, step: int, phase: str
         ) -> list[Trajectory]:
             trajectories = await super().generate(prompts, step=step, phase=phase)
-            first = 3 if len(self.calls[-1][2]) == 1 else 0  # of the batch's first group
+            first = 3 if len(self.calls[-1][2]) == 1 else 0  # the batch's first group
             for one in trajectories[:first]:
                 one.stop_reason = one.steps[-1].stop_reason = "length"
                 one.steps[-1].reward = 1.0
@@ -200,7 +200,9 @@ def test_overlong_and_unfinished_from_the_settings(folder: Path) -> None:
     assert row["generate/num_zeroed_rewards"] == 3
     assert row["generate/num_overlong_filtered"] == 3
     assert row["reward/avg_raw_reward"] == 0.0
-    assert row["generate/avg_tokens_non_zero_rewards"] == 4  # rollouts as they were sampled
+    assert (
+        row["generate/avg_tokens_non_zero_rewards"] == 4
+    )  # metrics of the rollouts before filters
 
 
 @pytest.mark.spec("advantage.kl-in-reward", "advantage.kl-controller", "advantage.kl-resume")
@@ -212,7 +214,7 @@ def test_kl_in_the_reward_starts_at_zero_and_its_coefficient_survives_a_resume(
         "trainer.algorithm.kl_loss_coef=0.5",
         "trainer.algorithm.kl_ctrl={type: adaptive, kl_target: 0.01, horizon: 64}",
     ]
-    expected = train(settings(folder, "whole", *wanted))
+    expected = train(settings(folder, "full", *wanted))
     rows = read_metrics(expected.metrics)[1:]
     assert rows[0]["loss/avg_kl"] == pytest.approx(0.0, abs=1e-6)  # the reference is the start
     assert rows[0]["loss/kl_loss_coef"] == 0.5
@@ -245,7 +247,7 @@ def test_off_policy_correction_from_the_settings(folder: Path) -> None:
 
 
 @pytest.mark.spec("metrics.pass-at-k")
-def test_evaluation_by_data_set_and_by_samples(folder: Path) -> None:
+def test_evaluation_by_data_set_and_samples(folder: Path) -> None:
     class Named(FakeRollouts):
         async def generate(
             self, prompts: Sequence[Prompt], *, step: int, phase: str
@@ -295,7 +297,7 @@ def test_plot_and_tensorboard(folder: Path) -> None:
     assert list((folder / "run/tensorboard").iterdir())
 
 
-def test_rollout_time_is_shared_by_proportion(folder: Path) -> None:
+def test_rollout_time_is_split_proportionally(folder: Path) -> None:
     config = settings(folder, "x")
     rollouts = FakeRollouts(config, tiny_model())
     prompts = load_prompts([f"{folder}/train.jsonl"], default_env_class="d")

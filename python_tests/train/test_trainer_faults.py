@@ -1,4 +1,4 @@
-"""Batches in which trajectories failed, or all of them did."""
+"""Batches in which some or all trajectories failed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_failed_trajectories_are_counted_and_do_not_stop_the_step(folder: Path) 
 
 
 @pytest.mark.spec("rollout.failure-tolerance", "rollout.all-failed")
-def test_a_batch_in_which_everything_failed_trains_nothing_and_the_run_goes_on(
+def test_batch_of_failures_trains_nothing_and_the_run_continues(
     folder: Path,
 ) -> None:
     class FirstFails(FakeRollouts):
@@ -85,7 +85,7 @@ def test_a_batch_in_which_everything_failed_trains_nothing_and_the_run_goes_on(
 
 @pytest.mark.spec("rollout.all-failed")
 @pytest.mark.parametrize("before_train", ["true", "false"])
-def test_three_batches_in_which_everything_failed_end_the_run(
+def test_three_batches_of_failures_end_the_run(
     folder: Path, before_train: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Fails(FakeRollouts):

@@ -1,4 +1,4 @@
-"""Runs that stop (by a signal, an error, a kill) and go on from their newest checkpoint."""
+"""Runs that stop (by a signal, an error, a kill) and resume from their newest checkpoint."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from skyrl_fast.trajectory_store import read_index
 
 
 class DiedError(Exception):
-    """As by kill -9: nothing may be written any more."""
+    """Simulates kill -9: nothing is written afterwards."""
 
 
 @pytest.mark.parametrize("at_step", [3, 5])
-def test_resume_equals_an_undisturbed_run(
+def test_resumed_run_equals_an_uninterrupted_one(
     folder: Path, at_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, first, second = Recorder(), Recorder(), Recorder()
-    expected = train(settings(folder, "whole"), whole)
+    full, first, second = Recorder(), Recorder(), Recorder()
+    expected = train(settings(folder, "full"), full)
 
     async def die(step: int) -> None:
         if step == at_step:
@@ -55,7 +55,7 @@ def test_resume_equals_an_undisturbed_run(
 
     assert steady(outcome.metrics) == steady(expected.metrics)
     resumed_at = (at_step // 2) * 2
-    assert first.order[:resumed_at] + second.order == whole.order
+    assert first.order[:resumed_at] + second.order == full.order
     for file in ("model.safetensors",):
         assert (outcome.checkpoint / "policy" / file).read_bytes() == (
             expected.checkpoint / "policy" / file
@@ -65,7 +65,7 @@ def test_resume_equals_an_undisturbed_run(
     ).read_bytes()
 
 
-def test_an_error_leaves_a_checkpoint_of_the_last_whole_step(folder: Path) -> None:
+def test_error_leaves_a_checkpoint_of_the_last_complete_step(folder: Path) -> None:
     async def fail(step: int) -> None:
         if step == 3:
             raise RuntimeError("the environment is gone")
@@ -76,10 +76,10 @@ def test_an_error_leaves_a_checkpoint_of_the_last_whole_step(folder: Path) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_with_a_checkpoint_and_the_run_goes_on(
+def test_signal_stops_with_a_checkpoint_and_the_run_resumes(
     folder: Path, number: signal.Signals
 ) -> None:
-    expected = train(settings(folder, "whole"))
+    expected = train(settings(folder, "full"))
 
     async def interrupt(step: int) -> None:
         if step == 3:
@@ -96,7 +96,7 @@ def test_a_signal_stops_with_a_checkpoint_and_the_run_goes_on(
     assert steady(resumed.metrics) == steady(expected.metrics)
 
 
-def test_a_resume_before_the_first_checkpoint_begins_anew(folder: Path) -> None:
+def test_resume_before_the_first_checkpoint_starts_over(folder: Path) -> None:
     expected = train(settings(folder, "run"))
     kept = steady(expected.metrics)
     shutil.rmtree(folder / "run/checkpoints")
@@ -104,7 +104,7 @@ def test_a_resume_before_the_first_checkpoint_begins_anew(folder: Path) -> None:
     assert steady(outcome.metrics) == kept
 
 
-def test_the_event_loop_lives_while_a_checkpoint_is_written(
+def test_event_loop_runs_while_a_checkpoint_is_written(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loops: list[asyncio.AbstractEventLoop] = []
@@ -125,13 +125,13 @@ def test_the_event_loop_lives_while_a_checkpoint_is_written(
     assert alive == [True]
 
 
-def test_a_used_folder_is_not_overwritten(folder: Path) -> None:
+def test_used_folder_is_not_overwritten(folder: Path) -> None:
     train(settings(folder, "run", "trainer.epochs=1"))
     with pytest.raises(RunInUseError, match="holds an earlier run: --resume"):
         train(settings(folder, "run", "trainer.epochs=1"))
 
 
-def test_trajectories_alone_say_too_that_a_folder_is_used(folder: Path) -> None:
+def test_folder_with_trajectories_only_counts_as_used(folder: Path) -> None:
     async def die(step: int) -> None:
         if step == 1:
             raise DiedError
@@ -147,7 +147,7 @@ def test_trajectories_alone_say_too_that_a_folder_is_used(folder: Path) -> None:
     assert part.read_bytes() == kept
 
 
-def test_home_in_the_runs_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_is_expanded_in_run_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))
     config = settings(
         folder, "x", "trainer.epochs=1", "trainer.run_path=~/runs/a", "trainer.ckpt_path=~/kept"
@@ -159,7 +159,7 @@ def test_home_in_the_runs_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     )
 
 
-def test_a_run_whose_engine_did_not_start_leaves_the_folder_free(folder: Path) -> None:
+def test_failed_engine_start_leaves_the_folder_unused(folder: Path) -> None:
     async def broken(*_: object) -> FakeRollouts:
         raise ValueError("no engine today")
 
@@ -186,10 +186,10 @@ def test_resuming_with_other_data_is_refused(folder: Path) -> None:
     ],
 )
 @pytest.mark.spec("metrics.reported-once", "store.write-error")
-def test_a_step_that_was_broken_off_after_its_update_is_evaluated_and_reported_once(
+def test_step_interrupted_after_its_update_is_evaluated_and_reported_once(
     folder: Path, where: str, version: int
 ) -> None:
-    expected = train(settings(folder, "whole", "trainer.epochs=2"))
+    expected = train(settings(folder, "full", "trainer.epochs=2"))
     how, _, phase_of_end = where.partition(" in ")
     ends = [how]
 
@@ -226,15 +226,15 @@ def test_a_step_that_was_broken_off_after_its_update_is_evaluated_and_reported_o
     assert (resumed.before, resumed.after) == (expected.before, expected.after)
     stored = [
         [(e.phase, e.step, e.uid, e.repetition_id, e.reward) for e in read_index(folder / run)]
-        for run in ("run", "whole")
+        for run in ("run", "full")
     ]
     assert stored[0] == stored[1]
-    # Now that it is reported, its checkpoint says so: going on once more repeats nothing.
+    # The checkpoint records that it was reported: resuming again repeats nothing.
     again = train(going_on)
     assert steady(again.metrics) == steady(expected.metrics)
 
 
-def test_an_evaluation_is_no_part_of_its_steps_time(
+def test_evaluation_time_is_not_part_of_the_step_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
@@ -255,7 +255,7 @@ def test_an_evaluation_is_no_part_of_its_steps_time(
 
 
 @pytest.mark.spec("async.resume-path")
-def test_going_on_from_a_path_where_later_checkpoints_lie_is_refused(folder: Path) -> None:
+def test_resume_from_a_path_with_later_checkpoints_is_refused(folder: Path) -> None:
     expected = steady(train(settings(folder, "run")).metrics)
     chosen = folder / "run/checkpoints/step_000002"
     again = settings(
@@ -263,9 +263,9 @@ def test_going_on_from_a_path_where_later_checkpoints_lie_is_refused(folder: Pat
     )
     with pytest.raises(SetupError, match=r"after step 2 .* got step_000004, step_000006: move"):
         train(again)
-    assert steady(folder / "run/metrics.jsonl") == expected  # nothing was touched
+    assert steady(folder / "run/metrics.jsonl") == expected  # unchanged
     for later in ("step_000004", "step_000006"):
         shutil.rmtree(folder / "run/checkpoints" / later)
-    named = chosen.rename(folder / "the one")  # a checkpoint's name says nothing
+    named = chosen.rename(folder / "the one")  # the name of a checkpoint does not matter
     again.trainer.resume_path = str(named)
     assert steady(train(again).metrics) == expected

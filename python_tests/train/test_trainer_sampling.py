@@ -1,4 +1,4 @@
-"""Dynamic sampling in whole runs: batches filled, resumed, given up, without a signal."""
+"""Dynamic sampling in complete runs: filling, resuming, limits, batches without a signal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILTER = "trainer.algorithm.dynamic_sampling.type=filter"
 
 
 def outcomes_by_uid(easy: Sequence[str]) -> Any:
-    """Starts rollouts in which these prompts always succeed; others succeed every second time."""
+    """Create rollouts in which these prompts always succeed, and others every second time."""
 
     class Scripted(FakeRollouts):
         async def generate(
@@ -63,14 +63,14 @@ def test_dynamic_sampling_fills_the_batch_from_further_prompts(folder: Path) -> 
     order = PromptSampler(8, batch_size=4, seed=42)
     want = [[str(i) for i in order.next_batch()] for _ in range(len(train_calls(make)))]
     got = [[uid.partition("~")[0] for uid in uids] for _, uids in train_calls(make)]
-    assert got == want  # the data in its order, whatever number of batches a step takes
+    assert got == want  # data order, for any number of batches per step
     rows = read_metrics(outcome.metrics)[1:]
     sampled = [int(row["dynamic_sampling/num_batches"]) for row in rows]
     assert sampled == [sum(s == step for s, _ in train_calls(make)) for step in (0, 1)]
     assert max(sampled) > 1
     assert max(row["dynamic_sampling/avg_raw_reward"] for row in rows) > 0.5
     for number, row in enumerate(rows, start=1):
-        assert row["reward/avg_raw_reward"] == 0.5  # only groups of two successes in four are left
+        assert row["reward/avg_raw_reward"] == 0.5  # only groups with two successes in four remain
         assert row["generate/num_trajectories"] == 16
         assert row["policy/optimizer_steps"] == 2
         lines = (outcome.trajectories / f"step_00000{number}.jsonl").read_text().splitlines()
@@ -79,9 +79,7 @@ def test_dynamic_sampling_fills_the_batch_from_further_prompts(folder: Path) -> 
         assert all(record["uid"].partition("~")[0] not in "012" for record in records)
 
 
-def test_rows_that_were_judged_are_not_made_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_filtered_rows_are_not_rebuilt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
 
     def counting(trajectories: Sequence[Trajectory]) -> Any:
@@ -99,8 +97,8 @@ def test_rows_that_were_judged_are_not_made_again(
 def test_dynamic_sampling_resumes_at_its_data_position(folder: Path) -> None:
     easy = ["0", "1", "2"]
     wanted = [FILTER, "trainer.epochs=6", "trainer.max_training_steps=4"]
-    whole, first, second = (outcomes_by_uid(easy) for _ in range(3))
-    expected = skyrl_fast.train(settings(folder, "whole", *wanted), make_rollouts=whole)
+    full, first, second = (outcomes_by_uid(easy) for _ in range(3))
+    expected = skyrl_fast.train(settings(folder, "full", *wanted), make_rollouts=full)
 
     async def dying(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
         rollouts = await first(config, tokenizer, model_path)
@@ -119,11 +117,11 @@ def test_dynamic_sampling_resumes_at_its_data_position(folder: Path) -> None:
     )
     assert steady(outcome.metrics) == steady(expected.metrics)
     done = [call for call in train_calls(first) if call[0] < 2]
-    assert done + train_calls(second) == train_calls(whole)
+    assert done + train_calls(second) == train_calls(full)
 
 
 @pytest.mark.spec("filter.dynamic-limit")
-def test_dynamic_sampling_gives_up_with_a_reason(folder: Path) -> None:
+def test_dynamic_sampling_fails_with_a_reason(folder: Path) -> None:
     make = outcomes_by_uid([str(i) for i in range(8)])
     config = settings(
         folder, "run", FILTER, "trainer.algorithm.dynamic_sampling.max_sample_batches=3"
@@ -134,7 +132,7 @@ def test_dynamic_sampling_gives_up_with_a_reason(folder: Path) -> None:
 
 
 @pytest.mark.spec("filter.dynamic-data-end")
-def test_prompts_that_end_before_the_batch_is_full_end_the_run(
+def test_run_ends_if_prompts_run_out_before_the_batch_is_full(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make = outcomes_by_uid(["0", "1", "2"])
@@ -153,23 +151,23 @@ def test_prompts_that_end_before_the_batch_is_full_end_the_run(
 
 
 @pytest.mark.spec("filter.dynamic-data-end", "metrics.reported-once")
-def test_going_on_after_prompts_that_ended_early_repeats_nothing(folder: Path) -> None:
+def test_resume_after_prompts_ran_out_repeats_nothing(folder: Path) -> None:
     order = PromptSampler(8, batch_size=4, seed=42)
     order.next_batch()
     alike = [str(prompt) for prompt in order.next_batch()[:2]]  # of the second batch
-    for epochs, wanted in ((1, 1), (1, 1), (2, 3)):  # once more, and with more data
+    for epochs, wanted in ((1, 1), (1, 1), (2, 3)):  # again, then with more data
         config = settings(
             folder, "run", FILTER, f"trainer.epochs={epochs}", "trainer.resume_mode=latest"
         )
         outcome = skyrl_fast.train(config, make_rollouts=outcomes_by_uid(alike))
         assert outcome.step == wanted
         steps = [row["step"] for row in read_metrics(outcome.metrics)]
-        # The step could not know that it was the last: its evaluation has a row of its own.
+        # The step could not know that it was the last: its evaluation has a separate row.
         assert steps[:3] == [0, 1, 1] and steps[3:].count(1) == 0
 
 
 @pytest.mark.spec("filter.dynamic-replace")
-def test_replacing_keeps_the_number_of_groups_and_steps(folder: Path) -> None:
+def test_replacement_keeps_the_number_of_groups_and_steps(folder: Path) -> None:
     make = outcomes_by_uid(["0", "1", "2", "3"])
     config = settings(
         folder, "run", "trainer.algorithm.dynamic_sampling.type=replace", "trainer.epochs=1",
@@ -184,7 +182,7 @@ def test_replacing_keeps_the_number_of_groups_and_steps(folder: Path) -> None:
 
 
 @pytest.mark.spec("loss.all-masked-step")
-def test_a_batch_without_a_signal_is_a_step_that_changes_nothing(
+def test_batch_without_informative_groups_changes_nothing(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = settings(

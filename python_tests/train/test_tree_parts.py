@@ -1,4 +1,4 @@
-"""Where trees are cut: against all possible cuts, and what a plan promises."""
+"""Splitting of trees: against all possible cuts, and invariants of a plan."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_by_hand() -> None:
     assert cheapest_cuts(lengths, shared, budget=8) == [0, 3]
     assert cheapest_cuts(lengths, shared, budget=5) == [0, 2, 3]
     assert cheapest_cuts(lengths, shared, budget=4) == [0, 1, 2, 3]
-    assert cheapest_cuts(lengths, shared, budget=1) == [0, 1, 2, 3]  # each alone is longer
+    assert cheapest_cuts(lengths, shared, budget=1) == [0, 1, 2, 3]  # each row exceeds the budget
 
 
 @pytest.mark.spec("tree.micro-batches")
 @given(rows=ROWS.filter(lambda rows: any(rows)), budget=st.integers(1, 14), data=st.data())
-def test_no_other_cuts_repeat_fewer_nodes(rows: list[list[int]], budget: int, data: Any) -> None:
-    rows = sorted(row for row in rows if row)  # as depth first, prefixes before what goes on
+def test_cuts_repeat_the_fewest_nodes(rows: list[list[int]], budget: int, data: Any) -> None:
+    rows = sorted(row for row in rows if row)  # depth first: prefixes before longer rows
     units = None
     if data.draw(st.booleans()):
         units = np.array([data.draw(st.integers(0, 3)) for _ in rows])
@@ -52,12 +52,12 @@ def test_no_other_cuts_repeat_fewer_nodes(rows: list[list[int]], budget: int, da
     ]
 
     def cost(cuts: tuple[int, ...]) -> tuple[int, int] | None:
-        """Repeated nodes and parts; None where a part is too large that could be smaller."""
+        """Return repeated nodes and number of parts; None if a splittable part is too large."""
         parts = [rows[a:b] for a, b in pairwise((0, *cuts, len(rows)))]
         borders = {0, len(rows), *free}
         for first, last in pairwise((0, *cuts, len(rows))):
-            whole = all(place not in borders for place in range(first + 1, last))
-            if size_of(rows[first:last]) > budget and not whole:
+            full = all(place not in borders for place in range(first + 1, last))
+            if size_of(rows[first:last]) > budget and not full:
                 return None
         return sum(size_of(part) for part in parts) - size_of(rows), len(parts)
 
@@ -78,7 +78,7 @@ def parts_of(tree: PrefixTree, groups: list[int], budget: int, **options: Any) -
 
 @pytest.mark.spec("tree.micro-batches")
 @given(rows=ROWS, budget=st.integers(1, 40), data=st.data())
-def test_parts_hold_every_row_once_and_keep_to_the_budget(
+def test_parts_contain_every_row_once_within_the_budget(
     rows: list[list[int]], budget: int, data: Any
 ) -> None:
     groups = sorted(data.draw(st.integers(0, 2)) for _ in rows)
@@ -107,7 +107,7 @@ def test_parts_are_balanced() -> None:
 
 @pytest.mark.spec("tree.micro-batches")
 @given(rows=ROWS, budget=st.integers(1, 40), data=st.data())
-def test_parts_of_whole_trajectories_keep_to_the_budget(
+def test_parts_of_complete_trajectories_are_within_the_budget(
     rows: list[list[int]], budget: int, data: Any
 ) -> None:
     units = np.array([data.draw(st.integers(0, 3)) for _ in rows], dtype=np.int64)
@@ -121,19 +121,19 @@ def test_parts_of_whole_trajectories_keep_to_the_budget(
 
 
 @pytest.mark.spec("tree.micro-batches")
-def test_trajectories_between_each_others_rows_are_taken_one_by_one() -> None:
-    # What a template leaves of two answers: both first turns begin with a thought, 9.
+def test_interleaved_trajectories_are_added_one_by_one() -> None:
+    # As rendered by a template for two answers: both first turns start with a thought, 9.
     rows = [[1, 9, 2], [1, 3, 4], [1, 9, 5], [1, 6, 7], [1, 9, 8], [1, 6, 10]]
     units = np.array([0, 0, 1, 1, 2, 2])
     tree = tree_of(rows, [0] * 6)
-    whole = [[0, 1, 2, 3, 4, 5]]
-    assert parts_of(tree, [0] * 6, 11, trajectory_ids=units) == whole  # a tree of 11 nodes
+    full = [[0, 1, 2, 3, 4, 5]]
+    assert parts_of(tree, [0] * 6, 11, trajectory_ids=units) == full  # a tree of 11 nodes
     parts = parts_of(tree, [0] * 6, 8, trajectory_ids=units)
     assert sorted(parts) == [[0, 1, 2, 3], [4, 5]]
 
 
 @pytest.mark.spec("tree.micro-batches")
-def test_trajectories_stay_whole() -> None:
+def test_trajectories_are_not_split() -> None:
     rows = [[1, 2, 3], [1, 4, 5], [1, 2, 6], [1, 4, 7]]
     units = np.array([0, 1, 0, 1])
     tree = tree_of(rows, [0] * 4)

@@ -1,4 +1,4 @@
-"""`trainer.rows=tree` in whole runs: the curve of rows, at the cost of distinct tokens."""
+"""`trainer.rows=tree` in complete runs: the same curve as rows, computing distinct tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def metrics_of(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]
 
 
 @pytest.mark.spec("tree.metrics", "tree.rows-setting", "tree.shared-forward")
-def test_a_run_on_trees_has_the_curve_of_rows(folder: Path) -> None:
+def test_run_on_trees_has_the_learning_curve_of_rows(folder: Path) -> None:
     rows = metrics_of(folder, "step", "trainer.rows=step", "trainer.max_training_steps=3")
     trees = metrics_of(folder, "tree", "trainer.rows=tree", "trainer.max_training_steps=3")
     for one, two in zip(rows, trees, strict=True):
@@ -35,7 +35,7 @@ def test_a_run_on_trees_has_the_curve_of_rows(folder: Path) -> None:
     for one, two in zip(rows[1:], trees[1:], strict=True):
         assert two["policy/row_tokens"] == one["policy/row_tokens"]
         assert two["policy/forward_tokens"] < one["policy/forward_tokens"]
-        # what trees would save is known without them
+        # the savings of trees are reported without them
         for name in ("", "_merged", "_tree"):
             assert (
                 one[f"generate/batch_num_tokens{name}"] == two[f"generate/batch_num_tokens{name}"]
@@ -55,19 +55,19 @@ def test_a_run_on_trees_has_the_curve_of_rows(folder: Path) -> None:
         ("trainer.gradient_checkpointing=true",),
     ],
 )
-def test_trees_go_with_other_settings(folder: Path, overrides: tuple[str, ...]) -> None:
+def test_trees_work_with_other_settings(folder: Path, overrides: tuple[str, ...]) -> None:
     (_, rows), (_, trees) = (
         metrics_of(folder, name, f"trainer.rows={name}", "trainer.max_training_steps=1",
                    "trainer.eval_interval=-1", *overrides)[:2]
         for name in ("auto", "tree")
     )  # fmt: skip
     for name in ("policy/grad_norm", "policy/loss", "generate/batch_num_seq"):
-        # The mean of several optimizer steps: Adam's first ones magnify rounding.
+        # The mean of several optimizer steps: Adam's first steps magnify rounding.
         assert trees[name] == pytest.approx(rows[name], rel=2e-2, abs=1e-5), name
 
 
 @pytest.mark.spec("tree.rows-setting")
-def test_merged_is_the_generators_setting_by_another_name(folder: Path) -> None:
+def test_rows_merged_equals_the_generator_setting(folder: Path) -> None:
     one = metrics_of(folder, "a", "trainer.rows=merged", "trainer.max_training_steps=1")
     two = metrics_of(
         folder, "b", "generator.merge_stepwise_output=true", "trainer.max_training_steps=1"
@@ -87,10 +87,10 @@ def test_merged_is_the_generators_setting_by_another_name(folder: Path) -> None:
         (["trainer.rows=merged", "trainer.algorithm.advantage_estimator=gigpo"], "judges turns"),
     ],
 )
-def test_forms_that_exclude_each_other(overrides: list[str], wanted: str) -> None:
+def test_incompatible_row_settings(overrides: list[str], wanted: str) -> None:
     assert wanted in error_of(*overrides)
 
 
-def test_turns_are_judged_on_trees_too() -> None:
+def test_turn_level_estimators_on_trees() -> None:
     options = ["trainer.rows=tree", "trainer.algorithm.advantage_estimator=gigpo"]
     assert load_config(None, [*NEEDED, *options]).trainer.rows == "tree"

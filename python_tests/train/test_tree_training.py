@@ -1,4 +1,4 @@
-"""Training on prefix trees: loss and gradients are those of independent rows."""
+"""Training on prefix trees: loss and gradients equal those of independent rows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def tiny(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
 
 @pytest.fixture
 def independent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows share no sequence, so that without trees each is computed by itself."""
+    """Disable shared sequences, so that without trees each row is computed separately."""
 
     def alone(batch: StepBatch, _visited: np.ndarray, **_: Any) -> np.ndarray:
         return np.arange(batch.num_rows)
@@ -94,7 +94,7 @@ def assert_same_gradients(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("budget", [1, 40, 100_000])
-def test_loss_and_gradients_are_those_of_rows(kind: str, seed: int, budget: int) -> None:
+def test_loss_and_gradients_equal_those_of_rows(kind: str, seed: int, budget: int) -> None:
     batch = agent_batch(seed)
     facts, wanted = gradients(tiny(kind), batch, max_tokens_per_microbatch=1)
     on_trees, got = gradients(tiny(kind), batch, max_tokens_per_microbatch=budget, tree=True)
@@ -132,7 +132,7 @@ def test_every_kind_of_loss(algorithm: AlgorithmConfig) -> None:
 
 @pytest.mark.spec("tree.equal-gradients")
 @pytest.mark.usefixtures("independent")
-def test_a_whole_optimizer_step() -> None:
+def test_full_optimizer_step() -> None:
     batch = agent_batch(3, num_groups=4)
     weights = []
     for tree in (False, True):
@@ -175,7 +175,7 @@ def test_logprobs_before_the_update() -> None:
     assert bool((trees[batch.loss_mask == 0] == 0).all())
 
 
-def test_without_trees_a_prepared_model_is_what_it_was(tmp_path: Any) -> None:
+def test_prepared_model_is_unchanged_without_trees(tmp_path: Any) -> None:
     model, plain = tiny("Qwen2"), tiny("Qwen2")
     policy = Policy(model, tree=True)
     ids = torch.randint(0, 16, (2, 9))
@@ -191,10 +191,10 @@ def test_without_trees_a_prepared_model_is_what_it_was(tmp_path: Any) -> None:
 
 @pytest.mark.usefixtures("independent")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_bfloat16_is_within_the_spread_of_two_row_orders(device: str) -> None:
+def test_bfloat16_error_is_within_that_of_row_order(device: str) -> None:
     sizes = {"hidden_size": 32, "vocab_size": 64}
     forks = {"num_groups": 2, "samples": 4, "turns": 3, "vocabulary": 60}
-    if device == "cuda":  # for FlexAttention whole, for a mask of all pairs in parts
+    if device == "cuda":  # fits FlexAttention at once, and a dense mask in parts
         sizes = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 512}
         forks = {"num_groups": 12, "samples": 8, "turns": 5, "vocabulary": 400}
     batch = agent_batch(0, **forks)
@@ -239,7 +239,7 @@ class Decoder(torch.nn.Module):
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """(T,) tokens at (T,) positions to (T, vocabulary) logits."""
+        """Map (T,) tokens at (T,) positions to (T, vocabulary) logits."""
         x = self.embedding[ids]
         for layer in range(2):
             q, k, v, o, up, down = self.maps[6 * layer : 6 * layer + 6]
@@ -272,10 +272,10 @@ SHORT_ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_s
 @pytest.mark.parametrize("kind", ["blocks", "dense"])
 @settings(max_examples=40)
 @given(rows=SHORT_ROWS, data=st.data())
-def test_float64_throughout_is_exact(kind: str, rows: list[list[int]], data: Any) -> None:
-    """Random tries: forks anywhere, equal rows, prefixes of others, rows alone in their group."""
+def test_float64_is_exact(kind: str, rows: list[list[int]], data: Any) -> None:
+    """Random tries: forks anywhere, equal rows, prefixes of others, groups of one row."""
     groups = [data.draw(st.integers(0, 2)) for _ in rows]
-    weights = [torch.randn(len(row), dtype=torch.float64) for row in rows]  # as advantages do
+    weights = [torch.randn(len(row), dtype=torch.float64) for row in rows]  # like advantages
     model = Decoder()
     loss = torch.zeros((), dtype=torch.float64)
     for row, weight in zip(rows, weights, strict=True):
@@ -308,7 +308,9 @@ def test_float64_throughout_is_exact(kind: str, rows: list[list[int]], data: Any
 @pytest.mark.spec("tree.micro-batches", "tree.node-logprobs")
 @pytest.mark.parametrize("budget", [1, 25, 60, 10_000])
 @pytest.mark.parametrize("keep", [False, True])
-def test_every_trained_token_is_read_once_at_the_node_before_it(budget: int, keep: bool) -> None:
+def test_every_trained_token_is_predicted_once_from_its_parent_node(
+    budget: int, keep: bool
+) -> None:
     batch = agent_batch(5, num_groups=4)
     plan = plan_micro_batches(batch, budget, tree=True, keep_trajectories=keep)
     positions = torch.cat([response_positions(batch, micro) for micro in plan])
@@ -331,7 +333,7 @@ def test_every_trained_token_is_read_once_at_the_node_before_it(budget: int, kee
             micro.hidden_index[copies].tolist(), starts.tolist(), rows.tolist(), strict=True
         ):
             path = []
-            while node >= 0:  # what the node has seen is the row up to the token
+            while node >= 0:  # the node's ancestors are the row up to the token
                 path.append(int(micro.input_ids[0, node]))
                 node = int(micro.tree.parents[node])
             assert path[::-1] == batch.tokens[int(batch.cu_seqlens[row]) : start].tolist()
@@ -339,7 +341,7 @@ def test_every_trained_token_is_read_once_at_the_node_before_it(budget: int, kee
         assert sum(len(own) for own in parts) == len(set().union(*parts))
 
 
-def test_nodes_behind_the_last_trained_token_are_left_out() -> None:
+def test_nodes_after_the_last_trained_token_are_omitted() -> None:
     rng = np.random.default_rng(0)
     row = {"prompt_token_ids": [4, 5], "response_ids": [6, 7, 8], "trajectory_ids": ("a", 0)}
     batch = batch_of_rows([row], rng)
@@ -363,7 +365,7 @@ def test_rows_that_share_a_trained_token_share_its_logits() -> None:
 
 
 @pytest.mark.spec("tree.metrics")
-def test_token_counts_of_the_forms() -> None:
+def test_token_counts_of_rows_merged_rows_and_trees() -> None:
     batch = agent_batch(4, stripped=0.0).with_(advantages=None)
     counts = token_counts(batch)
     assert counts.rows == batch.num_tokens
@@ -388,7 +390,7 @@ def test_token_counts_of_the_forms() -> None:
 
 
 def routed(agree: bool) -> StepBatch:
-    """Two samples of one prompt in two steps each; records agree on what is shared, or do not."""
+    """Return two samples of one prompt, two steps each; shared routes agree or differ."""
     rng = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
     prompt, first = [4, 5, 6], rng.integers(0, NUM_EXPERTS, (3, NUM_LAYERS, 1))
@@ -417,7 +419,7 @@ def routed(agree: bool) -> StepBatch:
 @pytest.mark.spec("tree.routes")
 @pytest.mark.usefixtures("independent")
 @pytest.mark.parametrize("agree", [True, False])
-def test_routes_are_replayed_and_fork_where_they_differ(agree: bool) -> None:
+def test_routes_are_replayed_and_different_routes_fork(agree: bool) -> None:
     batch = routed(agree)
     plans = [
         plan_micro_batches(batch, 1000, router_replay=replay, tree=True) for replay in (False, True)
@@ -428,7 +430,7 @@ def test_routes_are_replayed_and_fork_where_they_differ(agree: bool) -> None:
     assert micro.expert_indices.shape == (1, replayed, NUM_LAYERS, TOP_K)
     _, wanted = gradients(tiny_moe(), batch, router_replay=True)
     _, got = gradients(tiny_moe(), batch, router_replay=True, tree=True)
-    assert_same_gradients(wanted, got, 1e-4)  # experts know no float64
+    assert_same_gradients(wanted, got, 1e-4)  # experts do not support float64
     _, free_routes = gradients(tiny_moe(), batch, tree=True)
     name = next(n for n in got if n.endswith("gate.weight"))
     assert float((free_routes[name] - got[name]).norm() / got[name].norm()) > 1e-2
@@ -439,7 +441,7 @@ def test_routes_are_replayed_and_fork_where_they_differ(agree: bool) -> None:
 
 @pytest.mark.spec("tree.reference-and-critic")
 @pytest.mark.usefixtures("independent")
-def test_a_critic_on_trees() -> None:
+def test_critic_on_trees() -> None:
     batch = agent_batch(6)
     found = []
     for tree in (False, True):
@@ -462,7 +464,7 @@ def test_a_critic_on_trees() -> None:
     assert tree_norm == pytest.approx(norm, rel=1e-4)
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------
 
 
 def model_of(name: str, **changes: Any) -> Any:
@@ -489,18 +491,18 @@ def model_of(name: str, **changes: Any) -> Any:
         (lambda: tiny_moe("gpt_oss"), "layers of sliding_attention"),
     ],
 )  # fmt: skip
-def test_models_that_cannot_are_refused_with_the_reason(make: Any, reason: str) -> None:
+def test_unsupported_models_are_refused_with_the_reason(make: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=f"cannot be trained as trees.*{reason}"):
         Policy(make(), tree=True)
 
 
 @pytest.mark.spec("tree.unsupported-models")
-def test_a_model_that_computes_something_else_on_trees_is_refused() -> None:
+def test_model_with_different_results_on_trees_is_refused() -> None:
     model = tiny_model()
     forward = model.model.forward
 
     def deaf(*args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)  # as a model does that counts positions by itself
+        return forward(*args, **kwargs)  # like a model that computes positions itself
 
     model.model.forward = deaf
     with pytest.raises(ValueError, match="not those of the rows"):

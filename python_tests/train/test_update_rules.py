@@ -1,4 +1,4 @@
-"""The update under a scope and an off-policy correction; what masks and weights do to gradients."""
+"""The update with scopes and off-policy correction; effects of masks and weights on gradients."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def steps_batch() -> StepBatch:
         "is_last_step": [a != b for a, b in zip(ids, [*ids[1:], None], strict=True)],
     }
     batch = StepBatch.from_generator_output(output)
-    of_row = torch.tensor([1.0, 1.0, -1.0, 0.5, 0.5, 0.5, -0.5])
-    return batch.with_(advantages=of_row.repeat_interleave(batch.response_lengths))
+    row_values = torch.tensor([1.0, 1.0, -1.0, 0.5, 0.5, 0.5, -0.5])
+    return batch.with_(advantages=row_values.repeat_interleave(batch.response_lengths))
 
 
 def near(logprobs: torch.Tensor, size: float = 0.1) -> torch.Tensor:
@@ -65,7 +65,7 @@ def gradient(policy: Policy, batch: StepBatch, algorithm: AlgorithmConfig) -> li
 
 
 def loss_of(policy: Policy, batch: StepBatch, **options: Any) -> list[torch.Tensor]:
-    """Gradients of the loss over the whole batch in one call, by the op alone."""
+    """Return gradients of the loss over the full batch in one call of the op."""
     policy.model.zero_grad()
     logprobs = full_logprobs(policy.model, batch)
     loss, _ = policy_loss(
@@ -81,7 +81,7 @@ def close(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
     return all(torch.allclose(a, b, atol=2e-5) for a, b in zip(one, two, strict=True))
 
 
-# --- settings of single losses -------------------------------------------------------------------
+# --- settings of individual losses ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,7 @@ def close(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
         ("kl_cov", {"kl_cov": KlCov(0.9, 3.0)}, KlCov(0.9, 3.0)),
     ],
 )
-def test_a_loss_gets_its_own_settings(
-    loss: str, settings: dict[str, Any], wanted: LossSettings
-) -> None:
+def test_loss_gets_its_settings(loss: str, settings: dict[str, Any], wanted: LossSettings) -> None:
     policy = Policy(tiny_model(), max_tokens_per_microbatch=1000)
     batch = steps_batch()
     old = near(policy.batch_logprobs(batch), 0.3)
@@ -114,7 +112,7 @@ def test_a_loss_gets_its_own_settings(
 @pytest.mark.spec("loss.gspo", "loss.sequence-scope")
 @pytest.mark.parametrize("scope", ["row", "trajectory"])
 @pytest.mark.parametrize("budget", [8, 1000])
-def test_gspo_takes_its_ratio_by_the_scope(scope: str, budget: int) -> None:
+def test_gspo_ratio_follows_the_scope(scope: str, budget: int) -> None:
     policy = Policy(tiny_model(), max_tokens_per_microbatch=budget)
     batch = steps_batch()
     batch = batch.with_(old_logprobs=near(policy.batch_logprobs(batch)))
@@ -128,7 +126,7 @@ def test_gspo_takes_its_ratio_by_the_scope(scope: str, budget: int) -> None:
     assert not close(other_want, want)
 
 
-def test_gspo_keeps_rows_without_advantage_of_a_trajectory_that_has_some() -> None:
+def test_gspo_keeps_rows_without_advantage_in_trajectories_with_advantage() -> None:
     batch = steps_batch()
     values = batch.advantages.clone()
     values[:3] = 0.0  # row 0, the first turn of trajectory 0
@@ -170,7 +168,7 @@ def weights_of(algorithm: AlgorithmConfig) -> list[list[float]]:
     return [[round(x, 4) for x in part.tolist()] for part in parts][:3]
 
 
-def test_without_a_correction_nothing_is_weighed() -> None:
+def test_no_weights_without_a_correction() -> None:
     batch = known_batch()
     assert corrected(batch, algorithm_with()) == (batch, {})
 
@@ -220,7 +218,7 @@ def test_missing_engine_logprobs_are_an_error() -> None:
 
 
 @pytest.mark.spec("loss.off-policy-keeps-counts")
-def test_corrected_gradient_is_that_of_the_op() -> None:
+def test_corrected_gradient_equals_that_of_the_op() -> None:
     policy = Policy(tiny_model(), max_tokens_per_microbatch=8)
     batch = steps_batch()
     old = near(policy.batch_logprobs(batch))
@@ -232,10 +230,10 @@ def test_corrected_gradient_is_that_of_the_op() -> None:
         sequence_mask="geometric", sequence_mask_low=0.9, sequence_mask_high=1.1,
         cu_seqlens=batch.cu_responses, trajectory_ids=batch.trajectory_ids,
     )  # fmt: skip
-    assert 0 < int(mask.sum()) < 17  # some of both
+    assert 0 < int(mask.sum()) < 17  # some kept, some dropped
     counts = reduction_weights(
         batch.loss_mask, reduction="token_mean", cu_seqlens=batch.cu_responses
-    )  # before the correction: what it drops makes the loss smaller, not the others heavier
+    )  # before the correction: dropped tokens lower the loss, the others keep their weight
     want = loss_of(policy, batch, row_weights=counts, token_weights=weights * mask)
     mini, _ = corrected(batch, algorithm)
     assert close(gradient(policy, mini, algorithm), want)
@@ -249,7 +247,7 @@ def test_dropped_rows_need_no_forward_pass() -> None:
 
 @pytest.mark.spec("loss.off-policy-per-minibatch")
 @pytest.mark.parametrize("mini_batch_size", [1, 2])
-def test_the_trainer_corrects_each_mini_batch(mini_batch_size: int) -> None:
+def test_trainer_corrects_each_mini_batch(mini_batch_size: int) -> None:
     policy = Policy(tiny_model())
     optimizer = Optimizer(policy, OptimizerConfig(), total_steps=4)
     metrics = update_policy(
@@ -267,7 +265,7 @@ def test_the_trainer_corrects_each_mini_batch(mini_batch_size: int) -> None:
 
 
 @pytest.mark.spec("loss.all-masked", "loss.all-masked-step")
-def test_everything_dropped_changes_no_weight() -> None:
+def test_update_with_all_tokens_dropped_changes_no_weight() -> None:
     policy = Policy(tiny_model())
     before = [p.clone() for p in policy.model.parameters()]
     optimizer = Optimizer(policy, OptimizerConfig(lr=1.0), total_steps=1)

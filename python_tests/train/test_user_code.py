@@ -1,4 +1,4 @@
-"""What users bring to a run, written as they would write it: with public names alone."""
+"""Rewards, environments, callbacks and loggers as users write them, with public names only."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def settings(tiny_model_folder: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("torch_engine")
-def test_a_notebook_cell_trains_with_a_reward_function(settings: dict[str, Any]) -> None:
-    async def cell() -> Any:  # a notebook's cells run inside its event loop
+def test_notebook_cell_trains_with_a_reward_function(settings: dict[str, Any]) -> None:
+    async def cell() -> Any:  # notebook cells run inside an event loop
         return skyrl_fast.train(
             settings | {"trainer.epochs": 6, "trainer.eval_interval": 4},
             prompts=ROWS,
@@ -63,7 +63,7 @@ def test_a_notebook_cell_trains_with_a_reward_function(settings: dict[str, Any])
 
 
 class Spell(Env):
-    """Say the letters of a word, one in each turn."""
+    """Spell a word, one letter per turn."""
 
     def __init__(self, row: dict[str, Any]) -> None:
         self.word = row["word"]
@@ -83,7 +83,7 @@ class Spell(Env):
 
 
 class Recorder(Callback):
-    """Keeps what it hears, and ends the run after a step."""
+    """Records its calls, and ends the run after one step."""
 
     def __init__(self, last_step: int | None = None) -> None:
         self.heard: list[tuple[str, int, Any]] = []
@@ -101,7 +101,7 @@ class Recorder(Callback):
 
 
 @pytest.mark.usefixtures("torch_engine")
-def test_an_environment_and_a_callback_that_ends_the_run(settings: dict[str, Any]) -> None:
+def test_environment_and_callback_that_ends_the_run(settings: dict[str, Any]) -> None:
     recorder = Recorder(last_step=2)
     result = skyrl_fast.train(
         settings | {"trainer.epochs": 4, "trainer.ckpt_interval": 1, "generator.max_turns": 2},
@@ -136,7 +136,7 @@ def test_an_environment_and_a_callback_that_ends_the_run(settings: dict[str, Any
 
 
 class Lines:
-    """A logger that writes a file of its own."""
+    """A logger that writes its own file."""
 
     def __init__(self, run: RunInfo) -> None:
         self._file = (run.run_path / f"{run.project}-{run.run_name}.txt").open("w")
@@ -151,7 +151,7 @@ class Lines:
 
 
 @pytest.mark.usefixtures("torch_engine")
-def test_a_logger_by_its_name(settings: dict[str, Any]) -> None:
+def test_logger_by_name(settings: dict[str, Any]) -> None:
     changes = {
         "trainer.logger": [f"{__name__}:Lines"],
         "trainer.project_name": "words",
@@ -164,7 +164,7 @@ def test_a_logger_by_its_name(settings: dict[str, Any]) -> None:
     lines = (settings["trainer.run_path"] / "words-first.txt").read_text().splitlines()
     assert lines[0] == "lr 0.01"
     assert [line.split()[0] for line in lines[1:]] == ["0", "1", "closed"]
-    # Rewards before and after need no file of metrics.
+    # The rewards before and after do not require a metrics file.
     assert result.before is not None and result.after is not None
 
 
@@ -186,11 +186,11 @@ print(result.step, result.checkpoint)
 
 
 @pytest.mark.vllm
-def test_a_notebook_cell_trains_on_vllm(settings: dict[str, Any]) -> None:
+def test_notebook_cell_trains_on_vllm(settings: dict[str, Any]) -> None:
     pytest.importorskip("vllm")
     values = {key: str(v) if isinstance(v, Path) else v for key, v in settings.items()}
     values["trainer.max_training_steps"] = 1
-    # `-c` as in a notebook: a main module without a file, which no other process can import.
+    # `-c`: as in a notebook, the main module has no file and cannot be imported by other processes.
     command = [sys.executable, "-c", NOTEBOOK, json.dumps(values)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

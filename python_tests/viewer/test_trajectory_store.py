@@ -1,4 +1,4 @@
-"""The store of trajectories: what a line holds, what a crash leaves, what other programs read."""
+"""The trajectory store: contents of a line, recovery after a crash, other readers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.trajectory_store import read_index, read_trajectories
-from skyrl_fast.trajectory_store.lines import encode_line, plain
+from skyrl_fast.trajectory_store.lines import encode_line, json_value
 from skyrl_fast.trajectory_store.reader import read_trajectory
 from skyrl_fast.trajectory_store.token_text import TokenText
 from skyrl_fast.trajectory_store.trained import trained_steps
@@ -64,7 +64,7 @@ def stored(run: Path, **how: Any) -> list[tuple[str, int, int]]:
     "store.trained-values",
     "store.eval-mask",
 )
-def test_a_line_holds_all_that_is_known(tmp_path: Path) -> None:
+def test_line_contains_all_values(tmp_path: Path) -> None:
     group = [two_turns("q", 0, 1.0, env_metrics={"hits": 3}), two_turns("q", 1, 0.0)]
     batch = batch_of(group)
     logprobs = torch.full_like(batch.rewards, float("nan"))
@@ -100,7 +100,7 @@ def test_a_line_holds_all_that_is_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("store.readable-lines")
-def test_words_come_before_tokens(tmp_path: Path) -> None:
+def test_text_comes_before_tokens(tmp_path: Path) -> None:
     path = writer(tmp_path).write(1, "eval", [two_turns("q", 0, 1.0)])
     line = path.read_text()
     assert line.index('"turns"') < line.index('"response":"w22') < line.index('"tokens"')
@@ -108,7 +108,7 @@ def test_words_come_before_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("store.eval-mask")
-def test_an_evaluation_marks_what_was_sampled(tmp_path: Path) -> None:
+def test_evaluation_mask_marks_sampled_tokens(tmp_path: Path) -> None:
     path = writer(tmp_path).write(1, "eval", [two_turns("q", 0, 1.0)])
     (record,) = lines(path)
     assert path.name == "eval_step_000001.jsonl"
@@ -118,7 +118,7 @@ def test_an_evaluation_marks_what_was_sampled(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("store.failed-trajectories")
-def test_failures_and_trajectories_without_steps_have_lines_of_their_own(tmp_path: Path) -> None:
+def test_failed_and_empty_trajectories_have_lines(tmp_path: Path) -> None:
     failed = two_turns("q", 1, 0.0, failure="the database is gone", stop_reason="env_error")
     empty = make_trajectory("q", 2, [], stop_reason="length")
     group = [two_turns("q", 0, 1.0), failed, empty]
@@ -132,7 +132,7 @@ def test_failures_and_trajectories_without_steps_have_lines_of_their_own(tmp_pat
 
 
 @pytest.mark.spec("store.trained-values")
-def test_the_mask_is_the_one_after_the_filters(tmp_path: Path) -> None:
+def test_mask_is_the_one_after_filters(tmp_path: Path) -> None:
     group = [two_turns("q", 0, 1.0)]
     batch = batch_of(group)
     batch = batch.with_(loss_mask=torch.zeros_like(batch.loss_mask))
@@ -141,38 +141,38 @@ def test_the_mask_is_the_one_after_the_filters(tmp_path: Path) -> None:
     assert record["tokens"][0]["loss_mask"] == [0, 0, 0]
 
 
-# --- rows that are not steps --------------------------------------------------------------------
+# --- merged rows --------------------------------------------------------------------------------
 
 
-def test_values_find_their_steps_in_merged_rows() -> None:
+def test_merged_rows_are_split_into_steps() -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
     batch = batch_of(group, merged="fork")
     assert batch.num_rows == 2
     logprobs = -torch.arange(batch.rewards.shape[0], dtype=torch.float32)
     first, second = trained_steps(group, batch, logprobs)
     # A merged row is: response (3), observation (1), response (2).
-    assert [own.trainer_logprobs.tolist() for own in first] == [[0, -1, -2], [-4, -5]]
-    assert [own.trainer_logprobs.tolist() for own in second] == [[-6, -7, -8], [-10, -11]]
-    assert [own.loss_mask.tolist() for own in second] == [[1, 1, 0], [1, 0]]
+    assert [step.trainer_logprobs.tolist() for step in first] == [[0, -1, -2], [-4, -5]]
+    assert [step.trainer_logprobs.tolist() for step in second] == [[-6, -7, -8], [-10, -11]]
+    assert [step.loss_mask.tolist() for step in second] == [[1, 1, 0], [1, 0]]
 
 
-def test_values_find_their_rows_where_a_context_was_rewritten() -> None:
+def test_steps_are_found_in_rows_split_by_a_rewritten_context() -> None:
     steps = [
         make_step([10], [20]),
-        make_step([10, 20, 30], [21]),  # goes on
-        make_step([11], [22]),  # begins anew
-        make_step([11, 22, 31], [23]),  # goes on
+        make_step([10, 20, 30], [21]),  # extends the context
+        make_step([11], [22]),  # new context
+        make_step([11, 22, 31], [23]),  # extends the context
     ]
     group = [make_trajectory("q", 0, steps), make_trajectory("r", 0, [make_step([12], [24])])]
     batch = batch_of(group, merged="fork")
     assert batch.num_rows == 3
     logprobs = -torch.arange(batch.rewards.shape[0], dtype=torch.float32)
     first, second = trained_steps(group, batch, logprobs)
-    assert [own.trainer_logprobs.tolist() for own in first] == [[0], [-2], [-3], [-5]]
+    assert [step.trainer_logprobs.tolist() for step in first] == [[0], [-2], [-3], [-5]]
     assert second[0].trainer_logprobs.tolist() == [-6]
 
 
-def test_a_token_that_drifted_away_has_no_values() -> None:
+def test_drifted_token_has_no_values() -> None:
     steps = [
         make_step([10], [20, 21]),
         make_step([10, 20, 25, 30], [22]),  # 21 came back as 25
@@ -186,7 +186,7 @@ def test_a_token_that_drifted_away_has_no_values() -> None:
     assert second.loss_mask.tolist() == [1]
 
 
-def test_another_batch_is_refused() -> None:
+def test_batch_of_other_trajectories_is_refused() -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
     with pytest.raises(ValueError, match="trained_steps: batch must have the 1 trajectories"):
         trained_steps(group[:1], batch_of(group))
@@ -196,44 +196,44 @@ def test_another_batch_is_refused() -> None:
 
 
 class BytesTokenizer:
-    """One token per byte of UTF-8, as byte-level tokenizers are at their worst."""
+    """One token per UTF-8 byte, the worst case of byte-level tokenizers."""
 
     def decode(self, ids: list[int]) -> str:
         return bytes(ids).decode("utf-8", "replace")
 
 
 @pytest.mark.spec("store.token-keys")
-def test_a_character_of_several_tokens_belongs_to_its_last() -> None:
+def test_character_of_several_tokens_belongs_to_the_last() -> None:
     text = "a日b🙂"
-    words, ends = TokenText(BytesTokenizer()).ends(list(text.encode()))
+    words, ends = TokenText(BytesTokenizer()).decode_with_ends(list(text.encode()))
     assert words == text
     assert ends == [1, 1, 1, 2, 3, 3, 3, 3, 4]
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=40), st.integers(0, 3))
-def test_ends_grow_and_reach_the_end(text: str, cut: int) -> None:
+def test_ends_increase_up_to_the_text_length(text: str, cut: int) -> None:
     ids = list(text.encode())[: -cut or None]
-    words, ends = TokenText(BytesTokenizer()).ends(ids)
+    words, ends = TokenText(BytesTokenizer()).decode_with_ends(ids)
     assert words == bytes(ids).decode("utf-8", "replace")
     assert len(ends) == len(ids) and ends == sorted(ends)
     assert not ids or ends[-1] == len(words)
 
 
-def test_ends_are_those_of_the_text_that_is_stored() -> None:
-    words, ends = TokenText(WordTokenizer(["a", LONE, "b"])).ends([0, 1, 2])
+def test_ends_refer_to_the_stored_text() -> None:
+    words, ends = TokenText(WordTokenizer(["a", LONE, "b"])).decode_with_ends([0, 1, 2])
     assert words == "a \\udc80 b" and ends == [1, 8, 10]
 
 
 @given(st.lists(st.integers(0, 9), max_size=30))
-def test_tokenizers_that_write_spaces_between_words(ids: list[int]) -> None:
-    words, ends = TokenText(WordTokenizer()).ends(ids)
+def test_tokenizer_that_decodes_spaces_between_words(ids: list[int]) -> None:
+    words, ends = TokenText(WordTokenizer()).decode_with_ends(ids)
     assert [words[a:b].strip() for a, b in zip([0, *ends], ends, strict=False)] == [
         f"w{i}" for i in ids
     ]
 
 
 @pytest.mark.spec("store.strict-json", "store.surrogates")
-def test_whatever_was_written_is_one_line_that_every_reader_takes(tmp_path: Path) -> None:
+def test_any_text_is_stored_as_one_strict_json_line(tmp_path: Path) -> None:
     step = make_step([10], [20], observation=HOSTILE)
     group = [make_trajectory(HOSTILE, 0, [step], env_metrics={HOSTILE: HOSTILE, "n": 1})]
     path = writer(tmp_path).write(1, "eval", group)
@@ -244,12 +244,12 @@ def test_whatever_was_written_is_one_line_that_every_reader_takes(tmp_path: Path
     (record,) = lines(path)
     assert record["turns"][0]["observation"] == want
     assert record["uid"] == want and record["env_metrics"][want] == want
-    assert "日本 🙂" in content.decode()  # a person reads them
+    assert "日本 🙂" in content.decode()  # readable, not escaped
 
 
 @pytest.mark.spec("store.strict-json")
-def test_metrics_that_cannot_be_written_end_no_run(tmp_path: Path) -> None:
-    class Wordless:
+def test_unserializable_metrics_are_replaced_by_a_marker(tmp_path: Path) -> None:
+    class NoStr:
         def __str__(self) -> str:
             raise RuntimeError("no words")
 
@@ -257,7 +257,7 @@ def test_metrics_that_cannot_be_written_end_no_run(tmp_path: Path) -> None:
     circle["itself"] = circle
     group = [
         make_trajectory("p", number, [make_step([1], [2])], env_metrics=metrics)
-        for number, metrics in enumerate([circle, {"who": Wordless()}, {"long": np.longdouble(2)}])
+        for number, metrics in enumerate([circle, {"who": NoStr()}, {"long": np.longdouble(2)}])
     ]
     assert [
         record["env_metrics"] for record in lines(writer(tmp_path).write(1, "eval", group))
@@ -269,8 +269,8 @@ def test_metrics_that_cannot_be_written_end_no_run(tmp_path: Path) -> None:
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists))
-def test_every_value_becomes_strict_json(value: Any) -> None:
-    line = encode_line({"value": plain(value)})
+def test_any_value_becomes_strict_json(value: Any) -> None:
+    line = encode_line({"value": json_value(value)})
 
     def no_constant(name: str) -> None:
         raise AssertionError(name)
@@ -279,9 +279,9 @@ def test_every_value_becomes_strict_json(value: Any) -> None:
     assert len(line.splitlines()) == 1
 
 
-def test_numbers_that_json_does_not_have() -> None:
+def test_numbers_without_json_representation() -> None:
     record = {"nan": float("nan"), "inf": np.float32("-inf"), "big": 2**60, "np": np.int64(3)}
-    assert json.loads(encode_line(plain(record))) == {
+    assert json.loads(encode_line(json_value(record))) == {
         "nan": None,
         "inf": None,
         "big": str(2**60),
@@ -293,7 +293,7 @@ def test_numbers_that_json_does_not_have() -> None:
 
 
 @pytest.mark.spec("store.reading")
-def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+def test_store_round_trip(tmp_path: Path) -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
     group[1].steps[0].token_versions = [0, 1, 1]
     store = writer(tmp_path)
@@ -318,13 +318,13 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert one.steps[1].prompt_token_ids == [10, 11, 20, 21, END, 30]
 
 
-def test_a_phase_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_unknown_phase_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="phase: wanted 'train' or 'eval', got 'test'"):
         list(read_trajectories(tmp_path, phase="test"))
 
 
 @pytest.mark.spec("store.index")
-def test_the_index_is_a_table_of_trajectories(tmp_path: Path) -> None:
+def test_index_has_one_entry_per_trajectory(tmp_path: Path) -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
     writer(tmp_path).write(1, "train", group, batch=batch_of(group))
     first, second = read_index(tmp_path)
@@ -338,7 +338,7 @@ def test_the_index_is_a_table_of_trajectories(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["gone", "torn", "stale", "foreign"])
 @pytest.mark.spec("store.index-mismatch")
-def test_an_index_that_does_not_fit_is_not_believed(tmp_path: Path, damage: str) -> None:
+def test_index_that_does_not_match_is_ignored(tmp_path: Path, damage: str) -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
     store = writer(tmp_path)
     store.write(1, "train", group, batch=batch_of(group))
@@ -358,7 +358,7 @@ def test_an_index_that_does_not_fit_is_not_believed(tmp_path: Path, damage: str)
 
 
 @pytest.mark.spec("store.cut-line")
-def test_a_torn_last_line_is_no_line(tmp_path: Path) -> None:
+def test_truncated_last_line_is_ignored(tmp_path: Path) -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
     path = writer(tmp_path).write(1, "train", group, batch=batch_of(group))
     content = path.read_bytes()
@@ -368,7 +368,7 @@ def test_a_torn_last_line_is_no_line(tmp_path: Path) -> None:
         assert [entry.repetition_id for entry in read_index(tmp_path)] == [0]
 
 
-def test_a_damaged_line_is_named_and_skipped(
+def test_damaged_line_is_reported_and_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
@@ -389,11 +389,11 @@ def test_lines_of_another_format_are_refused(tmp_path: Path) -> None:
         list(read_trajectories(tmp_path))
 
 
-# --- going on -----------------------------------------------------------------------------------
+# --- resuming -----------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("store.resume")
-def test_a_resumed_store_equals_an_undisturbed_one(tmp_path: Path) -> None:
+def test_resumed_store_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     def write(store: TrajectoryWriter, *steps: int) -> None:
         for step in steps:
             group = [two_turns(f"q{step}", 0, 1.0)]
@@ -402,19 +402,19 @@ def test_a_resumed_store_equals_an_undisturbed_one(tmp_path: Path) -> None:
     def content(run: Path) -> dict[str, bytes]:
         return {p.name: p.read_bytes() for p in (run / "trajectories").iterdir()}
 
-    write(writer(tmp_path / "whole"), 1, 2, 3)
+    write(writer(tmp_path / "full"), 1, 2, 3)
     write(writer(tmp_path / "broken"), 1, 2, 3)
     folder = tmp_path / "broken/trajectories"
     (folder / ".step_000004.jsonl.partial").write_bytes(b'{"half')
     write(writer(tmp_path / "broken", last_step=1), 2, 3)
     (folder / ".step_000004.jsonl.partial").unlink(missing_ok=True)
-    assert content(tmp_path / "broken") == content(tmp_path / "whole")
-    # Killed after a part and before its index lines: the part is there, the index is behind.
+    assert content(tmp_path / "broken") == content(tmp_path / "full")
+    # Killed between a part and its index lines: the part exists, the index lacks it.
     write(writer(tmp_path / "broken", last_step=3))
-    assert stored(tmp_path / "broken") == stored(tmp_path / "whole")
+    assert stored(tmp_path / "broken") == stored(tmp_path / "full")
 
 
-def test_a_part_written_again_is_there_once(tmp_path: Path) -> None:
+def test_rewritten_part_replaces_the_first(tmp_path: Path) -> None:
     store = writer(tmp_path)
     store.write(0, "eval", [two_turns("a", 0, 1.0), two_turns("b", 0, 1.0)])
     store.write(0, "eval", [two_turns("c", 0, 1.0)])
@@ -423,7 +423,7 @@ def test_a_part_written_again_is_there_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("store.atomic-parts")
-def test_a_part_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_partial_file(tmp_path: Path) -> None:
     store = writer(tmp_path)
 
     class Unreadable(dict[str, Any]):
@@ -441,7 +441,7 @@ def test_a_part_is_whole_or_not_there(tmp_path: Path) -> None:
     assert read_index(tmp_path) == []
 
 
-# --- other programs -----------------------------------------------------------------------------
+# --- other readers ------------------------------------------------------------------------------
 
 
 def written_run(tmp_path: Path) -> Path:
@@ -456,7 +456,7 @@ def written_run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.spec("store.reading", "store.index")
-def test_pandas_reads_it(tmp_path: Path) -> None:
+def test_pandas_reads_the_store(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     run = written_run(tmp_path)
     index = pandas.read_json(run / "trajectories/index.jsonl", lines=True)
@@ -467,7 +467,7 @@ def test_pandas_reads_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("store.reading")
-def test_datasets_reads_it(tmp_path: Path) -> None:
+def test_datasets_reads_the_store(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
     run = written_run(tmp_path)
     rows = datasets.load_dataset(
@@ -483,7 +483,7 @@ def test_datasets_reads_it(tmp_path: Path) -> None:
 
 # --- kill -9 ------------------------------------------------------------------------------------
 
-WRITES_ON = """
+WRITER_SCRIPT = """
 import sys
 from pathlib import Path
 from _stored import WordTokenizer, batch_of, two_turns
@@ -499,12 +499,12 @@ for step in range(last_step + 1, 10_000):
 
 
 @pytest.mark.spec("store.index-mismatch", "store.cut-line", "store.resume", "store.atomic-parts")
-def test_killed_at_any_moment_it_is_read_and_goes_on(tmp_path: Path) -> None:
+def test_store_is_readable_and_resumes_after_kill_at_any_time(tmp_path: Path) -> None:
     here = Path(__file__).parents[1] / "helpers"
     random, last_step = np.random.default_rng(0), 0
     for _ in range(3):
         process = subprocess.Popen(
-            [sys.executable, "-c", WRITES_ON, str(tmp_path), str(last_step)],
+            [sys.executable, "-c", WRITER_SCRIPT, str(tmp_path), str(last_step)],
             env={**os.environ, "PYTHONPATH": f"{here}:{here.parent}"},
             stdout=subprocess.PIPE,
         )

@@ -1,4 +1,4 @@
-"""Trajectories are written beside the training: what waits for them, and what a full disk does."""
+"""Background writing of trajectories: what waits for it, and what happens on a full disk."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
 
 
 @pytest.mark.spec("store.background-writing")
-def test_a_checkpoint_waits_for_the_trajectories_before_it(
+def test_checkpoint_waits_for_earlier_trajectories(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_store(monkeypatch, 0.2)
     seen: list[tuple[int, list[int]]] = []
     write_state = run_module.Trainer._write_state
 
-    def looks(self: Any, path: Path) -> None:
+    def recording(self: Any, path: Path) -> None:
         seen.append((self.progress.step, stored_steps(folder / "run")))
         write_state(self, path)
 
-    monkeypatch.setattr(run_module.Trainer, "_write_state", looks)
+    monkeypatch.setattr(run_module.Trainer, "_write_state", recording)
     outcome = train(settings(folder, "run", "trainer.ckpt_interval=3", "trainer.eval_interval=5"))
     assert seen == [(3, [1, 2, 3]), (6, [1, 2, 3, 4, 5, 6])]
     last = read_metrics(outcome.metrics)[-1]
@@ -72,7 +72,7 @@ def test_a_checkpoint_waits_for_the_trajectories_before_it(
 
 
 @pytest.mark.spec("store.background-writing")
-def test_a_signal_leaves_the_trajectories_of_every_step(
+def test_trajectories_of_every_step_are_stored_after_a_signal(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_store(monkeypatch, 0.2)
@@ -87,7 +87,7 @@ def test_a_signal_leaves_the_trajectories_of_every_step(
 
 
 @pytest.mark.spec("store.background-writing")
-def test_a_run_has_not_ended_well_before_its_last_trajectories_are_stored(
+def test_run_fails_if_its_last_trajectories_cannot_be_stored(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill_the_disk(monkeypatch, at_step=6)
@@ -97,20 +97,20 @@ def test_a_run_has_not_ended_well_before_its_last_trajectories_are_stored(
 
 
 @pytest.mark.spec("store.write-error")
-def test_a_full_disk_ends_the_run_at_the_next_step_and_nothing_is_lost(folder: Path) -> None:
-    expected = train(settings(folder, "whole"))
+def test_full_disk_ends_the_run_at_the_next_step_without_losing_trajectories(folder: Path) -> None:
+    expected = train(settings(folder, "complete"))
     with pytest.MonkeyPatch.context() as patch:
         fill_the_disk(patch, at_step=3)
         with pytest.raises(StoreError, match=r"step 3 .*/trajectories: the disk is full; free"):
             train(settings(folder, "run"))
-    # Step 3 is not in the store: no checkpoint says that it is done.
+    # Step 3 is not in the store, so no checkpoint contains it.
     assert [step for step, _ in checkpoints(folder / "run/checkpoints")] == [2]
     outcome = train(settings(folder, "run", "trainer.resume_mode=latest"))
     assert steady(outcome.metrics) == steady(expected.metrics)
     assert stored_steps(outcome.run_path) == [1, 2, 3, 4, 5, 6]
 
 
-def test_one_call_goes_on_beside_and_the_next_one_waits_for_it() -> None:
+def test_next_background_call_waits_for_the_running_one() -> None:
     beside, events = Beside(time.perf_counter), list[str]()
     go = threading.Event()
 
@@ -124,8 +124,10 @@ def test_one_call_goes_on_beside_and_the_next_one_waits_for_it() -> None:
 
     async def work() -> None:
         await beside.start(first)
-        assert events == []  # it did not wait for its end
-        asyncio.get_running_loop().call_later(0.1, go.set)  # the loop is alive while it waits
+        assert events == []  # start() returned before the call ended
+        asyncio.get_running_loop().call_later(
+            0.1, go.set
+        )  # the event loop runs while start() waits
         await beside.start(second)
         assert events[0] == "first" and beside.took() >= 0.05
         for _ in range(2):

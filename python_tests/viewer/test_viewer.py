@@ -1,4 +1,4 @@
-"""The viewer without a browser: the files it writes, what they load, the colours' contrast."""
+"""The viewer without a browser: the written files, what they load, the contrast of colours."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from _stored import HOSTILE, LONG_LINE, write_run
 
 from skyrl_fast.cli import main
-from skyrl_fast.viewer.build import MARK, PAGE, ViewError, build_view
-from skyrl_fast.viewer.columns import Spread
+from skyrl_fast.viewer.build import MARKER, PAGE, ViewError, build_view
+from skyrl_fast.viewer.columns import MagnitudeSample
 from skyrl_fast.viewer.script import script
 
 PAGES = Path(__file__).parents[2] / "skyrl_fast/viewer/page"
@@ -33,21 +33,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def received(path: Path) -> tuple[str, Any]:
-    """Name and value of a data file, read as a browser would."""
+    """Return name and value of a data file, parsed as a browser would."""
     content = path.read_bytes().decode("ascii")
     match = re.fullmatch(r'skyrlFastView\.receive\(("[^\n]*?"),("[^\n]*")\);\n', content)
     assert match and "<" not in content
     return json.loads(json.loads(match[1])), json.loads(json.loads(match[2]))
 
 
-# --- what is written ----------------------------------------------------------------------------
+# --- written files ------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("viewer.static-page", "viewer.turns")
-def test_the_folder_holds_the_page_and_all_trajectories(run: Path, tmp_path: Path) -> None:
+def test_view_folder_contains_page_and_all_trajectories(run: Path, tmp_path: Path) -> None:
     view = build_view(run, tmp_path / "view")
     files = sorted(path.name for path in view.page.parent.iterdir() if path.is_file())
-    assert files == sorted([*PAGE, MARK])
+    assert files == sorted([*PAGE, MARKER])
     name, summary = received(tmp_path / "view/data/summary.js")
     assert name == "summary"
     columns = summary["columns"]
@@ -66,9 +66,7 @@ def test_the_folder_holds_the_page_and_all_trajectories(run: Path, tmp_path: Pat
 
 
 @pytest.mark.spec("viewer.data-safety")
-def test_what_was_written_arrives_unchanged_and_cannot_leave_its_string(
-    run: Path, tmp_path: Path
-) -> None:
+def test_hostile_text_is_unchanged_and_stays_inside_its_string(run: Path, tmp_path: Path) -> None:
     build_view(run, tmp_path / "view")
     _, summary = received(tmp_path / "view/data/summary.js")
     stored = HOSTILE.replace("\ud800", "\\ud800")
@@ -83,7 +81,7 @@ def test_what_was_written_arrives_unchanged_and_cannot_leave_its_string(
 
 @pytest.mark.parametrize("value", ["</script>", "\u2028\u2029", "\ud800", "\\", '"', "\0\r\n<!--"])
 @pytest.mark.spec("viewer.data-safety")
-def test_a_script_is_ascii_without_markup(value: str) -> None:
+def test_script_is_ascii_without_markup(value: str) -> None:
     line = script("f", value, {value: [value]})
     assert line.isascii() and "<" not in line and line.count("\n") == 1
     literals = json.loads("[" + line.removeprefix("f(").removesuffix(");\n") + "]")
@@ -91,7 +89,7 @@ def test_a_script_is_ascii_without_markup(value: str) -> None:
 
 
 @pytest.mark.spec("viewer.replace-page")
-def test_an_earlier_page_is_replaced_and_nothing_else(run: Path, tmp_path: Path) -> None:
+def test_earlier_page_is_replaced_and_other_folders_are_refused(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "view"
     build_view(run, out)
     (out / "data/chunk99.js").write_text("stale")
@@ -101,13 +99,13 @@ def test_an_earlier_page_is_replaced_and_nothing_else(run: Path, tmp_path: Path)
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("mine")
-    with pytest.raises(ViewError, match="not empty and no page of this command"):
+    with pytest.raises(ViewError, match="not empty, and not written by this command"):
         build_view(run, other)
     assert (other / "thesis.tex").read_text() == "mine"
 
 
 @pytest.mark.spec("viewer.replace-page")
-def test_a_link_stays_and_the_present_folder_is_left_alone(
+def test_link_is_kept_and_current_folder_is_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("real", "here"):
@@ -117,7 +115,7 @@ def test_a_link_stays_and_the_present_folder_is_left_alone(
         assert build_view(run, tmp_path / "link").page == tmp_path / "real/index.html"
     assert (tmp_path / "link").is_symlink() and (tmp_path / "link/index.html").is_file()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(ViewError, match="the folder that you are in cannot be replaced"):
+    with pytest.raises(ViewError, match="the current folder cannot be replaced"):
         build_view(run, Path("."))
 
 
@@ -130,7 +128,7 @@ def test_a_link_stays_and_the_present_folder_is_left_alone(
         ({"tokens": [{}, {}]}, "KeyError: 'prompt_shared'"),
     ],
 )
-def test_a_line_that_is_no_trajectory_is_named(
+def test_invalid_line_is_reported_with_its_position(
     changed: dict[str, Any], wanted: str, run: Path, tmp_path: Path
 ) -> None:
     copied = tmp_path / "run"
@@ -138,13 +136,15 @@ def test_a_line_that_is_no_trajectory_is_named(
     part = copied / "trajectories/step_000006.jsonl"
     first, second, *_ = part.read_text().splitlines(keepends=True)
     part.write_text(first + json.dumps({**json.loads(second), **changed}) + "\n")
-    where = f"step_000006.jsonl: the line at byte {len(first.encode())} is no trajectory: {wanted}"
+    where = (
+        f"step_000006.jsonl: the line at byte {len(first.encode())} is not a trajectory: {wanted}"
+    )
     with pytest.raises(ValueError, match=re.escape(where)):
         build_view(copied)
 
 
 @pytest.mark.spec("viewer.replace-page")
-def test_a_page_that_fails_leaves_the_earlier_one(run: Path, tmp_path: Path) -> None:
+def test_failed_build_keeps_the_earlier_page(run: Path, tmp_path: Path) -> None:
     copied = tmp_path / "run"
     shutil.copytree(run / "trajectories", copied / "trajectories")
     view = build_view(copied)
@@ -157,7 +157,7 @@ def test_a_page_that_fails_leaves_the_earlier_one(run: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.spec("viewer.running-run")
-def test_a_run_that_was_killed_is_shown_as_far_as_it_is_whole(run: Path, tmp_path: Path) -> None:
+def test_killed_run_is_shown_up_to_its_last_complete_line(run: Path, tmp_path: Path) -> None:
     copied = tmp_path / "run"
     shutil.copytree(run, copied)
     part = copied / "trajectories/step_000006.jsonl"
@@ -169,7 +169,7 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_is_whole(run: Path, tmp_pat
     assert received(view.page.parent / "data/metrics.js")[1]["steps"] == [1, 2, 3, 4, 5]
 
 
-def test_a_group_is_never_split(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_is_never_split(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyrl_fast.viewer.build.CHUNK_CHARACTERS", 1)
     view = build_view(run, tmp_path / "view")
     assert view.chunks == 6 * 3 + 2
@@ -178,11 +178,13 @@ def test_a_group_is_never_split(run: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.spec("viewer.static-page")
-def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_view_command_output_and_exit_codes(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["view", str(run), "--out", str(tmp_path / "view")]) == 0
-    said = capsys.readouterr().out
-    assert "74 trajectories" in said
-    assert f"open file://{tmp_path}/view/index.html" in said
+    output = capsys.readouterr().out
+    assert "74 trajectories" in output
+    assert f"open file://{tmp_path}/view/index.html" in output
     assert main(["view", str(tmp_path / "nothing")]) == 2
     assert "no such folder" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
@@ -190,21 +192,21 @@ def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "trainer.dump_trajectories=false" in capsys.readouterr().err
 
 
-def test_scales_come_from_an_even_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Spread, "_MOST", 100)
-    spread = Spread()
+def test_percentile_comes_from_an_even_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MagnitudeSample, "_MAX_SIZE", 100)
+    sample = MagnitudeSample()
     for start in range(0, 10_000, 50):
-        spread.add(np.arange(start, start + 50, dtype=np.float32) - 5000)
-    middle = spread.percentile(50)
+        sample.add(np.arange(start, start + 50, dtype=np.float32) - 5000)
+    middle = sample.percentile(50)
     assert middle is not None and abs(middle - 2500) < 100
-    assert Spread().percentile(50) is None
+    assert MagnitudeSample().percentile(50) is None
 
 
-# --- what the page may do -----------------------------------------------------------------------
+# --- page permissions ---------------------------------------------------------------------------
 
 
 @pytest.mark.spec("viewer.static-page", "viewer.text-safety")
-def test_the_page_makes_no_markup_of_text_and_asks_no_network() -> None:
+def test_page_creates_no_markup_from_text_and_uses_no_network() -> None:
     for path in PAGES.iterdir():
         content = path.read_text()
         for word in (
@@ -214,11 +216,13 @@ def test_the_page_makes_no_markup_of_text_and_asks_no_network() -> None:
         ):
             assert word not in content, f"{path.name}: {word}"
         addresses = set(re.findall(r"\b(?:https?:)?//[\w.]+[^\s\"')]*", content))
-        assert addresses <= {"http://www.w3.org/2000/svg"}, path.name  # a name, never loaded
+        assert addresses <= {"http://www.w3.org/2000/svg"}, (
+            path.name
+        )  # an XML namespace, never loaded
 
 
 @pytest.mark.spec("viewer.static-page")
-def test_the_page_allows_its_own_files_alone() -> None:
+def test_content_policy_allows_only_local_files() -> None:
     page = (PAGES / "index.html").read_text()
     policy = re.search(r'Content-Security-Policy"\s+content="([^"]*)"', page)
     assert policy and policy[1].split("; ")[0] == "default-src 'none'"
@@ -262,7 +266,7 @@ def lab(rgb: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
 @pytest.mark.spec("viewer.token-colors", "viewer.dark-mode")
-def test_text_is_readable_on_every_colour(colours: dict[str, str]) -> None:
+def test_text_contrast_on_every_colour(colours: dict[str, str]) -> None:
     shades = [f"{kind}{level}" for kind in ("pos", "neg", "odd") for level in range(1, 6)]
     pairs = [("text", name) for name in (*shades, "page", "sheet", "raised")]
     pairs += [("quiet", name) for name in ("page", "sheet", "raised", "pos1")]
@@ -275,13 +279,13 @@ def test_text_is_readable_on_every_colour(colours: dict[str, str]) -> None:
 @pytest.mark.parametrize("vision", [PROTANOPIA, DEUTERANOPIA, np.eye(3)])
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
 @pytest.mark.spec("viewer.token-colors")
-def test_both_signs_differ_for_every_eye(colours: dict[str, str], vision: Any) -> None:
+def test_signs_differ_with_colour_blindness(colours: dict[str, str], vision: Any) -> None:
     for level in range(2, 6):
         one, two = (lab(np.array(vision) @ linear(colours[f"{k}{level}"])) for k in ("pos", "neg"))
         assert float(np.linalg.norm(one - two)) > LEAST_DIFFERENCE, level
 
 
-def test_a_page_without_a_choice_has_the_same_dark_colours() -> None:
+def test_dark_colours_are_the_same_by_system_setting_and_by_choice() -> None:
     start = STYLE.index(':root:not([data-theme="light"])')
     block = STYLE[start : STYLE.index("}", start)]
     assert dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block)) == DARK
@@ -296,7 +300,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", GUIDE, flags=re.DOTALL | re.MULTI
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 @pytest.mark.spec("store.reading")
-def test_the_guide_reads_a_run(number: int, tmp_path: Path, monkeypatch: Any) -> None:
+def test_python_examples_of_the_guide_run(number: int, tmp_path: Path, monkeypatch: Any) -> None:
     module = re.search(r"import (pandas|datasets)", BLOCKS[number])
     if module:
         pytest.importorskip(module[1])
@@ -313,7 +317,7 @@ def test_the_guide_reads_a_run(number: int, tmp_path: Path, monkeypatch: Any) ->
         assert names["trajectory"].entry.step == 2 and len(names["gap"]) > 0
 
 
-def test_pictures_of_the_guide_are_there_and_small() -> None:
+def test_images_of_the_guide_exist_and_are_small() -> None:
     pictures = re.findall(r"!\[[^\]]+\]\((images/[^)]+)\)", GUIDE)
     assert len(pictures) == 5
     for picture in pictures:

@@ -1,4 +1,4 @@
-"""The viewer in headless Chromium, from the disk: hostile texts, reading, filters, keys, size."""
+"""The viewer in headless Chromium: hostile text, turns, filters, keys, large runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl_fast.trajectory_store.lines import encode_line
 from skyrl_fast.viewer.build import build_view
 
 MANY = 10_000
-QUICK_MS = 1000  # what a person waits for; several times what it takes on two busy cores
+QUICK_MS = 1000  # an acceptable wait; several times the usual time on two busy cores
 PATIENCE_SECONDS = 10
 Open = Callable[..., Any]
 
@@ -34,7 +34,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def view(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's page; one line holds a lone surrogate as another program may write it."""
+    """A run's page; one line contains a lone surrogate, as other programs may write it."""
     run = write_run(tmp_path_factory.mktemp("run"))
     part = run / "trajectories/step_000002.jsonl"
     part.write_bytes(part.read_bytes().replace(b"1 | Ann", b"1 | \\udfff", 1))
@@ -43,18 +43,18 @@ def view(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def opened(browser: Any, view: Path) -> Iterator[Open]:
-    """Opens the page; at the end: no dialog, no error, nothing loaded but the folder's files."""
-    wrong: list[str] = []
+    """Open pages; afterwards assert no dialog, no error, and no request outside the folder."""
+    problems: list[str] = []
     pages = []
 
     def open_page(place: str = "", *, page: Path = view, **options: Any) -> Any:
         tab = browser.new_page(viewport={"width": 1400, "height": 900}, **options)
         pages.append(tab)
-        tab.on("pageerror", lambda error: wrong.append(f"error: {error}"))
-        tab.on("console", lambda said: wrong.append(f"{said.type}: {said.text}"))
-        tab.on("dialog", lambda dialog: (wrong.append("dialog"), dialog.dismiss()))
+        tab.on("pageerror", lambda error: problems.append(f"error: {error}"))
+        tab.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
+        tab.on("dialog", lambda dialog: (problems.append("dialog"), dialog.dismiss()))
         folder = page.parent.as_uri()
-        tab.on("request", lambda r: None if r.url.startswith(folder) else wrong.append(r.url))
+        tab.on("request", lambda r: None if r.url.startswith(folder) else problems.append(r.url))
         tab.goto(page.as_uri() + place)
         tab.wait_for_selector("html[data-ready]")
         return tab
@@ -63,11 +63,11 @@ def opened(browser: Any, view: Path) -> Iterator[Open]:
     for tab in pages:
         assert tab.evaluate("window.hacked") is None
         tab.close()
-    assert wrong == []
+    assert problems == []
 
 
 def until(tab: Any, condition: str) -> None:
-    """Wait for a JavaScript condition; asked from outside, where the page's policy is no bar."""
+    """Wait for a JavaScript condition, polled from here: the page's policy forbids eval."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not tab.evaluate(condition):
         assert time.monotonic() < deadline, condition
@@ -79,11 +79,11 @@ def show(tab: Any, index: int) -> None:
     until(tab, f"document.querySelector('#group [aria-current][data-index=\"{index}\"]')")
 
 
-# --- hostile texts ------------------------------------------------------------------------------
+# --- hostile text -------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("viewer.static-page", "viewer.text-safety", "viewer.data-safety")
-def test_a_hostile_trajectory_is_text(opened: Open) -> None:
+def test_hostile_trajectory_is_shown_as_text(opened: Open) -> None:
     tab = opened("#/0")
     body = tab.locator("#body")
     body.locator("section.turn").first.wait_for()
@@ -106,7 +106,7 @@ def test_a_hostile_trajectory_is_text(opened: Open) -> None:
 
 
 @pytest.mark.spec("viewer.text-safety")
-def test_what_cannot_be_seen_is_shown_by_its_number(opened: Open) -> None:
+def test_invisible_characters_are_shown_as_code_points(opened: Open) -> None:
     tab = opened("#/0")
     observed = tab.locator("#body .said.env .text").first
     chips = observed.locator(".unseen").all_inner_texts()
@@ -119,7 +119,7 @@ def test_what_cannot_be_seen_is_shown_by_its_number(opened: Open) -> None:
     )
     assert "\\ud800" in observed.inner_text()
     tokens = tab.locator("#body .tokens").first
-    assert "👩\u200d👩\u200d👧" in tokens.inner_text()  # one picture, of which joiners are a part
+    assert "👩\u200d👩\u200d👧" in tokens.inner_text()  # one emoji, with its joiners
     assert tokens.locator(".tok").nth(3).locator(".unseen").inner_text() == "U+202E"
     raw = tab.evaluate("document.body.innerText")
     assert not set("\u202e\u2066\u2028\u2029\x00\x1b") & set(raw)
@@ -128,7 +128,7 @@ def test_what_cannot_be_seen_is_shown_by_its_number(opened: Open) -> None:
 
 
 @pytest.mark.spec("viewer.text-safety")
-def test_text_does_not_leave_its_block(opened: Open) -> None:
+def test_text_stays_inside_its_block(opened: Open) -> None:
     tab = opened("#/0")
     for selector in (".text", ".who", ".head h2", "dl.metrics dd"):
         style = f"getComputedStyle(document.querySelector('{selector}')).unicodeBidi"
@@ -140,7 +140,7 @@ def test_text_does_not_leave_its_block(opened: Open) -> None:
 
 
 @pytest.mark.spec("viewer.long-text")
-def test_a_huge_line_comes_in_parts(opened: Open) -> None:
+def test_huge_line_is_shown_in_parts(opened: Open) -> None:
     tab = opened("#/0")
     observed = tab.locator("#body .said.env .text").first
     assert observed.inner_text().count("x") < 5000
@@ -153,7 +153,7 @@ def test_a_huge_line_comes_in_parts(opened: Open) -> None:
 
 
 @pytest.mark.spec("viewer.turns")
-def test_a_trajectory_is_read_turn_by_turn(opened: Open) -> None:
+def test_trajectory_is_shown_turn_by_turn(opened: Open) -> None:
     tab = opened("#/4")
     turns = tab.locator("#body section.turn")
     assert turns.count() == 2
@@ -164,15 +164,16 @@ def test_a_trajectory_is_read_turn_by_turn(opened: Open) -> None:
     assert first.locator(".env .text").inner_text() == "id | name\n1 | Ann"
     assert second.locator("summary").inner_text() == "context: 8 tokens as before, 2 new"
     assert "reward 1" in second.locator("header").inner_text()
-    facts = tab.locator("dl.facts").inner_text()
-    assert "advantage\n1" in facts and "ended by\nstop" in facts and "step\n1" in facts
+    attributes = tab.locator("dl.attributes").inner_text()
+    assert "advantage\n1" in attributes
+    assert "ended by\nstop" in attributes and "step\n1" in attributes
     show(tab, 6)
     summary = turns.nth(1).locator("summary").inner_text()
     assert summary == "context: 0 tokens as before, 1 new; 8 were dropped or rewritten"
 
 
 @pytest.mark.spec("viewer.token-colors")
-def test_trained_tokens_have_the_colour_of_their_numbers(opened: Open) -> None:
+def test_trained_tokens_are_coloured_by_value(opened: Open) -> None:
     tab = opened("#/4")
     tokens = tab.locator("#body .tokens").first.locator(".tok")
     tokens.first.wait_for()
@@ -186,27 +187,27 @@ def test_trained_tokens_have_the_colour_of_their_numbers(opened: Open) -> None:
     assert classes() == ["pos5"] * 5 + ["plain"]
     tab.keyboard.press("2")  # engine: -0.25, -0.5, ...: p 0.78, 0.61, 0.47, 0.37, 0.29
     assert classes() == ["odd1", "odd1", "odd2", "odd2", "odd2", "plain"]
-    tab.keyboard.press("3")  # the trainer finds them less likely, by up to 0.2
+    tab.keyboard.press("3")  # less likely by the trainer, by up to 0.2
     assert {name[:3] for name in classes()[:5]} == {"neg"} and classes()[5] == "plain"
     assert "\u22120.2" in tab.locator("#legend").inner_text()
     tab.keyboard.press("0")
     assert classes() == [""] * 5 + ["plain"]
-    show(tab, 5)  # a negative advantage of a failed trajectory: nothing of it was trained
+    show(tab, 5)  # a failed trajectory: no token was trained
     tab.keyboard.press("1")
     assert classes() == ["plain"] * 6
-    show(tab, 26)  # step 3, sampled two updates before
+    show(tab, 26)  # step 3, sampled two updates earlier
     tab.keyboard.press("4")
     assert classes() == ["odd2", *["odd1"] * 4, "plain"]  # updated after its first token
-    assert "staleness\n2 updates" in tab.locator("dl.facts").inner_text()
+    assert "staleness\n2 updates" in tab.locator("dl.attributes").inner_text()
 
 
 @pytest.mark.spec("viewer.token-colors", "viewer.keys")
-def test_a_token_tells_its_numbers_to_pointer_and_keys(opened: Open) -> None:
+def test_token_values_are_shown_for_pointer_and_keys(opened: Open) -> None:
     tab = opened("#/4")
     block = tab.locator("#body .tokens").first
     block.locator(".tok").nth(1).hover()
-    said = tab.locator("#token").inner_text()
-    assert said.startswith(
+    shown = tab.locator("#token").inner_text()
+    assert shown.startswith(
         "“ at” · id 3 · trained · advantage 1 · engine \u22120.5 (p 0.61) · trainer"
     )
     block.focus()
@@ -218,25 +219,25 @@ def test_a_token_tells_its_numbers_to_pointer_and_keys(opened: Open) -> None:
 
 
 @pytest.mark.spec("viewer.group")
-def test_the_group_is_beside_it(opened: Open) -> None:
+def test_group_is_listed_next_to_the_trajectory(opened: Open) -> None:
     tab = opened("#/5")
     others = tab.locator("#group button")
     assert others.count() == 4
     assert "4 trajectories of this prompt" in tab.locator("#group").inner_text()
     assert others.nth(1).get_attribute("aria-current") == "true"
     assert "failed" in others.nth(1).inner_text()
-    assert "users , <sql>" in others.nth(0).inner_text()  # how it ended
+    assert "users , <sql>" in others.nth(0).inner_text()  # its last response
     others.nth(3).click()
     until(tab, "location.hash === '#/7'")
     tab.locator("#body").click(position={"x": 5, "y": 5})
     tab.keyboard.press("[")
     until(tab, "location.hash === '#/6'")
     tab.keyboard.press("]")
-    tab.keyboard.press("]")  # the last one stays
+    tab.keyboard.press("]")  # the last one remains
     until(tab, "location.hash === '#/7'")
 
 
-# --- finding ------------------------------------------------------------------------------------
+# --- search -------------------------------------------------------------------------------------
 
 
 def found(tab: Any, number: int) -> None:
@@ -244,7 +245,7 @@ def found(tab: Any, number: int) -> None:
 
 
 @pytest.mark.spec("viewer.filters")
-def test_filters(opened: Open) -> None:
+def test_filters_and_sorting(opened: Open) -> None:
     tab = opened()
     found(tab, 74)
     tab.select_option("#filter-phase", label="eval")
@@ -276,7 +277,7 @@ def test_filters(opened: Open) -> None:
 
 
 @pytest.mark.spec("viewer.keys")
-def test_keys_alone_reach_everything(opened: Open) -> None:
+def test_everything_is_reachable_by_keys(opened: Open) -> None:
     tab = opened()
     until(tab, "location.hash === '#/0'")
     tab.keyboard.press("j")
@@ -296,12 +297,12 @@ def test_keys_alone_reach_everything(opened: Open) -> None:
     tab.keyboard.press("?")
     dialog = tab.locator("dialog[open]")
     assert "next, previous trajectory of the list" in dialog.inner_text()
-    tab.keyboard.press("j")  # not while the overlay is there
+    tab.keyboard.press("j")  # ignored while the overlay is open
     tab.keyboard.press("Escape")
     assert tab.locator("dialog[open]").count() == 0
     assert tab.evaluate("location.hash") == "#/4"
     tab.keyboard.press("/")
-    tab.keyboard.type("jk2t")  # typed, not done
+    tab.keyboard.type("jk2t")  # typed into the field, not run as keys
     assert tab.input_value("#filter-uid") == "jk2t"
     assert tab.evaluate("document.documentElement.dataset.theme") is None
     tab.keyboard.press("Escape")
@@ -315,7 +316,7 @@ def test_keys_alone_reach_everything(opened: Open) -> None:
 
 
 @pytest.mark.spec("viewer.keys")
-def test_everything_has_a_name_for_a_screen_reader(opened: Open) -> None:
+def test_controls_have_accessible_names(opened: Open) -> None:
     tab = opened("#/4")
     tab.keyboard.press("c")
     tab.locator("figure svg").first.wait_for()
@@ -343,7 +344,7 @@ def test_charts_of_the_run(opened: Open) -> None:
     for title in ("Reward", "Where the time went", "How trajectories ended", "Staleness"):
         assert title in titles
     faults = tab.locator("figure", has_text="Faults").locator("svg").get_attribute("aria-label")
-    assert faults == "Faults. environments failed: from 1 to 6"  # and nothing that did not happen
+    assert faults == "Faults. environments failed: from 1 to 6"  # no faults that did not occur
     staleness = tab.locator("figure", has_text="Staleness")
     staleness.locator("summary").click()
     staleness.locator("td").first.wait_for()
@@ -362,12 +363,12 @@ def test_light_and_dark(opened: Open) -> None:
     assert light.evaluate(sheet) == "rgb(255, 255, 255)"
 
 
-# --- size ---------------------------------------------------------------------------------------
+# --- large runs ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def large_view(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """10,000 trajectories: a small run's lines, told apart by uid and step."""
+    """10,000 trajectories: the lines of a small run, repeated with other uids and steps."""
     source = write_run(tmp_path_factory.mktemp("small"), steps=3, groups=5)
     lines = (source / "trajectories/step_000003.jsonl").read_text().split("\n")[:-1]
     records = [json.loads(line) for line in lines]
@@ -391,7 +392,7 @@ def large_view(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def timed(tab: Any, action: str, until: str) -> float:
-    """Milliseconds from an action to the next frame in which a condition holds."""
+    """Return the milliseconds from an action to the next frame in which a condition holds."""
     result = tab.evaluate(
         f"""() => new Promise((resolve) => {{
             const started = performance.now();
@@ -405,7 +406,7 @@ def timed(tab: Any, action: str, until: str) -> float:
 
 
 @pytest.mark.spec("viewer.scale")
-def test_ten_thousand_trajectories_stay_fast(
+def test_page_is_fast_with_ten_thousand_trajectories(
     opened: Open, large_view: Path, record_property: Callable[[str, object], None]
 ) -> None:
     started = time.perf_counter()

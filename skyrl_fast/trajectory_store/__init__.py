@@ -1,6 +1,6 @@
-"""Every trajectory of a run on the disk: JSON lines with an index, written and read.
+"""The trajectory store: every trajectory of a run on disk, as JSON lines with an index.
 
-Format and reasons: docs/design/015-trajectory-store-and-viewer.md; rules: docs/spec.md, section 14.
+Format and design: docs/design/015-trajectory-store-and-viewer.md; rules: docs/spec.md, section 14.
 """
 
 from skyrl_fast.trajectory_store.reader import (

@@ -1,11 +1,11 @@
-"""The files of a store: one part per training batch or evaluation, and an index of all.
+"""The files of a store: one part per training batch or evaluation, and one index.
 
-    RUN/trajectories/step_000012.jsonl        the batch that made step 12, a trajectory per line
+    RUN/trajectories/step_000012.jsonl        the batch of step 12, one trajectory per line
     RUN/trajectories/eval_step_000010.jsonl   the evaluation after step 10
-    RUN/trajectories/index.jsonl              a short line for each of their lines
+    RUN/trajectories/index.jsonl              a short line per trajectory
 
-The parts say what is true. The index only saves reading them: where it does not fit a part, after a
-crash or because somebody moved files, that part is read instead.
+The parts are authoritative; the index only saves reading them. Where it does not match a part,
+after a crash or because files were moved, that part is read instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAME = re.compile(r"(eval_)?step_(\d{6,})\.jsonl")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Part:
-    """One file of a store; parts sort by step, the evaluation after the batch."""
+    """One file of a store. Parts sort by step, the evaluation after the batch."""
 
     step: int
     evaluation: bool
@@ -35,13 +35,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One trajectory in short, and where its line lies.
+    """The summary of one trajectory, and the position of its line.
 
     Args:
         file: name of the part.
-        offset, bytes: of the line in the part, newline included.
-        turns, tokens, trained_tokens: steps, their response tokens, those of them trained.
-        others: as in the line itself; docs/spec.md, section 14.
+        offset, bytes: position and size of the line in the part, including the newline.
+        turns, tokens, trained_tokens: numbers of steps, response tokens and trained tokens.
+        others: as in the line; docs/spec.md, section 14.
     """
 
     file: str
@@ -71,19 +71,19 @@ _COPIED = _FIELDS[3:-3]
 
 
 def part_name(step: int, phase: str) -> str:
-    """Return the file name of a batch's or an evaluation's part."""
+    """Return the file name of the part of a batch or an evaluation."""
     return f"{'eval_' if phase == 'eval' else ''}step_{step:06d}.jsonl"
 
 
 def parts(folder: Path) -> list[Part]:
-    """Return the parts in a store's folder, in order; none where it is not there."""
+    """Return the parts in a store's folder, in order; none if the folder does not exist."""
     if not folder.is_dir():
         return []
-    found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    return sorted(Part(int(match[2]), bool(match[1]), path) for match, path in found if match)
+    matches = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return sorted(Part(int(match[2]), bool(match[1]), path) for match, path in matches if match)
 
 
-def entry_of(record: Mapping[str, Any], file: str, offset: int, size: int) -> IndexEntry:
+def index_entry(record: Mapping[str, Any], file: str, offset: int, size: int) -> IndexEntry:
     """Return the index entry of a line."""
     turns = record["turns"]
     return IndexEntry(
@@ -98,15 +98,15 @@ def entry_of(record: Mapping[str, Any], file: str, offset: int, size: int) -> In
 
 
 def entry_fields(entry: IndexEntry) -> dict[str, Any]:
-    """Return the entry as plain values, in order."""
+    """Return the entry as a dict, with its fields in order."""
     return {name: getattr(entry, name) for name in _FIELDS}
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield offset, bytes and record of each whole line.
+    """Yield offset, size in bytes and record of each complete line.
 
-    A last line without its end, left by a crash or still being written, is no line. Another line
-    that is no JSON object is skipped with a warning that names it.
+    A last line without a newline, left by a crash or still being written, is ignored. Any other
+    line that is not a JSON object is skipped with a warning that names it.
     """
     offset = 0
     with path.open("rb") as file:
@@ -115,7 +115,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
                 try:
                     record = json.loads(line)
                     if not isinstance(record, dict):
-                        raise ValueError("no object")
+                        raise ValueError("not a JSON object")
                 except ValueError as error:
                     logger.warning("%s: line at byte %d skipped: %s", path, offset, error)
                 else:
@@ -124,11 +124,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
 
 
 def read_index_file(folder: Path) -> dict[str, list[IndexEntry]]:
-    """Return the entries of each part whose index lines cover the whole file; of no other part.
+    """Return the entries of each part whose index lines cover the complete file.
 
-    Where a part was written twice the later lines count: they begin again at offset 0.
+    If a part was written twice, the later lines count: they start again at offset 0.
     """
-    found: dict[str, list[IndexEntry]] = {}
+    by_file: dict[str, list[IndexEntry]] = {}
     path = folder / INDEX
     if path.exists():
         for _, _, record in read_lines(path):
@@ -136,12 +136,12 @@ def read_index_file(folder: Path) -> dict[str, list[IndexEntry]]:
                 entry = IndexEntry(**record)
             except TypeError:
                 continue  # of another version: the part itself is read
-            own = found.setdefault(entry.file, [])
+            entries = by_file.setdefault(entry.file, [])
             if entry.offset == 0:
-                own.clear()
-            own.append(entry)
+                entries.clear()
+            entries.append(entry)
     return {
-        name: entries for name, entries in found.items() if _covers(entries, folder / Path(name))
+        name: entries for name, entries in by_file.items() if _covers(entries, folder / Path(name))
     }
 
 

@@ -1,4 +1,4 @@
-"""Reads a run's trajectories, also while the run goes on and after it was killed."""
+"""Reading of a run's trajectories, also while the run is in progress or after it was killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from skyrl_fast.trajectory_store.parts import (
     IndexEntry,
     Part,
-    entry_of,
+    index_entry,
     parts,
     read_index_file,
     read_lines,
@@ -25,16 +25,16 @@ FOLDER = "trajectories"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredStep:
-    """One step: what the model saw and sampled, and what training made of it. A response tokens.
+    """One step: prompt, response, and the values it was trained with. A response tokens.
 
     Args:
-        prompt_token_ids: the whole context, list of ints.
+        prompt_token_ids: the complete context, list of ints.
         response_ids: (A,) ints.
-        pieces: A texts; joined they are the response.
+        pieces: A strings, the text of each token; joined they are the response.
         loss_mask: (A,) uint8, 1 = trained; in an evaluation 1 = sampled.
-        policy_versions: (A,) int64, weight updates behind the policy that sampled the token.
+        policy_versions: (A,) int64, policy version that sampled the token.
         rollout_logprobs, trainer_logprobs, advantages: (A,) float32, NaN where there is none.
-        turn: the line's other values of the turn, such as "observation" and "reward".
+        turn: the turn's other values in the line, such as "observation" and "reward".
     """
 
     prompt_token_ids: list[int]
@@ -58,7 +58,7 @@ class StoredTrajectory:
 
 
 def read_index(run: str | Path) -> list[IndexEntry]:
-    """Return all trajectories of a run in short, by step, evaluations after the batch.
+    """Return the index entry of each trajectory of a run, by step, evaluations after the batch.
 
     Args:
         run: the run's folder.
@@ -71,23 +71,23 @@ def read_index(run: str | Path) -> list[IndexEntry]:
     indexed = read_index_file(folder)
     entries: list[IndexEntry] = []
     for part in parts(folder):
-        own = indexed.get(part.path.name)
-        entries += [entry for entry, _ in read_part(part)] if own is None else own
+        found = indexed.get(part.path.name)
+        entries += [entry for entry, _ in read_part(part)] if found is None else found
     return entries
 
 
 def read_trajectories(
     run: str | Path, *, phase: str | None = None, steps: Container[int] | None = None
 ) -> Iterator[StoredTrajectory]:
-    """Yield the trajectories of a run, one after the other, in the order of `read_index`.
+    """Yield the trajectories of a run, in the order of `read_index`.
 
     Args:
         run: the run's folder.
         phase: "train" or "eval"; None: both.
-        steps: only of these; a `range` will do.
+        steps: only trajectories of these steps, for example a `range`; None: all.
 
     Raises:
-        ValueError: an unknown phase, or lines of a later format.
+        ValueError: unknown phase, or lines of another format.
 
     Example:
         >>> for trajectory in read_trajectories("runs/guess", phase="train", steps=range(5, 9)):
@@ -105,17 +105,17 @@ def read_trajectories(
 
 
 def read_trajectory(run: str | Path, entry: IndexEntry) -> StoredTrajectory:
-    """Return the trajectory of one index entry; reads nothing else."""
+    """Return the trajectory of one index entry, reading only its line."""
     with (Path(run) / FOLDER / entry.file).open("rb") as file:
         file.seek(entry.offset)
         return stored_trajectory(entry, json.loads(file.read(entry.bytes)))
 
 
 def read_part(part: Part) -> Iterator[tuple[IndexEntry, dict[str, Any]]]:
-    """Yield index entry and record of each whole line of a part.
+    """Yield index entry and record of each complete line of a part.
 
     Raises:
-        ValueError: lines of a later format than this package knows, or that are no trajectories.
+        ValueError: lines of another format, or lines that are not trajectories.
     """
     for offset, size, record in read_lines(part.path):
         if record.get("format") != FORMAT:
@@ -124,21 +124,22 @@ def read_part(part: Part) -> Iterator[tuple[IndexEntry, dict[str, Any]]]:
                 f"{record.get('format')!r}: written by another version of this package"
             )
         try:
-            entry = entry_of(record, part.path.name, offset, size)
+            entry = index_entry(record, part.path.name, offset, size)
         except (AttributeError, LookupError, TypeError) as error:
-            raise no_trajectory(part, offset, error) from error
+            raise invalid_line_error(part, offset, error) from error
         yield entry, record
 
 
-def no_trajectory(part: Part, offset: int, error: Exception) -> ValueError:
-    """Return the error of a line that has not what a trajectory has."""
+def invalid_line_error(part: Part, offset: int, error: Exception) -> ValueError:
+    """Return the error for a line that lacks values of a trajectory or has wrong ones."""
     return ValueError(
-        f"{part.path}: the line at byte {offset} is no trajectory: {type(error).__name__}: {error}"
+        f"{part.path}: the line at byte {offset} is not a trajectory: "
+        f"{type(error).__name__}: {error}"
     )
 
 
 def stored_trajectory(entry: IndexEntry, record: Mapping[str, Any]) -> StoredTrajectory:
-    """Return a line as arrays, with every prompt whole again."""
+    """Return the trajectory of a line, with arrays and complete prompts."""
     steps: list[StoredStep] = []
     before: list[int] = []
     for turn, tokens in zip(record["turns"], record["tokens"], strict=True):
@@ -167,8 +168,8 @@ def pieces_of(text: str, ends: Sequence[int]) -> list[str]:
     """Return the text of each token.
 
     Example:
-        >>> pieces_of("go on", [2, 5])
-        ['go', ' on']
+        >>> pieces_of("look at", [4, 7])
+        ['look', ' at']
     """
     return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 

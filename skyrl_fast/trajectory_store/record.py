@@ -1,4 +1,4 @@
-"""A trajectory as the plain values of its line: first what a person reads, then the tokens."""
+"""The record of a trajectory's line: first what a person reads, then the tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_fast.rollout.trajectory import Step, Trajectory
-from skyrl_fast.trajectory_store.lines import plain, rounded
+from skyrl_fast.trajectory_store.lines import json_value, rounded
 from skyrl_fast.trajectory_store.token_text import TokenText
 from skyrl_fast.trajectory_store.trained import TrainedStep
 
@@ -26,26 +26,27 @@ def trajectory_record(
     trained: Sequence[TrainedStep] = (),
     trainer_version: int | None = None,
 ) -> dict[str, Any]:
-    """Return the line's values; docs/spec.md, section 14, names each.
+    """Return the values of a trajectory's line; docs/spec.md, section 14, lists the keys.
 
     Args:
         text: decodes tokens.
         phase: "train" or "eval".
-        step: number of the training batch, or of the step after which was evaluated.
-        trained: one per step; empty for an evaluation and for a trajectory that became a stub.
-        trainer_version: weight updates behind the policy that was trained; None: it was not.
+        step: number of the training batch, or the step after which the evaluation ran.
+        trained: one per step; empty for an evaluation and for a trajectory that was replaced by a
+            placeholder row.
+        trainer_version: version of the policy that was trained; None: it was not trained.
     """
     steps = trajectory.steps
-    contexts = _contexts(steps)
-    texts = [text.ends(own.response_ids) for own in steps]
-    oldest = min((own.policy_version for own in steps), default=None)
+    shared_lengths = _shared_lengths(steps)
+    responses = [text.decode_with_ends(item.response_ids) for item in steps]
+    oldest = min((item.policy_version for item in steps), default=None)
     staleness = None
     if trainer_version is not None and oldest is not None:
         staleness = trainer_version - oldest
     evaluated = phase == "eval"
     values = [
-        _token_values(own, trained[number] if trained else None, evaluated)
-        for number, own in enumerate(steps)
+        _token_values(item, trained[number] if trained else None, evaluated)
+        for number, item in enumerate(steps)
     ]
     return {
         "format": FORMAT,
@@ -55,7 +56,7 @@ def trajectory_record(
         "repetition_id": trajectory.repetition_id,
         "env_class": trajectory.env_class,
         "data_source": trajectory.data_source or "",
-        "reward": plain(total_reward(trajectory)),
+        "reward": json_value(total_reward(trajectory)),
         "advantage": _advantage(trained),
         "stop_reason": trajectory.stop_reason,
         "failure": trajectory.failure or "",
@@ -63,40 +64,44 @@ def trajectory_record(
         "policy_version": oldest,
         "staleness": staleness,
         "seconds": round(trajectory.seconds, _SECOND_DECIMALS),
-        "env_metrics": _metrics(trajectory),
+        "env_metrics": _env_metrics(trajectory),
         "turns": [
             {
-                "context": text.decode(own.prompt_token_ids[shared:]),
-                "response": words,
-                "observation": own.observation,
-                "reward": plain(float(own.reward)),
-                "stop_reason": own.stop_reason,
-                "prompt_tokens": len(own.prompt_token_ids),
-                "response_tokens": len(own.response_ids),
+                "context": text.decode(item.prompt_token_ids[shared:]),
+                "response": response,
+                "observation": item.observation,
+                "reward": json_value(float(item.reward)),
+                "stop_reason": item.stop_reason,
+                "prompt_tokens": len(item.prompt_token_ids),
+                "response_tokens": len(item.response_ids),
                 "trained_tokens": 0 if evaluated else sum(value["loss_mask"]),
-                "policy_version": own.policy_version,
-                "llm_seconds": round(own.llm_seconds, _SECOND_DECIMALS),
-                "env_seconds": round(own.env_seconds, _SECOND_DECIMALS),
+                "policy_version": item.policy_version,
+                "llm_seconds": round(item.llm_seconds, _SECOND_DECIMALS),
+                "env_seconds": round(item.env_seconds, _SECOND_DECIMALS),
             }
-            for own, shared, (words, _), value in zip(steps, contexts, texts, values, strict=True)
+            for item, shared, (response, _), value in zip(
+                steps, shared_lengths, responses, values, strict=True
+            )
         ],
         "tokens": [
             {
                 "prompt_shared": shared,
-                "prompt_token_ids": list(own.prompt_token_ids[shared:]),
-                "response_ids": list(own.response_ids),
+                "prompt_token_ids": list(item.prompt_token_ids[shared:]),
+                "response_ids": list(item.response_ids),
                 "response_ends": ends,
                 **value,
             }
-            for own, shared, (_, ends), value in zip(steps, contexts, texts, values, strict=True)
+            for item, shared, (_, ends), value in zip(
+                steps, shared_lengths, responses, values, strict=True
+            )
         ],
     }
 
 
-def _metrics(trajectory: Trajectory) -> Any:
-    """What the environment reported; of what holds itself, say, or has no text, that it was so."""
+def _env_metrics(trajectory: Trajectory) -> Any:
+    """Return the environment's metrics; a marker if they contain themselves or `str` fails."""
     try:
-        return plain(trajectory.env_metrics)
+        return json_value(trajectory.env_metrics)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         return {"unreadable": type(error).__name__}
 
@@ -106,13 +111,13 @@ def total_reward(trajectory: Trajectory) -> float:
     return float(trajectory.steps[-1].reward) if trajectory.steps else 0.0
 
 
-def _contexts(steps: Sequence[Step]) -> list[int]:
-    """How many tokens each prompt has in common with the prompt and response before it."""
+def _shared_lengths(steps: Sequence[Step]) -> list[int]:
+    """Return how many tokens each prompt shares with the previous prompt and response."""
     result: list[int] = []
     before: list[int] = []
     for step in steps:
         prompt = list(step.prompt_token_ids)
-        if prompt[: len(before)] == before:  # the usual case, compared in one go
+        if prompt[: len(before)] == before:  # fast path for the usual case
             result.append(len(before))
         else:
             pairs = zip(prompt, before, strict=False)
@@ -121,33 +126,39 @@ def _contexts(steps: Sequence[Step]) -> list[int]:
     return result
 
 
-def _token_values(step: Step, own: TrainedStep | None, evaluated: bool) -> dict[str, list[Any]]:
-    """Lists per response token; those that nobody made are empty."""
+def _token_values(step: Step, trained: TrainedStep | None, evaluated: bool) -> dict[str, list[Any]]:
+    """Return the lists per response token; a list that was not computed is empty."""
     mask = list(step.loss_mask) if evaluated else [0] * len(step.response_ids)
     return {
-        "loss_mask": mask if own is None else own.loss_mask.tolist(),
+        "loss_mask": mask if trained is None else trained.loss_mask.tolist(),
         "policy_versions": list(step.token_versions or []),
         "rollout_logprobs": rounded(step.rollout_logprobs or []),
-        "trainer_logprobs": [] if own is None else _unless_empty(own.trainer_logprobs),
-        "advantages": [] if own is None else _unless_empty(own.advantages),
+        "trainer_logprobs": []
+        if trained is None
+        else _unless_all_missing(trained.trainer_logprobs),
+        "advantages": [] if trained is None else _unless_all_missing(trained.advantages),
     }
 
 
-def _unless_empty(values: np.ndarray) -> list[float | None]:
+def _unless_all_missing(values: np.ndarray) -> list[float | None]:
     numbers = rounded(values)
     return [] if numbers.count(None) == len(numbers) else numbers
 
 
 def _advantage(trained: Sequence[TrainedStep]) -> float | None:
-    """The first response token's of the last step: all of them have it, or it is where it ends."""
+    """Return the advantage of the last step's first response token.
+
+    Outcome estimators give it to all tokens; for others it is the advantage where the trajectory
+    ends.
+    """
     if not trained or not len(trained[-1].advantages):
         return None
     return rounded(trained[-1].advantages[:1])[0]
 
 
 def _filtered(steps: Sequence[Step], trained: Sequence[TrainedStep]) -> bool:
-    """Whether a filter took sampled tokens out of training."""
+    """Return whether a filter excluded sampled tokens from training."""
     return any(
-        sum(step.loss_mask) > int(own.loss_mask.sum())
-        for step, own in zip(steps, trained, strict=False)
+        sum(step.loss_mask) > int(values.loss_mask.sum())
+        for step, values in zip(steps, trained, strict=False)
     )

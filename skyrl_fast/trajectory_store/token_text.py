@@ -1,4 +1,4 @@
-"""A response as text, and where each of its tokens ends in that text."""
+"""The text of a response, and the position where each of its tokens ends in that text."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from skyrl_fast.trajectory_store.lines import storable
+from skyrl_fast.trajectory_store.lines import escape_surrogates
 
-_MAX_LEARNT = 1 << 18  # tokens or pairs of them; then they are forgotten and learnt again
-_UNFINISHED = "\ufffd"  # what a tokenizer writes for a part of a character
+_MAX_CACHED = 1 << 18  # tokens or pairs of tokens; then the cache is cleared
+_INCOMPLETE = "\ufffd"  # what a tokenizer decodes part of a character to
 
 
-class _Learnt(dict[Any, str]):
-    """Texts, each made when it is first asked for."""
+class _TextCache(dict[Any, str]):
+    """Texts by key, each computed on first access."""
 
-    def __init__(self, make: Callable[[Any], str]) -> None:
+    def __init__(self, compute: Callable[[Any], str]) -> None:
         super().__init__()
-        self._make = make
+        self._compute = compute
 
     def __missing__(self, key: Any) -> str:
-        if len(self) >= _MAX_LEARNT:
+        if len(self) >= _MAX_CACHED:
             self.clear()
-        self[key] = text = self._make(key)
+        self[key] = text = self._compute(key)
         return text
 
 
 class TokenText:
-    """Splits decoded text among its tokens, whatever the tokenizer does between them.
+    """Splits decoded text among its tokens, for any tokenizer.
 
-    Most tokenizers write a token the same way wherever it stands, or write a space before it that
-    depends on its neighbour; both are learnt once per token or pair. Where a character spreads
-    over several tokens the response is decoded prefix by prefix: the character is the last one's.
+    Most tokenizers decode a token to the same text everywhere, or add a space that depends on the
+    previous token; both are cached, per token or pair. If a character spans several tokens, the
+    response is decoded incrementally, and the character belongs to the last of them.
 
     Args:
         tokenizer: with `decode(ids)`.
@@ -39,47 +39,47 @@ class TokenText:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._alone = _Learnt(lambda token: self.decode([token]))
-        self._after = _Learnt(self._behind)
+        self._alone = _TextCache(lambda token: self.decode([token]))
+        self._after = _TextCache(self._text_after)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the tokens' text as it is stored, special tokens included."""
-        return storable(self._tokenizer.decode(list(ids))) if len(ids) else ""
+        """Return the tokens' text as it is stored, including special tokens."""
+        return escape_surrogates(self._tokenizer.decode(list(ids))) if len(ids) else ""
 
-    def ends(self, ids: Sequence[int]) -> tuple[str, list[int]]:
-        """Return the text and, for each token, how many characters end with it.
+    def decode_with_ends(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """Return the text and, for each token, the number of characters up to its end.
 
         Example:
-            >>> TokenText(tokenizer).ends([5, 7])  # "go", " on"
-            ('go on', [2, 5])
+            >>> TokenText(tokenizer).decode_with_ends([5, 7])  # "look", " at"
+            ('look at', [4, 7])
         """
         text = self.decode(ids)
-        for pieces in (self._pieces_alone, self._pieces_after):
-            lengths = pieces(ids, text)
-            if lengths is not None:
-                return text, lengths
-        return text, self._by_prefixes(ids, text)
+        for split in (self._split_by_token, self._split_by_pair):
+            ends = split(ids, text)
+            if ends is not None:
+                return text, ends
+        return text, self._split_incrementally(ids, text)
 
-    def _pieces_alone(self, ids: Sequence[int], text: str) -> list[int] | None:
+    def _split_by_token(self, ids: Sequence[int], text: str) -> list[int] | None:
         return _ends_if_equal(list(map(self._alone.__getitem__, ids)), text)
 
-    def _pieces_after(self, ids: Sequence[int], text: str) -> list[int] | None:
+    def _split_by_pair(self, ids: Sequence[int], text: str) -> list[int] | None:
         if not len(ids):
             return []
         pieces = [self._alone[ids[0]], *map(self._after.__getitem__, pairwise(ids))]
         return _ends_if_equal(pieces, text)
 
-    def _behind(self, pair: tuple[int, int]) -> str:
+    def _text_after(self, pair: tuple[int, int]) -> str:
         first, both = self._alone[pair[0]], self.decode(pair)
         return both[len(first) :] if both.startswith(first) else ""
 
-    def _by_prefixes(self, ids: Sequence[int], text: str) -> list[int]:
-        """Decode from the last finished token on: each token twice, never the whole prefix."""
+    def _split_incrementally(self, ids: Sequence[int], text: str) -> list[int]:
+        """Decode from the last complete character on: each token twice, never the entire prefix."""
         ends: list[int] = []
         position = start = read = 0
         for count in range(1, len(ids) + 1):
             before, now = self.decode(ids[start:read]), self.decode(ids[start:count])
-            if len(now) > len(before) and not now.endswith(_UNFINISHED):
+            if len(now) > len(before) and not now.endswith(_INCOMPLETE):
                 position += len(now) - len(before)
                 start, read = read, count
             ends.append(min(position, len(text)))

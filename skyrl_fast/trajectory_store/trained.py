@@ -1,4 +1,4 @@
-"""What training made of each step: its mask, advantages and the trainer's log-probabilities.
+"""The values each step was trained with: mask, advantages and the trainer's log-probabilities.
 
 A response tokens of a batch's rows, R rows and S steps of one trajectory.
 """
@@ -22,7 +22,7 @@ class TrainedStep:
     Args:
         loss_mask: uint8, after all filters: 1 = trained.
         advantages: float32, NaN where the token is not in the row.
-        trainer_logprobs: float32, NaN where the trainer made none.
+        trainer_logprobs: float32, NaN where the trainer computed none.
     """
 
     loss_mask: np.ndarray
@@ -35,37 +35,37 @@ def trained_steps(
     batch: StepBatch,
     trainer_logprobs: torch.Tensor | None = None,
 ) -> list[list[TrainedStep]]:
-    """Return, for each trajectory, the values of its steps; none for one that became a stub.
+    """Return the values of each trajectory's steps; none if a placeholder row replaced it.
 
-    Rows may be steps, or steps joined where contexts grew: a step's response stands in its row
-    where its own prompt ends.
+    Rows may be single steps or merged steps: in its row, a step's response starts where the step's
+    prompt ends.
 
     Args:
-        trajectories: J, those that the batch was made from, in its order.
-        batch: with advantages, padding rows or not.
+        trajectories: J, those of the batch, in its order.
+        batch: with advantages; it may have padding rows.
         trainer_logprobs: (A,) float32, NaN where there is none.
 
     Raises:
-        ValueError: the batch has another number of trajectories.
+        ValueError: the batch has a different number of trajectories.
     """
     real = slice(0, batch.num_real_rows)
     owners = batch.trajectory_ids[real].numpy()
-    rows_of = np.bincount(owners) if len(owners) else np.zeros(0, dtype=np.int64)
-    if len(rows_of) != len(trajectories):
+    row_counts = np.bincount(owners) if len(owners) else np.zeros(0, dtype=np.int64)
+    if len(row_counts) != len(trajectories):
         raise ValueError(
             f"trained_steps: batch must have the {len(trajectories)} trajectories given, "
-            f"got {len(rows_of)}"
+            f"got {len(row_counts)}"
         )
-    cells = _Cells(batch, trainer_logprobs)
-    first_rows = np.concatenate([[0], np.cumsum(rows_of)])
+    values = _TokenValues(batch, trainer_logprobs)
+    first_rows = np.concatenate([[0], np.cumsum(row_counts)])
     return [
-        _steps_of(trajectory, cells, int(first_rows[number]), int(first_rows[number + 1]))
+        _trajectory_values(trajectory, values, int(first_rows[number]), int(first_rows[number + 1]))
         for number, trajectory in enumerate(trajectories)
     ]
 
 
-class _Cells:
-    """The batch's flat arrays, looked at by row."""
+class _TokenValues:
+    """The batch's flat arrays, accessed by row."""
 
     def __init__(self, batch: StepBatch, trainer_logprobs: torch.Tensor | None) -> None:
         assert batch.advantages is not None
@@ -85,57 +85,62 @@ class _Cells:
         return tokens
 
     def prompt_length(self, row: int) -> int:
-        whole = self.cu_seqlens[row + 1] - self.cu_seqlens[row]
-        return whole - (self.cu_responses[row + 1] - self.cu_responses[row])
+        length = self.cu_seqlens[row + 1] - self.cu_seqlens[row]
+        return length - (self.cu_responses[row + 1] - self.cu_responses[row])
 
-    def of_step(self, step: Step, row: int) -> TrainedStep:
+    def step_values(self, step: Step, row: int) -> TrainedStep:
         wanted = list(step.response_ids)
         start = len(step.prompt_token_ids)
         found = self.row_tokens(row)[start : start + len(wanted)]
         offset = self.cu_responses[row] + start - self.prompt_length(row)
-        cells = slice(offset, offset + len(found))
-        if found.tolist() == wanted:  # the usual case, compared in one go
+        place = slice(offset, offset + len(found))
+        if found.tolist() == wanted:  # fast path for the usual case
             return TrainedStep(
-                self.loss_mask[cells], self.advantages[cells], self.trainer_logprobs[cells]
+                self.loss_mask[place], self.advantages[place], self.trainer_logprobs[place]
             )
         same = np.zeros(len(wanted), dtype=bool)
         same[: len(found)] = found == wanted[: len(found)]
         missing = np.full(len(wanted) - len(found), np.nan, dtype=np.float32)
 
-        def taken(values: np.ndarray) -> np.ndarray:
-            return np.where(same, np.concatenate([values[cells], missing]), np.float32(np.nan))
+        def matching(values: np.ndarray) -> np.ndarray:
+            return np.where(same, np.concatenate([values[place], missing]), np.float32(np.nan))
 
         return TrainedStep(
-            loss_mask=np.nan_to_num(taken(self.loss_mask)).astype(np.uint8),
-            advantages=taken(self.advantages),
-            trainer_logprobs=taken(self.trainer_logprobs),
+            loss_mask=np.nan_to_num(matching(self.loss_mask)).astype(np.uint8),
+            advantages=matching(self.advantages),
+            trainer_logprobs=matching(self.trainer_logprobs),
         )
 
 
-def _steps_of(trajectory: Trajectory, cells: _Cells, first: int, end: int) -> list[TrainedStep]:
+def _trajectory_values(
+    trajectory: Trajectory, values: _TokenValues, first: int, end: int
+) -> list[TrainedStep]:
     if trajectory.failure is not None or not trajectory.steps:
         return []
     return [
-        cells.of_step(step, row)
+        values.step_values(step, row)
         for step, row in zip(
-            trajectory.steps, _row_of_each(trajectory.steps, cells, first, end), strict=True
+            trajectory.steps, _step_rows(trajectory.steps, values, first, end), strict=True
         )
     ]
 
 
-def _row_of_each(steps: Sequence[Step], cells: _Cells, first: int, end: int) -> list[int]:
-    """S row numbers: a row is complete when its tokens are its last step's prompt and response."""
+def _step_rows(steps: Sequence[Step], values: _TokenValues, first: int, end: int) -> list[int]:
+    """Return each step's row, S numbers.
+
+    A row ends with the step whose prompt and response are all of its tokens.
+    """
     if end - first == len(steps):
         return list(range(first, end))
     rows, row = [], first
     for step in steps:
         rows.append(row)
-        if row + 1 < end and _is_whole(step, cells.row_tokens(row)):
+        if row + 1 < end and _ends_row(step, values.row_tokens(row)):
             row += 1
     return rows
 
 
-def _is_whole(step: Step, tokens: np.ndarray) -> bool:
+def _ends_row(step: Step, tokens: np.ndarray) -> bool:
     prompt = len(step.prompt_token_ids)
     if prompt + len(step.response_ids) != len(tokens):
         return False

@@ -1,4 +1,4 @@
-"""A trajectory as text for a terminal."""
+"""Plain text of a trajectory, for the terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skyrl_fast.trajectory_store.record import total_reward
 
 
 def readable(trajectory: Trajectory, *, tokenizer: Any) -> str:
-    """Return prompt, turns and reward in words."""
+    """Return prompt, turns and reward as lines of text."""
     steps = trajectory.steps
     prompt = tokenizer.decode(steps[0].prompt_token_ids) if steps else ""
     lines = [f"prompt: {prompt.strip()}"]

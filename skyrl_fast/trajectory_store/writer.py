@@ -1,4 +1,4 @@
-"""Writes a run's trajectories, part by part; a part is whole or not there."""
+"""Writing of a run's trajectories, part by part; each part is written atomically."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyrl_fast.trajectory_store.parts import (
     INDEX,
     IndexEntry,
     entry_fields,
-    entry_of,
+    index_entry,
     part_name,
     parts,
     read_index_file,
@@ -29,19 +29,19 @@ from skyrl_fast.trajectory_store.trained import trained_steps
 
 
 class StoreError(RuntimeError):
-    """Trajectories could not be written; the message says what to do."""
+    """Trajectories could not be written; the message says how to fix it."""
 
 
 class TrajectoryWriter:
-    """The store of one run; made when the run starts or goes on.
+    """Writes the store of one run; created when the run starts or resumes.
 
-    Parts after `last_step` are removed: a resumed store equals an undisturbed one. Its methods may
-    be called from another thread than the tokenizer's user: it decodes with a copy.
+    Parts after `last_step` are removed, so that the store of a resumed run equals that of an
+    uninterrupted one. The tokenizer is copied: methods may be called from another thread.
 
     Args:
-        folder: RUN/trajectories; made if absent.
+        folder: RUN/trajectories; created if absent.
         tokenizer: with `decode(ids)`.
-        last_step: the step that the run goes on after; 0 for a new run.
+        last_step: the step after which the run resumes; 0 for a new run.
     """
 
     def __init__(self, folder: Path, tokenizer: Any, *, last_step: int) -> None:
@@ -52,7 +52,7 @@ class TrajectoryWriter:
             if part.step > last_step:
                 part.path.unlink()
         kept = read_index_file(folder)
-        self._replace(INDEX, "".join(_index_line(e) for own in kept.values() for e in own))
+        self._replace(INDEX, "".join(_index_line(e) for entries in kept.values() for e in entries))
 
     def write(
         self,
@@ -63,17 +63,17 @@ class TrajectoryWriter:
         batch: StepBatch | None = None,
         trainer_logprobs: torch.Tensor | None = None,
     ) -> Path:
-        """Write one part, replacing it if it is there; return its path.
+        """Write one part, replacing an earlier one; return its path.
 
         Args:
-            step: number of the training batch, or of the step after which was evaluated.
+            step: number of the training batch, or the step after which the evaluation ran.
             phase: "train" or "eval".
-            trajectories: those of a group adjacent.
-            batch: what was trained, with advantages; None for an evaluation.
-            trainer_logprobs: (A,) float32 of the batch's response tokens, NaN where there is none.
+            trajectories: adjacent within a group.
+            batch: the trained batch, with advantages; None for an evaluation.
+            trainer_logprobs: (A,) float32, per response token of the batch, NaN where missing.
 
         Raises:
-            StoreError: the disk is full or not writable. No part of this name is half written.
+            StoreError: the disk is full or not writable. No incomplete part is left.
         """
         trained = (
             [[] for _ in trajectories]
@@ -86,10 +86,10 @@ class TrajectoryWriter:
                 self._text,
                 phase=phase,
                 step=step,
-                trained=own,
+                trained=values,
                 trainer_version=None if batch is None else step - 1,
             )
-            for trajectory, own in zip(trajectories, trained, strict=True)
+            for trajectory, values in zip(trajectories, trained, strict=True)
         )
         try:
             return self._write_part(part_name(step, phase), records)
@@ -108,7 +108,7 @@ class TrajectoryWriter:
                 for record in records:
                     line = encode_line(record).encode()
                     file.write(line)
-                    entries.append(entry_of(record, name, offset, len(line)))
+                    entries.append(index_entry(record, name, offset, len(line)))
                     offset += len(line)
                 file.flush()
                 os.fsync(file.fileno())

@@ -1,1 +1,1 @@
-"""A run as a folder of static pages: `skyrl-fast view RUN`."""
+"""The trajectory viewer: a run as a static page, written by `skyrl-fast view RUN`."""

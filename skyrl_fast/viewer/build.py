@@ -1,4 +1,4 @@
-"""Writes the page, its data in chunks, and the run's metrics into one folder."""
+"""Writing of a run's page: the static files, the trajectories in chunks, and the metrics."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from skyrl_fast.trajectory_store.parts import IndexEntry, parts, read_lines
 from skyrl_fast.trajectory_store.reader import (
     FOLDER,
     StoredStep,
-    no_trajectory,
+    invalid_line_error,
     read_part,
     stored_trajectory,
 )
-from skyrl_fast.viewer.columns import Columns, Spread, short
+from skyrl_fast.viewer.columns import Columns, MagnitudeSample, round_significant
 from skyrl_fast.viewer.script import script
 
 PAGE = (
@@ -29,25 +29,25 @@ PAGE = (
     *("text.js", "data.js", "list.js", "tokens.js", "trajectory.js", "chart.js", "charts.js"),
     "app.js",
 )
-MARK = "skyrl_fast_view.json"  # a folder with it was written by this module
-CHUNK_CHARACTERS = 1 << 19  # about; a group is never split
-SCALE_PERCENT = 99.0  # of the run's tokens have colours inside the scale
-SMALLEST_SCALE = 1e-3  # differences below are rounding
-_CALL = "skyrlFastView.receive"
+MARKER = "skyrl_fast_view.json"  # marks a folder written by this module
+CHUNK_CHARACTERS = 1 << 19  # approximate: a group is never split
+SCALE_PERCENT = 99.0  # of the run's tokens are within the colour scale
+SMALLEST_SCALE = 1e-3  # smaller differences are rounding
+_CALLBACK = "skyrlFastView.receive"
 
 
 class ViewError(ValueError):
-    """No page can be made; the message says what to do."""
+    """The page cannot be written; the message says how to fix it."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What was written.
+    """The written page.
 
     Args:
         page: the file to open.
-        trajectories, chunks: how many.
-        bytes: of all files.
+        trajectories, chunks: their numbers.
+        bytes: total size of all files.
     """
 
     page: Path
@@ -57,17 +57,17 @@ class View:
 
 
 def build_view(run: Path, out: Path | None = None) -> View:
-    """Write the page of a run; an earlier one in its place is replaced when this one is whole.
+    """Write the page of a run; an earlier one there is replaced when this one is complete.
 
     Args:
         run: the run's folder; it may still be running.
         out: folder of the page; None: `view` in the run's folder.
 
     Raises:
-        ViewError: no trajectories, or `out` holds something else.
+        ViewError: no trajectories, or `out` contains other files.
         ValueError: trajectories of another format.
     """
-    out = (run / "view" if out is None else out).resolve()  # what a link names is replaced
+    out = (run / "view" if out is None else out).resolve()  # a link stays, its target is replaced
     if not run.is_dir():
         raise ViewError(f"{run}: no such folder")
     if not parts(run / FOLDER):
@@ -75,12 +75,10 @@ def build_view(run: Path, out: Path | None = None) -> View:
             f"{run}: no trajectories in {run / FOLDER}; training writes them there unless "
             "trainer.dump_trajectories=false"
         )
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MARK).exists())):
-        raise ViewError(f"{out}: not empty and no page of this command; choose another --out")
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MARKER).exists())):
+        raise ViewError(f"{out}: not empty, and not written by this command; choose another --out")
     if out == Path.cwd():
-        raise ViewError(
-            f"{out}: the folder that you are in cannot be replaced; choose another --out"
-        )
+        raise ViewError(f"{out}: the current folder cannot be replaced; choose another --out")
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -97,35 +95,37 @@ def _write(run: Path, folder: Path, out: Path) -> View:
     data = folder / "data"
     data.mkdir(parents=True)
     columns = Columns()
-    spreads = {"advantage": Spread(), "mismatch": Spread()}
+    samples = {"advantage": MagnitudeSample(), "mismatch": MagnitudeSample()}
     chunks = 0
-    for chunks, group in enumerate(_chunks(run, spreads), start=1):
+    for chunks, group in enumerate(_chunks(run, samples), start=1):
         for entry, _ in group:
             columns.add(entry, chunks - 1)
-        texts = [shown for _, shown in group]
-        content = script(_CALL, f"chunk{chunks - 1}", texts)
+        details = [detail for _, detail in group]
+        content = script(_CALLBACK, f"chunk{chunks - 1}", details)
         (data / f"chunk{chunks - 1}.js").write_text(content, encoding="ascii")
-    scales = {name: spread.percentile(SCALE_PERCENT) for name, spread in spreads.items()}
+    scales = {name: sample.percentile(SCALE_PERCENT) for name, sample in samples.items()}
     summary = {
         "path": str(run),
         "name": _run_name(run) or run.resolve().name,
         "scales": {n: None if s is None else max(s, SMALLEST_SCALE) for n, s in scales.items()},
         **columns.as_dict(),
     }
-    (data / "summary.js").write_text(script(_CALL, "summary", summary), encoding="ascii")
-    (data / "metrics.js").write_text(script(_CALL, "metrics", _metrics(run)), encoding="ascii")
+    (data / "summary.js").write_text(script(_CALLBACK, "summary", summary), encoding="ascii")
+    (data / "metrics.js").write_text(script(_CALLBACK, "metrics", _metrics(run)), encoding="ascii")
     page = files("skyrl_fast.viewer") / "page"
     for name in PAGE:
         (folder / name).write_bytes((page / name).read_bytes())
-    (folder / MARK).write_text(json.dumps({"trajectories": len(columns)}) + "\n", encoding="ascii")
+    (folder / MARKER).write_text(
+        json.dumps({"trajectories": len(columns)}) + "\n", encoding="ascii"
+    )
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return View(out / "index.html", len(columns), chunks, size)
 
 
 def _chunks(
-    run: Path, spreads: Mapping[str, Spread]
+    run: Path, samples: Mapping[str, MagnitudeSample]
 ) -> Iterator[list[tuple[IndexEntry, dict[str, Any]]]]:
-    """Whole groups, together about CHUNK_CHARACTERS long."""
+    """Yield the entries and details of complete groups, about CHUNK_CHARACTERS at a time."""
     chunk: list[tuple[IndexEntry, dict[str, Any]]] = []
     size, group = 0, None
     for part in parts(run / FOLDER):
@@ -135,24 +135,24 @@ def _chunks(
                 chunk, size = [], 0
             group = (part, entry.uid)
             try:
-                shown = _shown(entry, record, spreads)
+                details = _details(entry, record, samples)
             except (AttributeError, LookupError, TypeError, ValueError) as error:
-                raise no_trajectory(part, entry.offset, error) from error
-            chunk.append((entry, shown))
+                raise invalid_line_error(part, entry.offset, error) from error
+            chunk.append((entry, details))
             size += entry.bytes
     if chunk:
         yield chunk
 
 
-def _shown(
-    entry: IndexEntry, record: Mapping[str, Any], spreads: Mapping[str, Spread]
+def _details(
+    entry: IndexEntry, record: Mapping[str, Any], samples: Mapping[str, MagnitudeSample]
 ) -> dict[str, Any]:
-    """What the page shows of a trajectory when it is opened."""
+    """Return what the page shows when the trajectory is opened."""
     trajectory = stored_trajectory(entry, record)
     for step in trajectory.steps:
         trained = step.loss_mask != 0
-        spreads["advantage"].add(step.advantages[trained])
-        spreads["mismatch"].add((step.trainer_logprobs - step.rollout_logprobs)[trained])
+        samples["advantage"].add(step.advantages[trained])
+        samples["mismatch"].add((step.trainer_logprobs - step.rollout_logprobs)[trained])
     return {
         "failure": entry.failure,
         "env_metrics": trajectory.env_metrics,
@@ -163,7 +163,7 @@ def _shown(
                 "pieces": step.pieces,
                 "ids": step.response_ids,
                 "mask": step.loss_mask.tolist(),
-                **_numbers(step),
+                **_token_values(step),
                 "versions": tokens["policy_versions"],
             }
             for step, tokens in zip(trajectory.steps, record["tokens"], strict=True)
@@ -171,22 +171,22 @@ def _shown(
     }
 
 
-def _numbers(step: StoredStep) -> dict[str, list[float | None]]:
+def _token_values(step: StoredStep) -> dict[str, list[float | None]]:
     return {
-        "engine": _short_list(step.rollout_logprobs),
-        "trainer": _short_list(step.trainer_logprobs),
-        "advantages": _short_list(step.advantages),
+        "engine": _rounded_list(step.rollout_logprobs),
+        "trainer": _rounded_list(step.trainer_logprobs),
+        "advantages": _rounded_list(step.advantages),
     }
 
 
-def _short_list(values: np.ndarray) -> list[float | None]:
+def _rounded_list(values: np.ndarray) -> list[float | None]:
     if np.isnan(values).all():
         return []
-    return [None if np.isnan(value) else short(float(value)) for value in values]
+    return [None if np.isnan(value) else round_significant(float(value)) for value in values]
 
 
 def _metrics(run: Path) -> dict[str, Any]:
-    """The numbers of metrics.jsonl by name, None where a step has none."""
+    """Return the values of metrics.jsonl by name, None where a step has none."""
     path = run / "metrics.jsonl"
     rows = [row for _, _, row in read_lines(path)] if path.exists() else []
     names = sorted({name for row in rows for name in row} - {"step"})

@@ -1,4 +1,4 @@
-"""All trajectories in short, column by column: what the page's list and filters work on."""
+"""Index entries as columns, the data of the page's list and filters."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 from skyrl_fast.trajectory_store.parts import IndexEntry
 
-FAILURE_CHARACTERS = 300  # of a failure in the list; the trajectory itself has all of it
+FAILURE_CHARACTERS = 300  # of a failure in the list; an open trajectory shows all of it
 SIGNIFICANT_DIGITS = 4
-NAMED = ("uid", "phase", "stop_reason", "env_class", "data_source", "failure")
-NUMBERED = (
+CATEGORICAL = ("uid", "phase", "stop_reason", "env_class", "data_source", "failure")
+NUMERIC = (
     "step",
     "repetition_id",
     "reward",
@@ -27,23 +27,27 @@ NUMBERED = (
 
 
 class Columns:
-    """Collects index entries as columns; texts as numbers into a table of names."""
+    """Index entries as columns; strings as indices into a table of names."""
 
     def __init__(self) -> None:
-        self._names: dict[str, dict[str, int]] = {name: {} for name in NAMED}
-        self._columns: dict[str, list[Any]] = {name: [] for name in (*NAMED, *NUMBERED, "chunk")}
+        self._names: dict[str, dict[str, int]] = {name: {} for name in CATEGORICAL}
+        self._columns: dict[str, list[Any]] = {
+            name: [] for name in (*CATEGORICAL, *NUMERIC, "chunk")
+        }
 
     def add(self, entry: IndexEntry, chunk: int) -> None:
-        """Append one trajectory, whose text is in this chunk."""
-        for name in NAMED:
+        """Append the entry of a trajectory whose details are in this chunk."""
+        for name in CATEGORICAL:
             text = str(getattr(entry, name))
             if name == "failure":
                 text = text[:FAILURE_CHARACTERS]
             names = self._names[name]
             self._columns[name].append(names.setdefault(text, len(names)))
-        for name in NUMBERED:
+        for name in NUMERIC:
             value = getattr(entry, name)
-            self._columns[name].append(short(value) if isinstance(value, float) else value)
+            self._columns[name].append(
+                round_significant(value) if isinstance(value, float) else value
+            )
         self._columns["chunk"].append(chunk)
 
     def __len__(self) -> int:  # noqa: D105
@@ -57,36 +61,36 @@ class Columns:
         }
 
 
-class Spread:
-    """How large the values of a run's tokens are, from an even sample of them."""
+class MagnitudeSample:
+    """An evenly spaced sample of the magnitudes of a run's token values."""
 
-    _MOST = 1 << 17  # values kept; then every second one goes, and every second is taken
+    _MAX_SIZE = 1 << 17  # values kept; beyond it every second one is dropped and the stride doubled
 
     def __init__(self) -> None:
         self._kept: list[np.ndarray] = []
         self._count = 0
         self._stride = 1
-        self._skip = 0  # values until the next one that is taken
+        self._skip = 0  # values to skip until the next one is sampled
 
     def add(self, values: np.ndarray) -> None:
-        """Take (A,) values; NaN is none."""
-        known = values[~np.isnan(values)]
-        taken = np.abs(known[self._skip :: self._stride])
-        self._skip = (self._skip - len(known)) % self._stride
+        """Add (A,) values; NaN is ignored."""
+        present = values[~np.isnan(values)]
+        taken = np.abs(present[self._skip :: self._stride])
+        self._skip = (self._skip - len(present)) % self._stride
         self._kept.append(taken)
         self._count += len(taken)
-        if self._count > self._MOST:
+        if self._count > self._MAX_SIZE:
             self._kept = [np.concatenate(self._kept)[::2]]
             self._count = len(self._kept[0])
             self._stride *= 2
 
     def percentile(self, percent: float) -> float | None:
-        """Return the magnitude below which so many percent lie; None without values."""
+        """Return this percentile of the magnitudes; None without values."""
         if not self._count:
             return None
-        return short(float(np.percentile(np.concatenate(self._kept), percent)))
+        return round_significant(float(np.percentile(np.concatenate(self._kept), percent)))
 
 
-def short(value: float) -> float:
-    """Return the number with the digits that a page shows."""
+def round_significant(value: float) -> float:
+    """Return the number rounded to SIGNIFICANT_DIGITS."""
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}")

@@ -1,4 +1,4 @@
-"""Data as scripts: pages opened from a disk may load scripts, and nothing else, from it."""
+"""Data as scripts: a page opened from disk may load scripts, but no other data."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 
 def script(call: str, *arguments: Any) -> str:
-    """Return a line of JavaScript that calls a function with these values, each as JSON text.
+    """Return a line of JavaScript that calls a function with these values, each as a JSON string.
 
-    The text is ASCII, without `<`: nothing in it can end the script, start another one, or mean
-    something else in another encoding. JSON.parse, not JavaScript, reads it: a key `__proto__` is
-    a key like others.
+    The line is ASCII, without `<`: no value can end the script or start another one, and every
+    encoding reads it alike. The values are parsed by JSON.parse, so `__proto__` is an ordinary key.
 
     Example:
         >>> script("f", {"a": "</script>"})

@@ -1,4 +1,4 @@
-// The page: state, places (#/17, #/charts), keys, theme.
+// The page: state, addresses (#/17, #/charts), keys, theme.
 "use strict";
 
 (function (SF) {
@@ -7,10 +7,10 @@
   let list = null;
   let filters = null;
   let shown = null;
-  let wanted = 0; // number of the newest trajectory asked for
+  let wanted = 0; // number of the latest request for a trajectory
   let charts = null;
 
-  const HINT = "Point at a token to see its numbers; in a response the arrow keys go through them.";
+  const HINT = "Point at a token to see its numbers; in a response the arrow keys move between tokens.";
   const KEYS = [
     ["j, k or ↓, ↑", "next, previous trajectory of the list"],
     ["], [", "next, previous trajectory of the group"],
@@ -18,18 +18,18 @@
     ["→, ←", "in a response or a chart: next, previous token or step"],
     ["0 1 2 3 4", "colours: none, advantage, log-probability, trainer − engine, staleness"],
     ["/", "filter by uid"],
-    ["x", "no filters"],
-    ["c", "charts, and back"],
-    ["t", "light, dark"],
-    ["?", "these keys"],
+    ["x", "clear the filters"],
+    ["c", "charts or trajectories"],
+    ["t", "light or dark"],
+    ["?", "this list of keys"],
   ];
 
-  /** Said to a screen reader. */
+  /** Announce text to a screen reader. */
   SF.say = (text) => {
     byId("spoken").textContent = text;
   };
 
-  function problem(error) {
+  function showError(error) {
     byId("problem").textContent = error.message;
     byId("problem").hidden = false;
   }
@@ -39,15 +39,15 @@
     state.index = index;
     list.mark(index);
     history.replaceState(null, "", `#/${index}`);
-    return SF.loadTrajectory(index).then((texts) => {
-      if (number !== wanted) return; // another one was asked for meanwhile
+    return SF.loadTrajectory(index).then((details) => {
+      if (number !== wanted) return; // superseded by a later request
       byId("problem").hidden = true;
-      shown = SF.showTrajectory(byId("body"), index, texts, state.mode, tell);
+      shown = SF.showTrajectory(byId("body"), index, details, state.mode, showToken);
       SF.showGroup(byId("group"), index, SF.loadTrajectory, open);
-    }, problem);
+    }, showError);
   }
 
-  function tell(text, spoken) {
+  function showToken(text, spoken) {
     byId("token").textContent = text || HINT;
     if (spoken) SF.say(text);
   }
@@ -67,7 +67,7 @@
       { id: "modes", role: "group", "aria-label": "Colour of trained tokens" },
       SF.el("span", {}, "colour by"),
     );
-    if (!SF.columns.staleness.some((age) => age > 0)) delete SF.MODES.age; // nothing was ever old
+    if (!SF.columns.staleness.some((age) => age > 0)) delete SF.MODES.age; // no stale tokens in this run
     for (const [mode, { key, name }] of Object.entries(SF.MODES)) {
       const button = SF.el(
         "button",
@@ -99,7 +99,7 @@
         SF.loadData("metrics").then((metrics) =>
           SF.showCharts(byId("panel-charts"), metrics, pickStep),
         );
-      charts.catch(problem);
+      charts.catch(showError);
     } else if (state.index >= 0) history.replaceState(null, "", `#/${state.index}`);
   }
 
@@ -109,20 +109,20 @@
     byId("list").focus();
   }
 
-  function changed(filter) {
+  function applyFilter(filter) {
     const found = SF.select(filter);
     list.show(found, state.index);
     byId("found").textContent = `${SF.count(found.length)} of ${SF.count(SF.total)} trajectories`;
   }
 
-  function inGroup(by) {
+  function moveInGroup(by) {
     if (state.index < 0) return;
     const [first, end] = SF.groupOf(state.index);
     const next = state.index + by;
     if (next >= first && next < end) open(next);
   }
 
-  function inTurns(by) {
+  function moveToTurn(by) {
     const turns = [...document.querySelectorAll("section.turn")];
     const top = byId("body").getBoundingClientRect().top;
     const tops = turns.map((turn) => turn.getBoundingClientRect().top - top);
@@ -145,19 +145,19 @@
     try {
       localStorage.setItem("skyrl_fast_theme", theme);
     } catch {
-      // Not kept: some browsers give pages from a disk no storage.
+      // Not stored: some browsers have no storage for pages opened from disk.
     }
   }
 
-  function otherTheme() {
+  function toggleTheme() {
     const dark = matchMedia("(prefers-color-scheme: dark)").matches;
     const now = document.documentElement.dataset.theme || (dark ? "dark" : "light");
     setTheme(now === "dark" ? "light" : "dark");
   }
 
   function makeHelp() {
-    const rows = KEYS.map(([keys, what]) =>
-      SF.el("tr", {}, SF.el("th", { scope: "row" }, SF.el("kbd", {}, keys)), SF.el("td", {}, what)),
+    const rows = KEYS.map(([keys, meaning]) =>
+      SF.el("tr", {}, SF.el("th", { scope: "row" }, SF.el("kbd", {}, keys)), SF.el("td", {}, meaning)),
     );
     const close = SF.el("button", { type: "button" }, "Close");
     close.addEventListener("click", () => byId("keys").close());
@@ -173,14 +173,14 @@
     k: () => list.move(-1),
     ArrowDown: () => list.move(1),
     ArrowUp: () => list.move(-1),
-    "]": () => inGroup(1),
-    "[": () => inGroup(-1),
-    n: () => inTurns(1),
-    p: () => inTurns(-1),
+    "]": () => moveInGroup(1),
+    "[": () => moveInGroup(-1),
+    n: () => moveToTurn(1),
+    p: () => moveToTurn(-1),
     "/": () => filters.focus(),
     x: () => filters.clear(),
     c: () => showTab(state.tab === "charts" ? "trajectories" : "charts"),
-    t: otherTheme,
+    t: toggleTheme,
     "?": () => byId("keys").showModal(),
   };
   const ANYWHERE = new Set(["c", "t", "?"]);
@@ -195,19 +195,19 @@
       return;
     }
     const reading = event.target.closest("#body, summary, .scroll");
-    if (reading && event.key.startsWith("Arrow")) return; // they scroll there
+    if (reading && event.key.startsWith("Arrow")) return; // arrow keys scroll there
     const action = ACTIONS[event.key];
     if (!action || (state.tab === "charts" && !ANYWHERE.has(event.key))) return;
     event.preventDefault();
     action();
   }
 
-  function fromPlace() {
-    const place = location.hash.slice(2);
-    if (place === "charts") return showTab("charts");
+  function openFromAddress() {
+    const address = location.hash.slice(2);
+    if (address === "charts") return showTab("charts");
     showTab("trajectories");
-    const index = Number(place);
-    if (place && Number.isInteger(index) && index >= 0 && index < SF.total) {
+    const index = Number(address);
+    if (address && Number.isInteger(index) && index >= 0 && index < SF.total) {
       if (index !== state.index) open(index);
     } else if (state.index < 0 && list.found.length) list.choose(0);
   }
@@ -217,13 +217,13 @@
     const title = SF.inLine(SF.run.name, 80);
     document.title = `${title}: trajectories`;
     byId("run-name").textContent = title;
-    byId("run-facts").textContent = SF.inLine(SF.run.path, 120);
+    byId("run-path").textContent = SF.inLine(SF.run.path, 120);
     makeReading();
     makeHelp();
     list = SF.makeList(open);
-    filters = SF.makeFilters(changed);
+    filters = SF.makeFilters(applyFilter);
     setMode(state.mode);
-    changed(filters.read());
+    applyFilter(filters.read());
     byId("tab-trajectories").addEventListener("click", () => showTab("trajectories"));
     byId("tab-charts").addEventListener("click", () => showTab("charts"));
     document.querySelector("[role=tablist]").addEventListener("keydown", (event) => {
@@ -231,11 +231,11 @@
       showTab(state.tab === "charts" ? "trajectories" : "charts");
       byId(`tab-${state.tab}`).focus();
     });
-    byId("theme").addEventListener("click", otherTheme);
+    byId("theme").addEventListener("click", toggleTheme);
     byId("help").addEventListener("click", () => byId("keys").showModal());
     document.addEventListener("keydown", onKey);
-    addEventListener("hashchange", fromPlace);
-    fromPlace();
+    addEventListener("hashchange", openFromAddress);
+    openFromAddress();
     document.documentElement.dataset.ready = "true";
   }
 
@@ -245,5 +245,5 @@
   } catch {
     // As above.
   }
-  SF.loadData("summary").then(start).catch(problem);
+  SF.loadData("summary").then(start).catch(showError);
 })(skyrlFastView);

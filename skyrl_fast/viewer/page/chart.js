@@ -5,9 +5,9 @@
   const WIDTH = 560;
   const HEIGHT = 240;
   const EDGE = { left: 54, right: 12, top: 12, bottom: 30 };
-  const MOST_POINTS = 2000; // drawn of a line; more cannot be seen
+  const MAX_POINTS = 2000; // drawn per line; more would not be visible
   const TABLE_ROWS = 400;
-  const COLOURS = 6; // classes c0 to c5 of style.css, each with a dash of its own
+  const COLOURS = 6; // classes c0 to c5 of style.css, each with its own dash
 
   function svg(tag, attributes, ...children) {
     const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -17,23 +17,23 @@
     return element;
   }
 
-  /** About five round numbers that span the values. */
-  function ticks(least, most, whole) {
+  /** Return about five round numbers in the range. */
+  function ticks(least, most, integers) {
     const range = most - least || Math.abs(most) || 1;
     const rough = range / 6;
     const power = 10 ** Math.floor(Math.log10(rough));
     let step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough);
-    if (whole) step = Math.max(1, Math.round(step));
+    if (integers) step = Math.max(1, Math.round(step));
     const result = [];
     for (let tick = Math.ceil(least / step) * step; tick <= most + step * 1e-9; tick += step)
       result.push(Number(tick.toPrecision(12)));
     return result;
   }
 
-  /** A chart.
-   * kind: "line", "area" (stacked) or "bar". xs: numbers. series: {name, ys}, null where there is none.
-   * pick: called with an x that was chosen, or null. xName, yName: what the axes are. xWords: names of the xs.
-   * Null where there is nothing to draw.
+  /** Create a chart.
+   * kind: "line", "area" (stacked) or "bar". xs: numbers. series: {name, ys}, null where missing.
+   * pick: called with a chosen x, or null. xName, yName: axis labels. xWords: labels of the xs.
+   * Returns null if there is nothing to draw.
    */
   SF.chart = function ({ title, note, kind, xs, series, xName, yName, xWords, pick }) {
     const drawn = series.filter((one) => one.ys.some((y) => y !== null));
@@ -125,7 +125,7 @@
         ),
       ),
     );
-    if (drawn.length === 1) key.hidden = true; // the title says it
+    if (drawn.length === 1) key.hidden = true; // the title names it
     figure.append(picture, key, readout, table(xs.map(word), drawn, xName || "step"));
     follow({ picture, cursor, readout, xs, drawn, x, word, xName: xName || "step", pick });
     return figure;
@@ -140,10 +140,10 @@
     });
   }
 
-  /** Parts without gaps; of a long line the extremes of each stretch stay. */
+  /** Create a line; a long one is reduced to the extremes of each interval. */
   function line(xs, ys, x, y, colour) {
     const parts = [];
-    const every = Math.max(1, Math.ceil(xs.length / MOST_POINTS));
+    const every = Math.max(1, Math.ceil(xs.length / MAX_POINTS));
     let points = [];
     const known = ys.map((value, i) => [xs[i], value]).filter(([, value]) => value !== null);
     const sparse = known.length <= 30;
@@ -171,7 +171,7 @@
 
   function bar(xs, ys, x, y, colour) {
     return ys.map((value, i) => {
-      const half = Math.min(0.4, 0.08 * xs.length); // few bars stay bars
+      const half = Math.min(0.4, 0.08 * xs.length); // a few bars stay narrow
       const [left, right] = [x(xs[i] - half), x(xs[i] + half)];
       return svg("rect", {
         class: `area ${colour}`,
@@ -188,7 +188,7 @@
     return `from ${SF.number(known[0])} to ${SF.number(known[known.length - 1])}`;
   }
 
-  /** Pointer or arrow keys: the values at the nearest x; Enter or a click picks it. */
+  /** Show the values at the nearest x on pointer moves or arrow keys; Enter or a click picks it. */
   function follow({ picture, cursor, readout, xs, drawn, x, word, xName, pick }) {
     let here = -1;
     const show = (i) => {

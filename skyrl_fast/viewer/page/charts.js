@@ -1,4 +1,4 @@
-// Which charts a run has: curves, where the time went, how trajectories ended, staleness.
+// The charts of a run: curves, times, stop reasons, staleness, rewards, any metric.
 "use strict";
 
 (function (SF) {
@@ -10,12 +10,12 @@
     ["timing/batch", "batch"],
     ["timing/advantages", "advantages"],
   ];
-  const MOST_REASONS = 6;
-  const MOST_LINES = 6;
+  const MAX_REASONS = 6;
+  const MAX_LINES = 6;
   const BINS = 24;
-  const MOST_BARS = 8; // with a value each
+  const MAX_BARS = 8; // one per distinct value
 
-  /** Fill the pane; `pick(step)` goes to the trajectories of a step. */
+  /** Fill the pane; `pick(step)` shows the trajectories of a step. */
   SF.showCharts = function (pane, metrics, pick) {
     const { steps, series } = metrics;
     const line = (title, names, more) => {
@@ -51,15 +51,15 @@
         "Staleness by step",
         [
           ["async/staleness_mean", "groups, mean"],
-          ["async/staleness_max", "groups, most"],
+          ["async/staleness_max", "groups, max"],
           ["async/token_staleness_mean", "tokens, mean"],
-          ["async/token_staleness_max", "tokens, most"],
+          ["async/token_staleness_max", "tokens, max"],
         ],
         { yName: "updates" },
       ),
       line("Faults", faults(series), {
-        yName: "since the start",
-        note: "Those that happened; all are under faults/.",
+        yName: "total since the start",
+        note: "Only faults that occurred; all are under faults/.",
       }),
       line("Turns", [["generate/avg_num_turns", "turns"]], { yName: "mean per trajectory" }),
       line(
@@ -76,7 +76,7 @@
           ["policy/rollout_train_logprobs_abs_diff_mean", "mean"],
           ["policy/rollout_train_logprobs_abs_diff_max", "largest"],
         ],
-        { note: "How far the log-probabilities of the same tokens lie apart." },
+        { note: "Absolute difference between their log-probabilities of the same tokens." },
       ),
       rewardsChart(),
     );
@@ -92,17 +92,17 @@
     );
   };
 
-  /** The faults that happened, those that happened most first. */
+  /** Return the faults that occurred, the most frequent first. */
   function faults(series) {
     const most = (name) => series[name].reduce((a, b) => Math.max(a, b ?? 0), 0);
     return Object.keys(series)
       .filter((name) => name.startsWith("faults/") && most(name) > 0)
       .sort((a, b) => most(b) - most(a))
-      .slice(0, MOST_LINES)
+      .slice(0, MAX_LINES)
       .map((name) => [name, SF.inLine(name.replace("faults/", "").replaceAll("_", " "), 40)]);
   }
 
-  /** Without the steps at which none of the series has a value. */
+  /** Drop the steps at which no series has a value. */
   function only(xs, series) {
     const kept = xs.map((_, i) => i).filter((i) => series.some(({ ys }) => ys[i] !== null));
     return {
@@ -130,7 +130,7 @@
     return [...Array(SF.total).keys()].filter((i) => SF.columns.phase[i] === train);
   }
 
-  /** Share of each stop reason, by step. */
+  /** Create the chart of each stop reason's share, by step. */
   function endsChart(pick) {
     const rows = trained();
     const steps = [...new Set(rows.map((i) => SF.columns.step[i]))].sort((a, b) => a - b);
@@ -148,7 +148,7 @@
         ys: Array.from(count, (n, at) => n / all[at]),
       }))
       .filter(({ ys }) => ys.some((share) => share > 0))
-      .slice(0, MOST_REASONS);
+      .slice(0, MAX_REASONS);
     return SF.chart({
       title: "How trajectories ended",
       kind: "area",
@@ -166,7 +166,7 @@
     const most = ages.reduce((a, b) => Math.max(a, b), 0);
     const counts = Array(most + 1).fill(0);
     for (const age of ages) counts[Math.max(0, age)]++;
-    const note = most ? null : "All trajectories were trained by the policy that sampled them.";
+    const note = most ? null : "Every trajectory was sampled by the policy version that was trained on it.";
     return SF.chart({
       title: "Staleness",
       note,
@@ -178,7 +178,7 @@
     });
   }
 
-  /** How often each reward came, training only. */
+  /** Create the histogram of the training rewards. */
   function rewardsChart() {
     const rewards = trained()
       .map((i) => SF.columns.reward[i])
@@ -187,7 +187,7 @@
     const most = rewards.reduce((a, b) => Math.max(a, b), 0);
     const width = (most - least) / BINS || 1;
     const distinct = [...new Set(rewards)].sort((a, b) => a - b);
-    if (distinct.length <= MOST_BARS) {
+    if (distinct.length <= MAX_BARS) {
       const counts = distinct.map((value) => rewards.filter((reward) => reward === value).length);
       return SF.chart({
         title: "Rewards",
@@ -204,16 +204,16 @@
       counts[Math.min(BINS - 1, Math.floor((reward - least) / width))]++;
     return SF.chart({
       title: "Rewards",
-      note: `${BINS} equal parts from ${SF.number(least)} to ${SF.number(most)}.`,
+      note: `${BINS} equal bins from ${SF.number(least)} to ${SF.number(most)}.`,
       kind: "bar",
-      xName: "part",
+      xName: "bin",
       yName: "trajectories",
       xs: counts.map((_, i) => i + 1),
       series: [{ name: "trajectories", ys: counts }],
     });
   }
 
-  /** Whatever else was measured, one at a time. */
+  /** Create the chart of any metric, one at a time. */
   function anyMetric(steps, series, pick) {
     const names = Object.keys(series);
     const select = SF.el("select", { id: "any-metric" });

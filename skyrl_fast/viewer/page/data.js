@@ -1,12 +1,12 @@
-// The run's data: a summary at once, texts in chunks when they are asked for.
+// The run's data: the summary at the start, the trajectories in chunks on request.
 "use strict";
 
 (function (SF) {
-  const KEPT_CHUNKS = 16; // parsed; the longest unused goes first
-  const waiting = new Map(); // name -> functions to call with the data
+  const KEPT_CHUNKS = 16; // parsed; the least recently used is dropped first
+  const waiting = new Map(); // name -> function to call with the data
   const chunks = new Map(); // number -> promise, in order of use
 
-  /** What every data file calls; the text is parsed as JSON, never run. */
+  /** Called by every data file; the text is parsed as JSON, never run. */
   SF.receive = function (name, text) {
     const resolve = waiting.get(JSON.parse(name));
     waiting.delete(JSON.parse(name));
@@ -25,7 +25,7 @@
       script.onerror = () => {
         script.remove();
         waiting.delete(name);
-        reject(new Error(`data/${name}.js cannot be loaded: is the folder whole?`));
+        reject(new Error(`data/${name}.js cannot be loaded: is the folder complete?`));
       };
       document.head.append(script);
     });
@@ -40,7 +40,7 @@
     return found;
   }
 
-  /** Take the summary: columns as arrays, and where each trajectory's text lies. */
+  /** Store the summary: the columns, and each trajectory's position in its chunk. */
   SF.setSummary = function (summary) {
     const { columns, names } = summary;
     SF.run = { name: summary.name, path: summary.path, scales: summary.scales };
@@ -54,15 +54,15 @@
     SF.place = place;
   };
 
-  /** The word in a column of words. */
+  /** Return a trajectory's value in a column of names. */
   SF.word = (name, index) => SF.names[name][SF.columns[name][index]];
   SF.value = (name, index) => SF.columns[name][index];
 
-  /** Promise of the texts and tokens of a trajectory. */
+  /** Return a promise of a trajectory's details: texts and tokens. */
   SF.loadTrajectory = (index) =>
-    chunk(SF.columns.chunk[index]).then((texts) => texts[SF.place[index]]);
+    chunk(SF.columns.chunk[index]).then((details) => details[SF.place[index]]);
 
-  /** First and last (exclusive) trajectory of the group of one: they are adjacent. */
+  /** Return the first trajectory of a group, and the end; members are adjacent. */
   SF.groupOf = function (index) {
     const { uid, phase, step } = SF.columns;
     const same = (i) =>
@@ -74,7 +74,7 @@
     return [first, end];
   };
 
-  /** The trajectories that pass a filter, in the order that it asks for. */
+  /** Return the trajectories that pass a filter, sorted as it says. */
   SF.select = function (filter) {
     const { step, reward, phase, stop_reason: stop, failure, uid } = SF.columns;
     const noFailure = SF.names.failure.indexOf("");

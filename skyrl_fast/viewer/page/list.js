@@ -1,11 +1,11 @@
-// The filters and the list of trajectories: only the rows in sight are in the page.
+// The filters and the list of trajectories; only the visible rows are in the page.
 "use strict";
 
 (function (SF) {
   const ROW = 46; // pixels
-  const EXTRA = 6; // rows above and below those in sight
-  const TALLEST = 8e6; // pixels that browsers scroll without trouble
-  const WAIT = 60; // milliseconds after a key in a filter
+  const EXTRA = 6; // rows above and below the visible ones
+  const TALLEST = 8e6; // pixels; browsers limit the height of an element
+  const WAIT = 60; // milliseconds from a change of a filter to its effect
 
   const SORTS = [
     ["", "run order"],
@@ -17,16 +17,16 @@
     ["staleness", "staleness"],
   ];
 
-  /** The list; `open(index)` is called when another trajectory is chosen. */
+  /** Create the list; `open(index)` is called when another trajectory is chosen. */
   SF.makeList = function (open) {
     const box = document.getElementById("list");
     const rows = box.querySelector(".rows");
     let found = [];
-    let current = -1; // place in found
+    let current = -1; // position in found
     let drawn = "";
 
     const height = () => Math.min(found.length * ROW, TALLEST);
-    // Where the whole list is taller than TALLEST, a pixel of the bar is more than one of the list.
+    // If the list is taller than TALLEST, a pixel of the scroll bar is more than one of the list.
     const ratio = () =>
       Math.max(
         1,
@@ -123,7 +123,7 @@
     return list;
   };
 
-  /** One row: reward and whose trajectory it is, then how it went. */
+  /** Create a row: reward, identity and a summary of the trajectory. */
   SF.listRow = function (index, { position, of, chosen }) {
     const value = (name) => SF.value(name, index);
     const failure = SF.word("failure", index);
@@ -136,12 +136,12 @@
       "aria-posinset": position,
       "data-index": index,
     });
-    const how = [
+    const summary = [
       SF.word("stop_reason", index),
       plural(value("turns"), "turn"),
       plural(value("tokens"), "token"),
     ];
-    if (value("staleness")) how.push(`${plural(value("staleness"), "update")} old`);
+    if (value("staleness")) summary.push(`${plural(value("staleness"), "update")} old`);
     return SF.add(
       row,
       SF.el(
@@ -160,7 +160,7 @@
         { class: "when" },
         SF.word("phase", index) === "eval" ? `eval ${value("step")}` : `step ${value("step")}`,
       ),
-      SF.el("span", { class: "how" }, SF.inLine(how.join(" · "), 120)),
+      SF.el("span", { class: "how" }, SF.inLine(summary.join(" · "), 120)),
       failure ? SF.el("span", { class: "flag", title: SF.inLine(failure) }, "failed") : null,
       !failure && value("filtered") ? SF.el("span", { class: "flag" }, "filtered") : null,
     );
@@ -171,12 +171,12 @@
   }
   SF.plural = plural;
 
-  /** The form of filters; `changed(filter)` is called soon after each change. */
+  /** Create the filter form; `changed(filter)` is called after each change, debounced. */
   SF.makeFilters = function (changed) {
     const form = document.getElementById("filters");
     const steps = SF.columns.step;
     const rewards = SF.columns.reward.filter((reward) => reward !== null);
-    const bounds = { step: span(steps), reward: span(rewards) };
+    const bounds = { step: extent(steps), reward: extent(rewards) };
     const field = (name, label, input) => {
       input.name = name;
       input.id = `filter-${name}`;
@@ -228,7 +228,7 @@
       { type: "button", "aria-pressed": "false", title: "Largest first" },
       "↓",
     );
-    const clear = SF.el("button", { type: "button", title: "No filters (x)" }, "clear");
+    const clear = SF.el("button", { type: "button", title: "Clear the filters (x)" }, "clear");
     form.append(SF.el("span", { class: "field buttons" }, down, clear));
 
     const bound = (element, otherwise) =>
@@ -247,11 +247,11 @@
       down: down.getAttribute("aria-pressed") === "true",
     });
     let timer = 0;
-    const soon = () => {
+    const changedLater = () => {
       clearTimeout(timer);
       timer = setTimeout(() => changed(read()), WAIT);
     };
-    form.addEventListener("input", soon);
+    form.addEventListener("input", changedLater);
     form.addEventListener("submit", (event) => event.preventDefault());
     down.addEventListener("click", () => {
       down.setAttribute("aria-pressed", String(down.getAttribute("aria-pressed") !== "true"));
@@ -280,7 +280,7 @@
     return filters;
   };
 
-  function span(numbers) {
+  function extent(numbers) {
     let least = Infinity;
     let most = -Infinity;
     for (const number of numbers) {

@@ -1,17 +1,17 @@
-// Text from models and environments as text: nothing here ever parses it as HTML.
+// Display of untrusted text from models and environments; it is never parsed as HTML.
 "use strict";
 
 var skyrlFastView = window.skyrlFastView || {};
 
 (function (SF) {
-  // Control characters, invisible ones, those that turn the direction of text, lone surrogates.
-  const UNSEEN = new RegExp(
+  // Control characters, invisible characters, bidirectional controls, lone surrogates.
+  const INVISIBLE = new RegExp(
     "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u034f\\u061c\\u115f\\u1160" +
       "\\u17b4\\u17b5\\u180b-\\u180e\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f\\u3164" +
       "\\ufeff\\uffa0\\ufff9-\\ufffb\\ud800-\\udfff\\u{e0000}-\\u{e0fff}]",
     "gu",
   );
-  const JOINER = "\u200d"; // inside an emoji it is what makes it one
+  const JOINER = "\u200d"; // inside an emoji it joins the parts, and is not shown
   const EMOJI_BEFORE = /\p{Extended_Pictographic}[\ufe0f\u{1f3fb}-\u{1f3ff}]*$/u;
   const NAMES = {
     0x00: "null",
@@ -39,10 +39,10 @@ var skyrlFastView = window.skyrlFastView || {};
     0x2069: "end of isolate",
     0xfeff: "byte order mark",
   };
-  const FIRST_CHARACTERS = 4000; // of a text are shown at once
+  const FIRST_CHARACTERS = 4000; // of a text, shown at once
   const MORE_CHARACTERS = 100000;
 
-  /** A new element; values are set as attributes, children are elements or texts. */
+  /** Create an element; attributes by name, children are elements or strings. */
   SF.el = function (tag, attributes, ...children) {
     const element = document.createElement(tag);
     for (const [name, value] of Object.entries(attributes || {})) {
@@ -54,7 +54,7 @@ var skyrlFastView = window.skyrlFastView || {};
     return SF.add(element, ...children);
   };
 
-  /** Append what is there: elements or texts, no null. */
+  /** Append elements or strings; null and undefined are skipped. */
   SF.add = function (element, ...children) {
     element.append(...children.filter((child) => child !== null && child !== undefined));
     return element;
@@ -73,7 +73,7 @@ var skyrlFastView = window.skyrlFastView || {};
     return SF.el("span", { class: "unseen", title: `${short} ${name}` }, short);
   }
 
-  /** Append text to an element, with every character that cannot be seen made visible. */
+  /** Append text to an element, with invisible characters as chips. */
   SF.addText = function (element, text, { newlines = false } = {}) {
     let last = 0;
     const plain = (part) => {
@@ -87,7 +87,7 @@ var skyrlFastView = window.skyrlFastView || {};
         if (line) element.append(line);
       });
     };
-    for (const found of text.matchAll(UNSEEN)) {
+    for (const found of text.matchAll(INVISIBLE)) {
       if (inEmoji(text, found[0], found.index)) continue;
       if (found.index > last) plain(text.slice(last, found.index));
       element.append(chip(found[0].codePointAt(0)));
@@ -97,13 +97,13 @@ var skyrlFastView = window.skyrlFastView || {};
     return element;
   };
 
-  /** One line of visible text for labels and titles, cut to a length. */
+  /** Return one line of visible text for labels and titles, cut to a length. */
   SF.inLine = function (text, most = 200) {
     const cut = text.length > most ? safeSlice(text, 0, most) + "…" : text;
     return cut
       .replace(/[ \t\n]+/g, " ")
-      .replace(UNSEEN, (found, at, whole) =>
-        inEmoji(whole, found, at) ? found : `[${codeName(found.codePointAt(0))[0]}]`,
+      .replace(INVISIBLE, (found, at, line) =>
+        inEmoji(line, found, at) ? found : `[${codeName(found.codePointAt(0))[0]}]`,
       );
   };
 
@@ -111,10 +111,10 @@ var skyrlFastView = window.skyrlFastView || {};
     return found === JOINER && EMOJI_BEFORE.test(text.slice(Math.max(0, at - 8), at));
   }
 
-  /** A block of text; a long one in parts, each on request. */
+  /** Create a block of text; a long text is shown in parts, on request. */
   SF.textBlock = function (text, attributes) {
     const block = SF.el("div", { class: "text", dir: "auto", ...attributes });
-    // Empty lines at both ends are only counted.
+    // Empty lines at both ends are shown as a count.
     const breaks = (count) =>
       SF.el(
         "span",
@@ -148,7 +148,7 @@ var skyrlFastView = window.skyrlFastView || {};
     return block;
   };
 
-  /** A slice that does not cut a character in two. */
+  /** Return a slice that does not split a surrogate pair. */
   function safeSlice(text, from, to) {
     const unit = text.charCodeAt(to - 1);
     const cutsPair = to < text.length && unit >= 0xd800 && unit <= 0xdbff;
@@ -157,7 +157,7 @@ var skyrlFastView = window.skyrlFastView || {};
 
   SF.count = (number) => number.toLocaleString("en-US");
 
-  /** A number with few digits, a real minus sign, and a word where there is none. */
+  /** Format a number with few digits and a minus sign; "none" if missing. */
   SF.number = function (value, digits = 3) {
     if (value === null || value === undefined || Number.isNaN(value)) return "none";
     const size = Math.abs(value);

@@ -1,11 +1,11 @@
-// Tokens and their colours: by advantage, probability, mismatch or age.
+// Tokens and their colours: by advantage, probability, mismatch or staleness.
 "use strict";
 
 (function (SF) {
   const LEVELS = 5; // shades on each side of the scale
-  const NEUTRAL = 0.004; // of the scale: less is no colour
-  const FIRST_TOKENS = 3000; // of a response are shown at once
-  // Borders between the shades of surprise: probability under the policy that sampled.
+  const NEUTRAL = 0.004; // of the scale; smaller values have no colour
+  const FIRST_TOKENS = 3000; // of a response, shown at once
+  // Thresholds between the shades: the token's probability when it was sampled.
   const PROBABILITIES = [0.9, 0.5, 0.2, 0.05, 0.01];
 
   SF.MODES = {
@@ -16,8 +16,8 @@
     age: { key: "4", name: "staleness" },
   };
 
-  /** All that is known of a token. */
-  SF.tokenFacts = function (turn, i) {
+  /** Return all values of a token. */
+  SF.tokenValues = function (turn, i) {
     const at = (list) => (list.length ? list[i] : null);
     const engine = at(turn.engine);
     const trainer = at(turn.trainer);
@@ -33,7 +33,7 @@
     };
   };
 
-  /** The shade grows with the root: small values differ too where a few are large. */
+  /** Return the shade of a signed value; it grows with the root, so that small values differ too. */
   function diverging(value, scale) {
     if (value === null || !scale || Math.abs(value) < NEUTRAL * scale) return "";
     const level = Math.max(
@@ -43,60 +43,60 @@
     return (value > 0 ? "pos" : "neg") + level;
   }
 
-  function surprise(logprob) {
+  function improbability(logprob) {
     if (logprob === null) return "";
     const probability = Math.exp(logprob);
-    const level = PROBABILITIES.filter((border) => probability < border).length;
+    const level = PROBABILITIES.filter((threshold) => probability < threshold).length;
     return level ? `odd${level}` : "";
   }
 
-  function shade(mode, facts, trainedVersion) {
-    if (!facts.trained) return "";
-    if (mode === "advantage") return diverging(facts.advantage, SF.run.scales.advantage);
-    if (mode === "mismatch") return diverging(facts.mismatch, SF.run.scales.mismatch);
-    if (mode === "logprob") return surprise(facts.engine ?? facts.trainer);
-    if (mode === "age" && trainedVersion !== null && facts.version !== null) {
-      const age = Math.min(LEVELS, trainedVersion - facts.version);
+  function shade(mode, values, trainedVersion) {
+    if (!values.trained) return "";
+    if (mode === "advantage") return diverging(values.advantage, SF.run.scales.advantage);
+    if (mode === "mismatch") return diverging(values.mismatch, SF.run.scales.mismatch);
+    if (mode === "logprob") return improbability(values.engine ?? values.trainer);
+    if (mode === "age" && trainedVersion !== null && values.version !== null) {
+      const age = Math.min(LEVELS, trainedVersion - values.version);
       return age > 0 ? `odd${age}` : "";
     }
     return "";
   }
 
-  /** What a reader is told of a token, in one line. */
-  SF.tokenLine = function (facts, trainedVersion) {
-    const parts = [`“${SF.inLine(facts.text, 40)}”`, `id ${facts.id}`];
-    parts.push(facts.trained ? "trained" : "not trained");
-    if (facts.advantage !== null) parts.push(`advantage ${SF.number(facts.advantage)}`);
-    if (facts.engine !== null) {
-      parts.push(`engine ${SF.number(facts.engine)} (p ${SF.number(Math.exp(facts.engine), 2)})`);
+  /** Describe a token in one line. */
+  SF.tokenLine = function (values, trainedVersion) {
+    const parts = [`“${SF.inLine(values.text, 40)}”`, `id ${values.id}`];
+    parts.push(values.trained ? "trained" : "not trained");
+    if (values.advantage !== null) parts.push(`advantage ${SF.number(values.advantage)}`);
+    if (values.engine !== null) {
+      parts.push(`engine ${SF.number(values.engine)} (p ${SF.number(Math.exp(values.engine), 2)})`);
     }
-    if (facts.trainer !== null) parts.push(`trainer ${SF.number(facts.trainer)}`);
-    if (facts.mismatch !== null) parts.push(`difference ${SF.number(facts.mismatch)}`);
-    if (facts.version !== null) parts.push(`policy ${facts.version}`);
-    if (trainedVersion !== null && facts.version !== null && trainedVersion > facts.version) {
-      parts.push(`${SF.plural(trainedVersion - facts.version, "update")} old`);
+    if (values.trainer !== null) parts.push(`trainer ${SF.number(values.trainer)}`);
+    if (values.mismatch !== null) parts.push(`difference ${SF.number(values.mismatch)}`);
+    if (values.version !== null) parts.push(`policy ${values.version}`);
+    if (trainedVersion !== null && values.version !== null && trainedVersion > values.version) {
+      parts.push(`${SF.plural(trainedVersion - values.version, "update")} old`);
     }
     return parts.join(" · ");
   };
 
-  /** The response of a turn as tokens; arrow keys walk through them when it has the focus. */
-  SF.tokenBlock = function (turn, number, trainedVersion, tell) {
+  /** Create the response of a turn as tokens; arrow keys move between them. */
+  SF.tokenBlock = function (turn, number, trainedVersion, showToken) {
     const block = SF.el("div", {
       class: "text tokens",
       dir: "auto",
       tabindex: "0",
       role: "group",
-      "aria-label": `Response of turn ${number + 1}: ${turn.ids.length} tokens; left and right go through them`,
+      "aria-label": `Response of turn ${number + 1}: ${turn.ids.length} tokens; left and right arrow keys move between them`,
     });
     const spans = [];
-    const facts = (i) => SF.tokenFacts(turn, i);
+    const values = (i) => SF.tokenValues(turn, i);
     let here = -1;
-    const go = (i, spoken) => {
+    const select = (i, spoken) => {
       if (here >= 0 && spans[here]) spans[here].classList.remove("here");
       here = i;
-      if (i < 0 || !spans[i]) return tell("", false);
+      if (i < 0 || !spans[i]) return showToken("", false);
       spans[i].classList.add("here");
-      tell(SF.tokenLine(facts(i), trainedVersion), spoken);
+      showToken(SF.tokenLine(values(i), trainedVersion), spoken);
       if (spoken) spans[i].scrollIntoView({ block: "nearest" });
     };
     const add = (from) => {
@@ -123,7 +123,7 @@
     const paint = (mode) => {
       block.dataset.mode = mode;
       spans.forEach((span, i) => {
-        const level = shade(mode, facts(i), trainedVersion);
+        const level = shade(mode, values(i), trainedVersion);
         const base = turn.mask[i] ? "tok" : "tok plain";
         span.className = base + (level ? ` ${level}` : "") + (i === here ? " here" : "");
       });
@@ -131,29 +131,29 @@
     add(0);
     block.addEventListener("mouseover", (event) => {
       const span = event.target.closest(".tok");
-      if (span) tell(SF.tokenLine(facts(Number(span.dataset.i)), trainedVersion), false);
+      if (span) showToken(SF.tokenLine(values(Number(span.dataset.i)), trainedVersion), false);
     });
     block.addEventListener("click", (event) => {
       const span = event.target.closest(".tok");
-      if (span) go(Number(span.dataset.i), false);
+      if (span) select(Number(span.dataset.i), false);
     });
     block.addEventListener("keydown", (event) => {
       const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (!move || event.altKey || event.ctrlKey || event.metaKey) return;
       event.preventDefault();
       event.stopPropagation();
-      go(Math.max(0, Math.min(spans.length - 1, here + move)), true);
+      select(Math.max(0, Math.min(spans.length - 1, here + move)), true);
     });
-    block.addEventListener("blur", () => go(-1, false));
+    block.addEventListener("blur", () => select(-1, false));
     block.paint = paint;
     return block;
   };
 
-  /** What the colours of a mode mean. */
+  /** Create the legend of a mode. */
   SF.legend = function (mode) {
     const legend = SF.el("div", { class: "legend", role: "img" });
-    const border = (scale, level) =>
-      `from ${SF.number((level > 1 ? ((level - 0.5) / LEVELS) ** 2 : NEUTRAL) * scale)} on`;
+    const threshold = (scale, level) =>
+      `from ${SF.number((level > 1 ? ((level - 0.5) / LEVELS) ** 2 : NEUTRAL) * scale)}`;
     const swatch = (level, text, title) =>
       SF.el("span", { class: `swatch tok ${level}`, title }, text);
     const scale = SF.run.scales[mode];
@@ -164,15 +164,15 @@
         const steps = [...Array(LEVELS).keys()];
         legend.append(
           SF.el("span", {}, SF.number(-scale)),
-          ...steps.map((i) => swatch(`neg${LEVELS - i}`, "", border(scale, LEVELS - i))),
+          ...steps.map((i) => swatch(`neg${LEVELS - i}`, "", threshold(scale, LEVELS - i))),
           swatch("", "0"),
-          ...steps.map((i) => swatch(`pos${i + 1}`, "", border(scale, i + 1))),
+          ...steps.map((i) => swatch(`pos${i + 1}`, "", threshold(scale, i + 1))),
           SF.el("span", {}, `+${SF.number(scale)}`),
         );
         words =
           mode === "advantage"
-            ? "orange, dotted: less likely from now on; blue: more likely"
-            : "orange, dotted: the trainer finds it less likely than the engine; blue: more";
+            ? "orange, dotted: made less likely; blue: made more likely"
+            : "orange, dotted: less likely by the trainer than by the engine; blue: more likely";
       }
     } else if (mode === "logprob") {
       legend.append(
@@ -180,12 +180,12 @@
           swatch(i ? `odd${i}` : "", text),
         ),
       );
-      words = "the stronger, the less likely the token was";
+      words = "stronger: less likely when sampled";
     } else if (mode === "age") {
       legend.append(
         ...["0", "1", "2", "3", "4", "5+"].map((text, i) => swatch(i ? `odd${i}` : "", text)),
       );
-      words = "updates between sampling and training";
+      words = "policy updates between sampling and training";
     }
     if (words) legend.append(SF.el("span", { class: "words" }, words));
     legend.setAttribute("aria-label", words || "no colours");

@@ -1,12 +1,12 @@
-// One trajectory, turn by turn, and its group beside it.
+// One trajectory, turn by turn, and its group next to it.
 "use strict";
 
 (function (SF) {
-  const MOST_METRICS = 40; // of an environment are shown
+  const MAX_METRICS = 40; // environment metrics shown
   const PREVIEW = 160; // characters of another trajectory's last response
 
-  /** Fill the reading pane. `shown` holds what is shown; `tell` says what a token is. */
-  SF.showTrajectory = function (pane, index, texts, mode, tell) {
+  /** Fill the reading pane. `showToken(text, spoken)` is called with a token's description. */
+  SF.showTrajectory = function (pane, index, details, mode, showToken) {
     const phase = SF.word("phase", index);
     const version =
       SF.value("staleness", index) === null
@@ -19,38 +19,38 @@
       SF.inLine(SF.word("uid", index), 120),
       SF.el("small", {}, ` #${SF.value("repetition_id", index)}`),
     );
-    pane.replaceChildren(SF.el("div", { class: "head" }, heading, facts(index, phase)));
-    if (texts.failure) {
+    pane.replaceChildren(SF.el("div", { class: "head" }, heading, attributes(index, phase)));
+    if (details.failure) {
       pane.append(
         SF.el(
           "div",
           { class: "failure", role: "note" },
           SF.el("strong", {}, "Failed. "),
-          SF.textBlock(texts.failure),
+          SF.textBlock(details.failure),
         ),
       );
     } else if (SF.value("filtered", index)) {
       pane.append(
-        SF.el("p", { class: "note" }, "A filter took this trajectory's tokens out of training."),
+        SF.el("p", { class: "note" }, "A filter excluded this trajectory's tokens from training."),
       );
     }
-    if (!texts.turns.length) {
-      const why = texts.failure
-        ? "No turn was over before."
-        : "No turn: the first prompt was too long.";
+    if (!details.turns.length) {
+      const why = details.failure
+        ? "No turn was completed."
+        : "No turns: the first prompt was too long.";
       pane.append(SF.el("p", { class: "note" }, why));
     }
     const longest = Math.max(
       1e-9,
-      ...texts.turns.map((turn) => turn.llm_seconds + turn.env_seconds),
+      ...details.turns.map((turn) => turn.llm_seconds + turn.env_seconds),
     );
-    texts.turns.forEach((turn, number) => {
-      const before = number ? texts.turns[number - 1] : null;
-      const block = SF.tokenBlock(turn, number, version, tell);
+    details.turns.forEach((turn, number) => {
+      const before = number ? details.turns[number - 1] : null;
+      const block = SF.tokenBlock(turn, number, version, showToken);
       blocks.push(block);
-      pane.append(turnSection(turn, number, texts.turns.length, before, block, longest));
+      pane.append(turnSection(turn, number, details.turns.length, before, block, longest));
     });
-    const metrics = Object.entries(texts.env_metrics || {}).slice(0, MOST_METRICS);
+    const metrics = Object.entries(details.env_metrics || {}).slice(0, MAX_METRICS);
     if (metrics.length) {
       const list = SF.el("dl", { class: "metrics" });
       for (const [name, value] of metrics) {
@@ -80,25 +80,25 @@
     return { paint };
   };
 
-  function facts(index, phase) {
+  function attributes(index, phase) {
     const value = (name) => SF.value(name, index);
-    const list = SF.el("dl", { class: "facts" });
-    const fact = (name, text, kind) =>
+    const list = SF.el("dl", { class: "attributes" });
+    const attribute = (name, text, kind) =>
       list.append(
         SF.el("div", { class: kind || "" }, SF.el("dt", {}, name), SF.el("dd", {}, text)),
       );
-    fact("reward", SF.number(value("reward")), value("reward") > 0 ? "good" : "bad");
+    attribute("reward", SF.number(value("reward")), value("reward") > 0 ? "good" : "bad");
     if (phase !== "eval") fact("advantage", SF.number(value("advantage")));
-    fact("ended by", SF.inLine(SF.word("stop_reason", index), 60));
-    fact(phase === "eval" ? "evaluation" : "step", String(value("step")));
+    attribute("ended by", SF.inLine(SF.word("stop_reason", index), 60));
+    attribute(phase === "eval" ? "evaluation" : "step", String(value("step")));
     if (value("policy_version") !== null) fact("policy", String(value("policy_version")));
     if (value("staleness") !== null) fact("staleness", SF.plural(value("staleness"), "update"));
-    fact(
+    attribute(
       "tokens",
       `${SF.count(value("tokens"))}${phase === "eval" ? "" : `, ${SF.count(value("trained_tokens"))} trained`}`,
     );
-    fact("time", SF.seconds(value("seconds")));
-    fact("environment", SF.inLine(SF.word("env_class", index), 60));
+    attribute("time", SF.seconds(value("seconds")));
+    attribute("environment", SF.inLine(SF.word("env_class", index), 60));
     if (SF.word("data_source", index)) fact("data", SF.inLine(SF.word("data_source", index), 60));
     return list;
   }
@@ -139,7 +139,7 @@
     return section;
   }
 
-  /** What the model saw: open in the first turn and where the context was rewritten. */
+  /** Create the context of a turn: open in the first turn, marked where it was rewritten. */
   function context(turn, number, before) {
     const seen = before ? before.prompt_tokens + before.response_tokens : 0;
     const rewritten = before !== null && turn.prompt_shared < seen;
@@ -163,23 +163,23 @@
     return details;
   }
 
-  /** Model and environment time as bars on the scale of the slowest turn. */
+  /** Create bars of model and environment time, scaled to the slowest turn. */
   function times(turn, longest) {
     const bar = (kind, seconds) => {
       const part = SF.el("span", { class: kind });
       part.style.width = `${(100 * seconds) / longest}%`;
       return part;
     };
-    const words = `model ${SF.seconds(turn.llm_seconds)}, environment ${SF.seconds(turn.env_seconds)}`;
+    const label = `model ${SF.seconds(turn.llm_seconds)}, environment ${SF.seconds(turn.env_seconds)}`;
     return SF.el(
       "span",
-      { class: "times", title: words, role: "img", "aria-label": words },
+      { class: "times", title: label, role: "img", "aria-label": label },
       bar("llm", turn.llm_seconds),
       bar("env", turn.env_seconds),
     );
   }
 
-  /** The group's trajectories, each with how it ended; `open(index)` shows one. */
+  /** List the group's trajectories, each with its last response; `open(index)` shows one. */
   SF.showGroup = function (pane, index, load, open) {
     const [first, end] = SF.groupOf(index);
     const rewards = SF.columns.reward.slice(first, end).filter((reward) => reward !== null);
@@ -190,7 +190,7 @@
     );
     const items = SF.el("ul");
     pane.replaceChildren(
-      SF.el("h2", {}, "The group"),
+      SF.el("h2", {}, "Group"),
       SF.el(
         "p",
         { class: "note" },
@@ -199,7 +199,7 @@
       items,
     );
     for (let i = first; i < end; i++) {
-      const how = [
+      const summary = [
         SF.word("stop_reason", i),
         SF.plural(SF.value("turns", i), "turn"),
         SF.plural(SF.value("tokens", i), "token"),
@@ -220,7 +220,7 @@
           { class: "when" },
           advantage === null ? "" : `advantage ${SF.number(advantage)}`,
         ),
-        SF.el("span", { class: "how" }, SF.inLine(how.join(" · "), 100)),
+        SF.el("span", { class: "how" }, SF.inLine(summary.join(" · "), 100)),
         SF.word("failure", i) ? SF.el("span", { class: "flag" }, "failed") : null,
         preview,
       );
@@ -228,12 +228,12 @@
       items.append(SF.el("li", {}, button));
       if (i === index) requestAnimationFrame(() => button.scrollIntoView({ block: "nearest" }));
       load(i).then(
-        (texts) => {
-          const last = texts.turns[texts.turns.length - 1];
+        (details) => {
+          const last = details.turns[details.turns.length - 1];
           if (last) preview.append(SF.inLine(last.pieces.join("").slice(0, 4 * PREVIEW), PREVIEW));
         },
         () => {},
-      ); // said where the trajectory itself is shown
+      ); // reported when the trajectory itself is opened
     }
   };
 })(skyrlFastView);

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "skyrl_fast"
 
 
 def imported(path: Path, *, at_top_only: bool = False) -> set[str]:
-    """Modules that a file imports; `at_top_only`: when it is imported itself."""
+    """Return the modules that a file imports; `at_top_only`: only those imported at import time."""
     tree = ast.parse(path.read_text())
     nodes = top_nodes(tree) if at_top_only else ast.walk(tree)
     names: set[str] = set()
@@ -27,7 +27,7 @@ def imported(path: Path, *, at_top_only: bool = False) -> set[str]:
 
 
 def top_nodes(tree: ast.Module, *, with_types: bool = False) -> list[ast.AST]:
-    """Statements that run at import: not in functions, by default not under TYPE_CHECKING."""
+    """Return statements that run at import: not in functions, by default not in TYPE_CHECKING."""
     found: list[ast.AST] = []
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
@@ -42,11 +42,11 @@ def top_nodes(tree: ast.Module, *, with_types: bool = False) -> list[ast.AST]:
     return found
 
 
-def offenders(files: list[Path], forbidden: tuple[str, ...], **how: bool) -> list[str]:
+def offenders(files: list[Path], forbidden: tuple[str, ...], **options: bool) -> list[str]:
     return [
         f"{path.relative_to(ROOT)}: {name}"
         for path in files
-        for name in sorted(imported(path, **how))
+        for name in sorted(imported(path, **options))
         if any(name == f or name.startswith(f + ".") for f in forbidden)
     ]
 
@@ -58,9 +58,9 @@ def python_files(*places: str) -> list[Path]:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Module -> the package's modules that it imports at the top, under TYPE_CHECKING too.
+    """Return module -> the package's modules it imports at the top level, also in TYPE_CHECKING.
 
-    `from package import module` is an import of the module, not of what the package defines.
+    `from package import module` imports the module, not the package.
     """
     paths = {module_name(path): path for path in PACKAGE.rglob("*.py")}
     graph: dict[str, set[str]] = {}
@@ -83,7 +83,7 @@ def module_name(path: Path) -> str:
 
 
 def import_cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Return modules that import each other in a circle, or an empty list."""
+    """Return the modules of an import cycle, or an empty list."""
     done: set[str] = set()
 
     def visit(module: str, path: list[str]) -> list[str]:
@@ -100,16 +100,16 @@ def import_cycle(graph: dict[str, set[str]]) -> list[str]:
     return next((found for module in sorted(graph) if (found := visit(module, []))), [])
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_import_cycles() -> None:
     assert import_cycle(import_graph()) == []
 
 
-def test_an_import_cycle_is_found() -> None:
+def test_import_cycle_is_detected() -> None:
     graph = {"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}
     assert import_cycle(graph) == ["b", "d", "b"]
 
 
-def test_kernels_know_neither_python_nor_torch() -> None:
+def test_kernels_include_neither_python_nor_torch() -> None:
     for path in sorted((ROOT / "csrc").rglob("*")):
         if path.is_file() and "bindings" not in path.parts and "_bind." not in path.name:
             text = path.read_text()
@@ -117,69 +117,69 @@ def test_kernels_know_neither_python_nor_torch() -> None:
                 assert word not in text, f"{path.relative_to(ROOT)}: {word}"
 
 
-def test_ops_know_no_rollouts() -> None:
+def test_ops_do_not_import_rollouts() -> None:
     areas = ("rollout", "train", "batch", "config", "extras", "cli")
     forbidden = (*(f"skyrl_fast.{area}" for area in areas), "vllm", "skyrl_gym", "transformers")
     assert offenders(python_files("ops"), forbidden) == []
 
 
-def test_rollouts_know_no_trainer() -> None:
+def test_rollouts_do_not_import_the_trainer() -> None:
     assert offenders(python_files("rollout"), ("skyrl_fast.train", "skyrl_fast.cli")) == []
 
 
-def test_skyrl_gym_is_known_to_its_backend_alone() -> None:
+def test_only_the_skyrl_gym_backend_imports_skyrl_gym() -> None:
     text2sql = PACKAGE / "extras" / "text2sql"  # a subclass of its environment
     files = [p for p in python_files("") if text2sql not in p.parents]
     files = [p for p in files if p.name != "skyrl_gym_env.py"]
     assert offenders(files, ("skyrl_gym",)) == []
 
 
-def test_kernels_are_called_by_ops_alone() -> None:
+def test_only_ops_import_the_extension() -> None:
     files = [p for p in python_files("") if PACKAGE / "ops" not in p.parents]
-    told = ("doctor.py", "__init__.py")  # what was built, and whether it loads
-    assert offenders([p for p in files if p.name not in told], ("skyrl_fast._C",)) == []
+    allowed = ("doctor.py", "__init__.py")  # report the build, and whether it loads
+    assert offenders([p for p in files if p.name not in allowed], ("skyrl_fast._C",)) == []
 
 
-def test_batches_know_no_trainer_and_no_engine() -> None:
+def test_batches_do_not_import_trainer_or_engine() -> None:
     forbidden = ("skyrl_fast.train", "skyrl_fast.cli", "vllm", "skyrl_gym")
     assert offenders(python_files("batch"), forbidden) == []
 
 
-def test_the_core_does_not_import_the_extras() -> None:
-    doors = ("skyrl_gym_env.py", "cli.py")  # each imports its extra when it is asked for
+def test_core_does_not_import_extras() -> None:
+    allowed = ("skyrl_gym_env.py", "cli.py")  # each imports its extra lazily
     files = [p for p in python_files("") if PACKAGE / "extras" not in p.parents]
     assert offenders(files, ("skyrl_fast.extras",), at_top_only=True) == []
-    assert offenders([p for p in files if p.name not in doors], ("skyrl_fast.extras",)) == []
+    assert offenders([p for p in files if p.name not in allowed], ("skyrl_fast.extras",)) == []
 
 
-def test_the_search_server_does_not_import_training() -> None:
+def test_search_server_does_not_import_training() -> None:
     areas = ("ops", "rollout", "train", "batch", "config", "cli")
     assert offenders(python_files("extras/search"), tuple(f"skyrl_fast.{a}" for a in areas)) == []
 
 
-def test_the_trajectory_store_knows_no_trainer_and_no_engine() -> None:
+def test_trajectory_store_does_not_import_trainer_or_engine() -> None:
     forbidden = ("skyrl_fast.train", "skyrl_fast.cli", "vllm", "skyrl_gym", "transformers")
     assert offenders(python_files("trajectory_store"), forbidden) == []
 
 
-def test_the_viewer_knows_the_trajectory_store_alone() -> None:
+def test_viewer_imports_only_the_trajectory_store() -> None:
     areas = ("train", "rollout", "batch", "ops", "config", "extras", "cli")
     forbidden = (*(f"skyrl_fast.{area}" for area in areas), "torch", "vllm", "transformers")
     assert offenders(python_files("viewer"), forbidden) == []
 
 
-def test_nothing_leans_on_the_integrations() -> None:
+def test_nothing_imports_the_integrations() -> None:
     files = [p for p in python_files("") if PACKAGE / "integrations" not in p.parents]
     assert offenders(files, ("skyrl_fast.integrations",)) == []
 
 
-def test_only_the_command_line_knows_the_command_line() -> None:
+def test_only_the_command_line_imports_cli() -> None:
     files = [p for p in python_files("") if p.name not in ("cli.py", "__main__.py")]
     assert offenders(files, ("skyrl_fast.cli",)) == []
 
 
 @pytest.mark.parametrize("heavy", ["vllm", "skyrl_gym", "skyrl", "ray", "verl", "trl"])
-def test_engine_and_environments_are_imported_when_they_are_used(heavy: str) -> None:
+def test_optional_packages_are_imported_lazily(heavy: str) -> None:
     assert offenders(python_files(""), (heavy,), at_top_only=True) == []
 
 

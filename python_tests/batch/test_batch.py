@@ -222,7 +222,7 @@ def test_padded_example():
     "batch.padding-uids",
     "batch.padding-last-step",
 )
-def test_padding_rows_copy_row_0_with_loss_mask_0_and_are_trajectories_of_their_own():
+def test_padding_rows_copy_row_0_with_loss_mask_0_and_are_separate_trajectories():
     batch = StepBatch.from_generator_output(worked_output())
     padded, plain = batch.padded(0, pad_size=7), batch.padded(0)
     for name in ("sequences", "attention_mask", "response_mask", "rewards", "rollout_logprobs"):
@@ -389,10 +389,10 @@ def test_micro_batches_keep_to_the_budget_and_every_rank_has_as_many(
     assert len(parts) == num_ranks
     assert len({len(rank) for rank in parts}) == 1
     assert rows_of(parts) == list(range(len(lengths)))
-    of_row = np.arange(len(lengths)) if units is None else units
+    row_units = np.arange(len(lengths)) if units is None else units
     for part in (p for rank in parts for p in rank):
         load = sum(lengths[r] for r in part)
-        assert load <= budget or len({of_row[r] for r in part}) == 1
+        assert load <= budget or len({row_units[r] for r in part}) == 1
         assert list(part) == sorted(part)
     if units is not None:
         for unit in set(units.tolist()):
@@ -414,9 +414,9 @@ def test_micro_batches_of_all_ranks_are_the_mini_batch():
     assert sorted(t for m in parts for t in m.tokens[: m.num_tokens].tolist()) == sorted(
         batch.tokens.tolist()
     )
-    whole = batch.micro_batches(1000)
-    assert len(whole) == 1
-    assert_same(whole[0], batch)
+    parts = batch.micro_batches(1000)
+    assert len(parts) == 1
+    assert_same(parts[0], batch)
 
 
 def test_a_rank_without_rows_gets_a_padding_row():
@@ -489,7 +489,7 @@ def test_save_and_load_keep_every_bit(tmp_path):
 def test_load_refuses_what_is_no_batch(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match="no safetensors file"):
+    with pytest.raises(ValueError, match="not a safetensors file"):
         StepBatch.load(path)
 
 

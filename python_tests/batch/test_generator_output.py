@@ -50,7 +50,7 @@ def check(output, step_wise=None, num_prompts=3):
     validate_generator_output(output, num_prompts=num_prompts, step_wise=step_wise)
 
 
-# --- section 2: step-wise validation, each violation its own error that names the row -----------
+# --- section 2: step-wise validation, each violation has its error, with the row -----------
 
 
 @pytest.mark.spec("output.parallel-lists")
@@ -124,7 +124,7 @@ def test_is_last_step_must_be_true_where_the_id_changes():
 
 
 @pytest.mark.spec("output.is-last-step", "output.last-step-at-id-change")
-def test_is_last_step_must_be_false_where_the_trajectory_goes_on():
+def test_is_last_step_must_be_false_where_the_trajectory_continues():
     output = broken(is_last_step=[True, True, True, False, True])
     with pytest.raises(ValueError, match=r"is_last_step must be False in row 0.*got True"):
         check(output)

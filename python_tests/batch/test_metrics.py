@@ -107,7 +107,7 @@ def test_rollout_metrics_per_trajectory():
 
 
 @pytest.mark.spec("metrics.per-turn")
-def test_per_turn_metrics_have_names_of_their_own():
+def test_per_turn_metrics_have_separate_names():
     metrics = rollout_metrics(output())
     assert metrics["generate/per_turn/avg_response_length"] == 9 / 5
     assert metrics["generate/per_turn/max_response_length"] == 4
@@ -209,7 +209,7 @@ def test_batch_metrics():
 
 
 @pytest.mark.spec("metrics.intermediate-steps")
-def test_tokens_of_zero_rewards_are_those_of_whole_trajectories(rows):
+def test_tokens_of_zero_rewards_are_those_of_full_trajectories(rows):
     output_now = rows if isinstance(rows, dict) else output()
     batch = None if isinstance(rows, dict) else rows
     metrics = rollout_metrics(output_now, batch=batch)

@@ -35,7 +35,7 @@ def yaml(tmp_path: Path) -> str:
 
 
 def outcome(**changes: Any) -> TrainResult:
-    facts: dict[str, Any] = {
+    values: dict[str, Any] = {
         "step": 40,
         "total_steps": 40,
         "signal": None,
@@ -48,7 +48,7 @@ def outcome(**changes: Any) -> TrainResult:
         "plot": Path("runs/x/learning_curve.png"),
         "sample": "prompt: how many?\nagent, turn 1: 3\nreward: 1 (stop)",
     }
-    return TrainResult(**(facts | changes))
+    return TrainResult(**(values | changes))
 
 
 def fake_training(
@@ -112,7 +112,7 @@ def test_resume_takes_the_newest_checkpoint(yaml: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("signal", "code"), [(2, 130), (15, 143)])
-def test_stopped_runs_say_how_to_go_on(
+def test_stopped_runs_say_how_to_continue(
     yaml: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -123,7 +123,7 @@ def test_stopped_runs_say_how_to_go_on(
     assert cli.main(["train", yaml]) == code
     printed = capsys.readouterr().out
     assert "stopped: 7 of 40 steps" in printed
-    assert "--resume goes on" in printed
+    assert "with --resume to continue" in printed
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_rows_that_were_judged_are_those_of_the_trajectories(
     assert_same(joined.trained, wanted.trained)
     one, other = training_batch(kept, config, joined), training_batch(kept, config)
     assert_same(one[0], other[0])
-    assert one[1] == other[1]
+    assert one[2] == other[2]
 
 
 def test_a_batch_that_is_kept_as_it_was_is_not_copied() -> None:

@@ -72,7 +72,7 @@ def test_the_engine_finds_the_model_where_the_trainer_does(
         vllm_setup(config, path)
 
 
-@pytest.mark.parametrize(("text", "wanted"), [("{", "no JSON"), ("[]", "got list")])
+@pytest.mark.parametrize(("text", "wanted"), [("{", "invalid JSON"), ("[]", "got list")])
 def test_a_models_broken_settings_are_named(text: str, wanted: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     needed = ["data.train_data=[x.jsonl]", f"trainer.policy.model.path={tmp_path}"]

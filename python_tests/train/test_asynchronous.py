@@ -1,4 +1,4 @@
-"""Generation beside training, with rollouts that sample from the model itself, at their own pace.
+"""Asynchronous training, with rollouts that sample from the model itself, at their own pace.
 
 What is random in a real run (which group ends when) is drawn from a seed here.
 """
@@ -228,7 +228,7 @@ class DiedError(Exception):
 def test_killed_and_resumed_each_sample_is_trained_exactly_once(
     folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undisturbed = Counter((uid, r) for _, uid, r in trained(train(settings(folder, "whole"))))
+    undisturbed = Counter((uid, r) for _, uid, r in trained(train(settings(folder, "expected"))))
     moments = random.Random(seed)
     name = f"killed{seed}"
     outcome = None
@@ -271,7 +271,7 @@ FILTER = "trainer.algorithm.dynamic_sampling.type=filter"
 
 @pytest.mark.spec("async.dynamic-sampling")
 @pytest.mark.parametrize("kind", ["filter", "replace"])
-def test_dynamic_sampling_drops_whole_groups_and_the_next_take_their_place(
+def test_dynamic_sampling_drops_complete_groups_and_the_next_take_their_place(
     folder: Path, kind: str
 ) -> None:
     class Graded(PacedRollouts):
@@ -368,7 +368,7 @@ def test_an_error_in_a_group_ends_the_run_with_a_checkpoint(folder: Path) -> Non
 
 
 @pytest.mark.spec("async.interrupt")
-def test_a_signal_leaves_a_checkpoint_and_the_run_goes_on(folder: Path) -> None:
+def test_a_signal_leaves_a_checkpoint_and_the_run_resumes(folder: Path) -> None:
     class Interrupted(PacedRollouts):
         async def fault(self, prompt: Prompt, step: int) -> None:
             if len(self.started) == 30:
@@ -419,7 +419,7 @@ def test_an_engine_is_repaired_while_the_trainer_waits(folder: Path) -> None:
 def test_waiting_is_never_silent(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyrl_fast.train.flow.group_flow.WORD_SECONDS", 0.05)
+    monkeypatch.setattr("skyrl_fast.train.flow.group_flow.WAIT_LOG_SECONDS", 0.05)
 
     class Slow(PacedRollouts):
         async def fault(self, prompt: Prompt, step: int) -> None:

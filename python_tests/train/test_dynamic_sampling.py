@@ -1,4 +1,4 @@
-"""Groups that teach something: judged by outcomes, kept whole, replaced by copies of their own."""
+"""Dynamic sampling: groups are judged by outcomes, kept as a unit, or replaced by copies."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_what_is_informative() -> None:
         Row("alone", 0, 0.0),
         Row("failures", 0, 0.0),
         Row("failures", 1, 0.0),
-        Row("success beside a stub", 0, 1.0),
-        Row("success beside a stub", 1, 0.0, "env_error", ""),
+        Row("success next to a placeholder", 0, 1.0),
+        Row("success next to a placeholder", 1, 0.0, "env_error", ""),
         Row("two of three", 0, 1.0),
         Row("two of three", 1, 0.0),
         Row("two of three", 2, 0.0, "env_error", ""),
@@ -104,7 +104,7 @@ def test_what_is_informative() -> None:
         "differ": True,
         "alone": True,
         "failures": False,
-        "success beside a stub": False,
+        "success next to a placeholder": False,
         "two of three": True,
         "tokens": True,
     }
@@ -125,7 +125,7 @@ def test_replacements_are_informative_and_evenly_drawn(informative: list[bool], 
 
 
 @pytest.mark.spec("filter.dynamic-replace", "filter.dynamic-sampling")
-def test_replace_keeps_groups_distinct_and_whole() -> None:
+def test_replace_keeps_groups_distinct_and_complete() -> None:
     groups = sampling("replace", 3)
     trajectories = group("a", 1.0, 0.0) + group("b", 1.0, 1.0) + group("c", 0.0, 0.0)
     assert groups.add(trajectories, {"a"})
@@ -193,7 +193,7 @@ def test_filter_gives_up_after_its_limit() -> None:
 
 
 @pytest.mark.spec("filter.dynamic-limit")
-def test_without_a_limit_it_goes_on() -> None:
+def test_without_a_limit_it_continues() -> None:
     groups = sampling("filter", 1, max_sample_batches=-1)
     assert not any(groups.add(group(str(i), 1.0, 1.0), set()) for i in range(50))
     assert groups.add(group("last", 1.0, 0.0), {"last"})
@@ -215,7 +215,7 @@ outcomes = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=3)
     st.lists(st.lists(st.tuples(outcomes, st.integers(1, 3)), min_size=1, max_size=3), max_size=6),
     st.integers(1, 4),
 )
-def test_filtered_batches_hold_whole_informative_groups(batches: list, wanted: int) -> None:
+def test_filtered_batches_hold_complete_informative_groups(batches: list, wanted: int) -> None:
     groups = sampling("filter", wanted, max_sample_batches=-1)
     every: dict[str, list[Trajectory]] = {}
     enough = False
@@ -223,15 +223,15 @@ def test_filtered_batches_hold_whole_informative_groups(batches: list, wanted: i
         made = {f"{number}-{i}": group(f"{number}-{i}", *o, turns=t) for i, (o, t) in
                 enumerate(batch)}  # fmt: skip
         every |= made
-        rows = [t for own in made.values() for t in own]
+        rows = [t for group in made.values() for t in group]
         step_batch = batch_from_trajectories(rows)
         good = informative(step_batch)
         enough = groups.add(rows, {u for u, g in zip(step_batch.uids, good, strict=True) if g})
         if enough:
             break
     wanted_uids = [
-        uid for uid, own in every.items()
-        if len(own) == 1 or len({t.steps[-1].reward for t in own}) > 1
+        uid for uid, group in every.items()
+        if len(group) == 1 or len({t.steps[-1].reward for t in group}) > 1
     ]  # fmt: skip
     assert enough == (len(wanted_uids) >= wanted)
     kept = groups.trajectories()

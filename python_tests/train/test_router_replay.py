@@ -1,4 +1,4 @@
-"""Router replay: recorded experts, the router's own gates for them, gradients to the router."""
+"""Router replay: recorded experts, the router's gates for them, gradients to the router."""
 
 from __future__ import annotations
 
@@ -131,15 +131,15 @@ def test_tokens_without_a_route_are_free() -> None:
             assert not torch.equal(model(input_ids=IDS).logits, free)
 
 
-def test_layers_without_experts_have_columns_that_nobody_reads() -> None:
+def test_layers_without_experts_have_columns_that_are_not_read() -> None:
     model = tiny_moe("qwen3_moe", mlp_only_layers=[0])
     replay = RouterReplay(model)
-    own = own_routes(model, IDS)
-    assert own.shape[2] == 1
-    padded = torch.cat([torch.zeros_like(own), own], 2)  # as vLLM counts: all layers
+    recorded = own_routes(model, IDS)
+    assert recorded.shape[2] == 1
+    padded = torch.cat([torch.zeros_like(recorded), recorded], 2)  # as vLLM counts: all layers
     with torch.no_grad():
         free = model(input_ids=IDS).logits
-        for routes in (own, padded):
+        for routes in (recorded, padded):
             with replay.routes(routes, everywhere(IDS)):
                 assert torch.equal(model(input_ids=IDS).logits, free)
 
@@ -205,14 +205,14 @@ def test_models_without_known_routers_are_refused() -> None:
 
 
 def routed_batch(*, agree: bool = True, captured: int | None = None) -> StepBatch:
-    """Two trajectories: one of two steps that go on from each other, one of one step."""
+    """Two trajectories: one of two steps that extend each other, one of one step."""
     prompts = [[3, 4, 5], [3, 4, 5, 6, 7, 8], [9, 10]]
     responses = [[6, 7], [9, 9, 4], [11, 12]]
-    whole = random_routes((8,), seed=5).numpy().astype(np.uint8)
-    second = whole.copy()
+    full = random_routes((8,), seed=5).numpy().astype(np.uint8)
+    second = full.copy()
     if not agree:
         second[1] = (second[1] + 1) % NUM_EXPERTS
-    records = [whole[:4], second, random_routes((3,), seed=6).numpy().astype(np.uint8)]
+    records = [full[:4], second, random_routes((3,), seed=6).numpy().astype(np.uint8)]
     if captured is not None:
         records[2] = records[2][:captured]
     output: dict[str, Any] = {
@@ -230,7 +230,7 @@ def routed_batch(*, agree: bool = True, captured: int | None = None) -> StepBatc
 
 
 def logprobs_by_row(model: Any, batch: StepBatch) -> torch.Tensor:
-    """(A,) each row alone, by the model's full logits at the row's own record."""
+    """(A,) each row alone, by the model's full logits at the row's record."""
     replay = RouterReplay(model)
     result = []
     for row in range(batch.num_rows):
@@ -249,7 +249,7 @@ def logprobs_by_row(model: Any, batch: StepBatch) -> torch.Tensor:
 @pytest.mark.spec("replay.recorded-experts", "replay.shared-sequence")
 @pytest.mark.parametrize("agree", [True, False])
 @pytest.mark.parametrize("budget", [1, 1000])
-def test_policy_replays_each_rows_own_record(agree: bool, budget: int) -> None:
+def test_policy_replays_the_record_of_each_row(agree: bool, budget: int) -> None:
     batch = routed_batch(agree=agree, captured=1)
     policy = Policy(tiny_moe(), router_replay=True, max_tokens_per_microbatch=budget)
     wanted = logprobs_by_row(tiny_moe(), batch)
@@ -316,14 +316,15 @@ def test_a_batch_of_stubs_alone_has_no_routes_and_trains_nothing(tree: bool) -> 
 def test_logprobs_of_a_sequence_at_given_routes() -> None:
     policy = Policy(tiny_moe(), router_replay=True)
     tokens = [3, 7, 1, 9]
-    own = own_routes(policy.model, torch.tensor([tokens]))[0].numpy().astype(np.uint16)
+    recorded = own_routes(policy.model, torch.tensor([tokens]))[0].numpy().astype(np.uint16)
     free = policy.sequence_logprobs(tokens)
-    assert policy.sequence_logprobs(tokens, own) == free
-    assert policy.sequence_logprobs(tokens, own[:-1]) == free  # the last token predicts nothing
-    other = policy.sequence_logprobs(tokens, (own + 1) % NUM_EXPERTS)
+    assert policy.sequence_logprobs(tokens, recorded) == free
+    # The last token predicts nothing.
+    assert policy.sequence_logprobs(tokens, recorded[:-1]) == free
+    other = policy.sequence_logprobs(tokens, (recorded + 1) % NUM_EXPERTS)
     assert max(abs(a - b) for a, b in zip(other, free, strict=True)) > 0.05
     with pytest.raises(ValueError, match="router_replay is off"):
-        Policy(tiny_moe()).sequence_logprobs(tokens, own)
+        Policy(tiny_moe()).sequence_logprobs(tokens, recorded)
 
 
 def test_weights_go_out_under_the_names_of_a_checkpoint(tmp_path: Any) -> None:
@@ -342,7 +343,7 @@ def test_weights_go_out_under_the_names_of_a_checkpoint(tmp_path: Any) -> None:
 def test_the_reference_routes_freely(tmp_path: Any) -> None:
     from skyrl_fast.config import Config
     from skyrl_fast.train.model.models import make_models
-    from skyrl_fast.train.parallel.ranks import ALONE
+    from skyrl_fast.train.parallel.ranks import SINGLE_RANK
 
     tiny_moe().save_pretrained(tmp_path)
     config = Config()
@@ -352,7 +353,7 @@ def test_the_reference_routes_freely(tmp_path: Any) -> None:
     config.trainer.policy.model.path = str(tmp_path)
     config.trainer.policy.moe_enable_routing_replay = True
     config.trainer.algorithm.use_kl_loss = True
-    models = make_models(config, None, 2, ALONE)
+    models = make_models(config, None, 2, SINGLE_RANK)
     assert models.policy.router_replay
     assert models.reference is not None
     assert not models.reference.router_replay

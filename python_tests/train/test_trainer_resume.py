@@ -1,4 +1,4 @@
-"""Runs that stop (by a signal, an error, a kill) and go on from their newest checkpoint."""
+"""Runs that stop (by a signal, an error, a kill) and resume from their newest checkpoint."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class DiedError(Exception):
 def test_resume_equals_an_undisturbed_run(
     folder: Path, at_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, first, second = Recorder(), Recorder(), Recorder()
-    expected = train(settings(folder, "whole"), whole)
+    complete, first, second = Recorder(), Recorder(), Recorder()
+    expected = train(settings(folder, "expected"), complete)
 
     async def die(step: int) -> None:
         if step == at_step:
@@ -55,7 +55,7 @@ def test_resume_equals_an_undisturbed_run(
 
     assert steady(outcome.metrics) == steady(expected.metrics)
     resumed_at = (at_step // 2) * 2
-    assert first.order[:resumed_at] + second.order == whole.order
+    assert first.order[:resumed_at] + second.order == complete.order
     for file in ("model.safetensors",):
         assert (outcome.checkpoint / "policy" / file).read_bytes() == (
             expected.checkpoint / "policy" / file
@@ -65,7 +65,7 @@ def test_resume_equals_an_undisturbed_run(
     ).read_bytes()
 
 
-def test_an_error_leaves_a_checkpoint_of_the_last_whole_step(folder: Path) -> None:
+def test_an_error_leaves_a_checkpoint_of_the_last_complete_step(folder: Path) -> None:
     async def fail(step: int) -> None:
         if step == 3:
             raise RuntimeError("the environment is gone")
@@ -76,10 +76,10 @@ def test_an_error_leaves_a_checkpoint_of_the_last_whole_step(folder: Path) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_with_a_checkpoint_and_the_run_goes_on(
+def test_a_signal_stops_with_a_checkpoint_and_the_run_resumes(
     folder: Path, number: signal.Signals
 ) -> None:
-    expected = train(settings(folder, "whole"))
+    expected = train(settings(folder, "expected"))
 
     async def interrupt(step: int) -> None:
         if step == 3:
@@ -189,7 +189,7 @@ def test_resuming_with_other_data_is_refused(folder: Path) -> None:
 def test_a_step_that_was_broken_off_after_its_update_is_evaluated_and_reported_once(
     folder: Path, where: str, version: int
 ) -> None:
-    expected = train(settings(folder, "whole", "trainer.epochs=2"))
+    expected = train(settings(folder, "expected", "trainer.epochs=2"))
     how, _, phase_of_end = where.partition(" in ")
     ends = [how]
 
@@ -226,7 +226,7 @@ def test_a_step_that_was_broken_off_after_its_update_is_evaluated_and_reported_o
     assert (resumed.before, resumed.after) == (expected.before, expected.after)
     stored = [
         [(e.phase, e.step, e.uid, e.repetition_id, e.reward) for e in read_index(folder / run)]
-        for run in ("run", "whole")
+        for run in ("run", "expected")
     ]
     assert stored[0] == stored[1]
     # Now that it is reported, its checkpoint says so: going on once more repeats nothing.
@@ -246,8 +246,8 @@ def test_an_evaluation_is_no_part_of_its_steps_time(
     async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
         return Slow(config, tiny_model(seed=1))
 
-    parts = partial(run_module.Parts, clock=lambda: now[0])
-    monkeypatch.setattr(run_module, "Parts", parts)
+    components = partial(run_module.Components, clock=lambda: now[0])
+    monkeypatch.setattr(run_module, "Components", components)
     outcome = skyrl_fast.train(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
     row = read_metrics(outcome.metrics)[2]
     assert (row["timing/step"], row["timing/eval"]) == (10.0, 1000.0)

@@ -1,4 +1,4 @@
-"""`trainer.rows=tree` in whole runs: the curve of rows, at the cost of distinct tokens."""
+"""`trainer.rows=tree` in full runs: the curve of rows, at the cost of distinct tokens."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ def test_merged_is_the_generators_setting_by_another_name(folder: Path) -> None:
         (["trainer.rows=step", "generator.merge_stepwise_output=true"], "got step"),
         (["trainer.rows=step", "generator.step_wise_trajectories=false"], "got step"),
         (["trainer.rows=merged", "generator.step_wise_trajectories=false"], "got merged"),
-        (["trainer.rows=merged", "trainer.algorithm.advantage_estimator=gigpo"], "judges turns"),
+        (
+            ["trainer.rows=merged", "trainer.algorithm.advantage_estimator=gigpo"],
+            "gigpo is per turn",
+        ),
     ],
 )
 def test_forms_that_exclude_each_other(overrides: list[str], wanted: str) -> None:

@@ -1,4 +1,4 @@
-"""Trajectories are written beside the training: what waits for them, and what a full disk does."""
+"""Trajectories are written in the background: what waits for them, and what a full disk does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from _training import Recorder, settings, steady, train
 from _training import folder as folder  # a fixture
 
 from skyrl_fast.train import run as run_module
-from skyrl_fast.train.flow.waiting import Beside
+from skyrl_fast.train.flow.waiting import BackgroundWriter
 from skyrl_fast.train.output.checkpoint import checkpoints
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.trajectory_store.parts import parts
@@ -67,7 +67,7 @@ def test_a_checkpoint_waits_for_the_trajectories_before_it(
     outcome = train(settings(folder, "run", "trainer.ckpt_interval=3", "trainer.eval_interval=5"))
     assert seen == [(3, [1, 2, 3]), (6, [1, 2, 3, 4, 5, 6])]
     last = read_metrics(outcome.metrics)[-1]
-    assert last["timing/store_beside"] >= 0.2  # of the step before
+    assert last["timing/store_background"] >= 0.2  # of the step before
     assert "timing/store" in last
 
 
@@ -111,7 +111,7 @@ def test_a_full_disk_ends_the_run_at_the_next_step_and_nothing_is_lost(folder: P
 
 
 def test_one_call_goes_on_beside_and_the_next_one_waits_for_it() -> None:
-    beside, events = Beside(time.perf_counter), list[str]()
+    background, events = BackgroundWriter(time.perf_counter), list[str]()
     go = threading.Event()
 
     def first() -> None:
@@ -123,17 +123,17 @@ def test_one_call_goes_on_beside_and_the_next_one_waits_for_it() -> None:
         raise ValueError("broken")
 
     async def work() -> None:
-        await beside.start(first)
+        await background.start(first)
         assert events == []  # it did not wait for its end
         asyncio.get_running_loop().call_later(0.1, go.set)  # the loop is alive while it waits
-        await beside.start(second)
-        assert events[0] == "first" and beside.took() >= 0.05
+        await background.start(second)
+        assert events[0] == "first" and background.elapsed() >= 0.05
         for _ in range(2):
             with pytest.raises(ValueError, match="broken"):
-                await beside.start(first)
+                await background.start(first)
 
     asyncio.run(work())
     with pytest.raises(ValueError, match="broken"):
-        beside.wait()
-    beside.close()
+        background.wait()
+    background.close()
     assert events == ["first", "second"]

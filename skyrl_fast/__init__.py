@@ -1,4 +1,4 @@
-"""Step-wise reinforcement learning of language-model agents, fast and right."""
+"""Step-wise reinforcement learning of language-model agents."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ try:
     from skyrl_fast import _C as _C
 except ImportError as error:
     raise ImportError(
-        f"skyrl_fast: the compiled extension does not load ({error}); build it with a C++ compiler "
-        "by `pip install .`, in a source tree by `make setup`"
+        f"skyrl_fast: the compiled extension does not load ({error}); build it with a C++ "
+        "compiler: `pip install .`, or `make setup` in a source tree"
     ) from error
 
 from skyrl_fast.batch import PaddedBatch, StepBatch
@@ -145,6 +145,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train":  # the module, which is callable; imported when it is used
+    if name == "train":  # the callable module; imported on first use
         return importlib.import_module("skyrl_fast.train")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m skyrl_fast` is the command `skyrl-fast`."""
+"""Entry point of `python -m skyrl_fast`, the command `skyrl-fast`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `skyrl-fast`: train, view (look at a run), engine and retrieval (servers), doctor."""
+"""The command `skyrl-fast`: train, view a run, serve an engine or a corpus, doctor."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-SIGNAL_EXIT = 128  # plus the signal's number, as shells count
+SIGNAL_EXIT = 128  # plus the signal number, as in shells
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code.
+    """Run the command line and return the exit code.
 
-    0: done. 1: training failed. 2: put something right first. 130, 143: stopped, checkpoint left.
+    0: success. 1: training failed. 2: bad configuration or environment. 130, 143: stopped by a
+    signal, with a checkpoint.
     """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if options.command in ("train", "engine"):
-        options.overrides += rest  # those after an option, which argparse hands back
+        options.overrides += rest  # overrides after an option, which argparse does not assign
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "doctor":
@@ -55,38 +56,42 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser(
-        "train", help="train an agent", description="Train as CONFIG.yaml and the overrides say."
+        "train",
+        help="train an agent",
+        description="Train with the settings of a YAML file and overrides.",
     )
     train.add_argument("config", help="YAML file with the sections data, trainer, generator, ...")
     train.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that win over the file"
+        "overrides", nargs="*", metavar="key=value", help="settings that override the file"
     )
     train.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint, if there is one"
+        "--resume", action="store_true", help="resume from the newest checkpoint, if there is one"
     )
-    train.add_argument("--verbose", action="store_true", help="more of what goes on")
+    train.add_argument("--verbose", action="store_true", help="log at level INFO")
     view = commands.add_parser(
         "view",
-        help="look at a run's trajectories and curves in a browser",
-        description="Write a folder of static pages about a run; it needs no server.",
+        help="show a run's trajectories and metrics in a browser",
+        description="Write the report of a run as static pages; no server needed.",
     )
     add_view_arguments(view)
-    doctor = commands.add_parser("doctor", help="what is built, found and missing")
-    doctor.add_argument("--json", action="store_true", help="for machines")
+    doctor = commands.add_parser("doctor", help="report what is built, found and missing")
+    doctor.add_argument("--json", action="store_true", help="output as JSON")
     engine = commands.add_parser(
         "engine",
         help="serve a model to trainers",
-        description="vLLM's server as generator.inference_engine.external_server_urls wants it. "
-        "Whoever reaches its port can change its weights: keep it on a private network.",
+        description="Run vLLM's server for generator.inference_engine.external_server_urls. "
+        "Anyone who can reach its port can change its weights: keep it on a private network.",
     )
     engine.add_argument("config", help="the trainer's YAML file")
-    engine.add_argument("overrides", nargs="*", metavar="key=value", help="as for train")
+    engine.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that override the file"
+    )
     engine.add_argument("--host", default="127.0.0.1", help="address to listen on")
     engine.add_argument("--port", type=int, default=8000, help="port to listen on")
     retrieval = commands.add_parser(
         "retrieval",
         help="serve a corpus to search agents",
-        description="Search-R1's server: POST /retrieve, GET /health; BM25 by default.",
+        description="Search-R1's API: POST /retrieve, GET /health; BM25 by default.",
     )
     add_retrieval_arguments(retrieval)
     return parser
@@ -147,11 +152,11 @@ def _engine(options: argparse.Namespace) -> int:
     except (ValueError, EngineDeadError) as error:
         return _complain(str(error))
     serve(replace(setup, log_file=None), host=options.host, port=options.port)
-    raise AssertionError("unreachable: this process has become the server")
+    raise AssertionError("unreachable: the server has replaced this process")
 
 
 def summary(result: TrainResult) -> str:
-    """Return the end of a run in words: rewards before and after, files, one trajectory."""
+    """Return the summary of a run: rewards before and after, files, one trajectory."""
     done = f"{result.step} of {result.total_steps} steps"
     lines = ["", f"{'finished' if result.signal is None else 'stopped'}: {done}"]
     rewards = [
@@ -170,11 +175,11 @@ def summary(result: TrainResult) -> str:
         if path is not None:
             lines.append(f"{name + ':':16}{path}")
     if result.trajectories.is_dir():
-        lines.append(f"{'look at it:':16}skyrl-fast view {result.run_path}")
+        lines.append(f"{'view it:':16}skyrl-fast view {result.run_path}")
     if result.sample:
         lines += ["", "one trajectory:", result.sample]
     if result.signal is not None:
-        lines += ["", "the same command with --resume goes on"]
+        lines += ["", "run the same command with --resume to continue"]
     return "\n".join(lines) + "\n"
 
 

@@ -222,7 +222,7 @@ def test_padded_example():
     "batch.padding-uids",
     "batch.padding-last-step",
 )
-def test_padding_rows_copy_row_0_without_loss_as_separate_trajectories():
+def test_padding_rows_copy_row_0_with_loss_mask_0_and_are_separate_trajectories():
     batch = StepBatch.from_generator_output(worked_output())
     padded, plain = batch.padded(0, pad_size=7), batch.padded(0)
     for name in ("sequences", "attention_mask", "response_mask", "rewards", "rollout_logprobs"):
@@ -414,9 +414,9 @@ def test_micro_batches_of_all_ranks_cover_the_mini_batch():
     assert sorted(t for m in parts for t in m.tokens[: m.num_tokens].tolist()) == sorted(
         batch.tokens.tolist()
     )
-    complete = batch.micro_batches(1000)
-    assert len(complete) == 1
-    assert_same(complete[0], batch)
+    parts = batch.micro_batches(1000)
+    assert len(parts) == 1
+    assert_same(parts[0], batch)
 
 
 def test_rank_without_rows_gets_a_padding_row():
@@ -489,7 +489,7 @@ def test_save_and_load_round_trip(tmp_path):
 def test_load_refuses_other_files(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match="no safetensors file"):
+    with pytest.raises(ValueError, match="not a safetensors file"):
         StepBatch.load(path)
 
 

@@ -87,7 +87,7 @@ def test_rows_of_filtered_batches_equal_those_of_their_trajectories(
     assert_same(joined.trained, wanted.trained)
     one, other = training_batch(kept, config, joined), training_batch(kept, config)
     assert_same(one[0], other[0])
-    assert one[1] == other[1]
+    assert one[2] == other[2]
 
 
 def test_unchanged_batch_is_not_copied() -> None:

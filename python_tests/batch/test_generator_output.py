@@ -50,7 +50,7 @@ def check(output, step_wise=None, num_prompts=3):
     validate_generator_output(output, num_prompts=num_prompts, step_wise=step_wise)
 
 
-# --- section 2: step-wise validation, with one error per violation that names the row ------------
+# --- section 2: step-wise validation, each violation has its error, with the row -----------
 
 
 @pytest.mark.spec("output.parallel-lists")

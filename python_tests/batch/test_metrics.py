@@ -209,7 +209,7 @@ def test_batch_metrics():
 
 
 @pytest.mark.spec("metrics.intermediate-steps")
-def test_zero_reward_tokens_are_summed_over_complete_trajectories(rows):
+def test_tokens_of_zero_rewards_are_those_of_full_trajectories(rows):
     output_now = rows if isinstance(rows, dict) else output()
     batch = None if isinstance(rows, dict) else rows
     metrics = rollout_metrics(output_now, batch=batch)

@@ -16,7 +16,7 @@ from skyrl_fast.config import OptimizerConfig
 from skyrl_fast.train.model.critic import Critic, ValueModel
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy
-from skyrl_fast.train.parallel.ranks import Ranks, mirrored
+from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 
 BUDGET = 40  # tokens of a micro-batch: several for each rank
 
@@ -37,23 +37,23 @@ class Probe:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        ranks.join(self)
+        ranks.register(self)
 
-    @mirrored
+    @run_on_all_ranks
     def processes(self) -> list[int]:
         return self.ranks.gather([os.getpid()])
 
-    @mirrored
+    @run_on_all_ranks
     def echo(self, value: Any, *, of: Any = None) -> list[Any]:
         return self.ranks.gather([(self.ranks.rank, value, of is self)])
 
-    @mirrored
+    @run_on_all_ranks
     def fault_on(self, rank: int) -> None:
         if self.ranks.rank == rank:
             raise ValueError(f"a fault of rank {rank}")
         self.ranks.gather([0])
 
-    @mirrored
+    @run_on_all_ranks
     def nested(self) -> list[int]:
         return self.processes()
 

@@ -355,7 +355,7 @@ def test_invalid_options_error_names_the_option() -> None:
     steps = StepBatch.from_generator_output(output)
     with pytest.raises(ValueError, match="rewards must be 'token', 'last' or None"):
         steps.merged(rewards="mean")
-    with pytest.raises(ValueError, match="advantages must not be there yet"):
+    with pytest.raises(ValueError, match="advantages must be None"):
         steps.with_(advantages=advantages(steps)).merged()
     with pytest.raises(ValueError, match="loss_masks must be given"):
         merge_steps([[1]], [[2]], [0], drift="realign")

@@ -112,7 +112,7 @@ def test_resume_uses_the_newest_checkpoint(yaml: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("signal", "code"), [(2, 130), (15, 143)])
-def test_stopped_run_prints_how_to_resume(
+def test_stopped_runs_say_how_to_continue(
     yaml: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -123,7 +123,7 @@ def test_stopped_run_prints_how_to_resume(
     assert cli.main(["train", yaml]) == code
     printed = capsys.readouterr().out
     assert "stopped: 7 of 40 steps" in printed
-    assert "--resume goes on" in printed
+    assert "with --resume to continue" in printed
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,9 @@ def test_unknown_key_gets_a_suggestion(override: str, wanted: str) -> None:
 @pytest.mark.parametrize(
     ("override", "wanted"),
     [
-        ("trainer.seed=abc", "trainer.seed: wanted a whole number, got 'abc' (str)"),
-        ("trainer.seed=1.5", "trainer.seed: wanted a whole number, got 1.5 (float)"),
-        ("trainer.seed=true", "trainer.seed: wanted a whole number, got True (bool)"),
+        ("trainer.seed=abc", "trainer.seed: wanted an integer, got 'abc' (str)"),
+        ("trainer.seed=1.5", "trainer.seed: wanted an integer, got 1.5 (float)"),
+        ("trainer.seed=true", "trainer.seed: wanted an integer, got True (bool)"),
         ("trainer.plot=1", "trainer.plot: wanted true or false"),
         ("trainer.policy=3", "trainer.policy: wanted a section"),
         ("trainer.train_batch_size=0", "trainer.train_batch_size: wanted at least 1, got 0"),
@@ -115,12 +115,12 @@ def test_unknown_key_gets_a_suggestion(override: str, wanted: str) -> None:
         ("trainer.seed=1700000000000000000", "trainer.seed: wanted at most 4294967295, got 17"),
         (
             "generator.sampling_params.additional_kwargs={n: 2}",
-            "generator.sampling_params.additional_kwargs: wanted parameters of vLLM that are "
-            "neither settings nor the agent loop's own, got n",
+            "generator.sampling_params.additional_kwargs: wanted vLLM parameters that neither the "
+            "settings nor the agent loop set, got n",
         ),
         (
             "generator.eval_sampling_params.additional_kwargs={temperature: 0.5}",
-            "generator.eval_sampling_params.additional_kwargs: wanted parameters of vLLM that",
+            "generator.eval_sampling_params.additional_kwargs: wanted vLLM parameters that neither",
         ),
     ],
 )
@@ -142,7 +142,7 @@ def test_kl_horizon_of_a_fifth_of_a_batch_is_refused() -> None:
     control = "trainer.algorithm.kl_ctrl={type: adaptive, horizon: 64}"
     assert load_config(None, [*NEEDED, control])  # without effect
     message = error_of(control, "trainer.algorithm.use_kl_in_reward=true")  # 64 prompts, 5 samples
-    assert "kl_ctrl.horizon: wanted more than 64, or one batch could make" in message
+    assert "kl_ctrl.horizon: wanted more than 64 (otherwise one batch can make" in message
 
 
 @pytest.mark.spec("replay.settings")
@@ -155,7 +155,7 @@ def test_replay_needs_recorded_routes() -> None:
     assert "is trainer.policy.moe_enable_routing_replay" in error_of(skyrl)
 
 
-def test_integer_is_accepted_as_a_float() -> None:
+def test_an_integer_is_a_number() -> None:
     config = load_config(None, [*NEEDED, "trainer.policy.optimizer_config.lr=0"])
     assert config.trainer.policy.optimizer_config.lr == 0.0
 

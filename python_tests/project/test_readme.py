@@ -73,9 +73,9 @@ def test_ops_example_gives_the_advantages_of_its_comment() -> None:
 
 
 def test_yaml_blocks_are_valid_settings() -> None:
-    texts = [text for page in PAGES for text in blocks(page, "yaml")]
-    assert texts
-    for text in texts:
+    blocks_found = [text for page in PAGES for text in blocks(page, "yaml")]
+    assert blocks_found
+    for text in blocks_found:
         build_config(yaml.safe_load(text))
 
 

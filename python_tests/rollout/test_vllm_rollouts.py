@@ -72,8 +72,8 @@ def test_engine_and_trainer_use_the_same_model_path(
         vllm_setup(config, path)
 
 
-@pytest.mark.parametrize(("text", "wanted"), [("{", "no JSON"), ("[]", "got list")])
-def test_invalid_model_config_is_named(text: str, wanted: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "wanted"), [("{", "invalid JSON"), ("[]", "got list")])
+def test_a_models_broken_settings_are_named(text: str, wanted: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     needed = ["data.train_data=[x.jsonl]", f"trainer.policy.model.path={tmp_path}"]
     with pytest.raises(ValueError, match=rf"config\.json: .*{wanted}"):

@@ -1,4 +1,4 @@
-"""Asynchronous training, with rollouts that sample from the policy at varying speed.
+"""Asynchronous training, with rollouts that sample from the model itself, at their own pace.
 
 What is random in a real run (which group ends when) is drawn from a seed here.
 """
@@ -228,7 +228,7 @@ class DiedError(Exception):
 def test_each_sample_is_trained_exactly_once_after_kill_and_resume(
     folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = Counter((uid, r) for _, uid, r in trained(train(settings(folder, "full"))))
+    undisturbed = Counter((uid, r) for _, uid, r in trained(train(settings(folder, "expected"))))
     moments = random.Random(seed)
     name = f"killed{seed}"
     outcome = None
@@ -251,7 +251,7 @@ def test_each_sample_is_trained_exactly_once_after_kill_and_resume(
                     assert len(state["groups"]["in_flight"]) <= 12
     once = Counter((uid.partition("~")[0], r) for _, uid, r in trained(outcome))
     assert outcome.step == 12
-    assert once == Counter({(uid.partition("~")[0], r): 2 for uid, r in expected})
+    assert once == Counter({(uid.partition("~")[0], r): 2 for uid, r in undisturbed})
 
 
 @pytest.mark.spec("async.resume")
@@ -271,7 +271,9 @@ FILTER = "trainer.algorithm.dynamic_sampling.type=filter"
 
 @pytest.mark.spec("async.dynamic-sampling")
 @pytest.mark.parametrize("kind", ["filter", "replace"])
-def test_dynamic_sampling_replaces_dropped_groups_by_the_next(folder: Path, kind: str) -> None:
+def test_dynamic_sampling_drops_complete_groups_and_the_next_take_their_place(
+    folder: Path, kind: str
+) -> None:
     class Graded(PacedRollouts):
         async def generate(
             self, prompts: Sequence[Prompt], *, step: int, phase: str
@@ -366,7 +368,7 @@ def test_error_in_a_group_ends_the_run_with_a_checkpoint(folder: Path) -> None:
 
 
 @pytest.mark.spec("async.interrupt")
-def test_signal_leaves_a_checkpoint_and_the_run_resumes(folder: Path) -> None:
+def test_a_signal_leaves_a_checkpoint_and_the_run_resumes(folder: Path) -> None:
     class Interrupted(PacedRollouts):
         async def fault(self, prompt: Prompt, step: int) -> None:
             if len(self.started) == 30:
@@ -417,7 +419,7 @@ def test_engine_is_repaired_while_the_trainer_waits(folder: Path) -> None:
 def test_long_waits_are_logged(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyrl_fast.train.flow.group_flow.WORD_SECONDS", 0.05)
+    monkeypatch.setattr("skyrl_fast.train.flow.group_flow.WAIT_LOG_SECONDS", 0.05)
 
     class Slow(PacedRollouts):
         async def fault(self, prompt: Prompt, step: int) -> None:

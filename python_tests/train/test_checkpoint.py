@@ -1,4 +1,4 @@
-"""Checkpoints are atomic; the run folder has one owner."""
+"""Checkpoints are complete or absent; a run folder has one owner."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def test_next_checkpoint_deletes_the_files_left_by_a_kill(tmp_path: Path) -> Non
         (tmp_path / left).mkdir(parents=True)
         (tmp_path / left / "weights").write_text("half")
     (tmp_path / "step_000003").mkdir()
-    write_checkpoint(tmp_path, 5, write_text("complete"))  # step 2 is not written again
-    # Without its successor it is complete: the kill came between the two renames.
+    write_checkpoint(tmp_path, 5, write_text("new"))  # never step 2 again
+    # The one without its successor is complete: the kill came between the two renames.
     assert names(tmp_path) == [".step_000004.old", "step_000003", "step_000005"]
 
 

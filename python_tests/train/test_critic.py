@@ -131,7 +131,7 @@ def test_batch_without_trained_tokens_changes_nothing() -> None:
 
 
 @pytest.mark.spec("advantage.critic-tokens")
-def test_saved_critic_continues_identically(tmp_path: Path) -> None:
+def test_a_restored_critic_continues_as_if_nothing_happened(tmp_path: Path) -> None:
     batch, critic = make_batch(), make_critic()
     critic.update(batch)
     critic.save(tmp_path / "critic")

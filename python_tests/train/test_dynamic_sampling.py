@@ -1,4 +1,4 @@
-"""Informative groups: selected by outcomes, kept complete, replaced by copies."""
+"""Dynamic sampling: groups are judged by outcomes, kept as a unit, or replaced by copies."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_filter_fails_after_its_limit() -> None:
 
 
 @pytest.mark.spec("filter.dynamic-limit")
-def test_filter_without_a_limit_continues() -> None:
+def test_without_a_limit_it_continues() -> None:
     groups = sampling("filter", 1, max_sample_batches=-1)
     assert not any(groups.add(group(str(i), 1.0, 1.0), set()) for i in range(50))
     assert groups.add(group("last", 1.0, 0.0), {"last"})
@@ -215,7 +215,7 @@ outcomes = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=3)
     st.lists(st.lists(st.tuples(outcomes, st.integers(1, 3)), min_size=1, max_size=3), max_size=6),
     st.integers(1, 4),
 )
-def test_filtered_batches_contain_complete_informative_groups(batches: list, wanted: int) -> None:
+def test_filtered_batches_hold_complete_informative_groups(batches: list, wanted: int) -> None:
     groups = sampling("filter", wanted, max_sample_batches=-1)
     every: dict[str, list[Trajectory]] = {}
     enough = False
@@ -223,15 +223,15 @@ def test_filtered_batches_contain_complete_informative_groups(batches: list, wan
         made = {f"{number}-{i}": group(f"{number}-{i}", *o, turns=t) for i, (o, t) in
                 enumerate(batch)}  # fmt: skip
         every |= made
-        rows = [t for own in made.values() for t in own]
+        rows = [t for group in made.values() for t in group]
         step_batch = batch_from_trajectories(rows)
         good = informative(step_batch)
         enough = groups.add(rows, {u for u, g in zip(step_batch.uids, good, strict=True) if g})
         if enough:
             break
     wanted_uids = [
-        uid for uid, own in every.items()
-        if len(own) == 1 or len({t.steps[-1].reward for t in own}) > 1
+        uid for uid, group in every.items()
+        if len(group) == 1 or len({t.steps[-1].reward for t in group}) > 1
     ]  # fmt: skip
     assert enough == (len(wanted_uids) >= wanted)
     kept = groups.trajectories()

@@ -1,4 +1,4 @@
-"""Advantage estimators in the trainer: their inputs, settings, and complete runs."""
+"""Advantage estimators in the trainer: inputs, settings, full runs."""
 
 from __future__ import annotations
 
@@ -88,9 +88,10 @@ def config(*overrides: str) -> Config:
 
 def with_estimates(*overrides: str) -> StepBatch:
     settings = config(*overrides)
-    batch, _ = training_batch(group(), settings)
+    batch, units, _ = training_batch(group(), settings)
     batch, _, _ = with_advantages(
         batch,
+        units,
         settings.trainer.algorithm,
         policy=None,  # type: ignore[arg-type]
         reference=None,
@@ -150,7 +151,7 @@ def test_other_estimators_are_normalized_on_request(estimator: str) -> None:
 
 @pytest.mark.spec("advantage.trainer-names")
 def test_gae_takes_its_values_from_the_batch() -> None:
-    batch, _ = training_batch(group(), config())
+    batch, _, _ = training_batch(group(), config())
     values = torch.arange(10.0) / 10
     got = estimated(batch.with_(values=values), estimator="gae", gamma=0.9, lambd=0.8)
     advantages_, returns = gae(
@@ -171,7 +172,7 @@ def test_gae_takes_its_values_from_the_batch() -> None:
 def test_reward_of_an_empty_response_is_kept() -> None:
     steps = [step(1.0), step(4.0, length=0), step(2.0)]
     others = [step(8.0, length=0), step(1.0)]
-    batch, _ = training_batch([trajectory("a", 0, steps), trajectory("a", 1, others)], config())
+    batch, _, _ = training_batch([trajectory("a", 0, steps), trajectory("a", 1, others)], config())
     got = advantages(batch, estimator="reinforce++")
     to_go = torch.tensor([7.0, 7, 2, 2, 1, 1])  # the 8 came before the first trained token
     torch.testing.assert_close(got, (to_go - to_go.mean()) / to_go.std(correction=0))
@@ -181,12 +182,12 @@ def test_merged_rows_keep_every_reward() -> None:
     grown = [step(1.0, prompt=[1]), step(2.0, prompt=[1, 5, 5, 9])]
     both = [trajectory("a", 0, grown), trajectory("a", 1, grown)]
     merge = "generator.merge_stepwise_output=true"
-    merged, _ = training_batch(
+    merged, _, _ = training_batch(
         both, config(merge, "trainer.algorithm.advantage_estimator=reinforce++")
     )
     assert merged.num_rows == 2
     assert merged.rewards.tolist() == [0.0, 1.0, 0.0, 0.0, 2.0] * 2
-    outcome, _ = training_batch(both, config(merge))
+    outcome, _, _ = training_batch(both, config(merge))
     assert outcome.rewards.tolist() == [0.0, 0.0, 0.0, 0.0, 2.0] * 2
 
 
@@ -199,13 +200,13 @@ def test_anchor_is_the_last_environment_message() -> None:
 
 
 def test_gigpo_without_anchors_is_refused() -> None:
-    batch, _ = training_batch(group(), config())
+    batch, _, _ = training_batch(group(), config())
     with pytest.raises(ValueError, match="gigpo needs the batch's anchor_ids"):
         advantages(batch, estimator="gigpo")
 
 
-def test_row_selection_includes_all_columns() -> None:
-    batch, _ = training_batch(group(), config("trainer.algorithm.advantage_estimator=gigpo"))
+def test_columns_follow_their_rows() -> None:
+    batch, _, _ = training_batch(group(), config("trainer.algorithm.advantage_estimator=gigpo"))
     batch = batch.with_(values=torch.arange(10.0), returns=torch.arange(10.0) + 0.5)
     part = batch.rows([1, 3])
     assert part.anchor_ids.tolist() == [1, 1]
@@ -223,19 +224,19 @@ def test_row_selection_includes_all_columns() -> None:
                 "trainer.algorithm.advantage_estimator=gigpo",
                 "generator.merge_stepwise_output=true",
             ],
-            "gigpo judges turns and wants a row for each",
+            "gigpo is per turn and needs a row for each turn",
         ),
         (
             [
                 "trainer.algorithm.advantage_estimator=turn_level_group",
                 "generator.step_wise_trajectories=false",
             ],
-            "turn_level_group judges turns",
+            "turn_level_group is per turn",
         ),
         (["trainer.critic_mini_batch_size=3"], "critic_mini_batch_size: wanted a divisor"),
         (["trainer.critic.optimizer_config.adam_betas=[2,0]"], "critic.optimizer_config.adam_beta"),
         (["trainer.algorithm.gamma=1.1"], "gamma: wanted at most 1"),
-        (["trainer.algorithm.value_head_prefix=v"], "the head has a file of its own"),
+        (["trainer.algorithm.value_head_prefix=v"], "the head is stored in a separate file"),
         (["trainer.algorithm.advantage_estimator=ppo"], "wanted one of grpo"),
     ],
 )
@@ -258,7 +259,7 @@ def test_critic_has_separate_defaults() -> None:
     assert settings.trainer.policy.optimizer_config.lr == 1e-6
 
 
-# --- complete runs -------------------------------------------------------------------------------
+# --- full runs ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -364,7 +365,7 @@ def test_resumed_gae_run_equals_an_uninterrupted_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = [*gae_settings(folder), "trainer.epochs=3"]
-    expected = run(folder, "full", *options)
+    expected = run(folder, "expected", *options)
     with monkeypatch.context() as patch, pytest.raises(DiedError):
         patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
         run(folder, "broken", *options, death=3)

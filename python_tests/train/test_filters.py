@@ -72,7 +72,7 @@ def two_turns_cut() -> StepBatch:
 
 
 @pytest.mark.spec("filter.order", "filter.overlong")
-def test_overlong_masks_the_trajectory_by_its_last_row() -> None:
+def test_overlong_masks_the_full_trajectory_by_its_last_row() -> None:
     batch, metrics = overlong_filter(two_turns_cut())
     assert masks_of(batch) == ["00", "000", "11", "11", "1"]
     assert metrics == {"generate/num_overlong_filtered": 1.0}
@@ -285,7 +285,9 @@ def test_random_batches_by_trajectory(table: list) -> None:
     rows = rows_of(table)
     batch = batch_of(*rows)
     owners = [(row.group, row.repetition) for row in rows]
-    last = {owner: list(own)[-1] for owner, own in groupby(rows, key=lambda r: (r[0], r[1]))}
+    last = {
+        owner: list(members)[-1] for owner, members in groupby(rows, key=lambda r: (r[0], r[1]))
+    }
     live = {owner: any("1" in r.mask for r in rows if (r[0], r[1]) == owner) for owner in last}
 
     want = [
@@ -332,7 +334,7 @@ def test_masking_does_not_change_other_advantages(table: list) -> None:
 
 def test_sequences_of_a_batch() -> None:
     units = sequences(two_turns_cut().with_padding_rows(1), "trajectory")
-    assert units.of_row.tolist() == [0, 0, 1, 1, 2]
+    assert units.sequence_ids.tolist() == [0, 0, 1, 1, 2]
     assert units.last_rows.tolist() == [1, 3, 4]
     assert units.group_ids.tolist() == [0, 0, 1]
     assert units.scores.tolist() == [1, 1, 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,11 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import KlCtrlConfig
 from skyrl_fast.train.algorithm.advantages import advantages
 from skyrl_fast.train.algorithm.kl_reward import kl_in_reward, next_kl_coef
+from skyrl_fast.train.algorithm.sequence_scope import sequences
+
+
+def penalized(batch: StepBatch, **options: Any) -> tuple[StepBatch, dict[str, float]]:
+    return kl_in_reward(batch, sequences(batch, "trajectory"), **options)
 
 
 def with_differences(batch: StepBatch, differences: list[float]) -> StepBatch:
@@ -32,8 +39,8 @@ def two_trajectories() -> StepBatch:
 
 @pytest.mark.spec("advantage.kl-in-reward", "advantage.kl-in-outcome")
 def test_penalty_of_each_token_and_of_the_trajectory() -> None:
-    batch, metrics = kl_in_reward(two_trajectories(), coef=0.1, estimator="k1", outcome=True)
-    # Each token's own penalty, and the first row's 0.075 on the last row's last token.
+    batch, metrics = penalized(two_trajectories(), coef=0.1, estimator="k1", outcome=True)
+    # The penalty of each token, and the first row's 0.075 on the last row's last token.
     want = [-0.05, -0.025, -0.1, 1.0 - 0.075, 0.0, -0.05]
     torch.testing.assert_close(batch.rewards, torch.tensor(want))
     # Scores: 1 minus the penalty of all trained tokens of the trajectory.
@@ -49,33 +56,33 @@ def test_penalty_of_each_token_and_of_the_trajectory() -> None:
 
 
 @pytest.mark.spec("advantage.kl-in-outcome")
-def test_turn_estimators_get_the_penalty_of_each_row() -> None:
-    batch, _ = kl_in_reward(two_trajectories(), coef=0.1, estimator="k1", outcome=False)
+def test_estimators_of_every_step_get_the_penalty_of_each_row() -> None:
+    batch, _ = penalized(two_trajectories(), coef=0.1, estimator="k1", outcome=False)
     torch.testing.assert_close(batch.row_rewards, torch.tensor([-0.075, 0.9, -0.05]))
     torch.testing.assert_close(batch.rewards[3], torch.tensor(1.0))
 
 
 def test_last_row_without_response_has_the_penalty_in_its_score() -> None:
     batch = with_differences(batch_of(Row("a", 0, 0.0), Row("a", 0, 1.0, mask="")), [0.5, 0.5])
-    batch, _ = kl_in_reward(batch, coef=1.0, estimator="k1", outcome=True)
+    batch, _ = penalized(batch, coef=1.0, estimator="k1", outcome=True)
     assert batch.row_rewards.tolist() == [-1.0, 0.0]
 
 
 def test_zero_penalty_keeps_rewards_and_padding_rows() -> None:
     batch = two_trajectories()
-    same, metrics = kl_in_reward(batch, coef=0.0, estimator="k3", outcome=True)
+    same, metrics = penalized(batch, coef=0.0, estimator="k3", outcome=True)
     assert torch.equal(same.rewards, batch.rewards)
-    padded, padded_metrics = kl_in_reward(
+    padded, padded_metrics = penalized(
         batch.with_padding_rows(2), coef=0.5, estimator="k3", outcome=True
     )
-    plain, metrics = kl_in_reward(batch, coef=0.5, estimator="k3", outcome=True)
+    plain, metrics = penalized(batch, coef=0.5, estimator="k3", outcome=True)
     assert padded_metrics == metrics
     assert padded.row_rewards.tolist() == [*plain.row_rewards.tolist(), 0, 0]
 
 
 def test_all_masked() -> None:
     batch = with_differences(batch_of(Row("a", 0, 1.0, mask="00")), [3.0, float("nan")])
-    changed, metrics = kl_in_reward(batch, coef=0.5, estimator="k1", outcome=True)
+    changed, metrics = penalized(batch, coef=0.5, estimator="k1", outcome=True)
     assert changed.row_rewards.tolist() == [1.0]
     assert metrics["loss/avg_kl"] == 0.0
 
@@ -83,7 +90,7 @@ def test_all_masked() -> None:
 @pytest.mark.parametrize("missing", ["old_logprobs", "ref_logprobs"])
 def test_missing_logprobs(missing: str) -> None:
     with pytest.raises(ValueError, match=f"kl_in_reward: batch must have {missing}"):
-        kl_in_reward(
+        penalized(
             two_trajectories().with_(**{missing: None}), coef=1.0, estimator="k1", outcome=True
         )
 
@@ -93,24 +100,24 @@ turns = st.lists(st.sampled_from(["1", "11", "10", "0", "101"]), min_size=1, max
 
 @pytest.mark.spec("advantage.kl-in-outcome")
 @given(st.lists(turns, min_size=1, max_size=5), st.integers(0, 999), st.booleans())
-def test_random_batches(table: list[list[str]], seed: int, outcome: bool) -> None:
-    rows = [Row("g", j, 1.0, mask=mask) for j, own in enumerate(table) for mask in own]
+def test_any_batch(table: list[list[str]], seed: int, outcome: bool) -> None:
+    rows = [Row("g", j, 1.0, mask=mask) for j, masks in enumerate(table) for mask in masks]
     num = sum(len(row.mask) for row in rows)
     random = np.random.default_rng(seed)
     batch = with_differences(batch_of(*rows), random.normal(size=num).tolist())
-    changed, metrics = kl_in_reward(batch, coef=0.25, estimator="k2", outcome=outcome)
+    changed, metrics = penalized(batch, coef=0.25, estimator="k2", outcome=outcome)
     kl = 0.5 * (batch.old_logprobs - batch.ref_logprobs).square() * batch.loss_mask
     per_row = [float(part.sum()) for part in kl.split([len(row.mask) for row in rows])]
     at, means = 0, []
-    for own in table:
-        ours = per_row[at : at + len(own)]
+    for masks in table:
+        ours = per_row[at : at + len(masks)]
         want = [1.0 - 0.25 * value for value in ours]
         if outcome:
             want[-1] = 1.0 - 0.25 * sum(ours)
-        assert changed.row_rewards[at : at + len(own)].tolist() == pytest.approx(want, abs=1e-6)
-        trained = sum(mask.count("1") for mask in own)
+        assert changed.row_rewards[at : at + len(masks)].tolist() == pytest.approx(want, abs=1e-6)
+        trained = sum(mask.count("1") for mask in masks)
         means += [sum(ours) / trained] if trained else []
-        at += len(own)
+        at += len(masks)
     assert metrics["loss/avg_kl"] == pytest.approx(np.mean(means) if means else 0.0)
     sums = [float(part.sum()) for part in changed.rewards.split([len(r.mask) for r in rows])]
     assert changed.row_rewards.tolist() == pytest.approx(sums, abs=1e-6)

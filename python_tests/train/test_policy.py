@@ -56,7 +56,7 @@ def mixed_batch(seed: int = 0) -> StepBatch:
 
 
 def full_logprobs(model: Any, batch: StepBatch) -> torch.Tensor:
-    """Return (A,) logprobs from the model's full logits, one row at a time."""
+    """(A,) from the model's logits, one row at a time."""
     result = []
     for row in range(batch.num_rows):
         tokens = batch.tokens[batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]].long()
@@ -113,7 +113,7 @@ def test_head_dtype_follows_the_forward_pass_or_the_setting(
     assert model.get_output_embeddings().weight.grad.dtype == torch.float32
 
 
-def test_growing_steps_share_a_sequence() -> None:
+def test_steps_that_extend_each_other_share_a_sequence() -> None:
     batch = rollout_batch(tiny_model())
     everything = np.ones(batch.num_rows, dtype=bool)
     assert sequence_hosts(batch, everything).tolist() == [
@@ -124,7 +124,7 @@ def test_growing_steps_share_a_sequence() -> None:
     assert sum(len(micro.target_ids) for micro in plan) == int(batch.loss_mask.sum())
 
 
-def test_rewritten_context_has_its_own_sequence() -> None:
+def test_a_rewritten_context_keeps_a_separate_sequence() -> None:
     batch = rollout_batch(tiny_model())
     tokens = batch.tokens.clone()
     tokens[int(batch.cu_seqlens[1])] += 1  # the second step's context starts differently
@@ -172,14 +172,14 @@ def test_metrics_do_not_depend_on_the_split() -> None:
         )
         for budget in (10_000, 20, 1)
     ]
-    full = found[0]
-    both = full["policy/policy_loss"] + 0.5 * full["policy/kl_loss"]
-    assert both == pytest.approx(full["policy/loss"], rel=1e-5)
+    expected = found[0]
+    both = expected["policy/policy_loss"] + 0.5 * expected["policy/kl_loss"]
+    assert both == pytest.approx(expected["policy/loss"], rel=1e-5)
     split = {"policy/num_micro_batches", "policy/forward_tokens"}
     for other in found[1:]:
-        assert other.keys() == full.keys()
-        for name in full.keys() - split:
-            assert other[name] == pytest.approx(full[name], rel=1e-4, abs=1e-6), name
+        assert other.keys() == expected.keys()
+        for name in expected.keys() - split:
+            assert other[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
 def test_masked_tokens_have_no_gradient() -> None:

@@ -49,13 +49,13 @@ def test_prompt_rows(tmp_path: Path) -> None:
     [
         ("a.jsonl", '{"prompt": 3}\n', "row 0: prompt: wanted a list of messages"),
         ("a.jsonl", "[1]\n", "row 0: wanted a mapping"),
-        ("a.jsonl", '{"prompt": "x"}\n{', "line 2: no JSON"),
+        ("a.jsonl", '{"prompt": "x"}\n{', "line 2: invalid JSON"),
         (
             "a.jsonl",
             b'{"prompt": "x"}\n{"prompt": "\xe9"}',
-            r"a\.jsonl, line 2: no JSON: 'utf-8' codec",
+            r"a\.jsonl, line 2: invalid JSON: 'utf-8' codec",
         ),
-        ("a.json", b'[{"prompt": "\xe9"}]', r"a\.json: no JSON: 'utf-8' codec"),
+        ("a.json", b'[{"prompt": "\xe9"}]', r"a\.json: invalid JSON: 'utf-8' codec"),
         ("a.json", "{}", "wanted a list of rows"),
         ("a.csv", "x", "wanted .jsonl, .json or .parquet"),
     ],

@@ -1,4 +1,4 @@
-"""The processes of ranks: calls, faults and exits; a complete run with two ranks."""
+"""Rank processes: calls, faults, exits; a full run of two."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ def gone(process: int, seconds: float = 10.0) -> bool:
 def test_call_reaches_all_ranks(tmp_path: Path) -> None:
     with started_ranks(2, Probe, cuda=False, folder=tmp_path) as ranks:
         probe = Probe(ranks)
-        own, other = probe.processes()
-        assert own == os.getpid() != other
+        first, other = probe.processes()
+        assert first == os.getpid() != other
         view = torch.arange(1000)[::10].bool()
         found = probe.echo({"view": view, "none": None}, of=probe)
         assert [(rank, mine) for rank, _, mine in found] == [(0, True), (1, True)]
         assert all(torch.equal(value["view"], view) for _, value, _ in found)
-        with pytest.raises(RuntimeError, match="processes: called by another mirrored function"):
+        nested = "processes: called by another run_on_all_ranks function"
+        with pytest.raises(RuntimeError, match=nested):
             probe.nested()
     assert gone(other)
 
@@ -60,7 +61,7 @@ def test_call_reaches_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.spec("update.rank-exit")
 def test_exception_on_a_rank_ends_the_call_with_its_reason(probe: Probe) -> None:
     other = probe.processes()[1]
-    with pytest.raises(RankError, match=r"rank 1 ended with exit code 1; .*a fault of rank 1"):
+    with pytest.raises(RankError, match=r"rank 1 exited with code 1; .*a fault of rank 1"):
         probe.fault_on(1)
     with pytest.raises(RankError, match="a fault of rank 1"):  # nothing waits for it any more
         probe.processes()
@@ -70,7 +71,7 @@ def test_exception_on_a_rank_ends_the_call_with_its_reason(probe: Probe) -> None
 @pytest.mark.spec("update.rank-exit")
 def test_rank_that_is_killed_is_named(probe: Probe) -> None:
     os.kill(probe.processes()[1], signal.SIGKILL)
-    with pytest.raises(RankError, match="rank 1 ended with exit code -9"):
+    with pytest.raises(RankError, match="rank 1 exited with code -9"):
         probe.processes()
 
 
@@ -82,20 +83,20 @@ def test_rank_that_exits_while_idle_is_named_by_the_next_call(
     other = probe.processes()[1]
     os.kill(other, signal.SIGKILL)
     assert gone(other)
-    time.sleep(1.0)  # otherwise rank 0 would have exited by now
-    with pytest.raises(RankError, match="rank 1 ended with exit code -9"):
+    time.sleep(1.0)  # else rank 0 would be gone by now
+    with pytest.raises(RankError, match="rank 1 exited with code -9"):
         probe.processes()
 
 
 def listening(process: int) -> set[str]:
     """Return the addresses that a process listens on, as in /proc."""
     links = (os.readlink(f) for f in Path(f"/proc/{process}/fd").iterdir() if f.is_symlink())
-    own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    sockets = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and fields[9] in own:
+            if fields[3] == "0A" and fields[9] in sockets:
                 found.add(fields[1].partition(":")[0])
     return found
 
@@ -106,7 +107,7 @@ def test_ranks_listen_on_loopback_only(probe: Probe) -> None:
         assert listening(process) == {"0100007F"}  # 127.0.0.1
 
 
-def test_error_on_rank_0_is_raised_and_leaves_no_processes(tmp_path: Path) -> None:
+def test_an_error_of_rank_0_is_raised_and_leaves_no_process(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match="a fault of rank 0"),
         started_ranks(2, Probe, cuda=False, folder=tmp_path) as ranks,
@@ -116,7 +117,9 @@ def test_error_on_rank_0_is_raised_and_leaves_no_processes(tmp_path: Path) -> No
         try:
             probe.fault_on(0)
         finally:
-            with pytest.raises(RankError, match="rank 0 left the others behind: ValueError"):
+            with pytest.raises(
+                RankError, match="rank 0 is out of sync with the others: ValueError"
+            ):
                 probe.processes()
     assert gone(other)
 
@@ -143,7 +146,7 @@ def test_process_in_another_process_group_is_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with (
-            pytest.raises(RankError, match=r"in a process group of .* already"),
+            pytest.raises(RankError, match=r"already in a torch.distributed process group"),
             started_ranks(2, Probe, cuda=False, folder=tmp_path),
         ):
             pass
@@ -173,7 +176,7 @@ def test_rank_that_exits_before_connecting_does_not_hang_the_others(tmp_path: Pa
     with script(ENDS_EARLY, tmp_path, stderr=subprocess.PIPE) as child:
         said, errors = child.communicate(timeout=60)
     assert child.returncode == 1 and not said
-    assert "rank 1 ended with exit code 3" in errors
+    assert "rank 1 exited with code 3" in errors
 
 
 KILLED = """
@@ -208,8 +211,8 @@ def script(text: str, folder: Path, **options: Any) -> subprocess.Popen[str]:
 def test_no_process_is_left_when_rank_0_is_killed(tmp_path: Path) -> None:
     with script(KILLED, tmp_path) as child:
         assert child.stdout is not None
-        own, other, tool = map(int, child.stdout.readline().split())
-        os.kill(own, signal.SIGKILL)
+        rank_0, other, tool = map(int, child.stdout.readline().split())
+        os.kill(rank_0, signal.SIGKILL)
     try:
         assert gone(other)
     finally:
@@ -238,7 +241,7 @@ def test_script_that_trains_on_import_gets_advice(folder: Path) -> None:
         [sys.executable, str(script), *options], env=environment, capture_output=True, text=True
     )
     assert 'put the call below `if __name__ == "__main__":`' in ended.stderr
-    assert "the ranks did not start: rank 1 ended with exit code 1" in ended.stderr
+    assert "the ranks did not start: rank 1 exited with code 1" in ended.stderr
 
 
 @pytest.mark.spec("update.rank-count")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_fast.train.model.forward_pass import MicroBatch
-from skyrl_fast.train.parallel.rank_shares import own_micro_batches
+from skyrl_fast.train.parallel.rank_shares import local_micro_batches
 from skyrl_fast.train.parallel.ranks import Ranks
 
 
@@ -39,7 +39,7 @@ def micro_of(rows: list[int], num_tokens: int) -> MicroBatch:
 def test_each_row_is_assigned_once_and_ranks_get_equal_numbers_of_passes(
     lengths: list[int], budget: int, size: int
 ) -> None:
-    shares = [own_micro_batches(micros_of(lengths), budget, Ranks(r, size)) for r in range(size)]
+    shares = [local_micro_batches(micros_of(lengths), budget, Ranks(r, size)) for r in range(size)]
     assert len({len(share) for share in shares}) == 1
     taken = [int(row) for share in shares for micro in share for row in micro.rows]
     assert sorted(taken) == list(range(len(lengths)))
@@ -49,14 +49,17 @@ def test_each_row_is_assigned_once_and_ranks_get_equal_numbers_of_passes(
 
 @pytest.mark.spec("update.micro-batches")
 def test_no_pass_is_larger_than_the_budget() -> None:
-    shares = [own_micro_batches(micros_of([1] * 1000), 8, Ranks(rank, 3)) for rank in range(3)]
+    shares = [local_micro_batches(micros_of([1] * 1000), 8, Ranks(rank, 3)) for rank in range(3)]
     assert max(micro.input_ids.numel() for share in shares for micro in share) == 8
 
 
 @pytest.mark.spec("update.micro-batches")
 def test_batch_below_the_budget_is_shared() -> None:
     plan = micros_of([10] * 8)
-    shares = [own_micro_batches(plan, 1000, Ranks(rank, 4)) for rank in range(4)]
+    shares = [local_micro_batches(plan, 1000, Ranks(rank, 4)) for rank in range(4)]
     assert [[micro.input_ids.numel() for micro in share] for share in shares] == [[20]] * 4
-    full = [own_micro_batches(plan, 1000, Ranks(r, 4), divisible=False) for r in range(4)]
-    assert [[micro.input_ids.numel() for micro in share] for share in full] == [[80], *[[1]] * 3]
+    undivided = [local_micro_batches(plan, 1000, Ranks(r, 4), divisible=False) for r in range(4)]
+    assert [[micro.input_ids.numel() for micro in share] for share in undivided] == [
+        [80],
+        *[[1]] * 3,
+    ]

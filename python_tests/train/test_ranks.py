@@ -22,7 +22,7 @@ from skyrl_fast.config import AlgorithmConfig
 from skyrl_fast.rollout.engine.weights_file import WeightsFile
 from skyrl_fast.train.model.policy import Policy, load_model
 from skyrl_fast.train.parallel.rank_processes import started_ranks
-from skyrl_fast.train.parallel.ranks import ALONE
+from skyrl_fast.train.parallel.ranks import SINGLE_RANK
 from skyrl_fast.train.update import update_policy
 
 CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-6}  # float32 sums in another order
@@ -49,7 +49,7 @@ def both(
     size = min(NUM_RANKS, GPUS) if cuda else NUM_RANKS
     folder = tmp_path_factory.mktemp("ranks")
     with started_ranks(size, make_models, cuda=cuda, folder=folder) as ranks:
-        yield Both(make_models(ALONE), make_models(ranks))
+        yield Both(make_models(SINGLE_RANK), make_models(ranks))
 
 
 def weights(policy: Any) -> dict[str, torch.Tensor]:
@@ -79,7 +79,7 @@ def update(models: Models, name: str, batch: StepBatch, **options: Any) -> dict[
 
 CASES: dict[str, tuple[str, AlgorithmConfig]] = {
     "one head for in and out": ("tied", AlgorithmConfig()),
-    "own head": ("untied", AlgorithmConfig(policy_loss_type="dual_clip")),
+    "untied head": ("untied", AlgorithmConfig(policy_loss_type="dual_clip")),
     "layers within layers": ("nested", AlgorithmConfig()),
     "prefix trees": ("tree", AlgorithmConfig(use_entropy_loss=True)),
     "replayed routes": ("experts", AlgorithmConfig()),

@@ -1,4 +1,4 @@
-"""Router replay: recorded experts, their gates from the router, gradients to the router."""
+"""Router replay: recorded experts, the router's gates for them, gradients to the router."""
 
 from __future__ import annotations
 
@@ -131,15 +131,15 @@ def test_tokens_without_a_route_are_routed_freely() -> None:
             assert not torch.equal(model(input_ids=IDS).logits, free)
 
 
-def test_route_columns_of_dense_layers_are_ignored() -> None:
+def test_layers_without_experts_have_columns_that_are_not_read() -> None:
     model = tiny_moe("qwen3_moe", mlp_only_layers=[0])
     replay = RouterReplay(model)
-    own = own_routes(model, IDS)
-    assert own.shape[2] == 1
-    padded = torch.cat([torch.zeros_like(own), own], 2)  # as in vLLM: all layers
+    recorded = own_routes(model, IDS)
+    assert recorded.shape[2] == 1
+    padded = torch.cat([torch.zeros_like(recorded), recorded], 2)  # as vLLM counts: all layers
     with torch.no_grad():
         free = model(input_ids=IDS).logits
-        for routes in (own, padded):
+        for routes in (recorded, padded):
             with replay.routes(routes, everywhere(IDS)):
                 assert torch.equal(model(input_ids=IDS).logits, free)
 
@@ -205,7 +205,7 @@ def test_models_without_known_routers_are_refused() -> None:
 
 
 def routed_batch(*, agree: bool = True, captured: int | None = None) -> StepBatch:
-    """Return two trajectories: one of two steps with a growing context, one of one step."""
+    """Two trajectories: one of two steps that extend each other, one of one step."""
     prompts = [[3, 4, 5], [3, 4, 5, 6, 7, 8], [9, 10]]
     responses = [[6, 7], [9, 9, 4], [11, 12]]
     full = random_routes((8,), seed=5).numpy().astype(np.uint8)
@@ -230,7 +230,7 @@ def routed_batch(*, agree: bool = True, captured: int | None = None) -> StepBatc
 
 
 def logprobs_by_row(model: Any, batch: StepBatch) -> torch.Tensor:
-    """Return (A,) logprobs, each row separately, from full logits with the row's record."""
+    """(A,) each row alone, by the model's full logits at the row's record."""
     replay = RouterReplay(model)
     result = []
     for row in range(batch.num_rows):
@@ -316,16 +316,15 @@ def test_batch_of_placeholders_has_no_routes_and_trains_nothing(tree: bool) -> N
 def test_logprobs_of_a_sequence_at_given_routes() -> None:
     policy = Policy(tiny_moe(), router_replay=True)
     tokens = [3, 7, 1, 9]
-    own = own_routes(policy.model, torch.tensor([tokens]))[0].numpy().astype(np.uint16)
+    recorded = own_routes(policy.model, torch.tensor([tokens]))[0].numpy().astype(np.uint16)
     free = policy.sequence_logprobs(tokens)
-    assert policy.sequence_logprobs(tokens, own) == free
-    assert (
-        policy.sequence_logprobs(tokens, own[:-1]) == free
-    )  # the last token's logits are not used
-    other = policy.sequence_logprobs(tokens, (own + 1) % NUM_EXPERTS)
+    assert policy.sequence_logprobs(tokens, recorded) == free
+    # The last token predicts nothing.
+    assert policy.sequence_logprobs(tokens, recorded[:-1]) == free
+    other = policy.sequence_logprobs(tokens, (recorded + 1) % NUM_EXPERTS)
     assert max(abs(a - b) for a, b in zip(other, free, strict=True)) > 0.05
     with pytest.raises(ValueError, match="router_replay is off"):
-        Policy(tiny_moe()).sequence_logprobs(tokens, own)
+        Policy(tiny_moe()).sequence_logprobs(tokens, recorded)
 
 
 def test_exported_weights_have_checkpoint_names(tmp_path: Any) -> None:
@@ -344,7 +343,7 @@ def test_exported_weights_have_checkpoint_names(tmp_path: Any) -> None:
 def test_reference_routes_freely(tmp_path: Any) -> None:
     from skyrl_fast.config import Config
     from skyrl_fast.train.model.models import make_models
-    from skyrl_fast.train.parallel.ranks import ALONE
+    from skyrl_fast.train.parallel.ranks import SINGLE_RANK
 
     tiny_moe().save_pretrained(tmp_path)
     config = Config()
@@ -354,7 +353,7 @@ def test_reference_routes_freely(tmp_path: Any) -> None:
     config.trainer.policy.model.path = str(tmp_path)
     config.trainer.policy.moe_enable_routing_replay = True
     config.trainer.algorithm.use_kl_loss = True
-    models = make_models(config, None, 2, ALONE)
+    models = make_models(config, None, 2, SINGLE_RANK)
     assert models.policy.router_replay
     assert models.reference is not None
     assert not models.reference.router_replay

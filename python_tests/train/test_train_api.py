@@ -92,7 +92,7 @@ def test_mapping_in_place_of_a_section_is_converted() -> None:
         ({"trainer.policy": {"model": "m"}}, "trainer.policy.model: wanted a section with keys"),
         ({"trainer.seed": 1, "trainer": {"seed": 2}}, "trainer: given twice"),
         ({"trainer": 3, "trainer.seed": 1}, "trainer.seed: given twice"),
-        ({"trainer.seed": "x"}, "trainer.seed: wanted a whole number"),
+        ({"trainer.seed": "x"}, "trainer.seed: wanted an integer"),
         (7, "config: wanted a Config, a mapping or the path of a YAML file, got 7"),
         ("nowhere.yaml", "config file not found: nowhere.yaml"),
     ],
@@ -134,12 +134,12 @@ def test_prompt_formats(tmp_path: Path) -> None:
         prefix="x-",
     )
     assert [p.uid for p in found] == ["x-0", "x-1", "x-2", "x-3", "x-4"]
-    texts = [[message["content"] for message in prompt.messages] for prompt in found]
-    assert texts == [["plain"], ["s", "u"], ["row"], ["from a file"], ["from a file"]]
+    contents = [[message["content"] for message in prompt.messages] for prompt in found]
+    assert contents == [["plain"], ["s", "u"], ["row"], ["from a file"], ["from a file"]]
     assert [p.env_class for p in found] == ["d", "d", "own", "d", "d"]
     assert [p.env_extras for p in found] == [{}, {}, {"n": 1}, {"answer": 3}, {"answer": 3}]
-    for full in (file, str(file)):
-        (one,) = prompts_from(full, default_env_class="d")
+    for source in (file, str(file)):
+        (one,) = prompts_from(source, default_env_class="d")
         assert one.env_extras == {"answer": 3}
     assert len(prompts_from(({"prompt": str(i)} for i in range(3)), default_env_class="d")) == 3
     assert prompts_from(["Fix data.json"], default_env_class="d")[0].messages == [
@@ -164,7 +164,7 @@ def test_invalid_prompts_are_named(source: Any, message: str) -> None:
 def test_hub_data_set_requires_the_datasets_package() -> None:
     if importlib.util.find_spec("datasets") is not None:
         pytest.skip("datasets is installed")
-    wanted = "org/name; a data set of the hub needs datasets: pip install datasets"
+    wanted = "org/name; a dataset on the hub needs datasets: pip install datasets"
     with pytest.raises(ValueError, match=wanted):
         prompts_from("org/name", default_env_class="d")
 
@@ -188,7 +188,9 @@ def test_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     (one,) = prompts_from("org/name", default_env_class="d", split="test")
     assert one.messages[0]["content"] == "org/name test"
-    wanted = "org/nothing: no file, and no data set of the hub with the split 'train': Connection"
+    wanted = (
+        "org/nothing: no such file, and no dataset on the hub with the split 'train': Connection"
+    )
     with pytest.raises(ValueError, match=wanted):
         prompts_from("org/nothing", default_env_class="d")
 

@@ -29,7 +29,7 @@ from skyrl_fast.train.run import SetupError
 from skyrl_fast.trajectory_store import read_trajectories
 
 
-def test_full_run_learns_and_writes_all_outputs(folder: Path) -> None:
+def test_a_full_run_learns_and_leaves_all_files(folder: Path) -> None:
     recorder = Recorder()
     outcome = train(
         settings(folder, "run", "trainer.epochs=12", "generator.n_samples_per_prompt=8"), recorder
@@ -81,7 +81,7 @@ def test_store_contains_the_trained_values(folder: Path, overrides: list[str]) -
             seen = ~np.isnan(step.trainer_logprobs)
             # Rows with advantage 0 are skipped, unless old log-probabilities are computed.
             assert seen.all() or trajectory.entry.advantage == 0
-            # The sampler is the trainer's model: only rounding differs.
+            # The sampler is the trainer's model: the only differences are rounding.
             gap = np.abs(step.trainer_logprobs - step.rollout_logprobs)[seen]
             assert (gap < 1e-4).all()
             compared += len(gap)
@@ -214,7 +214,7 @@ def test_kl_in_the_reward_starts_at_zero_and_its_coefficient_survives_a_resume(
         "trainer.algorithm.kl_loss_coef=0.5",
         "trainer.algorithm.kl_ctrl={type: adaptive, kl_target: 0.01, horizon: 64}",
     ]
-    expected = train(settings(folder, "full", *wanted))
+    expected = train(settings(folder, "expected", *wanted))
     rows = read_metrics(expected.metrics)[1:]
     assert rows[0]["loss/avg_kl"] == pytest.approx(0.0, abs=1e-6)  # the reference is the start
     assert rows[0]["loss/kl_loss_coef"] == 0.5

@@ -46,7 +46,7 @@ def test_failed_trajectories_are_counted_and_do_not_stop_the_step(folder: Path) 
 
 
 @pytest.mark.spec("rollout.failure-tolerance", "rollout.all-failed")
-def test_batch_of_failures_trains_nothing_and_the_run_continues(
+def test_a_batch_in_which_everything_failed_trains_nothing_and_the_run_continues(
     folder: Path,
 ) -> None:
     class FirstFails(FakeRollouts):

@@ -37,8 +37,8 @@ class DiedError(Exception):
 def test_resumed_run_equals_an_uninterrupted_one(
     folder: Path, at_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full, first, second = Recorder(), Recorder(), Recorder()
-    expected = train(settings(folder, "full"), full)
+    complete, first, second = Recorder(), Recorder(), Recorder()
+    expected = train(settings(folder, "expected"), complete)
 
     async def die(step: int) -> None:
         if step == at_step:
@@ -55,7 +55,7 @@ def test_resumed_run_equals_an_uninterrupted_one(
 
     assert steady(outcome.metrics) == steady(expected.metrics)
     resumed_at = (at_step // 2) * 2
-    assert first.order[:resumed_at] + second.order == full.order
+    assert first.order[:resumed_at] + second.order == complete.order
     for file in ("model.safetensors",):
         assert (outcome.checkpoint / "policy" / file).read_bytes() == (
             expected.checkpoint / "policy" / file
@@ -65,7 +65,7 @@ def test_resumed_run_equals_an_uninterrupted_one(
     ).read_bytes()
 
 
-def test_error_leaves_a_checkpoint_of_the_last_complete_step(folder: Path) -> None:
+def test_an_error_leaves_a_checkpoint_of_the_last_complete_step(folder: Path) -> None:
     async def fail(step: int) -> None:
         if step == 3:
             raise RuntimeError("the environment is gone")
@@ -76,10 +76,10 @@ def test_error_leaves_a_checkpoint_of_the_last_complete_step(folder: Path) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_stops_with_a_checkpoint_and_the_run_resumes(
+def test_a_signal_stops_with_a_checkpoint_and_the_run_resumes(
     folder: Path, number: signal.Signals
 ) -> None:
-    expected = train(settings(folder, "full"))
+    expected = train(settings(folder, "expected"))
 
     async def interrupt(step: int) -> None:
         if step == 3:
@@ -189,7 +189,7 @@ def test_resuming_with_other_data_is_refused(folder: Path) -> None:
 def test_step_interrupted_after_its_update_is_evaluated_and_reported_once(
     folder: Path, where: str, version: int
 ) -> None:
-    expected = train(settings(folder, "full", "trainer.epochs=2"))
+    expected = train(settings(folder, "expected", "trainer.epochs=2"))
     how, _, phase_of_end = where.partition(" in ")
     ends = [how]
 
@@ -226,7 +226,7 @@ def test_step_interrupted_after_its_update_is_evaluated_and_reported_once(
     assert (resumed.before, resumed.after) == (expected.before, expected.after)
     stored = [
         [(e.phase, e.step, e.uid, e.repetition_id, e.reward) for e in read_index(folder / run)]
-        for run in ("run", "full")
+        for run in ("run", "expected")
     ]
     assert stored[0] == stored[1]
     # The checkpoint records that it was reported: resuming again repeats nothing.
@@ -246,8 +246,8 @@ def test_evaluation_time_is_not_part_of_the_step_time(
     async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
         return Slow(config, tiny_model(seed=1))
 
-    parts = partial(run_module.Parts, clock=lambda: now[0])
-    monkeypatch.setattr(run_module, "Parts", parts)
+    components = partial(run_module.Components, clock=lambda: now[0])
+    monkeypatch.setattr(run_module, "Components", components)
     outcome = skyrl_fast.train(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
     row = read_metrics(outcome.metrics)[2]
     assert (row["timing/step"], row["timing/eval"]) == (10.0, 1000.0)

@@ -1,4 +1,4 @@
-"""Dynamic sampling in complete runs: filling, resuming, limits, batches without a signal."""
+"""Dynamic sampling in full runs: batches filled, resumed, given up, without a signal."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_filtered_rows_are_not_rebuilt(folder: Path, monkeypatch: pytest.MonkeyP
 def test_dynamic_sampling_resumes_at_its_data_position(folder: Path) -> None:
     easy = ["0", "1", "2"]
     wanted = [FILTER, "trainer.epochs=6", "trainer.max_training_steps=4"]
-    full, first, second = (outcomes_by_uid(easy) for _ in range(3))
-    expected = skyrl_fast.train(settings(folder, "full", *wanted), make_rollouts=full)
+    complete, first, second = (outcomes_by_uid(easy) for _ in range(3))
+    expected = skyrl_fast.train(settings(folder, "expected", *wanted), make_rollouts=complete)
 
     async def dying(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
         rollouts = await first(config, tokenizer, model_path)
@@ -117,7 +117,7 @@ def test_dynamic_sampling_resumes_at_its_data_position(folder: Path) -> None:
     )
     assert steady(outcome.metrics) == steady(expected.metrics)
     done = [call for call in train_calls(first) if call[0] < 2]
-    assert done + train_calls(second) == train_calls(full)
+    assert done + train_calls(second) == train_calls(complete)
 
 
 @pytest.mark.spec("filter.dynamic-limit")
@@ -162,7 +162,7 @@ def test_resume_after_prompts_ran_out_repeats_nothing(folder: Path) -> None:
         outcome = skyrl_fast.train(config, make_rollouts=outcomes_by_uid(alike))
         assert outcome.step == wanted
         steps = [row["step"] for row in read_metrics(outcome.metrics)]
-        # The step could not know that it was the last: its evaluation has a separate row.
+        # The step could not tell that it was the last: its evaluation has a separate row.
         assert steps[:3] == [0, 1, 1] and steps[3:].count(1) == 0
 
 

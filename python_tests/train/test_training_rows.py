@@ -1,4 +1,4 @@
-"""Training rows: steps, merged steps or trajectories, by the configuration.
+"""Rows to train: steps, merged steps or full trajectories, by the configuration.
 
 Section 10 of docs/spec.md.
 """
@@ -31,14 +31,14 @@ def test_rows_are_steps_merged_steps_or_trajectories() -> None:
     assert metrics["generate/num_seq_before_merge"] == 6
     assert metrics["generate/num_seq_after_merge"] == 3
     grown = steps.rows(slice(0, 3))
-    full = training_rows(grown, config("generator.step_wise_trajectories=false"))
-    assert full.num_rows == 1
-    assert full.row_rewards.tolist() == [1.75]  # every step's reward, at the end of its response
-    assert full.rewards.tolist() == [0.25, 0, 0, 0.5, 0, 1.0]
+    rows = training_rows(grown, config("generator.step_wise_trajectories=false"))
+    assert rows.num_rows == 1
+    assert rows.row_rewards.tolist() == [1.75]  # every step's reward, at the end of its response
+    assert rows.rewards.tolist() == [0.25, 0, 0, 0.5, 0, 1.0]
 
 
 @pytest.mark.spec("merge.row-per-trajectory")
-def test_rewritten_context_cannot_be_one_row_per_trajectory() -> None:
+def test_a_context_that_was_rewritten_is_not_one_row() -> None:
     steps = StepBatch.from_generator_output(worked_output())
     with pytest.raises(ValueError, match=r"sample 1 of prompt 'a' the prompt of turn 2 .*agree on"):
         training_rows(steps, config("generator.step_wise_trajectories=false"))
@@ -54,6 +54,6 @@ def test_drift_is_a_setting() -> None:
     assert training_rows(steps, one).num_rows == 2
 
 
-def test_merging_with_trajectory_rows_is_refused() -> None:
+def test_merging_full_trajectories_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"generator.merge_stepwise_output: wanted false"):
         config("generator.step_wise_trajectories=false", "generator.merge_stepwise_output=true")

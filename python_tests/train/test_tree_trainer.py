@@ -1,4 +1,4 @@
-"""`trainer.rows=tree` in complete runs: the same curve as rows, computing distinct tokens."""
+"""`trainer.rows=tree` in full runs: the curve of rows, at the cost of distinct tokens."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ def test_rows_merged_equals_the_generator_setting(folder: Path) -> None:
         (["trainer.rows=step", "generator.merge_stepwise_output=true"], "got step"),
         (["trainer.rows=step", "generator.step_wise_trajectories=false"], "got step"),
         (["trainer.rows=merged", "generator.step_wise_trajectories=false"], "got merged"),
-        (["trainer.rows=merged", "trainer.algorithm.advantage_estimator=gigpo"], "judges turns"),
+        (
+            ["trainer.rows=merged", "trainer.algorithm.advantage_estimator=gigpo"],
+            "gigpo is per turn",
+        ),
     ],
 )
 def test_incompatible_row_settings(overrides: list[str], wanted: str) -> None:

@@ -72,8 +72,8 @@ def gradients(
     model: Any, batch: StepBatch, algorithm: AlgorithmConfig | None = None, **options: Any
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     policy = Policy(model, **options)
-    facts = accumulate_gradient(policy, batch, algorithm=algorithm or AlgorithmConfig())
-    return facts, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    metrics = accumulate_gradient(policy, batch, algorithm=algorithm or AlgorithmConfig())
+    return metrics, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same_gradients(
@@ -96,15 +96,15 @@ def assert_same_gradients(
 @pytest.mark.parametrize("budget", [1, 40, 100_000])
 def test_loss_and_gradients_equal_those_of_rows(kind: str, seed: int, budget: int) -> None:
     batch = agent_batch(seed)
-    facts, wanted = gradients(tiny(kind), batch, max_tokens_per_microbatch=1)
+    metrics, wanted = gradients(tiny(kind), batch, max_tokens_per_microbatch=1)
     on_trees, got = gradients(tiny(kind), batch, max_tokens_per_microbatch=budget, tree=True)
-    assert on_trees["policy/loss"] == pytest.approx(facts["policy/loss"], rel=1e-6)
+    assert on_trees["policy/loss"] == pytest.approx(metrics["policy/loss"], rel=1e-6)
     # norms and rotary embeddings are float32 inside
     assert_same_gradients(wanted, got, 1e-6)
     for name in ("policy/policy_entropy", "policy/trained_tokens", "policy/row_tokens"):
-        assert on_trees[name] == pytest.approx(facts[name], rel=1e-6)
+        assert on_trees[name] == pytest.approx(metrics[name], rel=1e-6)
     if budget > 1:
-        assert on_trees["policy/forward_tokens"] < facts["policy/forward_tokens"]
+        assert on_trees["policy/forward_tokens"] < metrics["policy/forward_tokens"]
 
 
 @pytest.mark.spec("tree.equal-gradients")
@@ -122,17 +122,17 @@ def test_loss_and_gradients_equal_those_of_rows(kind: str, seed: int, budget: in
 def test_every_kind_of_loss(algorithm: AlgorithmConfig) -> None:
     batch = agent_batch(7)
     batch = batch.with_(ref_logprobs=batch.rollout_logprobs * 0.9)
-    facts, wanted = gradients(tiny("Qwen2"), batch, algorithm, max_tokens_per_microbatch=1)
+    metrics, wanted = gradients(tiny("Qwen2"), batch, algorithm, max_tokens_per_microbatch=1)
     on_trees, got = gradients(
         tiny("Qwen2"), batch, algorithm, max_tokens_per_microbatch=50, tree=True
     )
-    assert on_trees["policy/loss"] == pytest.approx(facts["policy/loss"], rel=1e-6)
+    assert on_trees["policy/loss"] == pytest.approx(metrics["policy/loss"], rel=1e-6)
     assert_same_gradients(wanted, got, 1e-6)
 
 
 @pytest.mark.spec("tree.equal-gradients")
 @pytest.mark.usefixtures("independent")
-def test_full_optimizer_step() -> None:
+def test_a_full_optimizer_step() -> None:
     batch = agent_batch(3, num_groups=4)
     weights = []
     for tree in (False, True):
@@ -194,7 +194,7 @@ def test_prepared_model_is_unchanged_without_trees(tmp_path: Any) -> None:
 def test_bfloat16_error_is_within_that_of_row_order(device: str) -> None:
     sizes = {"hidden_size": 32, "vocab_size": 64}
     forks = {"num_groups": 2, "samples": 4, "turns": 3, "vocabulary": 60}
-    if device == "cuda":  # fits FlexAttention at once, and a dense mask in parts
+    if device == "cuda":  # FlexAttention takes it at once, a mask of all pairs in chunks
         sizes = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 512}
         forks = {"num_groups": 12, "samples": 8, "turns": 5, "vocabulary": 400}
     batch = agent_batch(0, **forks)
@@ -318,10 +318,10 @@ def test_every_trained_token_is_predicted_once_from_its_parent_node(
     assert positions.sort().values.tolist() == trained.tolist()
     longest = int(batch.lengths.max())
     parts = [set(batch.trajectory_ids[micro.rows].tolist()) for micro in plan]
-    for micro, own in zip(plan, parts, strict=True):
+    for micro, members in zip(plan, parts, strict=True):
         assert micro.tree is not None
         nodes = micro.input_ids.shape[1]
-        assert nodes <= max(budget, longest) or (keep and len(own) == 1)
+        assert nodes <= max(budget, longest) or (keep and len(members) == 1)
         assert micro.rows.tolist() == sorted(micro.rows.tolist())
         copies = micro.copies if micro.copies is not None else torch.arange(len(micro.target_ids))
         places = response_positions(batch, micro)
@@ -338,7 +338,7 @@ def test_every_trained_token_is_predicted_once_from_its_parent_node(
                 node = int(micro.tree.parents[node])
             assert path[::-1] == batch.tokens[int(batch.cu_seqlens[row]) : start].tolist()
     if keep:
-        assert sum(len(own) for own in parts) == len(set().union(*parts))
+        assert sum(len(members) for members in parts) == len(set().union(*parts))
 
 
 def test_nodes_after_the_last_trained_token_are_omitted() -> None:
@@ -400,8 +400,8 @@ def routed(agree: bool) -> StepBatch:
             record = (first + np.array([[[0]], [[1]], [[0]]])) % NUM_EXPERTS
         for _ in range(2):
             answer = rng.integers(7, 12, 4).tolist()
-            own = rng.integers(0, NUM_EXPERTS, (len(history) - len(record) + 3, NUM_LAYERS, 1))
-            record = np.concatenate([record, own])
+            new = rng.integers(0, NUM_EXPERTS, (len(history) - len(record) + 3, NUM_LAYERS, 1))
+            record = np.concatenate([record, new])
             routes = np.concatenate([record, (record + 1) % NUM_EXPERTS], 2).astype(np.uint8)
             rows.append(
                 {

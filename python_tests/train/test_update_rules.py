@@ -49,8 +49,8 @@ def steps_batch() -> StepBatch:
         "is_last_step": [a != b for a, b in zip(ids, [*ids[1:], None], strict=True)],
     }
     batch = StepBatch.from_generator_output(output)
-    row_values = torch.tensor([1.0, 1.0, -1.0, 0.5, 0.5, 0.5, -0.5])
-    return batch.with_(advantages=row_values.repeat_interleave(batch.response_lengths))
+    row_advantages = torch.tensor([1.0, 1.0, -1.0, 0.5, 0.5, 0.5, -0.5])
+    return batch.with_(advantages=row_advantages.repeat_interleave(batch.response_lengths))
 
 
 def near(logprobs: torch.Tensor, size: float = 0.1) -> torch.Tensor:
@@ -65,7 +65,7 @@ def gradient(policy: Policy, batch: StepBatch, algorithm: AlgorithmConfig) -> li
 
 
 def loss_of(policy: Policy, batch: StepBatch, **options: Any) -> list[torch.Tensor]:
-    """Return gradients of the loss over the full batch in one call of the op."""
+    """Gradients of the loss over the full batch in one call, by the op alone."""
     policy.model.zero_grad()
     logprobs = full_logprobs(policy.model, batch)
     loss, _ = policy_loss(

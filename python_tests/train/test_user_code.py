@@ -136,7 +136,7 @@ def test_environment_and_callback_that_ends_the_run(settings: dict[str, Any]) ->
 
 
 class Lines:
-    """A logger that writes its own file."""
+    """A logger that writes a separate file."""
 
     def __init__(self, run: RunInfo) -> None:
         self._file = (run.run_path / f"{run.project}-{run.run_name}.txt").open("w")

@@ -1,4 +1,4 @@
-"""Background writing of trajectories: what waits for it, and what happens on a full disk."""
+"""Trajectories are written in the background: what waits for them, and what a full disk does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from _training import Recorder, settings, steady, train
 from _training import folder as folder  # a fixture
 
 from skyrl_fast.train import run as run_module
-from skyrl_fast.train.flow.waiting import Beside
+from skyrl_fast.train.flow.waiting import BackgroundWriter
 from skyrl_fast.train.output.checkpoint import checkpoints
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.trajectory_store.parts import parts
@@ -67,7 +67,7 @@ def test_checkpoint_waits_for_earlier_trajectories(
     outcome = train(settings(folder, "run", "trainer.ckpt_interval=3", "trainer.eval_interval=5"))
     assert seen == [(3, [1, 2, 3]), (6, [1, 2, 3, 4, 5, 6])]
     last = read_metrics(outcome.metrics)[-1]
-    assert last["timing/store_beside"] >= 0.2  # of the step before
+    assert last["timing/store_background"] >= 0.2  # of the step before
     assert "timing/store" in last
 
 
@@ -110,8 +110,8 @@ def test_full_disk_ends_the_run_at_the_next_step_without_losing_trajectories(fol
     assert stored_steps(outcome.run_path) == [1, 2, 3, 4, 5, 6]
 
 
-def test_next_background_call_waits_for_the_running_one() -> None:
-    beside, events = Beside(time.perf_counter), list[str]()
+def test_one_call_goes_on_beside_and_the_next_one_waits_for_it() -> None:
+    background, events = BackgroundWriter(time.perf_counter), list[str]()
     go = threading.Event()
 
     def first() -> None:
@@ -123,19 +123,17 @@ def test_next_background_call_waits_for_the_running_one() -> None:
         raise ValueError("broken")
 
     async def work() -> None:
-        await beside.start(first)
-        assert events == []  # start() returned before the call ended
-        asyncio.get_running_loop().call_later(
-            0.1, go.set
-        )  # the event loop runs while start() waits
-        await beside.start(second)
-        assert events[0] == "first" and beside.took() >= 0.05
+        await background.start(first)
+        assert events == []  # it did not wait for its end
+        asyncio.get_running_loop().call_later(0.1, go.set)  # the loop is alive while it waits
+        await background.start(second)
+        assert events[0] == "first" and background.elapsed() >= 0.05
         for _ in range(2):
             with pytest.raises(ValueError, match="broken"):
-                await beside.start(first)
+                await background.start(first)
 
     asyncio.run(work())
     with pytest.raises(ValueError, match="broken"):
-        beside.wait()
-    beside.close()
+        background.wait()
+    background.close()
     assert events == ["first", "second"]

@@ -1,4 +1,4 @@
-"""The batch that training works on: rows of steps, from lists to tensors and in parts."""
+"""Training batches: ragged rows of steps, their construction, splitting and metrics."""
 
 from skyrl_fast.batch.concatenation import concatenate
 from skyrl_fast.batch.from_trajectories import batch_from_trajectories

@@ -1,4 +1,4 @@
-"""From the lists of a generator output to the flat arrays of a batch.
+"""Flat arrays of a batch from the lists of a generator output.
 
 N rows, S tokens, A response tokens, E captured routes, L layers, K experts per token.
 """
@@ -31,8 +31,8 @@ def columns_of_output(
 ) -> dict[str, Any]:
     """Return the fields of a `StepBatch`; arguments and errors as its `from_generator_output`.
 
-    `merge`: steps are joined while they are read (drift "fork"); of the prompts and responses only
-    those of the steps that end a merged row are.
+    With `merge`, steps are merged while they are read (drift "fork"); of prompts and responses only
+    those of the last step of each merged row are read.
     """
     validate_generator_output(output, num_prompts=num_prompts, step_wise=step_wise)
     index = row_index(OP, output, uids, step_wise=step_wise)
@@ -84,7 +84,7 @@ def _oldest(versions: np.ndarray, heads: np.ndarray) -> np.ndarray:
 
 
 def _token_fields(output: Mapping[str, Any]) -> list[str]:
-    """Return the names of the fields that hold one number per token."""
+    """Return the names of the fields with one number per token."""
     names = ["prompt_token_ids", "response_ids", "loss_masks"]
     if rewards_are_per_token(OP, output["rewards"]):
         names.append("rewards")
@@ -94,7 +94,7 @@ def _token_fields(output: Mapping[str, Any]) -> list[str]:
 
 
 def _at(rows: Sequence[Any], index: np.ndarray) -> Sequence[Any]:
-    """Return the rows of these numbers."""
+    """Return the rows with these indices."""
     return rows if len(index) == len(rows) else [rows[row] for row in index.tolist()]
 
 
@@ -107,12 +107,13 @@ def flat_values(
     *,
     gaps: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return the flat values of all fields, read in one walk; prompt and response are joined.
+    """Return the flat values of all fields, read in one pass; prompt and response are joined.
 
     Args:
         op: the caller's public name, for messages.
-        response_starts: (N,) where each row's values per response token begin.
-        num_responses: A. gaps: some of these have no row's value and are 0.
+        response_starts: (N,) offset of each row's values per response token.
+        num_responses: A.
+        gaps: some of the A elements belong to no row and are set to 0.
     """
     tokens = _backend.empty((int(cu_seqlens[-1]),), torch.int32)
     prompt_starts = cu_seqlens[:-1].to(torch.int64)
@@ -137,7 +138,7 @@ def flat_values(
 
 
 def offsets(lengths: torch.Tensor) -> torch.Tensor:
-    """Return the (N + 1,) offsets of rows of these lengths: int32, or int64 where it needs it."""
+    """Return the (N + 1,) offsets of rows of these lengths: int32, or int64 if needed."""
     cu = _ragged.offsets(lengths)
     return cu.to(torch.int32) if int(cu[-1]) <= _ragged.INT32_MAX else cu
 
@@ -145,7 +146,7 @@ def offsets(lengths: torch.Tensor) -> torch.Tensor:
 def _rewards(
     rewards: Sequence[Any] | None, per_token: torch.Tensor | None, cu_responses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (A,) rewards per token and (N,) per row, from either of them."""
+    """Return (A,) rewards per token and (N,) per row, from either form."""
     if per_token is not None:
         sums = segment_sums(per_token.numpy(), cu_responses.numpy(), np.float64)
         return per_token, torch.from_numpy(sums.astype(np.float32))
@@ -192,5 +193,5 @@ def flat_experts(
 
 
 def routes_dtype(largest: int) -> type[np.integer[Any]]:
-    """Return the smallest dtype that holds the ids of experts up to `largest`."""
+    """Return the smallest dtype for expert indices up to `largest`."""
     return next(d for d in (np.uint8, np.int16, np.int32) if largest <= np.iinfo(d).max)

@@ -1,4 +1,4 @@
-"""Several batches as one. N rows of all batches, G groups."""
+"""Concatenation of batches. N rows of all batches, G groups."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ OP = "concatenate"
 
 
 def concatenate(batches: Sequence[StepBatch]) -> StepBatch:
-    """Return the rows of all batches, in order; the groups of each stay groups of their own.
+    """Return the rows of all batches, in order; groups of different batches stay separate.
 
     Args:
         batches: at least one, without padding rows, on the CPU.
 
     Raises:
-        ValueError: no batches, padding rows, a uid in two batches, or a column that some have and
-            others with tokens for it have not.
+        ValueError: no batches, padding rows, a uid in two batches, or a column that is missing in
+            some of the batches with tokens for it.
     """
     if not batches:
         raise ValueError(f"{OP}: batches must not be empty")
@@ -46,21 +46,21 @@ def concatenate(batches: Sequence[StepBatch]) -> StepBatch:
         columns[name] = offsets(torch.cat([getattr(batch, name).diff() for batch in batches]))
     columns |= _routes(batches, columns["expert_indices"])
     reasons = [batch.stop_reasons for batch in batches]
-    known = [part for part in reasons if part is not None]
-    if known and len(known) < len(reasons):
+    given = [values for values in reasons if values is not None]
+    if given and len(given) < len(reasons):
         raise ValueError(f"{OP}: stop_reasons must be in all batches or in none")
     return StepBatch(
         **columns,
         uids=uids,
-        stop_reasons=tuple(reason for part in known for reason in part) if known else None,
+        stop_reasons=tuple(reason for values in given for reason in values) if given else None,
         reward_per_row=all(batch.reward_per_row for batch in batches),
     )
 
 
 def _joined(batches: Sequence[StepBatch], name: str) -> torch.Tensor | None:
-    """Return one column of all rows, None where no batch has it."""
+    """Return one column of all rows, or None if no batch has it."""
     values = [getattr(batch, name) for batch in batches]
-    # A batch without tokens for it, e.g. of empty responses only, follows the others.
+    # A batch without elements for it, e.g. of empty responses only, may lack the column.
     needed = [v for v, batch in zip(values, batches, strict=True) if _size(batch, name)]
     given = [value for value in values if value is not None]
     if not given or (needed and all(value is None for value in needed)):
@@ -71,7 +71,7 @@ def _joined(batches: Sequence[StepBatch], name: str) -> torch.Tensor | None:
 
 
 def _size(batch: StepBatch, name: str) -> int:
-    """Return how many entries the column has, or would have."""
+    """Return the number of entries that the column has, or would have."""
     per = COLUMNS[name][0]
     if per == "expert":
         return 0 if batch.expert_indices is None else len(batch.expert_indices)
@@ -80,7 +80,7 @@ def _size(batch: StepBatch, name: str) -> int:
 
 
 def _routes(batches: Sequence[StepBatch], routes: torch.Tensor | None) -> dict[str, Any]:
-    """Return the routes in the smallest dtype that holds them, and their offsets."""
+    """Return the routes in the smallest sufficient dtype, and their offsets."""
     if routes is None or not len(routes):
         return {"expert_indices": None, "cu_experts": None}
     counts = [

@@ -1,4 +1,4 @@
-"""A batch on disk: one safetensors file, with what is no tensor as JSON in its header."""
+"""Batch files: one safetensors file, with non-tensor fields as JSON in its header."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMAT = "skyrl_fast.StepBatch/1"
 def write_batch_file(
     path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], others: dict[str, Any]
 ) -> None:
-    """Write to a file next to `path`, then rename it: a reader sees all of it or nothing."""
+    """Write the file atomically: to a temporary file next to `path`, which is then renamed."""
     from safetensors.torch import save_file  # only these two functions need the package
 
     target = Path(path)
@@ -32,11 +32,11 @@ def read_batch_file(path: str | os.PathLike[str], names: set[str]) -> dict[str, 
     """Return all tensors and other values by name.
 
     Args:
-        path: what `write_batch_file` wrote.
-        names: every name that a file may hold.
+        path: file of `write_batch_file`.
+        names: all allowed names.
 
     Raises:
-        ValueError: a file of another format, or unknown names.
+        ValueError: a file of another format, or an unknown name.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -50,7 +50,7 @@ def read_batch_file(path: str | os.PathLike[str], names: set[str]) -> dict[str, 
                 )
             found: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(f"StepBatch.load: {path} is no safetensors file: {error}") from error
+        raise ValueError(f"StepBatch.load: {path} is not a safetensors file: {error}") from error
     others = json.loads(header["facts"])
     found |= {name: tuple(v) if isinstance(v, list) else v for name, v in others.items()}
     if not found.keys() <= names:

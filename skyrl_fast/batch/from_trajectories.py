@@ -1,4 +1,4 @@
-"""From the trajectories of rollouts to a `StepBatch`. N rows, one per step; J trajectories."""
+"""`StepBatch` from trajectories. N rows, one per step; J trajectories."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
     reward 0, so that its group keeps its size. The last row has the trajectory's stop reason.
 
     Args:
-        trajectories: those of one group adjacent.
+        trajectories: adjacent per group.
 
     Raises:
-        ValueError: no trajectories; two of the same uid and repetition, or groups that are not
-            adjacent; log-probabilities in some steps only; a mask or log-probabilities that are not
-            as long as their response; a token id that is negative or needs more than 31 bits; a
-            loss mask that is not 0 or 1; more routes of experts than tokens.
+        ValueError: no trajectories; two with the same uid and repetition; groups that are not
+            adjacent; log-probabilities in only some steps; a mask or log-probabilities of another
+            length than the response; a token id that is negative or needs more than 31 bits; a
+            loss mask other than 0 or 1; more routes of experts than tokens.
     """
     if not trajectories:
         raise ValueError(f"{OP}: trajectories must not be empty")
@@ -84,10 +84,11 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
 def stop_reasons_of(
     trajectories: Sequence[Trajectory], steps: Sequence[Sequence[Step]]
 ) -> list[str]:
-    """Return N stop reasons: the engine's of each step, and of the last what ended the trajectory.
+    """Return N stop reasons: each step's, but for the last step that of the trajectory.
 
     Args:
-        steps: of each trajectory, its rows.
+        trajectories: J.
+        steps: J, the steps of each trajectory.
     """
     reasons: list[str] = []
     for trajectory, turns in zip(trajectories, steps, strict=True):
@@ -97,13 +98,13 @@ def stop_reasons_of(
 
 
 def logprobs_in_all_or_none(op: str, rows: Sequence[Step]) -> list[list[float]] | None:
-    """Return the sampler's log-probabilities of N rows, None where no response has any.
+    """Return the rollout log-probabilities of N rows, or None if no response has any.
 
     Args:
         op: the caller's public name, for messages.
 
     Raises:
-        ValueError: some responses have them, others do not.
+        ValueError: only some responses have them.
     """
     values = [row.rollout_logprobs for row in rows]
     given = [v is not None for v, row in zip(values, rows, strict=True) if row.response_ids]

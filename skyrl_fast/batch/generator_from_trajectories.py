@@ -1,4 +1,4 @@
-"""SkyRL's generator output from trajectories, for training with SkyRL. N rows, one per step."""
+"""SkyRL's generator output from trajectories, for training in SkyRL. N rows, one per step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def generator_output_from_trajectories(trajectories: Sequence[Trajectory]) -> Ge
     """Return the rows of these trajectories, one per step, in order.
 
     A trajectory that failed or has no steps becomes one row with an empty response and reward 0,
-    so that its group keeps its size. The last row carries what ended the trajectory; times and
+    so that its group keeps its size. The last row has the trajectory's stop reason; times and
     environment metrics are the trajectory's, repeated on each of its rows.
 
     Args:
-        trajectories: those of one group adjacent.
+        trajectories: adjacent per group.
 
     Raises:
-        ValueError: no trajectories, or log-probabilities in some steps only.
+        ValueError: no trajectories, or log-probabilities in only some steps.
     """
     if not trajectories:
         raise ValueError(f"{OP}: trajectories must not be empty")
@@ -65,5 +65,5 @@ def _expert_indices(rows: Sequence[Step]) -> list[np.ndarray] | None:
     shape = next((c.shape[1:] for c in captured if c is not None), None)
     if shape is None:
         return None
-    nothing = np.zeros((0, *shape), dtype=np.uint8)
-    return [nothing if c is None else c for c in captured]
+    empty = np.zeros((0, *shape), dtype=np.uint8)
+    return [empty if c is None else c for c in captured]

@@ -1,4 +1,4 @@
-"""Joining the steps of a generator output, lists in, lists out. N rows become M."""
+"""Merging of steps in a generator output; lists in, lists out. N rows become M."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def merge_stepwise_output(
     drift: str = "fork",
     max_drift_tokens: int = MAX_DRIFT_TOKENS,
 ) -> GeneratorOutput:
-    """Return the output with consecutive steps of a trajectory joined where contexts only grew.
+    """Return the output with consecutive steps of a trajectory merged where contexts only grew.
 
     A merged row has the first step's prompt; its response is the rest of the last step's prompt
-    and response. Tokens that no step of it sampled have mask, log-probability and token reward 0.
-    Everything that is one per row (scalar rewards, stop reasons, times, environment metrics, fields
-    this package does not know) is the last step's, `policy_versions` the oldest. The lists are new
-    ones; `rollout_metrics` are kept, because they describe the steps. uids, where a caller holds
-    them beside the output: `[t.instance_id for t in merged["trajectory_ids"]]`.
+    and response. Tokens that no step sampled have mask, log-probability and token reward 0. Fields
+    with one value per row (scalar rewards, stop reasons, times, environment metrics, unknown
+    fields) are the last step's, `policy_versions` the oldest. The lists are new; `rollout_metrics`
+    are kept, as they describe the steps. Callers that keep uids separately get them as
+    `[t.instance_id for t in merged["trajectory_ids"]]`.
 
     Args:
         generator_output: step-wise, with `trajectory_ids` and `is_last_step`. Rows that are arrays
-            give arrays.
-        drift, max_drift_tokens: what happens where a prompt differs from the tokens before it in
-            the last few of them, see `ops.merge.steps.merge_steps`.
+            become arrays.
+        drift, max_drift_tokens: handling of prompts that differ from the tokens before in the last
+            few, see `ops.merge.steps.merge_steps`.
 
     Raises:
-        TypeError: a token id that is no integer.
-        ValueError: what `validate_generator_output` raises; images; a field that is no list of N;
-            fewer routes of experts than were recorded before.
+        TypeError: a token id that is not an integer.
+        ValueError: as `validate_generator_output`; images; a field that is not a list of N; fewer
+            routes of experts than an earlier step recorded.
 
     Example:
         >>> steps = {"prompt_token_ids": [[1], [1, 2, 9]], "response_ids": [[2], [3]],
@@ -88,7 +88,7 @@ def merge_stepwise_output(
         merged["policy_versions"] = versions.tolist()
     for field, value in output.items():
         if field not in merged:
-            merged[field] = _of_last_steps(field, value, ends, len(plan.joins))
+            merged[field] = _last_step_values(field, value, ends, len(plan.joins))
     return cast(GeneratorOutput, {field: merged[field] for field in output})
 
 
@@ -97,7 +97,7 @@ def _copied(row: Any) -> Any:
 
 
 def _responses(prompts: Sequence[Any], responses: Sequence[Any], plan: MergePlan) -> list[Any]:
-    """Return the M responses: what the last step's prompt adds to the first one's, its response."""
+    """Return M responses: the last step's prompt beyond the first one's, and its response."""
     ends = plan.ends.tolist()
     rows = [row[end] for end in ends for row in (prompts, responses)]
     begins = np.zeros(len(rows), dtype=np.int64)
@@ -110,7 +110,7 @@ def _responses(prompts: Sequence[Any], responses: Sequence[Any], plan: MergePlan
 
 
 def _per_token(field: str, rows: Sequence[Any], plan: MergePlan, zero: float) -> list[Any]:
-    """Return M rows of values per response token: those of the steps, zeros between."""
+    """Return M rows of values per response token: the steps' values, zeros between."""
     pieces = (np.zeros_like(plan.kept), plan.kept, plan.starts, plan.merged_rows)
     return _join(field, rows, pieces, plan, zero)
 
@@ -118,7 +118,7 @@ def _per_token(field: str, rows: Sequence[Any], plan: MergePlan, zero: float) ->
 def _join(
     field: str, rows: Sequence[Any], pieces: tuple[np.ndarray, ...], plan: MergePlan, zero: float
 ) -> list[Any]:
-    """Return M rows of pieces of rows: lists where all rows are, else arrays."""
+    """Return M rows joined from pieces of rows: lists if all rows are lists, else arrays."""
     lengths = plan.merged_response_lengths
     if all(issubclass(kind, (list, tuple)) for kind in set(map(type, rows))):
         return join_lists(OP, field, rows, pieces, lengths, zero)
@@ -133,14 +133,14 @@ def _join(
 
 
 def _keep_sums(merged: Sequence[Any], rewards: Sequence[Any], plan: MergePlan) -> None:
-    """Give rewards of tokens that were replaced to the token before them."""
+    """Move rewards of tokens that were replaced to the token before them."""
     kept, places, targets = plan.kept, plan.reward_places, plan.merged_rows
     for row in np.flatnonzero(kept < plan.response_lengths).tolist():
         merged[targets[row]][places[row]] += math.fsum(rewards[row][kept[row] :])
 
 
 def _routes(rows: Sequence[Any], plan: MergePlan) -> list[Any]:
-    """Return per merged row the routes recorded, None where no step of it has any."""
+    """Return the recorded routes of each merged row, None if no step of it has any."""
     arrays = [None if row is None else np.asarray(row) for row in rows]
     counts = np.array([0 if a is None else len(a) for a in arrays], dtype=np.int64)
     begins, ends = plan.route_pieces(OP, counts)
@@ -156,10 +156,10 @@ def _routes(rows: Sequence[Any], plan: MergePlan) -> list[Any]:
     return merged
 
 
-def _of_last_steps(field: str, value: Any, ends: Sequence[int], num_rows: int) -> Any:
+def _last_step_values(field: str, value: Any, ends: Sequence[int], num_rows: int) -> Any:
     if field == TIME_SPLITS and value is not None:
         return {
-            name: _of_last_steps(f"{field}[{name!r}]", rows, ends, num_rows)
+            name: _last_step_values(f"{field}[{name!r}]", rows, ends, num_rows)
             for name, rows in value.items()
         }
     if value is None or isinstance(value, Mapping):

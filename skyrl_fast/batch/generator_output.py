@@ -1,4 +1,4 @@
-"""SkyRL's generator output, a mapping of parallel lists, and its checks. N rows, one per step."""
+"""SkyRL's generator output, a mapping of parallel lists, and its validation. N rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REQUIRED_FIELDS = ("prompt_token_ids", "response_ids", "loss_masks", "rewards")
 
 
 class TrajectoryID(NamedTuple):
-    """Name of one trajectory: its prompt, and which sample of it."""
+    """Identifier of a trajectory: its prompt, and the number of the sample."""
 
     instance_id: str
     repetition_id: int
@@ -56,7 +56,7 @@ class GeneratorOutput(TypedDict, total=False):
     trajectory_generation_times: per row. trajectory_time_splits: name -> per row.
     rollout_expert_indices: per row an integer array [tokens, layers, experts per token].
     trajectory_ids, is_last_step: step-wise only. rollout_metrics: name -> number.
-    policy_versions, env_classes, data_sources: per row; this package's own.
+    policy_versions, env_classes, data_sources: per row; extensions of this package.
     """
 
     prompt_token_ids: list[list[int]]
@@ -80,16 +80,16 @@ class GeneratorOutput(TypedDict, total=False):
 def validate_generator_output(
     output: Mapping[str, Any], *, num_prompts: int | None = None, step_wise: bool | None = None
 ) -> None:
-    """Check the rules that training relies on; a batch whose loss masks are all 0 is only warned.
+    """Check the output against the rules of training; warn if all loss masks are 0.
 
     Args:
-        output: a generator output. A missing key and None mean the same.
-        num_prompts: how many prompts (repetitions included) were sent; on the default path as many
-            rows must have come back. None: not checked.
-        step_wise: whether the step-wise rules hold; None: where `is_last_step` is given.
+        output: a generator output. A missing key and None are equivalent.
+        num_prompts: number of prompts sent, repetitions included; without steps the output must
+            have as many rows. None: not checked.
+        step_wise: whether to apply the step-wise rules; None: if `is_last_step` is given.
 
     Raises:
-        ValueError: the first rule that is broken, with the row that breaks it.
+        ValueError: the first violated rule, with the row.
     """
     op = "validate_generator_output"
     step_wise = is_step_wise(output) if step_wise is None else step_wise
@@ -147,7 +147,7 @@ def _check_step_wise(op: str, output: Mapping[str, Any]) -> None:
     wrong = np.flatnonzero(last != ends)
     if wrong.size:
         row = int(wrong[0])
-        why = "the next row has another trajectory id" if ends[row] else "the trajectory goes on"
+        why = "the next row has another trajectory id" if ends[row] else "the trajectory continues"
         raise ValueError(
             f"{op}: is_last_step must be {bool(ends[row])} in row {row}, because {why}, "
             f"got {bool(last[row])}"
@@ -194,7 +194,7 @@ def rewards_are_per_token(op: str, rewards: Sequence[Any]) -> bool:
     """Return whether each row's reward is a list (or 1-D array), rather than a number.
 
     Raises:
-        ValueError: a mixture, or something that is neither.
+        ValueError: a mixture, or another type.
     """
     kinds = set(map(type, rewards))
     if kinds <= {float, int, bool}:
@@ -216,7 +216,7 @@ def _reward_rank(reward: Any) -> int:
         return 1
     if isinstance(reward, (float, int, np.number)):
         return 0
-    return int(getattr(reward, "ndim", -1))  # -1: no number and no array
+    return int(getattr(reward, "ndim", -1))  # -1: neither a number nor an array
 
 
 def _any_trained(loss_masks: Iterable[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Columns of a batch whose steps are joined: N rows become M. A response tokens, E routes."""
+"""Columns of a batch with merged steps: N rows become M. A response tokens, E routes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def merged_values(
     plan: MergePlan,
     cu_merged: torch.Tensor,
 ) -> torch.Tensor:
-    """Return (A',) values of the response tokens that stay, 0 for the others.
+    """Return (A',) values of the response tokens that are kept, 0 for the others.
 
     Args:
         op: the caller's public name, for messages.
         values: (A,) per response token.
         cu_responses: (N + 1,) offsets into `values`.
-        plan: which steps are joined.
+        plan: which steps are merged.
         cu_merged: (M + 1,) offsets into the result.
     """
     column = _backend.empty((int(cu_merged[-1]),), values.dtype).zero_()
@@ -42,10 +42,11 @@ def merged_token_rewards(
     *,
     reward_per_row: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (A',) rewards per token and (M,) their sums. No reward is lost with its token.
+    """Return (A',) rewards per token and (M,) their sums; rewards of dropped tokens are moved.
 
     Args:
-        rewards: (A,) float32. row_rewards: (N,) float32.
+        rewards: (A,) float32.
+        row_rewards: (N,) float32.
         reward_per_row: a step without response tokens may have a reward.
         op, cu_responses, plan, cu_merged: as for `merged_values`.
     """
@@ -75,7 +76,7 @@ def merged_routes(
         op: the caller's public name, for messages.
         routes: (E, L, K) integers.
         cu_experts: (N + 1,) offsets into `routes`.
-        plan: which steps are joined.
+        plan: which steps are merged.
     """
     begins, ends = plan.route_pieces(op, cu_experts.diff().numpy())
     cu_merged = offsets(torch.from_numpy(np.add.reduceat(ends - begins, plan.heads)))

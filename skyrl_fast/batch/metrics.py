@@ -1,7 +1,7 @@
 """Metrics of rollouts, per trajectory and per turn. N rows, J trajectories, G groups.
 
-A trajectory is one sample, whatever its number of steps: its reward is its last row's, and steps
-before the last are not samples with reward zero. Padding rows never count.
+A trajectory is one sample, whatever its number of steps: its reward is its last row's; earlier
+steps are not samples with reward zero. Padding rows never count.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.ops import _backend, _ragged
 from skyrl_fast.rollout.trajectory import Trajectory
 
-PASS_THRESHOLD = 0.0  # a trajectory passes when its reward is above
+PASS_THRESHOLD = 0.0  # a trajectory passes if its reward is larger
 SLOW_PERCENTILE = 90  # of completion times
-RENAMED_SOURCES = {None: "unknown", "": "unknown", "all": "all_"}  # eval/all/ is of everything
+RENAMED_SOURCES = {None: "unknown", "": "unknown", "all": "all_"}  # eval/all/ covers all sources
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """How each trajectory ended.
+    """The outcome of each trajectory.
 
     Args:
         trajectory_ids: (N,) int32.
         last_rows: (J,) the last row of each trajectory.
         group_ids: (J,) int32.
         rewards: (J,) float64, sum of the last row's token rewards.
-        positive_rewards: (J,) float64, sum of the positive ones of them.
+        positive_rewards: (J,) float64, sum of the last row's positive token rewards.
     """
 
     trajectory_ids: np.ndarray
@@ -64,7 +64,7 @@ def outcomes_of_output(
     *,
     op: str = "outcomes_of_output",
 ) -> Outcomes:
-    """Return how the trajectories of a valid generator output ended.
+    """Return the outcomes of the trajectories of a valid generator output.
 
     Args:
         output: a generator output.
@@ -87,7 +87,7 @@ def outcomes_of_output(
 
 
 def outcomes_of_trajectories(trajectories: Sequence[Trajectory]) -> Outcomes:
-    """Return how these J trajectories ended, as if each had one row: its last one."""
+    """Return the outcomes of J trajectories, as if each had only its last row."""
     every = np.arange(len(trajectories), dtype=np.int32)
     last = [t.steps_or_placeholder()[-1] for t in trajectories]
     rewards = np.array([step.reward for step in last], dtype=np.float64)
@@ -101,7 +101,7 @@ def outcomes_of_trajectories(trajectories: Sequence[Trajectory]) -> Outcomes:
 
 
 def outcomes_of_batch(batch: StepBatch) -> Outcomes:
-    """Return how the trajectories of a batch's real rows ended."""
+    """Return the outcomes of the trajectories of a batch's real rows."""
     num_rows = batch.num_real_rows
     last_rows = np.flatnonzero(batch.is_last_step[:num_rows].numpy())
     rewards = batch.row_rewards[:num_rows].numpy()[last_rows].astype(np.float64)
@@ -143,7 +143,7 @@ def _sizes_of_batch(batch: StepBatch) -> RowSizes:
 
 
 def _flat_rows(op: str, field: str, rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (S,) float32 values of all rows, read in one walk, and their (N + 1,) offsets."""
+    """Return (S,) float32 values of all rows, read in one pass, and their (N + 1,) offsets."""
     read = _ragged.read_field(op, field, rows)
     offsets = _ragged.offsets(read.lengths)
     flat = _backend.empty((int(offsets[-1]),), torch.float32)
@@ -165,13 +165,13 @@ def _final_rewards(op: str, finals: list[Any]) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """What is known of each of J trajectories besides its tokens; None where it is not.
+    """Reports of J trajectories, other than their tokens; None if not available.
 
     Args:
-        stop_reasons: J, what ended each trajectory.
+        stop_reasons: J, the stop reason of each trajectory.
         seconds: J, from start to end.
-        time_splits: name of a part of the time -> J seconds.
-        env_metrics: J, the environments' own numbers by name.
+        time_splits: name of a share of the time -> J seconds.
+        env_metrics: J, metrics of the environments by name.
     """
 
     stop_reasons: Sequence[str] | None
@@ -186,15 +186,15 @@ def rollout_metrics(
     uids: Sequence[str] | Sequence[int] | None = None,
     batch: StepBatch | None = None,
 ) -> dict[str, float]:
-    """Return how the rollouts went: lengths, turns, ends, times, environment metrics.
+    """Return lengths, turns, stop reasons, times and environment metrics of the rollouts.
 
-    `generate/...` counts trajectories, `generate/per_turn/...` counts rows. Tokens of a trajectory
+    `generate/...` is per trajectory, `generate/per_turn/...` per row. The tokens of a trajectory
     are those of all its responses; its final context is its last row's prompt and response.
 
     Args:
         output: a valid generator output.
-        uids: N prompt names, where `trajectory_ids` is missing.
-        batch: the batch made from `output`, if there is one already: saves reading the lists again.
+        uids: N prompt names, if `trajectory_ids` is missing.
+        batch: the batch of `output`, if it was built: avoids reading the lists again.
     """
     if batch is None:
         table = outcomes_of_output(output, uids, op="rollout_metrics")
@@ -202,26 +202,26 @@ def rollout_metrics(
     else:
         table, sizes = outcomes_of_batch(batch), _sizes_of_batch(batch)
 
-    def of_last_rows(field: str) -> list[Any] | None:
+    def last_values(field: str) -> list[Any] | None:
         values = output.get(field)
-        return None if values is None else _of_last_rows(values, table)
+        return None if values is None else _last_row_values(values, table)
 
     splits = output.get("trajectory_time_splits") or {}
     reports = Reports(
-        stop_reasons=of_last_rows("stop_reasons"),
-        seconds=of_last_rows("trajectory_generation_times"),
-        time_splits={name: _of_last_rows(values, table) for name, values in splits.items()},
-        env_metrics=of_last_rows("env_metrics"),
+        stop_reasons=last_values("stop_reasons"),
+        seconds=last_values("trajectory_generation_times"),
+        time_splits={name: _last_row_values(values, table) for name, values in splits.items()},
+        env_metrics=last_values("env_metrics"),
     )
     return _rollout_metrics(table, sizes, reports)
 
 
 def trajectory_metrics(trajectories: Sequence[Trajectory], batch: StepBatch) -> dict[str, float]:
-    """Return the same metrics as `rollout_metrics`, of trajectories.
+    """Return the metrics of `rollout_metrics` for trajectories.
 
     Args:
         trajectories: J.
-        batch: a row per step of them.
+        batch: their rows, one per step.
     """
     reports = Reports(
         stop_reasons=[t.stop_reason for t in trajectories],
@@ -269,7 +269,7 @@ def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if values.size else 0.0
 
 
-def _of_last_rows(values: Sequence[Any], table: Outcomes) -> list[Any]:
+def _last_row_values(values: Sequence[Any], table: Outcomes) -> list[Any]:
     return [values[row] for row in table.last_rows.tolist()]
 
 
@@ -289,18 +289,18 @@ def _time_metrics(reports: Reports) -> dict[str, float]:
         metrics[f"{name}_mean"] = _mean(seconds)
         metrics[f"{name}_p{SLOW_PERCENTILE}"] = float(np.percentile(seconds, SLOW_PERCENTILE))
         metrics[f"{name}_max"] = float(seconds.max())
-    parts = {name: np.array(v, dtype=np.float64) for name, v in reports.time_splits.items()}
-    total = sum(float(part.sum()) for part in parts.values())
-    for name, part in parts.items():
-        metrics[f"generate/trajectory_time/{name}_mean"] = _mean(part)
+    splits = {name: np.array(v, dtype=np.float64) for name, v in reports.time_splits.items()}
+    total = sum(float(split.sum()) for split in splits.values())
+    for name, split in splits.items():
+        metrics[f"generate/trajectory_time/{name}_mean"] = _mean(split)
         metrics[f"generate/trajectory_time/{name}_share"] = (
-            float(part.sum()) / total if total > 0 else 0.0
+            float(split.sum()) / total if total > 0 else 0.0
         )
     return metrics
 
 
 def _environment_metrics(reports: Reports) -> dict[str, float]:
-    """Return means over the trajectories that report a number under a name."""
+    """Return the mean of each reported number over the trajectories that report it."""
     values: dict[str, list[float]] = {}
     for reported in reports.env_metrics or ():
         for name, value in (reported or {}).items():
@@ -325,7 +325,7 @@ def reward_metrics(
         rows: a valid generator output, a batch, or trajectories (then N is their number).
         samples_per_prompt: n, for the name of pass@n. A group passes when any of its trajectories
             has a reward above 0.
-        uids: N prompt names, where a generator output has no `trajectory_ids`.
+        uids: N prompt names, if a generator output has no `trajectory_ids`.
         data_sources: N names; each gets the same metrics under `reward/<name>/`.
 
     Example:
@@ -359,8 +359,9 @@ def eval_metrics(
         rows: a valid generator output, a batch, or trajectories (then N is their number).
         ks: pass@k is the unbiased estimator of `pass_at_k`, averaged over groups; each k at most
             the smallest group.
-        uids: N prompt names, where a generator output has no `trajectory_ids`.
-        data_sources: N names; each gets its metrics under `eval/<name>/`, all under `eval/all/`.
+        uids: N prompt names, if a generator output has no `trajectory_ids`.
+        data_sources: N names; each gets its metrics under `eval/<name>/`, all rows under
+            `eval/all/`.
 
     Raises:
         ValueError: a k below 1 or above the size of a group.
@@ -380,14 +381,14 @@ def eval_metrics(
 
 
 def pass_at_k(num_samples: np.ndarray, num_passed: np.ndarray, k: int) -> np.ndarray:
-    """Return (G,) float64, the chance that one of k samples drawn without replacement passes.
+    """Return (G,) float64, the probability that one of k samples without replacement passes.
 
-    1 - C(n - c, k) / C(n, k), unbiased in contrast to 1 - (1 - c / n)^k: Chen et al. 2021,
+    1 - C(n - c, k) / C(n, k), unbiased, in contrast to 1 - (1 - c / n)^k: Chen et al. 2021,
     arXiv:2107.03374, section 2.1.
 
     Args:
         num_samples: (G,) n, samples of each group.
-        num_passed: (G,) c, how many of them passed.
+        num_passed: (G,) c, samples that passed.
         k: 1 to min(n).
 
     Raises:
@@ -434,8 +435,8 @@ def _by_source(
             f"{prefix}_metrics: data_sources must have one entry per row "
             f"({len(table.trajectory_ids)}), got {len(data_sources)}"
         )
-    sources = _of_last_rows(data_sources, table)
-    # A name's metrics are of all whose name it is: "a/b" and "a_b" are both a_b.
+    sources = _last_row_values(data_sources, table)
+    # Sources whose names map to the same one are merged: "a/b" and "a_b" are both a_b.
     names = np.array([RENAMED_SOURCES.get(name, name).replace("/", "_") for name in sources])
     return everything + [(f"{prefix}/{name}", names == name) for name in np.unique(names).tolist()]
 
@@ -446,11 +447,11 @@ def _by_source(
 def batch_metrics(
     batch: StepBatch, *, num_rows_before_merge: int | None = None
 ) -> dict[str, float]:
-    """Return the size of the batch, and how much of it would be padding.
+    """Return the size of the batch, and the share of padding if it were padded.
 
     Args:
-        batch: N real rows of T tokens at most.
-        num_rows_before_merge: rows before steps were merged; None: no metrics about merging.
+        batch: N real rows of at most T tokens.
+        num_rows_before_merge: rows before steps were merged; None: no metrics of merging.
     """
     num_rows = batch.num_real_rows
     cu_seqlens = batch.cu_seqlens[: num_rows + 1].numpy()

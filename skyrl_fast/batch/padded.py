@@ -17,7 +17,7 @@ OP = "StepBatch.padded"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedBatch:
-    """One left-padded block; what belongs to response tokens is right-aligned.
+    """A left-padded batch; values per response token are right-aligned.
 
     Args:
         sequences: (N, T) int64, T = max(prompt + response).
@@ -26,10 +26,10 @@ class PaddedBatch:
         rewards: (N, R) float32.
         loss_mask: (N, R) float32; 0 in padding rows.
         rollout_logprobs: (N, R) float32, or None.
-        rollout_expert_indices: (N, T, L, K), or None; `arange(K)` where nothing was captured.
-        router_padding_mask: (N, T) bool, True where nothing was captured; None without routes.
+        rollout_expert_indices: (N, T, L, K), or None; `arange(K)` where no route was recorded.
+        router_padding_mask: (N, T) bool, True where no route was recorded; None without routes.
         uids: N; padding rows are `pad0`, `pad1`, ...
-        is_last_step: N; True in padding rows, which are trajectories of their own.
+        is_last_step: N; True in padding rows, each of which is a separate trajectory.
         pad_size: padding rows at the end.
     """
 
@@ -60,10 +60,11 @@ def padded_tensors(
     """Return `sequences`, `attention_mask`, `response_mask` and the padded `responses`, by name.
 
     Args:
-        tokens: (S,) int32. cu_seqlens: (N + 1,) offsets into it.
+        tokens: (S,) int32.
+        cu_seqlens: (N + 1,) offsets into `tokens`.
         responses: name -> (A,) values per response token, or None.
-        cu_responses: (N + 1,) offsets into them.
-        row_rewards: (N,) float32, for a check.
+        cu_responses: (N + 1,) offsets into `responses`.
+        row_rewards: (N,) float32; must be 0 for empty responses.
         pad_token_id, pad_size, pad_mode: as for `StepBatch.padded`.
 
     Raises:
@@ -74,7 +75,7 @@ def padded_tensors(
     if pad_size and num_rows == 0:
         raise ValueError(f"{OP}: an empty batch has no row 0 to repeat in padding rows")
     sides = {"token": cu_seqlens.diff().long(), "response": cu_responses.diff().long()}
-    _refuse_lost_rewards(row_rewards, sides["response"])
+    _check_rewards_of_empty(row_rewards, sides["response"])
     shapes = {
         side: (num_rows + pad_size, int(lengths.max()) if num_rows else 0)
         for side, lengths in sides.items()
@@ -105,7 +106,7 @@ def padded_tensors(
     return tensors
 
 
-def _refuse_lost_rewards(row_rewards: torch.Tensor, response_lengths: torch.Tensor) -> None:
+def _check_rewards_of_empty(row_rewards: torch.Tensor, response_lengths: torch.Tensor) -> None:
     lost = (response_lengths == 0) & (row_rewards != 0)
     if bool(lost.any()):
         row = int(lost.nonzero()[0])
@@ -121,12 +122,13 @@ def padded_routes(
     lengths: torch.Tensor,
     pad_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Return (N + pad_size, T, L, K) routes and the mask of cells without one; None without routes.
+    """Return (N + pad_size, T, L, K) routes and the mask of tokens without one, or None for both.
 
     Args:
-        routes: (E, L, K) integers of the rows' first tokens. cu_experts: (N + 1,) offsets into it.
+        routes: (E, L, K) integers of the rows' first tokens.
+        cu_experts: (N + 1,) offsets into `routes`.
         lengths: (N,) tokens of each row.
-        pad_size: padding rows, which have none.
+        pad_size: padding rows, which have no routes.
     """
     if routes is None or cu_experts is None:
         return None, None

@@ -1,4 +1,4 @@
-"""Which group and which trajectory each row of a generator output belongs to. N rows, G groups."""
+"""Group and trajectory of each row of a generator output. N rows, G groups, J trajectories."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl_fast.ops import _rows
 
 @dataclass(frozen=True, slots=True)
 class RowIndex:
-    """Integer ids of groups and trajectories, by first appearance.
+    """Integer ids of groups and trajectories, numbered by first appearance.
 
     Args:
         uids: name of each of the G groups.
@@ -32,7 +32,7 @@ class RowIndex:
 
 
 def is_step_wise(output: Mapping[str, Any]) -> bool:
-    """Return whether `output` says which rows end a trajectory; a key set to None says nothing."""
+    """Return whether `output` has `is_last_step`; a key set to None counts as missing."""
     return output.get("is_last_step") is not None
 
 
@@ -45,16 +45,16 @@ def row_index(
 ) -> RowIndex:
     """Return the groups and trajectories of a valid generator output.
 
-    On the default path every row is a trajectory of its own.
+    Without steps every row is a trajectory.
 
     Args:
         op: the caller's public name, for messages.
         output: a generator output.
         uids: N prompt names, one per row; None: the instance ids of `trajectory_ids`.
-        step_wise: None: decided by `is_step_wise`.
+        step_wise: whether trajectories can have several rows; None: `is_step_wise(output)`.
 
     Raises:
-        ValueError: neither `uids` nor `trajectory_ids`, or not one per row.
+        ValueError: neither `uids` nor `trajectory_ids` is given, or not one per row.
     """
     num_rows = len(output["response_ids"])
     trajectory_ids = output.get("trajectory_ids")
@@ -87,7 +87,7 @@ def split_trajectory_ids(op: str, trajectory_ids: Sequence[Any]) -> tuple[list[A
         trajectory_ids: N pairs `(instance_id, repetition_id)`, or objects with these attributes.
 
     Raises:
-        ValueError: an entry that is neither, or a repetition that is no int.
+        ValueError: an entry of another type, or a repetition that is not an int.
     """
     try:
         if all(map(issubclass, set(map(type, trajectory_ids)), repeat((tuple, list)))):
@@ -97,7 +97,7 @@ def split_trajectory_ids(op: str, trajectory_ids: Sequence[Any]) -> tuple[list[A
             instances = list(map(attrgetter("instance_id"), trajectory_ids))
             repetitions = list(map(attrgetter("repetition_id"), trajectory_ids))
         if not all(map(issubclass, set(map(type, repetitions)), repeat((int, np.integer)))):
-            raise TypeError("a repetition_id that is no int")
+            raise TypeError("a repetition_id that is not an int")
         numbers = np.array(repetitions, dtype=np.int64)
         if not set(map(type, instances)) <= {str, int}:
             instances = list(map(str, instances))
@@ -117,12 +117,12 @@ def _is_trajectory_id(entry: Any) -> bool:
 
 
 def trajectory_keys(instances: Sequence[Any], repetitions: np.ndarray) -> np.ndarray:
-    """Return (N,) int64, equal exactly where both ids are; the upper half numbers the instances."""
+    """Return (N,) int64 keys, equal iff both ids are; the upper 32 bits number the instances."""
     return (dense_ids(instances) << 32) + dense_ids(repetitions)
 
 
 def dense_ids(labels: Sequence[Any] | np.ndarray | torch.Tensor) -> np.ndarray:
-    """Return (N,) int64, the number of each label by first appearance; strings or ints."""
+    """Return (N,) int64, the labels numbered by first appearance; strings or ints."""
     return _rows.dense_ids("row_index", "ids", labels).numpy()
 
 
@@ -133,14 +133,14 @@ def first_appearances(ids: np.ndarray) -> np.ndarray:
 
 
 def run_starts(ids: np.ndarray) -> np.ndarray:
-    """Return (N,) bool, True where a row's id differs from the row before."""
+    """Return (N,) bool, True where a row's id differs from that of the row before."""
     starts = np.ones(len(ids), dtype=bool)
     np.not_equal(ids[1:], ids[:-1], out=starts[1:])
     return starts
 
 
 def first_return(ids: np.ndarray) -> int | None:
-    """Return the first row that starts a run of an id seen in an earlier run, or None."""
+    """Return the first row that starts a second run of the same id, or None."""
     heads = np.flatnonzero(run_starts(ids))
     if dense_ids(ids[heads]).max() + 1 == len(heads):
         return None
@@ -151,7 +151,7 @@ def first_return(ids: np.ndarray) -> int | None:
 
 
 def bool_array(op: str, field: str, values: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """Return (N,) bool from bools, numpy bools or an array of them.
+    """Return (N,) bool from bools, NumPy bools or an array of them.
 
     Raises:
         ValueError: an entry of another type.

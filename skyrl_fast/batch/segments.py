@@ -16,7 +16,7 @@ def segment_sums(values: np.ndarray, offsets: np.ndarray, dtype: Any) -> np.ndar
         return sum_rows(torch.from_numpy(values), torch.from_numpy(offsets)).numpy()
     sums = np.zeros(len(offsets) - 1, dtype=dtype)
     filled = np.flatnonzero(offsets[1:] > offsets[:-1])
-    if filled.size:  # reduceat would give an empty segment its neighbour's value
+    if filled.size:  # reduceat returns the next segment's value for an empty one
         values = values[: offsets[-1]]
         sums[filled] = np.add.reduceat(values, offsets[filled], dtype=dtype)
     return sums

@@ -1,4 +1,4 @@
-"""Where a batch is cut: mini-batches by prompts, micro-batches by tokens. N rows."""
+"""Splits of a batch: mini-batches by prompts, micro-batches by tokens. N rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from skyrl_fast.batch.row_index import dense_ids, run_starts
 def mini_batch_boundaries(
     group_ids: Sequence[str] | Sequence[int] | torch.Tensor, mini_batch_size: int
 ) -> list[tuple[int, int]]:
-    """Return the (start, end) rows of consecutive parts of `mini_batch_size` prompts each.
+    """Return the (start, end) rows of consecutive mini-batches of `mini_batch_size` prompts each.
 
     Args:
         group_ids: N, the prompt of each row; without padding rows.
         mini_batch_size: prompts per mini-batch; must divide their number.
 
     Raises:
-        ValueError: rows of a prompt that are not adjacent, or a size that does not divide.
+        ValueError: rows of a prompt are not adjacent, or the size does not divide the prompts.
 
     Example:
         >>> mini_batch_boundaries(["p0"] * 4 + ["p1"] * 2 + ["p2"] * 3 + ["p3"] * 2, 2)
@@ -58,14 +58,14 @@ def split_micro_batches(
 ) -> list[list[np.ndarray]]:
     """Return, for each rank, equally many micro-batches: ascending row numbers.
 
-    Longest first, each into the part that holds least so far (Graham 1969, the LPT rule), with the
-    fewest parts whose loads keep to the budget. The same input gives the same split.
+    Rows are assigned longest first to the part with the smallest load (LPT rule, Graham 1969), with
+    the fewest parts whose loads are within the budget. Deterministic.
 
     Args:
         lengths: N tokens of each row.
-        token_budget: most tokens of a part, unless one unit alone is longer.
+        token_budget: most tokens of a part, unless a single unit is longer.
         num_ranks: data-parallel size.
-        units: (N,) ints; rows with the same number stay together. None: rows are free.
+        units: (N,) ints; rows with the same number stay together. None: rows are independent.
 
     Raises:
         ValueError: a budget or number of ranks below 1.
@@ -86,7 +86,7 @@ def split_micro_batches(
     order = np.argsort(part_of_row, kind="stable")
     cuts = np.searchsorted(part_of_row[order], np.arange(1, num_parts))
     parts = np.split(order, cuts)
-    # Parts are numbered by falling load: dealing them out in turn evens the ranks' waiting.
+    # Parts are numbered by decreasing load: dealing them in turn minimises the ranks' idle time.
     return [parts[rank::num_ranks] for rank in range(num_ranks)]
 
 

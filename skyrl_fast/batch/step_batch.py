@@ -1,4 +1,4 @@
-"""The batch that training works on: ragged rows, one per step.
+"""`StepBatch`, the training batch: ragged rows, one per step.
 
 N rows, S tokens (prompts and responses), A response tokens, G groups, J trajectories, T and R the
 padded widths, L layers, K experts per token.
@@ -34,7 +34,7 @@ OFFSETS: dict[Per, str] = {
     "response": "cu_responses",
     "expert": "cu_experts",
 }
-# Which arrays have an entry per token, per response token, per row or per captured route.
+# Columns with an entry per token, per response token, per row or per recorded route.
 COLUMNS: dict[str, tuple[Per, torch.dtype | None]] = {
     "tokens": ("token", torch.int32),
     "loss_mask": ("response", torch.uint8),
@@ -59,31 +59,31 @@ COLUMNS: dict[str, tuple[Per, torch.dtype | None]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBatch:
-    """Rows of a training batch as flat arrays. Row i is one step: prompt, then response.
+    """Rows of a training batch as flat arrays. A row is one step: prompt, then response.
 
     Args:
         tokens: (S,) int32; row i is `tokens[cu_seqlens[i] : cu_seqlens[i + 1]]`.
         cu_seqlens: (N + 1,) int32 (int64 where S needs it).
         cu_responses: (N + 1,) int32, offsets into the arrays per response token.
         loss_mask: (A,) uint8, 1 = trained.
-        rewards: (A,) float32 per response token; a reward per row is that of its last token.
-        row_rewards: (N,) float32, each row's sum, also where the response is empty.
+        rewards: (A,) float32 per response token; a reward per row is on its last token.
+        row_rewards: (N,) float32, each row's sum, also if the response is empty.
         group_ids: (N,) int32, 0 to G - 1: the row's prompt.
         trajectory_ids: (N,) int32, 0 to J - 1.
         is_last_step: (N,) bool.
-        policy_version: (N,) int32, weight updates behind the policy that sampled the row.
+        policy_version: (N,) int32, version of the policy that sampled the row.
         uids: names of the G groups.
         stop_reasons: N, or None.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: (A,) float32, or None.
-        values, returns: (A,) float32, of a critic before each trained token, and what it should
-            have said; or None.
-        token_weights: (A,) float32 of the off-policy correction, 0 on what it drops, or None.
-        row_weights: (N,) float32, what a token of the row weighs in the loss, or None.
+        values, returns: (A,) float32, the critic's value before each trained token, and its
+            target; or None.
+        token_weights: (A,) float32 of the off-policy correction, 0 on dropped tokens, or None.
+        row_weights: (N,) float32, the weight of the row's tokens in the loss, or None.
         anchor_ids: (N,) int32, equal where rows acted in the same state, or None.
-        expert_indices: (E, L, K) integers of the captured routes of all rows, or None.
+        expert_indices: (E, L, K) integers, recorded routes of all rows, or None.
         cu_experts: (N + 1,) int32, offsets into `expert_indices`; None with it.
-        num_padding_rows: how many rows at the end only fill up; nothing counts them.
-        reward_per_row: the generator gave one reward per row, not one per response token.
+        num_padding_rows: padding rows at the end; ignored by all metrics and losses.
+        reward_per_row: the generator returned one reward per row, not per response token.
     """
 
     tokens: torch.Tensor
@@ -116,7 +116,7 @@ class StepBatch:
         """Check types, dtypes and sizes.
 
         Raises:
-            TypeError: a column that is no tensor.
+            TypeError: a column that is not a tensor.
             ValueError: a column of another dtype or size, or a wrong number of padding rows.
         """
         num_rows = self.cu_seqlens.shape[0] - 1
@@ -195,7 +195,7 @@ class StepBatch:
         return [self.uids[group] for group in self.group_ids.tolist()]
 
     def columns(self, per: Per) -> dict[str, torch.Tensor]:
-        """Return the columns of one kind that the batch has, e.g. those per response token."""
+        """Return the batch's columns of one kind, e.g. those per response token."""
         kind = [name for name, (kind, _) in COLUMNS.items() if kind == per]
         return {name: getattr(self, name) for name in kind if getattr(self, name) is not None}
 
@@ -214,17 +214,16 @@ class StepBatch:
 
         Args:
             output: see `GeneratorOutput`. Without `is_last_step`, or with None, every row is a
-                trajectory of its own.
+                trajectory.
             uids: N prompt names; None: the instance ids of `trajectory_ids`.
             num_prompts, step_wise: as for `validate_generator_output`, which is called.
-            merge: "fork" or "realign": join the steps, see `merged`. "fork" reads only the lists
+            merge: "fork" or "realign": merge the steps, see `merged`. "fork" reads only the lists
                 that the merged rows need. None: a row per step.
             max_drift_tokens: for "realign".
 
         Raises:
-            ValueError: what `validate_generator_output` raises; a token id that is negative or
-                needs more than 31 bits; a loss mask that is not 0 or 1; neither `uids` nor
-                `trajectory_ids`.
+            ValueError: as `validate_generator_output`; a token id that is negative or needs more
+                than 31 bits; a loss mask other than 0 or 1; neither `uids` nor `trajectory_ids`.
         """
         if merge is not None:
             check_drift("StepBatch", merge, max_drift_tokens)
@@ -252,7 +251,7 @@ class StepBatch:
         Args:
             pad_token_id: fills `sequences` left of each row.
             pad_size: padding rows to add, already in place.
-            pad_mode: what they hold, "repeat" or "cheap", as in `ops.pack.padding_rows.pad_batch`.
+            pad_mode: their content, "repeat" or "cheap", as in `ops.pack.padding_rows.pad_batch`.
 
         Raises:
             ValueError: a negative `pad_size`, padding rows for an empty batch, or a reward of an
@@ -294,30 +293,28 @@ class StepBatch:
         max_drift_tokens: int = MAX_DRIFT_TOKENS,
         rewards: str | None = None,
     ) -> StepBatch:
-        """Return the batch with consecutive steps of a trajectory joined where contexts only grew.
+        """Return the batch with consecutive steps of a trajectory merged where contexts only grew.
 
         A merged row has the first step's prompt; its response is the rest of the last step's
-        prompt and response. Tokens that no step of it sampled are untrained: mask, log-probability
-        and reward 0. Group, trajectory, last-step flag and stop reason are the last step's,
-        `policy_version` is the oldest. Routes of experts that were recorded stay, later steps add
-        what goes beyond them. Which steps are joined: see `ops.merge.steps.merge_steps`.
+        prompt and response. Tokens that no step sampled are untrained: mask, log-probability and
+        reward 0. Group, trajectory, last-step flag and stop reason are the last step's,
+        `policy_version` is the oldest. Recorded routes of experts are kept; later steps add those
+        of their new tokens. For which steps are merged, see `ops.merge.steps.merge_steps`.
 
         Args:
             drift, max_drift_tokens: as for `ops.merge.steps.merge_steps`.
             rewards: "token": every token keeps its reward, so that a row's sum is its steps' sum.
-                "last": a row has its last step's reward, on its last token. None: "last" where
-                the generator gave a reward per row, else "token".
+                "last": a row has its last step's reward, on its last token. None: "last" if the
+                generator returned a reward per row, else "token".
 
         Raises:
-            ValueError: a batch with advantages or weights, which belong to the steps; an
-                unknown `drift` or `rewards`; fewer routes than were recorded before.
+            ValueError: the batch has advantages or weights, which are per step; unknown `drift` or
+                `rewards`; fewer routes than an earlier step recorded.
         """
         op = "StepBatch.merged"
         for name in ("advantages", "token_weights", "row_weights"):
             if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{op}: {name} must not be there yet: merge first, then compute them"
-                )
+                raise ValueError(f"{op}: {name} must be None: merge first, then compute them")
         if rewards not in (None, "token", "last"):
             raise ValueError(f"{op}: rewards must be 'token', 'last' or None, got {rewards!r}")
         plan = merge_flat_steps(
@@ -375,7 +372,7 @@ class StepBatch:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the batch to one safetensors file, the names as JSON in its header. Atomic."""
+        """Write the batch atomically to one safetensors file, names as JSON in its header."""
         tensors, others = {}, {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
@@ -387,16 +384,16 @@ class StepBatch:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StepBatch:
-        """Read what `save` wrote; runs no code from the file.
+        """Load what `save` wrote; executes no code from the file.
 
         Raises:
-            ValueError: a file that is no batch, or whose parts disagree.
+            ValueError: the file is not a batch, or its columns are inconsistent.
         """
         names = {f.name for f in dataclasses.fields(cls)}
         return cls(**read_batch_file(path, names))
 
     def with_(self, **changes: Any) -> StepBatch:
-        """Return a copy with other fields, e.g. `batch.with_(advantages=advantages(batch))`."""
+        """Return a copy with changed fields, e.g. `batch.with_(advantages=advantages(batch))`."""
         return dataclasses.replace(self, **changes)
 
     def to(self, device: torch.device | str) -> StepBatch:
@@ -411,8 +408,8 @@ class StepBatch:
     def rows(self, index: slice | Sequence[int] | np.ndarray | torch.Tensor) -> StepBatch:
         """Return these rows, in this order; groups and trajectories are numbered from 0.
 
-        A slice of step 1 shares memory; other choices need a batch on the CPU. Whatever looks
-        at complete trajectories or groups (advantages, row weights) must be computed before.
+        A slice of step 1 shares memory; other indices need a batch on the CPU. Compute whatever
+        depends on complete trajectories or groups (advantages, row weights) before.
 
         Args:
             index: a slice, row numbers, or (N,) bool.
@@ -448,7 +445,7 @@ class StepBatch:
                 continue
             starts, ends = cu[rows].tolist(), cu[rows + 1].tolist()
             for name, values in self.columns(per).items():
-                # Slicing numpy costs a tenth of slicing torch, and there is a slice per row.
+                # Slicing NumPy takes a tenth of the time of slicing torch, and each row is a slice.
                 array = values.numpy()
                 pieces = [array[a:b] for a, b in zip(starts, ends, strict=True)]
                 changes[name] = torch.from_numpy(np.concatenate(pieces)) if pieces else values[:0]
@@ -463,7 +460,7 @@ class StepBatch:
         return self._renumbered(changes)
 
     def _renumbered(self, changes: dict[str, Any]) -> StepBatch:
-        """Return the batch with these changes, groups and trajectories numbered from 0."""
+        """Return the batch with these changes, and groups and trajectories renumbered from 0."""
         groups, group_ids = torch.unique(changes["group_ids"], return_inverse=True)
         _, trajectory_ids = torch.unique(changes["trajectory_ids"], return_inverse=True)
         changes["group_ids"] = group_ids.to(torch.int32)
@@ -472,10 +469,10 @@ class StepBatch:
         return self.with_(**changes)
 
     def mini_batches(self, mini_batch_size: int) -> list[StepBatch]:
-        """Return consecutive parts of exactly `mini_batch_size` prompts each; no padding rows.
+        """Return consecutive mini-batches of `mini_batch_size` prompts each, without padding rows.
 
         Raises:
-            ValueError: rows of a prompt that are not adjacent, or a size that does not divide.
+            ValueError: rows of a prompt are not adjacent, or the size does not divide the prompts.
         """
         real = self.group_ids[: self.num_real_rows]
         return [self.rows(slice(*b)) for b in mini_batch_boundaries(real, mini_batch_size)]
@@ -488,20 +485,20 @@ class StepBatch:
         rank: int = 0,
         keep_trajectories: bool = False,
     ) -> list[StepBatch]:
-        """Return this rank's part of the real rows, in balanced parts within a token budget.
+        """Return this rank's micro-batches of the real rows, balanced and within a token budget.
 
-        Every rank gets the same number of micro-batches and computes the same split by itself.
-        Where there are fewer rows than micro-batches, one padding row fills the empty one.
+        Every rank gets the same number of micro-batches; all ranks compute the same split. If
+        there are fewer rows than micro-batches, the empty ones get one padding row.
 
         Args:
-            token_budget: most tokens in a micro-batch. A row (or, kept whole, a trajectory) that
-                alone is longer has a micro-batch of its own.
+            token_budget: most tokens of a micro-batch. A longer row (with `keep_trajectories`, a
+                longer trajectory) has a separate micro-batch.
             num_ranks: data-parallel size.
-            rank: whose part.
+            rank: this rank.
             keep_trajectories: never split a trajectory.
 
         Raises:
-            ValueError: a budget or number of ranks below 1, or a rank out of range.
+            ValueError: budget or number of ranks below 1, or a rank out of range.
         """
         if not 0 <= rank < num_ranks:
             raise ValueError(
@@ -520,9 +517,9 @@ class StepBatch:
         ]
 
     def with_padding_rows(self, pad_size: int) -> StepBatch:
-        """Return the batch with rows added that cost almost nothing: one token, no response.
+        """Return the batch with minimal padding rows added: one token, no response.
 
-        Each is a trajectory in a group of its own, `pad0`, `pad1`, ...
+        Each is a separate trajectory in a separate group, `pad0`, `pad1`, ...
 
         Raises:
             ValueError: a negative `pad_size`.
@@ -557,7 +554,7 @@ OPTIONAL = {f.name for f in dataclasses.fields(StepBatch) if f.default is None} 
 
 
 def row_numbers(index: Sequence[int] | np.ndarray | torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the row numbers that an index of `StepBatch.rows` means: numbers, or (N,) bool."""
+    """Return the row numbers of an index of `StepBatch.rows`: numbers, or (N,) bool."""
     rows = torch.as_tensor(index)
     if rows.dtype == torch.bool:
         if rows.shape != (num_rows,):

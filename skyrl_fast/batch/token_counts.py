@@ -1,4 +1,4 @@
-"""How many tokens a forward pass over a batch has, in each of the forms of its rows."""
+"""Tokens of a forward pass over a batch, for each form of its rows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class TokenCounts:
     """Tokens of a batch without padding.
 
     Args:
-        rows: of all rows, each by itself.
-        merged: of the rows that are left where consecutive steps join.
-        tree: of the prefix trees of the groups, one token for each distinct beginning.
+        rows: tokens of all rows, separately.
+        merged: tokens of the rows after merging consecutive steps.
+        tree: nodes of the groups' prefix trees, one for each distinct prefix.
     """
 
     rows: int
@@ -27,10 +27,10 @@ class TokenCounts:
 
 
 def token_counts(batch: StepBatch) -> TokenCounts:
-    """Return what each form of the rows would cost, before anything is run; linear in tokens.
+    """Return the tokens of each form of the rows, without running a model; linear in tokens.
 
     Args:
-        batch: padding rows are left out. Merging is judged without drift.
+        batch: padding rows are ignored. Merging is counted without drift.
 
     Example:
         >>> batch = StepBatch.from_generator_output(

@@ -1,4 +1,4 @@
-"""The settings of a training run: what there is (`settings`), and how it is read (`loading`)."""
+"""Settings of a training run: the dataclasses (`settings`) and their parsing (`loading`)."""
 
 from skyrl_fast.config.algorithm import (
     estimator_settings,

@@ -1,4 +1,4 @@
-"""What the algorithm's settings choose: policy loss and advantage estimator, with settings."""
+"""Policy loss and advantage estimator chosen by the settings, with their arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyrl_fast.setting import ConfigError
 
 
 def policy_loss_spec(algorithm: AlgorithmConfig) -> LossSpec | CustomLoss:
-    """Return what is true of the chosen loss.
+    """Return the spec of the chosen loss.
 
     Raises:
         ValueError: there is no loss of that name.
@@ -29,7 +29,7 @@ def policy_loss_spec(algorithm: AlgorithmConfig) -> LossSpec | CustomLoss:
 def policy_loss_settings(algorithm: AlgorithmConfig) -> LossSettings | CustomLoss:
     """Return the chosen loss, for `policy_loss(loss=...)`.
 
-    A hyper-parameter is taken from the section of the loss's name, else from the algorithm's.
+    A hyper-parameter is read from the section named after the loss, else from `algorithm`.
     """
     spec = policy_loss_spec(algorithm)
     if isinstance(spec, CustomLoss):
@@ -43,7 +43,7 @@ def policy_loss_settings(algorithm: AlgorithmConfig) -> LossSettings | CustomLos
 
 
 def is_ratio_to_rollout(algorithm: AlgorithmConfig) -> bool:
-    """Return whether the loss's ratio is to the policy that sampled, whatever the old one is."""
+    """Return whether the ratio's denominator is the sampling policy, whatever `old_logprobs` is."""
     spec, settings = policy_loss_spec(algorithm), policy_loss_settings(algorithm)
     if isinstance(spec, CustomLoss) or isinstance(settings, CustomLoss):
         return False
@@ -51,7 +51,7 @@ def is_ratio_to_rollout(algorithm: AlgorithmConfig) -> bool:
 
 
 def estimator_spec(algorithm: AlgorithmConfig) -> EstimatorSpec:
-    """Return what is true of the chosen advantage estimator.
+    """Return the spec of the chosen advantage estimator.
 
     Raises:
         ValueError: there is no estimator of that name.
@@ -67,7 +67,7 @@ def estimator_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
 
 
 def check_policy_loss(config: Config) -> None:
-    """Raise ConfigError unless the loss exists, in every rank, and takes its settings."""
+    """Raise ConfigError unless the loss exists, on every rank, and accepts its settings."""
     algorithm, key = config.trainer.algorithm, "trainer.algorithm.policy_loss"
     try:
         loss = policy_loss_spec(algorithm)
@@ -76,8 +76,8 @@ def check_policy_loss(config: Config) -> None:
     if not isinstance(loss, CustomLoss):
         if algorithm.policy_loss_kwargs:
             raise ConfigError(
-                f"{key}_kwargs: wanted none with policy_loss_type={loss.name}, whose settings have "
-                f"keys of their own, got {algorithm.policy_loss_kwargs}"
+                f"{key}_kwargs: wanted none with policy_loss_type={loss.name}, which has its own "
+                f"settings, got {algorithm.policy_loss_kwargs}"
             )
         return
     try:
@@ -89,12 +89,12 @@ def check_policy_loss(config: Config) -> None:
         name = importable_name(loss.function) or "module:function"
         raise ConfigError(
             f"{key}_type: wanted {name} with {ranks} ranks, each of which imports it, got "
-            f"{algorithm.policy_loss_type}, which is registered in this process alone"
+            f"{algorithm.policy_loss_type}, which is registered only in this process"
         )
 
 
 def check_estimator(algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError unless the estimator exists and takes its settings."""
+    """Raise ConfigError unless the estimator exists and accepts its settings."""
     key, kwargs = "trainer.algorithm.advantage_estimator", algorithm.advantage_estimator_kwargs
     try:
         spec = estimator_spec(algorithm)
@@ -103,8 +103,8 @@ def check_estimator(algorithm: AlgorithmConfig) -> None:
     if spec.name in ADVANTAGE_ESTIMATORS:
         if kwargs:
             raise ConfigError(
-                f"{key}_kwargs: wanted none with advantage_estimator={spec.name}, whose settings "
-                f"have keys of their own, got {kwargs}"
+                f"{key}_kwargs: wanted none with advantage_estimator={spec.name}, which has its "
+                f"own settings, got {kwargs}"
             )
         return
     try:

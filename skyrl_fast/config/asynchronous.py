@@ -1,4 +1,4 @@
-"""Settings of generation beside training; SkyRL's names where SkyRL has the key."""
+"""Settings of asynchronous training; SkyRL's names where SkyRL has the key."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from skyrl_fast.setting import setting
 class FullyAsyncConfig:
     """How far generation may run ahead of training."""
 
-    enabled: bool = setting(False, "generate while training; false: as with max_staleness_steps=0")
+    enabled: bool = setting(
+        False, "whether to generate while training; false: as with max_staleness_steps=0"
+    )
     max_staleness_steps: int = setting(
         4,
-        "a group is trained at most so many policy versions (batches) after its start; 0: one "
-        "after the other",
+        "maximum policy versions (batches) between a group's start and its training; 0: "
+        "generation and training alternate",
         at_least=0,
     )
     weight_update: str = setting(
         "in_flight",
-        "in_flight: requests are interrupted, keep their tokens and go on with the new weights; "
-        "pause: the update waits until the turns that are being generated are over",
+        "how the engine's weights are updated. in_flight: requests are interrupted, keep their "
+        "tokens and continue with the new weights; pause: the update waits for running turns",
         choices=("in_flight", "pause"),
     )

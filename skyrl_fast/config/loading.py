@@ -1,4 +1,4 @@
-"""YAML and dotted overrides to a checked `Config`; every complaint names the dotted key."""
+"""Load a checked `Config` from YAML and dotted overrides; every error names the dotted key."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from skyrl_fast.setting import ConfigError, limit_error
 
 ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]
 
-# Sections of SkyRL's own configuration that have no meaning here, with what to do instead.
+# SkyRL settings that do not exist here, and what to do instead.
 _SKYRL_ONLY = {
-    "trainer.placement.colocate_all": "rank 0's GPU is the engine's too, unless that is a server: "
+    "trainer.placement.colocate_all": "the engine shares rank 0's GPU, unless it is a server: "
     "generator.inference_engine.run_engines_locally=false; remove it",
-    "trainer.placement.colocate_policy_ref": "they share the GPUs always; remove it",
-    "trainer.placement.policy_num_nodes": "one machine trains; remove it",
+    "trainer.placement.colocate_policy_ref": "they always share the GPUs; remove it",
+    "trainer.placement.policy_num_nodes": "training runs on one machine; remove it",
     **{
-        f"trainer.placement.{model}_num_{what}": "it is divided as the policy is; remove it"
+        f"trainer.placement.{model}_num_{what}": "it is sharded like the policy; remove it"
         for model in ("ref", "critic")
         for what in ("nodes", "gpus_per_node")
     },
-    "trainer.strategy": "FSDP2 where trainer.placement.policy_num_gpus_per_node is above 1; "
+    "trainer.strategy": "always FSDP2 if trainer.placement.policy_num_gpus_per_node is above 1; "
     "remove it",
     "trainer.policy.megatron_config": "models are transformers'; its moe_enable_routing_replay is "
     "trainer.policy.moe_enable_routing_replay",
-    "trainer.fully_async.num_parallel_generation_workers": "as many groups run as the staleness "
-    "allows; generator.max_concurrent_trajectories limits them",
+    "trainer.fully_async.num_parallel_generation_workers": "the number of groups follows from the "
+    "staleness; generator.max_concurrent_trajectories limits it",
     "trainer.fully_async.sample_full_batch": "use trainer.algorithm.dynamic_sampling.type=filter",
     "trainer.fully_async.clear_kv_cache_on_weight_sync": "keys and values of another policy "
     "version are never used; remove it",
@@ -58,24 +58,24 @@ _SKYRL_ONLY = {
     "trainer.fully_async.simulate_training_step_seconds": "there is no simulated trainer; remove "
     "it",
     "trainer.fully_async.simulate_weight_sync_seconds": "there is no simulated trainer; remove it",
-    "generator.inference_engine.external_proxy_url": "requests go straight to "
+    "generator.inference_engine.external_proxy_url": "requests are sent directly to "
     "generator.inference_engine.external_server_urls",
     "trainer.export_path": "checkpoints are in Hugging Face format already; remove it",
     "trainer.hf_save_interval": "checkpoints are in Hugging Face format; use trainer.ckpt_interval",
     "trainer.micro_train_batch_size_per_gpu": "use trainer.max_tokens_per_microbatch",
     "trainer.micro_forward_batch_size_per_gpu": "use trainer.max_tokens_per_microbatch",
-    "trainer.algorithm.value_head_prefix": "the head has a file of its own; remove it",
+    "trainer.algorithm.value_head_prefix": "the head is stored in a separate file; remove it",
     "trainer.algorithm.use_tis": "use trainer.algorithm.off_policy_correction.tis_ratio_type=token",
     "trainer.algorithm.tis_imp_ratio_cap": "use "
     "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
     "generator.batched": "rollouts are always asynchronous; remove it",
-    "generator.inference_engine.num_engines": "one engine runs in this process; more of them are "
-    "servers of their own: generator.inference_engine.external_server_urls",
-    "generator.sampling_params.logprobs": "the sampled token's logprob is always taken; remove it",
+    "generator.inference_engine.num_engines": "this process runs one engine; run more as "
+    "servers: generator.inference_engine.external_server_urls",
+    "generator.sampling_params.logprobs": "logprobs of sampled tokens are always taken; remove it",
 }
 
-# Parameters of vLLM that the settings or the agent loop give.
-_OWN_SAMPLING = frozenset(
+# vLLM parameters that the settings or the agent loop already set.
+_RESERVED_SAMPLING = frozenset(
     (
         *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"),
         *("seed", "n", "logprobs", "include_stop_str_in_output", "detokenize", "output_kind"),
@@ -88,11 +88,11 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
     Args:
         path: YAML file with the sections data, trainer, generator, environment; None: all defaults.
-        overrides: texts such as "trainer.seed=7"; they win over the file.
+        overrides: strings such as "trainer.seed=7"; they take precedence over the file.
 
     Raises:
-        ConfigError: the file is missing or no YAML, a key is unknown (with the nearest known one),
-            a value has the wrong type or is out of range.
+        ConfigError: the file is missing or not YAML, a key is unknown (the message suggests the
+            nearest one), or a value has the wrong type or is out of range.
 
     Example:
         >>> load_config(None, ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"])
@@ -104,10 +104,10 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def as_config(source: ConfigSource) -> Config:
-    """Return settings of their own from any form of them; types are checked, limits are not.
+    """Return a new `Config` from any form of settings; checks types, but no limits.
 
     Args:
-        source: a `Config` (a mapping may stand where a section belongs), a mapping with nested or
+        source: a `Config` (whose sections may be mappings), a mapping with nested or
             dotted keys, or the path of a YAML file.
 
     Raises:
@@ -149,7 +149,7 @@ def _read_yaml(path: str | Path | None, overrides: Sequence[str]) -> dict[str, A
             merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([text]))
         where = "overrides" if path is None else str(path)
         values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-    # A file that is no mapping is an OSError of OmegaConf's, a list for a section a TypeError.
+    # OmegaConf raises OSError for a file that is no mapping, TypeError for a list as a section.
     except (OmegaConfBaseException, YAMLError, OSError, TypeError, UnicodeError) as error:
         raise ConfigError(f"{where}: cannot be read: {error}") from error
     assert isinstance(values, dict)
@@ -166,10 +166,10 @@ def build_config(values: Mapping[str, Any]) -> Config:
 
 
 def check_config(config: Config, *, has_prompts: bool = False) -> None:
-    """Raise ConfigError for values that are out of range or do not fit together.
+    """Raise ConfigError for values that are out of range or incompatible.
 
     Args:
-        has_prompts: training prompts are given in memory, so that `data.train_data` may be empty.
+        has_prompts: training prompts are given in memory, so `data.train_data` may be empty.
     """
     check_limits(config)
     trainer, generator = config.trainer, config.generator
@@ -192,8 +192,8 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
             "generator.inference_engine.enable_return_routed_experts: wanted true "
             "(trainer.policy.moe_enable_routing_replay repeats what it records), got false"
         )
-    for name, part in (("policy", trainer.policy), ("critic", trainer.critic)):
-        betas = part.optimizer_config.adam_betas
+    for name, model in (("policy", trainer.policy), ("critic", trainer.critic)):
+        betas = model.optimizer_config.adam_betas
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(
                 f"trainer.{name}.optimizer_config.adam_betas: wanted two numbers in [0, 1), "
@@ -207,7 +207,7 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
     check_estimator(trainer.algorithm)
     _check_algorithm(trainer.algorithm)
     _check_group_sizes(config)
-    _check_credit(config)
+    _check_estimator_rows(config)
     _check_engines(generator.inference_engine)
     _check_rows(config)
     for name in ("sampling_params", "eval_sampling_params"):
@@ -221,7 +221,7 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
 
 
 def check_limits(section: Any, key: str = "") -> None:
-    """Raise ConfigError for a value of this section that is out of range; `key`: the section's."""
+    """Raise ConfigError for an out-of-range value in this section, whose dotted key is `key`."""
     for path, item, value in _leaves(section, key):
         wrong = limit_error(item.metadata, value)
         if wrong is not None:
@@ -229,16 +229,16 @@ def check_limits(section: Any, key: str = "") -> None:
 
 
 def _check_sampling(key: str, sampling: SamplingParams | None) -> None:
-    """What a setting says, and what the agent loop relies on, is not said a second time."""
-    for name in sorted(_OWN_SAMPLING & set(sampling.additional_kwargs if sampling else ())):
+    """Refuse vLLM parameters that a setting or the agent loop already sets."""
+    for name in sorted(_RESERVED_SAMPLING & set(sampling.additional_kwargs if sampling else ())):
         raise ConfigError(
-            f"{key}.additional_kwargs: wanted parameters of vLLM that are neither settings nor "
-            f"the agent loop's own, got {name}"
+            f"{key}.additional_kwargs: wanted vLLM parameters that neither the settings nor the "
+            f"agent loop set, got {name}"
         )
 
 
 def _check_rows(config: Config) -> None:
-    """The forms of rows that exclude each other."""
+    """Refuse combinations of row settings that exclude each other."""
     generator, rows = config.generator, config.trainer.rows
     if merges_steps(config) and not generator.step_wise_trajectories:
         key = "trainer.rows" if rows == "merged" else "generator.merge_stepwise_output"
@@ -283,7 +283,7 @@ def _check_algorithm(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_group_sizes(config: Config) -> None:
-    """A baseline from the others needs others; a horizon must hold the batch's trajectories."""
+    """Check the group size of baselines over others, and the horizon of the KL controller."""
     algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
     if estimator_spec(algorithm).needs_others and samples == 1:
         raise ConfigError(
@@ -295,8 +295,8 @@ def _check_group_sizes(config: Config) -> None:
     adaptive = algorithm.use_kl_in_reward and control.type == "adaptive"
     if adaptive and control.horizon <= least:
         raise ConfigError(
-            f"trainer.algorithm.kl_ctrl.horizon: wanted more than {least:g}, or one batch could "
-            f"make the coefficient 0 or negative, got {control.horizon}"
+            f"trainer.algorithm.kl_ctrl.horizon: wanted more than {least:g} (otherwise one batch "
+            f"can make the coefficient 0 or negative), got {control.horizon}"
         )
 
 
@@ -319,13 +319,13 @@ def _check_engines(engine: InferenceEngineConfig) -> None:
 def _has_host(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        return bool(parts.hostname) and parts.port != 0  # a port that is none raises
+        return bool(parts.hostname) and parts.port != 0  # an invalid port raises
     except ValueError:
         return False
 
 
-def _check_credit(config: Config) -> None:
-    """A critic where it is needed, and rows that are turns where turns are judged."""
+def _check_estimator_rows(config: Config) -> None:
+    """Check that the estimator has the critic and the rows that it needs."""
     trainer, generator = config.trainer, config.generator
     estimator, spec = trainer.algorithm.advantage_estimator, estimator_spec(trainer.algorithm)
     has_critic = trainer.critic.model.path is not None
@@ -344,8 +344,8 @@ def _check_credit(config: Config) -> None:
     rows_are_turns = generator.step_wise_trajectories and not merges_steps(config)
     if spec.level == "turn" and not rows_are_turns:
         raise ConfigError(
-            f"trainer.algorithm.advantage_estimator: {estimator} judges turns and wants a row for "
-            "each, so generator.step_wise_trajectories=true and merge_stepwise_output=false"
+            f"trainer.algorithm.advantage_estimator: {estimator} is per turn and needs a row for "
+            "each turn: generator.step_wise_trajectories=true and merge_stepwise_output=false"
         )
 
 
@@ -366,7 +366,7 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
 
 
 def _by_section(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the values by the first part of their keys: `a.b` joins what `a` has."""
+    """Return the values keyed by the first part of their keys; `a.b` is merged into `a`."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         name, dot, rest = str(key).partition(".")
@@ -384,7 +384,7 @@ def _by_section(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
-    """The value as the hinted type, with lossless conversions: int to float, item to list."""
+    """Return the value as the hinted type; lossless conversions: int to float, item to list."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
@@ -416,7 +416,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
 
 
 def _article(hint: type) -> str:
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[hint]
 
 
 def _leaves(config: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field, Any]]:
@@ -453,5 +453,5 @@ def _join(prefix: str, name: str) -> str:
 
 
 def environment_setting(name: str) -> str:
-    """Return an environment variable's value, "" where it is not set."""
+    """Return an environment variable's value, or "" if it is not set."""
     return os.environ.get(name, "")

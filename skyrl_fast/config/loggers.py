@@ -1,4 +1,4 @@
-"""The table of loggers: the name in `trainer.logger`, and the class behind it."""
+"""Table of loggers: the name in `trainer.logger` and its class."""
 
 from __future__ import annotations
 

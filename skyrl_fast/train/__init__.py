@@ -1,13 +1,14 @@
 """Train agents from Python: `skyrl_fast.train(config, prompts=..., reward=...)`.
 
 The module is callable: `skyrl_fast.train(...)` is `skyrl_fast.train.train(...)`, whose docstring
-names the arguments. What a run takes from its user:
+documents the arguments. Extension points of a run:
 
 - `Env`, `EnvStep`: an environment, and its answer to one action
+- `register_policy_loss`, `register_advantage_estimator`: custom losses and estimators
 - `Callback`, `CallbackError`: hooks after steps, evaluations and checkpoints
 - `Logger`, `RunInfo`: where metrics go, and what a logger is constructed with
 
-and what it gives: a `TrainResult`, or a `SetupError` that says what to fix.
+It returns a `TrainResult`, or raises a `SetupError` that says what to fix.
 
 Example:
     import skyrl_fast
@@ -29,12 +30,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
+    from skyrl_fast.ops.policy_loss.custom import register_policy_loss
     from skyrl_fast.rollout.env.protocol import Env, EnvStep
     from skyrl_fast.train.callbacks import Callback, CallbackError
     from skyrl_fast.train.output.loggers import Logger, RunInfo
     from skyrl_fast.train.run import SetupError, TrainResult, train
 
-_HOMES = {  # imported when they are used: `import skyrl_fast` stays light
+_HOMES = {  # imported on first use: `import skyrl_fast` stays light
     "Callback": "skyrl_fast.train.callbacks",
     "CallbackError": "skyrl_fast.train.callbacks",
     "Env": "skyrl_fast.rollout.env.protocol",
@@ -43,6 +46,8 @@ _HOMES = {  # imported when they are used: `import skyrl_fast` stays light
     "RunInfo": "skyrl_fast.train.output.loggers",
     "SetupError": "skyrl_fast.train.run",
     "TrainResult": "skyrl_fast.train.run",
+    "register_advantage_estimator": "skyrl_fast.ops.advantage.estimators",
+    "register_policy_loss": "skyrl_fast.ops.policy_loss.custom",
     "train": "skyrl_fast.train.run",
 }
 
@@ -55,6 +60,8 @@ __all__ = [
     "RunInfo",
     "SetupError",
     "TrainResult",
+    "register_advantage_estimator",
+    "register_policy_loss",
     "train",
 ]
 

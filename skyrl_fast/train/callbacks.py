@@ -1,4 +1,4 @@
-"""What users do between the steps of a run: the `Callback` class."""
+"""User code that runs between training steps: the `Callback` class."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class CallbackError(RuntimeError):
 class Callback:
     """Base class of callbacks; each method does nothing until it is overridden.
 
-    The methods run between steps, and what they take is added to the run's time. One that raises
-    ends the run: with a checkpoint, and a `CallbackError` that names it.
+    The methods run between steps and block the run. One that raises ends the run with a checkpoint
+    and a `CallbackError` that names it.
 
     Example:
         class UntilSolved(Callback):
@@ -34,19 +34,15 @@ class Callback:
         """
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """Handle a checkpoint that is complete; `path` is its folder."""
+        """Handle a complete checkpoint; `path` is its folder."""
 
 
 class CallbackList:
-    """Calls all callbacks, in order.
-
-    Args:
-        callbacks: of the run.
-    """
+    """Calls all callbacks, in order."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = callbacks
-        self.stopped_by: str | None = None  # the class of the one that asked for the end
+        self.stopped_by: str | None = None  # class of the callback that requested the stop
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Callback.on_step`."""

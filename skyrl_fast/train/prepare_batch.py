@@ -20,14 +20,14 @@ from skyrl_fast.train.algorithm.anchor_states import anchor_ids
 from skyrl_fast.train.algorithm.dynamic_sampling import informative_groups
 from skyrl_fast.train.algorithm.filters import filter_groups, filter_rollouts
 from skyrl_fast.train.algorithm.kl_reward import kl_in_reward, next_kl_coef
-from skyrl_fast.train.algorithm.sequence_scope import sequences
+from skyrl_fast.train.algorithm.sequence_scope import Sequences, sequences
 from skyrl_fast.train.algorithm.training_rows import SampledRows, training_rows
 from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.policy import Policy
 
 
 def sampled_rows(trajectories: Sequence[Trajectory], config: Config) -> SampledRows:
-    """Return the rows of these trajectories: every step, and what is trained of them."""
+    """Return the rows of these trajectories: all steps, and the rows that are trained."""
     steps = batch_from_trajectories(trajectories)
     outcome = estimator_spec(config.trainer.algorithm).level == "outcome"
     rows = training_rows(
@@ -38,13 +38,13 @@ def sampled_rows(trajectories: Sequence[Trajectory], config: Config) -> SampledR
 
 def training_batch(
     trajectories: Sequence[Trajectory], config: Config, rows: SampledRows | None = None
-) -> tuple[StepBatch, dict[str, float]]:
-    """Return the rows to train on, and what to log about rollouts, rewards and filters.
+) -> tuple[StepBatch, Sequences, dict[str, float]]:
+    """Return the rows to train on, their sequences, and rollout, reward and filter metrics.
 
-    Rollout metrics are of what was sampled; rewards are those that the filters left.
+    Rollout metrics describe what was sampled; reward metrics what the rollout filters left.
 
     Args:
-        rows: of the trajectories, where dynamic sampling made them already.
+        rows: of the trajectories, if dynamic sampling has built them already.
     """
     samples = config.generator.n_samples_per_prompt
     algorithm = config.trainer.algorithm
@@ -61,13 +61,13 @@ def training_batch(
     batch, units, counts = filter_rollouts(batch, units, config)
     metrics |= counts | reward_metrics(batch, samples_per_prompt=samples)
     batch, units, counts = filter_groups(batch, units, config)
-    return batch, metrics | counts
+    return batch, units, metrics | counts
 
 
 def judged_rows(trajectories: Sequence[Trajectory], config: Config) -> tuple[SampledRows, set[str]]:
     """Return the rows, and the uids of the groups that dynamic sampling may keep.
 
-    Groups are judged by what the filters leave; the rows are those before the filters.
+    Groups are judged after the rollout filters; the returned rows are unfiltered.
     """
     algorithm = config.trainer.algorithm
     rows = sampled_rows(trajectories, config)
@@ -79,6 +79,7 @@ def judged_rows(trajectories: Sequence[Trajectory], config: Config) -> tuple[Sam
 
 def with_advantages(
     batch: StepBatch,
+    units: Sequences,
     algorithm: AlgorithmConfig,
     *,
     policy: Policy,
@@ -86,23 +87,26 @@ def with_advantages(
     critic: Critic | None,
     kl_coef: float,
 ) -> tuple[StepBatch, dict[str, float], float]:
-    """Return the batch with advantages, what to log, and the next step's `kl_coef`.
+    """Return the batch with advantages, KL metrics, and the next step's `kl_coef`.
 
     Args:
-        policy: its log-probabilities are the old ones; only asked for the KL in the reward.
-        reference: for the same.
-        critic: gives values where the estimator reads them.
-        kl_coef: weight of that KL in this step.
+        units: the batch's sequences, by `sequence_scope`.
+        policy: computes `old_logprobs`; used only with `use_kl_in_reward`.
+        reference: computes `ref_logprobs`; used only with `use_kl_in_reward`.
+        critic: computes values for estimators that need them.
+        kl_coef: weight of the KL in the reward in this step.
     """
     spec = estimator_spec(algorithm)
     metrics: dict[str, float] = {}
     if algorithm.use_kl_in_reward:
         assert reference is not None
+        by_trajectory = algorithm.sequence_scope == "trajectory"
         batch, metrics = kl_in_reward(
             batch.with_(
                 old_logprobs=policy.batch_logprobs(batch),
                 ref_logprobs=reference.batch_logprobs(batch),
             ),
+            units if by_trajectory else sequences(batch, "trajectory"),
             coef=kl_coef,
             estimator=algorithm.kl_estimator_type,
             outcome=spec.level == "outcome",

@@ -39,7 +39,7 @@ from skyrl_fast.train.output.plot import plot_learning_curve
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.parallel.rank_processes import started_ranks
 from skyrl_fast.train.parallel.ranks import Ranks
-from skyrl_fast.train.trainer import Parts, Progress, Trainer
+from skyrl_fast.train.trainer import Components, Progress, Trainer
 from skyrl_fast.trajectory_store.parts import parts as stored_parts
 from skyrl_fast.trajectory_store.record import total_reward
 from skyrl_fast.trajectory_store.words import readable
@@ -51,19 +51,19 @@ EVAL_REWARD = "eval/all/avg_score"
 
 
 class SetupError(ValueError):
-    """Something that a person can fix before training: data, model, packages, engine."""
+    """Data, model, packages or engine are not usable; the message says what to fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a run reached, and where everything is.
+    """How far a run got, and where its files are.
 
     Args:
-        step, total_steps: batches trained, and those of a complete run.
+        step, total_steps: batches trained, and batches of a complete run.
         signal: number of the signal that stopped it, or None.
         before, after: mean evaluation reward before the first step, and the last one after a step;
             None where there was none.
-        sample: one trajectory in words.
+        sample: one trajectory as readable text.
         stopped_by: class of the callback that ended the run early, or None.
     """
 
@@ -93,38 +93,39 @@ def train(
     callbacks: Sequence[Callback] = (),
     make_rollouts: MakeRollouts | None = None,
 ) -> TrainResult:
-    """Train an agent; the run folder holds everything that comes of it.
+    """Train an agent; all output is written to the run folder.
 
-    It blocks until the run ends, in a notebook and inside a running event loop too. In a script it
-    belongs below `if __name__ == "__main__":`, because the engine is a process that imports the
-    main module. SIGINT and SIGTERM end the run with a checkpoint.
+    The call blocks until the run ends, also in a notebook and inside a running event loop. In a
+    script, put it below `if __name__ == "__main__":`, because the engine is a process that imports
+    the main module. SIGINT and SIGTERM end the run with a checkpoint.
 
     Args:
         config: settings: a `Config`, a mapping with nested or dotted keys, or a YAML file.
-        env: makes the environment of a trajectory from its row: an `Env` class or a factory; or
-            a name as in `environment.env_class`. None: that of the settings.
-        prompts: rows (mappings with `prompt`), texts or lists of chat messages; a
-            `datasets.Dataset`; a file; or a data set of the Hugging Face hub, whose split "train"
-            is taken. None: `data.train_data`.
+        env: an `Env` class or a factory that creates a trajectory's environment from its row; or
+            a name as in `environment.env_class`. None: `environment.env_class`.
+        prompts: rows (mappings with `prompt`), strings or lists of chat messages; a
+            `datasets.Dataset`; a file; or a dataset on the Hugging Face hub, of which the split
+            "train" is used. None: `data.train_data`.
         eval_prompts: the same for evaluation (split "test"). None: `data.val_data`.
-        reward: in place of an environment, `reward(answer, row)` of the only turn.
+        reward: instead of an environment: `reward(answer, row)` for single-turn tasks.
         loss: a policy loss, or a name as in `trainer.algorithm.policy_loss_type`.
         estimator: an advantage estimator, or a name as in
             `trainer.algorithm.advantage_estimator`.
         callbacks: called after steps, evaluations and checkpoints.
-        make_rollouts: starts what generates trajectories, from settings, tokenizer and model
-            folder; None: vLLM.
+        make_rollouts: factory of the rollouts, called with settings, tokenizer and model folder;
+            None: vLLM.
 
     Raises:
-        ConfigError: settings that are unknown, of the wrong type or out of range.
-        SetupError: data, model or a package is missing.
+        ConfigError: a setting is unknown, of the wrong type or out of range.
+        SetupError: data, a model or a package is missing.
         RunInUseError: the run folder belongs to another process or holds an earlier run.
-        CallbackError: a callback raised; there is a checkpoint of the last complete step.
+        CallbackError: a callback raised; the last complete step has a checkpoint.
         CheckpointError: a checkpoint cannot be read or written.
         StoreError: trajectories cannot be written.
-        RankError: the process of another rank has ended.
-        EngineError, WeightSyncError: the engine is gone, or samples from other weights.
-        RolloutError, DynamicSamplingError: batch after batch, everything failed or taught nothing.
+        RankError: the process of another rank has exited.
+        EngineError, WeightSyncError: the engine has died, or samples from different weights.
+        RolloutError, DynamicSamplingError: in batch after batch all trajectories failed, or no
+            group was informative.
 
     Example:
         >>> train(
@@ -167,10 +168,10 @@ def _with_objects(
     loss: Callable[..., Any] | str | None,
     estimator: Callable[..., Any] | str | None,
 ) -> MakeEnv | None:
-    """Put the names of the given objects into the settings; return what makes environments.
+    """Write the names of the given objects into the settings; return the environment factory.
 
     Raises:
-        SetupError: an environment and a reward function, or something that cannot be called.
+        SetupError: both an environment and a reward function, or an object that is not callable.
     """
     if env is not None and reward is not None:
         raise SetupError("train: wanted env or reward, got both")
@@ -199,7 +200,7 @@ def _check_callbacks(callbacks: Sequence[Callback]) -> None:
 
 
 def _registered(register: Callable[..., Any], given: Callable[..., Any] | str) -> str:
-    """Return the name of a loss or an estimator, which is registered if it is a function."""
+    """Return the name of a loss or an estimator; register it if it is a function."""
     return given if isinstance(given, str) else register(given)
 
 
@@ -219,7 +220,7 @@ def _data(
     """Return the prompts to train and to evaluate on.
 
     Args:
-        one_env: every row has the environment of the settings, whatever it says.
+        one_env: every row gets `environment.env_class`; its own `env_class` is ignored.
     """
 
     env_class = config.environment.env_class
@@ -256,8 +257,8 @@ def _run(
 ) -> TrainResult:
     evaluations = _EvalRewards()
     with _as_setup_error():
-        parts, policy_path = _parts(config, checkpoint, data, ranks)
-        parts.callbacks = [evaluations, *callbacks]
+        components, policy_path = _components(config, checkpoint, data, ranks)
+        components.callbacks = [evaluations, *callbacks]
         plot_module_checked = _check_plot(config)
         run_info = RunInfo(
             run_path,
@@ -266,17 +267,17 @@ def _run(
             to_dict(config),
             _last_reported(checkpoint),
         )
-        parts.loggers = open_loggers(config.trainer.logger, run_info)
+        components.loggers = open_loggers(config.trainer.logger, run_info)
     write_json(run_path / "config.json", to_dict(config))
-    steps = total_steps(config, len(parts.train_prompts))
+    steps = total_steps(config, len(components.train_prompts))
     display = ProgressDisplay(total_steps=steps, start_step=_step_of(checkpoint))
     signals = StopSignals()
     try:
         progress, received = signals.run(
-            _run_loop(config, parts, display, checkpoint, policy_path, make_rollouts, signals)
+            _run_loop(config, components, display, checkpoint, policy_path, make_rollouts, signals)
         )
     finally:
-        for receiver in parts.loggers:
+        for receiver in components.loggers:
             receiver.close()
     rows = read_metrics(run_path / "metrics.jsonl")
     rewards = {row["step"]: row[EVAL_REWARD] for row in rows if EVAL_REWARD in row}
@@ -298,13 +299,13 @@ def _run(
         trajectories=run_path / "trajectories",
         checkpoint=progress.checkpoint,
         plot=plot,
-        sample=_sample(progress, parts.tokenizer),
+        sample=_sample(progress, components.tokenizer),
         stopped_by=progress.stopped_by,
     )
 
 
 class _EvalRewards(Callback):
-    """Keeps the mean reward of each evaluation, by step."""
+    """Records the mean reward of each evaluation, by step."""
 
     def __init__(self) -> None:
         self.rewards: dict[int, float] = {}
@@ -315,7 +316,7 @@ class _EvalRewards(Callback):
 
 async def _run_loop(
     config: Config,
-    parts: Parts,
+    components: Components,
     display: ProgressDisplay,
     checkpoint: Path | None,
     policy_path: str,
@@ -324,10 +325,10 @@ async def _run_loop(
 ) -> tuple[Progress, int | None]:
     display.say("starting the engine ...")
     with _as_setup_error():
-        parts.rollouts = await make_rollouts(config, parts.tokenizer, policy_path)
+        components.rollouts = await make_rollouts(config, components.tokenizer, policy_path)
     received: list[int] = []
     try:
-        trainer = Trainer(config, parts, display)
+        trainer = Trainer(config, components, display)
         if checkpoint is not None:
             with _as_setup_error():
                 trainer.restore(checkpoint)
@@ -337,49 +338,49 @@ async def _run_loop(
             if received:
                 _leave_now(number)
             received.append(number)
-            display.say("stopping with a checkpoint; once more stops at once")
+            display.say("stopping with a checkpoint; a second signal exits immediately")
             trainer.stop.set()
 
         signals.handle_by(on_signal)
         with display:
             progress = await trainer.run()
     finally:
-        await parts.rollouts.close()
+        await components.rollouts.close()
     return progress, received[0] if progress.stopped and received else None
 
 
-def _parts(
+def _components(
     config: Config,
     checkpoint: Path | None,
     data: _Data,
     ranks: Ranks,
-) -> tuple[Parts, str]:
+) -> tuple[Components, str]:
     path = model_path(config, checkpoint)
     models = make_models(config, checkpoint, len(data.train), ranks)
-    parts = Parts(
+    components = Components(
         policy=models.policy,
         optimizer=models.optimizer,
         tokenizer=load_tokenizer(path),
-        rollouts=None,  # type: ignore[arg-type]  # the engine starts when all else is right
+        rollouts=None,  # type: ignore[arg-type]  # the engine starts last, after all other checks
         train_prompts=data.train,
         eval_prompts=data.evaluation,
         reference=models.reference,
         critic=models.critic,
     )
-    return parts, path
+    return components, path
 
 
 def _check_main_module() -> None:
-    """Engine and ranks are processes that import the main module: it must not train again."""
+    """Raise SetupError in an engine or rank process, which imports the main module again."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SetupError(
-            "train: called by a process that training itself has started, and that imports "
+            "train: called by a process that training itself has started and that imports "
             'your main module: put the call below `if __name__ == "__main__":`'
         )
 
 
 def _with_home(config: Config) -> Config:
-    """Return the settings with ~ in the run's paths as the home folder, as in those of data."""
+    """Return the settings with ~ expanded in the run's paths."""
     settings = replace(config.trainer)
     for name in ("run_path", "ckpt_path", "resume_path"):
         path = getattr(settings, name)
@@ -388,7 +389,7 @@ def _with_home(config: Config) -> Config:
 
 
 def _starting_point(config: Config) -> Path | None:
-    """The checkpoint to go on from, or None for a new run in a folder without one."""
+    """Return the checkpoint to resume from, or None for a new run in a folder without one."""
     settings = config.trainer
     run_path = Path(settings.run_path)
     folder = Path(settings.ckpt_path or run_path / "checkpoints")
@@ -409,7 +410,7 @@ def _starting_point(config: Config) -> Path | None:
     logged = read_metrics(run_path / "metrics.jsonl")
     if checkpoints(folder) or logged or stored_parts(run_path / "trajectories"):
         raise RunInUseError(
-            f"run folder {run_path} holds an earlier run: --resume goes on with it; for a new run "
+            f"run folder {run_path} holds an earlier run: --resume continues it; for a new run "
             "choose another trainer.run_path or delete the folder"
         )
     return None
@@ -454,7 +455,7 @@ async def _vllm_rollouts(
 
 
 def _sample(progress: Progress, tokenizer: Any) -> str:
-    """One trajectory in words: a rewarded one of several turns if there is one."""
+    """Return one trajectory as text: the one of highest reward, then of most turns."""
     if not progress.trajectories:
         return ""
     best = max(progress.trajectories, key=lambda t: (total_reward(t), len(t.steps)))
@@ -462,7 +463,7 @@ def _sample(progress: Progress, tokenizer: Any) -> str:
 
 
 def _leave_now(number: int) -> None:
-    """The second signal: no cleaning up, but no orphans either."""
+    """Exit on the second signal: without cleanup, but without orphaned processes."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(128 + number)

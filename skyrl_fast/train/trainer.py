@@ -1,7 +1,7 @@
-"""The one loop: rollouts, batch, advantages, optimizer steps, weights to the engine, again.
+"""The training loop: rollouts, batch, advantages, optimizer steps, weight sync.
 
-A step is one batch of prompts. What it leaves (weights, counters, data position) is a function of
-the seed and the step number alone, so that a resumed run goes on as if it had never stopped.
+A step is one batch of prompts. Its result (weights, counters, data position) is a function of the
+seed and the step number alone, so that a resumed run continues as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from skyrl_fast.rollout.failures import FailureWatch, log_failures
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.algorithm.dynamic_sampling import GroupSampling
 from skyrl_fast.train.algorithm.off_policy import warn_of_stale_tokens
+from skyrl_fast.train.algorithm.sequence_scope import Sequences
 from skyrl_fast.train.callbacks import Callback, CallbackList
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler
 from skyrl_fast.train.data.random_state import load_random_state, save_random_state
@@ -31,7 +32,13 @@ from skyrl_fast.train.data.schedule import total_steps
 from skyrl_fast.train.flow.batch_source import BatchSource, Judged, token_staleness
 from skyrl_fast.train.flow.group_flow import GroupFlow
 from skyrl_fast.train.flow.rollouts import Rollouts, split_rollout_time
-from skyrl_fast.train.flow.waiting import Beside, Compute, StopRequested, Stopwatch, until_stopped
+from skyrl_fast.train.flow.waiting import (
+    BackgroundWriter,
+    Compute,
+    StopRequested,
+    Stopwatch,
+    until_stopped,
+)
 from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy
@@ -52,8 +59,8 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Parts:
-    """Everything that a trainer works with; `run.py` makes it from a config, tests from fakes."""
+class Components:
+    """What a trainer works with; `run.py` builds it from a config, tests from fakes."""
 
     policy: Policy
     optimizer: Optimizer
@@ -70,14 +77,14 @@ class Parts:
 
 @dataclass(slots=True)
 class Progress:
-    """What a run has reached.
+    """How far a run has got.
 
     Args:
         step: batches trained.
-        stopped: it was asked to stop before its end.
-        stopped_by: class of the callback that asked for that, or None.
+        stopped: the run was asked to stop before its end.
+        stopped_by: class of the callback that requested the stop, or None.
         checkpoint: the newest one.
-        trajectories: the last evaluation's, else the last batch's.
+        trajectories: of the last evaluation or batch, whichever is newer.
     """
 
     step: int = 0
@@ -88,48 +95,48 @@ class Progress:
 
 
 class Trainer:
-    """Runs the loop over the given parts.
+    """Runs the training loop over the given components.
 
     Args:
         config: checked settings.
-        parts: models, engine, prompts, loggers.
+        components: models, engine, prompts, loggers.
         display: shows phases and steps.
     """
 
-    def __init__(self, config: Config, parts: Parts, display: ProgressDisplay) -> None:
+    def __init__(self, config: Config, components: Components, display: ProgressDisplay) -> None:
         settings = config.trainer
         self.progress = Progress()
         self.stop = asyncio.Event()
         self._config = config
-        self._parts = parts
+        self._components = components
         self._display = display
         self._run_path = Path(settings.run_path)
         self._checkpoints = Path(settings.ckpt_path or self._run_path / "checkpoints")
         self._sampler = PromptSampler(
-            len(parts.train_prompts), batch_size=settings.train_batch_size, seed=settings.seed
+            len(components.train_prompts), batch_size=settings.train_batch_size, seed=settings.seed
         )
-        self.total_steps = total_steps(config, len(parts.train_prompts))
-        self._kl_coef = settings.algorithm.kl_loss_coef  # of the next step
+        self.total_steps = total_steps(config, len(components.train_prompts))
+        self._kl_coef = settings.algorithm.kl_loss_coef  # in the next step
         self._saved_step = -1
-        self._used_up = 0  # epochs whose last prompts made no whole batch
-        self._writer: TrajectoryWriter | None = None  # none: nothing is dumped
-        self._whole = True  # weights, counters and data position belong together
-        # Metrics of the step that was trained, until it is reported; step 0's are its evaluation's.
-        first = settings.eval_before_train and parts.eval_prompts
+        self._used_up = 0  # epochs that ended without a full batch
+        self._writer: TrajectoryWriter | None = None  # None: dump_trajectories is off
+        self._consistent = True  # weights, counters and data position are of the same step
+        # Metrics of a trained step until they are reported; step 0 has only an evaluation.
+        first = settings.eval_before_train and components.eval_prompts
         self._unreported: dict[str, Any] | None = {} if first else None
         self._compute = Compute()
-        self._beside = Beside(parts.clock)  # writes trajectories
-        self._timed = Stopwatch(parts.clock, display.phase)
-        self._callbacks = CallbackList(parts.callbacks)
+        self._background = BackgroundWriter(components.clock)  # writes trajectories
+        self._timed = Stopwatch(components.clock, display.phase)
+        self._callbacks = CallbackList(components.callbacks)
         self._failures = FailureWatch()
         self._source = BatchSource(config, self._failures)
         self._flow: GroupFlow | None = None
 
     async def run(self) -> Progress:
-        """Train to the end, or until `stop` is set; a checkpoint is left either way.
+        """Train to the end, or until `stop` is set; either way a checkpoint is written.
 
         Raises:
-            Whatever a part raises, after a checkpoint of the last whole step.
+            Whatever a component raises, after a checkpoint of the last complete step.
         """
         try:
             await self._train()
@@ -143,28 +150,28 @@ class Trainer:
             if self._flow is not None:
                 await self._flow.close()
             self._compute.close()
-            self._beside.close()
+            self._background.close()
         if self._saved_step != self.progress.step:
             self._save()
             self._announce_checkpoint()
-        self._beside.wait()
+        self._background.wait()
         return self.progress
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint; the policy's weights were loaded from its folder already.
+        """Resume from a checkpoint whose policy weights are already loaded.
 
         Raises:
-            CheckpointError: it cannot be read.
-            ValueError: data, batch size or seed are not those of the checkpoint.
+            CheckpointError: the checkpoint cannot be read.
+            ValueError: data, batch size or seed differ from the checkpoint's.
         """
         state = read_json(checkpoint / "state.json")
         self._sampler.restore(state["sampler"])
         self._kl_coef = state.get("kl_coef", self._kl_coef)
         self._unreported = state.get("unreported")
         self._used_up = state.get("epochs_used_up", 0)
-        self._parts.optimizer.load(checkpoint / "optimizer.safetensors")
-        if self._parts.critic is not None:
-            self._parts.critic.restore(checkpoint / "critic")
+        self._components.optimizer.load(checkpoint / "optimizer.safetensors")
+        if self._components.critic is not None:
+            self._components.critic.restore(checkpoint / "critic")
         load_random_state(checkpoint / "random.safetensors", state["random"])
         self.progress.step = self._saved_step = state["step"]
         self.progress.checkpoint = checkpoint
@@ -176,22 +183,22 @@ class Trainer:
         if settings.dump_trajectories:
             self._writer = TrajectoryWriter(
                 self._run_path / "trajectories",
-                self._parts.tokenizer,
+                self._components.tokenizer,
                 last_step=self.progress.step,
             )
         synced: dict[str, Any] = {}
         await self._sync(synced, {})
         warn_of_stale_tokens(self._config)
         self._flow = flow = GroupFlow(
-            self._parts.rollouts,
-            self._parts.train_prompts,
+            self._components.rollouts,
+            self._components.train_prompts,
             self._sampler,
             batch_size=settings.train_batch_size,
             max_staleness=self._config.max_staleness,
             version=self.progress.step,
             epochs=settings.epochs,
             last_version=self.total_steps,
-            clock=self._parts.clock,
+            clock=self._components.clock,
         )
         if self._unreported is not None:
             await self._conclude(synced | self._unreported if self.progress.step else {})
@@ -203,9 +210,9 @@ class Trainer:
                 break
 
     async def _step(self, flow: GroupFlow) -> bool:
-        """Train one batch; False if the prompts ended before it was full."""
-        parts = self._parts
-        started = parts.clock()
+        """Train one batch; return False if the prompts ran out before it was full."""
+        components = self._components
+        started = components.clock()
         times: dict[str, float] = {}
         sample = await self._sample(flow, times)
         if sample is None:
@@ -213,44 +220,46 @@ class Trainer:
         groups, ages = sample
         trajectories = groups.trajectories()
         split_rollout_time(times, groups.sampled)
-        batch, metrics = await self._timed(
+        batch, units, metrics = await self._timed(
             "batch",
             times,
             self._compute(lambda: training_batch(trajectories, self._config, groups.rows())),
         )
-        batch, facts, kl_coef = await self._timed(
-            "advantages", times, self._compute(self._with_advantages, batch)
+        batch, kl_metrics, kl_coef = await self._timed(
+            "advantages", times, self._compute(self._with_advantages, batch, units)
         )
-        metrics |= groups.metrics() | facts | ages
-        self._whole = False
+        metrics |= groups.metrics() | kl_metrics | ages
+        self._consistent = False
         trainer_logprobs = torch.full_like(batch.rewards, float("nan"))
         metrics |= await self._timed(
             "forward_backward", times, self._compute(self._update, batch, trainer_logprobs)
         )
-        # Only now, so that a step that was broken off is done again from its beginning.
+        # Only now, so that an interrupted step is repeated from its beginning.
         self._sampler, self._kl_coef = flow.consume(), kl_coef
         self.progress.step += 1
         metrics["trainer/epoch"] = float(self._sampler.epoch)
-        self._whole, self._unreported = True, metrics
-        # Before anything that may fail: no checkpoint of this step is without them.
+        self._consistent, self._unreported = True, metrics
+        # Before anything that can fail: every checkpoint of this step has its trajectories.
         storing = self._store("train", trajectories, batch, trainer_logprobs)
         await self._timed("store", times, storing)
-        times["store_beside"] = self._beside.took()
+        times["store_background"] = self._background.elapsed()
         await self._sync(metrics, times)
         flow.advance(self.progress.step)
         self.progress.trajectories = trajectories
-        times["step"] = parts.clock() - started
+        times["step"] = components.clock() - started
         metrics |= {f"timing/{name}": seconds for name, seconds in times.items()}
         metrics["timing/tokens_per_second"] = batch.num_tokens / times["step"]
         await self._conclude(metrics)
         return True
 
     async def _conclude(self, metrics: dict[str, Any]) -> None:
-        """Evaluate where that is due, and report the step. A resumed run does what a stop left."""
+        """Evaluate if due, and report the step; a resumed run catches up on what was missed."""
         step = self.progress.step
         first = step == 0
         evaluation: dict[str, float] = {}
-        if self._parts.eval_prompts and (first or self._due(self._config.trainer.eval_interval)):
+        if self._components.eval_prompts and (
+            first or self._due(self._config.trainer.eval_interval)
+        ):
             evaluation = await self._evaluate()
         metrics |= evaluation
         self._report(metrics)
@@ -259,9 +268,10 @@ class Trainer:
             self._callbacks.on_step(step, metrics)
         if evaluation:
             self._callbacks.on_eval(step, evaluation)
-        outdated = self._saved_step == self.progress.step  # that checkpoint says otherwise
+        # The step's checkpoint was written before the step was reported.
+        outdated = self._saved_step == self.progress.step
         if outdated or (not first and self._due(self._config.trainer.ckpt_interval)):
-            await self._compute(self._save)  # generation goes on meanwhile
+            await self._compute(self._save)  # generation continues meanwhile
             self._announce_checkpoint()
         if self._callbacks.stopped_by is not None and not self._over():
             raise StopRequested
@@ -269,7 +279,7 @@ class Trainer:
     async def _sample(
         self, flow: GroupFlow, times: dict[str, float]
     ) -> tuple[GroupSampling, dict[str, float]] | None:
-        """The step's groups, and their ages and faults; None if the data ended first."""
+        """Return the step's groups, their staleness and fault metrics; None if the data ran out."""
         version = self.progress.step
 
         async def wait(work: Coroutine[Any, Any, T]) -> T:
@@ -282,28 +292,31 @@ class Trainer:
         step = await self._source.next(flow, version, wait=wait, judge=judge)
         if step is None:
             return None
-        sampling, facts = step
+        sampling, metrics = step
         if self._config.max_staleness:
-            facts |= token_staleness(sampling.trajectories(), version) | flow.metrics()
-        faults = self._parts.rollouts.faults() | flow.faults
-        return sampling, facts | {f"faults/{name}": float(n) for name, n in faults.items()}
+            metrics |= token_staleness(sampling.trajectories(), version) | flow.metrics()
+        faults = self._components.rollouts.faults() | flow.faults
+        return sampling, metrics | {f"faults/{name}": float(n) for name, n in faults.items()}
 
-    def _with_advantages(self, batch: StepBatch) -> tuple[StepBatch, dict[str, float], float]:
+    def _with_advantages(
+        self, batch: StepBatch, units: Sequences
+    ) -> tuple[StepBatch, dict[str, float], float]:
         return with_advantages(
             batch,
+            units,
             self._config.trainer.algorithm,
-            policy=self._parts.policy,
-            reference=self._parts.reference,
-            critic=self._parts.critic,
+            policy=self._components.policy,
+            reference=self._components.reference,
+            critic=self._components.critic,
             kl_coef=self._kl_coef,
         )
 
     def _update(self, batch: StepBatch, trainer_logprobs: torch.Tensor) -> dict[str, float]:
-        settings, critic = self._config.trainer, self._parts.critic
-        facts = {} if critic is None else critic.update(batch)
-        return facts | update_policy(
-            self._parts.policy,
-            self._parts.optimizer,
+        settings, critic = self._config.trainer, self._components.critic
+        critic_metrics = {} if critic is None else critic.update(batch)
+        return critic_metrics | update_policy(
+            self._components.policy,
+            self._components.optimizer,
             batch,
             algorithm=settings.algorithm,
             mini_batch_size=settings.policy_mini_batch_size,
@@ -311,30 +324,32 @@ class Trainer:
             max_seq_len=settings.algorithm.max_seq_len
             or max_input_length(self._config)
             + self._config.generator.sampling_params.max_generate_length,
-            reference=self._parts.reference,
+            reference=self._components.reference,
             seen_logprobs=trainer_logprobs,
         )
 
     async def _end_early(self) -> None:
-        """The evaluation at the end, where the last step could not know that it was the last."""
-        if self._parts.eval_prompts and not self._due(self._config.trainer.eval_interval):
+        """Evaluate after the prompts ran out: the last step could not tell that it was the last."""
+        if self._components.eval_prompts and not self._due(self._config.trainer.eval_interval):
             metrics = await self._evaluate()
             self._report(metrics)
             self._callbacks.on_eval(self.progress.step, metrics)
-        self._used_up, self._saved_step = self._config.trainer.epochs, -1  # a checkpoint says so
+        self._used_up, self._saved_step = self._config.trainer.epochs, -1  # for the checkpoint
 
     async def _sync(self, metrics: dict[str, Any], times: dict[str, float]) -> None:
-        work = self._parts.rollouts.update_weights(self._parts.policy, version=self.progress.step)
+        work = self._components.rollouts.update_weights(
+            self._components.policy, version=self.progress.step
+        )
         metrics |= await self._timed("sync", times, work)
 
     async def _evaluate(self) -> dict[str, float]:
-        """Reward on the held-out prompts, sampled with the same seeds every time."""
-        parts, size = self._parts, self._config.trainer.eval_batch_size
+        """Return metrics on the evaluation prompts, sampled with the same seeds every time."""
+        components, size = self._components, self._config.trainer.eval_batch_size
         times: dict[str, float] = {}
         trajectories: list[Trajectory] = []
-        for start in range(0, len(parts.eval_prompts), size):
-            prompts = parts.eval_prompts[start : start + size]
-            work = parts.rollouts.generate(prompts, step=0, phase="eval")
+        for start in range(0, len(components.eval_prompts), size):
+            prompts = components.eval_prompts[start : start + size]
+            work = components.rollouts.generate(prompts, step=0, phase="eval")
             sampled = await self._timed("eval", times, self._until_stopped(work))
             log_failures(sampled)
             self._failures.see(sampled)
@@ -352,10 +367,10 @@ class Trainer:
         await self._store("eval", trajectories)
         return metrics
 
-    # --- what it leaves -----------------------------------------------------------------------
+    # --- output -------------------------------------------------------------------------------
 
     def _report(self, metrics: dict[str, float]) -> None:
-        for receiver in self._parts.loggers:
+        for receiver in self._components.loggers:
             receiver.write(self.progress.step, metrics)
         self._display.step(self.progress.step, metrics)
 
@@ -366,15 +381,15 @@ class Trainer:
         batch: StepBatch | None = None,
         trainer_logprobs: torch.Tensor | None = None,
     ) -> None:
-        """The trajectories go to the run folder beside what comes next; one part at a time."""
+        """Write the trajectories in the background while the next step runs."""
         if self._writer is not None:
             write = partial(self._writer.write, batch=batch, trainer_logprobs=trainer_logprobs)
             part = partial(write, self.progress.step, phase, trajectories)
-            await self._beside.start(part)
+            await self._background.start(part)
 
     def _save(self) -> None:
         self._display.phase("checkpoint")
-        self._beside.wait()  # a checkpoint says that what came before it is in the store
+        self._background.wait()  # the store must hold all steps up to the checkpoint's
         self.progress.checkpoint = write_checkpoint(
             self._checkpoints,
             self.progress.step,
@@ -388,11 +403,11 @@ class Trainer:
         self._callbacks.on_checkpoint(self.progress.step, self.progress.checkpoint)
 
     def _write_state(self, folder: Path) -> None:
-        parts = self._parts
-        parts.policy.save(folder / "policy", parts.tokenizer)
-        parts.optimizer.save(folder / "optimizer.safetensors")
-        if parts.critic is not None:
-            parts.critic.save(folder / "critic")
+        components = self._components
+        components.policy.save(folder / "policy", components.tokenizer)
+        components.optimizer.save(folder / "optimizer.safetensors")
+        if components.critic is not None:
+            components.critic.save(folder / "critic")
         state = {
             "step": self.progress.step,
             "policy_version": self.progress.step,
@@ -407,19 +422,23 @@ class Trainer:
         write_json(folder / "state.json", state)
 
     def _rescue(self) -> None:
-        """After an error: keep what the last whole step reached, without hiding the error."""
-        if not self._whole or self._saved_step == self.progress.step or self.progress.step == 0:
+        """After an error, save the last complete step; never hide the error."""
+        if (
+            not self._consistent
+            or self._saved_step == self.progress.step
+            or self.progress.step == 0
+        ):
             return
         try:
             self._save()
         except Exception:
             latest = latest_checkpoint(self._checkpoints)
-            logger.exception("no checkpoint after the error; the last one is %s", latest)
+            logger.exception("no checkpoint written after the error; the last one is %s", latest)
 
     # --- waiting ------------------------------------------------------------------------------
 
     def _over(self) -> bool:
-        # Dynamic sampling takes more prompts per step: then the epochs end before total_steps.
+        # Dynamic sampling uses more prompts per step, so the epochs can end before total_steps.
         spent = max(self._sampler.epoch, self._used_up) >= self._config.trainer.epochs
         return spent or self.progress.step >= self.total_steps
 
@@ -427,8 +446,8 @@ class Trainer:
         return self._over() or (interval > 0 and self.progress.step % interval == 0)
 
     async def _until_stopped(self, work: Coroutine[Any, Any, T]) -> T:
-        rollouts = self._parts.rollouts
-        repair = partial(rollouts.repair, self._parts.policy, version=self.progress.step)
+        rollouts = self._components.rollouts
+        repair = partial(rollouts.repair, self._components.policy, version=self.progress.step)
         return await until_stopped(
             work, stop=self.stop, wait_for_fault=rollouts.wait_for_fault, repair=repair
         )

@@ -1,4 +1,4 @@
-"""One batch into optimizer steps: mini-batches by prompts, micro-batches by tokens.
+"""Optimizer steps on one batch: mini-batches by prompts, micro-batches by tokens.
 
 A response tokens, M trained tokens of a micro-batch.
 """
@@ -25,18 +25,18 @@ from skyrl_fast.train.model.micro_batch import (
 )
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy
-from skyrl_fast.train.parallel.rank_shares import own_micro_batches
-from skyrl_fast.train.parallel.ranks import mirrored
+from skyrl_fast.train.parallel.rank_shares import local_micro_batches
+from skyrl_fast.train.parallel.ranks import run_on_all_ranks
 
 _NO_BUDGET = 1 << 62  # tokens
 _SUMS = {"policy/policy_loss", "policy/kl_loss"}  # weighted by the mini-batch's row weights
-_COUNTED = {"loss", "num_tokens"}  # of a micro-batch; the mini-batch's are made here
+_RECOMPUTED = {"loss", "num_tokens"}  # of a micro-batch; recomputed here for the mini-batch
 
 
 def optimizer_steps_per_batch(
     train_batch_size: int, mini_batch_size: int, update_epochs: int
 ) -> int:
-    """Return how often the weights change per batch: never more, whatever the number of rows."""
+    """Return the optimizer steps per batch, whatever its number of rows."""
     return train_batch_size // mini_batch_size * update_epochs
 
 
@@ -55,13 +55,13 @@ def update_policy(
     """Take `prompts / mini_batch_size * update_epochs` optimizer steps; return their mean metrics.
 
     Args:
-        batch: rows with advantages, groups adjacent. With `old_logprobs`, these are taken.
+        batch: rows with advantages, groups adjacent. Its `old_logprobs` are used if present.
         mini_batch_size: prompts per optimizer step.
         max_seq_len: denominator of seq_mean_token_sum_norm.
-        reference: frozen model of the KL term, where the algorithm uses one.
-        seen_logprobs: (A,) float32, filled with the policy's log-probabilities of trained tokens:
-            those before the update where they were made, else those of the first pass over the
-            token. Nothing is computed for it: other cells stay as they are.
+        reference: frozen model of the KL term, if the algorithm has one.
+        seen_logprobs: (A,) float32, output: the policy's log-probabilities of trained tokens, from
+            before the update if they were computed, else from the first pass over the token.
+            Nothing is computed for it alone: other elements keep their values.
     """
     correct = algorithm.off_policy_correction.enabled
     single = batch.num_groups == mini_batch_size and update_epochs == 1
@@ -71,7 +71,7 @@ def update_policy(
     if algorithm.old_logprobs == "rollout":
         if batch.rollout_logprobs is None:
             raise ValueError(
-                "trainer.algorithm.old_logprobs: rollout needs the engine's logprobs, it gave none"
+                "trainer.algorithm.old_logprobs: rollout needs the engine's logprobs, got none"
             )
         batch = batch.with_(old_logprobs=batch.rollout_logprobs)
     elif batch.old_logprobs is None and (correct or not single):
@@ -81,19 +81,19 @@ def update_policy(
     minis = [corrected(mini, algorithm) for mini in batch.mini_batches(mini_batch_size)]
     steps = []
     for epoch in range(update_epochs):
-        cell = 0  # the mini-batch's first response token
+        start = 0  # the mini-batch's first response token
         for mini, metrics in minis:
             seen = None
             if seen_logprobs is not None and epoch == 0:
-                seen = seen_logprobs[cell : cell + mini.loss_mask.shape[0]]
-            taken = _optimizer_step(policy, optimizer, mini, algorithm, max_seq_len, seen)
-            steps.append(metrics | taken)
-            cell += mini.loss_mask.shape[0]
+                seen = seen_logprobs[start : start + mini.loss_mask.shape[0]]
+            step = _optimizer_step(policy, optimizer, mini, algorithm, max_seq_len, seen)
+            steps.append(metrics | step)
+            start += mini.loss_mask.shape[0]
     return _mean_metrics(steps)
 
 
 def _take_old_logprobs(batch: StepBatch, seen_logprobs: torch.Tensor) -> torch.Tensor | None:
-    """Copy the batch's `old_logprobs` of trained tokens; return the tensor where it has none."""
+    """Copy the batch's `old_logprobs` of trained tokens; return the tensor if it has none."""
     if batch.old_logprobs is None:
         return seen_logprobs
     trained = batch.loss_mask != 0
@@ -118,7 +118,7 @@ def contributing_rows(batch: StepBatch, algorithm: AlgorithmConfig) -> np.ndarra
     rows = segment_sums(live.numpy(), batch.cu_responses.numpy(), np.int64) > 0
     if not _keeps_trajectories(algorithm):
         return rows
-    # The trajectory's other rows have no gradient, but a part in its ratio.
+    # The trajectory's other rows have no gradient, but its ratio depends on them.
     trajectories = batch.trajectory_ids.numpy()
     return np.bincount(trajectories, weights=rows)[trajectories] > 0
 
@@ -138,19 +138,19 @@ def accumulate_gradient(
 ) -> dict[str, float]:
     """Add the mini-batch's gradient to the weights' `.grad`, whatever the split; return metrics.
 
-    Where `old_logprobs` is missing the policy's present ones are taken: the ratio is 1.
-    `seen_logprobs`, (A,) float32, takes those of the tokens that the forward pass visits.
+    Without `old_logprobs` the policy's current ones are used: the ratio is 1.
+    `seen_logprobs`, (A,) float32, receives those of the tokens that the forward pass visits.
     """
     contributing = contributing_rows(batch, algorithm)
-    parts = _gradient(policy, batch, contributing, algorithm, max_seq_len)
+    results = _gradient(policy, batch, contributing, algorithm, max_seq_len)
     if seen_logprobs is not None:
-        for part in parts:
-            seen_logprobs[part.positions] = part.logprobs
-    metrics = _token_mean_metrics(parts)
-    metrics["policy/loss"] = sum(part.loss for part in parts)
-    metrics["policy/num_micro_batches"] = float(len(parts))
-    metrics["policy/forward_tokens"] = float(sum(part.forward_tokens for part in parts))
-    rows = [part.rows for part in parts]
+        for result in results:
+            seen_logprobs[result.positions] = result.logprobs
+    metrics = _token_mean_metrics(results)
+    metrics["policy/loss"] = sum(result.loss for result in results)
+    metrics["policy/num_micro_batches"] = float(len(results))
+    metrics["policy/forward_tokens"] = float(sum(result.forward_tokens for result in results))
+    rows = [result.rows for result in results]
     visited = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
     metrics["policy/row_tokens"] = float(batch.lengths[visited].sum())
     metrics["policy/rows_without_gradient"] = float((~contributing).sum())
@@ -158,15 +158,16 @@ def accumulate_gradient(
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """What one micro-batch leaves besides its gradient.
+class _MicroBatchResult:
+    """What one micro-batch returns besides its gradient.
 
     Args:
-        loss: its part of the mini-batch's.
-        metrics: of its M trained tokens.
-        forward_tokens: that went through the model, padding included.
-        rows: of the mini-batch.
-        positions, logprobs: (M,) of the trained tokens, in the mini-batch's responses.
+        loss: its share of the mini-batch's loss.
+        metrics: over its M trained tokens.
+        forward_tokens: tokens of the forward pass, padding included.
+        rows: its rows of the mini-batch.
+        positions: (M,) of the trained tokens in the mini-batch's responses.
+        logprobs: (M,) float32 of the trained tokens.
     """
 
     loss: float
@@ -177,15 +178,15 @@ class _Part:
     logprobs: torch.Tensor
 
 
-@mirrored
+@run_on_all_ranks
 def _gradient(
     policy: Policy,
     batch: StepBatch,
     rows: np.ndarray,
     algorithm: AlgorithmConfig,
     max_seq_len: int | None,
-) -> list[_Part]:
-    """Add the gradient of the micro-batches that this rank takes of the (N,) bool rows."""
+) -> list[_MicroBatchResult]:
+    """Add the gradient of this rank's micro-batches of the (N,) bool rows."""
     weights = reduction_weights(
         batch.loss_mask,
         reduction=algorithm.loss_reduction,
@@ -204,9 +205,9 @@ def _gradient(
         tree=policy.tree,
     )
     budget = _NO_BUDGET if undivided else policy.max_tokens_per_microbatch
-    micro_batches = own_micro_batches(plan, budget, policy.ranks, divisible=not undivided)
-    parts = [_micro_step(policy, batch, weights, micro, algorithm) for micro in micro_batches]
-    return policy.ranks.gather([part for part in parts if part is not None])
+    micro_batches = local_micro_batches(plan, budget, policy.ranks, divisible=not undivided)
+    results = [_micro_step(policy, batch, weights, micro, algorithm) for micro in micro_batches]
+    return policy.ranks.gather([result for result in results if result is not None])
 
 
 def _optimizer_step(
@@ -230,14 +231,14 @@ def _micro_step(
     weights: torch.Tensor,
     micro: MicroBatch,
     algorithm: AlgorithmConfig,
-) -> _Part | None:
-    """Add a micro-batch's gradient; None for an idle one, which keeps pace with other ranks."""
+) -> _MicroBatchResult | None:
+    """Add a micro-batch's gradient; return None for an idle one, which only joins collectives."""
     trained, entropy = policy.logprobs(micro, return_entropy=True)
     assert entropy is not None
     if trained.shape[0] == 0:
         trained.sum().backward()
         return None
-    # The forward pass has its routes in `micro`; the loss needs none.
+    # The forward pass reads routes from `micro`; the loss needs none.
     rows = batch.with_(expert_indices=None, cu_experts=None).rows(micro.rows)
     index = micro.response_index.to(trained.device)
     logprobs = trained.new_zeros(rows.loss_mask.shape[0]).index_put((index,), trained)
@@ -264,13 +265,13 @@ def _micro_step(
         bonus = (entropy * weights[micro.rows].to(entropy.device)[row_of_token]).sum()
         loss = loss - algorithm.entropy_loss_coef * bonus
     loss.backward()
-    metrics = {f"policy/{k}": float(v) for k, v in out.metrics.items() if k not in _COUNTED}
+    metrics = {f"policy/{k}": float(v) for k, v in out.metrics.items() if k not in _RECOMPUTED}
     metrics["policy/policy_entropy"] = float(entropy.detach().mean())
     if rows.rollout_logprobs is not None:
         difference = (trained.detach() - rows.rollout_logprobs[index]).abs()
         metrics["policy/rollout_train_logprobs_abs_diff_mean"] = float(difference.mean())
         metrics["policy/rollout_train_logprobs_abs_diff_max"] = float(difference.max())
-    return _Part(
+    return _MicroBatchResult(
         loss=float(loss.detach()),
         metrics=metrics,
         forward_tokens=micro.input_ids.numel(),
@@ -280,25 +281,25 @@ def _micro_step(
     )
 
 
-def _token_mean_metrics(parts: list[_Part]) -> dict[str, float]:
-    """Means weighted by trained tokens; sums, largest and smallest where the name says so."""
-    tokens = [float(part.positions.shape[0]) for part in parts]
+def _token_mean_metrics(results: list[_MicroBatchResult]) -> dict[str, float]:
+    """Return means weighted by trained tokens; sums, maxima and minima by the metric's name."""
+    tokens = [float(result.positions.shape[0]) for result in results]
     total = sum(tokens)
-    result = {"policy/trained_tokens": total}
-    for name in dict.fromkeys(name for part in parts for name in part.metrics):
+    means = {"policy/trained_tokens": total}
+    for name in dict.fromkeys(name for result in results for name in result.metrics):
         having = [
-            (p.metrics[name], n) for p, n in zip(parts, tokens, strict=True) if name in p.metrics
+            (p.metrics[name], n) for p, n in zip(results, tokens, strict=True) if name in p.metrics
         ]
         values = [value for value, _ in having]
         if name in _SUMS:
-            result[name] = sum(values)
+            means[name] = sum(values)
         elif name.endswith("_max"):
-            result[name] = max(values)
+            means[name] = max(values)
         elif name.endswith("_min"):
-            result[name] = min(values)
+            means[name] = min(values)
         else:
-            result[name] = sum(v * n for v, n in having) / sum(n for _, n in having)
-    return result
+            means[name] = sum(v * n for v, n in having) / sum(n for _, n in having)
+    return means
 
 
 def _mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:

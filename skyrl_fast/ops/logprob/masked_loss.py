@@ -18,9 +18,10 @@ from skyrl_fast.ops.logprob.selected import (
     kernel_rows,
 )
 from skyrl_fast.ops.policy_loss import reference as loss_reference
-from skyrl_fast.ops.policy_loss.autograd import KL_ESTIMATORS, PolicyLoss
+from skyrl_fast.ops.policy_loss.autograd import PolicyLoss
 from skyrl_fast.ops.policy_loss.losses import (
     KERNEL_PARAMS,
+    KL_ESTIMATORS,
     LOSS_CODES,
     POLICY_LOSSES,
     LossSettings,

@@ -12,7 +12,6 @@ import torch
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.policy_loss.reference import METRICS
 
-KL_ESTIMATORS = {"k1": 1, "abs": 2, "k2": 3, "k3": 4}
 # csrc/policy_loss/policy_loss_cuda.h: cells per partial sum on a GPU, and the numbers in each
 CELLS_PER_SUM, NUM_LOSS_SUMS = 2048, 11
 

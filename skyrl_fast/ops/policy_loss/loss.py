@@ -1,19 +1,6 @@
 """Policy losses. Shapes: N rows (steps), R padded cells, A ragged cells; "cells" is (N, R) or (A,).
 
-Formulas, with A the advantage, d = logprob - old_logprob, r = exp(clamp(d, -20, 20)) and sg() a
-value without gradient (each is summed over trained tokens with the weight of its row):
-
-regular              -min(r A, clip(r, 1-low, 1+high) A)              PPO, arXiv:1707.06347
-dual_clip            the same, at most -c A where A < 0               arXiv:1912.09729
-gspo                 regular, with d the sequence's mean of d         arXiv:2507.18071 (GSPO-token)
-cispo                -sg(clip(r, 1-low, 1+high)) A logprob            arXiv:2506.13585
-rollout_is           -sg(r inside (1-low, 1+high), else 0) A logprob  d to the sampler
-clip_cov, kl_cov     regular without, or -r A with |d| on, the tokens
-                     of high covariance of A and logprob              arXiv:2505.22617
-sapo                 -A sigmoid(tau (r - 1)) 4 / tau                  arXiv:2511.20347
-dppo                 -r A, 0 where the probability moved too far      arXiv:2602.04879
-cross_entropy        -logprob
-importance_sampling  -r A
+The formulas are in `losses.py`, next to the table of losses.
 """
 
 from __future__ import annotations
@@ -25,7 +12,6 @@ import torch
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.policy_loss import reference
 from skyrl_fast.ops.policy_loss.autograd import (
-    KL_ESTIMATORS,
     KlPenalty,
     PolicyLoss,
     loss_and_metrics,
@@ -33,6 +19,7 @@ from skyrl_fast.ops.policy_loss.autograd import (
 from skyrl_fast.ops.policy_loss.custom import CustomLoss, LossInputs, custom_policy_loss
 from skyrl_fast.ops.policy_loss.losses import (
     KERNEL_PARAMS,
+    KL_ESTIMATORS,
     LOSS_CODES,
     POLICY_LOSSES,
     ClipCov,
@@ -87,7 +74,7 @@ def policy_loss(
     """Return the loss of the current logprobs, with its gradient, and metrics to log.
 
     loss = sum over trained tokens of row_weight * (token_weight * policy loss + kl_coef * KL). The
-    module's docstring has each loss's formula and source; the settings' names and defaults are
+    docstring of `losses.py` has each formula and its source; the settings' names and defaults are
     SkyRL's. Masked cells are not read (they may be NaN) and their gradient is exactly 0; a mask
     of zeros gives loss 0, connected to the graph. NaN at a trained token gives a NaN loss, and NaN
     in the gradient of that token only.

@@ -1,8 +1,23 @@
-"""The table of policy losses and their settings. The formulas are in `loss.py`.
+"""The table of policy losses and their settings.
 
 A loss's settings are a dataclass, with SkyRL's names and defaults. `policy_loss(loss=Sapo(2.0))`
 takes one, a name stands for the class with its defaults, and the configuration's sections
 (`trainer.algorithm.sapo`) are the same classes.
+
+Formulas, with A the advantage, d = logprob - old_logprob, r = exp(clamp(d, -20, 20)) and sg() a
+value without gradient (each is summed over trained tokens with the weight of its row):
+
+regular              -min(r A, clip(r, 1-low, 1+high) A)              PPO, arXiv:1707.06347
+dual_clip            the same, at most -c A where A < 0               arXiv:1912.09729
+gspo                 regular, with d the sequence's mean of d         arXiv:2507.18071 (GSPO-token)
+cispo                -sg(clip(r, 1-low, 1+high)) A logprob            arXiv:2506.13585
+rollout_is           -sg(r inside (1-low, 1+high), else 0) A logprob  d to the sampler
+clip_cov, kl_cov     regular without, or -r A with |d| on, the tokens
+                     of high covariance of A and logprob              arXiv:2505.22617
+sapo                 -A sigmoid(tau (r - 1)) 4 / tau                  arXiv:2511.20347
+dppo                 -r A, 0 where the probability moved too far      arXiv:2602.04879
+cross_entropy        -logprob
+importance_sampling  -r A
 """
 
 from __future__ import annotations
@@ -29,6 +44,7 @@ KERNEL_PARAMS = (
     "delta_high",
     "ppo_kl_coef",
 )
+KL_ESTIMATORS = {"k1": 1, "abs": 2, "k2": 3, "k3": 4}  # KlKind of csrc/policy_loss/token_loss.h
 UNUSED = 1.0  # passed to a kernel for a number that its loss does not read
 
 

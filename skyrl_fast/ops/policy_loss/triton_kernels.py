@@ -11,8 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from skyrl_fast.ops.policy_loss.autograd import KL_ESTIMATORS
-from skyrl_fast.ops.policy_loss.losses import LOSS_CODES
+from skyrl_fast.ops.policy_loss.losses import KL_ESTIMATORS, LOSS_CODES
 
 NUM_SUMS = 11
 DUAL_CLIP = tl.constexpr(LOSS_CODES["dual_clip"])

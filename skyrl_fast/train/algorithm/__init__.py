@@ -1,1 +1,1 @@
-"""What RL decides: advantages, filters, corrections."""
+"""RL algorithms: advantages, filters, corrections."""

@@ -38,7 +38,7 @@ def estimated(
 ) -> StepBatch:
     """Return the batch with advantages, and with the returns of an estimator that reads values.
 
-    Padding rows are in groups of their own and do not move others.
+    Padding rows are in groups of their own and do not affect others.
 
     Args:
         batch: all rows of each group; with `anchor_ids` or `values` where the estimator needs them.
@@ -46,11 +46,11 @@ def estimated(
             `module:function`.
         normalize: centre and scale over the batch's trained tokens, see `normalize_advantages`;
             "gae" and "reinforce++" always do.
-        settings: the estimator's own, such as `gamma`.
+        settings: keyword arguments of the estimator, such as `gamma`.
 
     Raises:
-        ValueError: an unknown estimator, values or anchor ids that are missing, or as its op.
-        TypeError, RuntimeError: a user's estimator returned something else, or raised.
+        ValueError: an unknown estimator, missing values or anchor ids, or an error of its op.
+        TypeError, RuntimeError: a user's estimator returned an unexpected result, or raised.
     """
     spec = find_advantage_estimator(estimator)
     if spec.needs_values and batch.values is None:
@@ -85,25 +85,27 @@ def _inputs(batch: StepBatch, spec: EstimatorSpec) -> EstimatorInputs:
     )
 
 
-def spread_over_tokens(of_rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return (A,) each row's value once per token; by NumPy, which wakes no thread for so little.
+def spread_over_tokens(row_values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return (A,) each row's value, repeated for each of its tokens.
 
     Args:
-        of_rows: (N,). lengths: (N,) ints, how often each value is wanted.
+        row_values: (N,).
+        lengths: (N,) ints, response tokens of each row.
     """
-    return torch.from_numpy(np.repeat(of_rows.numpy(), lengths.numpy()))
+    # NumPy: torch would wake its thread pool for a tiny array.
+    return torch.from_numpy(np.repeat(row_values.numpy(), lengths.numpy()))
 
 
 def _token_rewards(batch: StepBatch) -> torch.Tensor:
-    """Return (A,) rewards; that of a row without tokens is on the token before, if there is one.
+    """Return (A,) rewards; a row without tokens has its reward on the preceding token, if any.
 
-    The chain along the trajectory would put it there anyway.
+    Summing along the trajectory would put it there anyway.
     """
-    lost = ((batch.response_lengths == 0) & (batch.row_rewards != 0)).nonzero()[:, 0].tolist()
-    if not lost:
+    tokenless = ((batch.response_lengths == 0) & (batch.row_rewards != 0)).nonzero()[:, 0].tolist()
+    if not tokenless:
         return batch.rewards
     rewards, cu, lengths = batch.rewards.clone(), batch.cu_responses, batch.response_lengths
-    for row in lost:
+    for row in tokenless:
         owner = row
         while owner > 0 and lengths[owner] == 0 and not batch.is_last_step[owner - 1]:
             owner -= 1
@@ -113,14 +115,14 @@ def _token_rewards(batch: StepBatch) -> torch.Tensor:
 
 
 def normalize_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the advantages with mean 0 and (biased) variance 1 over the cells where mask is 1.
+    """Return the advantages with mean 0 and (biased) variance 1 over the elements where mask is 1.
 
-    Mean and variance are masked both, in float64: padded cells and padding rows do not move them.
-    Cells outside the mask become 0.
+    Mean and variance are both masked, in float64: padding does not affect them. Elements outside
+    the mask become 0.
 
     Args:
         advantages: float32 of any shape.
-        mask: of the same shape; 0 in padded cells and padding rows.
+        mask: of the same shape; 0 on padding and in padding rows.
 
     Example:
         >>> normalize_advantages(torch.tensor([1.0, 3.0, 99.0]), torch.tensor([1, 1, 0]))

@@ -9,15 +9,16 @@ import torch
 from skyrl_fast.batch.row_index import dense_ids
 from skyrl_fast.rollout.trajectory import Trajectory
 
-START = 0  # before the environment said anything, also nothing: the prompt, which a group shares
+START = 0  # no observation yet: the prompt, which a group shares
 
 
 def anchor_ids(trajectories: Sequence[Trajectory]) -> torch.Tensor:
-    """Return (N,) int32, equal where the environment said the same last.
+    """Return (N,) int32, equal where the last observations are equal.
 
-    The state of a step is the observation of the step before it, of the first step the prompt. It
-    is the text, not the context's tokens: a context holds what the agent said before, and is hardly
-    ever the same twice. Trajectories without steps, or failed, have one row.
+    The state of a step is the observation of the step before it; of the first step, the prompt. It
+    is the observation's text, not the tokens of the context, which contains the agent's earlier
+    responses and is hardly ever the same twice. Trajectories that failed or have no steps have one
+    row.
 
     Example:
         >>> anchor_ids([two_steps_that_saw("a door"), one_step])

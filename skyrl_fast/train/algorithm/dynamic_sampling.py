@@ -1,9 +1,9 @@
-"""Dynamic sampling: a batch of groups that teach something. G groups of a batch.
+"""Dynamic sampling: batches of informative groups only. G groups of a batch.
 
-A group whose trajectories all ended alike has no advantage to learn from. "filter" (DAPO,
-arXiv:2503.14476, section 3.2) samples on until there are enough other groups; "replace" (POLARIS)
-puts copies of other groups in its place. Whole groups are judged by their trajectories' outcomes,
-kept or dropped, whatever number of rows they have.
+A group whose trajectories all have the same outcome has zero advantages. "filter" (DAPO,
+arXiv:2503.14476, section 3.2) keeps sampling until there are enough informative groups; "replace"
+(POLARIS) substitutes copies of informative groups. Groups are judged by the outcomes of their
+trajectories and kept or dropped as a unit, whatever their number of rows.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from skyrl_fast.train.algorithm.training_rows import GroupRows, SampledRows, joi
 
 
 class DynamicSamplingError(RuntimeError):
-    """So many batches were sampled, and still there are too few informative groups."""
+    """The limit of sampled batches was reached with too few informative groups."""
 
 
 def informative_groups(units: Sequences, *, tolerance: float = 0.0) -> np.ndarray:
     """Return (G,) bool: groups whose outcomes differ, and groups of one.
 
     The outcome of a trajectory is the sum of its last row's rewards. Trajectories without a trained
-    token are not compared: a success next to a placeholder for a failure is not informative.
+    token are not compared: a success next to a failed trajectory's placeholder is not informative.
 
     Args:
-        units: sequences of complete groups. Where each row is one, all rows are compared, as SkyRL
-            does.
-        tolerance: outcomes that differ by no more are equal.
+        units: sequences of complete groups. If each row is a sequence, all rows are compared, as
+            in SkyRL.
+        tolerance: largest difference between outcomes that count as equal.
     """
     groups = group_spread(units)
     return (groups.sizes == 1) | (groups.spread > tolerance)
 
 
 def replacement_groups(informative: np.ndarray, *, random: np.random.Generator) -> list[int]:
-    """Return G group numbers: each informative group itself, at the others' places one of them.
+    """Return G group numbers: informative groups stay, the others are replaced by informative ones.
 
-    No group is taken twice before each has been taken once.
+    No group is used as a replacement twice before each has been used once.
 
     Args:
         informative: (G,) bool, at least one True.
@@ -62,7 +62,7 @@ def replacement_groups(informative: np.ndarray, *, random: np.random.Generator) 
 
 
 class SampledGroup(NamedTuple):
-    """The trajectories of a group, and where the rows made from them are, if any were made."""
+    """The trajectories of a group, and the location of their rows, if these were built."""
 
     trajectories: list[Trajectory]
     rows: GroupRows | None
@@ -77,8 +77,8 @@ class GroupSampling:
 
     Args:
         config: trainer.algorithm.dynamic_sampling.
-        num_groups: wanted.
-        random: draws replacements.
+        num_groups: of a full batch.
+        random: generator for choosing replacements.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class GroupSampling:
 
     @property
     def num_kept(self) -> int:
-        """Groups to train on so far."""
+        """Number of groups to train on so far."""
         return len(self._kept)
 
     @property
     def kept_uids(self) -> set[str]:
-        """Their uids."""
+        """Uids of the groups to train on so far."""
         return set(self._kept)
 
     def add(
@@ -107,15 +107,15 @@ class GroupSampling:
         informative: Collection[str],
         rows: SampledRows | None = None,
     ) -> bool:
-        """Take complete groups; return whether there are enough now.
+        """Add complete groups; return whether the batch is full.
 
         Args:
-            trajectories: those of a group adjacent; a batch of groups, or as many as are missing.
+            trajectories: adjacent per group; a full batch of groups, or as many as are missing.
             informative: uids of the informative groups among them.
-            rows: made from the trajectories, if they were.
+            rows: of the trajectories, if they were built.
 
         Raises:
-            DynamicSamplingError: not enough, and no batch is left to try.
+            DynamicSamplingError: too few groups at the limit of sampled batches.
         """
         groups: dict[str, SampledGroup] = {}
         for trajectory in trajectories:
@@ -141,16 +141,16 @@ class GroupSampling:
         return False
 
     def trajectories(self) -> list[Trajectory]:
-        """Return the trajectories to train on, group after group, each under its own uid."""
+        """Return the trajectories to train on, group after group; copies have their own uid."""
         return [t for group in self._kept.values() for t in group.trajectories]
 
     def rows(self) -> SampledRows | None:
-        """Return the rows of these trajectories; None where not all were made when judging."""
+        """Return the rows of these trajectories; None unless all were built when judging."""
         places = {uid: group.rows for uid, group in self._kept.items() if group.rows is not None}
         return join_groups(places) if places and len(places) == len(self._kept) else None
 
     def metrics(self) -> dict[str, float]:
-        """Return what was sampled and dropped, failures in dropped groups included."""
+        """Return counts of sampled and dropped groups, and of failures, dropped groups included."""
         failed = {"generate/failed_trajectories": float(sum(_failed(t) for t in self.sampled))}
         if self._config.type is None:
             return failed
@@ -170,7 +170,7 @@ class GroupSampling:
         }
 
     def shortfall(self) -> str:
-        """Return in words how many groups there are of those wanted."""
+        """Return a message: how many groups are informative, and how many are wanted."""
         informative = self._counts["num_groups_sampled"] - self._counts["num_groups_uninformative"]
         return (
             f"{informative} of {self._counts['num_groups_sampled']} sampled groups are "
@@ -188,7 +188,7 @@ class GroupSampling:
 
     def _replace(self, groups: dict[str, SampledGroup], informative: Collection[str]) -> None:
         if len(informative) <= self._config.min_replace_ratio * len(groups):
-            return  # too few to fill a batch with: this one is dropped
+            return  # too few informative groups: the batch is dropped
         uids = list(groups)
         good = np.array([uid in informative for uid in uids])
         copies: Counter[str] = Counter()

@@ -1,7 +1,7 @@
-"""What is left out of training: rewards of unfinished, masks of overlong, groups that are alike.
+"""Filters: zero reward on non-stop, overlong filter, zero-variance filter.
 
-Each filter takes a batch and its sequences, and returns changed copies with what to log. N real
-rows, U sequences (rows or trajectories, see `sequence_scope`), A response tokens.
+Each filter takes a batch and its sequences, and returns changed copies and metrics. N real rows, U
+sequences (rows or trajectories, see `sequence_scope`), A response tokens.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from skyrl_fast.train.algorithm.sequence_scope import Sequences, group_spread
 
 logger = logging.getLogger(__name__)
 
-# The model ended its last answer by itself; that the turns were used up is the environment's limit.
+# The model ended its last response itself; running out of turns is the environment's limit.
 FINISHED_REASONS = frozenset({"stop", "max_turns"})
 OVERLONG_REASONS = frozenset({"length"})
 
-# The batch and its sequences, both without what was filtered, and what to log.
+# The batch and its sequences after the filter, and metrics.
 Filtered = tuple[StepBatch, Sequences, dict[str, float]]
 
 
 def filter_rollouts(batch: StepBatch, units: Sequences, config: Config) -> Filtered:
     """Apply the generator's filters: zero reward on non-stop, then the overlong filter.
 
-    They look at one sequence alone, so that dynamic sampling can judge what they leave.
+    They look at each sequence alone, so dynamic sampling can judge groups after them.
     """
     metrics: dict[str, float] = {}
     if config.generator.zero_reward_on_non_stop:
@@ -42,7 +42,7 @@ def filter_rollouts(batch: StepBatch, units: Sequences, config: Config) -> Filte
 
 
 def filter_groups(batch: StepBatch, units: Sequences, config: Config) -> Filtered:
-    """Apply the zero-variance filter where it is on; warn where nothing is left to train."""
+    """Apply the zero-variance filter if it is enabled; warn if nothing is left to train."""
     algorithm = config.trainer.algorithm
     metrics: dict[str, float] = {}
     if algorithm.zero_variance_filter:
@@ -51,24 +51,24 @@ def filter_groups(batch: StepBatch, units: Sequences, config: Config) -> Filtere
         )
     if not bool(batch.loss_mask.any()):
         logger.warning(
-            "no token of the batch's %d rows is trained: the loss is 0, the weights stay",
+            "no token of the batch's %d rows is trained: the loss is 0 and no weight changes",
             batch.num_real_rows,
         )
     return batch, units, metrics
 
 
 def zero_reward_on_non_stop(batch: StepBatch, units: Sequences) -> Filtered:
-    """Return the batch with reward 0 for every sequence that did not come to its own end.
+    """Return the batch with reward 0 for every unfinished sequence.
 
-    Its last row's stop reason says so: neither "stop" nor "max_turns". All rewards of all its rows
-    become 0, also those of single tokens.
+    A sequence is unfinished if its last row's stop reason is neither "stop" nor "max_turns". All
+    rewards of all its rows become 0, per row and per token.
 
     Args:
         batch: with stop reasons.
         units: its sequences.
 
     Returns:
-        The batch and its sequences, and `generate/num_zeroed_rewards`: sequences not finished.
+        The batch and its sequences, and `generate/num_zeroed_rewards`: unfinished sequences.
 
     Raises:
         ValueError: no stop reasons.
@@ -78,20 +78,21 @@ def zero_reward_on_non_stop(batch: StepBatch, units: Sequences) -> Filtered:
     metrics = {"generate/num_zeroed_rewards": float(cut.sum())}
     if not cut.any():
         return batch, units, metrics
-    rows = _all_rows(batch, cut[units.of_row])
+    rows = _all_rows(batch, cut[units.sequence_ids])
     filtered = batch.with_(
-        rewards=batch.rewards.masked_fill(_cells(batch, rows), 0.0),
+        rewards=batch.rewards.masked_fill(_response_tokens(batch, rows), 0.0),
         row_rewards=batch.row_rewards.masked_fill(rows, 0.0),
     )
     return filtered, replace(units, scores=np.where(cut, 0.0, units.scores)), metrics
 
 
 def overlong_filter(batch: StepBatch, units: Sequences) -> Filtered:
-    """Return the batch without trained tokens in sequences that were cut for their length.
+    """Return the batch with the loss mask 0 in sequences that were truncated for their length.
 
-    DAPO's overlong filtering (arXiv:2503.14476, section 3.4): a cut-off answer says nothing about
-    its quality. A trajectory is cut where its last row's stop reason is "length"; then all its
-    rows are masked, the finished turns too. Rewards stay: it still is an outcome of its group.
+    DAPO's overlong filtering (arXiv:2503.14476, section 3.4): a truncated answer is no evidence of
+    its quality. A trajectory is truncated if its last row's stop reason is "length"; then all its
+    rows are masked, the finished turns too. Rewards stay: they still count as outcomes in their
+    groups.
 
     Args:
         batch: with stop reasons.
@@ -106,28 +107,28 @@ def overlong_filter(batch: StepBatch, units: Sequences) -> Filtered:
     reasons = _reasons("overlong_filter", batch, units)
     overlong = np.array([reason in OVERLONG_REASONS for reason in reasons], dtype=bool)
     metrics = {"generate/num_overlong_filtered": float(overlong.sum())}
-    return *_without(batch, units, overlong), metrics
+    return *_masked(batch, units, overlong), metrics
 
 
 def zero_variance_filter(batch: StepBatch, units: Sequences, *, tolerance: float = 0.0) -> Filtered:
-    """Return the batch without trained tokens in groups whose sequences all scored the same.
+    """Return the batch with the loss mask 0 in groups whose sequences all have the same score.
 
     A sequence's score is the sum of its last row's rewards, whether they are per token or per row.
-    Only sequences with a trained token are compared; a group with fewer than two of them has
-    nothing to compare and stays.
+    Only sequences with a trained token are compared; a group with fewer than two of them is
+    unchanged.
 
     Args:
         batch: complete groups.
         units: its sequences.
-        tolerance: scores that differ by no more are equal.
+        tolerance: largest difference between scores that count as equal.
 
     Returns:
         The batch and its sequences, and `reward/num_zero_variance_filtered`: groups masked.
     """
     groups = group_spread(units)
-    alike = (groups.num_live > 1) & (groups.spread <= tolerance)
-    metrics = {"reward/num_zero_variance_filtered": float(alike.sum())}
-    return *_without(batch, units, alike[units.group_ids]), metrics
+    equal = (groups.num_live > 1) & (groups.spread <= tolerance)
+    metrics = {"reward/num_zero_variance_filtered": float(equal.sum())}
+    return *_masked(batch, units, equal[units.group_ids]), metrics
 
 
 def _reasons(op: str, batch: StepBatch, units: Sequences) -> list[str]:
@@ -137,27 +138,27 @@ def _reasons(op: str, batch: StepBatch, units: Sequences) -> list[str]:
 
 
 def _all_rows(batch: StepBatch, real: np.ndarray) -> torch.Tensor:
-    """Return (N with padding rows,) bool from (N,) of the real rows."""
+    """Return bool per row, padding rows (False) included, from (N,) bool of the real rows."""
     padding = np.zeros(batch.num_padding_rows, dtype=bool)
     return torch.from_numpy(np.concatenate([real, padding]))
 
 
-def _cells(batch: StepBatch, rows: torch.Tensor) -> torch.Tensor:
+def _response_tokens(batch: StepBatch, rows: torch.Tensor) -> torch.Tensor:
     """Return (A,) bool, True on the response tokens of these rows."""
     lengths = batch.response_lengths.to(torch.int64)
     return torch.repeat_interleave(rows, lengths, output_size=batch.loss_mask.shape[0])
 
 
-def _without(batch: StepBatch, units: Sequences, masked: np.ndarray) -> tuple[StepBatch, Sequences]:
-    """Return both without trained tokens in these sequences.
+def _masked(batch: StepBatch, units: Sequences, masked: np.ndarray) -> tuple[StepBatch, Sequences]:
+    """Return both with the loss mask 0 in these sequences.
 
     Args:
         masked: (U,) bool.
     """
     if not masked.any():
         return batch, units
-    cells = _cells(batch, _all_rows(batch, masked[units.of_row]))
+    tokens = _response_tokens(batch, _all_rows(batch, masked[units.sequence_ids]))
     return (
-        batch.with_(loss_mask=batch.loss_mask.masked_fill(cells, 0)),
+        batch.with_(loss_mask=batch.loss_mask.masked_fill(tokens, 0)),
         replace(units, live=units.live & ~masked),
     )

@@ -1,4 +1,4 @@
-"""A KL penalty inside the reward, and the coefficient that weighs it. A response tokens."""
+"""The KL penalty in the reward, and its coefficient. N real rows, J trajectories, A tokens."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.config import KlCtrlConfig
 from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.ops.policy_loss.loss import kl_penalty
-from skyrl_fast.train.algorithm.sequence_scope import sequences
+from skyrl_fast.train.algorithm.sequence_scope import Sequences
 
 
 def kl_in_reward(
-    batch: StepBatch, *, coef: float, estimator: str, outcome: bool
+    batch: StepBatch, trajectories: Sequences, *, coef: float, estimator: str, outcome: bool
 ) -> tuple[StepBatch, dict[str, float]]:
-    """Return the batch with `coef * KL(policy, reference)` taken from the reward of each token.
+    """Return the batch with `coef * KL(policy, reference)` subtracted from each token's reward.
 
-    Estimators of the outcome read a trajectory's last row alone. For them the penalty of the
-    earlier rows is taken from that row too, on its last token: the score is then the outcome less
-    the penalty of all the trajectory's tokens. Others read every row, and get each row's own.
+    Outcome estimators read only the last row of a trajectory. For them the penalty of the earlier
+    rows is subtracted there too, on the last token: the score is then the outcome minus the penalty
+    of all tokens of the trajectory. Other estimators read every row with its penalty.
 
     Args:
         batch: with old_logprobs and ref_logprobs.
+        trajectories: `sequences(batch, "trajectory")`.
         coef: weight; SkyRL's kl_loss_coef.
         estimator: "k1", "abs", "k2" or "k3", of trained tokens; others have penalty 0.
-        outcome: the advantages will be those of an estimator of the outcome.
+        outcome: an outcome estimator will compute the advantages.
 
     Returns:
         The batch, and metrics: `loss/avg_kl`, the mean over trajectories (with a trained token) of
@@ -42,22 +43,21 @@ def kl_in_reward(
         batch.old_logprobs, batch.ref_logprobs, estimator=estimator, loss_mask=batch.loss_mask
     )
     num_rows, offsets = batch.num_real_rows, batch.cu_responses.numpy()
-    units = sequences(batch, "trajectory")
-    of_row = segment_sums(kl.numpy(), offsets, np.float64)[:num_rows]
-    of_trajectory = np.bincount(units.of_row, weights=of_row, minlength=len(units.last_rows))
-    penalty = coef * of_row
+    row_kl = segment_sums(kl.numpy(), offsets, np.float64)[:num_rows]
+    last_rows, sequence_ids = trajectories.last_rows, trajectories.sequence_ids
+    trajectory_kl = np.bincount(sequence_ids, weights=row_kl, minlength=len(last_rows))
+    penalty = coef * row_kl
     rewards = batch.rewards - coef * kl
     if outcome:
-        own = penalty[units.last_rows]
-        earlier = coef * of_trajectory - own
-        penalty[units.last_rows] += earlier
-        ends = offsets[units.last_rows + 1]
-        filled = ends > offsets[units.last_rows]  # an empty response has no token to carry it
+        earlier = coef * trajectory_kl - penalty[last_rows]
+        penalty[last_rows] += earlier
+        ends = offsets[last_rows + 1]
+        filled = ends > offsets[last_rows]  # an empty response has no token for it
         at = torch.from_numpy(ends[filled].astype(np.int64) - 1)
         rewards[at] -= torch.from_numpy(earlier[filled]).to(rewards.dtype)
     row_rewards = batch.row_rewards.clone()
     row_rewards[:num_rows] -= torch.from_numpy(penalty).to(row_rewards.dtype)
-    metrics = _kl_metrics(batch, kl.numpy(), of_trajectory, units.of_row, units.live)
+    metrics = _kl_metrics(batch, kl.numpy(), trajectory_kl, trajectories)
     metrics["loss/kl_loss_coef"] = coef
     return batch.with_(rewards=rewards, row_rewards=row_rewards), metrics
 
@@ -65,33 +65,33 @@ def kl_in_reward(
 def _kl_metrics(
     batch: StepBatch,
     kl: np.ndarray,
-    of_trajectory: np.ndarray,
-    trajectory_of_row: np.ndarray,
-    live: np.ndarray,
+    trajectory_kl: np.ndarray,
+    trajectories: Sequences,
 ) -> dict[str, float]:
+    live = trajectories.live
     if not live.any():
         return {"loss/avg_kl": 0.0, "loss/avg_kl_max": 0.0}
     lengths = batch.response_lengths[: batch.num_real_rows].numpy()
-    of_token = np.repeat(trajectory_of_row, lengths)
-    trained = np.bincount(of_token, weights=batch.loss_mask.numpy(), minlength=len(live))
+    token_trajectories = np.repeat(trajectories.sequence_ids, lengths)
+    trained = np.bincount(token_trajectories, weights=batch.loss_mask.numpy(), minlength=len(live))
     largest = np.zeros(len(live))
-    np.maximum.at(largest, of_token, np.abs(kl))
+    np.maximum.at(largest, token_trajectories, np.abs(kl))
     return {
-        "loss/avg_kl": float(np.mean(of_trajectory[live] / trained[live])),
+        "loss/avg_kl": float(np.mean(trajectory_kl[live] / trained[live])),
         "loss/avg_kl_max": float(np.mean(largest[live])),
     }
 
 
 def next_kl_coef(coef: float, kl: float, num_trajectories: int, control: KlCtrlConfig) -> float:
-    """Return the coefficient of the next step: "adaptive" moves it towards `kl_target`.
+    """Return the coefficient of the next step; "adaptive" steers the KL towards `kl_target`.
 
     Ziegler et al. 2019, arXiv:1909.08593, section 2.2: it changes by at most 20 % per `horizon`
     trajectories.
 
     Args:
-        coef: of this step.
+        coef: coefficient in this step.
         kl: `loss/avg_kl` of this step.
-        num_trajectories: of this step, whatever their number of rows.
+        num_trajectories: trajectories of this step, whatever their number of rows.
 
     Example:
         >>> control = KlCtrlConfig(type="adaptive", kl_target=0.1, horizon=100)

@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 def corrected(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[StepBatch, dict[str, float]]:
-    """Return the batch with `token_weights`, and the metrics, where a correction is asked for.
+    """Return the batch with `token_weights`, and metrics, if a correction is enabled.
 
-    The loss mask stays: a token that the correction drops has weight 0 in the policy loss, and
-    keeps its part in the reduction's counts, the KL penalty and the entropy term, as in SkyRL.
+    The loss mask is unchanged: a token that the correction drops has weight 0 in the policy loss,
+    but still counts in the reduction, the KL penalty and the entropy term, as in SkyRL.
 
     Args:
         batch: with old_logprobs and rollout_logprobs.
@@ -30,7 +30,7 @@ def corrected(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[StepBatch, 
         return batch, {}
     if batch.rollout_logprobs is None:
         raise ValueError(
-            "trainer.algorithm.off_policy_correction: needs the engine's logprobs, it gave none"
+            "trainer.algorithm.off_policy_correction: needs the engine's logprobs, got none"
         )
     assert batch.old_logprobs is not None
     caps = {
@@ -65,17 +65,17 @@ def corrected(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[StepBatch, 
 
 
 def warn_of_stale_tokens(config: Config) -> None:
-    """Warn where tokens of older policies are trained as if the present one had sampled them."""
+    """Warn if tokens of older policies are trained as if the current one had sampled them."""
     algorithm = config.trainer.algorithm
-    corrected_somehow = (
+    is_corrected = (
         algorithm.off_policy_correction.enabled
         or algorithm.old_logprobs == "rollout"
         or is_ratio_to_rollout(algorithm)
     )
-    if config.max_staleness and not corrected_somehow:
+    if config.max_staleness and not is_corrected:
         logger.warning(
-            "tokens up to %d policy versions old are trained as if the present policy had sampled "
-            "them; trainer.algorithm.off_policy_correction.tis_ratio_type=token weighs them by how "
-            "likely it is to sample them",
+            "tokens up to %d policy versions old are trained as if the current policy had sampled "
+            "them; trainer.algorithm.off_policy_correction.tis_ratio_type=token adds importance "
+            "weights",
             config.max_staleness,
         )

@@ -1,4 +1,4 @@
-"""What one sequence is: a row, or all rows of a trajectory. N real rows, U sequences, G groups."""
+"""Sequences of a batch: rows or trajectories. N real rows, U sequences, G groups."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from skyrl_fast.config import SCOPES
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The sequences of a batch's real rows. Filters hand them on, changed as they change the batch.
+    """The sequences of a batch's real rows. Filters return them updated along with the batch.
 
     Args:
-        of_row: (N,) int64, the sequence of each row.
+        sequence_ids: (N,) int64, the sequence of each row.
         last_rows: (U,) int64, the row that ends each sequence.
         group_ids: (U,) int64.
         scores: (U,) float64, the reward of the last row: the outcome.
@@ -24,7 +24,7 @@ class Sequences:
         num_groups: G, groups of padding rows included.
     """
 
-    of_row: np.ndarray
+    sequence_ids: np.ndarray
     last_rows: np.ndarray
     group_ids: np.ndarray
     scores: np.ndarray
@@ -46,31 +46,31 @@ def sequences(batch: StepBatch, scope: str) -> Sequences:
         raise ValueError(f"sequences: scope must be one of {SCOPES}, got {scope!r}")
     num_rows = batch.num_real_rows
     if scope == "row":
-        of_row = last_rows = np.arange(num_rows)
+        sequence_ids = last_rows = np.arange(num_rows)
     else:
-        of_row = batch.trajectory_ids[:num_rows].numpy().astype(np.int64)
+        sequence_ids = batch.trajectory_ids[:num_rows].numpy().astype(np.int64)
         last_rows = np.flatnonzero(batch.is_last_step[:num_rows].numpy())
     trained = segment_sums(
         batch.loss_mask.numpy(), batch.cu_responses[: num_rows + 1].numpy(), np.int64
     )
     return Sequences(
-        of_row=of_row,
+        sequence_ids=sequence_ids,
         last_rows=last_rows,
         group_ids=batch.group_ids[:num_rows].numpy()[last_rows].astype(np.int64),
         scores=batch.row_rewards[:num_rows].numpy()[last_rows].astype(np.float64),
-        live=np.bincount(of_row, weights=trained, minlength=len(last_rows)) > 0,
+        live=np.bincount(sequence_ids, weights=trained, minlength=len(last_rows)) > 0,
         num_groups=batch.num_groups,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpread:
-    """How far the outcomes of a group's live sequences lie apart.
+    """Spread of the outcomes of each group's live sequences.
 
     Args:
         sizes: (G,) int64, sequences of each group; 0 for the groups of padding rows.
         num_live: (G,) int64, those with a trained token.
-        spread: (G,) float64, largest less smallest score of the live ones; 0 without any.
+        spread: (G,) float64, largest minus smallest score of the live ones; 0 without any.
     """
 
     sizes: np.ndarray
@@ -81,8 +81,8 @@ class GroupSpread:
 def group_spread(units: Sequences) -> GroupSpread:
     """Return the spread of each group's outcomes.
 
-    Sequences without a trained token (a placeholder of a failed trajectory, or one that a filter
-    masked) are not compared: they are no outcome of the policy.
+    Sequences without a trained token (placeholders of failed trajectories, or masked by a filter)
+    are not compared: they are not outcomes of the policy.
     """
     most = np.full(units.num_groups, -np.inf)
     least = np.full(units.num_groups, np.inf)

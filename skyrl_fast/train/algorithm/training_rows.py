@@ -1,4 +1,4 @@
-"""Which rows are trained: every step, steps joined where contexts grew, or full trajectories."""
+"""Rows to train: one per step, merged steps, or one per trajectory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SampledRows:
 
     Args:
         steps: a row per step.
-        merged: the rows that are trained; None where these are the steps.
+        merged: the rows that are trained; None: the steps are.
     """
 
     steps: StepBatch
@@ -33,19 +33,19 @@ class SampledRows:
 
 
 class GroupRows(NamedTuple):
-    """Where the rows of a group are: `number` among the groups of `rows`."""
+    """The rows of a group: those of group `number` in `rows`."""
 
     rows: SampledRows
     number: int
 
 
 def join_groups(groups: Mapping[str, GroupRows]) -> SampledRows:
-    """Return the rows of these groups, in order, as if made from their trajectories together.
+    """Return the rows of these groups, in order, as if built from all their trajectories at once.
 
     Args:
-        groups: uid -> where the group's rows are; several uids may name the same.
+        groups: uid -> the group's rows; several uids may refer to the same rows.
     """
-    runs: list[tuple[SampledRows, range, list[str]]] = []  # groups that are neighbours already
+    runs: list[tuple[SampledRows, range, list[str]]] = []  # runs of adjacent groups
     for uid, (rows, number) in groups.items():
         if runs and runs[-1][0] is rows and runs[-1][1].stop == number:
             rows, numbers, uids = runs.pop()
@@ -56,7 +56,7 @@ def join_groups(groups: Mapping[str, GroupRows]) -> SampledRows:
     if any(rows.merged is None for rows, _, _ in runs):
         return SampledRows(steps, None)
     merged = concatenate([_some_groups(rows.trained, at, uids) for rows, at, uids in runs])
-    if merged.num_rows == steps.num_rows:  # the steps that were joined are of other groups
+    if merged.num_rows == steps.num_rows:  # only steps of other groups were merged
         merged = merged.with_(reward_per_row=steps.reward_per_row)
     return SampledRows(steps, merged)
 
@@ -75,29 +75,29 @@ def training_rows(
     merge: bool | None = None,
     keep_rewards: bool = False,
 ) -> StepBatch:
-    """Return the rows that are trained; `steps` itself where these are its rows.
+    """Return the rows to train; `steps` itself if nothing is merged.
 
-    A merged row has its last step's reward, as a row per step has. A whole trajectory has every
-    step's reward at the end of its response, so that its outcome is their sum; so has a merged row
-    with `keep_rewards`, for estimators that read them all.
+    A merged row has the reward of its last step. A row of a full trajectory has every step's reward
+    at the end of that step's response, so that the outcome is their sum; so has a merged row with
+    `keep_rewards`, for estimators that read all rewards.
 
     Args:
         steps: a row per step.
-        generator: what is wanted.
-        merge: join steps; None: as `generator.merge_stepwise_output` says.
+        generator: settings of the form of rows.
+        merge: merge steps; None: `generator.merge_stepwise_output`.
         keep_rewards: see above.
 
     Raises:
-        ValueError: without `step_wise_trajectories`, a trajectory whose context did not only grow.
+        ValueError: `step_wise_trajectories` is false and a trajectory's context did not only grow.
     """
-    whole = not generator.step_wise_trajectories
+    one_row = not generator.step_wise_trajectories
     merge = generator.merge_stepwise_output if merge is None else merge
-    if not (whole or merge):
+    if not (one_row or merge):
         return steps
     drift, most = generator.merge_drift, generator.merge_max_drift_tokens
-    rewards = "token" if whole or keep_rewards else None
+    rewards = "token" if one_row or keep_rewards else None
     rows = steps.merged(drift=drift, max_drift_tokens=most, rewards=rewards)
-    if whole and rows.num_rows > rows.num_trajectories:
+    if one_row and rows.num_rows > rows.num_trajectories:
         plan = merge_flat_steps(
             steps.tokens,
             steps.cu_seqlens,
@@ -113,8 +113,8 @@ def training_rows(
 
 def _not_one_row(steps: StepBatch, plan: MergePlan) -> str:
     trajectories, groups = steps.trajectory_ids.numpy(), steps.group_ids.numpy()
-    goes_on = np.append(False, trajectories[1:] == trajectories[:-1])
-    row = int(np.flatnonzero(goes_on & ~plan.joins)[0])
+    continues = np.append(False, trajectories[1:] == trajectories[:-1])
+    row = int(np.flatnonzero(continues & ~plan.joins)[0])
     first = int(np.flatnonzero(trajectories == trajectories[row])[0])
     sample = trajectories[row] - trajectories[groups == groups[row]][0]
     return (

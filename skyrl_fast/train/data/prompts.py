@@ -1,7 +1,7 @@
-"""Prompts from SkyRL's row format, and the order in which training takes them.
+"""Prompts from rows in SkyRL's format, and the order of the prompts in training.
 
 A row is a mapping with `prompt` (a list of chat messages), optionally `env_class`, `data_source`
-and anything else, which goes to the environment as `env_extras`.
+and further keys, which are passed to the environment as `env_extras`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ def load_prompts(
     """Return all rows of the files, in order; uids are `prefix` plus the running number.
 
     Args:
-        paths: .jsonl, .json (a list) or .parquet (needs pyarrow); or data sets of the Hugging Face
-            hub by their names (needs datasets).
+        paths: .jsonl, .json (a list) or .parquet (needs pyarrow); or names of datasets on the
+            Hugging Face hub (needs datasets).
         default_env_class: for rows without `env_class`.
-        prefix: put before each uid, so that training and evaluation never share one.
-        split: of data sets of the hub.
+        prefix: of each uid, so that training and evaluation never share one.
+        split: of datasets on the hub.
 
     Raises:
-        ValueError: a file is missing or of another kind, a row has no prompt; both are named.
+        ValueError: a file is missing or of another type, or a row has no prompt; the message names
+            file and row.
     """
     rows = (row for path in paths for row in _placed_rows(path, split))
     return _prompts(rows, default_env_class, prefix)
@@ -52,16 +53,16 @@ def load_prompts(
 def prompts_from(
     source: PromptSource, *, default_env_class: str, prefix: str = "", split: str = "train"
 ) -> list[Prompt]:
-    """Return the prompts of rows in memory, of files, or of a data set of the hub.
+    """Return prompts from rows in memory, from files, or from a dataset on the hub.
 
     Args:
-        source: rows as the files have them, plain texts or lists of chat messages, in a list or
-            a `datasets.Dataset`; or the name of a file or of a data set of the hub. In a list, a
-            `Path`, or a name that ends in .jsonl, .json or .parquet, is a file.
+        source: rows as in the files, strings or lists of chat messages, in a list or a
+            `datasets.Dataset`; or the name of a file or of a dataset on the hub. In a list, a
+            `Path`, or a string that ends in .jsonl, .json or .parquet, is a file.
         default_env_class, prefix, split: as for `load_prompts`.
 
     Raises:
-        ValueError: as for `load_prompts`; or there are several splits.
+        ValueError: as for `load_prompts`; or the source is a mapping, e.g. of several splits.
     """
     if isinstance(source, (str, os.PathLike)):
         source = [Path(source)] if isinstance(source, os.PathLike) else [source]
@@ -95,7 +96,7 @@ def _is_file_name(item: Any) -> bool:
 
 
 def _placed_rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
-    """Yield each row with the place to name in an error."""
+    """Yield each row with its location for error messages."""
     file = Path(path).expanduser()
     rows = _rows(file) if file.suffix in SUFFIXES or file.exists() else _hub_rows(path, split)
     for number, row in enumerate(rows):
@@ -107,14 +108,14 @@ def _hub_rows(name: str, split: str) -> Iterable[Any]:
         import datasets
     except ImportError:
         raise ValueError(
-            f"data file not found: {name}; a data set of the hub needs datasets: "
+            f"data file not found: {name}; a dataset on the hub needs datasets: "
             "pip install datasets"
         ) from None
     try:
         rows: Iterable[Any] = datasets.load_dataset(name, split=split)
     except Exception as error:
         raise ValueError(
-            f"{name}: no file, and no data set of the hub with the split {split!r}: "
+            f"{name}: no such file, and no dataset on the hub with the split {split!r}: "
             f"{type(error).__name__}: {error}"
         ) from error
     return rows
@@ -129,13 +130,15 @@ def _rows(path: Path) -> Iterator[Any]:
                 if line.strip():
                     try:
                         yield json.loads(line)
-                    except ValueError as error:  # no UTF-8, too
-                        raise ValueError(f"{path}, line {number + 1}: no JSON: {error}") from error
+                    except ValueError as error:  # also for invalid UTF-8
+                        raise ValueError(
+                            f"{path}, line {number + 1}: invalid JSON: {error}"
+                        ) from error
     elif path.suffix == ".json":
         try:
             rows = json.loads(path.read_bytes())
         except ValueError as error:
-            raise ValueError(f"{path}: no JSON: {error}") from error
+            raise ValueError(f"{path}: invalid JSON: {error}") from error
         if not isinstance(rows, list):
             raise ValueError(f"{path}: wanted a list of rows, got {type(rows).__name__}")
         yield from rows
@@ -174,9 +177,9 @@ def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
 
 
 class PromptSampler:
-    """Batches in an order made from (seed, epoch) alone; the whole state is (epoch, position).
+    """Order of the prompts, a function of (seed, epoch) alone; the full state is (epoch, position).
 
-    Every epoch is a fresh permutation; a remainder smaller than a batch is dropped, as SkyRL does.
+    Every epoch is a new permutation; a remainder smaller than a batch is dropped, as in SkyRL.
 
     Example:
         >>> sampler = PromptSampler(4, batch_size=2, seed=0)
@@ -201,11 +204,11 @@ class PromptSampler:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches in one pass over the prompts."""
+        """Number of full batches in one pass over the prompts."""
         return self._num_prompts // self._batch_size
 
     def next_prompt(self) -> int:
-        """Takes the next prompt: its index."""
+        """Advance by one prompt; return its index."""
         prompt = self._order[self.position]
         self.position += 1
         if self.position >= self.batches_per_epoch * self._batch_size:
@@ -214,18 +217,18 @@ class PromptSampler:
         return prompt
 
     def next_batch(self) -> list[int]:
-        """Takes the next batch: indices into the prompts."""
+        """Advance by one batch; return the indices of its prompts."""
         return [self.next_prompt() for _ in range(self._batch_size)]
 
     def move_to(self, epoch: int, position: int) -> None:
-        """Go on from this place."""
+        """Continue from this position."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._order = self._permutation()
         self.position = position
 
     def state(self) -> dict[str, int]:
-        """What `restore` needs, plus what it checks: all plain ints."""
+        """Return the state for `restore`, and the values that it checks; all plain ints."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -235,12 +238,12 @@ class PromptSampler:
         }
 
     def restore(self, state: dict[str, int]) -> None:
-        """Goes on where `state` was taken; ValueError if data, batch size or seed differ now."""
+        """Continue from a saved `state`; ValueError if data, batch size or seed differ."""
         for name in ("num_prompts", "batch_size", "seed"):
             if state[name] != self.state()[name]:
                 raise ValueError(
                     f"resume: the checkpoint was made with {name}={state[name]}, "
-                    f"this run has {self.state()[name]}: the data order would be another"
+                    f"this run has {self.state()[name]}: the data order would differ"
                 )
         self.move_to(state["epoch"], state["position"])
 

@@ -1,4 +1,4 @@
-"""Random states of torch, numpy and Python, to and from a checkpoint, without pickling."""
+"""Random states of torch, NumPy and Python in checkpoints, without pickle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def save_random_state(path: Path) -> dict[str, Any]:
 
 
 def load_random_state(path: Path, state: dict[str, Any]) -> None:
-    """Set all states to those saved."""
+    """Restore all states from `save_random_state`."""
     states = load_file(str(path))
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""How long a run is, in batches and in optimizer steps."""
+"""Length of a run, in batches and in optimizer steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from skyrl_fast.train.update import optimizer_steps_per_batch
 
 
 def total_steps(config: Config, num_prompts: int) -> int:
-    """Return the batches of the whole run: all epochs, or fewer by max_training_steps."""
+    """Return the batches of the run: all epochs, or fewer by max_training_steps."""
     steps = config.trainer.epochs * (num_prompts // config.trainer.train_batch_size)
     limit = config.trainer.max_training_steps
     return steps if limit is None else min(steps, limit)
@@ -16,7 +16,7 @@ def total_steps(config: Config, num_prompts: int) -> int:
 def total_optimizer_steps(
     config: Config, num_prompts: int, *, mini_batch_size: int | None = None
 ) -> int:
-    """Return the optimizer steps of the whole run, for learning-rate schedules.
+    """Return the optimizer steps of the run, for learning-rate schedules.
 
     Args:
         mini_batch_size: None: the policy's.

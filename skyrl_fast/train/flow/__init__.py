@@ -1,1 +1,1 @@
-"""What happens when: groups, batches, rollouts."""
+"""Data flow of a run: groups, batches, rollouts."""

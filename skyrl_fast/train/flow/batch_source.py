@@ -1,4 +1,4 @@
-"""The groups of one training step after the other, from the groups on their way."""
+"""Groups for each training step, taken from those in flight."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Wait = Callable[[Any], Awaitable[list[ReadyGroup] | None]]
 
 
 class BatchSource:
-    """Takes groups from the flow until a step has what it needs.
+    """Takes groups from the flow until the batch of a step is full.
 
     Args:
-        config: of the run.
-        failures: ends a run in which nothing works.
+        config: settings of the run.
+        failures: ends a run in which everything fails.
     """
 
     def __init__(self, config: Config, failures: FailureWatch) -> None:
@@ -37,33 +37,33 @@ class BatchSource:
         self._seed = settings.seed
         self._wanted = settings.train_batch_size
         self._per_batch = settings.train_batch_size * config.generator.n_samples_per_prompt
-        # With staleness 0 batches of prompts are sampled whole, as many as it takes. Otherwise
-        # each dropped group is replaced by the next one that is ready.
+        # With staleness 0, full batches of prompts are sampled until there are enough groups.
+        # Otherwise each dropped group is replaced by the next one that is ready.
         self._asynchronous = config.max_staleness > 0
-        self._whole = not self._asynchronous or self._dynamic.type == "replace"
+        self._full_batches = not self._asynchronous or self._dynamic.type == "replace"
         self._failures = failures
         self._unseen: list[Trajectory] = []
 
     async def next(
         self, flow: GroupFlow, step: int, *, wait: Wait, judge: Judge
     ) -> tuple[GroupSampling, dict[str, float]] | None:
-        """Return the step's groups and their ages; None if the data ended before.
+        """Return the step's groups and staleness metrics; None if the data ran out first.
 
         Args:
-            flow: groups on their way.
-            step: batches trained, for the random numbers.
-            wait: how to wait for groups.
-            judge: makes rows and names the informative groups, for dynamic sampling.
+            flow: groups in flight.
+            step: batches trained so far, a seed of the random numbers.
+            wait: awaits groups.
+            judge: builds rows and finds the informative groups, for dynamic sampling.
         """
         random = np.random.default_rng((self._seed, step))
         sampling = GroupSampling(self._dynamic, self._wanted, random)
         ages: Counter[int] = Counter()
         while True:
-            missing = self._wanted if self._whole else self._wanted - sampling.num_kept
+            missing = self._wanted if self._full_batches else self._wanted - sampling.num_kept
             ready = await wait(flow.take(missing))
             if ready is None:
                 logger.warning(
-                    "the prompts of all epochs are used up; the last batch is left out: %s",
+                    "the prompts of all epochs are used up; incomplete last batch dropped: %s",
                     sampling.shortfall(),
                 )
                 return None
@@ -75,15 +75,15 @@ class BatchSource:
             full = sampling.add(trajectories, informative, rows)
             kept = sampling.kept_uids
             if self._dynamic.type != "replace" or not kept:
-                # Where copies take a group's place, it keeps its place in line: the batch leaves
-                # as many places as it has, or those behind would wait for more than the bound.
+                # A group that is replaced by a copy keeps its place in the queue: each batch must
+                # free exactly as many places as it has, or later groups could exceed the bound.
                 flow.drop([g.group.name for g in ready if g.group.name not in kept])
             ages.update(g.staleness for g in ready if g.group.name in kept)
             if full:
                 return sampling, staleness_metrics(ages) if self._asynchronous else {}
 
     def _look_for_failures(self, trajectories: Sequence[Trajectory]) -> None:
-        """Log failures batch by batch, and end a run in which nothing works."""
+        """Log failures batch by batch; end a run in which everything fails."""
         self._unseen += trajectories
         if len(self._unseen) >= self._per_batch:
             batch, self._unseen = self._unseen, []
@@ -92,7 +92,7 @@ class BatchSource:
 
 
 def staleness_metrics(ages: Counter[int]) -> dict[str, float]:
-    """How many policy versions before its batch each group started: mean, largest, counts.
+    """Return mean, maximum and counts of policy versions between each group's start and its batch.
 
     Example:
         >>> staleness_metrics(Counter({0: 1, 1: 3}))["async/staleness_mean"]
@@ -109,10 +109,10 @@ def staleness_metrics(ages: Counter[int]) -> dict[str, float]:
 
 
 def token_staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """How many policy versions before its training each token was sampled.
+    """Return mean and maximum of policy versions between each token's sampling and its training.
 
     Args:
-        version: of the policy that is trained.
+        version: version of the policy that is trained.
     """
     ages = np.array(
         [version - v for t in trajectories for step in t.steps for v in step.versions], np.int64

@@ -1,4 +1,4 @@
-"""Runs the trainer's coroutine from a script or a notebook, and hands it SIGINT and SIGTERM."""
+"""Event loop of the trainer, in a script or a notebook, with handling of SIGINT and SIGTERM."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ T = TypeVar("T")
 
 
 class StopSignals:
-    """Hands SIGINT and SIGTERM to a coroutine, in whichever thread its event loop runs."""
+    """Forwards SIGINT and SIGTERM to a coroutine, whatever thread its event loop runs in."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._handle: Callable[[int], None] | None = None
-        self._early: int | None = None  # the signal that came before there was a handler
+        self._early: int | None = None  # a signal received before there was a handler
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the coroutine's result, from a new event loop.
+        """Run the coroutine in a new event loop and return its result.
 
-        Where this thread runs an event loop already, as in a notebook, the new one runs in another
-        thread, and this call blocks until it ends.
+        If this thread already runs an event loop, as in a notebook, the new one runs in another
+        thread and this call blocks until it ends.
 
         Raises:
-            KeyboardInterrupt, SystemExit: a signal came before `handle_by`.
+            KeyboardInterrupt, SystemExit: a signal was received before `handle_by`.
         """
         with self._installed():
             try:
@@ -59,7 +59,7 @@ class StopSignals:
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # only that one may
+        if threading.current_thread() is not threading.main_thread():  # only it may set handlers
             yield
             return
         numbers = (signal.SIGINT, signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""Groups on their way from the prompts to the trainer, while it trains.
+"""Groups in flight: generated in the background while the trainer trains.
 
-`GroupSchedule` says which group may start and which are next; here each has a task that generates
-it, and the trainer waits for the next ones. Nothing is started that the schedule has no room for,
-so a slow trainer holds generation back.
+`GroupSchedule` decides which group may start and which are next; here each group has a task that
+generates it, and the trainer waits for the next ones. No group starts without room in the schedule,
+so a slow trainer limits generation.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from skyrl_fast.train.flow.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
 
-WORD_SECONDS = 60.0  # waiting so long, the log says for what
+WAIT_LOG_SECONDS = 60.0  # between log lines about what the trainer waits for
 CLOSE_SECONDS = 10.0  # for groups to close their environments when the run ends
-DROPPED_BATCHES_IN_A_ROW = 3  # groups lost without one that came through: the set-up is wrong
+DROPPED_BATCHES_IN_A_ROW = 3  # dropped groups without a successful one: the set-up is broken
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyGroup:
-    """A group whose trajectories are whole, and how many versions ago it started."""
+    """A group whose trajectories have all finished, and how many versions ago it started."""
 
     group: Group
     trajectories: list[Trajectory]
@@ -47,16 +47,16 @@ class ReadyGroup:
 
 
 class GroupFlow:
-    """Starts groups in the order of the data, and hands them over in that order.
+    """Starts groups in the order of the data, and returns them in that order.
 
     Args:
-        rollouts: generates a group.
-        prompts: of the data set.
-        sampler: the data's order, where the run begins.
+        rollouts: generates the groups.
+        prompts: of the dataset.
+        sampler: order of the data, at the position where the run begins.
         batch_size, max_staleness, version: as for `GroupSchedule`.
         epochs: passes over the data.
         last_version: the version at which the run ends: no group is started beyond it.
-        clock: for ages.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class GroupFlow:
         """Return the next groups in the order of their start once they are ready.
 
         Returns:
-            None if the data ended before there were so many.
+            None if the data ran out before there were `number` groups.
 
         Raises:
-            RolloutError: group after group is dropped. Whatever generating a group raised.
+            RolloutError: too many groups in a row were dropped. Whatever generating a group raised.
         """
         while True:
             self._changed.clear()
@@ -118,11 +118,11 @@ class GroupFlow:
             await self._wait()
 
     def fill(self, *, wanted: int = 0) -> None:
-        """Start what there is room for.
+        """Start as many groups as there is room for.
 
         Args:
-            wanted: groups that the trainer waits for. Without staleness nothing starts before it
-                does: a batch is generated when the former one is trained.
+            wanted: groups that the trainer waits for. Without staleness none starts before that:
+                a batch is generated after the previous one was trained.
         """
         if self._closed or (not wanted and not self._ahead_of_need):
             return
@@ -137,17 +137,17 @@ class GroupFlow:
             self._start(group)
 
     def drop(self, names: Collection[str]) -> None:
-        """These groups of the batch are not trained; others may start in their place."""
+        """Drop these groups from the batch; others may start in their place."""
         for group in self.schedule.line:
             if group.name in names:
                 self.schedule.drop(group)
         self.fill()
 
     def consume(self) -> PromptSampler:
-        """The batch is trained; return the data's position: all before it is done with.
+        """Mark the batch as trained; return the data position: everything before it is finished.
 
-        Groups leave in the order of the data, so this one place says what was consumed and dropped,
-        and what a resumed run has to start again.
+        Groups leave in the order of the data, so this one position separates what was consumed or
+        dropped from what a resumed run has to start again.
         """
         self.schedule.consume()
         line = self.schedule.line
@@ -157,12 +157,12 @@ class GroupFlow:
         return position
 
     def advance(self, version: int) -> None:
-        """The engine has this version: groups that start now are of it."""
+        """Record that the engine has this version; groups that start now have it too."""
         self.schedule.advance(version)
         self.fill()
 
     async def close(self) -> None:
-        """End what runs; what does not end in a moment is left to itself."""
+        """Cancel all running groups; wait at most CLOSE_SECONDS for them."""
         self._closed = True
         tasks = list(self._tasks.values())
         for task in tasks:
@@ -171,14 +171,14 @@ class GroupFlow:
             await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
 
     def state(self) -> dict[str, list[str]]:
-        """What a checkpoint says of the groups on their way, besides the data position."""
+        """Return the names of groups in flight and dropped, for the checkpoint."""
         return {
             "in_flight": [group.name for group in self.schedule.line],
             "dropped": [group.name for group in self.schedule.dropped],
         }
 
     def metrics(self) -> dict[str, float]:
-        """How many groups are where."""
+        """Return the numbers of running and ready groups."""
         return {
             "async/num_groups_running": float(self.schedule.num(RUNNING)),
             "async/num_groups_ready": float(self.schedule.num(READY)),
@@ -222,10 +222,10 @@ class GroupFlow:
         self.fill()
 
     async def _wait(self) -> None:
-        """Until something changes; the log says for what, again and again."""
+        """Wait until a group's state changes; log periodically what is being waited for."""
         while not self._changed.is_set():
             try:
-                await asyncio.wait_for(self._changed.wait(), WORD_SECONDS)
+                await asyncio.wait_for(self._changed.wait(), WAIT_LOG_SECONDS)
             except TimeoutError:
                 logger.warning("%s", self._waiting_for())
 
@@ -235,5 +235,5 @@ class GroupFlow:
         doing = self._rollouts.activity([group.name for group in waiting])
         return (
             f"waiting for {len(waiting)} groups, first for {first.name}, {first.state} for "
-            f"{self._clock() - first.started:.0f} s. " + ("; ".join(doing) or "nothing is known")
+            f"{self._clock() - first.started:.0f} s. " + ("; ".join(doing) or "no details")
         )

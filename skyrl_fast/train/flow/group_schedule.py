@@ -1,14 +1,14 @@
-"""Which group starts when, and which are trained next: a plain state machine.
+"""State machine of the groups: which may start, and which are trained next.
 
-It knows no engine, no event loop and no clock: who drives it says what happened, and when.
+It has no engine, event loop or clock: its caller reports what happened, and when.
 
     accepted -> running -> ready -> taken -> consumed      (any of the first four: -> dropped)
 
 Groups are numbered in the order in which their prompts come, and leave in that order. With a batch
 of B groups and a bound S, at most (S + 1) * B of them have not left yet. So, when a group starts,
-fewer than (S + 1) * B stand before it, which are trained in at most S whole batches and its own:
-it is trained at most S policy versions after its start. Had groups left in the order in which they
-were ready, a slow one could be overtaken without end, and there would be no such bound.
+fewer than (S + 1) * B are before it, which are trained in at most S full batches and its own: it is
+trained at most S policy versions after its start. If groups left in the order in which they became
+ready, a slow one could be overtaken indefinitely, and there would be no such bound.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-ACCEPTED = "accepted"  # in line, not started
+ACCEPTED = "accepted"  # in the queue, not started
 RUNNING = "running"
-READY = "ready"  # its trajectories are whole
-TAKEN = "taken"  # in the batch that is being put together or trained
+READY = "ready"  # all of its trajectories have finished
+TAKEN = "taken"  # in the batch that is being assembled or trained
 CONSUMED = "consumed"  # trained
 DROPPED = "dropped"  # will not be trained
 
 
 class ScheduleError(RuntimeError):
-    """The groups' order or bound was broken: a mistake in this package."""
+    """The order or the staleness bound of groups was violated: a bug in this package."""
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """One prompt's place in line.
+    """One prompt's place in the queue.
 
     Args:
-        number: in the order of the data, from 0.
-        name: uid of its trajectories; unlike any other that has not left.
-        prompt: number of the prompt in the data set.
+        number: position in the order of the data, from 0.
+        name: uid of its trajectories; unique among groups that have not left.
+        prompt: index of the prompt in the dataset.
         place: (epoch, position) of the prompt in the data.
         state: one of the six above.
         version: policy version at its start; -1 before.
@@ -52,12 +52,12 @@ class Group:
 
 
 class GroupSchedule:
-    """The groups that are on their way, in the order of their start.
+    """The groups in flight, in the order of their start.
 
     Args:
         batch_size: groups trained for one new policy version.
-        max_staleness: how many versions older than the policy a group's start may be.
-        version: of the policy at the beginning.
+        max_staleness: most policy versions between a group's start and its training.
+        version: policy version at the beginning.
 
     Example:
         >>> schedule = GroupSchedule(batch_size=2, max_staleness=1)
@@ -81,13 +81,13 @@ class GroupSchedule:
         self._batch_size = batch_size
         self._max_staleness = max_staleness
         self._line: list[Group] = []
-        self._leaving = 0  # trained, but the engine has not got the new version yet
+        self._leaving = 0  # trained, but the engine does not have the new version yet
         self._dropped: list[Group] = []  # since the last version
         self._next_number = 0
 
     @property
     def line(self) -> tuple[Group, ...]:
-        """All groups that have not left, in the order of their start."""
+        """All groups in the queue, in the order of their start."""
         return tuple(self._line)
 
     @property
@@ -96,27 +96,27 @@ class GroupSchedule:
         return tuple(self._dropped)
 
     def num(self, *states: str) -> int:
-        """Groups in line in one of these states."""
+        """Return the number of queued groups in one of these states."""
         return sum(group.state in states for group in self._line)
 
     def room(self, *, wanted: int = 0, limit: int | None = None) -> int:
-        """How many more may be accepted now.
+        """Return how many more groups may be accepted now.
 
         Args:
             wanted: groups that the trainer waits for, beyond those it has taken. They may start
-                even where there is no room: nobody else would ever make some. This happens only
+                even if there is no room, as no other event would make room. This happens only
                 with `max_staleness` 0, where a batch is filled up at its own version.
-            limit: groups of this version's batch and of all to come.
+            limit: groups of this version's batch and of all later ones.
         """
         most = self.capacity if limit is None else min(self.capacity, limit)
         untaken = len(self._line) - self.num(TAKEN)
         return max(0, most - len(self._line) - self._leaving, wanted - untaken)
 
     def accept(self, uid: str, *, prompt: int, place: tuple[int, int]) -> Group:
-        """Put the next prompt of the data at the end of the line.
+        """Append the next prompt of the data to the queue.
 
-        A prompt that comes round again while an earlier group of it has not left, or within the
-        same policy version, gets another name: it is another group, with samples of its own.
+        A prompt that is repeated while an earlier group of it is in the queue, or within the same
+        policy version, gets another name: it is another group, with its own samples.
         """
         used = {group.name for group in (*self._line, *self._dropped)}
         name, again = uid, 0
@@ -129,36 +129,36 @@ class GroupSchedule:
         return group
 
     def to_start(self) -> list[Group]:
-        """Accepted groups that wait for their start, in order."""
+        """Return the accepted groups that have not started, in order."""
         return [group for group in self._line if group.state == ACCEPTED]
 
     def start(self, group: Group, *, now: float) -> None:
-        """It runs from now on, and its age counts from here."""
+        """Mark the group as running; its staleness counts from here."""
         self._move(group, RUNNING, ACCEPTED)
         group.version, group.started = self.version, now
 
     def finish(self, group: Group) -> None:
-        """Its trajectories are whole."""
+        """Mark the group as ready: all of its trajectories have finished."""
         self._move(group, READY, RUNNING)
 
     def drop(self, group: Group) -> None:
-        """It leaves without being trained and makes room."""
+        """Remove the group without training it; this makes room."""
         self._move(group, DROPPED, ACCEPTED, RUNNING, READY, TAKEN)
         self._line.remove(group)
         self._dropped.append(group)
 
     def next_ready(self, number: int) -> list[Group] | None:
-        """The next `number` groups in the order of their start, once all of them are ready."""
+        """Return the next `number` groups in the order of their start; None until all are ready."""
         following = [group for group in self._line if group.state != TAKEN][:number]
         if len(following) < number or any(group.state != READY for group in following):
             return None
         return following
 
     def take(self, groups: list[Group]) -> None:
-        """They are in the batch that is trained next.
+        """Put the groups into the batch that is trained next.
 
         Raises:
-            ScheduleError: one before them is left out, or one is older than the bound.
+            ScheduleError: an earlier group is skipped, or a group is older than the bound.
         """
         if groups != [group for group in self._line if group.state != TAKEN][: len(groups)]:
             raise ScheduleError("groups are taken out of the order of their start")
@@ -171,10 +171,10 @@ class GroupSchedule:
             self._move(group, TAKEN, READY)
 
     def consume(self) -> list[Group]:
-        """What was taken is trained; return it. Its room is free at the next `advance`.
+        """Mark the taken groups as trained; return them. Their room is free at the next `advance`.
 
-        A group that started between the two would have one batch more before it than its version
-        says.
+        A group that started in between would have one more batch before it than its version
+        implies.
         """
         consumed = [group for group in self._line if group.state == TAKEN]
         self._line = [group for group in self._line if group.state != TAKEN]
@@ -185,12 +185,12 @@ class GroupSchedule:
         return consumed
 
     def advance(self, version: int) -> None:
-        """The engine has this version."""
+        """Record that the engine has this version."""
         self.version = version
         self._leaving = 0
 
     def staleness(self, groups: list[Group]) -> list[int]:
-        """How many versions ago each of them started."""
+        """Return how many versions ago each group started."""
         return [self.version - group.version for group in groups]
 
     def _move(self, group: Group, state: str, *allowed: str) -> None:

@@ -1,4 +1,4 @@
-"""What the trainer asks of whoever generates trajectories; vLLM behind it, or a test's script."""
+"""Interface between the trainer and what generates trajectories: vLLM, or a fake in tests."""
 
 from __future__ import annotations
 
@@ -11,56 +11,57 @@ from skyrl_fast.train.model.policy import Policy
 
 
 class Rollouts(Protocol):
-    """Generates trajectories with weights that it is given; calls of `generate` may overlap."""
+    """Generates trajectories with the weights it was last given; `generate` calls may overlap."""
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str
     ) -> list[Trajectory]:
         """Return all trajectories of the prompts, in the order of prompts and repetitions.
 
-        The same weights, seed, step and phase give the same trajectories. Cancelling it stops all.
+        The same weights, seed, step and phase produce the same trajectories. Cancelling the call
+        stops all of them.
 
         Args:
-            step: policy version when they start, for the sampling seeds; 0 in evaluation.
+            step: policy version at their start, for the sampling seeds; 0 in evaluation.
             phase: "train" or "eval".
 
         Raises:
-            GroupDroppedError: nothing of a prompt's group ever came back, in training.
+            GroupDroppedError: no trajectory of a prompt's group finished, in training.
         """
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
-        """Give the engine the policy's weights, check that it uses them, and return metrics.
+        """Send the policy's weights to the engine, verify that it uses them, and return metrics.
 
-        Trajectories on their way go on with the new weights.
+        Trajectories in flight continue with the new weights.
 
         Raises:
-            WeightSyncError: the engine's logprobs are not the trainer's.
+            WeightSyncError: the engine's logprobs differ from the trainer's.
         """
 
     async def wait_for_fault(self) -> None:
-        """Return when an engine has died that could be brought back."""
+        """Return when an engine has died that can be restarted."""
 
     async def repair(self, policy: Policy, *, version: int) -> None:
-        """Bring back engines that died, with the policy's weights, which are those of `version`.
+        """Restart dead engines with the policy's weights, which are those of `version`.
 
         Raises:
-            EngineDeadError: it died too often, or cannot be started.
+            EngineDeadError: an engine died too often, or cannot be started.
         """
 
     def activity(self, uids: Sequence[str]) -> list[str]:
-        """What the slowest trajectories of these groups are doing, in words."""
+        """Return descriptions of what the slowest trajectories of these groups are doing."""
 
     def faults(self) -> dict[str, float]:
-        """How often what went wrong since the start, by name."""
+        """Return fault counts since the start, keyed by name."""
 
     async def close(self) -> None:
-        """Stop the engine and everything that was started."""
+        """Stop the engine and all other resources."""
 
 
 def split_rollout_time(times: dict[str, float], trajectories: Sequence[Trajectory]) -> None:
-    """Share the rollouts' wall time between generate and environment, as their own sums are.
+    """Split the rollouts' wall time into generate and environment, in proportion to their sums.
 
-    Both go on at once for many trajectories, so that only their proportion is known.
+    Both run concurrently for many trajectories, so that only their proportion is known.
     """
     wall = times.pop("rollout")
     steps = [step for trajectory in trajectories for step in trajectory.steps]

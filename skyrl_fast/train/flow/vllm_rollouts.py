@@ -1,4 +1,4 @@
-"""Rollouts by vLLM, in this process or by servers: settings to engines and agent loop."""
+"""Rollouts by vLLM, in this process or on servers: engines and agent loop from the settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 PROBE_SEQUENCES = 2  # compared after each weight update; two prompts show any stale layer
 PROBE_TOKENS = 48
-# Faults that have a metric even before they happen.
+# Faults that are reported even while their count is 0.
 FAULTS = (
     "retried_trajectories",
     "environment_errors",
@@ -53,11 +53,11 @@ async def start_rollouts(
     prompts: Sequence[Prompt],
     make_env: MakeEnv | None = None,
 ) -> VllmRollouts:
-    """Start vLLM on a model folder, or find its servers, and make the environments' threads.
+    """Start vLLM on a model folder, or connect to its servers, and start environment threads.
 
     Args:
-        prompts: of training; the first ones check each weight update.
-        make_env: makes environments from rows; None: `env_class` says which.
+        prompts: training prompts; the first ones are used to verify each weight update.
+        make_env: creates environments from rows; None: by `env_class`.
 
     Raises:
         EngineDeadError: vLLM is missing or did not start; the message says what to do.
@@ -76,7 +76,7 @@ async def start_rollouts(
 
 
 def engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
-    """Return the engines of the settings, not started."""
+    """Return the engines that the settings ask for, not started."""
     engine = config.generator.inference_engine
     if engine.run_engines_locally:
         return [VllmEngine(vllm_setup(config, model_path))]
@@ -129,8 +129,8 @@ class VllmRollouts:
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
         """See `Rollouts.update_weights`.
 
-        The first time an engine of this process has them from the model's folder and is only
-        checked.
+        The first time, an engine of this process already has the weights of the model folder and
+        is only verified.
         """
 
         def make_sync(engine: Engine) -> WeightSync:
@@ -202,7 +202,7 @@ class VllmRollouts:
 
     @cached_property
     def _probe(self) -> list[list[int]]:
-        """Beginnings of the first prompts; at the engine one token is sampled behind them."""
+        """Token ids of the first prompts, truncated; the engine samples one token after them."""
         sampling = self._config.generator.sampling_params
         longest = settings.max_input_length(self._config) + sampling.max_generate_length - 1
         probe = []
@@ -215,14 +215,14 @@ class VllmRollouts:
 
 
 def vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
-    """Return what the engine is started with, from generator.inference_engine.
+    """Return the start-up settings of the engine, from generator.inference_engine.
 
     Args:
-        model_path: a folder, or the hub name of a model that was downloaded.
+        model_path: a folder, or the hub name of a downloaded model.
 
     Raises:
-        ValueError: prompts and responses may become longer than the model's positions, or its
-            config.json says nothing.
+        ValueError: prompt and response can exceed the model's `max_position_embeddings`, or its
+            config.json is invalid.
     """
     model_path = _model_folder(model_path)
     engine, generator = config.generator.inference_engine, config.generator
@@ -246,7 +246,7 @@ def vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
 
 
 def _model_folder(path: str) -> str:
-    """Return where a model's files lie, as the trainer finds them; `path` itself if nowhere."""
+    """Return the folder of a model's files, as the trainer finds it; else `path` itself."""
     from huggingface_hub import try_to_load_from_cache
 
     folder = Path(path).expanduser()
@@ -254,22 +254,22 @@ def _model_folder(path: str) -> str:
         return str(folder)
     try:
         config = try_to_load_from_cache(path, "config.json")
-    except ValueError:  # no name of the hub's either
+    except ValueError:  # not a hub name either
         return path
     return str(Path(config).parent) if isinstance(config, str) else path
 
 
 def _positions(model_path: str) -> int | None:
-    """Return how many positions a model in a folder was made for; None: unknown, or scaled."""
+    """Return the model's `max_position_embeddings`; None: unknown, or with scaled RoPE."""
     path = Path(model_path) / "config.json"
     if not path.is_file():
         return None
     try:
         model = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path}: no JSON: {error}") from error
+        raise ValueError(f"{path}: invalid JSON: {error}") from error
     if not isinstance(model, dict):
-        raise ValueError(f"{path}: wanted a model's settings, got {type(model).__name__}")
+        raise ValueError(f"{path}: wanted a JSON object, got {type(model).__name__}")
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
     return None if is_scaled else model.get("max_position_embeddings")

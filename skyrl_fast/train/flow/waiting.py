@@ -1,7 +1,4 @@
-"""How the trainer waits: timed, in a thread, until it is stopped, and mending engines meanwhile.
-
-And where it does not wait: what one thread writes beside it.
-"""
+"""Waiting of the trainer: timed, interruptible, with engine repair; compute and writer threads."""
 
 from __future__ import annotations
 
@@ -14,60 +11,60 @@ T = TypeVar("T")
 
 
 class StopRequested(Exception):  # noqa: N818 - not an error
-    """Someone asked for the end while a phase was running; what it had done is dropped."""
+    """A stop was requested while a phase was running; its result is dropped."""
 
 
 class Compute:
-    """One thread computes, so that the event loop stays alive for the engine and for signals."""
+    """Runs functions in one thread, so that the event loop can serve the engine and signals."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="compute")
 
     async def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The function's result, computed in the thread."""
+        """Run the function in the thread and return its result."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, *arguments)
 
     def close(self) -> None:
-        """Wait for what is computed, and end."""
+        """Wait for the running function, and end the thread."""
         self._threads.shutdown(wait=True)
 
 
-class Beside:
-    """One thread that works beside the trainer, one call at a time, and none waiting behind it.
+class BackgroundWriter:
+    """Runs one call at a time in a background thread; a new call waits for the last one.
 
     Args:
-        clock: gives seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="beside")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="background")
         self._last: Future[None] | None = None
         self._seconds = 0.0
 
     async def start(self, function: Callable[[], Any]) -> None:
-        """Begin a call, as soon as the one before is over.
+        """Start a call as soon as the previous one is done.
 
         Raises:
-            Whatever the call before raised; nothing new is begun then.
+            Whatever the previous call raised; the new call is not started then.
         """
         if self._last is not None:
             await asyncio.wrap_future(self._last)
         self._last = self._thread.submit(self._run, function)
 
     def wait(self) -> None:
-        """Block until the last call is over; raise what it raised, each time."""
+        """Block until the last call is done; raise what it raised, each time."""
         if self._last is not None:
             self._last.result()
 
-    def took(self) -> float:
-        """Return the seconds of the calls that ended since it was last asked."""
+    def elapsed(self) -> float:
+        """Return the seconds of all calls that ended since the last `elapsed()`."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def close(self) -> None:
-        """Wait for the last call, and end; only `wait` says how it went."""
+        """Wait for the last call, and end the thread; only `wait` raises the call's error."""
         self._thread.shutdown(wait=True)
 
     def _run(self, function: Callable[[], Any]) -> None:
@@ -77,14 +74,14 @@ class Beside:
 
 
 class Stopwatch:
-    """Adds up the seconds of a step's phases, and shows which one it is."""
+    """Adds up the seconds of a step's phases, and displays the current one."""
 
     def __init__(self, clock: Callable[[], float], show: Callable[[str], None]) -> None:
         self._clock = clock
         self._show = show
 
     async def __call__(self, name: str, times: dict[str, float], work: Awaitable[T]) -> T:
-        """The work's result; its seconds are added to `times[name]`."""
+        """Await the work and return its result; add its seconds to `times[name]`."""
         self._show(name.replace("_", "-"))
         started = self._clock()
         try:
@@ -100,14 +97,14 @@ async def until_stopped(
     wait_for_fault: Callable[[], Coroutine[Any, Any, None]],
     repair: Callable[[], Awaitable[None]],
 ) -> T:
-    """The work's result, or StopRequested with the work cancelled.
+    """Await the work and return its result; cancel it and raise StopRequested if `stop` is set.
 
-    The trainer computes nothing meanwhile, so the policy stands still: the moment to give its
-    weights to an engine that died. What waits for that engine goes on then.
+    The policy does not change while we wait, so a dead engine can be restarted with its weights.
+    Requests to that engine then continue.
 
     Args:
-        stop: set by whoever asks for the end.
-        wait_for_fault: returns when something can be repaired.
+        stop: set to request a stop.
+        wait_for_fault: returns when an engine needs repair.
         repair: repairs it.
     """
     task = asyncio.ensure_future(work)

@@ -1,1 +1,1 @@
-"""What torch computes: policy, critic, micro-batches."""
+"""Models and their passes: policy, critic, optimizer, micro-batches."""

@@ -1,7 +1,7 @@
-"""The critic of GAE: a transformer with a linear head that values the state before each token.
+"""The critic of GAE: a transformer with a linear head that estimates the value before each token.
 
-It has its own optimizer and learns from every batch. A response tokens of a batch, M trained tokens
-of a micro-batch, H hidden size.
+It has its own optimizer and is trained on every batch. A response tokens of a batch, M trained
+tokens of a micro-batch, H hidden size.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, r
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import load_model
 from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
-from skyrl_fast.train.parallel.rank_shares import own_micro_batches
-from skyrl_fast.train.parallel.ranks import ALONE, Ranks, mirrored
-from skyrl_fast.train.parallel.sharding import run_whole, shard, whole_weights
+from skyrl_fast.train.parallel.rank_shares import local_micro_batches
+from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
+from skyrl_fast.train.parallel.sharding import full_state_dict, shard, with_full_params
 
 HEAD_FILE = "value_head.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -34,7 +34,7 @@ class ValueModel(torch.nn.Module):
     """A transformers backbone and a linear map of its last hidden states to one number.
 
     Args:
-        backbone: gives `last_hidden_state`; no LM head.
+        backbone: transformers model without LM head; returns `last_hidden_state`.
     """
 
     def __init__(self, backbone: Any) -> None:
@@ -45,31 +45,31 @@ class ValueModel(torch.nn.Module):
         torch.nn.init.normal_(self.value_head.weight, std=1 / (size + 1))  # SkyRL's
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return (n, L) values of (n, L) sequences: of the state behind each token."""
-        return self.of(self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state)
+        """Return (n, L) values of (n, L) sequences: of the state after each token."""
+        return self.head(self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state)
 
-    def of(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return (...) values of (..., H) last hidden states."""
         return torch.nn.functional.linear(hidden.float(), self.value_head.weight)[..., 0]
 
 
 class Critic:
-    """Values of trained tokens, and their training.
+    """Value model with its optimizer: values of trained tokens, and training on returns.
 
     Args:
         model: float32 weights.
-        optimizer_config: of its AdamW.
-        total_steps: its optimizer steps of the whole run, for schedules that end.
+        optimizer_config: of AdamW.
+        total_steps: optimizer steps of the full run, for decaying schedules.
         mini_batch_size: prompts per optimizer step.
         update_epochs: passes over each batch.
         value_clip: see `value_loss`.
         max_tokens_per_microbatch: most padded tokens of one forward pass.
         dtype: of the forward pass.
-        tree: rows go through the model as prefix trees.
+        tree: process rows as prefix trees.
         ranks: that share the work and the weights.
 
     Raises:
-        ValueError: trees for a model that cannot.
+        ValueError: the model does not support trees.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Critic:
         max_tokens_per_microbatch: int = 16384,
         dtype: torch.dtype = torch.float32,
         tree: bool = False,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
     ) -> None:
         self.model = model
         self.ranks = ranks
@@ -92,7 +92,7 @@ class Critic:
         if tree:
             prepare_for_trees(model.backbone)
         shard(model, ranks)
-        ranks.join(self)
+        ranks.register(self)
         self.optimizer = Optimizer(self, optimizer_config, total_steps=total_steps)
         self.mini_batch_size = mini_batch_size
         self.update_epochs = update_epochs
@@ -102,7 +102,7 @@ class Critic:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.model.value_head.weight.device
 
     def values(self, micro: MicroBatch) -> torch.Tensor:
@@ -111,22 +111,22 @@ class Critic:
 
         def values_of() -> torch.Tensor:
             with self._autocast():
-                return self.model.of(last_hidden_states(self.model.backbone, micro, self.device))
+                return self.model.head(last_hidden_states(self.model.backbone, micro, self.device))
 
-        values = run_whole(self.model, values_of)
+        values = with_full_params(self.model, values_of)
         values = values.index_select(0, micro.hidden_index.to(self.device)).float()
         return values if micro.copies is None else values[micro.copies.to(self.device)]
 
-    @mirrored
+    @run_on_all_ranks
     def batch_values(self, batch: StepBatch) -> torch.Tensor:
         """Return (A,) float32 values of the trained tokens, without gradients; 0 elsewhere."""
         with torch.no_grad():
-            own = [
+            local = [
                 (response_positions(batch, micro), self.values(micro).cpu())
                 for micro in self._micro_batches(batch)
             ]
         result = torch.zeros(batch.loss_mask.shape[0])
-        for positions, values in self.ranks.gather(own):
+        for positions, values in self.ranks.gather(local):
             result[positions] = values
         return result
 
@@ -153,7 +153,7 @@ class Critic:
     def save(self, folder: Path) -> None:
         """Write backbone (Hugging Face format), head and optimizer (safetensors)."""
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: value.cpu() for name, value in whole_weights(self).items()}
+        weights = {name: value.cpu() for name, value in full_state_dict(self).items()}
         save_file({"weight": weights.pop("value_head.weight")}, str(folder / HEAD_FILE))
         backbone = {name.removeprefix("backbone."): value for name, value in weights.items()}
         self.model.backbone.save_pretrained(folder, state_dict=backbone)
@@ -165,18 +165,21 @@ class Critic:
 
     def _step(self, batch: StepBatch) -> dict[str, float]:
         self.optimizer.zero_grad()
-        parts = self._gradient(batch)
+        results = self._gradient(batch)
         names = ("critic_loss", "values_mean", "values_clipfrac")
-        sums = {name: sum(part[i] for part in parts) for i, name in enumerate(names)}
-        facts = {name.removeprefix("policy/"): v for name, v in self.optimizer.step().items()}
-        return {f"critic/{name}": value for name, value in (sums | facts).items()}
+        sums = {name: sum(result[i] for result in results) for i, name in enumerate(names)}
+        step = {name.removeprefix("policy/"): v for name, v in self.optimizer.step().items()}
+        return {f"critic/{name}": value for name, value in (sums | step).items()}
 
-    @mirrored
+    @run_on_all_ranks
     def _gradient(self, batch: StepBatch) -> list[tuple[float, float, float]]:
-        """Add the mini-batch's gradient; return parts of its loss, mean value and clipped share."""
+        """Add the mini-batch's gradient; return loss, mean value and clip fraction per micro-batch.
+
+        They are normalised by the mini-batch, so that their sums are the mini-batch's.
+        """
         total = max(1, int((batch.loss_mask != 0).sum()))
         assert batch.values is not None and batch.returns is not None
-        parts = []
+        results = []
         for micro in self._micro_batches(batch):
             index = response_positions(batch, micro)
             old, returns = batch.values[index], batch.returns[index]
@@ -187,17 +190,17 @@ class Critic:
             loss = losses.sum() / total
             loss.backward()
             mean, share = values.detach().sum() / total, clipped.sum() / total
-            parts.append((float(loss.detach()), float(mean), float(share)))
-        return self.ranks.gather(parts)
+            results.append((float(loss.detach()), float(mean), float(share)))
+        return self.ranks.gather(results)
 
     def _micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
         plan = partial(plan_micro_batches, batch, tree=self.tree)
-        return own_micro_batches(plan, self.max_tokens_per_microbatch, self.ranks)
+        return local_micro_batches(plan, self.max_tokens_per_microbatch, self.ranks)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
-        # Its cache would keep all weights in that dtype to the pass's end; each is cast once.
+        # Its cache would keep all weights in that dtype until the pass ends; each is cast once.
         return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=False)
 
 
@@ -208,13 +211,14 @@ def value_loss(
     *,
     value_clip: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (M,) losses, half the squared errors, and (M,) bool where the clip holds.
+    """Return (M,) losses, half the squared errors, and (M,) bool where the clip is active.
 
-    With a clip, the loss is the larger of the error's square and that of the value held within
-    `value_clip` of the old one (as in PPO2 and SkyRL): a step that went further gains nothing.
+    With a clip, the loss is the larger of the value's squared error and that of the value clamped
+    to within `value_clip` of the old one (as in PPO2 and SkyRL): a larger step gains nothing.
 
     Args:
-        values, old_values, returns: (M,) float32; the old values are those behind the returns.
+        values, old_values, returns: (M,) float32; old values are those that the returns were
+            computed from.
 
     Example:
         >>> value_loss(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0]),
@@ -224,8 +228,8 @@ def value_loss(
     plain = (values - returns).square()
     if value_clip is None:
         return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
-    held = old_values + (values - old_values).clamp(-value_clip, value_clip)
-    clipped = (held - returns).square()
+    clamped = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    clipped = (clamped - returns).square()
     return 0.5 * torch.maximum(plain, clipped), clipped > plain
 
 
@@ -246,9 +250,9 @@ def make_critic(
     dtype: torch.dtype,
     *,
     num_prompts: int,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
 ) -> Critic:
-    """Return the critic of a run.
+    """Return the critic of a run, from the settings.
 
     Args:
         path: a model's folder or hub name, or the critic's folder in a checkpoint.
@@ -277,12 +281,12 @@ def make_critic(
 def load_value_model(
     path: str, *, device: torch.device, gradient_checkpointing: bool = False
 ) -> ValueModel:
-    """Return the model of a folder or hub name, with the head that lies there or a new one.
+    """Return the model of a folder or hub name, with the head stored there or a new one.
 
     Raises:
-        ValueError: nothing usable there; the message says what was tried.
+        ValueError: there is no usable model; the message says what was tried.
     """
-    with _without_warnings():  # of an LM head that nobody wants here
+    with _without_warnings():  # about the unused LM head
         backbone = load_model(
             path,
             device=device,

@@ -1,4 +1,4 @@
-"""What one forward pass gets, and where its logprobs belong.
+"""Input of one forward pass, and the positions of its logprobs in the batch.
 
 A response tokens of a batch, n sequences of length L, or 1 of T nodes, M trained tokens. Routes: D
 layers, K experts per token.
@@ -18,17 +18,17 @@ class MicroBatch:
     """One forward pass.
 
     Args:
-        input_ids: (n, L) int64, padded on the right. Real tokens never look at what follows them,
-            so causal attention needs no mask and positions count from 0.
+        input_ids: (n, L) int64, padded on the right. Tokens never attend to later ones, so causal
+            attention needs no mask and positions count from 0.
         hidden_index: (M,) int64 into the (n * L) hidden states: those that predict a trained token.
         target_ids: (M,) int64, the trained tokens.
         response_index: (M,) int64 into the response tokens of `rows`.
         rows: int64, rows of the batch that are trained here, ascending.
-        expert_indices: (n, L, D, K) recorded routes, or None where they are not replayed.
+        expert_indices: (n, L, D, K) recorded routes; None: no replay.
         router_padding_mask: (n, L) bool, True where a token has no recorded route; None with it.
-        tree: the input is the nodes of prefix trees, (1, T), and not sequences; None: sequences.
-        copies: (M,) int64 into what `hidden_index` and `target_ids` name, where rows share it and
-            they name fewer than M; None: they name each of the M.
+        tree: the input is (1, T) nodes of prefix trees; None: sequences.
+        copies: (M,) int64 into `hidden_index` and `target_ids`, if these are deduplicated, as rows
+            can share tokens; None: they have one entry per trained token.
     """
 
     input_ids: torch.Tensor
@@ -57,7 +57,7 @@ class NodeTree:
 
 
 def response_positions(batch: StepBatch, micro: MicroBatch) -> torch.Tensor:
-    """Return (M,) positions of the micro-batch's trained tokens in the whole batch's responses."""
+    """Return (M,) positions of the micro-batch's trained tokens in the batch's responses."""
     starts = batch.cu_responses[micro.rows].to(torch.int64)
     lengths = batch.cu_responses.diff()[micro.rows].to(torch.int64)
     local_starts = lengths.cumsum(0) - lengths

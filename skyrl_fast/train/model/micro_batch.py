@@ -1,11 +1,11 @@
-"""What the policy's forward pass runs: rows in micro-batches, as sequences or as prefix trees.
+"""Plan of micro-batches: rows as sequences or as prefix trees.
 
 N rows of a batch, A their response tokens, n sequences padded on the right to length L, M trained
 tokens. Routes: D layers, K experts per token.
 
-Where one step's prompt goes on exactly from the step before (contexts that only grow), both rows
-are read off one sequence, the longest: a causal model gives the same hidden states for the shared
-part, so loss and gradient are those of separate rows, for about half the tokens.
+Where a step's prompt exactly extends the step before (contexts that only grow), both rows share one
+sequence, the longest: a causal model computes the same hidden states for the shared prefix, so loss
+and gradient are those of separate rows, for about half the tokens.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ def plan_micro_batches(
     router_replay: bool = False,
     tree: bool = False,
 ) -> list[MicroBatch]:
-    """Return the forward passes that give a logprob to every trained token of the rows.
+    """Return the forward passes that compute the logprob of every trained token of the rows.
 
     Args:
         batch: N rows.
-        token_budget: most padded tokens (n * L) of a micro-batch; a longer sequence goes alone.
+        token_budget: most padded tokens (n * L) of a micro-batch; a longer one is separate.
         rows: (N,) bool, rows to visit; None: all with a trained token.
         keep_trajectories: a trajectory's rows stay together (losses that look at all of them).
         router_replay: add the recorded routes. Rows share a token only where their records agree,
             as they do in contexts that only grow.
-        tree: lay the rows out as prefix trees, one per group: the budget counts their nodes. Else
+        tree: lay out the rows as prefix trees, one per group: the budget counts their nodes. Else
             as sequences, which rows of a trajectory share where contexts only grew.
 
     Raises:
-        ValueError: a trained row with an empty prompt: nothing predicts its first token. Or replay
-            of a batch without routes.
+        ValueError: a trained row has an empty prompt, so nothing predicts its first token; or
+            router replay of a batch without routes.
     """
     visited = _trained_rows(batch) if rows is None else rows & _trained_rows(batch)
-    if not visited.any():  # stubs alone, say: they have no routes either
+    if not visited.any():  # e.g. placeholder rows only, which have no routes
         return []
     if router_replay and batch.expert_indices is None:
         raise ValueError(
@@ -74,21 +74,22 @@ def plan_micro_batches(
     for row in np.flatnonzero(visited).tolist():
         members.setdefault(int(hosts[row]), []).append(row)
     lengths = np.diff(cu)
-    parts = _fill(members, lengths, token_budget, batch, keep_trajectories)
-    micro_batches = [_micro_batch(batch, part, members, prompts) for part in parts]
+    chunks = _fill(members, lengths, token_budget, batch, keep_trajectories)
+    micro_batches = [_micro_batch(batch, chunk, members, prompts) for chunk in chunks]
     if not router_replay:
         return micro_batches
     return [
-        _with_routes(batch, micro, part) for micro, part in zip(micro_batches, parts, strict=True)
+        _with_routes(batch, micro, chunk)
+        for micro, chunk in zip(micro_batches, chunks, strict=True)
     ]
 
 
 def sequence_hosts(
     batch: StepBatch, visited: np.ndarray, *, router_replay: bool = False
 ) -> np.ndarray:
-    """Return (N,) for each visited row the later row of its trajectory that begins with all of it.
+    """Return (N,) for each visited row the later row of its trajectory that it is a prefix of.
 
-    A row that no later one begins with is its own host.
+    A row that is a prefix of no later one is its own host.
 
     Args:
         visited: (N,) bool; other rows host nothing.
@@ -102,9 +103,9 @@ def sequence_hosts(
     for row, following in reversed(list(pairwise(order))):
         if trajectories[row] != trajectories[following]:
             continue
-        own = tokens[cu[row] : cu[row + 1]]
+        prefix = tokens[cu[row] : cu[row + 1]]
         start = cu[following]
-        if not np.array_equal(own, tokens[start : min(start + len(own), cu[following + 1])]):
+        if not np.array_equal(prefix, tokens[start : min(start + len(prefix), cu[following + 1])]):
             continue
         if not router_replay or _same_routes(batch, row, following):
             hosts[row] = hosts[following]
@@ -112,7 +113,7 @@ def sequence_hosts(
 
 
 def _same_routes(batch: StepBatch, row: int, host: int) -> bool:
-    """Whether both rows' records agree on every token that `row`'s trained tokens follow from."""
+    """Return whether both rows' routes agree on all tokens before `row`'s last trained one."""
     assert batch.expert_indices is not None and batch.cu_experts is not None
     start, end = batch.cu_responses[row : row + 2].tolist()
     trained = np.flatnonzero(batch.loss_mask[start:end].numpy())
@@ -137,21 +138,21 @@ def _fill(
     batch: StepBatch,
     keep_trajectories: bool,
 ) -> list[list[int]]:
-    """Sequences (by host row) in parts of at most the budget, longest first: little padding."""
+    """Return sequences (by host row) in chunks within the budget, longest first: little padding."""
     units: dict[int, list[int]] = {}
     for host in members:
         unit = int(batch.trajectory_ids[host]) if keep_trajectories else host
         units.setdefault(unit, []).append(host)
     width = {unit: max(int(lengths[host]) for host in hosts) for unit, hosts in units.items()}
-    parts: list[list[int]] = []
-    part_width = 0
+    chunks: list[list[int]] = []
+    chunk_width = 0
     for unit in sorted(units, key=lambda unit: (-width[unit], unit)):
         hosts = units[unit]
-        if not parts or (len(parts[-1]) + len(hosts)) * part_width > token_budget:
-            parts.append([])
-            part_width = width[unit]
-        parts[-1].extend(hosts)
-    return parts
+        if not chunks or (len(chunks[-1]) + len(hosts)) * chunk_width > token_budget:
+            chunks.append([])
+            chunk_width = width[unit]
+        chunks[-1].extend(hosts)
+    return chunks
 
 
 def _micro_batch(

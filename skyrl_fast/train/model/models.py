@@ -1,4 +1,4 @@
-"""The models of a run, as every rank makes them: policy, reference, critic and optimizer."""
+"""The models of a run, created on every rank: policy, reference, critic and optimizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model_path(config: Config, checkpoint: Path | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What is trained, and what it is compared with."""
+    """The models of a run; reference and critic only if the algorithm uses them."""
 
     policy: Policy
     optimizer: Optimizer
@@ -34,10 +34,10 @@ class Models:
 
 
 def make_models(config: Config, checkpoint: Path | None, num_prompts: int, ranks: Ranks) -> Models:
-    """Return the models of the settings, or of a checkpoint; every rank makes them in this order.
+    """Create the models from the settings or a checkpoint, in the same order on every rank.
 
     Args:
-        num_prompts: of training, for the length of the learning-rate schedule.
+        num_prompts: training prompts, for the length of the learning-rate schedule.
     """
     settings = config.trainer
     _set_threads(settings.num_threads, ranks)
@@ -56,7 +56,7 @@ def make_models(config: Config, checkpoint: Path | None, num_prompts: int, ranks
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
             dtype=dtype,
             head_dtype=dtype if head == "auto" else getattr(torch, head),
-            # The reference chooses its own experts: what it would have done is what is asked.
+            # The reference routes freely: its own log-probabilities are wanted.
             router_replay=trained and settings.policy.moe_enable_routing_replay,
             tree=settings.rows == "tree",
             ranks=ranks,
@@ -89,11 +89,11 @@ def find_device(name: str) -> torch.device:
     """Return the device of `trainer.device`.
 
     Raises:
-        ValueError: cuda, and there is no GPU.
+        ValueError: the name is "cuda" and there is no GPU.
     """
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise ValueError("trainer.device: cuda was asked for, but torch finds no GPU")
+        raise ValueError("trainer.device: wanted cuda, but torch finds no GPU")
     return torch.device("cuda" if name != "cpu" and available else "cpu")
 
 

@@ -1,4 +1,4 @@
-"""AdamW over a model's parameters, with warm-up, schedule and clipping; its state by name."""
+"""AdamW with warm-up, schedule and gradient clipping; its state is saved by parameter name."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from skyrl_fast.config import OptimizerConfig
-from skyrl_fast.train.parallel.ranks import Ranks, mirrored
-from skyrl_fast.train.parallel.sharding import all_whole, part_of, whole
+from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
+from skyrl_fast.train.parallel.sharding import full_tensor, full_tensors, shard_like
 
 logger = logging.getLogger(__name__)
 
-COSINE_END = 0.0  # part of the learning rate that is left at the end
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW remembers of a parameter
+COSINE_END = 0.0  # share of the learning rate at the end
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of a parameter
 
 
 class HasModel(Protocol):
-    """What is optimised: a `Policy`, or a `Critic`."""
+    """A `Policy` or a `Critic`."""
 
     model: Any
     ranks: Ranks
@@ -33,15 +33,15 @@ class Optimizer:
     """AdamW with warm-up and clipping over a model's parameters; state is saved by name.
 
     Args:
-        policy: or critic, whose parameters; those with one dimension get no weight decay.
+        policy: policy or critic to optimize; parameters with one dimension get no weight decay.
         config: SkyRL's optimizer settings.
-        total_steps: optimizer steps of the whole run, for schedules that end.
+        total_steps: optimizer steps of the full run, for decaying schedules.
     """
 
     def __init__(self, policy: HasModel, config: OptimizerConfig, *, total_steps: int) -> None:
         self.step_count = 0
         self.ranks = policy.ranks
-        self.ranks.join(self)
+        self.ranks.register(self)
         self._config = config
         self._total_steps = total_steps
         self._named = [(n, p) for n, p in policy.model.named_parameters() if p.requires_grad]
@@ -59,29 +59,29 @@ class Optimizer:
             fused=True,
         )
 
-    @mirrored
+    @run_on_all_ranks
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
-    @mirrored
+    @run_on_all_ranks
     def step(self) -> dict[str, float]:
         """Clip, update the weights, and return gradient norm and learning rate.
 
-        A gradient that is not finite changes nothing but the count of steps; it is reported.
+        A non-finite gradient skips the update, but is counted as a step and reported.
         """
         parameters = [p for _, p in self._named if p.grad is not None]
         limit = self._config.max_grad_norm or math.inf
         norm = 0.0
         if parameters:
-            norm = float(whole(torch.nn.utils.clip_grad_norm_(parameters, limit)))
+            norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, limit)))
         rate = learning_rate(self.step_count, self._config, total_steps=self._total_steps)
         if math.isfinite(norm):
             for group in self._adamw.param_groups:
                 group["lr"] = rate
             self._adamw.step()
         else:
-            logger.warning("optimizer step %d left out: gradient norm %s", self.step_count, norm)
+            logger.warning("optimizer step %d skipped: gradient norm %s", self.step_count, norm)
         self.step_count += 1
         self._adamw.zero_grad(set_to_none=True)
         skipped = float(not math.isfinite(norm))
@@ -92,15 +92,15 @@ class Optimizer:
         }
 
     def save(self, path: Path) -> None:
-        """Write the moments of every parameter by its name (safetensors)."""
+        """Write the moments of every parameter by name (safetensors)."""
         tensors = {name: moment.cpu().contiguous() for name, moment in self._moments().items()}
         unmoved = [name for name, parameter in self._named if parameter not in self._adamw.state]
-        facts = {"step_count": str(self.step_count)}
-        if unmoved:  # one entry as a rule: the order of several differs from file to file
-            facts["without_gradient"] = json.dumps(unmoved)
-        save_file(tensors, str(path), metadata=facts)
+        metadata = {"step_count": str(self.step_count)}
+        if unmoved:  # usually absent: the order of several metadata entries varies between files
+            metadata["without_gradient"] = json.dumps(unmoved)
+        save_file(tensors, str(path), metadata=metadata)
 
-    @mirrored
+    @run_on_all_ranks
     def _moments(self) -> dict[str, torch.Tensor]:
         moments = (
             (f"{name}.{key}", self._adamw.state[parameter][key])
@@ -108,25 +108,25 @@ class Optimizer:
             if parameter in self._adamw.state
             for key in MOMENTS
         )
-        return all_whole(moments, self.ranks)
+        return full_tensors(moments, self.ranks)
 
-    @mirrored
+    @run_on_all_ranks
     def load(self, path: Path) -> None:
-        """Read what `save` wrote. ValueError if a parameter is missing or has another shape."""
+        """Load what `save` wrote; ValueError if a parameter is missing or has another shape."""
         tensors = load_file(str(path))
         with safe_open(str(path), framework="pt") as file:
-            facts = file.metadata()
-        self.step_count = int(facts["step_count"])
-        unmoved = set(json.loads(facts.get("without_gradient", "[]")))
-        for name, parameter in (own for own in self._named if own[0] not in unmoved):
+            metadata = file.metadata()
+        self.step_count = int(metadata["step_count"])
+        unmoved = set(json.loads(metadata.get("without_gradient", "[]")))
+        for name, parameter in ((n, p) for n, p in self._named if n not in unmoved):
             if tensors and f"{name}.exp_avg" not in tensors:
-                raise ValueError(f"{path}: no optimizer state for {name}: another model?")
+                raise ValueError(f"{path}: no optimizer state for {name}: of another model?")
             if tensors and tensors[f"{name}.exp_avg"].shape != parameter.shape:
                 raise ValueError(f"{path}: optimizer state of {name} has another shape")
             if tensors:
                 state = {key: tensors[f"{name}.{key}"] for key in MOMENTS}
                 for key in ("exp_avg", "exp_avg_sq"):
-                    state[key] = part_of(state[key].to(parameter.device), parameter)
+                    state[key] = shard_like(state[key].to(parameter.device), parameter)
                 state["step"] = state["step"].to(parameter.device)
                 self._adamw.state[parameter] = state
 

@@ -1,6 +1,6 @@
-"""The policy: a transformers causal LM, and its logprobs at trained positions.
+"""The policy: a transformers causal LM, and its logprobs of trained tokens.
 
-Weights and AdamW's moments are float32 always; on a GPU the forward pass runs in bfloat16 by
+Weights and AdamW's moments are always float32; on a GPU the forward pass runs in bfloat16 by
 autocast. A response tokens of a batch, M trained tokens, H hidden size, V vocabulary.
 """
 
@@ -20,30 +20,30 @@ from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
 from skyrl_fast.train.model.router_replay import RouterReplay
 from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
-from skyrl_fast.train.parallel.rank_shares import own_micro_batches
-from skyrl_fast.train.parallel.ranks import ALONE, Ranks, mirrored
-from skyrl_fast.train.parallel.sharding import run_whole, shard, whole_weights
+from skyrl_fast.train.parallel.rank_shares import local_micro_batches
+from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
+from skyrl_fast.train.parallel.sharding import full_state_dict, shard, with_full_params
 
-PROBE_TOKENS = 8  # of the check that our logprobs are the model's own
+PROBE_TOKENS = 8  # of the check that our logprobs equal the model's
 PROBE_TOLERANCE = 1e-3  # float32 noise is below 1e-5; soft-capped or scaled logits differ by more
 
 
 class Policy:
-    """A causal LM that gives logprobs of trained tokens; with an optimizer it can be stepped.
+    """A causal LM with logprobs of trained tokens; an `Optimizer` updates its weights.
 
     Args:
         model: any transformers causal LM whose logits are `lm_head(hidden states)`.
-        temperature: of the sampler, so that logprobs are those of the sampling distribution.
+        temperature: of sampling, so that logprobs are those of the sampling distribution.
         max_tokens_per_microbatch: most padded tokens of one forward pass.
         dtype: of the forward pass; the weights are float32.
-        head_dtype: of the LM head's product; None: the forward pass's.
-        router_replay: tokens go to the experts that the sampler recorded; see `RouterReplay`.
-        tree: rows go through the model as prefix trees, each distinct token of a prompt once.
+        head_dtype: of the LM head's matrix product; None: `dtype`.
+        router_replay: route tokens to the experts that the engine recorded; see `RouterReplay`.
+        tree: process rows as prefix trees, each distinct token of a prompt's rows once.
         ranks: that share the work and the weights.
 
     Raises:
-        ValueError: a model that does something else to its logits (a soft cap, a scale, a bias);
-            replay for a model whose routers are not known; trees for a model that cannot.
+        ValueError: the model changes its logits after the head (a soft cap, a scale, a bias), its
+            routers do not support replay, or its attention does not support trees.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Policy:
         head_dtype: torch.dtype | None = None,
         router_replay: bool = False,
         tree: bool = False,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
     ) -> None:
         self.model = model
         self.ranks = ranks
@@ -72,16 +72,16 @@ class Policy:
         if tree:
             prepare_for_trees(model.base_model)
         shard(model, ranks)
-        ranks.join(self)
+        ranks.register(self)
 
     @property
     def router_replay(self) -> bool:
-        """Whether `logprobs` repeats recorded routes."""
+        """Whether `logprobs` replays recorded routes."""
         return self._replay is not None
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(self.model.parameters()).device
 
     def logprobs(
@@ -101,32 +101,32 @@ class Policy:
                 return_entropy=return_entropy,
             )
 
-        result = run_whole(self.model, distinct)
+        result = with_full_params(self.model, distinct)
         values, entropy = result if return_entropy else (result, None)
         if micro.copies is None:
             return values, entropy
-        copies = micro.copies.to(self.device)  # rows that share a token, each with its own loss
+        copies = micro.copies.to(self.device)  # rows share a token, but each has its own loss
         return values[copies], None if entropy is None else entropy[copies]
 
-    @mirrored
+    @run_on_all_ranks
     def batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
         """Return (A,) float32 logprobs of the trained tokens, without gradients; 0 elsewhere."""
         plan = partial(plan_micro_batches, batch, router_replay=self.router_replay, tree=self.tree)
         with torch.no_grad():
-            own = [
+            local = [
                 (response_positions(batch, micro), self.logprobs(micro)[0].float().cpu())
-                for micro in own_micro_batches(plan, self.max_tokens_per_microbatch, self.ranks)
+                for micro in local_micro_batches(plan, self.max_tokens_per_microbatch, self.ranks)
             ]
         result = torch.zeros(batch.loss_mask.shape[0])
-        for positions, values in self.ranks.gather(own):
+        for positions, values in self.ranks.gather(local):
             result[positions] = values
         return result
 
-    @mirrored
+    @run_on_all_ranks
     def sequence_logprobs(
         self, token_ids: list[int], expert_indices: np.ndarray | None = None
     ) -> list[float]:
-        """Return each token's logprob given those before it, from the second on; temperature 1.
+        """Return each token's logprob from the second on, given those before it, at temperature 1.
 
         Args:
             token_ids: T of them.
@@ -139,15 +139,15 @@ class Policy:
             return linear_logprob(*self._head_operands(hidden.contiguous()), ids[0, 1:])
 
         with torch.no_grad(), self._autocast(), self._at_routes(ids, expert_indices):
-            return run_whole(self.model, values).tolist()
+            return with_full_params(self.model, values).tolist()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights under the names of a Hugging Face checkpoint; tied ones once."""
-        yield from _checkpoint_names(self.model, whole_weights(self)).items()
+        yield from _checkpoint_names(self.model, full_state_dict(self)).items()
 
     def save(self, folder: Path, tokenizer: Any | None = None) -> None:
         """Write the model (and its tokenizer) in Hugging Face format."""
-        weights = {name: value.cpu() for name, value in whole_weights(self).items()}
+        weights = {name: value.cpu() for name, value in full_state_dict(self).items()}
         self.model.save_pretrained(folder, state_dict=weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -177,17 +177,17 @@ class Policy:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.dtype == torch.float32 or self.model.dtype == torch.float64:
             return contextlib.nullcontext()
-        # Its cache would keep all weights in that dtype to the pass's end; each is cast once.
+        # Its cache would keep all weights in that dtype until the pass ends; each is cast once.
         return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=False)
 
     def _head_operands(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden states and the head's weight in the dtype of their product."""
         dtype = torch.float64 if self.model.dtype == torch.float64 else self.head_dtype
-        # Norms leave float32 under autocast: as they are, they would slow the largest product.
+        # Norms return float32 under autocast, which would slow down the largest product.
         return hidden.to(dtype), self.model.get_output_embeddings().weight.to(dtype)
 
     def _check_head(self) -> None:
-        """The head is applied by us: its result must be what the model itself computes."""
+        """Check that applying the head ourselves matches the logits of the model."""
         head = self.model.get_output_embeddings()
         if head is None or not hasattr(self.model, "base_model"):
             raise ValueError(f"policy: wanted a causal LM, got {type(self.model).__name__}")
@@ -196,9 +196,9 @@ class Policy:
         with torch.no_grad(), self._autocast():
             hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             ours = (hidden @ head.weight.to(hidden.dtype).T).float()
-            theirs = self.model(input_ids=ids, use_cache=False).logits.float()
-        difference = (ours - theirs).abs().max().item()
-        if not difference <= PROBE_TOLERANCE * max(1.0, theirs.abs().max().item()):
+            expected = self.model(input_ids=ids, use_cache=False).logits.float()
+        difference = (ours - expected).abs().max().item()
+        if not difference <= PROBE_TOLERANCE * max(1.0, expected.abs().max().item()):
             raise ValueError(
                 f"policy: {type(self.model).__name__} changes its logits after the LM head "
                 f"(largest difference {difference:.3g}: a soft cap, scale or bias); not supported"
@@ -216,11 +216,11 @@ def load_model(
     """Return the causal LM of a local folder or hub name, with float32 weights.
 
     Args:
-        with_head: False: its backbone alone.
-        setting: where the path comes from, for messages.
+        with_head: False: load only the backbone.
+        setting: the setting of the path, for messages.
 
     Raises:
-        ValueError: nothing usable there; the message says what was tried.
+        ValueError: there is no usable model; the message says what was tried.
     """
     from transformers import AutoModel, AutoModelForCausalLM
 
@@ -246,7 +246,7 @@ def _checkpoints_gradients(model: Any) -> bool:
 
 
 def _checkpoint_names(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Undo what transformers 5 does on loading, such as joining a layer's experts to one tensor."""
+    """Undo transformers 5's conversions on loading, such as fusing a layer's experts."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # transformers 4: names in the model are those of the checkpoint
@@ -261,14 +261,14 @@ def _checkpoint_gradients(model: Any, **options: Any) -> None:
 
 
 def hide_progress_bars() -> None:
-    """Keep transformers' own bars (loading, saving) out of the run's display."""
+    """Disable transformers' progress bars (loading, saving), which would disturb the display."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
 
 
 def _remove_dropout(model: Any) -> None:
-    """Checkpointing needs the training mode; the sampler has no dropout, so neither may we."""
+    """Set all dropout to 0: checkpointing needs training mode, but the sampler has no dropout."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -277,7 +277,7 @@ def _remove_dropout(model: Any) -> None:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Return the tokenizer beside a model. ValueError if there is none."""
+    """Return the tokenizer of a model folder; ValueError if there is none."""
     from transformers import AutoTokenizer
 
     try:

@@ -1,4 +1,4 @@
-"""Router replay: a transformers mixture of experts repeats the routes that the sampler took.
+"""Router replay: a transformers mixture of experts repeats the routes of the sampler.
 
 T tokens of a forward pass, L layers, K experts per token, E experts of a layer.
 """
@@ -16,20 +16,19 @@ import torch
 from torch import Tensor
 
 SCORES = ("softmax", "sigmoid")
-# Rounding between a router's own weights and ours, by its dtype: the formula is the same, so far
-# more than this is another formula.
+# Rounding difference between a router's weights and ours, by dtype; a larger difference means that
+# the formula is another one.
 RULE_TOLERANCE = 1e-4
 LOW_PRECISION_TOLERANCE = 1e-2
 LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class RouterReplay:
-    """Lets a model's routers take recorded experts, weighted by the routers' own gates.
+    """Makes a model's routers choose recorded experts, weighted by the routers' own gates.
 
-    Outside of `routes` the model computes what it always does. Inside, a token with a recorded
-    route goes to the recorded experts; their weights are the router's present scores of them,
-    normalised as the model does it, so gradients reach the router. Tokens without one are routed
-    freely.
+    Outside `routes` the model is unchanged. Inside, a token with a recorded route goes to the
+    recorded experts; their weights are the router's current scores of them, normalised as in the
+    model, so gradients reach the router. Tokens without a route are routed freely.
 
     Works for blocks of transformers 5 with `experts` and a `gate` or `router` that returns
     (logits, weights, experts): Qwen2/3-MoE, OLMoE, Mixtral, DeepSeek-V3, GLM-4-MoE, GPT-OSS and
@@ -57,16 +56,16 @@ class RouterReplay:
 
     @contextmanager
     def routes(self, expert_indices: Tensor, router_padding_mask: Tensor) -> Iterator[None]:
-        """Repeat these routes in the forward passes inside.
+        """Replay these routes in the forward passes inside the context.
 
         Args:
-            expert_indices: (..., L, K) integers, one entry per token of the forward pass. L counts
-                the model's layers, or only those with experts.
+            expert_indices: (..., L, K) integers, one entry per token of the forward pass. L is the
+                number of the model's layers, or of those with experts.
             router_padding_mask: (...) bool, True where a token has no route.
 
         Raises:
-            ValueError: shapes that do not fit each other or the model, an expert that the model
-                does not have, or one that is named twice for a token.
+            ValueError: shapes that do not match each other or the model, an expert index out of
+                range, or an expert that is repeated for a token.
         """
         before = self._active
         self._active = self._checked(expert_indices, router_padding_mask)
@@ -78,9 +77,9 @@ class RouterReplay:
     def checkpoint_contexts(self) -> tuple[Any, Any]:
         """Return the contexts of gradient checkpointing (`context_fn` of torch's checkpoint).
 
-        The backward pass runs layers again when `routes` is over: by the routes of the first time.
+        The backward pass recomputes layers after `routes` has exited: with the same routes.
         """
-        return nullcontext(), _Again(self, self._active)
+        return nullcontext(), _SameRoutes(self, self._active)
 
     def _checked(self, expert_indices: Tensor, router_padding_mask: Tensor) -> _Routes:
         if expert_indices.shape[:-2] != router_padding_mask.shape:
@@ -123,7 +122,7 @@ class RouterReplay:
     def _hook(self, place: int) -> Any:
         def replayed(router: Any, args: Any, output: Any) -> Any:
             if place not in self._rules:
-                self._rules[place] = _rule_of(router, output)
+                self._rules[place] = _gate_rule(router, output)
             if self._active is None:
                 return None
             logits, weights, experts = output
@@ -150,8 +149,8 @@ class _Routes:
     recorded: Tensor
 
 
-class _Again:
-    """A context that may be entered several times: the routes of an earlier forward pass."""
+class _SameRoutes:
+    """A re-entrant context with the routes of an earlier forward pass."""
 
     def __init__(self, replay: RouterReplay, routes: _Routes | None) -> None:
         self._replay, self._routes = replay, routes
@@ -167,7 +166,7 @@ class _Again:
 
 @dataclass(frozen=True, slots=True)
 class _GateRule:
-    """How a router weighs the experts that it chose."""
+    """A router's formula for the weights of its chosen experts."""
 
     score: str
     normalised: bool
@@ -178,14 +177,14 @@ class _GateRule:
         scores = logits.float().softmax(-1) if self.score == "softmax" else logits.float().sigmoid()
         weights = scores.gather(-1, experts)
         if self.normalised:
-            # Scores of experts that the router would never choose now may all be 0.
+            # Scores of experts that the router would no longer choose can all be 0.
             tiny = torch.finfo(weights.dtype).tiny
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(tiny)
         return weights if self.scale == 1.0 else weights * self.scale
 
 
-def _rule_of(router: Any, output: Any) -> _GateRule:
-    """Return the formula that gives the router's own weights; ValueError if none does."""
+def _gate_rule(router: Any, output: Any) -> _GateRule:
+    """Return the formula that reproduces the router's weights; ValueError if none does."""
     name = type(router).__name__
     if not (isinstance(output, tuple) and len(output) == 3 and output[0].dim() == 2):
         raise ValueError(
@@ -193,11 +192,13 @@ def _rule_of(router: Any, output: Any) -> _GateRule:
             "weights, experts)"
         )
     logits, weights, experts = (value.detach() for value in output)
-    own = getattr(router, "norm_topk_prob", None)
+    normalised = getattr(router, "norm_topk_prob", None)
     scale = float(getattr(router, "routed_scaling_factor", 1.0))
     rules = [
-        _GateRule(score, normalised, scale)
-        for score, normalised in product(SCORES, (True, False) if own is None else (bool(own),))
+        _GateRule(score, choice, scale)
+        for score, choice in product(
+            SCORES, (True, False) if normalised is None else (bool(normalised),)
+        )
     ]
     errors = [_largest_difference(rule, logits, weights, experts) for rule in rules]
     best = min(range(len(rules)), key=errors.__getitem__)

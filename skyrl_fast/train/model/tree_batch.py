@@ -1,10 +1,10 @@
-"""Rows as prefix trees: each distinct token of a prompt's rows goes through the model once.
+"""Micro-batches of prefix trees: each distinct token of a prompt's rows is processed once.
 
 N rows, S their tokens, A response tokens, T nodes, M trained tokens. Routes: D layers, K experts
 per token.
 
 A token's logprob is read at the node before it, so a row needs nodes up to the token before its
-last trained one, and no further.
+last trained one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.ops.prefix_tree.tree import PrefixTree, build_prefix_tree
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
-from skyrl_fast.train.model.tree_parts import tree_parts
+from skyrl_fast.train.model.tree_chunks import tree_chunks
 
 
 def tree_micro_batches(
@@ -32,14 +32,14 @@ def tree_micro_batches(
 
     Args:
         batch: N rows.
-        token_budget: most nodes of a micro-batch; a row that alone has more goes alone.
+        token_budget: most nodes of a micro-batch; a row with more is separate.
         visited: (N,) bool, rows that have a trained token and a prompt.
         keep_trajectories: a trajectory's rows stay together.
         router_replay: add the recorded routes. Rows share a token only where these agree.
     """
     trained = _trained_tokens(batch, visited)
     lengths = np.zeros(batch.num_rows, dtype=np.int64)
-    lengths[trained.rows] = trained.positions  # ascending: the last one of each row stays
+    lengths[trained.rows] = trained.positions  # ascending: the last one of each row wins
     tree = build_prefix_tree(
         batch.tokens,
         batch.cu_seqlens,
@@ -49,12 +49,11 @@ def tree_micro_batches(
         cu_labels=batch.cu_experts if router_replay else None,
     )
     units = batch.trajectory_ids.numpy() if keep_trajectories else None
-    parts = tree_parts(tree, batch.group_ids.numpy(), token_budget, trajectory_ids=units)
-    whole = len(parts) == 1
+    chunks = tree_chunks(tree, batch.group_ids.numpy(), token_budget, trajectory_ids=units)
     micro_batches = []
-    for rows in parts:
-        part = tree if whole else tree.part(rows)
-        micro_batches.append(_micro_batch(batch, part, rows, trained, router_replay))
+    for rows in chunks:
+        chunk = tree if len(chunks) == 1 else tree.part(rows)
+        micro_batches.append(_micro_batch(batch, chunk, rows, trained, router_replay))
     return micro_batches
 
 
@@ -66,7 +65,7 @@ class _Trained:
         rows: of the batch.
         positions: in their rows.
         responses: in the batch's response tokens.
-        cu_rows: (N + 1,) where each row's begin.
+        cu_rows: (N + 1,) offsets of each row's trained tokens.
     """
 
     rows: np.ndarray
@@ -90,9 +89,13 @@ def _trained_tokens(batch: StepBatch, visited: np.ndarray) -> _Trained:
 def _micro_batch(
     batch: StepBatch, tree: PrefixTree, rows: np.ndarray, trained: _Trained, router_replay: bool
 ) -> MicroBatch:
-    """One forward pass over these rows; `tree` may hold no others."""
-    own = _ranges(trained.cu_rows[rows], trained.cu_rows[rows + 1])
-    row_of, positions, responses = trained.rows[own], trained.positions[own], trained.responses[own]
+    """Return the forward pass over these rows; `tree` must hold no others."""
+    chosen = _ranges(trained.cu_rows[rows], trained.cu_rows[rows + 1])
+    row_of, positions, responses = (
+        trained.rows[chosen],
+        trained.positions[chosen],
+        trained.responses[chosen],
+    )
     starts = tree.row_starts.numpy()
     hidden = tree.row_nodes.numpy()[starts[row_of] + positions - 1].astype(np.int64)
     cu = batch.cu_seqlens.numpy().astype(np.int64)
@@ -119,7 +122,7 @@ def _micro_batch(
 def _distinct(
     hidden: np.ndarray, targets: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return each pair once, and (M,) which of them each token is; None where all differ."""
+    """Return the distinct pairs, and (M,) each token's index into them; None if all differ."""
     if len(hidden) == 0:
         return hidden, targets, None
     keys = hidden * (int(targets.max()) + 1) + targets

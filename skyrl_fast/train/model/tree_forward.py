@@ -1,7 +1,7 @@
-"""A transformers model on prefix trees: positions are depths, each node looks at those above it.
+"""Forward pass on prefix trees: positions are depths, each node attends to its ancestors.
 
-The model keeps its code. Its attention function is exchanged for one that asks, when trees are
-given, `tree_attention`; without trees it is torch's usual one. T nodes, H hidden size.
+The model's code is unchanged. Its attention function is replaced by one that calls `tree_attention`
+if a tree is given, and torch's usual attention otherwise. T nodes, H hidden size.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
 
 ATTENTION = "skyrl_fast_tree"  # its name among transformers' attention functions
 FULL_ATTENTION = "full_attention"  # a layer type of transformers
-PLAN = "skyrl_fast_plan"  # the keyword by which it gets a plan
+PLAN = "skyrl_fast_plan"  # keyword argument of its plan
 PROBE_ROWS = ((1, 2, 3, 4, 5), (1, 2, 6, 7), (1, 2, 3, 5, 5, 2), (1, 2))
 PROBE_TOLERANCE = 1e-3  # rounding is below 1e-5; other attention differs by more
-# Their frequencies follow the longest position of the pass, so rows would change each other.
+# Their frequencies depend on the largest position of the pass, so rows would affect each other.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def prepare_for_trees(backbone: Any) -> None:
-    """Let a transformers backbone take trees; without them it computes what it did.
+    """Make a transformers backbone accept trees; its results without trees are unchanged.
 
     Raises:
-        ValueError: a model that cannot, with the reason: layers with a window, no exchangeable
-            attention function, or another result on trees than on rows.
+        ValueError: the model does not support trees: layers with a window, an attention function
+            that cannot be replaced, or other results on trees than on rows.
     """
     reason = _reason_against(backbone.config)
     if reason is not None:
@@ -47,7 +47,7 @@ def prepare_for_trees(backbone: Any) -> None:
     if backbone.config._attn_implementation != ATTENTION:
         raise ValueError(
             f"trainer.rows: {_name(backbone)} cannot be trained as trees: its attention function "
-            "cannot be exchanged"
+            "cannot be replaced"
         )
     _probe(backbone)
 
@@ -56,8 +56,8 @@ def last_hidden_states(backbone: Any, micro: MicroBatch, device: torch.device) -
     """Return (n * L, H) last hidden states of sequences, or (T', H) of trees, T' at least T.
 
     Args:
-        backbone: prepared, where the micro-batch is of trees.
-        micro: as `padded_trees` gives it.
+        backbone: after `prepare_for_trees`, if the micro-batch is of trees.
+        micro: from `padded_trees`.
         device: of the backbone.
     """
     ids = micro.input_ids.to(device)
@@ -70,9 +70,9 @@ def last_hidden_states(backbone: Any, micro: MicroBatch, device: torch.device) -
 
 
 def padded_trees(micro: MicroBatch, device: torch.device) -> MicroBatch:
-    """Return a micro-batch with as many nodes as its attention on the device wants.
+    """Return a micro-batch padded to the number of nodes that its attention requires.
 
-    Nodes that are added see themselves alone, and nothing sees them.
+    A padding node attends only to itself, and no node attends to it.
     """
     if micro.tree is None:
         return micro
@@ -94,7 +94,7 @@ def padded_trees(micro: MicroBatch, device: torch.device) -> MicroBatch:
 
 def _on_trees(backbone: Any, ids: Tensor, positions: Tensor, plan: TreeAttention) -> Tensor:
     """Return (1, T, H) last hidden states of (1, T) nodes at (1, T) positions."""
-    # Four dimensions: transformers then makes no mask of its own.
+    # A mask of four dimensions keeps transformers from building its own.
     no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
     result: Tensor = backbone(
         input_ids=ids,
@@ -113,7 +113,9 @@ def _name(backbone: Any) -> str:
 def _reason_against(config: Any) -> str | None:
     others = {kind for kind in getattr(config, "layer_types", None) or () if kind != FULL_ATTENTION}
     if others:
-        return f"it has layers of {', '.join(sorted(others))}, which look at places in a sequence"
+        return (
+            f"it has layers of {', '.join(sorted(others))}, which depend on positions in a sequence"
+        )
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         return f"its attention has a window of {config.sliding_window} tokens"
     if getattr(config, "attention_chunk_size", None):
@@ -145,7 +147,7 @@ def _attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: (1, H, T, D) in, (1, T, H, D) out."""
+    """Attention function for transformers: (1, H, T, D) in, (1, T, H, D) out."""
     plan: TreeAttention | None = options.pop(PLAN, None)
     if plan is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -161,7 +163,7 @@ def _attention(
 
 @torch.no_grad()
 def _probe(backbone: Any) -> None:
-    """Compare a small tree with its rows: what no setting of the model tells shows here."""
+    """Compare a small tree with its rows, to detect what the model's config does not reveal."""
     vocabulary = backbone.get_input_embeddings().weight.shape[0]
     rows = [torch.tensor(row) % vocabulary for row in PROBE_ROWS]
     cu = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)

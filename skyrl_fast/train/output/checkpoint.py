@@ -1,12 +1,12 @@
-"""Checkpoints that are whole or not there, and the run folder's lock.
+"""Atomic checkpoints, and the lock of the run folder.
 
 A checkpoint is a folder `step_000012` with
     policy/                 the model and its tokenizer in Hugging Face format
     optimizer.safetensors   AdamW's moments by parameter name
     random.safetensors      torch's random states
-    state.json              counters, data position, everything else that is small
-It is written under a hidden name, flushed to the disk, and renamed: a reader never sees half of
-one. Nothing in it is pickled.
+    state.json              counters, data position, other small state
+It is written under a hidden name, flushed to the disk, and renamed: a reader never sees an
+incomplete one. Nothing in it is pickled.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class RunInUseError(RuntimeError):
 def write_checkpoint(
     folder: Path, step: int, write: Callable[[Path], None], *, keep: int = -1
 ) -> Path:
-    """Calls `write(temporary folder)`, makes it durable, gives it its name, and drops old ones.
+    """Call `write(temporary folder)`, flush and rename the folder, and delete old checkpoints.
 
     Args:
-        folder: where the checkpoints of this run live; made if absent.
+        folder: of this run's checkpoints; created if missing.
         step: number in the name; an existing checkpoint of this step is replaced.
-        write: writes the files; whatever it raises leaves earlier checkpoints untouched.
-        keep: newest checkpoints that stay; -1: all.
+        write: writes the files; if it raises, earlier checkpoints are untouched.
+        keep: newest checkpoints to keep; -1: all.
 
     Returns:
         The checkpoint's folder.
@@ -54,7 +54,7 @@ def write_checkpoint(
     temporary = folder / f".{final.name}.partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_left_behind(folder)
+        _remove_leftovers(folder)
         temporary.mkdir()
         write(temporary)
         _flush_tree(temporary)
@@ -75,19 +75,19 @@ def write_checkpoint(
     if keep > 0:
         for _, old in checkpoints(folder)[:-keep]:
             old.rename(folder / f".{old.name}.partial")
-        _remove_left_behind(folder)
+        _remove_leftovers(folder)
     return final
 
 
-def _remove_left_behind(folder: Path) -> None:
-    """Remove what is half written or half deleted, here or by a process that was killed."""
+def _remove_leftovers(folder: Path) -> None:
+    """Remove partly written or partly deleted checkpoints, also of a killed process."""
     replaced = (old for old in folder.glob(".step_*.old") if (folder / old.name[1:-4]).exists())
     for path in (*folder.glob(".step_*.partial"), *replaced):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Whole checkpoints as (step, folder), oldest first."""
+    """Return the complete checkpoints as (step, folder), oldest first."""
     if not folder.is_dir():
         return []
     found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
@@ -95,7 +95,7 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint, or None; one left between two renames comes back."""
+    """Return the newest complete checkpoint, or None; undo an interrupted replacement."""
     if folder.is_dir():
         for old in folder.glob(".step_*.old"):
             final = folder / old.name[1 : -len(".old")]
@@ -106,7 +106,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON so that a crash leaves the old file or the new one."""
+    """Write JSON atomically: a crash leaves the old file or the new one."""
     temporary = path.with_name(path.name + ".partial")
     temporary.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     _flush(temporary)
@@ -114,7 +114,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Reads JSON. CheckpointError if the file is missing or damaged."""
+    """Read JSON; CheckpointError if the file is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -125,7 +125,7 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def locked_run(folder: Path) -> Iterator[Path]:
-    """Holds the run folder for this process; the lock goes with the process, however it ends.
+    """Lock the run folder; the lock is released when the process exits, however it exits.
 
     Raises:
         RunInUseError: another process holds it; the message names its pid.
@@ -167,7 +167,7 @@ def _flush(path: Path) -> None:
 
 
 def _says_disk_full(error: BaseException) -> bool:
-    """safetensors wraps the operating system's error in its own type; only the text tells."""
+    """Return whether the disk is full, by the message: safetensors does not raise an OSError."""
     return "No space left" in str(error) or "os error 28" in str(error)
 
 

@@ -1,4 +1,4 @@
-"""Where metrics go: the `Logger` protocol, and its implementations.
+"""Metric loggers: the `Logger` protocol, and its implementations.
 
 `config.LOGGERS` is the table of their names; `trainer.logger` also takes `module:Class`.
 """
@@ -30,8 +30,8 @@ class RunInfo:
         project: trainer.project_name.
         run_name: trainer.run_name.
         config: all settings, as nested dicts of plain values.
-        last_step: of a resumed run, the last step that was reported before its checkpoint; later
-            steps are reported again. -1: none.
+        last_step: of a resumed run, the last step reported before its checkpoint; later steps are
+            reported again. -1: none.
     """
 
     run_path: Path
@@ -48,7 +48,7 @@ class Logger(Protocol):
         """Report the metrics of one step; step 0 is the evaluation before training."""
 
     def close(self) -> None:
-        """Finish; everything is stored after this."""
+        """Flush and close; all metrics are stored after this."""
 
 
 def open_loggers(names: Sequence[str], run: RunInfo) -> list[Logger]:
@@ -56,7 +56,7 @@ def open_loggers(names: Sequence[str], run: RunInfo) -> list[Logger]:
 
     Args:
         names: of `LOGGERS`, or `module:Class`.
-        run: what they are constructed with.
+        run: passed to each logger's constructor.
 
     Raises:
         ValueError: a package is missing, or a logger cannot start; the message says which.
@@ -96,7 +96,7 @@ class JsonlLogger:
     """One line per call in metrics.jsonl: {"step": 3, "reward/...": 0.5, ...}.
 
     Lines after `last_step` are dropped at the start: the file of a resumed run equals that of an
-    undisturbed one. It can be read during the run.
+    uninterrupted one. It can be read during the run.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -104,7 +104,7 @@ class JsonlLogger:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             kept = [
-                line for line in _whole_lines(path) if json.loads(line)["step"] <= run.last_step
+                line for line in _complete_lines(path) if json.loads(line)["step"] <= run.last_step
             ]
             temporary = path.with_name(path.name + ".partial")
             temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
@@ -159,8 +159,8 @@ class WandbLogger:
 class MlflowLogger:
     """An MLflow run; a resumed run continues it, by the id in mlflow_id.txt.
 
-    It goes to the tracking server that MLflow is configured with (MLFLOW_TRACKING_URI), by default
-    MLflow's own local store. MLflow allows no "@" and similar in names: those become "_".
+    Metrics go to the configured tracking server (MLFLOW_TRACKING_URI), by default MLflow's local
+    store. MLflow forbids "@" and similar characters in names: they become "_".
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -197,7 +197,7 @@ _MLFLOW_FORBIDDEN = re.compile(r"[^\w\-. /]")
 
 
 class TrackioLogger:
-    """A Trackio run of the run's name, which a resumed run continues."""
+    """A Trackio run; a resumed run continues it, by its name."""
 
     def __init__(self, run: RunInfo) -> None:
         self._run = _imported("trackio").init(
@@ -218,7 +218,7 @@ def _imported(module: str, package: str | None = None) -> Any:
         package = package or module
         raise ValueError(
             f"trainer.logger: {package} is not installed: pip install {package}, "
-            "or leave it out of trainer.logger"
+            "or remove it from trainer.logger"
         ) from error
 
 
@@ -227,12 +227,12 @@ def _kept_id(file: Path) -> str | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics.jsonl, in order."""
-    return [json.loads(line) for line in _whole_lines(path)] if path.exists() else []
+    """Return all complete lines of a metrics.jsonl, in order."""
+    return [json.loads(line) for line in _complete_lines(path)] if path.exists() else []
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """Lines without the last one if a crash cut it."""
+def _complete_lines(path: Path) -> list[str]:
+    """Return the lines, without a last one that a crash truncated."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:

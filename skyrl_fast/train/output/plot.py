@@ -1,4 +1,4 @@
-"""The learning curve as a picture."""
+"""Plot of the learning curve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def plot_learning_curve(rows: Sequence[dict[str, Any]], path: Path, *, title: str = "") -> Path:
-    """Draws evaluation and training reward (left) and where the time went (right) over the steps.
+    """Plot evaluation and training reward (left) and time per phase (right) over the steps.
 
     Args:
         rows: lines of metrics.jsonl: dicts with "step" and metric names.
@@ -56,4 +56,4 @@ def _stack_times(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
         series = [[row.get(f"timing/{name}", 0.0) for row in steps] for name in names]
         axes.stackplot([row["step"] for row in steps], series, labels=names, alpha=0.8)
         axes.legend(fontsize="small")
-    axes.set(xlabel="step", ylabel="seconds per step", title="where the time went")
+    axes.set(xlabel="step", ylabel="seconds per step", title="time per phase")

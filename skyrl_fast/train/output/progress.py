@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live table on a terminal, one line per step elsewhere."""
+"""Progress display of a run: a live table on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-# (label, metric, format) in the order they are shown; * stands for any ending.
+# (label, metric, format) in display order; * matches any suffix.
 COLUMNS = (
     ("reward", "reward/avg_raw_reward", "{:.3f}"),
     ("pass@n", "reward/avg_pass_at_*", "{:.3f}"),
@@ -35,7 +35,7 @@ _SHOWN_STEPS = 12
 
 
 class ProgressDisplay:
-    """Shows phase, step and the metrics of the last steps.
+    """Shows the phase, the step and the metrics of the last steps.
 
     Example:
         >>> with ProgressDisplay(total_steps=10, start_step=0) as display:
@@ -72,11 +72,11 @@ class ProgressDisplay:
             self._live = None
 
     def phase(self, name: str) -> None:
-        """What is being done now."""
+        """Show the current phase."""
         self._bar.update(self._task, description=name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is complete; absent metrics are left blank."""
+        """Show a complete step; missing metrics are left blank."""
         self._bar.update(self._task, completed=step)
         self._rows = [*self._rows, (step, metrics)][-_SHOWN_STEPS:]
         if self._live is not None:
@@ -90,7 +90,7 @@ class ProgressDisplay:
             self.say(f"step {step}/{self._total}  " + "  ".join(cells))
 
     def say(self, text: str) -> None:
-        """A line of its own, above the live table."""
+        """Print a line above the live table."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _render(self) -> Group:
@@ -104,11 +104,11 @@ class ProgressDisplay:
 
 
 def _cells(metrics: Mapping[str, float]) -> list[str]:
-    """One text per column, empty where the metric is absent."""
+    """Return one string per column, empty if the metric is missing."""
     cells = []
     for _, pattern, form in COLUMNS:
         stem = pattern.removesuffix("*")
-        any_ending = stem != pattern
-        names = [n for n in metrics if n == pattern or (any_ending and n.startswith(stem))]
+        any_suffix = stem != pattern
+        names = [n for n in metrics if n == pattern or (any_suffix and n.startswith(stem))]
         cells.append(form.format(metrics[names[0]]) if names else "")
     return cells

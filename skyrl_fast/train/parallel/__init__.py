@@ -1,1 +1,1 @@
-"""Several ranks that share one update."""
+"""Ranks that share the update: processes, calls, sharded weights, micro-batches."""

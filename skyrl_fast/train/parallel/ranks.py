@@ -1,8 +1,9 @@
-"""Several processes train one model: rank 0 runs the trainer, the others do what it does.
+"""Several processes that train one model: rank 0 runs the trainer, the others follow its calls.
 
-Each rank holds a part of every weight (`sharding.py`) and takes its own micro-batches through the
-model (`rank_shares.py`). Nothing else knows of it: a `mirrored` method that is called on rank 0 is
-called on all ranks, with the same arguments, and rank 0 has the result. One rank alone just calls.
+Each rank holds a shard of every weight (`sharding.py`) and processes its local micro-batches
+(`rank_shares.py`). The rest of the code is unaware of this: a `run_on_all_ranks` method called on
+rank 0 is executed on all ranks with the same arguments, and rank 0 gets the result. With a single
+rank it is a plain call.
 """
 
 from __future__ import annotations
@@ -21,70 +22,73 @@ import torch.distributed as dist
 P = ParamSpec("P")
 R = TypeVar("R")
 Owner = TypeVar("Owner")
-ERROR_SECONDS = 5.0  # in which the end of another rank is seen behind an error of this one
+ERROR_SECONDS = 5.0  # within which an exit of another rank is taken as the cause of an error here
 
 
 class RankError(RuntimeError):
-    """The ranks cannot go on: one of them has ended, or they are out of step."""
+    """The ranks cannot continue: one of them has exited, or they are out of sync."""
 
 
 class Ranks:
     """This process's place among those that train one model.
 
     Args:
-        rank, size: which, of how many. Several are of use when they are connected.
+        rank, size: number of this rank, and number of ranks. Several must be connected before use.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
-        self.mesh: Any = None  # of the weights' devices
+        self.mesh: Any = None  # device mesh of the weights
         self._messages: Any = None
         self._members: list[Any] = []
         self._lock = threading.Lock()
-        self._caller: int | None = None  # the thread that holds it
+        self._caller: int | None = None  # the thread that holds the lock
         self._lost = threading.Event()
         self._reason = ""
 
     def connect(self, messages: Any, mesh: Any) -> None:
-        """Reach the other ranks.
+        """Set the connections to the other ranks.
 
         Args:
-            messages: process group on the CPU for calls and results; it waits for as long as
-                rollouts take.
+            messages: process group on the CPU for calls and results, without a timeout, as
+                rollouts may take arbitrarily long.
             mesh: device mesh of the weights.
         """
         self._messages, self.mesh = messages, mesh
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it may be waiting for the others: to connect, or in a call."""
+        """Whether this rank may be waiting for the others: to connect, or in a call."""
         return self._messages is None or self._caller is not None
 
-    def join(self, member: Any) -> None:
-        """Let mirrored calls name this object; every rank makes the same ones in the same order."""
+    def register(self, member: Any) -> None:
+        """Make this object addressable in calls; all ranks register in the same order."""
         if self.size > 1:
             self._members.append(member)
 
-    def gather(self, own: list[R]) -> list[R]:
-        """Return the items of all ranks on rank 0, and the own ones on the others."""
+    def gather(self, local: list[R]) -> list[R]:
+        """Return the items of all ranks on rank 0, and only the local ones on the others."""
         if self.size == 1:
-            return own
+            return local
         lists: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(own, lists, dst=0, group=self._messages)
-        return own if lists is None else [item for each in lists for item in each]
+        dist.gather_object(local, lists, dst=0, group=self._messages)
+        return local if lists is None else [item for each in lists for item in each]
 
     def call(
         self, here: Callable[..., R], there: Callable[..., R], *arguments: Any, **options: Any
     ) -> R:
-        """On rank 0: make a call here and on the others, and return its result here.
+        """On rank 0: run a call on all ranks and return the local result.
+
+        Args:
+            here, there: the function to run on this rank, and on the others.
 
         Raises:
-            RankError: the ranks cannot go on.
-            Whatever the call raises here. The others are out of step then: no call follows.
+            RankError: the ranks cannot continue.
+            Whatever the call raises here. The others are out of sync then: no call may follow.
         """
         if self._caller == threading.get_ident():
-            raise RuntimeError(f"{here.__qualname__}: called by another mirrored function")
+            raise RuntimeError(f"{here.__qualname__}: called by another run_on_all_ranks function")
         with self._lock:
             if self._lost.is_set():
                 raise RankError(self._reason)
@@ -95,26 +99,26 @@ class Ranks:
             except Exception as error:
                 if isinstance(error, RuntimeError) and self._lost.wait(ERROR_SECONDS):
                     raise RankError(self._reason) from error
-                self.lose(f"rank 0 left the others behind: {type(error).__name__}: {error}")
+                self.fail(f"rank 0 is out of sync with the others: {type(error).__name__}: {error}")
                 raise
             finally:
                 self._caller = None
 
     def follow(self) -> None:
-        """On the other ranks: make the calls of rank 0, until it releases them."""
+        """On the other ranks: execute the calls of rank 0 until it releases them."""
         while (call := self._receive()) is not None:
             function, arguments, options = call
             function(*arguments, **options)
 
     def release(self) -> bool:
-        """On rank 0: let the others end; False if they cannot be reached."""
+        """On rank 0: let the others exit; return False if they cannot be reached."""
         if self._lost.is_set():
             return False
         self._send(None)
         return True
 
-    def lose(self, reason: str) -> None:
-        """Make the call that waits for the others, and all later ones, end with this reason."""
+    def fail(self, reason: str) -> None:
+        """Make the running call and all later ones raise RankError with this reason."""
         self._reason = reason
         self._lost.set()
 
@@ -133,13 +137,16 @@ class Ranks:
         return _Unpickler(io.BytesIO(data.numpy().data), self._members).load()
 
 
-ALONE = Ranks()
+SINGLE_RANK = Ranks()
 
 
-def mirrored(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Owner, P], R]:
-    """Let a function of something with `ranks` run on all of them at once.
+def run_on_all_ranks(
+    method: Callable[Concatenate[Owner, P], R],
+) -> Callable[Concatenate[Owner, P], R]:
+    """Decorate a function whose first argument has `ranks`: rank 0's call runs on all ranks.
 
-    It must not call another mirrored one, nor be a generator: a call is over when it returns.
+    The function must not call another such function, nor be a generator: a call must be complete
+    when it returns.
     """
     assert not inspect.isgeneratorfunction(method)
 
@@ -154,7 +161,7 @@ def mirrored(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate
 
 
 class _Pickler(pickle.Pickler):
-    """Members by their number, functions by their name, tensors by their bytes alone."""
+    """Pickles members as their number, functions as their name, tensors as their bytes."""
 
     def __init__(self, file: io.BytesIO, members: list[Any]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -164,7 +171,7 @@ class _Pickler(pickle.Pickler):
         return self._numbers.get(id(value))
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):  # torch's own way sends the whole storage of a view
+        if isinstance(value, torch.Tensor):  # torch would send the full storage of a view
             return torch.from_numpy, (value.detach().cpu().contiguous().numpy(),)
         return NotImplemented
 

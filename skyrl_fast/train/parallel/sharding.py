@@ -1,7 +1,7 @@
-"""A model's weights, gradients and AdamW's moments in parts, one on each rank (torch's FSDP2).
+"""Weights, gradients and AdamW's moments of a model, sharded over the ranks by torch's FSDP2.
 
-A layer's weights are whole on every rank only while the layer computes. Gradients are summed over
-the ranks, so that a sum of losses over all ranks' micro-batches is what is minimised.
+A layer's full weights are on a rank only while the layer computes. Gradients are summed over the
+ranks, so that the sum of losses over all ranks' micro-batches is minimised.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from skyrl_fast.train.parallel.ranks import Ranks, mirrored
+from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 
 T = TypeVar("T")
-METHOD = "run_whole"
+METHOD = "with_full_params"
 
 
 def shard(model: Any, ranks: Ranks) -> None:
-    """Keep only this rank's part of the weights; with one rank, all of them.
+    """Shard the weights over the ranks, in place; does nothing with one rank.
 
     Args:
-        model: transformers' or with one inside; its layers are those that transformers keeps in
-            one piece.
+        model: a transformers model or a module that contains one; its layers are those named in
+            `_no_split_modules`.
 
     Raises:
-        ValueError: a torch whose FSDP2 cannot sum.
+        ValueError: the FSDP2 of this torch cannot sum gradients.
     """
     if ranks.size == 1:
         return
@@ -36,13 +36,13 @@ def shard(model: Any, ranks: Ranks) -> None:
             "trainer.placement.policy_num_gpus_per_node: several need torch 2.9 or newer, "
             f"got {torch.__version__}"
         )
-    kept = {
+    layer_types = {
         name
         for module in model.modules()
         for name in getattr(module, "_no_split_modules", ()) or ()
     }
-    layers = [module for module in model.modules() if type(module).__name__ in kept]
-    for module in (*reversed(layers), model):  # a layer may lie in another
+    layers = [module for module in model.modules() if type(module).__name__ in layer_types]
+    for module in (*reversed(layers), model):  # layers may be nested
         fully_shard(module, mesh=ranks.mesh)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -50,54 +50,56 @@ def shard(model: Any, ranks: Ranks) -> None:
     register_fsdp_forward_method(model, METHOD)
 
 
-def run_whole(model: Any, work: Callable[[], T]) -> T:
-    """Return what the work returns, which may use all weights of the model, as its forward may."""
+def with_full_params(model: Any, work: Callable[[], T]) -> T:
+    """Return the result of `work`, which may use the model's full weights, as its forward may."""
     method: Callable[[Callable[[], T]], T] | None = getattr(model, METHOD, None)
     if method is None:
         return work()
     result = method(work)
     if not torch.is_grad_enabled():
-        model.reshard()  # else what stands outside the layers stayed whole
+        model.reshard()  # else weights outside the layers would stay gathered
     return result
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a weight, moment or norm; all ranks must ask."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full weight, moment or norm; must be called on all ranks."""
     full: Callable[[], torch.Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 
 
 def weights_of(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return what a checkpoint of the model holds, under its own names, tied weights once."""
+    """Return the model's parameters (tied ones once) and persistent buffers, by name."""
     saved = set(model.state_dict())
     buffers = [(name, value) for name, value in model.named_buffers() if name in saved]
     return [*model.named_parameters(remove_duplicate=True), *buffers]
 
 
-def all_whole(items: Iterable[tuple[str, torch.Tensor]], ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Return the whole tensors by their names; all ranks must ask.
+def full_tensors(
+    items: Iterable[tuple[str, torch.Tensor]], ranks: Ranks
+) -> dict[str, torch.Tensor]:
+    """Return the full tensors by name; must be called on all ranks.
 
-    Of several ranks, rank 0 has them in main memory, so that its GPU holds one at a time, and the
-    others have none. One rank alone has them where they are.
+    With several ranks, rank 0 gets them in main memory, so that its GPU holds one at a time, and
+    the others get none. A single rank gets them on their device.
     """
     if ranks.size == 1:
         return {name: tensor.detach() for name, tensor in items}
     found = {}
     for name, tensor in items:
-        value = whole(tensor.detach())
+        value = full_tensor(tensor.detach())
         if ranks.rank == 0:
             found[name] = value.cpu()
     return found
 
 
-@mirrored
-def whole_weights(owner: Any) -> dict[str, torch.Tensor]:
-    """Return the whole weights of a policy's or critic's model, as `weights_of` names them."""
-    return all_whole(weights_of(owner.model), owner.ranks)
+@run_on_all_ranks
+def full_state_dict(owner: Any) -> dict[str, torch.Tensor]:
+    """Return the full weights of a policy's or critic's model, under the names of `weights_of`."""
+    return full_tensors(weights_of(owner.model), owner.ranks)
 
 
-def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, divided as `like` is; every rank has all of it."""
+def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a full tensor, with the placement of `like`."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if not isinstance(like, DTensor):
@@ -106,5 +108,5 @@ def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _run(work: Callable[[], Any]) -> Any:
-    result = work()  # FSDP2 hangs its hooks on it, which views may lose
+    result = work()  # FSDP2 attaches hooks to it, which views can lose
     return tuple(x.clone() for x in result) if isinstance(result, tuple) else result.clone()

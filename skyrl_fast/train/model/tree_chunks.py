@@ -1,4 +1,4 @@
-"""Which rows go through the model together as trees, and where a tree too large is cut.
+"""Chunks of rows that are processed together as trees; too large trees are cut.
 
 N rows, n of them on trees, T nodes.
 """
@@ -14,25 +14,24 @@ from skyrl_fast.batch.split import split_micro_batches
 from skyrl_fast.ops.prefix_tree.tree import PrefixTree
 
 
-def tree_parts(
+def tree_chunks(
     tree: PrefixTree,
     group_ids: np.ndarray,
     token_budget: int,
     *,
     trajectory_ids: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Return the rows of each forward pass, ascending: balanced, of at most the budget's nodes.
+    """Return the rows of each forward pass, ascending: balanced, with nodes within the budget.
 
-    A group's rows stay together where their tree keeps to the budget. A larger one is cut between
-    rows that stand next to each other in the tree, so that the path that they share is repeated:
-    where the repeated nodes are fewest in total. Trajectories whose rows stand between each
-    other's are taken one after the other.
+    A group's rows stay together if their tree is within the budget. A larger tree is cut between
+    rows that are adjacent in it, which repeats their shared path; the cuts minimise the total of
+    repeated nodes. Trajectories whose rows are interleaved are processed one after the other.
 
     Args:
-        tree: its empty rows go nowhere.
+        tree: its empty rows are in no chunk.
         group_ids: (N,) integers.
-        token_budget: most nodes of a part; a row that alone is longer has a part of its own.
-        trajectory_ids: (N,) integers: a trajectory's rows stay together; None: rows are free.
+        token_budget: most nodes of a chunk; a longer row has a chunk of its own.
+        trajectory_ids: (N,) integers: a trajectory's rows stay together; None: any split.
     """
     ends_at, lengths = row_ends(tree)
     rows = np.flatnonzero(lengths > 0)
@@ -41,50 +40,50 @@ def tree_parts(
     pieces: list[np.ndarray] = []
     sizes: list[int] = []
     borders = np.flatnonzero(np.diff(group_ids[order])) + 1
-    for own in np.split(np.arange(len(order)), borders):
-        if len(own) == 0:
+    for group in np.split(np.arange(len(order)), borders):
+        if len(group) == 0:
             continue
-        common = shared[own].copy()
+        common = shared[group].copy()
         common[0] = 0
-        fresh = np.cumsum(lengths[order[own]] - common)
-        cuts = [0, len(own)]
+        fresh = np.cumsum(lengths[order[group]] - common)
+        cuts = [0, len(group)]
         if fresh[-1] > token_budget:
-            units = None if trajectory_ids is None else trajectory_ids[order[own]]
-            cuts = cheapest_cuts(lengths[order[own]], common, token_budget, units)
+            units = None if trajectory_ids is None else trajectory_ids[order[group]]
+            cuts = cheapest_cuts(lengths[order[group]], common, token_budget, units)
         for first, last in pairwise(cuts):
-            piece = order[own[first:last]]
+            piece = order[group[first:last]]
             size = int(lengths[piece[0]] + fresh[last - 1] - fresh[first])
             if size > token_budget and trajectory_ids is not None:
-                for part, nodes in _by_trajectory(tree, piece, trajectory_ids, token_budget):
-                    pieces.append(part)
+                for chunk, nodes in _by_trajectory(tree, piece, trajectory_ids, token_budget):
+                    pieces.append(chunk)
                     sizes.append(nodes)
                 continue
             pieces.append(piece)
             sizes.append(size)
-    (parts,) = split_micro_batches(sizes, token_budget)
-    return [np.sort(np.concatenate([pieces[p] for p in part])) for part in parts if len(part)]
+    (chunks,) = split_micro_batches(sizes, token_budget)
+    return [np.sort(np.concatenate([pieces[p] for p in chunk])) for chunk in chunks if len(chunk)]
 
 
 def _by_trajectory(
     tree: PrefixTree, rows: np.ndarray, trajectory_ids: np.ndarray, budget: int
 ) -> list[tuple[np.ndarray, int]]:
-    """Return parts of whole trajectories, each of as many as the budget holds, with their nodes."""
+    """Return chunks of complete trajectories within the budget, with their numbers of nodes."""
     starts, nodes = tree.row_starts.tolist(), tree.row_nodes.numpy()
-    of_row = trajectory_ids[rows]
-    parts: list[tuple[np.ndarray, int]] = []
+    row_trajectories = trajectory_ids[rows]
+    chunks: list[tuple[np.ndarray, int]] = []
     chosen: list[np.ndarray] = []
     held = nodes[:0]
-    for trajectory in dict.fromkeys(of_row.tolist()):
-        own = rows[of_row == trajectory]
-        paths = [nodes[starts[row] : starts[row + 1]] for row in own.tolist()]
+    for trajectory in dict.fromkeys(row_trajectories.tolist()):
+        members = rows[row_trajectories == trajectory]
+        paths = [nodes[starts[row] : starts[row + 1]] for row in members.tolist()]
         alone = np.unique(np.concatenate(paths))
         together = np.union1d(held, alone)
         if chosen and len(together) > budget:
-            parts.append((np.concatenate(chosen), len(held)))
+            chunks.append((np.concatenate(chosen), len(held)))
             chosen, together = [], alone
-        chosen.append(own)
+        chosen.append(members)
         held = together
-    return [*parts, (np.concatenate(chosen), len(held))]
+    return [*chunks, (np.concatenate(chosen), len(held))]
 
 
 def cheapest_cuts(
@@ -92,33 +91,33 @@ def cheapest_cuts(
 ) -> list[int]:
     """Return where to cut n rows in depth-first order: 0, ascending borders, n.
 
-    The repeated nodes are fewest, then the parts. Linear in n: a queue holds the places where the
-    part that ends here may begin, best first (a minimum over a sliding window).
+    Minimises the repeated nodes, then the number of chunks. Linear in n: a queue holds the possible
+    beginnings of the chunk that ends here, best first (a minimum over a sliding window).
 
     Args:
         lengths: (n,) of the rows.
-        common: (n,) how many nodes a row shares with the row before it; 0 for the first.
-        budget: most nodes of a part, unless what may not be cut is larger.
-        units: (n,) integers; no cut between rows of one unit. None: everywhere.
+        common: (n,) nodes that a row shares with the row before it; 0 for the first.
+        budget: most nodes of a chunk, unless an indivisible unit is larger.
+        units: (n,) integers; no cut between rows of one unit. None: cuts anywhere.
 
     Example:
         >>> cheapest_cuts(np.array([4, 4, 4]), np.array([0, 3, 1]), budget=5)
         [0, 2, 3]
     """
     fresh = np.cumsum(lengths - common).tolist()
-    own, shared = lengths.tolist(), common.tolist()
-    places = _allowed(units, len(own))
-    cost: list[tuple[int, int]] = [(0, 0)]  # repeated nodes and parts before each place
+    sizes, shared = lengths.tolist(), common.tolist()
+    places = _allowed(units, len(sizes))
+    cost: list[tuple[int, int]] = [(0, 0)]  # repeated nodes and chunks before each place
     back = [0]
     window: deque[int] = deque()
 
     def with_path(number: int) -> tuple[int, int]:
-        """Return the cost before a place, and of repeating the path of a part that begins there."""
+        """Return the cost before a place, plus that of repeating the path of a chunk from there."""
         return cost[number][0] + shared[places[number]], cost[number][1]
 
     def size(number: int, last: int) -> int:
         first = places[number]
-        return own[first] + fresh[last] - fresh[first]
+        return sizes[first] + fresh[last] - fresh[first]
 
     for number in range(1, len(places)):
         while window and with_path(window[-1]) > with_path(number - 1):
@@ -126,8 +125,8 @@ def cheapest_cuts(
         window.append(number - 1)
         while len(window) > 1 and size(window[0], places[number] - 1) > budget:
             window.popleft()
-        repeated, parts = with_path(window[0])
-        cost.append((repeated, parts + 1))
+        repeated, chunks = with_path(window[0])
+        cost.append((repeated, chunks + 1))
         back.append(window[0])
     cuts = [len(places) - 1]
     while cuts[-1] > 0:
@@ -136,7 +135,7 @@ def cheapest_cuts(
 
 
 def row_ends(tree: PrefixTree) -> tuple[np.ndarray, np.ndarray]:
-    """Return (N,) the node of each row's last token (0 where it has none), and its length."""
+    """Return (N,) the node of each row's last token (0 if it has none), and (N,) its length."""
     starts = tree.row_starts.numpy()
     lengths = np.diff(starts)
     ends_at = np.zeros(len(lengths), dtype=np.int64)
@@ -146,9 +145,9 @@ def row_ends(tree: PrefixTree) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _shared(tree: PrefixTree, order: np.ndarray, ends_at: np.ndarray) -> np.ndarray:
-    """Return (n,) how many nodes each row shares with the row before it in depth-first order.
+    """Return (n,) nodes that each row shares with the row before it in depth-first order.
 
-    Those of its path that come no later than the other's last node: they lie above both.
+    They are the nodes of its path up to the other's last node: the common ancestors.
     """
     starts, nodes = tree.row_starts.tolist(), tree.row_nodes.numpy()
     shared = np.zeros(len(order), dtype=np.int64)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_fast.ops.prefix_tree.tree import PrefixTree
-from skyrl_fast.train.model.tree_parts import cheapest_cuts, tree_parts
+from skyrl_fast.train.model.tree_chunks import cheapest_cuts, tree_chunks
 
 
 def size_of(rows: list[list[int]]) -> int:
@@ -40,8 +40,8 @@ def test_by_hand() -> None:
 
 @pytest.mark.spec("tree.micro-batches")
 @given(rows=ROWS.filter(lambda rows: any(rows)), budget=st.integers(1, 14), data=st.data())
-def test_cuts_repeat_the_fewest_nodes(rows: list[list[int]], budget: int, data: Any) -> None:
-    rows = sorted(row for row in rows if row)  # depth first: prefixes before longer rows
+def test_no_other_cuts_repeat_fewer_nodes(rows: list[list[int]], budget: int, data: Any) -> None:
+    rows = sorted(row for row in rows if row)  # as depth first, prefixes before what extends them
     units = None
     if data.draw(st.booleans()):
         units = np.array([data.draw(st.integers(0, 3)) for _ in rows])
@@ -52,14 +52,14 @@ def test_cuts_repeat_the_fewest_nodes(rows: list[list[int]], budget: int, data: 
     ]
 
     def cost(cuts: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return repeated nodes and number of parts; None if a splittable part is too large."""
-        parts = [rows[a:b] for a, b in pairwise((0, *cuts, len(rows)))]
+        """Repeated nodes and chunks; None where a chunk is too large that could be smaller."""
+        chunks = [rows[a:b] for a, b in pairwise((0, *cuts, len(rows)))]
         borders = {0, len(rows), *free}
         for first, last in pairwise((0, *cuts, len(rows))):
-            full = all(place not in borders for place in range(first + 1, last))
-            if size_of(rows[first:last]) > budget and not full:
+            indivisible = all(place not in borders for place in range(first + 1, last))
+            if size_of(rows[first:last]) > budget and not indivisible:
                 return None
-        return sum(size_of(part) for part in parts) - size_of(rows), len(parts)
+        return sum(size_of(chunk) for chunk in chunks) - size_of(rows), len(chunks)
 
     costs = [
         value
@@ -72,8 +72,8 @@ def test_cuts_repeat_the_fewest_nodes(rows: list[list[int]], budget: int, data: 
     assert cost(tuple(cuts[1:-1])) == min(costs)
 
 
-def parts_of(tree: PrefixTree, groups: list[int], budget: int, **options: Any) -> list[list[int]]:
-    return [part.tolist() for part in tree_parts(tree, np.array(groups), budget, **options)]
+def chunks_of(tree: PrefixTree, groups: list[int], budget: int, **options: Any) -> list[list[int]]:
+    return [chunk.tolist() for chunk in tree_chunks(tree, np.array(groups), budget, **options)]
 
 
 @pytest.mark.spec("tree.micro-batches")
@@ -82,18 +82,20 @@ def test_parts_contain_every_row_once_within_the_budget(
     rows: list[list[int]], budget: int, data: Any
 ) -> None:
     groups = sorted(data.draw(st.integers(0, 2)) for _ in rows)
-    parts = parts_of(tree_of(rows, groups), groups, budget)
-    assert sorted(row for part in parts for row in part) == [i for i, row in enumerate(rows) if row]
+    chunks = chunks_of(tree_of(rows, groups), groups, budget)
+    assert sorted(row for chunk in chunks for row in chunk) == [
+        i for i, row in enumerate(rows) if row
+    ]
     sizes = {}
     for group in set(groups):
         sizes[group] = size_of([row for row, g in zip(rows, groups, strict=True) if g == group])
-    for part in parts:
-        assert part == sorted(part)
-        own = [[rows[row] for row in part if groups[row] == group] for group in set(groups)]
-        assert sum(map(size_of, own)) <= budget or len(part) == 1
+    for chunk in chunks:
+        assert chunk == sorted(chunk)
+        members = [[rows[row] for row in chunk if groups[row] == group] for group in set(groups)]
+        assert sum(map(size_of, members)) <= budget or len(chunk) == 1
     for group, size in sizes.items():
         where = [
-            number for number, part in enumerate(parts) for row in part if groups[row] == group
+            number for number, chunk in enumerate(chunks) for row in chunk if groups[row] == group
         ]
         assert size > budget or len(set(where)) <= 1
 
@@ -101,23 +103,25 @@ def test_parts_contain_every_row_once_within_the_budget(
 @pytest.mark.spec("tree.micro-batches")
 def test_parts_are_balanced() -> None:
     rows = [[group] * 4 for group in range(12)]
-    parts = parts_of(tree_of(rows, range(12)), list(range(12)), 20)
-    assert [len(part) for part in parts] == [4, 4, 4]
+    chunks = chunks_of(tree_of(rows, range(12)), list(range(12)), 20)
+    assert [len(chunk) for chunk in chunks] == [4, 4, 4]
 
 
 @pytest.mark.spec("tree.micro-batches")
 @given(rows=ROWS, budget=st.integers(1, 40), data=st.data())
-def test_parts_of_complete_trajectories_are_within_the_budget(
+def test_chunks_of_complete_trajectories_keep_to_the_budget(
     rows: list[list[int]], budget: int, data: Any
 ) -> None:
     units = np.array([data.draw(st.integers(0, 3)) for _ in rows], dtype=np.int64)
     groups = [0] * len(rows)
-    parts = parts_of(tree_of(rows, groups), groups, budget, trajectory_ids=units)
-    assert sorted(row for part in parts for row in part) == [i for i, row in enumerate(rows) if row]
-    owners = [set(units[part].tolist()) for part in parts]
+    chunks = chunks_of(tree_of(rows, groups), groups, budget, trajectory_ids=units)
+    assert sorted(row for chunk in chunks for row in chunk) == [
+        i for i, row in enumerate(rows) if row
+    ]
+    owners = [set(units[chunk].tolist()) for chunk in chunks]
     assert sum(map(len, owners)) == len(set().union(*owners))
-    for part, own in zip(parts, owners, strict=True):
-        assert size_of([rows[row] for row in part]) <= budget or len(own) == 1
+    for chunk, owner in zip(chunks, owners, strict=True):
+        assert size_of([rows[row] for row in chunk]) <= budget or len(owner) == 1
 
 
 @pytest.mark.spec("tree.micro-batches")
@@ -126,19 +130,19 @@ def test_interleaved_trajectories_are_added_one_by_one() -> None:
     rows = [[1, 9, 2], [1, 3, 4], [1, 9, 5], [1, 6, 7], [1, 9, 8], [1, 6, 10]]
     units = np.array([0, 0, 1, 1, 2, 2])
     tree = tree_of(rows, [0] * 6)
-    full = [[0, 1, 2, 3, 4, 5]]
-    assert parts_of(tree, [0] * 6, 11, trajectory_ids=units) == full  # a tree of 11 nodes
-    parts = parts_of(tree, [0] * 6, 8, trajectory_ids=units)
-    assert sorted(parts) == [[0, 1, 2, 3], [4, 5]]
+    one_chunk = [[0, 1, 2, 3, 4, 5]]
+    assert chunks_of(tree, [0] * 6, 11, trajectory_ids=units) == one_chunk  # a tree of 11 nodes
+    chunks = chunks_of(tree, [0] * 6, 8, trajectory_ids=units)
+    assert sorted(chunks) == [[0, 1, 2, 3], [4, 5]]
 
 
 @pytest.mark.spec("tree.micro-batches")
-def test_trajectories_are_not_split() -> None:
+def test_trajectories_stay_together() -> None:
     rows = [[1, 2, 3], [1, 4, 5], [1, 2, 6], [1, 4, 7]]
     units = np.array([0, 1, 0, 1])
     tree = tree_of(rows, [0] * 4)
-    assert parts_of(tree, [0] * 4, 4, trajectory_ids=units) == [[0, 2], [1, 3]]
-    assert parts_of(tree, [0] * 4, 3, trajectory_ids=units) == [[0, 2], [1, 3]]
-    assert len(parts_of(tree, [0] * 4, 3)) == 4
+    assert chunks_of(tree, [0] * 4, 4, trajectory_ids=units) == [[0, 2], [1, 3]]
+    assert chunks_of(tree, [0] * 4, 3, trajectory_ids=units) == [[0, 2], [1, 3]]
+    assert len(chunks_of(tree, [0] * 4, 3)) == 4
     mixed = np.array([0, 0, 1, 1])  # each has rows on both sides of the fork, and five nodes
-    assert parts_of(tree, [0] * 4, 4, trajectory_ids=mixed) == [[0, 1], [2, 3]]
+    assert chunks_of(tree, [0] * 4, 4, trajectory_ids=mixed) == [[0, 1], [2, 3]]

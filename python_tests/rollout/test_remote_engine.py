@@ -402,7 +402,7 @@ def test_server_that_never_answers_times_out() -> None:
             "wanted http://host:",
         ),
         (["run_engines_locally=false", "external_server_urls=['http://']"], "wanted http://host:"),
-        (["external_proxy_url=x"], "requests go straight to"),
+        (["external_proxy_url=x"], "requests are sent directly to"),
     ],
 )
 def test_server_settings_are_validated(overrides: list[str], wanted: str) -> None:

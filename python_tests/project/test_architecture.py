@@ -183,6 +183,12 @@ def test_optional_packages_are_imported_lazily(heavy: str) -> None:
     assert offenders(python_files(""), (heavy,), at_top_only=True) == []
 
 
+def test_time_limits_keep_cancellations() -> None:
+    # Before Python 3.12 asyncio.wait_for drops a cancellation that arrives with the result.
+    users = [p.name for p in python_files("") if "asyncio.wait_for(" in p.read_text()]
+    assert users == [], "use `async with asyncio.timeout(...)`"
+
+
 IMPORT = """
 import sys
 import skyrl_fast

@@ -81,13 +81,21 @@ def test_a_signal_stops_with_a_checkpoint_and_the_run_resumes(
 ) -> None:
     expected = train(settings(folder, "expected"))
 
+    cancelled = False
+
     async def interrupt(step: int) -> None:
+        nonlocal cancelled
         if step == 3:
             os.kill(os.getpid(), number)
-            await asyncio.sleep(60)  # cancelled by the stop
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled = True
+                raise
 
     recorder = Recorder(interrupt)
     outcome = train(settings(folder, "run"), recorder)
+    assert cancelled
     assert (outcome.step, outcome.signal) == (3, number)
     assert outcome.checkpoint is not None and outcome.checkpoint.name == "step_000003"
     assert recorder.rollouts[0].closed

@@ -281,7 +281,12 @@ class EnginePool:
         self, member: _Member, call: Callable[[], Coroutine[Any, Any, T]], seconds: float
     ) -> T | None:
         """Return the engine's answer, or None if it dies or does not answer in time."""
-        task = asyncio.create_task(asyncio.wait_for(call(), seconds))
+
+        async def answer() -> T:
+            async with asyncio.timeout(seconds):
+                return await call()
+
+        task = asyncio.create_task(answer())
         member.calls.add(task)
         try:
             return await task

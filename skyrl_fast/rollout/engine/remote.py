@@ -124,7 +124,8 @@ class RemoteEngine:
                 )
             await asyncio.sleep(START_POLL_SECONDS)
         try:
-            await asyncio.wait_for(self._handshake(), HANDSHAKE_SECONDS)
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                await self._handshake()
         except TimeoutError as error:
             text = f"{self.name} is healthy but did not answer within {HANDSHAKE_SECONDS:g} s"
             raise EngineDeadError(text) from error

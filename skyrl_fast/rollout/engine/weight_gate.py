@@ -69,7 +69,8 @@ class WeightGate:
             while self.num_inside:
                 await interrupt()
                 try:
-                    await asyncio.wait_for(self._empty.wait(), INTERRUPT_AGAIN_SECONDS)
+                    async with asyncio.timeout(INTERRUPT_AGAIN_SECONDS):
+                        await self._empty.wait()
                 except TimeoutError:
                     if self._clock() - logged >= LOG_SECONDS:
                         logged = self._clock()

@@ -225,7 +225,9 @@ class GroupFlow:
         """Wait until a group's state changes; log periodically what is being waited for."""
         while not self._changed.is_set():
             try:
-                await asyncio.wait_for(self._changed.wait(), WAIT_LOG_SECONDS)
+                # Not wait_for: before Python 3.12 it drops a cancellation that meets the event.
+                async with asyncio.timeout(WAIT_LOG_SECONDS):
+                    await self._changed.wait()
             except TimeoutError:
                 logger.warning("%s", self._waiting_for())
 

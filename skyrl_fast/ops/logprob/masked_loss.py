@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from skyrl_fast.ops import _backend
+from skyrl_fast.ops._offsets import check_offsets
 from skyrl_fast.ops.logprob import reference as logprob_reference
 from skyrl_fast.ops.logprob.masked_loss_autograd import Call, Result, visit
 from skyrl_fast.ops.logprob.selected import (
@@ -192,6 +193,7 @@ def _weights(
         return _cells("row_weights", row_weights, shape, dtype)
     num_rows = shape[0] if len(shape) == 2 else None
     if cu_seqlens is not None:
+        cu_seqlens = check_offsets(OP, "cu_seqlens", cu_seqlens, total=shape.numel())
         num_rows = cu_seqlens.numel() - 1
     if row_weights.shape != (num_rows,):
         wanted = f"{tuple(shape)}" + ("" if num_rows is None else f" or ({num_rows},)")

@@ -9,6 +9,7 @@ import torch
 
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _rows
+from skyrl_fast.ops._offsets import check_offsets
 from skyrl_fast.ops.policy_loss import reference
 
 OP = "reduction_weights"
@@ -114,12 +115,7 @@ def checked_offsets(
         raise ValueError(
             f"{op}: with cu_seqlens, data must be (A,), got shape {tuple(cells.shape)}"
         )
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0 or cu_seqlens.is_floating_point():
-        raise ValueError(
-            f"{op}: cu_seqlens must be (N + 1,) ints, got {cu_seqlens.dtype} of shape "
-            f"{tuple(cu_seqlens.shape)}"
-        )
-    return cu_seqlens.to(torch.int32).contiguous()
+    return check_offsets(op, "cu_seqlens", cu_seqlens)
 
 
 def native_mask(op: str, loss_mask: torch.Tensor) -> torch.Tensor:

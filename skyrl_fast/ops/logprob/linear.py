@@ -45,7 +45,7 @@ def linear_logprob(
         lm_head_weight: (V, H) of the same dtype.
         target_ids: (...) integers; in [0, V) where the mask is 1.
         loss_mask: (...) bool or number, or None: all ones.
-        temperature: divides the logits.
+        temperature: divides the logits; from 1e-6 to 1e30.
         return_entropy: also return the entropy of softmax(logits / temperature), in nats.
         chunk_rows: rows per chunk; the backward's chunks have the same size. None: 128 MB of logits
             (512 MB on a GPU), at least 64 rows.

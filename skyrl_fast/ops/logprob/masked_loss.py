@@ -87,7 +87,7 @@ def masked_logprob_loss(
             cells, each token's. None: one over the number of trained tokens here.
         cu_seqlens: (N + 1,) offsets of the rows' cells, for (N,) weights of (A,) cells.
         token_weights: cells; multiply the policy loss, not the KL. None: ones.
-        temperature: divides the logits.
+        temperature: divides the logits; from 1e-6 to 1e30.
         return_entropy: also return the entropy, without a gradient.
         inplace_backward: write the gradient over the logits, during this call; another op that
             saved them for its backward then raises an autograd error. A function compiled by

@@ -111,6 +111,7 @@ def check_rows(
     if cu_seqlens is not None:
         _check_rows_of_offsets(op, cu_seqlens, num_rows)
     if mask is not None:
+        _backend.check_device(op, rewards, mask)
         mask = mask.contiguous()
     shape = _result_shape(op, rewards, mask, cu_seqlens, num_rows, mask_name)
     return Rows(

@@ -112,7 +112,13 @@ def masked_logprob_loss(
     _check_loss(spec, kl_estimator, ref_logprobs, advantages)
     check_logits(OP, logits)
     check_selection(OP, logits, "logits", target_ids, loss_mask, temperature)
-    chosen = _backend.select(OP, logits, target_ids, backend=backend, available_on_gpu=ON_GPU)
+    optional = (old_logprobs, advantages, loss_mask, rollout_logprobs, ref_logprobs, row_weights)
+    chosen = _backend.select(
+        *(OP, logits, target_ids, *optional, token_weights),
+        backend=backend,
+        available_on_gpu=ON_GPU,
+        transforms=("vmap",),
+    )
     if logits.dtype not in KERNEL_DTYPES:
         chosen = "torch"
     shape = target_ids.shape

@@ -68,7 +68,10 @@ def selected_logprob(
     shape = target_ids.shape
     targets = target_ids.reshape(-1).to(torch.int64).contiguous()
     keep = as_uint8(loss_mask)
-    chosen = _backend.select(OP, logits, target_ids, backend=backend, available_on_gpu=ON_GPU)
+    inputs = (logits, target_ids, loss_mask)
+    chosen = _backend.select(
+        OP, *inputs, backend=backend, available_on_gpu=ON_GPU, transforms=("vmap",)
+    )
     if chosen != "torch" and logits.dtype in KERNEL_DTYPES:
         rows = kernel_rows(OP, logits)
         if inplace_backward:

@@ -82,7 +82,8 @@ def reduction_weights(
         raise ValueError(f"{OP}: {reduction} needs max_seq_len > 0, got {max_seq_len}")
     cu_seqlens = checked_offsets(OP, loss_mask, cu_seqlens)
     mask = native_mask(OP, loss_mask)
-    if _backend.select(OP, mask, backend=backend) == "native":
+    chosen = _backend.select(OP, mask, backend=backend, transforms=("grad", "vmap"))
+    if chosen == "native":
         counts = torch.ops.skyrl_fast.mask_counts(mask, cu_seqlens)
     else:
         counts = _mask_counts_torch(mask, cu_seqlens)

@@ -146,8 +146,7 @@ void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask,
   token.reference = reference.per_row_or_null<float>(DType::kFloat32, n);
   token.token_weights = token_weights.per_row_or_null<float>(DType::kFloat32, n);
   token.weights = per_row<float>(weights, DType::kFloat32, n);
-  check_loss(kLossOp, loss, kl, !advantages_obj.is_none(), !reference_obj.is_none(),
-             false);
+  check_loss(kLossOp, loss, kl, !advantages_obj.is_none(), !reference_obj.is_none(), false);
   float* logprob_data = per_row<float>(logprob, DType::kFloat32, n);
   float* entropy_data = entropy.per_row_or_null<float>(DType::kFloat32, n);
   std::optional<Borrowed> grad;

@@ -58,6 +58,26 @@ def test_bad_offsets_are_refused(op: str, bad: str) -> None:
         OPS[op](BAD[bad])
 
 
+@pytest.mark.spec("batch.offset-checks")
+@pytest.mark.parametrize("bad", [[0, 2**28, 4], [0, 3, 2, 4], [0, 2, 5], [1, 4]])
+@pytest.mark.parametrize("op", ["policy_loss", "reduction_weights", "off_policy_correction"])
+def test_the_torch_backend_refuses_offsets_beyond_the_cells(op: str, bad: list[int]) -> None:
+    cu = torch.tensor(bad, dtype=torch.int32)
+    message = f"{op}: cu_seqlens must be non-decreasing offsets from 0 to 4, got"
+    with pytest.raises(ValueError, match=message):
+        if op == "policy_loss":
+            weights = torch.ones(len(bad) - 1)
+            sf.policy_loss(
+                *(CELLS, CELLS, CELLS, CELLS), cu_seqlens=cu, row_weights=weights, backend="torch"
+            )
+        elif op == "reduction_weights":
+            sf.reduction_weights(CELLS, reduction="token_mean", cu_seqlens=cu, backend="torch")
+        else:
+            sf.off_policy_correction(
+                *(CELLS, CELLS, CELLS), tis_ratio_type="token", cu_seqlens=cu, backend="torch"
+            )
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
 def test_offsets_of_any_integer_dtype_become_int32(dtype: torch.dtype) -> None:
     checked = check_offsets("op", "cu_seqlens", torch.tensor([0, 2, 4], dtype=dtype), total=4)

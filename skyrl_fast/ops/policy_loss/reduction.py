@@ -116,7 +116,7 @@ def checked_offsets(
         raise ValueError(
             f"{op}: with cu_seqlens, data must be (A,), got shape {tuple(cells.shape)}"
         )
-    return check_offsets(op, "cu_seqlens", cu_seqlens)
+    return check_offsets(op, "cu_seqlens", cu_seqlens, total=cells.shape[0])
 
 
 def native_mask(op: str, loss_mask: torch.Tensor) -> torch.Tensor:

@@ -92,6 +92,20 @@ const DLPackExchangeAPI* exchange_table(PyTypeObject* type) {
   return found.table;
 }
 
+// Whether the memory of a torch tensor holds the negated values (z.conj().imag): DLPack exports it
+// as it is.
+bool has_negative_bit(py::handle object) {
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  PyObject* answer = PyObject_CallMethodNoArgs(object.ptr(), name);
+  if (answer == nullptr) {
+    PyErr_Clear();  // not a torch tensor
+    return false;
+  }
+  const bool is_negative = answer == Py_True;
+  Py_DECREF(answer);
+  return is_negative;
+}
+
 }  // namespace
 
 Borrowed::Borrowed(py::handle object, const char* op, const char* name) {
@@ -106,6 +120,9 @@ Borrowed::Borrowed(py::handle object, const char* op, const char* name) {
   if (view_.data == nullptr && view_.numel() > 0) {
     fail(view_, "a tensor with storage", "one without, such as a FakeTensor");
   }
+  if (has_negative_bit(object)) {
+    fail(view_, "a tensor without the negative bit", "one with it; call .resolve_neg()");
+  }
 }
 
 Borrowed::~Borrowed() {
@@ -116,7 +133,13 @@ bool Borrowed::from_exchange_table(py::handle object) {
   const DLPackExchangeAPI* table = exchange_table(Py_TYPE(object.ptr()));
   if (table == nullptr) return false;
   DLTensor t;
-  if (table->dltensor_from_py_object_no_sync(object.ptr(), &t) != 0) throw py::error_already_set();
+  if (table->dltensor_from_py_object_no_sync(object.ptr(), &t) != 0) {
+    const py::error_already_set error;
+    const std::string reason = py::str(error.value());
+    PyErr_Format(error.type().ptr(), "%s: %s must be a tensor that DLPack can share, got: %s",
+                 view_.op, view_.name, reason.substr(0, reason.find('\n')).c_str());
+    throw py::error_already_set();
+  }
   fill(t, &view_);
   return true;
 }

@@ -29,6 +29,7 @@ struct LogitRows {
 //   target_ids  int64 [num_rows]; in [0, vocab) where the mask is not 0
 //   mask        uint8 [num_rows], or null: all ones. Rows of mask 0 are never read.
 struct Selection {
+  const char* op = "";  // for messages
   const int64_t* target_ids = nullptr;
   const uint8_t* mask = nullptr;
   double temperature = 1.0;

@@ -18,6 +18,7 @@ namespace skyrl_fast {
 namespace {
 
 constexpr char kOp[] = "selected_logprob";
+constexpr char kLossOp[] = "masked_logprob_loss";
 constexpr double kMaxTemperature = std::numeric_limits<double>::max();
 
 LogitRows rows_of(const TensorView& t) {
@@ -35,8 +36,8 @@ T* per_row(const Borrowed& borrowed, DType dtype, int64_t num_rows) {
 // An argument that may be None.
 class MaybeBorrowed {
  public:
-  MaybeBorrowed(py::handle object, const char* name) {
-    if (!object.is_none()) borrowed_.emplace(object, kOp, name);
+  MaybeBorrowed(py::handle object, const char* op, const char* name) {
+    if (!object.is_none()) borrowed_.emplace(object, op, name);
   }
   template <typename T>
   T* per_row_or_null(DType dtype, int64_t num_rows) const {
@@ -49,18 +50,20 @@ class MaybeBorrowed {
 
 // The arguments shared by forward and backward, borrowed and checked.
 struct Inputs {
-  Inputs(py::handle logits_obj, py::handle targets_obj, py::handle mask_obj, double temperature)
-      : logits(logits_obj, kOp, "logits"),
-        targets(targets_obj, kOp, "target_ids"),
-        mask(mask_obj, "mask"),
+  Inputs(const char* op, py::handle logits_obj, py::handle targets_obj, py::handle mask_obj,
+         double temperature)
+      : logits(logits_obj, op, "logits"),
+        targets(targets_obj, op, "target_ids"),
+        mask(mask_obj, op, "loss_mask"),
         rows(rows_of(*logits)) {
+    selection.op = op;
     selection.target_ids = per_row<int64_t>(targets, DType::kInt64, rows.num_rows);
     selection.mask = mask.per_row_or_null<uint8_t>(DType::kUInt8, rows.num_rows);
     selection.temperature = temperature;
     if (!(temperature > 0.0) || temperature > kMaxTemperature) {
-      throw std::invalid_argument(
-          "selected_logprob: temperature must be positive and finite, got " +
-          std::to_string(temperature));
+      throw std::invalid_argument(std::string(op) +
+                                  ": temperature must be positive and finite, got " +
+                                  std::to_string(temperature));
     }
   }
   Borrowed logits, targets;
@@ -82,10 +85,10 @@ LogitRows rows_like(const TensorView& grad, const Inputs& in) {
 void selected_logprob(py::handle logits, py::handle targets, py::handle mask, double temperature,
                       py::handle logprob_obj, py::handle lse_obj, py::handle entropy_obj,
                       int num_threads) {
-  const Inputs in(logits, targets, mask, temperature);
+  const Inputs in(kOp, logits, targets, mask, temperature);
   const Borrowed logprob(logprob_obj, kOp, "logprob");
   const Borrowed lse(lse_obj, kOp, "lse");
-  const MaybeBorrowed entropy(entropy_obj, "entropy");
+  const MaybeBorrowed entropy(entropy_obj, kOp, "entropy");
   const int64_t n = in.rows.num_rows;
   float* logprob_data = per_row<float>(logprob, DType::kFloat32, n);
   double* lse_data = per_row<double>(lse, DType::kFloat64, n);
@@ -98,13 +101,13 @@ void selected_logprob_backward(py::handle logits, py::handle targets, py::handle
                                double temperature, py::handle lse_obj, py::handle entropy_obj,
                                py::handle grad_logprob_obj, py::handle grad_entropy_obj,
                                py::handle grad_obj, int num_threads) {
-  const Inputs in(logits, targets, mask, temperature);
+  const Inputs in(kOp, logits, targets, mask, temperature);
   const Borrowed grad(grad_obj, kOp, "grad");
   const LogitRows grad_rows = rows_like(*grad, in);
   const Borrowed lse(lse_obj, kOp, "lse");
-  const MaybeBorrowed entropy(entropy_obj, "entropy");
-  const MaybeBorrowed grad_logprob(grad_logprob_obj, "grad_logprob");
-  const MaybeBorrowed grad_entropy(grad_entropy_obj, "grad_entropy");
+  const MaybeBorrowed entropy(entropy_obj, kOp, "entropy");
+  const MaybeBorrowed grad_logprob(grad_logprob_obj, kOp, "grad_logprob");
+  const MaybeBorrowed grad_entropy(grad_entropy_obj, kOp, "grad_entropy");
   const int64_t n = in.rows.num_rows;
   const double* lse_data = per_row<double>(lse, DType::kFloat64, n);
   const float* entropy_data = entropy.per_row_or_null<float>(DType::kFloat32, n);
@@ -125,31 +128,31 @@ void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask,
                          py::handle reference_obj, py::handle token_weights_obj,
                          py::handle weights_obj, py::handle logprob_obj, py::handle entropy_obj,
                          py::handle grad_obj, int num_threads) {
-  const Inputs in(logits, targets, mask, temperature);
+  const Inputs in(kLossOp, logits, targets, mask, temperature);
   const int64_t n = in.rows.num_rows;
-  const MaybeBorrowed old_logprobs(old_logprobs_obj, "old_logprobs"),
-      advantages(advantages_obj, "advantages");
-  const MaybeBorrowed reference(reference_obj, "ref_logprobs");
-  const MaybeBorrowed token_weights(token_weights_obj, "token_weights");
-  const MaybeBorrowed entropy(entropy_obj, "entropy");
-  const Borrowed weights(weights_obj, kOp, "row_weights"), logprob(logprob_obj, kOp, "logprob");
+  const MaybeBorrowed old_logprobs(old_logprobs_obj, kLossOp, "old_logprobs");
+  const MaybeBorrowed advantages(advantages_obj, kLossOp, "advantages");
+  const MaybeBorrowed reference(reference_obj, kLossOp, "ref_logprobs");
+  const MaybeBorrowed token_weights(token_weights_obj, kLossOp, "token_weights");
+  const MaybeBorrowed entropy(entropy_obj, kLossOp, "entropy");
+  const Borrowed weights(weights_obj, kLossOp, "row_weights");
+  const Borrowed logprob(logprob_obj, kLossOp, "logprob");
   TokenLossInputs token;
   token.loss = static_cast<LossKind>(loss);
   token.kl = static_cast<KlKind>(kl);
-  token.params = loss_params<float>("masked_logprob_loss", params);
+  token.params = loss_params<float>(kLossOp, params);
   token.old_logprobs = old_logprobs.per_row_or_null<float>(DType::kFloat32, n);
   token.advantages = advantages.per_row_or_null<float>(DType::kFloat32, n);
   token.reference = reference.per_row_or_null<float>(DType::kFloat32, n);
   token.token_weights = token_weights.per_row_or_null<float>(DType::kFloat32, n);
   token.weights = per_row<float>(weights, DType::kFloat32, n);
-  check_loss("masked_logprob_loss", loss, kl, !advantages_obj.is_none(), !reference_obj.is_none(),
-             false);
+  check_loss(kLossOp, loss, kl, !advantages_obj.is_none(), !reference_obj.is_none(), false);
   float* logprob_data = per_row<float>(logprob, DType::kFloat32, n);
   float* entropy_data = entropy.per_row_or_null<float>(DType::kFloat32, n);
   std::optional<Borrowed> grad;
   LogitRows grad_rows;
   if (!grad_obj.is_none()) {
-    grad.emplace(grad_obj, kOp, "grad");
+    grad.emplace(grad_obj, kLossOp, "grad");
     grad_rows = rows_like(**grad, in);
   }
   py::gil_scoped_release release;

@@ -27,7 +27,7 @@ void check_targets(const LogitRows& logits, const Selection& selection) {
   for (int64_t r = 0; r < logits.num_rows; ++r) {
     const int64_t target = selection.target_ids[r];
     if (selection.has(r) && (target < 0 || target >= logits.vocab)) {
-      throw std::invalid_argument("selected_logprob: target_ids must be in [0, " +
+      throw std::invalid_argument(std::string(selection.op) + ": target_ids must be in [0, " +
                                   std::to_string(logits.vocab) + ") where the mask is 1, got " +
                                   std::to_string(target) + " in row " + std::to_string(r));
     }

@@ -32,6 +32,7 @@ struct Inputs {
         rows(rows_of(*logits)) {
     selection.target_ids = cuda_array<int64_t>(*targets, DType::kInt64, rows.num_rows, *logits);
     selection.mask = mask.array<uint8_t>(DType::kUInt8, rows.num_rows, *logits);
+    selection.op = op;
     selection.temperature = temperature;
     if (!(temperature > 0.0)) {
       throw std::invalid_argument(std::string(op) + ": temperature must be positive, got " +

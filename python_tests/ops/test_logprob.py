@@ -386,6 +386,8 @@ def test_target_out_of_range(target, backend):
         ({"temperature": -1.0}, "temperature must be positive"),
         ({"temperature": math.nan}, "temperature must be positive"),
         ({"temperature": math.inf}, "temperature must be positive"),
+        ({"temperature": 1e-300}, "temperature must be .* from 1e-06 to 1e\\+30, got 1e-300"),
+        ({"temperature": 1e300}, "temperature must be .* from 1e-06 to 1e\\+30, got 1e\\+300"),
         ({"backend": "fpga"}, "backend must be one of"),
         ({"logits": torch.zeros(1, 5).expand(2, 5), "inplace_backward": True}, "not overlap"),
     ],
@@ -396,6 +398,38 @@ def test_invalid_arguments(change, message):
     logits, targets = arguments.pop("logits"), arguments.pop("target_ids")
     with pytest.raises(ValueError, match=message):
         selected_logprob(logits, targets, **arguments)
+
+
+@pytest.mark.spec("logprob.temperature")
+@pytest.mark.parametrize("temperature", [1e-6, 1e30])
+def test_extreme_temperatures(temperature, backend):
+    logits = torch.tensor([[3.0, 1.0, -40.0], [100.0, 99.0, 98.5]])
+    got = selected_logprob(logits, torch.tensor([0, 1]), temperature=temperature, backend=backend)
+    want = [0.0, -1e6] if temperature < 1 else [-math.log(3)] * 2
+    torch.testing.assert_close(got, torch.tensor(want))
+
+
+@pytest.mark.spec("logprob.in-place")
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((2, 2), (5, 4)), ((2, 2), (4, 5)), ((3, 2), (4, 8)), ((2, 3), (7, 4))]
+)
+def test_in_place_refuses_rows_that_overlap_across_two_strides(shape, strides):
+    logits = torch.arange(60.0).as_strided((*shape, 4), (*strides, 1))  # each stride holds a row
+    with pytest.raises(ValueError, match="selected_logprob: rows of logits must not overlap"):
+        selected_logprob(logits, torch.zeros(shape, dtype=torch.int64), inplace_backward=True)
+
+
+@pytest.mark.spec("logprob.in-place")
+@pytest.mark.parametrize("strides", [(8, 4), (4, 8), (9, 4), (4, 9)])
+def test_in_place_accepts_rows_in_either_order(strides):
+    targets = torch.tensor([[0, 1], [2, 3]])
+    grads = []
+    for inplace in (False, True):
+        memory = torch.arange(20.0).square() / 100
+        leaf = memory.as_strided((2, 2, 4), (*strides, 1)).requires_grad_()
+        selected_logprob(leaf, targets, inplace_backward=inplace).sum().backward()
+        grads.append(leaf.grad.clone())
+    assert grads[0].tolist() == grads[1].tolist()
 
 
 def test_arguments_that_are_not_tensors():

@@ -398,7 +398,10 @@ def test_second_backward_is_refused():
         ({"advantages": None}, "needs advantages"),
         ({"advantages": torch.zeros(3)}, "advantages must be of shape"),
         ({"row_weights": torch.zeros(1)}, "row_weights must be of shape"),
-        ({"target_ids": torch.tensor([0, 5])}, r"target_ids must be in \[0, 5\)"),
+        (
+            {"target_ids": torch.tensor([0, 5])},
+            r"masked_logprob_loss: target_ids must be in \[0, 5\)",
+        ),
         ({"logits": torch.zeros(2, 5).int()}, "float32, bfloat16, float16 or float64"),
         ({"temperature": 0.0}, "temperature must be positive"),
     ],

@@ -22,10 +22,11 @@ HUGE_PAGE_MIN_BYTES = 2 << 20  # smaller blocks come from memory that malloc has
 
 def select(
     op: str,
-    *tensors: torch.Tensor,
+    *tensors: torch.Tensor | None,
     backend: str | None = None,
     available: Sequence[str] = ("native", "torch"),
     available_on_gpu: Sequence[str] = ("torch",),
+    transforms: Sequence[str] = (),
 ) -> str:
     """Return the backend that runs `op` on these tensors.
 
@@ -35,20 +36,19 @@ def select(
 
     Args:
         op: the op's public name, for messages.
-        tensors: the op's tensor arguments; all on one device.
+        tensors: the op's tensor arguments, None where one is not given; all on one device.
         backend: "native", "triton", "torch" or None.
         available: the backends that the op has on the CPU.
         available_on_gpu: those it has on a GPU; "native" counts where CUDA is compiled in.
+        transforms: the transforms of torch.func ("grad", "vmap") that its kernels can run under.
 
     Raises:
         ValueError: tensors on different devices, an unknown backend, or one that cannot run here.
-        RuntimeError: a forward-mode derivative of a kernel, which has none.
+        RuntimeError: a forward-mode derivative of a kernel, which has none, or a transform of
+            torch.func.
     """
-    devices = {t.device for t in tensors}
-    if len(devices) > 1:
-        raise ValueError(
-            f"{op}: all tensors must be on one device, got {sorted(map(str, devices))}"
-        )
+    given = [t for t in tensors if isinstance(t, torch.Tensor)]
+    devices = check_device(op, *given)
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"{op}: backend must be one of {BACKENDS} or None, got {backend!r}")
     kind = device_kind(devices.pop()) if devices else "cpu"
@@ -56,15 +56,44 @@ def select(
     chosen = next(b for b in BACKENDS if b in usable) if backend is None else backend
     if chosen not in usable:
         raise ValueError(f"{op}: backend {backend!r} cannot run on {kind}; usable: {usable}")
-    if chosen != "torch" and any(map(_is_dual, tensors)):
-        raise RuntimeError(f"{op}: no forward-mode derivative; use backend='torch'")
+    if chosen != "torch" and not torch.compiler.is_compiling():
+        instead = "; use backend='torch'" if "torch" in usable else ""
+        if any(map(_is_dual, given)):
+            raise RuntimeError(f"{op}: no forward-mode derivative{instead}")
+        for transform in map(_transform_of, given):
+            if transform is not None and transform not in transforms:
+                raise RuntimeError(f"{op}: torch.func.{transform} is not supported{instead}")
     return chosen
+
+
+def check_device(op: str, *tensors: torch.Tensor) -> set[torch.device]:
+    """Refuse tensors on several devices; return the device as a set, empty without tensors."""
+    devices = {t.device for t in tensors}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{op}: all tensors must be on one device, got {sorted(map(str, devices))}"
+        )
+    return devices
+
+
+def _transform_of(tensor: torch.Tensor) -> str | None:
+    """Return the innermost transform of torch.func that the tensor is inside of.
+
+    A tensor inside vmap that needs a gradient counts as "grad": the kernels' autograd functions
+    have no rule for vmap.
+    """
+    functorch = torch._C._functorch
+    if not functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    is_vmap = functorch.is_batchedtensor(tensor)
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
+    return "vmap" if is_vmap and not needs_gradient else "grad"
 
 
 def _is_dual(tensor: torch.Tensor) -> bool:
     """Return whether it carries a forward-mode tangent, which a kernel would ignore."""
-    if torch.compiler.is_compiling():
-        return False
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
@@ -123,8 +152,15 @@ def launch_argument(tensor: torch.Tensor) -> int:
 
 
 def run_kernel(name: str, use_triton: bool, tensor: torch.Tensor, *arguments: Any) -> None:
-    """Call the Triton kernel of that name, or the native one for the tensor's device."""
+    """Call the Triton kernel of that name, or the native one for the tensor's device.
+
+    Raises:
+        ValueError: a tensor with the negative bit, whose memory holds the negated values. (Through
+            torch.ops torch resolves it.)
+    """
     if use_triton:
+        if any(isinstance(value, torch.Tensor) and value.is_neg() for value in arguments):
+            raise ValueError(f"{name}: tensors must not have the negative bit; call .resolve_neg()")
         from skyrl_fast.ops import _triton as triton_ops
 
         getattr(triton_ops, name)(*arguments)

@@ -11,6 +11,7 @@ import torch
 
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend
+from skyrl_fast.ops._offsets import check_offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +100,19 @@ def check_rows(
         raise ValueError(f"{op}: rewards must be floating point, got {rewards.dtype}")
     if rewards.dim() not in (1, 2):
         raise ValueError(f"{op}: rewards must be (N,), (N, R) or (A,), got {tuple(rewards.shape)}")
+    if cu_seqlens is not None:
+        cu_seqlens = check_offsets(op, "cu_seqlens", cu_seqlens)
     if num_rows is None:
         num_rows = rewards.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     elif cu_seqlens is None and rewards.shape[0] != num_rows:
         raise ValueError(
             f"{op}: rewards must have one row per group id ({num_rows}), got {rewards.shape[0]}"
         )
-    cu_seqlens = _check_cu_seqlens(op, cu_seqlens, num_rows)
-    mask = mask.contiguous() if mask is not None else None
+    if cu_seqlens is not None:
+        _check_rows_of_offsets(op, cu_seqlens, num_rows)
+    if mask is not None:
+        _backend.check_device(op, rewards, mask)
+        mask = mask.contiguous()
     shape = _result_shape(op, rewards, mask, cu_seqlens, num_rows, mask_name)
     return Rows(
         op=op,
@@ -186,12 +192,7 @@ def check_discount(op: str, name: str, value: float) -> None:
         raise ValueError(f"{op}: {name} must be from 0 to 1, got {value}")
 
 
-def _check_cu_seqlens(
-    op: str, cu_seqlens: torch.Tensor | None, num_rows: int
-) -> torch.Tensor | None:
-    if cu_seqlens is None:
-        return None
-    cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
+def _check_rows_of_offsets(op: str, cu_seqlens: torch.Tensor, num_rows: int) -> None:
     is_bad = cu_seqlens.shape != (num_rows + 1,)
     if not is_bad and not _backend.on_gpu(
         cu_seqlens
@@ -202,7 +203,6 @@ def _check_cu_seqlens(
             f"{op}: cu_seqlens must be {num_rows + 1} non-decreasing offsets, got "
             f"{cu_seqlens.tolist()[:8]}"
         )
-    return cu_seqlens
 
 
 def _result_shape(

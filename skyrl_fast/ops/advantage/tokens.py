@@ -144,7 +144,7 @@ def _check(
             got = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
             raise ValueError(f"{op}: values must be a floating point tensor, got {got}")
         if loss_mask is None:
-            loss_mask = torch.ones(values.shape, dtype=torch.bool)
+            loss_mask = torch.ones(values.shape, dtype=torch.bool, device=rewards.device)
     rows = check_rows(op, rewards, None, is_last_step, loss_mask, cu_seqlens, mask_name="loss_mask")
     if values is not None and values.shape != rows.shape:
         raise ValueError(

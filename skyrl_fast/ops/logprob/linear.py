@@ -45,7 +45,7 @@ def linear_logprob(
         lm_head_weight: (V, H) of the same dtype.
         target_ids: (...) integers; in [0, V) where the mask is 1.
         loss_mask: (...) bool or number, or None: all ones.
-        temperature: divides the logits.
+        temperature: divides the logits; from 1e-6 to 1e30.
         return_entropy: also return the entropy of softmax(logits / temperature), in nats.
         chunk_rows: rows per chunk; the backward's chunks have the same size. None: 128 MB of logits
             (512 MB on a GPU), at least 64 rows.
@@ -64,6 +64,10 @@ def linear_logprob(
         tensor([-1.3863])
     """
     _check_linear(hidden, lm_head_weight, target_ids, loss_mask, temperature, chunk_rows)
+    inputs = (hidden, lm_head_weight, target_ids)
+    chosen = _backend.select(OP, *inputs, backend=backend, available_on_gpu=ON_GPU)
+    if loss_mask is not None and _backend.device_kind(loss_mask.device) != "cpu":
+        _backend.check_device(OP, *inputs, loss_mask)  # a mask on the CPU saves a synchronization
     shape = target_ids.shape
     hidden = hidden.reshape(-1, hidden.shape[-1])
     targets = target_ids.reshape(-1).to(torch.int64)
@@ -73,7 +77,6 @@ def linear_logprob(
         if rows.device != hidden.device:
             rows = rows.to(hidden.device, non_blocking=True)
         hidden, targets = hidden[rows], targets[rows]
-    chosen = _backend.select(OP, hidden, lm_head_weight, backend=backend, available_on_gpu=ON_GPU)
     if chosen == "torch" or not _backend.on_gpu(hidden):
         check_targets(OP, targets, None, lm_head_weight.shape[0])
     if chosen != "torch" and hidden.dtype in KERNEL_DTYPES:

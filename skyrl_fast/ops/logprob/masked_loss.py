@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from skyrl_fast.ops import _backend
+from skyrl_fast.ops._offsets import check_offsets
 from skyrl_fast.ops.logprob import reference as logprob_reference
 from skyrl_fast.ops.logprob.masked_loss_autograd import Call, Result, visit
 from skyrl_fast.ops.logprob.selected import (
@@ -86,7 +87,7 @@ def masked_logprob_loss(
             cells, each token's. None: one over the number of trained tokens here.
         cu_seqlens: (N + 1,) offsets of the rows' cells, for (N,) weights of (A,) cells.
         token_weights: cells; multiply the policy loss, not the KL. None: ones.
-        temperature: divides the logits.
+        temperature: divides the logits; from 1e-6 to 1e30.
         return_entropy: also return the entropy, without a gradient.
         inplace_backward: write the gradient over the logits, during this call; another op that
             saved them for its backward then raises an autograd error. A function compiled by
@@ -111,7 +112,13 @@ def masked_logprob_loss(
     _check_loss(spec, kl_estimator, ref_logprobs, advantages)
     check_logits(OP, logits)
     check_selection(OP, logits, "logits", target_ids, loss_mask, temperature)
-    chosen = _backend.select(OP, logits, target_ids, backend=backend, available_on_gpu=ON_GPU)
+    optional = (old_logprobs, advantages, loss_mask, rollout_logprobs, ref_logprobs, row_weights)
+    chosen = _backend.select(
+        *(OP, logits, target_ids, *optional, token_weights),
+        backend=backend,
+        available_on_gpu=ON_GPU,
+        transforms=("vmap",),
+    )
     if logits.dtype not in KERNEL_DTYPES:
         chosen = "torch"
     shape = target_ids.shape
@@ -192,6 +199,7 @@ def _weights(
         return _cells("row_weights", row_weights, shape, dtype)
     num_rows = shape[0] if len(shape) == 2 else None
     if cu_seqlens is not None:
+        cu_seqlens = check_offsets(OP, "cu_seqlens", cu_seqlens, total=shape.numel())
         num_rows = cu_seqlens.numel() - 1
     if row_weights.shape != (num_rows,):
         wanted = f"{tuple(shape)}" + ("" if num_rows is None else f" or ({num_rows},)")

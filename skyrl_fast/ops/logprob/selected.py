@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from skyrl_fast.ops import _backend
@@ -12,6 +10,9 @@ from skyrl_fast.ops.logprob import reference
 OP = "selected_logprob"
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ON_GPU = ("native", "triton", "torch")
+# Below, a logit over the temperature has no fraction left in float32; above, 1 / temperature has
+# too few bits.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e30
 
 
 def selected_logprob(
@@ -42,7 +43,7 @@ def selected_logprob(
             (-100, say) elsewhere.
         loss_mask: (...) bool or number, or None: all ones. Rows of mask 0 are never read; their
             log-probability, entropy and gradient are 0.
-        temperature: divides the logits.
+        temperature: divides the logits; from 1e-6 to 1e30.
         return_entropy: also return the entropy of softmax(logits / temperature), in nats.
         inplace_backward: the backward writes the gradient over the logits, which saves a tensor
             of their size; a later use of the logits in another backward raises an autograd error.
@@ -53,8 +54,9 @@ def selected_logprob(
         (...) float32; with `return_entropy` a pair of them.
 
     Raises:
-        ValueError: shapes that do not match, a target out of range where the mask is 1, temperature
-            not positive, logits of another dtype or not contiguous in the last dimension.
+        ValueError: shapes that do not match, a target out of range where the mask is 1, a
+            temperature out of range, logits of another dtype or not contiguous in the last
+            dimension.
         RuntimeError: a second or a forward-mode derivative, which only backend="torch" has.
 
     Example:
@@ -66,7 +68,10 @@ def selected_logprob(
     shape = target_ids.shape
     targets = target_ids.reshape(-1).to(torch.int64).contiguous()
     keep = as_uint8(loss_mask)
-    chosen = _backend.select(OP, logits, target_ids, backend=backend, available_on_gpu=ON_GPU)
+    inputs = (logits, target_ids, loss_mask)
+    chosen = _backend.select(
+        OP, *inputs, backend=backend, available_on_gpu=ON_GPU, transforms=("vmap",)
+    )
     if chosen != "torch" and logits.dtype in KERNEL_DTYPES:
         rows = kernel_rows(OP, logits)
         if inplace_backward:
@@ -120,8 +125,11 @@ def check_selection(
             )
     if target_ids.is_floating_point() or target_ids.is_complex() or target_ids.dtype == torch.bool:
         raise ValueError(f"{op}: target_ids must be integers, got {target_ids.dtype}")
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"{op}: temperature must be positive and finite, got {temperature}")
+    if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise ValueError(
+            f"{op}: temperature must be positive and finite, from {MIN_TEMPERATURE:g} to "
+            f"{MAX_TEMPERATURE:g}, got {temperature}"
+        )
 
 
 def as_uint8(mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -167,10 +175,17 @@ def kernel_rows(op: str, logits: torch.Tensor) -> torch.Tensor:
 
 
 def check_no_overlap(op: str, rows: torch.Tensor) -> None:
-    """Check that rows of logits may be written in place."""
-    for size, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
-        if size > 1 and stride < rows.shape[-1]:
+    """Check that rows of logits may be written in place: each loop steps past the one inside it."""
+    extent = rows.shape[-1]
+    loops = list(zip(rows.stride()[:-1], rows.shape[:-1], strict=True))
+    if len(loops) == 2 and loops[1][0] < loops[0][0]:  # torch.compile cannot sort symbolic sizes
+        loops.reverse()
+    for stride, size in loops:
+        if size <= 1:
+            continue
+        if stride < extent:
             raise ValueError(
-                f"{op}: rows of logits must not overlap to be written in place, got strides "
-                f"{rows.stride()}"
+                f"{op}: rows of logits must not overlap to be written in place, got shape "
+                f"{tuple(rows.shape)} with strides {rows.stride()}"
             )
+        extent += stride * (size - 1)

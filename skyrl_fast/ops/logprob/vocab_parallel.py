@@ -66,7 +66,10 @@ def vocab_parallel_logprob(
     if vocab_start < 0:
         raise ValueError(f"{OP}: vocab_start must not be negative, got {vocab_start}")
     chosen = _backend.select(
-        OP, logits, target_ids, backend=backend, available=("native",), available_on_gpu=ON_GPU[:2]
+        *(OP, logits, target_ids, loss_mask),
+        backend=backend,
+        available=("native",),
+        available_on_gpu=ON_GPU[:2],
     )
     if logits.dtype not in KERNEL_DTYPES:
         raise ValueError(f"{OP}: logits must be float32, bfloat16 or float16, got {logits.dtype}")

@@ -157,7 +157,8 @@ def pad_field(name: str, value: Any, pad_size: int, mode: str) -> Any:
 
 
 def _copy_rows(rows: torch.Tensor, out: torch.Tensor) -> None:
-    if _backend.device_kind(rows.device) == "cpu" and rows.is_contiguous():
+    is_plain = not (rows.is_neg() or rows.is_conj())  # the bytes in memory are the values
+    if _backend.device_kind(rows.device) == "cpu" and rows.is_contiguous() and is_plain:
         copy_cells(rows, out)
     else:
         out.copy_(rows)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.ops import _backend, _ragged
+from skyrl_fast.ops._offsets import integer_vector
 from skyrl_fast.ops._ragged import Concat, Ragged, Rows
 from skyrl_fast.ops.pack import reference
 
@@ -183,7 +184,7 @@ def unpack_steps(
     if (cu_seqlens is None) == (lengths is None):
         raise ValueError(f"{op}: give either cu_seqlens (flat) or lengths (padded)")
     if cu_seqlens is not None:
-        cu = torch.as_tensor(cu_seqlens).tolist()
+        cu = integer_vector(op, "cu_seqlens", cu_seqlens).tolist()
         sizes = [end - begin for begin, end in itertools.pairwise(cu)]
         if not cu or cu[0] != 0 or cu[-1] != len(values) or min(sizes, default=0) < 0:
             raise ValueError(
@@ -194,7 +195,7 @@ def unpack_steps(
             flat = values.tolist()
             return [flat[begin:end] for begin, end in itertools.pairwise(cu)]
         return list(torch.split(values, sizes))
-    sizes = torch.as_tensor(lengths).tolist()
+    sizes = integer_vector(op, "lengths", lengths).tolist()
     columns = values.shape[1] if values.dim() > 1 else -1
     if values.dim() < 2 or len(sizes) != len(values):
         raise ValueError(

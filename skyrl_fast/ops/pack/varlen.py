@@ -11,6 +11,7 @@ import torch
 
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _ragged
+from skyrl_fast.ops._offsets import integer_vector
 from skyrl_fast.ops.pack import reference, varlen_cuda
 
 SIDES = {"left": 0, "right": 1}
@@ -118,8 +119,8 @@ def varlen_to_padded(
     """
     op = "varlen_to_padded"
     _check_side(op, side)
-    cu = torch.as_tensor(cu_seqlens).detach().cpu().to(torch.int64)
-    if values.dim() < 1 or cu.dim() != 1 or len(cu) == 0:
+    cu = integer_vector(op, "cu_seqlens", cu_seqlens).cpu().to(torch.int64)
+    if values.dim() < 1 or len(cu) == 0:
         raise ValueError(
             f"{op}: values must be (S, ...) and cu_seqlens (N + 1,), got shapes "
             f"{tuple(values.shape)} and {tuple(cu.shape)}"
@@ -215,13 +216,11 @@ def _mask_lengths(op: str, mask: torch.Tensor, side: str) -> torch.Tensor:
 
 
 def _check_lengths(op: str, lengths: Any, num_rows: int, width: int) -> torch.Tensor:
-    lengths = torch.as_tensor(lengths).detach().cpu()
-    if lengths.shape != (num_rows,) or lengths.is_floating_point():
+    lengths = integer_vector(op, "lengths", lengths).cpu().to(torch.int64).contiguous()
+    if lengths.shape != (num_rows,):
         raise ValueError(
-            f"{op}: lengths must be ({num_rows},) integers, got {lengths.dtype} of shape "
-            f"{tuple(lengths.shape)}"
+            f"{op}: lengths must be ({num_rows},) integers, got shape {tuple(lengths.shape)}"
         )
-    lengths = lengths.to(torch.int64).contiguous()
     if num_rows and not 0 <= int(lengths.min()) <= int(lengths.max()) <= width:
         raise ValueError(
             f"{op}: lengths must be from 0 to {width}, got {int(lengths.min())} to "

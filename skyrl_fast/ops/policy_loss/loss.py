@@ -147,7 +147,9 @@ def policy_loss(
         raise ValueError(
             f"{OP}: loss_mask must be of shape {tuple(current.shape)}, got {tuple(mask.shape)}"
         )
-    chosen = _backend.select(OP, current, mask, backend=backend, available_on_gpu=ON_GPU)
+    chosen = _backend.select(
+        OP, current, mask, backend=backend, available_on_gpu=ON_GPU, transforms=("vmap",)
+    )
     if row_weights is None:
         row_weights = reduction_weights(
             mask,
@@ -325,7 +327,7 @@ def kl_penalty(
         raise ValueError(
             f"{op}: loss_mask must be of shape {tuple(current.shape)}, got {tuple(mask.shape)}"
         )
-    chosen = _backend.select(op, current, mask, backend=backend, available_on_gpu=ON_GPU)
+    chosen = _backend.select(op, current, ref, mask, backend=backend, available_on_gpu=ON_GPU)
     if chosen == "torch":
         return reference.kl_penalty(current, ref, mask != 0, estimator)
     return KlPenalty.apply(current, ref, mask, KL_ESTIMATORS[estimator], chosen == "triton")

@@ -9,6 +9,7 @@ import torch
 
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _rows
+from skyrl_fast.ops._offsets import check_offsets
 from skyrl_fast.ops.policy_loss import reference
 
 OP = "reduction_weights"
@@ -81,7 +82,8 @@ def reduction_weights(
         raise ValueError(f"{OP}: {reduction} needs max_seq_len > 0, got {max_seq_len}")
     cu_seqlens = checked_offsets(OP, loss_mask, cu_seqlens)
     mask = native_mask(OP, loss_mask)
-    if _backend.select(OP, mask, backend=backend) == "native":
+    chosen = _backend.select(OP, mask, backend=backend, transforms=("grad", "vmap"))
+    if chosen == "native":
         counts = torch.ops.skyrl_fast.mask_counts(mask, cu_seqlens)
     else:
         counts = _mask_counts_torch(mask, cu_seqlens)
@@ -114,12 +116,7 @@ def checked_offsets(
         raise ValueError(
             f"{op}: with cu_seqlens, data must be (A,), got shape {tuple(cells.shape)}"
         )
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0 or cu_seqlens.is_floating_point():
-        raise ValueError(
-            f"{op}: cu_seqlens must be (N + 1,) ints, got {cu_seqlens.dtype} of shape "
-            f"{tuple(cu_seqlens.shape)}"
-        )
-    return cu_seqlens.to(torch.int32).contiguous()
+    return check_offsets(op, "cu_seqlens", cu_seqlens, total=cells.shape[0])
 
 
 def native_mask(op: str, loss_mask: torch.Tensor) -> torch.Tensor:

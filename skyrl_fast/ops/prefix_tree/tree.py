@@ -14,6 +14,7 @@ import torch
 
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend
+from skyrl_fast.ops._offsets import integer_vector
 from skyrl_fast.ops._rows import check_row_ids
 from skyrl_fast.ops.prefix_tree import reference
 
@@ -214,7 +215,7 @@ def _checked(
         raise ValueError(f"{OP}: group_ids must be {num_rows}, one per row, got {groups.shape[0]}")
     inserted = full
     if lengths is not None:
-        inserted = np.ascontiguousarray(lengths, np.int64)
+        inserted = integer_vector(OP, "lengths", lengths).to(torch.int64).contiguous().numpy()
         if inserted.shape != full.shape or np.any((inserted < 0) | (inserted > full)):
             raise ValueError(
                 f"{OP}: lengths must be {num_rows} numbers from 0 to the rows' lengths, got "
@@ -235,12 +236,9 @@ def _checked(
 
 def _spans(name: str, offsets: torch.Tensor, total: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (N,) int64 starts and lengths of checked offsets."""
-    if offsets.dim() != 1 or len(offsets) < 1 or offsets.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"{OP}: {name} must be (N + 1,) int32 or int64, got {offsets.dtype} of shape "
-            f"{tuple(offsets.shape)}"
-        )
-    values = offsets.numpy().astype(np.int64)
+    values = integer_vector(OP, name, offsets).cpu().numpy().astype(np.int64)
+    if len(values) == 0:
+        raise ValueError(f"{OP}: {name} must be (N + 1,) offsets, got none")
     lengths = np.diff(values)
     if values[0] != 0 or values[-1] != total or np.any(lengths < 0):
         raise ValueError(f"{OP}: {name} must rise from 0 to {total}, got {values.tolist()[:8]} ...")

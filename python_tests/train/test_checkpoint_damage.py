@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -29,6 +30,7 @@ from skyrl_fast.train.output.checkpoint import (
     set_aside,
     verify_checkpoint,
 )
+from skyrl_fast.train.output.manifest import make_manifest
 from skyrl_fast.train.run import TrainResult
 
 FILES = (
@@ -191,6 +193,19 @@ def test_damaged_resume_path_is_refused(finished: tuple[Path, TrainResult]) -> N
     with pytest.raises(CheckpointError, match=r"step 4 is damaged: .*model.*wanted \d+ bytes"):
         train(config)
     assert (folder / "chosen/checkpoints/step_000006").is_dir()
+
+
+def test_digest_of_a_file_of_several_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_fast.train.output.manifest._PIECE", 4)
+    monkeypatch.setattr("skyrl_fast.train.output.manifest._BUFFER", 3)
+    (tmp_path / "file").write_bytes(b"abcdefghij")
+    (tmp_path / "none").write_bytes(b"")
+    files = make_manifest(tmp_path)["files"]
+    pieces = b"".join(hashlib.blake2b(piece).digest() for piece in (b"abcd", b"efgh", b"ij"))
+    assert files["file"] == {"bytes": 10, "digest": hashlib.blake2b(pieces).hexdigest()}
+    assert files["none"] == {"bytes": 0, "digest": hashlib.blake2b(b"").hexdigest()}
 
 
 def test_set_aside_never_replaces(tmp_path: Path) -> None:

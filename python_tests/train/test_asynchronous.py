@@ -34,7 +34,7 @@ from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler
 from skyrl_fast.train.model.policy import Policy
-from skyrl_fast.train.output.checkpoint import checkpoints, read_json
+from skyrl_fast.train.output.checkpoint import checkpoints, read_state
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.run import TrainResult
 from skyrl_fast.trajectory_store import read_index
@@ -247,7 +247,7 @@ def test_each_sample_is_trained_exactly_once_after_kill_and_resume(
                 outcome = train(config, Maker(seed, Killed))
             except DiedError:
                 for _, path in checkpoints(folder / name / "checkpoints"):
-                    state = read_json(path / "state.json")
+                    state = read_state(path)
                     assert len(state["groups"]["in_flight"]) <= 12
     once = Counter((uid.partition("~")[0], r) for _, uid, r in trained(outcome))
     assert outcome.step == 12
@@ -259,7 +259,7 @@ def test_checkpoint_lists_the_groups_in_flight(folder: Path) -> None:
     make = Maker()
     train(settings(folder, "run", "trainer.max_training_steps=6", staleness=2), make)
     _, third = checkpoints(folder / "run/checkpoints")[0]
-    state = read_json(third / "state.json")
+    state = read_state(third)
     assert state["sampler"]["position"] == 12  # three batches of four are trained
     in_flight = state["groups"]["in_flight"]
     assert in_flight == [uid for _, uid in make.made[0].started[12 : 12 + len(in_flight)]]

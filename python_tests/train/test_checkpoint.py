@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import signal
@@ -23,7 +24,7 @@ from skyrl_fast.train.output.checkpoint import (
     checkpoints,
     latest_checkpoint,
     locked_run,
-    read_json,
+    read_state,
     write_checkpoint,
     write_json,
 )
@@ -190,12 +191,16 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
         time.sleep(0.01)
 
 
-def test_json_round_trip_and_damage(tmp_path: Path) -> None:
+def test_json_is_written_atomically(tmp_path: Path) -> None:
     write_json(tmp_path / "state.json", {"step": 3})
-    assert read_json(tmp_path / "state.json") == {"step": 3}
+    assert json.loads((tmp_path / "state.json").read_text()) == {"step": 3}
+    assert names(tmp_path) == ["state.json"]
+
+
+def test_state_that_is_not_json_is_a_named_error(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("{")
-    with pytest.raises(CheckpointError, match="choose an earlier checkpoint"):
-        read_json(tmp_path / "state.json")
+    with pytest.raises(CheckpointError, match=r"damaged: .*state.json: .*; choose another"):
+        read_state(tmp_path)
 
 
 def test_random_states_round_trip(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.reward_env import RewardEnv
 from skyrl_fast.train import Callback, CallbackError, SetupError
 from skyrl_fast.train.data.prompts import prompts_from
-from skyrl_fast.train.output.checkpoint import read_json
+from skyrl_fast.train.output.checkpoint import read_state
 from skyrl_fast.train.output.loggers import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -300,7 +300,7 @@ def test_callbacks_end_a_run_with_a_checkpoint(
     assert (result.step, result.total_steps) == (reached, 6)
     assert (result.stopped_by, result.signal) == (stopped_by, None)
     assert result.checkpoint is not None
-    assert read_json(result.checkpoint / "state.json")["step"] == reached
+    assert read_state(result.checkpoint)["step"] == reached
     resumed = skyrl_fast.train(
         settings(folder, "run", "trainer.resume_mode=latest"), make_rollouts=Recorder()
     )

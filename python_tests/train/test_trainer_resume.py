@@ -263,17 +263,50 @@ def test_evaluation_time_is_not_part_of_the_step_time(
 
 
 @pytest.mark.spec("async.resume-path")
-def test_resume_from_a_path_with_later_checkpoints_is_refused(folder: Path) -> None:
+def test_resume_from_a_path_sets_later_checkpoints_aside(
+    folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     expected = steady(train(settings(folder, "run")).metrics)
-    chosen = folder / "run/checkpoints/step_000002"
+    kept = folder / "run/checkpoints"
+    weights = {p.name: (p / "policy/model.safetensors").read_bytes() for p in kept.iterdir()}
     again = settings(
-        folder, "run", "trainer.resume_mode=from_path", f"trainer.resume_path={chosen}"
+        folder,
+        "run",
+        "trainer.resume_mode=from_path",
+        f"trainer.resume_path={kept}/step_000002",
     )
-    with pytest.raises(SetupError, match=r"after step 2 .* got step_000004, step_000006: move"):
-        train(again)
-    assert steady(folder / "run/metrics.jsonl") == expected  # unchanged
-    for later in ("step_000004", "step_000006"):
-        shutil.rmtree(folder / "run/checkpoints" / later)
-    named = chosen.rename(folder / "the one")  # the name of a checkpoint does not matter
-    again.trainer.resume_path = str(named)
+    capsys.readouterr()
     assert steady(train(again).metrics) == expected
+    shown = capsys.readouterr().err
+    assert sorted(path.name for path in kept.iterdir()) == [
+        "step_000002",
+        "step_000004",
+        "step_000004.later",
+        "step_000006",
+        "step_000006.later",
+    ]
+    for name in ("step_000004", "step_000006"):
+        aside = kept / f"{name}.later"
+        assert (aside / "policy/model.safetensors").read_bytes() == weights[name]
+        note = f"{name} was renamed to {aside}: it is later than trainer.resume_path={kept}/step_"
+        assert note in shown
+        assert note in caplog.text
+    (kept / "step_000002").rename(folder / "the one")  # a checkpoint's name does not matter
+    again.trainer.resume_path = str(folder / "the one")
+    assert steady(train(again).metrics) == expected
+    assert (kept / "step_000006.later-2").is_dir()
+
+
+@pytest.mark.spec("async.resume-path")
+def test_set_aside_checkpoint_can_be_chosen_again(folder: Path) -> None:
+    expected = steady(train(settings(folder, "run")).metrics)
+    kept = folder / "run/checkpoints"
+    (kept / "step_000006").rename(kept / "step_000006.later")
+    again = settings(
+        folder,
+        "run",
+        "trainer.resume_mode=from_path",
+        f"trainer.resume_path={kept}/step_000006.later",
+    )
+    assert train(again).step == 6
+    assert steady(folder / "run/metrics.jsonl") == expected

@@ -269,8 +269,8 @@ class TrainerConfig:
     max_ckpts_to_keep: int = setting(3, "newest checkpoints to keep; -1: all", at_least=-1)
     resume_mode: str = setting(
         "none",
-        "where the run starts. none: a new run in an empty folder; latest: the newest checkpoint, "
-        "if any; from_path: resume_path",
+        "where the run starts. none: a new run in an empty folder; latest: the newest intact "
+        "checkpoint, if any; from_path: resume_path, and later checkpoints are set aside",
         choices=("none", "latest", "from_path"),
     )
     resume_path: str | None = setting(None, "checkpoint folder for resume_mode=from_path")

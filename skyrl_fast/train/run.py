@@ -27,11 +27,14 @@ from skyrl_fast.train.flow.rollouts import Rollouts
 from skyrl_fast.train.model.models import find_device, make_models, model_path
 from skyrl_fast.train.model.policy import load_tokenizer
 from skyrl_fast.train.output.checkpoint import (
+    STATE,
     RunInUseError,
     checkpoints,
-    latest_checkpoint,
     locked_run,
-    read_json,
+    newest_intact,
+    read_state,
+    set_aside,
+    verify_checkpoint,
     write_json,
 )
 from skyrl_fast.train.output.loggers import RunInfo, open_loggers, read_metrics
@@ -120,7 +123,7 @@ def train(
         SetupError: data, a model or a package is missing.
         RunInUseError: the run folder belongs to another process or holds an earlier run.
         CallbackError: a callback raised; the last complete step has a checkpoint.
-        CheckpointError: a checkpoint cannot be read or written.
+        CheckpointError: a checkpoint cannot be written, or the one to resume from is damaged.
         StoreError: trajectories cannot be written.
         RankError: the process of another rank has exited.
         EngineError, WeightSyncError: the engine has died, or samples from different weights.
@@ -142,7 +145,7 @@ def train(
     _check_callbacks(callbacks)
     run_path = Path(config.trainer.run_path)
     with locked_run(run_path):
-        checkpoint = _starting_point(config)
+        start = _starting_point(config)
         with ExitStack() as stack:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             with _as_setup_error():
@@ -150,14 +153,14 @@ def train(
                 ranks = stack.enter_context(
                     started_ranks(
                         config.trainer.placement.policy_num_gpus_per_node,
-                        partial(make_models, config, checkpoint, len(data.train)),
+                        partial(make_models, config, start.checkpoint, len(data.train)),
                         cuda=find_device(config.trainer.device).type == "cuda",
                         folder=run_path,
                     )
                 )
             if make_rollouts is None:
                 make_rollouts = partial(_vllm_rollouts, prompts=data.train, make_env=make_env)
-            return _run(config, run_path, checkpoint, data, ranks, callbacks, make_rollouts)
+            return _run(config, run_path, start, data, ranks, callbacks, make_rollouts)
 
 
 def _with_objects(
@@ -249,17 +252,21 @@ def _data(
 def _run(
     config: Config,
     run_path: Path,
-    checkpoint: Path | None,
+    start: _Start,
     data: _Data,
     ranks: Ranks,
     callbacks: Sequence[Callback],
     make_rollouts: MakeRollouts,
 ) -> TrainResult:
     evaluations = _EvalRewards()
+    checkpoint = start.checkpoint
+    steps = total_steps(config, len(data.train))
+    display = ProgressDisplay(total_steps=steps, start_step=_step_of(checkpoint))
     with _as_setup_error():
         components, policy_path = _components(config, checkpoint, data, ranks)
         components.callbacks = [evaluations, *callbacks]
         plot_module_checked = _check_plot(config)
+        _set_aside(start, display)  # before metrics after the checkpoint are dropped
         run_info = RunInfo(
             run_path,
             config.trainer.project_name,
@@ -269,8 +276,6 @@ def _run(
         )
         components.loggers = open_loggers(config.trainer.logger, run_info)
     write_json(run_path / "config.json", to_dict(config))
-    steps = total_steps(config, len(components.train_prompts))
-    display = ProgressDisplay(total_steps=steps, start_step=_step_of(checkpoint))
     signals = StopSignals()
     try:
         progress, received = signals.run(
@@ -388,43 +393,68 @@ def _with_home(config: Config) -> Config:
     return replace(config, trainer=settings)
 
 
-def _starting_point(config: Config) -> Path | None:
-    """Return the checkpoint to resume from, or None for a new run in a folder without one."""
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where a run starts.
+
+    Args:
+        checkpoint: to resume from, or None.
+        aside: checkpoints to be set aside, each with the suffix of its name and the reason.
+    """
+
+    checkpoint: Path | None = None
+    aside: Sequence[tuple[Path, str, str]] = ()
+
+
+def _starting_point(config: Config) -> _Start:
+    """Return the verified checkpoint to resume from, if any, and those that are not to be read.
+
+    Raises:
+        CheckpointError: the chosen checkpoint, or every one, is damaged.
+        RunInUseError: a new run in a folder that holds an earlier one.
+        SetupError: there is no checkpoint in `trainer.resume_path`.
+    """
     settings = config.trainer
     run_path = Path(settings.run_path)
     folder = Path(settings.ckpt_path or run_path / "checkpoints")
     if settings.resume_mode == "from_path":
-        path = Path(str(settings.resume_path))
-        if not (path / "state.json").is_file():
-            raise SetupError(f"trainer.resume_path: no checkpoint in {path}")
-        later = [other.name for step, other in checkpoints(folder) if step > _step_of(path)]
-        if later:
-            raise SetupError(
-                f"trainer.resume_path: wanted no checkpoint after step {_step_of(path)} in "
-                f"{folder}, got {', '.join(later)}: move or delete them, or choose another "
-                "trainer.run_path (or ckpt_path)"
-            )
-        return path
+        chosen = Path(str(settings.resume_path))
+        if not (chosen / STATE).is_file():
+            raise SetupError(f"trainer.resume_path: no checkpoint in {chosen}")
+        verify_checkpoint(chosen)
+        reason = f"it is later than trainer.resume_path={chosen}"
+        later = [other for step, other in checkpoints(folder) if step > _step_of(chosen)]
+        return _Start(chosen, [(other, "later", reason) for other in later])
     if settings.resume_mode == "latest":
-        return latest_checkpoint(folder)
+        newest, damaged = newest_intact(folder)
+        return _Start(newest, [(path, "damaged", why) for path, why in damaged])
     logged = read_metrics(run_path / "metrics.jsonl")
     if checkpoints(folder) or logged or stored_parts(run_path / "trajectories"):
         raise RunInUseError(
             f"run folder {run_path} holds an earlier run: --resume continues it; for a new run "
             "choose another trainer.run_path or delete the folder"
         )
-    return None
+    return _Start()
+
+
+def _set_aside(start: _Start, display: ProgressDisplay) -> None:
+    """Rename the checkpoints that the run must not read, and say so."""
+    for checkpoint, suffix, reason in start.aside:
+        aside = set_aside(checkpoint, suffix)
+        note = f"{checkpoint.name} was renamed to {aside}: {reason}"
+        logger.warning("%s", note)
+        display.say(note)
 
 
 def _step_of(checkpoint: Path | None) -> int:
-    return 0 if checkpoint is None else int(read_json(checkpoint / "state.json")["step"])
+    return 0 if checkpoint is None else int(read_state(checkpoint)["step"])
 
 
 def _last_reported(checkpoint: Path | None) -> int:
     """Return the last step whose metrics were written before the checkpoint; -1: none."""
     if checkpoint is None:
         return -1
-    state = read_json(checkpoint / "state.json")
+    state = read_state(checkpoint)
     return int(state["step"]) - (state.get("unreported") is not None)
 
 

@@ -43,12 +43,14 @@ from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.output.checkpoint import (
+    STATE,
     latest_checkpoint,
-    read_json,
+    read_state,
     write_checkpoint,
     write_json,
 )
 from skyrl_fast.train.output.loggers import Logger
+from skyrl_fast.train.output.manifest import MANIFEST
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.prepare_batch import judged_rows, training_batch, with_advantages
 from skyrl_fast.train.update import update_policy
@@ -158,13 +160,13 @@ class Trainer:
         return self.progress
 
     def restore(self, checkpoint: Path) -> None:
-        """Resume from a checkpoint whose policy weights are already loaded.
+        """Resume from a verified checkpoint whose policy weights are already loaded.
 
         Raises:
-            CheckpointError: the checkpoint cannot be read.
-            ValueError: data, batch size or seed differ from the checkpoint's.
+            CheckpointError: the checkpoint is damaged, or has an impossible state.
+            ValueError: data, batch size, seed or model differ from the checkpoint's.
         """
-        state = read_json(checkpoint / "state.json")
+        state = read_state(checkpoint)
         self._sampler.restore(state["sampler"])
         self._kl_coef = state.get("kl_coef", self._kl_coef)
         self._unreported = state.get("unreported")
@@ -409,6 +411,7 @@ class Trainer:
         if components.critic is not None:
             components.critic.save(folder / "critic")
         state = {
+            "manifest": MANIFEST,  # to be written next; without it the checkpoint is incomplete
             "step": self.progress.step,
             "policy_version": self.progress.step,
             "sampler": self._sampler.state(),
@@ -419,7 +422,7 @@ class Trainer:
             "random": save_random_state(folder / "random.safetensors"),
             "config": to_dict(self._config),
         }
-        write_json(folder / "state.json", state)
+        write_json(folder / STATE, state)
 
     def _rescue(self) -> None:
         """After an error, save the last complete step; never hide the error."""

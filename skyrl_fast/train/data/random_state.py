@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+
+from skyrl_fast.train.output.checkpoint import damaged
 
 
 def save_random_state(path: Path) -> dict[str, Any]:
@@ -26,13 +29,24 @@ def save_random_state(path: Path) -> dict[str, Any]:
 
 
 def load_random_state(path: Path, state: dict[str, Any]) -> None:
-    """Restore all states from `save_random_state`."""
-    states = load_file(str(path))
-    torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available():
-        devices = [name for name in sorted(states) if name.startswith("cuda")]
-        for device in range(min(len(devices), torch.cuda.device_count())):
-            torch.cuda.set_rng_state(states[f"cuda{device}"], device)
+    """Restore all states from `save_random_state`.
+
+    Args:
+        path: torch's states.
+        state: the others, as in a checked `state.json`.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    try:
+        states = load_file(str(path))
+        torch.set_rng_state(states["torch"])
+        if torch.cuda.is_available():
+            devices = [name for name in sorted(states) if name.startswith("cuda")]
+            for device in range(min(len(devices), torch.cuda.device_count())):
+                torch.cuda.set_rng_state(states[f"cuda{device}"], device)
+    except (LookupError, OSError, RuntimeError, SafetensorError, TypeError) as error:
+        raise damaged(path, f"no random states: {type(error).__name__}: {error}") from error
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from skyrl_fast.config import OptimizerConfig
+from skyrl_fast.train.output.checkpoint import damaged
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import full_tensor, full_tensors, shard_like
 
 logger = logging.getLogger(__name__)
 
 COSINE_END = 0.0  # share of the learning rate at the end
+MAX_STEPS = 2**53  # float64 counts up to here
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of a parameter
 
 
@@ -112,23 +114,56 @@ class Optimizer:
 
     @run_on_all_ranks
     def load(self, path: Path) -> None:
-        """Load what `save` wrote; ValueError if a parameter is missing or has another shape."""
-        tensors = load_file(str(path))
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata()
-        self.step_count = int(metadata["step_count"])
-        unmoved = set(json.loads(metadata.get("without_gradient", "[]")))
+        """Load what `save` wrote.
+
+        Raises:
+            CheckpointError: the file is damaged, or has values that AdamW cannot have written.
+            ValueError: a parameter is missing or has another shape.
+        """
+        tensors, step_count, unmoved = _read(path)
         for name, parameter in ((n, p) for n, p in self._named if n not in unmoved):
             if tensors and f"{name}.exp_avg" not in tensors:
                 raise ValueError(f"{path}: no optimizer state for {name}: of another model?")
             if tensors and tensors[f"{name}.exp_avg"].shape != parameter.shape:
                 raise ValueError(f"{path}: optimizer state of {name} has another shape")
             if tensors:
-                state = {key: tensors[f"{name}.{key}"] for key in MOMENTS}
+                state = _state_of(name, tensors, path)
                 for key in ("exp_avg", "exp_avg_sq"):
                     state[key] = shard_like(state[key].to(parameter.device), parameter)
                 state["step"] = state["step"].to(parameter.device)
                 self._adamw.state[parameter] = state
+        self.step_count = step_count
+
+
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], int, set[str]]:
+    """Return the tensors by name, the step count, and the parameters without state."""
+    try:
+        tensors = load_file(str(path))
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata()
+        step_count = int(metadata["step_count"])
+        unmoved = set(json.loads(metadata.get("without_gradient", "[]")))
+    except (AttributeError, LookupError, OSError, SafetensorError, TypeError, ValueError) as error:
+        raise damaged(path, f"no optimizer state: {type(error).__name__}: {error}") from error
+    if not 0 <= step_count < MAX_STEPS:
+        raise damaged(path, f"step_count: wanted 0 to 2^53, got {step_count}")
+    return tensors, step_count, unmoved
+
+
+def _state_of(name: str, tensors: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
+    """Return AdamW's state of a parameter; CheckpointError if AdamW cannot have written it."""
+    missing = [key for key in MOMENTS if f"{name}.{key}" not in tensors]
+    if missing:
+        raise damaged(path, f"{name}: no {', '.join(missing)}")
+    state = {key: tensors[f"{name}.{key}"] for key in MOMENTS}
+    if state["exp_avg_sq"].shape != state["exp_avg"].shape or state["step"].numel() != 1:
+        raise damaged(path, f"{name}: shapes of different parameters")
+    if bool(state["exp_avg"].isnan().any()):
+        raise damaged(path, f"{name}.exp_avg: wanted numbers, got NaN")
+    for key in ("exp_avg_sq", "step"):
+        if not bool((state[key] >= 0).all()):
+            raise damaged(path, f"{name}.{key}: wanted no negative values, and no NaN")
+    return state
 
 
 def learning_rate(step: int, config: OptimizerConfig, *, total_steps: int) -> float:

@@ -5,28 +5,44 @@ A checkpoint is a folder `step_000012` with
     optimizer.safetensors   AdamW's moments by parameter name
     random.safetensors      torch's random states
     state.json              counters, data position, other small state
+    manifest.json           digests of all other files
 It is written under a hidden name, flushed to the disk, and renamed: a reader never sees an
-incomplete one. Nothing in it is pickled.
+incomplete one. Nothing in it is pickled. A resumed run compares the files with the manifest first.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
+from skyrl_fast.train.output.manifest import MANIFEST, find_damage, make_manifest
+from skyrl_fast.train.output.saved_state import check_state
+
+logger = logging.getLogger(__name__)
+
+STATE = "state.json"
+_ADVICE = (
+    "; choose another checkpoint (trainer.resume_path), or the newest intact one with --resume "
+    "(trainer.resume_mode=latest)"
+)
 _NAME = re.compile(r"step_(\d{6,})")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says what to do."""
+    """A checkpoint could not be written, or is damaged; the message says what to do."""
 
 
 class RunInUseError(RuntimeError):
@@ -36,7 +52,7 @@ class RunInUseError(RuntimeError):
 def write_checkpoint(
     folder: Path, step: int, write: Callable[[Path], None], *, keep: int = -1
 ) -> Path:
-    """Call `write(temporary folder)`, flush and rename the folder, and delete old checkpoints.
+    """Call `write(temporary folder)`, add the manifest, flush, rename; delete old checkpoints.
 
     Args:
         folder: of this run's checkpoints; created if missing.
@@ -57,7 +73,11 @@ def write_checkpoint(
         _remove_leftovers(folder)
         temporary.mkdir()
         write(temporary)
-        _flush_tree(temporary)
+        with ThreadPoolExecutor(1) as pool:  # the digests are computed while the disk is waited for
+            manifest = pool.submit(make_manifest, temporary)
+            _flush_tree(temporary)
+        write_json(temporary / MANIFEST, manifest.result())
+        _flush(temporary)
         if final.exists():
             old = folder / f".{final.name}.old"
             shutil.rmtree(old, ignore_errors=True)
@@ -96,13 +116,113 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint, or None; undo an interrupted replacement."""
+    _undo_replacements(folder)
+    found = checkpoints(folder)
+    return found[-1][1] if found else None
+
+
+def _undo_replacements(folder: Path) -> None:
     if folder.is_dir():
         for old in folder.glob(".step_*.old"):
             final = folder / old.name[1 : -len(".old")]
             if not final.exists():
                 old.rename(final)
-    found = checkpoints(folder)
-    return found[-1][1] if found else None
+
+
+def newest_intact(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Return the newest checkpoint that `verify_checkpoint` accepts, and newer ones with reasons.
+
+    None if there are no checkpoints; an interrupted replacement is undone first.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    _undo_replacements(folder)
+    errors: list[tuple[Path, str]] = []
+    for _, checkpoint in reversed(checkpoints(folder)):
+        try:
+            verify_checkpoint(checkpoint)
+        except CheckpointError as error:
+            errors.append((checkpoint, str(error).removesuffix(_ADVICE)))
+        else:
+            return checkpoint, errors
+    if errors:
+        reasons = "; ".join(reason for _, reason in errors)
+        raise CheckpointError(
+            f"no intact checkpoint in {folder}: {reasons}; put back a copy of one, or start a new "
+            "run in another trainer.run_path"
+        )
+    return None, []
+
+
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Check all files against the manifest, and the values of `state.json`.
+
+    A checkpoint from before there were manifests is accepted with a warning, if its files can be
+    opened.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; the message names it.
+    """
+    found = None
+    if (checkpoint / MANIFEST).exists():
+        found = find_damage(checkpoint)
+    if found is not None:
+        raise damaged(checkpoint / found[0], found[1])
+    state = read_state(checkpoint)
+    if (checkpoint / MANIFEST).exists():
+        return
+    if state.get("manifest") == MANIFEST:
+        raise damaged(checkpoint / MANIFEST, "missing")
+    for path in sorted(checkpoint.rglob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass  # compares the header with the file's size
+        except (SafetensorError, OSError) as error:
+            raise damaged(path, str(error)) from error
+    logger.warning(
+        "%s has no %s, as it was written by an older version: damaged files cannot be detected",
+        checkpoint,
+        MANIFEST,
+    )
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of `state.json`; CheckpointError if it is damaged or impossible."""
+    path = checkpoint / STATE
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        check_state(state)
+    except (OSError, ValueError, RecursionError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        raise damaged(path, "missing" if missing else str(error)) from error
+    assert isinstance(state, dict)
+    return state
+
+
+def damaged(path: Path, reason: str) -> CheckpointError:
+    """Return the error of a damaged file of a checkpoint, with the step and what to do."""
+    checkpoint = next((p for p in path.parents if _step_of_name(p) is not None), path.parent)
+    step = _step_of_name(checkpoint)
+    of_step = "" if step is None else f"of step {step} "
+    return CheckpointError(f"checkpoint {of_step}is damaged: {path}: {reason}{_ADVICE}")
+
+
+def _step_of_name(checkpoint: Path) -> int | None:
+    match = _NAME.match(checkpoint.name)  # also of one that was set aside
+    return None if match is None else int(match[1])
+
+
+def set_aside(checkpoint: Path, suffix: str) -> Path:
+    """Rename a checkpoint, so that it is not taken for one any more; return its new path."""
+    for number in itertools.count(1):
+        name = f"{checkpoint.name}.{suffix}" + (f"-{number}" if number > 1 else "")
+        aside = checkpoint.with_name(name)
+        if not aside.exists():
+            break
+    checkpoint.rename(aside)
+    _flush(checkpoint.parent)
+    return aside
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -111,16 +231,6 @@ def write_json(path: Path, value: Any) -> None:
     temporary.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     _flush(temporary)
     temporary.replace(path)
-
-
-def read_json(path: Path) -> Any:
-    """Read JSON; CheckpointError if the file is missing or damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read: {error}; choose an earlier checkpoint"
-        ) from error
 
 
 @contextmanager

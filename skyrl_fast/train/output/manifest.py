@@ -1,0 +1,100 @@
+"""The manifest of a checkpoint: size and BLAKE2b digest of each of its files.
+
+`manifest.json` has the files by relative path, and a digest of that table. A file's digest is that
+of its pieces' digests, which are computed in parallel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+_ALGORITHM = "blake2b"  # as fast as SHA-256 with CPU support for it, twice as fast without
+_PIECE = 2**24  # bytes
+_BUFFER = 2**20  # bytes; fits in a core's cache
+_MAX_THREADS = 8  # about 8 GB/s, as fast as a disk can deliver
+
+
+def make_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of all files below the folder, as a JSON value."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    with _threads() as pool:
+        files = {
+            path.relative_to(folder).as_posix(): {
+                "bytes": path.stat().st_size,
+                "digest": _digest(path, pool),
+            }
+            for path in paths
+        }
+    return {"algorithm": _ALGORITHM, "files": files, "digest": _digest_of_table(files)}
+
+
+def find_damage(folder: Path) -> tuple[str, str] | None:
+    """Compare the files with `manifest.json`; files that it does not list are ignored.
+
+    Returns:
+        The first file that is damaged, relative to the folder, and what is wrong with it; None if
+        all files are those that were written.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"]
+        wanted = {name: (file["bytes"], file["digest"]) for name, file in files.items()}
+        intact = manifest["digest"] == _digest_of_table(files)
+    except OSError as error:
+        return MANIFEST, _unreadable(error)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return MANIFEST, f"not a manifest: {type(error).__name__}: {error}"
+    if not intact:
+        return MANIFEST, "its content is not what was written"
+    for name, (size, _) in wanted.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            return name, _unreadable(error)
+        if found != size:
+            return name, f"wanted {size} bytes, got {found}"
+
+    with _threads() as pool:
+        for name, (_, digest) in wanted.items():
+            try:
+                same = _digest(folder / name, pool) == digest
+            except OSError as error:
+                return name, _unreadable(error)
+            if not same:
+                return name, "its content is not what was written (digests differ)"
+    return None
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
+
+
+def _digest(path: Path, pool: ThreadPoolExecutor) -> str:
+    starts = range(0, path.stat().st_size, _PIECE)
+    pieces = pool.map(partial(_digest_of_piece, path), starts)
+    return hashlib.new(_ALGORITHM, b"".join(pieces)).hexdigest()
+
+
+def _digest_of_piece(path: Path, start: int) -> bytes:
+    digest, left = hashlib.new(_ALGORITHM), _PIECE
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while left and (read := file.read(min(_BUFFER, left))):
+            digest.update(read)
+            left -= len(read)
+    return digest.digest()
+
+
+def _digest_of_table(files: dict[str, Any]) -> str:
+    return hashlib.new(_ALGORITHM, json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _unreadable(error: OSError) -> str:
+    return "missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"

@@ -194,7 +194,13 @@ class Policy:
         vocabulary = head.weight.shape[0]
         ids = torch.arange(PROBE_TOKENS, device=self.device)[None] % vocabulary
         with torch.no_grad(), self._autocast():
-            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            output = self.model.base_model(input_ids=ids, use_cache=False)
+            hidden = getattr(output, "last_hidden_state", None)
+            if hidden is None:
+                raise ValueError(
+                    f"policy: the output of {type(self.model.base_model).__name__} has no "
+                    "last_hidden_state; not supported"
+                )
             ours = (hidden @ head.weight.to(hidden.dtype).T).float()
             expected = self.model(input_ids=ids, use_cache=False).logits.float()
         difference = (ours - expected).abs().max().item()

@@ -372,12 +372,22 @@ def test_optimizer_state_of_another_model_is_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.spec("loss.lm-head")
 def test_model_that_modifies_its_logits_is_refused() -> None:
     model = tiny_model()
     head = torch.nn.Linear(16, 16, bias=True)
     torch.nn.init.ones_(head.bias)
     model.lm_head = head
     with pytest.raises(ValueError, match="changes its logits"):
+        Policy(model)
+
+
+@pytest.mark.spec("loss.lm-head")
+def test_head_with_a_bias_of_zeros_is_refused() -> None:
+    model = tiny_model()
+    model.lm_head = torch.nn.Linear(16, 16, bias=True)
+    torch.nn.init.zeros_(model.lm_head.bias)  # does not show in the logits, but would be trained
+    with pytest.raises(ValueError, match=r"by lm_head\.bias, which would not be trained"):
         Policy(model)
 
 

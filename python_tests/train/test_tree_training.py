@@ -594,7 +594,7 @@ def test_output_without_last_hidden_state_is_refused(tree: bool) -> None:
     model.model.forward = lambda *_, **__: SimpleNamespace(logits=torch.zeros(1, 8, 16))
     with pytest.raises(ValueError, match="has no last_hidden_state"):
         Policy(model, tree=tree)
-    with pytest.raises(ValueError, match="cannot be trained as trees.*no last_hidden_state"):
+    with pytest.raises(ValueError, match=r"cannot be trained as trees.*no last_hidden_state"):
         prepare_for_trees(model.model)
 
 

@@ -191,6 +191,12 @@ class Policy:
         head = self.model.get_output_embeddings()
         if head is None or not hasattr(self.model, "base_model"):
             raise ValueError(f"policy: wanted a causal LM, got {type(self.model).__name__}")
+        if getattr(head, "bias", None) is not None:
+            (name,) = (name for name, module in self.model.named_modules() if module is head)
+            raise ValueError(
+                f"policy: {type(self.model).__name__} changes its logits after the LM head by "
+                f"{name}.bias, which would not be trained; not supported"
+            )
         vocabulary = head.weight.shape[0]
         ids = torch.arange(PROBE_TOKENS, device=self.device)[None] % vocabulary
         with torch.no_grad(), self._autocast():

@@ -18,6 +18,7 @@ import torch
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
+from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.router_replay import RouterReplay
 from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
 from skyrl_fast.train.parallel.rank_shares import local_micro_batches
@@ -69,6 +70,7 @@ class Policy:
             _checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
         self._check_head()
         self.tree = tree
+        self.rope_limits = rope_limits(model.config)
         if tree:
             prepare_for_trees(model.base_model)
         shard(model, ranks)
@@ -111,7 +113,13 @@ class Policy:
     @run_on_all_ranks
     def batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
         """Return (A,) float32 logprobs of the trained tokens, without gradients; 0 elsewhere."""
-        plan = partial(plan_micro_batches, batch, router_replay=self.router_replay, tree=self.tree)
+        plan = partial(
+            plan_micro_batches,
+            batch,
+            router_replay=self.router_replay,
+            tree=self.tree,
+            limits=self.rope_limits,
+        )
         with torch.no_grad():
             local = [
                 (response_positions(batch, micro), self.logprobs(micro)[0].float().cpu())

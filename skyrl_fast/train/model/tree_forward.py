@@ -22,6 +22,7 @@ from skyrl_fast.ops.prefix_tree.attention import (
 )
 from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
+from skyrl_fast.train.model.rope_limits import rope_limits
 
 ATTENTION = "skyrl_fast_tree"  # its name among transformers' attention functions
 FULL_ATTENTION = "full_attention"  # a layer type of transformers
@@ -35,8 +36,6 @@ WINDOW_WORDS = ("window", "chunk", "index_topk", "local_attention")
 NO_WINDOWS = ("max_window_layers",)  # a number of layers
 # Keyword arguments of attention functions that change nothing in a causal pass without a cache.
 HARMLESS_OPTIONS = frozenset({"is_causal", "position_ids", "cache_position"})
-# Their frequencies depend on the largest position of the pass, so rows would affect each other.
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def prepare_for_trees(backbone: Any) -> None:
@@ -146,10 +145,8 @@ def _reason_against(config: Any) -> str | None:
             f"its setting {window[0]}={window[1]} may limit the tokens that attention sees, and is "
             "too large to be tested"
         )
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
-    if kind in LENGTH_DEPENDENT_ROPE:
-        return f"its rotary embedding ({kind}) depends on the longest row of a pass"
+    for limit in rope_limits(config):
+        return f"its rotary embedding ({limit.kind}) depends on the longest row of a pass"
     if getattr(config, "alibi", False):
         return "its attention adds a term per distance (ALiBi)"
     return None

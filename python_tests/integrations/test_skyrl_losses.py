@@ -114,3 +114,44 @@ def test_non_binary_mask_falls_back_to_skyrl(cell: float) -> None:
     d["mask"][0, 0] = cell
     with pytest.raises(UnsupportedInputError, match="a mask that is not 0 and 1"):
         losses.ppo_policy_loss(d["logprobs"], d["old"], d["advantages"], CONFIG, d["mask"])
+
+
+@pytest.mark.spec("dropin.compat")
+@pytest.mark.parametrize(
+    "replacement", [replacement for replacement, _ in CASES if replacement != CASES[-2][0]]
+)
+def test_missing_old_log_probs_fall_back_to_skyrl(replacement: Callable) -> None:
+    d = cells("cpu")
+    with pytest.raises(UnsupportedInputError, match="no old log-probabilities"):
+        replacement(d["logprobs"], None, d["advantages"], CONFIG, d["mask"])
+
+
+@pytest.mark.spec("dropin.compat")
+def test_losses_that_do_not_read_old_log_probs_accept_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_correction", lambda *_: (None, {}))
+    d = cells("cpu")
+    given = (d["advantages"], CONFIG, d["mask"])
+    for replacement in (losses.dppo_policy_loss, losses.rollout_is_policy_loss):
+        want = replacement(d["logprobs"], d["old"], *given, d["old"] + 0.1)
+        assert replacement(d["logprobs"], None, *given, d["old"] + 0.1) == want
+    with pytest.raises(UnsupportedInputError, match="no old log-probabilities"):
+        losses.dppo_policy_loss(d["logprobs"], None, *given)
+    want = losses.cross_entropy_loss(d["logprobs"], d["old"], *given)
+    assert losses.cross_entropy_loss(d["logprobs"], None, *given) == want
+
+
+@pytest.mark.spec("dropin.compat")
+@pytest.mark.parametrize(
+    "replacement", [losses.compute_policy_loss_clip_cov, losses.compute_policy_loss_kl_cov]
+)
+def test_fallback_to_skyrl_restores_the_random_state(gpu: str, replacement: Callable) -> None:
+    d = cells(gpu)
+    d["logprobs"][tuple(d["mask"].nonzero()[0])] += 40  # beyond the kernel's bounds
+
+    def states() -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if gpu == "cuda" else [])]
+
+    before = states()
+    with pytest.raises(UnsupportedInputError, match="ratios beyond the kernel's bounds"):
+        replacement(d["logprobs"], d["old"], d["advantages"], CONFIG, d["mask"])
+    assert all(map(torch.equal, before, states()))

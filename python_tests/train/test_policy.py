@@ -182,6 +182,98 @@ def test_metrics_do_not_depend_on_the_split() -> None:
             assert other[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
+def tiny_rope(kind: str, limit: int = 8) -> Any:
+    """Return a model whose rotary embedding changes beyond `limit` tokens."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0,
+        "bos_token_id": None, "eos_token_id": 2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "longrope":
+        factors = {"short_factor": [1.0, 2.0, 4.0, 8.0], "long_factor": [8.0, 4.0, 2.0, 1.0]}
+        config = transformers.Phi3Config(
+            **sizes, max_position_embeddings=64, original_max_position_embeddings=limit,
+            rope_scaling={"rope_type": "longrope", **factors},
+        )  # fmt: skip
+        model: Any = transformers.Phi3ForCausalLM(config)
+    else:
+        config = transformers.LlamaConfig(
+            **sizes, max_position_embeddings=limit, rope_scaling={"rope_type": kind, "factor": 4.0}
+        )
+        model = transformers.LlamaForCausalLM(config)
+    for parameter in model.parameters():  # large, so that the frequencies matter
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model.eval()
+
+
+@pytest.mark.spec("loss.rope-limits")
+@pytest.mark.parametrize("budget", [1, 20, 1000])
+def test_rows_on_both_sides_of_a_longrope_limit_do_not_share_a_pass(budget: int) -> None:
+    # In the second batch, steps extend each other.
+    for batch, limit in ((mixed_batch(), 8), (rollout_batch(tiny_model()), 5)):
+        lengths = batch.cu_seqlens.diff()
+        assert (lengths <= limit).any() and (lengths > limit).any()
+        model = tiny_rope("longrope", limit)
+        policy = Policy(model, max_tokens_per_microbatch=budget)
+        with torch.no_grad():
+            expected = full_logprobs(model, batch) * batch.loss_mask
+        torch.testing.assert_close(policy.batch_logprobs(batch), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.spec("loss.split-invariance")
+def test_gradient_of_longrope_does_not_depend_on_the_split() -> None:
+    batch = mixed_batch()
+    batch = batch.with_(old_logprobs=batch.rollout_logprobs)
+    gradients = []
+    for budget in (10_000, 20, 1):
+        model = tiny_rope("longrope").double()
+        policy = Policy(model, max_tokens_per_microbatch=budget)
+        accumulate_gradient(policy, batch, algorithm=AlgorithmConfig())
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for other in gradients[1:]:
+        for one, two in zip(gradients[0], other, strict=True):
+            torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-5)  # rotations are float32
+
+
+@pytest.mark.spec("loss.rope-limits")
+def test_rows_beyond_the_limit_of_a_dynamic_rotary_embedding_are_refused() -> None:
+    policy = Policy(tiny_rope("dynamic"))
+    batch = mixed_batch()
+    with pytest.raises(ValueError, match=r"row 1 has 10 tokens.*\(dynamic\).*_embeddings=8"):
+        policy.batch_logprobs(batch)
+    with pytest.raises(ValueError, match="row 1 has 10 tokens"):
+        accumulate_gradient(policy, batch, algorithm=AlgorithmConfig())
+    short = batch.rows([0, 2, 4])
+    assert int(short.cu_seqlens.diff().max()) <= 8
+    with torch.no_grad():
+        expected = full_logprobs(policy.model, short) * short.loss_mask
+    torch.testing.assert_close(policy.batch_logprobs(short), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.spec("loss.rope-limits")
+@pytest.mark.parametrize(
+    ("loss", "reason"), [("kl_cov", "all rows of a mini-batch"), ("gspo", "trajectory 0 has rows")]
+)
+def test_losses_that_need_rows_of_both_sides_in_one_pass_are_refused(
+    loss: str, reason: str
+) -> None:
+    batch = rollout_batch(tiny_model())
+    tokens = batch.tokens.clone()  # rows that differ in their first token share no sequence
+    tokens[batch.cu_seqlens[:-1].long()] = torch.arange(batch.num_rows).int() % 16
+    ones = torch.ones_like(batch.advantages)  # so that every row has a gradient
+    batch = batch.with_(tokens=tokens, old_logprobs=batch.rollout_logprobs, advantages=ones)
+    with pytest.raises(ValueError, match=f"{reason}.*depends on the longest row"):
+        accumulate_gradient(
+            Policy(tiny_rope("longrope", 5)),
+            batch,
+            algorithm=AlgorithmConfig(policy_loss_type=loss),
+        )
+
+
 def test_masked_tokens_have_no_gradient() -> None:
     algorithm = AlgorithmConfig()
     batch = mixed_batch()
@@ -372,12 +464,22 @@ def test_optimizer_state_of_another_model_is_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.spec("loss.lm-head")
 def test_model_that_modifies_its_logits_is_refused() -> None:
     model = tiny_model()
     head = torch.nn.Linear(16, 16, bias=True)
     torch.nn.init.ones_(head.bias)
     model.lm_head = head
     with pytest.raises(ValueError, match="changes its logits"):
+        Policy(model)
+
+
+@pytest.mark.spec("loss.lm-head")
+def test_head_with_a_bias_of_zeros_is_refused() -> None:
+    model = tiny_model()
+    model.lm_head = torch.nn.Linear(16, 16, bias=True)
+    torch.nn.init.zeros_(model.lm_head.bias)  # does not show in the logits, but would be trained
+    with pytest.raises(ValueError, match=r"by lm_head\.bias, which would not be trained"):
         Policy(model)
 
 

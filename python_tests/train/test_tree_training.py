@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from skyrl_fast.train.model.critic import Critic, ValueModel
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.model.tree_forward import prepare_for_trees
 from skyrl_fast.train.update import accumulate_gradient, update_policy
 
 SIZES = {
@@ -494,6 +497,105 @@ def model_of(name: str, **changes: Any) -> Any:
 def test_unsupported_models_are_refused_with_the_reason(make: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=f"cannot be trained as trees.*{reason}"):
         Policy(make(), tree=True)
+
+
+def wide(model: Any) -> Any:
+    """Return the model with large random weights, so that any wrong attention shows."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def doge(**changes: Any) -> Any:
+    model = wide(model_of("Doge", head_dim=4, **changes))
+    for layer in model.model.layers:  # as initialised: all tokens of short rows count alike
+        torch.nn.init.zeros_(layer.self_attn.A)
+    return model
+
+
+@pytest.mark.spec("tree.unsupported-models")
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (
+            lambda: wide(
+                tiny_moe("gpt_oss", layer_types=["full_attention"] * 2, use_sliding_window=False)
+            ),
+            "the attention option s_aux is not supported",
+        ),
+        # Attends to the best 8 tokens of longer rows, which no layer type says.
+        (lambda: doge(keep_window_size=8), "are not those of the rows"),
+        (lambda: doge(), "its setting keep_window_size=2048 may limit"),
+        (
+            lambda: model_of(
+                "DeepseekV3", q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8,
+                qk_rope_head_dim=8, v_head_dim=8, num_key_value_heads=4,
+            ),
+            "keys and values of one head size, got 16 and 8",
+        ),
+    ],
+    ids=["sinks", "small window", "large window", "MLA"],
+)  # fmt: skip
+def test_attention_that_trees_would_compute_wrongly_is_refused(make: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"cannot be trained as trees.*{reason}"):
+        Policy(make(), tree=True)
+
+
+@pytest.mark.spec("tree.unsupported-models")
+def test_options_of_the_attention_function_that_change_nothing_are_accepted() -> None:
+    batch = agent_batch(0)
+    model = tiny("Llama")
+    for layer in model.model.layers:
+        layer.self_attn.forward = partial(layer.self_attn.forward, sinks=None, is_causal=True)
+    policy = Policy(model, tree=True)
+    wanted = Policy(tiny("Llama"), max_tokens_per_microbatch=1).batch_logprobs(batch)
+    torch.testing.assert_close(policy.batch_logprobs(batch), wanted, atol=1e-5, rtol=0)  # float32
+    layer.self_attn.forward = partial(layer.self_attn.forward, temperature=2.0)
+    with pytest.raises(ValueError, match="the attention option temperature is not supported"):
+        policy.batch_logprobs(batch)
+    layer.self_attn.forward = partial(layer.self_attn.forward, temperature=None, is_causal=False)
+    with pytest.raises(ValueError, match="wanted causal attention"):
+        policy.batch_logprobs(batch)
+
+
+@pytest.mark.spec("tree.unsupported-models")
+def test_the_probe_compares_with_the_attention_of_the_model() -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def halved(*args: Any, **options: Any) -> Any:
+        out, weights = sdpa_attention_forward(*args, **options)
+        return out / 2, weights
+
+    AttentionInterface.register("halved", halved)
+    model = tiny("Llama", torch.float32)
+    model.set_attn_implementation("halved")
+    with pytest.raises(ValueError, match="not those of the rows"):
+        Policy(model, tree=True)
+
+
+@pytest.mark.spec("tree.equal-gradients")
+@pytest.mark.usefixtures("independent")
+def test_attention_output_is_contiguous() -> None:
+    def jetmoe() -> Any:  # calls view on the output
+        sizes = {"kv_channels": 8, "num_key_value_heads": 2, "num_local_experts": 2}
+        return wide(model_of("JetMoe", **sizes))
+
+    batch = agent_batch(1)
+    _, wanted = gradients(jetmoe(), batch, max_tokens_per_microbatch=1)
+    _, got = gradients(jetmoe(), batch, tree=True)
+    assert_same_gradients(wanted, got, 1e-3)  # experts do not support float64
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_output_without_last_hidden_state_is_refused(tree: bool) -> None:
+    model = tiny_model()
+    model.model.forward = lambda *_, **__: SimpleNamespace(logits=torch.zeros(1, 8, 16))
+    with pytest.raises(ValueError, match="has no last_hidden_state"):
+        Policy(model, tree=tree)
+    with pytest.raises(ValueError, match=r"cannot be trained as trees.*no last_hidden_state"):
+        prepare_for_trees(model.model)
 
 
 @pytest.mark.spec("tree.unsupported-models")

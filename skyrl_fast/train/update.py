@@ -203,8 +203,14 @@ def _gradient(
         keep_trajectories=_keeps_trajectories(algorithm),
         router_replay=policy.router_replay,
         tree=policy.tree,
+        limits=policy.rope_limits,
     )
     budget = _NO_BUDGET if undivided else policy.max_tokens_per_microbatch
+    if undivided and policy.rope_limits and len(plan(budget)) > 1:
+        raise ValueError(
+            f"policy loss {algorithm.policy_loss_type} needs all rows of a mini-batch in one pass, "
+            "but the rotary embedding of this model depends on the longest row of a pass"
+        )
     micro_batches = local_micro_batches(plan, budget, policy.ranks, divisible=not undivided)
     results = [_micro_step(policy, batch, weights, micro, algorithm) for micro in micro_batches]
     return policy.ranks.gather([result for result in results if result is not None])

@@ -251,9 +251,14 @@ def _loss(
 ) -> Loss:
     """Return the sum of one loss over trained tokens, and SkyRL's metrics."""
     try:
-        kind = loss_and_settings(name, settings)[0].name
+        spec = loss_and_settings(name, settings)[0]
     except ValueError as error:
         raise UnsupportedInputError(str(error)) from error
+    kind = spec.name
+    reads_old = spec.ratio_to == "old"
+    if spec.ratio_to == "rollout_where_given":
+        reads_old = rollout_logprobs is None
+    require(old_log_probs is not None or not reads_old, "no old log-probabilities")
     require(isinstance(log_probs, torch.Tensor) and loss_mask is not None, "no loss mask")
     assert loss_mask is not None
     if kind in LOG_PROBS_ALONE:

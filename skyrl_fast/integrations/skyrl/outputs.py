@@ -21,6 +21,7 @@ TIME_SPLITS = "trajectory_time_splits"
 ALWAYS = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
 OPTIONAL = ("stop_reasons", "rollout_logprobs", "trajectory_generation_times")
 IMAGES = ("pixel_values", "image_grid_thw")
+LISTED = ("loss_masks", "rollout_logprobs")  # SkyRL's merge returns their rows as lists
 # The fields of a row that SkyRL's merge returns.
 MERGED = (*ALWAYS, "stop_reasons", "rollout_logprobs", "trajectory_ids", "is_last_step")
 
@@ -172,6 +173,9 @@ def merge_stepwise_output(generator_output: Any) -> dict[str, Any]:
     given = {"rollout_logprobs": None, **output}
     _check(len(output["response_ids"]), given, step_wise=True)
     steps = {field: given[field] for field in MERGED if given.get(field) is not None}
+    for field in LISTED:
+        if field in steps and set(map(type, steps[field])) != {list}:
+            steps[field] = [list(row) for row in steps[field]]
     merged = dict(generator_merge.merge_stepwise_output(steps))
     empty = dict.fromkeys((*OPTIONAL, *([TIME_SPLITS] if _has_splits() else [])))
     merged = {**empty, **merged}

@@ -21,6 +21,7 @@ from skyrl_fast.train.data.schedule import total_optimizer_steps
 from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import load_model
+from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
 from skyrl_fast.train.parallel.rank_shares import local_micro_batches
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
@@ -89,6 +90,7 @@ class Critic:
         self.model = model
         self.ranks = ranks
         self.tree = tree
+        self.rope_limits = rope_limits(model.backbone.config)
         if tree:
             prepare_for_trees(model.backbone)
         shard(model, ranks)
@@ -194,7 +196,7 @@ class Critic:
         return self.ranks.gather(results)
 
     def _micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
-        plan = partial(plan_micro_batches, batch, tree=self.tree)
+        plan = partial(plan_micro_batches, batch, tree=self.tree, limits=self.rope_limits)
         return local_micro_batches(plan, self.max_tokens_per_microbatch, self.ranks)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:

@@ -5,7 +5,8 @@ tokens. Routes: D layers, K experts per token.
 
 Where a step's prompt exactly extends the step before (contexts that only grow), both rows share one
 sequence, the longest: a causal model computes the same hidden states for the shared prefix, so loss
-and gradient are those of separate rows, for about half the tokens.
+and gradient are those of separate rows, for about half the tokens. Where a rotary embedding depends
+on the longest row, rows on different sides of its limit share neither a sequence nor a pass.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.train.model.forward_pass import MicroBatch as MicroBatch
 from skyrl_fast.train.model.forward_pass import response_positions as response_positions
+from skyrl_fast.train.model.rope_limits import RopeLimit, exceeded_limits
 from skyrl_fast.train.model.tree_batch import tree_micro_batches
 
 
@@ -31,6 +33,7 @@ def plan_micro_batches(
     keep_trajectories: bool = False,
     router_replay: bool = False,
     tree: bool = False,
+    limits: Sequence[RopeLimit] = (),
 ) -> list[MicroBatch]:
     """Return the forward passes that compute the logprob of every trained token of the rows.
 
@@ -43,10 +46,11 @@ def plan_micro_batches(
             as they do in contexts that only grow.
         tree: lay out the rows as prefix trees, one per group: the budget counts their nodes. Else
             as sequences, which rows of a trajectory share where contexts only grew.
+        limits: of the model's rotary embedding; models that trees support have none.
 
     Raises:
-        ValueError: a trained row has an empty prompt, so nothing predicts its first token; or
-            router replay of a batch without routes.
+        ValueError: a trained row has an empty prompt, so nothing predicts its first token; router
+            replay of a batch without routes; or rows that a limit does not allow.
     """
     visited = _trained_rows(batch) if rows is None else rows & _trained_rows(batch)
     if not visited.any():  # e.g. placeholder rows only, which have no routes
@@ -69,12 +73,13 @@ def plan_micro_batches(
             keep_trajectories=keep_trajectories,
             router_replay=router_replay,
         )
-    hosts = sequence_hosts(batch, visited, router_replay=router_replay)
+    lengths = np.diff(cu)
+    exceeded = exceeded_limits(lengths, limits, visited)
+    hosts = sequence_hosts(batch, visited, router_replay=router_replay, exceeded=exceeded)
     members: dict[int, list[int]] = {}
     for row in np.flatnonzero(visited).tolist():
         members.setdefault(int(hosts[row]), []).append(row)
-    lengths = np.diff(cu)
-    chunks = _fill(members, lengths, token_budget, batch, keep_trajectories)
+    chunks = _fill(members, lengths, exceeded, token_budget, batch, keep_trajectories)
     micro_batches = [_micro_batch(batch, chunk, members, prompts) for chunk in chunks]
     if not router_replay:
         return micro_batches
@@ -85,7 +90,11 @@ def plan_micro_batches(
 
 
 def sequence_hosts(
-    batch: StepBatch, visited: np.ndarray, *, router_replay: bool = False
+    batch: StepBatch,
+    visited: np.ndarray,
+    *,
+    router_replay: bool = False,
+    exceeded: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return (N,) for each visited row the later row of its trajectory that it is a prefix of.
 
@@ -94,6 +103,7 @@ def sequence_hosts(
     Args:
         visited: (N,) bool; other rows host nothing.
         router_replay: a host must also have the row's routes, up to its last trained token.
+        exceeded: (N,), see `exceeded_limits`: a host has the row's number; None: no limits.
     """
     tokens = batch.tokens.numpy()
     cu = batch.cu_seqlens.tolist()
@@ -102,6 +112,8 @@ def sequence_hosts(
     order = np.flatnonzero(visited).tolist()
     for row, following in reversed(list(pairwise(order))):
         if trajectories[row] != trajectories[following]:
+            continue
+        if exceeded is not None and exceeded[row] != exceeded[following]:
             continue
         prefix = tokens[cu[row] : cu[row + 1]]
         start = cu[following]
@@ -134,21 +146,34 @@ def _trained_rows(batch: StepBatch) -> np.ndarray:
 def _fill(
     members: dict[int, list[int]],
     lengths: np.ndarray,
+    exceeded: np.ndarray,
     token_budget: int,
     batch: StepBatch,
     keep_trajectories: bool,
 ) -> list[list[int]]:
-    """Return sequences (by host row) in chunks within the budget, longest first: little padding."""
+    """Return sequences (by host row) in chunks within the budget, longest first: little padding.
+
+    Raises:
+        ValueError: a trajectory that must stay together has rows that must not share a pass.
+    """
     units: dict[int, list[int]] = {}
     for host in members:
         unit = int(batch.trajectory_ids[host]) if keep_trajectories else host
         units.setdefault(unit, []).append(host)
+    for unit, hosts in units.items():
+        if len(set(exceeded[hosts].tolist())) > 1:
+            raise ValueError(
+                f"plan_micro_batches: trajectory {unit} has rows of {lengths[hosts].min()} and "
+                f"{lengths[hosts].max()} tokens, which this loss needs in one pass, but the rotary "
+                "embedding of this model depends on the longest row of a pass"
+            )
     width = {unit: max(int(lengths[host]) for host in hosts) for unit, hosts in units.items()}
     chunks: list[list[int]] = []
     chunk_width = 0
     for unit in sorted(units, key=lambda unit: (-width[unit], unit)):
         hosts = units[unit]
-        if not chunks or (len(chunks[-1]) + len(hosts)) * chunk_width > token_budget:
+        full = not chunks or (len(chunks[-1]) + len(hosts)) * chunk_width > token_budget
+        if full or exceeded[chunks[-1][0]] != exceeded[hosts[0]]:
             chunks.append([])
             chunk_width = width[unit]
         chunks[-1].extend(hosts)

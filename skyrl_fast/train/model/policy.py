@@ -18,6 +18,7 @@ import torch
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
+from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.router_replay import RouterReplay
 from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
 from skyrl_fast.train.parallel.rank_shares import local_micro_batches
@@ -69,6 +70,7 @@ class Policy:
             _checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
         self._check_head()
         self.tree = tree
+        self.rope_limits = rope_limits(model.config)
         if tree:
             prepare_for_trees(model.base_model)
         shard(model, ranks)
@@ -111,7 +113,13 @@ class Policy:
     @run_on_all_ranks
     def batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
         """Return (A,) float32 logprobs of the trained tokens, without gradients; 0 elsewhere."""
-        plan = partial(plan_micro_batches, batch, router_replay=self.router_replay, tree=self.tree)
+        plan = partial(
+            plan_micro_batches,
+            batch,
+            router_replay=self.router_replay,
+            tree=self.tree,
+            limits=self.rope_limits,
+        )
         with torch.no_grad():
             local = [
                 (response_positions(batch, micro), self.logprobs(micro)[0].float().cpu())
@@ -191,10 +199,22 @@ class Policy:
         head = self.model.get_output_embeddings()
         if head is None or not hasattr(self.model, "base_model"):
             raise ValueError(f"policy: wanted a causal LM, got {type(self.model).__name__}")
+        if getattr(head, "bias", None) is not None:
+            (name,) = (name for name, module in self.model.named_modules() if module is head)
+            raise ValueError(
+                f"policy: {type(self.model).__name__} changes its logits after the LM head by "
+                f"{name}.bias, which would not be trained; not supported"
+            )
         vocabulary = head.weight.shape[0]
         ids = torch.arange(PROBE_TOKENS, device=self.device)[None] % vocabulary
         with torch.no_grad(), self._autocast():
-            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            output = self.model.base_model(input_ids=ids, use_cache=False)
+            hidden = getattr(output, "last_hidden_state", None)
+            if hidden is None:
+                raise ValueError(
+                    f"policy: the output of {type(self.model.base_model).__name__} has no "
+                    "last_hidden_state; not supported"
+                )
             ours = (hidden @ head.weight.to(hidden.dtype).T).float()
             expected = self.model(input_ids=ids, use_cache=False).logits.float()
         difference = (ours - expected).abs().max().item()

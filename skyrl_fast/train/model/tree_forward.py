@@ -22,14 +22,20 @@ from skyrl_fast.ops.prefix_tree.attention import (
 )
 from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
+from skyrl_fast.train.model.rope_limits import rope_limits
 
 ATTENTION = "skyrl_fast_tree"  # its name among transformers' attention functions
 FULL_ATTENTION = "full_attention"  # a layer type of transformers
 PLAN = "skyrl_fast_plan"  # keyword argument of its plan
 PROBE_ROWS = ((1, 2, 3, 4, 5), (1, 2, 6, 7), (1, 2, 3, 5, 5, 2), (1, 2))
 PROBE_TOLERANCE = 1e-3  # rounding is below 1e-5; other attention differs by more
-# Their frequencies depend on the largest position of the pass, so rows would affect each other.
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+PROBE_LIMIT = 512  # most tokens of a probe row, which exceeds every window of the model's config
+PROBE_EXCESS = 8  # tokens of that row beyond the largest window
+# Integers of a config with one of these in their name may limit the keys that a token attends to.
+WINDOW_WORDS = ("window", "chunk", "index_topk", "local_attention")
+NO_WINDOWS = ("max_window_layers",)  # a number of layers
+# Keyword arguments of attention functions that change nothing in a causal pass without a cache.
+HARMLESS_OPTIONS = frozenset({"is_causal", "position_ids", "cache_position"})
 
 
 def prepare_for_trees(backbone: Any) -> None:
@@ -37,19 +43,31 @@ def prepare_for_trees(backbone: Any) -> None:
 
     Raises:
         ValueError: the model does not support trees: layers with a window, an attention function
-            that cannot be replaced, or other results on trees than on rows.
+            that cannot be replaced or has options that `tree_attention` lacks, or other results on
+            trees than on rows.
     """
+    refusal = f"trainer.rows: {_name(backbone)} cannot be trained as trees: "
     reason = _reason_against(backbone.config)
     if reason is not None:
-        raise ValueError(f"trainer.rows: {_name(backbone)} cannot be trained as trees: {reason}")
+        raise ValueError(refusal + reason)
+    try:
+        rows = _probe_rows(backbone)
+    except NotImplementedError as error:
+        raise ValueError(f"{refusal}its input embeddings are unknown") from error
+    expected = [_hidden_of_row(backbone, row, refusal) for row in rows]
     _register()
     backbone.set_attn_implementation(ATTENTION)
     if backbone.config._attn_implementation != ATTENTION:
+        raise ValueError(refusal + "its attention function cannot be replaced")
+    try:
+        difference = _probe(backbone, rows, expected)
+    except ValueError as error:
+        raise ValueError(f"{refusal}{error}") from error
+    if difference is not None:
         raise ValueError(
-            f"trainer.rows: {_name(backbone)} cannot be trained as trees: its attention function "
-            "cannot be replaced"
+            f"{refusal}its hidden states on a small tree are not those of the rows "
+            f"(largest difference {difference:.3g})"
         )
-    _probe(backbone)
 
 
 def last_hidden_states(backbone: Any, micro: MicroBatch, device: torch.device) -> Tensor:
@@ -120,13 +138,33 @@ def _reason_against(config: Any) -> str | None:
         return f"its attention has a window of {config.sliding_window} tokens"
     if getattr(config, "attention_chunk_size", None):
         return f"its attention works in chunks of {config.attention_chunk_size} tokens"
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
-    if kind in LENGTH_DEPENDENT_ROPE:
-        return f"its rotary embedding ({kind}) depends on the longest row of a pass"
+    window = _largest_window(config)
+    limit = min(PROBE_LIMIT, getattr(config, "max_position_embeddings", None) or PROBE_LIMIT)
+    if window is not None and window[1] + PROBE_EXCESS > limit:
+        return (
+            f"its setting {window[0]}={window[1]} may limit the tokens that attention sees, and is "
+            "too large to be tested"
+        )
+    for limit in rope_limits(config):
+        return f"its rotary embedding ({limit.kind}) depends on the longest row of a pass"
     if getattr(config, "alibi", False):
         return "its attention adds a term per distance (ALiBi)"
     return None
+
+
+def _largest_window(config: Any) -> tuple[str, int] | None:
+    """Return name and value of the largest setting that may limit attention; None without any."""
+    settings = {
+        name: value
+        for name, value in config.to_dict().items()
+        if type(value) is int
+        and value > 0
+        and any(word in name for word in WINDOW_WORDS)
+        and not name.endswith(NO_WINDOWS)
+    }
+    if getattr(config, "use_sliding_window", True) is False:
+        settings.pop("sliding_window", None)
+    return max(settings.items(), key=lambda item: item[1]) if settings else None
 
 
 def _register() -> None:
@@ -157,26 +195,63 @@ def _attention(
         )
         return out, None
     if dropout > 0:
-        raise ValueError(f"trainer.rows: attention dropout must be 0 on trees, got {dropout}")
-    return tree_attention(query, key, value, plan, scale=scaling).transpose(1, 2), None
+        raise ValueError(f"tree attention: dropout must be 0, got {dropout}")
+    _check_supported(key, value, options)
+    out = tree_attention(query, key, value, plan, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None  # transformers' are contiguous too
+
+
+def _check_supported(key: Tensor, value: Tensor, options: dict[str, Any]) -> None:
+    """Raise ValueError for what `tree_attention` would ignore or not compute."""
+    if options.get("is_causal") is False:
+        raise ValueError("tree attention: wanted causal attention, got is_causal=False")
+    for name, option in options.items():
+        if name not in HARMLESS_OPTIONS and option is not None and option is not False:
+            raise ValueError(f"tree attention: the attention option {name} is not supported")
+    if key.shape[-1] != value.shape[-1]:
+        raise ValueError(
+            "tree attention: wanted keys and values of one head size, got "
+            f"{key.shape[-1]} and {value.shape[-1]}"
+        )
+
+
+def _probe_rows(backbone: Any) -> list[Tensor]:
+    """Return rows with common prefixes, one of them longer than every window of the config."""
+    embedding = backbone.get_input_embeddings().weight
+    rows = [torch.tensor(row) for row in PROBE_ROWS]
+    window = _largest_window(backbone.config)
+    if window is not None:
+        rows.append(torch.cat([rows[0], torch.arange(window[1] + PROBE_EXCESS - len(rows[0]))]))
+    return [row.to(embedding.device) % embedding.shape[0] for row in rows]
 
 
 @torch.no_grad()
-def _probe(backbone: Any) -> None:
-    """Compare a small tree with its rows, to detect what the model's config does not reveal."""
-    vocabulary = backbone.get_input_embeddings().weight.shape[0]
-    rows = [torch.tensor(row) % vocabulary for row in PROBE_ROWS]
+def _hidden_of_row(backbone: Any, row: Tensor, refusal: str) -> Tensor:
+    """Return (T, H) float32 last hidden states of a row of T tokens."""
+    output = backbone(input_ids=row[None], use_cache=False)
+    hidden = getattr(output, "last_hidden_state", None)
+    if hidden is None:
+        raise ValueError(f"{refusal}its output has no last_hidden_state")
+    return hidden[0].float()
+
+
+@torch.no_grad()
+def _probe(backbone: Any, rows: list[Tensor], expected: list[Tensor]) -> float | None:
+    """Compare rows as a tree with their hidden states under the model's attention function.
+
+    It detects what the config does not reveal.
+
+    Returns:
+        The largest difference of the first row that differs; None if all agree.
+    """
     cu = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
-    tree = build_prefix_tree(torch.cat(rows), cu)
-    device = backbone.get_input_embeddings().weight.device
+    tree = build_prefix_tree(torch.cat(rows).cpu(), cu)
+    device = rows[0].device
     plan = plan_tree_attention(tree.parents, tree.ends, device=device)
     ids, positions = (x.long()[None].to(device) for x in (tree.tokens, tree.positions))
     ours = _on_trees(backbone, ids, positions, plan)[0].float()
-    for number, row in enumerate(rows):
-        alone = backbone(input_ids=row[None].to(device), use_cache=False).last_hidden_state[0]
-        error = (ours[tree.nodes_of(number).long()] - alone.float()).abs().max().item()
-        if not error <= PROBE_TOLERANCE * max(1.0, alone.abs().max().item()):
-            raise ValueError(
-                f"trainer.rows: {_name(backbone)} cannot be trained as trees: its hidden states "
-                f"on a small tree are not those of the rows (largest difference {error:.3g})"
-            )
+    for number, wanted in enumerate(expected):
+        error = (ours[tree.nodes_of(number).long()] - wanted).abs().max().item()
+        if not error <= PROBE_TOLERANCE * max(1.0, wanted.abs().max().item()):
+            return float(error)
+    return None

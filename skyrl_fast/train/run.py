@@ -136,12 +136,12 @@ def train(
         1
     """
     _check_main_module()
-    config = _with_home(as_config(config))
+    config = _with_absolute_paths(as_config(config))
     make_env = _with_objects(config, env=env, reward=reward, loss=loss, estimator=estimator)
     check_config(config, has_prompts=prompts is not None)
     _check_callbacks(callbacks)
     run_path = Path(config.trainer.run_path)
-    with locked_run(run_path):
+    with locked_run(run_path, _checkpoint_folder(config)):
         checkpoint = _starting_point(config)
         with ExitStack() as stack:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -379,20 +379,31 @@ def _check_main_module() -> None:
         )
 
 
-def _with_home(config: Config) -> Config:
-    """Return the settings with ~ expanded in the run's paths."""
-    settings = replace(config.trainer)
-    for name in ("run_path", "ckpt_path", "resume_path"):
-        path = getattr(settings, name)
-        setattr(settings, name, None if path is None else str(Path(path).expanduser()))
-    return replace(config, trainer=settings)
+def _with_absolute_paths(config: Config) -> Config:
+    """Make paths that are used later absolute: an environment may change the current folder."""
+    trainer, engine = config.trainer, config.generator.inference_engine
+    for section, name in (
+        *((trainer, name) for name in ("run_path", "ckpt_path", "resume_path")),
+        (engine, "weight_sync_path"),
+    ):
+        path = getattr(section, name)
+        if path is not None:
+            setattr(section, name, str(Path(path).expanduser().absolute()))
+    for model in (trainer.policy.model, trainer.ref.model, trainer.critic.model):
+        if model.path is not None and Path(model.path).is_dir():  # not a name on the hub
+            model.path = str(Path(model.path).absolute())
+    return config
+
+
+def _checkpoint_folder(config: Config) -> Path:
+    return Path(config.trainer.ckpt_path or Path(config.trainer.run_path) / "checkpoints")
 
 
 def _starting_point(config: Config) -> Path | None:
     """Return the checkpoint to resume from, or None for a new run in a folder without one."""
     settings = config.trainer
     run_path = Path(settings.run_path)
-    folder = Path(settings.ckpt_path or run_path / "checkpoints")
+    folder = _checkpoint_folder(config)
     if settings.resume_mode == "from_path":
         path = Path(str(settings.resume_path))
         if not (path / "state.json").is_file():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import random
 import signal
@@ -28,6 +30,7 @@ from skyrl_fast.train.output.checkpoint import (
     write_json,
 )
 from skyrl_fast.train.output.loggers import JsonlLogger, RunInfo, read_metrics
+from skyrl_fast.train.output.plot import plot_learning_curve
 
 
 def write_text(text: str):
@@ -282,3 +285,48 @@ def test_metrics_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
         {"step": 2, "x": 1.0},
         {"step": 3, "x": 9.0},
     ]
+
+
+DAMAGED = [
+    b'{"step": 1, "x"\n',
+    b"\x00" * 40 + b"\n",
+    b'{"step": 1, "\xff": 2}\n',
+    b"[1]\n",
+    b'{"x": 1}\n',
+    b'{"step": "1"}\n',
+    b"[" * 100_000 + b"\n",
+]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))
+@pytest.mark.spec("metrics.valid-json")
+def test_damaged_line_of_the_metrics_costs_only_itself(tmp_path: Path, damaged: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": %d, "x": %d.0}\n' % (step, step) for step in range(5)]
+    path.write_bytes(b"".join([lines[0], damaged, *lines[2:]]))
+    assert [row["step"] for row in read_metrics(path)] == [0, 2, 3, 4]
+    JsonlLogger(RunInfo(tmp_path, "project", "run", {}, last_step=3)).close()
+    assert path.read_bytes() == lines[0] + lines[2] + lines[3]
+
+
+@pytest.mark.spec("metrics.valid-json")
+def test_values_that_are_not_finite_are_valid_json_and_read_back(tmp_path: Path) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    path = tmp_path / "metrics.jsonl"
+    written = {"a": math.nan, "b": math.inf, "c": -math.inf, "reward/avg_raw_reward": 0.5}
+    sink = JsonlLogger(RunInfo(tmp_path, "project", "run", {}))
+    sink.write(1, written)
+    sink.write(2, {"a": 1.0, "reward/avg_raw_reward": math.nan, "timing/step": math.inf})
+    sink.close()
+    first, second = (json.loads(line, parse_constant=refuse) for line in path.open())
+    assert first == {
+        **{"step": 1, "a": None, "b": None, "c": None, "reward/avg_raw_reward": 0.5},
+        "non_finite": {"a": "nan", "b": "inf", "c": "-inf"},
+    }
+    assert second["non_finite"] == {"reward/avg_raw_reward": "nan", "timing/step": "inf"}
+    rows = read_metrics(path)
+    assert repr(rows[0]) == repr({"step": 1, **written})
+    pytest.importorskip("matplotlib")
+    assert plot_learning_curve(rows, tmp_path / "curve.png").stat().st_size > 0

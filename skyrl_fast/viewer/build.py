@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_fast.trajectory_store.parts import IndexEntry, parts, read_lines
+from skyrl_fast.trajectory_store.parts import NON_FINITE, IndexEntry, parts, read_lines
 from skyrl_fast.trajectory_store.reader import (
     FOLDER,
     StoredStep,
@@ -248,7 +248,7 @@ def _metrics(run: Path) -> dict[str, Any]:
     """Return the values of metrics.jsonl by name, None where a step has none."""
     path = run / "metrics.jsonl"
     rows = [row for _, _, row in read_lines(path)] if path.exists() else []
-    names = sorted({name for row in rows for name in row} - {"step"})
+    names = sorted({name for row in rows for name in row} - {"step", NON_FINITE})
     series = {name: [_number(row.get(name)) for row in rows] for name in names}
     return {"steps": [_number(row.get("step")) for row in rows], "series": series}
 

@@ -130,14 +130,14 @@ def _rows(path: Path) -> Iterator[Any]:
                 if line.strip():
                     try:
                         yield json.loads(line)
-                    except ValueError as error:  # also for invalid UTF-8
+                    except (ValueError, RecursionError) as error:  # also for invalid UTF-8
                         raise ValueError(
                             f"{path}, line {number + 1}: invalid JSON: {error}"
                         ) from error
     elif path.suffix == ".json":
         try:
             rows = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: invalid JSON: {error}") from error
         if not isinstance(rows, list):
             raise ValueError(f"{path}: wanted a list of rows, got {type(rows).__name__}")

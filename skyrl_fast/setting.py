@@ -29,8 +29,8 @@ class EnvironmentValue(str):
         result.written = written
         return result
 
-    def __getnewargs__(self) -> tuple[str, str]:  # noqa: D105 - for copies and other processes
-        return str(self), self.written
+    def __reduce__(self) -> tuple[type[EnvironmentValue], tuple[str, str]]:  # noqa: D105 - pickle
+        return EnvironmentValue, (str(self), self.written)
 
     def __repr__(self) -> str:  # noqa: D105 - in error messages
         return repr(self.written)

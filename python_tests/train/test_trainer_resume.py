@@ -216,6 +216,32 @@ def test_resuming_with_other_data_is_refused(folder: Path) -> None:
         train(settings(folder, "run", "trainer.resume_mode=latest"))
 
 
+@pytest.mark.spec("run.same-prompts")
+def test_resuming_with_other_prompts_of_the_same_number_is_refused(folder: Path) -> None:
+    train(settings(folder, "run", "trainer.epochs=1"))
+    path = folder / "train.jsonl"
+    first, second, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([second, first, *rest]))
+    longer = settings(folder, "run", "trainer.resume_mode=latest", "trainer.epochs=2")
+    with pytest.raises(SetupError, match=r"made with 8 other prompts: .* \(digest \w+, now \w+\)"):
+        train(longer)
+    path.write_text("".join([first, second, *rest]))
+    assert train(longer).step == 4
+
+
+@pytest.mark.spec("run.same-schedule")
+def test_other_length_under_a_schedule_is_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cosine = "trainer.policy.optimizer_config.scheduler=cosine"
+    again = ("trainer.resume_mode=latest", cosine)
+    train(settings(folder, "run", "trainer.epochs=1", cosine))
+    train(settings(folder, "run", "trainer.epochs=1", *again))
+    assert "schedule" not in caplog.text
+    train(settings(folder, "run", "trainer.epochs=2", *again))
+    assert "had 2 steps and now has 4: the cosine schedule" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("where", "version"),
     [

@@ -270,6 +270,7 @@ def _run(
         components.loggers = open_loggers(config.trainer.logger, run_info)
     write_json(run_path / "config.json", to_dict(config))
     steps = total_steps(config, len(components.train_prompts))
+    _warn_of_another_schedule(config, checkpoint, len(components.train_prompts))
     display = ProgressDisplay(total_steps=steps, start_step=_step_of(checkpoint))
     signals = StopSignals()
     try:
@@ -437,6 +438,24 @@ def _last_reported(checkpoint: Path | None) -> int:
         return -1
     state = read_json(checkpoint / "state.json")
     return int(state["step"]) - (state.get("unreported") is not None)
+
+
+def _warn_of_another_schedule(config: Config, checkpoint: Path | None, num_prompts: int) -> None:
+    """Warn if a resumed run has another length than before, and the learning rate follows it."""
+    scheduler = config.trainer.policy.optimizer_config.scheduler
+    if checkpoint is None or scheduler not in ("linear", "cosine"):
+        return
+    saved = read_json(checkpoint / "state.json").get("config", {}).get("trainer", {})
+    earlier = as_config(config)
+    for name in ("epochs", "max_training_steps"):
+        setattr(earlier.trainer, name, saved.get(name, getattr(config.trainer, name)))
+    before, now = total_steps(earlier, num_prompts), total_steps(config, num_prompts)
+    if before != now:
+        logger.warning(
+            "resume: the run had %d steps and now has %d: the %s schedule of the learning rate is "
+            "stretched over all of them, so the rate jumps here",
+            *(before, now, scheduler),
+        )
 
 
 def _check_plot(config: Config) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from skyrl_fast.printable import MAX_FAILURE, PrintableFormatter, printable
 from skyrl_fast.viewer.command import add_arguments as add_view_arguments
 
 if TYPE_CHECKING:
@@ -98,10 +99,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace) -> int:
-    logging.basicConfig(
-        level=logging.INFO if options.verbose else logging.WARNING,
-        format="%(asctime)s %(name)s: %(message)s",
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(name)s: %(message)s"))
+    level = logging.INFO if options.verbose else logging.WARNING
+    logging.basicConfig(level=level, handlers=[handler])
     try:
         from skyrl_fast.config import ConfigError
         from skyrl_fast.config.loading import load_config
@@ -184,7 +185,7 @@ def summary(result: TrainResult) -> str:
 
 
 def _complain(message: str, code: int = EXIT_USAGE) -> int:
-    sys.stderr.write(f"skyrl-fast: {message}\n")
+    sys.stderr.write(f"skyrl-fast: {printable(message, MAX_FAILURE)}\n")
     return code
 
 

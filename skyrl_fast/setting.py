@@ -6,11 +6,34 @@ Used by the configuration and the ops, so it imports neither.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class EnvironmentValue(str):
+    """A string from an environment variable, which may be secret: not written to any file.
+
+    Args:
+        value: the string.
+        written: its text in the settings, such as "${oc.env:API_KEY}".
+    """
+
+    written: str
+
+    def __new__(cls, value: str, written: str) -> EnvironmentValue:  # noqa: D102
+        result = super().__new__(cls, value)
+        result.written = written
+        return result
+
+    def __reduce__(self) -> tuple[type[EnvironmentValue], tuple[str, str]]:  # noqa: D105 - pickle
+        return EnvironmentValue, (str(self), self.written)
+
+    def __repr__(self) -> str:  # noqa: D105 - in error messages
+        return repr(self.written)
 
 
 class ConfigError(ValueError):
@@ -25,6 +48,7 @@ def setting(
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
+    finite: bool = False,
 ) -> Any:
     """Return a dataclass field with help and limits in its metadata.
 
@@ -36,6 +60,7 @@ def setting(
         "at_least": at_least,
         "above": above,
         "at_most": at_most,
+        "finite": finite,
     }
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
@@ -65,6 +90,8 @@ def limit_error(limits: Mapping[str, Any], value: Any) -> str | None:
     at_least, above, at_most = (limits.get(name) for name in ("at_least", "above", "at_most"))
     if value != value:
         return "wanted a number, got nan"
+    if limits.get("finite") and value in (math.inf, -math.inf):
+        return f"wanted a finite number, got {value}"
     if at_least is not None and value < at_least:
         return f"wanted at least {at_least}, got {value}"
     if above is not None and value <= above:

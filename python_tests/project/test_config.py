@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from _settings import NEEDED, error_of
 
 pytest.importorskip("omegaconf")
 
-from skyrl_fast.config import Config, ConfigError, to_dict
+from skyrl_fast.config import Config, ConfigError, as_config, to_dict
 from skyrl_fast.config.loading import build_config, check_config, load_config
 
 
@@ -229,3 +232,69 @@ def test_off_policy_corrections_by_skyrl_names() -> None:
 )
 def test_invalid_off_policy_corrections(overrides: list[str], wanted: str) -> None:
     assert wanted in error_of(*(f"trainer.algorithm.{text}" for text in overrides))
+
+
+SECRETS = """
+data: {train_data: [a.jsonl]}
+trainer: {policy: {model: {path: m}}, run_name: "run of ${oc.env:TOKEN}", project_name: x}
+environment:
+  skyrl_gym:
+    llm_as_a_judge: {key: "${oc.env:TOKEN}", plain: yes, list: ["Bearer ${oc.env:TOKEN}", 3]}
+    search: ${environment.skyrl_gym.llm_as_a_judge}
+generator: {sampling_params: {stop: ["${environment.skyrl_gym.llm_as_a_judge.key}"]}}
+"""
+
+
+@pytest.mark.spec("settings.environment-values")
+def test_values_of_environment_variables_are_used_and_never_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "hunter2")
+    (tmp_path / "config.yaml").write_text(SECRETS)
+    config = load_config(tmp_path / "config.yaml")
+    config = pickle.loads(pickle.dumps(copy.deepcopy(as_config(config))))
+    gym = config.environment.skyrl_gym
+    assert gym.llm_as_a_judge["key"] == gym.search["key"] == "hunter2"
+    assert gym.llm_as_a_judge["list"] == ["Bearer hunter2", 3]
+    assert config.generator.sampling_params.stop == ["hunter2"]
+    assert config.trainer.run_name == "run of hunter2"
+    written = to_dict(config)
+    assert "hunter2" not in json.dumps(written) and "hunter2" not in repr(config)
+    assert written["trainer"]["run_name"] == "run of ${oc.env:TOKEN}"
+    judge = written["environment"]["skyrl_gym"]["llm_as_a_judge"]
+    assert judge == {"key": "${oc.env:TOKEN}", "plain": True, "list": ["Bearer ${oc.env:TOKEN}", 3]}
+    assert written["trainer"]["project_name"] == "x"
+    assert to_dict(config, resolved=True)["trainer"]["run_name"] == "run of hunter2"
+
+
+@pytest.mark.spec("settings.one-line-errors")
+@pytest.mark.parametrize(
+    "value",
+    ["[" * 5000 + "]" * 5000, "{a: " * 5000 + "1" + "}" * 5000, "9" * 5000, "9" * 400],
+    ids=["list", "mapping", "digits", "overflow"],
+)
+def test_deep_or_long_values_are_errors_of_one_line(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"trainer: {{policy: {{optimizer_config: {{lr: {value}}}}}}}\n")
+    override = f"trainer.policy.optimizer_config.lr={value}"
+    for arguments in ((path, []), (None, [override]), (None, [f"{'a.' * 3000}b=1"])):
+        with pytest.raises(ConfigError) as error:
+            load_config(*arguments)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.spec("settings.finite")
+@pytest.mark.parametrize(
+    "key",
+    [
+        "trainer.policy.optimizer_config.lr",
+        "trainer.policy.optimizer_config.weight_decay",
+        "trainer.critic.optimizer_config.lr",
+        "generator.sampling_params.temperature",
+        "generator.eval_sampling_params.temperature",
+        "generator.sampling_params.repetition_penalty",
+        "trainer.algorithm.kl_loss_coef",
+    ],
+)
+def test_infinite_values_are_refused(key: str) -> None:
+    assert error_of(f"{key}=.inf") == f"{key}: wanted a finite number, got inf"

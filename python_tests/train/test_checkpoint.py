@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import random
 import signal
@@ -29,6 +30,7 @@ from skyrl_fast.train.output.checkpoint import (
     write_json,
 )
 from skyrl_fast.train.output.loggers import JsonlLogger, RunInfo, read_metrics
+from skyrl_fast.train.output.plot import plot_learning_curve
 
 
 def write_text(text: str):
@@ -159,10 +161,15 @@ def test_crash_between_the_two_renames_is_recovered(tmp_path: Path) -> None:
 
 
 LOCKED = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from skyrl_fast.train.output.checkpoint import locked_run
-with locked_run(Path(sys.argv[1])) as folder:
+folder = Path(sys.argv[1])
+with locked_run(folder, folder / "checkpoints"):
+    if "fork" in sys.argv and os.fork() == 0:
+        (folder / "child").write_text(str(os.getpid()))
+        time.sleep(60)
+        os._exit(0)
     (folder / "started").write_text("")
     time.sleep(60)
 """
@@ -173,15 +180,63 @@ def test_lock_names_its_owner_and_ends_with_it(tmp_path: Path) -> None:
     wait_for(tmp_path / "started", process)
     with (
         pytest.raises(RunInUseError, match=f"in use by process {process.pid}"),
-        locked_run(tmp_path),
+        locked_run(tmp_path, tmp_path / "other"),
     ):
         pass
     process.send_signal(signal.SIGKILL)
     process.wait()
-    with locked_run(tmp_path):
+    with locked_run(tmp_path, tmp_path / "other"):
         assert (tmp_path / "run.lock").read_text().strip() == str(os.getpid())
-    with locked_run(tmp_path):
+    with locked_run(tmp_path, tmp_path / "other"):
         pass
+
+
+@pytest.mark.spec("run.locks")
+def test_two_runs_never_share_a_checkpoint_folder(tmp_path: Path) -> None:
+    with locked_run(tmp_path / "a", tmp_path / "a/checkpoints"):
+        (tmp_path / "link").symlink_to(tmp_path / "a/checkpoints")
+        for folder in (tmp_path / "a/checkpoints", tmp_path / "link"):
+            with (
+                pytest.raises(
+                    RunInUseError,
+                    match=f"checkpoint folder {folder} is in use by process {os.getpid()}: .* "
+                    "choose another trainer.ckpt_path",
+                ),
+                locked_run(tmp_path / "b", folder),
+            ):
+                pass
+    with locked_run(tmp_path / "b", tmp_path / "a/checkpoints"):
+        pass
+    with locked_run(tmp_path / "b", tmp_path / "b"):  # one folder for both
+        pass
+
+
+@pytest.mark.spec("run.locks")
+def test_lock_of_a_killed_run_ends_although_its_child_lives(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", LOCKED, str(tmp_path), "fork"])
+    wait_for(tmp_path / "started", process)
+    wait_for(tmp_path / "child", process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    child = int((tmp_path / "child").read_text())
+    try:
+        with locked_run(tmp_path, tmp_path / "checkpoints"):
+            os.kill(child, 0)  # still alive
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.spec("run.locks")
+def test_dead_process_is_not_named_as_the_owner(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with locked_run(tmp_path, tmp_path / "checkpoints"):
+        (tmp_path / "run.lock").write_text(f"{ended.pid}\n")
+        with (
+            pytest.raises(RunInUseError, match=rf"process {ended.pid} \(which has ended\) started"),
+            locked_run(tmp_path, tmp_path / "checkpoints"),
+        ):
+            pass
 
 
 def wait_for(path: Path, process: subprocess.Popen) -> None:
@@ -234,3 +289,48 @@ def test_metrics_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
         {"step": 2, "x": 1.0},
         {"step": 3, "x": 9.0},
     ]
+
+
+DAMAGED = [
+    b'{"step": 1, "x"\n',
+    b"\x00" * 40 + b"\n",
+    b'{"step": 1, "\xff": 2}\n',
+    b"[1]\n",
+    b'{"x": 1}\n',
+    b'{"step": "1"}\n',
+    b"[" * 100_000 + b"\n",
+]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))
+@pytest.mark.spec("metrics.valid-json")
+def test_damaged_line_of_the_metrics_costs_only_itself(tmp_path: Path, damaged: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": %d, "x": %d.0}\n' % (step, step) for step in range(5)]
+    path.write_bytes(b"".join([lines[0], damaged, *lines[2:]]))
+    assert [row["step"] for row in read_metrics(path)] == [0, 2, 3, 4]
+    JsonlLogger(RunInfo(tmp_path, "project", "run", {}, last_step=3)).close()
+    assert path.read_bytes() == lines[0] + lines[2] + lines[3]
+
+
+@pytest.mark.spec("metrics.valid-json")
+def test_values_that_are_not_finite_are_valid_json_and_read_back(tmp_path: Path) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    path = tmp_path / "metrics.jsonl"
+    written = {"a": math.nan, "b": math.inf, "c": -math.inf, "reward/avg_raw_reward": 0.5}
+    sink = JsonlLogger(RunInfo(tmp_path, "project", "run", {}))
+    sink.write(1, written)
+    sink.write(2, {"a": 1.0, "reward/avg_raw_reward": math.nan, "timing/step": math.inf})
+    sink.close()
+    first, second = (json.loads(line, parse_constant=refuse) for line in path.open())
+    assert first == {
+        **{"step": 1, "a": None, "b": None, "c": None, "reward/avg_raw_reward": 0.5},
+        "non_finite": {"a": "nan", "b": "inf", "c": "-inf"},
+    }
+    assert second["non_finite"] == {"reward/avg_raw_reward": "nan", "timing/step": "inf"}
+    rows = read_metrics(path)
+    assert repr(rows[0]) == repr({"step": 1, **written})
+    pytest.importorskip("matplotlib")
+    assert plot_learning_curve(rows, tmp_path / "curve.png").stat().st_size > 0

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from skyrl_fast.train.data.prompts import Prompt, PromptSampler, load_prompts
+from skyrl_fast.train.data.prompts import (
+    Prompt,
+    PromptSampler,
+    digest_of,
+    load_prompts,
+    prompts_from,
+)
 
 
 def test_sampler_epochs_are_permutations_and_resume() -> None:
@@ -66,3 +74,19 @@ def test_invalid_prompt_files_error_names_the_place(
     (tmp_path / name).write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(ValueError, match=wanted):
         load_prompts([str(tmp_path / name)], default_env_class="d")
+
+
+@pytest.mark.spec("run.same-prompts")
+def test_digest_depends_on_rows_and_order_only() -> None:
+    def digest(*rows: dict[str, Any]) -> str:
+        return digest_of(prompts_from(list(rows), default_env_class="e"))
+
+    one, two = {"prompt": "a", "sum": 3}, {"prompt": "b", "sum": 4}
+    assert digest(one, two) == digest(dict(one), dict(two))
+    others = [(two, one), (one,), (one, {**two, "sum": 5}), (one, {**two, "prompt": "c"})]
+    assert len({digest(one, two), *(digest(*rows) for rows in others)}) == 5
+    # Objects, whose text may hold an address, and values that JSON cannot represent.
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    for value in (object, set, lambda: cyclic, lambda: np.arange(3), lambda: float("nan")):
+        assert digest({**one, "x": value()}) == digest({**one, "x": value()})

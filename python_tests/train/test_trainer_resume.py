@@ -167,6 +167,47 @@ def test_home_is_expanded_in_run_paths(folder: Path, monkeypatch: pytest.MonkeyP
     )
 
 
+@pytest.mark.spec("run.absolute-paths")
+def test_environment_that_changes_the_current_folder_moves_no_output(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder)
+
+    async def leave(step: int) -> None:
+        if step == 2:
+            os.chdir(folder / "elsewhere")
+
+    relative = ("trainer.run_path=runs/a", "trainer.ckpt_path=kept")
+    paths = ("data.val_data=[val.jsonl]", "trainer.policy.model.path=model")
+    outcome = train(settings(folder, "x", *relative, *paths), Recorder(leave))
+    assert list((folder / "elsewhere").iterdir()) == []
+    assert [step for step, _ in checkpoints(folder / "kept")] == [2, 4, 6]
+    assert outcome.run_path == folder / "runs/a"
+    assert outcome.checkpoint == folder / "kept/step_000006"
+    assert len(read_metrics(folder / "runs/a/metrics.jsonl")) == 7
+
+
+@pytest.mark.spec("run.locks")
+def test_checkpoint_folder_of_another_run_is_refused(folder: Path) -> None:
+    shared = f"trainer.ckpt_path={folder}/kept"
+    seen: list[str] = []
+
+    def second() -> None:
+        try:
+            train(settings(folder, "b", shared))
+        except RunInUseError as error:
+            seen.append(str(error))
+
+    async def during(step: int) -> None:
+        if step == 1:
+            await asyncio.to_thread(second)
+
+    train(settings(folder, "a", shared), Recorder(during))
+    assert [text.split(" in use ")[0] for text in seen] == [f"checkpoint folder {folder}/kept is"]
+    assert [step for step, _ in checkpoints(folder / "kept")] == [2, 4, 6]
+
+
 def test_failed_engine_start_leaves_the_folder_unused(folder: Path) -> None:
     async def broken(*_: object) -> FakeRollouts:
         raise ValueError("no engine today")
@@ -181,6 +222,32 @@ def test_resuming_with_other_data_is_refused(folder: Path) -> None:
     write_prompts(folder / "train.jsonl", 12)
     with pytest.raises(SetupError, match="num_prompts=8, this run has 12"):
         train(settings(folder, "run", "trainer.resume_mode=latest"))
+
+
+@pytest.mark.spec("run.same-prompts")
+def test_resuming_with_other_prompts_of_the_same_number_is_refused(folder: Path) -> None:
+    train(settings(folder, "run", "trainer.epochs=1"))
+    path = folder / "train.jsonl"
+    first, second, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([second, first, *rest]))
+    longer = settings(folder, "run", "trainer.resume_mode=latest", "trainer.epochs=2")
+    with pytest.raises(SetupError, match=r"made with 8 other prompts: .* \(digest \w+, now \w+\)"):
+        train(longer)
+    path.write_text("".join([first, second, *rest]))
+    assert train(longer).step == 4
+
+
+@pytest.mark.spec("run.same-schedule")
+def test_other_length_under_a_schedule_is_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cosine = "trainer.policy.optimizer_config.scheduler=cosine"
+    again = ("trainer.resume_mode=latest", cosine)
+    train(settings(folder, "run", "trainer.epochs=1", cosine))
+    train(settings(folder, "run", "trainer.epochs=1", *again))
+    assert "schedule" not in caplog.text
+    train(settings(folder, "run", "trainer.epochs=2", *again))
+    assert "had 2 steps and now has 4: the cosine schedule" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -336,7 +336,13 @@ def test_index_has_one_entry_per_trajectory(tmp_path: Path) -> None:
     assert lines(index) == [asdict(first), asdict(second)]
 
 
-@pytest.mark.parametrize("damage", ["gone", "torn", "stale", "foreign"])
+WRONG = [
+    *('{"file": [1]}', '{"file": null}', '{"offset": "0"}', '{"bytes": null}', '{"bytes": 1.5}'),
+    *('{"reward": "high"}', '{"uid": 7}', '{"turns": []}'),
+]
+
+
+@pytest.mark.parametrize("damage", ["gone", "torn", "stale", "foreign", *WRONG])
 @pytest.mark.spec("store.index-mismatch")
 def test_index_that_does_not_match_is_ignored(tmp_path: Path, damage: str) -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
@@ -352,8 +358,12 @@ def test_index_that_does_not_match_is_ignored(tmp_path: Path, damage: str) -> No
         index.write_bytes(content[:-7])
     elif damage == "stale":
         index.write_bytes(content[: content.index(b"\n") + 1])
-    else:
+    elif damage == "foreign":
         index.write_bytes(b'{"another": 1}\n' + content)
+    else:
+        first, *rest = content.splitlines(keepends=True)
+        wrong = json.dumps({**json.loads(first), **json.loads(damage)}).encode() + b"\n"
+        index.write_bytes(b"".join([wrong, *rest]))
     assert read_index(tmp_path) == want
 
 

@@ -13,6 +13,7 @@ import pytest
 from _stored import HOSTILE, LONG_LINE, write_run
 
 from skyrl_fast.cli import main
+from skyrl_fast.viewer import build
 from skyrl_fast.viewer.build import MARKER, PAGE, ViewError, build_view
 from skyrl_fast.viewer.columns import MagnitudeSample
 from skyrl_fast.viewer.script import script
@@ -92,7 +93,10 @@ def test_script_is_ascii_without_markup(value: str) -> None:
 def test_earlier_page_is_replaced_and_other_folders_are_refused(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "view"
     build_view(run, out)
-    (out / "data/chunk99.js").write_text("stale")
+    mark = json.loads((out / MARKER).read_text())
+    mark["files"].append("data/chunk99.js")
+    (out / MARKER).write_text(json.dumps(mark))
+    (out / "data/chunk99.js").write_text("of an earlier page with more chunks")
     build_view(run, out)
     assert not (out / "data/chunk99.js").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["view"]
@@ -102,6 +106,99 @@ def test_earlier_page_is_replaced_and_other_folders_are_refused(run: Path, tmp_p
     with pytest.raises(ViewError, match="not empty, and not written by this command"):
         build_view(run, other)
     assert (other / "thesis.tex").read_text() == "mine"
+
+
+def files_below(folder: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize(
+    "other", ["note.txt", "data/chunk99.js", "folder/note.txt", "empty/", "data/empty/"]
+)
+@pytest.mark.spec("viewer.own-files")
+def test_page_with_files_of_others_is_refused_by_name(
+    run: Path, tmp_path: Path, other: str
+) -> None:
+    out = tmp_path / "view"
+    build_view(run, out)
+    path = out / other
+    if other.endswith("/"):
+        path.mkdir()
+    else:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    before = files_below(tmp_path)
+    with pytest.raises(ViewError, match=rf"holds '{other.rstrip('/')}', which this command"):
+        build_view(run, out)
+    assert files_below(tmp_path) == before
+
+
+@pytest.mark.spec("viewer.own-files")
+def test_link_inside_a_page_is_not_followed(run: Path, tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "view", tmp_path / "elsewhere"
+    build_view(run, out)
+    (out / "data").rename(elsewhere)
+    (out / "data").symlink_to(elsewhere)
+    before = files_below(tmp_path)
+    with pytest.raises(ViewError, match="holds 'data', which"):
+        build_view(run, out)
+    assert files_below(tmp_path) == before
+
+
+@pytest.mark.parametrize("mark", ["", "[]", '{"trajectories": 3}', '{"files": 3}', "\xff"])
+@pytest.mark.spec("viewer.own-files")
+def test_page_with_a_damaged_mark_file_is_refused(run: Path, tmp_path: Path, mark: str) -> None:
+    out = tmp_path / "view"
+    build_view(run, out)
+    (out / MARKER).write_text(mark, encoding="latin-1")
+    before = files_below(out)
+    with pytest.raises(ViewError, match="which this command did not write"):
+        build_view(run, out)
+    assert files_below(out) == before
+
+
+@pytest.mark.spec("viewer.own-files")
+def test_page_never_replaces_the_run(run: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    build_view(run, site)
+    copied = site / "b"
+    shutil.copytree(run, copied)
+    before = files_below(tmp_path)
+    for out in (site, copied):
+        with pytest.raises(ViewError, match=r"contains the run .* choose another --out"):
+            build_view(copied, out)
+    assert files_below(tmp_path) == before
+
+
+@pytest.mark.spec("viewer.own-files")
+def test_hidden_folders_next_to_the_page_stay(run: Path, tmp_path: Path) -> None:
+    (tmp_path / ".view.partial").mkdir()
+    (tmp_path / ".view.partial/note").write_text("mine")
+    build_view(run, tmp_path / "view")
+    assert (tmp_path / ".view.partial/note").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".view.partial", "view"]
+
+
+@pytest.mark.spec("viewer.own-files")
+def test_file_that_appears_while_the_page_is_written_stays(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "view"
+    build_view(run, out)
+
+    def write(*arguments: Any) -> Any:
+        (out / "note").write_text("mine")
+        return written(*arguments)
+
+    written = build._write
+    monkeypatch.setattr(build, "_write", write)
+    with pytest.raises(ViewError, match="holds 'note', which"):
+        build_view(run, out)
+    assert (out / "note").read_text() == "mine" and (out / "index.html").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["view"]
 
 
 @pytest.mark.spec("viewer.replace-page")
@@ -115,8 +212,11 @@ def test_link_is_kept_and_current_folder_is_refused(
         assert build_view(run, tmp_path / "link").page == tmp_path / "real/index.html"
     assert (tmp_path / "link").is_symlink() and (tmp_path / "link/index.html").is_file()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(ViewError, match="the current folder cannot be replaced"):
+    with pytest.raises(ViewError, match="the current folder or one above it cannot be replaced"):
         build_view(run, Path("."))
+    monkeypatch.chdir(tmp_path / "real/data")
+    with pytest.raises(ViewError, match="the current folder or one above it cannot be replaced"):
+        build_view(run, tmp_path / "link")
 
 
 @pytest.mark.spec("viewer.replace-page")

@@ -30,7 +30,8 @@ from skyrl_fast.config.settings import (
     to_dict,
 )
 from skyrl_fast.ops.policy_loss.losses import POLICY_LOSSES, Cispo, LossSpec
-from skyrl_fast.setting import ConfigError, limit_error
+from skyrl_fast.printable import shortened
+from skyrl_fast.setting import ConfigError, EnvironmentValue, limit_error
 
 ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -123,7 +124,7 @@ def as_config(source: ConfigSource) -> Config:
         raise ConfigError(
             f"config: wanted a Config, a mapping or the path of a YAML file, got {source!r}"
         )
-    return build_config(to_dict(source) if isinstance(source, Config) else source)
+    return build_config(to_dict(source, resolved=True) if isinstance(source, Config) else source)
 
 
 def _read_yaml(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
@@ -149,11 +150,47 @@ def _read_yaml(path: str | Path | None, overrides: Sequence[str]) -> dict[str, A
             merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([text]))
         where = "overrides" if path is None else str(path)
         values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        written = OmegaConf.to_container(merged, resolve=False)
+        if _uses_environment(written):
+            values = _marked(values, written)
     # OmegaConf raises OSError for a file that is no mapping, TypeError for a list as a section.
-    except (OmegaConfBaseException, YAMLError, OSError, TypeError, UnicodeError) as error:
+    except RecursionError as error:
+        raise ConfigError(f"{shortened(where, 200)}: cannot be read: nested too deeply") from error
+    # ValueError: a number of more digits than Python reads.
+    except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{where}: cannot be read: {error}") from error
     assert isinstance(values, dict)
     return values
+
+
+def _uses_environment(written: Any) -> bool:
+    """Return whether any of the unresolved values reads an environment variable."""
+    if isinstance(written, dict):
+        return any(map(_uses_environment, written.values()))
+    if isinstance(written, list):
+        return any(map(_uses_environment, written))
+    return isinstance(written, str) and "oc.env" in written
+
+
+def _marked(value: Any, written: Any) -> Any:
+    """Return the value with each string that an interpolation gave as an `EnvironmentValue`.
+
+    All interpolations count: `${a.b}` may refer to one that reads an environment variable.
+
+    Args:
+        written: the same before it was resolved; a string where an interpolation gave a section.
+    """
+    inside = isinstance(written, str)
+    if isinstance(value, dict):
+        return {k: _marked(item, written if inside else written[k]) for k, item in value.items()}
+    if isinstance(value, list):
+        pairs = zip(value, [written] * len(value) if inside else written, strict=True)
+        return [_marked(item, one) for item, one in pairs]
+    if isinstance(value, str) and inside and "${" in written:
+        return EnvironmentValue(value, written)
+    return value
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
@@ -351,7 +388,7 @@ def _check_estimator_rows(config: Config) -> None:
 
 def _build(cls: type, values: Any, prefix: str) -> Any:
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
-        values = to_dict(values)
+        values = to_dict(values, resolved=True)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{prefix}: wanted a section with keys, got {values!r}")
     values = _by_section(values, prefix)
@@ -373,7 +410,7 @@ def _by_section(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         new = {rest: value} if dot else value
         if name in result:
             old, new = (
-                to_dict(one) if dataclasses.is_dataclass(one) else one
+                to_dict(one, resolved=True) if dataclasses.is_dataclass(one) else one
                 for one in (result[name], new)
             )
             if not isinstance(old, Mapping) or not isinstance(new, Mapping) or old.keys() & new:
@@ -405,12 +442,15 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
             raise ConfigError(f"{key}: wanted a section with keys, got {value!r}")
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{key}: wanted a number that a float can hold") from None
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if hint is str and isinstance(value, os.PathLike):
         return os.fspath(value)
-    if type(value) is not hint:
+    if type(value) is not hint and not (hint is str and isinstance(value, EnvironmentValue)):
         raise ConfigError(f"{key}: wanted {_article(hint)}, got {value!r} ({type(value).__name__})")
     return value
 

@@ -28,7 +28,7 @@ from skyrl_fast.ops.policy_loss.losses import (
     KlCov,
     Sapo,
 )
-from skyrl_fast.setting import DTYPES, setting
+from skyrl_fast.setting import DTYPES, EnvironmentValue, setting
 from skyrl_fast.setting import ConfigError as ConfigError
 
 LOSS_REDUCTIONS = (
@@ -64,9 +64,9 @@ class ModelConfig:
 class OptimizerConfig:
     """AdamW and its learning rate."""
 
-    lr: float = setting(1e-6, "learning rate after the warm-up", at_least=0)
+    lr: float = setting(1e-6, "learning rate after the warm-up", at_least=0, finite=True)
     adam_betas: list[float] = setting([0.9, 0.999], "AdamW betas")
-    weight_decay: float = setting(1e-2, "AdamW weight decay of matrices", at_least=0)
+    weight_decay: float = setting(1e-2, "AdamW weight decay of matrices", at_least=0, finite=True)
     max_grad_norm: float = setting(1.0, "maximum norm of the gradient; 0: no clipping", at_least=0)
     num_warmup_steps: int = setting(0, "optimizer steps of linear warm-up", at_least=0)
     scheduler: str = setting(
@@ -99,7 +99,7 @@ class PolicyConfig:
 class CriticOptimizerConfig(OptimizerConfig):
     """AdamW of the critic."""
 
-    lr: float = setting(5e-6, "learning rate after the warm-up", at_least=0)
+    lr: float = setting(5e-6, "learning rate after the warm-up", at_least=0, finite=True)
 
 
 @dataclass(slots=True)
@@ -146,7 +146,9 @@ class AlgorithmConfig:
         "clip range of the value around the old value in the critic's loss; null: no clipping",
         above=0,
     )
-    step_advantage_w: float = setting(1.0, "weight of gigpo's step advantage", at_least=0)
+    step_advantage_w: float = setting(
+        1.0, "weight of gigpo's step advantage", at_least=0, finite=True
+    )
     turn_level_baseline: str = setting(
         "turn",
         "baseline of turn_level_group: the others' returns at the same turn, or of the episode",
@@ -207,12 +209,14 @@ class AlgorithmConfig:
     use_kl_loss: bool = setting(
         False, "whether to add kl_loss_coef * KL(policy, reference) to the loss"
     )
-    kl_loss_coef: float = setting(0.001, "weight of the KL in loss or reward", at_least=0)
+    kl_loss_coef: float = setting(
+        0.001, "weight of the KL in loss or reward", at_least=0, finite=True
+    )
     kl_estimator_type: str = setting("k3", "estimator of the KL", choices=tuple(KL_ESTIMATORS))
     use_entropy_loss: bool = setting(
         False, "whether to subtract entropy_loss_coef * entropy from the loss"
     )
-    entropy_loss_coef: float = setting(0.01, "weight of the entropy term", at_least=0)
+    entropy_loss_coef: float = setting(0.01, "weight of the entropy term", at_least=0, finite=True)
 
 
 @dataclass(slots=True)
@@ -308,13 +312,13 @@ class SamplingParams:
     """How tokens are sampled."""
 
     max_generate_length: int = setting(1024, "maximum tokens of a turn's response", at_least=1)
-    temperature: float = setting(1.0, "sampling temperature; 0: greedy", at_least=0)
+    temperature: float = setting(1.0, "sampling temperature; 0: greedy", at_least=0, finite=True)
     top_p: float = setting(1.0, "probability mass of nucleus sampling", above=0, at_most=1)
     top_k: int = setting(-1, "number of most likely tokens to sample from; -1: all", at_least=-1)
     min_p: float = setting(
         0.0, "minimum probability relative to the most likely token", at_least=0, at_most=1
     )
-    repetition_penalty: float = setting(1.0, "repetition penalty; 1: none", above=0)
+    repetition_penalty: float = setting(1.0, "repetition penalty; 1: none", above=0, finite=True)
     stop: list[str] | None = setting(None, "strings that end a turn")
     additional_kwargs: dict[str, Any] = setting({}, "additional vLLM sampling parameters")
 
@@ -447,8 +451,12 @@ def merges_steps(config: Config) -> bool:
     return config.generator.merge_stepwise_output or config.trainer.rows == "merged"
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def to_dict(config: Any, *, resolved: bool = False) -> dict[str, Any]:
     """Return the config as nested dicts of plain values, for YAML and JSON.
+
+    Args:
+        resolved: whether to return the values of environment variables; otherwise the
+            interpolations, such as "${oc.env:API_KEY}", which are safe to store.
 
     Example:
         >>> to_dict(Config())["trainer"]["seed"]
@@ -457,5 +465,18 @@ def to_dict(config: Any) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for item in fields(config):
         value = getattr(config, item.name)
-        result[item.name] = to_dict(value) if hasattr(value, "__dataclass_fields__") else value
+        if hasattr(value, "__dataclass_fields__"):
+            result[item.name] = to_dict(value, resolved=resolved)
+        else:
+            result[item.name] = value if resolved else _without_environment_values(value)
     return result
+
+
+def _without_environment_values(value: Any) -> Any:
+    if isinstance(value, EnvironmentValue):
+        return value.written
+    if isinstance(value, dict):
+        return {key: _without_environment_values(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_environment_values(item) for item in value]
+    return value

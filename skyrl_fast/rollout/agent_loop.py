@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Any
 
 from skyrl_fast.config import GeneratorConfig
+from skyrl_fast.printable import MAX_FAILURE, log_line, shortened
 from skyrl_fast.rollout.activity import (
     ACTING,
     CLOSING,
@@ -115,9 +116,8 @@ class AgentLoop:
                 self._board.leave(entry)
                 return trajectory
             self._faults["retried_trajectories"] += 1
-            log.info(
-                "%s/%d, attempt %d: %s", prompt.uid, repetition_id, attempt, trajectory.failure
-            )
+            failure = log_line(trajectory.failure)
+            log.info("%s/%d, attempt %d: %s", prompt.uid, repetition_id, attempt, failure)
             attempt += 1
 
     async def _attempt(
@@ -300,7 +300,7 @@ class AgentLoop:
 
 
 def _end(trajectory: Trajectory, stop_reason: str, failure: str) -> None:
-    trajectory.stop_reason, trajectory.failure = stop_reason, failure
+    trajectory.stop_reason, trajectory.failure = stop_reason, shortened(failure, MAX_FAILURE)
 
 
 def _extend_context(context: Context, sampled: SampledTokens, text: str, answer: EnvAnswer) -> None:

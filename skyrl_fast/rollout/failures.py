@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from skyrl_fast.printable import log_line
 from skyrl_fast.rollout.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ def log_failures(trajectories: Sequence[Trajectory]) -> None:
         len(trajectories),
     )
     for trajectory in failed[:MAX_LOGGED_FAILURES]:
-        log.warning("  %s/%d: %s", trajectory.uid, trajectory.repetition_id, trajectory.failure)
+        name, failure = trajectory.uid, log_line(trajectory.failure)
+        log.warning("  %s/%d: %s", name, trajectory.repetition_id, failure)
     if len(failed) > MAX_LOGGED_FAILURES:
         log.warning("  and %d more", len(failed) - MAX_LOGGED_FAILURES)
 
@@ -68,5 +70,6 @@ class FailureWatch:
             first = trajectories[0]
             raise RolloutError(
                 f"every trajectory of {self._in_a_row} batches in a row failed; the last time "
-                f"{len(trajectories)}, the first of them ({first.uid}): {first.failure}"
+                f"{len(trajectories)}, the first of them ({first.uid}): "
+                f"{log_line(first.failure)}"
             )

@@ -139,12 +139,12 @@ def train(
         1
     """
     _check_main_module()
-    config = _with_home(as_config(config))
+    config = _with_absolute_paths(as_config(config))
     make_env = _with_objects(config, env=env, reward=reward, loss=loss, estimator=estimator)
     check_config(config, has_prompts=prompts is not None)
     _check_callbacks(callbacks)
     run_path = Path(config.trainer.run_path)
-    with locked_run(run_path):
+    with locked_run(run_path, _checkpoint_folder(config)):
         start = _starting_point(config)
         with ExitStack() as stack:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -276,6 +276,7 @@ def _run(
         )
         components.loggers = open_loggers(config.trainer.logger, run_info)
     write_json(run_path / "config.json", to_dict(config))
+    _warn_of_another_schedule(config, checkpoint, len(components.train_prompts))
     signals = StopSignals()
     try:
         progress, received = signals.run(
@@ -384,13 +385,24 @@ def _check_main_module() -> None:
         )
 
 
-def _with_home(config: Config) -> Config:
-    """Return the settings with ~ expanded in the run's paths."""
-    settings = replace(config.trainer)
-    for name in ("run_path", "ckpt_path", "resume_path"):
-        path = getattr(settings, name)
-        setattr(settings, name, None if path is None else str(Path(path).expanduser()))
-    return replace(config, trainer=settings)
+def _with_absolute_paths(config: Config) -> Config:
+    """Make paths that are used later absolute: an environment may change the current folder."""
+    trainer, engine = config.trainer, config.generator.inference_engine
+    for section, name in (
+        *((trainer, name) for name in ("run_path", "ckpt_path", "resume_path")),
+        (engine, "weight_sync_path"),
+    ):
+        path = getattr(section, name)
+        if path is not None:
+            setattr(section, name, str(Path(path).expanduser().absolute()))
+    for model in (trainer.policy.model, trainer.ref.model, trainer.critic.model):
+        if model.path is not None and Path(model.path).is_dir():  # not a name on the hub
+            model.path = str(Path(model.path).absolute())
+    return config
+
+
+def _checkpoint_folder(config: Config) -> Path:
+    return Path(config.trainer.ckpt_path or Path(config.trainer.run_path) / "checkpoints")
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,7 +428,7 @@ def _starting_point(config: Config) -> _Start:
     """
     settings = config.trainer
     run_path = Path(settings.run_path)
-    folder = Path(settings.ckpt_path or run_path / "checkpoints")
+    folder = _checkpoint_folder(config)
     if settings.resume_mode == "from_path":
         chosen = Path(str(settings.resume_path))
         if not (chosen / STATE).is_file():
@@ -456,6 +468,24 @@ def _last_reported(checkpoint: Path | None) -> int:
         return -1
     state = read_state(checkpoint)
     return int(state["step"]) - (state.get("unreported") is not None)
+
+
+def _warn_of_another_schedule(config: Config, checkpoint: Path | None, num_prompts: int) -> None:
+    """Warn if a resumed run has another length than before, and the learning rate follows it."""
+    scheduler = config.trainer.policy.optimizer_config.scheduler
+    if checkpoint is None or scheduler not in ("linear", "cosine"):
+        return
+    saved = read_state(checkpoint).get("config", {}).get("trainer", {})
+    earlier = as_config(config)
+    for name in ("epochs", "max_training_steps"):
+        setattr(earlier.trainer, name, saved.get(name, getattr(config.trainer, name)))
+    before, now = total_steps(earlier, num_prompts), total_steps(config, num_prompts)
+    if before != now:
+        logger.warning(
+            "resume: the run had %d steps and now has %d: the %s schedule of the learning rate is "
+            "stretched over all of them, so the rate jumps here",
+            *(before, now, scheduler),
+        )
 
 
 def _check_plot(config: Config) -> bool:

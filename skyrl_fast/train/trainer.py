@@ -26,7 +26,7 @@ from skyrl_fast.train.algorithm.dynamic_sampling import GroupSampling
 from skyrl_fast.train.algorithm.off_policy import warn_of_stale_tokens
 from skyrl_fast.train.algorithm.sequence_scope import Sequences
 from skyrl_fast.train.callbacks import Callback, CallbackList
-from skyrl_fast.train.data.prompts import Prompt, PromptSampler
+from skyrl_fast.train.data.prompts import Prompt, PromptSampler, digest_of
 from skyrl_fast.train.data.random_state import load_random_state, save_random_state
 from skyrl_fast.train.data.schedule import total_steps
 from skyrl_fast.train.flow.batch_source import BatchSource, Judged, token_staleness
@@ -115,7 +115,10 @@ class Trainer:
         self._run_path = Path(settings.run_path)
         self._checkpoints = Path(settings.ckpt_path or self._run_path / "checkpoints")
         self._sampler = PromptSampler(
-            len(components.train_prompts), batch_size=settings.train_batch_size, seed=settings.seed
+            len(components.train_prompts),
+            batch_size=settings.train_batch_size,
+            seed=settings.seed,
+            digest=digest_of(components.train_prompts),
         )
         self.total_steps = total_steps(config, len(components.train_prompts))
         self._kl_coef = settings.algorithm.kl_loss_coef  # in the next step

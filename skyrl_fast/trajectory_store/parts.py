@@ -16,11 +16,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 logger = logging.getLogger(__name__)
 
 INDEX = "index.jsonl"
+NON_FINITE = "non_finite"  # key in a line of metrics.jsonl: names of the values that are null
 _NAME = re.compile(r"(eval_)?step_(\d{6,})\.jsonl")
 
 
@@ -67,6 +68,10 @@ class IndexEntry:
 
 
 _FIELDS = [f.name for f in fields(IndexEntry)]
+_TYPES = {  # JSON has no difference between 1 and 1.0
+    name: kind | int if kind in (float, float | None) else kind
+    for name, kind in get_type_hints(IndexEntry).items()
+}
 _COPIED = _FIELDS[3:-3]
 
 
@@ -116,7 +121,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
                     record = json.loads(line)
                     if not isinstance(record, dict):
                         raise ValueError("not a JSON object")
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     logger.warning("%s: line at byte %d skipped: %s", path, offset, error)
                 else:
                     yield offset, len(line), record
@@ -132,10 +137,9 @@ def read_index_file(folder: Path) -> dict[str, list[IndexEntry]]:
     path = folder / INDEX
     if path.exists():
         for _, _, record in read_lines(path):
-            try:
-                entry = IndexEntry(**record)
-            except TypeError:
-                continue  # of another version: the part itself is read
+            if not _is_entry(record):
+                continue  # damaged or of another version: the part itself is read
+            entry = IndexEntry(**record)
             entries = by_file.setdefault(entry.file, [])
             if entry.offset == 0:
                 entries.clear()
@@ -143,6 +147,13 @@ def read_index_file(folder: Path) -> dict[str, list[IndexEntry]]:
     return {
         name: entries for name, entries in by_file.items() if _covers(entries, folder / Path(name))
     }
+
+
+def _is_entry(record: Mapping[str, Any]) -> bool:
+    """Return whether the record has the fields of an entry, with values of their types."""
+    return record.keys() == _TYPES.keys() and all(
+        isinstance(record[name], kind) for name, kind in _TYPES.items()
+    )
 
 
 def _covers(entries: list[IndexEntry], part: Path) -> bool:

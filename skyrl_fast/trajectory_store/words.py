@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from skyrl_fast.printable import printable
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.trajectory_store.record import total_reward
 
+MAX_SHOWN = 4_000  # characters of a prompt, an answer or an observation
+
 
 def readable(trajectory: Trajectory, *, tokenizer: Any) -> str:
-    """Return prompt, turns and reward as lines of text."""
+    """Return prompt, turns and reward as lines of text; long texts are cut, controls escaped."""
     steps = trajectory.steps
     prompt = tokenizer.decode(steps[0].prompt_token_ids) if steps else ""
-    lines = [f"prompt: {prompt.strip()}"]
+    lines = [f"prompt: {_shown(prompt)}"]
     for number, step in enumerate(steps, start=1):
-        lines.append(f"agent, turn {number}: {step.text.strip()}")
+        lines.append(f"agent, turn {number}: {_shown(step.text)}")
         if step.observation:
-            lines.append(f"environment: {step.observation.strip()}")
+            lines.append(f"environment: {_shown(step.observation)}")
     lines.append(f"reward: {total_reward(trajectory):g} ({trajectory.stop_reason})")
     return "\n".join(lines)
+
+
+def _shown(text: str) -> str:
+    return printable(text.strip(), MAX_SHOWN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_fast.trajectory_store.parts import IndexEntry, parts, read_lines
+from skyrl_fast.trajectory_store.parts import NON_FINITE, IndexEntry, parts, read_lines
 from skyrl_fast.trajectory_store.reader import (
     FOLDER,
     StoredStep,
@@ -29,7 +30,7 @@ PAGE = (
     *("text.js", "data.js", "list.js", "tokens.js", "trajectory.js", "chart.js", "charts.js"),
     "app.js",
 )
-MARKER = "skyrl_fast_view.json"  # marks a folder written by this module
+MARKER = "skyrl_fast_view.json"  # marks a folder written by this module, and lists its files
 CHUNK_CHARACTERS = 1 << 19  # approximate: a group is never split
 SCALE_PERCENT = 99.0  # of the run's tokens are within the colour scale
 SMALLEST_SCALE = 1e-3  # smaller differences are rounding
@@ -64,7 +65,7 @@ def build_view(run: Path, out: Path | None = None) -> View:
         out: folder of the page; None: `view` in the run's folder.
 
     Raises:
-        ViewError: no trajectories, or `out` contains other files.
+        ViewError: no trajectories, or `out` contains anything that this command did not write.
         ValueError: trajectories of another format.
     """
     out = (run / "view" if out is None else out).resolve()  # a link stays, its target is replaced
@@ -75,25 +76,82 @@ def build_view(run: Path, out: Path | None = None) -> View:
             f"{run}: no trajectories in {run / FOLDER}; training writes them there unless "
             "trainer.dump_trajectories=false"
         )
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MARKER).exists())):
-        raise ViewError(f"{out}: not empty, and not written by this command; choose another --out")
-    if out == Path.cwd():
-        raise ViewError(f"{out}: the current folder cannot be replaced; choose another --out")
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    if run.resolve().is_relative_to(out):
+        raise ViewError(f"{out}: contains the run {run}; choose another --out")
+    if Path.cwd().is_relative_to(out):
+        raise ViewError(
+            f"{out}: the current folder or one above it cannot be replaced; choose another --out"
+        )
+    _earlier_files(out)  # refuse it before the work
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    partial.mkdir()
     try:
         view = _write(run, partial, out)
-        if out.exists():
-            shutil.rmtree(out)
+        _remove_earlier(out)
         partial.rename(out)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)  # created above
     return view
+
+
+def _earlier_files(out: Path) -> list[Path]:
+    """Return the files of an earlier page.
+
+    Raises:
+        ViewError: `out` is no folder, or contains anything that its mark file does not list.
+    """
+    if not out.exists():
+        return []
+    if not out.is_dir():
+        raise ViewError(f"{out}: wanted a folder, got a file; choose another --out")
+    found = _entries(out)
+    if found and not (out / MARKER).is_file():
+        raise ViewError(f"{out}: not empty, and not written by this command; choose another --out")
+    listed = _listed(out / MARKER)
+    other = sorted(str(path.relative_to(out)) for path in found if path not in listed)
+    if other:
+        raise ViewError(
+            f"{out}: holds {other[0]!r}, which this command did not write"
+            f"{f' (and {len(other) - 1} more)' if len(other) > 1 else ''}; move it, or choose "
+            "another --out"
+        )
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return all files, links and empty folders below the folder; links are not followed."""
+    found: list[Path] = []
+    for path in folder.iterdir():
+        below = _entries(path) if path.is_dir() and not path.is_symlink() else []
+        found += below or [path]
+    return found
+
+
+def _listed(marker: Path) -> set[Path]:
+    """Return the files that a page's mark file lists, and the mark file; none if it is damaged."""
+    try:
+        names = json.loads(marker.read_text(encoding="ascii"))["files"]
+        return {marker, *(marker.parent / name for name in names)}
+    except (OSError, ValueError, LookupError, TypeError):
+        return set()
+
+
+def _remove_earlier(out: Path) -> None:
+    """Remove an earlier page, file by file; anything that appeared meanwhile stays."""
+    found = _earlier_files(out)
+    for path in found:
+        path.unlink()
+    folders = {parent for path in found for parent in path.parents if parent.is_relative_to(out)}
+    if out.exists():
+        folders.add(out)
+    for folder in sorted(folders, reverse=True):
+        folder.rmdir()
 
 
 def _write(run: Path, folder: Path, out: Path) -> View:
     data = folder / "data"
-    data.mkdir(parents=True)
+    data.mkdir()
     columns = Columns()
     samples = {"advantage": MagnitudeSample(), "mismatch": MagnitudeSample()}
     chunks = 0
@@ -115,10 +173,11 @@ def _write(run: Path, folder: Path, out: Path) -> View:
     page = files("skyrl_fast.viewer") / "page"
     for name in PAGE:
         (folder / name).write_bytes((page / name).read_bytes())
-    (folder / MARKER).write_text(
-        json.dumps({"trajectories": len(columns)}) + "\n", encoding="ascii"
-    )
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    written = _entries(folder)
+    names = sorted(path.relative_to(folder).as_posix() for path in written)
+    content = json.dumps({"trajectories": len(columns), "files": names}, indent=1)
+    (folder / MARKER).write_text(content + "\n", encoding="ascii")
+    size = sum(path.stat().st_size for path in (*written, folder / MARKER))
     return View(out / "index.html", len(columns), chunks, size)
 
 
@@ -189,7 +248,7 @@ def _metrics(run: Path) -> dict[str, Any]:
     """Return the values of metrics.jsonl by name, None where a step has none."""
     path = run / "metrics.jsonl"
     rows = [row for _, _, row in read_lines(path)] if path.exists() else []
-    names = sorted({name for row in rows for name in row} - {"step"})
+    names = sorted({name for row in rows for name in row} - {"step", NON_FINITE})
     series = {name: [_number(row.get(name)) for row in rows] for name in names}
     return {"steps": [_number(row.get("step")) for row in rows], "series": series}
 

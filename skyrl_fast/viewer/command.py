@@ -7,6 +7,8 @@ import logging
 import sys
 from pathlib import Path
 
+from skyrl_fast.printable import MAX_FAILURE, printable
+
 EXIT_USAGE = 2
 _MIB = 1 << 20
 
@@ -25,7 +27,7 @@ def view(options: argparse.Namespace) -> int:
     try:
         built = build_view(options.run, options.out)
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"skyrl-fast: {error}\n")
+        sys.stderr.write(f"skyrl-fast: {printable(str(error), MAX_FAILURE)}\n")
         return EXIT_USAGE
     sys.stdout.write(
         f"{built.trajectories} trajectories in {built.chunks} chunks, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from skyrl_fast.file_lock import close_locked, lock_file
 from skyrl_fast.rollout.engine.weight_update import WeightSyncError
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class WeightsFile:
         """Delete the file."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-            os.close(self._lock)
+            close_locked(self._lock)
             self._folder = None
 
     @property
@@ -110,7 +110,7 @@ def _locked_folder(where: str | None) -> tuple[Path, int]:
     # Until it is locked, its name does not match the pattern of _remove_stale_folders.
     folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=where))
     lock = os.open(folder, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    lock_file(lock)
     return folder.rename(folder.with_name(folder.name[1:])), lock
 
 
@@ -122,9 +122,9 @@ def _remove_stale_folders(where: Path) -> None:
         except OSError:
             continue  # of another user, or already removed
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            continue  # in use
-        finally:
+            lock_file(lock)
+        except OSError:  # in use
             os.close(lock)
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        close_locked(lock)

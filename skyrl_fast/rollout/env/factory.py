@@ -13,6 +13,7 @@ from typing import Any
 
 from skyrl_fast.config import EnvironmentConfig, check_limits
 from skyrl_fast.importing import load_module, load_object
+from skyrl_fast.printable import log_line
 from skyrl_fast.rollout.env import skyrl_gym_env
 from skyrl_fast.rollout.env.protocol import Env, EnvStep, Message
 from skyrl_fast.rollout.env.threads import EnvThreads
@@ -207,7 +208,7 @@ class EnvSession:
         try:
             return dict(await self._call("metrics", self._env.metrics))
         except (EnvError, TypeError, ValueError) as error:
-            log.warning("%s", error)
+            log.warning("%s", log_line(error))
             return {}
 
     async def close(self) -> None:
@@ -215,7 +216,7 @@ class EnvSession:
         try:
             await self._call("close", self._env.close)
         except EnvError as error:
-            log.warning("%s", error)
+            log.warning("%s", log_line(error))
 
     async def _call(self, what: str, call: Callable[[], Any]) -> Any:
         try:

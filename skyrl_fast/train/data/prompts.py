@@ -6,6 +6,7 @@ and further keys, which are passed to the environment as `env_extras`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -130,14 +131,14 @@ def _rows(path: Path) -> Iterator[Any]:
                 if line.strip():
                     try:
                         yield json.loads(line)
-                    except ValueError as error:  # also for invalid UTF-8
+                    except (ValueError, RecursionError) as error:  # also for invalid UTF-8
                         raise ValueError(
                             f"{path}, line {number + 1}: invalid JSON: {error}"
                         ) from error
     elif path.suffix == ".json":
         try:
             rows = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: invalid JSON: {error}") from error
         if not isinstance(rows, list):
             raise ValueError(f"{path}: wanted a list of rows, got {type(rows).__name__}")
@@ -176,6 +177,26 @@ def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
     return Prompt(uid, messages, str(env_class), extras, None if source is None else str(source))
 
 
+def digest_of(prompts: Iterable[Prompt]) -> str:
+    """Return a short digest of the rows: messages and other columns, in order.
+
+    Of values that JSON cannot represent, such as objects of a script, only the type counts.
+    """
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        try:
+            row = json.dumps([prompt.messages, prompt.env_extras], default=_plain, skipkeys=True)
+        except (ValueError, RecursionError):  # contains itself, or is nested too deeply
+            row = json.dumps(prompt.uid)
+        digest.update(row.encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """Return an array as a list; otherwise the name of the type."""
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+
+
 class PromptSampler:
     """Order of the prompts, a function of (seed, epoch) alone; the full state is (epoch, position).
 
@@ -189,7 +210,9 @@ class PromptSampler:
         1
     """
 
-    def __init__(self, num_prompts: int, *, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, num_prompts: int, *, batch_size: int, seed: int, digest: str | None = None
+    ) -> None:
         if num_prompts < batch_size:
             raise ValueError(
                 f"data.train_data: wanted at least trainer.train_batch_size={batch_size} prompts, "
@@ -200,6 +223,7 @@ class PromptSampler:
         self._num_prompts = num_prompts
         self._batch_size = batch_size
         self._seed = seed
+        self._digest = digest  # of the prompts, to recognise them on resume
         self._order = self._permutation()
 
     @property
@@ -227,24 +251,32 @@ class PromptSampler:
             self._order = self._permutation()
         self.position = position
 
-    def state(self) -> dict[str, int]:
-        """Return the state for `restore`, and the values that it checks; all plain ints."""
+    def state(self) -> dict[str, Any]:
+        """Return the state for `restore`, and the values that it checks; plain values."""
         return {
             "epoch": self.epoch,
             "position": self.position,
             "num_prompts": self._num_prompts,
             "batch_size": self._batch_size,
             "seed": self._seed,
+            "digest": self._digest,
         }
 
-    def restore(self, state: dict[str, int]) -> None:
-        """Continue from a saved `state`; ValueError if data, batch size or seed differ."""
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a saved `state`; ValueError if prompts, batch size or seed differ."""
         for name in ("num_prompts", "batch_size", "seed"):
             if state[name] != self.state()[name]:
                 raise ValueError(
                     f"resume: the checkpoint was made with {name}={state[name]}, "
                     f"this run has {self.state()[name]}: the data order would differ"
                 )
+        if self._digest is not None and state.get("digest") not in (None, self._digest):
+            raise ValueError(
+                f"resume: the checkpoint was made with {self._num_prompts} other prompts: their "
+                "messages, other columns or order differ (digest "
+                f"{state['digest']}, now {self._digest}); restore them, or choose another "
+                "trainer.run_path"
+            )
         self.move_to(state["epoch"], state["position"])
 
     def _permutation(self) -> list[int]:

@@ -20,7 +20,7 @@ def model_path(config: Config, checkpoint: Path | None) -> str:
     """Return the folder or hub name that the policy is loaded from."""
     start_path = config.trainer.policy.model.path
     assert start_path is not None
-    return start_path if checkpoint is None else str(checkpoint / "policy")
+    return str(start_path if checkpoint is None else checkpoint / "policy")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Atomic checkpoints, and the lock of the run folder.
+"""Atomic checkpoints, and the locks of the folders of a run.
 
 A checkpoint is a folder `step_000012` with
     policy/                 the model and its tokenizer in Hugging Face format
@@ -13,7 +13,6 @@ incomplete one. Nothing in it is pickled. A resumed run compares the files with 
 from __future__ import annotations
 
 import errno
-import fcntl
 import itertools
 import json
 import logging
@@ -28,6 +27,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from skyrl_fast.file_lock import close_locked, is_locked, lock_file
 from skyrl_fast.train.output.manifest import MANIFEST, find_damage, make_manifest
 from skyrl_fast.train.output.saved_state import check_state
 
@@ -46,7 +46,7 @@ class CheckpointError(RuntimeError):
 
 
 class RunInUseError(RuntimeError):
-    """The run folder belongs to a running process or to an earlier run."""
+    """A folder of the run belongs to a running process or to an earlier run."""
 
 
 def write_checkpoint(
@@ -234,32 +234,65 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextmanager
-def locked_run(folder: Path) -> Iterator[Path]:
-    """Lock the run folder; the lock is released when the process exits, however it exits.
+def locked_run(run_path: Path, checkpoint_folder: Path) -> Iterator[None]:
+    """Lock a run's folders; the locks are released when the process exits, however it exits.
+
+    Args:
+        run_path: trainer.run_path.
+        checkpoint_folder: trainer.ckpt_path, which may be inside another run's folder.
 
     Raises:
-        RunInUseError: another process holds it; the message names its pid.
+        RunInUseError: another process holds one of them; the message names its pid.
     """
+    with (
+        _locked(run_path / "run.lock", "run folder", "trainer.run_path"),
+        _locked(checkpoint_folder / "checkpoints.lock", "checkpoint folder", "trainer.ckpt_path"),
+    ):
+        yield
+
+
+@contextmanager
+def _locked(path: Path, what: str, setting: str) -> Iterator[None]:
+    """Create, lock and own the file, which holds this process's pid."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "run.lock").open("a+", encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
-        raise RunInUseError(f"run folder {folder} cannot be used: {error}") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            owner = lock.read().strip() or "unknown"
-            raise RunInUseError(
-                f"run folder {folder} is in use by process {owner}: wait for it, stop it, "
-                "or choose another trainer.run_path"
-            ) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        yield folder
-        lock.truncate(0)
+        raise RunInUseError(f"{what} {path.parent} cannot be used: {error}") from error
+    try:
+        lock_file(lock)
+    except BlockingIOError:
+        owner = _owner(os.pread(lock, 32, 0))
+        os.close(lock)
+        raise RunInUseError(
+            f"{what} {path.parent} is in use by {owner}: wait for it, stop it, or choose another "
+            f"{setting}"
+        ) from None
+    except OSError as error:
+        os.close(lock)
+        raise RunInUseError(f"{what} {path.parent} cannot be locked: {error}") from error
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        if is_locked(lock):
+            os.ftruncate(lock, 0)
+            close_locked(lock)
+
+
+def _owner(written: bytes) -> str:
+    """Return the holder of a lock, from what is in its file."""
+    pid = written.strip().decode("ascii", "replace")
+    if not pid.isdigit():
+        return "an unknown process"
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return f"a process on another machine, or one that process {pid} (which has ended) started"
+    except (OSError, OverflowError):
+        pass  # of another user
+    return f"process {pid}"
 
 
 def _flush_tree(folder: Path) -> None:

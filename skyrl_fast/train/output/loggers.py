@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
+import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_fast.config import LOGGERS
 from skyrl_fast.importing import load_object
+from skyrl_fast.trajectory_store.parts import NON_FINITE, read_lines
+
+log = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
+_NON_FINITE_VALUES = {text: float(text) for text in ("nan", "inf", "-inf")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,7 @@ def _opened(name: str, run: RunInfo) -> Logger:
 class JsonlLogger:
     """One line per call in metrics.jsonl: {"step": 3, "reward/...": 0.5, ...}.
 
+    A value that is not finite is null, and the line's "non_finite" says which: {"loss": "nan"}.
     Lines after `last_step` are dropped at the start: the file of a resumed run equals that of an
     uninterrupted one. It can be read during the run.
     """
@@ -103,16 +110,22 @@ class JsonlLogger:
         path = run.run_path / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            kept = [
-                line for line in _complete_lines(path) if json.loads(line)["step"] <= run.last_step
-            ]
+            kept = [line for line, row in _rows(path) if row["step"] <= run.last_step]
             temporary = path.with_name(path.name + ".partial")
-            temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            temporary.write_bytes(b"".join(kept))
             os.replace(temporary, path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Metrics) -> None:  # noqa: D102
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        row: dict[str, Any] = {"step": step, **metrics}
+        missing = {
+            name: str(value)
+            for name, value in row.items()
+            if isinstance(value, float) and not math.isfinite(value)
+        }
+        if missing:
+            row |= dict.fromkeys(missing) | {NON_FINITE: missing}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:  # noqa: D102
@@ -227,17 +240,23 @@ def _kept_id(file: Path) -> str | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all complete lines of a metrics.jsonl, in order."""
-    return [json.loads(line) for line in _complete_lines(path)] if path.exists() else []
+    """Return all valid lines of a metrics.jsonl, in order; others are skipped with a warning."""
+    return [_with_non_finite(row) for _, row in _rows(path)] if path.exists() else []
 
 
-def _complete_lines(path: Path) -> list[str]:
-    """Return the lines, without a last one that a crash truncated."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            json.loads(line)
-        except json.JSONDecodeError:
-            break
-        lines.append(line)
-    return lines
+def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each valid line and its values."""
+    content = path.read_bytes()
+    for offset, size, row in read_lines(path):
+        step = row.get("step")
+        if not isinstance(step, int):
+            log.warning("%s: line at byte %d skipped: it has no step", path, offset)
+        elif offset + size <= len(content):  # not written meanwhile
+            yield content[offset : offset + size], row
+
+
+def _with_non_finite(row: dict[str, Any]) -> dict[str, Any]:
+    missing = row.pop(NON_FINITE, None)
+    if isinstance(missing, dict):
+        row |= {name: _NON_FINITE_VALUES.get(str(kind)) for name, kind in missing.items()}
+    return row

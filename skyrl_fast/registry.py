@@ -21,6 +21,7 @@ class Custom(Protocol):
 
 BuiltIn = TypeVar("BuiltIn")
 Added = TypeVar("Added", bound=Custom)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Registry(Generic[BuiltIn, Added]):
@@ -48,25 +49,45 @@ class Registry(Generic[BuiltIn, Added]):
         """All names except `module:function`."""
         return (*self._built_in, *self._added)
 
-    def add(
-        self, function: Callable[..., Any], name: str | None, make: Callable[[str], Added]
-    ) -> str:
+    def register(
+        self,
+        function: Callable[..., Any] | str,
+        name: str | None,
+        make: Callable[[str, Callable[..., Any]], Added],
+    ) -> str | Callable[[Function], Function]:
         """Register a user's function; return the name by which the most processes can find it.
 
         Args:
+            function: or its name: then return a decorator.
             name: None: `module:function`, or the function's name if it cannot be imported. A later
                 function of the same name replaces an earlier one.
-            make: returns the entry for a name.
+            make: returns the entry for a name and a function.
 
         Raises:
             ValueError: the name is that of a built-in entry, or has a colon.
         """
+        if not isinstance(function, str):
+            return self._add(function, name, make)
+        given = function
+
+        def decorate(function: Function) -> Function:
+            self._add(function, given, make)
+            return function
+
+        return decorate
+
+    def _add(
+        self,
+        function: Callable[..., Any],
+        name: str | None,
+        make: Callable[[str, Callable[..., Any]], Added],
+    ) -> str:
         importable = importable_name(function)
         chosen = name or importable or str(getattr(function, "__name__", type(function).__name__))
         if chosen in self._built_in or (":" in chosen and chosen != importable):
             wanted = f"a name without a colon other than {', '.join(self._built_in)}"
             raise ValueError(f"{self._what}: wanted {wanted}, got {chosen!r}")
-        self._added[chosen] = make(chosen)
+        self._added[chosen] = make(chosen, function)
         return importable or chosen
 
     def find(self, name: str) -> BuiltIn | Added:

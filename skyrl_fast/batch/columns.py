@@ -15,6 +15,7 @@ from skyrl_fast.batch.generator_output import rewards_are_per_token, validate_ge
 from skyrl_fast.batch.row_index import row_index
 from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.ops import _backend, _ragged
+from skyrl_fast.ops._offsets import INT32_MAX
 from skyrl_fast.ops.merge.steps import MergePlan, merge_steps
 
 OP = "StepBatch.from_generator_output"
@@ -123,7 +124,7 @@ def flat_values(
     }
     copies: list[tuple[Any, ...]] = []
     for name, first in starts.items():
-        copies += _ragged.copy_jobs(fields[name], tokens, first, 0, _ragged.INT32_MAX)
+        copies += _ragged.copy_jobs(fields[name], tokens, first, 0, INT32_MAX)
     flat = {"tokens": tokens}
     for name in (name for name in fields if name not in starts):
         is_mask = name == "loss_masks"
@@ -140,7 +141,7 @@ def flat_values(
 def offsets(lengths: torch.Tensor) -> torch.Tensor:
     """Return the (N + 1,) offsets of rows of these lengths: int32, or int64 if needed."""
     cu = _ragged.offsets(lengths)
-    return cu.to(torch.int32) if int(cu[-1]) <= _ragged.INT32_MAX else cu
+    return cu.to(torch.int32) if int(cu[-1]) <= INT32_MAX else cu
 
 
 def _rewards(

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -261,7 +261,7 @@ def _run(
     evaluations = _EvalRewards()
     checkpoint = start.checkpoint
     steps = total_steps(config, len(data.train))
-    display = ProgressDisplay(total_steps=steps, start_step=_step_of(checkpoint))
+    display = ProgressDisplay(total_steps=steps, start_step=start.step)
     with _as_setup_error():
         components, policy_path = _components(config, checkpoint, data, ranks)
         components.callbacks = [evaluations, *callbacks]
@@ -272,11 +272,11 @@ def _run(
             config.trainer.project_name,
             config.trainer.run_name,
             to_dict(config),
-            _last_reported(checkpoint),
+            start.last_reported,
         )
         components.loggers = open_loggers(config.trainer.logger, run_info)
     write_json(run_path / "config.json", to_dict(config))
-    _warn_of_another_schedule(config, checkpoint, len(components.train_prompts))
+    _warn_of_another_schedule(config, start, len(components.train_prompts))
     signals = StopSignals()
     try:
         progress, received = signals.run(
@@ -287,7 +287,7 @@ def _run(
             receiver.close()
     rows = read_metrics(run_path / "metrics.jsonl")
     rewards = {row["step"]: row[EVAL_REWARD] for row in rows if EVAL_REWARD in row}
-    rewards |= evaluations.rewards
+    rewards |= evaluations.rewards  # complete also where no logger writes metrics.jsonl
     last = max(rewards, default=0)
     plot = None
     if plot_module_checked and rows:
@@ -411,11 +411,25 @@ class _Start:
 
     Args:
         checkpoint: to resume from, or None.
+        state: content of its `state.json`.
         aside: checkpoints to be set aside, each with the suffix of its name and the reason.
     """
 
     checkpoint: Path | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
     aside: Sequence[tuple[Path, str, str]] = ()
+
+    @property
+    def step(self) -> int:
+        """Steps trained before."""
+        return int(self.state.get("step", 0))
+
+    @property
+    def last_reported(self) -> int:
+        """The last step whose metrics were written before the checkpoint; -1: none."""
+        if self.checkpoint is None:
+            return -1
+        return self.step - (self.state.get("unreported") is not None)
 
 
 def _starting_point(config: Config) -> _Start:
@@ -434,12 +448,14 @@ def _starting_point(config: Config) -> _Start:
         if not (chosen / STATE).is_file():
             raise SetupError(f"trainer.resume_path: no checkpoint in {chosen}")
         verify_checkpoint(chosen)
+        state = read_state(chosen)
         reason = f"it is later than trainer.resume_path={chosen}"
-        later = [other for step, other in checkpoints(folder) if step > _step_of(chosen)]
-        return _Start(chosen, [(other, "later", reason) for other in later])
+        later = [other for step, other in checkpoints(folder) if step > state["step"]]
+        return _Start(chosen, state, [(other, "later", reason) for other in later])
     if settings.resume_mode == "latest":
         newest, damaged = newest_intact(folder)
-        return _Start(newest, [(path, "damaged", why) for path, why in damaged])
+        state = {} if newest is None else read_state(newest)
+        return _Start(newest, state, [(path, "damaged", why) for path, why in damaged])
     logged = read_metrics(run_path / "metrics.jsonl")
     if checkpoints(folder) or logged or stored_parts(run_path / "trajectories"):
         raise RunInUseError(
@@ -458,27 +474,14 @@ def _set_aside(start: _Start, display: ProgressDisplay) -> None:
         display.say(note)
 
 
-def _step_of(checkpoint: Path | None) -> int:
-    return 0 if checkpoint is None else int(read_state(checkpoint)["step"])
-
-
-def _last_reported(checkpoint: Path | None) -> int:
-    """Return the last step whose metrics were written before the checkpoint; -1: none."""
-    if checkpoint is None:
-        return -1
-    state = read_state(checkpoint)
-    return int(state["step"]) - (state.get("unreported") is not None)
-
-
-def _warn_of_another_schedule(config: Config, checkpoint: Path | None, num_prompts: int) -> None:
+def _warn_of_another_schedule(config: Config, start: _Start, num_prompts: int) -> None:
     """Warn if a resumed run has another length than before, and the learning rate follows it."""
     scheduler = config.trainer.policy.optimizer_config.scheduler
-    if checkpoint is None or scheduler not in ("linear", "cosine"):
+    if start.checkpoint is None or scheduler not in ("linear", "cosine"):
         return
-    saved = read_state(checkpoint).get("config", {}).get("trainer", {})
-    earlier = as_config(config)
-    for name in ("epochs", "max_training_steps"):
-        setattr(earlier.trainer, name, saved.get(name, getattr(config.trainer, name)))
+    saved = start.state.get("config", {}).get("trainer", {})
+    lengths = {n: saved[n] for n in ("epochs", "max_training_steps") if n in saved}
+    earlier = replace(config, trainer=replace(config.trainer, **lengths))
     before, now = total_steps(earlier, num_prompts), total_steps(config, num_prompts)
     if before != now:
         logger.warning(

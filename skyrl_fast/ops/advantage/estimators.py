@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -19,10 +19,9 @@ from skyrl_fast.ops.advantage.turns import (
     turn_group_advantage,
     turn_level_returns,
 )
-from skyrl_fast.registry import Registry
+from skyrl_fast.registry import Function, Registry
 
 Level = Literal["outcome", "turn", "token"]
-Function = TypeVar("Function", bound=Callable[..., Any])
 LEVELS = ("outcome", "turn", "token")
 
 
@@ -246,23 +245,12 @@ def register_advantage_estimator(
             f"register_advantage_estimator: level must be one of {LEVELS}, got {level!r}"
         )
 
-    def add(function: Callable[..., Any], name: str | None) -> str:
-        def make(name: str) -> EstimatorSpec:
-            return EstimatorSpec(
-                name, level, function, needs_anchors=needs_anchors, needs_values=needs_values
-            )
+    def make(name: str, function: Callable[..., Any]) -> EstimatorSpec:
+        return EstimatorSpec(
+            name, level, function, needs_anchors=needs_anchors, needs_values=needs_values
+        )
 
-        return _registry.add(function, name, make)
-
-    if isinstance(function, str):
-        registered = function
-
-        def decorate(function: Function) -> Function:
-            add(function, registered)
-            return function
-
-        return decorate
-    return add(function, name)
+    return _registry.register(function, name, make)
 
 
 def find_advantage_estimator(name: str) -> EstimatorSpec:

@@ -14,7 +14,7 @@ import torch
 
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _ragged
-from skyrl_fast.ops._offsets import integer_vector
+from skyrl_fast.ops._offsets import INT32_MAX, integer_vector
 from skyrl_fast.ops._ragged import Rows
 from skyrl_fast.ops.merge import reference
 from skyrl_fast.ops.pack.reference import row_tensors
@@ -269,7 +269,7 @@ def _ids(trajectory_ids: np.ndarray | torch.Tensor | Sequence[int], num_rows: in
             f"{OP}: trajectory_ids must be {num_rows} integers, one per row, got {ids.dtype} of "
             f"shape {ids.shape}"
         )
-    if num_rows and (ids.min() < -(2**31) or ids.max() > _ragged.INT32_MAX):
+    if num_rows and (ids.min() < -(2**31) or ids.max() > INT32_MAX):
         raise ValueError(f"{OP}: trajectory_ids must fit in 32 bits, got {int(ids.max())}")
     return ids.astype(np.int32)
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import torch
 
 from skyrl_fast.ops.policy_loss.autograd import PolicyLoss
 from skyrl_fast.ops.policy_loss.losses import POLICY_LOSSES, LossScope, LossSpec
 from skyrl_fast.ops.policy_loss.reference import METRICS, masked, weighted_loss
-from skyrl_fast.registry import Registry
+from skyrl_fast.registry import Function, Registry
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 CLIP_METRICS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "chosen_ratio")
 SUMS = ("loss", "policy_loss", "kl_loss", "num_tokens")
 LOSS_SCOPES = ("token", "sequence", "mini_batch")
@@ -150,21 +149,10 @@ def register_policy_loss(
     if scope not in LOSS_SCOPES:
         raise ValueError(f"register_policy_loss: scope must be one of {LOSS_SCOPES}, got {scope!r}")
 
-    def add(function: Callable[..., Any], name: str | None) -> str:
-        def make(name: str) -> CustomLoss:
-            return CustomLoss(name, function, scope, zero_where_advantage_is_zero)
+    def make(name: str, function: Callable[..., Any]) -> CustomLoss:
+        return CustomLoss(name, function, scope, zero_where_advantage_is_zero)
 
-        return _registry.add(function, name, make)
-
-    if isinstance(function, str):
-        registered = function
-
-        def decorate(function: Function) -> Function:
-            add(function, registered)
-            return function
-
-        return decorate
-    return add(function, name)
+    return _registry.register(function, name, make)
 
 
 def policy_loss_names() -> tuple[str, ...]:

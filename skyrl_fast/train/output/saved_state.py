@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from skyrl_fast.printable import shortened
+
 _MT19937_WORDS = 624  # of the generators of Python and NumPy
+_MAX_SHOWN = 60  # characters of a wrong value: a line of a terminal
 _LARGEST = 2**53  # above, JSON readers and float64 metrics round integers
 
 
@@ -114,6 +117,4 @@ def _list(value: Any, name: str, *, length: int) -> list[Any]:
 
 def _wanted(valid: bool, name: str, wanted: str, got: Any) -> None:
     if not valid:
-        text = repr(got)
-        shown = text if len(text) <= 60 else text[:60] + "..."  # a line of a terminal
-        raise ValueError(f"{name}: wanted {wanted}, got {shown}")
+        raise ValueError(f"{name}: wanted {wanted}, got {shortened(repr(got), _MAX_SHOWN)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -15,6 +14,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+import xxhash
 from _fakes import tiny_model
 from _training import fill, settings, steady, train
 from safetensors.torch import load_file, save_file
@@ -98,7 +98,7 @@ def test_checkpoint_has_these_files_and_is_intact(kept: Path) -> None:
     found = sorted(str(p.relative_to(newest)) for p in newest.rglob("*") if p.is_file())
     assert tuple(found) == FILES
     manifest = json.loads((newest / "manifest.json").read_text())
-    assert (manifest["algorithm"], tuple(sorted(manifest["files"]))) == ("sha256", FILES[1:])
+    assert (manifest["algorithm"], tuple(sorted(manifest["files"]))) == ("xxh3_128", FILES[1:])
     assert newest_intact(kept) == (newest, [])
     (newest / "notes.txt").write_text("files of the user are not compared")
     verify_checkpoint(newest)
@@ -205,9 +205,9 @@ def test_digest_of_a_file_of_several_pieces(
     (tmp_path / "file").write_bytes(b"abcdefghij")
     (tmp_path / "none").write_bytes(b"")
     files = make_manifest(tmp_path)["files"]
-    pieces = b"".join(hashlib.sha256(piece).digest() for piece in (b"abcd", b"efgh", b"ij"))
-    assert files["file"] == {"bytes": 10, "digest": hashlib.sha256(pieces).hexdigest()}
-    assert files["none"] == {"bytes": 0, "digest": hashlib.sha256(b"").hexdigest()}
+    pieces = b"".join(xxhash.xxh3_128(piece).digest() for piece in (b"abcd", b"efgh", b"ij"))
+    assert files["file"] == {"bytes": 10, "digest": xxhash.xxh3_128(pieces).hexdigest()}
+    assert files["none"] == {"bytes": 0, "digest": xxhash.xxh3_128(b"").hexdigest()}
 
 
 def test_set_aside_never_replaces(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: size and SHA-256 digest of each of its files.
+"""The manifest of a checkpoint: size and XXH3 digest of each of its files.
 
 `manifest.json` has the files by relative path, and a digest of that table. A file's digest is that
 of its pieces' digests, which are computed in parallel.
@@ -6,7 +6,6 @@ of its pieces' digests, which are computed in parallel.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 MANIFEST = "manifest.json"
-_ALGORITHM = "sha256"  # the fastest of hashlib where CPUs compute it: 1.8 GB/s a core
+_ALGORITHM = "xxh3_128"  # detects damage, not forgery: whoever can do that can write a manifest
 _PIECE = 2**24  # bytes
 _BUFFER = 2**20  # bytes; fits in a core's cache
 _MAX_THREADS = 8  # together as fast as a disk
@@ -46,11 +47,14 @@ def find_damage(folder: Path) -> tuple[str, str] | None:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files = manifest["files"]
         wanted = {name: (file["bytes"], file["digest"]) for name, file in files.items()}
+        algorithm = manifest["algorithm"]
         intact = manifest["digest"] == _digest_of_table(files)
     except OSError as error:
         return MANIFEST, _unreadable(error)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return MANIFEST, f"not a manifest: {type(error).__name__}: {error}"
+    if algorithm != _ALGORITHM:
+        return MANIFEST, f"wanted {_ALGORITHM} digests, got {algorithm!r:.50}"
     if not intact:
         return MANIFEST, "its content is not what was written"
     for name, (size, _) in wanted.items():
@@ -79,21 +83,21 @@ def _threads() -> ThreadPoolExecutor:
 def _digest(path: Path, pool: ThreadPoolExecutor) -> str:
     starts = range(0, path.stat().st_size, _PIECE)
     pieces = pool.map(partial(_digest_of_piece, path), starts)
-    return hashlib.new(_ALGORITHM, b"".join(pieces)).hexdigest()
+    return xxhash.xxh3_128(b"".join(pieces)).hexdigest()
 
 
 def _digest_of_piece(path: Path, start: int) -> bytes:
-    digest, left = hashlib.new(_ALGORITHM), _PIECE
+    digest, left, buffer = xxhash.xxh3_128(), _PIECE, memoryview(bytearray(_BUFFER))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
-        while left and (read := file.read(min(_BUFFER, left))):
-            digest.update(read)
-            left -= len(read)
+        while left and (size := file.readinto(buffer[: min(_BUFFER, left)])):
+            digest.update(buffer[:size])
+            left -= size
     return digest.digest()
 
 
 def _digest_of_table(files: dict[str, Any]) -> str:
-    return hashlib.new(_ALGORITHM, json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return xxhash.xxh3_128(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 def _unreadable(error: OSError) -> str:

@@ -110,6 +110,7 @@ def _train(options: argparse.Namespace) -> int:
         from skyrl_fast.rollout.engine.weight_update import WeightSyncError
         from skyrl_fast.rollout.failures import RolloutError
         from skyrl_fast.train.algorithm.dynamic_sampling import DynamicSamplingError
+        from skyrl_fast.train.divergence import DivergedError
         from skyrl_fast.train.output.checkpoint import CheckpointError, RunInUseError
         from skyrl_fast.train.parallel.ranks import RankError
         from skyrl_fast.train.run import SetupError, train
@@ -123,6 +124,7 @@ def _train(options: argparse.Namespace) -> int:
         return _complain(str(error))
     except (
         CheckpointError,
+        DivergedError,
         DynamicSamplingError,
         EngineError,
         RankError,

@@ -177,7 +177,7 @@ class FakeRollouts:
         with torch.no_grad():
             for _ in range(2):
                 logits = self.model(input_ids=torch.tensor([context + tokens])).logits[0, -1]
-                values = torch.log_softmax(logits.float(), -1)
+                values = torch.log_softmax(logits.float().nan_to_num(), -1)
                 token = int(torch.multinomial(values.exp(), 1, generator=random))
                 tokens.append(token)
                 logprobs.append(float(values[token]))

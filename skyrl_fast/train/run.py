@@ -125,6 +125,7 @@ def train(
         CallbackError: a callback raised; the last complete step has a checkpoint.
         CheckpointError: a checkpoint cannot be written, or the one to resume from is damaged.
         StoreError: trajectories cannot be written.
+        DivergedError: the gradients of most optimizer steps are infinite or NaN.
         RankError: the process of another rank has exited.
         EngineError, WeightSyncError: the engine has died, or samples from different weights.
         RolloutError, DynamicSamplingError: in batch after batch all trajectories failed, or no

@@ -29,6 +29,7 @@ from skyrl_fast.train.callbacks import Callback, CallbackList
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler, digest_of
 from skyrl_fast.train.data.random_state import load_random_state, save_random_state
 from skyrl_fast.train.data.schedule import total_steps
+from skyrl_fast.train.divergence import DivergenceWatch
 from skyrl_fast.train.flow.batch_source import BatchSource, Judged, token_staleness
 from skyrl_fast.train.flow.group_flow import GroupFlow
 from skyrl_fast.train.flow.rollouts import Rollouts, split_rollout_time
@@ -134,6 +135,7 @@ class Trainer:
         self._timed = Stopwatch(components.clock, display.phase)
         self._callbacks = CallbackList(components.callbacks)
         self._failures = FailureWatch()
+        self._divergence = DivergenceWatch()
         self._source = BatchSource(config, self._failures)
         self._flow: GroupFlow | None = None
 
@@ -248,6 +250,9 @@ class Trainer:
         storing = self._store("train", trajectories, batch, trainer_logprobs)
         await self._timed("store", times, storing)
         times["store_background"] = self._background.elapsed()
+        steps = metrics["policy/optimizer_steps"]
+        skipped = metrics["policy/nonfinite_steps_skipped"] * steps  # the metric is their share
+        self._divergence.see(round(skipped), round(steps))
         await self._sync(metrics, times)
         flow.advance(self.progress.step)
         self.progress.trajectories = trajectories

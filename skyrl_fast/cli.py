@@ -23,8 +23,8 @@ SIGNAL_EXIT = 128  # plus the signal number, as in shells
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
-    0: success. 1: training failed. 2: bad configuration or environment. 130, 143: stopped by a
-    signal, with a checkpoint.
+    0: success. 1: training failed. 2: bad configuration or environment. 129, 130, 143: stopped by
+    a signal, with a checkpoint if training had begun.
     """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)

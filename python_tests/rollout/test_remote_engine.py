@@ -366,7 +366,7 @@ def test_rows_beyond_max_position_embeddings_are_refused_before_the_engine_start
         assert vllm_setup(config, str(tmp_path)).max_model_len == 48
 
 
-def test_server_engine_exits_with_the_server() -> None:
+def test_server_that_a_killed_trainer_has_paused_is_resumed() -> None:
     server = Server()
 
     async def go() -> None:
@@ -374,10 +374,7 @@ def test_server_engine_exits_with_the_server() -> None:
             pass
 
     asyncio.run(go())
-    assert server.asked == [
-        ("/resume", {}),  # a trainer that was killed may have left it paused
-        ("/collective_rpc", {"method": "end_with_parent"}),
-    ]
+    assert server.asked == [("/resume", {})]
 
 
 def test_server_that_never_answers_times_out() -> None:

@@ -136,9 +136,6 @@ class RemoteEngine:
             self._model = str(models["data"][0]["id"])
         self._interrupted = True  # possibly, by a trainer that was killed
         await self.resume()
-        if self._weight_sync == "extension":
-            # vLLM's server leaves its engine process running if it is killed.
-            await self._post("/collective_rpc", json={"method": "end_with_parent"})
 
     async def close(self) -> None:
         """Disconnect from the server, which keeps running."""

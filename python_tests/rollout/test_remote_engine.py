@@ -306,7 +306,7 @@ def test_serve_command(tmp_path: Path) -> None:
         "--max-model-len 100",
     ):
         assert wanted in text
-    environment = serve_environment(config, {"OMP_NUM_THREADS": "2"})
+    environment = serve_environment(config, {"OMP_NUM_THREADS": "2"}, key="k" * 16)
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["OMP_NUM_THREADS"] == "2"  # the user's value is kept
 
@@ -324,7 +324,7 @@ def test_engine_command_serves_the_policy_model_on_loopback(
     class Served(Exception):  # noqa: N818
         pass
 
-    def serve(config: VllmSetup, *, host: str, port: int) -> None:
+    def serve(config: VllmSetup, *, host: str, port: int, **guard: Any) -> None:
         served.append((config.model, config.max_model_len, host, port))
         raise Served
 
@@ -332,7 +332,12 @@ def test_engine_command_serves_the_policy_model_on_loopback(
     yaml = tmp_path / "c.yaml"
     yaml.write_text(f"data: {{train_data: [a]}}\ntrainer: {{policy: {{model: {{path: {model}}}}}}}")
     with pytest.raises(Served):
-        cli.main(["engine", str(yaml), "--port", "8003", "generator.max_input_length=76"])
+        cli.main(
+            [
+                *("engine", str(yaml), "--port", "8003", "generator.max_input_length=76"),
+                f"trainer.run_path={tmp_path}/run",
+            ]
+        )
     assert served == [(str(model), 1100, "127.0.0.1", 8003)]
 
 

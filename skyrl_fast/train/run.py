@@ -394,7 +394,7 @@ def _with_absolute_paths(config: Config) -> Config:
     trainer, engine = config.trainer, config.generator.inference_engine
     for section, name in (
         *((trainer, name) for name in ("run_path", "ckpt_path", "resume_path")),
-        (engine, "weight_sync_path"),
+        *((engine, name) for name in ("weight_sync_path", "api_key_file")),
     ):
         path = getattr(section, name)
         if path is not None:

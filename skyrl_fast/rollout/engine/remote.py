@@ -2,8 +2,9 @@
 
 Token ids go in and out by `/v1/completions`; weights by vLLM's own `/collective_rpc`, from a folder
 that both sides can read; requests are interrupted by its `/pause`. The last two exist only if the
-server runs with VLLM_SERVER_DEV_MODE=1: anyone who reaches its port then has full control of it, so
-it belongs on loopback or a private network. `skyrl-fast engine` starts a suitable server.
+server runs with VLLM_SERVER_DEV_MODE=1. `skyrl-fast engine` starts a suitable server, which answers
+only requests with its key (`serve_guard.py`). A `vllm serve` in that mode without such a guard is
+controlled by whoever reaches its port, web pages in a local browser included.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ START_POLL_SECONDS = 1.0
 MAX_SENDS = 3  # of a request whose connection broke while the server is healthy
 RELOADS = ("extension", "reload")
 COMPLETIONS = "/v1/completions"
+WRONG_KEY = (
+    "it has another key: give trainer and server the same file with "
+    "generator.inference_engine.api_key_file (by default RUN/engine_key of the same run)"
+)
 
 
 class RemoteEngine:
@@ -53,6 +58,7 @@ class RemoteEngine:
         url: such as "http://127.0.0.1:8000".
         weight_sync: "extension": the server runs with this package's worker extension; "reload":
             vLLM's own reload_weights reads the folder.
+        api_key: sent with every request; None: none.
         records_routes: whether the server runs with enable_return_routed_experts.
         start_timeout_seconds: to wait for the server at the start.
         transport: of httpx, for tests.
@@ -69,6 +75,7 @@ class RemoteEngine:
         self,
         url: str,
         *,
+        api_key: str | None = None,
         weight_sync: str = "extension",
         records_routes: bool = False,
         start_timeout_seconds: float = 600.0,
@@ -82,6 +89,7 @@ class RemoteEngine:
             raise EngineDeadError("external servers need httpx: pip install 'skyrl-fast[train]'")
         self.name = f"the server {url}"
         self._url = url.rstrip("/")
+        self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._weight_sync = weight_sync
         self._records_routes = records_routes
         self._start_timeout_seconds = start_timeout_seconds
@@ -103,13 +111,14 @@ class RemoteEngine:
         """Wait until the server answers.
 
         Raises:
-            EngineDeadError: it did not answer in time.
+            EngineDeadError: it did not answer in time, or refuses the key.
         """
         import httpx
 
         if self._client is None:
             self._client = httpx.AsyncClient(
                 base_url=self._url,
+                headers=self._headers,
                 # A response may take as long as its trajectory's deadline, which cancels it.
                 timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
                 limits=httpx.Limits(max_connections=None),
@@ -118,6 +127,8 @@ class RemoteEngine:
             )
         deadline = time.monotonic() + self._start_timeout_seconds
         while reason := await self._unhealthy_reason():
+            if reason == WRONG_KEY:
+                raise EngineDeadError(f"{self.name} refuses requests: {reason}")
             if time.monotonic() >= deadline:
                 raise EngineDeadError(
                     f"{self.name} did not answer within {self._start_timeout_seconds:g} s: {reason}"
@@ -274,6 +285,7 @@ class RemoteEngine:
                 asyncio.timeout(HEALTH_SECONDS),  # httpx restarts its own with each byte
                 httpx.AsyncClient(
                     base_url=self._url,
+                    headers=self._headers,
                     timeout=HEALTH_SECONDS,
                     transport=self._transport,
                     trust_env=False,
@@ -282,6 +294,8 @@ class RemoteEngine:
                 answer = await client.get("/health")
         except (httpx.RequestError, TimeoutError) as error:
             return f"{type(error).__name__}: {error}"
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            return WRONG_KEY
         healthy = answer.status_code == httpx.codes.OK
         return "" if healthy else f"it answered {answer.status_code} to /health"
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import settings
+from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.pool import EnginePool, PooledEngine
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
@@ -80,14 +81,22 @@ def engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
     engine = config.generator.inference_engine
     if engine.run_engines_locally:
         return [VllmEngine(vllm_setup(config, model_path))]
+    key = engine_key(key_file(config))
     return [
         RemoteEngine(
             url,
+            api_key=key,
             weight_sync=engine.weight_sync_backend,
             records_routes=engine.enable_return_routed_experts,
         )
         for url in engine.external_server_urls
     ]
+
+
+def key_file(config: settings.Config) -> Path:
+    """Return the file with the key of the run's external servers."""
+    file = config.generator.inference_engine.api_key_file
+    return Path(file).expanduser() if file else Path(config.trainer.run_path) / DEFAULT_NAME
 
 
 class VllmRollouts:

@@ -10,13 +10,11 @@ controlled by whoever reaches its port, web pages in a local browser included.
 from __future__ import annotations
 
 import asyncio
-import base64
 import importlib.util
-import io
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,15 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams
+from skyrl_fast.rollout.engine.completion_answer import (
+    QUOTED_CHARACTERS,
+    entries,
+    number,
+    parsing,
+    prompt_logprobs,
+    routes,
+)
+from skyrl_fast.rollout.engine.generation_check import checked_generation
 from skyrl_fast.rollout.engine.protocol import (
     EngineDeadError,
     EngineError,
@@ -40,7 +47,6 @@ CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 5.0
 CONTROL_SECONDS = 600.0  # for a call that loads weights
 HANDSHAKE_SECONDS = 60.0  # for all calls to a server that has just started
-QUOTED_CHARACTERS = 500  # of an answer, in an error
 START_POLL_SECONDS = 1.0
 MAX_SENDS = 3  # of a request whose connection broke while the server is healthy
 RELOADS = ("extension", "reload")
@@ -60,6 +66,7 @@ class RemoteEngine:
             vLLM's own reload_weights reads the folder.
         api_key: sent with every request; None: none.
         records_routes: whether the server runs with enable_return_routed_experts.
+        vocab_size: of the model, to check token ids; None: unknown.
         start_timeout_seconds: to wait for the server at the start.
         transport: of httpx, for tests.
 
@@ -78,6 +85,7 @@ class RemoteEngine:
         api_key: str | None = None,
         weight_sync: str = "extension",
         records_routes: bool = False,
+        vocab_size: int | None = None,
         start_timeout_seconds: float = 600.0,
         transport: Any = None,
     ) -> None:
@@ -92,6 +100,7 @@ class RemoteEngine:
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._weight_sync = weight_sync
         self._records_routes = records_routes
+        self._vocab_size = vocab_size
         self._start_timeout_seconds = start_timeout_seconds
         self._transport = transport
         self._client: Any = None
@@ -177,42 +186,38 @@ class RemoteEngine:
         }
         choice = await self._complete(request, session_id)
         with self._parsing(COMPLETIONS):
-            token_ids = [_token_id(token) for token in choice["token_ids"] or []]
             logprobs = choice["logprobs"]
-            values = [] if logprobs is None else [float(x) for x in logprobs["token_logprobs"]]
+            stopped_by = choice.get("stop_reason")
             reason = choice["finish_reason"] or "abort"
-            routes = _routes(choice) if self._records_routes else None
-        if reason == "abort" and self._interrupted:
-            reason = INTERRUPTED
-        if reason not in ("stop", "length", INTERRUPTED) or len(values) != len(token_ids):
-            raise EngineError(
-                f"{self.name} ended a request of session {session_id} with {reason!r}, "
-                f"{len(token_ids)} tokens and {len(values)} logprobs"
+            generation = Generation(
+                entries(choice["token_ids"]),
+                [] if logprobs is None else list(map(number, entries(logprobs["token_logprobs"]))),
+                INTERRUPTED if reason == "abort" and self._interrupted else reason,
+                stopped_by if isinstance(stopped_by, str) else None,
+                routes(choice) if self._records_routes else None,
+                start,
             )
-        stopped_by = choice.get("stop_reason")
-        return Generation(
-            token_ids,
-            values,
-            reason,
-            stopped_by if isinstance(stopped_by, str) else None,
-            routes,
-            start,
+        return checked_generation(
+            generation,
+            max_tokens=request["max_tokens"],
+            vocab_size=self._vocab_size,
+            source=f"{self.name}, session {session_id}",
         )
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return the logprobs of given tokens; see `Engine.prompt_logprobs`."""
         choice = await self._probe(token_ids)
         with self._parsing(COMPLETIONS):
-            return _prompt_logprobs(choice, token_ids)
+            return prompt_logprobs(choice, token_ids)
 
     async def prompt_routes(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray]:
         """Return the logprobs of given tokens and their routes; see `Engine.prompt_routes`."""
         choice = await self._probe(token_ids)
         with self._parsing(COMPLETIONS):
-            logprobs, routes = _prompt_logprobs(choice, token_ids), _routes(choice)
-        if routes is None:
+            logprobs, taken = prompt_logprobs(choice, token_ids), routes(choice)
+        if taken is None:
             raise EngineError(f"{self.name} records no routes")
-        return logprobs, routes
+        return logprobs, taken
 
     async def _probe(self, token_ids: Sequence[int]) -> dict[str, Any]:
         request = {
@@ -254,7 +259,8 @@ class RemoteEngine:
             raise WeightSyncError(f"{self.name} could not load the new weights: {error}") from error
         if self._weight_sync == "extension":
             with self._parsing("/collective_rpc"):
-                missing = [name for names in answer["results"] for name in names or []]
+                lists = [entries(names) for names in entries(answer["results"]) if names]
+                missing = [str(name) for names in lists for name in names]
             refuse_missing_weights(missing)
 
     async def reset_prefix_cache(self) -> None:
@@ -320,20 +326,12 @@ class RemoteEngine:
     def _json(self, answer: Any, path: str) -> Any:
         try:
             return answer.json()
-        except ValueError as error:
+        except (ValueError, RecursionError, MemoryError) as error:
             text = answer.text[:QUOTED_CHARACTERS]
             raise EngineError(f"{self.name} answered {path} without JSON: {text!r}") from error
 
-    @contextmanager
-    def _parsing(self, path: str) -> Iterator[None]:
-        """Raise EngineError for an answer with missing or unexpected values."""
-        try:
-            yield
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(
-                f"{self.name} answered {path} in another format than vLLM: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+    def _parsing(self, path: str) -> AbstractContextManager[None]:
+        return parsing(f"{self.name} answered {path}")
 
     async def _send(self, method: str, path: str, **arguments: Any) -> Any:
         """Return the server's answer; resend if the connection broke but the server is healthy."""
@@ -358,26 +356,3 @@ class RemoteEngine:
                 raise EngineDeadError(text)
             raise EngineError(text)
         raise EngineError(f"{self.name}: the connection for {path} broke {MAX_SENDS} times")
-
-
-def _token_id(value: Any) -> int:
-    token = int(value)
-    if not 0 <= token < 1 << 31:
-        raise ValueError(f"token id {token}")
-    return token
-
-
-def _prompt_logprobs(choice: Mapping[str, Any], token_ids: Sequence[int]) -> list[float]:
-    """Return the logprob of each token but the first; JSON keys are strings."""
-    entries = choice["prompt_logprobs"][1:]
-    return [
-        float(entry[str(token)]["logprob"])
-        for token, entry in zip(token_ids[1:], entries, strict=True)
-    ]
-
-
-def _routes(choice: Mapping[str, Any]) -> np.ndarray | None:
-    encoded = choice.get("routed_experts")
-    if encoded is None:
-        return None
-    return np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -96,6 +97,9 @@ def test_corpus_numbers_passages_without_id_and_accepts_a_missing_last_newline(
         ('{"contents": "a"}\n\n[1]\n', "line 3: wanted an object"),
         ('{"contents": "a"}\n{"contents":\n', "line 2: invalid JSON"),
         ('{"contents": 7}\n', "line 1: wanted an object with the text 'contents'"),
+        ('{"contents": "a"}\n' + "[" * 100_000, "line 2: invalid JSON: maximum recursion depth"),
+        ('{"contents": "a", "id": ' + "9" * 5000 + "}", "line 1: invalid JSON: Exceeds the limit"),
+        ('{"contents": "a", "id": [[1]]}', "line 1: id: wanted text or a number, got list"),
     ],
 )
 def test_invalid_corpus_error_names_the_place(tmp_path: Path, text: str | None, said: str) -> None:
@@ -182,6 +186,57 @@ def test_index_left_by_a_kill_is_reported(share: float, corpus: Corpus, tmp_path
     cut(tmp_path / "vectors")
     with pytest.raises(ValueError, match="vectors cannot be read, delete it to rebuild it"):
         FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.spec("search.index-check")
+def test_flipped_bit_in_any_file_of_an_index_is_noticed(corpus: Corpus, tmp_path: Path) -> None:
+    Bm25Index(corpus, tmp_path / "words")
+    names = sorted(path.name for path in (tmp_path / "words").iterdir())
+    assert len(names) > 3
+    for name in names:
+        folder = tmp_path / f"damaged {name}"
+        shutil.copytree(tmp_path / "words", folder)
+        flip_a_bit(folder / name)
+        with pytest.raises(ValueError, match=r"cannot be read, delete it to rebuild it: "):
+            Bm25Index(corpus, folder)
+    (tmp_path / "words/SHA256SUMS").unlink()
+    with pytest.raises(ValueError, match="FileNotFoundError"):
+        Bm25Index(corpus, tmp_path / "words")
+
+
+@pytest.mark.spec("search.index-check")
+def test_flipped_bit_in_vectors_is_noticed(
+    corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("faiss")
+    made = FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["vectors", "vectors.sha256"]
+    (tmp_path / "vectors.sha256").rename(tmp_path / "elsewhere")  # an index from elsewhere has none
+    kept = FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
+    assert kept.search(["sea"], 2) == made.search(["sea"], 2)
+    assert "vectors has no digest" in caplog.text
+    (tmp_path / "elsewhere").rename(tmp_path / "vectors.sha256")
+    flip_a_bit(tmp_path / "vectors")
+    with pytest.raises(ValueError, match=r"rebuild it: ValueError: vectors: .*digests differ"):
+        FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
+
+
+@pytest.mark.spec("search.index-check")
+def test_other_files_next_to_an_index_stay(corpus: Corpus, tmp_path: Path) -> None:
+    pytest.importorskip("faiss")
+    for name in (".words.partial", ".vectors.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "note").write_text("mine")
+    Bm25Index(corpus, tmp_path / "words")
+    FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
+    for name in (".words.partial", ".vectors.partial"):
+        assert (tmp_path / name / "note").read_text() == "mine"
 
 
 @pytest.mark.spec("search.index-check")

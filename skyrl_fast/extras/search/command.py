@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_SECONDS = 2
-MAX_CONNECTIONS = 4096
 EXIT_USAGE = 2
 
 
@@ -61,6 +60,7 @@ def serve(options: argparse.Namespace) -> int:
     try:
         import uvicorn
 
+        from skyrl_fast.extras.search.connections import LimitedProtocol, backlog
         from skyrl_fast.extras.search.server import Limits, make_app
     except ImportError as error:
         return _usage_error(f"a package is missing: {error}; pip install 'skyrl-fast[search]'")
@@ -84,7 +84,9 @@ def serve(options: argparse.Namespace) -> int:
         uvicorn.Config(
             app,
             log_level="warning",
-            limit_concurrency=MAX_CONNECTIONS,
+            http=LimitedProtocol,
+            ws="none",
+            backlog=backlog(),
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
     )

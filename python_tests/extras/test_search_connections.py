@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -83,13 +85,38 @@ def test_idle_connections_do_not_keep_others_out(
         client.close()
 
 
+BEGUN = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.spec("search.connections")
+@pytest.mark.parametrize("gap", [0.0, 0.1])
+def test_invalid_bytes_behind_a_request_end_the_connection(
+    gap: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def at_once(scope: Any, receive: Any, send: Any) -> None:
+        length = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": length})
+        await asyncio.sleep(2 * gap)
+        await send({"type": "http.response.body", "body": b"ab"})
+
+    with serving(at_once, http=LimitedProtocol) as port, connect(port) as client:
+        if gap:
+            client.sendall(BEGUN)
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            client.sendall(b"no chunk\r\n")
+        else:
+            client.sendall(BEGUN + b"no chunk\r\n")
+        assert closed(client)
+        time.sleep(3 * gap)
+    assert [record for record in caplog.records if record.exc_info] == []
+    assert "Traceback" not in caplog.text
+
+
 @pytest.mark.spec("search.connections")
 def test_request_that_takes_too_long_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.2)
 
     async def stuck(scope: object, receive: object, send: object) -> None:
-        import asyncio
-
         await asyncio.sleep(CLOSED_SECONDS)
 
     with serving(stuck, http=LimitedProtocol) as port, connect(port) as client:

@@ -17,7 +17,8 @@ def serving(app: Any, **options: Any) -> Iterator[int]:
     import uvicorn
 
     listening = socket.create_server((LOOPBACK, 0))
-    settings = {"log_level": "warning", "lifespan": "off", **options}
+    # log_config=None: its records reach the root logger, where tests look for them.
+    settings = {"log_level": "warning", "log_config": None, "lifespan": "off", **options}
     server = uvicorn.Server(uvicorn.Config(app, **settings))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

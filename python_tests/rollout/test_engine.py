@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from _listening import LOOPBACK, listening
 
 from skyrl_fast.config import InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
@@ -236,6 +237,7 @@ def hf_logprobs(model: torch.nn.Module, sequences: list[list[int]]) -> list[list
     return rows
 
 
+@pytest.mark.spec("run.engine-network")
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.timeout(900)  # two cores that others use too; alone it takes well under a minute
@@ -267,6 +269,8 @@ async def _drive_real_engine(folder: Path, tokenizer, tmp_path: Path) -> None:
         with pytest.raises(EngineError, match="refused"):
             await engine.generate([1] * 300, SamplingParams(), session_id="a", policy_version=0)
         _interrupts_do_not_reach(_descendants(os.getpid()))
+        for pid in (os.getpid(), *_descendants(os.getpid())):
+            assert listening(pid) <= {LOOPBACK}
     assert "vllm" in log_file.read_text().lower()
     await engine.close()  # a second call does nothing
 

@@ -11,6 +11,7 @@ import itertools
 import resource
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 10.0  # for a request's header to arrive
@@ -60,6 +61,16 @@ class LimitedProtocol(H11Protocol):
         super().handle_events()
         if self._is_serving() and not was_serving:
             self._expect(REQUEST_SECONDS)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP; behind a request that is being answered, only disconnect."""
+        if self.conn.our_state is h11.IDLE:
+            super().send_400_response(msg)
+            return
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.abort()
 
     def on_response_complete(self) -> None:
         """Handle the end of a response: the next header has its own time."""

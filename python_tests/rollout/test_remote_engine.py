@@ -24,7 +24,7 @@ from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environmen
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weight_update import WeightSyncError
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
-from skyrl_fast.train.flow.vllm_rollouts import vllm_setup
+from skyrl_fast.train.flow.vllm_rollouts import engines, vllm_setup
 
 SAMPLING = SamplingParams(
     max_generate_length=8, temperature=0.5, stop=["</a>"], additional_kwargs={"stop_token_ids": [9]}
@@ -521,3 +521,29 @@ def test_server_settings_are_validated(overrides: list[str], wanted: str) -> Non
     base = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"]
     with pytest.raises(ConfigError, match=wanted):
         load_config(None, [*base, *(key + text for text in overrides)])
+
+
+@pytest.mark.spec("async.server-answers")
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ({"vocab_size": 260}, 260),
+        ({"text_config": {"vocab_size": 260}}, 260),
+        ({"text_config": None}, None),
+        ({}, None),
+    ],
+)
+def test_vocabulary_of_a_server_is_that_of_the_policy(
+    model: dict[str, Any], wanted: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYRL_FAST_ENGINE_KEY", "k" * 16)
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    overrides = [
+        "data.train_data=[x.jsonl]",
+        f"trainer.policy.model.path={tmp_path}",
+        "generator.inference_engine.run_engines_locally=false",
+        "generator.inference_engine.external_server_urls=['http://127.0.0.1:1']",
+    ]
+    (engine,) = engines(load_config(None, overrides), str(tmp_path))
+    assert isinstance(engine, RemoteEngine)
+    assert engine._vocab_size == wanted

@@ -280,7 +280,8 @@ def _positions(model_path: str) -> int | None:
 def _vocab_size(model_path: str) -> int | None:
     """Return the number of the model's token ids; None: unknown."""
     model = _model_config(model_path)
-    return model.get("vocab_size", model.get("text_config", {}).get("vocab_size"))
+    text = model.get("text_config") or {}
+    return model.get("vocab_size", text.get("vocab_size"))
 
 
 def _model_config(model_path: str) -> dict[str, Any]:

@@ -23,8 +23,8 @@ SIGNAL_EXIT = 128  # plus the signal number, as in shells
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
-    0: success. 1: training failed. 2: bad configuration or environment. 130, 143: stopped by a
-    signal, with a checkpoint.
+    0: success. 1: training failed. 2: bad configuration or environment. 129, 130, 143: stopped by
+    a signal, with a checkpoint if training had begun.
     """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
@@ -81,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
         "engine",
         help="serve a model to trainers",
         description="Run vLLM's server for generator.inference_engine.external_server_urls. "
-        "Anyone who can reach its port can change its weights: keep it on a private network.",
+        "Requests need the key in generator.inference_engine.api_key_file, which is created if it "
+        "is missing; over a network it is not encrypted.",
     )
     engine.add_argument("config", help="the trainer's YAML file")
     engine.add_argument(
@@ -142,19 +143,28 @@ def _train(options: argparse.Namespace) -> int:
 def _engine(options: argparse.Namespace) -> int:
     try:
         from skyrl_fast.config.loading import load_config
+        from skyrl_fast.rollout.engine.api_key import engine_key
         from skyrl_fast.rollout.engine.protocol import EngineDeadError
         from skyrl_fast.rollout.engine.serve_vllm import serve
         from skyrl_fast.rollout.engine.vllm_start import check_model_folder
-        from skyrl_fast.train.flow.vllm_rollouts import vllm_setup
+        from skyrl_fast.train.flow.vllm_rollouts import key_file, vllm_setup
     except ImportError as error:
         return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train,vllm]'")
     try:
         config = load_config(options.config, options.overrides)
         setup = vllm_setup(config, str(config.trainer.policy.model.path))
         check_model_folder(setup)
+        key = engine_key(key_file(config))
     except (ValueError, EngineDeadError) as error:
         return _complain(str(error))
-    serve(replace(setup, log_file=None), host=options.host, port=options.port)
+    folder = config.generator.inference_engine.weight_sync_path
+    serve(
+        replace(setup, log_file=None),
+        host=options.host,
+        port=options.port,
+        key=key,
+        weights_folder=folder,
+    )
     raise AssertionError("unreachable: the server has replaced this process")
 
 

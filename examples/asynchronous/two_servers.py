@@ -92,6 +92,7 @@ def main() -> None:
 def serve(base: Path, port: int) -> subprocess.Popen[bytes]:
     """Start `skyrl-fast engine`."""
     command = [sys.executable, "-m", "skyrl_fast", "engine", str(CONFIG), "--port", str(port)]
+    command.append("trainer.run_path=servers")  # its key
     with (base / f"server_{port}.log").open("ab") as file:
         return subprocess.Popen(
             [*command, *SMALL],

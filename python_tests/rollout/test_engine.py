@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from _listening import LOOPBACK, listening
 
 from skyrl_fast.config import InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
@@ -95,14 +96,16 @@ class FakeLlm:
 
     def __init__(self) -> None:
         self.asked: list[tuple[dict[str, Any], str]] = []
+        self.tokens = [7]
+        self.logprob = -0.5
 
     async def generate(
         self, prompt: dict[str, Any], params: Any, request_id: str, **kw: Any
     ) -> Any:
         self.asked.append((prompt, kw["session_id"]))
-        logprobs = [{7: SimpleNamespace(logprob=-0.5)}]
+        logprobs = [{7: SimpleNamespace(logprob=self.logprob)} for _ in self.tokens]
         answer = SimpleNamespace(
-            token_ids=[7], logprobs=logprobs, finish_reason="stop", stop_reason="</a>"
+            token_ids=self.tokens, logprobs=logprobs, finish_reason="stop", stop_reason="</a>"
         )
         yield SimpleNamespace(outputs=[answer])
 
@@ -165,6 +168,28 @@ def test_additional_sampling_parameters_take_precedence_and_invalid_ones_fail_th
         asyncio.run(ask({"nonsense": 1}))
 
 
+@pytest.mark.spec("async.server-answers")
+@pytest.mark.parametrize(
+    ("tokens", "logprob", "wanted"),
+    [
+        ([7], float("nan"), "logprob 0: wanted a finite number of at most 0, got nan"),
+        ([7], float("-inf"), "logprob 0: wanted a finite number of at most 0, got -inf"),
+        ([7], 3.0, "logprob 0: wanted a finite number of at most 0, got 3.0"),
+        ([7] * 3, -0.5, "wanted at most 2 tokens, got 3"),
+        ([8], -0.5, "vLLM answered in another format than vLLM: KeyError: 8"),
+    ],
+)
+def test_answers_of_the_local_engine_are_checked(
+    tokens: list[int], logprob: float, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = fake_engine(monkeypatch)
+    engine._sampling_params = lambda **kw: None
+    engine._llm.tokens, engine._llm.logprob = tokens, logprob
+    sampling = SamplingParams(max_generate_length=2)
+    with pytest.raises(EngineError, match=wanted):
+        asyncio.run(engine.generate([1], sampling, session_id="a", policy_version=0))
+
+
 @pytest.mark.spec("async.engine-silence")
 @pytest.mark.parametrize("call", ["interrupt", "load_weights_file", "reset_prefix_cache"])
 def test_call_ends_if_a_killed_engine_never_answers(
@@ -212,6 +237,7 @@ def hf_logprobs(model: torch.nn.Module, sequences: list[list[int]]) -> list[list
     return rows
 
 
+@pytest.mark.spec("run.engine-network")
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.timeout(900)  # two cores that others use too; alone it takes well under a minute
@@ -243,6 +269,8 @@ async def _drive_real_engine(folder: Path, tokenizer, tmp_path: Path) -> None:
         with pytest.raises(EngineError, match="refused"):
             await engine.generate([1] * 300, SamplingParams(), session_id="a", policy_version=0)
         _interrupts_do_not_reach(_descendants(os.getpid()))
+        for pid in (os.getpid(), *_descendants(os.getpid())):
+            assert listening(pid) <= {LOOPBACK}
     assert "vllm" in log_file.read_text().lower()
     await engine.close()  # a second call does nothing
 

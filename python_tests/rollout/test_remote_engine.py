@@ -24,7 +24,7 @@ from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environmen
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weight_update import WeightSyncError
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
-from skyrl_fast.train.flow.vllm_rollouts import vllm_setup
+from skyrl_fast.train.flow.vllm_rollouts import engines, vllm_setup
 
 SAMPLING = SamplingParams(
     max_generate_length=8, temperature=0.5, stop=["</a>"], additional_kwargs={"stop_token_ids": [9]}
@@ -40,6 +40,7 @@ class Server:
         self.well = True
         self.completion = completion or (lambda body: choice([5, 6], [-0.5, -0.25]))
         self.missing: list[str] = []
+        self.results: Any = None
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if not self.well:
@@ -58,11 +59,11 @@ class Server:
                 return answer
             return httpx.Response(200, json={"choices": [answer]})
         if path == "/collective_rpc":
-            return httpx.Response(200, json={"results": [self.missing]})
+            return httpx.Response(200, json={"results": self.results or [self.missing]})
         return httpx.Response(200, json={})
 
 
-def choice(ids: list[int], logprobs: list[float], **more: Any) -> dict[str, Any]:
+def choice(ids: Any, logprobs: Any, **more: Any) -> dict[str, Any]:
     return {
         "token_ids": ids,
         "logprobs": {"token_logprobs": logprobs},
@@ -70,6 +71,47 @@ def choice(ids: list[int], logprobs: list[float], **more: Any) -> dict[str, Any]
         "stop_reason": None,
         **more,
     }
+
+
+def json_of(answer: dict[str, Any]) -> str:
+    return json.dumps({"choices": [answer]})
+
+
+def encoded(header: str, data: bytes = b"\0" * 8, version: bytes = b"\1\0") -> str:
+    """Return routes with this header, in base64."""
+    text = header.encode() + b"\n"
+    size = len(text).to_bytes(2 if version == b"\1\0" else 4, "little")
+    return base64.b64encode(b"\x93NUMPY" + version + size + text + data).decode()
+
+
+def header(shape: str = "(4, 1, 2)", dtype: str = "|u1", order: str = "False") -> str:
+    return f"{{'descr': '{dtype}', 'fortran_order': {order}, 'shape': {shape}}}"
+
+
+def damaged_routes() -> list[Any]:
+    good = encoded(header())
+    return [
+        "AAAA",
+        "no base64!",
+        good[:-4],
+        good[: len(good) // 2 // 4 * 4],
+        base64.b64encode(b"\x93NUMPY\1\0").decode(),
+        encoded(header("(1000000000000, 48, 8)")),
+        encoded(header("(4, 1, 3)")),
+        encoded(header("(-4, -1, 2)")),
+        encoded(header("(8,)")),
+        encoded(header(dtype="|O")),
+        encoded(header(dtype="<f8", shape="(1, 1, 1)")),
+        encoded(header(order="True")),
+        encoded(header(dtype="|i1"), b"\xff" * 8),
+        encoded(header("(" * 200 + ")" * 200)),
+        encoded(" " * 60_000),
+        encoded(header(), version=b"\3\0"),
+        encoded("{'descr': [('a', '|O')], 'fortran_order': False, 'shape': (1, 1, 1)}"),
+        3,
+        ["AAAA"],
+        True,
+    ]
 
 
 def with_engine(server: Server, work: Callable[[RemoteEngine], Any], **options: Any) -> Any:
@@ -139,7 +181,7 @@ def test_interrupted_request_returns_its_partial_response() -> None:
     server = Server(lambda body: choice([5], [-0.5], finish_reason="abort"))
 
     async def work(engine: RemoteEngine) -> Generation:
-        with pytest.raises(EngineError, match="ended a request of session s-1 with 'abort'"):
+        with pytest.raises(EngineError, match="session s-1: ended with 'abort'"):
             await ask(engine)
         await engine.interrupt()
         got = await ask(engine)
@@ -197,22 +239,89 @@ def test_error_of_a_refused_call_quotes_the_server() -> None:
             httpx.Response(200, json={"error": "x"}),
             "in another format than vLLM: KeyError: 'choices'",
         ),
-        ({"text": "a", "finish_reason": "stop"}, "than vLLM: KeyError: 'token_ids'"),
-        (choice([5], [None]), "in another format than vLLM: TypeError"),  # type: ignore[list-item]
-        (choice(["a"], [-1.0]), "in another format than vLLM: ValueError"),  # type: ignore[list-item]
-        (choice([5, -6], [-0.5, -0.5]), "in another format than vLLM: ValueError: token id -6"),
-        (choice([5, 6], [-0.5]), "2 tokens and 1 logprobs"),
-        (choice([5], [-0.5], routed_experts="AAAA"), "in another format than vLLM: ValueError"),
+        ({"text": "a", "finish_reason": "stop"}, "than vLLM: KeyError: 'logprobs'"),
+        *(
+            (choice([5], [value]), "than vLLM: TypeError: wanted a number")
+            for value in (None, "-0.5", True, [-0.5])
+        ),
+        *(
+            (choice([5, value], [-0.5, -0.5]), "s-1: token 1: wanted an id from 0 to 99, got ")
+            for value in (-6, 100, 10**30, "56", "a", True, 5.0, 5.7, None, [6])
+        ),
+        *(
+            (
+                json_of(choice([5], [7])).replace("7", value),
+                "s-1: logprob 0: wanted a finite number",
+            )
+            for value in ("NaN", "Infinity", "-Infinity", "3.0", "0.5", "1e999", "1")
+        ),
+        (choice("5", [-0.5]), "TypeError: wanted a list, got str"),
+        (choice(None, []), "TypeError: wanted a list, got NoneType"),
+        (choice([5, 6], [-0.5]), "ended with 'stop', 2 tokens and 1 logprobs"),
+        (choice([5] * 9, [-0.5] * 9), "s-1: wanted at most 8 tokens, got 9"),
+        *(
+            (choice([5], [-0.5], finish_reason=value), "s-1: ended with")
+            for value in ("tool_calls", ["stop"], {"stop": 1}, "a" * 10**6)
+        ),
+        *((choice([5], [-0.5], routed_experts=text), "vLLM: ") for text in damaged_routes()),
+        ("[" * 100_000, "without JSON: "),
+        ('{"choices": ' + "9" * 5000, "without JSON: "),
         (httpx.Response(307, headers={"location": "/b"}), "answered 307 to /v1/completions"),
         (httpx.Response(404, text="<html>none</html>"), "answered 404 .*<html>none"),
         (httpx.Response(503, text="loading"), "answered 503 to /v1/completions: loading"),
     ],
 )
 def test_invalid_response_fails_its_request_and_is_quoted(answer: Any, wanted: str) -> None:
-    server = Server(lambda body: answer)
+    server = Server(
+        lambda body: httpx.Response(200, text=answer) if isinstance(answer, str) else answer
+    )
     with pytest.raises(EngineError, match=wanted) as caught:
-        with_engine(server, ask, records_routes=True)
+        with_engine(server, ask, records_routes=True, vocab_size=100)
     assert not isinstance(caught.value, EngineDeadError)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.spec("async.server-answers")
+def test_integers_and_rounded_logprobs_are_numbers() -> None:
+    server = Server(lambda body: choice([5, 0, 99], [-1, 0, 1e-7]))
+    got = with_engine(server, ask, vocab_size=100)
+    assert got.token_ids == [5, 0, 99]
+    assert got.logprobs == [-1.0, 0.0, 1e-7]
+    assert all(type(logprob) is float for logprob in got.logprobs)
+
+
+@pytest.mark.spec("async.server-answers")
+def test_limit_of_tokens_is_that_of_the_request() -> None:
+    server = Server(lambda body: choice([5] * 9, [-0.5] * 9))
+    longer = SamplingParams(max_generate_length=8, additional_kwargs={"max_tokens": 9})
+
+    async def work(engine: RemoteEngine) -> Generation:
+        return await engine.generate([1], longer, session_id="s", policy_version=0)
+
+    assert len(with_engine(server, work).token_ids) == 9
+
+
+@pytest.mark.spec("async.server-answers")
+@pytest.mark.parametrize("value", ["-0.5", True, None, [1]])
+def test_probe_logprobs_are_numbers(value: Any) -> None:
+    entries = [None, {"2": {"logprob": value}}]
+    server = Server(lambda body: choice([4], [-1.0], prompt_logprobs=entries))
+    with pytest.raises(EngineError, match="than vLLM: TypeError: wanted a number"):
+        with_engine(server, lambda e: e.prompt_logprobs([1, 2]))
+
+
+@pytest.mark.spec("async.server-answers")
+def test_answer_that_lists_no_parameter_names_is_an_error() -> None:
+    for results, wanted in (
+        ("a", "wanted a list"),
+        ([[["x"], 3]], "got no new values"),
+        ([3], "list"),
+    ):
+        server = Server()
+        server.missing = results  # type: ignore[assignment]
+        server.results = results
+        with pytest.raises((EngineError, WeightSyncError), match=wanted):
+            with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}))
 
 
 @pytest.mark.spec("async.server-answers")
@@ -306,7 +415,7 @@ def test_serve_command(tmp_path: Path) -> None:
         "--max-model-len 100",
     ):
         assert wanted in text
-    environment = serve_environment(config, {"OMP_NUM_THREADS": "2"})
+    environment = serve_environment(config, {"OMP_NUM_THREADS": "2"}, key="k" * 16)
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["OMP_NUM_THREADS"] == "2"  # the user's value is kept
 
@@ -324,7 +433,7 @@ def test_engine_command_serves_the_policy_model_on_loopback(
     class Served(Exception):  # noqa: N818
         pass
 
-    def serve(config: VllmSetup, *, host: str, port: int) -> None:
+    def serve(config: VllmSetup, *, host: str, port: int, **guard: Any) -> None:
         served.append((config.model, config.max_model_len, host, port))
         raise Served
 
@@ -332,7 +441,12 @@ def test_engine_command_serves_the_policy_model_on_loopback(
     yaml = tmp_path / "c.yaml"
     yaml.write_text(f"data: {{train_data: [a]}}\ntrainer: {{policy: {{model: {{path: {model}}}}}}}")
     with pytest.raises(Served):
-        cli.main(["engine", str(yaml), "--port", "8003", "generator.max_input_length=76"])
+        cli.main(
+            [
+                *("engine", str(yaml), "--port", "8003", "generator.max_input_length=76"),
+                f"trainer.run_path={tmp_path}/run",
+            ]
+        )
     assert served == [(str(model), 1100, "127.0.0.1", 8003)]
 
 
@@ -366,7 +480,7 @@ def test_rows_beyond_max_position_embeddings_are_refused_before_the_engine_start
         assert vllm_setup(config, str(tmp_path)).max_model_len == 48
 
 
-def test_server_engine_exits_with_the_server() -> None:
+def test_server_that_a_killed_trainer_has_paused_is_resumed() -> None:
     server = Server()
 
     async def go() -> None:
@@ -374,10 +488,7 @@ def test_server_engine_exits_with_the_server() -> None:
             pass
 
     asyncio.run(go())
-    assert server.asked == [
-        ("/resume", {}),  # a trainer that was killed may have left it paused
-        ("/collective_rpc", {"method": "end_with_parent"}),
-    ]
+    assert server.asked == [("/resume", {})]
 
 
 def test_server_that_never_answers_times_out() -> None:
@@ -410,3 +521,29 @@ def test_server_settings_are_validated(overrides: list[str], wanted: str) -> Non
     base = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"]
     with pytest.raises(ConfigError, match=wanted):
         load_config(None, [*base, *(key + text for text in overrides)])
+
+
+@pytest.mark.spec("async.server-answers")
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ({"vocab_size": 260}, 260),
+        ({"text_config": {"vocab_size": 260}}, 260),
+        ({"text_config": None}, None),
+        ({}, None),
+    ],
+)
+def test_vocabulary_of_a_server_is_that_of_the_policy(
+    model: dict[str, Any], wanted: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYRL_FAST_ENGINE_KEY", "k" * 16)
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    overrides = [
+        "data.train_data=[x.jsonl]",
+        f"trainer.policy.model.path={tmp_path}",
+        "generator.inference_engine.run_engines_locally=false",
+        "generator.inference_engine.external_server_urls=['http://127.0.0.1:1']",
+    ]
+    (engine,) = engines(load_config(None, overrides), str(tmp_path))
+    assert isinstance(engine, RemoteEngine)
+    assert engine._vocab_size == wanted

@@ -1,4 +1,4 @@
-"""A real `vllm serve` without this package: weight updates through its reload of a folder."""
+"""A real `vllm serve`: weight updates through its reload of a folder, and attacks on its guard."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import importlib.util
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from test_engine_updates import TOLERANCE, Versions
@@ -29,26 +30,35 @@ pytestmark = [
 ]
 
 
+KEY = "k" * 32
+
+
 @contextmanager
-def plain_server(model: Path, log: Path) -> Iterator[str]:
-    """`vllm serve` without the worker extension; its address."""
+def server(model: Path, log: Path, *without: str) -> Iterator[str]:
+    """`vllm serve` without these options, which have a value each; its address."""
     (port,) = free_ports(1)
     config = VllmSetup(str(model), InferenceEngineConfig(num_threads=1), max_model_len=256)
     command = serve_command(config, host="127.0.0.1", port=port)
-    at = command.index("--worker-extension-cls")
-    del command[at : at + 2]
+    for option in without:
+        at = command.index(option)
+        del command[at : at + 2]
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
             stdout=file,
             stderr=file,
-            env=serve_environment(config, os.environ),
+            env=serve_environment(config, os.environ, key=KEY),
             start_new_session=True,
         )
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
         end(process)
+
+
+def plain_server(model: Path, log: Path) -> AbstractContextManager[str]:
+    """`vllm serve` as without this package."""
+    return server(model, log, "--worker-extension-cls", "--middleware")
 
 
 def untied(model: Path, folder: Path) -> Path:
@@ -105,3 +115,40 @@ def test_reload_that_does_not_update_a_tied_head_is_refused(
 
     with plain_server(tiny_model_folder, tmp_path / "server.log") as url:
         asyncio.run(go(url))
+
+
+@pytest.mark.spec("engine.guard")
+def test_attacks_on_a_real_server_are_refused(tiny_model_folder: Path, tmp_path: Path) -> None:
+    versions = Versions(tiny_model_folder)
+    stolen = tmp_path / "stolen"
+
+    async def go(url: str) -> None:
+        async with RemoteEngine(url, api_key=KEY) as engine:
+            async with httpx.AsyncClient(base_url=url) as other:
+                await attack(other)
+            async with httpx.AsyncClient(base_url=url, headers=engine._headers) as trainer:
+                for method in ("save_sharded_state", "__class__"):
+                    call = {"method": method, "args": [str(stolen)]}
+                    answer = await trainer.post("/collective_rpc", json=call)
+                    assert answer.status_code == 403
+            sync = versions.make_sync(engine)
+            await sync.verify()
+            versions.another()
+            report = await sync.update(dict(versions.models[-1].named_parameters()))
+            assert report.max_difference < TOLERANCE < report.max_change
+
+    async def attack(client: httpx.AsyncClient) -> None:
+        """Send what a web page or another user could."""
+        call = f'{{"method": "save_sharded_state", "args": ["{stolen}"]}}'
+        text = {"content-type": "text/plain"}
+        page = {**text, "origin": "http://evil.example", "authorization": f"Bearer {KEY}"}
+        for headers, status in ((text, 401), (page, 403)):
+            for path in ("/collective_rpc", "/pause?mode=abort", "/sleep", "/v1/completions"):
+                answer = await client.post(path, content=call, headers=headers)
+                assert answer.status_code == status, path
+            for path in ("/health", "/metrics", "/openapi.json", "/version"):
+                assert (await client.get(path, headers=headers)).status_code == status, path
+
+    with server(tiny_model_folder, tmp_path / "server.log") as url:
+        asyncio.run(go(url))
+    assert not stolen.exists()

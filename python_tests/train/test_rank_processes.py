@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 import torch
 import torch.distributed as dist
+from _listening import LOOPBACK, listening
 from _ranked import Probe, fail, with_a_thread
 from _training import folder as folder
 from _training import settings, steady, train
@@ -88,23 +89,10 @@ def test_rank_that_exits_while_idle_is_named_by_the_next_call(
         probe.processes()
 
 
-def listening(process: int) -> set[str]:
-    """Return the addresses that a process listens on, as in /proc."""
-    links = (os.readlink(f) for f in Path(f"/proc/{process}/fd").iterdir() if f.is_symlink())
-    sockets = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in sockets:
-                found.add(fields[1].partition(":")[0])
-    return found
-
-
 @pytest.mark.spec("update.rank-network")
 def test_ranks_listen_on_loopback_only(probe: Probe) -> None:
     for process in probe.processes():
-        assert listening(process) == {"0100007F"}  # 127.0.0.1
+        assert listening(process) == {LOOPBACK}
 
 
 def test_an_error_of_rank_0_is_raised_and_leaves_no_process(tmp_path: Path) -> None:
@@ -158,6 +146,7 @@ def test_process_in_another_process_group_is_refused(tmp_path: Path) -> None:
 ENDS_EARLY = """
 import logging, os
 from pathlib import Path
+from _listening import LOOPBACK, listening
 from _ranked import Probe
 from skyrl_fast.train.parallel import rank_processes
 
@@ -182,6 +171,7 @@ def test_rank_that_exits_before_connecting_does_not_hang_the_others(tmp_path: Pa
 KILLED = """
 import os, time
 from pathlib import Path
+from _listening import LOOPBACK, listening
 from _ranked import Probe
 from skyrl_fast.train.parallel.rank_processes import started_ranks
 

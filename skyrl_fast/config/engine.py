@@ -29,6 +29,11 @@ class InferenceEngineConfig:
     weight_sync_path: str | None = setting(
         None, "folder shared by trainer and servers; null: this machine's shared memory"
     )
+    api_key_file: str | None = setting(
+        None,
+        "file with the key of external servers, which only its owner may read; created if missing. "
+        "null: RUN/engine_key. The variable SKYRL_FAST_ENGINE_KEY takes precedence",
+    )
     max_restarts: int = setting(
         3, "maximum restarts of a dead engine between two successful weight updates", at_least=0
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -100,7 +101,7 @@ def train(
 
     The call blocks until the run ends, also in a notebook and inside a running event loop. In a
     script, put it below `if __name__ == "__main__":`, because the engine is a process that imports
-    the main module. SIGINT and SIGTERM end the run with a checkpoint.
+    the main module. SIGINT, SIGTERM and SIGHUP end the run with a checkpoint.
 
     Args:
         config: settings: a `Config`, a mapping with nested or dotted keys, or a YAML file.
@@ -145,7 +146,8 @@ def train(
     check_config(config, has_prompts=prompts is not None)
     _check_callbacks(callbacks)
     run_path = Path(config.trainer.run_path)
-    with locked_run(run_path, _checkpoint_folder(config)):
+    signals = StopSignals()
+    with signals.installed(), locked_run(run_path, _checkpoint_folder(config)):
         start = _starting_point(config)
         with ExitStack() as stack:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -161,7 +163,7 @@ def train(
                 )
             if make_rollouts is None:
                 make_rollouts = partial(_vllm_rollouts, prompts=data.train, make_env=make_env)
-            return _run(config, run_path, start, data, ranks, callbacks, make_rollouts)
+            return _run(config, run_path, start, data, ranks, callbacks, make_rollouts, signals)
 
 
 def _with_objects(
@@ -258,6 +260,7 @@ def _run(
     ranks: Ranks,
     callbacks: Sequence[Callback],
     make_rollouts: MakeRollouts,
+    signals: StopSignals,
 ) -> TrainResult:
     evaluations = _EvalRewards()
     checkpoint = start.checkpoint
@@ -278,7 +281,6 @@ def _run(
         components.loggers = open_loggers(config.trainer.logger, run_info)
     write_json(run_path / "config.json", to_dict(config))
     _warn_of_another_schedule(config, start, len(components.train_prompts))
-    signals = StopSignals()
     try:
         progress, received = signals.run(
             _run_loop(config, components, display, checkpoint, policy_path, make_rollouts, signals)
@@ -343,7 +345,9 @@ async def _run_loop(
 
         def on_signal(number: int) -> None:
             if received:
-                _leave_now(number)
+                if number != signal.SIGHUP:  # a terminal that closes sends it twice
+                    _leave_now(number)
+                return
             received.append(number)
             display.say("stopping with a checkpoint; a second signal exits immediately")
             trainer.stop.set()
@@ -391,7 +395,7 @@ def _with_absolute_paths(config: Config) -> Config:
     trainer, engine = config.trainer, config.generator.inference_engine
     for section, name in (
         *((trainer, name) for name in ("run_path", "ckpt_path", "resume_path")),
-        (engine, "weight_sync_path"),
+        *((engine, name) for name in ("weight_sync_path", "api_key_file")),
     ):
         path = getattr(section, name)
         if path is not None:

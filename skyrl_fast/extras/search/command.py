@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from skyrl_fast.parent_watch import watch_parent
 
 if TYPE_CHECKING:
     from skyrl_fast.extras.search.corpus import Corpus
     from skyrl_fast.extras.search.index import Index
 
 LOOPBACK = "127.0.0.1"
-PARENT_POLL_SECONDS = 1.0  # how long the server may outlive a killed parent
 SHUTDOWN_SECONDS = 2
-MAX_CONNECTIONS = 4096
 EXIT_USAGE = 2
 
 
@@ -59,10 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def serve(options: argparse.Namespace) -> int:
     """Serve until a signal stops the server; return the exit code."""
     if options.parent is not None:
-        threading.Thread(target=_end_with, args=(options.parent,), daemon=True).start()
+        watch_parent(options.parent)  # a killed parent cannot stop its server
     try:
         import uvicorn
 
+        from skyrl_fast.extras.search.connections import LimitedProtocol, backlog
         from skyrl_fast.extras.search.server import Limits, make_app
     except ImportError as error:
         return _usage_error(f"a package is missing: {error}; pip install 'skyrl-fast[search]'")
@@ -86,7 +84,9 @@ def serve(options: argparse.Namespace) -> int:
         uvicorn.Config(
             app,
             log_level="warning",
-            limit_concurrency=MAX_CONNECTIONS,
+            http=LimitedProtocol,
+            ws="none",
+            backlog=backlog(),
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
     )
@@ -114,13 +114,6 @@ def _listen(options: argparse.Namespace) -> socket.socket:
         raise ValueError(f"cannot listen on {options.host}:{options.port}: {error}") from error
     listening.listen()
     return listening
-
-
-def _end_with(parent: int) -> None:
-    """Exit when the parent is gone: a killed parent cannot stop its server."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_POLL_SECONDS)
-    os._exit(1)
 
 
 def _usage_error(message: str) -> int:

@@ -63,11 +63,14 @@ class Corpus:
         where = f"corpus: {self.path}, line {self._lines[index]}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: invalid JSON: {error}") from error
         if not isinstance(row, dict) or not isinstance(row.get("contents"), str):
             raise ValueError(f"{where}: wanted an object with the text 'contents'")
-        return {"id": _sendable(str(row.get("id", index))), "contents": _sendable(row["contents"])}
+        name = row.get("id", index)
+        if not isinstance(name, str | int | float):
+            raise ValueError(f"{where}: id: wanted text or a number, got {type(name).__name__}")
+        return {"id": _sendable(str(name)), "contents": _sendable(row["contents"])}
 
     def texts(self) -> Iterator[str]:
         """Return the contents of all passages, in order."""

@@ -5,7 +5,8 @@ N passages, Q queries, D dimensions of a vector.
 
 from __future__ import annotations
 
-import shutil
+import logging
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from skyrl_fast.extras.search.corpus import Corpus
+from skyrl_fast.extras.search.digests import check_digests, write_digests
+
+log = logging.getLogger(__name__)
 
 Hits = list[tuple[int, float]]  # passage number and score, best first
 
 ENCODER_BATCH = 64
 MAX_ENCODER_TOKENS = 256
+DIGESTS = "SHA256SUMS"  # of the files in an index's folder
 
 
 class Index(Protocol):
@@ -65,13 +70,15 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _partial(path: Path) -> Path:
-    """Return where an index is written before it is renamed; remove an interrupted one."""
+@contextmanager
+def _new(path: Path) -> Iterator[Path]:
+    """Yield where to write an index before it is renamed: in a new folder next to it.
+
+    That folder is removed at the end, also after an error; a process that is killed leaves it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    if partial.is_dir():
-        shutil.rmtree(partial)
-    return partial
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        yield Path(folder) / path.name
 
 
 class Bm25Index:
@@ -85,7 +92,8 @@ class Bm25Index:
 
     Raises:
         MissingPackageError: bm25s is not installed.
-        ValueError: the saved index is of another corpus or cannot be read; no passage has words.
+        ValueError: the saved index is of another corpus, damaged, or cannot be read; no passage has
+            words.
     """
 
     name = "bm25"
@@ -100,6 +108,7 @@ class Bm25Index:
         self._tokenize = bm25s.tokenize
         if folder is not None and folder.exists():
             with _reading(folder):
+                check_digests(folder / DIGESTS)
                 self._bm25 = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
                 indexed = int(self._bm25.scores["num_docs"])
             if indexed != len(corpus):
@@ -114,9 +123,10 @@ class Bm25Index:
             raise ValueError(f"index: {corpus.path} has no words except very frequent ones")
         self._bm25.index(words, show_progress=False)
         if folder is not None:
-            partial = _partial(folder)
-            self._bm25.save(str(partial), show_progress=False)
-            partial.rename(folder)
+            with _new(folder) as new:
+                self._bm25.save(str(new), show_progress=False)
+                write_digests(new / DIGESTS, sorted(new.iterdir()))
+                new.rename(folder)
 
     def search(self, queries: Sequence[str], topk: int) -> list[Hits]:
         """See `Index.search`."""
@@ -185,7 +195,7 @@ class FaissIndex:
 
     Raises:
         MissingPackageError: faiss is not installed.
-        ValueError: the saved index is of another corpus or encoder, or cannot be read.
+        ValueError: the saved index is of another corpus or encoder, damaged, or cannot be read.
     """
 
     name = "faiss"
@@ -201,6 +211,12 @@ class FaissIndex:
         self._encoder = encoder
         if file is not None and file.exists():
             with _reading(file):
+                if _digests_of(file).exists():
+                    check_digests(_digests_of(file))
+                else:
+                    log.warning(
+                        "%s has no digest in %s: damage goes unnoticed", file, _digests_of(file)
+                    )
                 self._faiss: Any = faiss.read_index(str(file))
             width = encoder.encode(["width"], is_query=True).shape[1]
             if self._faiss.d != width:
@@ -223,9 +239,11 @@ class FaissIndex:
         for part in parts:
             self._faiss.add(part)
         if file is not None:
-            partial = _partial(file)
-            faiss.write_index(self._faiss, str(partial))
-            partial.rename(file)
+            with _new(file) as new:
+                faiss.write_index(self._faiss, str(new))
+                write_digests(_digests_of(new), [new])
+                _digests_of(new).rename(_digests_of(file))  # first: no index of ours is without
+                new.rename(file)
 
     def search(self, queries: Sequence[str], topk: int) -> list[Hits]:
         """See `Index.search`."""
@@ -238,3 +256,7 @@ class FaissIndex:
             )
             for row in zip(numbers, scores, strict=True)
         ]
+
+
+def _digests_of(file: Path) -> Path:
+    return file.with_name(f"{file.name}.sha256")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +12,9 @@ from pydantic import BaseModel, ConfigDict
 
 from skyrl_fast.extras.search.corpus import Corpus
 from skyrl_fast.extras.search.index import Index
+from skyrl_fast.http_guard import HttpGuard, Route, unchanged
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-BODY_SECONDS = 30.0  # for a request's body to arrive
+ROUTES = (Route("GET", "/health"), Route("POST", "/retrieve", check=unchanged))
 UNPROCESSABLE = 422
 
 
@@ -93,7 +88,7 @@ def make_app(corpus: Corpus, index: Index, *, topk: int = 3, limits: Limits | No
         what = [{"where": list(map(_place, e["loc"])), "what": e["msg"]} for e in error.errors()]
         return JSONResponse({"detail": what[:5]}, status_code=UNPROCESSABLE)
 
-    return BodyLimit(app, limits.body_bytes)
+    return HttpGuard(app, ROUTES, key=None, max_body_bytes=limits.body_bytes)
 
 
 def _place(part: int | str) -> str:
@@ -128,54 +123,3 @@ def _is_text(query: str) -> bool:
     except UnicodeEncodeError:  # JSON can contain lone surrogates, UTF-8 cannot
         return False
     return True
-
-
-class BodyLimit:
-    """Pass only requests whose body is small and arrives in time; otherwise answer 413 or 408."""
-
-    def __init__(self, app: Any, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if not announced.isdigit() or int(announced) > self._max_bytes:
-            await self._refuse(413, scope, receive, send)
-            return
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await self._read(receive)
-        except TimeoutError:
-            await self._refuse(408, scope, receive, send)
-            return
-        if body is None:
-            await self._refuse(413, scope, receive, send)
-            return
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay() -> MutableMapping[str, Any]:
-            return messages.pop() if messages else await receive()
-
-        await self._app(scope, replay, send)
-
-    async def _read(self, receive: Receive) -> bytes | None:
-        """Return the complete body, or None if it is too long."""
-        parts, size = [], 0
-        while True:
-            message = await receive()
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._max_bytes:
-                return None
-            if not message.get("more_body", False):
-                return b"".join(parts)
-
-    async def _refuse(self, status: int, scope: Scope, receive: Receive, send: Send) -> None:
-        what = {408: "the body did not arrive in time", 413: "the body is too long"}[status]
-        # The rest of the body is not read, so this connection cannot serve another request.
-        answer = JSONResponse({"detail": what}, status, headers={"connection": "close"})
-        await answer(scope, receive, send)

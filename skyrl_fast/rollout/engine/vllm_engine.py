@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import itertools
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +16,9 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams
+from skyrl_fast.parent_watch import children_exit_with_this_process
+from skyrl_fast.rollout.engine.completion_answer import parsing
+from skyrl_fast.rollout.engine.generation_check import checked_generation
 from skyrl_fast.rollout.engine.protocol import (
     EngineDeadError,
     EngineError,
@@ -30,7 +32,6 @@ from skyrl_fast.rollout.engine.vllm_start import (
     engine_args,
     engine_environment,
     environment,
-    interrupts_blocked,
 )
 from skyrl_fast.rollout.engine.weight_update import (
     WeightSyncError,
@@ -71,6 +72,7 @@ class VllmEngine:
         self._interrupted = False
         self._sampling_params: Any = None
         self._final_only: Any = None
+        self._vocab_size: int | None = None
 
     async def __aenter__(self) -> VllmEngine:
         """Start."""
@@ -103,13 +105,16 @@ class VllmEngine:
             raise EngineDeadError(INSTALL_HINT)
         check_model_folder(self._setup)
         started = time.perf_counter()
-        with environment(engine_environment(self._setup)), interrupts_blocked():
+        with (
+            environment(engine_environment(self._setup)),
+            children_exit_with_this_process(),
+        ):
             # Building blocks this thread for seconds, while nothing else is running yet.
             try:
                 self._llm = self._build()
             except Exception as error:
                 raise EngineDeadError(self._explain("did not start", error)) from error
-        await self._llm.collective_rpc("end_with_process", args=(os.getpid(),))
+        self._vocab_size = self._llm.model_config.get_vocab_size()
         log.info("vLLM is up after %.1f s", time.perf_counter() - started)
 
     def _build(self) -> Any:
@@ -158,18 +163,22 @@ class VllmEngine:
         output = await self._run(prompt_token_ids, params, session_id, f"policy-{policy_version}")
         answer = output.outputs[0]
         token_ids = list(answer.token_ids)
-        logprobs = [
-            float(entry[token].logprob)
-            for token, entry in zip(token_ids, answer.logprobs or [], strict=True)
-        ]
+        with parsing("vLLM answered"):
+            logprobs = [
+                float(entry[token].logprob)
+                for token, entry in zip(token_ids, answer.logprobs or [], strict=True)
+            ]
         reason = answer.finish_reason or "abort"
         if reason == "abort" and self._interrupted:
             reason = INTERRUPTED
-        if reason not in ("stop", "length", INTERRUPTED):
-            raise EngineError(f"vLLM ended request of session {session_id} with {reason!r}")
         stop_string = answer.stop_reason if isinstance(answer.stop_reason, str) else None
         routes = answer.routed_experts if recording else None
-        return Generation(token_ids, logprobs, reason, stop_string, routes, start)
+        return checked_generation(
+            Generation(token_ids, logprobs, reason, stop_string, routes, start),
+            max_tokens=arguments["max_tokens"],
+            vocab_size=self._vocab_size,
+            source=f"vLLM, session {session_id}",
+        )
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return the logprobs of given tokens; see `Engine.prompt_logprobs`."""

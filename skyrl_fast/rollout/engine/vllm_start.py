@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +132,7 @@ def engine_environment(setup: VllmSetup) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the model is a folder
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # see parent_watch.py
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # a warning about memory binding at every start
     }
     if setup.log_file is not None:
@@ -187,18 +186,3 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
         for name in set(os.environ) - set(before):
             del os.environ[name]
         os.environ.update(before)
-
-
-@contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT for processes started in the context, so that the trainer can shut down cleanly.
-
-    On Ctrl-C a terminal sends it to all processes at once, and vLLM's would die in the middle of a
-    rollout. `VllmEngine.close` ends them with SIGTERM.
-    """
-    resource_tracker.ensure_running()  # starting it later would unblock the signal again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PARENT_POLL_SECONDS = 1.0  # how long an engine may outlive a killed trainer
 # Largest |engine - trainer| of one logprob explained by rounding, by the engine's dtype. Measured
 # in float32 on CPU: 1e-6 to 1e-5. bfloat16 has 8 bits of mantissa.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -229,17 +226,6 @@ class WeightUpdateExtension:
 
     model_runner: Any
 
-    def end_with_process(self, pid: int) -> None:
-        """Exit this engine process when the trainer's exits, even by kill -9.
-
-        Otherwise an engine whose trainer was killed would keep its memory forever.
-        """
-        threading.Thread(target=_end_with_process, args=(pid,), daemon=True).start()
-
-    def end_with_parent(self) -> None:
-        """Exit this engine process when the server that started it exits, even by kill -9."""
-        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-
     def load_weights_file(self, path: str) -> list[str]:
         """Load the tensors of a safetensors file; return the parameters that got no new value."""
         model = self.model_runner.get_model()
@@ -277,21 +263,6 @@ def _unloaded(wanted: set[str], loaded: set[str]) -> list[str]:
     return sorted(
         name for name in wanted if not {name, name.replace(".routed_experts.", ".")} & loaded
     )
-
-
-def _end_with_process(pid: int) -> None:
-    while True:
-        time.sleep(PARENT_POLL_SECONDS)
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            os._exit(1)
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(PARENT_POLL_SECONDS)
-    os._exit(1)
 
 
 def _tensors_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,27 @@ log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "skyrl_fast-weights-"
+_NAME = "weights.safetensors"
+
+
+def weights_folders(folder: str | None) -> list[Path]:
+    """Return the folders in which weights are handed over.
+
+    Args:
+        folder: that of `WeightsFile`.
+    """
+    return [Path(folder)] if folder else [SHARED_MEMORY, Path(tempfile.gettempdir())]
+
+
+def is_weights_file(path: Path, folders: Sequence[Path]) -> bool:
+    """Return whether a `WeightsFile` in one of these folders has this path.
+
+    Args:
+        path: without symbolic links.
+    """
+    places = [folder.resolve() for folder in folders]
+    named = path.name == _NAME and path.parent.name.startswith(_PREFIX)
+    return named and path.parent.parent in places and path.is_file()
 
 
 class WeightsFile:
@@ -52,7 +73,7 @@ class WeightsFile:
         """Path of the written weights."""
         if self._folder is None:
             raise WeightSyncError("no weights were written yet")
-        return self._folder / "weights.safetensors"
+        return self._folder / _NAME
 
     def write(
         self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]

@@ -1,8 +1,10 @@
-"""Event loop of the trainer, in a script or a notebook, with handling of SIGINT and SIGTERM."""
+"""Event loop of the trainer, in a script or a notebook, with handling of signals to stop."""
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -12,15 +14,28 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+STANDARD_STREAMS = (0, 1, 2)
+
 
 class StopSignals:
-    """Forwards SIGINT and SIGTERM to a coroutine, whatever thread its event loop runs in."""
+    """Forwards SIGINT, SIGTERM and SIGHUP to a coroutine, whatever thread its loop runs in.
+
+    A process that was started with SIGHUP ignored, as by nohup, keeps ignoring it.
+
+    Example:
+        signals = StopSignals()
+        with signals.installed():
+            ...  # a signal raises here
+            signals.run(work())  # which calls signals.handle_by(...)
+    """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: int | None = None
         self._task: asyncio.Task[Any] | None = None
         self._handle: Callable[[int], None] | None = None
         self._early: int | None = None  # a signal received before there was a handler
+        self._terminals: list[int] = []
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine in a new event loop and return its result.
@@ -31,13 +46,12 @@ class StopSignals:
         Raises:
             KeyboardInterrupt, SystemExit: a signal was received before `handle_by`.
         """
-        with self._installed():
-            try:
-                asyncio.get_running_loop()
-            except RuntimeError:
-                return asyncio.run(self._main(work))
-            with ThreadPoolExecutor(1, thread_name_prefix="train") as thread:
-                return thread.submit(asyncio.run, self._main(work)).result()
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self._main(work))
+        with ThreadPoolExecutor(1, thread_name_prefix="train") as thread:
+            return thread.submit(asyncio.run, self._main(work)).result()
 
     def handle_by(self, handle: Callable[[int], None]) -> None:
         """Call `handle(number)` in the event loop's thread from now on."""
@@ -45,24 +59,27 @@ class StopSignals:
 
     async def _main(self, work: Coroutine[Any, Any, T]) -> T:
         self._task = asyncio.current_task()
+        self._thread = threading.get_ident()
         self._loop = asyncio.get_running_loop()
         try:
             return await work
-        except asyncio.CancelledError:
+        except BaseException:  # such as that of an engine that ended with the signal
             if self._early is None:
                 raise
-            if self._early == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise SystemExit(128 + self._early) from None
+            raise _stop(self._early) from None
         finally:
             self._loop = None
 
     @contextmanager
-    def _installed(self) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
+        """Receive signals in the context; before `run` and after it they raise."""
         if threading.current_thread() is not threading.main_thread():  # only it may set handlers
             yield
             return
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._terminals = [stream for stream in STANDARD_STREAMS if os.isatty(stream)]
         before = {number: signal.signal(number, self._receive) for number in numbers}
         try:
             yield
@@ -71,14 +88,34 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: Any) -> None:
+        if number == signal.SIGHUP:
+            self._leave_terminal()
         loop = self._loop
-        if loop is None:  # not running yet, or over
-            raise KeyboardInterrupt
-        loop.call_soon_threadsafe(self._take, number)
+        if loop is not None and self._handle is not None:
+            loop.call_soon_threadsafe(self._handle, number)
+            return
+        # Not only in the loop: an engine that starts blocks it for minutes.
+        self._early = number
+        if loop is not None:
+            loop.call_soon_threadsafe(self._cancel)
+            if self._thread != threading.get_ident():
+                for child in multiprocessing.active_children():
+                    child.kill()  # what the other thread waits for
+                return
+        raise _stop(number)
 
-    def _take(self, number: int) -> None:
-        if self._handle is not None:
-            self._handle(number)
-        elif self._task is not None:
-            self._early = number
+    def _cancel(self) -> None:
+        if self._task is not None:
             self._task.cancel()
+
+    def _leave_terminal(self) -> None:
+        """Discard further output to a terminal, which is closed: writing to it would fail."""
+        for stream in self._terminals:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
+
+
+def _stop(number: int) -> BaseException:
+    """Return the exception that ends the process as the signal does."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import settings
+from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.pool import EnginePool, PooledEngine
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
@@ -80,14 +81,23 @@ def engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
     engine = config.generator.inference_engine
     if engine.run_engines_locally:
         return [VllmEngine(vllm_setup(config, model_path))]
+    key = engine_key(key_file(config))
     return [
         RemoteEngine(
             url,
+            api_key=key,
             weight_sync=engine.weight_sync_backend,
             records_routes=engine.enable_return_routed_experts,
+            vocab_size=_vocab_size(_model_folder(model_path)),
         )
         for url in engine.external_server_urls
     ]
+
+
+def key_file(config: settings.Config) -> Path:
+    """Return the file with the key of the run's external servers."""
+    file = config.generator.inference_engine.api_key_file
+    return Path(file).expanduser() if file else Path(config.trainer.run_path) / DEFAULT_NAME
 
 
 class VllmRollouts:
@@ -261,18 +271,31 @@ def _model_folder(path: str) -> str:
 
 def _positions(model_path: str) -> int | None:
     """Return the model's `max_position_embeddings`; None: unknown, or with scaled RoPE."""
+    model = _model_config(model_path)
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    return None if is_scaled else model.get("max_position_embeddings")
+
+
+def _vocab_size(model_path: str) -> int | None:
+    """Return the number of the model's token ids; None: unknown."""
+    model = _model_config(model_path)
+    text = model.get("text_config") or {}
+    return model.get("vocab_size", text.get("vocab_size"))
+
+
+def _model_config(model_path: str) -> dict[str, Any]:
+    """Return the model's config.json; empty if there is none."""
     path = Path(model_path) / "config.json"
     if not path.is_file():
-        return None
+        return {}
     try:
         model = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: invalid JSON: {error}") from error
     if not isinstance(model, dict):
         raise ValueError(f"{path}: wanted a JSON object, got {type(model).__name__}")
-    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
-    return None if is_scaled else model.get("max_position_embeddings")
+    return model
 
 
 def _sync_metrics(report: WeightSyncReport) -> dict[str, float]:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from skyrl_fast.parent_watch import children_exit_with_this_process
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, RankError, Ranks
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,6 @@ START_SECONDS = 300.0  # for the other processes to finish their imports
 STOP_SECONDS = 30.0  # for them to exit by themselves
 HANG_SECONDS = 60.0  # for a collective of rank 0 to fail after another rank has exited
 WATCH_SECONDS = 0.5  # between checks whether rank 0 waits
-PARENT_SECONDS = 1.0  # between checks whether rank 0 is alive
 NO_TIMEOUT = timedelta(days=365)
 LOOPBACK = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -90,8 +90,9 @@ def started_ranks(
     ]
     ending = threading.Event()
     try:
-        for process in processes:
-            process.start()
+        with children_exit_with_this_process():
+            for process in processes:
+                process.start()
         _wait_for_all(store, processes, folder)
         ranks = Ranks(0, size)
         watch = (ranks, processes, folder, ending)
@@ -193,9 +194,8 @@ def _follow(
     make_models: Callable[[Ranks], object],
 ) -> None:
     """Run the process of another rank: create the models and follow rank 0."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when to exit
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 decides when to exit
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
     with log.open("w") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
@@ -213,12 +213,3 @@ def _follow(
     ):  # at once: finalization would wait for threads, and on a GPU for the others
         traceback.print_exc()
         os._exit(1)
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    # Pipes and sockets do not tell: processes that the parent has forked keep them open.
-    while os.getppid() == parent.pid:
-        time.sleep(PARENT_SECONDS)
-    os._exit(1)

@@ -1,0 +1,44 @@
+"""uvicorn in a thread, and raw HTTP requests to it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+LOOPBACK = "127.0.0.1"
+
+
+@contextmanager
+def serving(app: Any, **options: Any) -> Iterator[int]:
+    """Serve the application on a free port of loopback; yield the port."""
+    import uvicorn
+
+    listening = socket.create_server((LOOPBACK, 0))
+    # log_config=None: its records reach the root logger, where tests look for them.
+    settings = {"log_level": "warning", "log_config": None, "lifespan": "off", **options}
+    server = uvicorn.Server(uvicorn.Config(app, **settings))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(30)
+        listening.close()
+
+
+def connect(port: int, seconds: float = 20.0) -> socket.socket:
+    return socket.create_connection((LOOPBACK, port), timeout=seconds)
+
+
+def exchange(port: int, request: bytes) -> bytes:
+    """Return everything that the server answers before it closes the connection."""
+    with connect(port) as client:
+        client.sendall(request)
+        parts = []
+        while part := client.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)

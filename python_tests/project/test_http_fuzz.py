@@ -1,0 +1,99 @@
+"""Random requests to each HTTP surface: an answer below 500 or none, no traceback, no hang."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("bm25s")
+
+from _asgi import Recorder
+from _http_fuzz import RequestFuzz, Template, statuses
+from _http_server import serving
+
+from skyrl_fast.extras.search.connections import LimitedProtocol
+from skyrl_fast.extras.search.corpus import Corpus
+from skyrl_fast.extras.search.index import Bm25Index
+from skyrl_fast.extras.search.server import make_app
+from skyrl_fast.http_guard import HttpGuard
+from skyrl_fast.rollout.engine.serve_guard import PAUSE_QUERY, engine_routes
+
+FEW, MANY = 400, 100_000
+KEY = "k" * 32
+number_of_requests = pytest.mark.parametrize(
+    "number",
+    [FEW, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+)
+
+
+@contextmanager
+def search_server(tmp_path: Path) -> Iterator[int]:
+    path = tmp_path / "corpus.jsonl"
+    rows = [json.dumps({"id": str(i), "contents": f"word{i % 7} city{i}"}) for i in range(50)]
+    path.write_text("\n".join(rows))
+    corpus = Corpus(path)
+    with serving(make_app(corpus, Bm25Index(corpus)), http=LimitedProtocol, ws="none") as port:
+        yield port
+
+
+def checked(caplog: pytest.LogCaptureFixture, counts: Counter[str], number: int) -> None:
+    assert counts.total() == number
+    assert not [status for status in counts if status.startswith("5")], counts
+    assert counts["200"] > number // 20  # not only refusals
+    errors = [r for r in caplog.records if r.levelno >= logging.ERROR or r.exc_info]
+    assert errors == []
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.spec("search.bad-request", "http.guard")
+@number_of_requests
+def test_search_server(number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    templates = [
+        Template("GET", "/health"),
+        Template("POST", "/retrieve", {"query": "word1", "topk": 2, "return_scores": True}),
+        Template("POST", "/retrieve", {"queries": ["word1", "city3", ""], "topk": 3}),
+    ]
+    with search_server(tmp_path) as port:
+        counts = statuses(port, RequestFuzz(templates, [], random.Random(1)), number)
+    print(counts)
+    checked(caplog, counts, number)
+
+
+@pytest.mark.spec("engine.guard", "http.guard")
+@number_of_requests
+def test_engine_guard(number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "skyrl_fast-weights-1"
+    folder.mkdir()
+    weights = folder / "weights.safetensors"
+    weights.write_text("")
+    load = {"method": "load_weights_file", "args": [str(weights)]}
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    pause = f"/pause?{PAUSE_QUERY.decode()}"
+    templates = [
+        Template("GET", "/health"),
+        Template("GET", "/v1/models"),
+        Template("POST", pause),
+        Template("POST", "/resume"),
+        Template("POST", "/reset_prefix_cache"),
+        Template("POST", "/v1/completions", {"prompt": [1, 2], "max_tokens": 4}),
+        *[Template("POST", "/collective_rpc", call) for call in (load, reload)] * 4,
+    ]
+    app = Recorder()
+    guard = HttpGuard(app, engine_routes([tmp_path]), key=KEY, max_body_bytes=1 << 20)
+    headers = [b"authorization: Bearer " + KEY.encode()]
+    with serving(guard) as port:
+        counts = statuses(port, RequestFuzz(templates, headers, random.Random(2)), number)
+    print(counts)
+    checked(caplog, counts, number)
+    calls: list[Any] = [json.loads(body) for _, path, body in app.passed if "rpc" in path]
+    assert calls
+    assert all(call in (load, reload) for call in calls)

@@ -1,0 +1,90 @@
+"""Processes that exit with their parent, from their first instruction."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+END_SECONDS = 20.0  # of a loaded machine; the kernel needs milliseconds
+
+# A main module that takes long to import in each process: the watch must not wait for it.
+PARENT = """
+import multiprocessing, os, sys, time
+from skyrl_fast.parent_watch import children_exit_with_this_process
+
+if __name__ != "__main__" and os.environ.get("STUCK"):
+    print("child", os.getpid(), flush=True)
+    time.sleep(100)
+
+def child():
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(100,))
+    process.start()
+    print("grandchild", process.pid, flush=True)
+    time.sleep(100)
+
+if __name__ == "__main__":
+    with children_exit_with_this_process():
+        process = multiprocessing.get_context("spawn").Process(target=child)
+        process.start()
+    print("child", process.pid, flush=True)
+    time.sleep(100)
+"""
+
+
+def gone(process: int) -> bool:
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline:
+        status = Path(f"/proc/{process}/status")
+        if not status.exists() or "State:\tZ" in status.read_text():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.spec("run.engine-lifetime")
+@pytest.mark.parametrize("stuck", ["", "1"], ids=["grandchild", "during imports"])
+def test_spawned_processes_exit_with_a_killed_parent(tmp_path: Path, stuck: str) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "STUCK": stuck}
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        lines = [parent.stdout.readline().split() for _ in range(2)]  # stuck: the child twice
+        parent.kill()
+    children = {int(pid) for _, pid in lines}
+    assert len(children) == (1 if stuck else 2)
+    assert all(gone(child) for child in children)
+
+
+BLOCKED = """
+import multiprocessing, signal
+from skyrl_fast.parent_watch import children_exit_with_this_process
+
+def blocked():
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+if __name__ == "__main__":
+    with children_exit_with_this_process():
+        pool = multiprocessing.get_context("spawn").Pool(1)
+    inside = pool.apply(blocked)
+    pool.terminate()
+    print(sorted(inside), sorted(blocked()))
+"""
+
+
+@pytest.mark.spec("run.engine-lifetime")
+def test_signals_of_the_terminal_do_not_reach_children(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(BLOCKED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    said = subprocess.check_output([sys.executable, str(script)], text=True, env=environment)
+    assert said.strip() == f"{[signal.SIGHUP, signal.SIGINT]} []"

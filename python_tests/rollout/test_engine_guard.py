@@ -1,0 +1,356 @@
+"""Who may control `skyrl-fast engine`: the attacks on vLLM's development server, and the key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from _asgi import Recorder
+
+from skyrl_fast import cli
+from skyrl_fast.http_guard import HttpGuard
+from skyrl_fast.rollout.engine.api_key import KEY_VARIABLE, engine_key
+from skyrl_fast.rollout.engine.protocol import EngineDeadError
+from skyrl_fast.rollout.engine.remote import RemoteEngine
+from skyrl_fast.rollout.engine.serve_guard import EngineGuard, guard_environment
+from skyrl_fast.rollout.engine.serve_vllm import serve_command
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+
+KEY = "k" * 32
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A shared folder with weights, and what must not be loaded from in and around it."""
+    folder = tmp_path / "shared"
+    for name in ("skyrl_fast-weights-1", "skyrl_fast-weights-2", "others"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "weights.safetensors").write_text("")
+    (folder / "skyrl_fast-weights-1/more.safetensors").write_text("")
+    (folder / "link").symlink_to(folder / "skyrl_fast-weights-1")
+    outside = tmp_path / "skyrl_fast-weights-3"
+    outside.mkdir()
+    (outside / "weights.safetensors").write_text("")
+    (folder / "skyrl_fast-weights-4").symlink_to(outside)
+    (folder / "skyrl_fast-weights-5").mkdir()
+    (folder / "skyrl_fast-weights-5/weights.safetensors").symlink_to("/etc/passwd")
+    return folder
+
+
+@pytest.fixture
+def app() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def guard(app: Recorder, shared: Path, monkeypatch: pytest.MonkeyPatch) -> HttpGuard:
+    for name, value in guard_environment(KEY, [shared]).items():
+        monkeypatch.setenv(name, value)
+    return EngineGuard(app)
+
+
+def ask(guard: HttpGuard, method: str, path: str, **arguments: Any) -> int:
+    async def go() -> int:
+        transport = httpx.ASGITransport(guard)
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            answer = await client.request(method, path, **arguments)
+            assert str(KEY) not in answer.text
+            return answer.status_code
+
+    return asyncio.run(go())
+
+
+def call(guard: HttpGuard, body: Any) -> int:
+    return ask(guard, "POST", "/collective_rpc", json=body, headers=HEADERS)
+
+
+@pytest.mark.spec("engine.guard")
+def test_requests_of_a_trainer_pass(guard: HttpGuard, app: Recorder, shared: Path) -> None:
+    weights = str(shared / "skyrl_fast-weights-1/weights.safetensors")
+
+    async def go() -> None:
+        async with RemoteEngine("http://engine", api_key=KEY, transport=transport()) as engine:
+            await engine.interrupt()
+            await engine.resume()
+            await engine.reset_prefix_cache()
+            await engine._post(
+                "/collective_rpc", json={"method": "load_weights_file", "args": [weights]}
+            )
+            await engine._complete({"prompt": [1]}, "s")
+
+    def transport() -> Any:
+        answers = {
+            "/v1/models": {"data": [{"id": "m"}]},
+            "/v1/completions": {"choices": [{}]},
+            "/collective_rpc": {"results": [[]]},
+        }
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            passed = await httpx.ASGITransport(guard).handle_async_request(request)
+            assert passed.status_code == 200, request.url
+            return httpx.Response(200, json=answers.get(request.url.path, {}))
+
+        return httpx.MockTransport(answer)
+
+    asyncio.run(go())
+    assert [path for _, path, _ in app.passed] == [
+        *("/health", "/v1/models", "/resume", "/pause", "/resume", "/reset_prefix_cache"),
+        *("/collective_rpc", "/v1/completions"),
+    ]
+
+
+@pytest.mark.spec("engine.guard")
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"method": "save_sharded_state", "args": ["FOLDER"]},
+        {"method": "__class__"},
+        {"method": "end_with_parent"},
+        {"method": "load_weights_file"},
+        {"method": "load_weights_file", "args": []},
+        {"method": "load_weights_file", "args": ["WEIGHTS", "WEIGHTS"]},
+        {"method": "load_weights_file", "args": ["WEIGHTS"], "kwargs": {}},
+        {"method": "load_weights_file", "args": ["WEIGHTS"], "timeout": 1e-9},
+        {"method": "load_weights_file", "args": [["WEIGHTS"]]},
+        {"method": ["load_weights_file"], "args": ["WEIGHTS"]},
+        {"method": "reload_weights", "kwargs": {"weights_path": "/etc"}},
+        {"method": "reload_weights", "kwargs": {"weights_path": "FOLDER", "is_checkpoint": 1}},
+        {"method": "reload_weights", "kwargs": {}},
+        {},
+        [],
+        "x",
+        1,
+    ],
+    ids=str,
+)
+def test_other_calls_of_the_worker_are_refused(
+    body: Any, guard: HttpGuard, app: Recorder, shared: Path
+) -> None:
+    folder = str(shared / "skyrl_fast-weights-1")
+    text = json.dumps(body).replace("WEIGHTS", f"{folder}/weights.safetensors")
+    assert call(guard, json.loads(text.replace("FOLDER", folder))) == 403
+    assert app.passed == []
+
+
+@pytest.mark.spec("engine.guard")
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"])
+def test_calls_that_are_no_json_are_refused(
+    content: bytes, guard: HttpGuard, app: Recorder
+) -> None:
+    headers = {**HEADERS, "content-type": "application/json"}
+    assert ask(guard, "POST", "/collective_rpc", content=content, headers=headers) == 400
+    assert app.passed == []
+
+
+@pytest.mark.spec("engine.guard")
+def test_repeated_key_cannot_hide_a_method(guard: HttpGuard, app: Recorder, shared: Path) -> None:
+    path = shared / "skyrl_fast-weights-1/weights.safetensors"
+    body = f'{{"method": "__class__", "method": "load_weights_file", "args": ["{path}"]}}'
+    headers = {**HEADERS, "content-type": "application/json"}
+    assert ask(guard, "POST", "/collective_rpc", content=body, headers=headers) == 200
+    ((_, _, passed),) = app.passed
+    assert json.loads(passed) == {"method": "load_weights_file", "args": [str(path)]}
+    assert passed.count(b"method") == 1
+
+
+@pytest.mark.spec("engine.guard")
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc/passwd",
+        "/nowhere",
+        "",
+        ".",
+        "\0",
+        "a" * 5000,
+        "SHARED",
+        "SHARED/skyrl_fast-weights-1",
+        "SHARED/skyrl_fast-weights-1/more.safetensors",
+        "SHARED/others/weights.safetensors",
+        "SHARED/../skyrl_fast-weights-3/weights.safetensors",
+        "SHARED/skyrl_fast-weights-4/weights.safetensors",
+        "SHARED/skyrl_fast-weights-5/weights.safetensors",
+        "SHARED/skyrl_fast-weights-9/weights.safetensors",
+    ],
+)
+def test_only_weights_in_the_shared_folder_are_loaded(
+    path: str, guard: HttpGuard, app: Recorder, shared: Path
+) -> None:
+    named = path.replace("SHARED", str(shared))
+    assert call(guard, {"method": "load_weights_file", "args": [named]}) == 403
+    assert app.passed == []
+
+
+@pytest.mark.spec("engine.guard")
+def test_links_are_resolved_before_weights_are_loaded(
+    guard: HttpGuard, app: Recorder, shared: Path
+) -> None:
+    path = shared / "skyrl_fast-weights-1/weights.safetensors"
+    link = str(shared / "link/weights.safetensors")
+    assert call(guard, {"method": "load_weights_file", "args": [link]}) == 200
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(path.parent)}}
+    assert call(guard, body) == 200
+    assert [json.loads(passed) for _, _, passed in app.passed] == [
+        {"method": "load_weights_file", "args": [str(path)]},
+        body,
+    ]
+
+
+@pytest.mark.spec("engine.guard")
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        *((path, 404) for path in ("/update_weights", "/sleep", "/abort_requests", "/metrics")),
+        *(
+            (path, 404)
+            for path in ("/v1/load_lora_adapter", "/invocations", "/ping", "/server_info")
+        ),
+        *((path, 404) for path in ("/init_weight_transfer_engine", "/scale_elastic_ep", "/docs")),
+        ("/pause", 400),  # other than a trainer's: "keep" hangs every request
+        ("/pause?mode=keep", 400),
+    ],
+)
+def test_other_routes_do_not_exist(path: str, status: int, guard: HttpGuard, app: Recorder) -> None:
+    assert ask(guard, "POST", path, headers=HEADERS) == status
+    assert app.passed == []
+
+
+@pytest.mark.spec("engine.guard")
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({**HEADERS, "origin": "http://evil.example"}, 403),
+        ({"origin": "http://evil.example", "content-type": "text/plain"}, 403),
+    ],
+)
+def test_web_pages_and_other_users_are_refused(
+    headers: dict[str, str], status: int, guard: HttpGuard, app: Recorder
+) -> None:
+    for method, path in (("POST", "/pause?mode=abort&clear_cache=false"), ("GET", "/health")):
+        assert ask(guard, method, path, headers=headers) == status
+    body = b'{"method":"save_sharded_state","args":["/tmp"]}'
+    assert ask(guard, "POST", "/collective_rpc", content=body, headers=headers) == status
+    assert app.passed == []
+
+
+# --- the key -------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("engine.key")
+def test_key_is_created_for_its_owner_alone_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    file = tmp_path / "run/engine_key"
+    before = os.umask(0)
+    try:
+        key = engine_key(file)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert len(key) == 43  # 256 random bits
+    assert engine_key(file) == key
+    assert engine_key(tmp_path / "other/engine_key") != key
+    assert [path.name for path in file.parent.iterdir()] == ["engine_key"]
+
+
+@pytest.mark.spec("engine.key")
+def test_variable_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    assert engine_key(tmp_path / "engine_key") == KEY
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv(KEY_VARIABLE, "short")
+    with pytest.raises(
+        ValueError, match="SKYRL_FAST_ENGINE_KEY: wanted a key of 16 to 1024"
+    ) as got:
+        engine_key(tmp_path / "engine_key")
+    assert "short" not in str(got.value).replace("short,", "")
+
+
+@pytest.mark.spec("engine.key")
+def test_key_that_others_could_read_or_replace_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    file = tmp_path / "engine_key"
+    engine_key(file)
+    file.chmod(0o640)
+    with pytest.raises(ValueError, match=r"api_key_file: .*mode 600, got .* mode 640: chmod 600"):
+        engine_key(file)
+    file.chmod(0o600)
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    with pytest.raises(ValueError, match="api_key_file: cannot read or create"):
+        engine_key(link)
+    file.write_text("two words and more\n")
+    with pytest.raises(ValueError, match="without spaces"):
+        engine_key(file)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ValueError, match="wanted a file"):
+        engine_key(tmp_path / "pipe")
+
+
+@pytest.mark.spec("engine.key")
+def test_server_and_trainer_use_the_key_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from skyrl_fast.config.loading import load_config
+    from skyrl_fast.train.flow.vllm_rollouts import engines
+
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_text("")
+    overrides = [
+        "data.train_data=[a]",
+        f"trainer.policy.model.path={model}",
+        f"trainer.run_path={tmp_path}/run",
+        "generator.inference_engine.run_engines_locally=false",
+        "generator.inference_engine.external_server_urls=['http://127.0.0.1:1']",
+    ]
+    started: list[dict[str, str]] = []
+
+    def execve(program: str, command: list[str], environment: dict[str, str]) -> None:
+        assert not any(key in " ".join(command) for key in environment.values() if len(key) == 43)
+        started.append(environment)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.execve", execve)
+    (tmp_path / "c.yaml").write_text("{}")
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(["engine", str(tmp_path / "c.yaml"), *overrides])
+    key = (tmp_path / "run/engine_key").read_text().strip()
+    assert started[0][KEY_VARIABLE] == key
+    (engine,) = engines(load_config(None, overrides), str(model))
+    assert isinstance(engine, RemoteEngine)
+    assert engine._headers == {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.spec("engine.guard")
+def test_server_is_started_with_the_guard() -> None:
+    command = serve_command(VllmSetup("model", max_model_len=8), host="127.0.0.1", port=1)
+    at = command.index("--middleware")
+    assert command[at + 1] == "skyrl_fast.rollout.engine.serve_guard.EngineGuard"
+
+
+@pytest.mark.spec("engine.key")
+def test_server_with_another_key_is_an_error_at_once() -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(401))
+
+    async def go() -> None:
+        async with RemoteEngine("http://there:1", api_key=KEY, transport=transport):
+            pass
+
+    with pytest.raises(EngineDeadError, match="refuses requests: it has another key: give") as got:
+        asyncio.run(go())
+    assert KEY not in str(got.value)

@@ -1,0 +1,103 @@
+"""Signals that stop a run: before it trains, while something blocks its event loop, later."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from skyrl_fast.train.flow.event_loop import StopSignals
+
+NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+BLOCKED_SECONDS = 60.0  # the test ends long before
+
+
+def wanted(number: int) -> tuple[type[BaseException], int | None]:
+    return (KeyboardInterrupt, None) if number == signal.SIGINT else (SystemExit, 128 + number)
+
+
+@contextmanager
+def stopped_by(number: int) -> Iterator[None]:
+    kind, code = wanted(number)
+    with pytest.raises(kind) as caught:
+        yield
+    assert getattr(caught.value, "code", None) == code
+
+
+@pytest.mark.spec("run.signals")
+@pytest.mark.parametrize("number", NUMBERS)
+def test_signal_before_the_event_loop_ends_the_run(number: int) -> None:
+    before = signal.getsignal(number)
+    with stopped_by(number), StopSignals().installed():
+        os.kill(os.getpid(), number)
+        time.sleep(BLOCKED_SECONDS)
+    assert signal.getsignal(number) is before
+
+
+async def block_the_loop() -> None:
+    """As vLLM's start does."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(BLOCKED_SECONDS)
+
+
+async def wait_for_a_signal() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(BLOCKED_SECONDS)
+
+
+@pytest.mark.spec("run.signals")
+@pytest.mark.parametrize("work", [block_the_loop, wait_for_a_signal])
+def test_signal_while_the_engine_starts_ends_the_run(work: Callable[[], object]) -> None:
+    started = time.monotonic()
+    signals = StopSignals()
+    with stopped_by(signal.SIGTERM), signals.installed():
+        signals.run(work())  # type: ignore[arg-type]
+    assert time.monotonic() - started < BLOCKED_SECONDS / 2
+
+
+@pytest.mark.spec("run.signals")
+def test_signal_is_handled_in_the_loop_from_then_on() -> None:
+    signals = StopSignals()
+
+    async def work() -> list[int]:
+        received: list[int] = []
+        signals.handle_by(received.append)
+        for number in NUMBERS:
+            os.kill(os.getpid(), number)
+        while len(received) < len(NUMBERS):
+            await asyncio.sleep(0)
+        return received
+
+    with signals.installed():
+        assert sorted(signals.run(work())) == sorted(NUMBERS)
+
+
+@pytest.mark.spec("run.signals")
+def test_ignored_sighup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals().installed():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.spec("run.signals")
+def test_output_after_the_terminal_has_closed_is_discarded() -> None:
+    import pty
+
+    keyboard, screen = pty.openpty()
+    signals = StopSignals()
+    signals._terminals = [screen]
+    os.close(keyboard)
+    with pytest.raises(OSError, match="Input/output"):
+        os.write(screen, b"lost")
+    signals._leave_terminal()
+    assert os.write(screen, b"discarded") == 9
+    os.close(screen)

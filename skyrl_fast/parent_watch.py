@@ -1,0 +1,89 @@
+"""Child processes that exit with the process that started them, however that one ends.
+
+A file of the standard library's modules only: new processes run it by its path, before they know
+where the package is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker, spawn
+from typing import Any
+
+POLL_SECONDS = 1.0  # how long a process may outlive its parent where the kernel does not end it
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+# A terminal sends them to all its processes at once, on Ctrl-C and when it closes.
+TERMINAL_SIGNALS = {signal.SIGINT, signal.SIGHUP}
+
+
+def watch_parent(parent: int) -> None:
+    """Exit this process within a second after its parent has exited, even by SIGKILL.
+
+    Args:
+        parent: process id of the parent; if it is no longer the parent, this process exits now.
+    """
+    if os.getppid() != parent:
+        os._exit(1)
+    threading.Thread(target=_watch, args=(parent,), name="parent watch", daemon=True).start()
+
+
+@contextmanager
+def children_exit_with_this_process() -> Iterator[None]:
+    """Make processes that multiprocessing spawns in the context exit with this one.
+
+    So do theirs. It holds from their first instruction, before they import anything; on Linux the
+    kernel ends them at once. The thread that starts them must not end before them. SIGINT and
+    SIGHUP, which a terminal sends to them too, do not end them: this process stops them.
+    """
+    original = spawn.get_command_line
+    _start_resource_tracker()
+    tie_spawned_processes()
+    try:
+        yield
+    finally:
+        spawn.get_command_line = original
+
+
+def tie_spawned_processes() -> None:
+    """Do the same as `children_exit_with_this_process`, from now on."""
+    original = spawn.get_command_line
+
+    def get_command_line(**arguments: Any) -> list[str]:
+        command = original(**arguments)
+        program = command.index("-c") + 1
+        first = f"import runpy; runpy.run_path({__file__!r})['_begin']({os.getpid()}); "
+        command[program] = first + command[program]
+        return command
+
+    spawn.get_command_line = get_command_line
+
+
+def _begin(parent: int) -> None:
+    """Start a spawned process: exit with the parent, and make its children exit with it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    watch_parent(parent)
+    tie_spawned_processes()
+
+
+def _start_resource_tracker() -> None:
+    """Start multiprocessing's tracker of semaphores, if it is not running, with SIGHUP blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    os._exit(1)

@@ -1,0 +1,87 @@
+"""Values of a server's answer, none of them trusted: numbers, log-probabilities, routes."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from skyrl_fast.printable import shortened
+from skyrl_fast.rollout.engine.protocol import EngineError
+
+# What hostile JSON and arrays can raise: missing and odd values, cut payloads, huge sizes, nesting.
+_UNREADABLE = (
+    *(LookupError, TypeError, ValueError, AttributeError),
+    *(EOFError, MemoryError, RecursionError, ArithmeticError),
+)
+ROUTE_DIMENSIONS = 3  # tokens, layers, experts per token
+QUOTED_CHARACTERS = 500  # of an answer, in an error
+
+
+@contextmanager
+def parsing(what: str) -> Iterator[None]:
+    """Raise EngineError for an answer that cannot be read.
+
+    Args:
+        what: server and path, for the message.
+    """
+    try:
+        yield
+    except _UNREADABLE as error:
+        reason = shortened(f"{type(error).__name__}: {error}", QUOTED_CHARACTERS)
+        raise EngineError(f"{what} in another format than vLLM: {reason}") from error
+
+
+def number(value: Any) -> float:
+    """Return a number; raise TypeError for text, booleans and null, which float() would accept."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"wanted a number, got {type(value).__name__}")
+    return float(value)
+
+
+def entries(value: Any) -> list[Any]:
+    """Return a list; raise TypeError for anything else, such as text."""
+    if not isinstance(value, list):
+        raise TypeError(f"wanted a list, got {type(value).__name__}")
+    return value
+
+
+def prompt_logprobs(choice: Mapping[str, Any], token_ids: Sequence[int]) -> list[float]:
+    """Return the logprob of each token but the first; JSON keys are strings."""
+    rows = entries(choice["prompt_logprobs"])[1:]
+    return [
+        number(row[str(token)]["logprob"]) for token, row in zip(token_ids[1:], rows, strict=True)
+    ]
+
+
+def routes(choice: Mapping[str, Any]) -> np.ndarray | None:
+    """Return the routes, integers [tokens, layers, experts per token]; None: there are none.
+
+    Nothing is allocated before the payload is known to have the size that its header states.
+    """
+    encoded = choice.get("routed_experts")
+    if encoded is None:
+        return None
+    if not isinstance(encoded, str):
+        raise TypeError(f"routed_experts: wanted text, got {type(encoded).__name__}")
+    payload = io.BytesIO(base64.b64decode(encoded, validate=True))
+    version = np.lib.format.read_magic(payload)
+    if version != (1, 0):  # of every array without field names
+        raise ValueError(f"routed_experts: wanted format 1.0, got {version}")
+    shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(payload)
+    if dtype.kind not in "iu" or len(shape) != ROUTE_DIMENSIONS or is_fortran:
+        raise ValueError(
+            f"routed_experts: wanted integers [tokens, layers, K], got {dtype} {shape}"
+        )
+    data = payload.read()
+    if min(shape) < 0 or len(data) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"routed_experts: {shape} of {dtype} do not fit {len(data)} bytes")
+    found = np.frombuffer(data, dtype).reshape(shape)
+    if found.size and found.min() < 0:
+        raise ValueError("routed_experts: negative expert")
+    return found

@@ -1,0 +1,95 @@
+"""The guard of `skyrl-fast engine`: vLLM's development server, reduced to a trainer's requests.
+
+vLLM's `--api-key` protects /v1 alone; the calls for weights and pauses answer everyone, and
+/collective_rpc runs every method of the worker by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from skyrl_fast.http_guard import App, HttpGuard, RefusedError, Route, unchanged
+from skyrl_fast.rollout.engine.api_key import KEY_VARIABLE
+from skyrl_fast.rollout.engine.weights_file import is_weights_file
+
+FOLDERS_VARIABLE = "SKYRL_FAST_WEIGHTS_FOLDERS"
+MAX_BODY_BYTES = 64 << 20  # a prompt of millions of token ids
+PAUSE_QUERY = b"mode=abort&clear_cache=false"
+
+
+class EngineGuard(HttpGuard):
+    """The guard as vLLM creates it from `--middleware`; its settings are environment variables."""
+
+    def __init__(self, app: App) -> None:
+        folders = [Path(text) for text in os.environ[FOLDERS_VARIABLE].split(os.pathsep)]
+        super().__init__(
+            app,
+            engine_routes(folders),
+            key=os.environ[KEY_VARIABLE],
+            max_body_bytes=MAX_BODY_BYTES,
+        )
+
+
+def guard_environment(key: str, folders: Sequence[Path]) -> dict[str, str]:
+    """Return the environment variables that `EngineGuard` reads.
+
+    Args:
+        key: see `engine_key`.
+        folders: in which trainers hand over weights.
+    """
+    return {KEY_VARIABLE: key, FOLDERS_VARIABLE: os.pathsep.join(map(str, folders))}
+
+
+def engine_routes(folders: Sequence[Path]) -> list[Route]:
+    """Return the requests of `RemoteEngine`.
+
+    Args:
+        folders: in which trainers hand over weights.
+    """
+    return [
+        Route("GET", "/health"),
+        Route("GET", "/v1/models"),
+        Route("POST", "/v1/completions", check=unchanged),
+        Route("POST", "/collective_rpc", check=partial(_checked_call, folders)),
+        Route("POST", "/pause", query=PAUSE_QUERY),
+        Route("POST", "/resume"),
+        Route("POST", "/reset_prefix_cache"),
+    ]
+
+
+def _checked_call(folders: Sequence[Path], body: bytes) -> bytes:
+    """Return the call of a worker's method with the path that was checked, as JSON."""
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(400, "wanted JSON") from error
+    match call:
+        case {"method": "load_weights_file", "args": [str(text)], **rest} if not rest:
+            path = _checked_path(folders, text)
+            allowed: Mapping[str, Any] = {"method": "load_weights_file", "args": [str(path)]}
+        case {
+            "method": "reload_weights",
+            "kwargs": {"weights_path": str(text), **more},
+            **rest,
+        } if not rest and not more:
+            path = _checked_path(folders, f"{text}/weights.safetensors")
+            allowed = {"method": "reload_weights", "kwargs": {"weights_path": str(path.parent)}}
+        case _:
+            raise RefusedError(403, "no such method here, or other arguments than a trainer's")
+    return json.dumps(allowed).encode()
+
+
+def _checked_path(folders: Sequence[Path], text: str) -> Path:
+    """Return the path without links; the refusal does not tell whether such a file exists."""
+    try:
+        path = Path(text).resolve(strict=True)
+        if is_weights_file(path, folders):
+            return path
+    except (OSError, ValueError, RuntimeError):  # NUL, too long, a cycle of links
+        pass
+    raise RefusedError(403, "wanted weights that a trainer has written into the shared folder")

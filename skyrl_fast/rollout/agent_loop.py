@@ -27,7 +27,8 @@ from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_u
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation, Sampler
 from skyrl_fast.rollout.engine.route_record import recorded_routes, turn_routes
 from skyrl_fast.rollout.engine.weight_gate import WeightGate
-from skyrl_fast.rollout.env.factory import EnvAnswer, EnvError, EnvFactory, EnvSession
+from skyrl_fast.rollout.env.answers import EnvAnswer
+from skyrl_fast.rollout.env.factory import EnvError, EnvFactory, EnvSession
 from skyrl_fast.rollout.loop_settings import RolloutPrompt
 from skyrl_fast.rollout.stop_reason import (
     ENGINE_ERROR,
@@ -185,12 +186,15 @@ class AgentLoop:
         self, trajectory: Trajectory, prompt: RolloutPrompt, env: EnvSession, entry: Activity
     ) -> str:
         messages = await env.init([dict(message) for message in prompt.messages])
-        context = make_context(
+        # Rendered and tokenised in threads: an environment's text may be long.
+        context = await asyncio.to_thread(
+            make_context,
             self._config.context,
             self._tokenizer,
             messages,
             chat_template=self._config.chat_template,
             template_kwargs=self._config.chat_template_kwargs,
+            max_length=self._max_input_length,
         )
         return await self._turns(trajectory, context, env, entry)
 
@@ -199,7 +203,7 @@ class AgentLoop:
     ) -> str:
         """Append steps until the trajectory ends; return its stop reason."""
         for turn in range(self._config.max_turns):
-            prompt_token_ids = context.prompt_token_ids()
+            prompt_token_ids = await asyncio.to_thread(context.prompt_token_ids)
             if len(prompt_token_ids) > self._max_input_length:
                 return LENGTH
             self._board.set_phase(entry, GENERATING, attempt=entry.attempt, turn=turn)
@@ -219,7 +223,7 @@ class AgentLoop:
                 # A truncated response keeps "length": the filter for overlong ones reads it.
                 truncated = generation.stop_reason == LENGTH
                 return generation.stop_reason if answer.done or truncated else MAX_TURNS
-            _extend_context(context, sampled, text, answer)
+            await asyncio.to_thread(_extend_context, context, sampled, text, answer)
         raise AssertionError("unreachable: the last turn returns")
 
     async def _generate(

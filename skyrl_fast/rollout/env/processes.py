@@ -74,12 +74,15 @@ class EnvProcesses:
 
     async def close(self) -> None:
         """Kill all processes."""
-        with self._lock:
-            if self._server is not None:
-                await asyncio.to_thread(self._server.end)
-            self._server = None
+        await asyncio.to_thread(self._end_server)
         while self._idle:
             self._idle.pop().close()
+
+    def _end_server(self) -> None:
+        with self._lock:  # it may be starting
+            if self._server is not None:
+                self._server.end()
+            self._server = None
 
     def _started(self) -> _EnvProcess:
         with self._lock:

@@ -46,6 +46,24 @@ def load_object(name: str) -> Any:
     return found
 
 
+def absolute_name(name: str, folder: Path) -> str:
+    """Return the name with an absolute path, if it names a .py file or an object in one.
+
+    Args:
+        folder: where a relative path begins; the current folder may have been changed.
+
+    Example:
+        >>> absolute_name("envs/guess.py:Guess", Path("/home/me"))
+        '/home/me/envs/guess.py:Guess'
+    """
+    place, colon, attribute = name.rpartition(":")
+    file = place if colon else name
+    if not file.endswith(".py"):
+        return name
+    path = str(folder.absolute() / Path(file).expanduser())
+    return f"{path}{colon}{attribute}" if colon else path
+
+
 def name_of(module: ModuleType) -> str:
     """Return the name by which `load_module` finds a module: its import path or its file."""
     return str(module.__file__) if module.__name__.startswith(FILE_PREFIX) else module.__name__

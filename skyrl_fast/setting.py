@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
+from skyrl_fast.printable import shortened
+
+MAX_MESSAGE = 800  # characters of an error; the values of a setting may be of any length
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -37,7 +40,14 @@ class EnvironmentValue(str):
 
 
 class ConfigError(ValueError):
-    """A setting that is unknown, mistyped or out of range; the message names its dotted key."""
+    """A setting that is unknown, mistyped or out of range; the message names its dotted key.
+
+    The message is one line, and cut if it is very long.
+    """
+
+    def __init__(self, message: str) -> None:
+        line = " ".join(part.strip() for part in message.splitlines())
+        super().__init__(shortened(line, MAX_MESSAGE))
 
 
 def setting(

@@ -1,10 +1,12 @@
-"""Many asynchronous steps with failing and hanging environments, and an engine that is killed.
+"""Many asynchronous steps with faulty environments, killed engines and a stop in the worst moment.
 
-    python examples/asynchronous/soak.py --base work --steps 200
+    python examples/asynchronous/soak.py --base work --steps 500
 
-5 % of the episodes raise, 1 % never return; the engine's process is killed once during the run.
-Exits with an error unless the run finishes, every group was trained once, all of these faults are
-in the metrics and in the log by name, and the trainer's memory did not grow.
+Of the episodes 5 % raise, 1 % never return, and 0.5 % never return and hold Python's lock. The
+engine's process is killed twice; while it starts again the second time, the run gets a SIGTERM,
+and is resumed. Exits with an error unless the run finishes, every group was trained once, all
+faults are in the metrics and in the log by name, no process is left, and memory, threads and open
+files of the trainer, the engine and the environments do not grow in the last half.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -25,7 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.asynchronous.quickstart_run import prepare, settings, start, trained
 from skyrl_fast.train.output.loggers import read_metrics
 
-GROWTH = 1.1  # of the trainer's memory from the second quarter of the steps to the last
+GROWTH = 1.05  # of memory from the third quarter of the steps to the last
+MORE = 6  # threads or open files in the last quarter: of requests in flight
+STOP_SECONDS = 2.0  # after the second kill: the engine is starting
+END_SECONDS = 60.0  # for the run to end after SIGTERM
 # Faults by their metric, and their text in the log.
 NAMED = {
     "environment_errors": "environment slow_text2sql:",
@@ -33,6 +40,17 @@ NAMED = {
     "engine_deaths": "DEAD:",
     "engine_restarts": "BACK:",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Resources of a process (with its children, for environments) after a step."""
+
+    step: int
+    role: str  # trainer, engine, environments
+    memory: float  # MiB
+    threads: int
+    files: int
 
 
 def main() -> None:
@@ -46,10 +64,8 @@ def main() -> None:
     prepare(base)
     shutil.rmtree(base / "soak", ignore_errors=True)
     (base / "soak.log").unlink(missing_ok=True)
-    # --verbose also logs failed attempts, not only trajectories that failed after all retries.
-    process = start(base, [*overrides(options.steps), "--verbose"], log="soak.log")
-    memory = disturb(process, base / "soak/metrics.jsonl", kill_at=options.steps // 3)
-    problems = find_problems(base, options.steps, process.returncode, memory)
+    usage, problems = run(base, options.steps)
+    problems += find_problems(base, options.steps, usage)
     print("\n".join(problems) or "all checks passed")
     sys.exit(bool(problems))
 
@@ -60,75 +76,172 @@ def overrides(steps: int) -> list[str]:
         *settings(
             "soak",
             staleness=2,
-            env="shortest: 0.01, longest: 0.3, failures: 0.05, hanging: 0.01",
+            env="shortest: 0.01, longest: 0.3, failures: 0.05, hanging: 0.01, freezing: 0.005",
         ),
         f"trainer.max_training_steps={steps}",
         "trainer.train_batch_size=4",
         "trainer.policy_mini_batch_size=4",
         "trainer.epochs=100",
-        "trainer.ckpt_interval=50",
+        "trainer.ckpt_interval=10",
         "trainer.eval_before_train=false",
         "trainer.eval_interval=-1",
         "data.val_data=[]",
         "generator.n_samples_per_prompt=4",
+        "environment.workers=process",
         "environment.timeout_seconds=4",
         "generator.trajectory_timeout_seconds=60",
     ]
 
 
-def disturb(
-    process: subprocess.Popen[bytes], metrics: Path, *, kill_at: int
-) -> list[tuple[int, float]]:
-    """Kill the engine once; return (step, MiB of the trainer), once a second."""
-    memory: list[tuple[int, float]] = []
-    killed = False
+def run(base: Path, steps: int) -> tuple[list[Usage], list[str]]:
+    """Train, disturb, stop and resume; return the resources in use, and what went wrong."""
+    # --verbose also logs failed attempts, not only trajectories that failed after all retries.
+    arguments = [*overrides(steps), "--verbose"]
+    usage: list[Usage] = []
+    problems = []
+    kill_at = [steps // 8, steps // 4]
+    process = start(base, arguments, log="soak.log")
+    children_seen = watch(process, base, kill_at, usage)
+    if process.poll() is not None:
+        problems.append(f"exited with {process.returncode} before it was stopped")
+    time.sleep(STOP_SECONDS)
+    process.send_signal(signal.SIGTERM)
+    stopped = time.monotonic()
+    try:
+        code = process.wait(END_SECONDS)
+        print(f"SIGTERM: exit code {code} after {time.monotonic() - stopped:.1f} s", flush=True)
+    except subprocess.TimeoutExpired:
+        problems.append(f"the run did not end in {END_SECONDS:.0f} s after SIGTERM")
+        process.kill()
+    problems += left_over(children_seen)
+    process = start(base, [*arguments, "--resume"], log="soak.log")
+    children_seen = watch(process, base, [], usage)
+    if process.returncode != 0:
+        problems.append(f"exited with {process.returncode}: see {base / 'soak.log'}")
+    return usage, problems + left_over(children_seen)
+
+
+def watch(
+    process: subprocess.Popen[bytes], base: Path, kill_at: list[int], usage: list[Usage]
+) -> set[int]:
+    """Kill the engine after these steps; return after the last kill, or when the run has ended.
+
+    Args:
+        usage: gets the resources in use, once a second.
+
+    Returns:
+        The processes that the run has started.
+    """
+    waiting = list(kill_at)
+    seen: set[int] = set()
     while process.poll() is None:
         time.sleep(1.0)
-        rows = read_metrics(metrics)
-        step = rows[-1]["step"] if rows else 0
-        memory.append((step, resident_mib(process.pid)))
-        if not killed and step >= kill_at:
-            for child in children(process.pid):
-                if "EngineCore" in command_of(child):
-                    os.kill(child, signal.SIGKILL)
-                    killed = True
-                    print(f"killed engine process {child} after step {step}", flush=True)
-    return memory
+        rows = read_metrics(base / "soak/metrics.jsonl")
+        step = int(rows[-1]["step"]) if rows else 0
+        found = children(process.pid)
+        seen |= set(found)
+        engines = [child for child in found if "EngineCore" in command_of(child)]
+        usage += measured(step, process.pid, engines, found)
+        if waiting and step >= waiting[0] and engines:
+            for engine in engines:
+                with suppress(ProcessLookupError):
+                    os.kill(engine, signal.SIGKILL)
+            print(f"killed the engine's process after step {step}", flush=True)
+            del waiting[0]
+            if not waiting and kill_at:
+                return seen
+    return seen
 
 
-def find_problems(
-    base: Path, steps: int, code: int | None, memory: list[tuple[int, float]]
-) -> list[str]:
+def measured(step: int, trainer: int, engines: list[int], found: list[int]) -> list[Usage]:
+    """Return the resources in use by the trainer, the engine and the environments."""
+    environments = [child for child in found if "fork_server" in command_of(child)]
+    result = [usage_of(step, "trainer", [trainer]), usage_of(step, "engine", engines)]
+    return [*result, usage_of(step, "environments", environments)]
+
+
+def usage_of(step: int, role: str, pids: list[int]) -> Usage:
+    """Return the resources of these processes; shared memory is divided among those that share."""
+    memory, threads, files = 0.0, 0, 0
+    for pid in pids:
+        with suppress(OSError, ValueError):
+            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            memory += int(text.partition("Pss:")[2].split()[0]) / 1024
+            threads += len(list(Path(f"/proc/{pid}/task").iterdir()))
+            files += len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return Usage(step, role, memory, threads, files)
+
+
+def left_over(pids: set[int]) -> list[str]:
+    """Return a problem if processes of an ended run are alive after a few seconds."""
+    alive: list[int] = []
+    for _ in range(100):
+        alive = [pid for pid in pids if is_running(pid)]
+        if not alive:
+            return []
+        time.sleep(0.1)
+    names = ", ".join(command_of(pid).splitlines()[0] for pid in alive)
+    return [f"{len(alive)} processes were left: {names}"]
+
+
+def is_running(pid: int) -> bool:
+    """Return whether it is alive, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def find_problems(base: Path, steps: int, usage: list[Usage]) -> list[str]:
     """Return descriptions of failed checks; print the counts."""
-    problems = [] if code == 0 else [f"exited with {code}: see {base / 'soak.log'}"]
+    problems = []
     rows = [row for row in read_metrics(base / "soak/metrics.jsonl") if "timing/step" in row]
     if len(rows) != steps:
         problems.append(f"{len(rows)} of {steps} steps")
     faults = {name: value for name, value in rows[-1].items() if name.startswith("faults/")}
     print("\n".join(f"{name} {value:.0f}" for name, value in sorted(faults.items())))
-    for name in NAMED:
-        if not faults.get(f"faults/{name}"):
-            problems.append(f"no {name} in the metrics")
     log = (base / "soak.log").read_text(encoding="utf-8", errors="replace")
     for name, text in NAMED.items():
+        # The counts of a resumed run begin with 0.
+        counted = max(row.get(f"faults/{name}", 0.0) for row in rows)
         print(f"{log.count(text)} times in the log: {text}")
-        if log.count(text) < faults[f"faults/{name}"]:
+        if not counted:
+            problems.append(f"no {name} in the metrics")
+        if log.count(text) < counted:
             problems.append(f"some {name} are missing in the log")
     per_group = Counter((t.step, t.uid) for t in trained(base / "soak"))
     if len(per_group) != 4 * steps or set(per_group.values()) != {4}:
         problems.append("a group is incomplete, or was trained twice in a step")
     if max(row["async/staleness_max"] for row in rows) > 2:
         problems.append("a group was trained with a staleness above 2")
-    quarters = [
-        statistics.median([mib for step, mib in memory if low < 4 * step / steps <= low + 1] or [0])
-        for low in range(4)
-    ]
-    print("memory of the trainer, median in each quarter of the steps: "
-          f"{', '.join(f'{mib:.0f}' for mib in quarters)} MiB")  # fmt: skip
-    if quarters[3] > GROWTH * quarters[1]:
-        problems.append("the trainer's memory grew")
+    problems += growth(usage, steps)
     seconds = sum(row["timing/step"] for row in rows)
     print(f"{len(rows)} steps in {seconds:.0f} s")
+    return problems
+
+
+def growth(usage: list[Usage], steps: int) -> list[str]:
+    """Return what grew from the third quarter of the steps to the last; print all quarters."""
+    problems = []
+    for role in ("trainer", "engine", "environments"):
+        for what, most in (("memory", 0.0), ("threads", MORE), ("files", MORE)):
+            quarters = [
+                statistics.median(
+                    [
+                        float(getattr(one, what))
+                        for one in usage
+                        if one.role == role and low < 4 * one.step / steps <= low + 1
+                    ]
+                    or [0.0]
+                )
+                for low in range(4)
+            ]
+            shown = ", ".join(f"{value:.0f}" for value in quarters)
+            print(f"{role}: {what}, median in each quarter of the steps: {shown}")
+            if role != "environments" or what == "memory":
+                most = most or (GROWTH - 1) * quarters[2] + (20 if role == "environments" else 0)
+                if quarters[3] > quarters[2] + most:
+                    problems.append(f"{what} of the {role} grew")
     return problems
 
 
@@ -153,15 +266,6 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text() + arguments.decode(errors="replace")
     except OSError:
         return ""
-
-
-def resident_mib(pid: int) -> float:
-    """Return a process's resident memory."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError):
-        return 0.0
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,7 @@ def test_slow_environment_fails_and_hangs_at_the_given_rates(
     extras = {"db_id": "shop", "data": "synsql", "reward_spec": {"ground_truth": "SELECT 1"}}
     slept: list[float] = []
     monkeypatch.setattr(slow_env.time, "sleep", slept.append)
-    slow_env._draw.seed(0)
+    random.seed(0)
     raised = 0
     for _ in range(2000):
         env = slow_env.SlowText2SqlEnv(

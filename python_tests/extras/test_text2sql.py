@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 
 from skyrl_fast.extras.text2sql.env import Text2SqlEnv, render_rows
-from skyrl_fast.extras.text2sql.query import QueryError, QueryLimits, QueryTimeoutError, run_query
+from skyrl_fast.extras.text2sql.query import (
+    QueryError,
+    QueryLimits,
+    QueryMemoryError,
+    QueryTimeoutError,
+)
+from skyrl_fast.extras.text2sql.query_process import run_query
 
 FEW = QueryLimits(seconds=5.0, max_rows=100, max_bytes=10_000)
 SHORT = QueryLimits(seconds=0.3, max_rows=100, max_bytes=10_000)
@@ -114,13 +120,6 @@ def test_value_size_is_limited(database: Path, sql: str) -> None:
         run_query(database, sql, FEW)
 
 
-@pytest.mark.spec("rollout.sql-limits")
-def test_memory_of_all_queries_is_limited(database: Path) -> None:
-    run_query(database, "SELECT 1", FEW)
-    with sqlite3.connect(":memory:") as connection:  # the limit is per process
-        assert connection.execute("PRAGMA hard_heap_limit").fetchone() == (1 << 30,)
-
-
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x, 'abcde' FROM n"
 
 
@@ -208,6 +207,28 @@ def both(database: Path, **extras: Any) -> list[Callable[[str], dict[str, Any]]]
         "text2sql", env_config=OmegaConf.create({"db_path": root}), extras=dict(row)
     )
     return [original.step, Text2SqlEnv({"db_path": root}, row).step]
+
+
+@pytest.mark.spec("rollout.sql-not-judged")
+@pytest.mark.parametrize(
+    ("gold", "sql", "message"),
+    [
+        ("SELECT weight FROM item", "SELECT 1", "the ground truth fails: no such column: weight"),
+        (GOLD, "SELECT 1", "cannot be judged: out of memory"),
+    ],
+)
+def test_solution_that_cannot_be_judged_is_an_error(
+    database: Path, monkeypatch: pytest.MonkeyPatch, gold: str, sql: str, message: str
+) -> None:
+    if gold == GOLD:
+
+        def without_memory(*_: Any) -> bool:
+            raise QueryMemoryError("out of memory")
+
+        monkeypatch.setattr("skyrl_fast.extras.text2sql.env.same_rows", without_memory)
+    env = make(database, reward_spec={"ground_truth": gold})
+    with pytest.raises(RuntimeError, match=message):
+        env.step(f"<think>a</think><solution>{sql}</solution>")
 
 
 THINK = "<think>a</think>"

@@ -15,14 +15,10 @@ import pytest
 from fake_envs import CountingEnv, register_fakes
 
 from skyrl_fast.config import EnvironmentConfig, SkyRLGymConfig
-from skyrl_fast.rollout.env.factory import (
-    EnvAnswer,
-    EnvError,
-    EnvFactory,
-    EnvTimeoutError,
-    _answer,
-    _messages,
-)
+from skyrl_fast.rollout.env.answers import AnswerError, EnvAnswer, answer_of, messages_of
+from skyrl_fast.rollout.env.factory import EnvError, EnvFactory, EnvTimeoutError
+from skyrl_fast.rollout.env.host import HostSettings
+from skyrl_fast.rollout.env.plain import PlainData
 from skyrl_fast.rollout.env.threads import EnvThreads
 
 register_fakes()
@@ -85,7 +81,7 @@ def test_text2sql_runs_a_query_and_scores_the_solution(tmp_path: Path) -> None:
 def test_settings_reach_the_environment_as_attributes() -> None:
     async def use(factory: EnvFactory) -> Any:
         env = await factory.make("counting", {"max_turns": 1})
-        return env._env.env.env_config
+        return env._place._host._env.env.env_config
 
     settings = with_factory(gym(counting={"db_path": "x"}), use)
     assert settings.db_path == settings["db_path"] == "x"
@@ -97,7 +93,7 @@ def test_settings_left_out_take_the_environments_defaults() -> None:
     async def use(factory: EnvFactory) -> Any:
         extras = {"max_turns": 2, "reward_spec": {"ground_truth": {"target": "x"}}}
         env = await factory.make("search", extras)
-        return env._env.env.tool_group
+        return env._place._host._env.env.tool_group
 
     tools = with_factory(gym(search={"topk": 7}), use)
     assert (tools.topk, tools.search_url) == (7, "http://127.0.0.1:8000/retrieve")
@@ -229,15 +225,15 @@ def test_call_that_never_returns_times_out_without_losing_a_worker() -> None:
 
 @pytest.mark.spec("rollout.env-error")
 def test_call_that_returned_in_time_is_not_late_on_a_busy_loop() -> None:
-    async def use() -> tuple[Any, int]:
-        threads = EnvThreads(1)
+    async def use() -> Any:
+        threads = EnvThreads(HostSettings(SkyRLGymConfig(), None, 1_000))
         call = asyncio.create_task(threads.run(lambda: "an answer", 0.02))
         await asyncio.sleep(0)
         await asyncio.sleep(0)  # the call runs
         time.sleep(0.1)  # the loop is busy when the call returns and at its deadline
-        return await call, threads.num_abandoned
+        return await call
 
-    assert asyncio.run(use()) == ("an answer", 0)
+    assert asyncio.run(use()) == "an answer"
 
 
 @pytest.mark.spec("rollout.env-closed")
@@ -294,7 +290,7 @@ def test_waiting_for_a_worker_does_not_count_against_the_deadline() -> None:
 def test_sys_exit_in_an_environment_fails_only_its_call() -> None:
     async def use(factory: EnvFactory) -> None:
         env = await factory.make("counting", {"max_turns": 1})
-        env._env.env.step = lambda action: exit(3)
+        env._place._host._env.env.step = lambda action: exit(3)
         with pytest.raises(EnvError, match="SystemExit: 3"):
             await env.step("a")
         assert await env.metrics() == {"turns": 0, "last_action": ""}
@@ -329,8 +325,8 @@ GOOD = {"observations": [], "reward": 1, "done": False}
     ],
 )
 def test_invalid_step_results(answer: Any, message: str) -> None:
-    with pytest.raises(EnvError, match=message):
-        _answer(answer, 0.0, "environment x: step")
+    with pytest.raises(AnswerError, match=message):
+        answer_of(answer, PlainData(1_000))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +342,7 @@ def test_invalid_step_results(answer: Any, message: str) -> None:
     ],
 )
 def test_observation_formats(value: Any, wanted: list[dict[str, str]]) -> None:
-    assert _messages(value, "x") == wanted
+    assert messages_of(value, PlainData(1_000)) == wanted
 
 
 @pytest.mark.parametrize(

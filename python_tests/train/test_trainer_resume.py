@@ -188,6 +188,21 @@ def test_environment_that_changes_the_current_folder_moves_no_output(
     assert len(read_metrics(folder / "runs/a/metrics.jsonl")) == 7
 
 
+@pytest.mark.spec("run.absolute-paths")
+def test_loss_in_a_relative_file_is_that_of_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "loss.py").write_text("def zero(inputs, **_):\n    return inputs.logprobs * 0.0\n")
+    monkeypatch.chdir(folder)
+
+    async def leave(step: int) -> None:
+        os.chdir("/")
+
+    loss = "trainer.algorithm.policy_loss_type=loss.py:zero"
+    outcome = train(settings(folder, "a", loss), Recorder(leave))
+    assert len(read_metrics(outcome.run_path / "metrics.jsonl")) == 7
+
+
 @pytest.mark.spec("run.locks")
 def test_checkpoint_folder_of_another_run_is_refused(folder: Path) -> None:
     shared = f"trainer.ckpt_path={folder}/kept"

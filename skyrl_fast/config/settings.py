@@ -401,7 +401,7 @@ class GeneratorConfig:
 class SkyRLGymConfig:
     """Settings of skyrl_gym and of its environments."""
 
-    max_env_workers: int = setting(32, "threads that run environments", at_least=1)
+    max_env_workers: int = setting(32, "maximum concurrent calls of environments", at_least=1)
     text2sql: dict[str, Any] = setting({}, "settings of env_class text2sql, such as db_path")
     search: dict[str, Any] = setting({}, "settings of env_class search, such as search_url")
     llm_as_a_judge: dict[str, Any] = setting({}, "settings of env_class gsm8k_llm_as_a_judge")
@@ -420,6 +420,12 @@ class EnvironmentConfig:
     skyrl_gym: SkyRLGymConfig = setting(SkyRLGymConfig, "settings of skyrl_gym")
     register: list[str] = setting(
         [], "Python modules or files to import first, e.g. to call skyrl_gym.register"
+    )
+    workers: str = setting(
+        "thread",
+        "where environments run. thread: threads of the trainer; process: a process for each "
+        "trajectory, which is killed if a call takes too long, also one that holds Python's lock",
+        choices=("thread", "process"),
     )
     timeout_seconds: float = setting(60.0, "timeout of an environment call, in seconds", above=0)
 

@@ -10,7 +10,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.printable import MAX_FAILURE, log_line, shortened
@@ -22,12 +24,19 @@ from skyrl_fast.rollout.activity import (
     Activity,
     ActivityBoard,
 )
-from skyrl_fast.rollout.context import Context, ContextError, make_context, message_text
+from skyrl_fast.rollout.context import (
+    Context,
+    ContextError,
+    Message,
+    make_context,
+    message_text,
+)
 from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_updates
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation, Sampler
 from skyrl_fast.rollout.engine.route_record import recorded_routes, turn_routes
 from skyrl_fast.rollout.engine.weight_gate import WeightGate
-from skyrl_fast.rollout.env.factory import EnvAnswer, EnvError, EnvFactory, EnvSession
+from skyrl_fast.rollout.env.answers import EnvAnswer
+from skyrl_fast.rollout.env.factory import EnvError, EnvFactory, EnvSession
 from skyrl_fast.rollout.loop_settings import RolloutPrompt
 from skyrl_fast.rollout.stop_reason import (
     ENGINE_ERROR,
@@ -41,6 +50,9 @@ from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.rollout.turn import SampledTokens, decode_response, request_seed, sampled_tokens
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LONG_TEXT = 5_000  # characters; fewer are tokenised in a millisecond
 
 
 class AgentLoop:
@@ -185,21 +197,34 @@ class AgentLoop:
         self, trajectory: Trajectory, prompt: RolloutPrompt, env: EnvSession, entry: Activity
     ) -> str:
         messages = await env.init([dict(message) for message in prompt.messages])
-        context = make_context(
+        make = partial(
+            make_context,
             self._config.context,
             self._tokenizer,
             messages,
             chat_template=self._config.chat_template,
             template_kwargs=self._config.chat_template_kwargs,
+            max_length=self._max_input_length,
         )
-        return await self._turns(trajectory, context, env, entry)
+        characters = _characters(messages)
+        context = await _off_loop(characters, make)
+        return await self._turns(trajectory, context, characters, env, entry)
 
     async def _turns(
-        self, trajectory: Trajectory, context: Context, env: EnvSession, entry: Activity
+        self,
+        trajectory: Trajectory,
+        context: Context,
+        characters: int,
+        env: EnvSession,
+        entry: Activity,
     ) -> str:
-        """Append steps until the trajectory ends; return its stop reason."""
+        """Append steps until the trajectory ends; return its stop reason.
+
+        Args:
+            characters: of the environment's messages so far.
+        """
         for turn in range(self._config.max_turns):
-            prompt_token_ids = context.prompt_token_ids()
+            prompt_token_ids = await _off_loop(characters, context.prompt_token_ids)
             if len(prompt_token_ids) > self._max_input_length:
                 return LENGTH
             self._board.set_phase(entry, GENERATING, attempt=entry.attempt, turn=turn)
@@ -219,7 +244,9 @@ class AgentLoop:
                 # A truncated response keeps "length": the filter for overlong ones reads it.
                 truncated = generation.stop_reason == LENGTH
                 return generation.stop_reason if answer.done or truncated else MAX_TURNS
-            _extend_context(context, sampled, text, answer)
+            characters += _characters([*answer.messages, answer.postprocessed_action])
+            extend = partial(_extend_context, context, sampled, text, answer)
+            await _off_loop(characters, extend)
         raise AssertionError("unreachable: the last turn returns")
 
     async def _generate(
@@ -297,6 +324,15 @@ class AgentLoop:
             env_seconds=answer.seconds,
             token_versions=None if single_version else versions + versions[-1:] * appended,
         )
+
+
+def _characters(messages: Sequence[Message | str | None]) -> int:
+    return sum(len(str(message)) for message in messages)
+
+
+async def _off_loop(characters: int, call: Callable[[], T]) -> T:
+    """Return the result of rendering or tokenising; long texts do not stop the event loop."""
+    return call() if characters < LONG_TEXT else await asyncio.to_thread(call)
 
 
 def _end(trajectory: Trajectory, stop_reason: str, failure: str) -> None:

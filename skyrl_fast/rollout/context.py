@@ -12,6 +12,10 @@ from typing import Any, Protocol
 Message = dict[str, Any]
 
 CONTEXTS = ("append", "retemplate", "single")
+# A text of more characters than this for each of n tokens has more than n tokens.
+CHARACTERS_PER_TOKEN = 512
+FIRST_FACTORS = (8, 64)  # characters per token of which a long text is tokenised first
+MARGIN = 64  # tokens that the end of a cut text may change
 # Marks the place of the model's answer in a rendered template.
 _ANSWER = "ANSWER-4f1c9b"
 
@@ -61,6 +65,7 @@ def make_context(
     *,
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    max_length: int | None = None,
 ) -> Context:
     """Return a context that begins with the first prompt's messages.
 
@@ -73,11 +78,13 @@ def make_context(
         messages: the first prompt.
         chat_template: replaces the tokenizer's own.
         template_kwargs: passed to the chat template, such as `tools`.
+        max_length: longest prompt in tokens. A text that makes a prompt longer may be cut, and the
+            prompt is still longer.
 
     Raises:
         ValueError: unknown kind. ContextError: the chat template refuses the messages.
     """
-    render = _Template(tokenizer, chat_template, dict(template_kwargs or {}))
+    render = _Template(tokenizer, chat_template, dict(template_kwargs or {}), max_length)
     if kind == "append":
         return _AppendContext(render, messages)
     if kind == "retemplate":
@@ -90,8 +97,15 @@ def make_context(
 class _Template:
     """The tokenizer's chat template."""
 
-    def __init__(self, tokenizer: Any, chat_template: str | None, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None,
+        kwargs: dict[str, Any],
+        max_length: int | None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._max_length = max_length
         self._chat_template = chat_template
         self._kwargs = kwargs
 
@@ -113,7 +127,21 @@ class _Template:
             ) from error
 
     def token_ids(self, text: str) -> list[int]:
-        """Return the tokens of rendered text; the template has written its special tokens."""
+        """Return the tokens of rendered text; the template has written its special tokens.
+
+        Of a text that is too long for any prompt, the first ones, which are too long as well.
+        """
+        if self._max_length is not None:
+            for factor in FIRST_FACTORS:
+                first = text[: factor * self._max_length]
+                if len(first) == len(text):
+                    break
+                token_ids = self._encoded(first)
+                if len(token_ids) > self._max_length + MARGIN:
+                    return token_ids
+        return self._encoded(text)
+
+    def _encoded(self, text: str) -> list[int]:
         try:
             return list(self.tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:  # a lone surrogate, for example, is in no vocabulary

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from skyrl_fast.config import Config, ConfigSource, as_config, check_config, to_dict
+from skyrl_fast.importing import absolute_name
 from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
 from skyrl_fast.ops.policy_loss.custom import register_policy_loss
-from skyrl_fast.rollout.env.factory import MakeEnv
+from skyrl_fast.rollout.env.host import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward, RewardEnv
 from skyrl_fast.train.callbacks import Callback
 from skyrl_fast.train.data.prompts import Prompt, PromptSource, load_prompts, prompts_from
@@ -403,6 +404,14 @@ def _with_absolute_paths(config: Config) -> Config:
     for model in (trainer.policy.model, trainer.ref.model, trainer.critic.model):
         if model.path is not None and Path(model.path).is_dir():  # not a name on the hub
             model.path = str(Path(model.path).absolute())
+    algorithm, environment = config.trainer.algorithm, config.environment
+    for section, name in (
+        (algorithm, "policy_loss_type"),
+        (algorithm, "advantage_estimator"),
+        (environment, "env_class"),
+    ):
+        setattr(section, name, absolute_name(getattr(section, name), Path.cwd()))
+    environment.register = [absolute_name(name, Path.cwd()) for name in environment.register]
     return config
 
 

@@ -1,13 +1,11 @@
 """skyrl_gym's text2sql environment, with the model's SQL in a sandbox.
 
 Actions, observations and rewards are those of `skyrl_gym`'s `SQLEnv`; queries run through
-`run_query`, and rows are shown in the query's order.
+processes with limits, and rows are shown in the query's order.
 """
 
 from __future__ import annotations
 
-import logging
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,12 +14,12 @@ from typing import Any
 from skyrl_fast.extras.text2sql.query import (
     QueryError,
     QueryLimits,
+    QueryMemoryError,
     QueryTimeoutError,
     Row,
-    run_query,
 )
-
-log = logging.getLogger(__name__)
+from skyrl_fast.extras.text2sql.query_process import TruthError, run_query, same_rows
+from skyrl_fast.extras.text2sql.solution import first_between, solution_sql
 
 ENTRY_POINT = "skyrl_gym.envs.sql.env:SQLEnv"  # the environment that this one replaces
 FOLDERS = {
@@ -94,8 +92,8 @@ class Text2SqlEnv:
         """Nothing is held between queries."""
 
     def _look(self, action: str) -> str:
-        found = re.search(r"<sql>(.*?)</sql>", action, re.DOTALL)
-        seen = INVALID_ACTION if found is None else self._answer(found[1])
+        sql = first_between(action, "<sql>", "</sql>")
+        seen = INVALID_ACTION if sql is None else self._answer(sql)
         left = self._max_turns - self._turns
         reminder = f"<reminder>You have {left} turns left to complete the task.</reminder>"
         return f"\n\n<observation>{seen}\n{reminder}</observation>\n\n"
@@ -109,21 +107,22 @@ class Text2SqlEnv:
             return f"Error executing SQL: {error}, db file: {self._database.name}"
 
     def _judge(self) -> float:
-        from skyrl_gym.envs.sql.utils import verify_format_and_extract
+        """Return the reward of the solution.
 
-        valid, _, sql, _ = verify_format_and_extract("".join(self._history))
-        if not valid:
+        Raises:
+            RuntimeError: it cannot be judged: the ground truth fails, or memory ran out.
+        """
+        sql = solution_sql("".join(self._history))
+        if sql is None:
             return WRONG_FORMAT
         try:
-            found = run_query(self._database, sql, JUDGE)
+            return RIGHT if same_rows(self._database, sql, self._gold_sql, JUDGE) else WRONG
+        except QueryMemoryError as error:
+            raise RuntimeError(f"the solution cannot be judged: {error}") from error
+        except TruthError as error:
+            raise RuntimeError(f"{self._database.stem}: the ground truth fails: {error}") from error
         except QueryError:
             return WRONG
-        try:
-            wanted = run_query(self._database, self._gold_sql, JUDGE)
-        except QueryError as error:
-            log.warning("%s: the ground truth fails: %s", self._database.stem, error)
-            return WRONG
-        return RIGHT if set(found) == set(wanted) else WRONG
 
 
 def database_file(db_path: str, data: str, db_id: str) -> Path:

@@ -2,11 +2,20 @@
 
 The connection is read-only, an authorizer accepts only reading statements, and time, rows and
 memory are limited. Nothing outside the file can be accessed.
+
+`query_process` runs this file as a program, which can be killed inside a long SQL function. It
+therefore imports only the standard library.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import resource
 import sqlite3
+import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +26,9 @@ Row = tuple[Any, ...]
 
 NUMBER_BYTES = 8  # of a number or NULL; as a Python object it takes up to four times as much
 OPERATIONS_PER_CHECK = 1_000  # of SQLite's virtual machine; with large values each takes long
-# SQLite's limit is for all connections of the process, and it can only be lowered.
-HEAP_BYTES = 1 << 30
+HEAP_BYTES = 1 << 30  # of SQLite in this process; it can only be lowered
+SMALL_BYTES = 64 << 20  # of a query's process, on top of what it has at the start
+LARGE_BYTES = 3 << 29  # of the one process that runs a larger query; with its result
 LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000,  # bytes of one value or row
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 100_000,
@@ -48,12 +58,16 @@ class QueryTimeoutError(QueryError):
     """The query took too long."""
 
 
+class QueryMemoryError(QueryError):
+    """Memory ran out, which need not be the query's fault."""
+
+
 @dataclass(frozen=True, slots=True)
 class QueryLimits:
     """Limits of a query.
 
     Args:
-        seconds: of run time; one call of an SQL function is not interrupted.
+        seconds: of run time.
         max_rows: of the result, before duplicates are removed.
         max_bytes: of the result, a number counted as NUMBER_BYTES.
         cut: whether a larger result is truncated at the limit; False: it is an error.
@@ -65,8 +79,10 @@ class QueryLimits:
     cut: bool = False
 
 
-def run_query(path: Path, sql: str, limits: QueryLimits) -> list[Row]:
+def execute(path: Path, sql: str, limits: QueryLimits) -> list[Row]:
     """Return the distinct rows of the result, in the query's order.
+
+    One call of an SQL function is not interrupted: see `query_process.run_query`.
 
     Args:
         path: an existing SQLite file.
@@ -75,6 +91,7 @@ def run_query(path: Path, sql: str, limits: QueryLimits) -> list[Row]:
 
     Raises:
         QueryTimeoutError: it ran longer than `limits.seconds`.
+        QueryMemoryError: memory ran out.
         QueryError: it is no reading query, is invalid, or its result is too large.
     """
     deadline = time.monotonic() + limits.seconds
@@ -91,7 +108,7 @@ def run_query(path: Path, sql: str, limits: QueryLimits) -> list[Row]:
         connection.set_progress_handler(check, OPERATIONS_PER_CHECK)
         return _fetch(connection.execute(sql), limits)
     except MemoryError:
-        raise QueryError("out of memory") from None
+        raise QueryMemoryError("out of memory") from None
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
         if late:
             raise QueryTimeoutError(f"longer than {limits.seconds:g} s") from None
@@ -147,3 +164,79 @@ def _fetch(cursor: sqlite3.Cursor, limits: QueryLimits) -> list[Row]:
 
 def _size(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes) else NUMBER_BYTES
+
+
+def _serve() -> None:
+    """Answer requests on stdin until it ends; each is a line of JSON.
+
+    A request has `path`, `queries`, `limits` and `lock` (of a large one, or null). For each query
+    there is one answer, a line of JSON: `error` and `message`; or `num_bytes` of the rows that
+    follow, for one query; or `equal`, whether the second of two queries has the rows of the first.
+    An empty line says that the clock of the first query starts: a large one waits for its turn.
+    """
+    threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
+    used = _data_bytes()
+    while line := sys.stdin.buffer.readline():
+        request = json.loads(line)
+        large = request["lock"] is not None
+        if large:
+            fcntl.flock(os.open(request["lock"], os.O_RDWR | os.O_NOFOLLOW), fcntl.LOCK_EX)
+        if used is not None:
+            most = used + (LARGE_BYTES if large else SMALL_BYTES)
+            resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+        _say(b"\n")
+        _answer(Path(request["path"]), request["queries"], QueryLimits(*request["limits"]))
+        if large:
+            return  # the lock ends with the process
+
+
+def _answer(path: Path, queries: list[str], limits: QueryLimits) -> None:
+    found: list[list[Row]] = []
+    for sql in queries:
+        try:
+            found.append(execute(path, sql, limits))
+            if len(queries) == 1:
+                rows = b"".join(_line([_plain(value) for value in row]) for row in found[0])
+                _say(_line({"num_bytes": len(rows)}) + rows)
+            elif len(found) == 1:
+                _say(_line({}))
+            else:
+                _say(_line({"equal": set(found[0]) == set(found[1])}))
+        except (QueryError, MemoryError) as error:
+            out_of_memory = isinstance(error, MemoryError)
+            kind = QueryMemoryError.__name__ if out_of_memory else type(error).__name__
+            _say(_line({"error": kind, "message": str(error) or "out of memory"}))
+            return
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    return {"hex": value.hex()} if isinstance(value, bytes) else value
+
+
+def _say(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
+
+
+def _data_bytes() -> int | None:
+    """Return this process's private memory as RLIMIT_DATA counts it; None: not on Linux."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    return int(status.partition("VmData:")[2].split()[0]) << 10
+
+
+def _watch_parent(parent: int) -> None:
+    """End this process soon after its parent, also in the middle of a query."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -36,8 +36,9 @@ class EnvStep:
 class Env(Protocol):
     """The environment of one trajectory.
 
-    Its methods may block: they run in threads, one call at a time, each with the deadline
-    `environment.timeout_seconds`. A subclass has to define only `step`.
+    Its methods may block: they run in threads or in a process (`environment.workers`), one call at
+    a time, each with the deadline `environment.timeout_seconds`. A subclass has to define only
+    `step`.
 
     Example:
         class Guess(Env):

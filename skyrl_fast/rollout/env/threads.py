@@ -1,4 +1,4 @@
-"""Threads for blocking calls: a bounded number, a deadline for each call, hung ones replaced."""
+"""Threads for blocking calls: a deadline for each call, hung threads are replaced."""
 
 from __future__ import annotations
 
@@ -8,55 +8,77 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from skyrl_fast.rollout.env.host import EnvHost, HostSettings, Outcome
+
 
 class EnvThreads:
-    """Run at most `limit` calls at once, each in a daemon thread; a hung thread is replaced.
+    """Runs each call in a daemon thread; a hung thread is replaced.
 
     A ThreadPoolExecutor would lose a worker to every call that never returns, and would wait for
     it when the process exits.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._slots: asyncio.Semaphore | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+    def __init__(self, settings: HostSettings) -> None:
+        self._settings = settings
         self._idle: list[_Worker] = []
-        self.num_abandoned = 0
+
+    async def place(self) -> ThreadPlace:
+        """Return a place for one environment."""
+        return ThreadPlace(self, EnvHost(self._settings))
 
     async def run(self, call: Callable[[], Any], timeout: float) -> Any:
-        """Return the call's result; TimeoutError if it takes longer, without the wait for a slot.
+        """Return the call's result; TimeoutError if it takes longer.
 
         Args:
-            call: runs in a thread.
+            call: runs in a thread, and does not raise.
             timeout: in seconds.
         """
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # a semaphore belongs to one loop
-            self._loop, self._slots = loop, asyncio.Semaphore(self._limit)
-        assert self._slots is not None
-        async with self._slots:
-            worker = self._idle.pop() if self._idle else _Worker()
-            future = loop.create_future()
-            worker.submit(call, loop, future)
-            try:
-                # Not wait_for: it may lose a result if the loop was busy at the deadline.
-                await asyncio.wait({future}, timeout=timeout)
-            finally:  # also if the caller is cancelled
-                if future.done():
-                    self._idle.append(worker)
-                else:
-                    future.cancel()
-                    worker.stop()
-            if future.cancelled():
-                self.num_abandoned += 1
-                raise TimeoutError
-            return future.result()
+        worker = self._idle.pop() if self._idle else _Worker()
+        future = loop.create_future()
+        worker.submit(call, loop, future)
+        try:
+            # Not wait_for: it may lose a result if the loop was busy at the deadline.
+            await asyncio.wait({future}, timeout=timeout)
+        finally:  # also if the caller is cancelled
+            if future.done():
+                self._idle.append(worker)
+            else:
+                future.cancel()
+                worker.stop()
+        if future.cancelled():
+            raise TimeoutError
+        return future.result()
 
-    def close(self) -> None:
-        """End idle threads."""
+    async def close(self) -> None:
+        """End idle threads; hanging threads are daemons and end with the process."""
         for worker in self._idle:
             worker.stop()
         self._idle.clear()
+
+
+class ThreadPlace:
+    """Where one environment lives: in this process, called in threads."""
+
+    def __init__(self, threads: EnvThreads, host: EnvHost) -> None:
+        self._threads = threads
+        self._host = host
+        self.usable = True
+
+    async def call(self, what: str, argument: Any, timeout: float) -> Outcome:
+        """Return the outcome of a call; TimeoutError if it takes longer than `timeout` seconds."""
+        try:
+            outcome: Outcome = await self._threads.run(
+                lambda: self._host.call(what, argument), timeout
+            )
+        except BaseException:
+            if what == "make":  # also if the caller is cancelled: no one else closes it
+                self._host.give_up()
+            raise
+        return outcome
+
+    def release(self) -> None:
+        """Free the place."""
 
 
 class _Worker:
@@ -81,28 +103,14 @@ class _Worker:
     def _work(self) -> None:
         while (item := self._calls.get()) is not None:
             call, loop, future = item
-            result: Any = None
-            error: Exception | None = None
+            result = call()
             try:
-                result = call()
-            except TimeoutError as caught:  # raised by the environment, not our deadline
-                error = RuntimeError(f"TimeoutError: {caught}")
-            except StopIteration as caught:  # a future cannot hold it
-                error = RuntimeError(f"StopIteration: {caught}")
-            except Exception as caught:
-                error = caught
-            except BaseException as caught:  # sys.exit in an environment ends only its call
-                error = RuntimeError(f"{type(caught).__name__}: {caught}")
-            try:
-                loop.call_soon_threadsafe(_settle, future, result, error)
+                loop.call_soon_threadsafe(_settle, future, result)
             except RuntimeError:  # the loop is closed: no one waits for the result
                 return
+            del item, call, future, result  # not until the next call
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is None:
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
         future.set_result(result)
-    else:
-        future.set_exception(error)

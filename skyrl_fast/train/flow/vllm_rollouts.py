@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import settings
+from skyrl_fast.rollout.context import CHARACTERS_PER_TOKEN
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.pool import EnginePool, PooledEngine
 from skyrl_fast.rollout.engine.protocol import Engine
@@ -21,7 +22,8 @@ from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weight_gate import WeightGate
 from skyrl_fast.rollout.engine.weight_update import TOLERANCES, WeightSync, WeightSyncReport
-from skyrl_fast.rollout.env.factory import EnvFactory, MakeEnv
+from skyrl_fast.rollout.env.factory import EnvFactory
+from skyrl_fast.rollout.env.host import MakeEnv
 from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.groups import run_groups
 from skyrl_fast.rollout.loop_settings import loop_settings
@@ -54,7 +56,7 @@ async def start_rollouts(
     prompts: Sequence[Prompt],
     make_env: MakeEnv | None = None,
 ) -> VllmRollouts:
-    """Start vLLM on a model folder, or connect to its servers, and start environment threads.
+    """Start vLLM on a model folder, or connect to its servers, and start the environments' threads.
 
     Args:
         prompts: training prompts; the first ones are used to verify each weight update.
@@ -64,7 +66,8 @@ async def start_rollouts(
         EngineDeadError: vLLM is missing or did not start; the message says what to do.
         ValueError: an environment's module cannot be imported, or a setting is out of range.
     """
-    environments = EnvFactory(config.environment, make_env=make_env)
+    longest_text = CHARACTERS_PER_TOKEN * (settings.max_input_length(config) + 1)
+    environments = EnvFactory(config.environment, make_env=make_env, longest_text=longest_text)
     settings_of_engine = config.generator.inference_engine
     pool = EnginePool(
         engines(config, model_path),

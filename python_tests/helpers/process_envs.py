@@ -1,0 +1,84 @@
+"""Environments that a process can import by name."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skyrl_fast.rollout.env.protocol import Env, EnvStep
+
+CONSTRUCTED = 0  # in this process
+
+
+class Scripted(Env):
+    """Does what the row's `do` says at its first step, and then answers."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        global CONSTRUCTED
+        CONSTRUCTED += 1
+        self.row = row
+        self.turns = 0
+
+    def step(self, action: str) -> EnvStep:
+        self.turns += 1
+        if self.turns == 1:
+            getattr(self, "do_" + self.row.get("do", "nothing"))()
+        seen = {"pid": os.getpid(), "turns": self.turns, "action": action}
+        seen |= {"folder": os.getcwd(), "constructed": CONSTRUCTED}
+        return EnvStep(0.5, self.turns == 3, json.dumps(seen))
+
+    def metrics(self) -> Mapping[str, Any]:
+        return {"turns": self.turns}
+
+    def do_nothing(self) -> None:
+        return
+
+    def do_raise(self) -> None:
+        raise RuntimeError("the database is locked")
+
+    def do_hang(self) -> None:
+        time.sleep(600)
+
+    def do_hold_lock(self) -> None:
+        ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the interpreter's lock
+
+    def do_segfault(self) -> None:
+        ctypes.string_at(0)
+
+    def do_exit(self) -> None:
+        os._exit(3)
+
+    def do_child(self) -> None:
+        import subprocess
+
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(self.row["file"]).write_text(str(child.pid))
+        time.sleep(600)
+
+    def do_chdir(self) -> None:
+        os.chdir("/")
+
+    def do_draw(self) -> None:
+        number = [random.random(), float(np.random.random())]
+        with Path(self.row["file"]).open("a") as file:
+            file.write(json.dumps(number) + "\n")
+
+    def do_odd(self) -> None:
+        raise type("Odd", (Exception,), {"__str__": lambda self: 1 / 0})
+
+    def do_long(self) -> None:
+        self.step = lambda action: EnvStep(0.0, False, "\ud800" * 3_000_000)  # type: ignore[method-assign]
+
+
+def reward(answer: str, row: Mapping[str, Any]) -> float:
+    """Return 1 for the row's word."""
+    return float(answer == row["word"])

@@ -1,0 +1,133 @@
+"""An environment's answers: checked, and made of plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from skyrl_fast.rollout.env.plain import PlainData, plain_repr, type_name
+from skyrl_fast.rollout.env.protocol import EnvStep, Message
+
+LARGEST_REWARD = 3.4028234663852886e38  # of float32, in which rewards are trained
+
+
+class AnswerError(ValueError):
+    """An environment's answer is invalid."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvAnswer:
+    """A checked `EnvStep`, and the time that it took.
+
+    Args:
+        messages: chat messages for the model; may be empty.
+        reward: of this step; finite.
+        done: the episode is over.
+        postprocessed_action: text that replaces the action in the history; or an assistant message
+            that holds the same action with its tool calls; or None.
+        seconds: time in the environment.
+    """
+
+    messages: list[Message]
+    reward: float
+    done: bool
+    postprocessed_action: str | Message | None
+    seconds: float = 0.0
+
+
+def messages_of(value: Any, data: PlainData) -> list[Message]:
+    """Return observations as chat messages; they may be a list, one message, plain text or None.
+
+    Raises:
+        AnswerError: they are something else.
+    """
+    if value is None:
+        return []
+    if isinstance(value, str):
+        text = data.text(value)
+        return [{"role": "user", "content": text}] if text else []
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        raise AnswerError(f"wanted messages with role and content, got {plain_repr(value)}")
+    try:
+        messages = data.of(value)
+    except (TypeError, ValueError) as error:
+        raise AnswerError(f"messages: {error}") from error
+    if not all(map(_is_message, messages)):
+        raise AnswerError(f"wanted messages with role and content, got {plain_repr(messages)}")
+    return messages
+
+
+def answer_of(answer: Any, data: PlainData) -> EnvAnswer:
+    """Return the checked answer to a step.
+
+    Args:
+        answer: an `EnvStep`, or a mapping with its fields.
+
+    Raises:
+        AnswerError: it is invalid.
+    """
+    if isinstance(answer, EnvStep):
+        answer = {item.name: getattr(answer, item.name) for item in fields(EnvStep)}
+    if not isinstance(answer, Mapping):
+        raise AnswerError(
+            "wanted an EnvStep, or a mapping with observations, reward, done; got "
+            f"{type_name(answer)}"
+        )
+    absent = [key for key in ("observations", "reward", "done") if key not in answer]
+    if absent:
+        has = plain_repr(sorted(map(str, answer)))
+        raise AnswerError(f"the answer lacks {', '.join(absent)}; it has {has}")
+    return EnvAnswer(
+        messages_of(answer["observations"], data),
+        _reward(answer["reward"]),
+        _done(answer["done"]),
+        _action(answer.get("postprocessed_action"), data),
+    )
+
+
+def _reward(value: Any) -> float:
+    try:
+        reward = float.__float__(float(value))
+    except Exception:  # of any type: an array, a tensor, a huge integer
+        reward = math.nan
+    if not abs(reward) <= LARGEST_REWARD:
+        raise AnswerError(f"reward: wanted a finite number, got {plain_repr(value, 100)}")
+    return reward
+
+
+def _done(value: Any) -> bool:
+    try:
+        return bool(value)
+    except Exception as error:  # an array of several elements has no truth value
+        text = f"done: wanted true or false, got {plain_repr(value, 100)}"
+        raise AnswerError(text) from error
+
+
+def _action(value: Any, data: PlainData) -> str | Message | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return data.text(value)
+    if isinstance(value, Mapping):
+        try:
+            message: Message = data.of(value)
+        except (TypeError, ValueError) as error:
+            raise AnswerError(f"postprocessed_action: {error}") from error
+        if _is_message(message) and message["role"] == "assistant":
+            return message
+    raise AnswerError(
+        f"postprocessed_action: wanted text or an assistant message, got {plain_repr(value)}"
+    )
+
+
+def _is_message(value: Any) -> bool:
+    """Return whether it is a chat message; other keys pass to the chat template unchanged."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("role"), str)
+        and ("content" in value or bool(value.get("tool_calls")))
+    )

@@ -1,0 +1,182 @@
+"""The processes of `processes.py`: a server that forks, and its children, which run environments.
+
+Run by `python -c` with two arguments: the descriptor of the socket to the trainer, and its pid.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from skyrl_fast.importing import load_module
+from skyrl_fast.rollout.env.host import EnvHost, HostSettings, Outcome
+from skyrl_fast.rollout.env.processes import FORK, KILL, LENGTH, REQUEST, STATUS
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 1.0  # between checks whether the trainer lives
+EXIT_SECONDS = 1.0  # for a child to exit after its socket was closed
+PR_SET_PDEATHSIG = 1  # of prctl: a signal for the child when its parent ends
+
+
+def main() -> None:
+    """Fork processes for the trainer until it ends."""
+    link = socket.socket(fileno=int(sys.argv[1]))
+    data, settings = pickle.loads(_received(link))
+    sys.path[:], folder, modules = pickle.loads(data)
+    _preload(modules)
+    link.sendall(b"\0")
+    _Server(link, int(sys.argv[2]), pickle.loads(settings), folder).run()
+
+
+def _preload(modules: list[str]) -> None:
+    """Import what environments need, so that forked processes share it."""
+    with suppress(ImportError):
+        importlib.import_module("skyrl_gym")
+    for module in modules:
+        before = threading.active_count()
+        load_module(module)
+        if threading.active_count() > before:
+            log.warning(
+                "environment.workers=process: importing %s starts threads, which environments' "
+                "processes do not have: start them in the constructor",
+                module,
+            )
+
+
+class _Server:
+    """Answers the trainer: forks, and tells and ends its children."""
+
+    def __init__(
+        self, link: socket.socket, trainer: int, settings: HostSettings, folder: str
+    ) -> None:
+        self._link, self._trainer = link, trainer
+        self._settings, self._folder = settings, folder
+        self._running: set[int] = set()
+        self._ended: dict[int, int] = {}  # exit codes that the trainer may ask for
+
+    def run(self) -> None:
+        try:
+            self._answer_requests()
+        finally:
+            for pid in list(self._running):
+                self._kill(pid)
+
+    def _answer_requests(self) -> None:
+        self._link.settimeout(WATCH_SECONDS)
+        while os.getppid() == self._trainer:
+            self._reap()
+            try:
+                request, links, _, _ = socket.recv_fds(self._link, REQUEST.size, 1)
+            except TimeoutError:
+                continue
+            if not request:
+                return
+            kind, pid = REQUEST.unpack(request)
+            if kind == FORK:
+                self._say(self._fork(links[0]))
+            elif kind == KILL:
+                self._kill(pid)
+            elif kind == STATUS:
+                self._say(self._exit_code(pid))
+
+    def _fork(self, link: int) -> int:
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._link.close()
+                os.setpgid(0, 0)
+                _end_with(server)
+                _serve(socket.socket(fileno=link), self._settings, self._folder)
+            finally:
+                os._exit(0)
+        os.close(link)
+        with suppress(OSError):  # by now it may have done so itself, or have ended
+            os.setpgid(pid, pid)
+        self._running.add(pid)
+        return pid
+
+    def _kill(self, pid: int) -> None:
+        if pid in self._running:  # not reaped, so the pid is of no other process
+            self._running.discard(pid)
+            for kill in (os.killpg, os.kill):  # what it has started, too
+                with suppress(ProcessLookupError):
+                    kill(pid, signal.SIGKILL)
+        self._ended.pop(pid, None)
+
+    def _exit_code(self, pid: int) -> int:
+        deadline = time.monotonic() + EXIT_SECONDS
+        while pid in self._running and time.monotonic() < deadline:
+            time.sleep(EXIT_SECONDS / 100)
+            self._reap()
+        return self._ended.get(pid, 0)
+
+    def _reap(self) -> None:
+        """Note the exit codes of children that have ended, except of killed ones."""
+        with suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if found[0] in self._running:
+                    self._running.discard(found[0])
+                    self._ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+
+    def _say(self, number: int) -> None:
+        self._link.sendall(struct.pack("!q", number))
+
+
+def _end_with(server: int) -> None:
+    """End this process with the fork server, also in the middle of a call that holds the lock."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(1)
+
+
+def _serve(link: socket.socket, settings: HostSettings, folder: str) -> None:
+    """Run one environment after the other until the trainer closes its end of the socket."""
+    if "numpy" in sys.modules:  # forked processes would draw the same numbers; random reseeds
+        sys.modules["numpy"].random.seed()
+    host = EnvHost(settings)
+    while request := _received(link):
+        what, argument = pickle.loads(request)
+        if what == "make":
+            host = EnvHost(settings)
+            os.chdir(folder)
+        outcome = host.call(what, argument)
+        try:
+            answer = _encoded(outcome)
+        except Exception as error:  # memory, for example
+            answer = _encoded(Outcome(failure=f"{what}: its answer: {type(error).__name__}"))
+        link.sendall(LENGTH.pack(len(answer)) + answer)
+
+
+def _encoded(outcome: Outcome) -> bytes:
+    values = (outcome.value, outcome.failure, outcome.trace)
+    return json.dumps(values, ensure_ascii=False).encode(errors="surrogatepass")
+
+
+def _received(link: socket.socket) -> bytes:
+    """Return a message; b"" at the end."""
+    length = _exactly(link, LENGTH.size)
+    return _exactly(link, LENGTH.unpack(length)[0]) if length else b""
+
+
+def _exactly(link: socket.socket, number: int) -> bytes:
+    result = bytearray()
+    while len(result) < number:
+        data = link.recv(min(number - len(result), 1 << 20))
+        if not data:
+            return b""
+        result += data
+    return bytes(result)

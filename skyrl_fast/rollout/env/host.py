@@ -1,0 +1,138 @@
+"""One environment where it runs: a call in, plain data or a text of what failed out."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from skyrl_fast.config import SkyRLGymConfig
+from skyrl_fast.importing import load_object
+from skyrl_fast.printable import MAX_FAILURE
+from skyrl_fast.rollout.env import skyrl_gym_env
+from skyrl_fast.rollout.env.answers import AnswerError, answer_of, messages_of
+from skyrl_fast.rollout.env.plain import PlainData, plain_text, type_name
+from skyrl_fast.rollout.env.protocol import Env
+
+MakeEnv = Callable[[dict[str, Any]], Env]
+METHODS = ("init", "step", "metrics", "close")  # of an Env
+MAX_METRICS_TEXT = 100_000  # characters in the metrics of an episode
+MAX_FRAMES = 20  # of a traceback, the innermost ones
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """What an environment's thread or process needs.
+
+    Args:
+        skyrl_gym: settings of skyrl_gym.
+        make_env: returns an `Env` for a row's extras; None: by `env_class`.
+        longest_text: characters of one answer's texts; what is longer is cut.
+    """
+
+    skyrl_gym: SkyRLGymConfig
+    make_env: MakeEnv | None
+    longest_text: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a call; plain data.
+
+    Args:
+        value: what was returned, if nothing failed.
+        failure: what failed, at most MAX_FAILURE characters; None: nothing.
+        trace: file, line and function of the failing calls, the innermost first.
+    """
+
+    value: Any = None
+    failure: str | None = None
+    trace: str = ""
+
+
+class EnvHost:
+    """The environment of one trajectory; `call` never raises."""
+
+    def __init__(self, settings: HostSettings) -> None:
+        self._settings = settings
+        self._env: Env | None = None
+        self._lock = threading.Lock()
+        self._given_up = False
+
+    def call(self, what: str, argument: Any) -> Outcome:
+        """Call the environment, and check and convert what it returns.
+
+        Args:
+            what: "make" or one of METHODS.
+            argument: env_class and extras for "make", messages for "init", the action for "step".
+        """
+        try:
+            return Outcome(self._called(what, argument))
+        except AnswerError as error:
+            return Outcome(failure=f"{what}: {plain_text(error, MAX_FAILURE)}")
+        except BaseException as error:  # sys.exit in an environment ends only its call
+            text = plain_text(error, MAX_FAILURE)
+            return Outcome(None, f"{what} raised {type_name(error)}: {text}", _trace(error))
+
+    def give_up(self) -> None:
+        """Close an environment that no one will use, also one that is still being created."""
+        with self._lock:
+            self._given_up = True
+            created = self._env is not None
+        if created:  # closing may block
+            threading.Thread(target=self.call, args=("close", None), daemon=True).start()
+
+    def _called(self, what: str, argument: Any) -> Any:
+        if what == "make":
+            return self._make(*argument)
+        if what == "close":
+            # The last reference: code that runs when an object is freed runs here, too.
+            env, self._env = self._env, None
+            if env is not None:
+                env.close()
+            return None
+        assert self._env is not None
+        data = PlainData(self._settings.longest_text)
+        if what == "init":
+            return messages_of(self._env.init(argument), data)
+        if what == "step":
+            return asdict(answer_of(self._env.step(argument), data))
+        assert what == "metrics"
+        return PlainData(MAX_METRICS_TEXT, unknown_as_text=True).of(dict(self._env.metrics()))
+
+    def _make(self, env_class: str, extras: dict[str, Any]) -> None:
+        env = self._created(env_class, extras)
+        with self._lock:
+            self._env = env
+            late = self._given_up
+        if late:
+            self._called("close", None)
+
+    def _created(self, env_class: str, extras: dict[str, Any]) -> Env:
+        make_env = self._settings.make_env
+        if make_env is None and ":" in env_class:
+            make_env = load_object(env_class)
+        if make_env is None:
+            return skyrl_gym_env.make(env_class, self._settings.skyrl_gym, extras)
+        env = make_env(extras)
+        absent = [name for name in METHODS if not callable(getattr(env, name, None))]
+        if absent:
+            raise TypeError(
+                f"wanted an Env, got {type_name(env)} without {', '.join(absent)}; a subclass "
+                "of skyrl_fast.train.Env has to define only step"
+            )
+        return env
+
+
+def _trace(error: BaseException) -> str:
+    """Return the error's places in one line, as "file:line in function", the innermost first."""
+    frames: list[str] = []
+    here = BaseException.__dict__["__traceback__"].__get__(error)
+    while here is not None:
+        code = here.tb_frame.f_code
+        file = os.path.basename(code.co_filename)
+        frames.append(f"{file}:{here.tb_lineno} in {code.co_name}")
+        here = here.tb_next
+    return " < ".join(frames[: -MAX_FRAMES - 1 : -1])

@@ -1,0 +1,293 @@
+"""Environments in processes: one environment per process, killed where a call is late.
+
+A thread that holds the interpreter's lock stops every thread of the trainer, and no deadline can
+end it. A process can be killed. Processes are forked by a fork server, which has imported what
+environments need (2 s, once), so that each starts in milliseconds and shares that memory; it serves
+one trajectory after the other.
+
+What is sent to a process is pickled: it comes from the trainer. What a process sends is JSON of a
+limited size: an environment handles what a model wrote, so nothing that it says is executed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from skyrl_fast.printable import MAX_FAILURE
+from skyrl_fast.rollout.env.host import HostSettings, Outcome
+
+START_SECONDS = 120.0  # for the fork server to import what environments need
+END_SECONDS = 10.0  # for it to end its processes
+ANSWER_SECONDS = 30.0  # for the rest of an answer that has begun
+BYTES_PER_CHARACTER = 4  # of UTF-8
+MORE_BYTES = 64 << 20  # of an answer, next to its texts
+READ_BYTES = 1 << 20
+LENGTH = struct.Struct("!Q")
+FORK, STATUS, KILL = b"f", b"s", b"k"  # requests to the fork server, each with a pid
+REQUEST = struct.Struct("!cq")
+_SERVER = "from skyrl_fast.rollout.env.fork_server import main; main()"
+
+
+class EnvProcesses:
+    """The processes of a run; started when they are needed, and kept for other trajectories.
+
+    Args:
+        settings: of the environments.
+        modules: imported by the fork server: modules or files of the environments.
+
+    Raises:
+        ValueError: `settings.make_env` cannot be imported by another process.
+    """
+
+    def __init__(self, settings: HostSettings, modules: Sequence[str]) -> None:
+        self._setup = _pickled(settings, modules)
+        self._max_bytes = BYTES_PER_CHARACTER * settings.longest_text + MORE_BYTES
+        self._server: _ForkServer | None = None
+        self._lock = threading.Lock()
+        self._idle: list[_EnvProcess] = []
+
+    async def place(self) -> ProcessPlace:
+        """Return a place for one environment.
+
+        Raises:
+            OSError: no process can be started; the message says why.
+        """
+        while self._idle:
+            process = self._idle.pop()
+            if process.alive():
+                return ProcessPlace(self, process)
+            process.end()
+        return ProcessPlace(self, await asyncio.to_thread(self._started))
+
+    async def close(self) -> None:
+        """Kill all processes."""
+        await asyncio.to_thread(self._end_server)
+        while self._idle:
+            self._idle.pop().close()
+
+    def _end_server(self) -> None:
+        with self._lock:  # it may be starting
+            if self._server is not None:
+                self._server.end()
+            self._server = None
+
+    def _started(self) -> _EnvProcess:
+        with self._lock:
+            if self._server is None or not self._server.alive():
+                self._server = _ForkServer(self._setup)
+            ours, theirs = socket.socketpair()
+            with theirs:
+                pid = self._server.fork(theirs)
+            return _EnvProcess(self._server, pid, ours, self._max_bytes)
+
+    def keep(self, process: _EnvProcess) -> None:
+        """Keep a process whose environment is closed, for another one."""
+        self._idle.append(process)
+
+
+class ProcessPlace:
+    """Where one environment lives: in a process."""
+
+    def __init__(self, processes: EnvProcesses, process: _EnvProcess) -> None:
+        self._processes = processes
+        self._process = process
+        self.usable = True  # false: the process is gone, and the environment with it
+
+    async def call(self, what: str, argument: Any, timeout: float) -> Outcome:
+        """Return the outcome of a call; TimeoutError if it takes longer than `timeout` seconds.
+
+        Then, and if the caller is cancelled, the process is killed.
+        """
+        if not self.usable:
+            return Outcome(failure=f"{what}: the environment's process was killed")
+        answer = asyncio.ensure_future(self._process.answer(what, argument))
+        done: set[Any] = set()
+        try:
+            done, _ = await asyncio.wait({answer}, timeout=timeout)
+            if not done and self._process.has_answered():  # the loop was busy at the deadline
+                done, _ = await asyncio.wait({answer}, timeout=ANSWER_SECONDS)
+        finally:
+            if not done:
+                answer.cancel()
+                self._lose()
+        if not done:
+            raise TimeoutError
+        try:
+            return answer.result()
+        except (OSError, EOFError, ValueError) as error:
+            ended = await asyncio.to_thread(self._process.why)
+            self._lose()
+            text = f"{what}: its process {ended}" if isinstance(error, EOFError) else f"{error}"
+            return Outcome(failure=text[:MAX_FAILURE])
+
+    def release(self) -> None:
+        """Free the place: another environment may use its process."""
+        if self.usable:
+            self.usable = False
+            self._processes.keep(self._process)
+
+    def _lose(self) -> None:
+        self.usable = False
+        self._process.end()
+
+
+class _EnvProcess:
+    """A process of the fork server, and the socket to it."""
+
+    def __init__(self, server: _ForkServer, pid: int, link: socket.socket, max_bytes: int) -> None:
+        link.setblocking(False)
+        self._server, self._pid, self._link, self._max_bytes = server, pid, link, max_bytes
+
+    def alive(self) -> bool:
+        return not self.has_answered()  # between calls only its end can be read
+
+    def has_answered(self) -> bool:
+        return bool(_readable(self._link, 0))
+
+    def why(self) -> str:
+        """Return how the process ended, after its end of the socket was closed."""
+        return self._server.status(self._pid)
+
+    def end(self) -> None:
+        """Kill the process, whatever it is doing."""
+        self._server.kill(self._pid)
+        self.close()
+
+    def close(self) -> None:
+        self._link.close()
+
+    async def answer(self, what: str, argument: Any) -> Outcome:
+        """Return the outcome of a call.
+
+        Raises:
+            EOFError: the process ended. ValueError: the argument or the answer is invalid.
+        """
+        try:
+            request = pickle.dumps((what, argument))
+        except Exception as error:
+            raise ValueError(f"{what}: the row cannot be sent to a process: {error}") from error
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_sendall(self._link, LENGTH.pack(len(request)) + request)
+            (length,) = LENGTH.unpack(await self._read(LENGTH.size))
+            if length > self._max_bytes:
+                raise ValueError(f"{what}: an answer of {length:,} bytes is too long")
+            value, failure, trace = json.loads(await self._read(length))
+        except ConnectionError as error:
+            raise EOFError from error
+        return Outcome(value, failure, trace)
+
+    async def _read(self, length: int) -> bytearray:
+        loop = asyncio.get_running_loop()
+        result = bytearray()
+        while len(result) < length:
+            data = await loop.sock_recv(self._link, min(length - len(result), READ_BYTES))
+            if not data:
+                raise EOFError
+            result += data
+        return result
+
+
+class _ForkServer:
+    """The parent of all environments' processes, which can tell and end them."""
+
+    def __init__(self, setup: bytes) -> None:
+        self._link, theirs = socket.socketpair()
+        self._lock = threading.Lock()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _SERVER, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a Ctrl-C is for the trainer, which decides
+            )
+        self._link.settimeout(START_SECONDS)
+        try:
+            self._link.sendall(LENGTH.pack(len(setup)) + setup)
+            ready = self._link.recv(1)
+        except OSError as error:
+            self._process.kill()
+            self.end()
+            raise OSError(f"the environments' fork server did not start: {error}") from error
+        if not ready:
+            self.end()
+            raise OSError("the environments' fork server ended at its start: see its output")
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, link: socket.socket) -> int:
+        """Start a process that answers on this socket; return its pid."""
+        with self._lock:
+            socket.send_fds(self._link, [REQUEST.pack(FORK, 0)], [link.fileno()])
+            return self._answer()
+
+    def status(self, pid: int) -> str:
+        """Return how a process ended."""
+        try:
+            with self._lock:
+                self._link.sendall(REQUEST.pack(STATUS, pid))
+                code = self._answer()
+        except OSError:
+            return "ended with the fork server"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited ({code})"
+
+    def kill(self, pid: int) -> None:
+        """Kill a process and those that it started."""
+        with suppress(OSError):  # then the fork server has ended, and its processes with it
+            self._link.sendall(REQUEST.pack(KILL, pid))
+
+    def end(self) -> None:
+        """End the fork server, which kills its processes and what they have started."""
+        self._link.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # its processes end with it
+            self._process.wait()
+
+    def _answer(self) -> int:
+        data = b""
+        while len(data) < LENGTH.size:
+            part = self._link.recv(LENGTH.size - len(data))
+            if not part:
+                raise OSError("the environments' fork server has ended")
+            data += part
+        (number,) = struct.unpack("!q", data)
+        return int(number)
+
+
+def _readable(link: socket.socket, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    return bool(poll.poll(seconds * 1_000))
+
+
+def _pickled(settings: HostSettings, modules: Sequence[str]) -> bytes:
+    try:
+        data = pickle.dumps((sys.path, os.getcwd(), list(modules)))
+        made = pickle.dumps(settings)
+    except Exception as error:
+        raise ValueError(f"{_NOT_IMPORTABLE}: {error}") from error
+    if settings.make_env is not None and b"__main__" in made:
+        raise ValueError(f"{_NOT_IMPORTABLE}, got one of the main script")
+    return pickle.dumps((data, made))
+
+
+_NOT_IMPORTABLE = (
+    "environment.workers: process wants an environment or reward that other processes can import "
+    "(module:Class or file.py:Class)"
+)

@@ -22,10 +22,10 @@ from skyrl_fast.config.algorithm import (
 from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.loggers import LOGGERS
+from skyrl_fast.config.sampling import SamplingParams, check_sampling
 from skyrl_fast.config.settings import (
     AlgorithmConfig,
     Config,
-    SamplingParams,
     merges_steps,
     to_dict,
 )
@@ -74,14 +74,6 @@ _SKYRL_ONLY = {
     "servers: generator.inference_engine.external_server_urls",
     "generator.sampling_params.logprobs": "logprobs of sampled tokens are always taken; remove it",
 }
-
-# vLLM parameters that the settings or the agent loop already set.
-_RESERVED_SAMPLING = frozenset(
-    (
-        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"),
-        *("seed", "n", "logprobs", "include_stop_str_in_output", "detokenize", "output_kind"),
-    )
-)
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -247,10 +239,11 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
     _check_estimator_rows(config)
     _check_engines(generator.inference_engine)
     _check_rows(config)
-    for name in ("sampling_params", "eval_sampling_params"):
-        _check_sampling(f"generator.{name}", getattr(generator, name))
-    if generator.sampling_params.temperature == 0:
-        raise ConfigError("generator.sampling_params.temperature: wanted > 0 in training, got 0")
+    check_sampling("generator.sampling_params", generator.sampling_params, trained=True)
+    if generator.eval_sampling_params is not None:
+        check_sampling(
+            "generator.eval_sampling_params", generator.eval_sampling_params, trained=False
+        )
     if trainer.eval_interval == 0 or trainer.ckpt_interval == 0 or trainer.max_ckpts_to_keep == 0:
         raise ConfigError(
             "trainer.eval_interval, ckpt_interval, max_ckpts_to_keep: wanted >= 1 or -1, got 0"
@@ -263,15 +256,6 @@ def check_limits(section: Any, key: str = "") -> None:
         wrong = limit_error(item.metadata, value)
         if wrong is not None:
             raise ConfigError(f"{path}: {wrong}")
-
-
-def _check_sampling(key: str, sampling: SamplingParams | None) -> None:
-    """Refuse vLLM parameters that a setting or the agent loop already sets."""
-    for name in sorted(_RESERVED_SAMPLING & set(sampling.additional_kwargs if sampling else ())):
-        raise ConfigError(
-            f"{key}.additional_kwargs: wanted vLLM parameters that neither the settings nor the "
-            f"agent loop set, got {name}"
-        )
 
 
 def _check_rows(config: Config) -> None:

@@ -27,6 +27,7 @@ from skyrl_fast.rollout.engine.protocol import (
     EngineDeadError,
     EngineError,
     Generation,
+    kept_tokens,
     vllm_sampling_params,
 )
 from skyrl_fast.rollout.engine.weight_update import WeightSyncError, refuse_missing_weights
@@ -54,6 +55,7 @@ class RemoteEngine:
         weight_sync: "extension": the server runs with this package's worker extension; "reload":
             vLLM's own reload_weights reads the folder.
         records_routes: whether the server runs with enable_return_routed_experts.
+        vocab_size: of the model; None: unknown.
         start_timeout_seconds: to wait for the server at the start.
         transport: of httpx, for tests.
 
@@ -71,6 +73,7 @@ class RemoteEngine:
         *,
         weight_sync: str = "extension",
         records_routes: bool = False,
+        vocab_size: int | None = None,
         start_timeout_seconds: float = 600.0,
         transport: Any = None,
     ) -> None:
@@ -84,6 +87,7 @@ class RemoteEngine:
         self._url = url.rstrip("/")
         self._weight_sync = weight_sync
         self._records_routes = records_routes
+        self._vocab_size = vocab_size
         self._start_timeout_seconds = start_timeout_seconds
         self._transport = transport
         self._client: Any = None
@@ -161,8 +165,9 @@ class RemoteEngine:
         start = expert_indices_start if self._records_routes else 0
         request = {
             "prompt": list(prompt_token_ids),
-            **vllm_sampling_params(sampling, seed=seed),
+            **vllm_sampling_params(sampling, seed=seed, vocab_size=self._vocab_size),
             "return_token_ids": True,
+            "return_tokens_as_token_ids": sampling.num_kept_tokens is not None,
             "cache_salt": f"policy-{policy_version}",
             **({"routed_experts_prompt_start": start} if self._records_routes else {}),
             **sampling.additional_kwargs,
@@ -173,6 +178,9 @@ class RemoteEngine:
             logprobs = choice["logprobs"]
             values = [] if logprobs is None else [float(x) for x in logprobs["token_logprobs"]]
             reason = choice["finish_reason"] or "abort"
+            kept_ids = None
+            if sampling.num_kept_tokens is not None:
+                kept_ids = _kept_ids(token_ids, choice["logprobs"]["top_logprobs"])
             routes = _routes(choice) if self._records_routes else None
         if reason == "abort" and self._interrupted:
             reason = INTERRUPTED
@@ -189,6 +197,7 @@ class RemoteEngine:
             stopped_by if isinstance(stopped_by, str) else None,
             routes,
             start,
+            kept_ids,
         )
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
@@ -363,6 +372,17 @@ def _prompt_logprobs(choice: Mapping[str, Any], token_ids: Sequence[int]) -> lis
         float(entry[str(token)]["logprob"])
         for token, entry in zip(token_ids[1:], entries, strict=True)
     ]
+
+
+def _kept_ids(
+    token_ids: Sequence[int], top_logprobs: Sequence[Mapping[str, float]]
+) -> list[np.ndarray]:
+    """Return the tokens that each token was sampled from; keys are such as "token_id:42"."""
+    kept = []
+    for token, entry in zip(token_ids, top_logprobs, strict=True):
+        candidates = np.array([_token_id(key.removeprefix("token_id:")) for key in entry])
+        kept.append(kept_tokens(token, candidates, np.array(list(entry.values()), np.float64)))
+    return kept
 
 
 def _routes(choice: Mapping[str, Any]) -> np.ndarray | None:

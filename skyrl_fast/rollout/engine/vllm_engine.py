@@ -21,6 +21,7 @@ from skyrl_fast.rollout.engine.protocol import (
     EngineDeadError,
     EngineError,
     Generation,
+    kept_tokens,
     vllm_sampling_params,
 )
 from skyrl_fast.rollout.engine.vllm_start import (
@@ -71,6 +72,7 @@ class VllmEngine:
         self._interrupted = False
         self._sampling_params: Any = None
         self._final_only: Any = None
+        self._vocab_size: int | None = None
 
     async def __aenter__(self) -> VllmEngine:
         """Start."""
@@ -109,6 +111,7 @@ class VllmEngine:
                 self._llm = self._build()
             except Exception as error:
                 raise EngineDeadError(self._explain("did not start", error)) from error
+        self._vocab_size = int(self._llm.model_config.get_vocab_size())
         await self._llm.collective_rpc("end_with_process", args=(os.getpid(),))
         log.info("vLLM is up after %.1f s", time.perf_counter() - started)
 
@@ -145,7 +148,8 @@ class VllmEngine:
         start = expert_indices_start if recording else 0
         route_arguments = {"routed_experts_prompt_start": start} if recording else {}
         arguments = {
-            **vllm_sampling_params(sampling, seed=seed),
+            **vllm_sampling_params(sampling, seed=seed, vocab_size=self._vocab_size),
+            "flat_logprobs": sampling.num_kept_tokens is not None,
             "detokenize": bool(sampling.stop),
             "output_kind": self._final_only,
             **route_arguments,
@@ -158,10 +162,14 @@ class VllmEngine:
         output = await self._run(prompt_token_ids, params, session_id, f"policy-{policy_version}")
         answer = output.outputs[0]
         token_ids = list(answer.token_ids)
-        logprobs = [
-            float(entry[token].logprob)
-            for token, entry in zip(token_ids, answer.logprobs or [], strict=True)
-        ]
+        if sampling.num_kept_tokens is None:
+            kept_ids = None
+            logprobs = [
+                float(entry[token].logprob)
+                for token, entry in zip(token_ids, answer.logprobs or [], strict=True)
+            ]
+        else:
+            logprobs, kept_ids = _flat_logprobs(token_ids, answer.logprobs)
         reason = answer.finish_reason or "abort"
         if reason == "abort" and self._interrupted:
             reason = INTERRUPTED
@@ -169,7 +177,7 @@ class VllmEngine:
             raise EngineError(f"vLLM ended request of session {session_id} with {reason!r}")
         stop_string = answer.stop_reason if isinstance(answer.stop_reason, str) else None
         routes = answer.routed_experts if recording else None
-        return Generation(token_ids, logprobs, reason, stop_string, routes, start)
+        return Generation(token_ids, logprobs, reason, stop_string, routes, start, kept_ids)
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return the logprobs of given tokens; see `Engine.prompt_logprobs`."""
@@ -342,3 +350,18 @@ class VllmEngine:
             lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
             text += f"\nlast lines of {path}:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
         return text
+
+
+def _flat_logprobs(token_ids: Sequence[int], flat: Any) -> tuple[list[float], list[np.ndarray]]:
+    """Return each token's logprob, and the tokens that it was sampled from.
+
+    Args:
+        flat: vLLM's FlatLogprobs; the sampled token is the first of its position.
+    """
+    ids, values = np.array(flat.token_ids), np.array(flat.logprobs)
+    starts, ends = flat.start_indices, flat.end_indices
+    kept = [
+        kept_tokens(token, ids[start:end], values[start:end])
+        for token, start, end in zip(token_ids, starts, ends, strict=True)
+    ]
+    return values[starts].tolist(), kept

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_fast.config import settings
+from skyrl_fast.config import SamplingParams, settings
 from skyrl_fast.rollout.engine.pool import EnginePool, PooledEngine
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
@@ -78,13 +78,16 @@ async def start_rollouts(
 def engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
     """Return the engines that the settings ask for, not started."""
     engine = config.generator.inference_engine
+    _say_limited_top_k(config.generator.sampling_params)
     if engine.run_engines_locally:
         return [VllmEngine(vllm_setup(config, model_path))]
+    model = _model_config(_model_folder(model_path))
     return [
         RemoteEngine(
             url,
             weight_sync=engine.weight_sync_backend,
             records_routes=engine.enable_return_routed_experts,
+            vocab_size=model.get("vocab_size"),
         )
         for url in engine.external_server_urls
     ]
@@ -259,20 +262,36 @@ def _model_folder(path: str) -> str:
     return str(Path(config).parent) if isinstance(config, str) else path
 
 
-def _positions(model_path: str) -> int | None:
-    """Return the model's `max_position_embeddings`; None: unknown, or with scaled RoPE."""
+def _model_config(model_path: str) -> dict[str, Any]:
+    """Return a model's config.json; empty if there is none."""
     path = Path(model_path) / "config.json"
     if not path.is_file():
-        return None
+        return {}
     try:
         model = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: invalid JSON: {error}") from error
     if not isinstance(model, dict):
         raise ValueError(f"{path}: wanted a JSON object, got {type(model).__name__}")
+    return model
+
+
+def _positions(model_path: str) -> int | None:
+    """Return the model's `max_position_embeddings`; None: unknown, or with scaled RoPE."""
+    model = _model_config(model_path)
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
     return None if is_scaled else model.get("max_position_embeddings")
+
+
+def _say_limited_top_k(sampling: SamplingParams) -> None:
+    limit = sampling.num_kept_tokens
+    if limit is not None and sampling.top_k < 1:
+        log.info(
+            "training samples from the %d most likely tokens at most "
+            "(generator.sampling_params.max_kept_tokens), and records which remained",
+            limit,
+        )
 
 
 def _sync_metrics(report: WeightSyncReport) -> dict[str, float]:

@@ -15,7 +15,7 @@ from skyrl_fast.batch.generator_output import rewards_are_per_token, validate_ge
 from skyrl_fast.batch.row_index import row_index
 from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.ops import _backend, _ragged
-from skyrl_fast.ops._offsets import INT32_MAX
+from skyrl_fast.ops._ragged import INT32_MAX
 from skyrl_fast.ops.merge.steps import MergePlan, merge_steps
 
 OP = "StepBatch.from_generator_output"

@@ -32,7 +32,8 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
         ValueError: no trajectories; two with the same uid and repetition; groups that are not
             adjacent; log-probabilities in only some steps; a mask or log-probabilities of another
             length than the response; a token id that is negative or needs more than 31 bits; a
-            loss mask other than 0 or 1; more routes of experts than tokens.
+            loss mask other than 0 or 1; more routes of experts than tokens; kept tokens in only
+            some steps, or not for each response token.
     """
     if not trajectories:
         raise ValueError(f"{OP}: trajectories must not be empty")
@@ -61,6 +62,7 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
     is_last_step[np.cumsum(num_steps) - 1] = True
     trajectory_ids = np.repeat(np.arange(len(trajectories), dtype=np.int32), num_steps)
     experts, cu_experts = flat_experts(OP, _routes(rows, lengths))
+    num_kept, kept_ids, cu_kept = _kept(rows, cu_responses)
     return StepBatch(
         tokens=flat["tokens"],
         cu_seqlens=cu_seqlens,
@@ -77,6 +79,9 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
         rollout_logprobs=flat.get("rollout_logprobs"),
         expert_indices=experts,
         cu_experts=cu_experts,
+        num_kept=num_kept,
+        kept_ids=kept_ids,
+        cu_kept=cu_kept,
         reward_per_row=True,
     )
 
@@ -151,3 +156,31 @@ def _routes(rows: Sequence[Step], lengths: torch.Tensor) -> list[np.ndarray | No
                 f"{row}, got {len(captured)}"
             )
     return routes
+
+
+def _kept(
+    rows: Sequence[Step], cu_responses: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return the numbers of kept tokens per response token, their ids, and the rows' offsets."""
+    sets = [row.kept_ids for row in rows if row.response_ids]
+    if all(one is None for one in sets):
+        return None, None, None
+    flat: list[np.ndarray] = []
+    for number, row in enumerate(rows):
+        if row.response_ids and (
+            row.kept_ids is None or len(row.kept_ids) != len(row.response_ids)
+        ):
+            got = "none" if row.kept_ids is None else len(row.kept_ids)
+            raise ValueError(
+                f"{OP}: kept_ids must have one array per response token "
+                f"({len(row.response_ids)}) in row {number}, got {got}"
+            )
+        flat += row.kept_ids or []
+    num_kept = np.fromiter(map(len, flat), np.int32, len(flat))
+    kept_ids = np.concatenate(flat).astype(np.int32, copy=False)
+    cu_kept = np.concatenate([[0], np.cumsum(num_kept, dtype=np.int64)])[cu_responses.numpy()]
+    return (
+        torch.from_numpy(num_kept),
+        torch.from_numpy(kept_ids),
+        offsets(torch.from_numpy(np.diff(cu_kept))),
+    )

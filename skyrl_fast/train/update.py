@@ -30,6 +30,7 @@ from skyrl_fast.train.parallel.ranks import run_on_all_ranks
 
 _NO_BUDGET = 1 << 62  # tokens
 _SUMS = {"policy/policy_loss", "policy/kl_loss"}  # weighted by the mini-batch's row weights
+_FORWARD_ONLY = ("expert_indices", "cu_experts", "num_kept", "kept_ids", "cu_kept")
 _RECOMPUTED = {"loss", "num_tokens"}  # of a micro-batch; recomputed here for the mini-batch
 
 
@@ -244,8 +245,8 @@ def _micro_step(
     if trained.shape[0] == 0:
         trained.sum().backward()
         return None
-    # The forward pass reads routes from `micro`; the loss needs none.
-    rows = batch.with_(expert_indices=None, cu_experts=None).rows(micro.rows)
+    # The forward pass reads routes and kept tokens from `micro`; the loss needs neither.
+    rows = batch.with_(**dict.fromkeys(_FORWARD_ONLY)).rows(micro.rows)
     index = micro.response_index.to(trained.device)
     logprobs = trained.new_zeros(rows.loss_mask.shape[0]).index_put((index,), trained)
     rows = rows.to(trained.device)

@@ -9,6 +9,7 @@ import torch
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.logprob import autograd as logprob_op
 from skyrl_fast.ops.logprob import reference
+from skyrl_fast.ops.logprob.kept import kept_sets
 from skyrl_fast.ops.logprob.selected import KERNEL_DTYPES, ON_GPU, check_selection, check_targets
 
 OP = "linear_logprob"
@@ -28,6 +29,8 @@ def linear_logprob(
     *,
     loss_mask: torch.Tensor | None = None,
     temperature: float = 1.0,
+    kept_ids: torch.Tensor | None = None,
+    cu_kept: torch.Tensor | None = None,
     return_entropy: bool = False,
     chunk_rows: int | None = None,
     backend: str | None = None,
@@ -46,6 +49,7 @@ def linear_logprob(
         target_ids: (...) integers; in [0, V) where the mask is 1.
         loss_mask: (...) bool or number, or None: all ones.
         temperature: divides the logits; from 1e-6 to 1e30.
+        kept_ids, cu_kept: as in `selected_logprob`.
         return_entropy: also return the entropy of softmax(logits / temperature), in nats.
         chunk_rows: rows per chunk; the backward's chunks have the same size. None: 128 MB of logits
             (512 MB on a GPU), at least 64 rows.
@@ -56,7 +60,7 @@ def linear_logprob(
 
     Raises:
         ValueError: shapes or dtypes that do not match, a target out of range where the mask is 1,
-            temperature or chunk_rows not positive.
+            temperature or chunk_rows not positive, kept sets as in `selected_logprob`.
         RuntimeError: a forward-mode derivative, which only backend="torch" has.
 
     Example:
@@ -64,7 +68,8 @@ def linear_logprob(
         tensor([-1.3863])
     """
     _check_linear(hidden, lm_head_weight, target_ids, loss_mask, temperature, chunk_rows)
-    inputs = (hidden, lm_head_weight, target_ids)
+    kept = kept_sets(OP, kept_ids, cu_kept, target_ids)
+    inputs = (hidden, lm_head_weight, target_ids, kept_ids, cu_kept)
     chosen = _backend.select(OP, *inputs, backend=backend, available_on_gpu=ON_GPU)
     if loss_mask is not None and _backend.device_kind(loss_mask.device) != "cpu":
         _backend.check_device(OP, *inputs, loss_mask)  # a mask on the CPU saves a synchronization
@@ -77,9 +82,10 @@ def linear_logprob(
         if rows.device != hidden.device:
             rows = rows.to(hidden.device, non_blocking=True)
         hidden, targets = hidden[rows], targets[rows]
+        kept = None if kept is None else kept.of_rows(rows)
     if chosen == "torch" or not _backend.on_gpu(hidden):
         check_targets(OP, targets, None, lm_head_weight.shape[0])
-    if chosen != "torch" and hidden.dtype in KERNEL_DTYPES:
+    if chosen != "torch" and hidden.dtype in KERNEL_DTYPES and kept is None:
         on_gpu = _backend.on_gpu(hidden)
         chunk = chunk_rows or default_chunk_rows(lm_head_weight, on_gpu=on_gpu)
         logprob, entropy = _LinearLogprob.apply(
@@ -87,7 +93,7 @@ def linear_logprob(
         )
     else:
         logprob, entropy = reference.linear_logprob(
-            hidden, lm_head_weight, targets, None, temperature
+            hidden, lm_head_weight, targets, None, temperature, kept
         )
     logprob = _spread(logprob, rows, shape)
     return (logprob, _spread(entropy, rows, shape)) if return_entropy else logprob

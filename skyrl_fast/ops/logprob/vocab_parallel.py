@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.logprob import autograd as logprob_op
+from skyrl_fast.ops.logprob.kept import kept_sets
 from skyrl_fast.ops.logprob.selected import (
     KERNEL_DTYPES,
     ON_GPU,
@@ -31,6 +32,8 @@ def vocab_parallel_logprob(
     group: Any = None,
     loss_mask: Tensor | None = None,
     temperature: float = 1.0,
+    kept_ids: Tensor | None = None,
+    cu_kept: Tensor | None = None,
     return_entropy: bool = False,
     inplace_backward: bool = False,
     backend: str | None = None,
@@ -49,6 +52,8 @@ def vocab_parallel_logprob(
             rank holds gives NaN where the mask is 1.
         vocab_start: the first column of the slice.
         group: the process group; None: the default group, or a single rank without one.
+        kept_ids, cu_kept: as in `selected_logprob`: ids of the full vocabulary, the same on every
+            rank.
         loss_mask, temperature, return_entropy, inplace_backward, backend: as in `selected_logprob`.
 
     Returns:
@@ -65,8 +70,11 @@ def vocab_parallel_logprob(
     check_selection(OP, logits, "logits", target_ids, loss_mask, temperature)
     if vocab_start < 0:
         raise ValueError(f"{OP}: vocab_start must not be negative, got {vocab_start}")
+    kept = kept_sets(OP, kept_ids, cu_kept, target_ids)
+    if kept is not None:
+        raise NotImplementedError(f"{OP}: kept_ids")
     chosen = _backend.select(
-        *(OP, logits, target_ids, loss_mask),
+        *(OP, logits, target_ids, loss_mask, kept_ids, cu_kept),
         backend=backend,
         available=("native",),
         available_on_gpu=ON_GPU[:2],

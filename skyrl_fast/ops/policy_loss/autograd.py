@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from skyrl_fast.ops import _backend
-from skyrl_fast.ops.policy_loss.reference import METRICS
 
 # csrc/policy_loss/policy_loss_cuda.h: cells per partial sum on a GPU, and the numbers in each
 CELLS_PER_SUM, NUM_LOSS_SUMS = 2048, 11
+NUM_METRICS = 13
 
 _library = torch.library.Library("skyrl_fast", "FRAGMENT")
 _library.define(
@@ -141,7 +141,7 @@ class KlPenalty(torch.autograd.Function):
 def _policy_loss(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *inputs, use_triton, with_grad = args
     current = inputs[0]
-    metrics = current.new_empty(len(METRICS), dtype=torch.float64)
+    metrics = current.new_empty(NUM_METRICS, dtype=torch.float64)
     shape = current.shape if with_grad else (0,)
     grad = _backend.empty(shape, current.dtype, current.device)
     outputs = [grad if with_grad else None, metrics]
@@ -154,7 +154,7 @@ def _policy_loss(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _policy_loss_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     current, with_grad = args[0], args[-1]
-    metrics = current.new_empty(len(METRICS), dtype=torch.float64)
+    metrics = current.new_empty(NUM_METRICS, dtype=torch.float64)
     return metrics, current.new_empty(current.shape if with_grad else (0,))
 
 

@@ -12,7 +12,6 @@ import torch
 
 from skyrl_fast.config import SamplingParams
 
-
 # Tokens as likely as the least likely of the top_k, which vLLM keeps, too.
 MAX_TIES = 16
 EXCLUDED_LOGPROB = -9000.0  # vLLM's servers write -9999 for -inf

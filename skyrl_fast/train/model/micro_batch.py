@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.train.model.forward_pass import KeptTokens
 from skyrl_fast.train.model.forward_pass import MicroBatch as MicroBatch
 from skyrl_fast.train.model.forward_pass import response_positions as response_positions
 from skyrl_fast.train.model.rope_limits import RopeLimit, exceeded_limits
@@ -194,7 +195,7 @@ def _micro_batch(
         input_ids[sequence, : cu[host + 1] - cu[host]] = tokens[cu[host] : cu[host + 1]]
         place.update(dict.fromkeys(members[host], sequence))
     rows = sorted(place)
-    hidden, targets, responses, offset = [], [], [], 0
+    hidden, targets, responses, trained_tokens, offset = [], [], [], [], 0
     for row in rows:
         start, end = cu_responses[row], cu_responses[row + 1]
         trained = np.flatnonzero(mask[start:end])
@@ -202,13 +203,16 @@ def _micro_batch(
         hidden.append(place[row] * width + positions - 1)
         targets.append(tokens[cu[row] + positions])
         responses.append(offset + trained)
+        trained_tokens.append(start + trained)
         offset += end - start
+    kept = KeptTokens.of_batch(batch)
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         hidden_index=torch.from_numpy(np.concatenate(hidden)),
         target_ids=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
         response_index=torch.from_numpy(np.concatenate(responses)),
         rows=torch.tensor(rows),
+        **({} if kept is None else kept.micro_batch_fields(np.concatenate(trained_tokens))),
     )
 
 

@@ -9,7 +9,13 @@ from itertools import chain
 import numpy as np
 import torch
 
-from skyrl_fast.batch.columns import flat_experts, flat_values, offsets, rewards_on_last_tokens
+from skyrl_fast.batch.columns import (
+    flat_experts,
+    flat_kept_ids,
+    flat_values,
+    offsets,
+    rewards_on_last_tokens,
+)
 from skyrl_fast.batch.row_index import dense_ids, first_appearances, first_return, trajectory_keys
 from skyrl_fast.batch.step_batch import StepBatch
 from skyrl_fast.ops import _ragged
@@ -62,7 +68,8 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
     is_last_step[np.cumsum(num_steps) - 1] = True
     trajectory_ids = np.repeat(np.arange(len(trajectories), dtype=np.int32), num_steps)
     experts, cu_experts = flat_experts(OP, _routes(rows, lengths))
-    num_kept, kept_ids, cu_kept = _kept(rows, cu_responses)
+    sets = [row.kept_ids for row in rows]
+    num_kept, kept_ids, cu_kept = flat_kept_ids(OP, sets, cu_responses)
     return StepBatch(
         tokens=flat["tokens"],
         cu_seqlens=cu_seqlens,
@@ -156,31 +163,3 @@ def _routes(rows: Sequence[Step], lengths: torch.Tensor) -> list[np.ndarray | No
                 f"{row}, got {len(captured)}"
             )
     return routes
-
-
-def _kept(
-    rows: Sequence[Step], cu_responses: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return the numbers of kept tokens per response token, their ids, and the rows' offsets."""
-    sets = [row.kept_ids for row in rows if row.response_ids]
-    if all(one is None for one in sets):
-        return None, None, None
-    flat: list[np.ndarray] = []
-    for number, row in enumerate(rows):
-        if row.response_ids and (
-            row.kept_ids is None or len(row.kept_ids) != len(row.response_ids)
-        ):
-            got = "none" if row.kept_ids is None else len(row.kept_ids)
-            raise ValueError(
-                f"{OP}: kept_ids must have one array per response token "
-                f"({len(row.response_ids)}) in row {number}, got {got}"
-            )
-        flat += row.kept_ids or []
-    num_kept = np.fromiter(map(len, flat), np.int32, len(flat))
-    kept_ids = np.concatenate(flat).astype(np.int32, copy=False)
-    cu_kept = np.concatenate([[0], np.cumsum(num_kept, dtype=np.int64)])[cu_responses.numpy()]
-    return (
-        torch.from_numpy(num_kept),
-        torch.from_numpy(kept_ids),
-        offsets(torch.from_numpy(np.diff(cu_kept))),
-    )

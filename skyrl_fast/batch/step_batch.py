@@ -243,15 +243,16 @@ class StepBatch:
         """
         if merge is not None:
             check_drift("StepBatch", merge, max_drift_tokens)
+        merge_lists = merge == "fork" and output.get("rollout_kept_ids") is None
         columns = columns_of_output(
             output,
             uids=uids,
             num_prompts=num_prompts,
             step_wise=step_wise,
-            merge=merge == "fork",
+            merge=merge_lists,
         )
         batch = cls(**columns)
-        if merge != "realign":
+        if merge is None or merge_lists:
             return batch
         return batch.merged(drift=merge, max_drift_tokens=max_drift_tokens)
 

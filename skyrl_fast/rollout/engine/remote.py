@@ -167,7 +167,7 @@ class RemoteEngine:
             "prompt": list(prompt_token_ids),
             **vllm_sampling_params(sampling, seed=seed, vocab_size=self._vocab_size),
             "return_token_ids": True,
-            "return_tokens_as_token_ids": sampling.num_kept_tokens is not None,
+            "return_tokens_as_token_ids": None if sampling.num_kept_tokens is None else True,
             "cache_salt": f"policy-{policy_version}",
             **({"routed_experts_prompt_start": start} if self._records_routes else {}),
             **sampling.additional_kwargs,

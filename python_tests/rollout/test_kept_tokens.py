@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from skyrl_fast.config import ConfigError, GeneratorConfig, SamplingParams
 from skyrl_fast.config.sampling import check_sampling
 from skyrl_fast.rollout.continued import generate_through_updates
+from skyrl_fast.rollout.engine.kept_logprobs import return_kept_only
 from skyrl_fast.rollout.engine.protocol import (
     EngineError,
     Generation,
@@ -133,3 +135,19 @@ def test_an_engine_that_returns_another_number_of_sets_is_refused() -> None:
 
 def ids(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int32)
+
+
+@pytest.mark.spec("kept.request")
+@pytest.mark.parametrize(("asked", "wanted"), [(272, 2), (1, 1), (0, 0), (-1, -1)])
+def test_engine_returns_no_more_columns_than_a_token_has_kept(asked: int, wanted: int) -> None:
+    class Sampler:
+        def gather_logprobs(self, logprobs: Any, num_logprobs: int, token_ids: Any) -> int:
+            return num_logprobs
+
+    sampler = Sampler()
+    return_kept_only(sampler)
+    excluded = -torch.inf
+    logprobs = torch.tensor([[-0.7, excluded, -0.7], [excluded, excluded, 0.0]])
+    got = sampler.gather_logprobs(logprobs, asked, token_ids=torch.tensor([0, 2]))
+    assert got == wanted
+    return_kept_only(object())  # a sampler of another kind is left alone

@@ -143,6 +143,7 @@ class RemoteEngine:
         if self._weight_sync == "extension":
             # vLLM's server leaves its engine process running if it is killed.
             await self._post("/collective_rpc", json={"method": "end_with_parent"})
+            await self._post("/collective_rpc", json={"method": "return_kept_logprobs_only"})
 
     async def close(self) -> None:
         """Disconnect from the server, which keeps running."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams
+from skyrl_fast.rollout.engine.kept_logprobs import store_kept_only
 from skyrl_fast.rollout.engine.protocol import (
     EngineDeadError,
     EngineError,
@@ -113,6 +114,7 @@ class VllmEngine:
                 raise EngineDeadError(self._explain("did not start", error)) from error
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
         await self._llm.collective_rpc("end_with_process", args=(os.getpid(),))
+        await self._llm.collective_rpc("return_kept_logprobs_only")
         log.info("vLLM is up after %.1f s", time.perf_counter() - started)
 
     def _build(self) -> Any:
@@ -121,6 +123,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        store_kept_only()
         self._sampling_params = VllmSamplingParams
         self._final_only = RequestOutputKind.FINAL_ONLY
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self._setup)))

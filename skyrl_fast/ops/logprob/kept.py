@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from skyrl_fast import _C
+from skyrl_fast.ops import _backend
 from skyrl_fast.ops._offsets import check_offsets
 
 Tensor = torch.Tensor
@@ -77,3 +79,34 @@ def kept_sets(
     begin, end = cu[:-1], cu[1:]
     ranges = torch.stack([torch.where(begin == end, -1, begin), end], dim=1)
     return KeptSets(kept_ids.detach().contiguous(), ranges)
+
+
+def check_kept(
+    op: str, kept: KeptSets | None, targets: Tensor, keep: Tensor | None, vocab: int
+) -> None:
+    """Check the sets of rows of mask 1, on the CPU only: on a GPU wrong ones give NaN.
+
+    Args:
+        targets: (M,) int64. keep: (M,) uint8, or None.
+
+    Raises:
+        ValueError: ids that do not ascend strictly in [0, vocab), or miss the target.
+    """
+    if kept is not None and _backend.device_kind(targets.device) == "cpu":
+        _C.check_kept_sets(op, targets, keep, *kept, vocab)
+
+
+def slice_sets(kept: KeptSets, start: int, width: int) -> KeptSets:
+    """Return the parts of the sets in a slice of the vocabulary, with ids relative to it.
+
+    A row whose set has no id in the slice gets a range without ids. Does not synchronize.
+    """
+    begin, end = kept.ranges.clamp(0, kept.ids.numel()).unbind(1)
+
+    def first_at_least(limit: int) -> Tensor:
+        """Return (M,) places of the rows' first ids that are not below `limit`."""
+        below = torch.nn.functional.pad((kept.ids < limit).cumsum(0), (1, 0))
+        return begin + below[end] - below[begin]
+
+    parts = torch.stack([first_at_least(start), first_at_least(start + width)], 1)
+    return KeptSets(kept.ids - start, torch.where(kept.ranges[:, :1] < 0, kept.ranges, parts))

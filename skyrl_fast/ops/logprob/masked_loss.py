@@ -7,7 +7,7 @@ import torch
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops._offsets import check_offsets
 from skyrl_fast.ops.logprob import reference as logprob_reference
-from skyrl_fast.ops.logprob.kept import KeptSets, kept_sets
+from skyrl_fast.ops.logprob.kept import KeptSets, check_kept, kept_sets
 from skyrl_fast.ops.logprob.masked_loss_autograd import Call, Result, visit
 from skyrl_fast.ops.logprob.selected import (
     KERNEL_DTYPES,
@@ -132,8 +132,6 @@ def masked_logprob_loss(
     )
     if logits.dtype not in KERNEL_DTYPES:
         chosen = "torch"
-    if any(x is not None for x in (kept, cross_entropy_weights, kl_weights)):
-        chosen = "torch"  # until the kernels have them
     shape = target_ids.shape
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     kind = kernel_kind(spec, settings)
@@ -142,21 +140,19 @@ def masked_logprob_loss(
     mask = as_uint8(loss_mask)
     weights = _weights(row_weights, cu_seqlens, shape, dtype)
     call = Call(
-        targets, mask, float(temperature), LOSS_CODES[kind],
+        targets, mask, *(kept or (None, None)), float(temperature), LOSS_CODES[kind],
         0 if kl_estimator is None else KL_ESTIMATORS[kl_estimator],
         kernel_params(settings, kl_coef), _cells("old_logprobs", old, shape, dtype),
         _cells("advantages", advantages if spec.needs_advantages else None, shape, dtype),
         _cells("ref_logprobs", ref_logprobs if kl_estimator else None, shape, dtype),
         _cells("token_weights", token_weights, shape, dtype),
+        _cells("cross_entropy_weights", cross_entropy_weights, shape, dtype),
+        _cells("kl_weights", kl_weights, shape, dtype),
         _token_mean(targets, mask, dtype) if weights is None else weights,
         return_entropy, chosen == "triton",
     )  # fmt: skip
     if chosen == "torch":
-        streams = [
-            _cells("cross_entropy_weights", cross_entropy_weights, shape, dtype),
-            _cells("kl_weights", kl_weights, shape, dtype),
-        ]
-        result = _torch(logits, call, kind, kl_estimator, kept, streams)
+        result = _torch(logits, call, kind, kl_estimator, kept)
     else:
         rows = kernel_rows(OP, logits)
         if inplace_backward and torch.is_grad_enabled() and logits.requires_grad:
@@ -181,12 +177,12 @@ def _torch(
     kind: str,
     kl_estimator: str | None,
     kept: KeptSets | None,
-    streams: list[torch.Tensor | None],
 ) -> Result:
     """Compute log-probabilities and the loss by the references."""
     rows = logits.reshape(-1, logits.shape[-1])
     live = torch.ones_like(call.targets, dtype=torch.bool) if call.mask is None else call.mask != 0
     check_targets(OP, call.targets, call.mask, rows.shape[-1])
+    check_kept(OP, kept, call.targets, call.mask, rows.shape[-1])
     logprobs, entropy = logprob_reference.selected_logprob(
         rows, call.targets, live, call.temperature, kept
     )
@@ -202,8 +198,8 @@ def _torch(
         ref_logprobs=call.ref_logprobs,
         kl_estimator=kl_estimator,
         token_weights=call.token_weights,
-        cross_entropy_weights=streams[0],
-        kl_weights=streams[1],
+        cross_entropy_weights=call.cross_entropy_weights,
+        kl_weights=call.kl_weights,
     )
     return Result(total, logprobs.detach(), entropy.detach(), metrics)
 

@@ -6,7 +6,7 @@ import torch
 
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.logprob import reference
-from skyrl_fast.ops.logprob.kept import kept_sets
+from skyrl_fast.ops.logprob.kept import check_kept, kept_sets
 
 OP = "selected_logprob"
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,15 +83,17 @@ def selected_logprob(
     chosen = _backend.select(
         OP, *inputs, backend=backend, available_on_gpu=ON_GPU, transforms=("vmap",)
     )
-    if chosen != "torch" and logits.dtype in KERNEL_DTYPES and kept is None:
+    if chosen != "torch" and logits.dtype in KERNEL_DTYPES:
         rows = kernel_rows(OP, logits)
         if inplace_backward:
             check_no_overlap(OP, rows)
         logprob, entropy, _ = torch.ops.skyrl_fast.selected_logprob(
-            rows, targets, keep, temperature, return_entropy, inplace_backward, chosen == "triton"
+            *(rows, targets, keep, temperature, return_entropy, inplace_backward),
+            *(chosen == "triton", *(kept or (None, None))),
         )
     else:
         check_targets(OP, targets, keep, logits.shape[-1])
+        check_kept(OP, kept, targets, keep, logits.shape[-1])
         rows = logits.reshape(-1, logits.shape[-1])
         logprob, entropy = reference.selected_logprob(rows, targets, keep, temperature, kept)
     if return_entropy:

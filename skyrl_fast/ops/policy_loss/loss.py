@@ -78,9 +78,9 @@ def policy_loss(
     loss = sum over trained tokens of row_weight * (token_weight * policy loss
     + cross_entropy_weight * (-logprob) + kl_coef * kl_weight * KL): three streams, each with its
     weight per token. The docstring of `losses.py` has each formula and its source; the settings'
-    names and defaults are SkyRL's. Masked cells are not read (they may be NaN) and their gradient is
-    exactly 0; a mask of zeros gives loss 0, connected to the graph. NaN at a trained token gives a
-    NaN loss, and NaN in the gradient of that token only.
+    names and defaults are SkyRL's. Masked cells are not read (they may be NaN) and their gradient
+    is exactly 0; a mask of zeros gives loss 0, connected to the graph. NaN at a trained token gives
+    a NaN loss, and NaN in the gradient of that token only.
 
     Args:
         logprobs: cells, float32; the current policy's. float64 is computed in float64. bfloat16
@@ -164,8 +164,6 @@ def policy_loss(
     chosen = _backend.select(
         OP, current, mask, backend=backend, available_on_gpu=ON_GPU, transforms=("vmap",)
     )
-    if cross_entropy_weights is not None or kl_weights is not None:
-        chosen = "torch"  # until the kernels have them
     if row_weights is None:
         row_weights = reduction_weights(
             mask,
@@ -174,9 +172,10 @@ def policy_loss(
             group_ids=group_ids,
             trajectory_ids=trajectory_ids,
             max_seq_len=max_seq_len,
+            dtype=current.dtype,
             backend="torch" if chosen == "torch" else None,
         )
-    weights = row_weights.detach().to(current.device, torch.float32).contiguous()
+    weights = row_weights.detach().to(current.device, current.dtype).contiguous()
     if weights.shape != (num_rows,):
         raise ValueError(
             f"{OP}: row_weights must be of shape ({num_rows},), got {tuple(weights.shape)}"
@@ -214,7 +213,7 @@ class _Cells(NamedTuple):
 
     current: torch.Tensor  # cells, float32 or float64
     mask: torch.Tensor
-    row_weights: torch.Tensor  # (N,) float32
+    row_weights: torch.Tensor  # (N,) like `current`
     cu_seqlens: torch.Tensor | None
     ref: torch.Tensor | None
     kl_estimator: str | None
@@ -269,7 +268,7 @@ def _built_in(
             delta = _sequence_delta(current, old, mask, cells.cu_seqlens, sequence, use_triton)
         call = (
             old, adv, cells.mask, cells.row_weights, cells.cu_seqlens, cells.ref,
-            cells.token_weights,
+            cells.token_weights, cells.cross_entropy_weights, cells.kl_weights,
             None if selected is None else selected.view(torch.uint8), delta, LOSS_CODES[kind],
             0 if cells.kl_estimator is None else KL_ESTIMATORS[cells.kl_estimator], params,
             use_triton,

@@ -49,10 +49,10 @@ def named_metrics(
     values: torch.Tensor, *, has_cross_entropy: bool, has_kl_weights: bool
 ) -> dict[str, torch.Tensor]:
     """Return the metrics by name, without those of streams that were not given."""
-    metrics = dict(zip(METRICS, values.unbind(), strict=False))
+    metrics = dict(zip(METRICS, values.unbind(), strict=True))
     absent = () if has_cross_entropy else CROSS_ENTROPY_METRICS
     for name in (*absent, *(() if has_kl_weights else KL_WEIGHT_METRICS)):
-        metrics.pop(name, None)
+        del metrics[name]
     return metrics
 
 
@@ -285,10 +285,10 @@ def weighted_loss(
     weights = weights.to(value.dtype)
     policy = (value * weights).sum()
     total, kl, kl_loss = policy, torch.zeros_like(value), torch.zeros_like(policy)
-    kl_live = live
+    kl_live = torch.zeros_like(live)
     if kl_estimator is not None:
         assert ref_logprobs is not None
-        factor = weights
+        kl_live, factor = live, weights
         if kl_weights is not None:
             kl_live = live & (kl_weights != 0)
             factor = weights * masked(kl_weights.detach(), kl_live)

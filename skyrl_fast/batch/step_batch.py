@@ -58,6 +58,7 @@ COLUMNS: dict[str, tuple[Per, torch.dtype | None]] = {
     "values": ("response", torch.float32),
     "returns": ("response", torch.float32),
     "token_weights": ("response", torch.float32),
+    "cross_entropy_weights": ("response", torch.float32),
     "row_weights": ("row", torch.float32),
     "expert_indices": ("expert", None),
     "num_kept": ("response", torch.int32),
@@ -86,6 +87,7 @@ class StepBatch:
         values, returns: (A,) float32, the critic's value before each trained token, and its
             target; or None.
         token_weights: (A,) float32 of the off-policy correction, 0 on dropped tokens, or None.
+        cross_entropy_weights: (A,) float32, of each token in the cross-entropy, or None: zeros.
         row_weights: (N,) float32, the weight of the row's tokens in the loss, or None.
         anchor_ids: (N,) int32, equal where rows acted in the same state, or None.
         expert_indices: (E, L, K) integers, recorded routes of all rows, or None.
@@ -117,6 +119,7 @@ class StepBatch:
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     token_weights: torch.Tensor | None = None
+    cross_entropy_weights: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
     anchor_ids: torch.Tensor | None = None
     expert_indices: torch.Tensor | None = None
@@ -209,6 +212,13 @@ class StepBatch:
     def row_uids(self) -> list[str]:
         """N, the prompt's name of each row."""
         return [self.uids[group] for group in self.group_ids.tolist()]
+
+    @property
+    def trained_mask(self) -> torch.Tensor:
+        """(A,) bool, tokens of any term of the loss: of the policy loss or the cross-entropy."""
+        if self.cross_entropy_weights is None:
+            return self.loss_mask != 0
+        return (self.loss_mask != 0) | (self.cross_entropy_weights != 0)
 
     def columns(self, per: Per) -> dict[str, torch.Tensor]:
         """Return the batch's columns of one kind, e.g. those per response token."""
@@ -355,6 +365,7 @@ class StepBatch:
             name: merged_values(op, values, self.cu_responses, plan, cu_responses)
             for name in (
                 *("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "num_kept"),
+                "cross_entropy_weights",
             )
             if (values := getattr(self, name)) is not None
         }

@@ -269,6 +269,12 @@ def _check_rows(config: Config) -> None:
             f"(one row per trajectory already), got {got}"
         )
     one_row = not generator.step_wise_trajectories
+    if config.trainer.algorithm.observation_loss_coef and not (one_row or merges_steps(config)):
+        raise ConfigError(
+            "trainer.algorithm.observation_loss_coef: wanted 0, as a row per step has no tokens of "
+            "the environment (trainer.rows=merged or generator.merge_stepwise_output=true has), "
+            f"got {config.trainer.algorithm.observation_loss_coef:g}"
+        )
     if rows == "step" and (one_row or generator.merge_stepwise_output):
         other = "step_wise_trajectories=false" if one_row else "merge_stepwise_output=true"
         raise ConfigError(f"trainer.rows: wanted another form with generator.{other}, got step")
@@ -276,6 +282,12 @@ def _check_rows(config: Config) -> None:
 
 def _check_algorithm(algorithm: AlgorithmConfig) -> None:
     key = "trainer.algorithm"
+    terms = algorithm.use_kl_loss, algorithm.use_entropy_loss, algorithm.observation_loss_coef > 0
+    if algorithm.policy_loss_coef == 0 and not any(terms):
+        raise ConfigError(
+            f"{key}.policy_loss_coef: wanted more than 0, as the loss has no other term "
+            "(use_kl_loss, use_entropy_loss, observation_loss_coef), got 0"
+        )
     if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
         raise ConfigError(
             f"{key}.use_kl_in_reward: wanted only one of use_kl_in_reward and use_kl_loss, got both"

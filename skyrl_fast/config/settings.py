@@ -162,6 +162,19 @@ class AlgorithmConfig:
         "regular",
         f"policy loss: {', '.join(POLICY_LOSSES)}, a registered one, or module:function",
     )
+    policy_loss_coef: float = setting(
+        1.0,
+        "weight of the policy loss; 0: only the other terms, such as use_kl_loss with a teacher as "
+        "trainer.ref.model.path",
+        at_least=0,
+        finite=True,
+    )
+    observation_loss_coef: float = setting(
+        0.0,
+        "weight of the cross-entropy on the environment's tokens in merged rows; 0: not trained",
+        at_least=0,
+        finite=True,
+    )
     policy_loss_kwargs: dict[str, Any] = setting(
         {}, "keyword arguments of a registered loss or of module:function"
     )

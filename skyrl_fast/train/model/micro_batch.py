@@ -129,7 +129,7 @@ def _same_routes(batch: StepBatch, row: int, host: int) -> bool:
     """Return whether both rows' routes agree on all tokens before `row`'s last trained one."""
     assert batch.expert_indices is not None and batch.cu_experts is not None
     start, end = batch.cu_responses[row : row + 2].tolist()
-    trained = np.flatnonzero(batch.loss_mask[start:end].numpy())
+    trained = np.flatnonzero(batch.trained_mask[start:end].numpy())
     prompt = int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row]) - (end - start)
     needed = prompt + int(trained[-1]) if len(trained) else 0
     records = []
@@ -140,7 +140,7 @@ def _same_routes(batch: StepBatch, row: int, host: int) -> bool:
 
 
 def _trained_rows(batch: StepBatch) -> np.ndarray:
-    sums = np.concatenate([[0], np.cumsum(batch.loss_mask.numpy(), dtype=np.int64)])
+    sums = np.concatenate([[0], np.cumsum(batch.trained_mask.numpy(), dtype=np.int64)])
     return np.diff(sums[batch.cu_responses.numpy()]) > 0
 
 
@@ -187,7 +187,7 @@ def _micro_batch(
     tokens = batch.tokens.numpy()
     cu = batch.cu_seqlens.tolist()
     cu_responses = batch.cu_responses.tolist()
-    mask = batch.loss_mask.numpy()
+    mask = batch.trained_mask.numpy()
     width = max(cu[host + 1] - cu[host] for host in hosts)
     input_ids = np.zeros((len(hosts), width), dtype=np.int64)
     place = {}

@@ -78,7 +78,7 @@ def _trained_tokens(batch: StepBatch, visited: np.ndarray) -> _Trained:
     cu = batch.cu_seqlens.numpy().astype(np.int64)
     cu_responses = batch.cu_responses.numpy().astype(np.int64)
     row_of = np.repeat(np.arange(batch.num_rows), np.diff(cu_responses))
-    responses = np.flatnonzero((batch.loss_mask.numpy() != 0) & visited[row_of])
+    responses = np.flatnonzero(batch.trained_mask.numpy() & visited[row_of])
     rows = row_of[responses]
     prompts = np.diff(cu) - np.diff(cu_responses)
     positions = prompts[rows] + responses - cu_responses[rows]

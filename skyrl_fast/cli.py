@@ -1,4 +1,4 @@
-"""The command `skyrl-fast`: train, view a run, serve an engine or a corpus, doctor."""
+"""The command `skyrl-fast`: train, fine-tune, view a run, serve an engine or a corpus, doctor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if options.command in ("train", "engine"):
+    if options.command in ("train", "sft", "engine"):
         options.overrides += rest  # overrides after an option, which argparse does not assign
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -56,19 +56,27 @@ def _parser() -> argparse.ArgumentParser:
         prog="skyrl-fast", description="Step-wise reinforcement learning of language-model agents."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser(
-        "train",
-        help="train an agent",
-        description="Train with the settings of a YAML file and overrides.",
-    )
-    train.add_argument("config", help="YAML file with the sections data, trainer, generator, ...")
-    train.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override the file"
-    )
-    train.add_argument(
-        "--resume", action="store_true", help="resume from the newest checkpoint, if there is one"
-    )
-    train.add_argument("--verbose", action="store_true", help="log at level INFO")
+    for name, help, description in (
+        ("train", "train an agent", "Train with the settings of a YAML file and overrides."),
+        (
+            "sft",
+            "train a model on demonstrations",
+            "Supervised fine-tuning: data.train_data are chats whose assistant turns are trained.",
+        ),
+    ):
+        train = commands.add_parser(name, help=help, description=description)
+        train.add_argument(
+            "config", help="YAML file with the sections data, trainer, generator, ..."
+        )
+        train.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="settings that override the file"
+        )
+        train.add_argument(
+            "--resume",
+            action="store_true",
+            help="resume from the newest checkpoint, if there is one",
+        )
+        train.add_argument("--verbose", action="store_true", help="log at level INFO")
     view = commands.add_parser(
         "view",
         help="show a run's trajectories and metrics in a browser",
@@ -115,12 +123,14 @@ def _train(options: argparse.Namespace) -> int:
         from skyrl_fast.train.output.checkpoint import CheckpointError, RunInUseError
         from skyrl_fast.train.parallel.ranks import RankError
         from skyrl_fast.train.run import SetupError, train
+        from skyrl_fast.train.supervised import sft
         from skyrl_fast.trajectory_store.writer import StoreError
     except ImportError as error:
         return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train]'")
     overrides = [*options.overrides, *(["trainer.resume_mode=latest"] if options.resume else [])]
     try:
-        result = train(load_config(options.config, overrides))
+        run = sft if options.command == "sft" else train
+        result = run(load_config(options.config, overrides))
     except (ConfigError, SetupError, RunInUseError) as error:
         return _complain(str(error))
     except (

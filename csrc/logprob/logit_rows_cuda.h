@@ -114,6 +114,61 @@ __device__ __forceinline__ SoftmaxPart row_part(const T* row, const RowSplit<T>&
   return part;
 }
 
+// The kept ids of a row in a kernel that has any sets.
+template <bool kKept>
+__device__ __forceinline__ KeptIds kept_of(const Selection& selection, int64_t r) {
+  return kKept ? selection.kept.of_row(r) : KeptIds();
+}
+
+// A logit, or -inf where it was not kept: its probability and gradient are 0, and it is not read.
+template <typename T>
+__device__ __forceinline__ float load_logit(const T* row, int64_t index, const KeptIds& kept) {
+  return kept.is_full() || kept.find(index) >= 0 ? to_float(row[index]) : -INFINITY;
+}
+
+// The logit of the target; NaN where it is out of range or not kept.
+template <typename T>
+__device__ __forceinline__ float target_logit(const T* row, int64_t target, int64_t vocab,
+                                              const KeptIds& kept) {
+  const bool inside = target >= 0 && target < vocab;
+  return inside && (kept.is_full() || kept.find(target) >= 0) ? to_float(row[target]) : NAN;
+}
+
+// A vector of a row with a set: each thread finds the kept ids in its vector.
+template <typename T>
+__device__ __forceinline__ Vector load_kept_vector(const T* row, int64_t first,
+                                                   const KeptIds& kept) {
+  float x[RowSplit<T>::kPerVector];
+  int64_t place = kept.lower_bound(first);
+#pragma unroll
+  for (int i = 0; i < RowSplit<T>::kPerVector; ++i) {
+    const bool is_kept = place < kept.size && kept.ids[place] == first + i;
+    x[i] = is_kept ? to_float(row[first + i]) : -INFINITY;
+    place += is_kept ? 1 : 0;
+  }
+  Vector v;
+  pack(x, &v, row);
+  return v;
+}
+
+// Whether the id at a place is in range and above the one before.
+__device__ __forceinline__ bool is_valid_id(const KeptIds& kept, int64_t place, int64_t vocab) {
+  const int32_t id = kept.ids[place];
+  return id >= 0 && id < vocab && (place == 0 || kept.ids[place - 1] < id);
+}
+
+// The sums of the kept logits first, first + kThreads, ... of a row; NaN with an invalid id.
+template <bool kEntropy, typename T, int kThreads>
+__device__ __forceinline__ SoftmaxPart kept_part(const T* row, const KeptIds& kept, int64_t vocab,
+                                                 float scale) {
+  SoftmaxPart part;
+  for (int64_t i = threadIdx.x; i < kept.size; i += kThreads) {
+    const bool valid = is_valid_id(kept, i, vocab);
+    accumulate_single<kEntropy>(valid ? to_float(row[kept.ids[i]]) : NAN, scale, &part);
+  }
+  return part;
+}
+
 __device__ __forceinline__ SoftmaxPart warp_combine(SoftmaxPart part) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "logprob/kept_sets.h"
 #include "policy_loss/token_loss.h"
 
 namespace skyrl_fast {
@@ -28,19 +29,27 @@ struct LogitRows {
 // The selected token of each row.
 //   target_ids  int64 [num_rows]; in [0, vocab) where the mask is not 0
 //   mask        uint8 [num_rows], or null: all ones. Rows of mask 0 are never read.
+//   kept        where given, only these logits of a row exist: others are not read, have
+//               probability 0 and get the gradient 0
 struct Selection {
   const char* op = "";  // for messages
   const int64_t* target_ids = nullptr;
   const uint8_t* mask = nullptr;
+  KeptSets kept;
   double temperature = 1.0;
   SKYRL_HD bool has(int64_t row) const { return mask == nullptr || mask[row] != 0; }
 };
+
+// Throws invalid_argument where a row's kept ids are not strictly ascending in [0, vocab), or miss
+// its target. Rows of mask 0 are not checked.
+void check_kept_sets(const Selection& selection, int64_t num_rows, int64_t vocab);
 
 // Softmax is that of logits / temperature. Rows of mask 0 give 0 everywhere.
 //   logprob  float [num_rows]
 //   lse      double [num_rows], log sum exp
 //   entropy  float [num_rows] in nats, or null
-// Throws invalid_argument where a target is out of range, before any row is read.
+// Throws invalid_argument where a target is out of range, and what check_kept_sets throws, before
+// any row is read.
 void selected_logprob_cpu(const LogitRows& logits, const Selection& selection, float* logprob,
                           double* lse, float* entropy, int num_threads);
 
@@ -60,15 +69,17 @@ struct TokenLossInputs {
   LossKind loss = LossKind::kRegular;  // a loss of single tokens: not kGspo, kClipCov, kKlCov
   KlKind kl = KlKind::kNone;
   LossParams<float> params;
-  const float* old_logprobs = nullptr;   // null: the log-probabilities themselves (ratio 1)
-  const float* advantages = nullptr;     // null only for kCrossEntropy
-  const float* reference = nullptr;      // for the KL penalty; null without
-  const float* token_weights = nullptr;  // multiply the policy loss, not the KL penalty; null: ones
-  const float* weights = nullptr;        // multiply both: the reduction
+  const float* old_logprobs = nullptr;  // null: the log-probabilities themselves (ratio 1)
+  const float* advantages = nullptr;    // null only for kCrossEntropy
+  const float* reference = nullptr;     // for the KL penalty; null without
+  // The weights of the streams: policy loss, -logprob and KL penalty.
+  const float* token_weights = nullptr;          // null: ones
+  const float* cross_entropy_weights = nullptr;  // null: zeros
+  const float* kl_weights = nullptr;             // null: ones
+  const float* weights = nullptr;                // multiply all: the reduction
 };
 
-// d loss / d logprob of a row's token. A token of weight 0 has no policy loss, even where that
-// would be NaN.
+// d loss / d logprob of a row's token. A weight of 0 drops a stream, even where that would be NaN.
 SKYRL_HD float loss_gradient(const TokenLossInputs& in, int64_t row, float logprob) {
   const float old_logprob = in.old_logprobs ? in.old_logprobs[row] : logprob;
   const float advantage = in.advantages ? in.advantages[row] : 0.0f;
@@ -76,9 +87,11 @@ SKYRL_HD float loss_gradient(const TokenLossInputs& in, int64_t row, float logpr
       token_loss(in.loss, in.params, logprob, old_logprob, logprob - old_logprob, advantage, false);
   const float token_weight = in.token_weights ? in.token_weights[row] : 1.0f;
   float grad = token_weight != 0.0f ? token_weight * token.grad : 0.0f;
-  if (in.kl != KlKind::kNone) {
-    grad += in.params.kl_coef * token_kl(in.kl, logprob, in.reference[row]).grad;
+  const float kl_weight = in.kl_weights ? in.kl_weights[row] : 1.0f;
+  if (in.kl != KlKind::kNone && kl_weight != 0.0f) {
+    grad += in.params.kl_coef * kl_weight * token_kl(in.kl, logprob, in.reference[row]).grad;
   }
+  if (in.cross_entropy_weights) grad -= in.cross_entropy_weights[row];
   return grad * in.weights[row];
 }
 

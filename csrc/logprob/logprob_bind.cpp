@@ -48,17 +48,49 @@ class MaybeBorrowed {
   std::optional<Borrowed> borrowed_;
 };
 
+// Kept ids and ranges, both None or neither.
+class Kept {
+ public:
+  Kept(const char* op, py::handle ids_obj, py::handle ranges_obj) {
+    if (ids_obj.is_none() != ranges_obj.is_none()) {
+      throw std::invalid_argument(std::string(op) +
+                                  ": kept_ids and kept_ranges must be given together");
+    }
+    if (ids_obj.is_none()) return;
+    ids_.emplace(ids_obj, op, "kept_ids");
+    ranges_.emplace(ranges_obj, op, "kept_ranges");
+  }
+  KeptSets of_rows(int64_t num_rows) const {
+    KeptSets kept;
+    if (!ids_) return kept;
+    check_cpu_array(**ids_, DType::kInt32, 1);
+    check_cpu_array(**ranges_, DType::kInt64, 2);
+    check_size(**ranges_, 0, num_rows);
+    check_size(**ranges_, 1, 2);
+    // Without ids a pointer may be null, which would mean the full vocabulary: no range has any.
+    kept.num_ids = (*ids_)->shape[0];
+    kept.ids = kept.num_ids > 0 ? (*ids_)->ptr<int32_t>() : nullptr;
+    kept.ranges = (*ranges_)->ptr<int64_t>();
+    return kept;
+  }
+
+ private:
+  std::optional<Borrowed> ids_, ranges_;
+};
+
 // The arguments shared by forward and backward, borrowed and checked.
 struct Inputs {
   Inputs(const char* op, py::handle logits_obj, py::handle targets_obj, py::handle mask_obj,
-         double temperature)
+         py::handle kept_ids_obj, py::handle kept_ranges_obj, double temperature)
       : logits(logits_obj, op, "logits"),
         targets(targets_obj, op, "target_ids"),
         mask(mask_obj, op, "loss_mask"),
+        kept(op, kept_ids_obj, kept_ranges_obj),
         rows(rows_of(*logits)) {
     selection.op = op;
     selection.target_ids = per_row<int64_t>(targets, DType::kInt64, rows.num_rows);
     selection.mask = mask.per_row_or_null<uint8_t>(DType::kUInt8, rows.num_rows);
+    selection.kept = kept.of_rows(rows.num_rows);
     selection.temperature = temperature;
     if (!(temperature > 0.0) || temperature > kMaxTemperature) {
       throw std::invalid_argument(std::string(op) +
@@ -68,6 +100,7 @@ struct Inputs {
   }
   Borrowed logits, targets;
   MaybeBorrowed mask;
+  Kept kept;
   LogitRows rows;
   Selection selection;
 };
@@ -82,10 +115,10 @@ LogitRows rows_like(const TensorView& grad, const Inputs& in) {
   return rows;
 }
 
-void selected_logprob(py::handle logits, py::handle targets, py::handle mask, double temperature,
-                      py::handle logprob_obj, py::handle lse_obj, py::handle entropy_obj,
-                      int num_threads) {
-  const Inputs in(kOp, logits, targets, mask, temperature);
+void selected_logprob(py::handle logits, py::handle targets, py::handle mask, py::handle kept_ids,
+                      py::handle kept_ranges, double temperature, py::handle logprob_obj,
+                      py::handle lse_obj, py::handle entropy_obj, int num_threads) {
+  const Inputs in(kOp, logits, targets, mask, kept_ids, kept_ranges, temperature);
   const Borrowed logprob(logprob_obj, kOp, "logprob");
   const Borrowed lse(lse_obj, kOp, "lse");
   const MaybeBorrowed entropy(entropy_obj, kOp, "entropy");
@@ -98,10 +131,11 @@ void selected_logprob(py::handle logits, py::handle targets, py::handle mask, do
 }
 
 void selected_logprob_backward(py::handle logits, py::handle targets, py::handle mask,
-                               double temperature, py::handle lse_obj, py::handle entropy_obj,
+                               py::handle kept_ids, py::handle kept_ranges, double temperature,
+                               py::handle lse_obj, py::handle entropy_obj,
                                py::handle grad_logprob_obj, py::handle grad_entropy_obj,
                                py::handle grad_obj, int num_threads) {
-  const Inputs in(kOp, logits, targets, mask, temperature);
+  const Inputs in(kOp, logits, targets, mask, kept_ids, kept_ranges, temperature);
   const Borrowed grad(grad_obj, kOp, "grad");
   const LogitRows grad_rows = rows_like(*grad, in);
   const Borrowed lse(lse_obj, kOp, "lse");
@@ -122,18 +156,22 @@ void selected_logprob_backward(py::handle logits, py::handle targets, py::handle
                                 grad_entropy_data, grad_rows, num_threads);
 }
 
-void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask, double temperature,
-                         int loss, int kl, const std::vector<double>& params,
-                         py::handle old_logprobs_obj, py::handle advantages_obj,
-                         py::handle reference_obj, py::handle token_weights_obj,
-                         py::handle weights_obj, py::handle logprob_obj, py::handle entropy_obj,
-                         py::handle grad_obj, int num_threads) {
-  const Inputs in(kLossOp, logits, targets, mask, temperature);
+void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask,
+                         py::handle kept_ids, py::handle kept_ranges, double temperature, int loss,
+                         int kl, const std::vector<double>& params, py::handle old_logprobs_obj,
+                         py::handle advantages_obj, py::handle reference_obj,
+                         py::handle token_weights_obj, py::handle cross_entropy_weights_obj,
+                         py::handle kl_weights_obj, py::handle weights_obj, py::handle logprob_obj,
+                         py::handle entropy_obj, py::handle grad_obj, int num_threads) {
+  const Inputs in(kLossOp, logits, targets, mask, kept_ids, kept_ranges, temperature);
   const int64_t n = in.rows.num_rows;
   const MaybeBorrowed old_logprobs(old_logprobs_obj, kLossOp, "old_logprobs");
   const MaybeBorrowed advantages(advantages_obj, kLossOp, "advantages");
   const MaybeBorrowed reference(reference_obj, kLossOp, "ref_logprobs");
   const MaybeBorrowed token_weights(token_weights_obj, kLossOp, "token_weights");
+  const MaybeBorrowed cross_entropy_weights(cross_entropy_weights_obj, kLossOp,
+                                            "cross_entropy_weights");
+  const MaybeBorrowed kl_weights(kl_weights_obj, kLossOp, "kl_weights");
   const MaybeBorrowed entropy(entropy_obj, kLossOp, "entropy");
   const Borrowed weights(weights_obj, kLossOp, "row_weights");
   const Borrowed logprob(logprob_obj, kLossOp, "logprob");
@@ -145,6 +183,8 @@ void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask,
   token.advantages = advantages.per_row_or_null<float>(DType::kFloat32, n);
   token.reference = reference.per_row_or_null<float>(DType::kFloat32, n);
   token.token_weights = token_weights.per_row_or_null<float>(DType::kFloat32, n);
+  token.cross_entropy_weights = cross_entropy_weights.per_row_or_null<float>(DType::kFloat32, n);
+  token.kl_weights = kl_weights.per_row_or_null<float>(DType::kFloat32, n);
   token.weights = per_row<float>(weights, DType::kFloat32, n);
   check_loss(kLossOp, loss, kl, !advantages_obj.is_none(), !reference_obj.is_none(), false);
   float* logprob_data = per_row<float>(logprob, DType::kFloat32, n);
@@ -160,21 +200,41 @@ void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask,
                           grad ? &grad_rows : nullptr, num_threads);
 }
 
+// For backends other than the native one.
+void check_kept(const std::string& op, py::handle targets_obj, py::handle mask_obj,
+                py::handle kept_ids, py::handle kept_ranges, int64_t vocab) {
+  const Borrowed targets(targets_obj, op.c_str(), "target_ids");
+  const MaybeBorrowed mask(mask_obj, op.c_str(), "loss_mask");
+  const Kept kept(op.c_str(), kept_ids, kept_ranges);
+  check_cpu_array(*targets, DType::kInt64, 1);
+  const int64_t n = targets->shape[0];
+  Selection selection;
+  selection.op = op.c_str();
+  selection.target_ids = targets->ptr<int64_t>();
+  selection.mask = mask.per_row_or_null<uint8_t>(DType::kUInt8, n);
+  selection.kept = kept.of_rows(n);
+  py::gil_scoped_release release;
+  check_kept_sets(selection, n, vocab);
+}
+
 }  // namespace
 
 void bind_logprob(py::module_& m) {
   m.def("selected_logprob", &selected_logprob, py::arg("logits"), py::arg("target_ids"),
-        py::arg("mask"), py::arg("temperature"), py::arg("logprobs"), py::arg("lse"),
-        py::arg("entropy"), py::arg("num_threads"));
+        py::arg("mask"), py::arg("kept_ids"), py::arg("kept_ranges"), py::arg("temperature"),
+        py::arg("logprobs"), py::arg("lse"), py::arg("entropy"), py::arg("num_threads"));
   m.def("selected_logprob_backward", &selected_logprob_backward, py::arg("logits"),
-        py::arg("target_ids"), py::arg("mask"), py::arg("temperature"), py::arg("lse"),
-        py::arg("entropy"), py::arg("grad_logprobs"), py::arg("grad_entropy"), py::arg("grad"),
-        py::arg("num_threads"));
+        py::arg("target_ids"), py::arg("mask"), py::arg("kept_ids"), py::arg("kept_ranges"),
+        py::arg("temperature"), py::arg("lse"), py::arg("entropy"), py::arg("grad_logprobs"),
+        py::arg("grad_entropy"), py::arg("grad"), py::arg("num_threads"));
   m.def("masked_logprob_loss", &masked_logprob_loss, py::arg("logits"), py::arg("target_ids"),
-        py::arg("mask"), py::arg("temperature"), py::arg("loss"), py::arg("kl"), py::arg("params"),
-        py::arg("old_logprobs"), py::arg("advantages"), py::arg("ref_logprobs"),
-        py::arg("token_weights"), py::arg("row_weights"), py::arg("logprobs"), py::arg("entropy"),
-        py::arg("grad"), py::arg("num_threads"));
+        py::arg("mask"), py::arg("kept_ids"), py::arg("kept_ranges"), py::arg("temperature"),
+        py::arg("loss"), py::arg("kl"), py::arg("params"), py::arg("old_logprobs"),
+        py::arg("advantages"), py::arg("ref_logprobs"), py::arg("token_weights"),
+        py::arg("cross_entropy_weights"), py::arg("kl_weights"), py::arg("row_weights"),
+        py::arg("logprobs"), py::arg("entropy"), py::arg("grad"), py::arg("num_threads"));
+  m.def("check_kept_sets", &check_kept, py::arg("op"), py::arg("target_ids"), py::arg("mask"),
+        py::arg("kept_ids"), py::arg("kept_ranges"), py::arg("vocab"));
   m.def("set_simd_level", &set_simd_level, py::arg("name"));
   m.def("simd_level", [] { return simd_level_name(simd_level()); });
 }

@@ -1,9 +1,12 @@
 // Selected log-probabilities on the CPU: rows are distributed over threads, one pass per row.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <vector>
 
 #include "core/parallel.h"
 #include "core/simd.h"
@@ -23,15 +26,73 @@ const RowKernels& row_kernels(DType dtype) {
   return set.float32;
 }
 
+[[noreturn]] void fail_at(const Selection& selection, const std::string& wanted, int64_t got,
+                          int64_t row) {
+  throw std::invalid_argument(std::string(selection.op) + ": " + wanted +
+                              " where the mask is 1, got " + std::to_string(got) + " in row " +
+                              std::to_string(row));
+}
+
 void check_targets(const LogitRows& logits, const Selection& selection) {
   for (int64_t r = 0; r < logits.num_rows; ++r) {
     const int64_t target = selection.target_ids[r];
     if (selection.has(r) && (target < 0 || target >= logits.vocab)) {
-      throw std::invalid_argument(std::string(selection.op) + ": target_ids must be in [0, " +
-                                  std::to_string(logits.vocab) + ") where the mask is 1, got " +
-                                  std::to_string(target) + " in row " + std::to_string(r));
+      fail_at(selection, "target_ids must be in [0, " + std::to_string(logits.vocab) + ")", target,
+              r);
     }
   }
+}
+
+// Ids of ascending order are in range if the first and the last are.
+void check_ids(const Selection& selection, const KeptIds& kept, int64_t vocab, int64_t row) {
+  if (kept.size == 0) return;
+  bool ascends = true;
+  for (int64_t i = 1; i < kept.size; ++i) ascends &= kept.ids[i - 1] < kept.ids[i];
+  if (!ascends) {
+    int64_t i = 1;
+    while (kept.ids[i - 1] < kept.ids[i]) ++i;
+    fail_at(selection,
+            "kept_ids must be above " + std::to_string(kept.ids[i - 1]) +
+                ", the id before (ascending, none twice)",
+            kept.ids[i], row);
+  }
+  for (const int32_t id : {kept.ids[0], kept.ids[kept.size - 1]}) {
+    if (id >= 0 && id < vocab) continue;
+    fail_at(selection, "kept_ids must be in [0, " + std::to_string(vocab) + ")", id, row);
+  }
+}
+
+// Copies of a row's kept logits, of any dtype, next to each other.
+using Gathered = std::vector<uint32_t>;
+
+// The logits of a row as the kernels take them: all, or the kept ones gathered.
+struct RowLogits {
+  const void* data;
+  int64_t size;
+  int64_t target;  // place of the target; below 0: not among them
+  KeptIds kept;
+};
+
+// Calls fn(pointer to an integer of the element's size).
+template <typename Fn>
+void with_item(DType dtype, const Fn& fn) {
+  if (dtype == DType::kFloat32) return fn(static_cast<uint32_t*>(nullptr));
+  return fn(static_cast<uint16_t*>(nullptr));
+}
+
+RowLogits logits_of(const LogitRows& logits, const Selection& selection, int64_t r,
+                    Gathered* gathered) {
+  const int64_t target = selection.target_ids[r];
+  const KeptIds kept = selection.kept.of_row(r);
+  if (kept.is_full()) return {logits.row(r), logits.vocab, target, kept};
+  if (static_cast<int64_t>(gathered->size()) < kept.size) gathered->resize(kept.size);
+  with_item(logits.dtype, [&](auto* null) {
+    using Item = std::remove_pointer_t<decltype(null)>;
+    const Item* row = reinterpret_cast<const Item*>(logits.row(r));
+    Item* out = reinterpret_cast<Item*>(gathered->data());
+    for (int64_t i = 0; i < kept.size; ++i) out[i] = row[kept.ids[i]];
+  });
+  return {gathered->data(), kept.size, kept.find(target), kept};
 }
 
 // Masked rows cost nothing, so equal parts are not equal work: threads fetch rows dynamically.
@@ -43,12 +104,13 @@ void for_each_row(const LogitRows& logits, int num_threads, const Fn& fn) {
   const int64_t threads = most < num_threads ? most : num_threads;
   std::atomic<int64_t> next{0};
   parallel_for(static_cast<int>(threads), threads, 1, [&](int64_t begin, int64_t end) {
+    Gathered gathered;
     for (int64_t worker = begin; worker < end; ++worker) {
       for (;;) {
         const int64_t first = next.fetch_add(rows_per_take, std::memory_order_relaxed);
         if (first >= logits.num_rows) break;
         const int64_t last = std::min(first + rows_per_take, logits.num_rows);
-        for (int64_t r = first; r < last; ++r) fn(r);
+        for (int64_t r = first; r < last; ++r) fn(r, &gathered);
       }
     }
   });
@@ -58,18 +120,64 @@ int64_t row_bytes(const LogitRows& logits) {
   return logits.vocab * (logits.dtype == DType::kFloat32 ? 4 : 2);
 }
 
+RowStats forward_of(const RowKernels& kernels, const RowLogits& row, double temperature,
+                    bool with_entropy) {
+  RowStats stats = {0.0, -INFINITY, 0.0};  // of a slice that holds none of the row's ids
+  if (row.size > 0) {
+    kernels.forward(row.data, row.size, row.target, temperature, with_entropy, &stats);
+  }
+  return stats;
+}
+
+// Writes the gradient of a row, whose logits `grad` may overwrite.
+void write_gradient(const RowKernels& kernels, const RowLogits& row, double temperature,
+                    const RowStats& stats, const RowGrads& grads, const LogitRows& grad, int64_t r,
+                    Gathered* gathered) {
+  if (row.kept.is_full()) {
+    kernels.backward(row.data, row.size, row.target, temperature, stats, grads, grad.row(r));
+    return;
+  }
+  if (row.size > 0) {
+    kernels.backward(row.data, row.size, row.target, temperature, stats, grads, gathered->data());
+  }
+  std::memset(grad.row(r), 0, row_bytes(grad));
+  with_item(grad.dtype, [&](auto* null) {
+    using Item = std::remove_pointer_t<decltype(null)>;
+    Item* out = reinterpret_cast<Item*>(grad.row(r));
+    const Item* in = reinterpret_cast<const Item*>(gathered->data());
+    for (int64_t i = 0; i < row.size; ++i) out[row.kept.ids[i]] = in[i];
+  });
+}
+
 }  // namespace
+
+void check_kept_sets(const Selection& selection, int64_t num_rows, int64_t vocab) {
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const KeptIds kept = selection.kept.of_row(r);
+    if (!selection.has(r) || kept.is_full()) continue;
+    check_ids(selection, kept, vocab, r);
+    const int64_t target = selection.target_ids[r];
+    if (kept.size > 0 && kept.find(target) < 0) {
+      throw std::invalid_argument(std::string(selection.op) +
+                                  ": kept_ids must contain the row's target where the mask is 1, "
+                                  "wanted " +
+                                  std::to_string(target) + " in row " + std::to_string(r) +
+                                  ", got " + std::to_string(kept.size) + " other ids");
+    }
+  }
+}
 
 void selected_logprob_cpu(const LogitRows& logits, const Selection& selection, float* logprob,
                           double* lse, float* entropy, int num_threads) {
   if (logits.num_rows == 0) return;
   check_targets(logits, selection);
+  check_kept_sets(selection, logits.num_rows, logits.vocab);
   const RowKernels& kernels = row_kernels(logits.dtype);
-  for_each_row(logits, num_threads, [&](int64_t r) {
+  for_each_row(logits, num_threads, [&](int64_t r, Gathered* gathered) {
     RowStats stats = {0.0, 0.0, 0.0};
     if (selection.has(r)) {
-      kernels.forward(logits.row(r), logits.vocab, selection.target_ids[r], selection.temperature,
-                      entropy != nullptr, &stats);
+      stats = forward_of(kernels, logits_of(logits, selection, r, gathered), selection.temperature,
+                         entropy != nullptr);
     }
     logprob[r] = static_cast<float>(stats.logprob);
     lse[r] = stats.lse;
@@ -82,8 +190,11 @@ void selected_logprob_backward_cpu(const LogitRows& logits, const Selection& sel
                                    const float* grad_logprob, const float* grad_entropy,
                                    const LogitRows& grad, int num_threads) {
   if (logits.num_rows == 0) return;
+  for (int64_t r = 0; r < logits.num_rows; ++r) {
+    if (selection.has(r)) check_ids(selection, selection.kept.of_row(r), logits.vocab, r);
+  }
   const RowKernels& kernels = row_kernels(logits.dtype);
-  for_each_row(logits, num_threads, [&](int64_t r) {
+  for_each_row(logits, num_threads, [&](int64_t r, Gathered* gathered) {
     const RowGrads grads = {grad_logprob ? grad_logprob[r] : 0.0,
                             grad_entropy ? grad_entropy[r] : 0.0};
     if (!selection.has(r) || (grads.logprob == 0.0 && grads.entropy == 0.0)) {
@@ -91,8 +202,8 @@ void selected_logprob_backward_cpu(const LogitRows& logits, const Selection& sel
       return;
     }
     const RowStats stats = {0.0, lse[r], grads.entropy != 0.0 ? entropy[r] : 0.0};
-    kernels.backward(logits.row(r), logits.vocab, selection.target_ids[r], selection.temperature,
-                     stats, grads, grad.row(r));
+    write_gradient(kernels, logits_of(logits, selection, r, gathered), selection.temperature, stats,
+                   grads, grad, r, gathered);
   });
 }
 
@@ -101,13 +212,15 @@ void masked_logprob_loss_cpu(const LogitRows& logits, const Selection& selection
                              const LogitRows* grad, int num_threads) {
   if (logits.num_rows == 0) return;
   check_targets(logits, selection);
+  check_kept_sets(selection, logits.num_rows, logits.vocab);
   const RowKernels& kernels = row_kernels(logits.dtype);
-  for_each_row(logits, num_threads, [&](int64_t r) {
+  for_each_row(logits, num_threads, [&](int64_t r, Gathered* gathered) {
     RowStats stats = {0.0, 0.0, 0.0};
+    RowLogits row = {};
     float loss_grad = 0.0f;
     if (selection.has(r)) {
-      kernels.forward(logits.row(r), logits.vocab, selection.target_ids[r], selection.temperature,
-                      entropy != nullptr, &stats);
+      row = logits_of(logits, selection, r, gathered);
+      stats = forward_of(kernels, row, selection.temperature, entropy != nullptr);
       loss_grad = loss_gradient(in, r, static_cast<float>(stats.logprob));
     }
     logprob[r] = static_cast<float>(stats.logprob);
@@ -116,8 +229,8 @@ void masked_logprob_loss_cpu(const LogitRows& logits, const Selection& selection
     if (loss_grad == 0.0f) {
       std::memset(grad->row(r), 0, row_bytes(logits));
     } else {
-      kernels.backward(logits.row(r), logits.vocab, selection.target_ids[r], selection.temperature,
-                       stats, {loss_grad, 0.0}, grad->row(r));
+      write_gradient(kernels, row, selection.temperature, stats, {loss_grad, 0.0}, *grad, r,
+                     gathered);
     }
   });
 }

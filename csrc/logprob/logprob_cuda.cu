@@ -11,7 +11,7 @@ constexpr int kLoads = 4;  // per thread in flight; 16 KB per block, four blocks
 constexpr int kBlocks = 4;
 constexpr int kBackwardVectors = kThreads * kLoads;  // of one block
 
-template <typename T, bool kEntropy>
+template <typename T, bool kEntropy, bool kKept>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     forward_kernel(const LogitRows logits, const Selection selection, float scale, float* logprob,
                    double* lse, float* entropy) {
@@ -20,22 +20,26 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     if (threadIdx.x == 0) {
       logprob[r] = 0.0f;
       lse[r] = 0.0;
-      if (kEntropy) entropy[r] = 0.0f;
+      if (kEntropy && entropy != nullptr) entropy[r] = 0.0f;
     }
     return;
   }
   const T* row = reinterpret_cast<const T*>(logits.row(r));
-  const RowSplit<T> split(row, logits.vocab);
-  const SoftmaxPart part = block_combine<kThreads>(
-      row_part<kEntropy, T, kThreads, kLoads>(row, split, logits.vocab, scale),
-      block_shared<SoftmaxPart>());
+  const KeptIds kept = kept_of<kKept>(selection, r);
+  SoftmaxPart part;
+  if (kept.is_full()) {
+    const RowSplit<T> split(row, logits.vocab);
+    part = row_part<kEntropy, T, kThreads, kLoads>(row, split, logits.vocab, scale);
+  } else {
+    part = kept_part<kEntropy, T, kThreads>(row, kept, logits.vocab, scale);
+  }
+  part = block_combine<kThreads>(part, block_shared<SoftmaxPart>());
   if (threadIdx.x != 0) return;
-  const int64_t target = selection.target_ids[r];
-  const bool in_range = target >= 0 && target < logits.vocab;
-  const RowResult result = row_result(part, in_range ? to_float(row[target]) : NAN, scale);
+  const float target_x = target_logit(row, selection.target_ids[r], logits.vocab, kept);
+  const RowResult result = row_result(part, target_x, scale);
   logprob[r] = static_cast<float>(result.logprob);
   lse[r] = result.lse;
-  if (kEntropy) entropy[r] = static_cast<float>(result.entropy);
+  if (kEntropy && entropy != nullptr) entropy[r] = static_cast<float>(result.entropy);
 }
 
 struct Gradients {
@@ -46,7 +50,7 @@ struct Gradients {
 };
 
 // Grid x is rows, grid y parts of a row. Loads precede stores: grad may be logits.
-template <typename T>
+template <typename T, bool kKept>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     backward_kernel(const LogitRows logits, const Selection selection, float scale,
                     float inv_temperature, const Gradients in, const LogitRows grad) {
@@ -57,12 +61,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const float grad_logprob = trained && in.grad_logprob != nullptr ? in.grad_logprob[r] : 0.0f;
   const float grad_entropy = trained && in.grad_entropy != nullptr ? in.grad_entropy[r] : 0.0f;
   const bool zero = grad_logprob == 0.0f && grad_entropy == 0.0f;  // then the logits are not read
+  const KeptIds kept = kept_of<kKept>(selection, r);
   GradTerms terms;
   int64_t target = -1;
   if (!zero) {
     terms = grad_terms(in.lse[r], grad_entropy != 0.0f ? in.entropy[r] : 0.0f, grad_logprob,
                        grad_entropy, inv_temperature);
     target = selection.target_ids[r];
+    if (!kept.is_full() && kept.find(target) < 0) target = -1;
   }
   const auto at_target = [&](float x) { return target_gradient(terms, x, scale, inv_temperature); };
   const bool aligned = same_alignment(row, grad_row);
@@ -72,7 +78,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
   for (int k = 0; k < kLoads; ++k) {
     if (!zero && base + k * kThreads < split.num_vectors) {
-      v[k] = load_vector(row + split.first_of(base + k * kThreads));
+      const int64_t first = split.first_of(base + k * kThreads);
+      v[k] = kept.is_full() ? load_vector(row + first) : load_kept_vector(row, first, kept);
     }
   }
 #pragma unroll
@@ -87,8 +94,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
   const int64_t single = blockIdx.y == 0 ? split.single(threadIdx.x, logits.vocab) : -1;
   if (single < 0) return;
-  const float d =
-      zero ? 0.0f : single_gradient(terms, to_float(row[single]), single, target, scale, at_target);
+  const float d = zero ? 0.0f
+                       : single_gradient(terms, load_logit(row, single, kept), single, target,
+                                         scale, at_target);
   grad_row[single] = from_float<T>(d);
 }
 
@@ -129,7 +137,9 @@ void selected_logprob_cuda(const LogitRows& logits, const Selection& selection, 
   l.stream = stream;
   with_element("selected_logprob", logits.dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    const auto kernel = entropy != nullptr ? forward_kernel<T, true> : forward_kernel<T, false>;
+    const auto full =
+        entropy != nullptr ? forward_kernel<T, true, false> : forward_kernel<T, false, false>;
+    const auto kernel = selection.kept.ids != nullptr ? forward_kernel<T, true, true> : full;
     launch("selected_logprob", l, kernel, logits, selection, scale_of(selection.temperature),
            logprob, lse, entropy);
   });
@@ -148,7 +158,9 @@ void selected_logprob_backward_cuda(const LogitRows& logits, const Selection& se
     l.grid_y = most_vectors == 0 ? 1 : (most_vectors + kBackwardVectors - 1) / kBackwardVectors;
     l.threads = kThreads;
     l.stream = stream;
-    launch("selected_logprob backward", l, backward_kernel<T>, logits, selection,
+    const bool has_sets = selection.kept.ids != nullptr;
+    const auto kernel = has_sets ? backward_kernel<T, true> : backward_kernel<T, false>;
+    launch("selected_logprob backward", l, kernel, logits, selection,
            scale_of(selection.temperature), static_cast<float>(1.0 / selection.temperature),
            Gradients{lse, entropy, grad_logprob, grad_entropy}, grad);
   });

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,7 +26,7 @@ LogitRows rows_of(const TensorView& t) {
 // The arguments that all ops share, borrowed and checked.
 struct Inputs {
   Inputs(const char* op, py::handle logits_obj, py::handle targets_obj, py::handle mask_obj,
-         double temperature)
+         py::handle kept_ids_obj, py::handle kept_ranges_obj, double temperature)
       : logits(logits_obj, op, "logits"),
         targets(targets_obj, op, "target_ids"),
         mask(mask_obj, op, "mask"),
@@ -33,11 +34,36 @@ struct Inputs {
     selection.target_ids = cuda_array<int64_t>(*targets, DType::kInt64, rows.num_rows, *logits);
     selection.mask = mask.array<uint8_t>(DType::kUInt8, rows.num_rows, *logits);
     selection.op = op;
+    if (kept_ids_obj.is_none() != kept_ranges_obj.is_none()) {
+      throw std::invalid_argument(std::string(op) +
+                                  ": kept_ids and kept_ranges must be given together");
+    }
+    if (!kept_ids_obj.is_none()) {
+      kept_ids.emplace(kept_ids_obj, op, "kept_ids");
+      kept_ranges.emplace(kept_ranges_obj, op, "kept_ranges");
+      selection.kept = kept();
+    }
     selection.temperature = temperature;
     if (!(temperature > 0.0)) {
       throw std::invalid_argument(std::string(op) + ": temperature must be positive, got " +
                                   std::to_string(temperature));
     }
+  }
+  KeptSets kept() const {
+    KeptSets sets;
+    const TensorView &ids = **kept_ids, &ranges = **kept_ranges;
+    check_ndim(ids, 1);
+    sets.num_ids = ids.shape[0];
+    const int32_t* data = cuda_array<int32_t>(ids, DType::kInt32, sets.num_ids, *logits);
+    sets.ids = sets.num_ids > 0 ? data : nullptr;
+    check_same_device(ranges, *logits);
+    check_dtype(ranges, DType::kInt64);
+    check_ndim(ranges, 2);
+    check_contiguous(ranges);
+    check_size(ranges, 0, rows.num_rows);
+    check_size(ranges, 1, 2);
+    sets.ranges = ranges.ptr<int64_t>();
+    return sets;
   }
   float* floats(const Borrowed& t) const {
     return cuda_array<float>(*t, DType::kFloat32, rows.num_rows, *logits);
@@ -50,6 +76,7 @@ struct Inputs {
   }
   Borrowed logits, targets;
   MaybeOnCuda mask;
+  std::optional<Borrowed> kept_ids, kept_ranges;
   LogitRows rows;
   Selection selection;
 };
@@ -65,9 +92,10 @@ LogitRows rows_like(const TensorView& grad, const Inputs& in) {
   return rows;
 }
 
-void forward(py::handle logits, py::handle targets, py::handle mask, double temperature,
-             py::handle logprob_obj, py::handle lse_obj, py::handle entropy_obj, uintptr_t stream) {
-  const Inputs in(kOp, logits, targets, mask, temperature);
+void forward(py::handle logits, py::handle targets, py::handle mask, py::handle kept_ids,
+             py::handle kept_ranges, double temperature, py::handle logprob_obj, py::handle lse_obj,
+             py::handle entropy_obj, uintptr_t stream) {
+  const Inputs in(kOp, logits, targets, mask, kept_ids, kept_ranges, temperature);
   const Borrowed logprob(logprob_obj, kOp, "logprob"), lse(lse_obj, kOp, "lse");
   const MaybeOnCuda entropy(entropy_obj, kOp, "entropy");
   float* logprob_data = in.floats(logprob);
@@ -79,10 +107,11 @@ void forward(py::handle logits, py::handle targets, py::handle mask, double temp
                         stream_of(stream));
 }
 
-void backward(py::handle logits, py::handle targets, py::handle mask, double temperature,
-              py::handle lse_obj, py::handle entropy_obj, py::handle grad_logprob_obj,
-              py::handle grad_entropy_obj, py::handle grad_obj, uintptr_t stream) {
-  const Inputs in(kOp, logits, targets, mask, temperature);
+void backward(py::handle logits, py::handle targets, py::handle mask, py::handle kept_ids,
+              py::handle kept_ranges, double temperature, py::handle lse_obj,
+              py::handle entropy_obj, py::handle grad_logprob_obj, py::handle grad_entropy_obj,
+              py::handle grad_obj, uintptr_t stream) {
+  const Inputs in(kOp, logits, targets, mask, kept_ids, kept_ranges, temperature);
   const Borrowed lse(lse_obj, kOp, "lse"), grad(grad_obj, kOp, "grad");
   const LogitRows grad_rows = rows_like(*grad, in);
   const MaybeOnCuda entropy(entropy_obj, kOp, "entropy");
@@ -102,16 +131,21 @@ void backward(py::handle logits, py::handle targets, py::handle mask, double tem
                                  grad_entropy_data, grad_rows, stream_of(stream));
 }
 
-void masked_loss(py::handle logits, py::handle targets, py::handle mask, double temperature,
-                 int loss, int kl, const std::vector<double>& params, py::handle old_logprobs_obj,
+void masked_loss(py::handle logits, py::handle targets, py::handle mask, py::handle kept_ids,
+                 py::handle kept_ranges, double temperature, int loss, int kl,
+                 const std::vector<double>& params, py::handle old_logprobs_obj,
                  py::handle advantages_obj, py::handle reference_obj, py::handle token_weights_obj,
+                 py::handle cross_entropy_weights_obj, py::handle kl_weights_obj,
                  py::handle weights_obj, py::handle logprob_obj, py::handle entropy_obj,
                  py::handle grad_obj, uintptr_t stream) {
-  const Inputs in(kLossOp, logits, targets, mask, temperature);
+  const Inputs in(kLossOp, logits, targets, mask, kept_ids, kept_ranges, temperature);
   const MaybeOnCuda old_logprobs(old_logprobs_obj, kLossOp, "old_logprobs");
   const MaybeOnCuda advantages(advantages_obj, kLossOp, "advantages");
   const MaybeOnCuda reference(reference_obj, kLossOp, "ref_logprobs");
   const MaybeOnCuda token_weights(token_weights_obj, kLossOp, "token_weights");
+  const MaybeOnCuda cross_entropy_weights(cross_entropy_weights_obj, kLossOp,
+                                          "cross_entropy_weights");
+  const MaybeOnCuda kl_weights(kl_weights_obj, kLossOp, "kl_weights");
   const MaybeOnCuda entropy(entropy_obj, kLossOp, "entropy");
   const Borrowed weights(weights_obj, kLossOp, "row_weights");
   const Borrowed logprob(logprob_obj, kLossOp, "logprob");
@@ -123,6 +157,8 @@ void masked_loss(py::handle logits, py::handle targets, py::handle mask, double 
   token.advantages = in.floats(advantages);
   token.reference = in.floats(reference);
   token.token_weights = in.floats(token_weights);
+  token.cross_entropy_weights = in.floats(cross_entropy_weights);
+  token.kl_weights = in.floats(kl_weights);
   token.weights = in.floats(weights);
   check_loss(kLossOp, loss, kl, !advantages_obj.is_none(), !reference_obj.is_none(), false);
   float* logprob_data = in.floats(logprob);
@@ -158,16 +194,18 @@ py::tuple plan(int64_t vocab, int item_size, int major) {
 
 void bind_logprob_cuda(py::module_& m) {
   m.def("selected_logprob_cuda", &forward, py::arg("logits"), py::arg("target_ids"),
-        py::arg("mask"), py::arg("temperature"), py::arg("logprobs"), py::arg("lse"),
-        py::arg("entropy"), py::arg("stream"));
+        py::arg("mask"), py::arg("kept_ids"), py::arg("kept_ranges"), py::arg("temperature"),
+        py::arg("logprobs"), py::arg("lse"), py::arg("entropy"), py::arg("stream"));
   m.def("selected_logprob_backward_cuda", &backward, py::arg("logits"), py::arg("target_ids"),
-        py::arg("mask"), py::arg("temperature"), py::arg("lse"), py::arg("entropy"),
-        py::arg("grad_logprobs"), py::arg("grad_entropy"), py::arg("grad"), py::arg("stream"));
-  m.def("masked_logprob_loss_cuda", &masked_loss, py::arg("logits"), py::arg("target_ids"),
-        py::arg("mask"), py::arg("temperature"), py::arg("loss"), py::arg("kl"), py::arg("params"),
-        py::arg("old_logprobs"), py::arg("advantages"), py::arg("ref_logprobs"),
-        py::arg("token_weights"), py::arg("row_weights"), py::arg("logprobs"), py::arg("entropy"),
+        py::arg("mask"), py::arg("kept_ids"), py::arg("kept_ranges"), py::arg("temperature"),
+        py::arg("lse"), py::arg("entropy"), py::arg("grad_logprobs"), py::arg("grad_entropy"),
         py::arg("grad"), py::arg("stream"));
+  m.def("masked_logprob_loss_cuda", &masked_loss, py::arg("logits"), py::arg("target_ids"),
+        py::arg("mask"), py::arg("kept_ids"), py::arg("kept_ranges"), py::arg("temperature"),
+        py::arg("loss"), py::arg("kl"), py::arg("params"), py::arg("old_logprobs"),
+        py::arg("advantages"), py::arg("ref_logprobs"), py::arg("token_weights"),
+        py::arg("cross_entropy_weights"), py::arg("kl_weights"), py::arg("row_weights"),
+        py::arg("logprobs"), py::arg("entropy"), py::arg("grad"), py::arg("stream"));
   m.def("scale_rows_cuda", &scale_rows, py::arg("rows"), py::arg("factor"), py::arg("stream"));
   m.def("plan_visit", &plan, py::arg("vocab"), py::arg("item_size"), py::arg("major"));
   m.def("visit_code_major", &visit_code_major);

@@ -29,11 +29,6 @@ struct SharedState {
   SoftmaxPart warps[kRevisitThreads / kWarp];
 };
 
-template <typename T>
-__device__ __forceinline__ float target_logit(const T* row, int64_t target, int64_t vocab) {
-  return target >= 0 && target < vocab ? to_float(row[target]) : NAN;
-}
-
 // The gradient of a row's loss from its sums; writes the outputs where `writes` is set.
 __device__ __forceinline__ RowGradient finish_row(const SoftmaxPart& total, float target_x,
                                                   const TokenLossInputs& in, int64_t r, float scale,
@@ -84,7 +79,7 @@ __device__ __forceinline__ SoftmaxPart cluster_total() {
 
 // One row per cluster. All loads of a thread are issued before the first is used; the
 // gradient is computed from the registers that hold them.
-template <typename T, int kVectors, int kThreads, int kBlocks>
+template <typename T, int kVectors, int kThreads, int kBlocks, bool kKept>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     visit_kernel(const LogitRows logits, const Selection selection, const TokenLossInputs in,
                  float scale, float inv_temperature, const Outputs out, const LogitRows grad) {
@@ -101,20 +96,25 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     if (lane == 0) write_masked(r, out);
     return;
   }
+  const KeptIds kept = kept_of<kKept>(selection, r);
   Vector v[kVectors];
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     if (lane + k * step < split.num_vectors) {
-      v[k] = load_vector_once(row + split.first_of(lane + k * step));
+      const int64_t first = split.first_of(lane + k * step);
+      v[k] = kept.is_full() ? load_vector_once(row + first) : load_kept_vector(row, first, kept);
     }
   }
   const int64_t single = split.single(lane, logits.vocab);
-  const float single_x = single >= 0 ? to_float(row[single]) : 0.0f;
+  const float single_x = single >= 0 ? load_logit(row, single, kept) : 0.0f;
   const int64_t target = selection.target_ids[r];
   // Before the cluster's barrier, after which another block may overwrite it.
-  const float target_x = threadIdx.x == 0 ? target_logit(row, target, logits.vocab) : 0.0f;
+  const float target_x = threadIdx.x == 0 ? target_logit(row, target, logits.vocab, kept) : 0.0f;
 
   SoftmaxPart part;
+  for (int64_t i = lane; i < kept.size; i += step) {
+    if (!is_valid_id(kept, i, logits.vocab)) part.sum = NAN;
+  }
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     if (lane + k * step < split.num_vectors) accumulate_vector<true, T>(v[k], scale, &part);
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }
 
 // One row per block, read a second time for its gradient (from the L2 cache, if it is still there).
-template <typename T>
+template <typename T, bool kKept>
 __global__ void __launch_bounds__(kRevisitThreads, 2)
     revisit_kernel(const LogitRows logits, const Selection selection, const TokenLossInputs in,
                    float scale, float inv_temperature, const Outputs out, const LogitRows grad) {
@@ -170,11 +170,16 @@ __global__ void __launch_bounds__(kRevisitThreads, 2)
     return;
   }
   const int64_t target = selection.target_ids[r];
-  const float target_x = lane == 0 ? target_logit(row, target, logits.vocab) : 0.0f;
+  const KeptIds kept = kept_of<kKept>(selection, r);
+  const float target_x = lane == 0 ? target_logit(row, target, logits.vocab, kept) : 0.0f;
   SharedState* shared = block_shared<SharedState>();
-  const SoftmaxPart part = block_combine<kRevisitThreads>(
-      row_part<true, T, kRevisitThreads, kRevisitLoads>(row, split, logits.vocab, scale),
-      shared->warps);
+  SoftmaxPart part;
+  if (kept.is_full()) {
+    part = row_part<true, T, kRevisitThreads, kRevisitLoads>(row, split, logits.vocab, scale);
+  } else {
+    part = kept_part<true, T, kRevisitThreads>(row, kept, logits.vocab, scale);
+  }
+  part = block_combine<kRevisitThreads>(part, shared->warps);
   if (lane == 0) {
     shared->gradient = finish_row(part, target_x, in, r, scale, inv_temperature, out, true);
   }
@@ -192,7 +197,10 @@ __global__ void __launch_bounds__(kRevisitThreads, 2)
 #pragma unroll
     for (int k = 0; k < kRevisitLoads; ++k) {
       const int64_t i = base + k * kRevisitThreads;
-      if (i < split.num_vectors) v[k] = load_vector(row + split.first_of(i));
+      if (i < split.num_vectors) {
+        const int64_t first = split.first_of(i);
+        v[k] = kept.is_full() ? load_vector(row + first) : load_kept_vector(row, first, kept);
+      }
     }
 #pragma unroll
     for (int k = 0; k < kRevisitLoads; ++k) {
@@ -206,7 +214,7 @@ __global__ void __launch_bounds__(kRevisitThreads, 2)
   const int64_t single = split.single(lane, logits.vocab);
   if (single >= 0) {
     grad_row[single] = from_float<T>(
-        single_gradient(terms, to_float(row[single]), single, target, scale, at_target));
+        single_gradient(terms, load_logit(row, single, kept), single, target, scale, at_target));
   }
 }
 
@@ -214,19 +222,19 @@ constexpr int kSmallVectors = 8, kLargeVectors = 16;
 constexpr int kVisitThreads = 256, kWideThreads = 512;
 constexpr int kMaxCluster = 8;  // supported by every device of compute capability 9 or higher
 
-template <typename T>
+template <typename T, bool kKept>
 auto kernel_of(const VisitPlan& plan) {
-  if (plan.vectors == kSmallVectors) return visit_kernel<T, kSmallVectors, kVisitThreads, 3>;
+  if (plan.vectors == kSmallVectors) return visit_kernel<T, kSmallVectors, kVisitThreads, 3, kKept>;
   if (plan.vectors == kLargeVectors && plan.threads == kVisitThreads) {
-    return visit_kernel<T, kLargeVectors, kVisitThreads, 2>;
+    return visit_kernel<T, kLargeVectors, kVisitThreads, 2, kKept>;
   }
-  if (plan.vectors == kLargeVectors) return visit_kernel<T, kLargeVectors, kWideThreads, 1>;
-  return revisit_kernel<T>;
+  if (plan.vectors == kLargeVectors) return visit_kernel<T, kLargeVectors, kWideThreads, 1, kKept>;
+  return revisit_kernel<T, kKept>;
 }
 
 }  // namespace
 
-int visit_code_major() { return code_major(revisit_kernel<float>); }
+int visit_code_major() { return code_major(revisit_kernel<float, false>); }
 
 VisitPlan plan_visit(int64_t vocab, DType dtype, int code_major) {
   const int64_t per_vector = dtype == DType::kFloat32 ? 4 : 8;
@@ -260,7 +268,9 @@ void masked_logprob_loss_cuda(const LogitRows& logits, const Selection& selectio
   const Outputs out{logprob, entropy, grad != nullptr};
   with_element(kOp, logits.dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    launch(kOp, l, kernel_of<T>(plan), logits, selection, in,
+    const bool has_sets = selection.kept.ids != nullptr;
+    const auto kernel = has_sets ? kernel_of<T, true>(plan) : kernel_of<T, false>(plan);
+    launch(kOp, l, kernel, logits, selection, in,
            static_cast<float>(kLog2E / selection.temperature),
            static_cast<float>(1.0 / selection.temperature), out, grad != nullptr ? *grad : logits);
   });

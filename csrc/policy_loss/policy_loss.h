@@ -22,19 +22,23 @@ struct PolicyLossInputs {
   RowLayout rows;
   LossMask mask;
   const T* logprobs = nullptr;
-  const T* old_logprobs = nullptr;    // null: the logprobs themselves (ratio 1)
-  const T* advantages = nullptr;      // null only for kCrossEntropy
-  const T* reference = nullptr;       // for the KL penalty; null without
-  const T* token_weights = nullptr;   // multiply the policy loss, not the KL penalty; 0 drops the
-                                      // token, even where its loss is NaN; null: ones
-  const uint8_t* selected = nullptr;  // for kClipCov and kKlCov
+  const T* old_logprobs = nullptr;  // null: the logprobs themselves (ratio 1)
+  const T* advantages = nullptr;    // null only for kCrossEntropy
+  const T* reference = nullptr;     // for the KL penalty; null without
+  // The weights of the streams: policy loss, -logprob and KL penalty. 0 drops a token from a
+  // stream, even where its value is NaN.
+  const T* token_weights = nullptr;          // null: ones
+  const T* cross_entropy_weights = nullptr;  // null: zeros. Where given, tokens of token weight 0
+                                             // do not count in the metrics of the policy loss
+  const T* kl_weights = nullptr;           // null: ones
+  const uint8_t* selected = nullptr;       // for kClipCov and kKlCov
   const double* sequence_delta = nullptr;  // [num_rows], for kGspo
-  const float* row_weights = nullptr;      // [num_rows]
+  const T* row_weights = nullptr;          // [num_rows]
 };
 
-// Entries of `metrics`; means and fractions are over trained tokens.
+// Entries of `metrics`; means and fractions are over the tokens of their stream.
 enum PolicyLossMetric : int {
-  kLoss,        // policy loss + kl_coef * KL, weighted by row
+  kLoss,        // policy loss + kl_coef * KL + cross-entropy, weighted by row
   kPolicyLoss,  // the first part
   kKlLoss,      // weighted KL, before kl_coef
   kNumTokens,   // trained tokens
@@ -47,6 +51,11 @@ enum PolicyLossMetric : int {
   kRatioMin,
   kApproxKl,  // mean of (ratio - 1 - delta), Schulman's estimate of KL(old || current)
   kKlMean,    // mean of the KL penalty's estimate
+  kKlTokens,
+  kPolicyTokens,
+  kCrossEntropyLoss,  // weighted
+  kCrossEntropyMean,
+  kCrossEntropyTokens,
   kNumPolicyLossMetrics,
 };
 

@@ -17,20 +17,21 @@ namespace {
 
 void policy_loss(py::handle logprobs_obj, py::handle old_logprobs_obj, py::handle advantages_obj,
                  py::handle mask_obj, py::handle row_weights_obj, py::handle cu_obj,
-                 py::handle reference_obj, py::handle token_weights_obj, py::handle selected_obj,
-                 py::handle sequence_delta_obj, int loss, int kl, const std::vector<double>& params,
-                 py::handle grad_obj, py::handle metrics_obj, int num_threads) {
+                 py::handle reference_obj, py::handle token_weights_obj,
+                 py::handle cross_entropy_weights_obj, py::handle kl_weights_obj,
+                 py::handle selected_obj, py::handle sequence_delta_obj, int loss, int kl,
+                 const std::vector<double>& params, py::handle grad_obj, py::handle metrics_obj,
+                 int num_threads) {
   constexpr char kOp[] = "policy_loss";
   Borrowed logprobs(logprobs_obj, kOp, "logprobs");
   Borrowed mask(mask_obj, kOp, "loss_mask");
   Borrowed row_weights(row_weights_obj, kOp, "row_weights");
   Borrowed metrics(metrics_obj, kOp, "metrics");
-  Optional cu, old_logprobs, advantages, reference, token_weights, selected, sequence_delta, grad;
+  Optional cu, old_logprobs, advantages, reference, selected, sequence_delta, grad;
+  Optional token_weights, cross_entropy_weights, kl_weights;
   if (!cu_obj.is_none()) cu.emplace(cu_obj, kOp, "cu_seqlens");
   const RowLayout rows = layout_of(*logprobs, cu);
   const int64_t num_rows = rows.num_rows;
-  check_cpu_array(*row_weights, DType::kFloat32, 1);
-  check_size(*row_weights, 0, num_rows);
   check_cpu_array(*metrics, DType::kFloat64, 1);
   check_size(*metrics, 0, kNumPolicyLossMetrics);
   const LossMask loss_mask = mask_of(*mask, *logprobs);
@@ -58,10 +59,17 @@ void policy_loss(py::handle logprobs_obj, py::handle old_logprobs_obj, py::handl
         optional_like<T>(reference_obj, kOp, "ref_logprobs", kType, *logprobs, &reference);
     in.token_weights =
         optional_like<T>(token_weights_obj, kOp, "token_weights", kType, *logprobs, &token_weights);
+    in.cross_entropy_weights =
+        optional_like<T>(cross_entropy_weights_obj, kOp, "cross_entropy_weights", kType, *logprobs,
+                         &cross_entropy_weights);
+    in.kl_weights =
+        optional_like<T>(kl_weights_obj, kOp, "kl_weights", kType, *logprobs, &kl_weights);
     in.selected =
         optional_like<uint8_t>(selected_obj, kOp, "selected", DType::kUInt8, *logprobs, &selected);
     in.sequence_delta = sequence_delta ? (*sequence_delta)->ptr<double>() : nullptr;
-    in.row_weights = row_weights->ptr<float>();
+    check_cpu_array(*row_weights, kType, 1);
+    check_size(*row_weights, 0, num_rows);
+    in.row_weights = row_weights->ptr<T>();
     if (!grad_obj.is_none()) {
       grad.emplace(grad_obj, kOp, "grad");
       check_like(**grad, kType, *logprobs);
@@ -136,9 +144,10 @@ void delta_sums(py::handle a_obj, py::handle b_obj, py::handle mask_obj, py::han
 void bind_policy_loss(py::module_& m) {
   m.def("policy_loss", &policy_loss, py::arg("logprobs"), py::arg("old_logprobs"),
         py::arg("advantages"), py::arg("mask"), py::arg("row_weights"), py::arg("cu_seqlens"),
-        py::arg("ref_logprobs"), py::arg("token_weights"), py::arg("selected"),
-        py::arg("sequence_delta"), py::arg("loss"), py::arg("kl"), py::arg("params"),
-        py::arg("grad"), py::arg("metrics"), py::arg("num_threads"));
+        py::arg("ref_logprobs"), py::arg("token_weights"), py::arg("cross_entropy_weights"),
+        py::arg("kl_weights"), py::arg("selected"), py::arg("sequence_delta"), py::arg("loss"),
+        py::arg("kl"), py::arg("params"), py::arg("grad"), py::arg("metrics"),
+        py::arg("num_threads"));
   m.def("kl_penalty", &kl_penalty, py::arg("logprobs"), py::arg("ref_logprobs"), py::arg("mask"),
         py::arg("kl"), py::arg("grad_out"), py::arg("out"), py::arg("num_threads"));
   m.def("mask_counts", &mask_counts, py::arg("mask"), py::arg("cu_seqlens"), py::arg("counts"),

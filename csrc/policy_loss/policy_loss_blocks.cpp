@@ -24,8 +24,10 @@ template <typename T>
 struct alignas(64) Staged {
   typename BitsOf<T>::Type live[kChunk];
   typename BitsOf<T>::Type selected[kChunk];
+  typename BitsOf<T>::Type stream[kChunk];  // tokens of a stream, where these are not all live ones
   T grad[kChunk];  // of the KL penalty, for kl_block; scratch without a gradient
   T kl[kChunk];
+  T weighted[kChunk], slope[kChunk];  // of a stream with weights
   // of one chunk: a few dozen addends per lane, so in the precision of the addends
   T value, ratio_minus_1, approx_kl;
   int32_t num_low, num_high, num_chosen;
@@ -143,6 +145,74 @@ SKYRL_HD void any_kl_chunk(KlKind kind, const T* logprobs, const T* reference,
   }
 }
 
+// stream[i] = lives[i] where the weight is not 0; returns how many are.
+template <typename T>
+static int64_t weighted_of(const T* __restrict__ weights,
+                           const typename BitsOf<T>::Type* __restrict__ lives, int64_t n,
+                           typename BitsOf<T>::Type* __restrict__ stream) {
+  int32_t count = 0;
+  SKYRL_NO_OVERLAP
+  for (int64_t i = 0; i < n; ++i) {
+    stream[i] = (lives[i] != 0) & (weights[i] != T(0));
+    count += static_cast<int32_t>(stream[i]);
+  }
+  return count;
+}
+
+// The KL penalty of a chunk: its sums, and coef * weight * d kl / d logprob added to grad.
+template <typename T>
+static void add_kl(const LossJob<T>& job, const Piece<T>& piece, const T* reference,
+                   const T* weights, int64_t count, Staged<T>* s, LossSums* sums, T* grad) {
+  const T coef = piece.row_weight * job.params.kl_coef;
+  const int64_t n = piece.n;
+  const double row_weight = static_cast<double>(piece.row_weight);
+  if (weights == nullptr) {
+    any_kl_chunk(job.kl, piece.logprobs, reference, piece.live, n, coef, s->kl, grad);
+    const double kl = fold(s->kl, n);
+    sums->kl += kl;
+    sums->kl_weighted += row_weight * kl;
+    sums->kl_tokens += static_cast<double>(count);
+    return;
+  }
+  sums->kl_tokens += static_cast<double>(weighted_of(weights, piece.live, n, s->stream));
+  fill(s->slope, n, T(0));
+  any_kl_chunk(job.kl, piece.logprobs, reference, s->stream, n, T(1), s->kl, s->slope);
+  const T *kl = s->kl, *slope = s->slope;
+  const typename BitsOf<T>::Type* stream = s->stream;
+  T* weighted = s->weighted;
+  SKYRL_NO_OVERLAP
+  for (int64_t i = 0; i < n; ++i) {
+    const T raw_weight = weights[i];
+    const T weight = stream[i] ? raw_weight : T(0);
+    weighted[i] = weight * kl[i];
+    grad[i] += coef * weight * slope[i];
+  }
+  sums->kl += fold(s->kl, n);
+  sums->kl_weighted += row_weight * fold(s->weighted, n);
+}
+
+// The cross-entropy of a chunk: its sums, and its gradient added to grad.
+template <typename T>
+static void add_cross_entropy(const Piece<T>& piece, const T* weights, Staged<T>* s, LossSums* sums,
+                              T* grad) {
+  const int64_t n = piece.n;
+  const T row_weight = piece.row_weight;
+  sums->cross_entropy_tokens += static_cast<double>(weighted_of(weights, piece.live, n, s->stream));
+  const T* logprobs = piece.logprobs;
+  const typename BitsOf<T>::Type* stream = s->stream;
+  T *value = s->kl, *weighted = s->weighted;
+  SKYRL_NO_OVERLAP
+  for (int64_t i = 0; i < n; ++i) {
+    const T raw_logprob = logprobs[i], raw_weight = weights[i];
+    const T weight = stream[i] ? raw_weight : T(0);
+    value[i] = stream[i] ? -raw_logprob : T(0);
+    weighted[i] = weight * value[i];
+    grad[i] -= row_weight * weight;
+  }
+  sums->cross_entropy += fold(s->kl, n);
+  sums->cross_entropy_weighted += static_cast<double>(row_weight) * fold(s->weighted, n);
+}
+
 template <typename T>
 static void loss_block(const LossJob<T>& job, int64_t begin, int64_t end, LossSums* out) {
   Staged<T> s;
@@ -161,29 +231,34 @@ static void loss_block(const LossJob<T>& job, int64_t begin, int64_t end, LossSu
     const int64_t cell = chunk + first, n = last - first;
     T* const grad = job.grad != nullptr ? job.grad + cell : s.grad;
     if (in.selected != nullptr) live_of(in.selected + cell, n, s.selected);
-    const T row_weight = static_cast<T>(in.row_weights[row]);
-    const Piece<T> piece = {
-        in.logprobs + cell,
-        in.old_logprobs != nullptr ? in.old_logprobs + cell : in.logprobs + cell,
-        in.advantages != nullptr ? in.advantages + cell : kConstants<T>.zeros,
-        in.token_weights != nullptr ? in.token_weights + cell : kConstants<T>.ones,
-        s.live + first,
-        s.selected,
-        in.sequence_delta != nullptr ? static_cast<T>(in.sequence_delta[row]) : T(0),
-        row_weight,
-        n};
+    Piece<T> piece = {in.logprobs + cell,
+                      in.old_logprobs != nullptr ? in.old_logprobs + cell : in.logprobs + cell,
+                      in.advantages != nullptr ? in.advantages + cell : kConstants<T>.zeros,
+                      in.token_weights != nullptr ? in.token_weights + cell : kConstants<T>.ones,
+                      s.live + first,
+                      s.selected,
+                      in.sequence_delta != nullptr ? static_cast<T>(in.sequence_delta[row]) : T(0),
+                      in.row_weights[row],
+                      n};
+    int64_t policy_tokens = count;
+    if (in.cross_entropy_weights != nullptr && in.token_weights != nullptr) {
+      policy_tokens = weighted_of(piece.token_weights, piece.live, n, s.stream);
+      piece.live = s.stream;
+    }
     any_loss_chunk(job.loss, job.params, piece, &s, grad);
+    piece.live = s.live + first;
     if (job.kl != KlKind::kNone) {
-      any_kl_chunk(job.kl, piece.logprobs, in.reference + cell, piece.live, n,
-                   row_weight * job.params.kl_coef, s.kl, grad);
-      const double kl = fold(s.kl, n);
-      sums.kl += kl;
-      sums.kl_weighted += static_cast<double>(in.row_weights[row]) * kl;
+      const T* kl_weights = in.kl_weights != nullptr ? in.kl_weights + cell : nullptr;
+      add_kl(job, piece, in.reference + cell, kl_weights, count, &s, &sums, grad);
+    }
+    if (in.cross_entropy_weights != nullptr) {
+      add_cross_entropy(piece, in.cross_entropy_weights + cell, &s, &sums, grad);
     }
     sums.policy += s.value;
     sums.ratio_minus_1 += s.ratio_minus_1;
     sums.approx_kl += s.approx_kl;
     sums.tokens += static_cast<double>(count);
+    sums.policy_tokens += static_cast<double>(policy_tokens);
     sums.low += s.num_low;
     sums.high += s.num_high;
     sums.chosen += s.num_chosen;

@@ -41,19 +41,17 @@ struct RowCursor {
   }
 };
 
-// Adds a trained cell to the sums and returns its gradient.
+// Adds a cell of the policy stream to the sums and returns its gradient.
 template <typename T>
-__device__ __forceinline__ T visit(LossKind loss, KlKind kl, const LossParams<T>& params,
-                                   const PolicyLossInputs<T>& in, int64_t cell, int64_t row,
-                                   LossSums* sums) {
+__device__ __forceinline__ T visit_policy(LossKind loss, const LossParams<T>& params,
+                                          const PolicyLossInputs<T>& in, int64_t cell, int64_t row,
+                                          T row_weight, T token_weight, LossSums* sums) {
   const T logprob = in.logprobs[cell];
   const T old_logprob = in.old_logprobs != nullptr ? in.old_logprobs[cell] : logprob;
   const T advantage = in.advantages != nullptr ? in.advantages[cell] : T(0);
   const T delta =
       loss == LossKind::kGspo ? static_cast<T>(in.sequence_delta[row]) : logprob - old_logprob;
   const bool selected = in.selected != nullptr && in.selected[cell] != 0;
-  const T row_weight = static_cast<T>(in.row_weights[row]);
-  const T token_weight = in.token_weights != nullptr ? in.token_weights[cell] : T(1);
   const TokenLoss<T> t =
       token_loss<T>(loss, params, logprob, old_logprob, delta, advantage, selected);
   const T ratio = t.ratio;
@@ -62,7 +60,7 @@ __device__ __forceinline__ T visit(LossKind loss, KlKind kl, const LossParams<T>
     sums->policy += t.value * (row_weight * token_weight);
     grad = t.grad * (row_weight * token_weight);
   }
-  sums->tokens += 1.0;
+  sums->policy_tokens += 1.0;
   sums->low += t.clipped_low ? 1.0 : 0.0;
   sums->high += t.clipped_high ? 1.0 : 0.0;
   sums->chosen += t.chosen ? 1.0 : 0.0;
@@ -70,11 +68,38 @@ __device__ __forceinline__ T visit(LossKind loss, KlKind kl, const LossParams<T>
   sums->approx_kl += t.ratio_minus_1 - t.delta;
   if (ratio > sums->ratio_max) sums->ratio_max = ratio;  // false for NaN
   if (ratio < sums->ratio_min) sums->ratio_min = ratio;
-  if (kl != KlKind::kNone) {
+  return grad;
+}
+
+// Adds a trained cell to the sums and returns its gradient.
+template <typename T>
+__device__ __forceinline__ T visit(LossKind loss, KlKind kl, const LossParams<T>& params,
+                                   const PolicyLossInputs<T>& in, int64_t cell, int64_t row,
+                                   LossSums* sums) {
+  const T logprob = in.logprobs[cell];
+  const T row_weight = in.row_weights[row];
+  T grad = T(0);
+  sums->tokens += 1.0;
+  const T token_weight = in.token_weights != nullptr ? in.token_weights[cell] : T(1);
+  if (in.cross_entropy_weights == nullptr || token_weight != T(0)) {
+    grad = visit_policy<T>(loss, params, in, cell, row, row_weight, token_weight, sums);
+  }
+  const T kl_weight = in.kl_weights != nullptr ? in.kl_weights[cell] : T(1);
+  if (kl != KlKind::kNone && kl_weight != T(0)) {
     const TokenKl<T> penalty = token_kl<T>(kl, logprob, in.reference[cell]);
     sums->kl += penalty.value;
-    sums->kl_weighted += static_cast<double>(row_weight) * static_cast<double>(penalty.value);
-    grad += row_weight * params.kl_coef * penalty.grad;
+    sums->kl_weighted +=
+        static_cast<double>(row_weight) * static_cast<double>(kl_weight * penalty.value);
+    sums->kl_tokens += 1.0;
+    grad += row_weight * params.kl_coef * kl_weight * penalty.grad;
+  }
+  const T supervised = in.cross_entropy_weights != nullptr ? in.cross_entropy_weights[cell] : T(0);
+  if (supervised != T(0)) {
+    sums->cross_entropy -= logprob;
+    sums->cross_entropy_weighted -=
+        static_cast<double>(row_weight) * static_cast<double>(supervised * logprob);
+    sums->cross_entropy_tokens += 1.0;
+    grad -= row_weight * supervised;
   }
   return grad;
 }

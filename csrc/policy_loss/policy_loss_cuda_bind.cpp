@@ -60,10 +60,10 @@ LossMask mask_on_cuda(const TensorView& t, const TensorView& like) {
 
 void policy_loss(py::handle logprobs_obj, py::handle old_logprobs, py::handle advantages,
                  py::handle mask_obj, py::handle row_weights_obj, py::handle cu_obj,
-                 py::handle reference, py::handle token_weights, py::handle selected,
-                 py::handle sequence_delta_obj, int loss, int kl, const std::vector<double>& params,
-                 py::handle grad_obj, py::handle metrics_obj, py::handle partial_obj,
-                 uintptr_t stream) {
+                 py::handle reference, py::handle token_weights, py::handle cross_entropy_weights,
+                 py::handle kl_weights, py::handle selected, py::handle sequence_delta_obj,
+                 int loss, int kl, const std::vector<double>& params, py::handle grad_obj,
+                 py::handle metrics_obj, py::handle partial_obj, uintptr_t stream) {
   const Borrowed logprobs(logprobs_obj, kOp, "logprobs"), mask(mask_obj, kOp, "loss_mask");
   const Borrowed row_weights(row_weights_obj, kOp, "row_weights");
   const Borrowed metrics(metrics_obj, kOp, "metrics"), partial(partial_obj, kOp, "partial");
@@ -91,9 +91,12 @@ void policy_loss(py::handle logprobs_obj, py::handle old_logprobs, py::handle ad
     in.advantages = cells_or_null<T>(advantages, "advantages", kType, like);
     in.reference = cells_or_null<T>(reference, "ref_logprobs", kType, like);
     in.token_weights = cells_or_null<T>(token_weights, "token_weights", kType, like);
+    in.cross_entropy_weights =
+        cells_or_null<T>(cross_entropy_weights, "cross_entropy_weights", kType, like);
+    in.kl_weights = cells_or_null<T>(kl_weights, "kl_weights", kType, like);
     in.selected = cells_or_null<uint8_t>(selected, "selected", DType::kUInt8, like);
     in.sequence_delta = sequence_delta.array<double>(DType::kFloat64, rows.num_rows, like);
-    in.row_weights = cuda_array<float>(*row_weights, DType::kFloat32, rows.num_rows, like);
+    in.row_weights = cuda_array<T>(*row_weights, kType, rows.num_rows, like);
     T* const grad = cells_or_null<T>(grad_obj, "grad", kType, like);
     const LossParams<T> p = loss_params<T>(kOp, params);
     py::gil_scoped_release release;
@@ -168,9 +171,10 @@ void bind_policy_loss_cuda(py::module_& m) {
   m.attr("num_loss_sums") = kNumLossSums;
   m.def("policy_loss_cuda", &policy_loss, py::arg("logprobs"), py::arg("old_logprobs"),
         py::arg("advantages"), py::arg("mask"), py::arg("row_weights"), py::arg("cu_seqlens"),
-        py::arg("ref_logprobs"), py::arg("token_weights"), py::arg("selected"),
-        py::arg("sequence_delta"), py::arg("loss"), py::arg("kl"), py::arg("params"),
-        py::arg("grad"), py::arg("metrics"), py::arg("partial"), py::arg("stream"));
+        py::arg("ref_logprobs"), py::arg("token_weights"), py::arg("cross_entropy_weights"),
+        py::arg("kl_weights"), py::arg("selected"), py::arg("sequence_delta"), py::arg("loss"),
+        py::arg("kl"), py::arg("params"), py::arg("grad"), py::arg("metrics"), py::arg("partial"),
+        py::arg("stream"));
   m.def("scale_cells_cuda", &scale_cells, py::arg("cells"), py::arg("factor"), py::arg("stream"));
   m.def("kl_penalty_cuda", &kl_penalty, py::arg("logprobs"), py::arg("ref_logprobs"),
         py::arg("mask"), py::arg("kl"), py::arg("grad_out"), py::arg("out"), py::arg("stream"));

@@ -238,7 +238,7 @@ def test_opcheck(gpu: str) -> None:
     ops = torch.ops.skyrl_fast
     weights = torch.full((3,), 0.1, device=gpu)
     params = [0.8, 1.2, 3.0, 1.0, 1.05, 0.2, 0.2, 1.0, 0.1]
-    call = (d["old"], d["advantages"], d["mask"], weights, None, d["ref"], None, None, None)
+    call = (d["old"], d["advantages"], d["mask"], weights, None, d["ref"], *(None,) * 5)
     for with_grad in (False, True):
         args = (d["logprobs"], *call, 0, 4, params, False, with_grad)
         torch.library.opcheck(ops.policy_loss.default, args)

@@ -156,3 +156,70 @@ def test_no_rows() -> None:
     targets = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     selected_logprob(logits, targets, backend="triton").sum().backward()
     assert logits.grad.shape == (0, 8)
+
+
+KEPT_SIZES = (1, 2, 31, 33, 5000, 9001, 0, 7)
+
+
+def kept_case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    g = torch.Generator().manual_seed(0)
+    logits = (torch.randn(8, 9001, generator=g) * 4).to(dtype)
+    sets = [torch.randperm(9001, generator=g)[:size].sort().values for size in KEPT_SIZES]
+    targets = torch.tensor([int(s[len(s) // 2]) if len(s) else 7 for s in sets])
+    cu = torch.tensor([0, *KEPT_SIZES]).cumsum(0)
+    return logits, targets, {"kept_ids": torch.cat(sets).int(), "cu_kept": cu}
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kept_sets(dtype: torch.dtype, inplace: bool) -> None:
+    logits, targets, kept = kept_case(dtype)
+    mask = torch.tensor([1, 1, 0, 1, 1, 1, 1, 1])
+    moved = {name: value.to(DEVICE) for name, value in kept.items()}
+    options = {"temperature": 0.7, "inplace_backward": inplace, "backend": "triton"}
+    got = visited(
+        logits.to(DEVICE), targets.to(DEVICE), loss_mask=mask.to(DEVICE), **moved, **options
+    )
+    want = visited(
+        logits.double(), targets, loss_mask=mask, temperature=0.7, backend="torch", **kept
+    )
+    for g, w, close in zip(got, want, (FORWARD, FORWARD, GRADIENT[dtype]), strict=True):
+        torch.testing.assert_close(g.cpu().double(), w, **close)
+
+
+def stream_case(device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Tokens of one stream, of several, and of none; NaN where a stream does not read."""
+    g = torch.Generator().manual_seed(1)
+    weights = {
+        "token_weights": [1.0, 0.0, 2.0, 0.0, 1.0, 0.5, 0.0, 1.0],
+        "cross_entropy_weights": [0.0, 1.0, 0.5, 0.0, 0.0, 0.0, 2.0, 1.0],
+        "kl_weights": [1.0, 0.0, 0.0, 2.0, 1.0, 0.5, 1.0, 0.0],
+    }
+    case = {name: torch.tensor(value) for name, value in weights.items()}
+    for name in ("old_logprobs", "advantages", "ref_logprobs"):
+        case[name] = torch.randn(8, generator=g) - 2.0
+        of = "kl_weights" if name == "ref_logprobs" else "token_weights"
+        case[name][case[of] == 0] = math.nan
+    return {name: value.to(device, dtype) for name, value in case.items()}
+
+
+@pytest.mark.parametrize("loss", ["regular", "cispo", "cross_entropy"])
+@pytest.mark.parametrize("with_sets", [False, True])
+def test_streams_of_the_fused_loss(with_sets: bool, loss: str) -> None:
+    logits, targets, kept = kept_case(torch.float32)
+
+    def run(device: str, dtype: torch.dtype, backend: str) -> list[torch.Tensor]:
+        leaf = logits.to(device, dtype, copy=True).requires_grad_()
+        sets = {n: v.to(device) for n, v in kept.items()} if with_sets else {}
+        out = masked_logprob_loss(
+            leaf, targets.to(device), loss=loss, kl_estimator="k3", kl_coef=0.3, backend=backend,
+            **stream_case(device, dtype), **sets,
+        )  # fmt: skip
+        out.loss.backward()
+        metrics = torch.stack([out.metrics[name] for name in sorted(out.metrics)])
+        return [x.detach().cpu().double() for x in (out.loss, metrics, leaf.grad)]
+
+    got = run(DEVICE, torch.float32, "triton")
+    want = run("cpu", torch.float64, "torch")
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-5, atol=4e-6)

@@ -246,8 +246,8 @@ def test_opcheck(gpu):
     mask = c["mask"].to(torch.uint8)
     for with_grad in (False, True):
         call = Call(
-            c["targets"], mask, 0.9, 0, 4, params, c["old"], c["advantages"], c["reference"],
-            None, c["weights"], with_grad, False,
+            c["targets"], mask, None, None, 0.9, 0, 4, params, c["old"], c["advantages"],
+            c["reference"], None, None, None, c["weights"], with_grad, False,
         )  # fmt: skip
         torch.library.opcheck(op, (c["logits"], *call, with_grad))
 

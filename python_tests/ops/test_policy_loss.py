@@ -581,9 +581,21 @@ def test_opcheck() -> None:
     ops = torch.ops.skyrl_fast
     weights = torch.ones(3)
     params = [0.8, 1.2, 3.0, 1.0, 1.05, 0.2, 0.2, 1.0, 0.1]
-    call = (d["logprobs"], d["old"], d["advantages"], d["mask"], weights, None, d["ref"], None)
+    call = (d["logprobs"], d["old"], d["advantages"], d["mask"], weights, None, d["ref"])
     for with_grad in (True, False):
-        args = (*call, None, None, 0, 4, params, False, with_grad)
+        args = (
+            *call,
+            None,
+            d["old"].abs(),
+            d["old"].abs(),
+            None,
+            None,
+            0,
+            4,
+            params,
+            False,
+            with_grad,
+        )
         torch.library.opcheck(ops.policy_loss.default, args)
     kl = (d["logprobs"], d["ref"], d["mask"])
     torch.library.opcheck(ops.kl_penalty.default, (*kl, None, 4))

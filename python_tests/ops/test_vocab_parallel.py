@@ -27,12 +27,21 @@ def full(dtype: torch.dtype, width: int) -> tuple[torch.Tensor, torch.Tensor, to
     return logits, targets, torch.tensor([1, 1, 1, 1, 0, 1])
 
 
+def kept_sets() -> dict[str, torch.Tensor]:
+    """Sets in several slices, in one, and none; the masked row has a wrong one."""
+    sets = [[0, 34, 98], [33], [], [2, 50], [-9, 3], [1, 10, 33, 34, 60, 96, 99]]
+    cu = torch.tensor([0, *map(len, sets)]).cumsum(0)
+    return {"kept_ids": torch.tensor([i for ids in sets for i in ids]).int(), "cu_kept": cu}
+
+
 def loss_of(logprob: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
     weight = torch.linspace(-1, 1, ROWS, dtype=logprob.dtype, device=logprob.device)
     return (logprob * weight).sum() + 0.3 * (entropy * weight.flip(0)).sum()
 
 
-def one_rank(rank: int, borders: list[int], dtype: torch.dtype, how: str, folder: str) -> None:
+def one_rank(
+    rank: int, borders: list[int], dtype: torch.dtype, how: str, folder: str, with_sets: bool
+) -> None:
     """Compute one slice and save the result."""
     patch = pytest.MonkeyPatch()
     device = "cpu"
@@ -60,6 +69,7 @@ def one_rank(rank: int, borders: list[int], dtype: torch.dtype, how: str, folder
         temperature=0.7,
         return_entropy=True,
         inplace_backward=rank == 0,
+        **({k: v.to(device) for k, v in kept_sets().items()} if with_sets else {}),
     )
     loss_of(logprob, entropy).backward()
     result = [t.detach().cpu() for t in (logprob, entropy, leaf.grad)]
@@ -67,17 +77,24 @@ def one_rank(rank: int, borders: list[int], dtype: torch.dtype, how: str, folder
     dist.destroy_process_group()
 
 
-def ranks(borders: list[int], dtype: torch.dtype, how: str, folder: Path) -> list[list]:
+def ranks(
+    borders: list[int], dtype: torch.dtype, how: str, folder: Path, with_sets: bool = False
+) -> list[list]:
     count = len(borders) - 1
-    mp.spawn(one_rank, args=(borders, dtype, how, str(folder)), nprocs=count, join=True)
+    mp.spawn(one_rank, args=(borders, dtype, how, str(folder), with_sets), nprocs=count, join=True)
     return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
 
 
-def check(results: list[list], dtype: torch.dtype, width: int) -> None:
+def check(results: list[list], dtype: torch.dtype, width: int, with_sets: bool = False) -> None:
     logits, targets, mask = full(dtype, width)
     leaf = logits.double().requires_grad_()
     want, want_entropy = selected_logprob(
-        leaf, targets, loss_mask=mask, temperature=0.7, return_entropy=True, backend="torch"
+        *(leaf, targets),
+        loss_mask=mask,
+        temperature=0.7,
+        return_entropy=True,
+        backend="torch",
+        **(kept_sets() if with_sets else {}),
     )
     loss_of(want, want_entropy).backward()
     for logprob, entropy, _ in results:
@@ -101,6 +118,23 @@ def test_ranks_equal_one_process(borders: list[int], dtype: torch.dtype, tmp_pat
 def test_ranks_with_emulated_kernels(cuda_on_cpu: object, tmp_path: Path) -> None:
     borders = SPLITS[2]
     check(ranks(borders, torch.bfloat16, "emulated", tmp_path), torch.bfloat16, borders[-1])
+
+
+@pytest.mark.spec("logprob.kept-sets")
+@pytest.mark.parametrize("how", ["native", "emulated"])
+def test_ranks_with_kept_sets(how: str, cuda_on_cpu: object, tmp_path: Path) -> None:
+    results = ranks(SPLITS[1], torch.float32, how, tmp_path, with_sets=True)
+    check(results, torch.float32, SPLITS[1][-1], with_sets=True)
+
+
+def test_wrong_sets_are_refused_on_every_rank() -> None:
+    """Before the ranks exchange anything: all hold all ids."""
+    for kept in ([1, 1], [1, 2], [-1, 3]):
+        with pytest.raises(ValueError, match="vocab_parallel_logprob: kept_ids must"):
+            vocab_parallel_logprob(
+                torch.zeros(1, 4), torch.tensor([3]), vocab_start=4,
+                kept_ids=torch.tensor(kept, dtype=torch.int32), cu_kept=torch.tensor([0, 2]),
+            )  # fmt: skip
 
 
 @pytest.mark.gpu

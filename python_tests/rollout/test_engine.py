@@ -162,8 +162,8 @@ def test_additional_sampling_parameters_take_precedence_and_invalid_ones_fail_th
         sampling = SamplingParams(additional_kwargs=extra)
         await engine.generate([1, 2], sampling, session_id="a", policy_version=0)
 
-    asyncio.run(ask({"stop_token_ids": [5], "bad_words": ["x"]}))
-    assert (wanted[0]["stop_token_ids"], wanted[0]["bad_words"]) == ([5], ["x"])
+    asyncio.run(ask({"stop_token_ids": [5], "ignore_eos": True}))
+    assert (wanted[0]["stop_token_ids"], wanted[0]["ignore_eos"]) == ([5], True)
     with pytest.raises(EngineError, match=r"sampling parameters: Unexpected .* 'nonsense'"):
         asyncio.run(ask({"nonsense": 1}))
 

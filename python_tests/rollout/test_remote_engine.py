@@ -157,6 +157,22 @@ def test_request_and_response_are_token_ids() -> None:
     assert server.headers[0]["x-session-id"] == "s-1"
 
 
+@pytest.mark.spec("kept.read")
+def test_kept_tokens_are_read_from_the_returned_logprobs() -> None:
+    top = [{"token_id:5": -0.5, "token_id:9": -0.9327521, "token_id:4": -9999.0}, {"token_id:6": 0}]
+    logprobs = {"token_logprobs": [-0.5, 0.0], "top_logprobs": top}
+    server = Server(lambda body: {**choice([5, 6], []), "logprobs": logprobs})
+
+    async def generate(engine: RemoteEngine) -> Generation:
+        sampling = SamplingParams(top_p=0.9)
+        return await engine.generate([1], sampling, session_id="s", policy_version=0)
+
+    got = with_engine(server, generate, vocab_size=50)
+    assert [one.tolist() for one in got.kept_ids] == [[5, 9], [6]]
+    body = server.asked[0][1]
+    assert (body["logprobs"], body["top_k"], body["return_tokens_as_token_ids"]) == (50, 256, True)
+
+
 def test_stop_token_is_not_a_stop_string_and_routes_are_decoded() -> None:
     routes = np.arange(8, dtype=np.uint8).reshape(4, 1, 2)
     buffer = io.BytesIO()

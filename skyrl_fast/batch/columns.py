@@ -15,7 +15,7 @@ from skyrl_fast.batch.generator_output import rewards_are_per_token, validate_ge
 from skyrl_fast.batch.row_index import row_index
 from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.ops import _backend, _ragged
-from skyrl_fast.ops._offsets import INT32_MAX
+from skyrl_fast.ops._ragged import INT32_MAX
 from skyrl_fast.ops.merge.steps import MergePlan, merge_steps
 
 OP = "StepBatch.from_generator_output"
@@ -33,7 +33,7 @@ def columns_of_output(
     """Return the fields of a `StepBatch`; arguments and errors as its `from_generator_output`.
 
     With `merge`, steps are merged while they are read (drift "fork"); of prompts and responses only
-    those of the last step of each merged row are read.
+    those of the last step of each merged row are read. The output must have no `rollout_kept_ids`.
     """
     validate_generator_output(output, num_prompts=num_prompts, step_wise=step_wise)
     index = row_index(OP, output, uids, step_wise=step_wise)
@@ -55,6 +55,7 @@ def columns_of_output(
     versions = output.get("policy_versions")
     stop_reasons = output.get("stop_reasons")
     experts, cu_experts = flat_experts(OP, output.get("rollout_expert_indices"), plan)
+    num_kept, kept_ids, cu_kept = flat_kept_ids(OP, output.get("rollout_kept_ids"), cu_responses)
     return {
         "tokens": flat["tokens"],
         "cu_seqlens": cu_seqlens,
@@ -76,6 +77,9 @@ def columns_of_output(
         "rollout_logprobs": flat.get("rollout_logprobs"),
         "expert_indices": experts,
         "cu_experts": cu_experts,
+        "num_kept": num_kept,
+        "kept_ids": kept_ids,
+        "cu_kept": cu_kept,
     }
 
 
@@ -196,3 +200,35 @@ def flat_experts(
 def routes_dtype(largest: int) -> type[np.integer[Any]]:
     """Return the smallest dtype for expert indices up to `largest`."""
     return next(d for d in (np.uint8, np.int16, np.int32) if largest <= np.iinfo(d).max)
+
+
+def flat_kept_ids(
+    op: str, rows: Sequence[Sequence[Any] | None] | None, cu_responses: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return the columns `num_kept`, `kept_ids` and `cu_kept` of a batch; None without kept tokens.
+
+    Args:
+        op: the caller's public name, for messages.
+        rows: for each of N rows a sequence of ids per response token; None where the response is
+            empty, or for all.
+        cu_responses: (N + 1,) offsets of the response tokens.
+
+    Raises:
+        ValueError: kept tokens in only some rows, or not for each response token.
+    """
+    if rows is None:
+        return None, None, None
+    lengths = cu_responses.diff().tolist()
+    if all(row is None for row, length in zip(rows, lengths, strict=True) if length):
+        return None, None, None
+    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        if length and (row is None or len(row) != length):
+            raise ValueError(
+                f"{op}: kept_ids must have one entry per response token ({length}) in row "
+                f"{number}, got {'none' if row is None else len(row)}"
+            )
+    flat = [np.asarray(one, dtype=np.int32) for row in rows for one in row or ()]
+    num_kept = np.fromiter(map(len, flat), np.int32, len(flat))
+    cu = np.concatenate([[0], np.cumsum(num_kept, dtype=np.int64)])[cu_responses.numpy()]
+    ids = torch.from_numpy(np.concatenate(flat))
+    return torch.from_numpy(num_kept), ids, offsets(torch.from_numpy(np.diff(cu)))

@@ -45,6 +45,8 @@ def concatenate(batches: Sequence[StepBatch]) -> StepBatch:
     for name in ("cu_seqlens", "cu_responses"):
         columns[name] = offsets(torch.cat([getattr(batch, name).diff() for batch in batches]))
     columns |= _routes(batches, columns["expert_indices"])
+    if columns["kept_ids"] is not None:
+        columns["cu_kept"] = _row_offsets(batches, "cu_kept")
     reasons = [batch.stop_reasons for batch in batches]
     given = [values for values in reasons if values is not None]
     if given and len(given) < len(reasons):
@@ -73,8 +75,9 @@ def _joined(batches: Sequence[StepBatch], name: str) -> torch.Tensor | None:
 def _size(batch: StepBatch, name: str) -> int:
     """Return the number of entries that the column has, or would have."""
     per = COLUMNS[name][0]
-    if per == "expert":
-        return 0 if batch.expert_indices is None else len(batch.expert_indices)
+    if per in ("expert", "kept"):
+        value = getattr(batch, name)
+        return 0 if value is None else len(value)
     counted = {"token": batch.tokens, "response": batch.loss_mask, "row": batch.group_ids}
     return len(counted[per])
 
@@ -83,14 +86,18 @@ def _routes(batches: Sequence[StepBatch], routes: torch.Tensor | None) -> dict[s
     """Return the routes in the smallest sufficient dtype, and their offsets."""
     if routes is None or not len(routes):
         return {"expert_indices": None, "cu_experts": None}
-    counts = [
-        torch.zeros(batch.num_rows, dtype=torch.int64)
-        if batch.cu_experts is None
-        else batch.cu_experts.diff()
-        for batch in batches
-    ]
     dtype = routes_dtype(int(routes.max()))
     return {
         "expert_indices": torch.from_numpy(routes.numpy().astype(dtype, copy=False)),
-        "cu_experts": offsets(torch.cat(counts)),
+        "cu_experts": _row_offsets(batches, "cu_experts"),
     }
+
+
+def _row_offsets(batches: Sequence[StepBatch], name: str) -> torch.Tensor:
+    """Return (N + 1,) offsets of all rows; a batch without them has none of their elements."""
+    given = [getattr(batch, name) for batch in batches]
+    counts = [
+        torch.zeros(batch.num_rows, dtype=torch.int64) if cu is None else cu.diff()
+        for batch, cu in zip(batches, given, strict=True)
+    ]
+    return offsets(torch.cat(counts))

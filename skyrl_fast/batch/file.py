@@ -21,8 +21,13 @@ def write_batch_file(
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
-        contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-        save_file(contiguous, partial, metadata={"format": FORMAT, "facts": json.dumps(others)})
+        columns: dict[str, torch.Tensor] = {}
+        written: set[int] = set()  # safetensors refuses memory that two columns share
+        for name, tensor in tensors.items():
+            column = tensor.detach().cpu().contiguous()
+            columns[name] = column.clone() if column.data_ptr() in written else column
+            written.add(column.data_ptr())
+        save_file(columns, partial, metadata={"format": FORMAT, "facts": json.dumps(others)})
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)

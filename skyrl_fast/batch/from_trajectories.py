@@ -9,7 +9,13 @@ from itertools import chain
 import numpy as np
 import torch
 
-from skyrl_fast.batch.columns import flat_experts, flat_values, offsets, rewards_on_last_tokens
+from skyrl_fast.batch.columns import (
+    flat_experts,
+    flat_kept_ids,
+    flat_values,
+    offsets,
+    rewards_on_last_tokens,
+)
 from skyrl_fast.batch.row_index import dense_ids, first_appearances, first_return, trajectory_keys
 from skyrl_fast.batch.step_batch import StepBatch
 from skyrl_fast.ops import _ragged
@@ -32,7 +38,8 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
         ValueError: no trajectories; two with the same uid and repetition; groups that are not
             adjacent; log-probabilities in only some steps; a mask or log-probabilities of another
             length than the response; a token id that is negative or needs more than 31 bits; a
-            loss mask other than 0 or 1; more routes of experts than tokens.
+            loss mask other than 0 or 1; more routes of experts than tokens; kept tokens in only
+            some steps, or not for each response token.
     """
     if not trajectories:
         raise ValueError(f"{OP}: trajectories must not be empty")
@@ -61,6 +68,8 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
     is_last_step[np.cumsum(num_steps) - 1] = True
     trajectory_ids = np.repeat(np.arange(len(trajectories), dtype=np.int32), num_steps)
     experts, cu_experts = flat_experts(OP, _routes(rows, lengths))
+    sets = [row.kept_ids for row in rows]
+    num_kept, kept_ids, cu_kept = flat_kept_ids(OP, sets, cu_responses)
     return StepBatch(
         tokens=flat["tokens"],
         cu_seqlens=cu_seqlens,
@@ -77,6 +86,9 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
         rollout_logprobs=flat.get("rollout_logprobs"),
         expert_indices=experts,
         cu_experts=cu_experts,
+        num_kept=num_kept,
+        kept_ids=kept_ids,
+        cu_kept=cu_kept,
         reward_per_row=True,
     )
 

@@ -53,6 +53,8 @@ def generator_output_from_trajectories(trajectories: Sequence[Trajectory]) -> Ge
         "env_classes": [t.env_class for t in owners],
         "data_sources": [t.data_source for t in owners],
     }
+    if any(step.kept_ids is not None for step in rows):
+        output["rollout_kept_ids"] = [step.kept_ids or [] for step in rows]
     output["rollout_metrics"] = {
         **rollout_metrics(output),
         "generate/num_failed_trajectories": float(sum(t.failure is not None for t in trajectories)),

@@ -83,6 +83,8 @@ def merge_stepwise_output(
         _keep_sums(merged["rewards"], output["rewards"], plan)
     if output.get("rollout_expert_indices") is not None:
         merged["rollout_expert_indices"] = _routes(output["rollout_expert_indices"], plan)
+    if output.get("rollout_kept_ids") is not None:
+        merged["rollout_kept_ids"] = _kept_ids(output["rollout_kept_ids"], plan)
     if output.get("policy_versions") is not None:
         versions = np.minimum.reduceat(np.array(output["policy_versions"], np.int64), plan.heads)
         merged["policy_versions"] = versions.tolist()
@@ -153,6 +155,16 @@ def _routes(rows: Sequence[Any], plan: MergePlan) -> list[Any]:
         ]
         filled = [piece for piece in pieces if len(piece)] or pieces[:1]
         merged.append(np.concatenate(filled) if filled else None)
+    return merged
+
+
+def _kept_ids(rows: Sequence[Any], plan: MergePlan) -> list[list[Any]]:
+    """Return the kept tokens of each merged row's response tokens; none for unsampled ones."""
+    nothing = np.zeros(0, np.int32)
+    merged = [[nothing] * length for length in plan.merged_response_lengths.tolist()]
+    places = zip(plan.merged_rows.tolist(), plan.starts.tolist(), plan.kept.tolist(), strict=True)
+    for row, (target, start, kept) in zip(rows, places, strict=True):
+        merged[target][start : start + kept] = list(row)[:kept]
     return merged
 
 

@@ -30,6 +30,7 @@ PER_ROW_FIELDS = (
     "env_metrics",
     "trajectory_generation_times",
     "rollout_expert_indices",
+    "rollout_kept_ids",
     "trajectory_ids",
     "is_last_step",
     "policy_versions",
@@ -56,7 +57,8 @@ class GeneratorOutput(TypedDict, total=False):
     trajectory_generation_times: per row. trajectory_time_splits: name -> per row.
     rollout_expert_indices: per row an integer array [tokens, layers, experts per token].
     trajectory_ids, is_last_step: step-wise only. rollout_metrics: name -> number.
-    policy_versions, env_classes, data_sources: per row; extensions of this package.
+    policy_versions, env_classes, data_sources: per row; extensions of this package, as is
+    rollout_kept_ids: per response token the ids that it was sampled from, see `Step.kept_ids`.
     """
 
     prompt_token_ids: list[list[int]]
@@ -75,6 +77,7 @@ class GeneratorOutput(TypedDict, total=False):
     policy_versions: list[int] | None
     env_classes: list[str] | None
     data_sources: list[str | None] | None
+    rollout_kept_ids: list[list[np.ndarray]] | None
 
 
 def validate_generator_output(

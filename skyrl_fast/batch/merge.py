@@ -1,4 +1,7 @@
-"""Columns of a batch with merged steps: N rows become M. A response tokens, E routes."""
+"""Columns of a batch with merged steps: N rows become M.
+
+A response tokens, E routes, B kept tokens.
+"""
 
 from __future__ import annotations
 
@@ -83,4 +86,30 @@ def merged_routes(
     merged = _backend.empty((int(cu_merged[-1]), *routes.shape[1:]), routes.dtype)
     targets = np.concatenate([[0], np.cumsum(ends - begins)])[:-1]
     copy_segments(op, routes, cu_experts[:-1].numpy() + begins, merged, targets, ends - begins)
+    return merged, cu_merged
+
+
+def merged_kept_ids(
+    op: str,
+    num_kept: torch.Tensor,
+    kept_ids: torch.Tensor,
+    cu_responses: torch.Tensor,
+    plan: MergePlan,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (B',) kept tokens of the response tokens that remain, and their (M + 1,) offsets.
+
+    Args:
+        op: the caller's public name, for messages.
+        num_kept: (A,) int32, kept tokens per response token.
+        kept_ids: (B,) int32.
+        cu_responses: (N + 1,) offsets into `num_kept`.
+        plan: which steps are merged.
+    """
+    cu_kept = np.concatenate([[0], np.cumsum(num_kept.numpy(), dtype=np.int64)])
+    first = cu_responses[:-1].numpy().astype(np.int64)
+    begins, ends = cu_kept[first], cu_kept[first + plan.kept]
+    cu_merged = offsets(torch.from_numpy(np.add.reduceat(ends - begins, plan.heads)))
+    merged = _backend.empty((int(cu_merged[-1]),), kept_ids.dtype)
+    targets = np.concatenate([[0], np.cumsum(ends - begins)])[:-1]
+    copy_segments(op, kept_ids, begins, merged, targets, ends - begins)
     return merged, cu_merged

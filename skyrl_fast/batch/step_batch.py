@@ -1,7 +1,7 @@
 """`StepBatch`, the training batch: ragged rows, one per step.
 
 N rows, S tokens (prompts and responses), A response tokens, G groups, J trajectories, T and R the
-padded widths, L layers, K experts per token.
+padded widths, L layers, K experts per token, B kept tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ import torch
 
 from skyrl_fast.batch.columns import columns_of_output, offsets, rewards_on_last_tokens
 from skyrl_fast.batch.file import read_batch_file, write_batch_file
-from skyrl_fast.batch.merge import merged_routes, merged_token_rewards, merged_values
+from skyrl_fast.batch.merge import (
+    merged_kept_ids,
+    merged_routes,
+    merged_token_rewards,
+    merged_values,
+)
 from skyrl_fast.batch.padded import PaddedBatch, padded_routes, padded_tensors
 from skyrl_fast.batch.split import mini_batch_boundaries, split_micro_batches
 from skyrl_fast.ops import _backend
@@ -28,13 +33,14 @@ from skyrl_fast.ops.merge.steps import (
     merge_flat_steps,
 )
 
-Per = Literal["token", "response", "row", "expert"]
+Per = Literal["token", "response", "row", "expert", "kept"]
 OFFSETS: dict[Per, str] = {
     "token": "cu_seqlens",
     "response": "cu_responses",
     "expert": "cu_experts",
+    "kept": "cu_kept",
 }
-# Columns with an entry per token, per response token, per row or per recorded route.
+# Columns with an entry per token, response token, row, recorded route or recorded kept token.
 COLUMNS: dict[str, tuple[Per, torch.dtype | None]] = {
     "tokens": ("token", torch.int32),
     "loss_mask": ("response", torch.uint8),
@@ -52,8 +58,11 @@ COLUMNS: dict[str, tuple[Per, torch.dtype | None]] = {
     "values": ("response", torch.float32),
     "returns": ("response", torch.float32),
     "token_weights": ("response", torch.float32),
+    "cross_entropy_weights": ("response", torch.float32),
     "row_weights": ("row", torch.float32),
     "expert_indices": ("expert", None),
+    "num_kept": ("response", torch.int32),
+    "kept_ids": ("kept", torch.int32),
 }
 
 
@@ -78,10 +87,15 @@ class StepBatch:
         values, returns: (A,) float32, the critic's value before each trained token, and its
             target; or None.
         token_weights: (A,) float32 of the off-policy correction, 0 on dropped tokens, or None.
+        cross_entropy_weights: (A,) float32, of each token in the cross-entropy, or None: zeros.
         row_weights: (N,) float32, the weight of the row's tokens in the loss, or None.
         anchor_ids: (N,) int32, equal where rows acted in the same state, or None.
         expert_indices: (E, L, K) integers, recorded routes of all rows, or None.
         cu_experts: (N + 1,) int32, offsets into `expert_indices`; None with it.
+        num_kept: (A,) int32, number of tokens that each response token was sampled from; 0: the
+            vocabulary. None: that of all.
+        kept_ids: (B,) int32, those tokens of all response tokens, ascending for each; None with it.
+        cu_kept: (N + 1,) int32, offsets of the rows' kept tokens; None with it.
         num_padding_rows: padding rows at the end; ignored by all metrics and losses.
         reward_per_row: the generator returned one reward per row, not per response token.
     """
@@ -105,10 +119,14 @@ class StepBatch:
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     token_weights: torch.Tensor | None = None
+    cross_entropy_weights: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
     anchor_ids: torch.Tensor | None = None
     expert_indices: torch.Tensor | None = None
     cu_experts: torch.Tensor | None = None
+    num_kept: torch.Tensor | None = None
+    kept_ids: torch.Tensor | None = None
+    cu_kept: torch.Tensor | None = None
     num_padding_rows: int = 0
     reward_per_row: bool = False
 
@@ -125,6 +143,7 @@ class StepBatch:
             "response": self.loss_mask.shape[0],
             "row": num_rows,
             "expert": 0 if self.expert_indices is None else self.expert_indices.shape[0],
+            "kept": 0 if self.kept_ids is None else self.kept_ids.shape[0],
         }
         if num_rows < 0 or self.cu_responses.shape != self.cu_seqlens.shape:
             raise ValueError(
@@ -194,6 +213,13 @@ class StepBatch:
         """N, the prompt's name of each row."""
         return [self.uids[group] for group in self.group_ids.tolist()]
 
+    @property
+    def trained_mask(self) -> torch.Tensor:
+        """(A,) bool, tokens of any term of the loss: of the policy loss or the cross-entropy."""
+        if self.cross_entropy_weights is None:
+            return self.loss_mask != 0
+        return (self.loss_mask != 0) | (self.cross_entropy_weights != 0)
+
     def columns(self, per: Per) -> dict[str, torch.Tensor]:
         """Return the batch's columns of one kind, e.g. those per response token."""
         kind = [name for name, (kind, _) in COLUMNS.items() if kind == per]
@@ -227,15 +253,16 @@ class StepBatch:
         """
         if merge is not None:
             check_drift("StepBatch", merge, max_drift_tokens)
+        merge_lists = merge == "fork" and output.get("rollout_kept_ids") is None
         columns = columns_of_output(
             output,
             uids=uids,
             num_prompts=num_prompts,
             step_wise=step_wise,
-            merge=merge == "fork",
+            merge=merge_lists,
         )
         batch = cls(**columns)
-        if merge != "realign":
+        if merge is None or merge_lists:
             return batch
         return batch.merged(drift=merge, max_drift_tokens=max_drift_tokens)
 
@@ -336,7 +363,10 @@ class StepBatch:
         cu_responses = offsets(torch.from_numpy(plan.merged_response_lengths))
         changes: dict[str, Any] = {
             name: merged_values(op, values, self.cu_responses, plan, cu_responses)
-            for name in ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs")
+            for name in (
+                *("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "num_kept"),
+                "cross_entropy_weights",
+            )
             if (values := getattr(self, name)) is not None
         }
         if (rewards or ("last" if self.reward_per_row else "token")) == "last":
@@ -358,6 +388,10 @@ class StepBatch:
         if self.expert_indices is not None and self.cu_experts is not None:
             changes["expert_indices"], changes["cu_experts"] = merged_routes(
                 op, self.expert_indices, self.cu_experts, plan
+            )
+        if self.num_kept is not None and self.kept_ids is not None:
+            changes["kept_ids"], changes["cu_kept"] = merged_kept_ids(
+                op, self.num_kept, self.kept_ids, self.cu_responses, plan
             )
         versions = np.minimum.reduceat(self.policy_version.numpy(), plan.heads)
         return self.with_(
@@ -538,7 +572,7 @@ class StepBatch:
         changes["is_last_step"][-pad_size:] = True
         changes["tokens"] = torch.cat([self.tokens, self.tokens.new_zeros(pad_size)])
         changes["cu_seqlens"] = torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + 1 + more])
-        for name in ("cu_responses", "cu_experts"):
+        for name in ("cu_responses", "cu_experts", "cu_kept"):
             cu = getattr(self, name)
             changes[name] = None if cu is None else torch.cat([cu, cu[-1:].expand(pad_size)])
         start = self.num_padding_rows

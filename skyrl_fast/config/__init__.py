@@ -21,6 +21,7 @@ from skyrl_fast.config.loading import (
     load_config,
 )
 from skyrl_fast.config.loggers import LOGGERS
+from skyrl_fast.config.sampling import SamplingParams
 from skyrl_fast.config.settings import (
     SCOPES,
     AlgorithmConfig,
@@ -28,7 +29,6 @@ from skyrl_fast.config.settings import (
     EnvironmentConfig,
     GeneratorConfig,
     OptimizerConfig,
-    SamplingParams,
     SkyRLGymConfig,
     max_input_length,
     merges_steps,

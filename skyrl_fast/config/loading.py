@@ -22,10 +22,10 @@ from skyrl_fast.config.algorithm import (
 from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.loggers import LOGGERS
+from skyrl_fast.config.sampling import SamplingParams, check_sampling
 from skyrl_fast.config.settings import (
     AlgorithmConfig,
     Config,
-    SamplingParams,
     merges_steps,
     to_dict,
 )
@@ -74,14 +74,6 @@ _SKYRL_ONLY = {
     "servers: generator.inference_engine.external_server_urls",
     "generator.sampling_params.logprobs": "logprobs of sampled tokens are always taken; remove it",
 }
-
-# vLLM parameters that the settings or the agent loop already set.
-_RESERVED_SAMPLING = frozenset(
-    (
-        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"),
-        *("seed", "n", "logprobs", "include_stop_str_in_output", "detokenize", "output_kind"),
-    )
-)
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -247,10 +239,11 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
     _check_estimator_rows(config)
     _check_engines(generator.inference_engine)
     _check_rows(config)
-    for name in ("sampling_params", "eval_sampling_params"):
-        _check_sampling(f"generator.{name}", getattr(generator, name))
-    if generator.sampling_params.temperature == 0:
-        raise ConfigError("generator.sampling_params.temperature: wanted > 0 in training, got 0")
+    check_sampling("generator.sampling_params", generator.sampling_params, trained=True)
+    if generator.eval_sampling_params is not None:
+        check_sampling(
+            "generator.eval_sampling_params", generator.eval_sampling_params, trained=False
+        )
     if trainer.eval_interval == 0 or trainer.ckpt_interval == 0 or trainer.max_ckpts_to_keep == 0:
         raise ConfigError(
             "trainer.eval_interval, ckpt_interval, max_ckpts_to_keep: wanted >= 1 or -1, got 0"
@@ -265,15 +258,6 @@ def check_limits(section: Any, key: str = "") -> None:
             raise ConfigError(f"{path}: {wrong}")
 
 
-def _check_sampling(key: str, sampling: SamplingParams | None) -> None:
-    """Refuse vLLM parameters that a setting or the agent loop already sets."""
-    for name in sorted(_RESERVED_SAMPLING & set(sampling.additional_kwargs if sampling else ())):
-        raise ConfigError(
-            f"{key}.additional_kwargs: wanted vLLM parameters that neither the settings nor the "
-            f"agent loop set, got {name}"
-        )
-
-
 def _check_rows(config: Config) -> None:
     """Refuse combinations of row settings that exclude each other."""
     generator, rows = config.generator, config.trainer.rows
@@ -285,6 +269,12 @@ def _check_rows(config: Config) -> None:
             f"(one row per trajectory already), got {got}"
         )
     one_row = not generator.step_wise_trajectories
+    if config.trainer.algorithm.observation_loss_coef and not (one_row or merges_steps(config)):
+        raise ConfigError(
+            "trainer.algorithm.observation_loss_coef: wanted 0, as a row per step has no tokens of "
+            "the environment (trainer.rows=merged or generator.merge_stepwise_output=true has), "
+            f"got {config.trainer.algorithm.observation_loss_coef:g}"
+        )
     if rows == "step" and (one_row or generator.merge_stepwise_output):
         other = "step_wise_trajectories=false" if one_row else "merge_stepwise_output=true"
         raise ConfigError(f"trainer.rows: wanted another form with generator.{other}, got step")
@@ -292,6 +282,12 @@ def _check_rows(config: Config) -> None:
 
 def _check_algorithm(algorithm: AlgorithmConfig) -> None:
     key = "trainer.algorithm"
+    terms = algorithm.use_kl_loss, algorithm.use_entropy_loss, algorithm.observation_loss_coef > 0
+    if algorithm.policy_loss_coef == 0 and not any(terms):
+        raise ConfigError(
+            f"{key}.policy_loss_coef: wanted more than 0, as the loss has no other term "
+            "(use_kl_loss, use_entropy_loss, observation_loss_coef), got 0"
+        )
     if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
         raise ConfigError(
             f"{key}.use_kl_in_reward: wanted only one of use_kl_in_reward and use_kl_loss, got both"

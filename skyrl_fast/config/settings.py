@@ -8,7 +8,7 @@ documentation have a single source.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from skyrl_fast.config.asynchronous import FullyAsyncConfig
@@ -18,6 +18,7 @@ from skyrl_fast.config.corrections import (
     OffPolicyCorrectionConfig,
 )
 from skyrl_fast.config.engine import InferenceEngineConfig
+from skyrl_fast.config.sampling import SamplingParams
 from skyrl_fast.ops.advantage.estimators import ADVANTAGE_ESTIMATORS
 from skyrl_fast.ops.policy_loss.losses import (
     KL_ESTIMATORS,
@@ -160,6 +161,19 @@ class AlgorithmConfig:
     policy_loss_type: str = setting(
         "regular",
         f"policy loss: {', '.join(POLICY_LOSSES)}, a registered one, or module:function",
+    )
+    policy_loss_coef: float = setting(
+        1.0,
+        "weight of the policy loss; 0: only the other terms, such as use_kl_loss with a teacher as "
+        "trainer.ref.model.path",
+        at_least=0,
+        finite=True,
+    )
+    observation_loss_coef: float = setting(
+        0.0,
+        "weight of the cross-entropy on the environment's tokens in merged rows; 0: not trained",
+        at_least=0,
+        finite=True,
     )
     policy_loss_kwargs: dict[str, Any] = setting(
         {}, "keyword arguments of a registered loss or of module:function"
@@ -308,22 +322,6 @@ class TrainerConfig:
 
 
 @dataclass(slots=True)
-class SamplingParams:
-    """How tokens are sampled."""
-
-    max_generate_length: int = setting(1024, "maximum tokens of a turn's response", at_least=1)
-    temperature: float = setting(1.0, "sampling temperature; 0: greedy", at_least=0, finite=True)
-    top_p: float = setting(1.0, "probability mass of nucleus sampling", above=0, at_most=1)
-    top_k: int = setting(-1, "number of most likely tokens to sample from; -1: all", at_least=-1)
-    min_p: float = setting(
-        0.0, "minimum probability relative to the most likely token", at_least=0, at_most=1
-    )
-    repetition_penalty: float = setting(1.0, "repetition penalty; 1: none", above=0, finite=True)
-    stop: list[str] | None = setting(None, "strings that end a turn")
-    additional_kwargs: dict[str, Any] = setting({}, "additional vLLM sampling parameters")
-
-
-@dataclass(slots=True)
 class GeneratorConfig:
     """Trajectories: number, length, context, engine."""
 
@@ -391,10 +389,10 @@ class GeneratorConfig:
         return self.n_samples_per_prompt if phase == "train" else self.eval_n_samples_per_prompt
 
     def sampling(self, phase: str) -> SamplingParams:
-        """Return the sampling parameters of "train" or "eval"."""
-        if phase == "eval" and self.eval_sampling_params is not None:
-            return self.eval_sampling_params
-        return self.sampling_params
+        """Return the sampling parameters of "train" or "eval"; evaluation records no tokens."""
+        if phase == "train":
+            return self.sampling_params
+        return replace(self.eval_sampling_params or self.sampling_params, max_kept_tokens=None)
 
 
 @dataclass(slots=True)

@@ -8,8 +8,6 @@ import torch
 
 from skyrl_fast.ops import _backend
 
-INT32_MAX = 2**31 - 1
-
 
 def integer_vector(op: str, name: str, values: Any) -> torch.Tensor:
     """Return offsets or lengths as a 1-D integer tensor, on their device.
@@ -38,31 +36,40 @@ def integer_vector(op: str, name: str, values: Any) -> torch.Tensor:
     return vector
 
 
-def check_offsets(op: str, name: str, offsets: Any, *, total: int | None = None) -> torch.Tensor:
-    """Return (N + 1,) offsets as contiguous int32.
+def check_offsets(
+    op: str,
+    name: str,
+    offsets: Any,
+    *,
+    total: int | None = None,
+    dtype: torch.dtype = torch.int32,
+) -> torch.Tensor:
+    """Return (N + 1,) offsets as contiguous int32, or int64.
 
     Values are checked on the CPU only: on a GPU that would wait for the device.
 
     Args:
         total: the last offset, where the caller does not check it; the others then rise to it
             from 0.
+        dtype: int32 or int64.
 
     Raises:
-        TypeError, ValueError: as `integer_vector`; no offset, one that int32 cannot hold, or
+        TypeError, ValueError: as `integer_vector`; no offset, one that `dtype` cannot hold, or
             offsets that do not rise from 0 to `total`.
     """
     cu = integer_vector(op, name, offsets)
     if cu.numel() == 0:
         raise ValueError(f"{op}: {name} must be (N + 1,) offsets, got none")
+    most = torch.iinfo(dtype).max
     if torch.compiler.is_compiling():
         # A graph cannot depend on values: what int32 cannot hold stays out of range instead.
-        return cu.to(torch.int64).clamp(-1, INT32_MAX).to(torch.int32).contiguous()
+        return cu.to(torch.int64).clamp(-1, most).to(dtype).contiguous()
     if _backend.device_kind(cu.device) != "cpu":
-        return cu.to(torch.int32).contiguous()
+        return cu.to(dtype).contiguous()
     values = cu.numpy()  # much faster than torch on a few values
-    if cu.dtype != torch.int32 and (values.min() < 0 or values.max() > INT32_MAX):
+    if cu.dtype != dtype and (values.min() < 0 or values.max() > most):
         wrong = values.min() if values.min() < 0 else values.max()
-        raise ValueError(f"{op}: {name} must be offsets from 0 to {INT32_MAX}, got {wrong}")
+        raise ValueError(f"{op}: {name} must be offsets from 0 to {most}, got {wrong}")
     if total is not None and (
         values[0] != 0 or values[-1] != total or (values[1:] < values[:-1]).any()
     ):
@@ -70,4 +77,4 @@ def check_offsets(op: str, name: str, offsets: Any, *, total: int | None = None)
             f"{op}: {name} must be non-decreasing offsets from 0 to {total}, got "
             f"{values[:8].tolist()}"
         )
-    return cu.to(torch.int32).contiguous()
+    return cu.to(dtype).contiguous()

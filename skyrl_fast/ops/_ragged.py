@@ -11,8 +11,8 @@ import torch
 
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend
-from skyrl_fast.ops._offsets import INT32_MAX
 
+INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 DTYPES = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32)
 

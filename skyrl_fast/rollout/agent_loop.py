@@ -323,6 +323,7 @@ class AgentLoop:
             llm_seconds=llm_seconds,
             env_seconds=answer.seconds,
             token_versions=None if single_version else versions + versions[-1:] * appended,
+            kept_ids=sampled.kept_ids,
         )
 
 

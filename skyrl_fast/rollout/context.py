@@ -94,6 +94,35 @@ def make_context(
     raise ValueError(f"make_context: kind: wanted one of {CONTEXTS}, got {kind!r}")
 
 
+def rendered_answer(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    answer: Message,
+    *,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Return the tokens of an answer as the chat template writes it, with its end token.
+
+    Where the template does not write the answer after the prompt (it adds or removes thoughts,
+    say), they are those of its text.
+
+    Args:
+        tokenizer, chat_template, template_kwargs: as for `make_context`.
+        messages: before the answer.
+        answer: an assistant message; it may have tool calls.
+
+    Raises:
+        ContextError: the chat template refuses the messages.
+    """
+    render = _Template(tokenizer, chat_template, dict(template_kwargs or {}), max_length=None)
+    prompt = render.text(messages)
+    complete = render.text([*messages, answer], answer_next=False)
+    text = complete[len(prompt) :] if complete.startswith(prompt) else message_text(answer)
+    text = text.partition(tokenizer.eos_token)[0]
+    return [*render.token_ids(text), tokenizer.eos_token_id]
+
+
 class _Template:
     """The tokenizer's chat template."""
 
@@ -207,7 +236,7 @@ class _AppendContext:
         text = self._render.after_answer(self._messages, self._answer, messages)
         tokenizer = self._render.tokenizer
         if self._token_ids[-1:] == [tokenizer.eos_token_id]:
-            # The answer ends with its end token; some templates write a space before theirs.
+            # The answer ends with its end token; some templates write a space before it.
             before, found, rest = text.partition(tokenizer.eos_token)
             text = rest if found and not before.strip() else text
         self._token_ids += self._render.token_ids(text)

@@ -53,6 +53,7 @@ async def generate_through_updates(
     logprobs: list[float] = []
     versions: list[int] = []
     routes: np.ndarray | None = None
+    kept_ids: list[np.ndarray] = []
     number = 0
     while True:
         left = sampling.max_generate_length - len(ids)
@@ -78,9 +79,16 @@ async def generate_through_updates(
         ids += part.token_ids[:kept]
         logprobs += part.logprobs[:kept]
         versions += [version] * kept
+        kept_ids += (part.kept_ids or [])[:kept]
         routes = _joined(routes, part, len(prompt_token_ids) + len(ids))
         if part.stop_reason != INTERRUPTED:
-            complete = replace(part, token_ids=ids, logprobs=logprobs, expert_indices=routes)
+            complete = replace(
+                part,
+                token_ids=ids,
+                logprobs=logprobs,
+                expert_indices=routes,
+                kept_ids=kept_ids or None,
+            )
             return VersionedGeneration(complete, versions)
         number += 1
 

@@ -29,6 +29,9 @@ class Step:
         env_seconds: time in the environment.
         expert_indices: integers [tokens, layers, experts per token], or None.
         token_versions: the policy version of each response token; None: `policy_version` for all.
+        kept_ids: for each response token the ascending ids, int32, of the tokens that it was
+            sampled from (`SamplingParams.max_kept_tokens`), empty for an appended token; None: the
+            vocabulary.
     """
 
     prompt_token_ids: list[int]
@@ -44,6 +47,7 @@ class Step:
     env_seconds: float
     expert_indices: np.ndarray | None = None
     token_versions: list[int] | None = None
+    kept_ids: list[np.ndarray] | None = None
 
     @property
     def versions(self) -> list[int]:

@@ -6,16 +6,24 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from skyrl_fast.rollout.engine.protocol import EngineError, Generation
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One turn's gen-only response: all three lists have one entry per token."""
+    """One turn's gen-only response: all lists have one entry per token.
+
+    Args:
+        kept_ids: the tokens that each was sampled from; empty for an appended token, which was not
+            sampled. None: the vocabulary.
+    """
 
     response_ids: list[int]
     loss_mask: list[int]
     rollout_logprobs: list[float]
+    kept_ids: list[np.ndarray] | None = None
 
 
 def sampled_tokens(generation: Generation, *, appended_eos: int | None = None) -> SampledTokens:
@@ -28,7 +36,7 @@ def sampled_tokens(generation: Generation, *, appended_eos: int | None = None) -
     Example:
         >>> sampled_tokens(Generation([5, 6], [-0.1, -0.2], "stop", "</a>"), appended_eos=2)
         SampledTokens(response_ids=[5, 6, 2], loss_mask=[1, 1, 0],
-                      rollout_logprobs=[-0.1, -0.2, 0.0])
+                      rollout_logprobs=[-0.1, -0.2, 0.0], kept_ids=None)
     """
     if len(generation.token_ids) != len(generation.logprobs):
         raise EngineError(
@@ -36,12 +44,19 @@ def sampled_tokens(generation: Generation, *, appended_eos: int | None = None) -
             f"{len(generation.logprobs)} logprobs"
         )
     ids, logprobs = list(generation.token_ids), list(generation.logprobs)
+    kept_ids = None if generation.kept_ids is None else list(generation.kept_ids)
+    if kept_ids is not None and len(kept_ids) != len(ids):
+        raise EngineError(
+            f"the engine returned {len(ids)} tokens but {len(kept_ids)} sets of kept tokens"
+        )
     mask = [1] * len(ids)
     if appended_eos is not None:
         ids.append(appended_eos)
         mask.append(0)
         logprobs.append(0.0)
-    return SampledTokens(ids, mask, logprobs)
+        if kept_ids is not None:
+            kept_ids.append(np.zeros(0, np.int32))
+    return SampledTokens(ids, mask, logprobs, kept_ids)
 
 
 def request_seed(seed: int, name: str, attempt: int, turn: int) -> int:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from skyrl_fast.train.callbacks import Callback, CallbackError
     from skyrl_fast.train.output.loggers import Logger, RunInfo
     from skyrl_fast.train.run import SetupError, TrainResult, train
+    from skyrl_fast.train.supervised import sft
 
 _HOMES = {  # imported on first use: `import skyrl_fast` stays light
     "Callback": "skyrl_fast.train.callbacks",
@@ -48,6 +49,7 @@ _HOMES = {  # imported on first use: `import skyrl_fast` stays light
     "TrainResult": "skyrl_fast.train.run",
     "register_advantage_estimator": "skyrl_fast.ops.advantage.estimators",
     "register_policy_loss": "skyrl_fast.ops.policy_loss.custom",
+    "sft": "skyrl_fast.train.supervised",
     "train": "skyrl_fast.train.run",
 }
 
@@ -62,6 +64,7 @@ __all__ = [
     "TrainResult",
     "register_advantage_estimator",
     "register_policy_loss",
+    "sft",
     "train",
 ]
 

@@ -31,7 +31,11 @@ def sampled_rows(trajectories: Sequence[Trajectory], config: Config) -> SampledR
     steps = batch_from_trajectories(trajectories)
     outcome = estimator_spec(config.trainer.algorithm).level == "outcome"
     rows = training_rows(
-        steps, config.generator, merge=merges_steps(config), keep_rewards=not outcome
+        steps,
+        config.generator,
+        merge=merges_steps(config),
+        keep_rewards=not outcome,
+        observations=config.trainer.algorithm.observation_loss_coef > 0,
     )
     return SampledRows(steps, None if rows is steps else rows)
 

@@ -52,6 +52,7 @@ from skyrl_fast.trajectory_store.words import readable
 logger = logging.getLogger(__name__)
 
 MakeRollouts = Callable[[Config, Any, str], Awaitable[Rollouts]]
+EVAL_UID = "eval-"  # prefix of the uids of evaluation prompts
 EVAL_REWARD = "eval/all/avg_score"
 
 
@@ -241,7 +242,7 @@ def _data(
 
     data = _Data(
         load(prompts, config.data.train_data, "", "train"),
-        load(eval_prompts, config.data.val_data, "eval-", "test"),
+        load(eval_prompts, config.data.val_data, EVAL_UID, "test"),
     )
     wanted = config.trainer.train_batch_size
     if len(data.train) < wanted:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,14 @@ from skyrl_fast.train.parallel.rank_shares import local_micro_batches
 from skyrl_fast.train.parallel.ranks import run_on_all_ranks
 
 _NO_BUDGET = 1 << 62  # tokens
-_SUMS = {"policy/policy_loss", "policy/kl_loss"}  # weighted by the mini-batch's row weights
+# Of a micro-batch: weighted by the mini-batch's weights, or counted.
+_SUMS = {
+    *("policy/policy_loss", "policy/kl_loss", "policy/cross_entropy_loss"),
+    *("policy/policy_tokens", "policy/cross_entropy_tokens"),
+}
+# Metrics that are means over other tokens than those of the policy loss, and the number of these.
+_COUNTS = {"policy/cross_entropy": "policy/cross_entropy_tokens", "policy/kl": "policy/kl_tokens"}
+_FORWARD_ONLY = ("expert_indices", "cu_experts", "num_kept", "kept_ids", "cu_kept")
 _RECOMPUTED = {"loss", "num_tokens"}  # of a micro-batch; recomputed here for the mini-batch
 
 
@@ -115,6 +122,8 @@ def contributing_rows(batch: StepBatch, algorithm: AlgorithmConfig) -> np.ndarra
     live = (batch.advantages != 0) & (batch.loss_mask != 0)
     if batch.token_weights is not None:
         live &= batch.token_weights != 0
+    if batch.cross_entropy_weights is not None:
+        live |= batch.cross_entropy_weights != 0
     rows = segment_sums(live.numpy(), batch.cu_responses.numpy(), np.int64) > 0
     if not _keeps_trajectories(algorithm):
         return rows
@@ -163,7 +172,8 @@ class _MicroBatchResult:
 
     Args:
         loss: its share of the mini-batch's loss.
-        metrics: over its M trained tokens.
+        metrics: over its trained tokens.
+        policy_tokens: number of tokens of the policy loss.
         forward_tokens: tokens of the forward pass, padding included.
         rows: its rows of the mini-batch.
         positions: (M,) of the trained tokens in the mini-batch's responses.
@@ -172,10 +182,66 @@ class _MicroBatchResult:
 
     loss: float
     metrics: dict[str, float]
+    policy_tokens: int
     forward_tokens: int
     rows: torch.Tensor
     positions: torch.Tensor
     logprobs: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _MiniBatchWeights:
+    """Weights that depend on all rows of a mini-batch.
+
+    Args:
+        rows: (N,) float32, of each row's tokens in policy loss, KL and entropy.
+        cross_entropy: of a token of weight 1.
+    """
+
+    rows: torch.Tensor
+    cross_entropy: float
+
+    @classmethod
+    def of_batch(
+        cls, batch: StepBatch, algorithm: AlgorithmConfig, max_seq_len: int | None
+    ) -> _MiniBatchWeights:
+        """Return the weights for the reduction of the settings; cross-entropy is a token mean."""
+        rows = reduction_weights(
+            batch.loss_mask,
+            reduction=algorithm.loss_reduction,
+            cu_seqlens=batch.cu_responses,
+            group_ids=batch.group_ids,
+            trajectory_ids=batch.trajectory_ids,
+            max_seq_len=max_seq_len,
+        )
+        given = batch.cross_entropy_weights
+        total = 0.0 if given is None else float(given.sum())
+        return cls(rows, algorithm.observation_loss_coef / total if total else 0.0)
+
+    def at(self, rows: torch.Tensor, device: torch.device) -> _MiniBatchWeights:
+        """Return those of some rows, on a device."""
+        return _MiniBatchWeights(self.rows[rows].to(device), self.cross_entropy)
+
+
+def _weights_of_terms(
+    rows: StepBatch, weights: _MiniBatchWeights, algorithm: AlgorithmConfig
+) -> dict[str, Any]:
+    """Return the weights of the loss's terms, arguments of `policy_loss`."""
+    tokens, coef = rows.token_weights, algorithm.policy_loss_coef
+    if coef != 1:
+        tokens = torch.full_like(rows.rewards, coef) if tokens is None else coef * tokens
+    if rows.cross_entropy_weights is None:
+        return {"row_weights": weights.rows, "token_weights": tokens}
+    # The cross-entropy has a mean of its own, so the rows' weights become those of tokens.
+    lengths = rows.cu_responses.diff().long()
+    of_rows = torch.repeat_interleave(weights.rows, lengths, output_size=rows.loss_mask.shape[0])
+    of_policy = of_rows * (rows.loss_mask != 0)
+    return {
+        "row_weights": torch.ones_like(weights.rows),
+        "token_weights": of_policy if tokens is None else of_policy * tokens,
+        "cross_entropy_weights": weights.cross_entropy * rows.cross_entropy_weights,
+        "kl_weights": of_policy if algorithm.use_kl_loss else None,
+    }
 
 
 @run_on_all_ranks
@@ -187,14 +253,7 @@ def _gradient(
     max_seq_len: int | None,
 ) -> list[_MicroBatchResult]:
     """Add the gradient of this rank's micro-batches of the (N,) bool rows."""
-    weights = reduction_weights(
-        batch.loss_mask,
-        reduction=algorithm.loss_reduction,
-        cu_seqlens=batch.cu_responses,
-        group_ids=batch.group_ids,
-        trajectory_ids=batch.trajectory_ids,
-        max_seq_len=max_seq_len,
-    )
+    weights = _MiniBatchWeights.of_batch(batch, algorithm, max_seq_len)
     undivided = policy_loss_spec(algorithm).scope == "mini_batch"
     plan = partial(
         plan_micro_batches,
@@ -234,7 +293,7 @@ def _optimizer_step(
 def _micro_step(
     policy: Policy,
     batch: StepBatch,
-    weights: torch.Tensor,
+    weights: _MiniBatchWeights,
     micro: MicroBatch,
     algorithm: AlgorithmConfig,
 ) -> _MicroBatchResult | None:
@@ -244,8 +303,8 @@ def _micro_step(
     if trained.shape[0] == 0:
         trained.sum().backward()
         return None
-    # The forward pass reads routes from `micro`; the loss needs none.
-    rows = batch.with_(expert_indices=None, cu_experts=None).rows(micro.rows)
+    # The forward pass reads routes and kept tokens from `micro`; the loss needs neither.
+    rows = batch.with_(**dict.fromkeys(_FORWARD_ONLY)).rows(micro.rows)
     index = micro.response_index.to(trained.device)
     logprobs = trained.new_zeros(rows.loss_mask.shape[0]).index_put((index,), trained)
     rows = rows.to(trained.device)
@@ -253,33 +312,38 @@ def _micro_step(
         logprobs,
         rows.old_logprobs,
         rows.advantages,
-        rows.loss_mask,
-        row_weights=weights[micro.rows].to(trained.device),
+        rows.trained_mask,
+        **_weights_of_terms(rows, weights.at(micro.rows, trained.device), algorithm),
         cu_seqlens=rows.cu_responses,
         trajectory_ids=rows.trajectory_ids,
         scope=cast(Scope, algorithm.sequence_scope),
         rollout_logprobs=rows.rollout_logprobs,
-        token_weights=rows.token_weights,
         loss=policy_loss_settings(algorithm),
         ref_logprobs=rows.ref_logprobs,
         kl_estimator=algorithm.kl_estimator_type if algorithm.use_kl_loss else None,
         kl_coef=algorithm.kl_loss_coef,
     )
     loss = out.loss
+    sampled = rows.loss_mask[index] != 0  # others have only cross-entropy
     if algorithm.use_entropy_loss:
         row_of_token = torch.bucketize(index, rows.cu_responses[1:].long(), right=True)
-        bonus = (entropy * weights[micro.rows].to(entropy.device)[row_of_token]).sum()
-        loss = loss - algorithm.entropy_loss_coef * bonus
+        weight = weights.rows[micro.rows].to(entropy.device)[row_of_token] * sampled
+        loss = loss - algorithm.entropy_loss_coef * (entropy * weight).sum()
     loss.backward()
     metrics = {f"policy/{k}": float(v) for k, v in out.metrics.items() if k not in _RECOMPUTED}
-    metrics["policy/policy_entropy"] = float(entropy.detach().mean())
-    if rows.rollout_logprobs is not None:
-        difference = (trained.detach() - rows.rollout_logprobs[index]).abs()
+    num_sampled = int(sampled.sum())
+    if num_sampled and algorithm.policy_loss_type == "cross_entropy":
+        metrics["policy/cross_entropy"] = -float(trained.detach()[sampled].mean())
+    if num_sampled:
+        metrics["policy/policy_entropy"] = float(entropy.detach()[sampled].mean())
+    if rows.rollout_logprobs is not None and num_sampled:
+        difference = (trained.detach() - rows.rollout_logprobs[index])[sampled].abs()
         metrics["policy/rollout_train_logprobs_abs_diff_mean"] = float(difference.mean())
         metrics["policy/rollout_train_logprobs_abs_diff_max"] = float(difference.max())
     return _MicroBatchResult(
         loss=float(loss.detach()),
         metrics=metrics,
+        policy_tokens=num_sampled,
         forward_tokens=micro.input_ids.numel(),
         rows=micro.rows,
         positions=response_positions(batch, micro),
@@ -289,12 +353,13 @@ def _micro_step(
 
 def _token_mean_metrics(results: list[_MicroBatchResult]) -> dict[str, float]:
     """Return means weighted by trained tokens; sums, maxima and minima by the metric's name."""
-    tokens = [float(result.positions.shape[0]) for result in results]
-    total = sum(tokens)
-    means = {"policy/trained_tokens": total}
+    means = {"policy/trained_tokens": float(sum(result.policy_tokens for result in results))}
     for name in dict.fromkeys(name for result in results for name in result.metrics):
+        counted = _COUNTS.get(name)
         having = [
-            (p.metrics[name], n) for p, n in zip(results, tokens, strict=True) if name in p.metrics
+            (result.metrics[name], result.metrics.get(counted or "", result.policy_tokens))
+            for result in results
+            if name in result.metrics
         ]
         values = [value for value, _ in having]
         if name in _SUMS:
@@ -304,7 +369,8 @@ def _token_mean_metrics(results: list[_MicroBatchResult]) -> dict[str, float]:
         elif name.endswith("_min"):
             means[name] = min(values)
         else:
-            means[name] = sum(v * n for v, n in having) / sum(n for _, n in having)
+            total = sum(n for _, n in having)
+            means[name] = sum(v * n for v, n in having) / total if total else 0.0
     return means
 
 

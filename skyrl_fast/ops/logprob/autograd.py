@@ -15,13 +15,13 @@ from skyrl_fast.ops import _backend
 _lib = torch.library.Library("skyrl_fast", "FRAGMENT")
 _lib.define(
     "selected_logprob(Tensor logits, Tensor target_ids, Tensor? mask, float temperature, "
-    "bool return_entropy, bool inplace_backward, bool use_triton=False) -> "
-    "(Tensor, Tensor, Tensor)"
+    "bool return_entropy, bool inplace_backward, bool use_triton=False, Tensor? kept_ids=None, "
+    "Tensor? kept_ranges=None) -> (Tensor, Tensor, Tensor)"
 )
 _lib.define(
     "selected_logprob_backward(Tensor logits, Tensor target_ids, Tensor? mask, "
     "float temperature, Tensor lse, Tensor entropy, Tensor? grad_logprob, Tensor? grad_entropy, "
-    "bool use_triton=False) -> Tensor"
+    "bool use_triton=False, Tensor? kept_ids=None, Tensor? kept_ranges=None) -> Tensor"
 )
 
 _simd_level = _backend.simd_override()
@@ -36,6 +36,8 @@ def forward(
     temperature: float,
     return_entropy: bool,
     use_triton: bool = False,
+    kept_ids: torch.Tensor | None = None,
+    kept_ranges: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (M,) log-probabilities, entropies (empty unless requested) and log-sum-exps."""
     num_rows = targets.numel()
@@ -43,7 +45,8 @@ def forward(
     lse = logits.new_empty(num_rows, dtype=torch.float64)
     entropy = logits.new_empty(num_rows if return_entropy else 0, dtype=torch.float32)
     entropy_out = entropy if return_entropy else None
-    args = (logits.detach(), targets, mask, temperature, logprob, lse, entropy_out)
+    selection = (targets, mask, kept_ids, kept_ranges, temperature)
+    args = (logits.detach(), *selection, logprob, lse, entropy_out)
     _backend.run_kernel("selected_logprob", use_triton, logits, *args)
     return logprob, entropy, lse
 
@@ -56,8 +59,11 @@ def _forward_impl(
     return_entropy: bool,
     inplace_backward: bool,
     use_triton: bool = False,
+    kept_ids: torch.Tensor | None = None,
+    kept_ranges: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return forward(logits, targets, mask, temperature, return_entropy, use_triton)
+    kept = (kept_ids, kept_ranges)
+    return forward(logits, targets, mask, temperature, return_entropy, use_triton, *kept)
 
 
 def _forward_fake(
@@ -68,6 +74,8 @@ def _forward_fake(
     return_entropy: bool,
     inplace_backward: bool,
     use_triton: bool = False,
+    kept_ids: torch.Tensor | None = None,
+    kept_ranges: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_rows = targets.shape[0]
     logprob = logits.new_empty(num_rows, dtype=torch.float32)
@@ -86,12 +94,16 @@ def write_gradient(
     grad_entropy: torch.Tensor | None,
     grad: torch.Tensor,
     use_triton: bool = False,
+    kept_ids: torch.Tensor | None = None,
+    kept_ranges: torch.Tensor | None = None,
 ) -> None:
     """Write the gradient of log-probability and entropy into `grad`, which may be `logits`."""
     args = (
         logits.detach(),
         targets,
         mask,
+        kept_ids,
+        kept_ranges,
         temperature,
         lse,
         entropy if grad_entropy is not None else None,
@@ -112,10 +124,12 @@ def _backward_impl(
     grad_logprob: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
     use_triton: bool = False,
+    kept_ids: torch.Tensor | None = None,
+    kept_ranges: torch.Tensor | None = None,
 ) -> torch.Tensor:
     grad = _backend.empty(logits.shape, logits.dtype, logits.device)
-    incoming = (grad_logprob, grad_entropy)
-    write_gradient(logits, targets, mask, temperature, lse, entropy, *incoming, grad, use_triton)
+    incoming = (grad_logprob, grad_entropy, grad, use_triton, kept_ids, kept_ranges)
+    write_gradient(logits, targets, mask, temperature, lse, entropy, *incoming)
     return grad
 
 
@@ -129,15 +143,17 @@ def _backward_fake(
     grad_logprob: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
     use_triton: bool = False,
+    kept_ids: torch.Tensor | None = None,
+    kept_ranges: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return logits.new_empty(logits.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    logits, targets, mask, temperature, return_entropy, inplace, use_triton = inputs
+    logits, targets, mask, temperature, return_entropy, inplace, use_triton, *kept = inputs
     _, entropy, lse = output
     ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(logits, targets, mask, entropy, lse)
+    ctx.save_for_backward(logits, targets, mask, entropy, lse, *kept)
     ctx.temperature = temperature
     ctx.return_entropy = return_entropy
     ctx.inplace = inplace
@@ -147,17 +163,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 def _autograd(
     ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor, grad_lse: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    logits, targets, mask, entropy, lse = ctx.saved_tensors
+    logits, targets, mask, entropy, lse, *kept = ctx.saved_tensors
     entropy_part = grad_entropy if ctx.return_entropy else None
     args = (logits, targets, mask, ctx.temperature, lse, entropy, grad_logprob, entropy_part)
     # While a graph is traced the logits are a tensor subclass without memory.
     if ctx.inplace and type(logits) in (torch.Tensor, torch.nn.Parameter):
         grad = logits.detach()
-        write_gradient(*args, grad, ctx.use_triton)
+        write_gradient(*args, grad, ctx.use_triton, *kept)
         torch.autograd.graph.increment_version(logits)
     else:
-        grad = torch.ops.skyrl_fast.selected_logprob_backward(*args, ctx.use_triton)
-    return grad, None, None, None, None, None, None
+        grad = torch.ops.skyrl_fast.selected_logprob_backward(*args, ctx.use_triton, *kept)
+    return grad, *(None,) * 8
 
 
 def _no_second_derivative(ctx: Any, *gradients: torch.Tensor) -> None:

@@ -9,7 +9,14 @@ import torch
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.logprob import autograd as logprob_op
 from skyrl_fast.ops.logprob import reference
-from skyrl_fast.ops.logprob.selected import KERNEL_DTYPES, ON_GPU, check_selection, check_targets
+from skyrl_fast.ops.logprob.kept import KeptSets, check_kept, kept_sets, slice_sets
+from skyrl_fast.ops.logprob.selected import (
+    KERNEL_DTYPES,
+    ON_GPU,
+    as_uint8,
+    check_selection,
+    check_targets,
+)
 
 OP = "linear_logprob"
 CHUNK_BYTES = 128 << 20  # of logits: large enough for the matrix products to run at full speed
@@ -18,6 +25,10 @@ GPU_ROW_MULTIPLE = 128  # rows per tile of a GPU's matrix products
 COLUMN_MULTIPLE = 8  # of vocabulary parts: every row of 16-bit logits is 16-byte aligned
 MIN_CHUNK_ROWS = 64
 COPIED_COLUMNS = 8192  # of operands converted to float32 for a product: large enough for full speed
+# A row of the head that is gathered, and whose gradient is scattered, costs as much as a logit and
+# its gradients in this many rows (measured on a CPU: 90 in float32, 300 in bfloat16).
+ROWS_PER_GATHERED = 256
+MIN_VOCAB_PER_ID = 16  # a larger set is a product with the full head
 HAS_MIXED_PRODUCT = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch 2.8 and newer
 
 
@@ -28,6 +39,8 @@ def linear_logprob(
     *,
     loss_mask: torch.Tensor | None = None,
     temperature: float = 1.0,
+    kept_ids: torch.Tensor | None = None,
+    cu_kept: torch.Tensor | None = None,
     return_entropy: bool = False,
     chunk_rows: int | None = None,
     backend: str | None = None,
@@ -38,7 +51,9 @@ def linear_logprob(
     most one chunk of logits is in memory: chunks of rows in the forward; in the backward, where the
     log-sum-exps are known, of all rows and a part of the vocabulary, so that only hidden's gradient
     is a sum over chunks, in float32. The backward recomputes the logits, unless there was only one
-    chunk, and turns them into their gradient in place.
+    chunk, and turns them into their gradient in place. Rows of small kept sets (top_p, say) are
+    multiplied with the rows of the head that any of them kept, where that is less work; on a GPU
+    their sizes are read, which synchronizes.
 
     Args:
         hidden: (..., H) float32, bfloat16, float16 or float64.
@@ -46,6 +61,7 @@ def linear_logprob(
         target_ids: (...) integers; in [0, V) where the mask is 1.
         loss_mask: (...) bool or number, or None: all ones.
         temperature: divides the logits; from 1e-6 to 1e30.
+        kept_ids, cu_kept: as in `selected_logprob`.
         return_entropy: also return the entropy of softmax(logits / temperature), in nats.
         chunk_rows: rows per chunk; the backward's chunks have the same size. None: 128 MB of logits
             (512 MB on a GPU), at least 64 rows.
@@ -56,7 +72,7 @@ def linear_logprob(
 
     Raises:
         ValueError: shapes or dtypes that do not match, a target out of range where the mask is 1,
-            temperature or chunk_rows not positive.
+            temperature or chunk_rows not positive, kept sets as in `selected_logprob`.
         RuntimeError: a forward-mode derivative, which only backend="torch" has.
 
     Example:
@@ -64,33 +80,98 @@ def linear_logprob(
         tensor([-1.3863])
     """
     _check_linear(hidden, lm_head_weight, target_ids, loss_mask, temperature, chunk_rows)
+    kept = kept_sets(OP, kept_ids, cu_kept, target_ids)
     inputs = (hidden, lm_head_weight, target_ids)
-    chosen = _backend.select(OP, *inputs, backend=backend, available_on_gpu=ON_GPU)
+    sets = (kept_ids, cu_kept)
+    chosen = _backend.select(OP, *inputs, *sets, backend=backend, available_on_gpu=ON_GPU)
     if loss_mask is not None and _backend.device_kind(loss_mask.device) != "cpu":
         _backend.check_device(OP, *inputs, loss_mask)  # a mask on the CPU saves a synchronization
     shape = target_ids.shape
     hidden = hidden.reshape(-1, hidden.shape[-1])
     targets = target_ids.reshape(-1).to(torch.int64)
+    if chosen == "torch" or not _backend.on_gpu(hidden):
+        keep = as_uint8(loss_mask)
+        check_targets(OP, targets, keep, lm_head_weight.shape[0])
+        check_kept(OP, kept, targets, keep, lm_head_weight.shape[0])
     rows = None
     if loss_mask is not None:
         rows = (loss_mask.reshape(-1) != 0).nonzero().squeeze(1)
         if rows.device != hidden.device:
             rows = rows.to(hidden.device, non_blocking=True)
         hidden, targets = hidden[rows], targets[rows]
-    if chosen == "torch" or not _backend.on_gpu(hidden):
-        check_targets(OP, targets, None, lm_head_weight.shape[0])
+        kept = None if kept is None else kept.of_rows(rows)
     if chosen != "torch" and hidden.dtype in KERNEL_DTYPES:
         on_gpu = _backend.on_gpu(hidden)
         chunk = chunk_rows or default_chunk_rows(lm_head_weight, on_gpu=on_gpu)
-        logprob, entropy = _LinearLogprob.apply(
-            hidden, lm_head_weight, targets, temperature, return_entropy, chunk, chosen == "triton"
-        )
+        options = (temperature, return_entropy, chunk, chosen == "triton")
+        inputs = (hidden, lm_head_weight, targets)
+        if kept is None:
+            logprob, entropy = _LinearLogprob.apply(*inputs, None, *options)
+        else:
+            logprob, entropy = _with_sets(*inputs, kept, options)
     else:
         logprob, entropy = reference.linear_logprob(
-            hidden, lm_head_weight, targets, None, temperature
+            hidden, lm_head_weight, targets, None, temperature, kept
         )
     logprob = _spread(logprob, rows, shape)
     return (logprob, _spread(entropy, rows, shape)) if return_entropy else logprob
+
+
+def _with_sets(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    kept: KeptSets,
+    options: tuple[float, bool, int, bool],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities and entropies; rows of small sets read only their part of the head.
+
+    Args:
+        options: temperature, return_entropy, chunk_rows, use_triton.
+    """
+    sizes = kept.sizes
+    is_small = (sizes > 0) & (sizes * MIN_VOCAB_PER_ID <= weight.shape[0])
+    small = is_small.nonzero().squeeze(1)
+    part = kept.of_rows(small)
+    ids = part.ids[part.pairs()[1]].clamp(0, weight.shape[0] - 1).unique()
+    if ids.numel() * ROWS_PER_GATHERED >= small.numel() * (weight.shape[0] - ids.numel()):
+        return _LinearLogprob.apply(hidden, weight, targets, kept, *options)
+    found = _over_ids(hidden[small], weight, targets[small], part, ids, options)
+    large = (~is_small).nonzero().squeeze(1)
+    if large.numel() == 0:
+        return found
+    others = _LinearLogprob.apply(
+        hidden[large], weight, targets[large], kept.of_rows(large), *options
+    )
+    order = torch.cat([small, large]).argsort()
+    logprob, entropy = (torch.cat(pair) for pair in zip(found, others, strict=True))
+    return logprob[order], entropy[order] if options[1] else entropy
+
+
+def _over_ids(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    kept: KeptSets,
+    ids: torch.Tensor,
+    options: tuple[float, bool, int, bool],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same for a head of the rows `ids`, (U,) ascending, which hold all sets."""
+
+    def place_of(values: torch.Tensor) -> torch.Tensor:
+        """Return places in `ids`; -1 where a value is not there (on a GPU: not checked before)."""
+        place = torch.searchsorted(ids, values).clamp(max=ids.numel() - 1)
+        return torch.where(ids[place] == values, place, -1)
+
+    sizes = kept.sizes
+    end = sizes.cumsum(0)
+    local = place_of(kept.ids[kept.pairs()[1]]).int()
+    sets = KeptSets(local, torch.stack([end - sizes, end], 1))
+    temperature, return_entropy, chunk_rows, use_triton = options
+    rows = max(chunk_rows * weight.shape[0] // ids.numel(), 1)  # a chunk of the same size
+    part = weight.index_select(0, ids)
+    arguments = (temperature, return_entropy, rows, use_triton)
+    return _LinearLogprob.apply(hidden, part, place_of(targets.int()), sets, *arguments)
 
 
 def default_chunk_rows(weight: torch.Tensor, *, on_gpu: bool) -> int:
@@ -145,6 +226,7 @@ class _LinearLogprob(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
+        kept: KeptSets | None,
         temperature: float,
         return_entropy: bool,
         chunk_rows: int,
@@ -159,12 +241,14 @@ class _LinearLogprob(torch.autograd.Function):
             torch.mm(hidden[start : start + chunk_rows], weight.T, out=chunk)
             chunk_targets = targets[start : start + chunk_rows]
             options = (None, temperature, return_entropy, use_triton)
-            parts.append(logprob_op.forward(chunk, chunk_targets, *options))
+            sets = () if kept is None else kept.of_rows(slice(start, start + chunk_rows))
+            parts.append(logprob_op.forward(chunk, chunk_targets, *options, *sets))
         if not parts:
             options = (None, temperature, return_entropy, use_triton)
             parts.append(logprob_op.forward(logits, targets, *options))
         logprob, entropy, lse = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, targets, entropy, lse)
+        ctx.kept = kept
         ctx.options = (temperature, return_entropy, chunk_rows, use_triton)
         ctx.only_chunk = logits if num_rows <= chunk_rows and any(ctx.needs_input_grad) else None
         return logprob, entropy
@@ -194,9 +278,10 @@ class _LinearLogprob(torch.autograd.Function):
             chunk = logits.view(-1)[: num_rows * len(part)].view(num_rows, len(part))
             if not known:
                 torch.mm(hidden, part.T, out=chunk)
-            part_targets = (
-                targets if len(part) == vocab else _slice_targets(targets, start, len(part))
-            )
+            part_targets, kept = targets, ctx.kept
+            if len(part) < vocab:
+                part_targets = _slice_targets(targets, start, len(part))
+                kept = None if kept is None else slice_sets(kept, start, len(part))
             logprob_op.write_gradient(
                 chunk,
                 part_targets,
@@ -208,6 +293,7 @@ class _LinearLogprob(torch.autograd.Function):
                 grad_entropy if return_entropy else None,
                 chunk,
                 use_triton,
+                *(kept or ()),
             )
             if d_hidden is not None and columns == vocab:
                 torch.mm(chunk, part, out=d_hidden)
@@ -217,7 +303,7 @@ class _LinearLogprob(torch.autograd.Function):
                 torch.mm(chunk.T, hidden, out=d_weight[start : start + columns])
         if d_hidden is not None:
             d_hidden = d_hidden.to(hidden.dtype)
-        return d_hidden, d_weight, None, None, None, None, None
+        return d_hidden, d_weight, *(None,) * 6
 
 
 def _chunk_columns(chunk_rows: int, num_rows: int, vocab: int) -> int:

@@ -7,6 +7,7 @@ import torch
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops._offsets import check_offsets
 from skyrl_fast.ops.logprob import reference as logprob_reference
+from skyrl_fast.ops.logprob.kept import KeptSets, check_kept, kept_sets
 from skyrl_fast.ops.logprob.masked_loss_autograd import Call, Result, visit
 from skyrl_fast.ops.logprob.selected import (
     KERNEL_DTYPES,
@@ -52,15 +53,20 @@ def masked_logprob_loss(
     row_weights: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     token_weights: torch.Tensor | None = None,
+    cross_entropy_weights: torch.Tensor | None = None,
+    kl_weights: torch.Tensor | None = None,
     temperature: float = 1.0,
+    kept_ids: torch.Tensor | None = None,
+    cu_kept: torch.Tensor | None = None,
     return_entropy: bool = False,
     inplace_backward: bool = False,
     backend: str | None = None,
 ) -> PolicyLoss:
     """Return the policy loss of logits; each row's gradient is computed while it is in the cache.
 
-    loss = sum over trained tokens of row_weight * (token_weight * policy loss + kl_coef * KL), as
-    `policy_loss` defines them. One pass is enough because the token weights are known in advance: a
+    loss = sum over trained tokens of row_weight * (token_weight * policy loss
+    + cross_entropy_weight * (-logprob) + kl_coef * kl_weight * KL), as `policy_loss` defines them.
+    One pass is enough because the token weights are known in advance: a
     row's log-probability determines its derivative, and the row is turned into its gradient at
     once. Rows of mask 0 are never read, rows whose derivative is 0 (clipped, advantage 0) are not
     read again; the gradient of both is 0. Under torch.no_grad no gradient is computed.
@@ -86,8 +92,11 @@ def masked_logprob_loss(
         row_weights: (N,), each row's weight in the mini-batch's loss, from `reduction_weights`; or
             cells, each token's. None: one over the number of trained tokens here.
         cu_seqlens: (N + 1,) offsets of the rows' cells, for (N,) weights of (A,) cells.
-        token_weights: cells; multiply the policy loss, not the KL. None: ones.
+        token_weights: cells; multiply the policy loss, not the other streams. None: ones.
+        cross_entropy_weights, kl_weights: cells, the weights of the other streams, as in
+            `policy_loss`. A token of token weight 0 is then only supervised.
         temperature: divides the logits; from 1e-6 to 1e30.
+        kept_ids, cu_kept: as in `selected_logprob`.
         return_entropy: also return the entropy, without a gradient.
         inplace_backward: write the gradient over the logits, during this call; another op that
             saved them for its backward then raises an autograd error. A function compiled by
@@ -99,8 +108,8 @@ def masked_logprob_loss(
 
     Raises:
         ValueError: an unknown loss or one of sequences, a setting out of its limits, shapes
-            that do not match, a target out of range where the mask is 1, or a device or dtype
-            without a kernel.
+            that do not match, a target out of range where the mask is 1, kept sets as in
+            `selected_logprob`, or a device or dtype without a kernel.
         RuntimeError: a forward-mode derivative, which only backend="torch" has.
 
     Example:
@@ -109,12 +118,14 @@ def masked_logprob_loss(
         tensor(1.3863)
     """
     spec, settings = loss_and_settings(OP, loss)
-    _check_loss(spec, kl_estimator, ref_logprobs, advantages)
+    _check_loss(spec, kl_estimator, ref_logprobs, advantages, kl_weights)
     check_logits(OP, logits)
     check_selection(OP, logits, "logits", target_ids, loss_mask, temperature)
+    kept = kept_sets(OP, kept_ids, cu_kept, target_ids)
     optional = (old_logprobs, advantages, loss_mask, rollout_logprobs, ref_logprobs, row_weights)
+    stream_weights = (token_weights, cross_entropy_weights, kl_weights)
     chosen = _backend.select(
-        *(OP, logits, target_ids, *optional, token_weights),
+        *(OP, logits, target_ids, *optional, *stream_weights, kept_ids, cu_kept),
         backend=backend,
         available_on_gpu=ON_GPU,
         transforms=("vmap",),
@@ -129,23 +140,29 @@ def masked_logprob_loss(
     mask = as_uint8(loss_mask)
     weights = _weights(row_weights, cu_seqlens, shape, dtype)
     call = Call(
-        targets, mask, float(temperature), LOSS_CODES[kind],
+        targets, mask, *(kept or (None, None)), float(temperature), LOSS_CODES[kind],
         0 if kl_estimator is None else KL_ESTIMATORS[kl_estimator],
         kernel_params(settings, kl_coef), _cells("old_logprobs", old, shape, dtype),
         _cells("advantages", advantages if spec.needs_advantages else None, shape, dtype),
         _cells("ref_logprobs", ref_logprobs if kl_estimator else None, shape, dtype),
         _cells("token_weights", token_weights, shape, dtype),
+        _cells("cross_entropy_weights", cross_entropy_weights, shape, dtype),
+        _cells("kl_weights", kl_weights, shape, dtype),
         _token_mean(targets, mask, dtype) if weights is None else weights,
         return_entropy, chosen == "triton",
     )  # fmt: skip
     if chosen == "torch":
-        result = _torch(logits, call, kind, kl_estimator)
+        result = _torch(logits, call, kind, kl_estimator, kept)
     else:
         rows = kernel_rows(OP, logits)
         if inplace_backward and torch.is_grad_enabled() and logits.requires_grad:
             check_no_overlap(OP, rows)
         result = visit(rows, call, inplace_backward)
-    metrics = dict(zip(loss_reference.METRICS, result.metrics.unbind(), strict=True))
+    metrics = loss_reference.named_metrics(
+        result.metrics,
+        has_cross_entropy=cross_entropy_weights is not None,
+        has_kl_weights=kl_weights is not None,
+    )
     entropy = None
     if return_entropy:
         total = result.entropy.sum(dtype=torch.float64)  # 0 where masked
@@ -154,13 +171,20 @@ def masked_logprob_loss(
     return PolicyLoss(result.loss, metrics, result.logprobs.view(shape), entropy)
 
 
-def _torch(logits: torch.Tensor, call: Call, kind: str, kl_estimator: str | None) -> Result:
+def _torch(
+    logits: torch.Tensor,
+    call: Call,
+    kind: str,
+    kl_estimator: str | None,
+    kept: KeptSets | None,
+) -> Result:
     """Compute log-probabilities and the loss by the references."""
     rows = logits.reshape(-1, logits.shape[-1])
     live = torch.ones_like(call.targets, dtype=torch.bool) if call.mask is None else call.mask != 0
     check_targets(OP, call.targets, call.mask, rows.shape[-1])
+    check_kept(OP, kept, call.targets, call.mask, rows.shape[-1])
     logprobs, entropy = logprob_reference.selected_logprob(
-        rows, call.targets, live, call.temperature
+        rows, call.targets, live, call.temperature, kept
     )
     total, metrics = loss_reference.policy_loss(
         kind,
@@ -174,6 +198,8 @@ def _torch(logits: torch.Tensor, call: Call, kind: str, kl_estimator: str | None
         ref_logprobs=call.ref_logprobs,
         kl_estimator=kl_estimator,
         token_weights=call.token_weights,
+        cross_entropy_weights=call.cross_entropy_weights,
+        kl_weights=call.kl_weights,
     )
     return Result(total, logprobs.detach(), entropy.detach(), metrics)
 
@@ -218,6 +244,7 @@ def _check_loss(
     kl_estimator: str | None,
     ref_logprobs: torch.Tensor | None,
     advantages: torch.Tensor | None,
+    kl_weights: torch.Tensor | None,
 ) -> None:
     if spec.scope != "token":
         raise ValueError(
@@ -231,6 +258,8 @@ def _check_loss(
         )
     if kl_estimator is not None and ref_logprobs is None:
         raise ValueError(f"{OP}: kl_estimator {kl_estimator!r} needs ref_logprobs, got None")
+    if kl_weights is not None and kl_estimator is None:
+        raise ValueError(f"{OP}: kl_weights need kl_estimator, got None")
     if spec.needs_advantages and advantages is None:
         raise ValueError(f"{OP}: loss {spec.name!r} needs advantages, got None")
 

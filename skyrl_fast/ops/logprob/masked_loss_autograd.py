@@ -15,9 +15,10 @@ Tensor = torch.Tensor
 
 _library = torch.library.Library("skyrl_fast", "FRAGMENT")
 _library.define(
-    "masked_logprob_loss(Tensor logits, Tensor target_ids, Tensor? mask, float temperature, "
-    "int loss, int kl, float[] params, Tensor? old_logprobs, Tensor? advantages, "
-    "Tensor? ref_logprobs, Tensor? token_weights, Tensor row_weights, bool return_entropy, "
+    "masked_logprob_loss(Tensor logits, Tensor target_ids, Tensor? mask, Tensor? kept_ids, "
+    "Tensor? kept_ranges, float temperature, int loss, int kl, float[] params, "
+    "Tensor? old_logprobs, Tensor? advantages, Tensor? ref_logprobs, Tensor? token_weights, "
+    "Tensor? cross_entropy_weights, Tensor? kl_weights, Tensor row_weights, bool return_entropy, "
     "bool use_triton, bool with_grad) -> (Tensor logprobs, Tensor entropy, Tensor grad)"
 )
 
@@ -27,6 +28,8 @@ class Call(NamedTuple):
 
     targets: Tensor  # (M,) int64
     mask: Tensor | None  # (M,) uint8
+    kept_ids: Tensor | None  # of KeptSets
+    kept_ranges: Tensor | None
     temperature: float
     loss: int
     kl: int
@@ -35,6 +38,8 @@ class Call(NamedTuple):
     advantages: Tensor | None
     ref_logprobs: Tensor | None
     token_weights: Tensor | None
+    cross_entropy_weights: Tensor | None
+    kl_weights: Tensor | None
     row_weights: Tensor
     return_entropy: bool
     use_triton: bool
@@ -71,8 +76,9 @@ def _with_loss(logprobs: Tensor, entropy: Tensor, call: Call) -> Result:
         live = torch.ones_like(logprobs, dtype=torch.uint8)
     metrics, _ = torch.ops.skyrl_fast.policy_loss(
         column(logprobs), column(call.old_logprobs), column(call.advantages), column(live),
-        call.row_weights, None, column(call.ref_logprobs), column(call.token_weights), None, None,
-        call.loss, call.kl, call.params, call.use_triton, False,
+        call.row_weights, None, column(call.ref_logprobs), column(call.token_weights),
+        column(call.cross_entropy_weights), column(call.kl_weights), None, None, call.loss,
+        call.kl, call.params, call.use_triton, False,
     )  # fmt: skip
     return Result(metrics[0].to(torch.float32), logprobs, entropy, metrics)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from skyrl_fast.ops.logprob.kept import KeptSets
+
 
 def selected_logprob(
     logits: torch.Tensor,
     target_ids: torch.Tensor,
     mask: torch.Tensor | None = None,
     temperature: float = 1.0,
+    kept: KeptSets | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (M,) log-probabilities of the targets and (M,) entropies in nats.
 
@@ -21,18 +24,44 @@ def selected_logprob(
         target_ids: (M,) int64, in [0, V) where the mask is not 0.
         mask: (M,), or None: all ones. Rows of mask 0 give 0 and no gradient.
         temperature: divides the logits.
+        kept: the sets that rows are normalised over; None: the full vocabulary. A set that is not
+            strictly ascending in [0, V), or misses the target, gives NaN.
     """
     keep = torch.ones_like(target_ids, dtype=torch.bool) if mask is None else mask != 0
     rows = keep.nonzero().squeeze(1)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     scaled = logits[rows].to(dtype) / temperature
+    wrong = None
+    if kept is not None:
+        allowed, wrong = _allowed(kept.of_rows(rows), scaled.shape[1])
+        wrong = wrong | ~allowed.gather(1, target_ids[rows, None]).squeeze(1)
+        scaled = scaled.masked_fill(~allowed, -torch.inf)
     logprobs = torch.log_softmax(scaled, dim=-1)
     chosen = logprobs.gather(1, target_ids[rows, None]).squeeze(1)
     # A finite value in place of -inf, so that p * log p is 0 and not NaN, in the gradient too.
     finite = logprobs.masked_fill(logprobs == -torch.inf, 0.0)
     entropy = -(logprobs.exp() * finite).sum(-1)
+    if wrong is not None:
+        chosen, entropy = (
+            chosen.masked_fill(wrong, torch.nan),
+            entropy.masked_fill(wrong, torch.nan),
+        )
     zeros = torch.zeros(target_ids.shape, dtype=dtype, device=logits.device)
     return zeros.index_put((rows,), chosen), zeros.index_put((rows,), entropy)
+
+
+def _allowed(kept: KeptSets, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (M, V) bool, the ids of each row, and (M,) bool, the rows whose set is not valid."""
+    row, place = kept.pairs()
+    ids = kept.ids[place].long()
+    inside = (ids >= 0) & (ids < vocab)
+    falls = torch.zeros_like(inside)
+    falls[1:] = (ids[1:] <= ids[:-1]) & (row[1:] == row[:-1])
+    bad_ids = torch.zeros(kept.ranges.shape[0], device=row.device)
+    wrong = bad_ids.index_add(0, row, (falls | ~inside).float()) > 0
+    allowed = (kept.ranges[:, :1] < 0).repeat(1, vocab)
+    allowed[row[inside], ids[inside]] = True
+    return allowed, wrong
 
 
 def linear_logprob(
@@ -41,6 +70,7 @@ def linear_logprob(
     target_ids: torch.Tensor,
     mask: torch.Tensor | None = None,
     temperature: float = 1.0,
+    kept: KeptSets | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (M,) log-probabilities and entropies under logits = hidden @ lm_head_weight.T.
 
@@ -50,5 +80,6 @@ def linear_logprob(
         target_ids: (M,) int64.
         mask: (M,), or None.
         temperature: divides the logits.
+        kept: as in `selected_logprob`.
     """
-    return selected_logprob(hidden @ lm_head_weight.T, target_ids, mask, temperature)
+    return selected_logprob(hidden @ lm_head_weight.T, target_ids, mask, temperature, kept)

@@ -6,6 +6,7 @@ import torch
 
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.logprob import reference
+from skyrl_fast.ops.logprob.kept import check_kept, kept_sets
 
 OP = "selected_logprob"
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,6 +22,8 @@ def selected_logprob(
     *,
     loss_mask: torch.Tensor | None = None,
     temperature: float = 1.0,
+    kept_ids: torch.Tensor | None = None,
+    cu_kept: torch.Tensor | None = None,
     return_entropy: bool = False,
     inplace_backward: bool = False,
     backend: str | None = None,
@@ -44,6 +47,12 @@ def selected_logprob(
         loss_mask: (...) bool or number, or None: all ones. Rows of mask 0 are never read; their
             log-probability, entropy and gradient are 0.
         temperature: divides the logits; from 1e-6 to 1e30.
+        kept_ids, cu_kept: (K,) int32 ids and (M + 1,) int64 offsets, the ids that truncated
+            sampling (top_p, top_k, min_p) kept in each of the M rows, masked ones too, in the
+            flattened order of `target_ids`. The row is normalised over them alone: the others have
+            probability and gradient 0. A row's ids ascend strictly and contain its target (rows of
+            mask 0: anything); no ids: the full vocabulary. On a GPU a set that breaks this gives
+            NaN.
         return_entropy: also return the entropy of softmax(logits / temperature), in nats.
         inplace_backward: the backward writes the gradient over the logits, which saves a tensor
             of their size; a later use of the logits in another backward raises an autograd error.
@@ -56,7 +65,8 @@ def selected_logprob(
     Raises:
         ValueError: shapes that do not match, a target out of range where the mask is 1, a
             temperature out of range, logits of another dtype or not contiguous in the last
-            dimension.
+            dimension, offsets that do not fit the rows, or (on a CPU, in a row of mask 1) kept ids
+            out of range, not ascending, or without the target.
         RuntimeError: a second or a forward-mode derivative, which only backend="torch" has.
 
     Example:
@@ -68,7 +78,8 @@ def selected_logprob(
     shape = target_ids.shape
     targets = target_ids.reshape(-1).to(torch.int64).contiguous()
     keep = as_uint8(loss_mask)
-    inputs = (logits, target_ids, loss_mask)
+    kept = kept_sets(OP, kept_ids, cu_kept, target_ids)
+    inputs = (logits, target_ids, loss_mask, kept_ids, cu_kept)
     chosen = _backend.select(
         OP, *inputs, backend=backend, available_on_gpu=ON_GPU, transforms=("vmap",)
     )
@@ -77,12 +88,14 @@ def selected_logprob(
         if inplace_backward:
             check_no_overlap(OP, rows)
         logprob, entropy, _ = torch.ops.skyrl_fast.selected_logprob(
-            rows, targets, keep, temperature, return_entropy, inplace_backward, chosen == "triton"
+            *(rows, targets, keep, temperature, return_entropy, inplace_backward),
+            *(chosen == "triton", *(kept or (None, None))),
         )
     else:
         check_targets(OP, targets, keep, logits.shape[-1])
+        check_kept(OP, kept, targets, keep, logits.shape[-1])
         rows = logits.reshape(-1, logits.shape[-1])
-        logprob, entropy = reference.selected_logprob(rows, targets, keep, temperature)
+        logprob, entropy = reference.selected_logprob(rows, targets, keep, temperature, kept)
     if return_entropy:
         return logprob.view(shape), entropy.view(shape)
     return logprob.view(shape)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.logprob import autograd as logprob_op
+from skyrl_fast.ops.logprob.kept import KeptSets, check_kept, kept_sets, slice_sets
 from skyrl_fast.ops.logprob.selected import (
     KERNEL_DTYPES,
     ON_GPU,
@@ -20,6 +21,7 @@ from skyrl_fast.ops.logprob.selected import (
 )
 
 OP = "vocab_parallel_logprob"
+MAX_VOCAB = 2**31  # a rank knows the width of its slice only; ids that no slice holds are left out
 Tensor = torch.Tensor
 
 
@@ -31,6 +33,8 @@ def vocab_parallel_logprob(
     group: Any = None,
     loss_mask: Tensor | None = None,
     temperature: float = 1.0,
+    kept_ids: Tensor | None = None,
+    cu_kept: Tensor | None = None,
     return_entropy: bool = False,
     inplace_backward: bool = False,
     backend: str | None = None,
@@ -49,6 +53,8 @@ def vocab_parallel_logprob(
             rank holds gives NaN where the mask is 1.
         vocab_start: the first column of the slice.
         group: the process group; None: the default group, or a single rank without one.
+        kept_ids, cu_kept: as in `selected_logprob`: ids of the full vocabulary, the same on every
+            rank.
         loss_mask, temperature, return_entropy, inplace_backward, backend: as in `selected_logprob`.
 
     Returns:
@@ -65,20 +71,27 @@ def vocab_parallel_logprob(
     check_selection(OP, logits, "logits", target_ids, loss_mask, temperature)
     if vocab_start < 0:
         raise ValueError(f"{OP}: vocab_start must not be negative, got {vocab_start}")
+    kept = kept_sets(OP, kept_ids, cu_kept, target_ids)
     chosen = _backend.select(
-        *(OP, logits, target_ids, loss_mask),
+        *(OP, logits, target_ids, loss_mask, kept_ids, cu_kept),
         backend=backend,
         available=("native",),
         available_on_gpu=ON_GPU[:2],
     )
     if logits.dtype not in KERNEL_DTYPES:
         raise ValueError(f"{OP}: logits must be float32, bfloat16 or float16, got {logits.dtype}")
+    keep = as_uint8(loss_mask)
+    full_targets = target_ids.reshape(-1).to(torch.int64).contiguous()
+    check_kept(OP, kept, full_targets, keep, MAX_VOCAB)
     rows = kernel_rows(OP, logits)
     if inplace_backward:
         check_no_overlap(OP, rows)
-    targets = target_ids.reshape(-1).to(torch.int64) - vocab_start
+    if kept is not None:
+        kept = slice_sets(kept, vocab_start, logits.shape[-1])
     options = (temperature, return_entropy, inplace_backward, chosen == "triton")
-    logprob, entropy = _VocabParallel.apply(rows, targets, as_uint8(loss_mask), group, *options)
+    logprob, entropy = _VocabParallel.apply(
+        rows, full_targets - vocab_start, keep, kept, group, *options
+    )
     if return_entropy:
         return logprob.view(target_ids.shape), entropy.view(target_ids.shape)
     return logprob.view(target_ids.shape)
@@ -109,14 +122,19 @@ def _slice_part(
     local: Tensor,
     here: Tensor,
     mask: Tensor | None,
+    kept: KeptSets | None,
     temperature: float,
     return_entropy: bool,
     use_triton: bool,
 ) -> Tensor:
     """Return (M, 4) float64, this rank's `parts` of `combine_slices`."""
     inside = torch.where(here, local, 0)
+    if kept is not None and kept.ids.numel() > 0:
+        # any id of the row's set where the target is in another slice
+        first = kept.ids[kept.ranges[:, 0].clamp(0, kept.ids.numel() - 1)]
+        inside = torch.where(here | (kept.sizes <= 0), inside, first)
     logprob, entropy, lse = logprob_op.forward(
-        rows, inside, mask, temperature, return_entropy, use_triton
+        rows, inside, mask, temperature, return_entropy, use_triton, *(kept or ())
     )
     if not _backend.on_gpu(rows):
         lse = _empty_slices(rows, lse)
@@ -153,6 +171,7 @@ class _VocabParallel(torch.autograd.Function):
         rows: Tensor,
         local: Tensor,
         mask: Tensor | None,
+        kept: KeptSets | None,
         group: Any,
         temperature: float,
         return_entropy: bool,
@@ -160,7 +179,7 @@ class _VocabParallel(torch.autograd.Function):
         use_triton: bool,
     ) -> tuple[Tensor, Tensor]:
         here = (local >= 0) & (local < rows.shape[-1])
-        part = _slice_part(rows, local, here, mask, temperature, return_entropy, use_triton)
+        part = _slice_part(rows, local, here, mask, kept, temperature, return_entropy, use_triton)
         logprob, entropy, lse = combine_slices(_gather(part, group))
         if mask is not None:
             logprob, entropy, lse = (
@@ -168,6 +187,7 @@ class _VocabParallel(torch.autograd.Function):
             )
         logprob, entropy = logprob.float(), entropy.float()
         ctx.save_for_backward(rows, torch.where(here, local, -1), mask, entropy, lse)
+        ctx.kept = kept
         ctx.options = (temperature, return_entropy, inplace, use_triton)
         return logprob, entropy
 
@@ -183,7 +203,7 @@ class _VocabParallel(torch.autograd.Function):
         )
         incoming = (grad_logprob, grad_entropy if return_entropy else None)
         arguments = (rows, targets, mask, temperature, lse, entropy, *incoming, grad, use_triton)
-        logprob_op.write_gradient(*arguments)
+        logprob_op.write_gradient(*arguments, *(ctx.kept or ()))
         if inplace:
             torch.autograd.graph.increment_version(rows)
-        return grad, *(None,) * 7
+        return grad, *(None,) * 8

@@ -14,8 +14,8 @@ import torch
 
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _ragged
-from skyrl_fast.ops._offsets import INT32_MAX, integer_vector
-from skyrl_fast.ops._ragged import Rows
+from skyrl_fast.ops._offsets import integer_vector
+from skyrl_fast.ops._ragged import INT32_MAX, Rows
 from skyrl_fast.ops.merge import reference
 from skyrl_fast.ops.pack.reference import row_tensors
 

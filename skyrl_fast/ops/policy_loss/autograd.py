@@ -13,14 +13,15 @@ from skyrl_fast.ops import _backend
 from skyrl_fast.ops.policy_loss.reference import METRICS
 
 # csrc/policy_loss/policy_loss_cuda.h: cells per partial sum on a GPU, and the numbers in each
-CELLS_PER_SUM, NUM_LOSS_SUMS = 2048, 11
+CELLS_PER_SUM, NUM_LOSS_SUMS = 2048, 16
 
 _library = torch.library.Library("skyrl_fast", "FRAGMENT")
 _library.define(
     "policy_loss(Tensor logprobs, Tensor? old_logprobs, Tensor? advantages, Tensor loss_mask, "
     "Tensor row_weights, Tensor? cu_seqlens, Tensor? ref_logprobs, Tensor? token_weights, "
-    "Tensor? selected, Tensor? sequence_delta, int loss, int kl, float[] params, "
-    "bool use_triton, bool with_grad) -> (Tensor metrics, Tensor grad)"
+    "Tensor? cross_entropy_weights, Tensor? kl_weights, Tensor? selected, Tensor? sequence_delta, "
+    "int loss, int kl, float[] params, bool use_triton, bool with_grad) -> "
+    "(Tensor metrics, Tensor grad)"
 )
 _library.define(
     "kl_penalty(Tensor logprobs, Tensor ref_logprobs, Tensor loss_mask, Tensor? grad_out, int kl, "
@@ -75,8 +76,8 @@ class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, current: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
         metrics, ctx.grad = torch.ops.skyrl_fast.policy_loss(current, *call, True)
-        ctx.save_for_backward(current, *call[:9])
-        ctx.rest = call[9:]
+        ctx.save_for_backward(current, *call[:11])
+        ctx.rest = call[11:]
         ctx.mark_non_differentiable(metrics)
         return metrics[0].to(current.dtype), metrics
 

@@ -14,7 +14,7 @@ import torch
 
 from skyrl_fast.ops.policy_loss.autograd import PolicyLoss
 from skyrl_fast.ops.policy_loss.losses import POLICY_LOSSES, LossScope, LossSpec
-from skyrl_fast.ops.policy_loss.reference import METRICS, masked, weighted_loss
+from skyrl_fast.ops.policy_loss.reference import masked, named_metrics, weighted_loss
 from skyrl_fast.registry import Function, Registry
 
 CLIP_METRICS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "chosen_ratio")
@@ -32,7 +32,7 @@ class LossInputs:
         rollout_logprobs: (A,), the sampler's, or None.
         ref_logprobs: (A,), the reference policy's, or None without a KL penalty.
         advantages: (A,).
-        loss_mask: (A,) bool, the trained tokens.
+        loss_mask: (A,) bool, the trained tokens (without those that are only supervised).
         cu_seqlens: (N + 1,) int64 offsets of the rows' cells.
         sequence_ids: (N,) int64, the sequence of each row: a sequence is a row or a trajectory
             (`trainer.algorithm.sequence_scope`).
@@ -185,42 +185,54 @@ def custom_policy_loss(
     loss: CustomLoss,
     inputs: LossInputs,
     *,
+    live: torch.Tensor,
     row_weights: torch.Tensor,
     token_weights: torch.Tensor | None,
+    cross_entropy_weights: torch.Tensor | None,
+    kl_weights: torch.Tensor | None,
     kl_estimator: str | None,
     kl_coef: float,
 ) -> PolicyLoss:
-    """Return the weighted sum of a user's token losses and the KL penalty, with metrics.
+    """Return the weighted sum of a user's token losses and the other streams, with metrics.
 
     Args:
         inputs: cells as given to `policy_loss`; masked cells may hold any value.
-        row_weights: (N,). token_weights: (A,), as for `policy_loss`.
+        live: (A,) bool, the tokens of all streams.
+        row_weights: (N,).
+        token_weights, cross_entropy_weights, kl_weights: (A,), as for `policy_loss`.
     """
-    live, logprobs = inputs.loss_mask, inputs.logprobs
+    stream, logprobs = inputs.loss_mask, inputs.logprobs
     clean_inputs = _masked_inputs(inputs, None if loss.scope != "token" else token_weights)
     output = call_custom_loss(loss, clean_inputs)
-    value = masked(output.token_losses.to(logprobs.dtype), live)
+    value = masked(output.token_losses.to(logprobs.dtype), stream)
     if token_weights is not None:
-        factor = masked(token_weights, live)
+        factor = masked(token_weights, stream)
         value = masked(value, factor != 0) * factor  # 0 drops the token, even where its loss is NaN
     no = torch.zeros_like(live)
     total, loss_metrics = weighted_loss(
         value,
         logprobs,
         live,
+        stream,
         row_weights[inputs.row_ids],
         delta=(clean_inputs.logprobs - clean_inputs.old_logprobs).detach(),
         flags=(no, no, no, no),
         ref_logprobs=inputs.ref_logprobs,
         kl_estimator=kl_estimator,
         kl_coef=kl_coef,
+        cross_entropy_weights=cross_entropy_weights,
+        kl_weights=kl_weights,
     )
-    metrics = dict(zip(METRICS, loss_metrics.unbind(), strict=True))
+    metrics = named_metrics(
+        loss_metrics,
+        has_cross_entropy=cross_entropy_weights is not None,
+        has_kl_weights=kl_weights is not None,
+    )
     for name in CLIP_METRICS:  # the function decides what counts as clipped
         del metrics[name]
     with torch.no_grad():
         for name, values in output.metrics.items():
-            metrics[name] = _metric(loss.name, name, values, live)
+            metrics[name] = _metric(loss.name, name, values, stream)
     return PolicyLoss(total, metrics)
 
 

@@ -68,16 +68,19 @@ def policy_loss(
     trajectory_ids: RowIds | None = None,
     scope: Scope | None = None,
     token_weights: torch.Tensor | None = None,
+    cross_entropy_weights: torch.Tensor | None = None,
+    kl_weights: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
     backend: str | None = None,
 ) -> PolicyLoss:
     """Return the loss of the current logprobs, with its gradient, and metrics to log.
 
-    loss = sum over trained tokens of row_weight * (token_weight * policy loss + kl_coef * KL). The
-    docstring of `losses.py` has each formula and its source; the settings' names and defaults are
-    SkyRL's. Masked cells are not read (they may be NaN) and their gradient is exactly 0; a mask
-    of zeros gives loss 0, connected to the graph. NaN at a trained token gives a NaN loss, and NaN
-    in the gradient of that token only.
+    loss = sum over trained tokens of row_weight * (token_weight * policy loss
+    + cross_entropy_weight * (-logprob) + kl_coef * kl_weight * KL): three streams, each with its
+    weight per token. The docstring of `losses.py` has each formula and its source; the settings'
+    names and defaults are SkyRL's. Masked cells are not read (they may be NaN) and their gradient
+    is exactly 0; a mask of zeros gives loss 0, connected to the graph. NaN at a trained token gives
+    a NaN loss, and NaN in the gradient of that token only.
 
     Args:
         logprobs: cells, float32; the current policy's. float64 is computed in float64. bfloat16
@@ -104,6 +107,12 @@ def policy_loss(
             other losses are per token.
         token_weights: cells, from `off_policy_correction`; they weigh the policy loss, not the KL.
             A token of weight 0 has no policy loss, even where that would be NaN.
+        cross_entropy_weights: cells, of the supervised tokens' -logprob (tool outputs, say).
+            None: zeros. Where they are given, a token of token weight 0 is not in the policy
+            stream: its old log-probability and advantage are not read, it does not count in a
+            sequence's mean, in the covariance, or in the policy metrics.
+        kl_weights: cells, of the KL (distillation: `ref_logprobs` are the teacher's). None: ones.
+            Where they are 0, `ref_logprobs` are not read. Only with `kl_estimator`.
         generator: draws the tokens of "clip_cov".
         backend: "native", "triton" (GPUs), "torch", or None to choose.
 
@@ -113,8 +122,11 @@ def policy_loss(
         kl_coef), num_tokens; means over trained tokens: clip_ratio, clip_ratio_low,
         clip_ratio_high, chosen_ratio (dual_clip: where c took effect; clip_cov, kl_cov: selected),
         ratio_mean, approx_kl (of r - 1 - d, an estimate of KL(old || current)), kl; and ratio_max,
-        ratio_min. All 0 without trained tokens. A `CustomLoss` has its own metrics in place of
-        the clip metrics.
+        ratio_min. All 0 without trained tokens. With `kl_weights` the mean kl is over the
+        kl_tokens of weight other than 0; with `cross_entropy_weights` the means of the policy
+        stream are over its policy_tokens, and there are cross_entropy_loss (weighted),
+        cross_entropy (mean) and cross_entropy_tokens. A `CustomLoss` has its own metrics in place
+        of the clip metrics.
 
     Raises:
         ValueError, TypeError: an unknown name, a setting out of its limits, an argument that the
@@ -132,6 +144,8 @@ def policy_loss(
     if kl_estimator is not None:
         _one_of(OP, "kl_estimator", kl_estimator, KL_ESTIMATORS)
         _needed(kl_estimator, "ref_logprobs", ref_logprobs)
+    elif kl_weights is not None:
+        raise ValueError(f"{OP}: kl_weights need kl_estimator, got None")
     _one_of(OP, "scope", scope, (None, *SCOPES))
     if not isinstance(logprobs, torch.Tensor) or not logprobs.is_floating_point():
         got = logprobs.dtype if isinstance(logprobs, torch.Tensor) else type(logprobs).__name__
@@ -158,9 +172,10 @@ def policy_loss(
             group_ids=group_ids,
             trajectory_ids=trajectory_ids,
             max_seq_len=max_seq_len,
+            dtype=current.dtype,
             backend="torch" if chosen == "torch" else None,
         )
-    weights = row_weights.detach().to(current.device, torch.float32).contiguous()
+    weights = row_weights.detach().to(current.device, current.dtype).contiguous()
     if weights.shape != (num_rows,):
         raise ValueError(
             f"{OP}: row_weights must be of shape ({num_rows},), got {tuple(weights.shape)}"
@@ -174,6 +189,8 @@ def policy_loss(
         kl_estimator,
         kl_coef,
         _like(current, "token_weights", token_weights),
+        _like(current, "cross_entropy_weights", cross_entropy_weights),
+        _like(current, "kl_weights", kl_weights),
     )
     if built_in is None:
         assert isinstance(loss, CustomLoss)
@@ -196,12 +213,31 @@ class _Cells(NamedTuple):
 
     current: torch.Tensor  # cells, float32 or float64
     mask: torch.Tensor
-    row_weights: torch.Tensor  # (N,) float32
+    row_weights: torch.Tensor  # (N,) like `current`
     cu_seqlens: torch.Tensor | None
     ref: torch.Tensor | None
     kl_estimator: str | None
     kl_coef: float
     token_weights: torch.Tensor | None
+    cross_entropy_weights: torch.Tensor | None
+    kl_weights: torch.Tensor | None
+
+    @property
+    def policy_mask(self) -> torch.Tensor:
+        """The mask of the policy stream: of the tokens that count in its means."""
+        if self.token_weights is None or self.cross_entropy_weights is None:
+            return self.mask
+        return reference.policy_stream(
+            self.mask != 0, self.token_weights, self.cross_entropy_weights
+        )
+
+    def named(self, metrics: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return metrics by name."""
+        return reference.named_metrics(
+            metrics,
+            has_cross_entropy=self.cross_entropy_weights is not None,
+            has_kl_weights=self.kl_weights is not None,
+        )
 
 
 def _built_in(
@@ -215,7 +251,7 @@ def _built_in(
     chosen: str,
 ) -> PolicyLoss:
     """Return a built-in loss, computed by the chosen backend."""
-    current, mask = cells.current, cells.mask
+    current, mask = cells.current, cells.policy_mask
     selected = None
     if isinstance(settings, (ClipCov, KlCov)):
         assert adv is not None
@@ -231,13 +267,14 @@ def _built_in(
         if spec.scope == "sequence":
             delta = _sequence_delta(current, old, mask, cells.cu_seqlens, sequence, use_triton)
         call = (
-            old, adv, mask, cells.row_weights, cells.cu_seqlens, cells.ref, cells.token_weights,
+            old, adv, cells.mask, cells.row_weights, cells.cu_seqlens, cells.ref,
+            cells.token_weights, cells.cross_entropy_weights, cells.kl_weights,
             None if selected is None else selected.view(torch.uint8), delta, LOSS_CODES[kind],
             0 if cells.kl_estimator is None else KL_ESTIMATORS[cells.kl_estimator], params,
             use_triton,
         )  # fmt: skip
         total, metrics = loss_and_metrics(current, call)
-    return PolicyLoss(total, dict(zip(reference.METRICS, metrics.unbind(), strict=True)))
+    return PolicyLoss(total, cells.named(metrics))
 
 
 def _custom(
@@ -268,15 +305,18 @@ def _custom(
         _flat(rollout),
         _flat(cells.ref),
         adv.reshape(-1),
-        cells.mask.reshape(-1) != 0,
+        cells.policy_mask.reshape(-1) != 0,
         cu_seqlens,
         sequence.to(current.device),
     )
     return custom_policy_loss(
         loss,
         inputs,
+        live=cells.mask.reshape(-1) != 0,
         row_weights=cells.row_weights,
         token_weights=_flat(cells.token_weights),
+        cross_entropy_weights=_flat(cells.cross_entropy_weights),
+        kl_weights=_flat(cells.kl_weights),
         kl_estimator=cells.kl_estimator,
         kl_coef=cells.kl_coef,
     )
@@ -402,6 +442,8 @@ def _torch(
         ref_logprobs=_flat(cells.ref),
         kl_estimator=cells.kl_estimator,
         token_weights=_flat(cells.token_weights),
+        cross_entropy_weights=_flat(cells.cross_entropy_weights),
+        kl_weights=_flat(cells.kl_weights),
         selected=_flat(selected),
     )
 

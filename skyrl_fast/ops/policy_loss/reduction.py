@@ -38,6 +38,7 @@ def reduction_weights(
     group_ids: RowIds | None = None,
     trajectory_ids: RowIds | None = None,
     max_seq_len: int | None = None,
+    dtype: torch.dtype = torch.float32,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Return the weight of each row's trained tokens in the loss.
@@ -62,10 +63,11 @@ def reduction_weights(
         group_ids: N strings or ints, the prompt of each row; for "prompt_mean".
         trajectory_ids: N strings or ints; for "trajectory_mean".
         max_seq_len: for "seq_mean_token_sum_norm".
+        dtype: of the weights; float64 for losses of float64 log-probabilities.
         backend: "native", "torch", or None to choose.
 
     Returns:
-        (N,) float32.
+        (N,) of `dtype`.
 
     Raises:
         ValueError: an unknown reduction, one whose ids or length are missing, or shapes that
@@ -96,7 +98,7 @@ def reduction_weights(
     weights = reference.reduction_weights(
         counts, reduction, _backend.to_device_of(segment, counts), num_segments, max_seq_len
     )
-    return weights.to(torch.float32)
+    return weights.to(dtype)
 
 
 def checked_offsets(

@@ -29,7 +29,46 @@ METRICS = (
     "ratio_min",
     "approx_kl",
     "kl",
+    "kl_tokens",
+    "policy_tokens",
+    "cross_entropy_loss",
+    "cross_entropy",
+    "cross_entropy_tokens",
 )
+# Reported only where these weights are given; the other metrics are those of the policy stream.
+CROSS_ENTROPY_METRICS = (
+    "policy_tokens",
+    "cross_entropy_loss",
+    "cross_entropy",
+    "cross_entropy_tokens",
+)
+KL_WEIGHT_METRICS = ("kl_tokens",)
+
+
+def named_metrics(
+    values: torch.Tensor, *, has_cross_entropy: bool, has_kl_weights: bool
+) -> dict[str, torch.Tensor]:
+    """Return the metrics by name, without those of streams that were not given."""
+    metrics = dict(zip(METRICS, values.unbind(), strict=True))
+    absent = () if has_cross_entropy else CROSS_ENTROPY_METRICS
+    for name in (*absent, *(() if has_kl_weights else KL_WEIGHT_METRICS)):
+        del metrics[name]
+    return metrics
+
+
+def policy_stream(
+    live: torch.Tensor,
+    token_weights: torch.Tensor | None,
+    cross_entropy_weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return bool cells, the trained tokens that have a policy loss.
+
+    All are, even those that a correction dropped with a token weight of 0, unless
+    `cross_entropy_weights` are given: then tokens of token weight 0 are only supervised.
+    """
+    if token_weights is None or cross_entropy_weights is None:
+        return live
+    return live & (token_weights != 0)
 
 
 def cell_row_ids(like: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
@@ -170,29 +209,33 @@ def policy_loss(
     ref_logprobs: torch.Tensor | None = None,
     kl_estimator: str | None = None,
     token_weights: torch.Tensor | None = None,
+    cross_entropy_weights: torch.Tensor | None = None,
+    kl_weights: torch.Tensor | None = None,
     selected: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scalar loss and the metrics, (len(METRICS),) float64.
 
     Args:
         loss, p, selected: as in `token_loss`; `p` with `kl_coef`.
-        logprobs, old_logprobs, advantages, live, ref_logprobs, token_weights: (C,); old_logprobs
-            None: the detached logprobs.
+        logprobs, old_logprobs, advantages, live, ref_logprobs: (C,); old_logprobs None: the
+            detached logprobs.
+        token_weights, cross_entropy_weights, kl_weights: (C,), or None.
         row: (C,) row of each cell. row_weights: (N,).
         row_segments: (N,) sequence of each row, below N, for gspo; None: the row itself.
     """
-    current = masked(logprobs, live)
-    old = current.detach() if old_logprobs is None else masked(old_logprobs.detach(), live)
-    adv = torch.zeros_like(current) if advantages is None else masked(advantages.detach(), live)
+    stream = policy_stream(live, token_weights, cross_entropy_weights)
+    current = masked(logprobs, stream)
+    old = current.detach() if old_logprobs is None else masked(old_logprobs.detach(), stream)
+    adv = torch.zeros_like(current) if advantages is None else masked(advantages.detach(), stream)
     delta = current - old
     if loss == "gspo":
         segment = row if row_segments is None else row_segments[row]
-        sequence = sequence_mean(delta.detach(), live, segment, row_weights.numel())
+        sequence = sequence_mean(delta.detach(), stream, segment, row_weights.numel())
         delta = delta - delta.detach() + sequence
     value, low, high, chosen = token_loss(loss, p, current, old, delta, adv, selected)
-    value = masked(value, live)
+    value = masked(value, stream)
     if token_weights is not None:
-        factor = masked(token_weights.detach(), live)
+        factor = masked(token_weights.detach(), stream)
         on = factor != 0  # 0 drops the token, even where its loss is NaN
         inputs = [masked(x, on) for x in (current, old, delta, adv)]
         value = token_loss(loss, p, inputs[0], inputs[1], inputs[2], inputs[3], selected)[0]
@@ -202,12 +245,15 @@ def policy_loss(
         value,
         logprobs,
         live,
+        stream,
         row_weights[row],
         delta=shown_delta,
         flags=(chosen if loss == "clip_cov" else low | high, low, high, chosen),
         ref_logprobs=ref_logprobs,
         kl_estimator=kl_estimator,
         kl_coef=p["kl_coef"],
+        cross_entropy_weights=cross_entropy_weights,
+        kl_weights=kl_weights,
     )
 
 
@@ -215,6 +261,7 @@ def weighted_loss(
     value: torch.Tensor,
     logprobs: torch.Tensor,
     live: torch.Tensor,
+    stream: torch.Tensor,
     weights: torch.Tensor,
     *,
     delta: torch.Tensor,
@@ -222,60 +269,74 @@ def weighted_loss(
     ref_logprobs: torch.Tensor | None,
     kl_estimator: str | None,
     kl_coef: float,
+    cross_entropy_weights: torch.Tensor | None = None,
+    kl_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weighted sum of per-cell losses and KL penalties, and the metrics.
+    """Return the weighted sum of the streams of losses, and the metrics.
 
     Args:
         value: (C,) policy loss times token weight, 0 where masked. logprobs, live: (C,).
+        stream: (C,) bool, of `policy_stream`.
         weights: (C,), the row's weight. delta: (C,), log of the ratio, without gradient.
         flags: (C,) bool each: clipped, clipped low, clipped high, chosen.
+        cross_entropy_weights, kl_weights: (C,), or None. 0 drops the token, even where its
+            value would be NaN.
     """
     weights = weights.to(value.dtype)
     policy = (value * weights).sum()
-    total, kl = policy, torch.zeros_like(value)
+    total, kl, kl_loss = policy, torch.zeros_like(value), torch.zeros_like(policy)
+    kl_live = torch.zeros_like(live)
     if kl_estimator is not None:
         assert ref_logprobs is not None
-        kl = kl_penalty(logprobs, ref_logprobs.detach(), live, kl_estimator)
-        total = policy + kl_coef * (kl * weights).sum()
+        kl_live, factor = live, weights
+        if kl_weights is not None:
+            kl_live = live & (kl_weights != 0)
+            factor = weights * masked(kl_weights.detach(), kl_live)
+        kl = kl_penalty(logprobs, ref_logprobs.detach(), kl_live, kl_estimator)
+        kl_loss = (kl * factor).sum()
+        total = total + kl_coef * kl_loss
+    supervised = torch.zeros_like(live)
+    cross_entropy, cross_entropy_loss = torch.zeros_like(value), torch.zeros_like(policy)
+    if cross_entropy_weights is not None:
+        supervised = live & (cross_entropy_weights != 0)
+        cross_entropy = -masked(logprobs, supervised)
+        factor = weights * masked(cross_entropy_weights.detach(), supervised)
+        cross_entropy_loss = (cross_entropy * factor).sum()
+        total = total + cross_entropy_loss
     with torch.no_grad():
+        count = stream.sum().double()
         clamped = delta.clamp(-MAX_DELTA, MAX_DELTA)
-        metrics = _metrics(total, policy, kl, weights, clamped, live, flags)
-    return total, metrics
+        metrics = [
+            *(total, policy, kl_loss, live.sum()),
+            *_policy_metrics(clamped, stream, count, flags),
+            _mean(kl, kl_live),
+            *(kl_live.sum(), count, cross_entropy_loss),
+            *(_mean(cross_entropy, supervised), supervised.sum()),
+        ]
+        return total, torch.stack([x.double() for x in metrics])
 
 
-def _metrics(
-    total: torch.Tensor,
-    policy: torch.Tensor,
-    kl: torch.Tensor,
-    weights: torch.Tensor,
-    delta: torch.Tensor,
-    live: torch.Tensor,
-    flags: tuple[torch.Tensor, ...],
-) -> torch.Tensor:
-    count = live.sum().double()
-    mean = lambda x: masked(x.double(), live).sum() / count.clamp(min=1)  # noqa: E731
+def _mean(values: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    return masked(values.double(), live).sum() / live.sum().clamp(min=1)
+
+
+def _policy_metrics(
+    delta: torch.Tensor, stream: torch.Tensor, count: torch.Tensor, flags: tuple[torch.Tensor, ...]
+) -> list[torch.Tensor]:
+    """Return the shares of clipped tokens, then the ratio's mean, extremes and approx_kl."""
     ratio = delta.double().exp()
     inf = torch.full_like(ratio, torch.inf)
-    some = (count > 0).double()
-    known = live & ~ratio.isnan()
+    known = stream & ~ratio.isnan()
     extremes = [
         masked(ratio, known).max() if ratio.numel() else count,
         torch.where(known, ratio, inf).min() if ratio.numel() else count,
     ]
-    extremes = [torch.where(count > 0, x, torch.zeros_like(x)) for x in extremes]
-    return torch.stack(
-        [
-            total.double(),
-            policy.double(),
-            (kl * weights).sum().double(),
-            count,
-            *(mean(flag) for flag in flags),
-            mean(ratio) * some,
-            *extremes,
-            mean(torch.expm1(delta.double()) - delta.double()),
-            mean(kl),
-        ]
-    )
+    return [
+        *(_mean(flag, stream) for flag in flags),
+        _mean(ratio, stream),
+        *(torch.where(count > 0, x, torch.zeros_like(x)) for x in extremes),
+        _mean(torch.expm1(delta.double()) - delta.double(), stream),
+    ]
 
 
 def reduction_weights(

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from skyrl_fast.ops.policy_loss.losses import KL_ESTIMATORS, LOSS_CODES
 
-NUM_SUMS = 11
+NUM_SUMS = 16
 DUAL_CLIP = tl.constexpr(LOSS_CODES["dual_clip"])
 GSPO = tl.constexpr(LOSS_CODES["gspo"])
 CISPO = tl.constexpr(LOSS_CODES["cispo"])
@@ -172,12 +172,13 @@ def _cells(pointer, cell, live):
 @triton.jit
 def loss_kernel(
     logprobs, old_logprobs_in, advantages, mask, row_weights, cu, reference, token_weights,
-    selected_in, sequence_delta, grad, partial,
+    cross_entropy_weights, kl_weights, selected_in, sequence_delta, grad, partial,
     num_cells, width, num_rows,
     low, high, ratio_c, tau_pos, tau_neg, delta_low, delta_high, ppo_kl_coef, kl_coef,
     LOSS: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr, HAS_ADVANTAGE: tl.constexpr,
-    HAS_TOKEN_WEIGHT: tl.constexpr, HAS_SELECTED: tl.constexpr, HAS_GRAD: tl.constexpr,
-    RAGGED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_TOKEN_WEIGHT: tl.constexpr, HAS_CROSS_ENTROPY: tl.constexpr, HAS_KL_WEIGHT: tl.constexpr,
+    HAS_SELECTED: tl.constexpr, HAS_GRAD: tl.constexpr, RAGGED: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per BLOCK cells: their gradient, and one column of `partial` (NUM_SUMS, P)."""
     cell = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -208,31 +209,47 @@ def loss_kernel(
     if HAS_TOKEN_WEIGHT:
         token_weight = _cells(token_weights, cell, live)
     counts = token_weight != 0  # weight 0 drops the token, even where its loss is NaN
+    stream = live & counts if HAS_CROSS_ENTROPY else live
     value = tl.where(counts, value * (row_weight * token_weight), 0.0)
     slope = tl.where(counts, slope * (row_weight * token_weight), 0.0)
     kl = tl.zeros_like(logprob)
+    kl_weight = live.to(tl.float64)
+    if HAS_KL_WEIGHT:
+        kl_weight = _cells(kl_weights, cell, live)
+    has_kl = live & (kl_weight != 0) & (KL != 0)
     if KL != 0:
         kl, kl_slope = token_kl(logprob, _cells(reference, cell, live), KL)
-        slope = slope + tl.where(live, row_weight * kl_coef * kl_slope, 0.0)
+        slope = slope + tl.where(has_kl, row_weight * kl_coef * kl_weight * kl_slope, 0.0)
+    supervised = tl.zeros_like(logprob)
+    if HAS_CROSS_ENTROPY:
+        supervised = _cells(cross_entropy_weights, cell, live)
+        slope = slope - row_weight * supervised
+    is_supervised = supervised != 0
     if HAS_GRAD:
         tl.store(grad + cell, slope.to(grad.dtype.element_ty), mask=inside)
 
     clamped = _clamp(delta, -20.0, 20.0)
     ratio = tl.exp(clamped)
-    is_number = live & (ratio == ratio)
+    is_number = stream & (ratio == ratio)
     out = partial + tl.program_id(0)
     step = tl.num_programs(0)
     tl.store(out, tl.sum(value, 0))
-    tl.store(out + step, tl.sum(tl.where(live, row_weight * kl, 0.0), 0))
+    tl.store(out + step, tl.sum(tl.where(has_kl, row_weight * kl_weight * kl, 0.0), 0))
     tl.store(out + 2 * step, tl.sum(live.to(tl.float64), 0))
-    tl.store(out + 3 * step, tl.sum((live & clipped_low).to(tl.float64), 0))
-    tl.store(out + 4 * step, tl.sum((live & clipped_high).to(tl.float64), 0))
-    tl.store(out + 5 * step, tl.sum((live & chosen).to(tl.float64), 0))
-    tl.store(out + 6 * step, tl.sum(tl.where(live, ratio - 1.0, 0.0), 0))
-    tl.store(out + 7 * step, tl.sum(tl.where(live, ratio - 1.0 - clamped, 0.0), 0))
-    tl.store(out + 8 * step, tl.sum(tl.where(live, kl, 0.0), 0))
+    tl.store(out + 3 * step, tl.sum((stream & clipped_low).to(tl.float64), 0))
+    tl.store(out + 4 * step, tl.sum((stream & clipped_high).to(tl.float64), 0))
+    tl.store(out + 5 * step, tl.sum((stream & chosen).to(tl.float64), 0))
+    tl.store(out + 6 * step, tl.sum(tl.where(stream, ratio - 1.0, 0.0), 0))
+    tl.store(out + 7 * step, tl.sum(tl.where(stream, ratio - 1.0 - clamped, 0.0), 0))
+    tl.store(out + 8 * step, tl.sum(tl.where(has_kl, kl, 0.0), 0))
     tl.store(out + 9 * step, tl.max(tl.where(is_number, ratio, 0.0), 0))
     tl.store(out + 10 * step, tl.min(tl.where(is_number, ratio, float("inf")), 0))
+    tl.store(out + 11 * step, tl.sum(stream.to(tl.float64), 0))
+    tl.store(out + 12 * step, tl.sum(has_kl.to(tl.float64), 0))
+    tl.store(out + 13 * step, tl.sum(tl.where(is_supervised, -logprob, 0.0), 0))
+    weighted = tl.where(is_supervised, -logprob * row_weight * supervised, 0.0)
+    tl.store(out + 14 * step, tl.sum(weighted, 0))
+    tl.store(out + 15 * step, tl.sum(is_supervised.to(tl.float64), 0))
 
 
 @triton.jit
@@ -267,10 +284,15 @@ def fold_kernel(partial, metrics, count, kl_coef, LOSS: tl.constexpr, BLOCK: tl.
     low = _total(partial, 3, count, BLOCK)
     high = _total(partial, 4, count, BLOCK)
     chosen = _total(partial, 5, count, BLOCK)
-    any_ = tokens > 0
-    number = tl.where(any_, tokens, 1.0)
+    policy_tokens = _total(partial, 11, count, BLOCK)
+    kl_tokens = _total(partial, 12, count, BLOCK)
+    supervised = _total(partial, 14, count, BLOCK)
+    supervised_tokens = _total(partial, 15, count, BLOCK)
+    any_ = policy_tokens > 0
+    number = tl.where(any_, policy_tokens, 1.0)
     clipped = chosen if LOSS == CLIP_COV else low + high
-    tl.store(metrics, policy + tl.where(kl_weighted != 0, kl_coef * kl_weighted, 0.0))
+    kl_loss = tl.where(kl_weighted != 0, kl_coef * kl_weighted, 0.0)
+    tl.store(metrics, policy + kl_loss + supervised)
     tl.store(metrics + 1, policy)
     tl.store(metrics + 2, kl_weighted)
     tl.store(metrics + 3, tokens)
@@ -282,7 +304,13 @@ def fold_kernel(partial, metrics, count, kl_coef, LOSS: tl.constexpr, BLOCK: tl.
     tl.store(metrics + 9, tl.where(any_, _total(partial, 9, count, BLOCK), 0.0))
     tl.store(metrics + 10, tl.where(any_, _total(partial, 10, count, BLOCK), 0.0))
     tl.store(metrics + 11, _total(partial, 7, count, BLOCK) / number)
-    tl.store(metrics + 12, _total(partial, 8, count, BLOCK) / number)
+    tl.store(metrics + 12, _total(partial, 8, count, BLOCK) / tl.maximum(kl_tokens, 1.0))
+    tl.store(metrics + 13, kl_tokens)
+    tl.store(metrics + 14, policy_tokens)
+    tl.store(metrics + 15, supervised)
+    mean = _total(partial, 13, count, BLOCK) / tl.maximum(supervised_tokens, 1.0)
+    tl.store(metrics + 16, mean)
+    tl.store(metrics + 17, supervised_tokens)
 
 
 @triton.jit

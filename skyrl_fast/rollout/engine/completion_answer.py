@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_fast.printable import shortened
-from skyrl_fast.rollout.engine.protocol import EngineError
+from skyrl_fast.rollout.engine.protocol import EngineError, kept_tokens
 
 # What hostile JSON and arrays can raise: missing and odd values, cut payloads, huge sizes, nesting.
 _UNREADABLE = (
@@ -49,6 +49,17 @@ def entries(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise TypeError(f"wanted a list, got {type(value).__name__}")
     return value
+
+
+def kept_ids(
+    token_ids: Sequence[int], top_logprobs: Sequence[Mapping[str, float]]
+) -> list[np.ndarray]:
+    """Return the tokens that each token was sampled from; keys are such as "token_id:42"."""
+    kept = []
+    for token, row in zip(token_ids, top_logprobs, strict=True):
+        candidates = np.array([int(key.removeprefix("token_id:")) for key in row], np.int64)
+        kept.append(kept_tokens(token, candidates, np.array(list(map(number, row.values())))))
+    return kept
 
 
 def prompt_logprobs(choice: Mapping[str, Any], token_ids: Sequence[int]) -> list[float]:

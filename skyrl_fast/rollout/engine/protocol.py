@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,6 +11,11 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams
+
+# Tokens as likely as the least likely of the top_k, which vLLM keeps, too.
+MAX_TIES = 16
+EXCLUDED_LOGPROB = -9000.0  # vLLM's servers write -9999 for -inf
+MASS_TOLERANCE = 1e-3  # of the sum of the kept tokens' probabilities
 
 
 class EngineError(RuntimeError):
@@ -20,23 +26,53 @@ class EngineDeadError(EngineError):
     """The engine died, or could not start: no request can succeed."""
 
 
-def vllm_sampling_params(sampling: SamplingParams, *, seed: int | None) -> dict[str, Any]:
+def vllm_sampling_params(
+    sampling: SamplingParams, *, seed: int | None, vocab_size: int | None = None
+) -> dict[str, Any]:
     """Return the arguments of vLLM's SamplingParams; `additional_kwargs` override them.
 
-    Stop strings stay part of the response.
+    Stop strings stay part of the response. Where kept tokens are recorded, `top_k` is at most their
+    limit, and that many log-probabilities are returned, up to the vocabulary (None: unknown).
     """
+    limit = sampling.num_kept_tokens
+    top_k = limit if limit is not None and sampling.top_k < 1 else sampling.top_k
     return {
         "max_tokens": sampling.max_generate_length,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
+        "top_k": top_k,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
         "stop": list(sampling.stop or ()) or None,
         "include_stop_str_in_output": True,
         "seed": seed,
-        "logprobs": 0,
+        "logprobs": 0 if limit is None else min(top_k + MAX_TIES, vocab_size or sys.maxsize),
     }
+
+
+def kept_tokens(token_id: int, candidates: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+    """Return the ascending ids, int32, of the tokens that a token was sampled from.
+
+    Args:
+        token_id: the sampled token.
+        candidates: ids of the most likely tokens, with or without the sampled one.
+        logprobs: theirs under the distribution that was sampled from; excluded tokens have -inf,
+            or what vLLM writes for it.
+
+    Raises:
+        EngineError: the remaining tokens have less than all of the probability: some were not
+            returned.
+    """
+    kept = logprobs > EXCLUDED_LOGPROB
+    ids, first = np.unique(candidates[kept], return_index=True)
+    mass = float(np.exp(logprobs[kept][first].astype(np.float64)).sum())
+    if abs(mass - 1.0) > MASS_TOLERANCE or token_id not in ids:
+        raise EngineError(
+            f"wanted all tokens that token {token_id} was sampled from, got {len(ids)} with "
+            f"probability {mass:.6f}: the engine must return processed_logprobs, and sampling "
+            "parameters must not change the logits"
+        )
+    return ids.astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +88,8 @@ class Generation:
         expert_indices: integers [tokens - 1 - start, layers, experts per token] of prompt and
             response from token `expert_indices_start` on (the last token is not run), or None.
         expert_indices_start: the token of its first row.
+        kept_ids: for each token the ascending ids, int32, of the tokens that it was sampled from;
+            None: the vocabulary, or not recorded (`SamplingParams.max_kept_tokens`).
     """
 
     token_ids: list[int]
@@ -60,6 +98,7 @@ class Generation:
     stop_string: str | None = None
     expert_indices: np.ndarray | None = field(default=None, compare=False)
     expert_indices_start: int = 0
+    kept_ids: list[np.ndarray] | None = field(default=None, compare=False)
 
 
 class Sampler(Protocol):

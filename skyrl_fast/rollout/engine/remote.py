@@ -25,6 +25,7 @@ from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.completion_answer import (
     QUOTED_CHARACTERS,
     entries,
+    kept_ids,
     number,
     parsing,
     prompt_logprobs,
@@ -66,7 +67,7 @@ class RemoteEngine:
             vLLM's own reload_weights reads the folder.
         api_key: sent with every request; None: none.
         records_routes: whether the server runs with enable_return_routed_experts.
-        vocab_size: of the model, to check token ids; None: unknown.
+        vocab_size: of the model, to check token ids and to limit requests; None: unknown.
         start_timeout_seconds: to wait for the server at the start.
         transport: of httpx, for tests.
 
@@ -156,6 +157,8 @@ class RemoteEngine:
             self._model = str(models["data"][0]["id"])
         self._interrupted = True  # possibly, by a trainer that was killed
         await self.resume()
+        if self._weight_sync == "extension":
+            await self._post("/collective_rpc", json={"method": "return_kept_logprobs_only"})
 
     async def close(self) -> None:
         """Disconnect from the server, which keeps running."""
@@ -178,8 +181,9 @@ class RemoteEngine:
         start = expert_indices_start if self._records_routes else 0
         request = {
             "prompt": list(prompt_token_ids),
-            **vllm_sampling_params(sampling, seed=seed),
+            **vllm_sampling_params(sampling, seed=seed, vocab_size=self._vocab_size),
             "return_token_ids": True,
+            "return_tokens_as_token_ids": None if sampling.num_kept_tokens is None else True,
             "cache_salt": f"policy-{policy_version}",
             **({"routed_experts_prompt_start": start} if self._records_routes else {}),
             **sampling.additional_kwargs,
@@ -189,13 +193,17 @@ class RemoteEngine:
             logprobs = choice["logprobs"]
             stopped_by = choice.get("stop_reason")
             reason = choice["finish_reason"] or "abort"
+            token_ids, kept = entries(choice["token_ids"]), None
+            if sampling.num_kept_tokens is not None:
+                kept = kept_ids(token_ids, entries(logprobs["top_logprobs"]))
             generation = Generation(
-                entries(choice["token_ids"]),
+                token_ids,
                 [] if logprobs is None else list(map(number, entries(logprobs["token_logprobs"]))),
                 INTERRUPTED if reason == "abort" and self._interrupted else reason,
                 stopped_by if isinstance(stopped_by, str) else None,
                 routes(choice) if self._records_routes else None,
                 start,
+                kept,
             )
         return checked_generation(
             generation,

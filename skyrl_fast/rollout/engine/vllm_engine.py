@@ -19,10 +19,12 @@ from skyrl_fast.config import SamplingParams
 from skyrl_fast.parent_watch import children_exit_with_this_process
 from skyrl_fast.rollout.engine.completion_answer import parsing
 from skyrl_fast.rollout.engine.generation_check import checked_generation
+from skyrl_fast.rollout.engine.kept_logprobs import store_kept_only
 from skyrl_fast.rollout.engine.protocol import (
     EngineDeadError,
     EngineError,
     Generation,
+    kept_tokens,
     vllm_sampling_params,
 )
 from skyrl_fast.rollout.engine.vllm_start import (
@@ -115,6 +117,7 @@ class VllmEngine:
             except Exception as error:
                 raise EngineDeadError(self._explain("did not start", error)) from error
         self._vocab_size = self._llm.model_config.get_vocab_size()
+        await self._llm.collective_rpc("return_kept_logprobs_only")
         log.info("vLLM is up after %.1f s", time.perf_counter() - started)
 
     def _build(self) -> Any:
@@ -123,6 +126,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        store_kept_only()
         self._sampling_params = VllmSamplingParams
         self._final_only = RequestOutputKind.FINAL_ONLY
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self._setup)))
@@ -150,7 +154,8 @@ class VllmEngine:
         start = expert_indices_start if recording else 0
         route_arguments = {"routed_experts_prompt_start": start} if recording else {}
         arguments = {
-            **vllm_sampling_params(sampling, seed=seed),
+            **vllm_sampling_params(sampling, seed=seed, vocab_size=self._vocab_size),
+            "flat_logprobs": sampling.num_kept_tokens is not None,
             "detokenize": bool(sampling.stop),
             "output_kind": self._final_only,
             **route_arguments,
@@ -163,18 +168,22 @@ class VllmEngine:
         output = await self._run(prompt_token_ids, params, session_id, f"policy-{policy_version}")
         answer = output.outputs[0]
         token_ids = list(answer.token_ids)
+        kept_ids = None
         with parsing("vLLM answered"):
-            logprobs = [
-                float(entry[token].logprob)
-                for token, entry in zip(token_ids, answer.logprobs or [], strict=True)
-            ]
+            if sampling.num_kept_tokens is not None:
+                logprobs, kept_ids = _flat_logprobs(token_ids, answer.logprobs)
+            else:
+                logprobs = [
+                    float(entry[token].logprob)
+                    for token, entry in zip(token_ids, answer.logprobs or [], strict=True)
+                ]
         reason = answer.finish_reason or "abort"
         if reason == "abort" and self._interrupted:
             reason = INTERRUPTED
         stop_string = answer.stop_reason if isinstance(answer.stop_reason, str) else None
         routes = answer.routed_experts if recording else None
         return checked_generation(
-            Generation(token_ids, logprobs, reason, stop_string, routes, start),
+            Generation(token_ids, logprobs, reason, stop_string, routes, start, kept_ids),
             max_tokens=arguments["max_tokens"],
             vocab_size=self._vocab_size,
             source=f"vLLM, session {session_id}",
@@ -351,3 +360,18 @@ class VllmEngine:
             lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
             text += f"\nlast lines of {path}:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
         return text
+
+
+def _flat_logprobs(token_ids: Sequence[int], flat: Any) -> tuple[list[float], list[np.ndarray]]:
+    """Return each token's logprob, and the tokens that it was sampled from.
+
+    Args:
+        flat: vLLM's FlatLogprobs; the sampled token is the first of its position.
+    """
+    ids, values = np.array(flat.token_ids), np.array(flat.logprobs)
+    starts, ends = flat.start_indices, flat.end_indices
+    kept = [
+        kept_tokens(token, ids[start:end], values[start:end])
+        for token, start, end in zip(token_ids, starts, ends, strict=True)
+    ]
+    return values[starts].tolist(), kept

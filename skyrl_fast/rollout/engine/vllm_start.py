@@ -103,6 +103,7 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         "worker_extension_cls": WORKER_EXTENSION,
         # Logprobs of the sampling distribution: after temperature.
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,  # no limit for those of kept tokens
         "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "enable_log_requests": False,

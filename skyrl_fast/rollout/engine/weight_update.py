@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from skyrl_fast.rollout.engine.kept_logprobs import return_kept_only
 from skyrl_fast.rollout.engine.packed_weights import renewed_packed_weights
 
 if TYPE_CHECKING:
@@ -225,6 +226,10 @@ class WeightUpdateExtension:
     """Mixed into vLLM's worker class; its methods run in the engine's process."""
 
     model_runner: Any
+
+    def return_kept_logprobs_only(self) -> None:
+        """Return fewer log-probabilities; see `kept_logprobs`."""
+        return_kept_only(self.model_runner.sampler)
 
     def load_weights_file(self, path: str) -> list[str]:
         """Load the tensors of a safetensors file; return the parameters that got no new value."""

@@ -74,6 +74,7 @@ def training_rows(
     *,
     merge: bool | None = None,
     keep_rewards: bool = False,
+    observations: bool = False,
 ) -> StepBatch:
     """Return the rows to train; `steps` itself if nothing is merged.
 
@@ -86,6 +87,7 @@ def training_rows(
         generator: settings of the form of rows.
         merge: merge steps; None: `generator.merge_stepwise_output`.
         keep_rewards: see above.
+        observations: give the tokens between the steps of a merged row cross-entropy weight 1.
 
     Raises:
         ValueError: `step_wise_trajectories` is false and a trajectory's context did not only grow.
@@ -96,7 +98,12 @@ def training_rows(
         return steps
     drift, most = generator.merge_drift, generator.merge_max_drift_tokens
     rewards = "token" if one_row or keep_rewards else None
+    if observations:
+        of_steps = torch.ones(steps.loss_mask.shape[0])
+        steps = steps.with_(cross_entropy_weights=of_steps)  # merging adds zeros between the steps
     rows = steps.merged(drift=drift, max_drift_tokens=most, rewards=rewards)
+    if rows.cross_entropy_weights is not None:
+        rows = rows.with_(cross_entropy_weights=1 - rows.cross_entropy_weights)
     if one_row and rows.num_rows > rows.num_trajectories:
         plan = merge_flat_steps(
             steps.tokens,

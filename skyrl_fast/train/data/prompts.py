@@ -47,7 +47,7 @@ def load_prompts(
         ValueError: a file is missing or of another type, or a row has no prompt; the message names
             file and row.
     """
-    rows = (row for path in paths for row in _placed_rows(path, split))
+    rows = (row for path in paths for row in placed_rows(path, split))
     return _prompts(rows, default_env_class, prefix)
 
 
@@ -86,7 +86,7 @@ def _prompts(rows: Iterable[tuple[str, Any]], default_env_class: str, prefix: st
 def _placed_items(items: Iterable[Any], split: str) -> Iterator[tuple[str, Any]]:
     for number, item in enumerate(items):
         if isinstance(item, os.PathLike) or _is_file_name(item):
-            yield from _placed_rows(os.fspath(item), split)
+            yield from placed_rows(os.fspath(item), split)
         else:
             row = {"prompt": item} if isinstance(item, str | list | tuple) else item
             yield f"prompts, row {number}", row
@@ -96,7 +96,7 @@ def _is_file_name(item: Any) -> bool:
     return isinstance(item, str) and item.endswith(SUFFIXES) and not set(item) & set(" \n")
 
 
-def _placed_rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
+def placed_rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
     """Yield each row with its location for error messages."""
     file = Path(path).expanduser()
     rows = _rows(file) if file.suffix in SUFFIXES or file.exists() else _hub_rows(path, split)

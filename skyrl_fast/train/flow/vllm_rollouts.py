@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_fast.config import settings
+from skyrl_fast.config import SamplingParams, settings
 from skyrl_fast.rollout.context import CHARACTERS_PER_TOKEN
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.pool import EnginePool, PooledEngine
@@ -82,6 +82,7 @@ async def start_rollouts(
 def engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
     """Return the engines that the settings ask for, not started."""
     engine = config.generator.inference_engine
+    _say_limited_top_k(config.generator.sampling_params)
     if engine.run_engines_locally:
         return [VllmEngine(vllm_setup(config, model_path))]
     key = engine_key(key_file(config))
@@ -299,6 +300,16 @@ def _model_config(model_path: str) -> dict[str, Any]:
     if not isinstance(model, dict):
         raise ValueError(f"{path}: wanted a JSON object, got {type(model).__name__}")
     return model
+
+
+def _say_limited_top_k(sampling: SamplingParams) -> None:
+    limit = sampling.num_kept_tokens
+    if limit is not None and sampling.top_k < 1:
+        log.info(
+            "training samples from the %d most likely tokens at most "
+            "(generator.sampling_params.max_kept_tokens), and records which remained",
+            limit,
+        )
 
 
 def _sync_metrics(report: WeightSyncReport) -> dict[str, float]:

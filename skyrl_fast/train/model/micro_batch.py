@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.train.model.forward_pass import KeptTokens
 from skyrl_fast.train.model.forward_pass import MicroBatch as MicroBatch
 from skyrl_fast.train.model.forward_pass import response_positions as response_positions
 from skyrl_fast.train.model.rope_limits import RopeLimit, exceeded_limits
@@ -128,7 +129,7 @@ def _same_routes(batch: StepBatch, row: int, host: int) -> bool:
     """Return whether both rows' routes agree on all tokens before `row`'s last trained one."""
     assert batch.expert_indices is not None and batch.cu_experts is not None
     start, end = batch.cu_responses[row : row + 2].tolist()
-    trained = np.flatnonzero(batch.loss_mask[start:end].numpy())
+    trained = np.flatnonzero(batch.trained_mask[start:end].numpy())
     prompt = int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row]) - (end - start)
     needed = prompt + int(trained[-1]) if len(trained) else 0
     records = []
@@ -139,7 +140,7 @@ def _same_routes(batch: StepBatch, row: int, host: int) -> bool:
 
 
 def _trained_rows(batch: StepBatch) -> np.ndarray:
-    sums = np.concatenate([[0], np.cumsum(batch.loss_mask.numpy(), dtype=np.int64)])
+    sums = np.concatenate([[0], np.cumsum(batch.trained_mask.numpy(), dtype=np.int64)])
     return np.diff(sums[batch.cu_responses.numpy()]) > 0
 
 
@@ -186,7 +187,7 @@ def _micro_batch(
     tokens = batch.tokens.numpy()
     cu = batch.cu_seqlens.tolist()
     cu_responses = batch.cu_responses.tolist()
-    mask = batch.loss_mask.numpy()
+    mask = batch.trained_mask.numpy()
     width = max(cu[host + 1] - cu[host] for host in hosts)
     input_ids = np.zeros((len(hosts), width), dtype=np.int64)
     place = {}
@@ -194,7 +195,7 @@ def _micro_batch(
         input_ids[sequence, : cu[host + 1] - cu[host]] = tokens[cu[host] : cu[host + 1]]
         place.update(dict.fromkeys(members[host], sequence))
     rows = sorted(place)
-    hidden, targets, responses, offset = [], [], [], 0
+    hidden, targets, responses, trained_tokens, offset = [], [], [], [], 0
     for row in rows:
         start, end = cu_responses[row], cu_responses[row + 1]
         trained = np.flatnonzero(mask[start:end])
@@ -202,13 +203,16 @@ def _micro_batch(
         hidden.append(place[row] * width + positions - 1)
         targets.append(tokens[cu[row] + positions])
         responses.append(offset + trained)
+        trained_tokens.append(start + trained)
         offset += end - start
+    kept = KeptTokens.of_batch(batch)
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         hidden_index=torch.from_numpy(np.concatenate(hidden)),
         target_ids=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
         response_index=torch.from_numpy(np.concatenate(responses)),
         rows=torch.tensor(rows),
+        **({} if kept is None else kept.micro_batch_fields(np.concatenate(trained_tokens))),
     )
 
 

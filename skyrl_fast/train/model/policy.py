@@ -100,6 +100,8 @@ class Policy:
                 *self._head_operands(hidden),
                 micro.target_ids.to(self.device),
                 temperature=self.temperature,
+                kept_ids=None if micro.kept_ids is None else micro.kept_ids.to(self.device),
+                cu_kept=micro.cu_kept,
                 return_entropy=return_entropy,
             )
 

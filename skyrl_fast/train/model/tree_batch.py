@@ -16,7 +16,7 @@ import torch
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.ops.prefix_tree.tree import PrefixTree, build_prefix_tree
-from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
+from skyrl_fast.train.model.forward_pass import KeptTokens, MicroBatch, NodeTree, number_ranges
 from skyrl_fast.train.model.tree_chunks import tree_chunks
 
 
@@ -78,7 +78,7 @@ def _trained_tokens(batch: StepBatch, visited: np.ndarray) -> _Trained:
     cu = batch.cu_seqlens.numpy().astype(np.int64)
     cu_responses = batch.cu_responses.numpy().astype(np.int64)
     row_of = np.repeat(np.arange(batch.num_rows), np.diff(cu_responses))
-    responses = np.flatnonzero((batch.loss_mask.numpy() != 0) & visited[row_of])
+    responses = np.flatnonzero(batch.trained_mask.numpy() & visited[row_of])
     rows = row_of[responses]
     prompts = np.diff(cu) - np.diff(cu_responses)
     positions = prompts[rows] + responses - cu_responses[rows]
@@ -90,7 +90,7 @@ def _micro_batch(
     batch: StepBatch, tree: PrefixTree, rows: np.ndarray, trained: _Trained, router_replay: bool
 ) -> MicroBatch:
     """Return the forward pass over these rows; `tree` must hold no others."""
-    chosen = _ranges(trained.cu_rows[rows], trained.cu_rows[rows + 1])
+    chosen = number_ranges(trained.cu_rows[rows], trained.cu_rows[rows + 1])
     row_of, positions, responses = (
         trained.rows[chosen],
         trained.positions[chosen],
@@ -104,32 +104,43 @@ def _micro_batch(
     lengths = np.diff(cu_responses)[rows]
     shift = np.zeros(batch.num_rows, dtype=np.int64)  # from the batch's responses to these rows'
     shift[rows] = np.cumsum(lengths) - lengths - cu_responses[rows]
-    hidden, targets, copies = _distinct(hidden, targets)
+    kept = KeptTokens.of_batch(batch)
+    sets = [] if kept is None else [kept.numbers(responses)]
+    first, copies = _distinct(*sets, targets, hidden)
     routes, mask = _routes(batch, tree) if router_replay else (None, None)
     return MicroBatch(
         input_ids=tree.tokens.long()[None],
-        hidden_index=torch.from_numpy(hidden),
-        target_ids=torch.from_numpy(targets),
+        hidden_index=torch.from_numpy(hidden[first]),
+        target_ids=torch.from_numpy(targets[first]),
         response_index=torch.from_numpy(responses + shift[row_of]),
         rows=torch.from_numpy(rows),
         expert_indices=routes,
         router_padding_mask=mask,
         tree=NodeTree(tree.parents, tree.ends, tree.positions.long()[None]),
         copies=None if copies is None else torch.from_numpy(copies),
+        **({} if kept is None else kept.micro_batch_fields(responses[first])),
     )
 
 
-def _distinct(
-    hidden: np.ndarray, targets: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return the distinct pairs, and (M,) each token's index into them; None if all differ."""
-    if len(hidden) == 0:
-        return hidden, targets, None
-    keys = hidden * (int(targets.max()) + 1) + targets
-    distinct, first, copies = np.unique(keys, return_index=True, return_inverse=True)
-    if len(distinct) == len(keys):
-        return hidden, targets, None
-    return hidden[first], targets[first], copies
+def _distinct(*keys: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return an index of the distinct tuples of keys, and (M,) each one's place in the index.
+
+    Args:
+        keys: (M,) int64 each.
+
+    Returns:
+        (K,) and (M,) int64; all numbers and None if all tuples differ.
+    """
+    order = np.lexsort(keys)
+    is_first = np.zeros(len(order), dtype=bool)
+    is_first[:1] = True
+    for key in keys:
+        is_first[1:] |= key[order[1:]] != key[order[:-1]]
+    if is_first.all():
+        return np.arange(len(order)), None
+    copies = np.empty(len(order), dtype=np.int64)
+    copies[order] = np.cumsum(is_first) - 1
+    return order[is_first], copies
 
 
 def _routes(batch: StepBatch, tree: PrefixTree) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,10 +155,3 @@ def _routes(batch: StepBatch, tree: PrefixTree) -> tuple[torch.Tensor, torch.Ten
     routes = batch.expert_indices.new_zeros((len(sources), *batch.expert_indices.shape[1:]))
     routes[torch.from_numpy(recorded)] = batch.expert_indices[torch.from_numpy(places[recorded])]
     return routes[None], torch.from_numpy(~recorded)[None]
-
-
-def _ranges(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Return the numbers of all ranges, one after another."""
-    lengths = stops - starts
-    begins = np.cumsum(lengths) - lengths
-    return np.repeat(starts - begins, lengths) + np.arange(int(lengths.sum()))

@@ -20,6 +20,7 @@ from rich.table import Table
 # (label, metric, format) in display order; * matches any suffix.
 COLUMNS = (
     ("reward", "reward/avg_raw_reward", "{:.3f}"),
+    ("cross-entropy", "policy/cross_entropy", "{:.3f}"),
     ("pass@n", "reward/avg_pass_at_*", "{:.3f}"),
     ("turns", "generate/avg_num_turns", "{:.2f}"),
     ("eval", "eval/all/avg_score", "{:.3f}"),

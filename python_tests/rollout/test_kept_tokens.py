@@ -1,0 +1,153 @@
+"""Kept tokens: how they are asked for, read and joined."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_fast.config import ConfigError, GeneratorConfig, SamplingParams
+from skyrl_fast.config.sampling import check_sampling
+from skyrl_fast.rollout.continued import generate_through_updates
+from skyrl_fast.rollout.engine.kept_logprobs import return_kept_only
+from skyrl_fast.rollout.engine.protocol import (
+    EngineError,
+    Generation,
+    kept_tokens,
+    vllm_sampling_params,
+)
+from skyrl_fast.rollout.engine.weight_gate import WeightGate
+from skyrl_fast.rollout.turn import sampled_tokens
+
+KEY = "generator.sampling_params"
+
+
+def check(*, trained: bool = True, **options: Any) -> None:
+    check_sampling(KEY, SamplingParams(**options), trained=trained)
+
+
+@pytest.mark.spec("kept.request")
+@pytest.mark.parametrize(
+    ("options", "top_k", "logprobs"),
+    [
+        ({}, -1, 0),
+        ({"top_p": 0.9}, 256, 272),
+        ({"top_p": 0.9, "max_kept_tokens": 8}, 8, 24),
+        ({"top_k": 20}, 20, 36),
+        ({"min_p": 0.1, "top_k": 5}, 5, 21),
+        ({"additional_kwargs": {"min_tokens": 4}}, 256, 272),
+        ({"additional_kwargs": {"min_tokens": 0}}, -1, 0),
+        ({"top_p": 0.9, "max_kept_tokens": None}, -1, 0),
+    ],
+)
+def test_request_has_a_limit_and_enough_logprobs(options: Any, top_k: int, logprobs: int) -> None:
+    request = vllm_sampling_params(SamplingParams(**options), seed=1)
+    assert (request["top_k"], request["logprobs"]) == (top_k, logprobs)
+
+
+@pytest.mark.spec("kept.request")
+def test_no_more_logprobs_than_words_and_none_in_evaluation() -> None:
+    sampling = SamplingParams(top_p=0.9)
+    assert vllm_sampling_params(sampling, seed=1, vocab_size=100)["logprobs"] == 100
+    generator = GeneratorConfig(sampling_params=sampling)
+    assert vllm_sampling_params(generator.sampling("train"), seed=1)["logprobs"] == 272
+    evaluation = vllm_sampling_params(generator.sampling("eval"), seed=1)
+    assert (evaluation["logprobs"], evaluation["top_k"]) == (0, -1)
+
+
+@pytest.mark.spec("kept.read")
+def test_kept_tokens_are_those_that_were_not_excluded() -> None:
+    ids = np.array([7, 9, 7, 3, 5])  # the sampled token first, and again at its rank
+    logprobs = np.log([0.25, 0.5, 0.25, 0.25, 1e-9])
+    logprobs[4] = -np.inf
+    assert kept_tokens(7, ids, logprobs).tolist() == [3, 7, 9]
+    logprobs[4] = -9999.0  # of a server
+    assert kept_tokens(7, ids, logprobs).tolist() == [3, 7, 9]
+
+
+@pytest.mark.spec("kept.read")
+@pytest.mark.parametrize(
+    ("ids", "probabilities"),
+    [([7, 9], [0.25, 0.5]), ([9, 3], [0.5, 0.5]), ([7, 9], [0.75, 0.5])],
+)
+def test_missing_tokens_fail_the_request(ids: list[int], probabilities: list[float]) -> None:
+    with pytest.raises(EngineError, match="wanted all tokens that token 7 was sampled from"):
+        kept_tokens(7, np.array(ids), np.log(probabilities))
+
+
+@pytest.mark.spec("kept.refused")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repetition_penalty": 1.1}, rf"{KEY}.repetition_penalty: wanted 1 in training"),
+        ({"additional_kwargs": {"logit_bias": {5: 1.0}}}, "wanted no logit_bias in training"),
+        ({"additional_kwargs": {"presence_penalty": 0.5}}, "wanted no presence_penalty"),
+        ({"top_k": 300}, rf"{KEY}.top_k: wanted at most max_kept_tokens=256.*got 300"),
+        ({"top_p": 0.9, "max_kept_tokens": None}, f"{KEY}.max_kept_tokens: wanted a number"),
+        ({"temperature": 0.0}, rf"{KEY}.temperature: wanted > 0 in training, got 0"),
+    ],
+)
+def test_sampling_that_the_trainer_cannot_repeat_is_refused(options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(**options)
+    check(trained=False, **options)
+
+
+@pytest.mark.spec("kept.refused")
+def test_settings_without_an_effect_are_accepted() -> None:
+    check(additional_kwargs={"logit_bias": None, "presence_penalty": 0.0})
+    check(max_kept_tokens=None)
+
+
+@pytest.mark.spec("kept.record")
+def test_sets_are_joined_across_weight_updates() -> None:
+    parts = [
+        Generation([5, 6], [-0.1, -0.2], "interrupted", kept_ids=[ids(5), ids(6, 8)]),
+        Generation([], [], "interrupted", kept_ids=[]),
+        Generation([7], [-0.3], "stop", kept_ids=[ids(2, 7)]),
+    ]
+
+    class Engine:
+        async def generate(self, *_: Any, **__: Any) -> Generation:
+            return parts.pop(0)
+
+    async def go() -> Generation:
+        versioned = await generate_through_updates(
+            Engine(), WeightGate(), None, [1], SamplingParams(max_generate_length=8),
+            session_id="a", part_seed=lambda part: part,
+        )  # fmt: skip
+        return versioned.generation
+
+    generation = asyncio.run(go())
+    assert [one.tolist() for one in generation.kept_ids or []] == [[5], [6, 8], [2, 7]]
+    sampled = sampled_tokens(generation, appended_eos=3)
+    assert [one.tolist() for one in sampled.kept_ids or []] == [[5], [6, 8], [2, 7], []]
+
+
+@pytest.mark.spec("kept.record")
+def test_an_engine_that_returns_another_number_of_sets_is_refused() -> None:
+    with pytest.raises(EngineError, match="2 tokens but 1 sets of kept tokens"):
+        sampled_tokens(Generation([5, 6], [-0.1, -0.2], "stop", kept_ids=[ids(5)]))
+
+
+def ids(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+@pytest.mark.spec("kept.request")
+@pytest.mark.parametrize(("asked", "wanted"), [(272, 2), (1, 1), (0, 0), (-1, -1)])
+def test_engine_returns_no_more_columns_than_a_token_has_kept(asked: int, wanted: int) -> None:
+    class Sampler:
+        def gather_logprobs(self, logprobs: Any, num_logprobs: int, token_ids: Any) -> int:
+            return num_logprobs
+
+    sampler = Sampler()
+    return_kept_only(sampler)
+    excluded = -torch.inf
+    logprobs = torch.tensor([[-0.7, excluded, -0.7], [excluded, excluded, 0.0]])
+    got = sampler.gather_logprobs(logprobs, asked, token_ids=torch.tensor([0, 2]))
+    assert got == wanted
+    return_kept_only(object())  # a sampler of another kind is left alone

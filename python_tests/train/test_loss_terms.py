@@ -1,0 +1,124 @@
+"""Terms of the loss in training: policy loss, cross-entropy on observations, KL to a teacher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import numpy as np
+import torch
+from helpers._fakes import tiny_model
+from helpers._trees import agent_batch
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import AlgorithmConfig, Config, ConfigError, GeneratorConfig, check_config
+from skyrl_fast.config.loading import build_config
+from skyrl_fast.train.algorithm.training_rows import training_rows
+from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.update import accumulate_gradient
+
+
+def merged_batch(seed: int = 3) -> StepBatch:
+    steps = agent_batch(seed, stripped=0.0).with_(advantages=None)
+    rows = training_rows(steps, GeneratorConfig(), merge=True, observations=True)
+    rng = np.random.default_rng(seed)
+    values = torch.from_numpy(rng.standard_normal(rows.loss_mask.shape[0])).float()
+    return rows.with_(advantages=values)
+
+
+@pytest.mark.spec("terms.observations")
+def test_weights_are_on_the_tokens_that_no_step_has() -> None:
+    steps = agent_batch(3, stripped=0.0).with_(advantages=None)
+    plain = steps.merged()
+    rows = training_rows(steps, GeneratorConfig(), merge=True, observations=True)
+    of_steps = steps.with_(loss_mask=torch.ones_like(steps.loss_mask)).merged().loss_mask
+    assert torch.equal(rows.cross_entropy_weights, 1.0 - of_steps.float())
+    assert int(rows.cross_entropy_weights.sum()) > 0
+    assert torch.equal(rows.loss_mask, plain.loss_mask)
+    trained = (rows.loss_mask != 0) | (of_steps == 0)
+    assert torch.equal(rows.trained_mask, trained)
+
+
+def gradient(
+    batch: StepBatch, tree: bool = False, **options: Any
+) -> tuple[torch.Tensor, dict[str, float]]:
+    model = tiny_model(dtype=torch.float64)
+    policy = Policy(model, tree=tree, max_tokens_per_microbatch=64)
+    metrics = accumulate_gradient(policy, batch, algorithm=AlgorithmConfig(**options))
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), metrics
+
+
+def expected_gradient(batch: StepBatch, terms: Any) -> torch.Tensor:
+    """Return the gradient of `terms` of (A,) log-probabilities, one forward pass per row."""
+    model = tiny_model(dtype=torch.float64)
+    values = []
+    for row in range(batch.num_rows):
+        ids = batch.tokens[batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]].long()
+        count = int(batch.response_lengths[row])
+        logits = model(ids[None]).logits[0].log_softmax(-1)
+        values.append(logits[len(ids) - count - 1 : -1].gather(1, ids[-count:, None])[:, 0])
+    terms(torch.cat(values)).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.spec("terms.sum")
+@pytest.mark.parametrize("tree", [False, True])
+def test_gradient_is_that_of_the_sum_of_terms(tree: bool) -> None:
+    batch = merged_batch().with_(old_logprobs=None, rollout_logprobs=None)
+    reference = torch.from_numpy(
+        -2 * np.random.default_rng(0).random(batch.loss_mask.shape[0])
+    ).float()
+    batch = batch.with_(ref_logprobs=reference)
+
+    def terms(logprobs: torch.Tensor) -> torch.Tensor:
+        mask, weights = batch.loss_mask.double(), batch.cross_entropy_weights.double()
+        policy = -(logprobs * batch.advantages.double() * mask).sum()  # at ratio 1
+        kl = 0.5 * ((logprobs - reference.double()) ** 2 * mask).sum()
+        observations = -(logprobs * weights).sum() / weights.sum()
+        return (0.5 * policy + 0.1 * kl) / mask.sum() + 0.3 * observations
+
+    got, metrics = gradient(
+        batch, tree, policy_loss_coef=0.5, observation_loss_coef=0.3,
+        use_kl_loss=True, kl_loss_coef=0.1, kl_estimator_type="k2",
+    )  # fmt: skip
+    wanted = expected_gradient(batch, terms)
+    assert (got - wanted).abs().max() < 1e-6 * wanted.abs().max()
+    assert metrics["policy/trained_tokens"] == int(batch.loss_mask.sum())
+    assert metrics["policy/cross_entropy_tokens"] == int(batch.cross_entropy_weights.sum())
+
+
+@pytest.mark.spec("terms.sum")
+def test_kl_alone_is_distillation_without_the_policy_loss() -> None:
+    batch = merged_batch().with_(cross_entropy_weights=None, old_logprobs=None)
+    teacher = torch.full(batch.loss_mask.shape, -1.0)
+    got, _ = gradient(
+        batch.with_(ref_logprobs=teacher), policy_loss_coef=0.0, use_kl_loss=True,
+        kl_loss_coef=1.0, kl_estimator_type="k2",
+    )  # fmt: skip
+
+    def terms(logprobs: torch.Tensor) -> torch.Tensor:
+        mask = batch.loss_mask.double()
+        return 0.5 * ((logprobs + 1.0) ** 2 * mask).sum() / mask.sum()
+
+    wanted = expected_gradient(batch, terms)
+    assert (got - wanted).abs().max() < 1e-6 * wanted.abs().max()
+
+
+def config(**values: Any) -> Config:
+    return build_config(
+        {"data.train_data": ["a.jsonl"], "trainer.policy.model.path": "m", **values}
+    )
+
+
+@pytest.mark.spec("terms.settings")
+def test_settings_that_train_nothing_are_refused() -> None:
+    key = "trainer.algorithm"
+    with pytest.raises(ConfigError, match=rf"{key}\.policy_loss_coef: wanted more than 0"):
+        check_config(config(**{f"{key}.policy_loss_coef": 0.0}))
+    with pytest.raises(ConfigError, match=rf"{key}\.observation_loss_coef: wanted 0"):
+        check_config(config(**{f"{key}.observation_loss_coef": 0.1}))
+    check_config(config(**{f"{key}.observation_loss_coef": 0.1, "trainer.rows": "merged"}))
+    check_config(config(**{f"{key}.policy_loss_coef": 0.0, f"{key}.use_kl_loss": True}))

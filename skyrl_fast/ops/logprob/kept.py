@@ -1,0 +1,112 @@
+"""Kept sets: the ids that truncated sampling kept in each row. M rows, V vocab, K ids of all rows.
+
+The engine normalises over these ids alone (top_p, top_k, min_p), and so must the trainer, or the
+ratio of unchanged weights is the kept mass instead of 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from skyrl_fast import _C
+from skyrl_fast.ops import _backend
+from skyrl_fast.ops._offsets import check_offsets
+
+Tensor = torch.Tensor
+
+
+class KeptSets(NamedTuple):
+    """The kept ids of rows.
+
+    Args:
+        ids: (K,) int32, strictly ascending within a row.
+        ranges: (M, 2) int64, where a row's ids begin and end; begin -1: the full vocabulary.
+    """
+
+    ids: Tensor
+    ranges: Tensor
+
+    def of_rows(self, rows: Tensor | slice) -> KeptSets:
+        """Return the sets of some rows."""
+        return KeptSets(self.ids, self.ranges[rows])
+
+    @property
+    def sizes(self) -> Tensor:
+        """(M,) int64, the number of each row's ids; 0 for the full vocabulary."""
+        begin, end = self.ranges.unbind(1)
+        return torch.where(begin < 0, 0, end - begin)
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Return row and place in `ids` of each id of these rows, both int64."""
+        sizes = self.sizes
+        rows = torch.repeat_interleave(torch.arange(sizes.numel(), device=sizes.device), sizes)
+        first = self.ranges[:, 0] - (sizes.cumsum(0) - sizes)
+        return rows, torch.arange(rows.numel(), device=rows.device) + first[rows]
+
+
+def kept_sets(
+    op: str, kept_ids: Tensor | None, cu_kept: Tensor | None, target_ids: Tensor
+) -> KeptSets | None:
+    """Return the sets of the rows of `target_ids`, in flattened order; None without `kept_ids`.
+
+    Raises:
+        TypeError: no tensor of ids, or no offsets.
+        ValueError: one without the other, ids that are not (K,) int32, or not M + 1 offsets that
+            rise from 0 to K.
+    """
+    if kept_ids is None and cu_kept is None:
+        return None
+    if kept_ids is None or cu_kept is None:
+        raise ValueError(
+            f"{op}: kept_ids and cu_kept must be given together, got kept_ids="
+            f"{'None' if kept_ids is None else 'ids'} and cu_kept="
+            f"{'None' if cu_kept is None else 'offsets'}"
+        )
+    if not isinstance(kept_ids, Tensor):
+        raise TypeError(f"{op}: kept_ids must be a torch tensor, got {type(kept_ids).__name__}")
+    if kept_ids.dim() != 1 or kept_ids.dtype != torch.int32:
+        raise ValueError(
+            f"{op}: kept_ids must be (K,) int32, got {tuple(kept_ids.shape)} {kept_ids.dtype}"
+        )
+    cu = check_offsets(op, "cu_kept", cu_kept, total=kept_ids.shape[0], dtype=torch.int64)
+    if cu.shape[0] != target_ids.numel() + 1:
+        raise ValueError(
+            f"{op}: cu_kept must be ({target_ids.numel() + 1},) offsets, one more than the rows, "
+            f"got ({cu.shape[0]},)"
+        )
+    begin, end = cu[:-1], cu[1:]
+    ranges = torch.stack([torch.where(begin == end, -1, begin), end], dim=1)
+    return KeptSets(kept_ids.detach().contiguous(), ranges)
+
+
+def check_kept(
+    op: str, kept: KeptSets | None, targets: Tensor, keep: Tensor | None, vocab: int
+) -> None:
+    """Check the sets of rows of mask 1, on the CPU only: on a GPU wrong ones give NaN.
+
+    Args:
+        targets: (M,) int64. keep: (M,) uint8, or None.
+
+    Raises:
+        ValueError: ids that do not ascend strictly in [0, vocab), or miss the target.
+    """
+    if kept is not None and _backend.device_kind(targets.device) == "cpu":
+        _C.check_kept_sets(op, targets, keep, *kept, vocab)
+
+
+def slice_sets(kept: KeptSets, start: int, width: int) -> KeptSets:
+    """Return the parts of the sets in a slice of the vocabulary, with ids relative to it.
+
+    A row whose set has no id in the slice gets a range without ids. Does not synchronize.
+    """
+    begin, end = kept.ranges.clamp(0, kept.ids.numel()).unbind(1)
+
+    def first_at_least(limit: int) -> Tensor:
+        """Return (M,) places of the rows' first ids that are not below `limit`."""
+        below = torch.nn.functional.pad((kept.ids < limit).cumsum(0), (1, 0))
+        return begin + below[end] - below[begin]
+
+    parts = torch.stack([first_at_least(start), first_at_least(start + width)], 1)
+    return KeptSets(kept.ids - start, torch.where(kept.ranges[:, :1] < 0, kept.ranges, parts))

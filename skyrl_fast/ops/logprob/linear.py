@@ -134,7 +134,7 @@ def _with_sets(
     small = is_small.nonzero().squeeze(1)
     part = kept.of_rows(small)
     ids = part.ids[part.pairs()[1]].clamp(0, weight.shape[0] - 1).unique()
-    if ids.numel() * ROWS_PER_GATHERED > small.numel() * (weight.shape[0] - ids.numel()):
+    if ids.numel() * ROWS_PER_GATHERED >= small.numel() * (weight.shape[0] - ids.numel()):
         return _LinearLogprob.apply(hidden, weight, targets, kept, *options)
     found = _over_ids(hidden[small], weight, targets[small], part, ids, options)
     large = (~is_small).nonzero().squeeze(1)

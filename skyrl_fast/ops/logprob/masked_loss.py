@@ -140,7 +140,8 @@ def masked_logprob_loss(
     mask = as_uint8(loss_mask)
     weights = _weights(row_weights, cu_seqlens, shape, dtype)
     call = Call(
-        targets, mask, kept and kept.ids, kept and kept.ranges, float(temperature), LOSS_CODES[kind],
+        targets, mask, kept and kept.ids, kept and kept.ranges, float(temperature),
+        LOSS_CODES[kind],
         0 if kl_estimator is None else KL_ESTIMATORS[kl_estimator],
         kernel_params(settings, kl_coef), _cells("old_logprobs", old, shape, dtype),
         _cells("advantages", advantages if spec.needs_advantages else None, shape, dtype),

@@ -155,6 +155,46 @@ def test_trained_rows(benchmark, dtype: str, trained: int) -> None:
         timed(benchmark, function, "4096x151936", dtype, 1, True, 1)
 
 
+def kept_sets(size: int | None, vocab: int, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return sets of up to `size` ids per row that hold the target, or nothing for None.
+
+    Ids are drawn with weights 1 / rank, as tokens are frequent: rows share many of them.
+    """
+    if size is None:
+        return {}
+    g = torch.Generator().manual_seed(5)
+    weights = 1.0 / torch.arange(1, vocab + 1)
+    sets = []
+    for target in targets[:, None]:
+        drawn = torch.multinomial(weights, size - 1, generator=g) * 7919 % vocab  # spread out
+        sets.append(torch.cat([drawn, target]).unique())
+    cu = torch.tensor([0, *map(len, sets)]).cumsum(0)
+    return {"kept_ids": torch.cat(sets).to(torch.int32), "cu_kept": cu}
+
+
+@pytest.mark.parametrize("kept", [None, 50, 1000])
+@pytest.mark.parametrize("how", ["forward", "forward+backward", "one pass"])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_kept_sets(benchmark, dtype: str, how: str, kept: int | None) -> None:
+    """Time rows normalised over the ids that truncated sampling kept; None: over all."""
+    size = "1024x32000"
+    benchmark.group = f"logprob {how} {size} {dtype} 1T, kept ids of a row"
+    sets = kept_sets(kept, SIZES[size][1], buffer(size, dtype)[1])
+
+    def run(logits: torch.Tensor, targets: torch.Tensor) -> None:
+        if how == "forward":
+            ours(logits, targets, **sets)
+            return
+        leaf = logits.detach().requires_grad_()
+        if how == "one pass":
+            arguments = {"loss": "cross_entropy", "inplace_backward": True, **sets}
+            masked_logprob_loss(leaf, targets, None, None, **arguments).loss.backward()
+        else:
+            ours(leaf, targets, inplace_backward=True, **sets).sum().backward()
+
+    timed(benchmark, run, size, dtype, 1, True, {"forward": 1, "one pass": 2}.get(how, 3))
+
+
 @pytest.mark.parametrize("level", ["avx512", "avx2", "baseline"])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_simd_levels(benchmark, dtype: str, level: str) -> None:
@@ -249,3 +289,27 @@ def linear_error(
     error = float((h.grad[some].double() - exact).norm() / exact.norm())
     assert error < (1e-4 if h.dtype == torch.float32 else 2e-2)
     return error
+
+
+@pytest.mark.parametrize("kept", [None, 50, 1000])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_linear_kept_sets(benchmark, dtype: str, kept: int | None) -> None:
+    """Time forward and backward of rows with kept sets: only their part of the head is read."""
+    rows, (hidden, vocab) = 512, LINEAR_HEAD
+    benchmark.group = f"linear_logprob {rows}x{hidden}x{vocab} {dtype} 2T, kept ids of a row"
+    g = torch.Generator().manual_seed(4)
+    h = torch.randn(rows, hidden, generator=g).to(DTYPES[dtype]).requires_grad_()
+    w = (torch.randn(vocab, hidden, generator=g) * hidden**-0.5).to(DTYPES[dtype]).requires_grad_()
+    targets = torch.randint(0, vocab, (rows,), generator=g)
+    sets = kept_sets(kept, vocab, targets)
+
+    def run() -> None:
+        h.grad = w.grad = None
+        linear_logprob(h, w, targets, **sets).sum().backward()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        benchmark.pedantic(run, rounds=3, warmup_rounds=1)
+    finally:
+        torch.set_num_threads(before)

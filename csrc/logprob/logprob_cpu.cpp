@@ -46,9 +46,9 @@ void check_targets(const LogitRows& logits, const Selection& selection) {
 // Ids of ascending order are in range if the first and the last are.
 void check_ids(const Selection& selection, const KeptIds& kept, int64_t vocab, int64_t row) {
   if (kept.size == 0) return;
-  bool ascends = true;
-  for (int64_t i = 1; i < kept.size; ++i) ascends &= kept.ids[i - 1] < kept.ids[i];
-  if (!ascends) {
+  int32_t falls = 0;
+  for (int64_t i = 1; i < kept.size; ++i) falls |= kept.ids[i - 1] >= kept.ids[i];
+  if (falls != 0) {
     int64_t i = 1;
     while (kept.ids[i - 1] < kept.ids[i]) ++i;
     fail_at(selection,
@@ -90,7 +90,12 @@ RowLogits logits_of(const LogitRows& logits, const Selection& selection, int64_t
     using Item = std::remove_pointer_t<decltype(null)>;
     const Item* row = reinterpret_cast<const Item*>(logits.row(r));
     Item* out = reinterpret_cast<Item*>(gathered->data());
-    for (int64_t i = 0; i < kept.size; ++i) out[i] = row[kept.ids[i]];
+    constexpr int64_t kAhead = 64;  // ids: random lines, which no hardware prefetches
+    for (int64_t i = 0; i < kept.size; ++i) {
+      const int64_t ahead = i + kAhead < kept.size ? i + kAhead : i;
+      __builtin_prefetch(row + kept.ids[ahead], 0, 2);
+      out[i] = row[kept.ids[i]];
+    }
   });
   return {gathered->data(), kept.size, kept.find(target), kept};
 }

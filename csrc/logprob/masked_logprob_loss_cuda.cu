@@ -224,7 +224,10 @@ constexpr int kMaxCluster = 8;  // supported by every device of compute capabili
 
 template <typename T, bool kKept>
 auto kernel_of(const VisitPlan& plan) {
-  if (plan.vectors == kSmallVectors) return visit_kernel<T, kSmallVectors, kVisitThreads, 3, kKept>;
+  constexpr int kBlocks = kKept ? 2 : 3;  // a set's bisection needs some registers more
+  if (plan.vectors == kSmallVectors) {
+    return visit_kernel<T, kSmallVectors, kVisitThreads, kBlocks, kKept>;
+  }
   if (plan.vectors == kLargeVectors && plan.threads == kVisitThreads) {
     return visit_kernel<T, kLargeVectors, kVisitThreads, 2, kKept>;
   }

@@ -30,10 +30,10 @@ struct PolicyLossInputs {
   const T* token_weights = nullptr;          // null: ones
   const T* cross_entropy_weights = nullptr;  // null: zeros. Where given, tokens of token weight 0
                                              // do not count in the metrics of the policy loss
-  const T* kl_weights = nullptr;           // null: ones
-  const uint8_t* selected = nullptr;       // for kClipCov and kKlCov
-  const double* sequence_delta = nullptr;  // [num_rows], for kGspo
-  const T* row_weights = nullptr;          // [num_rows]
+  const T* kl_weights = nullptr;             // null: ones
+  const uint8_t* selected = nullptr;         // for kClipCov and kKlCov
+  const double* sequence_delta = nullptr;    // [num_rows], for kGspo
+  const T* row_weights = nullptr;            // [num_rows]
 };
 
 // Entries of `metrics`; means and fractions are over the tokens of their stream.

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyrl_fast import _C, linear_logprob, masked_logprob_loss, selected_logprob
+from skyrl_fast.ops.logprob import linear as linear_module
 from skyrl_fast.ops.logprob import reference
 from skyrl_fast.ops.logprob.masked_loss import TOKEN_LOSSES
 from skyrl_fast.ops.policy_loss.losses import Dppo
@@ -382,6 +383,107 @@ def test_linear(gpu: str, dtype: torch.dtype, chunk_rows: int | None) -> None:
     )
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, **tolerance)
+
+
+# --- kept sets -----------------------------------------------------------------------------------
+
+
+KEPT_SIZES = (1, 2, 31, 33, 1000, 9001, 0, 7)
+
+
+def kept_case(
+    dtype: torch.dtype, vocab: int = 9001
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return logits, targets, and kept ids that contain the targets."""
+    g = torch.Generator().manual_seed(0)
+    logits = (torch.randn(8, vocab, generator=g) * 4).to(dtype)
+    sets = [torch.randperm(vocab, generator=g)[:size].sort().values for size in KEPT_SIZES]
+    targets = torch.tensor([int(s[len(s) // 2]) if len(s) else 7 for s in sets])
+    cu = torch.tensor([0, *map(len, sets)]).cumsum(0)
+    return logits, targets, {"kept_ids": torch.cat(sets).int(), "cu_kept": cu}
+
+
+@pytest.mark.spec("logprob.kept-sets")
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kept_sets(gpu: str, dtype: torch.dtype, start: int, inplace: bool) -> None:
+    """Rows at any alignment; NaN where nothing is kept is not read."""
+    logits, targets, kept = kept_case(dtype)
+    want = exact(logits, targets, temperature=0.7, **kept)
+    memory = torch.full((start + 8 * 9002,), math.nan, dtype=dtype, device=gpu)
+    rows = memory.as_strided((8, 9001), (9002, 1), start)
+    cu, outside = kept["cu_kept"].tolist(), torch.ones(8, 9001, dtype=torch.bool)
+    for row, size in enumerate(KEPT_SIZES):
+        ids = kept["kept_ids"][cu[row] : cu[row + 1]].long() if size else torch.arange(9001)
+        rows[row, ids.to(gpu)] = logits[row, ids].to(gpu)
+        outside[row, ids] = False
+    moved = {name: value.to(gpu) for name, value in kept.items()}
+    leaf = rows.detach().requires_grad_()
+    logprob, entropy = selected_logprob(
+        *(leaf, targets.to(gpu)),
+        temperature=0.7,
+        return_entropy=True,
+        inplace_backward=inplace,
+        **moved,
+    )
+    weight = torch.linspace(-1, 1, 8, device=gpu)
+    loss = (logprob * weight).sum() + 0.3 * (entropy * weight.flip(0)).sum()
+    (grad,) = torch.autograd.grad(loss, leaf)
+    compare([logprob.detach(), entropy.detach(), grad], want, dtype)
+    assert not grad.cpu()[outside].any()
+
+
+@pytest.mark.spec("logprob.kept-sets")
+@pytest.mark.parametrize("major", [8, 9])
+@pytest.mark.parametrize("vocab", [9001, 70_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_sets_in_the_fused_loss(
+    emulated_gpu: ModuleType, dtype: torch.dtype, vocab: int, major: int
+) -> None:
+    """Rows in registers of one block, of a cluster, and read twice; in place."""
+    emulated_gpu.set_compute_major(major)
+    logits, targets, kept = kept_case(dtype, vocab)
+    advantages = torch.linspace(-1, 1, 8)
+    advantages[3] = 0  # no gradient: only zeros are written
+
+    def run(values: torch.Tensor, **options: object) -> list[torch.Tensor]:
+        leaf = values.detach().clone().requires_grad_()
+        out = masked_logprob_loss(
+            leaf * 1, targets, None, advantages, temperature=0.7, return_entropy=True, **kept,
+            **options,
+        )  # fmt: skip
+        out.loss.backward()
+        return [out.logprobs, out.entropy, leaf.grad]
+
+    want = run(logits.double(), backend="torch")
+    compare(run(logits), want, dtype)
+    compare(run(logits, inplace_backward=True), want, dtype)
+
+
+@pytest.mark.spec("logprob.kept-sets")
+@pytest.mark.parametrize("kept_ids", [[1, 9], [-1, 3], [3, 3], [3, 1], [1, 2]])
+def test_wrong_sets_give_nan(
+    gpu: str, kept_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits for the device: no error, and nothing outside the row is read."""
+    logits = torch.zeros(2, 5, device=gpu)
+    options = {
+        "kept_ids": torch.tensor([*kept_ids, 0, 3], dtype=torch.int32, device=gpu),
+        "cu_kept": torch.tensor([0, 2, 4], device=gpu),
+    }
+    targets = torch.tensor([3, 3], device=gpu)
+    got = selected_logprob(logits, targets, **options)
+    assert got.isnan().tolist() == [True, False]
+    got = masked_logprob_loss(logits, targets, None, torch.ones(2, device=gpu), **options)
+    assert got.logprobs.isnan().tolist() == [True, False] and got.loss.isnan()
+    head = torch.eye(5, device=gpu)
+    got = linear_logprob(head[:2], head, targets, **options)
+    assert got.isnan().tolist() == [True, False]
+    monkeypatch.setattr(linear_module, "MIN_VOCAB_PER_ID", 1)
+    monkeypatch.setattr(linear_module, "ROWS_PER_GATHERED", 1e-9)  # over a part of the head
+    got = linear_logprob(head[:2], head, targets, **options)
+    assert got.isnan().tolist() == [True, False]
 
 
 # --- tests that need a device --------------------------------------------------------------------

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from skyrl_fast import _C, RolloutIs, off_policy_correction, policy_loss
+from skyrl_fast import (
+    _C,
+    RolloutIs,
+    masked_logprob_loss,
+    off_policy_correction,
+    policy_loss,
+    selected_logprob,
+)
 from skyrl_fast.ops.policy_loss.losses import POLICY_LOSSES
 
 # Differences are exact in float32: both log-probabilities are multiples of 2^-8.
@@ -72,6 +80,23 @@ def test_ratios_that_are_reported_are_exact(simd_level: str) -> None:
         exact = float(torch.tensor(delta, dtype=torch.float64).clamp(-20, 20).exp())
         assert float(metrics["ratio_min"]) == pytest.approx(exact, rel=RELATIVE, abs=0)
         assert float(metrics["ratio_max"]) == pytest.approx(exact, rel=RELATIVE, abs=0)
+
+
+@pytest.mark.spec("logprob.kept-sets")
+@pytest.mark.parametrize("delta", [-60, -20, -7, -0.125, 0, 0.125, 7, 20])
+def test_ratios_over_kept_sets(delta: float) -> None:
+    """Two kept ids of equal logits among larger ones: log-probability -ln 2 on any backend."""
+    logits = torch.tensor([[50.0, 3.0, 80.0, 3.0]])
+    targets = torch.tensor([3])
+    kept = {"kept_ids": torch.tensor([1, 3], dtype=torch.int32), "cu_kept": torch.tensor([0, 2])}
+    logprobs = selected_logprob(logits, targets, **kept)
+    old, one = logprobs - delta, torch.ones(1)
+    exact = float((logprobs - old).double().clamp(-20, 20).exp())
+    fused = masked_logprob_loss(logits, targets, old, one, **kept).metrics
+    separate = policy_loss(logprobs[None], old[None], one[None], one[None]).metrics
+    for metrics in (fused, separate):
+        assert float(metrics["ratio_min"]) == pytest.approx(exact, rel=RELATIVE, abs=0)
+    assert float(logprobs) == pytest.approx(-math.log(2), rel=1e-7)
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence"])

@@ -76,6 +76,7 @@ def kept_sets(
             f"{op}: cu_kept must be ({target_ids.numel() + 1},) offsets, one more than the rows, "
             f"got ({cu.shape[0]},)"
         )
+    cu = _backend.to_device_of(cu, kept_ids)
     begin, end = cu[:-1], cu[1:]
     ranges = torch.stack([torch.where(begin == end, -1, begin), end], dim=1)
     return KeptSets(kept_ids.detach().contiguous(), ranges)

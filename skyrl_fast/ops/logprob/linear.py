@@ -82,8 +82,7 @@ def linear_logprob(
     _check_linear(hidden, lm_head_weight, target_ids, loss_mask, temperature, chunk_rows)
     kept = kept_sets(OP, kept_ids, cu_kept, target_ids)
     inputs = (hidden, lm_head_weight, target_ids)
-    sets = (kept_ids, cu_kept)
-    chosen = _backend.select(OP, *inputs, *sets, backend=backend, available_on_gpu=ON_GPU)
+    chosen = _backend.select(OP, *inputs, kept_ids, backend=backend, available_on_gpu=ON_GPU)
     if loss_mask is not None and _backend.device_kind(loss_mask.device) != "cpu":
         _backend.check_device(OP, *inputs, loss_mask)  # a mask on the CPU saves a synchronization
     shape = target_ids.shape

@@ -125,7 +125,7 @@ def masked_logprob_loss(
     optional = (old_logprobs, advantages, loss_mask, rollout_logprobs, ref_logprobs, row_weights)
     stream_weights = (token_weights, cross_entropy_weights, kl_weights)
     chosen = _backend.select(
-        *(OP, logits, target_ids, *optional, *stream_weights, kept_ids, cu_kept),
+        *(OP, logits, target_ids, *optional, *stream_weights, kept_ids),
         backend=backend,
         available_on_gpu=ON_GPU,
         transforms=("vmap",),
@@ -140,7 +140,8 @@ def masked_logprob_loss(
     mask = as_uint8(loss_mask)
     weights = _weights(row_weights, cu_seqlens, shape, dtype)
     call = Call(
-        targets, mask, *(kept or (None, None)), float(temperature), LOSS_CODES[kind],
+        targets, mask, kept and kept.ids, kept and kept.ranges, float(temperature),
+        LOSS_CODES[kind],
         0 if kl_estimator is None else KL_ESTIMATORS[kl_estimator],
         kernel_params(settings, kl_coef), _cells("old_logprobs", old, shape, dtype),
         _cells("advantages", advantages if spec.needs_advantages else None, shape, dtype),

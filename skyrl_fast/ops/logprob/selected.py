@@ -79,7 +79,7 @@ def selected_logprob(
     targets = target_ids.reshape(-1).to(torch.int64).contiguous()
     keep = as_uint8(loss_mask)
     kept = kept_sets(OP, kept_ids, cu_kept, target_ids)
-    inputs = (logits, target_ids, loss_mask, kept_ids, cu_kept)
+    inputs = (logits, target_ids, loss_mask, kept_ids)
     chosen = _backend.select(
         OP, *inputs, backend=backend, available_on_gpu=ON_GPU, transforms=("vmap",)
     )

@@ -73,7 +73,7 @@ def vocab_parallel_logprob(
         raise ValueError(f"{OP}: vocab_start must not be negative, got {vocab_start}")
     kept = kept_sets(OP, kept_ids, cu_kept, target_ids)
     chosen = _backend.select(
-        *(OP, logits, target_ids, loss_mask, kept_ids, cu_kept),
+        *(OP, logits, target_ids, loss_mask, kept_ids),
         backend=backend,
         available=("native",),
         available_on_gpu=ON_GPU[:2],

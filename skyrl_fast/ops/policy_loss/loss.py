@@ -251,12 +251,13 @@ def _built_in(
     chosen: str,
 ) -> PolicyLoss:
     """Return a built-in loss, computed by the chosen backend."""
-    current, mask = cells.current, cells.policy_mask
+    current = cells.current
     selected = None
     if isinstance(settings, (ClipCov, KlCov)):
         assert adv is not None
         selected = reference.select_by_covariance(
-            settings, current, current if old is None else old, adv, mask != 0, generator
+            *(settings, current, current if old is None else old, adv, cells.policy_mask != 0),
+            generator,
         )
     kind, params = kernel_kind(spec, settings), kernel_params(settings, cells.kl_coef)
     if chosen == "torch":
@@ -265,7 +266,9 @@ def _built_in(
         use_triton = chosen == "triton"
         delta = None
         if spec.scope == "sequence":
-            delta = _sequence_delta(current, old, mask, cells.cu_seqlens, sequence, use_triton)
+            delta = _sequence_delta(
+                current, old, cells.policy_mask, cells.cu_seqlens, sequence, use_triton
+            )
         call = (
             old, adv, cells.mask, cells.row_weights, cells.cu_seqlens, cells.ref,
             cells.token_weights, cells.cross_entropy_weights, cells.kl_weights,

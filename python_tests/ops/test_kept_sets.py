@@ -290,7 +290,8 @@ def linear(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear(dtype, chunk_rows, rows_per_gathered, backend, monkeypatch):
     """Small sets over a part of the head or over all of it; the others always over all."""
-    monkeypatch.setattr(linear_module, "ROWS_PER_GATHERED", rows_per_gathered)
+    cost = {4: rows_per_gathered, 2: rows_per_gathered}
+    monkeypatch.setattr(linear_module, "ROWS_PER_GATHERED", cost)
     _, targets, kept = case()
     g = torch.Generator().manual_seed(2)
     hidden = torch.randn(8, 24, generator=g).to(dtype)

@@ -26,8 +26,8 @@ COLUMN_MULTIPLE = 8  # of vocabulary parts: every row of 16-bit logits is 16-byt
 MIN_CHUNK_ROWS = 64
 COPIED_COLUMNS = 8192  # of operands converted to float32 for a product: large enough for full speed
 # A row of the head that is gathered, and whose gradient is scattered, costs as much as a logit and
-# its gradients in this many rows (measured on a CPU: 90 in float32, 300 in bfloat16).
-ROWS_PER_GATHERED = 256
+# its gradients in this many rows: by bytes per element, measured on a CPU with 16-bit matrix units.
+ROWS_PER_GATHERED = {4: 100, 2: 800}
 MIN_VOCAB_PER_ID = 16  # a larger set is a product with the full head
 HAS_MIXED_PRODUCT = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch 2.8 and newer
 
@@ -133,7 +133,8 @@ def _with_sets(
     small = is_small.nonzero().squeeze(1)
     part = kept.of_rows(small)
     ids = part.ids[part.pairs()[1]].clamp(0, weight.shape[0] - 1).unique()
-    if ids.numel() * ROWS_PER_GATHERED >= small.numel() * (weight.shape[0] - ids.numel()):
+    gathered = ids.numel() * ROWS_PER_GATHERED[weight.element_size()]
+    if gathered >= small.numel() * (weight.shape[0] - ids.numel()):
         return _LinearLogprob.apply(hidden, weight, targets, kept, *options)
     found = _over_ids(hidden[small], weight, targets[small], part, ids, options)
     large = (~is_small).nonzero().squeeze(1)

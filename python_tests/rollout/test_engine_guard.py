@@ -101,8 +101,8 @@ def test_requests_of_a_trainer_pass(guard: HttpGuard, app: Recorder, shared: Pat
 
     asyncio.run(go())
     assert [path for _, path, _ in app.passed] == [
-        *("/health", "/v1/models", "/resume", "/pause", "/resume", "/reset_prefix_cache"),
-        *("/collective_rpc", "/v1/completions"),
+        *("/health", "/v1/models", "/resume", "/collective_rpc"),
+        *("/pause", "/resume", "/reset_prefix_cache", "/collective_rpc", "/v1/completions"),
     ]
 
 

@@ -504,7 +504,8 @@ def test_server_that_a_killed_trainer_has_paused_is_resumed() -> None:
             pass
 
     asyncio.run(go())
-    assert server.asked == [("/resume", {})]
+    kept_only = {"method": "return_kept_logprobs_only"}
+    assert server.asked == [("/resume", {}), ("/collective_rpc", kept_only)]
 
 
 def test_server_that_never_answers_times_out() -> None:

@@ -13,6 +13,15 @@ import pytest
 
 from skyrl_fast.train.flow.event_loop import StopSignals
 
+
+@pytest.fixture(autouse=True)
+def _attached_to_a_terminal() -> Iterator[None]:
+    """Undo what nohup does, which the tests may run under: it ignores SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 BLOCKED_SECONDS = 60.0  # the test ends long before
 

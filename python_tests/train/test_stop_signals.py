@@ -8,9 +8,11 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import Process
 
 import pytest
 
+from skyrl_fast.rollout.engine.vllm_start import ended_by_signals
 from skyrl_fast.train.flow.event_loop import StopSignals
 
 
@@ -84,6 +86,28 @@ def test_signal_is_handled_in_the_loop_from_then_on() -> None:
 
     with signals.installed():
         assert sorted(signals.run(work())) == sorted(NUMBERS)
+
+
+@pytest.mark.spec("run.signals")
+def test_signal_in_training_ends_an_engine_that_is_restarting() -> None:
+    """The handler of a run that trains only takes note: the loop is blocked by the start."""
+    received: list[int] = []
+    started = time.monotonic()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        older, engine = (Process(target=time.sleep, args=(BLOCKED_SECONDS,)) for _ in range(2))
+        older.start()
+        with ended_by_signals():
+            engine.start()
+            os.kill(os.getpid(), signal.SIGTERM)
+            engine.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM, signal.SIGTERM]
+        assert (engine.exitcode, older.is_alive()) == (-signal.SIGKILL, True)
+        assert time.monotonic() - started < BLOCKED_SECONDS / 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        older.kill()
 
 
 @pytest.mark.spec("run.signals")

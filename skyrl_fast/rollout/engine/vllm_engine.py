@@ -31,6 +31,7 @@ from skyrl_fast.rollout.engine.vllm_start import (
     VllmSetup,
     check_can_spawn,
     check_model_folder,
+    ended_by_signals,
     engine_args,
     engine_environment,
     environment,
@@ -110,6 +111,7 @@ class VllmEngine:
         with (
             environment(engine_environment(self._setup)),
             children_exit_with_this_process(),
+            ended_by_signals(),
         ):
             # Building blocks this thread for seconds, while nothing else is running yet.
             try:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ import torch
 from skyrl_fast.config import InferenceEngineConfig
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WORKER_EXTENSION = "skyrl_fast.rollout.engine.weight_update.WeightUpdateExtension"
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -173,6 +177,37 @@ def _logging_config(log_file: str) -> str:
     file = path.with_name(f".{path.name}.json")
     file.write_text(json.dumps(settings), encoding="utf-8")
     return str(file)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Kill the processes that are started in the context when a signal to stop arrives.
+
+    vLLM's start blocks this thread, for minutes with a large model; whoever waits for the process
+    to stop does not wait that long. The handlers that were installed before are called first.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only it may set handlers
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    before = {child.pid for child in multiprocessing.active_children()}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        handler = handlers[signal.Signals(number)]
+        assert callable(handler)
+        handler(number, frame)
+        for child in multiprocessing.active_children():
+            if child.pid not in before:
+                child.kill()
+
+    changed = [number for number, handler in handlers.items() if callable(handler)]
+    for number in changed:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, handlers[number])
 
 
 @contextmanager

@@ -173,6 +173,21 @@ def test_kept_tokens_are_read_from_the_returned_logprobs() -> None:
     assert (body["logprobs"], body["top_k"], body["return_tokens_as_token_ids"]) == (50, 256, True)
 
 
+@pytest.mark.spec("async.server-answers")
+@pytest.mark.parametrize("other", [50, 2**32 + 9, 10**30, -1])
+def test_kept_tokens_outside_the_vocabulary_fail_the_request(other: int) -> None:
+    top = [{"token_id:5": -0.6931472, f"token_id:{other}": -0.6931472}]
+    logprobs = {"token_logprobs": [-0.6931472], "top_logprobs": top}
+    server = Server(lambda body: {**choice([5], []), "logprobs": logprobs})
+
+    async def generate(engine: RemoteEngine) -> Generation:
+        sampling = SamplingParams(top_p=0.9)
+        return await engine.generate([1], sampling, session_id="s", policy_version=0)
+
+    with pytest.raises(EngineError, match=r"from 0 to|OverflowError"):
+        with_engine(server, generate, vocab_size=50)
+
+
 def test_stop_token_is_not_a_stop_string_and_routes_are_decoded() -> None:
     routes = np.arange(8, dtype=np.uint8).reshape(4, 1, 2)
     buffer = io.BytesIO()
@@ -280,6 +295,11 @@ def test_error_of_a_refused_call_quotes_the_server() -> None:
             for value in ("tool_calls", ["stop"], {"stop": 1}, "a" * 10**6)
         ),
         *((choice([5], [-0.5], routed_experts=text), "vLLM: ") for text in damaged_routes()),
+        *(
+            (choice([5], [-0.5], stop_reason=text), "s-1: stop string: wanted one of the request")
+            for text in ("", "a" * 10**6, "</b>")
+        ),
+        (choice([], [], finish_reason=INTERRUPTED), "no request of vLLM ends like this"),
         ("[" * 100_000, "without JSON: "),
         ('{"choices": ' + "9" * 5000, "without JSON: "),
         (httpx.Response(307, headers={"location": "/b"}), "answered 307 to /v1/completions"),
@@ -504,7 +524,8 @@ def test_server_that_a_killed_trainer_has_paused_is_resumed() -> None:
             pass
 
     asyncio.run(go())
-    assert server.asked == [("/resume", {})]
+    kept_only = ("/collective_rpc", {"method": "return_kept_logprobs_only"})
+    assert server.asked == [("/resume", {}), kept_only]
 
 
 def test_server_that_never_answers_times_out() -> None:

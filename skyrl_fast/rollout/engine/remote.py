@@ -193,6 +193,8 @@ class RemoteEngine:
             logprobs = choice["logprobs"]
             stopped_by = choice.get("stop_reason")
             reason = choice["finish_reason"] or "abort"
+            if reason == INTERRUPTED:
+                raise ValueError("finish_reason: no request of vLLM ends like this")
             token_ids, kept = entries(choice["token_ids"]), None
             if sampling.num_kept_tokens is not None:
                 kept = kept_ids(token_ids, entries(logprobs["top_logprobs"]))
@@ -209,6 +211,7 @@ class RemoteEngine:
             generation,
             max_tokens=request["max_tokens"],
             vocab_size=self._vocab_size,
+            stop=request["stop"],
             source=f"{self.name}, session {session_id}",
         )
 

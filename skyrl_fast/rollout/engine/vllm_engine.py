@@ -186,6 +186,7 @@ class VllmEngine:
             Generation(token_ids, logprobs, reason, stop_string, routes, start, kept_ids),
             max_tokens=arguments["max_tokens"],
             vocab_size=self._vocab_size,
+            stop=arguments["stop"],
             source=f"vLLM, session {session_id}",
         )
 

@@ -53,6 +53,19 @@ def test_rows_are_those_of_a_query_in_this_process(database: Path, sql: str) -> 
     assert run_query(database, sql, FEW) == execute(database, sql, FEW)
 
 
+@pytest.mark.spec("engine.key")
+def test_processes_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYRL_FAST_ENGINE_KEY", "k" * 32)
+    process = query_process._QueryProcess()
+    try:
+        process.send({"path": "", "queries": [], "limits": [1, 1, 1, False], "lock": None}, 30.0)
+        variables = Path(f"/proc/{process._child.pid}/environ").read_bytes()
+    finally:
+        process.end()
+    assert b"PATH=" in variables
+    assert b"SKYRL_FAST_ENGINE_KEY" not in variables
+
+
 @pytest.mark.spec("rollout.sql-limits")
 @pytest.mark.parametrize(
     "sql",

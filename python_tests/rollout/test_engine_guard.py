@@ -14,8 +14,9 @@ import pytest
 from _asgi import Recorder
 
 from skyrl_fast import cli
+from skyrl_fast.child_environment import KEY_VARIABLE
 from skyrl_fast.http_guard import HttpGuard
-from skyrl_fast.rollout.engine.api_key import KEY_VARIABLE, engine_key
+from skyrl_fast.rollout.engine.api_key import engine_key
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_guard import EngineGuard, guard_environment

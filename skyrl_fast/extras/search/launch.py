@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import skyrl_fast
+from skyrl_fast.child_environment import environment_without_key
 from skyrl_fast.extras.search.command import LOOPBACK
 
 POLL_SECONDS = 0.1
@@ -69,7 +70,7 @@ def retrieval_server(
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is handled here
-            env={**os.environ, "PYTHONPATH": path},
+            env={**environment_without_key(), "PYTHONPATH": path},
         )
     try:
         _wait_until_healthy(process, address, log_file, start_seconds)

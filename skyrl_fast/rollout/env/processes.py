@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from skyrl_fast.child_environment import environment_without_key
 from skyrl_fast.printable import MAX_FAILURE
 from skyrl_fast.rollout.env.host import HostSettings, Outcome
 
@@ -188,6 +189,8 @@ class _EnvProcess:
             value, failure, trace = json.loads(await self._read(length))
         except ConnectionError as error:
             raise EOFError from error
+        except (RecursionError, TypeError) as error:  # nested too deeply; not three values
+            raise ValueError(f"{what}: its answer: {error}") from error
         return Outcome(value, failure, trace)
 
     async def _read(self, length: int) -> bytearray:
@@ -213,6 +216,7 @@ class _ForkServer:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C is for the trainer, which decides
+                env=environment_without_key(),
             )
         self._link.settimeout(START_SECONDS)
         try:
@@ -243,7 +247,10 @@ class _ForkServer:
                 code = self._answer()
         except OSError:
             return "ended with the fork server"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited ({code})"
+        if code >= 0:
+            return f"exited ({code})"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {names.get(-code, f'signal {-code}')}"  # some have no name
 
     def kill(self, pid: int) -> None:
         """Kill a process and those that it started."""

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import io
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from skyrl_fast import cli
 from skyrl_fast.config import ConfigError, InferenceEngineConfig, SamplingParams
 from skyrl_fast.config.loading import load_config
+from skyrl_fast.rollout.engine import remote
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
@@ -358,6 +359,24 @@ def test_answer_that_lists_no_parameter_names_is_an_error() -> None:
         server.results = results
         with pytest.raises((EngineError, WeightSyncError), match=wanted):
             with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}))
+
+
+@pytest.mark.spec("async.server-answers")
+@pytest.mark.parametrize("status", [200, 400, 500])
+def test_answer_without_end_fails_its_request(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 1_000_000, raising=False)
+    sent = 0
+
+    async def parts() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(1_000):
+            sent += 1
+            yield b" " * 65_536
+
+    server = Server(lambda body: httpx.Response(status, content=parts()))
+    with pytest.raises(EngineError, match="answered /v1/completions with more than 1,000,000 byt"):
+        with_engine(server, ask)
+    assert sent == 16
 
 
 @pytest.mark.spec("async.server-answers")

@@ -125,7 +125,17 @@ def test_failure_in_a_process_is_an_error_of_the_environment(
 
 
 @pytest.mark.spec("rollout.env-processes")
-@pytest.mark.parametrize("text", ["[" * 100_000, "3", "[1]", "[1, 2, 3, 4]", "\\", "null"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[" * 100_000, "3", "[1]", "[1, 2, 3, 4]", "\\", "null", '[5, null, ""]'),
+        '[{"messages": 5, "reward": 1, "done": false}, null, ""]',
+        '[{"messages": [], "reward": "x", "done": false}, null, ""]',
+        '[{"messages": [], "reward": NaN, "done": false}, null, ""]',
+        '[{"messages": [], "done": false}, null, [1]]',
+        "[null, 5, [1]]",
+    ],
+)
 def test_invalid_answer_of_a_process_is_an_error_of_the_environment(
     shared: EnvFactory, text: str
 ) -> None:

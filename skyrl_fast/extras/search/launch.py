@@ -17,6 +17,7 @@ from pathlib import Path
 import skyrl_fast
 from skyrl_fast.child_environment import environment_without_key
 from skyrl_fast.extras.search.command import LOOPBACK
+from skyrl_fast.log_tail import log_tail
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 5.0  # to exit by itself before it is killed
@@ -115,4 +116,4 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _tail(log_file: Path) -> str:
-    return log_file.read_text(errors="replace")[-LOG_TAIL:].strip()
+    return log_tail(log_file)[-LOG_TAIL:].strip()

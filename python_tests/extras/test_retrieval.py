@@ -447,6 +447,27 @@ def test_skyrl_gym_search_tool_parses_the_responses(corpus_file: Path, tmp_path:
         urllib.request.urlopen(url, timeout=2)
 
 
+@pytest.mark.spec("engine.key")
+def test_server_does_not_inherit_the_key(
+    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYRL_FAST_ENGINE_KEY", "k" * 32)
+    given: dict[str, str] = {}
+
+    def start(command: list[str], *, env: dict[str, str], **options: object) -> None:
+        given.update(env)
+        raise OSError("not started")
+
+    monkeypatch.setattr("subprocess.Popen", start)
+    with (
+        pytest.raises(OSError, match="not started"),
+        retrieval_server(corpus_file, log_file=tmp_path / "server.log"),
+    ):
+        pass
+    assert "PATH" in given
+    assert "SKYRL_FAST_ENGINE_KEY" not in given
+
+
 # --- start and exit ------------------------------------------------------------------------------
 
 

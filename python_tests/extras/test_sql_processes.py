@@ -53,6 +53,38 @@ def test_rows_are_those_of_a_query_in_this_process(database: Path, sql: str) -> 
     assert run_query(database, sql, FEW) == execute(database, sql, FEW)
 
 
+@pytest.mark.spec("run.own-files")
+def test_lock_in_a_folder_of_others_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(query_process.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = tmp_path / f"skyrl_fast-{os.getuid()}"
+    file = Path(query_process._lock_file())
+    assert (file.parent, file.parent.stat().st_mode & 0o777) == (folder, 0o700)
+    assert file.stat().st_mode & 0o777 == 0o600
+    folder.chmod(0o755)
+    with pytest.raises(RuntimeError, match="wanted a folder that only this user can open"):
+        query_process._lock_file()
+    folder.chmod(0o700)
+    folder.rename(tmp_path / "real")
+    folder.symlink_to(tmp_path / "real")
+    with pytest.raises(RuntimeError, match="wanted a folder that only this user can open"):
+        query_process._lock_file()
+
+
+@pytest.mark.spec("engine.key")
+def test_processes_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYRL_FAST_ENGINE_KEY", "k" * 32)
+    process = query_process._QueryProcess()
+    try:
+        process.send({"path": "", "queries": [], "limits": [1, 1, 1, False], "lock": None}, 30.0)
+        variables = Path(f"/proc/{process._child.pid}/environ").read_bytes()
+    finally:
+        process.end()
+    assert b"PATH=" in variables
+    assert b"SKYRL_FAST_ENGINE_KEY" not in variables
+
+
 @pytest.mark.spec("rollout.sql-limits")
 @pytest.mark.parametrize(
     "sql",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import random
+import signal
+import struct
 import sys
 import time
 from collections.abc import Mapping
@@ -58,11 +61,32 @@ class Scripted(Env):
         os._exit(3)
 
     def do_child(self) -> None:
+        self._start_child()
+        time.sleep(600)
+
+    def do_child_and_exit(self) -> None:
+        self._start_child()
+        os._exit(3)
+
+    def _start_child(self) -> None:
         import subprocess
 
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(self.row["file"]).write_text(str(child.pid))
-        time.sleep(600)
+
+    def do_unnamed_signal(self) -> None:
+        os.kill(os.getpid(), signal.SIGRTMIN + 1)
+
+    def do_write(self) -> None:
+        """Write to the trainer, by its socket, what code of a model could."""
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                    os.write(int(number), struct.pack("!Q", len(self.row["write"])))
+                    os.write(int(number), self.row["write"].encode())
+
+    def do_variables(self) -> None:
+        Path(self.row["file"]).write_text(json.dumps(dict(os.environ)))
 
     def do_chdir(self) -> None:
         os.chdir("/")

@@ -139,6 +139,33 @@ def test_names_in_backticks_exist(page: str) -> None:
     assert not wrong
 
 
+@cache
+def all_tests() -> frozenset[str]:
+    """Return all tests as "test_file.py::test_name"."""
+    files = [name for name in tracked() if re.fullmatch(r"python_tests/.*/test_\w+\.py", name)]
+    return frozenset(
+        f"{Path(name).name}::{test}"
+        for name in files
+        for test in re.findall(
+            r"^(?:async )?def (test_\w+)", (ROOT / name).read_text(), re.MULTILINE
+        )
+    )
+
+
+@pytest.mark.parametrize("page", pages())
+def test_named_tests_exist(page: str) -> None:
+    named = re.findall(r"`([^`]*::[^`]*)`", prose(page))
+    assert [name for name in named if name.startswith("test_") and name not in all_tests()] == []
+
+
+@pytest.mark.parametrize("section", ["Sockets", "Processes", "Files"])
+def test_each_row_of_the_security_page_names_its_tests(section: str) -> None:
+    text = prose("docs/security.md").partition(f"## {section}\n")[2].partition("\n## ")[0]
+    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 3
+    assert [row for row in rows if not re.search(r"`test_\w+\.py::test_\w+`", row)] == []
+
+
 @pytest.mark.parametrize("page", pages())
 def test_links_and_anchors_resolve(page: str) -> None:
     folder = (ROOT / page).parent

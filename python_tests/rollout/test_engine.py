@@ -159,7 +159,7 @@ def test_additional_sampling_parameters_take_precedence_and_invalid_ones_fail_th
     engine._sampling_params = params
 
     async def ask(extra: dict[str, Any]) -> None:
-        sampling = SamplingParams(additional_kwargs=extra)
+        sampling = SamplingParams(stop=["</a>"], additional_kwargs=extra)
         await engine.generate([1, 2], sampling, session_id="a", policy_version=0)
 
     asyncio.run(ask({"stop_token_ids": [5], "ignore_eos": True}))
@@ -185,7 +185,7 @@ def test_answers_of_the_local_engine_are_checked(
     engine = fake_engine(monkeypatch)
     engine._sampling_params = lambda **kw: None
     engine._llm.tokens, engine._llm.logprob = tokens, logprob
-    sampling = SamplingParams(max_generate_length=2)
+    sampling = SamplingParams(max_generate_length=2, stop=["</a>"])
     with pytest.raises(EngineError, match=wanted):
         asyncio.run(engine.generate([1], sampling, session_id="a", policy_version=0))
 

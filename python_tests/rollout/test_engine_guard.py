@@ -14,8 +14,9 @@ import pytest
 from _asgi import Recorder
 
 from skyrl_fast import cli
+from skyrl_fast.child_environment import KEY_VARIABLE
 from skyrl_fast.http_guard import HttpGuard
-from skyrl_fast.rollout.engine.api_key import KEY_VARIABLE, engine_key
+from skyrl_fast.rollout.engine.api_key import engine_key
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_guard import EngineGuard, guard_environment
@@ -32,6 +33,7 @@ def shared(tmp_path: Path) -> Path:
     folder = tmp_path / "shared"
     for name in ("skyrl_fast-weights-1", "skyrl_fast-weights-2", "others"):
         (folder / name).mkdir(parents=True)
+        (folder / name).chmod(0o700)
         (folder / name / "weights.safetensors").write_text("")
     (folder / "skyrl_fast-weights-1/more.safetensors").write_text("")
     (folder / "link").symlink_to(folder / "skyrl_fast-weights-1")
@@ -101,8 +103,8 @@ def test_requests_of_a_trainer_pass(guard: HttpGuard, app: Recorder, shared: Pat
 
     asyncio.run(go())
     assert [path for _, path, _ in app.passed] == [
-        *("/health", "/v1/models", "/resume", "/collective_rpc"),
-        *("/pause", "/resume", "/reset_prefix_cache", "/collective_rpc", "/v1/completions"),
+        *("/health", "/v1/models", "/resume", "/collective_rpc", "/pause", "/resume"),
+        *("/reset_prefix_cache", "/collective_rpc", "/v1/completions"),
     ]
 
 
@@ -185,6 +187,20 @@ def test_only_weights_in_the_shared_folder_are_loaded(
 ) -> None:
     named = path.replace("SHARED", str(shared))
     assert call(guard, {"method": "load_weights_file", "args": [named]}) == 403
+    assert app.passed == []
+
+
+@pytest.mark.spec("engine.guard")
+def test_weights_that_other_users_could_have_written_are_refused(
+    guard: HttpGuard, app: Recorder, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shared / "skyrl_fast-weights-1"
+    body = {"method": "load_weights_file", "args": [str(folder / "weights.safetensors")]}
+    folder.chmod(0o777)
+    assert call(guard, body) == 403
+    folder.chmod(0o700)
+    monkeypatch.setattr("os.getuid", lambda: folder.stat().st_uid + 1)
+    assert call(guard, body) == 403
     assert app.passed == []
 
 

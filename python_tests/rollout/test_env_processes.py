@@ -108,6 +108,7 @@ def test_late_call_is_killed_and_others_are_not(shared: EnvFactory, do: str) -> 
         ("odd", r"step raised Odd: \(its text cannot be read\)"),
         ("segfault", "step: its process was killed by SIGSEGV"),
         ("exit", r"step: its process exited \(3\)"),
+        ("unnamed_signal", r"step: its process was killed by signal 35"),
     ],
 )
 def test_failure_in_a_process_is_an_error_of_the_environment(
@@ -124,14 +125,56 @@ def test_failure_in_a_process_is_an_error_of_the_environment(
 
 
 @pytest.mark.spec("rollout.env-processes")
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[" * 100_000, "3", "[1]", "[1, 2, 3, 4]", "\\", "null", '[5, null, ""]'),
+        '[{"messages": 5, "reward": 1, "done": false}, null, ""]',
+        '[{"messages": [], "reward": "x", "done": false}, null, ""]',
+        '[{"messages": [], "reward": NaN, "done": false}, null, ""]',
+        '[{"messages": [], "done": false}, null, [1]]',
+        "[null, 5, [1]]",
+    ],
+)
+def test_invalid_answer_of_a_process_is_an_error_of_the_environment(
+    shared: EnvFactory, text: str
+) -> None:
+    async def use(factory: EnvFactory) -> None:
+        env = await factory.make(SCRIPTED, {"do": "write", "write": text})
+        with pytest.raises(EnvError):
+            await env.step("a")
+
+    asyncio.run(use(shared))
+
+
+@pytest.mark.spec("engine.key")
+def test_processes_of_environments_do_not_inherit_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYRL_FAST_ENGINE_KEY", "k" * 32)
+    monkeypatch.setenv("OTHER", "stays")
+    file = tmp_path / "variables"
+
+    async def use(factory: EnvFactory) -> None:
+        env = await factory.make(SCRIPTED, {"do": "variables", "file": str(file)})
+        await env.step("a")
+
+    with_factory(use)
+    variables = json.loads(file.read_text())
+    assert variables["OTHER"] == "stays"
+    assert "SKYRL_FAST_ENGINE_KEY" not in variables
+
+
+@pytest.mark.spec("rollout.env-processes")
+@pytest.mark.parametrize("do", ["child", "child_and_exit"])
 def test_what_a_killed_process_has_started_is_killed_too(
-    shared: EnvFactory, tmp_path: Path
+    shared: EnvFactory, tmp_path: Path, do: str
 ) -> None:
     file = tmp_path / "pid"
 
     async def use(factory: EnvFactory) -> None:
-        env = await factory.make(SCRIPTED, {"do": "child", "file": str(file)})
-        with pytest.raises(EnvTimeoutError):
+        env = await factory.make(SCRIPTED, {"do": do, "file": str(file)})
+        with pytest.raises(EnvError):
             await env.step("a")
 
     asyncio.run(use(shared))

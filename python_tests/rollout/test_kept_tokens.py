@@ -68,6 +68,13 @@ def test_kept_tokens_are_those_that_were_not_excluded() -> None:
     assert kept_tokens(7, ids, logprobs).tolist() == [3, 7, 9]
 
 
+@pytest.mark.spec("async.server-answers")
+@pytest.mark.parametrize("other", [2**32 + 9, -9])  # the first is 9 in 32 bits
+def test_ids_that_tensors_cannot_hold_fail_the_request(other: int) -> None:
+    with pytest.raises(EngineError, match=f"wanted ids from 0 to 2147483647.*{other}"):
+        kept_tokens(7, np.array([7, other]), np.log([0.5, 0.5]))
+
+
 @pytest.mark.spec("kept.read")
 @pytest.mark.parametrize(
     ("ids", "probabilities"),

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import io
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from skyrl_fast import cli
 from skyrl_fast.config import ConfigError, InferenceEngineConfig, SamplingParams
 from skyrl_fast.config.loading import load_config
+from skyrl_fast.rollout.engine import remote
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
@@ -173,6 +174,21 @@ def test_kept_tokens_are_read_from_the_returned_logprobs() -> None:
     assert (body["logprobs"], body["top_k"], body["return_tokens_as_token_ids"]) == (50, 256, True)
 
 
+@pytest.mark.spec("async.server-answers")
+@pytest.mark.parametrize("other", [50, 2**32 + 9, 10**30, -1])
+def test_kept_tokens_outside_the_vocabulary_fail_the_request(other: int) -> None:
+    top = [{"token_id:5": -0.6931472, f"token_id:{other}": -0.6931472}]
+    logprobs = {"token_logprobs": [-0.6931472], "top_logprobs": top}
+    server = Server(lambda body: {**choice([5], []), "logprobs": logprobs})
+
+    async def generate(engine: RemoteEngine) -> Generation:
+        sampling = SamplingParams(top_p=0.9)
+        return await engine.generate([1], sampling, session_id="s", policy_version=0)
+
+    with pytest.raises(EngineError, match=r"from 0 to|OverflowError"):
+        with_engine(server, generate, vocab_size=50)
+
+
 def test_stop_token_is_not_a_stop_string_and_routes_are_decoded() -> None:
     routes = np.arange(8, dtype=np.uint8).reshape(4, 1, 2)
     buffer = io.BytesIO()
@@ -280,6 +296,11 @@ def test_error_of_a_refused_call_quotes_the_server() -> None:
             for value in ("tool_calls", ["stop"], {"stop": 1}, "a" * 10**6)
         ),
         *((choice([5], [-0.5], routed_experts=text), "vLLM: ") for text in damaged_routes()),
+        *(
+            (choice([5], [-0.5], stop_reason=text), "s-1: stop string: wanted one of the request")
+            for text in ("", "a" * 10**6, "</b>")
+        ),
+        (choice([], [], finish_reason=INTERRUPTED), "no request of vLLM ends like this"),
         ("[" * 100_000, "without JSON: "),
         ('{"choices": ' + "9" * 5000, "without JSON: "),
         (httpx.Response(307, headers={"location": "/b"}), "answered 307 to /v1/completions"),
@@ -338,6 +359,24 @@ def test_answer_that_lists_no_parameter_names_is_an_error() -> None:
         server.results = results
         with pytest.raises((EngineError, WeightSyncError), match=wanted):
             with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}))
+
+
+@pytest.mark.spec("async.server-answers")
+@pytest.mark.parametrize("status", [200, 400, 500])
+def test_answer_without_end_fails_its_request(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 1_000_000, raising=False)
+    sent = 0
+
+    async def parts() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(1_000):
+            sent += 1
+            yield b" " * 65_536
+
+    server = Server(lambda body: httpx.Response(status, content=parts()))
+    with pytest.raises(EngineError, match="answered /v1/completions with more than 1,000,000 byt"):
+        with_engine(server, ask)
+    assert sent == 16
 
 
 @pytest.mark.spec("async.server-answers")
@@ -504,8 +543,8 @@ def test_server_that_a_killed_trainer_has_paused_is_resumed() -> None:
             pass
 
     asyncio.run(go())
-    kept_only = {"method": "return_kept_logprobs_only"}
-    assert server.asked == [("/resume", {}), ("/collective_rpc", kept_only)]
+    kept_only = ("/collective_rpc", {"method": "return_kept_logprobs_only"})
+    assert server.asked == [("/resume", {}), kept_only]
 
 
 def test_server_that_never_answers_times_out() -> None:

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -183,6 +184,23 @@ def test_next_update_deletes_the_files_of_a_killed_process(tmp_path: Path) -> No
         assert not left.exists()
         assert one.path.exists() and other.path.exists()  # in use: not deleted
     assert [path.name for path in tmp_path.iterdir()] == ["skyrl_fast-weights-link"]
+
+
+@pytest.mark.spec("run.own-files")
+def test_names_of_other_users_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "skyrl_fast-weights-fifo")  # opening it would wait for ever
+    (tmp_path / "skyrl_fast-weights-file").write_text("")
+    folder = tmp_path / "skyrl_fast-weights-folder"
+    folder.mkdir()
+    monkeypatch.setattr(weights_file.os, "getuid", lambda: folder.stat().st_uid + 1)
+    clean = threading.Thread(target=weights_file._remove_stale_folders, args=(tmp_path,))
+    clean.daemon = True
+    clean.start()
+    clean.join(10.0)
+    assert not clean.is_alive()
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_no_weights_and_no_space_are_errors(

@@ -145,6 +145,17 @@ def test_next_checkpoint_deletes_the_files_left_by_a_kill(tmp_path: Path) -> Non
     assert names(tmp_path) == [".step_000004.old", "step_000003", "step_000005"]
 
 
+@pytest.mark.spec("run.own-files")
+def test_other_hidden_files_are_kept(tmp_path: Path) -> None:
+    others = [".step_notes.partial", ".step_1.partial", ".step_notes.old", ".step_000002.partial.2"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    write_checkpoint(tmp_path, 1, write_text("a"))
+    latest_checkpoint(tmp_path)
+    write_checkpoint(tmp_path, 2, write_text("b"), keep=1)
+    assert names(tmp_path) == sorted([*others, "step_000002"])
+
+
 def test_kill_while_deleting_leaves_no_partial_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -282,6 +282,13 @@ def put(*path: Any) -> Callable[[dict[str, Any]], None]:
         (put("sampler", "batch_size", 0), "batch_size: wanted an integer from 1 to 8, got 0"),
         (put("sampler", "num_prompts", 2.5), "num_prompts: wanted an integer .* got 2.5"),
         (put("epochs_used_up", -1), "epochs_used_up: wanted an integer .* got -1"),
+        (put("config", []), r"config: wanted an object, got \[\]"),
+        (put("config", {"trainer": 3}), "trainer: wanted an object, got 3"),
+        (put("config", {"trainer": {"epochs": "x"}}), "epochs: wanted an integer .* got 'x'"),
+        (
+            put("config", {"trainer": {"max_training_steps": [1]}}),
+            r"max_training_steps: wanted an integer .* got \[1\]",
+        ),
         (put("kl_coef", math.nan), "kl_coef: wanted a finite number, got nan"),
         (put("kl_coef", 10**400), "kl_coef: wanted a finite number, got 1000"),
         (put("kl_coef", [0.1]), r"kl_coef: wanted a finite number, got \[0.1\]"),
@@ -345,6 +352,7 @@ def trained_optimizer() -> tuple[Optimizer, str]:
         ("step_count", str(10**30), r"step_count: wanted 0 to 2\^53, got 1000"),
         ("step_count", "[1]", "no optimizer state: ValueError"),
         ("step_count", None, "no optimizer state: KeyError: 'step_count'"),
+        ("without_gradient", "[" * 100_000, "no optimizer state: RecursionError"),
     ],
 )
 def test_impossible_optimizer_state_is_damage(
@@ -357,6 +365,8 @@ def test_impossible_optimizer_state_is_damage(
     tensors, metadata = load_file(str(path)), {"step_count": "1"}
     if key == "step_count":
         metadata = {"step_count": value} if value is not None else {"other": "1"}
+    elif key == "without_gradient":
+        metadata[key] = value
     elif value is None:
         del tensors[f"{name}.{key}"]
     else:

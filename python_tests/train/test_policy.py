@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ from _fakes import FakeRollouts, make_prompts, tiny_model
 
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig
+from skyrl_fast.extras.search.index import TransformersEncoder
 from skyrl_fast.train.algorithm.advantages import advantages
 from skyrl_fast.train.model import policy as policy_module
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, sequence_hosts
 from skyrl_fast.train.model.optimizer import Optimizer, learning_rate
-from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.model.policy import Policy, load_model, load_tokenizer
 from skyrl_fast.train.update import accumulate_gradient, contributing_rows, update_policy
 
 
@@ -518,3 +521,26 @@ def test_resume_with_a_parameter_without_gradients(tmp_path: Path) -> None:
     step(again, resumed)
     for one, two in zip(policy.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.spec("run.no-model-code")
+@pytest.mark.parametrize("load", ["model", "backbone", "tokenizer", "encoder"])
+def test_code_in_a_model_folder_is_never_run(
+    load: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes = {"AutoConfig": "code.C", "AutoModel": "code.M", "AutoModelForCausalLM": "code.M"}
+    config = {"model_type": "unknown", "auto_map": {**classes, "AutoTokenizer": ["code.T", None]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr("builtins.input", lambda *prompt: "y")
+    loads = {
+        "model": partial(load_model, str(tmp_path), device=torch.device("cpu")),
+        "backbone": partial(load_model, str(tmp_path), device=torch.device("cpu"), with_head=False),
+        "tokenizer": partial(load_tokenizer, str(tmp_path)),
+        "encoder": partial(TransformersEncoder, str(tmp_path)),
+    }
+    with pytest.raises(ValueError, match="contains custom code"):
+        loads[load]()
+    assert not (tmp_path / "ran").exists()

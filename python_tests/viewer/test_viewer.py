@@ -148,7 +148,9 @@ def test_link_inside_a_page_is_not_followed(run: Path, tmp_path: Path) -> None:
     assert files_below(tmp_path) == before
 
 
-@pytest.mark.parametrize("mark", ["", "[]", '{"trajectories": 3}', '{"files": 3}', "\xff"])
+@pytest.mark.parametrize(
+    "mark", ["", "[]", '{"trajectories": 3}', '{"files": 3}', "\xff", "[" * 100_000]
+)
 @pytest.mark.spec("viewer.own-files")
 def test_page_with_a_damaged_mark_file_is_refused(run: Path, tmp_path: Path, mark: str) -> None:
     out = tmp_path / "view"
@@ -241,6 +243,18 @@ def test_invalid_line_is_reported_with_its_position(
     )
     with pytest.raises(ValueError, match=re.escape(where)):
         build_view(copied)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", '{"trainer": []}', "\xff"])
+def test_name_of_a_damaged_config_is_that_of_the_folder(
+    content: str, run: Path, tmp_path: Path
+) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(run / "trajectories", copied / "trajectories")
+    (copied / "config.json").write_text(content, encoding="latin-1")
+    build_view(copied)
+    _, summary = received(copied / "view/data/summary.js")
+    assert summary["name"] == "copied"
 
 
 @pytest.mark.spec("viewer.replace-page")

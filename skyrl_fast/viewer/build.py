@@ -133,7 +133,7 @@ def _listed(marker: Path) -> set[Path]:
     try:
         names = json.loads(marker.read_text(encoding="ascii"))["files"]
         return {marker, *(marker.parent / name for name in names)}
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return set()
 
 
@@ -265,5 +265,5 @@ def _run_name(run: Path) -> str:
     try:
         config = json.loads((run / "config.json").read_text(encoding="utf-8"))
         return str(config["trainer"]["run_name"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""

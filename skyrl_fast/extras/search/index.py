@@ -161,8 +161,8 @@ class TransformersEncoder:
     ) -> None:
         from transformers import AutoModel, AutoTokenizer
 
-        self._tokenizer = AutoTokenizer.from_pretrained(path)
-        self._model = AutoModel.from_pretrained(path).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        self._model = AutoModel.from_pretrained(path, trust_remote_code=False).eval()
         self._prefixes = {True: query_prefix, False: passage_prefix}
 
     def encode(self, texts: Sequence[str], *, is_query: bool) -> np.ndarray:

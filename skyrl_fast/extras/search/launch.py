@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import skyrl_fast
+from skyrl_fast.child_environment import environment_without_key
 from skyrl_fast.extras.search.command import LOOPBACK
+from skyrl_fast.log_tail import log_tail
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 5.0  # to exit by itself before it is killed
@@ -69,7 +71,7 @@ def retrieval_server(
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is handled here
-            env={**os.environ, "PYTHONPATH": path},
+            env={**environment_without_key(), "PYTHONPATH": path},
         )
     try:
         _wait_until_healthy(process, address, log_file, start_seconds)
@@ -114,4 +116,4 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _tail(log_file: Path) -> str:
-    return log_file.read_text(errors="replace")[-LOG_TAIL:].strip()
+    return log_tail(log_file)[-LOG_TAIL:].strip()

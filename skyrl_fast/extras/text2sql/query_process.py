@@ -25,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from skyrl_fast.child_environment import environment_without_key
 from skyrl_fast.extras.text2sql import query
 from skyrl_fast.extras.text2sql.query import (
     QueryError,
@@ -187,6 +188,7 @@ class _QueryProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C is for the parent, which decides
+            env=environment_without_key(),
         )
         assert self._child.stdin is not None and self._child.stdout is not None
         self._pipes = (self._child.stdin, self._child.stdout)

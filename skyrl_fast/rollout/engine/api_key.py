@@ -9,7 +9,8 @@ import stat
 import tempfile
 from pathlib import Path
 
-KEY_VARIABLE = "SKYRL_FAST_ENGINE_KEY"
+from skyrl_fast.child_environment import KEY_VARIABLE
+
 DEFAULT_NAME = "engine_key"  # in the run folder
 _KEY = re.compile(r"[!-~]{16,1024}")  # characters that a header may have
 _MAX_BYTES = 4096

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from skyrl_fast.rollout.engine.protocol import EngineError, Generation
+import numpy as np
+
+from skyrl_fast.rollout.engine.protocol import MAX_TOKEN_ID, EngineError, Generation
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
 STOP_REASONS = ("stop", "length", INTERRUPTED)
-MAX_TOKEN_ID = 2**31 - 1  # that tensors of ids can hold
 # Logprobs are at most 0, up to the rounding of a log-softmax in 16 bits.
 LOGPROB_ROUNDING = 1e-2
 
 
 def checked_generation(
-    generation: Generation, *, max_tokens: int, vocab_size: int | None, source: str
+    generation: Generation,
+    *,
+    max_tokens: int,
+    vocab_size: int | None,
+    stop: Sequence[str] | str | None,
+    source: str,
 ) -> Generation:
     """Return the generation if it can be trained on.
 
@@ -23,18 +30,21 @@ def checked_generation(
         generation: as the engine gave it; its values may be of any type.
         max_tokens: that were asked for.
         vocab_size: of the model; None: unknown.
+        stop: the stop strings of the request; None: none.
         source: engine and session, for the error.
 
     Raises:
         EngineError: a value is of another type, not finite or out of range.
     """
-    problem = _problem(generation, max_tokens, vocab_size)
+    limit = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
+    stops = [stop] if isinstance(stop, str) else stop or ()
+    problem = _problem(generation, max_tokens, limit, stops)
     if problem:
         raise EngineError(f"{source}: {problem}")
     return generation
 
 
-def _problem(generation: Generation, max_tokens: int, vocab_size: int | None) -> str:
+def _problem(generation: Generation, max_tokens: int, limit: int, stops: Sequence[str]) -> str:
     """Return what is wrong, or ""."""
     ids, logprobs = generation.token_ids, generation.logprobs
     reason = generation.stop_reason
@@ -42,13 +52,24 @@ def _problem(generation: Generation, max_tokens: int, vocab_size: int | None) ->
         return f"ended with {reason!r:.80}, {len(ids)} tokens and {len(logprobs)} logprobs"
     if len(ids) > max_tokens:
         return f"wanted at most {max_tokens} tokens, got {len(ids)}"
-    limit = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
+    if generation.stop_string is not None and generation.stop_string not in stops:
+        return f"stop string: wanted one of the request, got {generation.stop_string!r:.80}"
     for position, token in enumerate(ids):
         if not _is_number(token, int) or not 0 <= token < limit:
             return f"token {position}: wanted an id from 0 to {limit - 1}, got {token!r:.80}"
     for position, logprob in enumerate(logprobs):
         if not _is_number(logprob, int | float) or not _is_logprob(logprob):
             return f"logprob {position}: wanted a finite number of at most 0, got {logprob!r:.80}"
+    return "" if generation.kept_ids is None else _problem_of_kept(generation.kept_ids, ids, limit)
+
+
+def _problem_of_kept(kept_ids: list[np.ndarray], ids: list[int], limit: int) -> str:
+    """Return what is wrong with the sets of kept tokens, each ascending and not empty; or ""."""
+    if len(kept_ids) != len(ids):
+        return f"wanted {len(ids)} sets of kept tokens, got {len(kept_ids)}"
+    for position, kept in enumerate(kept_ids):
+        if kept[-1] >= limit:
+            return f"kept tokens {position}: wanted ids from 0 to {limit - 1}, got {kept[-1]}"
     return ""
 
 

@@ -14,6 +14,7 @@ from skyrl_fast.config import SamplingParams
 
 # Tokens as likely as the least likely of the top_k, which vLLM keeps, too.
 MAX_TIES = 16
+MAX_TOKEN_ID = 2**31 - 1  # that tensors of ids can hold
 EXCLUDED_LOGPROB = -9000.0  # vLLM's servers write -9999 for -inf
 MASS_TOLERANCE = 1e-3  # of the sum of the kept tokens' probabilities
 
@@ -61,7 +62,7 @@ def kept_tokens(token_id: int, candidates: np.ndarray, logprobs: np.ndarray) -> 
 
     Raises:
         EngineError: the remaining tokens have less than all of the probability: some were not
-            returned.
+            returned. Or one has an impossible id.
     """
     kept = logprobs > EXCLUDED_LOGPROB
     ids, first = np.unique(candidates[kept], return_index=True)
@@ -71,6 +72,10 @@ def kept_tokens(token_id: int, candidates: np.ndarray, logprobs: np.ndarray) -> 
             f"wanted all tokens that token {token_id} was sampled from, got {len(ids)} with "
             f"probability {mass:.6f}: the engine must return processed_logprobs, and sampling "
             "parameters must not change the logits"
+        )
+    if ids[0] < 0 or ids[-1] > MAX_TOKEN_ID:
+        raise EngineError(
+            f"wanted ids from 0 to {MAX_TOKEN_ID} of kept tokens, got {ids[0]} to {ids[-1]}"
         )
     return ids.astype(np.int32)
 

@@ -49,6 +49,8 @@ HEALTH_SECONDS = 5.0
 CONTROL_SECONDS = 600.0  # for a call that loads weights
 HANDSHAKE_SECONDS = 60.0  # for all calls to a server that has just started
 START_POLL_SECONDS = 1.0
+# Of one answer: routes of a million tokens, or kept tokens of a long response, take hundreds of MB.
+MAX_ANSWER_BYTES = 1 << 30
 MAX_SENDS = 3  # of a request whose connection broke while the server is healthy
 RELOADS = ("extension", "reload")
 COMPLETIONS = "/v1/completions"
@@ -193,6 +195,8 @@ class RemoteEngine:
             logprobs = choice["logprobs"]
             stopped_by = choice.get("stop_reason")
             reason = choice["finish_reason"] or "abort"
+            if reason == INTERRUPTED:
+                raise ValueError("finish_reason: no request of vLLM ends like this")
             token_ids, kept = entries(choice["token_ids"]), None
             if sampling.num_kept_tokens is not None:
                 kept = kept_ids(token_ids, entries(logprobs["top_logprobs"]))
@@ -209,6 +213,7 @@ class RemoteEngine:
             generation,
             max_tokens=request["max_tokens"],
             vocab_size=self._vocab_size,
+            stop=request["stop"],
             source=f"{self.name}, session {session_id}",
         )
 
@@ -304,8 +309,9 @@ class RemoteEngine:
                     transport=self._transport,
                     trust_env=False,
                 ) as client,
+                client.stream("GET", "/health") as answer,  # its body is not read
             ):
-                answer = await client.get("/health")
+                pass
         except (httpx.RequestError, TimeoutError) as error:
             return f"{type(error).__name__}: {error}"
         if answer.status_code == httpx.codes.UNAUTHORIZED:
@@ -341,6 +347,20 @@ class RemoteEngine:
     def _parsing(self, path: str) -> AbstractContextManager[None]:
         return parsing(f"{self.name} answered {path}")
 
+    async def _answer(self, method: str, path: str, **arguments: Any) -> Any:
+        """Return the server's answer, read completely; EngineError if it is too long."""
+        import httpx
+
+        async with self._client.stream(method, path, **arguments) as answer:
+            body = bytearray()
+            async for part in answer.aiter_bytes():
+                body += part
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise EngineError(
+                        f"{self.name} answered {path} with more than {MAX_ANSWER_BYTES:,} bytes"
+                    )
+        return httpx.Response(answer.status_code, content=bytes(body))
+
     async def _send(self, method: str, path: str, **arguments: Any) -> Any:
         """Return the server's answer; resend if the connection broke but the server is healthy."""
         import httpx
@@ -349,7 +369,7 @@ class RemoteEngine:
             if self._client is None:
                 raise EngineDeadError(f"{self.name} is not connected: await engine.start() first")
             try:
-                answer = await self._client.request(method, path, **arguments)
+                answer = await self._answer(method, path, **arguments)
             except httpx.RequestError as error:
                 if not await self.comes_back():
                     text = f"{self.name} is gone: {type(error).__name__}: {error}"

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from skyrl_fast.child_environment import KEY_VARIABLE
 from skyrl_fast.http_guard import App, HttpGuard, RefusedError, Route, unchanged
-from skyrl_fast.rollout.engine.api_key import KEY_VARIABLE
 from skyrl_fast.rollout.engine.weights_file import is_weights_file
 
 FOLDERS_VARIABLE = "SKYRL_FAST_WEIGHTS_FOLDERS"

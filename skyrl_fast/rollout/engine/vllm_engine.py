@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams
+from skyrl_fast.log_tail import log_tail
 from skyrl_fast.parent_watch import children_exit_with_this_process
 from skyrl_fast.rollout.engine.completion_answer import parsing
 from skyrl_fast.rollout.engine.generation_check import checked_generation
@@ -188,6 +189,7 @@ class VllmEngine:
             Generation(token_ids, logprobs, reason, stop_string, routes, start, kept_ids),
             max_tokens=arguments["max_tokens"],
             vocab_size=self._vocab_size,
+            stop=arguments["stop"],
             source=f"vLLM, session {session_id}",
         )
 
@@ -359,7 +361,7 @@ class VllmEngine:
             text += f": {type(error).__name__}: {error}"
         path = self._setup.log_file
         if path is not None and Path(path).is_file():
-            lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = log_tail(Path(path)).splitlines()
             text += f"\nlast lines of {path}:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
         return text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,14 +32,27 @@ def weights_folders(folder: str | None) -> list[Path]:
 
 
 def is_weights_file(path: Path, folders: Sequence[Path]) -> bool:
-    """Return whether a `WeightsFile` in one of these folders has this path.
+    """Return whether a `WeightsFile` of this user in one of these folders has this path.
+
+    Other users may create folders in shared memory, too.
 
     Args:
         path: without symbolic links.
     """
     places = [folder.resolve() for folder in folders]
     named = path.name == _NAME and path.parent.name.startswith(_PREFIX)
-    return named and path.parent.parent in places and path.is_file()
+    return (
+        named
+        and path.parent.parent in places
+        and _is_private(path.parent.stat())
+        and path.is_file()
+    )
+
+
+def _is_private(folder: os.stat_result) -> bool:
+    """Return whether only this user can change the folder; root may read those of all users."""
+    owned = folder.st_uid == os.getuid() or os.getuid() == 0
+    return owned and not stat.S_IMODE(folder.st_mode) & 0o022
 
 
 class WeightsFile:
@@ -139,12 +153,15 @@ def _remove_stale_folders(where: Path) -> None:
     """Remove the folders of dead processes, which would fill up shared memory."""
     for folder in where.glob(f"{_PREFIX}*"):
         try:
-            lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+            # O_DIRECTORY: in a folder for all users, the name may be that of someone's FIFO.
+            lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
         except OSError:
-            continue  # of another user, or already removed
+            continue  # of another user, no folder, or already removed
         try:
+            if os.fstat(lock).st_uid != os.getuid():
+                raise PermissionError
             lock_file(lock)
-        except OSError:  # in use
+        except OSError:  # of another user, or in use
             os.close(lock)
             continue
         shutil.rmtree(folder, ignore_errors=True)

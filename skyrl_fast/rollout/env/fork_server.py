@@ -124,12 +124,17 @@ class _Server:
         return self._ended.get(pid, 0)
 
     def _reap(self) -> None:
-        """Note the exit codes of children that have ended, except of killed ones."""
+        """Note the exit codes of children that have ended, and kill what they have started."""
+        ended = os.WEXITED | os.WNOHANG | os.WNOWAIT  # the pid stays theirs until waitpid
         with suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                if found[0] in self._running:
-                    self._running.discard(found[0])
-                    self._ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+            while (found := os.waitid(os.P_ALL, 0, ended)) is not None:
+                pid = found.si_pid
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                if pid in self._running:  # not killed by us
+                    self._running.discard(pid)
+                    self._ended[pid] = code
 
     def _say(self, number: int) -> None:
         self._link.sendall(struct.pack("!q", number))

@@ -24,10 +24,14 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
+from skyrl_fast.child_environment import environment_without_key
 from skyrl_fast.printable import MAX_FAILURE
+from skyrl_fast.rollout.env.answers import answer_of, messages_of
 from skyrl_fast.rollout.env.host import HostSettings, Outcome
+from skyrl_fast.rollout.env.plain import PlainData
 
 START_SECONDS = 120.0  # for the fork server to import what environments need
 END_SECONDS = 10.0  # for it to end its processes
@@ -188,7 +192,11 @@ class _EnvProcess:
             value, failure, trace = json.loads(await self._read(length))
         except ConnectionError as error:
             raise EOFError from error
-        return Outcome(value, failure, trace)
+        except (RecursionError, TypeError) as error:  # nested too deeply; not three values
+            raise ValueError(f"{what}: its answer: {error}") from error
+        if failure is not None:
+            return Outcome(None, failure, trace)
+        return Outcome(_checked(what, value, PlainData(self._max_bytes)))
 
     async def _read(self, length: int) -> bytearray:
         loop = asyncio.get_running_loop()
@@ -213,6 +221,7 @@ class _ForkServer:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C is for the trainer, which decides
+                env=environment_without_key(),
             )
         self._link.settimeout(START_SECONDS)
         try:
@@ -243,7 +252,10 @@ class _ForkServer:
                 code = self._answer()
         except OSError:
             return "ended with the fork server"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited ({code})"
+        if code >= 0:
+            return f"exited ({code})"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {names.get(-code, f'signal {-code}')}"  # some have no name
 
     def kill(self, pid: int) -> None:
         """Kill a process and those that it started."""
@@ -268,6 +280,23 @@ class _ForkServer:
             data += part
         (number,) = struct.unpack("!q", data)
         return int(number)
+
+
+def _checked(what: str, value: Any, data: PlainData) -> Any:
+    """Return what a call returned, checked again here: code of a model could have sent it.
+
+    Raises:
+        ValueError: it is invalid.
+    """
+    if what in ("make", "close"):
+        return None
+    if what == "init":
+        return messages_of(value, data)
+    if not isinstance(value, dict):
+        raise ValueError(f"{what}: wanted a mapping, got {type(value).__name__}")
+    if what == "step":
+        return asdict(answer_of({**value, "observations": value.get("messages")}, data))
+    return value
 
 
 def _readable(link: socket.socket, seconds: float) -> bool:

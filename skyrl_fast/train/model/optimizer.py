@@ -143,7 +143,10 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], int, set[str]]:
             metadata = file.metadata()
         step_count = int(metadata["step_count"])
         unmoved = set(json.loads(metadata.get("without_gradient", "[]")))
-    except (AttributeError, LookupError, OSError, SafetensorError, TypeError, ValueError) as error:
+    except (
+        *(AttributeError, LookupError, OSError, RecursionError),
+        *(SafetensorError, TypeError, ValueError),
+    ) as error:
         raise damaged(path, f"no optimizer state: {type(error).__name__}: {error}") from error
     if not 0 <= step_count < MAX_STEPS:
         raise damaged(path, f"step_count: wanted 0 to 2^53, got {step_count}")

@@ -254,6 +254,7 @@ def load_model(
         model: Any = (AutoModelForCausalLM if with_head else AutoModel).from_pretrained(
             str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path,
             dtype=torch.float32,
+            trust_remote_code=False,  # by default transformers asks on the terminal
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"{setting}: {path} cannot be loaded: {error}") from error
@@ -303,6 +304,6 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(Path(path).expanduser()))
+        return AutoTokenizer.from_pretrained(str(Path(path).expanduser()), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"trainer.policy.model.path: no tokenizer in {path}: {error}") from error

@@ -39,6 +39,7 @@ _ADVICE = (
     "(trainer.resume_mode=latest)"
 )
 _NAME = re.compile(r"step_(\d{6,})")
+_LEFT = re.compile(r"\.(step_\d{6,})\.(partial|old)")  # being written or deleted; replaced
 
 
 class CheckpointError(RuntimeError):
@@ -101,9 +102,17 @@ def write_checkpoint(
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove partly written or partly deleted checkpoints, also of a killed process."""
-    replaced = (old for old in folder.glob(".step_*.old") if (folder / old.name[1:-4]).exists())
-    for path in (*folder.glob(".step_*.partial"), *replaced):
+    for path, _ in _left(folder, "partial"):
         shutil.rmtree(path, ignore_errors=True)
+    for path, final in _left(folder, "old"):
+        if final.exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _left(folder: Path, suffix: str) -> list[tuple[Path, Path]]:
+    """Return the hidden folders of checkpoints with this suffix, each with its final path."""
+    matches = ((_LEFT.fullmatch(path.name), path) for path in folder.iterdir())
+    return [(path, folder / match[1]) for match, path in matches if match and match[2] == suffix]
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -123,8 +132,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 def _undo_replacements(folder: Path) -> None:
     if folder.is_dir():
-        for old in folder.glob(".step_*.old"):
-            final = folder / old.name[1 : -len(".old")]
+        for old, final in _left(folder, "old"):
             if not final.exists():
                 old.rename(final)
 

@@ -26,6 +26,10 @@ def check_state(state: Any) -> None:
     if state.get("unreported") is not None:
         for name, value in _mapping(state["unreported"], "unreported").items():
             _number(value, f"unreported.{name}")
+    trainer = _mapping(_mapping(state.get("config", {}), "config").get("trainer", {}), "trainer")
+    _integer(trainer, "epochs", least=1, optional=True)
+    if trainer.get("max_training_steps") is not None:
+        _integer(trainer, "max_training_steps", least=1)
     _check_sampler(_mapping(state.get("sampler"), "sampler"))
     _check_random(_mapping(state.get("random"), "random"))
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from skyrl_fast.log_tail import log_tail
 from skyrl_fast.parent_watch import children_exit_with_this_process
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, RankError, Ranks
 
@@ -172,7 +173,7 @@ def _watch(
 
 def _exit_message(process: BaseProcess, folder: Path) -> str:
     log = _log(folder, int(process.name.removeprefix("rank ")))
-    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
+    lines = log_tail(log).splitlines()[-LOG_LINES:]
     tail = f", which ends: {' | '.join(lines)}" if lines else ""
     return f"{process.name} exited with code {process.exitcode}; its log is {log}{tail}"
 

@@ -1,0 +1,44 @@
+"""Errors quote the end of a log without reading all of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from skyrl_fast.extras.search import launch
+from skyrl_fast.log_tail import TAIL_BYTES, log_tail
+from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.train.parallel import rank_processes
+
+HUGE = 1 << 40  # bytes; without memory on the disk
+
+
+@pytest.fixture
+def huge(tmp_path: Path) -> Path:
+    path = tmp_path / "rank_1.log"
+    path.touch()
+    os.truncate(path, HUGE)
+    with path.open("ab") as file:
+        file.write(b"\nthe reason\xff\n")
+    return path
+
+
+def test_end_of_a_file(tmp_path: Path, huge: Path) -> None:
+    assert log_tail(tmp_path / "none") == ""
+    short = tmp_path / "short"
+    short.write_text("one\ntwo\n")
+    assert log_tail(short) == "one\ntwo\n"
+    assert len(log_tail(huge)) == TAIL_BYTES
+    assert log_tail(huge).endswith("\nthe reason\ufffd\n")
+
+
+def test_errors_quote_the_end_of_a_huge_log(huge: Path) -> None:
+    engine = VllmEngine(VllmSetup("model", log_file=str(huge)))
+    assert "the reason" in engine._explain("died", None)
+    assert launch._tail(huge).endswith("the reason\ufffd")
+    process = SimpleNamespace(name="rank 1", exitcode=1)
+    assert rank_processes._exit_message(process, huge.parent).endswith("the reason\ufffd")

@@ -123,7 +123,7 @@ def test_user_wrapper_around_a_known_function_is_kept(
         return "mine, then " + original(uids)
 
     monkeypatch.setattr(home, "compute_prompt_boundaries", mine)
-    with pytest.warns(skyrl.SkyRLFastWarning, match="rows of a prompt must be adjacent"):
+    with pytest.warns(skyrl.SkyRLFastWarning, match="compute_prompt_boundaries"):
         report = skyrl.install(ray_workers=False)
     assert report.row("compute_prompt_boundaries").state == "kept"
     trainer = importlib.import_module("skyrl.train.trainer")

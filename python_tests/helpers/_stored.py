@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.trajectory_store.lines import encode_line
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
 END = 1  # the end token of WordTokenizer
@@ -188,3 +189,54 @@ def _made(step: int, group: int, sample: int) -> Trajectory:
         values |= {"failure": HOSTILE if hostile else "the database is gone"}
         values |= {"stop_reason": HOSTILE if hostile else "env_error"}
     return make_trajectory(uid, sample, turns, **values)
+
+
+# --- a run whose trajectories are longer than a data file of the page -----------------------------
+
+LONG_MEMBERS = 8
+LONG_TURNS = (2, 7000, 0, 1500)  # response tokens
+
+
+def long_record(repetition: int) -> dict[str, Any]:
+    """Return the record of a trajectory with long texts and responses; every value is another."""
+    turns, lists = [], []
+    for number, count in enumerate(LONG_TURNS):
+        pieces = [f" {repetition}<{i}" if i % 3 else '\n"日' for i in range(count)]
+        ends = np.cumsum([len(piece) for piece in pieces]).tolist()
+        values = [round(-0.001 * i, 6) for i in range(count)]
+        turns.append(
+            {
+                "context": f"context {number} " * (9000 if number == 1 else 1),
+                "response": "".join(pieces),
+                "observation": "" if number == 2 else f"日 {repetition} " * 9000,
+                **{"reward": 1.0, "stop_reason": "stop", "policy_version": 3},
+                **{"prompt_tokens": 7, "response_tokens": count, "trained_tokens": count},
+                **{"llm_seconds": 1.0, "env_seconds": 0.5},
+            }
+        )
+        lists.append(
+            {
+                **{"prompt_shared": 0, "prompt_token_ids": [1] * 7, "response_ends": ends},
+                "response_ids": list(range(count)),
+                "loss_mask": [i % 2 for i in range(count)],
+                "policy_versions": [3 + i % 2 for i in range(count)],
+                **{"rollout_logprobs": values, "trainer_logprobs": [None] * count},
+                "advantages": [],
+            }
+        )
+    return {
+        **{"format": 1, "phase": "train", "step": 1, "uid": "a", "repetition_id": repetition},
+        **{"env_class": "long", "data_source": "", "reward": 1.0, "advantage": None},
+        **{"stop_reason": "stop", "failure": "", "filtered": False, "policy_version": 3},
+        **{"staleness": 0, "seconds": 2.0, "turns": turns, "tokens": lists},
+        "env_metrics": {f"metric {i}": "m" * 5000 for i in range(100)},
+    }
+
+
+def write_long_run(run: Path) -> Path:
+    """Write one group of LONG_MEMBERS long trajectories."""
+    (run / "trajectories").mkdir()
+    with (run / "trajectories/step_000001.jsonl").open("w") as file:
+        for repetition in range(LONG_MEMBERS):
+            file.write(encode_line(long_record(repetition)))
+    return run

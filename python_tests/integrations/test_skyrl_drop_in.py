@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import platform
 import subprocess
 import sys
 import textwrap
@@ -267,6 +268,44 @@ def test_install_without_skyrl_is_an_error(tmp_path: Path) -> None:
         cwd=Path(__file__).parents[2],
     )
     assert "SkyRL cannot be imported" in done.stderr
+
+
+PYDANTIC = """
+class PydanticUserError(RuntimeError):
+    pass
+
+
+raise PydanticUserError("Please use typing_extensions.TypedDict on Python < 3.12.\\n\\nMore")
+"""
+
+
+@pytest.mark.spec("dropin.import-error")
+@pytest.mark.parametrize("name", ["train/trainer", "train/dataset/preprocess", "__init__"])
+def test_skyrl_that_needs_another_python_is_an_error_in_one_line(
+    fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (fake_skyrl / f"skyrl/{name}.py").write_text(PYDANTIC)
+    monkeypatch.setattr(switch.metadata, "metadata", lambda _: {"Requires-Python": "==3.12.*"})
+    with pytest.raises(ImportError) as caught:
+        skyrl.install(ray_workers=False)
+    message = str(caught.value)
+    module = "skyrl" if name == "__init__" else "skyrl.train.trainer"
+    assert message.startswith(f"install: {module} of SkyRL ")
+    assert (
+        f"in Python {platform.python_version()} (SkyRL's package needs Python ==3.12.*)" in message
+    )
+    assert message.endswith(
+        "PydanticUserError: Please use typing_extensions.TypedDict on Python < 3.12."
+    )
+    assert skyrl.report().mode == ""
+
+
+@pytest.mark.spec("dropin.functions")
+def test_functions_act_next_to_a_skyrl_that_cannot_be_imported(fake_skyrl: Path) -> None:
+    (fake_skyrl / "skyrl/train/dataset/preprocess.py").write_text(PYDANTIC)
+    assert skyrl.compute_prompt_boundaries(["a", "a", "b"]) == [(0, 2), (2, 3)]
+    with pytest.raises(ValueError, match="rows of a prompt must be adjacent"):
+        skyrl.compute_prompt_boundaries(["a", "b", "a"])
 
 
 @pytest.mark.spec("dropin.install")

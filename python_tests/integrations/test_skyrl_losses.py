@@ -155,3 +155,68 @@ def test_fallback_to_skyrl_restores_the_random_state(gpu: str, replacement: Call
     with pytest.raises(UnsupportedInputError, match="ratios beyond the kernel's bounds"):
         replacement(d["logprobs"], d["old"], d["advantages"], CONFIG, d["mask"])
     assert all(map(torch.equal, before, states()))
+
+
+def skyrl_kl_cov(d: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Compute KL-Cov as SkyRL 0.3.0 does: covariances in float32 on the CPU, then topk."""
+    delta = d["logprobs"] - d["old"]
+    losses = -d["advantages"] * delta.exp()
+    valid = (d["mask"] > 0).reshape(-1).nonzero().reshape(-1)
+    advantages, logprobs = (d[name].reshape(-1)[valid].cpu() for name in ("advantages", "logprobs"))
+    covariances = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+    num = max(1, int(len(covariances) * CONFIG.kl_cov.kl_cov_frac))
+    penalised = torch.zeros(losses.numel(), dtype=torch.bool)
+    penalised[valid[covariances.topk(num).indices]] = True
+    losses = losses + CONFIG.kl_cov.ppo_kl_coef * delta.abs() * penalised.view_as(losses)
+    return (losses * d["mask"]).sum()
+
+
+def skyrl_clip_cov(d: dict[str, torch.Tensor], config: SimpleNamespace) -> torch.Tensor:
+    """Compute Clip-Cov as SkyRL 0.3.0 does: means over padded cells, draws by torch.randperm."""
+    advantages, mask = d["advantages"], d["mask"]
+    ratio = (d["logprobs"] - d["old"]).exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - config.eps_clip_low, 1 + config.eps_clip_high)
+    adv_mean, mean = ((d[name] * mask).sum() / mask.sum() for name in ("advantages", "logprobs"))
+    covariances = (advantages - adv_mean) * (d["logprobs"] - mean)
+    covariances[(mask == 0) | ((clipped > plain) & (mask > 0))] = -torch.inf
+    bounds = config.clip_cov
+    inside = (covariances < bounds.clip_cov_ub) & (covariances > bounds.clip_cov_lb) & (mask > 0)
+    candidates = inside.nonzero()
+    num = max(int(bounds.clip_ratio * mask.sum().item()), 1)
+    rows, columns = candidates[torch.randperm(len(candidates))[:num]].T
+    kept = torch.ones_like(advantages)
+    kept[rows, columns] = 0
+    return (torch.maximum(plain, clipped) * kept * mask).sum()
+
+
+@pytest.mark.spec("dropin.compat", "loss.covariance")
+@pytest.mark.parametrize("advantage", [0.1, 0.7311, -1.2247])
+@pytest.mark.parametrize("shape", [(17, 2), (1, 300), (5, 33)])
+def test_kl_cov_selects_the_tokens_of_skyrl_where_all_advantages_are_equal(
+    shape: tuple[int, int], advantage: float
+) -> None:
+    d = batch(shape)
+    d = {**d, "mask": d["mask"].float(), "advantages": torch.full(shape, advantage)}
+    loss, _ = losses.compute_policy_loss_kl_cov(
+        d["logprobs"], d["old"], d["advantages"], CONFIG, d["mask"]
+    )
+    torch.testing.assert_close(loss, skyrl_kl_cov(d), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.spec("dropin.compat", "loss.covariance")
+@pytest.mark.parametrize("advantage", [0.1, 0.7311, -1.2247])
+@pytest.mark.parametrize("shape", [(17, 2), (1, 300), (5, 33)])
+def test_clip_cov_selects_the_tokens_of_skyrl_where_all_advantages_are_equal(
+    shape: tuple[int, int], advantage: float
+) -> None:
+    bounds = SimpleNamespace(clip_ratio=0.3, clip_cov_lb=0.0, clip_cov_ub=5.0)
+    config = SimpleNamespace(**{**vars(CONFIG), "clip_cov": bounds})
+    d = batch(shape)
+    d = {**d, "mask": d["mask"].float(), "advantages": torch.full(shape, advantage)}
+    torch.manual_seed(3)
+    loss, _ = losses.compute_policy_loss_clip_cov(
+        d["logprobs"], d["old"], d["advantages"], config, d["mask"]
+    )
+    torch.manual_seed(3)
+    torch.testing.assert_close(loss, skyrl_clip_cov(d, config), rtol=2e-6, atol=1e-6)

@@ -211,3 +211,28 @@ def test_float64_inputs_have_float64_row_weights(backend):
     assert torch.equal(logprobs.grad, torch.full((1, 3), -1 / 3, dtype=torch.float64))
     weights = reduction_weights(mask, reduction="token_mean", dtype=torch.float64)
     assert weights.item() == 1 / 3
+
+
+@pytest.mark.spec("loss.streams")
+@pytest.mark.parametrize("fused", [False, True], ids=["policy_loss", "masked_logprob_loss"])
+def test_given_float64_row_weights_stay_float64(fused, backend):
+    g = torch.Generator().manual_seed(2)
+    logits = torch.randn(6, 5, generator=g, dtype=torch.float64).requires_grad_()
+    targets = torch.randint(0, 5, (6,), generator=g)
+    advantages = torch.randn(6, generator=g, dtype=torch.float64)
+    old = torch.full((6,), -1.6, dtype=torch.float64)
+    weights = torch.tensor([1 / 3, 1 / 7, 1 / 11], dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, 1, 3, 6], dtype=torch.int32)
+    options = {"row_weights": weights, "cu_seqlens": cu_seqlens, "backend": backend}
+    current = logits.log_softmax(-1)[torch.arange(6), targets]
+    if fused:
+        out = masked_logprob_loss(logits, targets, old, advantages, **options)
+    else:
+        out = policy_loss(current, old, advantages, torch.ones(6), **options)
+    ratio = (current - old).exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    want = -(surrogate * weights.repeat_interleave(torch.tensor([1, 2, 3]))).sum()
+    assert abs(float(out.loss.detach() - want.detach())) <= 1e-12
+    got = torch.autograd.grad(out.loss, logits, retain_graph=True)[0]
+    exact = torch.autograd.grad(want, logits)[0]
+    assert float((got - exact).abs().max()) <= 1e-12

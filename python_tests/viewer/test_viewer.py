@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from _stored import HOSTILE, LONG_LINE, write_run
+from _stored import HOSTILE, LONG_LINE, LONG_MEMBERS, long_record, write_long_run, write_run
 
 from skyrl_fast.cli import main
-from skyrl_fast.viewer import build
+from skyrl_fast.viewer import build, details
 from skyrl_fast.viewer.build import MARKER, PAGE, ViewError, build_view
 from skyrl_fast.viewer.columns import MagnitudeSample
 from skyrl_fast.viewer.script import script
 
 PAGES = Path(__file__).parents[2] / "skyrl_fast/viewer/page"
 STYLE = (PAGES / "style.css").read_text()
+TOKEN_LISTS = ("ids", "pieces", "mask", "engine", "trainer", "advantages", "versions")
 LEAST_CONTRAST = 4.5  # WCAG 2.2, 1.4.3, for text of this size
 LEAST_DIFFERENCE = 12.0  # CIE76 in Lab; 2.3 is a just noticeable difference
 
@@ -41,6 +43,32 @@ def received(path: Path) -> tuple[str, Any]:
     return json.loads(json.loads(match[1])), json.loads(json.loads(match[2]))
 
 
+class Loaded:
+    """The data of a page; each script is loaded once, when it is needed."""
+
+    def __init__(self, view: Path) -> None:
+        self.data = view / "data"
+        self.scripts: dict[str, Any] = {}
+        self.columns = self.load("summary")["columns"]
+
+    def load(self, name: str) -> Any:
+        if name not in self.scripts:
+            received_name, self.scripts[name] = received(self.data / f"{name}.js")
+            assert received_name == name
+        return self.scripts[name]
+
+    def head(self, index: int) -> dict[str, Any]:
+        script, place = (self.columns[name][index] for name in ("script", "place"))
+        head: dict[str, Any] = self.load(f"heads{script}")[place]
+        return head
+
+    def items(self, addresses: list[list[int]]) -> list[Any]:
+        found = [self.load(f"items{script}")[place] for script, place, _ in addresses]
+        lengths = [len(item if isinstance(item, str) else item["ids"]) for item in found]
+        assert lengths == [count for *_, count in addresses]
+        return found
+
+
 # --- written files ------------------------------------------------------------------------------
 
 
@@ -53,16 +81,14 @@ def test_view_folder_contains_page_and_all_trajectories(run: Path, tmp_path: Pat
     assert name == "summary"
     columns = summary["columns"]
     assert view.trajectories == 6 * 12 + 2 == len(columns["reward"])
-    texts = [
-        text
-        for chunk in range(view.chunks)
-        for text in received(tmp_path / f"view/data/chunk{chunk}.js")[1]
-    ]
-    assert [len(text["turns"]) for text in texts] == columns["turns"]
-    turn = texts[4]["turns"][1]
-    assert turn["pieces"] == ["users", " ,", " <sql>", " "]
-    assert turn["mask"] == [1, 1, 1, 1] and turn["engine"] == [-0.25, -0.5, -0.75, -1.0]
-    assert turn["prompt_shared"] == 8 and turn["observation"] == ""
+    page = Loaded(tmp_path / "view")
+    heads = [page.head(index) for index in range(view.trajectories)]
+    assert [len(head["turns"]) for head in heads] == columns["turns"]
+    turn = heads[4]["turns"][1]
+    (tokens,) = page.items(turn["tokens"])
+    assert tokens["pieces"] == ["users", " ,", " <sql>", " "]
+    assert tokens["mask"] == [1, 1, 1, 1] and tokens["engine"] == [-0.25, -0.5, -0.75, -1.0]
+    assert turn["prompt_shared"] == 8 and turn["observation"] == []
     assert summary["scales"] == {"advantage": 1.0, "mismatch": pytest.approx(0.2, abs=0.01)}
 
 
@@ -73,9 +99,10 @@ def test_hostile_text_is_unchanged_and_stays_inside_its_string(run: Path, tmp_pa
     stored = HOSTILE.replace("\ud800", "\\ud800")
     assert summary["names"]["uid"][0] == stored
     assert summary["name"] == HOSTILE  # of config.json, where JSON keeps a lone surrogate
-    _, texts = received(tmp_path / "view/data/chunk0.js")
-    assert texts[0]["turns"][0]["observation"] == stored + LONG_LINE
-    assert texts[0]["env_metrics"]["__proto__"] == stored
+    page = Loaded(tmp_path / "view")
+    head = page.head(0)
+    assert "".join(page.items(head["turns"][0]["observation"])) == stored + LONG_LINE
+    assert head["env_metrics"]["__proto__"] == stored
     _, metrics = received(tmp_path / "view/data/metrics.js")
     assert metrics["series"][HOSTILE] == [0.5] * 6
 
@@ -94,11 +121,11 @@ def test_earlier_page_is_replaced_and_other_folders_are_refused(run: Path, tmp_p
     out = tmp_path / "view"
     build_view(run, out)
     mark = json.loads((out / MARKER).read_text())
-    mark["files"].append("data/chunk99.js")
+    mark["files"].append("data/items99.js")
     (out / MARKER).write_text(json.dumps(mark))
-    (out / "data/chunk99.js").write_text("of an earlier page with more chunks")
+    (out / "data/items99.js").write_text("of an earlier page with more items")
     build_view(run, out)
-    assert not (out / "data/chunk99.js").exists()
+    assert not (out / "data/items99.js").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["view"]
     other = tmp_path / "other"
     other.mkdir()
@@ -116,7 +143,7 @@ def files_below(folder: Path) -> dict[str, bytes | None]:
 
 
 @pytest.mark.parametrize(
-    "other", ["note.txt", "data/chunk99.js", "folder/note.txt", "empty/", "data/empty/"]
+    "other", ["note.txt", "data/items99.js", "folder/note.txt", "empty/", "data/empty/"]
 )
 @pytest.mark.spec("viewer.own-files")
 def test_page_with_files_of_others_is_refused_by_name(
@@ -283,12 +310,92 @@ def test_killed_run_is_shown_up_to_its_last_complete_line(run: Path, tmp_path: P
     assert received(view.page.parent / "data/metrics.js")[1]["steps"] == [1, 2, 3, 4, 5]
 
 
-def test_group_is_never_split(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyrl_fast.viewer.build.CHUNK_CHARACTERS", 1)
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_long_run(tmp_path_factory.mktemp("long"))
+
+
+@pytest.mark.spec("viewer.bounded-files")
+def test_data_files_are_bounded_however_long_a_group_is(long_run: Path, tmp_path: Path) -> None:
+    build_view(long_run, tmp_path / "view")
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "view/data").iterdir()}
+    assert sum(sizes.values()) > LONG_MEMBERS * 2 * build.SCRIPT_BYTES
+    assert max(sizes.values()) <= build.SCRIPT_BYTES + 100  # the call around the items
+
+
+@pytest.mark.spec("viewer.bounded-files", "viewer.turns")
+def test_every_token_and_character_of_long_trajectories_is_in_the_data(
+    long_run: Path, tmp_path: Path
+) -> None:
+    build_view(long_run, tmp_path / "view")
+    page = Loaded(tmp_path / "view")
+    for repetition in range(LONG_MEMBERS):
+        record = long_record(repetition)
+        head = page.head(repetition)
+        for turn, written, tokens in zip(
+            head["turns"], record["turns"], record["tokens"], strict=True
+        ):
+            assert "".join(page.items(turn["context"])) == written["context"]
+            assert "".join(page.items(turn["observation"])) == written["observation"]
+            items = page.items(turn["tokens"])
+            joined = {name: [x for item in items for x in item[name]] for name in TOKEN_LISTS}
+            assert "".join(joined["pieces"]) == written["response"]
+            assert len(joined["pieces"]) == len(joined["ids"])
+            assert joined["ids"] == tokens["response_ids"]
+            assert joined["mask"] == tokens["loss_mask"]
+            assert joined["versions"] == tokens["policy_versions"]
+            expected = [float(f"{value:.4g}") for value in tokens["rollout_logprobs"]]
+            assert joined["engine"] == pytest.approx(expected, rel=1e-3)
+            assert joined["trainer"] == joined["advantages"] == []
+            for item in items:
+                assert all(len(item[name]) in (0, len(item["ids"])) for name in TOKEN_LISTS)
+        assert len(head["env_metrics"]) == 40
+        assert {len(value) for value in head["env_metrics"].values()} == {401}
+    previews = page.load("previews0")
+    assert [text[:5] for text in previews] == [f'"日 {i}<' for i in range(LONG_MEMBERS)]
+    assert {len(text) for text in previews} == {161}
+
+
+@pytest.mark.spec("viewer.bounded-files")
+def test_opening_a_long_trajectory_loads_two_data_files(long_run: Path, tmp_path: Path) -> None:
+    build_view(long_run, tmp_path / "view")
+    page = Loaded(tmp_path / "view")
+    first = page.head(5)["turns"][0]
+    page.items(first["context"][:1] + first["tokens"][:1] + first["observation"][:1])
+    assert len(page.scripts) <= 3 + 1  # the summary, the head, and at most two files of items
+
+
+def test_short_trajectories_are_in_one_file_of_items(run: Path, tmp_path: Path) -> None:
     view = build_view(run, tmp_path / "view")
-    assert view.chunks == 6 * 3 + 2
-    _, summary = received(tmp_path / "view/data/summary.js")
-    assert summary["columns"]["chunk"][:8] == [0] * 4 + [1] * 4
+    page = Loaded(tmp_path / "view")
+    for index in range(view.trajectories):
+        turns = page.head(index)["turns"]
+        names = ("context", "tokens", "observation")
+        scripts = {address[0] for turn in turns for name in names for address in turn[name]}
+        assert len(scripts) <= 1
+
+
+@pytest.mark.parametrize(
+    ("ends", "ranges"),
+    [
+        ([], []),
+        ([0, 0, 0], [(0, 3)]),
+        ([3, 4], [(0, 2)]),
+        ([50_000, 60_000, 80_000, 80_001], [(0, 1), (1, 3), (3, 4)]),  # 30,000 characters an item
+        ([1] * 6001, [(0, 3000), (3000, 6000), (6000, 6001)]),  # and 3,000 tokens
+    ],
+)
+def test_responses_are_split_by_tokens_and_characters(
+    ends: list[int], ranges: list[tuple[int, int]]
+) -> None:
+    assert list(details._token_ranges(ends)) == ranges
+
+
+def test_rounding_has_four_significant_digits() -> None:
+    values = np.array([0, -0.123456, 1234567.0, 9.99996e-7, np.nan, -7.0, 123.45], np.float32)
+    found = details._rounded_list(values)
+    assert found == [0.0, -0.1235, 1235000.0, 1e-6, None, -7.0, 123.4]
+    assert details._rounded_list(np.full(3, np.nan, np.float32)) == []
 
 
 @pytest.mark.spec("viewer.static-page")
@@ -344,6 +451,56 @@ def test_content_policy_allows_only_local_files() -> None:
     loaded = set(re.findall(r'(?:src|href)="([^"#]+)"', page))
     assert loaded == set(PAGE) - {"index.html"}
     assert " on" not in re.sub(r"<[^>]*>", lambda tag: tag[0].lower(), page).replace(" one ", "")
+
+
+# Opens every trajectory of a page: `absorber` stands for the document and whatever it returns.
+OPEN_ALL = """
+const { readFileSync } = require("fs");
+const vm = require("vm");
+const folder = process.argv[1];
+const absorber = new Proxy(function () {}, {
+  get: (_, name) =>
+    name === Symbol.toPrimitive ? () => 0
+    : name === Symbol.iterator ? [][Symbol.iterator].bind([])
+    : name === "then" ? undefined : absorber,
+  apply: () => absorber, construct: () => absorber, set: () => true,
+});
+const page = vm.createContext({ document: absorber, IntersectionObserver: absorber,
+  requestAnimationFrame: (call) => call(), window: {}, console });
+const run = (name) => vm.runInContext(readFileSync(`${folder}/${name}`, "utf8"), page);
+const names = ["text", "data", "list", "tokens", "trajectory", "chart", "charts"];
+names.forEach((name) => run(`${name}.js`));
+const SF = page.skyrlFastView;
+SF.showProblem = (error) => { throw error; };
+SF.loadData = async (name) => {
+  let found;
+  page.skyrlFastView = { receive: (_, text) => (found = JSON.parse(text)) };
+  run(`data/${name}.js`);
+  return found;
+};
+process.on("unhandledRejection", (error) => { console.error(error); process.exit(1); });
+(async () => {
+  SF.setSummary(await SF.loadData("summary"));
+  for (let index = 0; index < SF.total; index++) {
+    const details = await SF.loadTrajectory(index);
+    SF.showTrajectory(absorber, index, details, "advantage", () => {}).paint("mismatch");
+    SF.showGroup(absorber, index, () => {});
+    SF.listRow(index, { position: 1, of: 1, chosen: false });
+  }
+  SF.showCharts(absorber, await SF.loadData("metrics"), () => {});
+  console.log(SF.total);
+})();
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+@pytest.mark.spec("viewer.turns")
+def test_scripts_open_every_trajectory_without_an_error(run: Path, tmp_path: Path) -> None:
+    build_view(run, tmp_path / "view")
+    node = ["node", "-e", OPEN_ALL, str(tmp_path / "view")]
+    done = subprocess.run(node, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["74"]
 
 
 # --- colours ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _stored import MARKUP, write_run
+from _stored import LONG_MEMBERS, MARKUP, long_record, write_long_run, write_run
 
 from scripts.browser import NoBrowserError, headless_browser
 from skyrl_fast.trajectory_store.lines import encode_line
@@ -18,6 +18,7 @@ from skyrl_fast.viewer.build import build_view
 MANY = 10_000
 QUICK_MS = 1000  # an acceptable wait; several times the usual time on two busy cores
 PATIENCE_SECONDS = 10
+LOADED = "performance.getEntriesByType('resource').filter((e) => /\\d\\.js$/.test(e.name)).length"
 Open = Callable[..., Any]
 
 pytestmark = pytest.mark.timeout(240)
@@ -144,9 +145,42 @@ def test_huge_line_is_shown_in_parts(opened: Open) -> None:
     tab = opened("#/0")
     observed = tab.locator("#body .said.env .text").first
     assert observed.inner_text().count("x") < 5000
-    observed.locator("button.more").click()
+    for _ in range(2):  # the rest of the first item, then the second item
+        observed.locator("button.more").click()
+    until(tab, "!document.querySelector('#body .said.env .text button.more')")
     assert observed.inner_text().count("x") >= 30_000
-    assert observed.locator("button.more").count() == 0
+
+
+@pytest.mark.spec("viewer.long-text", "viewer.scale")
+def test_long_trajectory_is_loaded_as_it_is_read(
+    opened: Open, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    page = build_view(write_long_run(tmp_path_factory.mktemp("long"))).page
+    tab = opened("#/5", page=page)
+    turns = tab.locator("#body section.turn")
+    turns.first.locator(".tok").first.wait_for()
+    assert tab.locator("#group button").count() == LONG_MEMBERS
+    tab.locator('#group .preview:text("5<1")').wait_for()
+    assert tab.evaluate(LOADED) <= 4  # heads, previews, and two of tens of scripts of items
+    tab.evaluate("document.querySelectorAll('section.turn')[3].scrollIntoView()")
+    until(tab, "document.querySelectorAll('section.turn.pending').length === 0")
+    second = turns.nth(1).locator(".tokens")
+    for left in (4000, 1000):
+        second.get_by_role("button", name=f"{left:,} more tokens").click()
+    until(tab, "document.querySelectorAll('section.turn')[1].querySelectorAll('.tok').length > 6e3")
+    record = long_record(5)
+    texts = second.locator(".tok").evaluate_all("spans => spans.map((span) => span.textContent)")
+    assert "".join(texts).replace("↵", "") == record["turns"][1]["response"]
+    assert second.locator(".tok").nth(6998).get_attribute("class") == "tok plain"
+    second.locator(".tok").nth(6999).hover()
+    assert tab.locator("#token").inner_text().startswith('“ "日” · id 6999 · trained')
+    context = turns.nth(1).locator(".context")
+    context.locator("summary").click()
+    for _ in range(3):
+        context.locator("button.more").click()
+        until(tab, "!document.querySelector('.context button.more:disabled')")
+    assert context.locator(".text").inner_text().count("context 1") == 9000
+    assert context.locator("button.more").count() == 0
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -413,10 +447,7 @@ def test_page_is_fast_with_ten_thousand_trajectories(
     tab = opened(page=large_view)
     figures = {"start": 1000 * (time.perf_counter() - started)}
     until(tab, "document.querySelectorAll('section.turn').length > 0")
-    loaded = tab.evaluate(
-        "performance.getEntriesByType('resource').filter((e) => e.name.includes('/chunk')).length"
-    )
-    assert loaded <= 2  # of about a hundred
+    assert tab.evaluate(LOADED) <= 4  # of hundreds
     assert tab.locator("#list .row").count() < 60
     figures["scroll"] = timed(
         tab,

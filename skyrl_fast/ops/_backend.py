@@ -76,6 +76,19 @@ def check_device(op: str, *tensors: torch.Tensor) -> set[torch.device]:
     return devices
 
 
+def break_graph(op: str, what: str) -> None:
+    """Split torch.compile's graph here; with fullgraph=True that is an error with this message.
+
+    Args:
+        op: the op's public name.
+        what: what depends on values, which a graph cannot hold.
+    """
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(
+            msg=f"{op} cannot be part of a full graph: {what} depends on values"
+        )
+
+
 def _transform_of(tensor: torch.Tensor) -> str | None:
     """Return the innermost transform of torch.func that the tensor is inside of.
 

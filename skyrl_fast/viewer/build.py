@@ -1,11 +1,11 @@
-"""Writing of a run's page: the static files, the trajectories in chunks, and the metrics."""
+"""Writing of a run's page: the static files, the trajectories in scripts, and the metrics."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -13,16 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_fast.trajectory_store.parts import NON_FINITE, IndexEntry, parts, read_lines
+from skyrl_fast.trajectory_store.parts import NON_FINITE, parts, read_lines
 from skyrl_fast.trajectory_store.reader import (
     FOLDER,
-    StoredStep,
+    StoredTrajectory,
     invalid_line_error,
     read_part,
     stored_trajectory,
 )
-from skyrl_fast.viewer.columns import Columns, MagnitudeSample, round_significant
-from skyrl_fast.viewer.script import script
+from skyrl_fast.viewer.columns import Columns, MagnitudeSample
+from skyrl_fast.viewer.details import preview, write_details
+from skyrl_fast.viewer.script import CALLBACK, ListScripts, literal, script
 
 PAGE = (
     "index.html",
@@ -31,10 +32,10 @@ PAGE = (
     "app.js",
 )
 MARKER = "skyrl_fast_view.json"  # marks a folder written by this module, and lists its files
-CHUNK_CHARACTERS = 1 << 19  # approximate: a group is never split
+SCRIPT_BYTES = 1 << 18  # of a data file; one with a single item may exceed it
+PREVIEWS_PER_SCRIPT = 512
 SCALE_PERCENT = 99.0  # of the run's tokens are within the colour scale
 SMALLEST_SCALE = 1e-3  # smaller differences are rounding
-_CALLBACK = "skyrlFastView.receive"
 
 
 class ViewError(ValueError):
@@ -47,13 +48,13 @@ class View:
 
     Args:
         page: the file to open.
-        trajectories, chunks: their numbers.
+        trajectories, files: their numbers.
         bytes: total size of all files.
     """
 
     page: Path
     trajectories: int
-    chunks: int
+    files: int
     bytes: int
 
 
@@ -152,24 +153,17 @@ def _remove_earlier(out: Path) -> None:
 def _write(run: Path, folder: Path, out: Path) -> View:
     data = folder / "data"
     data.mkdir()
-    columns = Columns()
-    samples = {"advantage": MagnitudeSample(), "mismatch": MagnitudeSample()}
-    chunks = 0
-    for chunks, group in enumerate(_chunks(run, samples), start=1):
-        for entry, _ in group:
-            columns.add(entry, chunks - 1)
-        details = [detail for _, detail in group]
-        content = script(_CALLBACK, f"chunk{chunks - 1}", details)
-        (data / f"chunk{chunks - 1}.js").write_text(content, encoding="ascii")
+    columns, samples = _write_trajectories(run, data)
     scales = {name: sample.percentile(SCALE_PERCENT) for name, sample in samples.items()}
     summary = {
         "path": str(run),
         "name": _run_name(run) or run.resolve().name,
         "scales": {n: None if s is None else max(s, SMALLEST_SCALE) for n, s in scales.items()},
+        "previews_per_script": PREVIEWS_PER_SCRIPT,
         **columns.as_dict(),
     }
-    (data / "summary.js").write_text(script(_CALLBACK, "summary", summary), encoding="ascii")
-    (data / "metrics.js").write_text(script(_CALLBACK, "metrics", _metrics(run)), encoding="ascii")
+    (data / "summary.js").write_text(script(CALLBACK, "summary", summary), encoding="ascii")
+    (data / "metrics.js").write_text(script(CALLBACK, "metrics", _metrics(run)), encoding="ascii")
     page = files("skyrl_fast.viewer") / "page"
     for name in PAGE:
         (folder / name).write_bytes((page / name).read_bytes())
@@ -178,70 +172,39 @@ def _write(run: Path, folder: Path, out: Path) -> View:
     content = json.dumps({"trajectories": len(columns), "files": names}, indent=1)
     (folder / MARKER).write_text(content + "\n", encoding="ascii")
     size = sum(path.stat().st_size for path in (*written, folder / MARKER))
-    return View(out / "index.html", len(columns), chunks, size)
+    return View(out / "index.html", len(columns), len(written) + 1, size)
 
 
-def _chunks(
-    run: Path, samples: Mapping[str, MagnitudeSample]
-) -> Iterator[list[tuple[IndexEntry, dict[str, Any]]]]:
-    """Yield the entries and details of complete groups, about CHUNK_CHARACTERS at a time."""
-    chunk: list[tuple[IndexEntry, dict[str, Any]]] = []
-    size, group = 0, None
+def _write_trajectories(run: Path, data: Path) -> tuple[Columns, dict[str, MagnitudeSample]]:
+    """Write heads, items and previews of all trajectories; return columns and token values."""
+    columns = Columns()
+    samples = {"advantage": MagnitudeSample(), "mismatch": MagnitudeSample()}
+    heads = ListScripts(data, "heads", SCRIPT_BYTES)
+    items = ListScripts(data, "items", SCRIPT_BYTES)
+    previews: list[str] = []
     for part in parts(run / FOLDER):
         for entry, record in read_part(part):
-            if size > CHUNK_CHARACTERS and group != (part, entry.uid):
-                yield chunk
-                chunk, size = [], 0
-            group = (part, entry.uid)
             try:
-                details = _details(entry, record, samples)
+                trajectory = stored_trajectory(entry, record)
+                head = literal(write_details(trajectory, record, items))
+                previews.append(preview(trajectory))
             except (AttributeError, LookupError, TypeError, ValueError) as error:
                 raise invalid_line_error(part, entry.offset, error) from error
-            chunk.append((entry, details))
-            size += entry.bytes
-    if chunk:
-        yield chunk
+            columns.add(entry, *heads.add(head))
+            _add_samples(trajectory, samples)
+    heads.close()
+    items.close()
+    for number, start in enumerate(range(0, len(previews), PREVIEWS_PER_SCRIPT)):
+        name, texts = f"previews{number}", previews[start : start + PREVIEWS_PER_SCRIPT]
+        (data / f"{name}.js").write_text(script(CALLBACK, name, texts), encoding="ascii")
+    return columns, samples
 
 
-def _details(
-    entry: IndexEntry, record: Mapping[str, Any], samples: Mapping[str, MagnitudeSample]
-) -> dict[str, Any]:
-    """Return what the page shows when the trajectory is opened."""
-    trajectory = stored_trajectory(entry, record)
+def _add_samples(trajectory: StoredTrajectory, samples: Mapping[str, MagnitudeSample]) -> None:
     for step in trajectory.steps:
         trained = step.loss_mask != 0
         samples["advantage"].add(step.advantages[trained])
         samples["mismatch"].add((step.trainer_logprobs - step.rollout_logprobs)[trained])
-    return {
-        "failure": entry.failure,
-        "env_metrics": trajectory.env_metrics,
-        "turns": [
-            {
-                **{name: value for name, value in step.turn.items() if name != "response"},
-                "prompt_shared": tokens["prompt_shared"],
-                "pieces": step.pieces,
-                "ids": step.response_ids,
-                "mask": step.loss_mask.tolist(),
-                **_token_values(step),
-                "versions": tokens["policy_versions"],
-            }
-            for step, tokens in zip(trajectory.steps, record["tokens"], strict=True)
-        ],
-    }
-
-
-def _token_values(step: StoredStep) -> dict[str, list[float | None]]:
-    return {
-        "engine": _rounded_list(step.rollout_logprobs),
-        "trainer": _rounded_list(step.trainer_logprobs),
-        "advantages": _rounded_list(step.advantages),
-    }
-
-
-def _rounded_list(values: np.ndarray) -> list[float | None]:
-    if np.isnan(values).all():
-        return []
-    return [None if np.isnan(value) else round_significant(float(value)) for value in values]
 
 
 def _metrics(run: Path) -> dict[str, Any]:

@@ -32,11 +32,11 @@ class Columns:
     def __init__(self) -> None:
         self._names: dict[str, dict[str, int]] = {name: {} for name in CATEGORICAL}
         self._columns: dict[str, list[Any]] = {
-            name: [] for name in (*CATEGORICAL, *NUMERIC, "chunk")
+            name: [] for name in (*CATEGORICAL, *NUMERIC, "script", "place")
         }
 
-    def add(self, entry: IndexEntry, chunk: int) -> None:
-        """Append the entry of a trajectory whose details are in this chunk."""
+    def add(self, entry: IndexEntry, script: int, place: int) -> None:
+        """Append the entry of a trajectory whose head is at this place of this script."""
         for name in CATEGORICAL:
             text = str(getattr(entry, name))
             if name == "failure":
@@ -48,10 +48,11 @@ class Columns:
             self._columns[name].append(
                 round_significant(value) if isinstance(value, float) else value
             )
-        self._columns["chunk"].append(chunk)
+        self._columns["script"].append(script)
+        self._columns["place"].append(place)
 
     def __len__(self) -> int:  # noqa: D105
-        return len(self._columns["chunk"])
+        return len(self._columns["script"])
 
     def as_dict(self) -> dict[str, Any]:
         """Return names and columns."""

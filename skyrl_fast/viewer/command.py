@@ -30,7 +30,7 @@ def view(options: argparse.Namespace) -> int:
         sys.stderr.write(f"skyrl-fast: {printable(str(error), MAX_FAILURE)}\n")
         return EXIT_USAGE
     sys.stdout.write(
-        f"{built.trajectories} trajectories in {built.chunks} chunks, "
+        f"{built.trajectories} trajectories in {built.files} files, "
         f"{built.bytes / _MIB:.1f} MiB\n"
         f"open {built.page.resolve().as_uri()}\n"
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
+
+CALLBACK = "skyrlFastView.receive"
 
 
 def script(call: str, *arguments: Any) -> str:
@@ -16,8 +19,50 @@ def script(call: str, *arguments: Any) -> str:
         >>> script("f", {"a": "</script>"})
         'f("{\\"a\\":\\"\\u003c/script>\\"}");\n'
     """
-    literals = []
-    for value in arguments:
-        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-        literals.append(json.dumps(text).replace("<", "\\u003c"))
-    return f"{call}({','.join(literals)});\n"
+    literals = ",".join(f'"{literal(value)}"' for value in arguments)
+    return f"{call}({literals});\n"
+
+
+def literal(value: Any) -> str:
+    """Return the value's JSON as the inside of a JavaScript string, in ASCII without `<`."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return json.dumps(text)[1:-1].replace("<", "\\u003c")
+
+
+class ListScripts:
+    """A long list in numbered scripts of bounded size, such as part0.js and part1.js.
+
+    Args:
+        folder: where the scripts are written.
+        name: the scripts' names without the number.
+        limit: bytes of a script; a single item that exceeds it has a script of its own.
+    """
+
+    def __init__(self, folder: Path, name: str, limit: int) -> None:
+        self._folder, self._name, self._limit = folder, name, limit
+        self._literals: list[str] = []
+        self._size = 0
+        self._number = 0
+
+    def keep_together(self, size: int) -> None:
+        """Start another script if the next items, of this size, fit into one, but not into this."""
+        if size <= self._limit < self._size + size:
+            self.close()
+
+    def add(self, item: str) -> tuple[int, int]:
+        """Append an item, given as a `literal`; return its script's number and its place there."""
+        if self._size + len(item) > self._limit:
+            self.close()
+        self._literals.append(item)
+        self._size += len(item) + 1
+        return self._number, len(self._literals) - 1
+
+    def close(self) -> None:
+        """Write the items that are not written yet."""
+        if not self._literals:
+            return
+        name = f"{self._name}{self._number}"
+        content = f'{CALLBACK}("{literal(name)}","[{",".join(self._literals)}]");\n'
+        (self._folder / f"{name}.js").write_text(content, encoding="ascii")
+        self._literals, self._size = [], 0
+        self._number += 1

@@ -84,10 +84,11 @@ ORIGINALS = Originals()
 
 
 def find(target: Target) -> tuple[Any, Callable[..., Any]] | None:
-    """Return the module and SkyRL's function, or None if either is missing."""
+    """Return the module and SkyRL's function, or None if either cannot be imported."""
     try:
         module = importlib.import_module(target.module)
-    except ImportError:
+    except Exception as error:  # any error of an import, such as pydantic's on an older Python
+        logger.debug("%s: %s: %s", target.module, type(error).__name__, error)
         return None
     owner: Any = module
     for part in target.name.split(".")[:-1]:

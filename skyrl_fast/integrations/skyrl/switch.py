@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import platform
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -21,6 +22,7 @@ from skyrl_fast.integrations.skyrl.on_import import ImportWatch
 from skyrl_fast.integrations.skyrl.replacement import ORIGINALS, Counts, find, version_label
 from skyrl_fast.integrations.skyrl.report import Report, Row, SkyRLFastWarning
 from skyrl_fast.integrations.skyrl.source import undecorated
+from skyrl_fast.printable import printable
 
 OURS = "skyrl_fast"
 MODES = ("compat", "fixed")
@@ -55,7 +57,8 @@ def install(
         The functions that were replaced, those that were not, and why.
 
     Raises:
-        ImportError: there is no SkyRL.
+        ImportError: there is no SkyRL, or its trainer or its generator fails to be imported, for
+            example because this SkyRL needs another Python.
         ValueError: an unknown mode or rule, or rules with "compat".
 
     Warns:
@@ -70,7 +73,7 @@ def install(
     uninstall()
     ORIGINALS.rules = frozenset(chosen)
     version = _version()
-    failures = _load_entry_modules()
+    failures = _load_entry_modules(version)
     rows = _replace(_targets(chosen), chosen)
     rows += [Row(name, "kept", why) for name, why in KEPT.items()]
     _report = Report(mode, version, chosen, tuple(rows))
@@ -183,6 +186,8 @@ def _version() -> str:
         raise ImportError(
             "install: SkyRL cannot be imported; install `skyrl`, or put it on the path"
         ) from error
+    except Exception as error:  # any error of an import
+        raise _import_error(PACKAGE, "", error) from error
     version = getattr(module, "__version__", None)
     if version is not None:
         return str(version)
@@ -192,14 +197,30 @@ def _version() -> str:
         return "of unknown version"
 
 
-def _load_entry_modules() -> list[str]:
+def _load_entry_modules(version: str) -> list[str]:
+    """Return which modules are missing or lack a package; one that fails otherwise is an error."""
     failures = []
     for name in ENTRY_MODULES:
         try:
             importlib.import_module(name)
-        except Exception as error:  # any error of an import is reported
+        except ImportError as error:
             failures.append(f"{name}: {type(error).__name__}: {error}")
+        except Exception as error:  # any error of an import
+            raise _import_error(name, version, error) from error
     return failures
+
+
+def _import_error(module: str, version: str, error: Exception) -> ImportError:
+    """Return the error for a module of SkyRL's that fails; it names the Python that SkyRL needs."""
+    reason = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0])}"
+    try:
+        needed = f" (SkyRL's package needs Python {metadata.metadata(PACKAGE)['Requires-Python']})"
+    except (metadata.PackageNotFoundError, KeyError):
+        needed = ""
+    return ImportError(
+        f"install: {module} of SkyRL {version or 'of unknown version'} cannot be imported in "
+        f"Python {platform.python_version()}{needed}: {reason}"
+    )
 
 
 def _replace(targets: Iterable[Target], rules: tuple[str, ...]) -> list[Row]:

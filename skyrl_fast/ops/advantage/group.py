@@ -74,6 +74,7 @@ def group_advantage(
         ...                 is_last_step=[False, True, True])
         tensor([ 0.7071,  0.7071, -0.7071])
     """
+    _backend.break_graph(OP, "which rows form a group")
     _check_estimator(estimator)
     ids = check_row_ids(OP, "group_ids", group_ids)
     rows = check_rows(OP, rewards, ids.numel(), is_last_step, response_mask, cu_seqlens)

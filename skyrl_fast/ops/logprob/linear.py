@@ -79,6 +79,7 @@ def linear_logprob(
         >>> linear_logprob(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3]))
         tensor([-1.3863])
     """
+    _backend.break_graph(OP, "which rows are computed")
     _check_linear(hidden, lm_head_weight, target_ids, loss_mask, temperature, chunk_rows)
     kept = kept_sets(OP, kept_ids, cu_kept, target_ids)
     inputs = (hidden, lm_head_weight, target_ids)

@@ -255,6 +255,7 @@ def _built_in(
     selected = None
     if isinstance(settings, (ClipCov, KlCov)):
         assert adv is not None
+        _backend.break_graph("policy_loss", "which tokens clip_cov and kl_cov select")
         selected = reference.select_by_covariance(
             *(settings, current, current if old is None else old, adv, cells.policy_mask != 0),
             generator,

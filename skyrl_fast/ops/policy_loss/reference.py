@@ -378,14 +378,23 @@ def select_by_covariance(
     The covariance of a token is the product of the centred advantage and the centred logprob over
     the trained tokens given. clip_cov draws max(1, share * tokens) among those strictly between
     its bounds that PPO's clip leaves alone; kl_cov takes the max(1, share * tokens) largest.
+
+    Computed in float32 (float64 for float64) in the order of SkyRL's sums, kl_cov's over the
+    trained tokens, clip_cov's over all cells: where all advantages are equal the covariance is
+    rounding, and on the CPU the tokens are SkyRL's.
     """
     cells = live.nonzero(as_tuple=True)
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
     inputs = (logprobs, old_logprobs, advantages)
-    current, old, adv = (x.detach()[cells].double() for x in inputs)
+    current, old, adv = (x.detach()[cells].to(dtype) for x in inputs)
     selected = torch.zeros_like(live)
     if current.numel() == 0:
         return selected
-    covariance = (adv - adv.mean()) * (current - current.mean())
+    adv_mean, current_mean = adv.mean(), current.mean()
+    if isinstance(settings, ClipCov):
+        padded = (torch.where(live, x.detach().to(dtype), 0) for x in (advantages, logprobs))
+        adv_mean, current_mean = (x.sum() / live.sum() for x in padded)
+    covariance = (adv - adv_mean) * (current - current_mean)
     if isinstance(settings, KlCov):
         num = max(1, int(current.numel() * settings.kl_cov_frac))
         picked = torch.topk(covariance, min(num, current.numel())).indices

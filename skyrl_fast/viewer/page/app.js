@@ -29,10 +29,11 @@
     byId("spoken").textContent = text;
   };
 
-  function showError(error) {
+  /** Show an error's message above the page. */
+  SF.showProblem = function (error) {
     byId("problem").textContent = error.message;
     byId("problem").hidden = false;
-  }
+  };
 
   function open(index) {
     const number = ++wanted;
@@ -43,8 +44,8 @@
       if (number !== wanted) return; // superseded by a later request
       byId("problem").hidden = true;
       shown = SF.showTrajectory(byId("body"), index, details, state.mode, showToken);
-      SF.showGroup(byId("group"), index, SF.loadTrajectory, open);
-    }, showError);
+      SF.showGroup(byId("group"), index, open);
+    }, SF.showProblem);
   }
 
   function showToken(text, spoken) {
@@ -99,7 +100,7 @@
         SF.loadData("metrics").then((metrics) =>
           SF.showCharts(byId("panel-charts"), metrics, pickStep),
         );
-      charts.catch(showError);
+      charts.catch(SF.showProblem);
     } else if (state.index >= 0) history.replaceState(null, "", `#/${state.index}`);
   }
 
@@ -245,5 +246,5 @@
   } catch {
     // As above.
   }
-  SF.loadData("summary").then(start).catch(showError);
+  SF.loadData("summary").then(start).catch(SF.showProblem);
 })(skyrlFastView);

@@ -1,10 +1,11 @@
-// The run's data: the summary at the start, the trajectories in chunks on request.
+// The run's data: the summary at the start; heads, items and previews of trajectories on request.
 "use strict";
 
 (function (SF) {
-  const KEPT_CHUNKS = 16; // parsed; the least recently used is dropped first
+  const KEPT_LISTS = 32; // parsed; the least recently used is dropped first
   const waiting = new Map(); // name -> function to call with the data
-  const chunks = new Map(); // number -> promise, in order of use
+  const lists = new Map(); // name -> promise, in order of use
+  let previewsPerScript = 1;
 
   /** Called by every data file; the text is parsed as JSON, never run. */
   SF.receive = function (name, text) {
@@ -31,36 +32,48 @@
     });
   };
 
-  function chunk(number) {
-    const found = chunks.get(number) || SF.loadData(`chunk${number}`);
-    chunks.delete(number);
-    chunks.set(number, found);
-    found.catch(() => chunks.delete(number));
-    if (chunks.size > KEPT_CHUNKS) chunks.delete(chunks.keys().next().value);
+  function loadList(name) {
+    const found = lists.get(name) || SF.loadData(name);
+    lists.delete(name);
+    lists.set(name, found);
+    found.catch(() => lists.delete(name));
+    if (lists.size > KEPT_LISTS) lists.delete(lists.keys().next().value);
     return found;
   }
 
-  /** Store the summary: the columns, and each trajectory's position in its chunk. */
+  /** Store the summary: the run's name and scales, and the columns. */
   SF.setSummary = function (summary) {
     const { columns, names } = summary;
     SF.run = { name: summary.name, path: summary.path, scales: summary.scales };
     SF.columns = columns;
     SF.names = names;
-    SF.total = columns.chunk.length;
-    const place = new Int32Array(SF.total);
-    for (let i = 1; i < SF.total; i++) {
-      place[i] = columns.chunk[i] === columns.chunk[i - 1] ? place[i - 1] + 1 : 0;
-    }
-    SF.place = place;
+    SF.total = columns.script.length;
+    previewsPerScript = summary.previews_per_script;
   };
 
   /** Return a trajectory's value in a column of names. */
   SF.word = (name, index) => SF.names[name][SF.columns[name][index]];
   SF.value = (name, index) => SF.columns[name][index];
 
-  /** Return a promise of a trajectory's details: texts and tokens. */
-  SF.loadTrajectory = (index) =>
-    chunk(SF.columns.chunk[index]).then((details) => details[SF.place[index]]);
+  /** Return a promise of a trajectory's head: its turns, with addresses of texts and tokens. */
+  SF.loadHead = (index) =>
+    loadList(`heads${SF.value("script", index)}`).then((heads) => heads[SF.value("place", index)]);
+
+  /** Return a promise of a slice of a text, or of the tokens of a slice of a response. */
+  SF.loadItem = ([script, place]) => loadList(`items${script}`).then((items) => items[place]);
+
+  /** Return a promise of the first items of a turn's response and observation. */
+  SF.loadTurn = async function (turn) {
+    const first = (addresses) => (addresses.length ? SF.loadItem(addresses[0]) : null);
+    const [response, observation] = await Promise.all([first(turn.tokens), first(turn.observation)]);
+    return { response, observation };
+  };
+
+  /** Return a promise of the start of a trajectory's last response. */
+  SF.loadPreview = (index) =>
+    loadList(`previews${Math.floor(index / previewsPerScript)}`).then(
+      (previews) => previews[index % previewsPerScript],
+    );
 
   /** Return the first trajectory of a group, and the end; members are adjacent. */
   SF.groupOf = function (index) {

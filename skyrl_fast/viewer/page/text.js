@@ -40,7 +40,6 @@ var skyrlFastView = window.skyrlFastView || {};
     0xfeff: "byte order mark",
   };
   const FIRST_CHARACTERS = 4000; // of a text, shown at once
-  const MORE_CHARACTERS = 100000;
 
   /** Create an element; attributes by name, children are elements or strings. */
   SF.el = function (tag, attributes, ...children) {
@@ -111,9 +110,11 @@ var skyrlFastView = window.skyrlFastView || {};
     return found === JOINER && EMOJI_BEFORE.test(text.slice(Math.max(0, at - 8), at));
   }
 
-  /** Create a block of text; a long text is shown in parts, on request. */
-  SF.textBlock = function (text, attributes) {
-    const block = SF.el("div", { class: "text", dir: "auto", ...attributes });
+  /** Create a block of text; a long text is shown in parts, on request.
+   * `addresses` are those of the text's next slices.
+   */
+  SF.textBlock = function (text, addresses = []) {
+    const block = SF.el("div", { class: "text", dir: "auto" });
     // Empty lines at both ends are shown as a count.
     const breaks = (count) =>
       SF.el(
@@ -122,27 +123,44 @@ var skyrlFastView = window.skyrlFastView || {};
         count > 3 ? ` ↵×${count} ` : "↵".repeat(count),
       );
     const blank = /^\n*/.exec(text)[0].length;
-    const last = Math.max(blank, text.length - /\n*$/.exec(text)[0].length);
+    const lastShown = () =>
+      addresses.length ? text.length : Math.max(blank, text.length - /\n*$/.exec(text)[0].length);
+    let last = lastShown();
     if (blank) block.append(breaks(blank));
     const add = (from, count) => {
       const part = safeSlice(text, from, Math.min(last, from + count));
       SF.addText(block, part);
       const end = from + part.length;
-      if (end >= last) {
+      if (end >= last && !addresses.length) {
         if (last < text.length) block.append(breaks(text.length - last));
         return;
       }
-      const left = last - end;
+      const left = last - end + addresses.reduce((sum, [, , characters]) => sum + characters, 0);
       const more = SF.el(
         "button",
         { class: "more", type: "button" },
-        `${SF.count(Math.min(left, MORE_CHARACTERS))} more of ${SF.count(left)} characters`,
+        `${SF.count(end < last ? last - end : addresses[0][2])} more of ${SF.count(left)} characters`,
       );
       more.addEventListener("click", () => {
-        more.remove();
-        add(end, MORE_CHARACTERS);
+        more.disabled = true;
+        const grown = end < last ? Promise.resolve() : SF.loadItem(addresses[0]).then(grow);
+        grown.then(
+          () => {
+            more.remove();
+            add(end, text.length);
+          },
+          (error) => {
+            more.disabled = false;
+            SF.showProblem(error);
+          },
+        );
       });
       block.append(more);
+    };
+    const grow = (slice) => {
+      text += slice;
+      addresses = addresses.slice(1);
+      last = lastShown();
     };
     add(blank, FIRST_CHARACTERS);
     return block;

@@ -4,7 +4,6 @@
 (function (SF) {
   const LEVELS = 5; // shades on each side of the scale
   const NEUTRAL = 0.004; // of the scale; smaller values have no colour
-  const FIRST_TOKENS = 3000; // of a response, shown at once
   // Thresholds between the shades: the token's probability when it was sampled.
   const PROBABILITIES = [0.9, 0.5, 0.2, 0.05, 0.01];
 
@@ -16,22 +15,22 @@
     age: { key: "4", name: "staleness" },
   };
 
-  /** Return all values of a token. */
-  SF.tokenValues = function (turn, i) {
+  /** Return all values of token `i` of an item; `version` is the turn's policy version. */
+  function tokenValues(item, i, version) {
     const at = (list) => (list.length ? list[i] : null);
-    const engine = at(turn.engine);
-    const trainer = at(turn.trainer);
+    const engine = at(item.engine);
+    const trainer = at(item.trainer);
     return {
-      id: turn.ids[i],
-      text: turn.pieces[i],
-      trained: turn.mask[i] === 1,
+      id: item.ids[i],
+      text: item.pieces[i],
+      trained: item.mask[i] === 1,
       engine,
       trainer,
-      advantage: at(turn.advantages),
+      advantage: at(item.advantages),
       mismatch: engine === null || trainer === null ? null : trainer - engine,
-      version: turn.versions.length ? turn.versions[i] : turn.policy_version,
+      version: item.versions.length ? item.versions[i] : version,
     };
-  };
+  }
 
   /** Return the shade of a signed value; it grows with the root, so that small values differ too. */
   function diverging(value, scale) {
@@ -79,17 +78,20 @@
     return parts.join(" · ");
   };
 
-  /** Create the response of a turn as tokens; arrow keys move between them. */
-  SF.tokenBlock = function (turn, number, trainedVersion, showToken) {
+  /** Create the response of a turn as tokens, the first item's and others on request; arrow keys
+   * move between them.
+   */
+  SF.tokenBlock = function (turn, first, number, trainedVersion, showToken) {
     const block = SF.el("div", {
       class: "text tokens",
       dir: "auto",
       tabindex: "0",
       role: "group",
-      "aria-label": `Response of turn ${number + 1}: ${turn.ids.length} tokens; left and right arrow keys move between them`,
+      "aria-label": `Response of turn ${number + 1}: ${turn.response_tokens} tokens; left and right arrow keys move between them`,
     });
     const spans = [];
-    const values = (i) => SF.tokenValues(turn, i);
+    const places = []; // of each token that is shown: its item, and where in it
+    const values = (i) => tokenValues(...places[i], turn.policy_version);
     let here = -1;
     const select = (i, spoken) => {
       if (here >= 0 && spans[here]) spans[here].classList.remove("here");
@@ -99,36 +101,47 @@
       showToken(SF.tokenLine(values(i), trainedVersion), spoken);
       if (spoken) spans[i].scrollIntoView({ block: "nearest" });
     };
-    const add = (from) => {
-      const end = Math.min(turn.ids.length, from + FIRST_TOKENS);
-      for (let i = from; i < end; i++) {
-        const span = SF.el("span", { class: turn.mask[i] ? "tok" : "tok plain" });
-        span.dataset.i = i;
-        spans.push(SF.addText(span, turn.pieces[i], { newlines: true }));
+    const add = (item, next) => {
+      item.pieces.forEach((piece, i) => {
+        const span = SF.el("span", { class: "tok" });
+        span.dataset.i = spans.length;
+        places.push([item, i]);
+        spans.push(SF.addText(span, piece, { newlines: true }));
         block.append(span);
-      }
-      if (end === turn.ids.length) return;
+      });
+      if (next >= turn.tokens.length) return;
+      const left = turn.tokens.slice(next).reduce((sum, [, , tokens]) => sum + tokens, 0);
       const more = SF.el(
         "button",
         { class: "more", type: "button" },
-        `${SF.count(turn.ids.length - end)} more tokens`,
+        `${SF.count(left)} more tokens`,
       );
       more.addEventListener("click", () => {
-        more.remove();
-        add(end);
-        paint(block.dataset.mode);
+        more.disabled = true;
+        SF.loadItem(turn.tokens[next]).then(
+          (found) => {
+            more.remove();
+            add(found, next + 1);
+            paint(block.dataset.mode);
+          },
+          (error) => {
+            more.disabled = false;
+            SF.showProblem(error);
+          },
+        );
       });
       block.append(more);
     };
     const paint = (mode) => {
       block.dataset.mode = mode;
       spans.forEach((span, i) => {
-        const level = shade(mode, values(i), trainedVersion);
-        const base = turn.mask[i] ? "tok" : "tok plain";
+        const token = values(i);
+        const level = shade(mode, token, trainedVersion);
+        const base = token.trained ? "tok" : "tok plain";
         span.className = base + (level ? ` ${level}` : "") + (i === here ? " here" : "");
       });
     };
-    add(0);
+    if (first) add(first, 1);
     block.addEventListener("mouseover", (event) => {
       const span = event.target.closest(".tok");
       if (span) showToken(SF.tokenLine(values(Number(span.dataset.i)), trainedVersion), false);

@@ -2,8 +2,23 @@
 "use strict";
 
 (function (SF) {
-  const MAX_METRICS = 40; // environment metrics shown
   const PREVIEW = 160; // characters of another trajectory's last response
+
+  let observer = null; // of the turns that are loaded when they become visible
+
+  /** Return a promise of a trajectory's head, and of the turns whose items are in its first script. */
+  SF.loadTrajectory = async function (index) {
+    const head = await SF.loadHead(index);
+    const start = head.turns.map(firstScript).find((script) => script !== null);
+    const near = head.turns.filter((turn) => (firstScript(turn) ?? start) === start);
+    const loaded = await Promise.all(near.map(SF.loadTurn));
+    return { ...head, loaded: new Map(near.map((turn, i) => [turn, loaded[i]])) };
+  };
+
+  function firstScript(turn) {
+    const address = turn.tokens[0] || turn.observation[0];
+    return address ? address[0] : null;
+  }
 
   /** Fill the reading pane. `showToken(text, spoken)` is called with a token's description. */
   SF.showTrajectory = function (pane, index, details, mode, showToken) {
@@ -44,13 +59,35 @@
       1e-9,
       ...details.turns.map((turn) => turn.llm_seconds + turn.env_seconds),
     );
+    const pending = new Map(); // section -> how to fill it
+    if (observer) observer.disconnect();
+    observer = new IntersectionObserver(
+      (entries) => entries.filter((one) => one.isIntersecting).forEach((one) => load(one.target)),
+      { root: pane, rootMargin: "100% 0%" },
+    );
+    const load = (section) => {
+      observer.unobserve(section);
+      const { turn, fill } = pending.get(section);
+      SF.loadTurn(turn).then(fill, SF.showProblem);
+    };
     details.turns.forEach((turn, number) => {
       const before = number ? details.turns[number - 1] : null;
-      const block = SF.tokenBlock(turn, number, version, showToken);
-      blocks.push(block);
-      pane.append(turnSection(turn, number, details.turns.length, before, block, longest));
+      const section = turnSection(turn, number, details.turns.length, before, longest);
+      const fill = ({ response, observation }) => {
+        const block = SF.tokenBlock(turn, response, number, version, showToken);
+        blocks.push(block);
+        block.paint(mode);
+        fillTurn(section, turn, block, observation);
+      };
+      pane.append(section);
+      if (details.loaded.has(turn)) fill(details.loaded.get(turn));
+      else {
+        section.classList.add("pending");
+        pending.set(section, { turn, fill });
+        observer.observe(section);
+      }
     });
-    const metrics = Object.entries(details.env_metrics || {}).slice(0, MAX_METRICS);
+    const metrics = Object.entries(details.env_metrics);
     if (metrics.length) {
       const list = SF.el("dl", { class: "metrics" });
       for (const [name, value] of metrics) {
@@ -74,8 +111,10 @@
         ),
       );
     }
-    const paint = (next) => blocks.forEach((block) => block.paint(next));
-    paint(mode);
+    const paint = (next) => {
+      mode = next;
+      blocks.forEach((block) => block.paint(mode));
+    };
     pane.scrollTop = 0;
     return { paint };
   };
@@ -88,22 +127,22 @@
         SF.el("div", { class: kind || "" }, SF.el("dt", {}, name), SF.el("dd", {}, text)),
       );
     attribute("reward", SF.number(value("reward")), value("reward") > 0 ? "good" : "bad");
-    if (phase !== "eval") fact("advantage", SF.number(value("advantage")));
+    if (phase !== "eval") attribute("advantage", SF.number(value("advantage")));
     attribute("ended by", SF.inLine(SF.word("stop_reason", index), 60));
     attribute(phase === "eval" ? "evaluation" : "step", String(value("step")));
-    if (value("policy_version") !== null) fact("policy", String(value("policy_version")));
-    if (value("staleness") !== null) fact("staleness", SF.plural(value("staleness"), "update"));
+    if (value("policy_version") !== null) attribute("policy", String(value("policy_version")));
+    if (value("staleness") !== null) attribute("staleness", SF.plural(value("staleness"), "update"));
     attribute(
       "tokens",
       `${SF.count(value("tokens"))}${phase === "eval" ? "" : `, ${SF.count(value("trained_tokens"))} trained`}`,
     );
     attribute("time", SF.seconds(value("seconds")));
     attribute("environment", SF.inLine(SF.word("env_class", index), 60));
-    if (SF.word("data_source", index)) fact("data", SF.inLine(SF.word("data_source", index), 60));
+    if (SF.word("data_source", index)) attribute("data", SF.inLine(SF.word("data_source", index), 60));
     return list;
   }
 
-  function turnSection(turn, number, total, before, block, longest) {
+  function turnSection(turn, number, total, before, longest) {
     const section = SF.el("section", {
       class: "turn",
       tabindex: "-1",
@@ -124,19 +163,23 @@
         times(turn, longest),
       ),
       context(turn, number, before),
-      SF.el("div", { class: "said agent" }, SF.el("h4", {}, "agent"), block),
     );
-    if (turn.observation) {
+    return section;
+  }
+
+  function fillTurn(section, turn, block, observation) {
+    section.classList.remove("pending");
+    section.append(SF.el("div", { class: "said agent" }, SF.el("h4", {}, "agent"), block));
+    if (turn.observation.length) {
       section.append(
         SF.el(
           "div",
           { class: "said env" },
           SF.el("h4", {}, "environment"),
-          SF.textBlock(turn.observation),
+          SF.textBlock(observation, turn.observation.slice(1)),
         ),
       );
     }
-    return section;
   }
 
   /** Create the context of a turn: open in the first turn, marked where it was rewritten. */
@@ -154,8 +197,18 @@
       { class: `said context${rewritten ? " rewritten" : ""}` },
       SF.el("summary", {}, title),
     );
+    let filled = false;
     const fill = () => {
-      if (details.open && details.children.length === 1) details.append(SF.textBlock(turn.context));
+      if (!details.open || filled) return;
+      filled = true;
+      if (!turn.context.length) return details.append(SF.textBlock(""));
+      SF.loadItem(turn.context[0]).then(
+        (text) => details.append(SF.textBlock(text, turn.context.slice(1))),
+        (error) => {
+          filled = false;
+          SF.showProblem(error);
+        },
+      );
     };
     details.addEventListener("toggle", fill);
     details.open = number === 0;
@@ -180,7 +233,7 @@
   }
 
   /** List the group's trajectories, each with its last response; `open(index)` shows one. */
-  SF.showGroup = function (pane, index, load, open) {
+  SF.showGroup = function (pane, index, open) {
     const [first, end] = SF.groupOf(index);
     const rewards = SF.columns.reward.slice(first, end).filter((reward) => reward !== null);
     const mean = rewards.reduce((sum, reward) => sum + reward, 0) / Math.max(1, rewards.length);
@@ -227,13 +280,7 @@
       button.addEventListener("click", () => open(i));
       items.append(SF.el("li", {}, button));
       if (i === index) requestAnimationFrame(() => button.scrollIntoView({ block: "nearest" }));
-      load(i).then(
-        (details) => {
-          const last = details.turns[details.turns.length - 1];
-          if (last) preview.append(SF.inLine(last.pieces.join("").slice(0, 4 * PREVIEW), PREVIEW));
-        },
-        () => {},
-      ); // reported when the trajectory itself is opened
+      SF.loadPreview(i).then((text) => preview.append(SF.inLine(text, PREVIEW)), SF.showProblem);
     }
   };
 })(skyrlFastView);

@@ -1,0 +1,98 @@
+"""torch.compile of the ops: sizes and temperatures that change, and what no graph can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from _losses import batch
+
+from skyrl_fast import (
+    group_advantage,
+    linear_logprob,
+    masked_logprob_loss,
+    policy_loss,
+    selected_logprob,
+)
+
+G = torch.Generator().manual_seed(5)
+
+
+@pytest.fixture(autouse=True)
+def fresh_graphs() -> None:
+    torch._dynamo.reset()
+
+
+def logits_and_targets(rows: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = torch.randn(rows, vocab, generator=G).requires_grad_()
+    return logits, torch.randint(0, vocab, (rows,), generator=G)
+
+
+def graphs_of(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> int:
+    """Return how many graphs these calls compiled; values and gradients must be those of eager."""
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for x, *others in calls:
+        want, got = function(x, *others), compiled(x, *others)
+        torch.testing.assert_close(got, want)
+        grads = [torch.autograd.grad(value.sum(), x)[0] for value in (want, got)]
+        torch.testing.assert_close(grads[1], grads[0])
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.spec("tensors.compile")
+def test_sizes_that_change_share_a_graph() -> None:
+    pairs = [logits_and_targets(*shape) for shape in ((5, 7), (9, 7), (4, 11))]
+    assert graphs_of(lambda x, t: selected_logprob(x, t, temperature=0.7), pairs) == 1
+
+    def fused(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        old = torch.zeros(x.shape[0])
+        return masked_logprob_loss(x, t, old, old + 0.5, old + 1).loss
+
+    assert graphs_of(fused, pairs) == 1
+    batches = [batch(shape) for shape in ((3, 20), (5, 9))]
+    cells = [
+        (d["logprobs"].requires_grad_(), d["old"], d["advantages"], d["mask"]) for d in batches
+    ]
+    assert graphs_of(lambda *cells: policy_loss(*cells).loss, cells) == 1
+
+
+@pytest.mark.spec("tensors.compile")
+@pytest.mark.parametrize("op", ["selected_logprob", "masked_logprob_loss"])
+def test_each_temperature_is_compiled_once_and_none_is_stale(op: str) -> None:
+    def value(x: torch.Tensor, t: torch.Tensor, temperature: float) -> torch.Tensor:
+        if op == "selected_logprob":
+            return selected_logprob(x, t, temperature=temperature)
+        old = torch.zeros(x.shape[0])
+        return masked_logprob_loss(x, t, old, old + 0.5, temperature=temperature).loss
+
+    data = logits_and_targets(5, 7)
+    calls = [(*data, temperature) for temperature in (0.5, 0.7, 1.0, 0.5, 1.0, 0.7, 0.5)]
+    assert graphs_of(value, calls) == 3
+
+
+NO_GRAPH: dict[str, Callable[[], torch.Tensor]] = {
+    "linear_logprob cannot be part of a full graph": lambda: linear_logprob(
+        torch.ones(3, 2), torch.eye(4, 2), torch.tensor([0, 1, 2])
+    ),
+    "group_advantage cannot be part of a full graph": lambda: group_advantage(
+        torch.arange(4.0), torch.tensor([0, 0, 1, 1])
+    ),
+    "which tokens clip_cov and kl_cov select depends on values": lambda: (
+        policy_loss(
+            *(torch.full((2, 3), value) for value in (-1.0, -1.1, 0.5, 1.0)), loss="kl_cov"
+        ).loss
+    ),
+}
+
+
+@pytest.mark.spec("tensors.compile")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.parametrize("message", NO_GRAPH)
+def test_what_a_graph_cannot_hold_is_an_error_or_a_break(message: str) -> None:
+    call = NO_GRAPH[message]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"Message: .*{message}"):
+        torch.compile(call, fullgraph=True, backend="aot_eager")()
+    assert torch.equal(torch.compile(call, backend="aot_eager")(), call())

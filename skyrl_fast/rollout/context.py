@@ -6,6 +6,7 @@ Three kinds with one interface: `prompt_token_ids` returns a turn's prompt; `add
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +19,10 @@ FIRST_FACTORS = (8, 64)  # characters per token of which a long text is tokenise
 MARGIN = 64  # tokens that the end of a cut text may change
 # Marks the place of the model's answer in a rendered template.
 _ANSWER = "ANSWER-4f1c9b"
+# Divides the name of a control token in a text, so that its parts are encoded separately. Unicode
+# guarantees that these code points are no characters.
+_BREAK = "\ufdd0\ufdd1"
+_NOT_TEXT = frozenset(("role", "type", "id"))  # keys of a message
 
 
 class ContextError(RuntimeError):
@@ -134,6 +139,7 @@ class _Template:
         max_length: int | None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._control_tokens = _control_tokens(tokenizer)
         self._max_length = max_length
         self._chat_template = chat_template
         self._kwargs = kwargs
@@ -172,12 +178,34 @@ class _Template:
 
     def _encoded(self, text: str) -> list[int]:
         try:
-            return list(self.tokenizer.encode(text, add_special_tokens=False))
+            return [
+                token_id
+                for part in text.split(_BREAK)
+                for token_id in self.tokenizer.encode(part, add_special_tokens=False)
+            ]
         except Exception as error:  # a lone surrogate, for example, is in no vocabulary
             raise ContextError(
                 f"the tokenizer refuses the messages' text ({len(text)} characters): "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+    def without_control_tokens(self, value: Any) -> Any:
+        """Return a text, or a message with all its texts, whose control tokens will be text.
+
+        What an environment or a model writes must not begin or end a turn: `<|im_end|>` from a web
+        page is ten characters. `token_ids` encodes the name of a control token in two parts, of
+        which none is a control token.
+        """
+        if isinstance(value, str):
+            return self._control_tokens.sub(lambda m: m[0][0] + _BREAK + m[0][1:], value)
+        if isinstance(value, Mapping):
+            return {
+                key: item if key in _NOT_TEXT else self.without_control_tokens(item)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.without_control_tokens(item) for item in value]
+        return value
 
     def after_answer(
         self, prompt: Sequence[Message], answer: Message, observation: Sequence[Message]
@@ -204,6 +232,14 @@ class _Template:
         return closed + after[len(before) :]
 
 
+def _control_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Return a pattern of the names of the special tokens; those of one character stay."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    names = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+    ordered = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+
 def _text_after(marker: str, text: str) -> str:
     _, found, rest = text.rpartition(marker)
     if not found:
@@ -228,12 +264,13 @@ class _AppendContext:
         return list(self._token_ids)
 
     def add_response(self, token_ids: Sequence[int], message: Message, *, replaced: bool) -> None:
-        self._answer = message
-        text = message_text(message)
+        self._answer = self._render.without_control_tokens(message)
+        text = message_text(self._answer)
         self._token_ids += self._render.token_ids(text) if replaced else token_ids
 
     def add_observation(self, messages: Sequence[Message]) -> None:
-        text = self._render.after_answer(self._messages, self._answer, messages)
+        observation = self._render.without_control_tokens(messages)
+        text = self._render.after_answer(self._messages, self._answer, observation)
         tokenizer = self._render.tokenizer
         if self._token_ids[-1:] == [tokenizer.eos_token_id]:
             # The answer ends with its end token; some templates write a space before it.
@@ -253,10 +290,10 @@ class _RetemplateContext:
         return self._render.token_ids(self._render.text(self._messages))
 
     def add_response(self, token_ids: Sequence[int], message: Message, *, replaced: bool) -> None:
-        self._messages.append(message)
+        self._messages.append(self._render.without_control_tokens(message))
 
     def add_observation(self, messages: Sequence[Message]) -> None:
-        self._messages += messages
+        self._messages += self._render.without_control_tokens(messages)
 
 
 class _SingleContext:
@@ -272,9 +309,10 @@ class _SingleContext:
     def add_response(self, token_ids: Sequence[int], message: Message, *, replaced: bool) -> None:
         end = self._render.tokenizer.eos_token_id
         kept = token_ids[:-1] if token_ids and token_ids[-1] == end else token_ids
-        text = message_text(message)
+        text = self._render.without_control_tokens(message_text(message))
         self._token_ids += self._render.token_ids(text) if replaced else kept
 
     def add_observation(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            self._token_ids += self._render.token_ids(message_text(message))
+            text = self._render.without_control_tokens(message_text(message))
+            self._token_ids += self._render.token_ids(text)

@@ -240,7 +240,7 @@ def test_control_tokens_in_an_observation_are_text(kind: str, tiny_tokenizer: An
 
     def prompt(text: str) -> list[int]:
         context = make_context(kind, tiny_tokenizer, TASK)
-        answer = tiny_tokenizer.encode("ok") + [tiny_tokenizer.eos_token_id]
+        answer = [*tiny_tokenizer.encode("ok"), tiny_tokenizer.eos_token_id]
         context.add_response(answer, {"role": "assistant", "content": "ok"}, replaced=False)
         context.add_observation([{"role": "user", "content": text}])
         return context.prompt_token_ids()

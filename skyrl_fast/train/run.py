@@ -26,6 +26,7 @@ from skyrl_fast.train.data.prompts import Prompt, PromptSource, load_prompts, pr
 from skyrl_fast.train.data.schedule import total_steps
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.flow.rollouts import Rollouts
+from skyrl_fast.train.memory_plan import MemoryPlan, gpu_memory, plan_memory
 from skyrl_fast.train.model.models import find_device, make_models, model_path
 from skyrl_fast.train.model.policy import load_tokenizer
 from skyrl_fast.train.output.checkpoint import (
@@ -155,6 +156,7 @@ def train(
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             with _as_setup_error():
                 data = _data(config, prompts, eval_prompts, one_env=make_env is not None)
+                plan = _memory_plan(config, with_engine=make_rollouts is None)
                 ranks = stack.enter_context(
                     started_ranks(
                         config.trainer.placement.policy_num_gpus_per_node,
@@ -165,7 +167,9 @@ def train(
                 )
             if make_rollouts is None:
                 make_rollouts = partial(_vllm_rollouts, prompts=data.train, make_env=make_env)
-            return _run(config, run_path, start, data, ranks, callbacks, make_rollouts, signals)
+            return _run(
+                config, run_path, start, data, ranks, callbacks, make_rollouts, signals, plan
+            )
 
 
 def _with_objects(
@@ -254,6 +258,23 @@ def _data(
     return data
 
 
+def _memory_plan(config: Config, *, with_engine: bool) -> MemoryPlan | None:
+    """Return the plan of a run on GPUs, and set the engine's share by it; None on a CPU.
+
+    Raises:
+        SetupError: it does not fit; the message is the plan.
+    """
+    if find_device(config.trainer.device).type == "cpu":
+        return None
+    capacity = gpu_memory(config.trainer.placement.policy_num_gpus_per_node)
+    assert capacity is not None
+    plan = plan_memory(config, capacity=capacity, with_engine=with_engine)
+    if not plan.fits:
+        raise SetupError(f"the run needs more memory than its GPUs have:\n{plan}")
+    config.generator.inference_engine.gpu_memory_utilization = plan.engine_share
+    return plan
+
+
 def _run(
     config: Config,
     run_path: Path,
@@ -263,11 +284,14 @@ def _run(
     callbacks: Sequence[Callback],
     make_rollouts: MakeRollouts,
     signals: StopSignals,
+    plan: MemoryPlan | None,
 ) -> TrainResult:
     evaluations = _EvalRewards()
     checkpoint = start.checkpoint
     steps = total_steps(config, len(data.train))
     display = ProgressDisplay(total_steps=steps, start_step=start.step)
+    if plan is not None:
+        display.say(f"memory plan\n{plan}")
     with _as_setup_error():
         components, policy_path = _components(config, checkpoint, data, ranks)
         components.callbacks = [evaluations, *callbacks]

@@ -252,14 +252,45 @@ def test_engine_gets_what_the_trainer_leaves(small: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(run_module, "gpu_memory", lambda num_gpus: GPU)
     config = config_of(small)
-    plan = run_module._memory_plan(config, with_engine=True)
+    plan = run_module._memory_plan(config, None, with_engine=True)
     share = config.generator.inference_engine.gpu_memory_utilization
     assert share is not None and plan is not None
     trainer = plan.devices[0].total - plan.devices[0].items[-1].num_bytes
     assert 0 <= GPU - trainer - share * GPU < 0.01 * GPU
     without = config_of(small)
-    assert run_module._memory_plan(without, with_engine=False) is not None
+    assert run_module._memory_plan(without, None, with_engine=False) is not None
     assert without.generator.inference_engine.gpu_memory_utilization is None
+
+
+@pytest.mark.spec("memory.unmeasurable")
+def test_a_model_that_reads_values_is_trained_without_a_plan(
+    small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+
+    def reads_a_value(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if float(hidden.sum()) > 0 else -hidden
+
+    monkeypatch.setattr(Qwen2MLP, "forward", reads_a_value)
+    monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(run_module, "gpu_memory", lambda num_gpus: GPU)
+    config = config_of(small)
+    assert run_module._memory_plan(config, None, with_engine=True) is None
+    assert config.generator.inference_engine.gpu_memory_utilization == 0.5
+    assert "no memory plan: the model's memory cannot be measured" in caplog.text
+
+
+@pytest.mark.spec("memory.plan")
+def test_a_resumed_run_is_planned_from_its_checkpoint(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_folder(tmp_path / "policy", "Qwen/Qwen2.5-0.5B-Instruct")
+    monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(run_module, "gpu_memory", lambda num_gpus: GPU)
+    config = config_of(tmp_path / "deleted")
+    assert run_module._memory_plan(config, tmp_path, with_engine=True) is not None
+    assert config.trainer.policy.model.path == str(tmp_path / "deleted")
+    assert config.trainer.ref.model.path is None
 
 
 @pytest.mark.spec("memory.device-defaults")

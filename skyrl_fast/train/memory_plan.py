@@ -151,7 +151,8 @@ def plan_memory(config: Config, *, capacity: int, with_engine: bool = True) -> M
         with_engine: False: nothing is sampled by vLLM, whatever the settings.
 
     Raises:
-        ValueError: a model's config cannot be read, or its forward pass cannot be measured.
+        ValueError: a model's config cannot be read.
+        UnmeasurableError: a model's code does not run on fake tensors.
     """
     measure = _Measurements()
     with_engine = with_engine and config.generator.inference_engine.run_engines_locally

@@ -24,6 +24,10 @@ from skyrl_fast.train.model.policy import checkpoint_gradients, remove_dropout
 FLOAT32_BYTES = 4
 
 
+class UnmeasurableError(ValueError):
+    """A model whose code does not run on fake tensors, such as one that reads their values."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSize:
     """Numbers of a model that its config determines.
@@ -136,7 +140,11 @@ def load_model_config(path: str) -> Any:
 
 
 def model_size(config: Any) -> ModelSize:
-    """Return the sizes of the causal LM that a transformers config describes."""
+    """Return the sizes of the causal LM that a transformers config describes.
+
+    Raises:
+        UnmeasurableError: transformers cannot create it.
+    """
     from transformers import AutoModelForCausalLM
 
     with _fake_tensors():
@@ -168,6 +176,9 @@ def activation_memory(
         config: of a transformers model.
         dtype: of autocast; float32: none.
         gradient_checkpointing: whether layers are recomputed in the backward pass.
+
+    Raises:
+        UnmeasurableError: the model's code does not run on fake tensors.
     """
     from transformers import AutoModel
 
@@ -267,10 +278,21 @@ def _only_layers(backbone: Any, numbers: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fake_tensors() -> Iterator[None]:
+    """Create and compute fake tensors in the context.
+
+    Raises:
+        UnmeasurableError: the model's code failed, whatever its error.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    except Exception as error:
+        name = type(error).__name__
+        raise UnmeasurableError(
+            f"the model's memory cannot be measured: {name}: {error}"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,7 +96,6 @@ def peak_bytes(
 
     Measured by torch's profiler, from the start of the pass.
     """
-    from torch.profiler import ProfilerActivity, profile
     from transformers import AutoModel
 
     backbone: Any = AutoModel.from_config(config, dtype=torch.float32)
@@ -112,6 +112,13 @@ def peak_bytes(
 
     run()  # creates the gradients
     embeddings.grad = None
+    return allocated_peak(run)
+
+
+def allocated_peak(run: Callable[[], None]) -> int:
+    """Return the peak of the CPU allocator's bytes during a call, from its start."""
+    from torch.profiler import ProfilerActivity, profile
+
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     live = peak = 0

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from _memory import allocated_peak
 from _training import folder as folder
 from _training import settings
 
@@ -19,6 +20,7 @@ import skyrl_fast
 from skyrl_fast.cli import main
 from skyrl_fast.config import Config
 from skyrl_fast.config.loading import load_config
+from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.rollout.engine import vllm_start
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.memory_plan import GIB, MemoryPlan, head_bytes, plan_memory
@@ -144,6 +146,25 @@ def test_head_holds_chunks_of_logits() -> None:
     weight = 151936 * 896
     expected = rows * 151936 * 2 + weight * (2 + 2 + 4) + 16384 * 896 * 2 * (4 + 2)
     assert head_bytes(size, 16384, torch.bfloat16) == expected
+
+
+@pytest.mark.spec("memory.measured")
+def test_head_is_not_underestimated() -> None:
+    """In float32 the CPU's `linear_logprob` allocates what the GPU's does."""
+    tokens, vocab, hidden_size = 256, 1536, 128
+    hidden = torch.randn(tokens, hidden_size, requires_grad=True)
+    weight = torch.randn(vocab, hidden_size, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    targets = torch.arange(tokens)
+
+    def run() -> None:
+        selected = hidden.index_select(0, targets)
+        result = linear_logprob(selected, weight, targets, return_entropy=True)
+        result[0].sum().backward()
+
+    size = ModelSize(0, 0, 0, 0, vocab_size=vocab, hidden_size=hidden_size, kv_values=0)
+    measured, planned = allocated_peak(run), head_bytes(size, tokens, torch.float32)
+    assert measured <= planned <= 1.5 * measured
 
 
 @pytest.mark.spec("memory.plan")

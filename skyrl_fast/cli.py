@@ -1,4 +1,4 @@
-"""The command `skyrl-fast`: train, fine-tune, view a run, serve an engine or a corpus, doctor."""
+"""The command `skyrl-fast`: train, fine-tune, plan memory, view a run, serve, doctor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from skyrl_fast.printable import MAX_FAILURE, PrintableFormatter, printable
+from skyrl_fast.train.plan_command import add_arguments as add_plan_arguments
 from skyrl_fast.viewer.command import add_arguments as add_view_arguments
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if options.command in ("train", "sft", "engine"):
+    if options.command in ("train", "sft", "engine", "plan"):
         options.overrides += rest  # overrides after an option, which argparse does not assign
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -38,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return doctor(as_json=options.json)
     if options.command == "engine":
         return _engine(options)
+    if options.command == "plan":
+        from skyrl_fast.train.plan_command import plan
+
+        return plan(options)
     if options.command == "retrieval":
         from skyrl_fast.extras.search.command import serve
 
@@ -77,6 +82,13 @@ def _parser() -> argparse.ArgumentParser:
             help="resume from the newest checkpoint, if there is one",
         )
         train.add_argument("--verbose", action="store_true", help="log at level INFO")
+    plan = commands.add_parser(
+        "plan",
+        help="show whether a run fits into the memory of its GPUs",
+        description="Add up the memory of a run, per GPU, from its settings and its models' "
+        "config.json; needs neither GPU nor weights. Exit code 1: it does not fit.",
+    )
+    add_plan_arguments(plan)
     view = commands.add_parser(
         "view",
         help="show a run's trajectories and metrics in a browser",

@@ -42,11 +42,17 @@ class InferenceEngineConfig:
     enable_return_routed_experts: bool = setting(
         False, "mixture of experts: whether to record the experts of each token"
     )
-    enforce_eager: bool = setting(True, "whether to skip CUDA graph capture; faster start")
+    enforce_eager: bool | None = setting(
+        None, "whether to skip CUDA graph capture; null: only on a CPU"
+    )
     max_num_seqs: int = setting(256, "maximum sequences generated concurrently", at_least=1)
     max_num_batched_tokens: int = setting(8192, "maximum tokens of one engine step", at_least=1)
-    gpu_memory_utilization: float = setting(
-        0.8, "share of the GPU's memory for the engine", above=0, at_most=1
+    gpu_memory_utilization: float | None = setting(
+        None,
+        "share of the GPU's memory for the engine; null: what the trainer leaves by the plan, at "
+        "most 0.9; of a server: 0.9",
+        above=0,
+        at_most=1,
     )
     cpu_kvcache_gib: int = setting(1, "GiB of KV cache on CPU", at_least=1)
     num_threads: int | None = setting(

@@ -274,7 +274,9 @@ class TrainerConfig:
         "trees, so that each distinct token of a prompt's rows is processed once",
         choices=ROWS,
     )
-    gradient_checkpointing: bool = setting(False, "whether to recompute activations to save memory")
+    gradient_checkpointing: bool | None = setting(
+        None, "whether to recompute activations to save memory; null: on a GPU"
+    )
     max_prompt_length: int = setting(
         512, "longest prompt if generator.max_input_length is null", at_least=1
     )

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from skyrl_fast.train.data.prompts import Prompt, PromptSource, load_prompts, pr
 from skyrl_fast.train.data.schedule import total_steps
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.flow.rollouts import Rollouts
+from skyrl_fast.train.memory_plan import MemoryPlan, gpu_memory, plan_memory
+from skyrl_fast.train.model.activation_memory import UnmeasurableError
 from skyrl_fast.train.model.models import find_device, make_models, model_path
 from skyrl_fast.train.model.policy import load_tokenizer
 from skyrl_fast.train.output.checkpoint import (
@@ -52,6 +55,7 @@ from skyrl_fast.trajectory_store.words import readable
 logger = logging.getLogger(__name__)
 
 MakeRollouts = Callable[[Config, Any, str], Awaitable[Rollouts]]
+UNPLANNED_SHARE = 0.5  # gpu_memory_utilization next to a trainer whose memory is unknown
 EVAL_UID = "eval-"  # prefix of the uids of evaluation prompts
 EVAL_REWARD = "eval/all/avg_score"
 
@@ -155,6 +159,7 @@ def train(
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             with _as_setup_error():
                 data = _data(config, prompts, eval_prompts, one_env=make_env is not None)
+                plan = _memory_plan(config, start.checkpoint, with_engine=make_rollouts is None)
                 ranks = stack.enter_context(
                     started_ranks(
                         config.trainer.placement.policy_num_gpus_per_node,
@@ -165,7 +170,9 @@ def train(
                 )
             if make_rollouts is None:
                 make_rollouts = partial(_vllm_rollouts, prompts=data.train, make_env=make_env)
-            return _run(config, run_path, start, data, ranks, callbacks, make_rollouts, signals)
+            return _run(
+                config, run_path, start, data, ranks, callbacks, make_rollouts, signals, plan
+            )
 
 
 def _with_objects(
@@ -254,6 +261,39 @@ def _data(
     return data
 
 
+def _memory_plan(
+    config: Config, checkpoint: Path | None, *, with_engine: bool
+) -> MemoryPlan | None:
+    """Return the plan of a run on GPUs, and set the engine's share by it; None on a CPU.
+
+    Also None, with a warning, for a model that cannot be measured.
+
+    Raises:
+        SetupError: it does not fit; the message is the plan.
+    """
+    if find_device(config.trainer.device).type == "cpu":
+        return None
+    capacity = gpu_memory(config.trainer.placement.policy_num_gpus_per_node)
+    assert capacity is not None
+    planned, engine = deepcopy(config), config.generator.inference_engine
+    planned.trainer.ref.model.path = config.trainer.ref.model.path or model_path(config, None)
+    planned.trainer.policy.model.path = model_path(config, checkpoint)
+    try:
+        plan = plan_memory(planned, capacity=capacity, with_engine=with_engine)
+    except UnmeasurableError as error:
+        if engine.gpu_memory_utilization is None:
+            engine.gpu_memory_utilization = UNPLANNED_SHARE
+        logger.warning(
+            "no memory plan: %s; gpu_memory_utilization=%g", error, engine.gpu_memory_utilization
+        )
+        return None
+    if not plan.fits:
+        raise SetupError(f"the run needs more memory than its GPUs have:\n{plan}")
+    if plan.engine_share is not None:
+        engine.gpu_memory_utilization = plan.engine_share
+    return plan
+
+
 def _run(
     config: Config,
     run_path: Path,
@@ -263,11 +303,14 @@ def _run(
     callbacks: Sequence[Callback],
     make_rollouts: MakeRollouts,
     signals: StopSignals,
+    plan: MemoryPlan | None,
 ) -> TrainResult:
     evaluations = _EvalRewards()
     checkpoint = start.checkpoint
     steps = total_steps(config, len(data.train))
     display = ProgressDisplay(total_steps=steps, start_step=start.step)
+    if plan is not None:
+        display.say(f"memory plan\n{plan}")
     with _as_setup_error():
         components, policy_path = _components(config, checkpoint, data, ranks)
         components.callbacks = [evaluations, *callbacks]

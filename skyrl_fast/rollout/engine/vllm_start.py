@@ -22,6 +22,7 @@ from skyrl_fast.rollout.engine.protocol import EngineDeadError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WORKER_EXTENSION = "skyrl_fast.rollout.engine.weight_update.WeightUpdateExtension"
+UNSHARED = 0.9  # gpu_memory_utilization of an engine without a trainer; vLLM's default
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -102,7 +103,7 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "enable_prefix_caching": engine.enable_prefix_caching,
-        "enforce_eager": engine.enforce_eager,
+        "enforce_eager": _on_cpu() if engine.enforce_eager is None else engine.enforce_eager,
         "seed": setup.seed,
         "worker_extension_cls": WORKER_EXTENSION,
         # Logprobs of the sampling distribution: after temperature.
@@ -121,7 +122,7 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         args["enable_chunked_prefill"] = False
         args["max_num_batched_tokens"] = max(engine.max_num_batched_tokens, longest)
     else:
-        args["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        args["gpu_memory_utilization"] = engine.gpu_memory_utilization or UNSHARED
     args.update(engine.engine_init_kwargs)
     return args
 

@@ -20,7 +20,7 @@ from skyrl_fast.config import Config, OptimizerConfig
 from skyrl_fast.train.data.schedule import total_optimizer_steps
 from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import load_model
+from skyrl_fast.train.model.policy import load_model, recomputes_activations
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
 from skyrl_fast.train.parallel.rank_shares import local_micro_batches
@@ -264,7 +264,7 @@ def make_critic(
     trainer = config.trainer
     size = trainer.critic_mini_batch_size or trainer.policy_mini_batch_size
     model = load_value_model(
-        path, device=device, gradient_checkpointing=trainer.gradient_checkpointing
+        path, device=device, gradient_checkpointing=recomputes_activations(trainer, device)
     )
     return Critic(
         model,

@@ -12,7 +12,12 @@ from skyrl_fast.train.data.random_state import seed_everything
 from skyrl_fast.train.data.schedule import total_optimizer_steps
 from skyrl_fast.train.model.critic import Critic, make_critic
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import Policy, hide_progress_bars, load_model
+from skyrl_fast.train.model.policy import (
+    Policy,
+    hide_progress_bars,
+    load_model,
+    recomputes_activations,
+)
 from skyrl_fast.train.parallel.ranks import Ranks
 
 
@@ -48,7 +53,9 @@ def make_models(config: Config, checkpoint: Path | None, num_prompts: int, ranks
 
     def policy_of(path: str, *, trained: bool) -> Policy:
         model = load_model(
-            path, device=device, gradient_checkpointing=trained and settings.gradient_checkpointing
+            path,
+            device=device,
+            gradient_checkpointing=trained and recomputes_activations(settings, device),
         )
         return Policy(
             model.requires_grad_(trained),

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.config.settings import TrainerConfig
 from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
 from skyrl_fast.train.model.rope_limits import rope_limits
@@ -67,7 +68,7 @@ class Policy:
         self.head_dtype = head_dtype or dtype
         self._replay = RouterReplay(model) if router_replay else None
         if self._replay is not None and _checkpoints_gradients(model):
-            _checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
+            checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
         self._check_head()
         self.tree = tree
         self.rope_limits = rope_limits(model.config)
@@ -259,9 +260,15 @@ def load_model(
     except (OSError, ValueError) as error:
         raise ValueError(f"{setting}: {path} cannot be loaded: {error}") from error
     if gradient_checkpointing:
-        _checkpoint_gradients(model)
-        _remove_dropout(model.train())
+        checkpoint_gradients(model)
+        remove_dropout(model.train())
     return model.to(device)
+
+
+def recomputes_activations(trainer: TrainerConfig, device: torch.device) -> bool:
+    """Return whether the layers of trained models are checkpointed: by default on a GPU."""
+    chosen = trainer.gradient_checkpointing
+    return device.type == "cuda" if chosen is None else chosen
 
 
 def _checkpoints_gradients(model: Any) -> bool:
@@ -277,7 +284,8 @@ def _checkpoint_names(model: Any, weights: dict[str, torch.Tensor]) -> dict[str,
     return revert_weight_conversion(model, weights)
 
 
-def _checkpoint_gradients(model: Any, **options: Any) -> None:
+def checkpoint_gradients(model: Any, **options: Any) -> None:
+    """Recompute the layers' activations in the backward pass; options are `checkpoint`'s."""
     model.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={"use_reentrant": False, **options}
     )
@@ -290,7 +298,7 @@ def hide_progress_bars() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def _remove_dropout(model: Any) -> None:
+def remove_dropout(model: Any) -> None:
     """Set all dropout to 0: checkpointing needs training mode, but the sampler has no dropout."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

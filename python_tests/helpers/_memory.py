@@ -1,0 +1,129 @@
+"""Small real models of several architectures, and memory measured on them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+COMMON = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"num_hidden_layers": 3}),
+    "qwen2": ("Qwen2", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"num_hidden_layers": 3}),
+    "gemma3": ("Gemma3Text", {"num_hidden_layers": 7, "sliding_window": 64}),
+    "mistral": ("Mistral", {"num_hidden_layers": 3, "sliding_window": 96}),
+    "phi3": ("Phi3", {"num_hidden_layers": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "mlp_only_layers": [0],
+        },
+    ),
+}
+
+
+def config_of(name: str) -> Any:
+    """Return the transformers config of an architecture."""
+    import transformers
+
+    family, changes = ARCHITECTURES[name]
+    return getattr(transformers, f"{family}Config")(**{**COMMON, **changes})
+
+
+def saved_bytes(
+    config: Any, *, sequences: int, length: int, gradient_checkpointing: bool, dtype: torch.dtype
+) -> int:
+    """Return the bytes that a real forward pass of the backbone saves for the backward pass.
+
+    Measured by hooks on saved tensors: storages once, without parameters. Checkpointing keeps its
+    layers' inputs where those hooks do not see them, so they are counted at the layers.
+    """
+    from transformers import AutoModel
+
+    backbone: Any = AutoModel.from_config(config, dtype=torch.float32)
+    if gradient_checkpointing:
+        backbone.gradient_checkpointing_enable({"use_reentrant": False})
+        backbone.train()
+    storages: dict[int, torch.UntypedStorage] = {}
+    parameters = {p.untyped_storage().data_ptr() for p in backbone.parameters()}
+    parameters |= {b.untyped_storage().data_ptr() for b in backbone.buffers()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage  # held, so that its address is not reused
+        return tensor
+
+    def inputs(_: Any, arguments: Any, keywords: Any) -> None:
+        for value in torch.utils._pytree.tree_leaves((arguments, keywords)):
+            if isinstance(value, torch.Tensor):
+                pack(value)
+
+    if gradient_checkpointing:
+        for module in backbone.modules():
+            if type(module).__name__ in backbone._no_split_modules:
+                module.register_forward_pre_hook(inputs, with_kwargs=True)
+    autocast: Any = contextlib.nullcontext()
+    if dtype != torch.float32:
+        autocast = torch.autocast("cpu", dtype=dtype, cache_enabled=False)
+    ids = torch.randint(config.vocab_size, (sequences, length))
+    with autocast, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = backbone(input_ids=ids, use_cache=False).last_hidden_state
+    pack(output)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def peak_bytes(
+    config: Any, *, sequences: int, length: int, gradient_checkpointing: bool, dtype: torch.dtype
+) -> int:
+    """Return the peak of the CPU allocator in a second forward and backward pass of the backbone.
+
+    Measured by torch's profiler, from the start of the pass.
+    """
+    from transformers import AutoModel
+
+    backbone: Any = AutoModel.from_config(config, dtype=torch.float32)
+    if gradient_checkpointing:
+        backbone.gradient_checkpointing_enable({"use_reentrant": False})
+        backbone.train()
+    autocast: Any = torch.autocast("cpu", dtype=dtype, cache_enabled=False)
+    embeddings = torch.randn(sequences, length, config.hidden_size, requires_grad=True)
+
+    def run() -> None:
+        with autocast:
+            hidden = backbone(inputs_embeds=embeddings.clone(), use_cache=False).last_hidden_state
+        hidden.backward(torch.ones_like(hidden))
+
+    run()  # creates the gradients
+    embeddings.grad = None
+    return allocated_peak(run)
+
+
+def allocated_peak(run: Callable[[], None]) -> int:
+    """Return the peak of the CPU allocator's bytes during a call, from its start."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    live = peak = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak

@@ -1,0 +1,54 @@
+"""Activations that the memory plan predicts, against those of real passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from _memory import ARCHITECTURES, config_of, peak_bytes, saved_bytes
+
+from skyrl_fast.train.model.activation_memory import activation_memory, model_size
+
+LENGTH = 128
+TOLERANCE = 0.01  # measured: 0.4 % at most
+PEAKS = [pytest.param(n, marks=() if n == "llama" else pytest.mark.slow) for n in ARCHITECTURES]
+ALWAYS = ("llama", "gemma3", "qwen3_moe")  # one kind of layer, sliding windows, experts
+PEAK_TOLERANCE = 0.05  # measured: 3.2 %; recomputed layers keep a few tensors longer
+NAMES = [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.slow) for n in ARCHITECTURES]
+
+
+@pytest.mark.spec("memory.measured")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_bytes_are_those_of_a_real_pass(name: str, checkpointing: bool) -> None:
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "gradient_checkpointing": checkpointing}
+    planned = activation_memory(config_of(name), LENGTH, **options)
+    for sequences in (2, 6):
+        measured = saved_bytes(config_of(name), sequences=sequences, length=LENGTH, **options)
+        assert planned.saved.of(sequences) == pytest.approx(measured, rel=TOLERANCE)
+
+
+@pytest.mark.spec("memory.measured")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", PEAKS)
+def test_peak_is_that_of_the_allocator(name: str, checkpointing: bool) -> None:
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "gradient_checkpointing": checkpointing}
+    planned = activation_memory(config_of(name), LENGTH, **options)
+    measured = peak_bytes(config_of(name), sequences=4, length=LENGTH, **options)
+    total = planned.saved.of(4) + planned.workspace.of(4)
+    assert total == pytest.approx(measured, rel=PEAK_TOLERANCE if checkpointing else TOLERANCE)
+
+
+@pytest.mark.spec("memory.plan")
+def test_sizes_are_those_of_the_model() -> None:
+    size = model_size(config_of("qwen2"))  # tied: the head is the embedding
+    layer = 128 * (128 + 2 * 64) + 128 + 2 * 64 + 128 * 128 + 3 * 128 * 352 + 2 * 128
+    assert size.layer_parameters == layer
+    assert size.root_parameters == 512 * 128 + 128
+    assert size.parameters == 4 * layer + 512 * 128 + 128
+    assert (size.vocab_size, size.hidden_size) == (512, 128)
+    assert size.kv_values == 2 * 4 * 2 * 32

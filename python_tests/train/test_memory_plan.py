@@ -1,0 +1,334 @@
+"""The memory plan: sums, what does not fit, what to set, and the published recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from _memory import allocated_peak
+from _training import folder as folder
+from _training import settings
+
+import skyrl_fast
+from skyrl_fast.cli import main
+from skyrl_fast.config import Config
+from skyrl_fast.config.loading import load_config
+from skyrl_fast.ops.logprob.linear import linear_logprob
+from skyrl_fast.rollout.engine import vllm_start
+from skyrl_fast.train import run as run_module
+from skyrl_fast.train.memory_plan import GIB, MemoryPlan, head_bytes, plan_memory
+from skyrl_fast.train.model.activation_memory import ModelSize
+from skyrl_fast.train.model.policy import recomputes_activations
+from skyrl_fast.train.plan_command import num_bytes
+from skyrl_fast.train.run import SetupError
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+GPU = num_bytes("79GiB")  # of an "80 GB" GPU
+QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+MODELS: dict[str, dict[str, Any]] = {  # config.json of the published recipes' models
+    "Qwen/Qwen2.5-0.5B-Instruct": {
+        **QWEN2,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+    },
+    "Qwen/Qwen2.5-1.5B-Instruct": {
+        **QWEN2,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+    },
+    "Qwen/Qwen2.5-3B-Instruct": {
+        **QWEN2,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+    },
+    "Qwen/Qwen2.5-Coder-7B-Instruct": {
+        **QWEN2,
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "Qwen/Qwen3-4B": {
+        **QWEN2,
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+    },
+}
+BILLIONS = {  # parameters, as the models' cards say
+    "Qwen/Qwen2.5-0.5B-Instruct": 0.494,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1.544,
+    "Qwen/Qwen2.5-3B-Instruct": 3.086,
+    "Qwen/Qwen2.5-Coder-7B-Instruct": 7.616,
+    "Qwen/Qwen3-4B": 4.022,
+}
+RECIPES = [path for path in sorted(EXAMPLES.glob("*/*.yaml")) if "Qwen/" in path.read_text()]
+
+
+def model_folder(where: Path, name: str) -> Path:
+    """Write a folder with the config.json of a published model."""
+    where.mkdir(parents=True, exist_ok=True)
+    (where / "config.json").write_text(json.dumps(MODELS[name]))
+    return where
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("small"), "Qwen/Qwen2.5-0.5B-Instruct")
+
+
+def config_of(model: Path, *overrides: str) -> Config:
+    names = ["data.train_data=[none]", f"trainer.policy.model.path={model}"]
+    return load_config(None, [*names, *overrides])
+
+
+def sizes(plan: MemoryPlan, device: int = 0) -> dict[str, int]:
+    return {item.name: item.num_bytes for item in plan.devices[device].items}
+
+
+@pytest.mark.spec("memory.plan")
+def test_sum_of_weights_gradients_and_moments(small: Path) -> None:
+    plan = plan_memory(config_of(small, "trainer.algorithm.use_kl_loss=true"), capacity=GPU)
+    parts, parameters = sizes(plan), 494_032_768
+    assert parts["weights, float32"] == 4 * parameters
+    assert parts["gradients"] == 4 * parameters
+    assert parts["AdamW's moments"] == 8 * parameters
+    assert parts["reference model"] == 4 * parameters
+    assert plan.host_bytes == 8 * parameters
+    assert plan.fits
+    assert plan.engine_share == pytest.approx(0.82)
+    assert plan.devices[0].total == sum(parts.values()) <= GPU
+
+
+@pytest.mark.spec("memory.plan")
+def test_activations_of_the_token_budget(small: Path) -> None:
+    """1.53 MiB per token were measured for this model in bfloat16, and 0.67 GiB of weights."""
+    off = "trainer.gradient_checkpointing=false"
+    parts = sizes(plan_memory(config_of(small, off), capacity=4 * GPU))
+    name = "activations of 16,384 tokens, without checkpointing"
+    assert parts[name] == pytest.approx((16384 * 1.53 / 1024 + 0.67) * GIB, rel=0.01)
+    twice = config_of(small, off, "trainer.max_tokens_per_microbatch=32768")
+    more = sizes(plan_memory(twice, capacity=4 * GPU))[name.replace("16,384", "32,768")]
+    assert more - parts[name] == pytest.approx(16384 * 1.53 / 1024 * GIB, rel=0.01)
+
+
+@pytest.mark.spec("memory.plan")
+def test_head_holds_chunks_of_logits() -> None:
+    size = ModelSize(0, 0, 0, 0, vocab_size=151936, hidden_size=896, kv_values=0)
+    rows = 1664  # 512 MiB of bfloat16 logits, in tiles of 128 rows
+    weight = 151936 * 896
+    expected = rows * 151936 * 2 + weight * (2 + 2 + 4) + 16384 * 896 * 2 * (4 + 2)
+    assert head_bytes(size, 16384, torch.bfloat16) == expected
+
+
+@pytest.mark.spec("memory.measured")
+def test_head_is_not_underestimated() -> None:
+    """In float32 the CPU's `linear_logprob` allocates what the GPU's does."""
+    tokens, vocab, hidden_size = 256, 1536, 128
+    hidden = torch.randn(tokens, hidden_size, requires_grad=True)
+    weight = torch.randn(vocab, hidden_size, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    targets = torch.arange(tokens)
+
+    def run() -> None:
+        selected = hidden.index_select(0, targets)
+        result = linear_logprob(selected, weight, targets, return_entropy=True)
+        result[0].sum().backward()
+
+    size = ModelSize(0, 0, 0, 0, vocab_size=vocab, hidden_size=hidden_size, kv_values=0)
+    measured, planned = allocated_peak(run), head_bytes(size, tokens, torch.float32)
+    assert measured <= planned <= 1.5 * measured
+
+
+@pytest.mark.spec("memory.plan")
+def test_gpus_share_all_but_activations(small: Path) -> None:
+    one = sizes(plan_memory(config_of(small), capacity=GPU))
+    four = "trainer.placement.policy_num_gpus_per_node=4"
+    plan = plan_memory(config_of(small, four), capacity=GPU)
+    first, others = sizes(plan), sizes(plan, 1)
+    assert first["AdamW's moments"] == one["AdamW's moments"] // 4
+    same = "activations of 16,384 tokens, with checkpointing"
+    assert first[same] == one[same]
+    assert set(first) - set(others) == {"engine: weights and KV cache"}
+    assert "gathered weights and gradients" in others
+
+
+@pytest.mark.spec("memory.plan")
+def test_undivided_losses_ignore_the_budget(small: Path) -> None:
+    config = config_of(
+        small,
+        "trainer.algorithm.policy_loss_type=kl_cov",
+        "trainer.train_batch_size=8",
+        "trainer.policy_mini_batch_size=8",
+        "generator.sampling_params.max_generate_length=512",
+    )
+    rows = 8 * 5 * (512 + 512)
+    names = sizes(plan_memory(config, capacity=4 * GPU))
+    assert f"activations of {rows:,} tokens, with checkpointing" in names
+
+
+@pytest.mark.spec("memory.remedies")
+def test_names_the_setting_that_makes_it_fit(small: Path) -> None:
+    budget = "trainer.max_tokens_per_microbatch=65536"
+    config = config_of(small, "trainer.gradient_checkpointing=false", budget)
+    plan = plan_memory(config, capacity=GPU)
+    assert not plan.fits
+    assert "trainer.gradient_checkpointing=true" in plan.remedies
+    assert "trainer.max_tokens_per_microbatch=32768" in plan.remedies
+    for remedy in plan.remedies:
+        changed = config_of(small, "trainer.gradient_checkpointing=false", budget, remedy)
+        assert plan_memory(changed, capacity=GPU).fits
+
+
+@pytest.mark.spec("memory.remedies")
+def test_combines_settings_where_none_is_enough(small: Path) -> None:
+    config = config_of(
+        small,
+        "trainer.gradient_checkpointing=false",
+        "generator.inference_engine.gpu_memory_utilization=0.8",
+    )
+    plan = plan_memory(config, capacity=num_bytes("20GiB"))
+    assert plan.remedies == (
+        "trainer.gradient_checkpointing=true "
+        "generator.inference_engine.gpu_memory_utilization=null",
+    )
+    tiny = plan_memory(config, capacity=num_bytes("1GiB"))
+    assert tiny.remedies == ()
+    assert "no setting is enough" in str(tiny)
+
+
+@pytest.mark.spec("memory.plan")
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_published_recipes_fit_the_gpus_that_they_name(recipe: Path, tmp_path: Path) -> None:
+    config = load_config(recipe, [])
+    name = str(config.trainer.policy.model.path)
+    config.trainer.policy.model.path = str(model_folder(tmp_path, name))
+    plan = plan_memory(config, capacity=GPU)
+    assert plan.fits, str(plan)
+    assert plan.engine_share is not None and plan.engine_share >= 0.25
+    num_gpus = config.trainer.placement.policy_num_gpus_per_node
+    parameters = sizes(plan)["weights, float32"] * num_gpus / 4e9
+    assert parameters == pytest.approx(BILLIONS[name], rel=0.001)
+    words = {1: "One GPU", 2: "Two GPUs", 4: "Four GPUs", 8: "Eight GPUs"}
+    trainer = sum(item.num_bytes for item in plan.devices[0].items[:-1])  # the last: the engine
+    needs = f"by `skyrl-fast plan` the trainer needs {trainer / GIB:.0f} GiB"
+    assert f"# {words[num_gpus]} of 80 GB: {needs}" in recipe.read_text()
+
+
+@pytest.mark.spec("memory.plan")
+def test_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"data: {{train_data: [x]}}\ntrainer: {{policy: {{model: {{path: {small}}}}}}}\n"
+    )
+    assert main(["plan", str(file), "--device-memory", "80GiB"]) == 0
+    assert "fits; gpu_memory_utilization=0.8" in capsys.readouterr().out
+    assert main(["plan", str(file), "--device-memory", "8GiB"]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit: GPU 0 lacks" in out
+    assert main(["plan", str(file), "trainer.policy.model.path=/nowhere"]) == 2
+    assert "config.json cannot be read" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", str(file), "--device-memory", "80"])
+
+
+@pytest.mark.spec("memory.refused")
+def test_train_refuses_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(run_module, "gpu_memory", lambda num_gpus: num_bytes("1MiB"))
+    monkeypatch.setattr(run_module, "make_models", lambda *a: pytest.fail("models were loaded"))
+    with pytest.raises(SetupError, match=r"(?s)more memory than its GPUs have.*lacks .* GiB"):
+        skyrl_fast.train(settings(folder, "run"))
+
+
+@pytest.mark.spec("memory.engine-share")
+def test_engine_gets_what_the_trainer_leaves(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(run_module, "gpu_memory", lambda num_gpus: GPU)
+    config = config_of(small)
+    plan = run_module._memory_plan(config, None, with_engine=True)
+    share = config.generator.inference_engine.gpu_memory_utilization
+    assert share is not None and plan is not None
+    trainer = plan.devices[0].total - plan.devices[0].items[-1].num_bytes
+    assert 0 <= GPU - trainer - share * GPU < 0.01 * GPU
+    without = config_of(small)
+    assert run_module._memory_plan(without, None, with_engine=False) is not None
+    assert without.generator.inference_engine.gpu_memory_utilization is None
+
+
+@pytest.mark.spec("memory.unmeasurable")
+def test_a_model_that_reads_values_is_trained_without_a_plan(
+    small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+
+    def reads_a_value(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if float(hidden.sum()) > 0 else -hidden
+
+    monkeypatch.setattr(Qwen2MLP, "forward", reads_a_value)
+    monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(run_module, "gpu_memory", lambda num_gpus: GPU)
+    config = config_of(small)
+    assert run_module._memory_plan(config, None, with_engine=True) is None
+    assert config.generator.inference_engine.gpu_memory_utilization == 0.5
+    assert "no memory plan: the model's memory cannot be measured" in caplog.text
+
+
+@pytest.mark.spec("memory.plan")
+def test_a_resumed_run_is_planned_from_its_checkpoint(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_folder(tmp_path / "policy", "Qwen/Qwen2.5-0.5B-Instruct")
+    monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(run_module, "gpu_memory", lambda num_gpus: GPU)
+    config = config_of(tmp_path / "deleted")
+    assert run_module._memory_plan(config, tmp_path, with_engine=True) is not None
+    assert config.trainer.policy.model.path == str(tmp_path / "deleted")
+    assert config.trainer.ref.model.path is None
+
+
+@pytest.mark.spec("memory.device-defaults")
+def test_defaults_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Config().trainer
+    assert recomputes_activations(trainer, torch.device("cuda"))
+    assert not recomputes_activations(trainer, torch.device("cpu"))
+    for chosen in (True, False):
+        fixed = dataclasses.replace(trainer, gradient_checkpointing=chosen)
+        assert recomputes_activations(fixed, torch.device("cuda")) is chosen
+    setup = vllm_start.VllmSetup("model", max_model_len=64)
+    assert vllm_start.engine_args(setup)["enforce_eager"] is True
+    monkeypatch.setattr(vllm_start, "_on_cpu", lambda: False)
+    on_gpu = vllm_start.engine_args(setup)
+    assert on_gpu["enforce_eager"] is False
+    assert on_gpu["gpu_memory_utilization"] == 0.9
+    setup.engine.enforce_eager = True
+    setup.engine.gpu_memory_utilization = 0.5
+    fixed_args = vllm_start.engine_args(setup)
+    assert (fixed_args["enforce_eager"], fixed_args["gpu_memory_utilization"]) == (True, 0.5)

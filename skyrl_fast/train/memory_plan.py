@@ -1,0 +1,436 @@
+"""A run's memory per GPU, before anything is loaded: a sum, what exceeds it, and what to set.
+
+Weights, gradients and moments follow from the model's config; activations are measured on fake
+tensors (`activation_memory`). What FSDP2, the CUDA context and the engine need is estimated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from skyrl_fast.config import Config, max_input_length, policy_loss_spec
+from skyrl_fast.ops.logprob.linear import COLUMN_MULTIPLE, default_chunk_rows
+from skyrl_fast.train.model.activation_memory import (
+    FLOAT32_BYTES,
+    ActivationMemory,
+    ModelSize,
+    activation_memory,
+    load_model_config,
+    model_size,
+)
+
+GIB = 1 << 30
+WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter; AdamW has two moments
+# FSDP2 gathers a layer's weights, and reduces its gradients, through buffers of the same size, for
+# one layer while the next one arrives. Weights outside the layers stay gathered during a pass, and
+# their gradients are reduced at its end, when the activations are freed.
+LAYER_BYTES, ROOT_BYTES = 12, 8  # per gathered parameter: weights, gradients, a layer's buffer
+GATHERED_LAYERS = 2
+CONTEXT_BYTES = GIB  # a process's CUDA context and libraries
+FRAGMENTATION = 0.1  # of activations: blocks that the caching allocator cannot reuse
+ENGINE_LIMIT = 0.9  # largest share that is computed for the engine; vLLM's default
+ENGINE_SLACK = 2 * GIB  # CUDA graphs, context, libraries
+LOGIT_COPIES = 4  # float32 logits of one engine step: sorted, their probabilities, ...
+MAX_GPUS = 8  # to propose
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One part of a device's memory.
+
+    Args:
+        settings: names of the settings that change it.
+    """
+
+    name: str
+    num_bytes: int
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """The memory of one GPU.
+
+    Args:
+        name: such as "GPU 0".
+        capacity: its bytes.
+    """
+
+    name: str
+    items: tuple[Item, ...]
+    capacity: int
+
+    @property
+    def total(self) -> int:
+        """Bytes needed."""
+        return sum(item.num_bytes for item in self.items)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has enough memory."""
+        return self.total <= self.capacity
+
+    def __str__(self) -> str:
+        """Return the sum and its parts, a line each."""
+        lines = [f"{self.name}: {gib(self.total)} of {gib(self.capacity)} GiB"]
+        for item in self.items:
+            by = f"  ({', '.join(item.settings)})" if item.settings else ""
+            lines.append(f"  {gib(item.num_bytes):>8} GiB  {item.name}{by}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of a run.
+
+    Args:
+        devices: GPU 0, and one that stands for all others, if any.
+        engine_share: `gpu_memory_utilization` of the engine on GPU 0; None: there is none.
+        host_bytes: main memory for handing over the weights.
+        remedies: settings with which the run would fit; empty where it fits.
+    """
+
+    devices: tuple[DevicePlan, ...]
+    engine_share: float | None
+    host_bytes: int
+    remedies: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has enough memory."""
+        return all(device.fits for device in self.devices)
+
+    def __str__(self) -> str:
+        """Return the devices' parts, and whether the run fits or what would make it fit."""
+        lines = [str(device) for device in self.devices]
+        if self.host_bytes:
+            lines.append(f"main memory: {gib(self.host_bytes)} GiB to hand over the weights")
+        if self.fits:
+            engine = self.engine_share
+            share = "" if engine is None else f"; gpu_memory_utilization={engine:.2f}"
+            return "\n".join([*lines, f"fits{share}"])
+        lines += [
+            f"does not fit: {device.name} lacks {gib(device.total - device.capacity)} GiB"
+            for device in self.devices
+            if not device.fits
+        ]
+        if not self.remedies:
+            return "\n".join([*lines, "no setting is enough: take a smaller model, or larger GPUs"])
+        return "\n".join([*lines, "it would fit with:", *(f"  {one}" for one in self.remedies)])
+
+
+def gib(num_bytes: int) -> str:
+    """Return bytes as GiB with one decimal.
+
+    Example:
+        >>> gib(3 << 29)
+        '1.5'
+    """
+    return f"{num_bytes / GIB:,.1f}"
+
+
+def gpu_memory(num_gpus: int) -> int | None:
+    """Return the bytes of the smallest of the first GPUs; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    found = range(min(num_gpus, torch.cuda.device_count()))
+    return min(int(torch.cuda.get_device_properties(n).total_memory) for n in found)
+
+
+def plan_memory(config: Config, *, capacity: int, with_engine: bool = True) -> MemoryPlan:
+    """Return the memory plan of a run on GPUs.
+
+    Args:
+        config: checked settings; of the models only config.json is read.
+        capacity: bytes of each GPU.
+        with_engine: False: nothing is sampled by vLLM, whatever the settings.
+
+    Raises:
+        ValueError: a model's config cannot be read.
+        UnmeasurableError: a model's code does not run on fake tensors.
+    """
+    measure = _Measurements()
+    with_engine = with_engine and config.generator.inference_engine.run_engines_locally
+    plan = _plan(config, measure, capacity, with_engine)
+    if plan.fits:
+        return plan
+
+    def fits(settings: dict[str, Any]) -> bool:
+        changed = _with_settings(config, settings)
+        local = with_engine and changed.generator.inference_engine.run_engines_locally
+        return _plan(changed, measure, capacity, local).fits
+
+    return replace(plan, remedies=tuple(_remedies(config, fits, with_engine)))
+
+
+@dataclass(slots=True)
+class _Measurements:
+    """Sizes and activations by model, each measured once."""
+
+    _configs: dict[str, Any] = field(default_factory=dict)
+    _sizes: dict[str, ModelSize] = field(default_factory=dict)
+    _activations: dict[tuple[Any, ...], ActivationMemory] = field(default_factory=dict)
+
+    def config(self, path: str) -> Any:
+        if path not in self._configs:
+            self._configs[path] = load_model_config(path)
+        return self._configs[path]
+
+    def size(self, path: str) -> ModelSize:
+        if path not in self._sizes:
+            self._sizes[path] = model_size(self.config(path))
+        return self._sizes[path]
+
+    def activations(
+        self, path: str, length: int, dtype: torch.dtype, checkpointing: bool
+    ) -> ActivationMemory:
+        key = (path, length, dtype, checkpointing)
+        if key not in self._activations:
+            self._activations[key] = activation_memory(
+                self.config(path), length, dtype=dtype, gradient_checkpointing=checkpointing
+            )
+        return self._activations[key]
+
+
+def _plan(config: Config, measure: _Measurements, capacity: int, with_engine: bool) -> MemoryPlan:
+    size = measure.size(str(config.trainer.policy.model.path))
+    trainer = tuple(_trainer_items(config, measure))
+    num_gpus = config.trainer.placement.policy_num_gpus_per_node
+    first, share = trainer, None
+    if with_engine:
+        used = sum(item.num_bytes for item in trainer)
+        engine, share = _engine_item(config, size, capacity, capacity - used)
+        first = (*trainer, engine)
+    devices = [DevicePlan("GPU 0", first, capacity)]
+    if num_gpus > 1:
+        others = "GPU 1" if num_gpus == 2 else f"each of GPU 1 to {num_gpus - 1}"
+        devices.append(DevicePlan(others, trainer, capacity))
+    # A copy of the weights in this process, and one in shared memory.
+    host = 2 * WEIGHT_BYTES * size.parameters if with_engine else 0
+    return MemoryPlan(tuple(devices), share, host)
+
+
+def _trainer_items(config: Config, measure: _Measurements) -> Iterator[Item]:
+    """Yield the trainer's parts on one GPU, at the peak of an update."""
+    trainer = config.trainer
+    algorithm = trainer.algorithm
+    num_gpus = trainer.placement.policy_num_gpus_per_node
+    policy = str(trainer.policy.model.path)
+    size = measure.size(policy)
+    by_gpus = ("trainer.placement.policy_num_gpus_per_node",)
+
+    def sharded(name: str, parameters: int, each: int) -> Item:
+        return Item(name, math.ceil(parameters * each / num_gpus), by_gpus)
+
+    yield sharded("weights, float32", size.parameters, WEIGHT_BYTES)
+    yield sharded("AdamW's moments", size.parameters, MOMENT_BYTES)
+    trained = [policy]
+    if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
+        reference = measure.size(trainer.ref.model.path or policy).parameters
+        yield sharded("reference model", reference, WEIGHT_BYTES)
+    critic = trainer.critic.model.path
+    if critic is not None:
+        weights = measure.size(critic).parameters
+        yield sharded("critic's weights and moments", weights, WEIGHT_BYTES + MOMENT_BYTES)
+        trained.append(critic)
+    # Policy and critic are updated one after the other.
+    updates = [_update_items(config, measure, path, path == policy, sharded) for path in trained]
+    largest = max(updates, key=lambda items: sum(item.num_bytes for item in items))
+    yield from largest
+    activations = sum(item.num_bytes for item in largest[1:])
+    slack = CONTEXT_BYTES + math.ceil(FRAGMENTATION * activations)
+    yield Item("CUDA context, and blocks that the allocator cannot reuse", slack)
+
+
+def _update_items(
+    config: Config,
+    measure: _Measurements,
+    path: str,
+    is_policy: bool,
+    sharded: Callable[[str, int, int], Item],
+) -> list[Item]:
+    """Return the parts of the update of policy or critic: gradients first, then activations."""
+    trainer = config.trainer
+    num_gpus = trainer.placement.policy_num_gpus_per_node
+    size, dtype = measure.size(path), _dtype(trainer.policy.dtype)
+    checkpointing = trainer.gradient_checkpointing is not False
+    length = _row_length(config)
+    tokens, by_tokens = _pass_tokens(config, length)
+    memory = measure.activations(path, length, dtype, checkpointing)
+    whose = "" if is_policy else "critic's "
+    items = [sharded(f"{whose}gradients", size.parameters, GRADIENT_BYTES)]
+    if num_gpus > 1:
+        layers = LAYER_BYTES * GATHERED_LAYERS * size.layer_parameters
+        gathered = layers + ROOT_BYTES * size.root_parameters
+        items.append(Item(f"{whose}gathered weights and gradients", gathered))
+    kind = "with" if checkpointing else "without"
+    items.append(
+        Item(
+            f"{whose}activations of {tokens:,} tokens, {kind} checkpointing",
+            memory.saved.of(tokens / length),
+            (by_tokens, *(() if checkpointing else ("trainer.gradient_checkpointing",))),
+        )
+    )
+    head_name = trainer.policy.lm_head_dtype
+    head_dtype = dtype if head_name == "auto" else _dtype(head_name)
+    head, layer = 0, memory.workspace.of(tokens / length)
+    if is_policy:
+        head = head_bytes(size, tokens, head_dtype)
+    # One after the other. The embeddings' gradient comes last, when the activations are freed.
+    name = "LM head: chunks of logits and gradients" if head > layer else "a layer's backward pass"
+    items.append(Item(f"{whose}{name}", max(head, layer), (by_tokens,)))
+    return items
+
+
+def head_bytes(size: ModelSize, tokens: int, dtype: torch.dtype) -> int:
+    """Return the bytes of `linear_logprob`'s backward pass on a GPU, all tokens trained.
+
+    Args:
+        size: of the model.
+        dtype: of the head's product.
+    """
+    vocab, hidden, item = size.vocab_size, size.hidden_size, dtype.itemsize
+    rows = default_chunk_rows(torch.empty(vocab, 1, dtype=dtype, device="meta"), on_gpu=True)
+    logits = max(min(rows, tokens) * vocab, min(COLUMN_MULTIPLE, vocab) * tokens) * item
+    copied = 0 if dtype == torch.float32 else vocab * hidden * item  # of the weight
+    gradient = vocab * hidden * (item + FLOAT32_BYTES)  # of the weight, then in its dtype
+    # Selected and converted hidden states, their float32 gradient and its conversion.
+    states = tokens * hidden * 2 * (FLOAT32_BYTES + item)
+    return logits + copied + gradient + states
+
+
+def _engine_item(config: Config, size: ModelSize, capacity: int, left: int) -> tuple[Item, float]:
+    """Return the engine's part of GPU 0, and its share.
+
+    Args:
+        left: bytes that the trainer leaves.
+    """
+    engine = config.generator.inference_engine
+    key = "generator.inference_engine.gpu_memory_utilization"
+    least = engine_bytes(config, size)
+    chosen = engine.engine_init_kwargs.get("gpu_memory_utilization", engine.gpu_memory_utilization)
+    if chosen is None:
+        share = min(ENGINE_LIMIT, math.floor(100 * left / capacity) / 100)
+        if share * capacity >= least:
+            return Item("engine: weights and KV cache", math.floor(share * capacity)), share
+        return Item("engine, at least", least), share
+    given = math.ceil(chosen * capacity)
+    if given >= least:
+        return Item(f"engine: {chosen:.2f} of the GPU", given, (key,)), chosen
+    return Item(f"engine, at least (more than {key}={chosen:g})", least, (key,)), chosen
+
+
+def engine_bytes(config: Config, size: ModelSize) -> int:
+    """Return an estimate of the least bytes of the engine: weights, one sequence's keys and values.
+
+    Args:
+        size: of the policy.
+    """
+    engine = config.generator.inference_engine
+    item = _dtype(engine.model_dtype).itemsize
+    logits = FLOAT32_BYTES * engine.max_num_seqs * size.vocab_size * LOGIT_COPIES
+    keys_and_values = item * size.kv_values * _row_length(config)
+    return item * size.parameters + keys_and_values + logits + ENGINE_SLACK
+
+
+def _dtype(name: str) -> torch.dtype:
+    """Return the dtype of a setting on a GPU."""
+    dtype = torch.bfloat16 if name == "auto" else getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _row_length(config: Config) -> int:
+    """Return the tokens of the longest row: prompt and response."""
+    return max_input_length(config) + config.generator.sampling_params.max_generate_length
+
+
+def _pass_tokens(config: Config, length: int) -> tuple[int, str]:
+    """Return the most tokens of a forward and backward pass, and the setting that they follow from.
+
+    Args:
+        length: of the longest row.
+    """
+    trainer, generator = config.trainer, config.generator
+    scope = policy_loss_spec(trainer.algorithm).scope
+    # Rows of a context that only grows share a sequence.
+    rows = generator.max_turns if generator.context == "retemplate" else 1
+    if scope == "mini_batch":
+        prompts = trainer.policy_mini_batch_size
+        return (
+            prompts * generator.n_samples_per_prompt * rows * length,
+            "trainer.policy_mini_batch_size",
+        )
+    together = scope == "sequence" and trainer.algorithm.sequence_scope == "trajectory"
+    longest = rows * length if together else length
+    if longest > trainer.max_tokens_per_microbatch:
+        return longest, "generator.max_input_length"
+    return trainer.max_tokens_per_microbatch, "trainer.max_tokens_per_microbatch"
+
+
+def _remedies(
+    config: Config, fits: Callable[[dict[str, Any]], bool], with_engine: bool
+) -> Iterator[str]:
+    """Yield the single settings that make the run fit; else the first combination that does."""
+    steps = list(_candidates(config, with_engine))
+    alone = [found for step in steps if (found := _first(step, fits, {})) is not None]
+    if alone:
+        yield from map(_written, alone)
+        return
+    chosen: dict[str, Any] = {}
+    for step in steps:
+        found = _first(step, fits, chosen)
+        if found is not None:
+            yield _written(found)
+            return
+        chosen |= step[-1]
+
+
+def _candidates(config: Config, with_engine: bool) -> Iterator[list[dict[str, Any]]]:
+    """Yield the values to try of one setting after another, mildest first."""
+    trainer, engine = config.trainer, config.generator.inference_engine
+    if trainer.gradient_checkpointing is False:
+        yield [{"trainer.gradient_checkpointing": True}]
+    if with_engine and engine.gpu_memory_utilization is not None:
+        yield [{"generator.inference_engine.gpu_memory_utilization": None}]
+    length, budget = _row_length(config), trainer.max_tokens_per_microbatch
+    smaller = [budget >> n for n in range(1, budget.bit_length()) if budget >> n >= length]
+    if smaller:
+        yield [{"trainer.max_tokens_per_microbatch": tokens} for tokens in smaller]
+    num_gpus = trainer.placement.policy_num_gpus_per_node
+    more = [n for n in (2, 4, MAX_GPUS) if n > num_gpus]
+    if more:
+        yield [{"trainer.placement.policy_num_gpus_per_node": n} for n in more]
+    if with_engine:
+        yield [{"generator.inference_engine.run_engines_locally": False}]
+
+
+def _first(
+    step: list[dict[str, Any]], fits: Callable[[dict[str, Any]], bool], before: dict[str, Any]
+) -> dict[str, Any] | None:
+    return next((before | values for values in step if fits(before | values)), None)
+
+
+def _written(settings: dict[str, Any]) -> str:
+    names = {None: "null", True: "true", False: "false"}
+    return " ".join(
+        f"{key}={value if type(value) is int else names[value]}" for key, value in settings.items()
+    )
+
+
+def _with_settings(config: Config, settings: dict[str, Any]) -> Config:
+    """Return a copy with other values of dotted keys."""
+
+    def changed(section: Any, names: list[str], value: Any) -> Any:
+        first, *rest = names
+        inner = changed(getattr(section, first), rest, value) if rest else value
+        return replace(section, **{first: inner})
+
+    for key, value in settings.items():
+        config = changed(config, key.split("."), value)
+    return config

@@ -1,0 +1,317 @@
+"""Memory of a forward and backward pass, measured without memory, from a model's config.
+
+The backbone runs on torch's fake tensors: shapes, dtypes and storages are those of a real pass, but
+nothing is allocated or computed. All layers of a kind use the same memory, so only one or two of
+each run; the sums for all layers and sequences are linear in both. n sequences of length L.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from skyrl_fast.train.model.policy import checkpoint_gradients, remove_dropout
+
+FLOAT32_BYTES = 4
+
+
+class UnmeasurableError(ValueError):
+    """A model whose code does not run on fake tensors, such as one that reads their values."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Numbers of a model that its config determines.
+
+    Args:
+        parameters: of the model, tied ones once.
+        root_parameters: of those, outside the layers: embeddings, head, last norm.
+        layer_parameters: of the largest layer.
+        largest_parameter: elements of the largest tensor.
+        vocab_size, hidden_size: V, H.
+        kv_values: elements that the engine's KV cache stores per token, in all layers.
+    """
+
+    parameters: int
+    root_parameters: int
+    layer_parameters: int
+    largest_parameter: int
+    vocab_size: int
+    hidden_size: int
+    kv_values: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassMemory:
+    """Bytes of a pass of n sequences: `fixed + n * per_sequence`.
+
+    Args:
+        fixed: such as the weights' copies in the dtype of autocast.
+        per_sequence: of L tokens.
+    """
+
+    fixed: float
+    per_sequence: float
+
+    def of(self, sequences: float) -> int:
+        """Return the bytes for a number of sequences, which need not be an integer."""
+        return math.ceil(self.fixed + sequences * self.per_sequence)
+
+    def __add__(self, other: PassMemory) -> PassMemory:  # noqa: D105
+        return PassMemory(self.fixed + other.fixed, self.per_sequence + other.per_sequence)
+
+    def __mul__(self, factor: float) -> PassMemory:  # noqa: D105
+        return PassMemory(self.fixed * factor, self.per_sequence * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationMemory:
+    """Memory of the backbone's forward and backward pass, next to weights and gradients.
+
+    Args:
+        saved: held at the end of the forward pass, for the backward pass.
+        workspace: further bytes at the peak of the backward pass: a layer's gradients and, with
+            checkpointing, its recomputed activations.
+    """
+
+    saved: PassMemory
+    workspace: PassMemory
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the bytes of storages that ops allocate in its context, and their peak.
+
+    Args:
+        existing: tensors whose storages do not count.
+    """
+
+    def __init__(self, existing: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in existing}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the op and count the storages of its outputs."""
+        output = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return output
+
+    def _count(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def load_model_config(path: str) -> Any:
+    """Return the transformers config of a model folder or hub name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from transformers import AutoConfig
+
+    folder = Path(path).expanduser()
+    try:
+        return AutoConfig.from_pretrained(str(folder) if folder.is_dir() else path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: config.json cannot be read: {error}") from error
+
+
+def model_size(config: Any) -> ModelSize:
+    """Return the sizes of the causal LM that a transformers config describes.
+
+    Raises:
+        UnmeasurableError: transformers cannot create it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _fake_tensors():
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        layers = _layers(model.base_model)
+        of_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        vocab, hidden = model.get_output_embeddings().weight.shape
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return ModelSize(
+        parameters=sum(sizes),
+        root_parameters=sum(sizes) - sum(of_layers),
+        layer_parameters=max(of_layers),
+        largest_parameter=max(sizes),
+        vocab_size=vocab,
+        hidden_size=hidden,
+        kv_values=2 * len(layers) * heads * head_dim,
+    )
+
+
+def activation_memory(
+    config: Any, length: int, *, dtype: torch.dtype, gradient_checkpointing: bool
+) -> ActivationMemory:
+    """Return the memory of the backbone's passes over sequences of `length` tokens.
+
+    Args:
+        config: of a transformers model.
+        dtype: of autocast; float32: none.
+        gradient_checkpointing: whether layers are recomputed in the backward pass.
+
+    Raises:
+        UnmeasurableError: the model's code does not run on fake tensors.
+    """
+    from transformers import AutoModel
+
+    with _fake_tensors(), _traced_like_real_tensors():
+        backbone: Any = AutoModel.from_config(config, dtype=torch.float32)
+        if gradient_checkpointing:
+            checkpoint_gradients(backbone)
+            remove_dropout(backbone.train())
+        else:
+            backbone.eval()
+        kinds = _kinds_of_layers(backbone)
+        numbers = list(kinds.values())
+        shortest = [layers[0] for layers in numbers]
+        saved, workspace = _measured(backbone, sorted(shortest), length, dtype)
+        total = saved
+        for layers in numbers:
+            if len(layers) > 1:
+                more, _ = _measured(backbone, sorted([*shortest, layers[1]]), length, dtype)
+                total += (more + saved * -1) * (len(layers) - 1)
+    return ActivationMemory(total, workspace)
+
+
+def _measured(
+    backbone: Any, numbers: Sequence[int], length: int, dtype: torch.dtype
+) -> tuple[PassMemory, PassMemory]:
+    """Return the saved bytes, and those beyond them at the peak, with only these layers."""
+    one, two = (_pass_bytes(backbone, numbers, n, length, dtype) for n in (1, 2))
+    pairs = zip(one, two, strict=True)
+    saved, peak = (PassMemory(2 * a - b, b - a) for a, b in pairs)
+    return saved, peak + saved * -1
+
+
+def _pass_bytes(
+    backbone: Any, numbers: Sequence[int], sequences: int, length: int, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Return the bytes held after the forward pass, and at the peak of both."""
+    embeddings = torch.empty(
+        sequences, length, backbone.config.get_text_config().hidden_size, requires_grad=True
+    )
+    with _only_layers(backbone, numbers):
+        parameters = list(backbone.parameters())
+        for parameter in parameters:  # as in the second micro-batch of an optimizer step
+            parameter.grad = torch.empty_like(parameter)
+        existing = [*parameters, *(p.grad for p in parameters), *backbone.buffers()]
+        autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if dtype != torch.float32:
+            autocast = torch.autocast("cpu", dtype=dtype, cache_enabled=False)
+        with StorageTracker(existing) as tracker:
+            hidden = embeddings.clone()  # of the embedding, which needs memory too
+            with autocast:
+                output = backbone(inputs_embeds=hidden, use_cache=False).last_hidden_state
+            del hidden
+            saved = tracker.live
+            output.backward(torch.empty_like(output))
+        for parameter in parameters:
+            parameter.grad = None
+    return saved, max(tracker.peak, saved)
+
+
+def _layers(backbone: Any) -> torch.nn.ModuleList:
+    """Return the list of a backbone's layers: the module list with the most parameters."""
+    lists = [module for module in backbone.modules() if isinstance(module, torch.nn.ModuleList)]
+    return max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))
+
+
+def _kinds_of_layers(backbone: Any) -> dict[Any, list[int]]:
+    """Return the numbers of the layers by attention and shapes, which determine their memory."""
+    types = getattr(backbone.config.get_text_config(), "layer_types", None)
+    kinds: dict[Any, list[int]] = {}
+    for number, layer in enumerate(_layers(backbone)):
+        shapes = tuple(tuple(parameter.shape) for parameter in layer.parameters())
+        kinds.setdefault((types and types[number], shapes), []).append(number)
+    return kinds
+
+
+@contextlib.contextmanager
+def _only_layers(backbone: Any, numbers: Sequence[int]) -> Iterator[None]:
+    """Remove the other layers in the context."""
+    layers, config = _layers(backbone), backbone.config.get_text_config()
+    owner, name = next(
+        (module, name)
+        for module in backbone.modules()
+        for name, child in module.named_children()
+        if child is layers
+    )
+    types = getattr(config, "layer_types", None)
+    setattr(owner, name, torch.nn.ModuleList([layers[number] for number in numbers]))
+    if types:
+        config.layer_types = [types[number] for number in numbers]
+    try:
+        yield
+    finally:
+        setattr(owner, name, layers)
+        if types:
+            config.layer_types = types
+
+
+@contextlib.contextmanager
+def _fake_tensors() -> Iterator[None]:
+    """Create and compute fake tensors in the context.
+
+    Raises:
+        UnmeasurableError: the model's code failed, whatever its error.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    except Exception as error:
+        name = type(error).__name__
+        raise UnmeasurableError(
+            f"the model's memory cannot be measured: {name}: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _traced_like_real_tensors() -> Iterator[None]:
+    """Let transformers choose masks and products as for real tensors, whose values it can read."""
+    from transformers import masking_utils
+
+    replacements: list[tuple[Any, str, Any]] = [
+        (masking_utils, "find_packed_sequence_indices", lambda *_, **__: None)
+    ]
+    with contextlib.suppress(ImportError):
+        from transformers.integrations import moe
+
+        replacements.append((moe, "_can_use_grouped_mm", lambda *_: False))
+    before = [(module, name, getattr(module, name, None)) for module, name, _ in replacements]
+    for module, name, value in replacements:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)

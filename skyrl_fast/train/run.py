@@ -45,6 +45,7 @@ from skyrl_fast.train.output.checkpoint import (
 from skyrl_fast.train.output.loggers import RunInfo, open_loggers, read_metrics
 from skyrl_fast.train.output.plot import plot_learning_curve
 from skyrl_fast.train.output.progress import ProgressDisplay
+from skyrl_fast.train.output.resumed_settings import warn_of_changed_settings
 from skyrl_fast.train.parallel.rank_processes import started_ranks
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.trainer import Components, Progress, Trainer
@@ -326,6 +327,7 @@ def _run(
         components.loggers = open_loggers(config.trainer.logger, run_info)
     write_json(run_path / "config.json", to_dict(config))
     _warn_of_another_schedule(config, start, len(components.train_prompts))
+    warn_of_changed_settings(start.state.get("config"), to_dict(config))
     try:
         progress, received = signals.run(
             _run_loop(config, components, display, checkpoint, policy_path, make_rollouts, signals)

@@ -1,0 +1,62 @@
+"""Settings of a resumed run that differ from those of its checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from skyrl_fast.printable import log_line
+
+logger = logging.getLogger(__name__)
+
+# Settings that do not change what is trained, or whose change has a message of its own: batch size,
+# seed and prompts are refused by the sampler, another length of the schedule is warned of.
+_WITHOUT_EFFECT = (
+    *("data.", "trainer.seed", "trainer.train_batch_size", "trainer.epochs"),
+    *("trainer.max_training_steps", "trainer.placement.", "trainer.max_tokens_per_microbatch"),
+    *("trainer.gradient_checkpointing", "trainer.eval_", "trainer.run_", "trainer.ckpt_"),
+    *("trainer.max_ckpts_to_keep", "trainer.resume_", "trainer.device", "trainer.num_threads"),
+    *("trainer.logger", "trainer.project_name", "trainer.dump_trajectories", "trainer.plot"),
+    *("trainer.sync_tolerance", "generator.eval_", "generator.max_concurrent_trajectories"),
+    *("generator.trajectory_timeout_seconds", "generator.max_retries", "environment.workers"),
+    *("environment.timeout_seconds", "environment.skyrl_gym.max_env_workers"),
+)
+_ENGINE = "generator.inference_engine."
+_OF_SAMPLES = (_ENGINE + "model_dtype", _ENGINE + "engine_init_kwargs")
+
+
+def changed_settings(saved: Any, now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that change what is trained: dotted key -> (value before, value now).
+
+    Args:
+        saved: settings of the checkpoint, nested; whatever its file holds.
+        now: those of the resumed run. Settings that the checkpoint does not have are ignored.
+    """
+    before = dict(_leaves(saved)) if isinstance(saved, Mapping) else {}
+    changed = {}
+    for key, value in _leaves(now):
+        ignored = key.startswith(_WITHOUT_EFFECT)
+        ignored |= key.startswith(_ENGINE) and not key.startswith(_OF_SAMPLES)
+        if not ignored and key in before and before[key] != value:
+            changed[key] = before[key], value
+    return changed
+
+
+def warn_of_changed_settings(saved: Any, now: Mapping[str, Any]) -> None:
+    """Warn of the settings that change what is trained from here on."""
+    changed = changed_settings(saved, now)
+    if changed:
+        listed = ", ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items())
+        logger.warning(
+            "resume: settings differ from the checkpoint's and apply from here on: %s",
+            log_line(listed),
+        )
+
+
+def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

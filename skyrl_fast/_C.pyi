@@ -475,4 +475,4 @@ def visit_code_major() -> int: ...
 cells_per_sum: int = 2048
 compiler: str
 cuda_archs: str | None
-num_loss_sums: int = 11
+num_loss_sums: int = 16

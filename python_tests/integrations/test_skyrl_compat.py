@@ -233,7 +233,7 @@ def test_step_wise_block_equals(estimator: str, token_rewards: bool) -> None:
 def test_step_wise_block_leaves_other_cases_to_skyrl() -> None:
     name = "RayPPOTrainer.compute_advantages_and_returns"
     original = ORIGINALS.function(name)
-    for estimator, step_wise in (("rloo", True), ("grpo", False), ("reinforce++", False)):
+    for estimator, step_wise in (("grpo", False), ("reinforce++", False)):
         batch = step_wise_batch(0)
         before = ORIGINALS.counts[name].handed_back
         want = original(trainer_stub(estimator, step_wise=step_wise), copy.deepcopy(batch))
@@ -247,6 +247,18 @@ def test_step_wise_block_leaves_other_cases_to_skyrl() -> None:
     for function in (original, ours.compute_advantages_and_returns):
         with pytest.raises(AssertionError):
             function(trainer_stub("grpo"), copy.deepcopy(broken))
+
+
+@pytest.mark.spec("dropin.compat")
+def test_step_wise_rloo_with_padding_rows_is_served() -> None:
+    name = "RayPPOTrainer.compute_advantages_and_returns"
+    before = ORIGINALS.counts[name].handed_back
+    want, got = (
+        function(trainer_stub("rloo"), step_wise_batch(0))
+        for function in (ORIGINALS.function(name), ours.compute_advantages_and_returns)
+    )
+    assert ORIGINALS.counts[name].handed_back == before
+    assert torch.equal(got["advantages"], want["advantages"])
 
 
 @pytest.mark.spec("dropin.compat")

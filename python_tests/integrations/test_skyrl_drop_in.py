@@ -319,6 +319,18 @@ def test_modes_and_rules_are_validated() -> None:
 
 
 @pytest.mark.spec("dropin.functions")
+def test_rloo_of_a_padding_row_is_0_with_a_warning_of_skyrls_logger() -> None:
+    loguru = pytest.importorskip("loguru")
+    said: list[str] = []
+    sink = loguru.logger.add(lambda line: said.append(line.record["message"]))
+    rewards, ones = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 7.0]]), torch.ones(3, 2)
+    got, _ = skyrl.compute_rloo_outcome_advantage(rewards, ones, ["a", "a", "pad0"])
+    loguru.logger.remove(sink)
+    assert got.tolist() == [[1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]]
+    assert said == ["Only one response for prompt index pad0, setting advantage to 0"]
+
+
+@pytest.mark.spec("dropin.functions")
 def test_functions_work_without_skyrl() -> None:
     out = skyrl.convert_prompts_responses_to_batch_tensors(
         0, [[1, 2], [3]], [[4], [5, 6]], [[1.0], [0.0, 1.0]], [[1], [1, 1]]

@@ -69,7 +69,7 @@ def compute_rloo_outcome_advantage(
 
     Args:
         token_level_rewards, response_mask: (N, R).
-        index: N, the group of each row. Groups of one are passed to SkyRL, which warns of each.
+        index: N, the group of each row. Groups of one, such as padding rows, get 0 and a warning.
     """
     row_values = _outcomes(RLOO, _scores(token_level_rewards), index)
     return _broadcast(row_values, response_mask)
@@ -116,6 +116,8 @@ def _outcomes(
     sizes = np.bincount(groups)
     order = np.argsort(groups, kind="stable")
     ends = np.cumsum(sizes)
+    if estimator == RLOO:
+        _warn_of_groups_of_one(labels, sizes[groups])
     out = torch.empty_like(scores)
     for size in np.unique(sizes).tolist():
         chosen = np.flatnonzero(sizes == size)
@@ -124,13 +126,25 @@ def _outcomes(
     return out
 
 
+def _warn_of_groups_of_one(labels: Sequence[str] | Sequence[int], sizes: np.ndarray) -> None:
+    """Warn as SkyRL does: for each row of a group of one, in order, by its logger."""
+    alone = np.flatnonzero(sizes == 1).tolist()
+    if alone:
+        from loguru import logger
+
+        for row in alone:
+            logger.warning(
+                f"Only one response for prompt index {labels[row]}, setting advantage to 0"
+            )
+
+
 def _group_outcomes(
     estimator: str, scores: torch.Tensor, epsilon: float, norm_by_std: bool
 ) -> torch.Tensor:
     """Return the outcomes of (G, n) scores, G groups of n."""
     size = scores.shape[1]
     if size == 1 and estimator == RLOO:
-        raise UnsupportedInputError("groups of one, of which SkyRL warns")
+        return torch.zeros_like(scores)
     mean = scores.mean(dim=1, keepdim=True) if size > 1 else torch.zeros_like(scores)
     centred = scores - mean
     if estimator == RLOO:

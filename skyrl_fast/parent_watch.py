@@ -38,9 +38,9 @@ def watch_parent(parent: int) -> None:
 def children_exit_with_this_process() -> Iterator[None]:
     """Make processes that multiprocessing spawns in the context exit with this one.
 
-    So do theirs. It holds from their first instruction, before they import anything; on Linux the
-    kernel ends them at once. The thread that starts them must not end before them. SIGINT and
-    SIGHUP, which a terminal sends to them too, do not end them: this process stops them.
+    So do their children. It holds from their first instruction, before they import anything; on
+    Linux the kernel ends them at once. The thread that starts them must not end before them. SIGINT
+    and SIGHUP, which a terminal sends to them too, do not end them: this process stops them.
     """
     original = spawn.get_command_line
     _start_resource_tracker()

@@ -82,11 +82,8 @@ def merged_routes(
         plan: which steps are merged.
     """
     begins, ends = plan.route_pieces(op, cu_experts.diff().numpy())
-    cu_merged = offsets(torch.from_numpy(np.add.reduceat(ends - begins, plan.heads)))
-    merged = _backend.empty((int(cu_merged[-1]), *routes.shape[1:]), routes.dtype)
-    targets = np.concatenate([[0], np.cumsum(ends - begins)])[:-1]
-    copy_segments(op, routes, cu_experts[:-1].numpy() + begins, merged, targets, ends - begins)
-    return merged, cu_merged
+    starts = cu_experts[:-1].numpy() + begins
+    return _joined_pieces(op, routes, starts, ends - begins, plan)
 
 
 def merged_kept_ids(
@@ -108,8 +105,22 @@ def merged_kept_ids(
     cu_kept = np.concatenate([[0], np.cumsum(num_kept.numpy(), dtype=np.int64)])
     first = cu_responses[:-1].numpy().astype(np.int64)
     begins, ends = cu_kept[first], cu_kept[first + plan.kept]
-    cu_merged = offsets(torch.from_numpy(np.add.reduceat(ends - begins, plan.heads)))
-    merged = _backend.empty((int(cu_merged[-1]),), kept_ids.dtype)
-    targets = np.concatenate([[0], np.cumsum(ends - begins)])[:-1]
-    copy_segments(op, kept_ids, begins, merged, targets, ends - begins)
+    return _joined_pieces(op, kept_ids, begins, ends - begins, plan)
+
+
+def _joined_pieces(
+    op: str, values: torch.Tensor, starts: np.ndarray, lengths: np.ndarray, plan: MergePlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pieces of all steps, one after another, and the merged rows' (M + 1,) offsets.
+
+    Args:
+        op: the caller's public name, for messages.
+        values: what the pieces are taken from.
+        starts, lengths: (N,) of each step's piece.
+        plan: which steps are merged.
+    """
+    cu_merged = offsets(torch.from_numpy(np.add.reduceat(lengths, plan.heads)))
+    merged = _backend.empty((int(cu_merged[-1]), *values.shape[1:]), values.dtype)
+    targets = np.cumsum(lengths) - lengths
+    copy_segments(op, values, starts, merged, targets, lengths)
     return merged, cu_merged

@@ -57,8 +57,8 @@ def kept_tokens(token_id: int, candidates: np.ndarray, logprobs: np.ndarray) -> 
     Args:
         token_id: the sampled token.
         candidates: ids of the most likely tokens, with or without the sampled one.
-        logprobs: theirs under the distribution that was sampled from; excluded tokens have -inf,
-            or what vLLM writes for it.
+        logprobs: of the candidates, under the distribution that was sampled from; excluded tokens
+            have -inf, or what vLLM writes for it.
 
     Raises:
         EngineError: the remaining tokens have less than all of the probability: some were not

@@ -125,7 +125,7 @@ class _Server:
 
     def _reap(self) -> None:
         """Note the exit codes of children that have ended, and kill what they have started."""
-        ended = os.WEXITED | os.WNOHANG | os.WNOWAIT  # the pid stays theirs until waitpid
+        ended = os.WEXITED | os.WNOHANG | os.WNOWAIT  # the pid stays reserved until waitpid
         with suppress(ChildProcessError):
             while (found := os.waitid(os.P_ALL, 0, ended)) is not None:
                 pid = found.si_pid

@@ -92,9 +92,9 @@ class EnvProcesses:
         with self._lock:
             if self._server is None or not self._server.alive():
                 self._server = _ForkServer(self._setup)
-            ours, theirs = socket.socketpair()
-            with theirs:
-                pid = self._server.fork(theirs)
+            ours, child_end = socket.socketpair()
+            with child_end:
+                pid = self._server.fork(child_end)
             return _EnvProcess(self._server, pid, ours, self._max_bytes)
 
     def keep(self, process: _EnvProcess) -> None:
@@ -213,13 +213,13 @@ class _ForkServer:
     """The parent of all environments' processes, which can tell and end them."""
 
     def __init__(self, setup: bytes) -> None:
-        self._link, theirs = socket.socketpair()
+        self._link, child_end = socket.socketpair()
         self._lock = threading.Lock()
-        with theirs:
+        with child_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _SERVER, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-c", _SERVER, str(child_end.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 start_new_session=True,  # a Ctrl-C is for the trainer, which decides
                 env=environment_without_key(),
             )

@@ -44,7 +44,7 @@ check: setup ## formatting, lint, types
 cuda-check: setup ## CUDA kernels compiled for all architectures (no GPU needed; skips without nvcc)
 	$(PY) scripts/cuda_check.py $(ARGS)
 
-gpu-check: setup ## GPU tests, plain and under compute-sanitizer
+gpu-check: setup ## GPU tests, plain and under compute-sanitizer, and training on a GPU
 	$(PY) -m scripts.gpu_check $(ARGS)
 
 format: setup ## format the sources
@@ -56,7 +56,7 @@ bench: setup ## CPU benchmarks of every op and its alternatives
 	$(PY) -m bench.report $(ARGS)
 
 bench-gpu: setup ## GPU benchmarks; writes bench/results/gpu.md (needs a GPU)
-	$(PY) -m bench.gpu.report $(ARGS)
+	$(PY) -m scripts.gpu_bench $(ARGS)
 
 plot-gpu: setup ## plots of bench/results/gpu.json
 	$(PY) -m bench.gpu.plot $(ARGS)
@@ -79,7 +79,8 @@ doctor: setup ## installation report, with advice on missing parts
 ext: ## extension only, into skyrl_fast/, with the active Python
 	@mkdir -p build
 	@cmake -S . -B build/dev -G Ninja -DSKYRL_FAST_CUDA=$(or $(SKYRL_FAST_CUDA),off) \
-		-Dpybind11_DIR="$$(python -c 'import pybind11; print(pybind11.get_cmake_dir())')" \
-		-DPython_EXECUTABLE="$$(python -c 'import sys; print(sys.executable)')" >build/dev.log 2>&1 \
+		-DSKYRL_FAST_CUDA_ARCHS="$(SKYRL_FAST_CUDA_ARCHS)" \
+		-Dpybind11_DIR="$$($(PYTHON) -c 'import pybind11; print(pybind11.get_cmake_dir())')" \
+		-DPython_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')" >build/dev.log 2>&1 \
 		|| { cat build/dev.log; exit 1; }
-	@cmake --build build/dev -j2
+	@cmake --build build/dev -j$$(nproc)

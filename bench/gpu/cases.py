@@ -15,6 +15,7 @@ from bench.gpu import batch_cases, linear_cases, logit_cases
 from bench.gpu.case import Case
 from bench.gpu.linear_cases import Head
 from bench.gpu.logit_cases import Logits
+from bench.gpu.step_cases import step_cases
 from bench.gpu.tree_cases import tree_cases
 
 
@@ -27,7 +28,7 @@ class Size:
     hidden: int
     batch: batch_cases.BatchShape
     lengths: tuple[int, ...]  # tokens of the plot over tokens, and of the test of many lengths
-    large_model: bool  # that trains on prefix trees
+    large_model: bool  # that trains
 
 
 FULL = Size(8192, (32_000, 128_256, 151_936, 262_144), 4096, (17_006, 3500, 500),
@@ -100,4 +101,5 @@ def all_cases(size: Size, device: str, dtype: torch.dtype, only: str = "") -> It
     yield from of_logits(size, device, dtype, only)
     yield from of_hidden(size, device, dtype, only)
     yield from of_batches(size, device, only)
+    yield from step_cases(device, large=size.large_model, only=only)
     yield from tree_cases(device, large=size.large_model, only=only)

@@ -1,10 +1,11 @@
-"""Run the GPU benches and write their table: make bench-gpu.
+"""Run GPU benches and write their table.
 
-    python -m bench.gpu.report [--only "logprob 30 %"] [--device cuda] [--tiny] [--out FOLDER]
+    python -m bench.gpu.report [--only "logprob 30 %"] [--ours] [--tiny] [--out FOLDER]
 
 Writes bench/results/gpu.json and bench/results/gpu.md with the GPU, driver and versions, and for
 each time its share of the floor: the bytes that must move, at the bandwidth of a copy measured in
-the same run. `--only` replaces only these groups, so that a full run can be done in parts.
+the same run. `--only` replaces only these groups, so that a full run can be done in parts, as
+`make bench-gpu` does. `--ours` leaves the others' code out, for first figures, and saves nothing.
 `--device cpu --tiny` is a smoke test without a GPU and saves nothing.
 """
 
@@ -42,14 +43,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="substring of the names of the groups to run")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--ours", action="store_true", help="only this package; saves nothing")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a smoke test")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json and gpu.md")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("bench-gpu: there is no GPU here; nothing was measured")
-    saves = options.device == "cuda" and not options.tiny
+    saves = options.device == "cuda" and not (options.tiny or options.ours)
     report: dict[str, Any] = {}
-    for report in measured(options.device, tiny=options.tiny, only=options.only):
+    chosen = {"tiny": options.tiny, "only": options.only, "ours": options.ours}
+    for report in measured(options.device, **chosen):
         if saves:  # after every case: an interrupted run keeps its results
             save(report, options.out)
     if not report:
@@ -79,7 +82,12 @@ def save(report: dict[str, Any], folder: Path) -> None:
 
 
 def measured(
-    device: str, *, tiny: bool, only: str = "", dtype: torch.dtype = torch.bfloat16
+    device: str,
+    *,
+    tiny: bool,
+    only: str = "",
+    ours: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[dict[str, Any]]:
     """Yield machine, ceilings and the entries of all cases so far, one case after another."""
     size = cases.TINY if tiny else cases.FULL
@@ -88,6 +96,10 @@ def measured(
     report: dict[str, Any] = {"machine": machine(device), "ceilings": asdict(ceilings)}
     report["entries"] = []
     for case in cases.all_cases(size, device, dtype, only):
+        if ours and not case.contender.startswith(OURS):
+            continue
+        if device == "cpu" and case.contender.endswith("Triton"):
+            continue  # which needs a GPU
         report["entries"].append(entry(case, watch, ceilings))
         yield report
 
@@ -155,6 +167,9 @@ def line(e: dict[str, Any]) -> str:
         notes.append(f"{e['tokens']:,} tokens")
     if "flops" in e:
         notes.append(f"{e['flops'] / e['median_ms'] / 1e9:.0f} TFLOP/s")
+    if "plan_bytes" in e:
+        planned, used = (e[name] / 2**30 for name in ("plan_bytes", "total_bytes"))
+        notes.append(f"{used:.1f} GiB in all, by the memory plan at most {planned:.1f}")
     notes.append(f"first call {e['first_ms']:.0f} ms")
     if e["rounds"] == 1:
         notes.append("one round")

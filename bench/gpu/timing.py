@@ -21,13 +21,14 @@ FLUSH_BYTES = 512 << 20  # several times the last cache of any of these GPUs
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds of a call, and its peak extra memory in bytes."""
+    """Milliseconds of a call, its peak extra memory, and the peak of all memory, in bytes."""
 
     median_ms: float
     p10_ms: float
     p90_ms: float
     rounds: int
     peak_bytes: int
+    total_bytes: int
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -82,7 +83,7 @@ class Stopwatch:
             return self.once(call)
 
         prepare()
-        once, peak = self.with_peak(call)
+        once, peak, total = self.with_peak(call)
         times, rounds = [once], min(self.rounds, round(LONGEST_MS / once))
         if rounds > 1:
             for _ in range(min(WARM_UP, rounds)):
@@ -90,17 +91,22 @@ class Stopwatch:
             times = [prepared() for _ in range(rounds)]
         times.sort()
         tenth = len(times) // 10
-        return Timing(statistics.median(times), times[tenth], times[-1 - tenth], len(times), peak)
+        low, high = times[tenth], times[-1 - tenth]
+        return Timing(statistics.median(times), low, high, len(times), peak, total)
 
-    def with_peak(self, call: Callable[[], object]) -> tuple[float, int]:
-        """Return the milliseconds of a call, and its peak extra memory in bytes."""
+    def with_peak(self, call: Callable[[], object]) -> tuple[float, int, int]:
+        """Return the milliseconds of a call, its peak extra memory and the peak of all, in bytes.
+
+        What the stopwatch itself holds is not counted.
+        """
         if self.device.type != "cuda":
-            return self.once(call), 0
+            return self.once(call), 0, 0
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         milliseconds = self.once(call)
-        return milliseconds, torch.cuda.max_memory_allocated() - before
+        peak = torch.cuda.max_memory_allocated()
+        return milliseconds, peak - before, peak - self.flush.nbytes
 
     def ceilings(self, num_bytes: int) -> Ceilings:
         """Return the rates of a copy of `num_bytes` and one to the device, and a launch's time."""

@@ -133,3 +133,119 @@ def test_linear_invalid_arguments(change, message):
     weight, targets = arguments.pop("weight"), arguments.pop("targets")
     with pytest.raises(ValueError, match=message):
         linear_logprob(torch.zeros(2, 4), weight, targets, **arguments)
+
+
+HEADS = {
+    "bias": {"bias": True},
+    "scale": {"logit_scale": 0.25},
+    "scale above 1": {"logit_scale": 2.0, "bias": True},
+    "cap": {"soft_cap": 5.0},
+    "all": {"bias": True, "logit_scale": 1.5, "soft_cap": 7.0},
+}
+
+
+def run_head(
+    h: torch.Tensor, w: torch.Tensor, b: torch.Tensor, targets: torch.Tensor, **options: object
+) -> list[torch.Tensor]:
+    """Return log-probabilities, entropies and the gradients of hidden, weight and bias."""
+    h, w, b = (x.clone().requires_grad_() for x in (h, w, b))
+    has_bias = options.pop("bias", False)
+    logprob, entropy = linear_logprob(
+        h, w, targets, bias=b if has_bias else None, return_entropy=True, **options
+    )
+    weight = torch.linspace(-1, 1, targets.numel(), dtype=logprob.dtype)
+    ((logprob * weight).sum() + 0.2 * (entropy * weight).sum()).backward()
+    return [logprob.detach(), entropy.detach(), h.grad, w.grad, *([b.grad] if has_bias else [])]
+
+
+@pytest.mark.spec("logprob.head")
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("chunk_rows", [None, 1, 4, 100])
+@pytest.mark.parametrize("kept", [False, True])
+def test_bias_scale_and_soft_cap_equal_the_reference(head, chunk_rows, kept, backend):
+    h, w, targets, mask = linear_case(torch.float32)
+    b = torch.linspace(-2, 2, len(w))
+    options = {"loss_mask": mask, "temperature": 0.7, **HEADS[head]}
+    if kept:
+        sets = [sorted({t, (t + 3) % 61, (5 * t) % 61}) for t in targets.tolist()]
+        options["kept_ids"] = torch.tensor([i for ids in sets for i in ids], dtype=torch.int32)
+        lengths = torch.tensor([0, *map(len, sets)])
+        options["cu_kept"] = lengths.cumsum(0)
+    got = run_head(h, w, b, targets, chunk_rows=chunk_rows, backend=backend, **options)
+    doubles = (x.double() for x in (h, w, b))
+    want = run_head(*doubles, targets, backend="torch", **options)
+    for a, e in zip(got, want, strict=True):
+        # Logits are sums of eight float32 products of magnitude up to 10, doubled.
+        torch.testing.assert_close(a.double(), e, rtol=2e-5, atol=5e-5)
+
+
+@pytest.mark.spec("logprob.head")
+def test_soft_cap_in_bfloat16():
+    h, w, targets, mask = linear_case(torch.bfloat16, rows=200)
+    b = torch.zeros(len(w), dtype=torch.bfloat16)
+    options = {"loss_mask": mask, "soft_cap": 5.0}
+    got = run_head(h, w, b, targets, chunk_rows=16, **options)
+    doubles = (x.double() for x in (h, w, b))
+    want = run_head(*doubles, targets, backend="torch", **options)
+    # Logits up to 5 rounded to bfloat16, before and after the tanh: 2^-9 of each.
+    torch.testing.assert_close(got[0].double(), want[0], rtol=0, atol=0.06)
+    for a, e in zip(got[2:], want[2:], strict=True):
+        assert float((a.double() - e).norm() / e.norm()) < 0.02
+
+
+@pytest.mark.spec("logprob.head")
+def test_gradcheck_with_bias_and_cap():
+    h, w, targets, mask = linear_case(torch.float64, rows=4, hidden=3, vocab=5)
+    arguments = [x.requires_grad_() for x in (h, w, torch.linspace(-1, 1, 5).double())]
+
+    def call(h, w, b):
+        options = {"loss_mask": mask, "soft_cap": 2.0, "logit_scale": 0.5}
+        return linear_logprob(h, w, targets, bias=b, **options)
+
+    assert gradcheck(call, arguments)
+
+
+@pytest.mark.spec("logprob.head")
+def test_rows_of_ignored_targets_are_masked(backend):
+    h, w, targets, mask = linear_case(torch.float32)
+    ignored = targets.masked_fill(~mask, -100)
+    h[~mask] = math.nan
+    got = run_linear(h, w, ignored, ignore_index=-100, backend=backend)
+    want = run_linear(h, w, targets, loss_mask=mask, backend=backend)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    both = run_linear(h, w, ignored, ignore_index=-100, loss_mask=mask.float(), backend=backend)
+    assert all(torch.equal(a, b) for a, b in zip(both, want, strict=True))
+    with pytest.raises(ValueError, match="target_ids"):
+        linear_logprob(h, w, ignored, backend=backend)
+
+
+@pytest.mark.spec("logprob.head")
+@pytest.mark.parametrize("kinds", [("float32", "float32"), ("bfloat16", "float32")])
+def test_autocast_converts_operands_as_linear_does(kinds):
+    h, w, targets, _ = linear_case(torch.float32)
+    h, w = h.to(getattr(torch, kinds[0])), w.to(getattr(torch, kinds[1]))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run_linear(h, w, targets)
+        logits = torch.nn.functional.linear(h, w)
+    assert logits.dtype == torch.bfloat16
+    want = run_linear(h.bfloat16(), w.bfloat16(), targets)
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(got, want, strict=True))
+    assert got[2].dtype == h.dtype and got[3].dtype == w.dtype
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bias": torch.zeros(3)}, r"bias must be \(61,\) torch.float32, got \(3,\)"),
+        ({"bias": torch.zeros(61).double()}, r"bias must be \(61,\) torch.float32, got .*float64"),
+        ({"bias": [0.0]}, "bias must be a torch tensor or None, got list"),
+        ({"logit_scale": 0.0}, "logit_scale must be positive"),
+        ({"logit_scale": math.nan}, "logit_scale must be positive"),
+        ({"soft_cap": -1.0}, "soft_cap must be positive"),
+        ({"soft_cap": 1e9}, "soft_cap must be positive, with temperature / soft_cap from 1e-06"),
+    ],
+)
+def test_invalid_head_is_named(change, message):
+    h, w, targets, _ = linear_case(torch.float32)
+    with pytest.raises((ValueError, TypeError), match=message):
+        linear_logprob(h, w, targets, **change)

@@ -295,7 +295,9 @@ def head_bytes(size: ModelSize, tokens: int, dtype: torch.dtype) -> int:
         dtype: of the head's product.
     """
     vocab, hidden, item = size.vocab_size, size.hidden_size, dtype.itemsize
-    rows = default_chunk_rows(torch.empty(vocab, 1, dtype=dtype, device="meta"), on_gpu=True)
+    rows = default_chunk_rows(
+        torch.empty(vocab, 1, dtype=dtype, device="meta"), tokens, on_gpu=True
+    )
     logits = max(min(rows, tokens) * vocab, min(COLUMN_MULTIPLE, vocab) * tokens) * item
     copied = 0 if dtype == torch.float32 else vocab * hidden * item  # of the weight
     gradient = vocab * hidden * (item + FLOAT32_BYTES)  # of the weight, then in its dtype

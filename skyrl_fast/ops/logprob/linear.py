@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from skyrl_fast.ops.logprob import reference
 from skyrl_fast.ops.logprob.kept import KeptSets, check_kept, kept_sets, slice_sets
 from skyrl_fast.ops.logprob.selected import (
     KERNEL_DTYPES,
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
     ON_GPU,
     as_uint8,
     check_selection,
@@ -19,8 +22,11 @@ from skyrl_fast.ops.logprob.selected import (
 )
 
 OP = "linear_logprob"
-CHUNK_BYTES = 128 << 20  # of logits: large enough for the matrix products to run at full speed
-GPU_CHUNK_BYTES = 512 << 20  # the same on a GPU: 1,766 rows of 151,936 bfloat16 logits
+# Of logits on a CPU. Up to here all are kept, which saves the backward a product and float32 sums;
+# otherwise chunks are just large enough for the products to run at full speed.
+KEPT_BYTES = 1 << 30
+CHUNK_BYTES = 128 << 20
+GPU_CHUNK_BYTES = 512 << 20  # on a GPU: 1,766 rows of 151,936 bfloat16 logits
 GPU_ROW_MULTIPLE = 128  # rows per tile of a GPU's matrix products
 COLUMN_MULTIPLE = 8  # of vocabulary parts: every row of 16-bit logits is 16-byte aligned
 MIN_CHUNK_ROWS = 64
@@ -37,7 +43,11 @@ def linear_logprob(
     lm_head_weight: torch.Tensor,
     target_ids: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
     loss_mask: torch.Tensor | None = None,
+    ignore_index: int | None = None,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
     temperature: float = 1.0,
     kept_ids: torch.Tensor | None = None,
     cu_kept: torch.Tensor | None = None,
@@ -45,7 +55,11 @@ def linear_logprob(
     chunk_rows: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probability of one token per row under logits = hidden @ lm_head_weight.T.
+    """Return the log-probability of one token per row, from hidden states.
+
+    The logits are `z = logit_scale * (hidden @ lm_head_weight.T + bias)`, with a soft cap
+    `soft_cap * tanh(z / soft_cap)`, divided by the temperature. Under autocast the operands are
+    converted as those of `torch.nn.functional.linear`.
 
     Rows of mask 0 are dropped before the product. The others are processed in chunks, so that at
     most one chunk of logits is in memory: chunks of rows in the forward; in the backward, where the
@@ -59,12 +73,16 @@ def linear_logprob(
         hidden: (..., H) float32, bfloat16, float16 or float64.
         lm_head_weight: (V, H) of the same dtype.
         target_ids: (...) integers; in [0, V) where the mask is 1.
+        bias: (V,) of the same dtype, or None.
         loss_mask: (...) bool or number, or None: all ones.
+        ignore_index: target of rows that are treated as if their mask were 0, such as -100.
+        logit_scale: multiplies the product; positive.
+        soft_cap: largest absolute logit, as of Gemma 2; positive.
         temperature: divides the logits; from 1e-6 to 1e30.
         kept_ids, cu_kept: as in `selected_logprob`.
         return_entropy: also return the entropy of softmax(logits / temperature), in nats.
-        chunk_rows: rows per chunk; the backward's chunks have the same size. None: 128 MB of logits
-            (512 MB on a GPU), at least 64 rows.
+        chunk_rows: rows per chunk; the backward's chunks have the same size. None: all rows up to
+            1 GB of logits, else 128 MB (on a GPU: 512 MB), at least 64 rows.
         backend: "native", "torch" (which holds the logits of all rows of mask 1), or None.
 
     Returns:
@@ -80,12 +98,18 @@ def linear_logprob(
         tensor([-1.3863])
     """
     _backend.break_graph(OP, "which rows are computed")
-    _check_linear(hidden, lm_head_weight, target_ids, loss_mask, temperature, chunk_rows)
+    hidden, lm_head_weight, bias = _autocast(hidden, lm_head_weight, bias)
+    _check_linear(hidden, lm_head_weight, bias, target_ids, loss_mask, temperature, chunk_rows)
+    _check_scaling(temperature, logit_scale, soft_cap)
     kept = kept_sets(OP, kept_ids, cu_kept, target_ids)
-    inputs = (hidden, lm_head_weight, target_ids)
+    operands = [x for x in (hidden, lm_head_weight, bias) if x is not None]
+    inputs = (*operands, target_ids)
     chosen = _backend.select(OP, *inputs, kept_ids, backend=backend, available_on_gpu=ON_GPU)
     if loss_mask is not None and _backend.device_kind(loss_mask.device) != "cpu":
         _backend.check_device(OP, *inputs, loss_mask)  # a mask on the CPU saves a synchronization
+    if ignore_index is not None:
+        wanted = target_ids != ignore_index
+        loss_mask = wanted if loss_mask is None else (loss_mask != 0).to(wanted.device) & wanted
     shape = target_ids.shape
     hidden = hidden.reshape(-1, hidden.shape[-1])
     targets = target_ids.reshape(-1).to(torch.int64)
@@ -102,33 +126,89 @@ def linear_logprob(
         kept = None if kept is None else kept.of_rows(rows)
     if chosen != "torch" and hidden.dtype in KERNEL_DTYPES:
         on_gpu = _backend.on_gpu(hidden)
-        chunk = chunk_rows or default_chunk_rows(lm_head_weight, on_gpu=on_gpu)
-        options = (temperature, return_entropy, chunk, chosen == "triton")
-        inputs = (hidden, lm_head_weight, targets)
+        chunk = chunk_rows or default_chunk_rows(lm_head_weight, len(hidden), on_gpu=on_gpu)
+        options = _Options(
+            temperature, logit_scale, soft_cap, return_entropy, chunk, chosen == "triton"
+        )
         if kept is None:
-            logprob, entropy = _LinearLogprob.apply(*inputs, None, *options)
+            logprob, entropy = _LinearLogprob.apply(
+                hidden, lm_head_weight, bias, targets, None, options
+            )
         else:
-            logprob, entropy = _with_sets(*inputs, kept, options)
+            logprob, entropy = _with_sets(hidden, lm_head_weight, bias, targets, kept, options)
     else:
         logprob, entropy = reference.linear_logprob(
-            hidden, lm_head_weight, targets, None, temperature, kept
+            hidden, lm_head_weight, targets, None, temperature, kept, bias, logit_scale, soft_cap
         )
     logprob = _spread(logprob, rows, shape)
     return (logprob, _spread(entropy, rows, shape)) if return_entropy else logprob
 
 
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """Options of the kernels, as in `linear_logprob`.
+
+    The kernels see `chunk` and divide it by `divisor`: the product itself, or its tanh.
+    """
+
+    temperature: float
+    logit_scale: float
+    soft_cap: float | None
+    return_entropy: bool
+    chunk_rows: int
+    use_triton: bool
+
+    @property
+    def divisor(self) -> float:
+        """What the kernels divide by."""
+        return self.temperature / (self.soft_cap or self.logit_scale)
+
+    def write_chunk(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        chunk: torch.Tensor,
+    ) -> None:
+        """Write the product of some rows, or some columns, of all."""
+        if bias is None:
+            torch.mm(hidden, weight.T, out=chunk)
+        else:
+            torch.addmm(bias, hidden, weight.T, out=chunk)
+        if self.soft_cap is not None:
+            chunk.mul_(self.logit_scale / self.soft_cap).tanh_()
+
+    def to_product(self, gradient: torch.Tensor, chunk: torch.Tensor) -> None:
+        """Turn the gradient of a chunk, in place, into that of the product before the tanh."""
+        if self.soft_cap is not None:
+            # (1 - tanh^2) of the cap's input; the kernels have divided by the cap
+            slope = chunk.square_().neg_().add_(1.0)
+            gradient.mul_(slope).mul_(self.logit_scale / self.soft_cap)
+
+
+def _autocast(
+    *operands: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the operands of the product as autocast has them; unchanged without autocast."""
+    kind = operands[0].device.type if isinstance(operands[0], torch.Tensor) else "cpu"
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return operands  # type: ignore[return-value]
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(  # type: ignore[return-value]
+        x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype != torch.float64 else x
+        for x in operands
+    )
+
+
 def _with_sets(
     hidden: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     targets: torch.Tensor,
     kept: KeptSets,
-    options: tuple[float, bool, int, bool],
+    options: _Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities and entropies; rows of small sets read only their part of the head.
-
-    Args:
-        options: temperature, return_entropy, chunk_rows, use_triton.
-    """
+    """Return log-probabilities and entropies; rows of small sets read their part of the head."""
     sizes = kept.sizes
     is_small = (sizes > 0) & (sizes * MIN_VOCAB_PER_ID <= weight.shape[0])
     small = is_small.nonzero().squeeze(1)
@@ -136,26 +216,27 @@ def _with_sets(
     ids = part.ids[part.pairs()[1]].clamp(0, weight.shape[0] - 1).unique()
     gathered = ids.numel() * ROWS_PER_GATHERED[weight.element_size()]
     if gathered >= small.numel() * (weight.shape[0] - ids.numel()):
-        return _LinearLogprob.apply(hidden, weight, targets, kept, *options)
-    found = _over_ids(hidden[small], weight, targets[small], part, ids, options)
+        return _LinearLogprob.apply(hidden, weight, bias, targets, kept, options)
+    found = _over_ids(hidden[small], weight, bias, targets[small], part, ids, options)
     large = (~is_small).nonzero().squeeze(1)
     if large.numel() == 0:
         return found
     others = _LinearLogprob.apply(
-        hidden[large], weight, targets[large], kept.of_rows(large), *options
+        hidden[large], weight, bias, targets[large], kept.of_rows(large), options
     )
     order = torch.cat([small, large]).argsort()
     logprob, entropy = (torch.cat(pair) for pair in zip(found, others, strict=True))
-    return logprob[order], entropy[order] if options[1] else entropy
+    return logprob[order], entropy[order] if options.return_entropy else entropy
 
 
 def _over_ids(
     hidden: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     targets: torch.Tensor,
     kept: KeptSets,
     ids: torch.Tensor,
-    options: tuple[float, bool, int, bool],
+    options: _Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the same for a head of the rows `ids`, (U,) ascending, which hold all sets."""
 
@@ -168,16 +249,17 @@ def _over_ids(
     end = sizes.cumsum(0)
     local = place_of(kept.ids[kept.pairs()[1]]).int()
     sets = KeptSets(local, torch.stack([end - sizes, end], 1))
-    temperature, return_entropy, chunk_rows, use_triton = options
-    rows = max(chunk_rows * weight.shape[0] // ids.numel(), 1)  # a chunk of the same size
-    part = weight.index_select(0, ids)
-    arguments = (temperature, return_entropy, rows, use_triton)
-    return _LinearLogprob.apply(hidden, part, place_of(targets.int()), sets, *arguments)
+    rows = max(options.chunk_rows * weight.shape[0] // ids.numel(), 1)  # a chunk of the same size
+    head = [None if x is None else x.index_select(0, ids) for x in (weight, bias)]
+    options = replace(options, chunk_rows=rows)
+    return _LinearLogprob.apply(hidden, *head, place_of(targets.int()), sets, options)
 
 
-def default_chunk_rows(weight: torch.Tensor, *, on_gpu: bool) -> int:
+def default_chunk_rows(weight: torch.Tensor, num_rows: int, *, on_gpu: bool) -> int:
     """Return the rows of a chunk of logits; on a GPU full tiles of the product."""
     row_bytes = weight.shape[0] * weight.element_size()
+    if not on_gpu and num_rows * row_bytes <= KEPT_BYTES:
+        return max(num_rows, 1)
     if not on_gpu:
         return max(CHUNK_BYTES // row_bytes, MIN_CHUNK_ROWS)
     tiles = GPU_CHUNK_BYTES // row_bytes // GPU_ROW_MULTIPLE
@@ -187,6 +269,7 @@ def default_chunk_rows(weight: torch.Tensor, *, on_gpu: bool) -> int:
 def _check_linear(
     hidden: torch.Tensor,
     lm_head_weight: torch.Tensor,
+    bias: torch.Tensor | None,
     target_ids: torch.Tensor,
     loss_mask: torch.Tensor | None,
     temperature: float,
@@ -205,9 +288,29 @@ def _check_linear(
             f"{OP}: lm_head_weight must be (V, {hidden.shape[-1]}) {hidden.dtype} like "
             f"hidden, got {tuple(lm_head_weight.shape)} {lm_head_weight.dtype}"
         )
+    if bias is not None and not isinstance(bias, torch.Tensor):
+        raise TypeError(f"{OP}: bias must be a torch tensor or None, got {type(bias).__name__}")
+    vocab = lm_head_weight.shape[0]
+    if bias is not None and (bias.shape != (vocab,) or bias.dtype != hidden.dtype):
+        raise ValueError(
+            f"{OP}: bias must be ({vocab},) {hidden.dtype}, got {tuple(bias.shape)} {bias.dtype}"
+        )
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"{OP}: chunk_rows must be positive, got {chunk_rows}")
     check_selection(OP, hidden, "hidden", target_ids, loss_mask, temperature)
+
+
+def _check_scaling(temperature: float, logit_scale: float, soft_cap: float | None) -> None:
+    for name, value in (("logit_scale", logit_scale), ("soft_cap", soft_cap)):
+        if value is None and name == "soft_cap":
+            continue
+        # What the kernels divide by must be in the range of a temperature.
+        if not (value and value > 0 and MIN_TEMPERATURE <= temperature / value <= MAX_TEMPERATURE):
+            raise ValueError(
+                f"{OP}: {name} must be positive, with temperature / {name} from "
+                f"{MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, got {value} at temperature "
+                f"{temperature}"
+            )
 
 
 def _spread(values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
@@ -226,31 +329,27 @@ class _LinearLogprob(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
         targets: torch.Tensor,
         kept: KeptSets | None,
-        temperature: float,
-        return_entropy: bool,
-        chunk_rows: int,
-        use_triton: bool,
+        options: _Options,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_rows = hidden.shape[0]
+        num_rows, chunk_rows = hidden.shape[0], options.chunk_rows
         shape = (min(chunk_rows, num_rows), weight.shape[0])
         logits = _backend.empty(shape, hidden.dtype, hidden.device)
         parts = []
+        arguments = (None, options.divisor, options.return_entropy, options.use_triton)
         for start in range(0, num_rows, chunk_rows):
             chunk = logits[: min(chunk_rows, num_rows - start)]
-            torch.mm(hidden[start : start + chunk_rows], weight.T, out=chunk)
+            options.write_chunk(hidden[start : start + chunk_rows], weight, bias, chunk)
             chunk_targets = targets[start : start + chunk_rows]
-            options = (None, temperature, return_entropy, use_triton)
             sets = () if kept is None else kept.of_rows(slice(start, start + chunk_rows))
-            parts.append(logprob_op.forward(chunk, chunk_targets, *options, *sets))
+            parts.append(logprob_op.forward(chunk, chunk_targets, *arguments, *sets))
         if not parts:
-            options = (None, temperature, return_entropy, use_triton)
-            parts.append(logprob_op.forward(logits, targets, *options))
+            parts.append(logprob_op.forward(logits, targets, *arguments))
         logprob, entropy, lse = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, entropy, lse)
-        ctx.kept = kept
-        ctx.options = (temperature, return_entropy, chunk_rows, use_triton)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, lse)
+        ctx.kept, ctx.options = kept, options
         ctx.only_chunk = logits if num_rows <= chunk_rows and any(ctx.needs_input_grad) else None
         return logprob, entropy
 
@@ -259,26 +358,35 @@ class _LinearLogprob(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, entropy, lse = ctx.saved_tensors
-        temperature, return_entropy, chunk_rows, use_triton = ctx.options
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        hidden, weight, bias, targets, entropy, lse = ctx.saved_tensors
+        options = ctx.options
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         num_rows, vocab = hidden.shape[0], weight.shape[0]
         logits, ctx.only_chunk = ctx.only_chunk, None  # a second backward recomputes it
         known = logits is not None
-        columns = vocab if known else min(vocab, _chunk_columns(chunk_rows, num_rows, vocab))
-        if logits is None:
+        columns = vocab
+        if options.chunk_rows < num_rows:
+            columns = min(vocab, _chunk_columns(options.chunk_rows, num_rows, vocab))
+        if not known:
             logits = _backend.empty((num_rows * columns,), hidden.dtype, hidden.device)
-        d_weight = None
+        d_logits = logits if options.soft_cap is None else torch.empty_like(logits)
+        d_weight = d_bias = None
         if wants_weight:
             d_weight = _backend.empty(weight.shape, weight.dtype, weight.device)
+        if wants_bias:
+            d_bias = torch.empty_like(bias)
         # The only sum over chunks, in float32 unless it is a single product.
         sums = torch.float32 if columns < vocab else hidden.dtype
         d_hidden = torch.empty_like(hidden, dtype=sums) if wants_hidden else None
         for start in range(0, vocab, columns):
             part = weight[start : start + columns]
-            chunk = logits.view(-1)[: num_rows * len(part)].view(num_rows, len(part))
+            chunk, d_chunk = (
+                x.view(-1)[: num_rows * len(part)].view(num_rows, len(part))
+                for x in (logits, d_logits)
+            )
             if not known:
-                torch.mm(hidden, part.T, out=chunk)
+                part_bias = None if bias is None else bias[start : start + columns]
+                options.write_chunk(hidden, part, part_bias, chunk)
             part_targets, kept = targets, ctx.kept
             if len(part) < vocab:
                 part_targets = _slice_targets(targets, start, len(part))
@@ -287,24 +395,27 @@ class _LinearLogprob(torch.autograd.Function):
                 chunk,
                 part_targets,
                 None,
-                temperature,
+                options.divisor,
                 lse,
                 entropy,
                 grad_logprob,
-                grad_entropy if return_entropy else None,
-                chunk,
-                use_triton,
+                grad_entropy if options.return_entropy else None,
+                d_chunk,
+                options.use_triton,
                 *(kept or ()),
             )
+            options.to_product(d_chunk, chunk)
             if d_hidden is not None and columns == vocab:
-                torch.mm(chunk, part, out=d_hidden)
+                torch.mm(d_chunk, part, out=d_hidden)
             elif d_hidden is not None:
-                _add_product(d_hidden, chunk, part, is_first=start == 0)
+                _add_product(d_hidden, d_chunk, part, is_first=start == 0)
             if d_weight is not None:
-                torch.mm(chunk.T, hidden, out=d_weight[start : start + columns])
+                torch.mm(d_chunk.T, hidden, out=d_weight[start : start + columns])
+            if d_bias is not None:
+                d_bias[start : start + columns] = d_chunk.sum(0, dtype=torch.float32)
         if d_hidden is not None:
             d_hidden = d_hidden.to(hidden.dtype)
-        return d_hidden, d_weight, *(None,) * 6
+        return d_hidden, d_weight, d_bias, None, None, None
 
 
 def _chunk_columns(chunk_rows: int, num_rows: int, vocab: int) -> int:

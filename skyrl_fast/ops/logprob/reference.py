@@ -71,8 +71,11 @@ def linear_logprob(
     mask: torch.Tensor | None = None,
     temperature: float = 1.0,
     kept: KeptSets | None = None,
+    bias: torch.Tensor | None = None,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (M,) log-probabilities and entropies under logits = hidden @ lm_head_weight.T.
+    """Return (M,) log-probabilities and entropies of the head's logits.
 
     Args:
         hidden: (M, H).
@@ -81,5 +84,11 @@ def linear_logprob(
         mask: (M,), or None.
         temperature: divides the logits.
         kept: as in `selected_logprob`.
+        bias: (V,), or None.
+        logit_scale: multiplies the product and the bias.
+        soft_cap: of the scaled logits, by tanh.
     """
-    return selected_logprob(hidden @ lm_head_weight.T, target_ids, mask, temperature, kept)
+    logits = torch.nn.functional.linear(hidden, lm_head_weight, bias) * logit_scale
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    return selected_logprob(logits, target_ids, mask, temperature, kept)

@@ -147,7 +147,8 @@ class Policy:
 
         def values() -> Any:
             hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
-            return linear_logprob(*self._head_operands(hidden.contiguous()), ids[0, 1:])
+            with torch.autocast(self.device.type, enabled=False):  # the head has its own dtype
+                return linear_logprob(*self._head_operands(hidden.contiguous()), ids[0, 1:])
 
         with torch.no_grad(), self._autocast(), self._at_routes(ids, expert_indices):
             return with_full_params(self.model, values).tolist()

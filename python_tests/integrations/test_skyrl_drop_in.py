@@ -20,7 +20,7 @@ import torch
 from skyrl_fast.integrations import skyrl
 from skyrl_fast.integrations.skyrl import ray_workers, switch
 from skyrl_fast.integrations.skyrl.names import KEPT, PPO, TARGETS, Target
-from skyrl_fast.integrations.skyrl.source import fingerprint, normalized_source
+from skyrl_fast.integrations.source import fingerprint, normalized_source
 
 PREPROCESS = '''
 def compute_prompt_boundaries(uids):

@@ -17,7 +17,7 @@ import pytest
 
 from skyrl_fast.integrations.skyrl.names import TARGETS, Target
 from skyrl_fast.integrations.skyrl.rules import RULES
-from skyrl_fast.integrations.skyrl.source import DIGITS, normalized_source
+from skyrl_fast.integrations.source import DIGITS, normalized_source
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "skyrl_versions.md"

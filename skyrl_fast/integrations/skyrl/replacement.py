@@ -11,11 +11,11 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from skyrl_fast.integrations.calls import Counts
 from skyrl_fast.integrations.skyrl.names import BY_NAME, NEWEST, Target
-from skyrl_fast.integrations.skyrl.source import fingerprint, used_functions
+from skyrl_fast.integrations.source import fingerprint, used_functions
 
 logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -29,15 +29,6 @@ REPLACED_NAME = "_skyrl_fast_replaced_name"
 
 class UnsupportedInputError(Exception):
     """SkyRL's own function must handle this input; the message says why."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """Number of calls of a replacement, and of those that SkyRL's own function answered."""
-
-    calls: int = 0
-    handed_back: int = 0
-    last_reason: str = ""
 
 
 class Originals:
@@ -127,8 +118,7 @@ def replaces(name: str, *, renamed: Mapping[str, str] | None = None) -> Callable
                 original = ORIGINALS.function(name)
                 if original is None:
                     raise
-                counts.handed_back += 1
-                counts.last_reason = f"{type(reason).__name__}: {reason}"
+                counts.hand_back(f"{type(reason).__name__}: {reason}")
                 logger.debug("%s: passed to SkyRL: %s", name, counts.last_reason)
             return original(*args, **kwargs)
 

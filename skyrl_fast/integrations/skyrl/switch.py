@@ -16,12 +16,13 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
+from skyrl_fast.integrations.calls import Counts
 from skyrl_fast.integrations.skyrl import rules as fixed_rules
 from skyrl_fast.integrations.skyrl.names import GYM_GENERATOR, KEPT, PPO, TARGETS, TRAINER, Target
 from skyrl_fast.integrations.skyrl.on_import import ImportWatch
-from skyrl_fast.integrations.skyrl.replacement import ORIGINALS, Counts, find, version_label
+from skyrl_fast.integrations.skyrl.replacement import ORIGINALS, find, version_label
 from skyrl_fast.integrations.skyrl.report import Report, Row, SkyRLFastWarning
-from skyrl_fast.integrations.skyrl.source import undecorated
+from skyrl_fast.integrations.source import undecorated
 from skyrl_fast.printable import printable
 
 OURS = "skyrl_fast"

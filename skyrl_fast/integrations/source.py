@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 DIGITS = 16  # of the hash: enough for a table that a person can read
-DECORATORS = ("skyrl", "torch")  # whose wrappers do what the function does
+DECORATORS = ("skyrl", "torch")  # packages whose wrappers do what the function does
 
 
 def fingerprint(functions: Sequence[Callable[..., Any]]) -> str:
@@ -34,7 +34,7 @@ def fingerprint(functions: Sequence[Callable[..., Any]]) -> str:
 
 
 def undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function without SkyRL's and torch's own decorators.
+    """Return the function without decorators of SkyRL and torch.
 
     A wrapper of anyone else is kept, since its effect is unknown.
     """

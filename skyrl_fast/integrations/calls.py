@@ -39,8 +39,8 @@ def summary(host: str, counts: Mapping[str, Counts]) -> str:
         counts: of each function that replaces one of the host's.
 
     Example:
-        >>> summary("TRL 1.16.0", {"f": Counts(3), "g": Counts(2, 1, "on a GPU"), "h": Counts()})
-        'skyrl_fast in TRL 1.16.0: 4 calls: f 3, g 1; 1 by TRL itself: g 1 (on a GPU); never called: h'
+        >>> summary("TRL 1.16.0", {"f": Counts(3), "g": Counts(1, 1, "on a GPU")})
+        'skyrl_fast in TRL 1.16.0: 3 calls: f 3; 1 by TRL itself: g 1 (on a GPU)'
     """
     if not counts:
         return f"skyrl_fast in {host}: no function is replaced"

@@ -249,3 +249,24 @@ def test_invalid_head_is_named(change, message):
     h, w, targets, _ = linear_case(torch.float32)
     with pytest.raises((ValueError, TypeError), match=message):
         linear_logprob(h, w, targets, **change)
+
+
+@pytest.mark.spec("logprob.head")
+@pytest.mark.parametrize("chunk_rows", [None, 5])
+def test_metrics_see_the_logits_of_every_chunk(chunk_rows):
+    h, w, targets, mask = linear_case(torch.float32)
+    options = {"temperature": 0.7, "soft_cap": 5.0, "logit_scale": 2.0}
+    seen = []
+
+    def note(start: int, values: torch.Tensor, divisor: float) -> None:
+        assert start == sum(len(chunk) for chunk in seen)
+        seen.append((values / divisor).clone())
+
+    linear_logprob(h, w, targets, loss_mask=mask, chunk_rows=chunk_rows, on_logits=note, **options)
+    want = 5.0 * torch.tanh(h[mask] @ w.T * 2.0 / 5.0) / 0.7
+    torch.testing.assert_close(torch.cat(seen), want, rtol=1e-5, atol=1e-5)  # float32 products
+    for change in ({"backend": "torch"}, {"kept_ids": torch.zeros(0, dtype=torch.int32)}):
+        if "kept_ids" in change:
+            change["cu_kept"] = torch.zeros(len(h) + 1, dtype=torch.int64)
+        with pytest.raises(ValueError, match="on_logits needs a kernel and no kept sets"):
+            linear_logprob(h, w, targets, loss_mask=mask, on_logits=note, **change)

@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _at_exit: set[Callable[[], str]] = set()
 
@@ -70,3 +70,61 @@ def print_at_exit(line: Callable[[], str]) -> None:
                 sys.stderr.write(text + "\n")
 
         atexit.register(write)
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """One function of a host program.
+
+    Args:
+        name: in the host.
+        state: "replaced", "kept" (the host's own, see `why`) or "absent" from this version.
+        why: why it is not replaced, or what the replacement leaves to the host.
+        counts: of the replacement in this process.
+    """
+
+    name: str
+    state: str
+    why: str = ""
+    counts: Counts = field(default_factory=Counts)
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """What is replaced in a host program, and how often it was called in this process.
+
+    Args:
+        host: name and version.
+        functions: one for each that this package knows.
+    """
+
+    host: str
+    functions: tuple[Function, ...]
+
+    def __getitem__(self, name: str) -> Function:
+        """Return a function by name; KeyError if there is none."""
+        for function in self.functions:
+            if function.name == name:
+                return function
+        raise KeyError(name)
+
+    def names(self, state: str) -> list[str]:
+        """Return the names of the functions in a state."""
+        return [function.name for function in self.functions if function.state == state]
+
+    def summary(self) -> str:
+        """Return one line about the calls."""
+        used = [one for one in self.functions if one.state == "replaced" or one.counts.calls]
+        return summary(self.host, {one.name: one.counts for one in used})
+
+    def __str__(self) -> str:
+        """Return a table for people."""
+        width = max(len(one.name) for one in self.functions)
+        lines = [f"skyrl_fast in {self.host}"]
+        for one in self.functions:
+            details = [one.why] if one.why else []
+            if one.counts.calls:
+                back = f", {one.counts.handed_back} by the host" if one.counts.handed_back else ""
+                details.insert(0, f"{one.counts.calls} calls{back}")
+            lines.append(f"  {one.name:<{width}}  {one.state:<8}  {'; '.join(details)}".rstrip())
+        return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +36,7 @@ COPIED_COLUMNS = 8192  # of operands converted to float32 for a product: large e
 # its gradients in this many rows: by bytes per element, measured on a CPU with 16-bit matrix units.
 ROWS_PER_GATHERED = {4: 100, 2: 800}
 MIN_VOCAB_PER_ID = 16  # a larger set is a product with the full head
+OnLogits = Callable[[int, torch.Tensor, float], None]
 HAS_MIXED_PRODUCT = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch 2.8 and newer
 
 
@@ -52,6 +54,7 @@ def linear_logprob(
     kept_ids: torch.Tensor | None = None,
     cu_kept: torch.Tensor | None = None,
     return_entropy: bool = False,
+    on_logits: OnLogits | None = None,
     chunk_rows: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -81,6 +84,9 @@ def linear_logprob(
         temperature: divides the logits; from 1e-6 to 1e30.
         kept_ids, cu_kept: as in `selected_logprob`.
         return_entropy: also return the entropy of softmax(logits / temperature), in nats.
+        on_logits: called for each chunk of the forward pass, for metrics, with the number of its
+            first row among those of mask 1, (rows, V) values and a divisor: softmax(values /
+            divisor) are the probabilities. The values are overwritten later. Kernels only.
         chunk_rows: rows per chunk; the backward's chunks have the same size. None: all rows up to
             1 GB of logits, else 128 MB (on a GPU: 512 MB), at least 64 rows.
         backend: "native", "torch" (which holds the logits of all rows of mask 1), or None.
@@ -90,7 +96,8 @@ def linear_logprob(
 
     Raises:
         ValueError: shapes or dtypes that do not match, a target out of range where the mask is 1,
-            temperature or chunk_rows not positive, kept sets as in `selected_logprob`.
+            temperature, logit_scale, soft_cap or chunk_rows not positive, kept sets as in
+            `selected_logprob`, on_logits with kept sets, float64 or backend="torch".
         RuntimeError: a forward-mode derivative, which only backend="torch" has.
 
     Example:
@@ -110,6 +117,12 @@ def linear_logprob(
     if ignore_index is not None:
         wanted = target_ids != ignore_index
         loss_mask = wanted if loss_mask is None else (loss_mask != 0).to(wanted.device) & wanted
+    native = chosen != "torch" and hidden.dtype in KERNEL_DTYPES
+    if on_logits is not None and (kept is not None or not native):
+        raise ValueError(
+            f"{OP}: on_logits needs a kernel and no kept sets, got backend {chosen!r}, "
+            f"{hidden.dtype}, {'no ' if kept is None else ''}kept sets"
+        )
     shape = target_ids.shape
     hidden = hidden.reshape(-1, hidden.shape[-1])
     targets = target_ids.reshape(-1).to(torch.int64)
@@ -124,11 +137,11 @@ def linear_logprob(
             rows = rows.to(hidden.device, non_blocking=True)
         hidden, targets = hidden[rows], targets[rows]
         kept = None if kept is None else kept.of_rows(rows)
-    if chosen != "torch" and hidden.dtype in KERNEL_DTYPES:
+    if native:
         on_gpu = _backend.on_gpu(hidden)
         chunk = chunk_rows or default_chunk_rows(lm_head_weight, len(hidden), on_gpu=on_gpu)
         options = _Options(
-            temperature, logit_scale, soft_cap, return_entropy, chunk, chosen == "triton"
+            temperature, logit_scale, soft_cap, return_entropy, chunk, chosen == "triton", on_logits
         )
         if kept is None:
             logprob, entropy = _LinearLogprob.apply(
@@ -157,6 +170,7 @@ class _Options:
     return_entropy: bool
     chunk_rows: int
     use_triton: bool
+    on_logits: OnLogits | None = None
 
     @property
     def divisor(self) -> float:
@@ -342,6 +356,8 @@ class _LinearLogprob(torch.autograd.Function):
         for start in range(0, num_rows, chunk_rows):
             chunk = logits[: min(chunk_rows, num_rows - start)]
             options.write_chunk(hidden[start : start + chunk_rows], weight, bias, chunk)
+            if options.on_logits is not None:
+                options.on_logits(start, chunk, options.divisor)
             chunk_targets = targets[start : start + chunk_rows]
             sets = () if kept is None else kept.of_rows(slice(start, start + chunk_rows))
             parts.append(logprob_op.forward(chunk, chunk_targets, *arguments, *sets))
@@ -350,13 +366,14 @@ class _LinearLogprob(torch.autograd.Function):
         logprob, entropy, lse = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, lse)
         ctx.kept, ctx.options = kept, options
+        ctx.set_materialize_grads(False)  # an entropy that only metrics use needs no gradient
         ctx.only_chunk = logits if num_rows <= chunk_rows and any(ctx.needs_input_grad) else None
         return logprob, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor
+        ctx: Any, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, entropy, lse = ctx.saved_tensors
         options = ctx.options
@@ -399,7 +416,7 @@ class _LinearLogprob(torch.autograd.Function):
                 lse,
                 entropy,
                 grad_logprob,
-                grad_entropy if options.return_entropy else None,
+                grad_entropy,
                 d_chunk,
                 options.use_triton,
                 *(kept or ()),

@@ -1,0 +1,154 @@
+"""TRL's GRPO losses by `policy_loss`. N rows, R response tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from skyrl_fast.ops.policy_loss.loss import PolicyLoss, policy_loss
+from skyrl_fast.ops.policy_loss.losses import Cispo, Gspo, LossSettings, Regular, Sapo
+
+# TRL's loss types and their reductions. "tokens": divided by a number of tokens that the caller
+# knows; "rows": sums per row, their mean.
+REDUCTIONS = {
+    "grpo": "sequence_mean",
+    "sapo": "sequence_mean",
+    "bnpo": "token_mean",
+    "dr_grpo": "seq_mean_token_sum_norm",
+    "dapo": "tokens",
+    "cispo": "tokens",
+    "vespo": "tokens",
+    "luspo": "rows",
+}
+SEQUENCE_LEVEL = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+LOG_BOUND = 20.0  # of log ratios in VESPO
+LOG_SMALLEST = -18.420680743952367  # log(1e-8), of a sequence's ratio in VESPO
+
+
+def grpo_loss(
+    per_token_logps: torch.Tensor,
+    old_per_token_logps: torch.Tensor | None,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    loss_type: str = "dapo",
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    importance_sampling_level: str = "token",
+    importance_sampling_ratio: torch.Tensor | None = None,
+    beta: float = 0.0,
+    ref_per_token_logps: torch.Tensor | None = None,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+    max_completion_length: int | None = None,
+    num_items: torch.Tensor | float | None = None,
+) -> PolicyLoss:
+    """Return the loss of TRL's GRPOTrainer before gradient accumulation, with its gradient.
+
+    Args:
+        per_token_logps: (N, R). old_per_token_logps: (N, R), or None: the same, ratio 1.
+        advantages: (N,) or (N, R). mask: (N, R).
+        loss_type: one of `REDUCTIONS`.
+        epsilon_low, epsilon_high, importance_sampling_level, beta: TRL's settings; "sequence"
+            level is GSPO. For "cispo" epsilon_high is the largest ratio, at least 1.
+        importance_sampling_ratio: (N, R) or (N, 1), of the trainer to the sampler: it weighs the
+            policy loss, and in "vespo" is part of the sequence's ratio.
+        ref_per_token_logps: (N, R), for `beta`.
+        sapo_temperature_pos, sapo_temperature_neg: for "sapo".
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: for "vespo", whose weight
+            of a sequence with ratio w is exp(lambda) w^k exp(-lambda w).
+        max_completion_length: for "dr_grpo".
+        num_items: for "dapo", "cispo" and "vespo", the tokens to divide by; None: those of this
+            call.
+
+    Raises:
+        ValueError: an unknown loss type or level, "sequence" for a loss per token, or an error of
+            `policy_loss`.
+    """
+    if loss_type not in REDUCTIONS:
+        raise ValueError(f"grpo_loss: loss_type must be one of {list(REDUCTIONS)}, got {loss_type}")
+    levels = ("token", "sequence") if loss_type in SEQUENCE_LEVEL else ("token",)
+    if importance_sampling_level not in levels:
+        raise ValueError(
+            f"grpo_loss: importance_sampling_level must be one of {levels} for {loss_type}, got "
+            f"{importance_sampling_level!r}"
+        )
+    if importance_sampling_level == "sequence" and advantages.dim() != 1:
+        raise ValueError(
+            f"grpo_loss: advantages must be ({len(mask)},) at level 'sequence', got "
+            f"{tuple(advantages.shape)}"
+        )
+    loss: LossSettings = Regular(epsilon_low, epsilon_high)
+    if loss_type == "sapo":
+        loss = Sapo(sapo_temperature_pos, sapo_temperature_neg)
+    elif loss_type == "cispo":
+        loss = Cispo(1.0, epsilon_high - 1.0)
+    elif importance_sampling_level == "sequence":
+        loss = Gspo(epsilon_low, epsilon_high)
+    wide = advantages[:, None] if advantages.dim() == 1 else advantages
+    token_weights = importance_sampling_ratio
+    if importance_sampling_level == "sequence" and token_weights is not None:
+        # One loss for all tokens of a row, so that its weight is the mean of theirs.
+        count = mask.sum(-1, keepdim=True).clamp(min=1)
+        token_weights = (token_weights * mask).sum(-1, keepdim=True) / count
+    if loss_type == "vespo":
+        token_weights = vespo_weights(
+            per_token_logps,
+            old_per_token_logps,
+            wide,
+            mask,
+            importance_sampling_ratio,
+            ((vespo_k_pos, vespo_lambda_pos), (vespo_k_neg, vespo_lambda_neg)),
+        )
+        loss, old_per_token_logps = Cispo(), None  # ratio 1: -weight * advantage * logprob
+    reduction, weights = REDUCTIONS[loss_type], None
+    if reduction == "rows":
+        weights = mask.new_full((len(mask),), 1.0 / max(len(mask), 1), dtype=torch.float32)
+    elif reduction == "tokens" and num_items is not None:
+        count = torch.as_tensor(num_items, dtype=torch.float32, device=mask.device).clamp(min=1.0)
+        weights = (1.0 / count).expand(len(mask))
+    return policy_loss(
+        per_token_logps,
+        old_per_token_logps,
+        wide.expand_as(mask),
+        mask,
+        loss=loss,
+        kl_estimator="k3" if beta else None,
+        kl_coef=beta,
+        ref_logprobs=ref_per_token_logps if beta else None,
+        reduction="token_mean" if reduction in ("tokens", "rows") else reduction,
+        row_weights=weights,
+        max_seq_len=max_completion_length,
+        token_weights=None if token_weights is None else token_weights.expand_as(mask),
+    )
+
+
+@torch.no_grad()
+def vespo_weights(
+    logps: torch.Tensor,
+    old: torch.Tensor | None,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    sampler_ratio: torch.Tensor | None,
+    shapes: tuple[tuple[float, float], tuple[float, float]],
+) -> torch.Tensor:
+    """Return (N, 1) weights, or (N, R) where the advantages are per token.
+
+    Args:
+        logps, old, mask: (N, R). advantages: (N, 1) or (N, R). sampler_ratio: (N, R) or (N, 1).
+        shapes: k and lambda for advantages of at least 0, and below.
+    """
+    ratio = torch.zeros_like(logps) if old is None else logps - old
+    log_ratio = (ratio.clamp(-LOG_BOUND, LOG_BOUND) * mask).sum(-1, keepdim=True)
+    if sampler_ratio is not None:
+        log_sampler = sampler_ratio.log().clamp(LOG_SMALLEST, LOG_BOUND)
+        log_ratio = log_ratio + log_sampler.sum(-1, keepdim=True)
+    log_ratio = log_ratio.clamp(LOG_SMALLEST, LOG_BOUND)
+    (k_up, lambda_up), (k_down, lambda_down) = shapes
+    up = advantages >= 0
+    k = torch.where(up, k_up, k_down)
+    scale = torch.where(up, lambda_up, lambda_down).clamp(min=1e-4)
+    return (scale + k * log_ratio - scale * log_ratio.exp()).exp().nan_to_num(0.0, 0.0, 0.0)

@@ -7,7 +7,7 @@ trainer = fast.GRPOTrainer(...)  # TRL's, with the loss of `policy_loss`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from skyrl_fast.integrations.trl.loss import grpo_loss
 from skyrl_fast.integrations.trl.switch import (
@@ -17,9 +17,7 @@ from skyrl_fast.integrations.trl.switch import (
     selective_log_softmax,
     uninstall,
 )
-
-if TYPE_CHECKING:
-    from skyrl_fast.integrations.trl.trainer import FastGRPOLoss, GRPOTrainer
+from skyrl_fast.integrations.trl.trainer import FastGRPOLoss, grpo_trainer
 
 __all__ = [
     "FastGRPOLoss",
@@ -34,9 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the trainer, and with it TRL, on first use."""
-    if name not in ("FastGRPOLoss", "GRPOTrainer"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from skyrl_fast.integrations.trl import trainer
-
-    return getattr(trainer, name)
+    """Return `GRPOTrainer`, which imports TRL on first use."""
+    if name == "GRPOTrainer":
+        return grpo_trainer()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
-from trl import GRPOTrainer as TrlGRPOTrainer
 
 from skyrl_fast.integrations.trl.loss import (
     REDUCTIONS,
@@ -168,5 +168,13 @@ def _log(
         found["clip_ratio/high_max"].append(highs.max().item() if len(highs) else nan)
 
 
-class GRPOTrainer(FastGRPOLoss, TrlGRPOTrainer):
-    """TRL's GRPOTrainer with `FastGRPOLoss`."""
+@functools.cache
+def grpo_trainer() -> type:
+    """Return TRL's GRPOTrainer with `FastGRPOLoss`.
+
+    Raises:
+        ImportError: TRL is not installed.
+    """
+    from trl import GRPOTrainer
+
+    return type("GRPOTrainer", (FastGRPOLoss, GRPOTrainer), {"__doc__": GRPOTrainer.__doc__})

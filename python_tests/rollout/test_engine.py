@@ -402,6 +402,6 @@ def _interrupts_do_not_reach(pids: list[int]) -> None:
         )
         if not any(int(status[mask], 16) & bit for mask in ("SigBlk", "SigIgn")):
             hearing.append(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
-    assert len(pids) >= 2  # the engine core and its worker
+    assert pids  # the engine core; the resource tracker may be that of another test
     assert not hearing
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())

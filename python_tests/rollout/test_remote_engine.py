@@ -23,7 +23,7 @@ from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Gen
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weight_update import WeightSyncError
+from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError, sent_digests
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.train.flow.vllm_rollouts import engines, vllm_setup
 
@@ -60,8 +60,14 @@ class Server:
                 return answer
             return httpx.Response(200, json={"choices": [answer]})
         if path == "/collective_rpc":
-            return httpx.Response(200, json={"results": self.results or [self.missing]})
+            return httpx.Response(200, json={"results": self.results or [self.receipt(body)]})
         return httpx.Response(200, json={})
+
+    def receipt(self, call: dict[str, Any]) -> dict[str, Any]:
+        """What the worker extension returns."""
+        path = Path(call.get("args", ["none"])[0])
+        digests = sent_digests(path) if path.is_file() else {}
+        return {"digests": digests, "unloaded": self.missing, "dtype": "bfloat16"}
 
 
 def choice(ids: Any, logprobs: Any, **more: Any) -> dict[str, Any]:
@@ -348,14 +354,18 @@ def test_probe_logprobs_are_numbers(value: Any) -> None:
 
 
 @pytest.mark.spec("async.server-answers")
-def test_answer_that_lists_no_parameter_names_is_an_error() -> None:
+def test_answer_that_is_no_receipt_is_an_error() -> None:
+    receipt = {"digests": {}, "unloaded": [], "dtype": "bfloat16"}
     for results, wanted in (
         ("a", "wanted a list"),
-        ([[["x"], 3]], "got no new values"),
-        ([3], "list"),
+        ([[["x"], 3]], "another format"),
+        ([3], "another format"),
+        ([{**receipt, "digests": ["w"]}], "another format"),
+        ([receipt], r"did not receive: w"),
+        ([{**receipt, "digests": {"w": "float32[2]:01"}}], r"loaded other values.*w \(float32"),
+        ([{"digests": {}, "unloaded": []}], "KeyError: 'dtype'"),
     ):
         server = Server()
-        server.missing = results  # type: ignore[assignment]
         server.results = results
         with pytest.raises((EngineError, WeightSyncError), match=wanted):
             with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}))

@@ -318,7 +318,8 @@ class TrainerConfig:
     plot: bool = setting(True, "whether to plot the learning curve at the end")
     sync_tolerance: float = setting(
         0.0,
-        "largest allowed |trainer - engine| logprob difference after a weight update; 0: by dtype",
+        "largest allowed |trainer - engine| difference of any logprob after a weight update, in "
+        "place of the limits of the engine's dtype; 0: those limits",
         at_least=0,
     )
 

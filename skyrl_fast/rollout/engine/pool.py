@@ -192,7 +192,7 @@ class EnginePool:
                     self._refuse_if_none_comes_back()
                     waited = await self._wait_for_any(waited)
         await self._serve_waiting()
-        return max(reports, key=lambda report: report.max_difference)
+        return max(reports, key=lambda report: report.difference.maximum)
 
     async def verify(self, make_sync: Callable[[Engine], WeightSync]) -> WeightSyncReport:
         """Compare all engines' log-probabilities with the trainer's; return the worst report."""
@@ -200,7 +200,7 @@ class EnginePool:
         for member in self._up():
             member.sync = make_sync(member.engine)
             reports.append(await member.sync.verify())
-        return max(reports, key=lambda report: report.max_difference)
+        return max(reports, key=lambda report: report.difference.maximum)
 
     @property
     def start_with_model(self) -> bool:

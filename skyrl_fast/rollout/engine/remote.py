@@ -38,7 +38,12 @@ from skyrl_fast.rollout.engine.protocol import (
     Generation,
     vllm_sampling_params,
 )
-from skyrl_fast.rollout.engine.weight_update import WeightSyncError, refuse_missing_weights
+from skyrl_fast.rollout.engine.weight_receipt import (
+    WeightSyncError,
+    check_receipts,
+    read_receipts,
+    sent_digests,
+)
 from skyrl_fast.rollout.engine.weights_file import WeightsFile
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
@@ -104,6 +109,7 @@ class RemoteEngine:
         self._weight_sync = weight_sync
         self._records_routes = records_routes
         self._vocab_size = vocab_size
+        self.weights_dtype: torch.dtype | None = None
         self._start_timeout_seconds = start_timeout_seconds
         self._transport = transport
         self._client: Any = None
@@ -272,9 +278,8 @@ class RemoteEngine:
             raise WeightSyncError(f"{self.name} could not load the new weights: {error}") from error
         if self._weight_sync == "extension":
             with self._parsing("/collective_rpc"):
-                lists = [entries(names) for names in entries(answer["results"]) if names]
-                missing = [str(name) for names in lists for name in names]
-            refuse_missing_weights(missing)
+                receipts = read_receipts(answer["results"])
+            self.weights_dtype = check_receipts(receipts, sent_digests(path))
 
     async def reset_prefix_cache(self) -> None:
         """Drop cached keys and values that no running request uses."""

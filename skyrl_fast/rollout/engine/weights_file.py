@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from skyrl_fast.file_lock import close_locked, lock_file
-from skyrl_fast.rollout.engine.weight_update import WeightSyncError
+from skyrl_fast.rollout.engine.tensor_digest import tensor_digest
+from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class WeightsFile:
     def write(
         self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
     ) -> None:
-        """Write all tensors; a tensor with several names (tied) is written once.
+        """Write all tensors and their digests; one with several names (tied) is written once.
 
         Raises:
             WeightSyncError: there is nothing to write, or not enough space.
@@ -106,7 +107,8 @@ class WeightsFile:
         for place in {self._where, str(SHARED_MEMORY), tempfile.gettempdir()} - {None}:
             _remove_stale_folders(Path(str(place)))
         self._folder, self._lock = _locked_folder(self._where or _room_for(size))
-        save_file(tensors, self.path)
+        digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        save_file(tensors, self.path, metadata=digests)
 
 
 def _host_tensors(

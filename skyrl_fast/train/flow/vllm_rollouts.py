@@ -16,12 +16,13 @@ from skyrl_fast.config import SamplingParams, settings
 from skyrl_fast.rollout.context import CHARACTERS_PER_TOKEN
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.pool import EnginePool, PooledEngine
+from skyrl_fast.rollout.engine.probe_limits import ProbeLimits
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weight_gate import WeightGate
-from skyrl_fast.rollout.engine.weight_update import TOLERANCES, WeightSync, WeightSyncReport
+from skyrl_fast.rollout.engine.weight_update import Logprobs, WeightSync, WeightSyncReport
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.host import MakeEnv
 from skyrl_fast.rollout.group_runner import GroupRunner
@@ -203,7 +204,9 @@ class VllmRollouts:
         chosen = self._config.generator.inference_engine.model_dtype
         dtype = policy.dtype if chosen == "auto" else getattr(torch, chosen)
 
-        def replayed(probe: list[list[int]], routes: list[np.ndarray]) -> list[list[float]]:
+        tolerance = self._config.trainer.sync_tolerance
+
+        def replayed(probe: list[list[int]], routes: list[np.ndarray]) -> Logprobs:
             return [policy.sequence_logprobs(*one) for one in zip(probe, routes, strict=True)]
 
         return WeightSync(
@@ -211,7 +214,8 @@ class VllmRollouts:
             probe=self._probe,
             trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
             replayed_logprobs=replayed if policy.router_replay else None,
-            tolerance=self._config.trainer.sync_tolerance or TOLERANCES[dtype],
+            dtype=dtype,
+            limits=ProbeLimits(maximum=tolerance) if tolerance else None,
         )
 
     @cached_property
@@ -316,7 +320,9 @@ def _sync_metrics(report: WeightSyncReport) -> dict[str, float]:
     return {
         "sync/update_seconds": report.update_seconds,
         "sync/verify_seconds": report.verify_seconds,
-        "sync/logprob_abs_diff_max": report.max_difference,
-        "sync/logprob_abs_diff_mean": report.mean_difference,
+        "sync/logprob_abs_diff_max": report.difference.maximum,
+        "sync/logprob_abs_diff_mean": report.difference.mean,
+        "sync/logprob_abs_diff_q90": report.difference.quantile,
+        "sync/logit_std": report.difference.logit_std,
         "sync/logprob_change_max": report.max_change,
     }

@@ -63,6 +63,9 @@ class TorchEngine:
     async def reset_prefix_cache(self) -> None:
         pass
 
+    async def sleep(self) -> None:
+        pass
+
     async def interrupt(self) -> None:
         pass
 

@@ -89,6 +89,10 @@ class OneWeight:
         assert not self.paused  # a paused engine never answers
         return [self.weight] * (len(token_ids) - 1)
 
+    async def sleep(self) -> None:
+        self.check()
+        self.asleep = True
+
     async def interrupt(self) -> None:
         self.check()
         self.paused = True

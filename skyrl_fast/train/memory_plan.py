@@ -7,7 +7,7 @@ tensors (`activation_memory`). What FSDP2, the CUDA context and the engine need 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from skyrl_fast.train.model.activation_memory import (
     load_model_config,
     model_size,
 )
+from skyrl_fast.train.placement import EnginePlacement, engine_placement
 
 GIB = 1 << 30
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter; AdamW has two moments
@@ -32,9 +33,10 @@ WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter; AdamW has
 LAYER_BYTES, ROOT_BYTES = 12, 8  # per gathered parameter: weights, gradients, a layer's buffer
 GATHERED_LAYERS = 2
 CONTEXT_BYTES = GIB  # a process's CUDA context and libraries
+ASLEEP_BYTES = 2 * GIB  # of a sleeping engine: its context, CUDA graphs, libraries
 FRAGMENTATION = 0.1  # of activations: blocks that the caching allocator cannot reuse
 ENGINE_LIMIT = 0.9  # largest share that is computed for the engine; vLLM's default
-ENGINE_SLACK = 2 * GIB  # CUDA graphs, context, libraries
+ENGINE_SLACK = 2 * GIB  # within its share: CUDA graphs, activations of a step
 LOGIT_COPIES = 4  # float32 logits of one engine step: sorted, their probabilities, ...
 MAX_GPUS = 8  # to propose
 
@@ -54,10 +56,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """The memory of one GPU.
+    """The memory of one GPU, at its peak or at that of a phase.
 
     Args:
-        name: such as "GPU 0".
+        name: such as "GPU 0" or "GPU 0, update".
         capacity: its bytes.
     """
 
@@ -89,9 +91,10 @@ class MemoryPlan:
     """The memory of a run.
 
     Args:
-        devices: GPU 0, and one that stands for all others, if any.
-        engine_share: `gpu_memory_utilization` of the engine on GPU 0; None: there is none.
-        host_bytes: main memory for handing over the weights.
+        devices: the GPUs, those of a kind as one; a GPU whose engine sleeps during updates twice,
+            as either the update or generation needs more.
+        engine_share: `gpu_memory_utilization` of the run's own engine; None: there is none.
+        host_bytes: main memory for handing over the weights, and for those of a sleeping engine.
         remedies: settings with which the run would fit; empty where it fits.
     """
 
@@ -109,7 +112,7 @@ class MemoryPlan:
         """Return the devices' parts, and whether the run fits or what would make it fit."""
         lines = [str(device) for device in self.devices]
         if self.host_bytes:
-            lines.append(f"main memory: {gib(self.host_bytes)} GiB to hand over the weights")
+            lines.append(f"main memory: {gib(self.host_bytes)} GiB for copies of the weights")
         if self.fits:
             engine = self.engine_share
             share = "" if engine is None else f"; gpu_memory_utilization={engine:.2f}"
@@ -142,28 +145,34 @@ def gpu_memory(num_gpus: int) -> int | None:
     return min(int(torch.cuda.get_device_properties(n).total_memory) for n in found)
 
 
-def plan_memory(config: Config, *, capacity: int, with_engine: bool = True) -> MemoryPlan:
+def plan_memory(
+    config: Config, *, capacity: int, num_gpus: int = 1, with_engine: bool = True
+) -> MemoryPlan:
     """Return the memory plan of a run on GPUs.
 
     Args:
         config: checked settings; of the models only config.json is read.
         capacity: bytes of each GPU.
+        num_gpus: of the machine; at least those of the trainer are assumed.
         with_engine: False: nothing is sampled by vLLM, whatever the settings.
 
     Raises:
-        ValueError: a model's config cannot be read.
+        ValueError: a model's config cannot be read, or the engine cannot be placed.
         UnmeasurableError: a model's code does not run on fake tensors.
     """
     measure = _Measurements()
-    with_engine = with_engine and config.generator.inference_engine.run_engines_locally
-    plan = _plan(config, measure, capacity, with_engine)
+
+    def planned(config: Config) -> MemoryPlan:
+        gpus = max(num_gpus, config.trainer.placement.policy_num_gpus_per_node)
+        local = with_engine and config.generator.inference_engine.run_engines_locally
+        return _plan(config, measure, capacity, engine_placement(config, gpus) if local else None)
+
+    plan = planned(config)
     if plan.fits:
         return plan
 
     def fits(settings: dict[str, Any]) -> bool:
-        changed = _with_settings(config, settings)
-        local = with_engine and changed.generator.inference_engine.run_engines_locally
-        return _plan(changed, measure, capacity, local).fits
+        return planned(_with_settings(config, settings)).fits
 
     return replace(plan, remedies=tuple(_remedies(config, fits, with_engine)))
 
@@ -197,54 +206,92 @@ class _Measurements:
         return self._activations[key]
 
 
-def _plan(config: Config, measure: _Measurements, capacity: int, with_engine: bool) -> MemoryPlan:
+def _plan(
+    config: Config, measure: _Measurements, capacity: int, engine: EnginePlacement | None
+) -> MemoryPlan:
+    """Return the plan without remedies.
+
+    Args:
+        engine: where the run's own engine computes; None: there is none.
+    """
     size = measure.size(str(config.trainer.policy.model.path))
-    trainer = tuple(_trainer_items(config, measure))
+    resident = _resident_items(config, measure)
+    trainer = [*resident, *_largest_update(config, measure)]
+    ranks = range(config.trainer.placement.policy_num_gpus_per_node)
+    if engine is None:
+        return MemoryPlan((*_devices(ranks, trainer, capacity),), None, 0)
+    context = Item("engine: CUDA context", CONTEXT_BYTES)
+    together = [*(trainer if engine.shared else ()), context]  # on the engine's fullest GPU
+    if engine.sleeps:
+        together = [*resident, _probe_item(config, size), context]
+    part, share = _engine_item(config, size, len(engine.gpu_ids), capacity, _total(together))
+    devices = [
+        *_devices(engine.shared, [*together, part], capacity, ", generation" * engine.sleeps),
+        *_devices([gpu for gpu in ranks if gpu not in engine.shared], trainer, capacity),
+        *_devices([gpu for gpu in engine.gpu_ids if gpu not in ranks], [context, part], capacity),
+    ]
+    if engine.sleeps:
+        asleep = Item("sleeping engine: CUDA context and graphs", ASLEEP_BYTES)
+        devices = [*_devices(engine.shared, [*trainer, asleep], capacity, ", update"), *devices]
+    # A copy of the weights in this process, and one in shared memory; those of a sleeping engine.
+    copies = 3 if engine.sleeps else 2
+    item = _dtype(config.generator.inference_engine.model_dtype).itemsize
+    return MemoryPlan(tuple(devices), share, copies * item * size.parameters)
+
+
+def _devices(
+    gpus: Sequence[int], items: Sequence[Item], capacity: int, phase: str = ""
+) -> Iterator[DevicePlan]:
+    """Yield one plan that stands for all of these GPUs, if there are any."""
+    if gpus:
+        each = [f"GPU {number}" for number in gpus]
+        name = each[0] if len(each) == 1 else f"each of {', '.join(each)}"
+        yield DevicePlan(name + phase, tuple(items), capacity)
+
+
+def _total(items: Iterable[Item]) -> int:
+    return sum(item.num_bytes for item in items)
+
+
+def _sharded(config: Config, name: str, parameters: int, each: int) -> Item:
+    """Return a part of `each` bytes a parameter, of which every rank has its share."""
     num_gpus = config.trainer.placement.policy_num_gpus_per_node
-    first, share = trainer, None
-    if with_engine:
-        used = sum(item.num_bytes for item in trainer)
-        engine, share = _engine_item(config, size, capacity, capacity - used)
-        first = (*trainer, engine)
-    devices = [DevicePlan("GPU 0", first, capacity)]
-    if num_gpus > 1:
-        others = "GPU 1" if num_gpus == 2 else f"each of GPU 1 to {num_gpus - 1}"
-        devices.append(DevicePlan(others, trainer, capacity))
-    # A copy of the weights in this process, and one in shared memory.
-    host = 2 * WEIGHT_BYTES * size.parameters if with_engine else 0
-    return MemoryPlan(tuple(devices), share, host)
+    by_gpus = ("trainer.placement.policy_num_gpus_per_node",)
+    return Item(name, math.ceil(parameters * each / num_gpus), by_gpus)
 
 
-def _trainer_items(config: Config, measure: _Measurements) -> Iterator[Item]:
-    """Yield the trainer's parts on one GPU, at the peak of an update."""
-    trainer = config.trainer
-    algorithm = trainer.algorithm
-    num_gpus = trainer.placement.policy_num_gpus_per_node
+def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
+    """Return the trainer's parts on one GPU that stay there during generation."""
+    trainer, algorithm = config.trainer, config.trainer.algorithm
     policy = str(trainer.policy.model.path)
     size = measure.size(policy)
-    by_gpus = ("trainer.placement.policy_num_gpus_per_node",)
-
-    def sharded(name: str, parameters: int, each: int) -> Item:
-        return Item(name, math.ceil(parameters * each / num_gpus), by_gpus)
-
-    yield sharded("weights, float32", size.parameters, WEIGHT_BYTES)
-    yield sharded("AdamW's moments", size.parameters, MOMENT_BYTES)
-    trained = [policy]
+    items = [
+        _sharded(config, "weights, float32", size.parameters, WEIGHT_BYTES),
+        _sharded(config, "AdamW's moments", size.parameters, MOMENT_BYTES),
+    ]
     if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
         reference = measure.size(trainer.ref.model.path or policy).parameters
-        yield sharded("reference model", reference, WEIGHT_BYTES)
-    critic = trainer.critic.model.path
-    if critic is not None:
-        weights = measure.size(critic).parameters
-        yield sharded("critic's weights and moments", weights, WEIGHT_BYTES + MOMENT_BYTES)
-        trained.append(critic)
-    # Policy and critic are updated one after the other.
-    updates = [_update_items(config, measure, path, path == policy, sharded) for path in trained]
-    largest = max(updates, key=lambda items: sum(item.num_bytes for item in items))
-    yield from largest
-    activations = sum(item.num_bytes for item in largest[1:])
-    slack = CONTEXT_BYTES + math.ceil(FRAGMENTATION * activations)
-    yield Item("CUDA context, and blocks that the allocator cannot reuse", slack)
+        items.append(_sharded(config, "reference model", reference, WEIGHT_BYTES))
+    if trainer.critic.model.path is not None:
+        weights = measure.size(trainer.critic.model.path).parameters
+        name = "critic's weights and moments"
+        items.append(_sharded(config, name, weights, WEIGHT_BYTES + MOMENT_BYTES))
+    return items
+
+
+def _largest_update(config: Config, measure: _Measurements) -> list[Item]:
+    """Return the trainer's further parts on one GPU, at the peak of an update.
+
+    Policy and critic are updated one after the other.
+    """
+    trainer = config.trainer
+    paths = [str(trainer.policy.model.path)]
+    if trainer.critic.model.path is not None:
+        paths.append(trainer.critic.model.path)
+    updates = [_update_items(config, measure, path, path == paths[0]) for path in paths]
+    largest = max(updates, key=_total)
+    slack = CONTEXT_BYTES + math.ceil(FRAGMENTATION * _total(largest[1:]))
+    return [*largest, Item("CUDA context, and blocks that the allocator cannot reuse", slack)]
 
 
 def _update_items(
@@ -252,7 +299,6 @@ def _update_items(
     measure: _Measurements,
     path: str,
     is_policy: bool,
-    sharded: Callable[[str, int, int], Item],
 ) -> list[Item]:
     """Return the parts of the update of policy or critic: gradients first, then activations."""
     trainer = config.trainer
@@ -263,7 +309,7 @@ def _update_items(
     tokens, by_tokens = _pass_tokens(config, length)
     memory = measure.activations(path, length, dtype, checkpointing)
     whose = "" if is_policy else "critic's "
-    items = [sharded(f"{whose}gradients", size.parameters, GRADIENT_BYTES)]
+    items = [_sharded(config, f"{whose}gradients", size.parameters, GRADIENT_BYTES)]
     if num_gpus > 1:
         layers = LAYER_BYTES * GATHERED_LAYERS * size.layer_parameters
         gathered = layers + ROOT_BYTES * size.root_parameters
@@ -276,11 +322,9 @@ def _update_items(
             (by_tokens, *(() if checkpointing else ("trainer.gradient_checkpointing",))),
         )
     )
-    head_name = trainer.policy.lm_head_dtype
-    head_dtype = dtype if head_name == "auto" else _dtype(head_name)
     head, layer = 0, memory.workspace.of(tokens / length)
     if is_policy:
-        head = head_bytes(size, tokens, head_dtype)
+        head = head_bytes(size, tokens, _head_dtype(config))
     # One after the other. The embeddings' gradient comes last, when the activations are freed.
     name = "LM head: chunks of logits and gradients" if head > layer else "a layer's backward pass"
     items.append(Item(f"{whose}{name}", max(head, layer), (by_tokens,)))
@@ -304,18 +348,27 @@ def head_bytes(size: ModelSize, tokens: int, dtype: torch.dtype) -> int:
     return logits + copied + gradient + states
 
 
-def _engine_item(config: Config, size: ModelSize, capacity: int, left: int) -> tuple[Item, float]:
-    """Return the engine's part of GPU 0, and its share.
+def _probe_item(config: Config, size: ModelSize) -> Item:
+    """Return what the trainer needs to verify the weights of an engine that has woken up."""
+    head = size.vocab_size * size.hidden_size * _head_dtype(config).itemsize
+    return Item("CUDA context, the LM head's copy for the probe", CONTEXT_BYTES + head)
+
+
+def _engine_item(
+    config: Config, size: ModelSize, num_gpus: int, capacity: int, used: int
+) -> tuple[Item, float]:
+    """Return the engine's part of a GPU, and its share.
 
     Args:
-        left: bytes that the trainer leaves.
+        num_gpus: of the engine.
+        used: bytes that it must leave.
     """
     engine = config.generator.inference_engine
     key = "generator.inference_engine.gpu_memory_utilization"
-    least = engine_bytes(config, size)
+    least = math.ceil(engine_bytes(config, size) / num_gpus)
     chosen = engine.engine_init_kwargs.get("gpu_memory_utilization", engine.gpu_memory_utilization)
     if chosen is None:
-        share = min(ENGINE_LIMIT, math.floor(100 * left / capacity) / 100)
+        share = min(ENGINE_LIMIT, math.floor(100 * (capacity - used) / capacity) / 100)
         if share * capacity >= least:
             return Item("engine: weights and KV cache", math.floor(share * capacity)), share
         return Item("engine, at least", least), share
@@ -343,6 +396,11 @@ def _dtype(name: str) -> torch.dtype:
     dtype = torch.bfloat16 if name == "auto" else getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def _head_dtype(config: Config) -> torch.dtype:
+    chosen = config.trainer.policy
+    return _dtype(chosen.dtype if chosen.lm_head_dtype == "auto" else chosen.lm_head_dtype)
 
 
 def _row_length(config: Config) -> int:
@@ -396,6 +454,8 @@ def _candidates(config: Config, with_engine: bool) -> Iterator[list[dict[str, An
     trainer, engine = config.trainer, config.generator.inference_engine
     if trainer.gradient_checkpointing is False:
         yield [{"trainer.gradient_checkpointing": True}]
+    if with_engine and engine.enable_sleep_mode is False and not config.max_staleness:
+        yield [{"generator.inference_engine.enable_sleep_mode": None}]
     if with_engine and engine.gpu_memory_utilization is not None:
         yield [{"generator.inference_engine.gpu_memory_utilization": None}]
     length, budget = _row_length(config), trainer.max_tokens_per_microbatch

@@ -48,6 +48,7 @@ from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.resumed_settings import warn_of_changed_settings
 from skyrl_fast.train.parallel.rank_processes import started_ranks
 from skyrl_fast.train.parallel.ranks import Ranks
+from skyrl_fast.train.placement import engine_placement
 from skyrl_fast.train.trainer import Components, Progress, Trainer
 from skyrl_fast.trajectory_store.parts import parts as stored_parts
 from skyrl_fast.trajectory_store.record import total_reward
@@ -265,27 +266,40 @@ def _data(
 def _memory_plan(
     config: Config, checkpoint: Path | None, *, with_engine: bool
 ) -> MemoryPlan | None:
-    """Return the plan of a run on GPUs, and set the engine's share by it; None on a CPU.
+    """Return the plan of a run on GPUs, and place the engine by it; None on a CPU.
 
     Also None, with a warning, for a model that cannot be measured.
 
     Raises:
-        SetupError: it does not fit; the message is the plan.
+        SetupError: it does not fit; the message is the plan. Or there is no GPU for the engine's
+            settings.
     """
+    engine = config.generator.inference_engine
     if find_device(config.trainer.device).type == "cpu":
+        if engine.enable_sleep_mode:
+            raise SetupError(
+                "generator.inference_engine.enable_sleep_mode: wanted null or false, as the "
+                "trainer computes on the CPU, got true"
+            )
         return None
     capacity = gpu_memory(config.trainer.placement.policy_num_gpus_per_node)
     assert capacity is not None
-    planned, engine = deepcopy(config), config.generator.inference_engine
+    num_gpus = torch.cuda.device_count()
+    planned = deepcopy(config)
     planned.trainer.ref.model.path = config.trainer.ref.model.path or model_path(config, None)
     planned.trainer.policy.model.path = model_path(config, checkpoint)
+    with_engine = with_engine and engine.run_engines_locally
+    if with_engine:
+        placement = engine_placement(config, num_gpus)
+        engine.gpu_ids = list(placement.gpu_ids)
+        engine.enable_sleep_mode = placement.sleeps
     try:
-        plan = plan_memory(planned, capacity=capacity, with_engine=with_engine)
+        plan = plan_memory(planned, capacity=capacity, num_gpus=num_gpus, with_engine=with_engine)
     except UnmeasurableError as error:
-        if engine.gpu_memory_utilization is None:
+        if with_engine and placement.shared and engine.gpu_memory_utilization is None:
             engine.gpu_memory_utilization = UNPLANNED_SHARE
         logger.warning(
-            "no memory plan: %s; gpu_memory_utilization=%g", error, engine.gpu_memory_utilization
+            "no memory plan: %s; gpu_memory_utilization=%s", error, engine.gpu_memory_utilization
         )
         return None
     if not plan.fits:

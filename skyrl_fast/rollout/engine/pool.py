@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 POLL_SECONDS = 1.0  # between two checks whether a dead engine can be restarted
 PAUSE_SECONDS = 60.0  # time to pause after which an engine counts as hung
-LOAD_SECONDS = 600.0  # the same for loading weights and for the probe
+LOAD_SECONDS = 600.0  # the same for loading weights, moving them, and for the probe
 LOG_SECONDS = 60.0  # between two log messages while waiting for any engine
 
 
@@ -37,6 +37,9 @@ class PooledEngine(Engine, Protocol):
 
     async def load_weights_file(self, path: Path) -> None:
         """Load a safetensors file of new weights."""
+
+    async def sleep(self) -> None:
+        """Free GPU memory until the next weights."""
 
     async def interrupt(self) -> None:
         """End all requests; each returns its tokens so far. New ones wait until `resume`."""
@@ -162,6 +165,10 @@ class EnginePool:
         async with self._changed:
             self._interrupting = True
             self._changed.notify_all()
+
+    async def sleep(self) -> None:
+        """Free the engines' GPU memory until the next `update`."""
+        await asyncio.gather(*(self._call(m, m.engine.sleep, LOAD_SECONDS) for m in self._up()))
 
     async def update(
         self,

@@ -280,6 +280,9 @@ class RemoteEngine:
         """Drop cached keys and values that no running request uses."""
         await self._post("/reset_prefix_cache")
 
+    async def sleep(self) -> None:
+        """Do nothing: a server keeps its GPU memory."""
+
     async def interrupt(self) -> None:
         """End all requests; each returns its tokens so far with stop reason "interrupted"."""
         self._interrupted = True

@@ -49,6 +49,9 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.5  # between two checks whether the engine died before it answered
 CLOSE_SECONDS = 10.0  # for the engine's processes to end by themselves
+# Level 1 restores every byte. Level 2 restores only the model's buffers: other tensors of its code,
+# such as slopes of ALiBi, would stay undefined, since the weight sync does not replace them.
+SLEEP_LEVEL = 1
 LOG_TAIL_LINES = 15  # of vLLM's log, quoted when the engine dies
 INSTALL_HINT = (
     "vLLM is not installed in this environment. On a machine with an NVIDIA GPU: "
@@ -74,6 +77,7 @@ class VllmEngine:
         self._request_ids = itertools.count()
         self._in_flight = 0
         self._interrupted = False
+        self._sleeping = False
         self._sampling_params: Any = None
         self._final_only: Any = None
         self._vocab_size: int | None = None
@@ -137,7 +141,7 @@ class VllmEngine:
     async def close(self) -> None:
         """Stop the engine's processes; closing twice is fine."""
         llm, self._llm = self._llm, None
-        self._interrupted = False
+        self._interrupted = self._sleeping = False
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, CLOSE_SECONDS)
 
@@ -277,10 +281,13 @@ class VllmEngine:
         llm = self._alive()
         async with self._paused():
             try:
+                await self._wake_up("weights")
                 answers = await self._answer(
                     llm.collective_rpc("load_weights_file", args=(str(path),))
                 )
                 await self.reset_prefix_cache()
+                await self._wake_up("kv_cache")
+                self._sleeping = False
             except EngineDeadError:
                 raise
             except Exception as error:
@@ -288,6 +295,23 @@ class VllmEngine:
                     raise EngineDeadError(self._explain("died", error)) from error
                 raise WeightSyncError(f"vLLM could not load the new weights: {error}") from error
         refuse_missing_weights(name for answer in answers for name in answer)
+
+    async def sleep(self) -> None:
+        """Free the engine's GPU memory until the next weights; needs `enable_sleep_mode`.
+
+        Cached keys and values are dropped; weights move to main memory. Requests in flight end.
+        """
+        llm = self._alive()
+        try:
+            await self._answer(llm.sleep(level=SLEEP_LEVEL, mode="abort"))
+        except Exception as error:
+            raise EngineDeadError(self._explain("could not sleep", error)) from error
+        self._sleeping = True
+
+    async def _wake_up(self, what: str) -> None:
+        """Get the GPU memory of "weights" or "kv_cache" back, if the engine sleeps."""
+        if self._sleeping:
+            await self._answer(self._alive().wake_up(tags=[what]))
 
     async def interrupt(self) -> None:
         """End all requests; each returns its tokens so far with stop reason "interrupted".

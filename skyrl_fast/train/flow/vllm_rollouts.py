@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,7 @@ class VllmRollouts:
         )
         self._interrupted = 0
         self._updated = False
+        self._sleeps = bool(config.generator.inference_engine.enable_sleep_mode)
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str
@@ -139,6 +140,13 @@ class VllmRollouts:
         """See `Rollouts.generate`."""
         version = step if phase == "train" else self._gate.version
         return await run_groups(self._runner, prompts, phase=phase, policy_version=version)
+
+    async def sleep(self) -> None:
+        """See `Rollouts.sleep`."""
+        if not self._sleeps:
+            return
+        async with self._gate.closed(self._pool.release):
+            await self._pool.sleep()
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
         """See `Rollouts.update_weights`.
@@ -154,7 +162,7 @@ class VllmRollouts:
         interrupt = self._pool.interrupt if in_flight else self._pool.release
         async with self._gate.closed(interrupt) as inside:
             if self._updated or not self._pool.start_with_model:
-                report = await self._pool.update(policy.named_weights(), make_sync)
+                report = await self._pool.update(self._weights(policy), make_sync)
             else:
                 report = await self._pool.verify(make_sync)
             self._updated = True
@@ -171,7 +179,7 @@ class VllmRollouts:
         """See `Rollouts.repair`."""
         assert version == self._gate.version
         await self._pool.repair(
-            policy.named_weights(), lambda engine: self._weight_sync(engine, policy)
+            self._weights(policy), lambda engine: self._weight_sync(engine, policy)
         )
 
     def activity(self, uids: Sequence[str]) -> list[str]:
@@ -198,6 +206,12 @@ class VllmRollouts:
         """Stop the engines and the environments' threads."""
         await self._pool.close()
         await self._environments.close()
+
+    def _weights(self, policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the policy's weights; then make room for an engine that wakes up on its GPU."""
+        yield from policy.named_weights()
+        if self._sleeps:
+            policy.free_cached_memory()
 
     def _weight_sync(self, engine: Engine, policy: Policy) -> WeightSync:
         chosen = self._config.generator.inference_engine.model_dtype

@@ -156,6 +156,12 @@ class Policy:
         """Yield the weights under the names of a Hugging Face checkpoint; tied ones once."""
         yield from _checkpoint_names(self.model, full_state_dict(self)).items()
 
+    @run_on_all_ranks
+    def free_cached_memory(self) -> None:
+        """Return the GPU memory that torch keeps for later tensors."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def save(self, folder: Path, tokenizer: Any | None = None) -> None:
         """Write the model (and its tokenizer) in Hugging Face format."""
         weights = {name: value.cpu() for name, value in full_state_dict(self).items()}

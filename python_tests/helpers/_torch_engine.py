@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weight_transfer import WorkerCall
 
 
 class TorchEngine:
@@ -19,6 +19,7 @@ class TorchEngine:
 
     name = "transformers"
     starts_with_model = True
+    weights_dtype = torch.float32
 
     def __init__(self, setup: VllmSetup) -> None:
         self._setup = setup
@@ -55,10 +56,10 @@ class TorchEngine:
         values = self._logprobs(list(token_ids))
         return [float(values[i, token]) for i, token in enumerate(token_ids[1:])]
 
-    async def load_weights_file(self, path: Path) -> None:
+    async def load_weights(self, call: WorkerCall) -> None:
         from safetensors.torch import load_file
 
-        self._model.load_state_dict(load_file(path), strict=False)  # tied weights once
+        self._model.load_state_dict(load_file(call.argument), strict=False)  # tied weights once
 
     async def reset_prefix_cache(self) -> None:
         pass

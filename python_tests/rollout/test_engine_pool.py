@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from skyrl_fast.rollout.engine.protocol import (
     Generation,
     SamplingParams,
 )
+from skyrl_fast.rollout.engine.weight_transfer import WorkerCall
 from skyrl_fast.rollout.engine.weight_update import WeightSync, WeightSyncError
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
@@ -33,6 +33,7 @@ class OneWeight:
     """An engine whose model is one number, the logprob of every token."""
 
     starts_with_model = True
+    weights_dtype: torch.dtype | None = None
 
     def __init__(self, name: str, *, comes_back: bool = True, deaf: bool = False) -> None:
         self.name = name
@@ -79,10 +80,10 @@ class OneWeight:
         self.check()
         return Generation([1], [self.weight], INTERRUPTED if self.paused else "stop")
 
-    async def load_weights_file(self, path: Path) -> None:
+    async def load_weights(self, call: WorkerCall) -> None:
         self.check()
         if not self.deaf:
-            self.weight = float(load_file(path)["w"])
+            self.weight = float(load_file(call.argument)["w"])
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         self.check()

@@ -15,12 +15,13 @@ import torch
 
 from skyrl_fast.config import ConfigError, InferenceEngineConfig, SamplingParams
 from skyrl_fast.config.loading import load_config
-from skyrl_fast.rollout.engine import vllm_start
+from skyrl_fast.rollout.engine import vllm_start, weights_file
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.serve_vllm import serve_command
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weight_transfer import by_file, file_call
 from skyrl_fast.rollout.engine.weight_update import WeightSync, WeightSyncError
 from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts
 
@@ -69,8 +70,8 @@ def test_weights_are_woken_first_and_the_kv_cache_after_they_are_loaded() -> Non
 
     async def go() -> None:
         await engine.sleep()
-        await engine.load_weights_file(Path("/w"))
-        await engine.load_weights_file(Path("/w2"))  # awake: as always
+        await engine.load_weights(file_call(Path("/w")))
+        await engine.load_weights(file_call(Path("/w2")))  # awake: as always
 
     asyncio.run(go())
     assert llm.calls == [
@@ -92,7 +93,7 @@ def test_an_engine_that_lacks_weights_after_sleeping_stops_the_run() -> None:
 
     async def go() -> None:
         await engine.sleep()
-        await engine.load_weights_file(Path("/w"))
+        await engine.load_weights(file_call(Path("/w")))
 
     with pytest.raises(WeightSyncError, match=r"model\.norm\.weight"):
         asyncio.run(go())
@@ -117,7 +118,7 @@ class Mortal(VllmEngine):
 @pytest.mark.parametrize("dies", ["while it falls asleep", "asleep"])
 def test_an_engine_that_dies_asleep_restarts_awake(dies: str, tmp_path: Path) -> None:
     engine = Mortal()
-    pool = EnginePool([engine], weights_folder=str(tmp_path))
+    pool = EnginePool([engine], transfer=by_file(str(tmp_path)))
 
     def make_sync(engine: Any) -> WeightSync:
         return WeightSync(engine, probe=[[1, 2]], trainer_logprobs=lambda probe: [[0.0]])
@@ -150,6 +151,7 @@ class FakePool:
     """Records the calls of `VllmRollouts`, and reads the weights as a real pool does."""
 
     start_with_model = True
+    weights_dtype = torch.bfloat16
     report = type(
         "Report",
         (),
@@ -185,7 +187,8 @@ class FakePolicy:
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
-    def named_weights(self) -> Any:
+    def named_weights(self, dtype: torch.dtype) -> Any:
+        assert dtype == torch.bfloat16  # the engines'
         yield from (("a", torch.zeros(1)), ("b", torch.zeros(1)))
 
     def free_cached_memory(self) -> None:
@@ -272,10 +275,16 @@ def test_vllm_has_these_arguments_and_calls(monkeypatch: pytest.MonkeyPatch) -> 
 
 @needs_vllm
 @pytest.mark.vllm
-@pytest.mark.spec("memory.sleep")
+@pytest.mark.spec("memory.sleep", "async.weight-transfer")
 @pytest.mark.timeout(900)
-def test_real_vllm_serves_after_sleeping(tiny_model_folder: Path, tmp_path: Path) -> None:
-    """On a CPU its worker keeps the memory, but the engine pauses, and waits for both tags."""
+def test_real_vllm_serves_after_sleeping(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU its worker keeps the memory, but the engine pauses, and waits for both tags.
+
+    The weights come as a file in memory that has no name.
+    """
+    monkeypatch.setattr(weights_file, "SHARED_MEMORY", tmp_path / "absent")
 
     async def go() -> None:
         from transformers import AutoModelForCausalLM
@@ -288,6 +297,7 @@ def test_real_vllm_serves_after_sleeping(tiny_model_folder: Path, tmp_path: Path
             log_file=str(tmp_path / "vllm.log"),
         )
         async with VllmEngine(setup) as engine:
+            assert engine.weights_dtype == torch.float32
             before = await engine.prompt_logprobs([1, 2, 3])
             await engine.sleep()
             assert await engine._llm.is_sleeping()

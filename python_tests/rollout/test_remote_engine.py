@@ -32,6 +32,9 @@ SAMPLING = SamplingParams(
 )
 
 
+HANDSHAKE = ("return_kept_logprobs_only", "weights_dtype")
+
+
 class Server:
     """Answers like vLLM; records its requests."""
 
@@ -229,13 +232,13 @@ def test_interrupted_request_returns_its_partial_response() -> None:
 
 
 @pytest.mark.spec("async.server-weights")
-@pytest.mark.parametrize("weight_sync", ["extension", "reload"])
+@pytest.mark.parametrize("weight_sync", ["file", "reload"])
 def test_weights_are_transferred_through_a_shared_folder(weight_sync: str) -> None:
     server = Server()
     with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}), weight_sync=weight_sync)
     (path, call), (last, _) = server.asked
     assert (path, last) == ("/collective_rpc", "/reset_prefix_cache")
-    if weight_sync == "extension":
+    if weight_sync == "file":
         assert call["method"] == "load_weights_file"
         (file,) = call["args"]
         assert file.endswith(".safetensors")
@@ -543,8 +546,8 @@ def test_server_that_a_killed_trainer_has_paused_is_resumed() -> None:
             pass
 
     asyncio.run(go())
-    kept_only = ("/collective_rpc", {"method": "return_kept_logprobs_only"})
-    assert server.asked == [("/resume", {}), kept_only]
+    calls = [("/collective_rpc", {"method": name}) for name in HANDSHAKE]
+    assert server.asked == [("/resume", {}), *calls]
 
 
 def test_server_that_never_answers_times_out() -> None:

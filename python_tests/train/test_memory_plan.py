@@ -121,7 +121,9 @@ def test_sum_of_weights_gradients_and_moments(small: Path) -> None:
     assert parts["gradients"] == 4 * parameters
     assert parts["AdamW's moments"] == 8 * parameters
     assert parts["reference model"] == 4 * parameters
-    assert plan.host_bytes == 3 * 2 * parameters  # bfloat16: two for the sync, one sleeping
+    assert plan.host_bytes == 2 * parameters  # a sleeping engine's, in bfloat16
+    file = "generator.inference_engine.weight_sync_backend=file"
+    assert plan_memory(config_of(small, file), capacity=GPU).host_bytes == 3 * 2 * parameters
     assert plan.fits
     assert plan.devices[0].total == sum(parts.values()) <= GPU
 
@@ -339,11 +341,13 @@ def test_engine_gets_what_the_trainer_leaves(small: Path, monkeypatch: pytest.Mo
     assert without.generator.inference_engine.gpu_memory_utilization is None
 
 
-@pytest.mark.spec("memory.sleep")
-def test_sleep_mode_needs_a_gpu(small: Path) -> None:
-    asked = config_of(small, "generator.inference_engine.enable_sleep_mode=true")
-    with pytest.raises(SetupError, match="as the trainer computes on the CPU, got true"):
-        run_module._memory_plan(asked, None, with_engine=True)
+@pytest.mark.spec("memory.sleep", "async.weight-transfer")
+def test_sleep_mode_and_ipc_need_a_gpu(small: Path) -> None:
+    for name, value in (("enable_sleep_mode", "true"), ("weight_sync_backend", "ipc")):
+        asked = config_of(small, f"generator.inference_engine.{name}={value}")
+        wanted = f"{name}: wanted .*, as the trainer computes on the CPU, got {value}"
+        with pytest.raises(SetupError, match=wanted):
+            run_module._memory_plan(asked, None, with_engine=True)
     assert run_module._memory_plan(config_of(small), None, with_engine=True) is None
 
 

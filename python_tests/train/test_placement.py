@@ -24,13 +24,13 @@ def config_of(ranks: int, *, parallel: int = 1, **engine: Any) -> Config:
 @pytest.mark.parametrize(
     ("ranks", "parallel", "num_gpus", "expected"),
     [
-        (1, 1, 1, EnginePlacement((0,), (0,), True)),
-        (1, 1, 2, EnginePlacement((1,), (), False)),
-        (2, 1, 4, EnginePlacement((3,), (), False)),
-        (4, 1, 4, EnginePlacement((0,), (0,), True)),
-        (2, 2, 4, EnginePlacement((2, 3), (), False)),
-        (3, 2, 4, EnginePlacement((0, 1), (0, 1), True)),
-        (1, 2, 2, EnginePlacement((0, 1), (0,), True)),
+        (1, 1, 1, EnginePlacement((0,), (0,), True, "ipc")),
+        (1, 1, 2, EnginePlacement((1,), (), False, "file")),
+        (2, 1, 4, EnginePlacement((3,), (), False, "file")),
+        (4, 1, 4, EnginePlacement((0,), (0,), True, "file")),
+        (2, 2, 4, EnginePlacement((2, 3), (), False, "file")),
+        (3, 2, 4, EnginePlacement((0, 1), (0, 1), True, "file")),
+        (1, 2, 2, EnginePlacement((0, 1), (0,), True, "ipc")),
     ],
 )
 def test_the_last_gpus_if_the_trainer_leaves_enough(
@@ -42,12 +42,20 @@ def test_the_last_gpus_if_the_trainer_leaves_enough(
 @pytest.mark.spec("memory.engine-gpus", "memory.sleep")
 def test_settings_take_precedence() -> None:
     shared = engine_placement(config_of(2, gpu_ids=[1]), 4)
-    assert shared == EnginePlacement((1,), (1,), True)
+    assert shared == EnginePlacement((1,), (1,), True, "file")
     never = engine_placement(config_of(1, enable_sleep_mode=False), 1)
-    assert never == EnginePlacement((0,), (0,), False)
+    assert never == EnginePlacement((0,), (0,), False, "ipc")
+    by_file = engine_placement(config_of(1, weight_sync_backend="file"), 1)
+    assert by_file == EnginePlacement((0,), (0,), True, "file")
     asynchronous = config_of(1)
     asynchronous.trainer.fully_async.enabled = True
     assert not engine_placement(asynchronous, 1).sleeps
+
+
+@pytest.mark.spec("async.weight-transfer")
+def test_sharded_weights_cannot_be_shared() -> None:
+    with pytest.raises(ConfigError, match="as the weights are sharded over 2 GPUs, got ipc"):
+        engine_placement(config_of(2, weight_sync_backend="ipc"), 2)
 
 
 @pytest.mark.spec("memory.engine-gpus", "memory.sleep")

@@ -21,10 +21,12 @@ class InferenceEngineConfig:
         [], "addresses of `vllm serve`; requests are distributed over them"
     )
     weight_sync_backend: str = setting(
-        "extension",
-        "how external servers load the weights from weight_sync_path. extension: by this package's "
-        "worker extension; reload: by vLLM's reload_weights",
-        choices=("extension", "reload"),
+        "auto",
+        "how the engine gets new weights. ipc: it reads the trainer's GPU memory; file: a "
+        "safetensors file; reload: the same, loaded by vLLM's own reload_weights, for servers "
+        "without this package. auto: ipc where the run's own engine shares the GPU of a single "
+        "rank, else file",
+        choices=("auto", "ipc", "file", "reload"),
     )
     weight_sync_path: str | None = setting(
         None, "folder shared by trainer and servers; null: this machine's shared memory"

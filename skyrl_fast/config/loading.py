@@ -349,6 +349,13 @@ def _check_engines(engine: InferenceEngineConfig, *, is_synchronous: bool) -> No
             f"run_engines_locally={str(engine.run_engines_locally).lower()}, got "
             f"{engine.external_server_urls}"
         )
+    choices = ("auto", "ipc", "file") if engine.run_engines_locally else ("auto", "file", "reload")
+    if engine.weight_sync_backend not in choices:
+        raise ConfigError(
+            f"{key}.weight_sync_backend: wanted one of {', '.join(choices)} with "
+            f"run_engines_locally={str(engine.run_engines_locally).lower()}, got "
+            f"{engine.weight_sync_backend}"
+        )
     for url in engine.external_server_urls:
         if not url.startswith(("http://", "https://")) or not _has_host(url):
             raise ConfigError(f"{key}.external_server_urls: wanted http://host:port, got {url!r}")

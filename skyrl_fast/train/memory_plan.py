@@ -233,8 +233,8 @@ def _plan(
     if engine.sleeps:
         asleep = Item("sleeping engine: CUDA context and graphs", ASLEEP_BYTES)
         devices = [*_devices(engine.shared, [*trainer, asleep], capacity, ", update"), *devices]
-    # A copy of the weights in this process, and one in shared memory; those of a sleeping engine.
-    copies = 3 if engine.sleeps else 2
+    # By a file: a copy in this process, and the file in shared memory. Those of a sleeping engine.
+    copies = 2 * (engine.weight_sync == "file") + engine.sleeps
     item = _dtype(config.generator.inference_engine.model_dtype).itemsize
     return MemoryPlan(tuple(devices), share, copies * item * size.parameters)
 

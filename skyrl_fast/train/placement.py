@@ -1,4 +1,4 @@
-"""Where the run's own engine computes: its GPUs, and whether it sleeps during updates."""
+"""Where the run's own engine computes: its GPUs, whether it sleeps, how it gets new weights."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ class EnginePlacement:
         gpu_ids: as torch numbers them; the trainer has the first ones.
         shared: those of them that the trainer uses, too.
         sleeps: whether the engine frees its memory while the trainer computes.
+        weight_sync: "ipc" or "file".
     """
 
     gpu_ids: tuple[int, ...]
     shared: tuple[int, ...]
     sleeps: bool
+    weight_sync: str
 
 
 def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
@@ -38,12 +40,11 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
 
     Raises:
         ConfigError: `gpu_ids` names a GPU that does not exist, or another number of them than vLLM
-            uses; `enable_sleep_mode` is true, but no GPU is shared.
+            uses; `enable_sleep_mode` is true, but no GPU is shared; `weight_sync_backend` is ipc,
+            but no GPU holds all weights.
     """
-    engine, ranks = (
-        config.generator.inference_engine,
-        config.trainer.placement.policy_num_gpus_per_node,
-    )
+    engine = config.generator.inference_engine
+    ranks = config.trainer.placement.policy_num_gpus_per_node
     needed = math.prod(int(engine.engine_init_kwargs.get(name, 1)) for name in _PARALLEL_SIZES)
     if engine.gpu_ids is not None:
         gpu_ids = tuple(engine.gpu_ids)
@@ -62,4 +63,13 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
             f"trainer (gpu_ids: {[*gpu_ids]}), got true"
         )
     can_sleep = bool(shared) and config.max_staleness == 0
-    return EnginePlacement(gpu_ids, shared, can_sleep if chosen is None else chosen)
+    sleeps = can_sleep if chosen is None else chosen
+    backend = engine.weight_sync_backend
+    if backend == "ipc" and ranks > 1:
+        raise ConfigError(
+            f"{_KEY}.weight_sync_backend: wanted auto or file, as the weights are sharded over "
+            f"{ranks} GPUs, got ipc"
+        )
+    if backend == "auto":
+        backend = "ipc" if shared and ranks == 1 else "file"
+    return EnginePlacement(gpu_ids, shared, sleeps, backend)

@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from skyrl_fast.config import Config, ConfigSource, as_config, check_config, to_dict
+from skyrl_fast.config import (
+    Config,
+    ConfigSource,
+    InferenceEngineConfig,
+    as_config,
+    check_config,
+    to_dict,
+)
 from skyrl_fast.importing import absolute_name
 from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
 from skyrl_fast.ops.policy_loss.custom import register_policy_loss
@@ -276,11 +283,7 @@ def _memory_plan(
     """
     engine = config.generator.inference_engine
     if find_device(config.trainer.device).type == "cpu":
-        if engine.enable_sleep_mode:
-            raise SetupError(
-                "generator.inference_engine.enable_sleep_mode: wanted null or false, as the "
-                "trainer computes on the CPU, got true"
-            )
+        _refuse_gpu_settings(engine)
         return None
     capacity = gpu_memory(config.trainer.placement.policy_num_gpus_per_node)
     assert capacity is not None
@@ -293,6 +296,7 @@ def _memory_plan(
         placement = engine_placement(config, num_gpus)
         engine.gpu_ids = list(placement.gpu_ids)
         engine.enable_sleep_mode = placement.sleeps
+        engine.weight_sync_backend = placement.weight_sync
     try:
         plan = plan_memory(planned, capacity=capacity, num_gpus=num_gpus, with_engine=with_engine)
     except UnmeasurableError as error:
@@ -307,6 +311,19 @@ def _memory_plan(
     if plan.engine_share is not None:
         engine.gpu_memory_utilization = plan.engine_share
     return plan
+
+
+def _refuse_gpu_settings(engine: InferenceEngineConfig) -> None:
+    """Raise SetupError for settings of an engine that shares a GPU with the trainer."""
+    for name, asked, wanted in (
+        ("enable_sleep_mode", engine.enable_sleep_mode is True, "null or false"),
+        ("weight_sync_backend", engine.weight_sync_backend == "ipc", "auto or file"),
+    ):
+        if asked:
+            raise SetupError(
+                f"generator.inference_engine.{name}: wanted {wanted}, as the trainer computes on "
+                f"the CPU, got {str(getattr(engine, name)).lower()}"
+            )
 
 
 def _run(

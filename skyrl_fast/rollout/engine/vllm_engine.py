@@ -37,8 +37,10 @@ from skyrl_fast.rollout.engine.vllm_start import (
     engine_environment,
     environment,
 )
+from skyrl_fast.rollout.engine.weight_transfer import WorkerCall, file_call
 from skyrl_fast.rollout.engine.weight_update import (
     WeightSyncError,
+    common_dtype,
     refuse_missing_weights,
 )
 from skyrl_fast.rollout.engine.weights_file import WeightsFile
@@ -93,6 +95,7 @@ class VllmEngine:
 
     name = "the engine of this process"
     starts_with_model = True  # those of its folder; a server may have been given others
+    weights_dtype: torch.dtype | None = None
 
     @property
     def num_in_flight(self) -> int:
@@ -125,6 +128,7 @@ class VllmEngine:
                 raise EngineDeadError(self._explain("did not start", error)) from error
         self._vocab_size = self._llm.model_config.get_vocab_size()
         await self._llm.collective_rpc("return_kept_logprobs_only")
+        self.weights_dtype = common_dtype(await self._llm.collective_rpc("weights_dtype"))
         log.info("vLLM is up after %.1f s", time.perf_counter() - started)
 
     def _build(self) -> Any:
@@ -271,20 +275,18 @@ class VllmEngine:
         """
         self._alive()
         started = time.perf_counter()
-        with WeightsFile() as file:
-            await asyncio.to_thread(file.write, weights)
-            await self.load_weights_file(file.path)
+        with WeightsFile(unnamed=True) as file:
+            await asyncio.to_thread(file.write, weights, dtype=self.weights_dtype)
+            await self.load_weights(file_call(file.path))
         return time.perf_counter() - started
 
-    async def load_weights_file(self, path: Path) -> None:
-        """Load a safetensors file; see `update_weights`."""
+    async def load_weights(self, call: WorkerCall) -> None:
+        """Load weights that were handed over; see `update_weights`."""
         llm = self._alive()
         async with self._paused():
             try:
                 await self._wake_up("weights")
-                answers = await self._answer(
-                    llm.collective_rpc("load_weights_file", args=(str(path),))
-                )
+                answers = await self._answer(llm.collective_rpc(call.method, args=(call.argument,)))
                 await self.reset_prefix_cache()
                 await self._wake_up("kv_cache")
                 self._sleeping = False

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from skyrl_fast.rollout.engine.cuda_handles import tensors_of_handles
 from skyrl_fast.rollout.engine.kept_logprobs import return_kept_only
 from skyrl_fast.rollout.engine.packed_weights import renewed_packed_weights
 
@@ -27,6 +28,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 # If the trainer's logprobs changed by more than this share of the tolerance, which rounding does
 # not explain, and the engine's did not change, then the engine has not loaded the update.
 STALE_SHARE = 0.2
+FLOATS = ("float32", "bfloat16", "float16")  # dtypes that weights are cast to for an engine
 
 
 class WeightSyncError(RuntimeError):
@@ -183,7 +185,7 @@ def _likely_causes(engine: list[list[float]], before: list[list[float]] | None) 
     """Return causes, the likeliest first: unchanged logprobs mean that no weights were loaded."""
     causes = [
         "this model type's weights cannot be reloaded in this vLLM (its kernel keeps its own "
-        "copy): take weight_sync_backend=extension if it is reload, else restart the engine from a "
+        "copy): take weight_sync_backend=file if it is reload, else restart the engine from a "
         "saved checkpoint",
         "the state dict lacks parameters, or its names differ from the checkpoint's",
         "the engine and the trainer compute in different dtypes: set the same dtype or a tolerance",
@@ -231,8 +233,27 @@ class WeightUpdateExtension:
         """Return fewer log-probabilities; see `kept_logprobs`."""
         return_kept_only(self.model_runner.sampler)
 
+    def weights_dtype(self) -> str | None:
+        """Return the dtype of all floating-point parameters; None: they differ, or are quantized.
+
+        Weights of another dtype are cast when they are loaded, so they may be cast before.
+        """
+        parameters = self.model_runner.get_model().parameters()
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
     def load_weights_file(self, path: str) -> list[str]:
         """Load the tensors of a safetensors file; return the parameters that got no new value."""
+        return self._load(_tensors_of(path))
+
+    def load_weights_ipc(self, handles: list[Any]) -> list[str]:
+        """Load tensors from the trainer's GPU memory; return the parameters without new value."""
+        missing = self._load(tensors_of_handles(handles))
+        torch.accelerator.synchronize()  # all is read before the trainer continues
+        torch.cuda.ipc_collect()
+        return missing
+
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str]:
         model = self.model_runner.get_model()
         wanted = {name for name, _ in model.named_parameters()}
         load_weights = model.load_weights
@@ -246,10 +267,19 @@ class WeightUpdateExtension:
         model.load_weights = load_and_record
         try:
             with renewed_packed_weights(model):
-                self.model_runner.reload_weights(weights_iterator=_tensors_of(path))
+                self.model_runner.reload_weights(weights_iterator=weights)
         finally:
             del model.load_weights
         return [] if loaded is None else _unloaded(wanted, loaded)
+
+
+def common_dtype(answers: Iterable[Any]) -> torch.dtype | None:
+    """Return the dtype of all workers' weights, from their `weights_dtype`; None: several."""
+    names = set(answers)
+    name = names.pop() if len(names) == 1 else None
+    dtype = getattr(torch, name) if name in FLOATS else None
+    assert dtype is None or isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def refuse_missing_weights(names: Iterable[str]) -> None:

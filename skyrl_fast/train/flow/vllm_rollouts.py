@@ -21,6 +21,7 @@ from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weight_gate import WeightGate
+from skyrl_fast.rollout.engine.weight_transfer import WeightTransfer, by_file, by_ipc
 from skyrl_fast.rollout.engine.weight_update import TOLERANCES, WeightSync, WeightSyncReport
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.host import MakeEnv
@@ -72,7 +73,7 @@ async def start_rollouts(
     pool = EnginePool(
         engines(config, model_path),
         max_restarts=settings_of_engine.max_restarts,
-        weights_folder=settings_of_engine.weight_sync_path,
+        transfer=_weight_transfer(settings_of_engine),
     )
     rollouts = VllmRollouts(config, tokenizer, pool, environments, prompts)
     await pool.start()
@@ -90,12 +91,18 @@ def engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
         RemoteEngine(
             url,
             api_key=key,
-            weight_sync=engine.weight_sync_backend,
+            weight_sync="reload" if engine.weight_sync_backend == "reload" else "file",
             records_routes=engine.enable_return_routed_experts,
             vocab_size=_vocab_size(_model_folder(model_path)),
         )
         for url in engine.external_server_urls
     ]
+
+
+def _weight_transfer(engine: settings.InferenceEngineConfig) -> WeightTransfer:
+    if engine.weight_sync_backend == "ipc":
+        return by_ipc
+    return by_file(engine.weight_sync_path, unnamed=engine.run_engines_locally)
 
 
 def key_file(config: settings.Config) -> Path:
@@ -209,7 +216,7 @@ class VllmRollouts:
 
     def _weights(self, policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the policy's weights; then make room for an engine that wakes up on its GPU."""
-        yield from policy.named_weights()
+        yield from policy.named_weights(self._pool.weights_dtype)
         if self._sleeps:
             policy.free_cached_memory()
 

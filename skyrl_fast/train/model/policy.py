@@ -152,9 +152,13 @@ class Policy:
         with torch.no_grad(), self._autocast(), self._at_routes(ids, expert_indices):
             return with_full_params(self.model, values).tolist()
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights under the names of a Hugging Face checkpoint; tied ones once."""
-        yield from _checkpoint_names(self.model, full_state_dict(self)).items()
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights under the names of a Hugging Face checkpoint; tied ones once.
+
+        Args:
+            dtype: that they may be cast to, where they are moved to main memory; None: as they are.
+        """
+        yield from _checkpoint_names(self.model, full_state_dict(self, dtype)).items()
 
     @run_on_all_ranks
     def free_cached_memory(self) -> None:

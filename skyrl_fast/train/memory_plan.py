@@ -195,14 +195,10 @@ class _Measurements:
             self._sizes[path] = model_size(self.config(path))
         return self._sizes[path]
 
-    def activations(
-        self, path: str, length: int, dtype: torch.dtype, checkpointing: bool
-    ) -> ActivationMemory:
-        key = (path, length, dtype, checkpointing)
+    def activations(self, path: str, length: int, **options: Any) -> ActivationMemory:
+        key = (path, length, *options.values())
         if key not in self._activations:
-            self._activations[key] = activation_memory(
-                self.config(path), length, dtype=dtype, gradient_checkpointing=checkpointing
-            )
+            self._activations[key] = activation_memory(self.config(path), length, **options)
         return self._activations[key]
 
 
@@ -307,7 +303,10 @@ def _update_items(
     checkpointing = trainer.gradient_checkpointing is not False
     length = _row_length(config)
     tokens, by_tokens = _pass_tokens(config, length)
-    memory = measure.activations(path, length, dtype, checkpointing)
+    residual = dtype if trainer.residual_dtype == "auto" else torch.float32
+    memory = measure.activations(
+        path, length, dtype=dtype, gradient_checkpointing=checkpointing, residual_dtype=residual
+    )
     whose = "" if is_policy else "critic's "
     items = [_sharded(config, f"{whose}gradients", size.parameters, GRADIENT_BYTES)]
     if num_gpus > 1:
@@ -462,6 +461,8 @@ def _candidates(config: Config, with_engine: bool) -> Iterator[list[dict[str, An
     smaller = [budget >> n for n in range(1, budget.bit_length()) if budget >> n >= length]
     if smaller:
         yield [{"trainer.max_tokens_per_microbatch": tokens} for tokens in smaller]
+    if trainer.residual_dtype == "float32" and _dtype(trainer.policy.dtype) != torch.float32:
+        yield [{"trainer.residual_dtype": "auto"}]
     num_gpus = trainer.placement.policy_num_gpus_per_node
     more = [n for n in (2, 4, MAX_GPUS) if n > num_gpus]
     if more:
@@ -479,7 +480,8 @@ def _first(
 def _written(settings: dict[str, Any]) -> str:
     names = {None: "null", True: "true", False: "false"}
     return " ".join(
-        f"{key}={value if type(value) is int else names[value]}" for key, value in settings.items()
+        f"{key}={names[value] if value is None or isinstance(value, bool) else value}"
+        for key, value in settings.items()
     )
 
 

@@ -294,10 +294,9 @@ def test_published_recipes_fit_the_gpus_that_they_name(recipe: Path, tmp_path: P
     num_gpus = config.trainer.placement.policy_num_gpus_per_node
     parameters = sizes(plan)["weights, float32"] * num_gpus / 4e9
     assert parameters == pytest.approx(BILLIONS[name], rel=0.001)
-    words = {1: "One GPU", 2: "Two GPUs", 4: "Four GPUs", 8: "Eight GPUs"}
-    trainer = sum(item.num_bytes for item in plan.devices[0].items[:-1])  # the last: the engine
-    needs = f"by `skyrl-fast plan` the trainer needs {trainer / GIB:.0f} GiB"
-    assert f"# {words[num_gpus]} of 80 GB: {needs}" in recipe.read_text()
+    words, each = {1: "One GPU", 2: "Two GPUs", 4: "Four GPUs"}, " on each" * (num_gpus > 1)
+    needs = f"an update needs {plan.devices[0].total / GIB:.0f} GiB{each}, while the engine sleeps."
+    assert f"# {words[num_gpus]} of 80 GB: by `skyrl-fast plan` {needs}" in recipe.read_text()
 
 
 @pytest.mark.spec("memory.plan")

@@ -367,7 +367,8 @@ def _engine_item(
     least = math.ceil(engine_bytes(config, size) / num_gpus)
     chosen = engine.engine_init_kwargs.get("gpu_memory_utilization", engine.gpu_memory_utilization)
     if chosen is None:
-        share = min(ENGINE_LIMIT, math.floor(100 * (capacity - used) / capacity) / 100)
+        left = max(0, capacity - used)
+        share = min(ENGINE_LIMIT, math.floor(100 * left / capacity) / 100)
         if share * capacity >= least:
             return Item("engine: weights and KV cache", math.floor(share * capacity)), share
         return Item("engine, at least", least), share

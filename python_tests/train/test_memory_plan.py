@@ -23,7 +23,8 @@ from skyrl_fast.config.loading import load_config
 from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.rollout.engine import vllm_start
 from skyrl_fast.train import run as run_module
-from skyrl_fast.train.memory_plan import GIB, MemoryPlan, head_bytes, plan_memory
+from skyrl_fast.train.device_plan import GIB, MemoryPlan
+from skyrl_fast.train.memory_plan import head_bytes, plan_memory
 from skyrl_fast.train.model.activation_memory import ModelSize
 from skyrl_fast.train.model.policy import recomputes_activations
 from skyrl_fast.train.plan_command import num_bytes
@@ -277,6 +278,9 @@ def test_combines_settings_where_none_is_enough(small: Path) -> None:
         "trainer.gradient_checkpointing=true "
         "generator.inference_engine.gpu_memory_utilization=null",
     )
+    ipc = config_of(small, "generator.inference_engine.weight_sync_backend=ipc")
+    found = plan_memory(ipc, capacity=num_bytes("12.5GiB")).remedies
+    assert found and not any("num_gpus" in remedy for remedy in found)
     tiny = plan_memory(config, capacity=num_bytes("1GiB"))
     assert tiny.remedies == ()
     assert "no setting is enough" in str(tiny)

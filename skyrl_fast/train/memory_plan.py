@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from skyrl_fast.config import Config, max_input_length, policy_loss_spec
+from skyrl_fast.config import Config, ConfigError, max_input_length, policy_loss_spec
 from skyrl_fast.ops.logprob.linear import COLUMN_MULTIPLE, default_chunk_rows
+from skyrl_fast.train.device_plan import GIB, DevicePlan, Item, MemoryPlan
 from skyrl_fast.train.model.activation_memory import (
     FLOAT32_BYTES,
     ActivationMemory,
@@ -25,7 +26,6 @@ from skyrl_fast.train.model.activation_memory import (
 )
 from skyrl_fast.train.placement import EnginePlacement, engine_placement
 
-GIB = 1 << 30
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter; AdamW has two moments
 # FSDP2 gathers a layer's weights, and reduces its gradients, through buffers of the same size, for
 # one layer while the next one arrives. Weights outside the layers stay gathered during a pass, and
@@ -39,102 +39,6 @@ ENGINE_LIMIT = 0.9  # largest share that is computed for the engine; vLLM's defa
 ENGINE_SLACK = 2 * GIB  # within its share: CUDA graphs, activations of a step
 LOGIT_COPIES = 4  # float32 logits of one engine step: sorted, their probabilities, ...
 MAX_GPUS = 8  # to propose
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One part of a device's memory.
-
-    Args:
-        settings: names of the settings that change it.
-    """
-
-    name: str
-    num_bytes: int
-    settings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class DevicePlan:
-    """The memory of one GPU, at its peak or at that of a phase.
-
-    Args:
-        name: such as "GPU 0" or "GPU 0, update".
-        capacity: its bytes.
-    """
-
-    name: str
-    items: tuple[Item, ...]
-    capacity: int
-
-    @property
-    def total(self) -> int:
-        """Bytes needed."""
-        return sum(item.num_bytes for item in self.items)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the device has enough memory."""
-        return self.total <= self.capacity
-
-    def __str__(self) -> str:
-        """Return the sum and its parts, a line each."""
-        lines = [f"{self.name}: {gib(self.total)} of {gib(self.capacity)} GiB"]
-        for item in self.items:
-            by = f"  ({', '.join(item.settings)})" if item.settings else ""
-            lines.append(f"  {gib(item.num_bytes):>8} GiB  {item.name}{by}")
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """The memory of a run.
-
-    Args:
-        devices: the GPUs, those of a kind as one; a GPU whose engine sleeps during updates twice,
-            as either the update or generation needs more.
-        engine_share: `gpu_memory_utilization` of the run's own engine; None: there is none.
-        host_bytes: main memory for handing over the weights, and for those of a sleeping engine.
-        remedies: settings with which the run would fit; empty where it fits.
-    """
-
-    devices: tuple[DevicePlan, ...]
-    engine_share: float | None
-    host_bytes: int
-    remedies: tuple[str, ...] = ()
-
-    @property
-    def fits(self) -> bool:
-        """Whether every device has enough memory."""
-        return all(device.fits for device in self.devices)
-
-    def __str__(self) -> str:
-        """Return the devices' parts, and whether the run fits or what would make it fit."""
-        lines = [str(device) for device in self.devices]
-        if self.host_bytes:
-            lines.append(f"main memory: {gib(self.host_bytes)} GiB for copies of the weights")
-        if self.fits:
-            engine = self.engine_share
-            share = "" if engine is None else f"; gpu_memory_utilization={engine:.2f}"
-            return "\n".join([*lines, f"fits{share}"])
-        lines += [
-            f"does not fit: {device.name} lacks {gib(device.total - device.capacity)} GiB"
-            for device in self.devices
-            if not device.fits
-        ]
-        if not self.remedies:
-            return "\n".join([*lines, "no setting is enough: take a smaller model, or larger GPUs"])
-        return "\n".join([*lines, "it would fit with:", *(f"  {one}" for one in self.remedies)])
-
-
-def gib(num_bytes: int) -> str:
-    """Return bytes as GiB with one decimal.
-
-    Example:
-        >>> gib(3 << 29)
-        '1.5'
-    """
-    return f"{num_bytes / GIB:,.1f}"
 
 
 def gpu_memory(num_gpus: int) -> int | None:
@@ -172,7 +76,10 @@ def plan_memory(
         return plan
 
     def fits(settings: dict[str, Any]) -> bool:
-        return planned(_with_settings(config, settings)).fits
+        try:
+            return planned(_with_settings(config, settings)).fits
+        except ConfigError:  # such as ipc with several GPUs
+            return False
 
     return replace(plan, remedies=tuple(_remedies(config, fits, with_engine)))
 

@@ -32,9 +32,10 @@ from skyrl_fast.rollout.env.reward_env import Reward, RewardEnv
 from skyrl_fast.train.callbacks import Callback
 from skyrl_fast.train.data.prompts import Prompt, PromptSource, load_prompts, prompts_from
 from skyrl_fast.train.data.schedule import total_steps
+from skyrl_fast.train.device_plan import MemoryPlan
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.flow.rollouts import Rollouts
-from skyrl_fast.train.memory_plan import MemoryPlan, gpu_memory, plan_memory
+from skyrl_fast.train.memory_plan import gpu_memory, plan_memory
 from skyrl_fast.train.model.activation_memory import UnmeasurableError
 from skyrl_fast.train.model.models import find_device, make_models, model_path
 from skyrl_fast.train.model.policy import load_tokenizer

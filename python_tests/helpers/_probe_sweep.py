@@ -24,7 +24,6 @@ from skyrl_fast.rollout.engine.weight_receipt import (
     WeightSyncError,
     check_receipts,
     recorded,
-    sent_digests,
 )
 from skyrl_fast.rollout.engine.weight_update import Logprobs, WeightSync, _tensors_of
 from skyrl_fast.rollout.engine.weights_file import WeightsFile
@@ -168,12 +167,12 @@ class CopyEngine:
 
     def __init__(self, model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
         self.model = copy.deepcopy(model).to(dtype)
-        self.weights_dtype: torch.dtype | None = None
+        self.compute_dtype: torch.dtype | None = None
         self.transfer: Fault | None = None
         self.kernels: Fault | None = None
         self.choice = random.Random(0)
 
-    def load_weights_file(self, path: Path) -> None:
+    def load_weights_file(self, path: Path, sent: dict[str, str]) -> None:
         """Load the file, with the faults; return normally if the receipt is accepted."""
         weights = list(_tensors_of(str(path)))
         arriving = self.transfer(weights, self.choice) if self.transfer else weights
@@ -182,8 +181,8 @@ class CopyEngine:
         held = self.kernels(taken, self.choice) if self.kernels else taken
         self.model.load_state_dict(dict(held), strict=False)
         receipt = Receipt(digests, [], dtype_name(self.model.dtype))
-        self.weights_dtype = self.model.dtype
-        check_receipts([receipt], sent_digests(path))
+        self.compute_dtype = self.model.dtype
+        check_receipts([receipt], sent)
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return logits in the engine's dtype, softmax in float32, as vLLM."""
@@ -244,8 +243,8 @@ def _run_model(
             for place, name, faulty in _faulty_engines(engine, choice):
                 other = copy.copy(sync)
                 other._engine = faulty  # type: ignore[assignment]
-                yield place, name, *_refusals(other, file.path)
-            yield "none", "update", *_refusals(sync, file.path)
+                yield place, name, *_refusals(other, file)
+            yield "none", "update", *_refusals(sync, file)
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -269,12 +268,14 @@ def _faulty_engines(
     yield "kernels", OTHER_DTYPE, CopyEngine(engine.model, torch.float16)
 
 
-def _refusals(sync: WeightSync, path: Path | None) -> tuple[set[str], ProbeDifference | None]:
+def _refusals(
+    sync: WeightSync, file: WeightsFile | None
+) -> tuple[set[str], ProbeDifference | None]:
     """Return the checks that refuse an update (None: the start), each asked, and the difference."""
     refused = set()
-    if path is not None:
+    if file is not None:
         try:
-            sync._engine.load_weights_file(path)  # type: ignore[attr-defined]
+            sync._engine.load_weights_file(file.path, file.digests)  # type: ignore[attr-defined]
         except WeightSyncError:
             refused.add("receipts")
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from skyrl_fast.rollout.engine.protocol import (
     SamplingParams,
 )
 from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weight_transfer import WorkerCall
 from skyrl_fast.rollout.engine.weight_update import WeightSync
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
@@ -35,6 +35,7 @@ class OneWeight:
 
     starts_with_model = True
     weights_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
 
     def __init__(self, name: str, *, comes_back: bool = True, deaf: bool = False) -> None:
         self.name = name
@@ -81,15 +82,19 @@ class OneWeight:
         self.check()
         return Generation([1], [self.weight], INTERRUPTED if self.paused else "stop")
 
-    async def load_weights_file(self, path: Path) -> None:
+    async def load_weights(self, call: WorkerCall) -> None:
         self.check()
         if not self.deaf:
-            self.weight = float(load_file(path)["w"])
+            self.weight = float(load_file(call.argument)["w"])
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         self.check()
         assert not self.paused  # a paused engine never answers
         return [self.weight] * (len(token_ids) - 1)
+
+    async def sleep(self) -> None:
+        self.check()
+        self.asleep = True
 
     async def interrupt(self) -> None:
         self.check()

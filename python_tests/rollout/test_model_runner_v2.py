@@ -69,7 +69,7 @@ class Worker(WeightUpdateExtension):
     def __init__(self) -> None:
         self.config_is_set = False
         self.model = torch.nn.Linear(2, 1, bias=False)
-        self.model.load_weights = self._load  # type: ignore[assignment]
+        self.model.load_weights = self._take  # type: ignore[assignment]
         self.model_config = SimpleNamespace(dtype=torch.bfloat16)
         self.model_runner = SimpleNamespace(
             get_model=lambda: self.model, reload_weights=self._runner_reload
@@ -89,7 +89,7 @@ class Worker(WeightUpdateExtension):
         assert self.config_is_set, "Current vLLM config is not set"
         self.model.load_weights(weights_iterator)
 
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    def _take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         self.model.load_state_dict(dict(weights))
         return {"weight"}
 

@@ -110,7 +110,7 @@ def test_reload_that_does_not_update_a_tied_head_is_refused(
             sync = versions.make_sync(engine)
             await sync.verify()
             versions.another()
-            with pytest.raises(WeightSyncError, match="take weight_sync_backend=extension"):
+            with pytest.raises(WeightSyncError, match="take weight_sync_backend=file"):
                 await sync.update(dict(versions.models[-1].named_parameters()))
 
     with plain_server(tiny_model_folder, tmp_path / "server.log") as url:

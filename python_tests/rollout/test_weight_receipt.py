@@ -14,7 +14,6 @@ from skyrl_fast.rollout.engine.weight_receipt import (
     check_receipts,
     read_receipts,
     recorded,
-    sent_digests,
 )
 from skyrl_fast.rollout.engine.weights_file import WeightsFile
 
@@ -67,10 +66,10 @@ def test_what_the_loader_took_is_recorded_and_confirmed() -> None:
     assert check_receipts([receipt, receipt], SENT) == torch.bfloat16
 
 
-def test_weights_file_holds_the_digests_of_the_trainer() -> None:
+def test_weights_file_notes_the_digests_of_what_it_writes() -> None:
     with WeightsFile() as file:
         file.write(WEIGHTS)
-        assert sent_digests(file.path) == SENT
+        assert file.digests == SENT
 
 
 def with_digests(**change: str | None) -> Receipt:

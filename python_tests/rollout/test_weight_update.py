@@ -48,7 +48,7 @@ class FakeEngine(OneNumberModel):
     """An engine that applies updates, or ignores them."""
 
     ignores_updates = False
-    weights_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
     routes: Callable[[Sequence[int]], np.ndarray]
 
     async def update_weights(self, weights: dict[str, torch.Tensor]) -> float:
@@ -176,9 +176,9 @@ def test_engine_of_another_dtype_is_refused() -> None:
     sync = WeightSync(
         engine, probe=PROBE, trainer_logprobs=trainer.scaled_logprobs, dtype=torch.bfloat16
     )
-    engine.weights_dtype = torch.bfloat16
+    engine.compute_dtype = torch.bfloat16
     asyncio.run(sync.verify())
-    engine.weights_dtype = torch.float16
+    engine.compute_dtype = torch.float16
     with pytest.raises(WeightSyncError, match="computes in float16, wanted bfloat16"):
         asyncio.run(sync.verify())
 

@@ -139,10 +139,10 @@ class Engine(Sampler, Protocol):
     """An inference engine; `VllmEngine` runs in this process, `RemoteEngine` is a server.
 
     Args:
-        weights_dtype: dtype in which it computes, as it said when it last loaded weights.
+        compute_dtype: dtype in which it computes, as it said when it last loaded weights.
     """
 
-    weights_dtype: torch.dtype | None
+    compute_dtype: torch.dtype | None
 
     async def start(self) -> None:
         """Load the model; return when requests can be served."""

@@ -94,6 +94,8 @@ def _flag(name: str, value: Any) -> list[str]:
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
+    if name == "device_ids":
+        return [f"--{flag}", ",".join(map(str, value))]
     text = json.dumps(value) if isinstance(value, dict | list) else str(value)
     return [f"--{flag}", text]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,14 +43,6 @@ def recorded(
     for name, tensor in weights:
         digests[name] = tensor_digest(tensor)
         yield name, tensor
-
-
-def sent_digests(path: Path) -> dict[str, str]:
-    """Return the digests that the trainer has stored in a weights file."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        return dict(file.metadata() or {})
 
 
 def read_receipts(answers: Any) -> list[Receipt]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from skyrl_fast.rollout.engine.cuda_handles import tensors_of_handles
 from skyrl_fast.rollout.engine.kept_logprobs import return_kept_only
 from skyrl_fast.rollout.engine.packed_weights import renewed_packed_weights
 from skyrl_fast.rollout.engine.probe_limits import (
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from skyrl_fast.rollout.engine.protocol import Engine
 
 log = logging.getLogger(__name__)
+
+FLOATS = ("float32", "bfloat16", "float16")  # dtypes that weights are cast to for an engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,7 @@ class WeightSync:
         return [values for values, _ in answers], self._replayed_logprobs(self._probe, routes)
 
     def _refuse_other_dtype(self) -> None:
-        got = self._engine.weights_dtype
+        got = self._engine.compute_dtype
         if got is not None and got != self._dtype:
             raise WeightSyncError(
                 f"the engine computes in {dtype_name(got)}, wanted {dtype_name(self._dtype)}: "
@@ -192,7 +195,7 @@ def _likely_causes(engine: list[list[float]], before: list[list[float]] | None) 
     """Return causes, the likeliest first: unchanged logprobs mean that no weights were loaded."""
     causes = [
         "this model type's weights cannot be reloaded in this vLLM (its kernel keeps its own "
-        "copy): take weight_sync_backend=extension if it is reload, else restart the engine from a "
+        "copy): take weight_sync_backend=file if it is reload, else restart the engine from a "
         "saved checkpoint",
         "the state dict lacks parameters, or its names differ from the checkpoint's",
         "the engine and the trainer compute in different dtypes: set the same dtype or a tolerance",
@@ -242,8 +245,27 @@ class WeightUpdateExtension:
         """Return fewer log-probabilities; see `kept_logprobs`."""
         return_kept_only(self.model_runner.sampler)
 
+    def weights_dtype(self) -> str | None:
+        """Return the dtype of all floating-point parameters; None: they differ, or are quantized.
+
+        Weights of another dtype are cast when they are loaded, so they may be cast before.
+        """
+        parameters = self.model_runner.get_model().parameters()
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
     def load_weights_file(self, path: str) -> dict[str, Any]:
         """Load the tensors of a safetensors file; return a `Receipt` as a dict."""
+        return self._load(_tensors_of(path))
+
+    def load_weights_ipc(self, handles: list[Any]) -> dict[str, Any]:
+        """Load tensors from the trainer's GPU memory; return a `Receipt` as a dict."""
+        receipt = self._load(tensors_of_handles(handles))
+        torch.accelerator.synchronize()  # all is read before the trainer continues
+        torch.cuda.ipc_collect()
+        return receipt
+
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
         model = self.model_runner.get_model()
         wanted = {name for name, _ in model.named_parameters()}
         load_weights = model.load_weights
@@ -259,7 +281,7 @@ class WeightUpdateExtension:
         try:
             with renewed_packed_weights(model):
                 # The worker's method, not the runner's: it sets the config that kernels ask for.
-                self.reload_weights(weights_iterator=recorded(_tensors_of(path), digests))
+                self.reload_weights(weights_iterator=recorded(weights, digests))
         finally:
             del model.load_weights
         return asdict(
@@ -269,6 +291,15 @@ class WeightUpdateExtension:
                 dtype=dtype_name(self.model_config.dtype),
             )
         )
+
+
+def common_dtype(answers: Iterable[Any]) -> torch.dtype | None:
+    """Return the dtype of all workers' weights, from their `weights_dtype`; None: several."""
+    names = set(answers)
+    name = names.pop() if len(names) == 1 else None
+    dtype = getattr(torch, name) if name in FLOATS else None
+    assert dtype is None or isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _unloaded(wanted: set[str], loaded: set[str]) -> list[str]:

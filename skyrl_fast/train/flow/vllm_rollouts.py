@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weight_gate import WeightGate
+from skyrl_fast.rollout.engine.weight_transfer import WeightTransfer, by_file, by_ipc
 from skyrl_fast.rollout.engine.weight_update import Logprobs, WeightSync, WeightSyncReport
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.host import MakeEnv
@@ -73,7 +74,7 @@ async def start_rollouts(
     pool = EnginePool(
         engines(config, model_path),
         max_restarts=settings_of_engine.max_restarts,
-        weights_folder=settings_of_engine.weight_sync_path,
+        transfer=_weight_transfer(settings_of_engine),
     )
     rollouts = VllmRollouts(config, tokenizer, pool, environments, prompts)
     await pool.start()
@@ -91,12 +92,18 @@ def engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
         RemoteEngine(
             url,
             api_key=key,
-            weight_sync=engine.weight_sync_backend,
+            weight_sync="reload" if engine.weight_sync_backend == "reload" else "file",
             records_routes=engine.enable_return_routed_experts,
             vocab_size=_vocab_size(_model_folder(model_path)),
         )
         for url in engine.external_server_urls
     ]
+
+
+def _weight_transfer(engine: settings.InferenceEngineConfig) -> WeightTransfer:
+    if engine.weight_sync_backend == "ipc":
+        return by_ipc
+    return by_file(engine.weight_sync_path, unnamed=engine.run_engines_locally)
 
 
 def key_file(config: settings.Config) -> Path:
@@ -133,6 +140,7 @@ class VllmRollouts:
         )
         self._interrupted = 0
         self._updated = False
+        self._sleeps = bool(config.generator.inference_engine.enable_sleep_mode)
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str
@@ -140,6 +148,13 @@ class VllmRollouts:
         """See `Rollouts.generate`."""
         version = step if phase == "train" else self._gate.version
         return await run_groups(self._runner, prompts, phase=phase, policy_version=version)
+
+    async def sleep(self) -> None:
+        """See `Rollouts.sleep`."""
+        if not self._sleeps:
+            return
+        async with self._gate.closed(self._pool.release):
+            await self._pool.sleep()
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
         """See `Rollouts.update_weights`.
@@ -155,7 +170,7 @@ class VllmRollouts:
         interrupt = self._pool.interrupt if in_flight else self._pool.release
         async with self._gate.closed(interrupt) as inside:
             if self._updated or not self._pool.start_with_model:
-                report = await self._pool.update(policy.named_weights(), make_sync)
+                report = await self._pool.update(self._weights(policy), make_sync)
             else:
                 report = await self._pool.verify(make_sync)
             self._updated = True
@@ -172,7 +187,7 @@ class VllmRollouts:
         """See `Rollouts.repair`."""
         assert version == self._gate.version
         await self._pool.repair(
-            policy.named_weights(), lambda engine: self._weight_sync(engine, policy)
+            self._weights(policy), lambda engine: self._weight_sync(engine, policy)
         )
 
     def activity(self, uids: Sequence[str]) -> list[str]:
@@ -199,6 +214,12 @@ class VllmRollouts:
         """Stop the engines and the environments' threads."""
         await self._pool.close()
         await self._environments.close()
+
+    def _weights(self, policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the policy's weights; then make room for an engine that wakes up on its GPU."""
+        yield from policy.named_weights(self._pool.weights_dtype)
+        if self._sleeps:
+            policy.free_cached_memory()
 
     def _weight_sync(self, engine: Engine, policy: Policy) -> WeightSync:
         chosen = self._config.generator.inference_engine.model_dtype

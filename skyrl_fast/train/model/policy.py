@@ -160,9 +160,19 @@ class Policy:
             logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
             return logprobs.tolist(), float(logits.std(-1).mean())
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights under the names of a Hugging Face checkpoint; tied ones once."""
-        yield from _checkpoint_names(self.model, full_state_dict(self)).items()
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights under the names of a Hugging Face checkpoint; tied ones once.
+
+        Args:
+            dtype: that they may be cast to, where they are moved to main memory; None: as they are.
+        """
+        yield from _checkpoint_names(self.model, full_state_dict(self, dtype)).items()
+
+    @run_on_all_ranks
+    def free_cached_memory(self) -> None:
+        """Return the GPU memory that torch keeps for later tensors."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def save(self, folder: Path, tokenizer: Any | None = None) -> None:
         """Write the model (and its tokenizer) in Hugging Face format."""

@@ -70,10 +70,11 @@ def has_gpu() -> bool:
 
 def install_dependencies(python: Path, gpu: bool) -> None:
     """Install torch, vLLM and the requirements of the trainer, tests and checks."""
-    requirements = [f"{name}" for name in project_requirements()]
+    requirements = project_requirements(EXTRAS.split(","))
     if gpu:
         step("installing vLLM with its CUDA torch (several GB)")
-        pip(python, "install", "vllm", *requirements, *BUILD_REQUIREMENTS)
+        vllm = project_requirements(["vllm"])
+        pip(python, "install", *vllm, *requirements, *BUILD_REQUIREMENTS)
         return
     step(f"installing {TORCH_CPU}")
     found = pip(python, "install", TORCH_CPU, check=False)
@@ -89,13 +90,13 @@ def install_dependencies(python: Path, gpu: bool) -> None:
     pip(python, "uninstall", "-y", *UNWANTED_BESIDE_CPU_TORCH)
 
 
-def project_requirements() -> list[str]:
-    """Return the requirements of the extras that development needs, from pyproject.toml."""
+def project_requirements(extras: list[str]) -> list[str]:
+    """Return the requirements of these extras, from pyproject.toml."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    return [r for extra in EXTRAS.split(",") for r in extras[extra]]
+    optional = project["optional-dependencies"]
+    return [requirement for extra in extras for requirement in optional[extra]]
 
 
 def install_package(python: Path) -> None:

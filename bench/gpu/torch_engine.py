@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weight_transfer import WorkerCall
 
 GATHER_SECONDS = 0.002  # for which a batch waits for more requests
 MAX_BATCH = 256
@@ -46,6 +46,8 @@ class TorchEngine:
     def __init__(self, setup: VllmSetup) -> None:
         self._setup = setup
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.weights_dtype = torch.bfloat16 if self._device == "cuda" else torch.float32
+        self.compute_dtype = self.weights_dtype
         self._waiting: list[_Request] = []
         self._lock = asyncio.Lock()  # of the model
 
@@ -53,8 +55,9 @@ class TorchEngine:
         """Load the model and its tokenizer."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        dtype = torch.bfloat16 if self._device == "cuda" else torch.float32
-        model: Any = AutoModelForCausalLM.from_pretrained(self._setup.model, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            self._setup.model, dtype=self.weights_dtype
+        )
         self._model = model.to(self._device).eval()
         self._tokenizer = AutoTokenizer.from_pretrained(self._setup.model)
 
@@ -91,12 +94,15 @@ class TorchEngine:
         async with self._lock:
             return await asyncio.to_thread(self._prompt_logprobs, list(token_ids))
 
-    async def load_weights_file(self, path: Path) -> None:
+    async def load_weights(self, call: WorkerCall) -> None:
         """Load a safetensors file of new weights."""
         from safetensors.torch import load_file
 
         async with self._lock:
-            self._model.load_state_dict(load_file(path), strict=False)  # tied weights once
+            self._model.load_state_dict(load_file(call.argument), strict=False)  # tied ones once
+
+    async def sleep(self) -> None:
+        """Do nothing: the memory stays."""
 
     async def reset_prefix_cache(self) -> None:
         """Do nothing: no keys and values are kept between batches."""

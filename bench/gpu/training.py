@@ -56,6 +56,8 @@ def main() -> None:
             f"trainer.max_training_steps={1 if options.tiny else options.steps}",
             "trainer.logger=[jsonl]",
             "trainer.plot=false",
+            "generator.inference_engine.enable_sleep_mode=false",
+            "generator.inference_engine.weight_sync_backend=file",
             *(TINY if options.tiny else ()),
             *options.settings,
         ],

@@ -50,8 +50,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument(
         "--weight-sync",
-        choices=("extension", "reload"),
-        default="extension",
+        choices=("file", "reload"),
+        default="file",
         help="how servers load weights; reload does not update the quickstart's tied head on CPU",
     )
     options = parser.parse_args()

@@ -16,6 +16,8 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("skyrl_gym")
 
+from examples.asynchronous.soak import children
+
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples/quickstart"
 CHANGING = ("timing/", "generate/trajectory", "sync/update_seconds", "sync/verify_seconds")
@@ -88,15 +90,6 @@ def prompts_of(run_path: Path) -> dict[str, list[tuple[str, int]]]:
     return result
 
 
-def descendants(pid: int) -> list[int]:
-    children = [
-        int(child)
-        for path in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in path.read_text().split()
-    ]
-    return children + [below for child in children for below in descendants(child)]
-
-
 def running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -111,7 +104,7 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(base: Path, tmp_path
     while not any(row["step"] >= 3 for row in metrics(tmp_path / "broken")):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
-    engine = descendants(process.pid)
+    engine = children(process.pid)
     assert engine
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

@@ -113,6 +113,9 @@ class FakeRollouts:
         self.calls.append((step, phase, uids))
         return True
 
+    async def sleep(self) -> None:
+        pass
+
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
         self.model.load_state_dict(
             dict(policy.named_weights()), strict=False

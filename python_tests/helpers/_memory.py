@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from skyrl_fast.train.model.residual_stream import round_residual_stream
+
 COMMON = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -47,7 +49,13 @@ def config_of(name: str) -> Any:
 
 
 def saved_bytes(
-    config: Any, *, sequences: int, length: int, gradient_checkpointing: bool, dtype: torch.dtype
+    config: Any,
+    *,
+    sequences: int,
+    length: int,
+    gradient_checkpointing: bool,
+    dtype: torch.dtype,
+    residual_dtype: torch.dtype = torch.float32,
 ) -> int:
     """Return the bytes that a real forward pass of the backbone saves for the backward pass.
 
@@ -60,6 +68,8 @@ def saved_bytes(
     if gradient_checkpointing:
         backbone.gradient_checkpointing_enable({"use_reentrant": False})
         backbone.train()
+    if residual_dtype != torch.float32:
+        round_residual_stream(backbone)
     storages: dict[int, torch.UntypedStorage] = {}
     parameters = {p.untyped_storage().data_ptr() for p in backbone.parameters()}
     parameters |= {b.untyped_storage().data_ptr() for b in backbone.buffers()}
@@ -90,7 +100,13 @@ def saved_bytes(
 
 
 def peak_bytes(
-    config: Any, *, sequences: int, length: int, gradient_checkpointing: bool, dtype: torch.dtype
+    config: Any,
+    *,
+    sequences: int,
+    length: int,
+    gradient_checkpointing: bool,
+    dtype: torch.dtype,
+    residual_dtype: torch.dtype = torch.float32,
 ) -> int:
     """Return the peak of the CPU allocator in a second forward and backward pass of the backbone.
 
@@ -107,7 +123,9 @@ def peak_bytes(
 
     def run() -> None:
         with autocast:
-            hidden = backbone(inputs_embeds=embeddings.clone(), use_cache=False).last_hidden_state
+            rounded = embeddings.clone().to(residual_dtype)
+            hidden = backbone(inputs_embeds=rounded, use_cache=False).last_hidden_state
+            del rounded
         hidden.backward(torch.ones_like(hidden))
 
     run()  # creates the gradients

@@ -16,11 +16,14 @@ import pytest
 import torch
 from _listening import LOOPBACK, listening
 
+from examples.asynchronous.soak import children
 from skyrl_fast.config import InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup, engine_environment, environment
-from skyrl_fast.rollout.engine.weight_update import WeightSync, WeightSyncError
+from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weight_transfer import file_call
+from skyrl_fast.rollout.engine.weight_update import WeightSync
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
@@ -33,7 +36,7 @@ def start(config: VllmSetup) -> None:
 
 def test_missing_vllm_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EngineDeadError, match="pip install vllm"):
+    with pytest.raises(EngineDeadError, match=r"pip install '\.\[vllm\]'"):
         start(VllmSetup("anything"))
 
 
@@ -191,7 +194,7 @@ def test_answers_of_the_local_engine_are_checked(
 
 
 @pytest.mark.spec("async.engine-silence")
-@pytest.mark.parametrize("call", ["interrupt", "load_weights_file", "reset_prefix_cache"])
+@pytest.mark.parametrize("call", ["interrupt", "load_weights", "reset_prefix_cache"])
 def test_call_ends_if_a_killed_engine_never_answers(
     call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -209,7 +212,7 @@ def test_call_ends_if_a_killed_engine_never_answers(
 
     engine = VllmEngine(VllmSetup("anything"))
     engine._llm = Killed()
-    arguments = [tmp_path] if call == "load_weights_file" else []
+    arguments = [file_call(tmp_path, {})] if call == "load_weights" else []
     with pytest.raises(EngineDeadError, match="the vLLM engine for anything"):
         asyncio.run(asyncio.wait_for(getattr(engine, call)(*arguments), 5))
 
@@ -259,7 +262,7 @@ async def _drive_real_engine(folder: Path, tokenizer, tmp_path: Path) -> None:
         max_model_len=256,
         log_file=str(log_file),
     )
-    already_there = _descendants(os.getpid())  # what other tests have left running
+    already_there = children(os.getpid())  # what other tests have left running
     async with VllmEngine(config) as engine:
         prompts = [tokenizer.encode(f"question {i}, " * (1 + i % 5)) for i in range(12)]
         first = await _sample(engine, prompts)
@@ -269,7 +272,7 @@ async def _drive_real_engine(folder: Path, tokenizer, tmp_path: Path) -> None:
         await _updates_are_verified(engine, model, prompts)
         with pytest.raises(EngineError, match="refused"):
             await engine.generate([1] * 300, SamplingParams(), session_id="a", policy_version=0)
-        started = [pid for pid in _descendants(os.getpid()) if pid not in already_there]
+        started = [pid for pid in children(os.getpid()) if pid not in already_there]
         _interrupts_do_not_reach(started)
         for pid in (os.getpid(), *started):
             assert listening(pid) <= {LOOPBACK}
@@ -360,10 +363,10 @@ async def _updates_are_verified(engine: VllmEngine, model, prompts) -> None:
     sync = WeightSync(
         engine,
         probe=[p[:24] for p in prompts[:3]],
-        trainer_logprobs=lambda probe: hf_logprobs(model, probe),
+        trainer_logprobs=lambda probe: [(row, 1.0) for row in hf_logprobs(model, probe)],
     )
     report = await sync.verify()
-    assert report.max_difference < 1e-4
+    assert report.difference.maximum < 1e-4
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -372,7 +375,7 @@ async def _updates_are_verified(engine: VllmEngine, model, prompts) -> None:
     running = asyncio.create_task(_sample(engine, prompts, version=5))
     await asyncio.sleep(0.02)
     report = await sync.update(model.state_dict())
-    assert report.max_difference < 1e-4 < report.max_change
+    assert report.difference.maximum < 1e-4 < report.max_change
     assert len(await running) == len(prompts)  # requests in flight continued
     await _agrees_with_hugging_face(model, prompts, await _sample(engine, prompts, version=6))
     incomplete = dict(model.named_parameters())
@@ -380,15 +383,6 @@ async def _updates_are_verified(engine: VllmEngine, model, prompts) -> None:
     with pytest.raises(WeightSyncError, match=r"got no new values.*down_proj"):
         await engine.update_weights(incomplete)
     await sync.update(model.state_dict())
-
-
-def _descendants(pid: int) -> list[int]:
-    children = [
-        int(child)
-        for thread in Path(f"/proc/{pid}/task").iterdir()
-        for child in (thread / "children").read_text().split()
-    ]
-    return [found for child in children for found in (child, *_descendants(child))]
 
 
 def _interrupts_do_not_reach(pids: list[int]) -> None:
@@ -401,6 +395,6 @@ def _interrupts_do_not_reach(pids: list[int]) -> None:
         )
         if not any(int(status[mask], 16) & bit for mask in ("SigBlk", "SigIgn")):
             hearing.append(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
-    assert len(pids) >= 2  # the engine core and its worker
+    assert pids  # the engine core; the resource tracker may be that of another test
     assert not hearing
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())

@@ -103,8 +103,8 @@ def test_requests_of_a_trainer_pass(guard: HttpGuard, app: Recorder, shared: Pat
 
     asyncio.run(go())
     assert [path for _, path, _ in app.passed] == [
-        *("/health", "/v1/models", "/resume", "/collective_rpc", "/pause", "/resume"),
-        *("/reset_prefix_cache", "/collective_rpc", "/v1/completions"),
+        *("/health", "/v1/models", "/resume", "/collective_rpc", "/collective_rpc", "/pause"),
+        *("/resume", "/reset_prefix_cache", "/collective_rpc", "/v1/completions"),
     ]
 
 
@@ -115,6 +115,8 @@ def test_requests_of_a_trainer_pass(guard: HttpGuard, app: Recorder, shared: Pat
         {"method": "save_sharded_state", "args": ["FOLDER"]},
         {"method": "__class__"},
         {"method": "end_with_parent"},
+        {"method": "load_weights_ipc", "args": [[]]},
+        {"method": "weights_dtype", "args": []},
         {"method": "load_weights_file"},
         {"method": "load_weights_file", "args": []},
         {"method": "load_weights_file", "args": ["WEIGHTS", "WEIGHTS"]},

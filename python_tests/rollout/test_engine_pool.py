@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,9 @@ from skyrl_fast.rollout.engine.protocol import (
     Generation,
     SamplingParams,
 )
-from skyrl_fast.rollout.engine.weight_update import WeightSync, WeightSyncError
+from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weight_transfer import WorkerCall
+from skyrl_fast.rollout.engine.weight_update import WeightSync
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
 
@@ -33,6 +34,8 @@ class OneWeight:
     """An engine whose model is one number, the logprob of every token."""
 
     starts_with_model = True
+    weights_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
 
     def __init__(self, name: str, *, comes_back: bool = True, deaf: bool = False) -> None:
         self.name = name
@@ -79,15 +82,19 @@ class OneWeight:
         self.check()
         return Generation([1], [self.weight], INTERRUPTED if self.paused else "stop")
 
-    async def load_weights_file(self, path: Path) -> None:
+    async def load_weights(self, call: WorkerCall) -> None:
         self.check()
         if not self.deaf:
-            self.weight = float(load_file(path)["w"])
+            self.weight = float(load_file(call.argument)["w"])
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         self.check()
         assert not self.paused  # a paused engine never answers
         return [self.weight] * (len(token_ids) - 1)
+
+    async def sleep(self) -> None:
+        self.check()
+        self.asleep = True
 
     async def interrupt(self) -> None:
         self.check()
@@ -112,7 +119,9 @@ class Trainer:
 
     def make_sync(self, engine: Engine) -> WeightSync:
         return WeightSync(
-            engine, probe=[[1, 2]], trainer_logprobs=lambda probe: [[self.weight]] * len(probe)
+            engine,
+            probe=[[1, 2]],
+            trainer_logprobs=lambda probe: [([self.weight], 1.0)] * len(probe),
         )
 
 
@@ -249,7 +258,7 @@ def test_update_reaches_all_engines_or_stops_the_run() -> None:
         trainer.weight = 0.25
         report = await pool.update(trainer.weights, trainer.make_sync)
         assert [engine.weight for engine in engines] == [0.25, 0.25]
-        assert report.max_difference == 0
+        assert report.difference.maximum == 0
         engines[1].deaf = True
         trainer.weight = 0.75
         with pytest.raises(WeightSyncError, match=r"differ from the trainer's by up to 0\.5"):

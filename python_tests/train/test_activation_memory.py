@@ -21,11 +21,18 @@ PEAK_TOLERANCE = 0.05  # measured: 3.2 %; recomputed layers keep a few tensors l
 NAMES = [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.slow) for n in ARCHITECTURES]
 
 
+RESIDUALS = (torch.float32, torch.bfloat16)
+
+
 @pytest.mark.spec("memory.measured")
+@pytest.mark.parametrize("residual", RESIDUALS, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_saved_bytes_are_those_of_a_real_pass(name: str, checkpointing: bool) -> None:
+def test_saved_bytes_are_those_of_a_real_pass(
+    name: str, checkpointing: bool, residual: torch.dtype
+) -> None:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "gradient_checkpointing": checkpointing}
+    options["residual_dtype"] = residual
     planned = activation_memory(config_of(name), LENGTH, **options)
     for sequences in (2, 6):
         measured = saved_bytes(config_of(name), sequences=sequences, length=LENGTH, **options)
@@ -33,10 +40,14 @@ def test_saved_bytes_are_those_of_a_real_pass(name: str, checkpointing: bool) ->
 
 
 @pytest.mark.spec("memory.measured")
+@pytest.mark.parametrize("residual", RESIDUALS, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", PEAKS)
-def test_peak_is_that_of_the_allocator(name: str, checkpointing: bool) -> None:
+def test_peak_is_that_of_the_allocator(
+    name: str, checkpointing: bool, residual: torch.dtype
+) -> None:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "gradient_checkpointing": checkpointing}
+    options["residual_dtype"] = residual
     planned = activation_memory(config_of(name), LENGTH, **options)
     measured = peak_bytes(config_of(name), sequences=4, length=LENGTH, **options)
     total = planned.saved.of(4) + planned.workspace.of(4)

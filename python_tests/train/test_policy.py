@@ -104,7 +104,6 @@ def test_head_dtype_follows_the_forward_pass_or_the_setting(
     policy = Policy(model, dtype=torch.bfloat16, head_dtype=head)
     batch = rollout_batch(tiny_model())
     values = policy.batch_logprobs(batch)
-    policy.sequence_logprobs([4, 5, 6])
     for hidden, weight, targets, got in seen:
         assert hidden.dtype == weight.dtype == operands and got.dtype == torch.float32
         exact = (hidden.double() @ weight.double().T).log_softmax(-1)
@@ -114,6 +113,20 @@ def test_head_dtype_follows_the_forward_pass_or_the_setting(
     for micro in plan_micro_batches(batch, 16384):
         policy.logprobs(micro)[0].sum().backward()
     assert model.get_output_embeddings().weight.grad.dtype == torch.float32
+
+
+@pytest.mark.spec("sync.probe-limits")
+def test_head_of_the_probe_computes_in_float32() -> None:
+    model = tiny_model()
+    policy = Policy(model, dtype=torch.bfloat16)
+    ids = torch.tensor([[4, 5, 6, 9]])
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+    logits = hidden.double() @ model.get_output_embeddings().weight.double().T
+    values, logit_std = policy.sequence_logprobs(ids[0].tolist())
+    wanted = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    assert values == pytest.approx(wanted.tolist(), abs=1e-6)  # bfloat16: 1e-3
+    assert logit_std == pytest.approx(logits.std(-1).mean().item(), rel=1e-5)
 
 
 def test_steps_that_extend_each_other_share_a_sequence() -> None:

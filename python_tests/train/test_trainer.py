@@ -22,6 +22,7 @@ from _training import folder as folder  # a fixture
 import skyrl_fast
 from skyrl_fast.config import Config
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train import trainer as trainer_module
 from skyrl_fast.train.data.prompts import Prompt, load_prompts
 from skyrl_fast.train.flow.rollouts import split_rollout_time
 from skyrl_fast.train.output.loggers import read_metrics
@@ -96,6 +97,45 @@ def test_engine_receives_the_trained_weights(folder: Path) -> None:
     saved = AutoModelForCausalLM.from_pretrained(outcome.checkpoint / "policy")
     for one, two in zip(saved.parameters(), recorder.rollouts[0].model.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.spec("memory.sleep")
+def test_engine_sleeps_only_while_the_trainer_computes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations, checkpoints and the resumed run find an engine that is awake."""
+    events: list[str] = []
+    computed = trainer_module.update_policy
+
+    def update(*arguments: Any, **options: Any) -> dict[str, float]:
+        events.append("train")
+        return computed(*arguments, **options)
+
+    monkeypatch.setattr(trainer_module, "update_policy", update)
+
+    class Events(FakeRollouts):
+        async def before_batch(self, step: int, phase: str) -> None:
+            events.append("generate" if phase == "train" else phase)
+
+        async def sleep(self) -> None:
+            events.append("sleep")
+
+        async def update_weights(self, policy: Any, *, version: int) -> dict[str, float]:
+            events.append("wake")
+            return await super().update_weights(policy, version=version)
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        return Events(config, tiny_model(seed=1))
+
+    def run(*overrides: str) -> None:
+        events.clear()
+        train(settings(folder, "run", "trainer.update_epochs_per_batch=1", *overrides), make)
+
+    run("trainer.max_training_steps=3")
+    step = ["generate", "sleep", "train", "wake"]
+    assert events == ["wake", "eval", *step, *step, "eval", *step, "eval"]
+    run("trainer.max_training_steps=4", "trainer.resume_mode=latest")
+    assert events == ["wake", *step, "eval"]
 
 
 def test_trainer_and_sampler_agree_on_policy(folder: Path) -> None:

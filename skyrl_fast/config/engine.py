@@ -21,10 +21,12 @@ class InferenceEngineConfig:
         [], "addresses of `vllm serve`; requests are distributed over them"
     )
     weight_sync_backend: str = setting(
-        "extension",
-        "how external servers load the weights from weight_sync_path. extension: by this package's "
-        "worker extension; reload: by vLLM's reload_weights",
-        choices=("extension", "reload"),
+        "auto",
+        "how the engine gets new weights. ipc: it reads the trainer's GPU memory; file: a "
+        "safetensors file; reload: the same, loaded by vLLM's own reload_weights, for servers "
+        "without this package. auto: ipc where the run's own engine shares the GPU of a single "
+        "rank, else file",
+        choices=("auto", "ipc", "file", "reload"),
     )
     weight_sync_path: str | None = setting(
         None, "folder shared by trainer and servers; null: this machine's shared memory"
@@ -45,12 +47,23 @@ class InferenceEngineConfig:
     enforce_eager: bool | None = setting(
         None, "whether to skip CUDA graph capture; null: only on a CPU"
     )
+    enable_sleep_mode: bool | None = setting(
+        None,
+        "whether vLLM frees its GPU memory during updates; null: where the run's own engine shares "
+        "a GPU with the trainer and training is synchronous",
+    )
+    gpu_ids: list[int] | None = setting(
+        None,
+        "GPUs of the engine, as torch numbers them; null: the last ones, if there are more than "
+        "trainer.placement.policy_num_gpus_per_node, else the first ones, shared with the "
+        "trainer; of a server: the first ones",
+    )
     max_num_seqs: int = setting(256, "maximum sequences generated concurrently", at_least=1)
     max_num_batched_tokens: int = setting(8192, "maximum tokens of one engine step", at_least=1)
     gpu_memory_utilization: float | None = setting(
         None,
         "share of the GPU's memory for the engine; null: what the trainer leaves by the plan, at "
-        "most 0.9; of a server: 0.9",
+        "most 0.9; of a server or on GPUs of its own: 0.9",
         above=0,
         at_most=1,
     )

@@ -37,8 +37,8 @@ ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]
 
 # SkyRL settings that do not exist here, and what to do instead.
 _SKYRL_ONLY = {
-    "trainer.placement.colocate_all": "the engine shares rank 0's GPU, unless it is a server: "
-    "generator.inference_engine.run_engines_locally=false; remove it",
+    "trainer.placement.colocate_all": "the engine shares a GPU where there is none left for it: "
+    "generator.inference_engine.gpu_ids names others; remove it",
     "trainer.placement.colocate_policy_ref": "they always share the GPUs; remove it",
     "trainer.placement.policy_num_nodes": "training runs on one machine; remove it",
     **{
@@ -237,7 +237,7 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
     _check_algorithm(trainer.algorithm)
     _check_group_sizes(config)
     _check_estimator_rows(config)
-    _check_engines(generator.inference_engine)
+    _check_engines(generator.inference_engine, is_synchronous=config.max_staleness == 0)
     _check_rows(config)
     check_sampling("generator.sampling_params", generator.sampling_params, trained=True)
     if generator.eval_sampling_params is not None:
@@ -333,14 +333,28 @@ def _check_group_sizes(config: Config) -> None:
         )
 
 
-def _check_engines(engine: InferenceEngineConfig) -> None:
+def _check_engines(engine: InferenceEngineConfig, *, is_synchronous: bool) -> None:
     key = "generator.inference_engine"
+    if engine.enable_sleep_mode and not (engine.run_engines_locally and is_synchronous):
+        reason = (
+            "the engine generates during updates (trainer.fully_async)"
+            if engine.run_engines_locally
+            else "servers do not sleep"
+        )
+        raise ConfigError(f"{key}.enable_sleep_mode: wanted null or false, as {reason}, got true")
     if engine.run_engines_locally == bool(engine.external_server_urls):
         wanted = "none" if engine.run_engines_locally else "at least one address"
         raise ConfigError(
             f"{key}.external_server_urls: wanted {wanted} with "
             f"run_engines_locally={str(engine.run_engines_locally).lower()}, got "
             f"{engine.external_server_urls}"
+        )
+    choices = ("auto", "ipc", "file") if engine.run_engines_locally else ("auto", "file", "reload")
+    if engine.weight_sync_backend not in choices:
+        raise ConfigError(
+            f"{key}.weight_sync_backend: wanted one of {', '.join(choices)} with "
+            f"run_engines_locally={str(engine.run_engines_locally).lower()}, got "
+            f"{engine.weight_sync_backend}"
         )
     for url in engine.external_server_urls:
         if not url.startswith(("http://", "https://")) or not _has_host(url):

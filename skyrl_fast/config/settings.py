@@ -277,6 +277,12 @@ class TrainerConfig:
     gradient_checkpointing: bool | None = setting(
         None, "whether to recompute activations to save memory; null: on a GPU"
     )
+    residual_dtype: str = setting(
+        "float32",
+        "dtype of the sums between layers. auto: that of the forward pass, which halves what is "
+        "kept per checkpointed layer, at about 1.3 times the rounding error in bfloat16",
+        choices=("float32", "auto"),
+    )
     max_prompt_length: int = setting(
         512, "longest prompt if generator.max_input_length is null", at_least=1
     )
@@ -318,7 +324,8 @@ class TrainerConfig:
     plot: bool = setting(True, "whether to plot the learning curve at the end")
     sync_tolerance: float = setting(
         0.0,
-        "largest allowed |trainer - engine| logprob difference after a weight update; 0: by dtype",
+        "largest allowed |trainer - engine| difference of any logprob after a weight update, in "
+        "place of the limits of the engine's dtype; 0: those limits",
         at_least=0,
     )
 

@@ -7,14 +7,15 @@ tensors (`activation_memory`). What FSDP2, the CUDA context and the engine need 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from skyrl_fast.config import Config, max_input_length, policy_loss_spec
+from skyrl_fast.config import Config, ConfigError, max_input_length, policy_loss_spec
 from skyrl_fast.ops.logprob.linear import COLUMN_MULTIPLE, default_chunk_rows
+from skyrl_fast.train.device_plan import GIB, DevicePlan, Item, MemoryPlan
 from skyrl_fast.train.model.activation_memory import (
     FLOAT32_BYTES,
     ActivationMemory,
@@ -23,8 +24,8 @@ from skyrl_fast.train.model.activation_memory import (
     load_model_config,
     model_size,
 )
+from skyrl_fast.train.placement import EnginePlacement, engine_placement
 
-GIB = 1 << 30
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter; AdamW has two moments
 # FSDP2 gathers a layer's weights, and reduces its gradients, through buffers of the same size, for
 # one layer while the next one arrives. Weights outside the layers stay gathered during a pass, and
@@ -32,106 +33,12 @@ WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter; AdamW has
 LAYER_BYTES, ROOT_BYTES = 12, 8  # per gathered parameter: weights, gradients, a layer's buffer
 GATHERED_LAYERS = 2
 CONTEXT_BYTES = GIB  # a process's CUDA context and libraries
+ASLEEP_BYTES = 2 * GIB  # of a sleeping engine: its context, CUDA graphs, libraries
 FRAGMENTATION = 0.1  # of activations: blocks that the caching allocator cannot reuse
 ENGINE_LIMIT = 0.9  # largest share that is computed for the engine; vLLM's default
-ENGINE_SLACK = 2 * GIB  # CUDA graphs, context, libraries
+ENGINE_SLACK = 2 * GIB  # within its share: CUDA graphs, activations of a step
 LOGIT_COPIES = 4  # float32 logits of one engine step: sorted, their probabilities, ...
 MAX_GPUS = 8  # to propose
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One part of a device's memory.
-
-    Args:
-        settings: names of the settings that change it.
-    """
-
-    name: str
-    num_bytes: int
-    settings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class DevicePlan:
-    """The memory of one GPU.
-
-    Args:
-        name: such as "GPU 0".
-        capacity: its bytes.
-    """
-
-    name: str
-    items: tuple[Item, ...]
-    capacity: int
-
-    @property
-    def total(self) -> int:
-        """Bytes needed."""
-        return sum(item.num_bytes for item in self.items)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the device has enough memory."""
-        return self.total <= self.capacity
-
-    def __str__(self) -> str:
-        """Return the sum and its parts, a line each."""
-        lines = [f"{self.name}: {gib(self.total)} of {gib(self.capacity)} GiB"]
-        for item in self.items:
-            by = f"  ({', '.join(item.settings)})" if item.settings else ""
-            lines.append(f"  {gib(item.num_bytes):>8} GiB  {item.name}{by}")
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """The memory of a run.
-
-    Args:
-        devices: GPU 0, and one that stands for all others, if any.
-        engine_share: `gpu_memory_utilization` of the engine on GPU 0; None: there is none.
-        host_bytes: main memory for handing over the weights.
-        remedies: settings with which the run would fit; empty where it fits.
-    """
-
-    devices: tuple[DevicePlan, ...]
-    engine_share: float | None
-    host_bytes: int
-    remedies: tuple[str, ...] = ()
-
-    @property
-    def fits(self) -> bool:
-        """Whether every device has enough memory."""
-        return all(device.fits for device in self.devices)
-
-    def __str__(self) -> str:
-        """Return the devices' parts, and whether the run fits or what would make it fit."""
-        lines = [str(device) for device in self.devices]
-        if self.host_bytes:
-            lines.append(f"main memory: {gib(self.host_bytes)} GiB to hand over the weights")
-        if self.fits:
-            engine = self.engine_share
-            share = "" if engine is None else f"; gpu_memory_utilization={engine:.2f}"
-            return "\n".join([*lines, f"fits{share}"])
-        lines += [
-            f"does not fit: {device.name} lacks {gib(device.total - device.capacity)} GiB"
-            for device in self.devices
-            if not device.fits
-        ]
-        if not self.remedies:
-            return "\n".join([*lines, "no setting is enough: take a smaller model, or larger GPUs"])
-        return "\n".join([*lines, "it would fit with:", *(f"  {one}" for one in self.remedies)])
-
-
-def gib(num_bytes: int) -> str:
-    """Return bytes as GiB with one decimal.
-
-    Example:
-        >>> gib(3 << 29)
-        '1.5'
-    """
-    return f"{num_bytes / GIB:,.1f}"
 
 
 def gpu_memory(num_gpus: int) -> int | None:
@@ -142,28 +49,37 @@ def gpu_memory(num_gpus: int) -> int | None:
     return min(int(torch.cuda.get_device_properties(n).total_memory) for n in found)
 
 
-def plan_memory(config: Config, *, capacity: int, with_engine: bool = True) -> MemoryPlan:
+def plan_memory(
+    config: Config, *, capacity: int, num_gpus: int = 1, with_engine: bool = True
+) -> MemoryPlan:
     """Return the memory plan of a run on GPUs.
 
     Args:
         config: checked settings; of the models only config.json is read.
         capacity: bytes of each GPU.
+        num_gpus: of the machine; at least those of the trainer are assumed.
         with_engine: False: nothing is sampled by vLLM, whatever the settings.
 
     Raises:
-        ValueError: a model's config cannot be read.
+        ValueError: a model's config cannot be read, or the engine cannot be placed.
         UnmeasurableError: a model's code does not run on fake tensors.
     """
     measure = _Measurements()
-    with_engine = with_engine and config.generator.inference_engine.run_engines_locally
-    plan = _plan(config, measure, capacity, with_engine)
+
+    def planned(config: Config) -> MemoryPlan:
+        gpus = max(num_gpus, config.trainer.placement.policy_num_gpus_per_node)
+        local = with_engine and config.generator.inference_engine.run_engines_locally
+        return _plan(config, measure, capacity, engine_placement(config, gpus) if local else None)
+
+    plan = planned(config)
     if plan.fits:
         return plan
 
     def fits(settings: dict[str, Any]) -> bool:
-        changed = _with_settings(config, settings)
-        local = with_engine and changed.generator.inference_engine.run_engines_locally
-        return _plan(changed, measure, capacity, local).fits
+        try:
+            return planned(_with_settings(config, settings)).fits
+        except ConfigError:  # such as ipc with several GPUs
+            return False
 
     return replace(plan, remedies=tuple(_remedies(config, fits, with_engine)))
 
@@ -186,65 +102,99 @@ class _Measurements:
             self._sizes[path] = model_size(self.config(path))
         return self._sizes[path]
 
-    def activations(
-        self, path: str, length: int, dtype: torch.dtype, checkpointing: bool
-    ) -> ActivationMemory:
-        key = (path, length, dtype, checkpointing)
+    def activations(self, path: str, length: int, **options: Any) -> ActivationMemory:
+        key = (path, length, *options.values())
         if key not in self._activations:
-            self._activations[key] = activation_memory(
-                self.config(path), length, dtype=dtype, gradient_checkpointing=checkpointing
-            )
+            self._activations[key] = activation_memory(self.config(path), length, **options)
         return self._activations[key]
 
 
-def _plan(config: Config, measure: _Measurements, capacity: int, with_engine: bool) -> MemoryPlan:
+def _plan(
+    config: Config, measure: _Measurements, capacity: int, engine: EnginePlacement | None
+) -> MemoryPlan:
+    """Return the plan without remedies.
+
+    Args:
+        engine: where the run's own engine computes; None: there is none.
+    """
     size = measure.size(str(config.trainer.policy.model.path))
-    trainer = tuple(_trainer_items(config, measure))
+    resident = _resident_items(config, measure)
+    trainer = [*resident, *_largest_update(config, measure)]
+    ranks = range(config.trainer.placement.policy_num_gpus_per_node)
+    if engine is None:
+        return MemoryPlan((*_devices(ranks, trainer, capacity),), None, 0)
+    context = Item("engine: CUDA context", CONTEXT_BYTES)
+    together = [*(trainer if engine.shared else ()), context]  # on the engine's fullest GPU
+    if engine.sleeps:
+        together = [*resident, _probe_item(config, size), context]
+    part, share = _engine_item(config, size, len(engine.gpu_ids), capacity, _total(together))
+    devices = [
+        *_devices(engine.shared, [*together, part], capacity, ", generation" * engine.sleeps),
+        *_devices([gpu for gpu in ranks if gpu not in engine.shared], trainer, capacity),
+        *_devices([gpu for gpu in engine.gpu_ids if gpu not in ranks], [context, part], capacity),
+    ]
+    if engine.sleeps:
+        asleep = Item("sleeping engine: CUDA context and graphs", ASLEEP_BYTES)
+        devices = [*_devices(engine.shared, [*trainer, asleep], capacity, ", update"), *devices]
+    # By a file: a copy in this process, and the file in shared memory. Those of a sleeping engine.
+    copies = 2 * (engine.weight_sync == "file") + engine.sleeps
+    item = _dtype(config.generator.inference_engine.model_dtype).itemsize
+    return MemoryPlan(tuple(devices), share, copies * item * size.parameters)
+
+
+def _devices(
+    gpus: Sequence[int], items: Sequence[Item], capacity: int, phase: str = ""
+) -> Iterator[DevicePlan]:
+    """Yield one plan that stands for all of these GPUs, if there are any."""
+    if gpus:
+        each = [f"GPU {number}" for number in gpus]
+        name = each[0] if len(each) == 1 else f"each of {', '.join(each)}"
+        yield DevicePlan(name + phase, tuple(items), capacity)
+
+
+def _total(items: Iterable[Item]) -> int:
+    return sum(item.num_bytes for item in items)
+
+
+def _sharded(config: Config, name: str, parameters: int, each: int) -> Item:
+    """Return a part of `each` bytes a parameter, of which every rank has its share."""
     num_gpus = config.trainer.placement.policy_num_gpus_per_node
-    first, share = trainer, None
-    if with_engine:
-        used = sum(item.num_bytes for item in trainer)
-        engine, share = _engine_item(config, size, capacity, capacity - used)
-        first = (*trainer, engine)
-    devices = [DevicePlan("GPU 0", first, capacity)]
-    if num_gpus > 1:
-        others = "GPU 1" if num_gpus == 2 else f"each of GPU 1 to {num_gpus - 1}"
-        devices.append(DevicePlan(others, trainer, capacity))
-    # A copy of the weights in this process, and one in shared memory.
-    host = 2 * WEIGHT_BYTES * size.parameters if with_engine else 0
-    return MemoryPlan(tuple(devices), share, host)
+    by_gpus = ("trainer.placement.policy_num_gpus_per_node",)
+    return Item(name, math.ceil(parameters * each / num_gpus), by_gpus)
 
 
-def _trainer_items(config: Config, measure: _Measurements) -> Iterator[Item]:
-    """Yield the trainer's parts on one GPU, at the peak of an update."""
-    trainer = config.trainer
-    algorithm = trainer.algorithm
-    num_gpus = trainer.placement.policy_num_gpus_per_node
+def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
+    """Return the trainer's parts on one GPU that stay there during generation."""
+    trainer, algorithm = config.trainer, config.trainer.algorithm
     policy = str(trainer.policy.model.path)
     size = measure.size(policy)
-    by_gpus = ("trainer.placement.policy_num_gpus_per_node",)
-
-    def sharded(name: str, parameters: int, each: int) -> Item:
-        return Item(name, math.ceil(parameters * each / num_gpus), by_gpus)
-
-    yield sharded("weights, float32", size.parameters, WEIGHT_BYTES)
-    yield sharded("AdamW's moments", size.parameters, MOMENT_BYTES)
-    trained = [policy]
+    items = [
+        _sharded(config, "weights, float32", size.parameters, WEIGHT_BYTES),
+        _sharded(config, "AdamW's moments", size.parameters, MOMENT_BYTES),
+    ]
     if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
         reference = measure.size(trainer.ref.model.path or policy).parameters
-        yield sharded("reference model", reference, WEIGHT_BYTES)
-    critic = trainer.critic.model.path
-    if critic is not None:
-        weights = measure.size(critic).parameters
-        yield sharded("critic's weights and moments", weights, WEIGHT_BYTES + MOMENT_BYTES)
-        trained.append(critic)
-    # Policy and critic are updated one after the other.
-    updates = [_update_items(config, measure, path, path == policy, sharded) for path in trained]
-    largest = max(updates, key=lambda items: sum(item.num_bytes for item in items))
-    yield from largest
-    activations = sum(item.num_bytes for item in largest[1:])
-    slack = CONTEXT_BYTES + math.ceil(FRAGMENTATION * activations)
-    yield Item("CUDA context, and blocks that the allocator cannot reuse", slack)
+        items.append(_sharded(config, "reference model", reference, WEIGHT_BYTES))
+    if trainer.critic.model.path is not None:
+        weights = measure.size(trainer.critic.model.path).parameters
+        name = "critic's weights and moments"
+        items.append(_sharded(config, name, weights, WEIGHT_BYTES + MOMENT_BYTES))
+    return items
+
+
+def _largest_update(config: Config, measure: _Measurements) -> list[Item]:
+    """Return the trainer's further parts on one GPU, at the peak of an update.
+
+    Policy and critic are updated one after the other.
+    """
+    trainer = config.trainer
+    paths = [str(trainer.policy.model.path)]
+    if trainer.critic.model.path is not None:
+        paths.append(trainer.critic.model.path)
+    updates = [_update_items(config, measure, path, path == paths[0]) for path in paths]
+    largest = max(updates, key=_total)
+    slack = CONTEXT_BYTES + math.ceil(FRAGMENTATION * _total(largest[1:]))
+    return [*largest, Item("CUDA context, and blocks that the allocator cannot reuse", slack)]
 
 
 def _update_items(
@@ -252,7 +202,6 @@ def _update_items(
     measure: _Measurements,
     path: str,
     is_policy: bool,
-    sharded: Callable[[str, int, int], Item],
 ) -> list[Item]:
     """Return the parts of the update of policy or critic: gradients first, then activations."""
     trainer = config.trainer
@@ -261,9 +210,12 @@ def _update_items(
     checkpointing = trainer.gradient_checkpointing is not False
     length = _row_length(config)
     tokens, by_tokens = _pass_tokens(config, length)
-    memory = measure.activations(path, length, dtype, checkpointing)
+    residual = dtype if trainer.residual_dtype == "auto" else torch.float32
+    memory = measure.activations(
+        path, length, dtype=dtype, gradient_checkpointing=checkpointing, residual_dtype=residual
+    )
     whose = "" if is_policy else "critic's "
-    items = [sharded(f"{whose}gradients", size.parameters, GRADIENT_BYTES)]
+    items = [_sharded(config, f"{whose}gradients", size.parameters, GRADIENT_BYTES)]
     if num_gpus > 1:
         layers = LAYER_BYTES * GATHERED_LAYERS * size.layer_parameters
         gathered = layers + ROOT_BYTES * size.root_parameters
@@ -276,11 +228,9 @@ def _update_items(
             (by_tokens, *(() if checkpointing else ("trainer.gradient_checkpointing",))),
         )
     )
-    head_name = trainer.policy.lm_head_dtype
-    head_dtype = dtype if head_name == "auto" else _dtype(head_name)
     head, layer = 0, memory.workspace.of(tokens / length)
     if is_policy:
-        head = head_bytes(size, tokens, head_dtype)
+        head = head_bytes(size, tokens, _head_dtype(config))
     # One after the other. The embeddings' gradient comes last, when the activations are freed.
     name = "LM head: chunks of logits and gradients" if head > layer else "a layer's backward pass"
     items.append(Item(f"{whose}{name}", max(head, layer), (by_tokens,)))
@@ -306,17 +256,27 @@ def head_bytes(size: ModelSize, tokens: int, dtype: torch.dtype) -> int:
     return logits + copied + gradient + states
 
 
-def _engine_item(config: Config, size: ModelSize, capacity: int, left: int) -> tuple[Item, float]:
-    """Return the engine's part of GPU 0, and its share.
+def _probe_item(config: Config, size: ModelSize) -> Item:
+    """Return what the trainer needs to verify the weights of an engine that has woken up."""
+    head = size.vocab_size * size.hidden_size * _head_dtype(config).itemsize
+    return Item("CUDA context, the LM head's copy for the probe", CONTEXT_BYTES + head)
+
+
+def _engine_item(
+    config: Config, size: ModelSize, num_gpus: int, capacity: int, used: int
+) -> tuple[Item, float]:
+    """Return the engine's part of a GPU, and its share.
 
     Args:
-        left: bytes that the trainer leaves.
+        num_gpus: of the engine.
+        used: bytes that it must leave.
     """
     engine = config.generator.inference_engine
     key = "generator.inference_engine.gpu_memory_utilization"
-    least = engine_bytes(config, size)
+    least = math.ceil(engine_bytes(config, size) / num_gpus)
     chosen = engine.engine_init_kwargs.get("gpu_memory_utilization", engine.gpu_memory_utilization)
     if chosen is None:
+        left = max(0, capacity - used)
         share = min(ENGINE_LIMIT, math.floor(100 * left / capacity) / 100)
         if share * capacity >= least:
             return Item("engine: weights and KV cache", math.floor(share * capacity)), share
@@ -345,6 +305,11 @@ def _dtype(name: str) -> torch.dtype:
     dtype = torch.bfloat16 if name == "auto" else getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def _head_dtype(config: Config) -> torch.dtype:
+    chosen = config.trainer.policy
+    return _dtype(chosen.dtype if chosen.lm_head_dtype == "auto" else chosen.lm_head_dtype)
 
 
 def _row_length(config: Config) -> int:
@@ -398,12 +363,16 @@ def _candidates(config: Config, with_engine: bool) -> Iterator[list[dict[str, An
     trainer, engine = config.trainer, config.generator.inference_engine
     if trainer.gradient_checkpointing is False:
         yield [{"trainer.gradient_checkpointing": True}]
+    if with_engine and engine.enable_sleep_mode is False and not config.max_staleness:
+        yield [{"generator.inference_engine.enable_sleep_mode": None}]
     if with_engine and engine.gpu_memory_utilization is not None:
         yield [{"generator.inference_engine.gpu_memory_utilization": None}]
     length, budget = _row_length(config), trainer.max_tokens_per_microbatch
     smaller = [budget >> n for n in range(1, budget.bit_length()) if budget >> n >= length]
     if smaller:
         yield [{"trainer.max_tokens_per_microbatch": tokens} for tokens in smaller]
+    if trainer.residual_dtype == "float32" and _dtype(trainer.policy.dtype) != torch.float32:
+        yield [{"trainer.residual_dtype": "auto"}]
     num_gpus = trainer.placement.policy_num_gpus_per_node
     more = [n for n in (2, 4, MAX_GPUS) if n > num_gpus]
     if more:
@@ -421,7 +390,8 @@ def _first(
 def _written(settings: dict[str, Any]) -> str:
     names = {None: "null", True: "true", False: "false"}
     return " ".join(
-        f"{key}={value if type(value) is int else names[value]}" for key, value in settings.items()
+        f"{key}={names[value] if value is None or isinstance(value, bool) else value}"
+        for key, value in settings.items()
     )
 
 

@@ -24,6 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=num_bytes,
         help=f"memory of each GPU, such as 80GiB; default: this machine's, else {DEFAULT_MEMORY}",
     )
+    parser.add_argument(
+        "--num-gpus",
+        type=int,
+        help="GPUs of the machine; default: this machine's, at least those of the trainer",
+    )
 
 
 def num_bytes(text: str) -> int:
@@ -44,6 +49,8 @@ def num_bytes(text: str) -> int:
 def plan(options: argparse.Namespace) -> int:
     """Print the plan; return 0 if the run fits, 1 if not, 2 if the settings are wrong."""
     try:
+        import torch
+
         from skyrl_fast.config.loading import load_config
         from skyrl_fast.train.memory_plan import gpu_memory, plan_memory
     except ImportError as error:
@@ -52,7 +59,8 @@ def plan(options: argparse.Namespace) -> int:
         config = load_config(options.config, options.overrides)
         found = gpu_memory(config.trainer.placement.policy_num_gpus_per_node)
         capacity = options.device_memory or found or num_bytes(DEFAULT_MEMORY)
-        result = plan_memory(config, capacity=capacity)
+        num_gpus = options.num_gpus or torch.cuda.device_count()
+        result = plan_memory(config, capacity=capacity, num_gpus=num_gpus)
     except ValueError as error:  # also a ConfigError
         return _complain(str(error))
     sys.stdout.write(f"{result}\n")

@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from skyrl_fast.config import Config, ConfigSource, as_config, check_config, to_dict
+from skyrl_fast.config import (
+    Config,
+    ConfigSource,
+    InferenceEngineConfig,
+    as_config,
+    check_config,
+    to_dict,
+)
 from skyrl_fast.importing import absolute_name
 from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
 from skyrl_fast.ops.policy_loss.custom import register_policy_loss
@@ -25,9 +32,10 @@ from skyrl_fast.rollout.env.reward_env import Reward, RewardEnv
 from skyrl_fast.train.callbacks import Callback
 from skyrl_fast.train.data.prompts import Prompt, PromptSource, load_prompts, prompts_from
 from skyrl_fast.train.data.schedule import total_steps
+from skyrl_fast.train.device_plan import MemoryPlan
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.flow.rollouts import Rollouts
-from skyrl_fast.train.memory_plan import MemoryPlan, gpu_memory, plan_memory
+from skyrl_fast.train.memory_plan import gpu_memory, plan_memory
 from skyrl_fast.train.model.activation_memory import UnmeasurableError
 from skyrl_fast.train.model.models import find_device, make_models, model_path
 from skyrl_fast.train.model.policy import load_tokenizer
@@ -48,6 +56,7 @@ from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.resumed_settings import warn_of_changed_settings
 from skyrl_fast.train.parallel.rank_processes import started_ranks
 from skyrl_fast.train.parallel.ranks import Ranks
+from skyrl_fast.train.placement import engine_placement
 from skyrl_fast.train.trainer import Components, Progress, Trainer
 from skyrl_fast.trajectory_store.parts import parts as stored_parts
 from skyrl_fast.trajectory_store.record import total_reward
@@ -265,27 +274,37 @@ def _data(
 def _memory_plan(
     config: Config, checkpoint: Path | None, *, with_engine: bool
 ) -> MemoryPlan | None:
-    """Return the plan of a run on GPUs, and set the engine's share by it; None on a CPU.
+    """Return the plan of a run on GPUs, and place the engine by it; None on a CPU.
 
     Also None, with a warning, for a model that cannot be measured.
 
     Raises:
-        SetupError: it does not fit; the message is the plan.
+        SetupError: it does not fit; the message is the plan. Or there is no GPU for the engine's
+            settings.
     """
+    engine = config.generator.inference_engine
     if find_device(config.trainer.device).type == "cpu":
+        _refuse_gpu_settings(engine)
         return None
     capacity = gpu_memory(config.trainer.placement.policy_num_gpus_per_node)
     assert capacity is not None
-    planned, engine = deepcopy(config), config.generator.inference_engine
+    num_gpus = torch.cuda.device_count()
+    planned = deepcopy(config)
     planned.trainer.ref.model.path = config.trainer.ref.model.path or model_path(config, None)
     planned.trainer.policy.model.path = model_path(config, checkpoint)
+    with_engine = with_engine and engine.run_engines_locally
+    if with_engine:
+        placement = engine_placement(config, num_gpus)
+        engine.gpu_ids = list(placement.gpu_ids)
+        engine.enable_sleep_mode = placement.sleeps
+        engine.weight_sync_backend = placement.weight_sync
     try:
-        plan = plan_memory(planned, capacity=capacity, with_engine=with_engine)
+        plan = plan_memory(planned, capacity=capacity, num_gpus=num_gpus, with_engine=with_engine)
     except UnmeasurableError as error:
-        if engine.gpu_memory_utilization is None:
+        if with_engine and placement.shared and engine.gpu_memory_utilization is None:
             engine.gpu_memory_utilization = UNPLANNED_SHARE
         logger.warning(
-            "no memory plan: %s; gpu_memory_utilization=%g", error, engine.gpu_memory_utilization
+            "no memory plan: %s; gpu_memory_utilization=%s", error, engine.gpu_memory_utilization
         )
         return None
     if not plan.fits:
@@ -293,6 +312,19 @@ def _memory_plan(
     if plan.engine_share is not None:
         engine.gpu_memory_utilization = plan.engine_share
     return plan
+
+
+def _refuse_gpu_settings(engine: InferenceEngineConfig) -> None:
+    """Raise SetupError for settings of an engine that shares a GPU with the trainer."""
+    for name, asked, wanted in (
+        ("enable_sleep_mode", engine.enable_sleep_mode is True, "null or false"),
+        ("weight_sync_backend", engine.weight_sync_backend == "ipc", "auto or file"),
+    ):
+        if asked:
+            raise SetupError(
+                f"generator.inference_engine.{name}: wanted {wanted}, as the trainer computes on "
+                f"the CPU, got {str(getattr(engine, name)).lower()}"
+            )
 
 
 def _run(

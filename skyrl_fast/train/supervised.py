@@ -163,6 +163,9 @@ class Demonstrations:
             trajectory.steps[-1].reward = float(sums[rows].sum() / counts[rows].sum())
             row = rows.stop
 
+    async def sleep(self) -> None:
+        """Do nothing: there is no engine."""
+
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
         """Keep the policy for evaluations."""
         self._policy = policy

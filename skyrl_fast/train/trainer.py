@@ -225,6 +225,7 @@ class Trainer:
         if sample is None:
             return False
         groups, ages = sample
+        await self._timed("sync", times, components.rollouts.sleep())
         trajectories = groups.trajectories()
         split_rollout_time(times, groups.sampled)
         batch, units, metrics = await self._timed(

@@ -8,16 +8,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.protocol import Engine, EngineDeadError, EngineError, Generation
+from skyrl_fast.rollout.engine.weight_transfer import WeightTransfer, WorkerCall, by_file
 from skyrl_fast.rollout.engine.weight_update import WeightSync, WeightSyncReport
-from skyrl_fast.rollout.engine.weights_file import WeightsFile
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 POLL_SECONDS = 1.0  # between two checks whether a dead engine can be restarted
 PAUSE_SECONDS = 60.0  # time to pause after which an engine counts as hung
-LOAD_SECONDS = 600.0  # the same for loading weights and for the probe
+LOAD_SECONDS = 600.0  # the same for loading weights, moving them, and for the probe
 LOG_SECONDS = 60.0  # between two log messages while waiting for any engine
 
 
@@ -34,9 +34,13 @@ class PooledEngine(Engine, Protocol):
 
     name: str
     starts_with_model: bool
+    weights_dtype: torch.dtype | None  # of all its weights; None: unknown, or several
 
-    async def load_weights_file(self, path: Path) -> None:
-        """Load a safetensors file of new weights."""
+    async def load_weights(self, call: WorkerCall) -> None:
+        """Load new weights."""
+
+    async def sleep(self) -> None:
+        """Free GPU memory until the next weights."""
 
     async def interrupt(self) -> None:
         """End all requests; each returns its tokens so far. New ones wait until `resume`."""
@@ -72,7 +76,7 @@ class EnginePool:
     Args:
         engines: at least one.
         max_restarts: of one engine between two weight updates that it survives.
-        weights_folder: folder through which weights are passed; None: shared memory.
+        transfer: hands the weights over; None: by a file.
     """
 
     def __init__(
@@ -80,14 +84,14 @@ class EnginePool:
         engines: Sequence[PooledEngine],
         *,
         max_restarts: int = 3,
-        weights_folder: str | None = None,
+        transfer: WeightTransfer | None = None,
     ) -> None:
         if not engines:
             raise ValueError("EnginePool: engines: wanted at least one")
         self.faults: Counter[str] = Counter()
         self._members = [_Member(engine) for engine in engines]
         self._max_restarts = max_restarts
-        self._weights_folder = weights_folder
+        self._transfer = transfer or by_file()
         self._changed = asyncio.Condition()
         self._interrupting = False
 
@@ -163,6 +167,10 @@ class EnginePool:
             self._interrupting = True
             self._changed.notify_all()
 
+    async def sleep(self) -> None:
+        """Free the engines' GPU memory until the next `update`."""
+        await asyncio.gather(*(self._call(m, m.engine.sleep, LOAD_SECONDS) for m in self._up()))
+
     async def update(
         self,
         weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
@@ -177,22 +185,22 @@ class EnginePool:
             make_sync: returns the `WeightSync` that compares an engine with the trainer.
         """
         reports: list[WeightSyncReport] = []
-        with WeightsFile(self._weights_folder) as file:
+        with ExitStack() as stack:
             started = time.perf_counter()
-            await asyncio.to_thread(file.write, weights)
+            call = await self._handed_over(weights, stack)
             seconds = time.perf_counter() - started
             waited = 0.0
             while not reports:
                 members = [*self._up(), *await self._restarted()]
                 found = await asyncio.gather(
-                    *(self._load(m, file.path, make_sync, seconds) for m in members)
+                    *(self._load(m, call, make_sync, seconds) for m in members)
                 )
                 reports = [report for report in found if report is not None]
                 if not reports:
                     self._refuse_if_none_comes_back()
                     waited = await self._wait_for_any(waited)
         await self._serve_waiting()
-        return max(reports, key=lambda report: report.max_difference)
+        return max(reports, key=lambda report: report.difference.maximum)
 
     async def verify(self, make_sync: Callable[[Engine], WeightSync]) -> WeightSyncReport:
         """Compare all engines' log-probabilities with the trainer's; return the worst report."""
@@ -200,12 +208,18 @@ class EnginePool:
         for member in self._up():
             member.sync = make_sync(member.engine)
             reports.append(await member.sync.verify())
-        return max(reports, key=lambda report: report.max_difference)
+        return max(reports, key=lambda report: report.difference.maximum)
 
     @property
     def start_with_model(self) -> bool:
         """Whether all engines hold the weights of the model's folder after their start."""
         return all(member.engine.starts_with_model for member in self._members)
+
+    @property
+    def weights_dtype(self) -> torch.dtype | None:
+        """Dtype of all weights of all engines; None: unknown, or several."""
+        dtypes = {member.engine.weights_dtype for member in self._members}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
     async def wait_for_fault(self) -> None:
         """Return when an engine is down that may be restarted."""
@@ -227,10 +241,10 @@ class EnginePool:
         """
         restarted = await self._restarted()
         if restarted:
-            with WeightsFile(self._weights_folder) as file:
-                await asyncio.to_thread(file.write, weights)
+            with ExitStack() as stack:
+                call = await self._handed_over(weights, stack)
                 for member in restarted:
-                    await self._load(member, file.path, make_sync, 0.0)
+                    await self._load(member, call, make_sync, 0.0)
         self._refuse_if_none_comes_back()
         await self._serve_waiting()
 
@@ -312,7 +326,7 @@ class EnginePool:
     async def _load(
         self,
         member: _Member,
-        path: Path,
+        call: WorkerCall,
         make_sync: Callable[[Engine], WeightSync],
         seconds: float,
     ) -> WeightSyncReport | None:
@@ -320,7 +334,7 @@ class EnginePool:
 
         async def load() -> WeightSyncReport:
             started = time.perf_counter()
-            await member.engine.load_weights_file(path)
+            await member.engine.load_weights(call)
             await member.engine.resume()
             taken = seconds + time.perf_counter() - started
             member.sync = member.sync or make_sync(member.engine)
@@ -336,6 +350,15 @@ class EnginePool:
             member.restarts = 0
         member.down_since = member.error = None
         return report
+
+    async def _handed_over(
+        self,
+        weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        stack: ExitStack,
+    ) -> WorkerCall:
+        """Return the call that loads the weights, valid while the stack is open."""
+        transfer = self._transfer(weights, self.weights_dtype)
+        return await asyncio.to_thread(stack.enter_context, transfer)
 
     async def _restarted(self) -> list[_Member]:
         """Restart dead engines if possible; they count as running once they have the weights."""

@@ -136,7 +136,13 @@ class Sampler(Protocol):
 
 
 class Engine(Sampler, Protocol):
-    """An inference engine; `VllmEngine` runs in this process, `RemoteEngine` is a server."""
+    """An inference engine; `VllmEngine` runs in this process, `RemoteEngine` is a server.
+
+    Args:
+        compute_dtype: dtype in which it computes, as it said when it last loaded weights.
+    """
+
+    compute_dtype: torch.dtype | None
 
     async def start(self) -> None:
         """Load the model; return when requests can be served."""

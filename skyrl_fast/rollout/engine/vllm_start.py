@@ -123,6 +123,10 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         args["max_num_batched_tokens"] = max(engine.max_num_batched_tokens, longest)
     else:
         args["gpu_memory_utilization"] = engine.gpu_memory_utilization or UNSHARED
+        if engine.enable_sleep_mode:
+            args["enable_sleep_mode"] = True
+        if engine.gpu_ids is not None:
+            args["device_ids"] = engine.gpu_ids
     args.update(engine.engine_init_kwargs)
     return args
 

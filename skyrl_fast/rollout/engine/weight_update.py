@@ -7,30 +7,30 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from skyrl_fast.rollout.engine.cuda_handles import tensors_of_handles
 from skyrl_fast.rollout.engine.kept_logprobs import return_kept_only
 from skyrl_fast.rollout.engine.packed_weights import renewed_packed_weights
+from skyrl_fast.rollout.engine.probe_limits import (
+    LIMITS,
+    STALE_SHARE,
+    ProbeDifference,
+    ProbeLimits,
+)
+from skyrl_fast.rollout.engine.tensor_digest import dtype_name
+from skyrl_fast.rollout.engine.weight_receipt import Receipt, WeightSyncError, recorded
 
 if TYPE_CHECKING:
     from skyrl_fast.rollout.engine.protocol import Engine
 
 log = logging.getLogger(__name__)
 
-# Largest |engine - trainer| of one logprob explained by rounding, by the engine's dtype. Measured
-# in float32 on CPU: 1e-6 to 1e-5. bfloat16 has 8 bits of mantissa.
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-# If the trainer's logprobs changed by more than this share of the tolerance, which rounding does
-# not explain, and the engine's did not change, then the engine has not loaded the update.
-STALE_SHARE = 0.2
-
-
-class WeightSyncError(RuntimeError):
-    """The engine does not hold the trainer's weights."""
+FLOATS = ("float32", "bfloat16", "float16")  # dtypes that weights are cast to for an engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +40,25 @@ class WeightSyncReport:
     Args:
         update_seconds: for passing and loading the weights.
         verify_seconds: for the logprobs of the probe on both sides.
-        max_difference, mean_difference: of |engine - trainer| over the probe's tokens.
+        difference: of |engine - trainer| over the probe's tokens.
         max_change: largest change of an engine logprob by this update.
     """
 
     update_seconds: float
     verify_seconds: float
-    max_difference: float
-    mean_difference: float
+    difference: ProbeDifference
     max_change: float
 
 
-Logprobs = Sequence[Sequence[float]] | Sequence[torch.Tensor]
+# Of each probe sequence: logprobs of all tokens but the first, and the logits' standard deviation.
+Logprobs = Sequence[tuple[Sequence[float], float]]
 
 
 class WeightSync:
     """Update an engine's weights, and compare its logprobs with the trainer's on a probe.
 
     It keeps the engine's logprobs of the last sync, so that an engine that ignores updates is
-    detected even if one update is smaller than the tolerance.
+    detected even if one update is smaller than rounding.
 
     Example:
         sync = WeightSync(engine, probe=[[1, 2, 3, 4]], trainer_logprobs=policy_logprobs)
@@ -73,19 +73,22 @@ class WeightSync:
         probe: Sequence[Sequence[int]],
         trainer_logprobs: Callable[[list[list[int]]], Logprobs],
         replayed_logprobs: Callable[[list[list[int]], list[np.ndarray]], Logprobs] | None = None,
-        tolerance: float = TOLERANCES[torch.float32],
+        dtype: torch.dtype = torch.float32,
+        limits: ProbeLimits | None = None,
     ) -> None:
         """Check and store the arguments.
 
         Args:
             engine: the running engine.
             probe: token sequences of two or more tokens; a few, of tens of tokens, are enough.
-            trainer_logprobs: maps the probe to, for each sequence, len - 1 logprobs (lists or
-                tensors): of each token but the first given those before, at temperature 1.
+            trainer_logprobs: maps the probe to, for each sequence, len - 1 logprobs, of each token
+                but the first given those before, at temperature 1, and the standard deviation of
+                the logits that they come from.
             replayed_logprobs: the same with the engine's routes of the probe, for a mixture of
                 experts; used instead of `trainer_logprobs`. Rounding moves a token near a tie to
                 other experts, which is no sign of different weights.
-            tolerance: largest |engine - trainer| allowed; see `TOLERANCES`.
+            dtype: in which the engine is to compute.
+            limits: of |engine - trainer|; None: those of the dtype.
 
         Raises:
             ValueError: the probe is empty, or a sequence has fewer than two tokens.
@@ -99,7 +102,8 @@ class WeightSync:
             )
         self._trainer_logprobs = trainer_logprobs
         self._replayed_logprobs = replayed_logprobs
-        self._tolerance = tolerance
+        self._dtype = dtype
+        self._limits = LIMITS[dtype] if limits is None else limits
         self._engine_before: list[list[float]] | None = None
         self._trainer_before: list[list[float]] | None = None
 
@@ -121,22 +125,19 @@ class WeightSync:
             update_seconds: for the report.
         """
         started = time.perf_counter()
+        self._refuse_other_dtype()
         engine, trainer_values = await self._both()
-        trainer = [[float(x) for x in values] for values in trainer_values]
+        trainer = [[float(x) for x in values] for values, _ in trainer_values]
+        logit_std = sum(float(std) for _, std in trainer_values) / len(self._probe)
         _check_lengths(self._probe, trainer)
-        differences = _differences(engine, trainer)
+        difference = ProbeDifference.of(_distances(engine, trainer), logit_std)
         before = self._engine_before
-        change = max(_differences(engine, before)) if before is not None else 0.0
-        report = WeightSyncReport(
-            update_seconds,
-            time.perf_counter() - started,
-            max(differences),
-            sum(differences) / len(differences),
-            change,
-        )
-        self._refuse_mismatch(engine, trainer, report)
+        change = max(_distances(engine, before)) if before is not None else 0.0
+        report = WeightSyncReport(update_seconds, time.perf_counter() - started, difference, change)
+        self._refuse_mismatch(engine, trainer, difference)
         self._refuse_standstill(trainer, report)
-        self._engine_before, self._trainer_before = engine, trainer
+        if before is None or change > 0.0:  # else the trainer's changes add up until they count
+            self._engine_before, self._trainer_before = engine, trainer
         return report
 
     async def _both(self) -> tuple[list[list[float]], Logprobs]:
@@ -148,19 +149,29 @@ class WeightSync:
         routes = [routes for _, routes in answers]
         return [values for values, _ in answers], self._replayed_logprobs(self._probe, routes)
 
+    def _refuse_other_dtype(self) -> None:
+        got = self._engine.compute_dtype
+        if got is not None and got != self._dtype:
+            raise WeightSyncError(
+                f"the engine computes in {dtype_name(got)}, wanted {dtype_name(self._dtype)}: "
+                "start it with that dtype, or set generator.inference_engine.model_dtype"
+            )
+
     def _refuse_mismatch(
-        self, engine: list[list[float]], trainer: list[list[float]], report: WeightSyncReport
+        self,
+        engine: list[list[float]],
+        trainer: list[list[float]],
+        difference: ProbeDifference,
     ) -> None:
-        # "not <=": a NaN on either side is a mismatch.
-        if report.max_difference <= self._tolerance:
+        if self._limits.allow(difference):
             return
         sequence, position = max(
             ((i, t) for i, values in enumerate(engine) for t in range(len(values))),
             key=lambda at: _distance(engine[at[0]][at[1]], trainer[at[0]][at[1]]),
         )
         text = (
-            f"the engine's logprobs differ from the trainer's by up to {report.max_difference:.3g} "
-            f"(mean {report.mean_difference:.3g}; allowed {self._tolerance:.3g}). Worst at token "
+            f"the engine's logprobs differ from the trainer's by up to {difference.maximum:.3g} "
+            f"({self._limits.describe(difference)}). Worst at token "
             f"{position + 1} of probe sequence {sequence} (id "
             f"{self._probe[sequence][position + 1]}): engine {engine[sequence][position]:.6f}, "
             f"trainer {trainer[sequence][position]:.6f}. "
@@ -170,11 +181,12 @@ class WeightSync:
     def _refuse_standstill(self, trainer: list[list[float]], report: WeightSyncReport) -> None:
         if self._trainer_before is None or report.max_change > 0.0:
             return
-        moved = max(_differences(trainer, self._trainer_before))
-        if moved > STALE_SHARE * self._tolerance:
+        distances = _distances(trainer, self._trainer_before)
+        moved = ProbeDifference.of(distances, report.difference.logit_std)
+        if not self._limits.allow(moved, share=STALE_SHARE):
             raise WeightSyncError(
                 "the engine's logprobs did not change in an update that changed the "
-                f"trainer's by up to {moved:.3g}: the engine still runs the old weights. "
+                f"trainer's by up to {moved.maximum:.3g}: the engine still runs the old weights. "
                 + _likely_causes([], None)
             )
 
@@ -183,14 +195,14 @@ def _likely_causes(engine: list[list[float]], before: list[list[float]] | None) 
     """Return causes, the likeliest first: unchanged logprobs mean that no weights were loaded."""
     causes = [
         "this model type's weights cannot be reloaded in this vLLM (its kernel keeps its own "
-        "copy): take weight_sync_backend=extension if it is reload, else restart the engine from a "
+        "copy): take weight_sync_backend=file if it is reload, else restart the engine from a "
         "saved checkpoint",
         "the state dict lacks parameters, or its names differ from the checkpoint's",
         "the engine and the trainer compute in different dtypes: set the same dtype or a tolerance",
         "the trainer's logprob callback uses another temperature, position ids or attention mask",
         "dropout is on: put the policy into eval mode in the callback",
     ]
-    standstill = before is None or max(_differences(engine, before)) == 0.0
+    standstill = before is None or max(_distances(engine, before)) == 0.0
     if not standstill:
         causes.append(causes.pop(0))
         return "The engine's logprobs did change. Likely causes: " + "; ".join(causes)
@@ -205,7 +217,7 @@ def _distance(a: float, b: float) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def _differences(a: list[list[float]], b: list[list[float]]) -> list[float]:
+def _distances(a: list[list[float]], b: list[list[float]]) -> list[float]:
     return [
         _distance(x, y)
         for left, right in zip(a, b, strict=True)
@@ -226,17 +238,39 @@ class WeightUpdateExtension:
     """Mixed into vLLM's worker class; its methods run in the engine's process."""
 
     model_runner: Any
+    model_config: Any
+    reload_weights: Callable[..., None]
 
     def return_kept_logprobs_only(self) -> None:
         """Return fewer log-probabilities; see `kept_logprobs`."""
         return_kept_only(self.model_runner.sampler)
 
-    def load_weights_file(self, path: str) -> list[str]:
-        """Load the tensors of a safetensors file; return the parameters that got no new value."""
+    def weights_dtype(self) -> str | None:
+        """Return the dtype of all floating-point parameters; None: they differ, or are quantized.
+
+        Weights of another dtype are cast when they are loaded, so they may be cast before.
+        """
+        parameters = self.model_runner.get_model().parameters()
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
+    def load_weights_file(self, path: str) -> dict[str, Any]:
+        """Load the tensors of a safetensors file; return a `Receipt` as a dict."""
+        return self._load(_tensors_of(path))
+
+    def load_weights_ipc(self, handles: list[Any]) -> dict[str, Any]:
+        """Load tensors from the trainer's GPU memory; return a `Receipt` as a dict."""
+        receipt = self._load(tensors_of_handles(handles))
+        torch.accelerator.synchronize()  # all is read before the trainer continues
+        torch.cuda.ipc_collect()
+        return receipt
+
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
         model = self.model_runner.get_model()
         wanted = {name for name, _ in model.named_parameters()}
         load_weights = model.load_weights
         loaded: set[str] | None = None
+        digests: dict[str, str] = {}
 
         def load_and_record(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
             nonlocal loaded
@@ -246,21 +280,26 @@ class WeightUpdateExtension:
         model.load_weights = load_and_record
         try:
             with renewed_packed_weights(model):
-                self.model_runner.reload_weights(weights_iterator=_tensors_of(path))
+                # The worker's method, not the runner's: it sets the config that kernels ask for.
+                self.reload_weights(weights_iterator=recorded(weights, digests))
         finally:
             del model.load_weights
-        return [] if loaded is None else _unloaded(wanted, loaded)
-
-
-def refuse_missing_weights(names: Iterable[str]) -> None:
-    """Raise WeightSyncError if some of the engine's parameters got no new value."""
-    missing = sorted(set(names))
-    if missing:
-        raise WeightSyncError(
-            f"{len(missing)} of the engine's parameters got no new values: "
-            f"{', '.join(missing[:8])}. The state dict must contain every parameter under its "
-            "Hugging Face name"
+        return asdict(
+            Receipt(
+                digests=digests,
+                unloaded=[] if loaded is None else _unloaded(wanted, loaded),
+                dtype=dtype_name(self.model_config.dtype),
+            )
         )
+
+
+def common_dtype(answers: Iterable[Any]) -> torch.dtype | None:
+    """Return the dtype of all workers' weights, from their `weights_dtype`; None: several."""
+    names = set(answers)
+    name = names.pop() if len(names) == 1 else None
+    dtype = getattr(torch, name) if name in FLOATS else None
+    assert dtype is None or isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _unloaded(wanted: set[str], loaded: set[str]) -> list[str]:

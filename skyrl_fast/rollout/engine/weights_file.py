@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from skyrl_fast.file_lock import close_locked, lock_file
-from skyrl_fast.rollout.engine.weight_update import WeightSyncError
+from skyrl_fast.rollout.engine.tensor_digest import tensor_digest
+from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +65,18 @@ class WeightsFile:
 
     Args:
         folder: where to write it instead, such as a folder that several machines share.
+        unnamed: whether an unnamed file in memory may replace one in shared memory, of which
+            containers often have 64 MiB. Only processes of this user on this machine can open it,
+            and only by its path, which is not one of a folder.
     """
 
-    def __init__(self, folder: str | None = None) -> None:
+    def __init__(self, folder: str | None = None, *, unnamed: bool = False) -> None:
         self._where = folder
+        self._may_be_unnamed = unnamed and folder is None
         self._folder: Path | None = None
         self._lock = -1
+        self._memory = -1  # descriptor of an unnamed file
+        self.digests: dict[str, str] = {}  # of the written tensors, by name
 
     def __enter__(self) -> WeightsFile:
         """Return the file; nothing is written yet."""
@@ -81,66 +88,104 @@ class WeightsFile:
             shutil.rmtree(self._folder, ignore_errors=True)
             close_locked(self._lock)
             self._folder = None
+        if self._memory >= 0:
+            os.close(self._memory)
+            self._memory = -1
 
     @property
     def path(self) -> Path:
         """Path of the written weights."""
+        if self._memory >= 0:
+            return Path(f"/proc/{os.getpid()}/fd/{self._memory}")
         if self._folder is None:
             raise WeightSyncError("no weights were written yet")
         return self._folder / _NAME
 
     def write(
-        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+        self,
+        weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        *,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """Write all tensors; a tensor with several names (tied) is written once.
+        """Write all tensors and their digests; one with several names (tied) is written once.
+
+        Args:
+            dtype: of the floating-point tensors in the file; None: as they are. They are cast on
+                their device, before they are copied.
 
         Raises:
             WeightSyncError: there is nothing to write, or not enough space.
         """
-        from safetensors.torch import save_file
+        from safetensors.torch import save, save_file
 
-        tensors = _host_tensors(weights)
+        tensors = _host_tensors(weights, dtype)
         if not tensors:
             raise WeightSyncError("there are no weights to hand over")
         size = sum(t.numel() * t.element_size() for t in tensors.values())
         for place in {self._where, str(SHARED_MEMORY), tempfile.gettempdir()} - {None}:
             _remove_stale_folders(Path(str(place)))
-        self._folder, self._lock = _locked_folder(self._where or _room_for(size))
+        self.digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        if self._may_be_unnamed and not _has_room(SHARED_MEMORY, size):
+            self._memory = os.memfd_create(_NAME)
+            with os.fdopen(self._memory, "wb", closefd=False) as file:
+                file.write(save(tensors))
+            return
+        self._folder, self._lock = _locked_folder(self._where or _folder_with_room(size))
         save_file(tensors, self.path)
 
 
 def _host_tensors(
     weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype | None,
 ) -> dict[str, torch.Tensor]:
     items = weights.items() if isinstance(weights, Mapping) else weights
     result: dict[str, torch.Tensor] = {}
-    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+    # Tensors are held, so that their addresses are not used again.
+    seen: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
     for name, tensor in items:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and key in seen:
             continue
-        seen.add(key)
-        result[name] = tensor.detach().to("cpu").contiguous()
+        seen[key] = tensor
+        result[name] = _host_tensor(tensor.detach(), dtype)
     return result
 
 
-def _room_for(size: int) -> str | None:
+def _host_tensor(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a contiguous copy in main memory, pinned if it comes from a GPU."""
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    if tensor.is_cuda:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    return tensor.contiguous()
+
+
+def _has_room(folder: Path, size: int) -> bool:
+    """Return whether `size` bytes can be written there, and some more."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return False
+    return shutil.disk_usage(folder).free > size + size // 16
+
+
+def _folder_with_room(size: int) -> str:
     """Return shared memory if it has room for `size` bytes, else the temporary folder, or raise."""
-    margin = size + size // 16
-    if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
-        if shutil.disk_usage(SHARED_MEMORY).free > margin:
-            return str(SHARED_MEMORY)
-        log.warning("%s has no room for %d bytes of weights", SHARED_MEMORY, size)
+    if _has_room(SHARED_MEMORY, size):
+        return str(SHARED_MEMORY)
     folder = tempfile.gettempdir()
-    if shutil.disk_usage(folder).free <= margin:
+    if not _has_room(Path(folder), size):
         raise WeightSyncError(
             f"no room to hand over {size} bytes of weights: neither in {SHARED_MEMORY} nor in "
             f"{folder}. Free some, or set TMPDIR to a larger folder"
         )
+    log.warning(
+        "%s has no room for %.1f GiB of weights: every update writes them to %s, which may be a "
+        "disk. More shared memory (docker run --shm-size) is faster",
+        *(SHARED_MEMORY, size / 2**30, folder),
+    )
     return folder
 
 
-def _locked_folder(where: str | None) -> tuple[Path, int]:
+def _locked_folder(where: str) -> tuple[Path, int]:
     """Return a new folder, locked as long as this process lives and the descriptor is open."""
     # Until it is locked, its name does not match the pattern of _remove_stale_folders.
     folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=where))

@@ -29,6 +29,12 @@ class Rollouts(Protocol):
             GroupDroppedError: no trajectory of a prompt's group finished, in training.
         """
 
+    async def sleep(self) -> None:
+        """Free the engine's GPU memory until the next `update_weights`, if it shares the trainer's.
+
+        No `generate` call is running.
+        """
+
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
         """Send the policy's weights to the engine, verify that it uses them, and return metrics.
 

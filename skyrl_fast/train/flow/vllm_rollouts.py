@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from skyrl_fast.config import SamplingParams, settings
 from skyrl_fast.rollout.context import CHARACTERS_PER_TOKEN
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.pool import EnginePool, PooledEngine
+from skyrl_fast.rollout.engine.probe_limits import ProbeLimits
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weight_gate import WeightGate
-from skyrl_fast.rollout.engine.weight_update import TOLERANCES, WeightSync, WeightSyncReport
+from skyrl_fast.rollout.engine.weight_transfer import WeightTransfer, by_file, by_ipc
+from skyrl_fast.rollout.engine.weight_update import Logprobs, WeightSync, WeightSyncReport
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.host import MakeEnv
 from skyrl_fast.rollout.group_runner import GroupRunner
@@ -72,7 +74,7 @@ async def start_rollouts(
     pool = EnginePool(
         engines(config, model_path),
         max_restarts=settings_of_engine.max_restarts,
-        weights_folder=settings_of_engine.weight_sync_path,
+        transfer=_weight_transfer(settings_of_engine),
     )
     rollouts = VllmRollouts(config, tokenizer, pool, environments, prompts)
     await pool.start()
@@ -90,12 +92,18 @@ def engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
         RemoteEngine(
             url,
             api_key=key,
-            weight_sync=engine.weight_sync_backend,
+            weight_sync="reload" if engine.weight_sync_backend == "reload" else "file",
             records_routes=engine.enable_return_routed_experts,
             vocab_size=_vocab_size(_model_folder(model_path)),
         )
         for url in engine.external_server_urls
     ]
+
+
+def _weight_transfer(engine: settings.InferenceEngineConfig) -> WeightTransfer:
+    if engine.weight_sync_backend == "ipc":
+        return by_ipc
+    return by_file(engine.weight_sync_path, unnamed=engine.run_engines_locally)
 
 
 def key_file(config: settings.Config) -> Path:
@@ -132,6 +140,7 @@ class VllmRollouts:
         )
         self._interrupted = 0
         self._updated = False
+        self._sleeps = bool(config.generator.inference_engine.enable_sleep_mode)
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str
@@ -139,6 +148,13 @@ class VllmRollouts:
         """See `Rollouts.generate`."""
         version = step if phase == "train" else self._gate.version
         return await run_groups(self._runner, prompts, phase=phase, policy_version=version)
+
+    async def sleep(self) -> None:
+        """See `Rollouts.sleep`."""
+        if not self._sleeps:
+            return
+        async with self._gate.closed(self._pool.release):
+            await self._pool.sleep()
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
         """See `Rollouts.update_weights`.
@@ -154,7 +170,7 @@ class VllmRollouts:
         interrupt = self._pool.interrupt if in_flight else self._pool.release
         async with self._gate.closed(interrupt) as inside:
             if self._updated or not self._pool.start_with_model:
-                report = await self._pool.update(policy.named_weights(), make_sync)
+                report = await self._pool.update(self._weights(policy), make_sync)
             else:
                 report = await self._pool.verify(make_sync)
             self._updated = True
@@ -171,7 +187,7 @@ class VllmRollouts:
         """See `Rollouts.repair`."""
         assert version == self._gate.version
         await self._pool.repair(
-            policy.named_weights(), lambda engine: self._weight_sync(engine, policy)
+            self._weights(policy), lambda engine: self._weight_sync(engine, policy)
         )
 
     def activity(self, uids: Sequence[str]) -> list[str]:
@@ -199,11 +215,19 @@ class VllmRollouts:
         await self._pool.close()
         await self._environments.close()
 
+    def _weights(self, policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the policy's weights; then make room for an engine that wakes up on its GPU."""
+        yield from policy.named_weights(self._pool.weights_dtype)
+        if self._sleeps:
+            policy.free_cached_memory()
+
     def _weight_sync(self, engine: Engine, policy: Policy) -> WeightSync:
         chosen = self._config.generator.inference_engine.model_dtype
         dtype = policy.dtype if chosen == "auto" else getattr(torch, chosen)
 
-        def replayed(probe: list[list[int]], routes: list[np.ndarray]) -> list[list[float]]:
+        tolerance = self._config.trainer.sync_tolerance
+
+        def replayed(probe: list[list[int]], routes: list[np.ndarray]) -> Logprobs:
             return [policy.sequence_logprobs(*one) for one in zip(probe, routes, strict=True)]
 
         return WeightSync(
@@ -211,7 +235,8 @@ class VllmRollouts:
             probe=self._probe,
             trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
             replayed_logprobs=replayed if policy.router_replay else None,
-            tolerance=self._config.trainer.sync_tolerance or TOLERANCES[dtype],
+            dtype=dtype,
+            limits=ProbeLimits(maximum=tolerance) if tolerance else None,
         )
 
     @cached_property
@@ -316,7 +341,9 @@ def _sync_metrics(report: WeightSyncReport) -> dict[str, float]:
     return {
         "sync/update_seconds": report.update_seconds,
         "sync/verify_seconds": report.verify_seconds,
-        "sync/logprob_abs_diff_max": report.max_difference,
-        "sync/logprob_abs_diff_mean": report.mean_difference,
+        "sync/logprob_abs_diff_max": report.difference.maximum,
+        "sync/logprob_abs_diff_mean": report.difference.mean,
+        "sync/logprob_abs_diff_q90": report.difference.quantile,
+        "sync/logit_std": report.difference.logit_std,
         "sync/logprob_change_max": report.max_change,
     }

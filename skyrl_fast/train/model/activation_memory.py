@@ -168,7 +168,12 @@ def model_size(config: Any) -> ModelSize:
 
 
 def activation_memory(
-    config: Any, length: int, *, dtype: torch.dtype, gradient_checkpointing: bool
+    config: Any,
+    length: int,
+    *,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool,
+    residual_dtype: torch.dtype = torch.float32,
 ) -> ActivationMemory:
     """Return the memory of the backbone's passes over sequences of `length` tokens.
 
@@ -176,6 +181,7 @@ def activation_memory(
         config: of a transformers model.
         dtype: of autocast; float32: none.
         gradient_checkpointing: whether layers are recomputed in the backward pass.
+        residual_dtype: of the embeddings' output and the sums that follow.
 
     Raises:
         UnmeasurableError: the model's code does not run on fake tensors.
@@ -192,27 +198,38 @@ def activation_memory(
         kinds = _kinds_of_layers(backbone)
         numbers = list(kinds.values())
         shortest = [layers[0] for layers in numbers]
-        saved, workspace = _measured(backbone, sorted(shortest), length, dtype)
+        dtypes = dtype, residual_dtype
+        saved, workspace = _measured(backbone, sorted(shortest), length, *dtypes)
         total = saved
         for layers in numbers:
             if len(layers) > 1:
-                more, _ = _measured(backbone, sorted([*shortest, layers[1]]), length, dtype)
+                more, _ = _measured(backbone, sorted([*shortest, layers[1]]), length, *dtypes)
                 total += (more + saved * -1) * (len(layers) - 1)
     return ActivationMemory(total, workspace)
 
 
 def _measured(
-    backbone: Any, numbers: Sequence[int], length: int, dtype: torch.dtype
+    backbone: Any,
+    numbers: Sequence[int],
+    length: int,
+    dtype: torch.dtype,
+    residual_dtype: torch.dtype,
 ) -> tuple[PassMemory, PassMemory]:
     """Return the saved bytes, and those beyond them at the peak, with only these layers."""
-    one, two = (_pass_bytes(backbone, numbers, n, length, dtype) for n in (1, 2))
+    dtypes = dtype, residual_dtype
+    one, two = (_pass_bytes(backbone, numbers, n, length, *dtypes) for n in (1, 2))
     pairs = zip(one, two, strict=True)
     saved, peak = (PassMemory(2 * a - b, b - a) for a, b in pairs)
     return saved, peak + saved * -1
 
 
 def _pass_bytes(
-    backbone: Any, numbers: Sequence[int], sequences: int, length: int, dtype: torch.dtype
+    backbone: Any,
+    numbers: Sequence[int],
+    sequences: int,
+    length: int,
+    dtype: torch.dtype,
+    residual_dtype: torch.dtype,
 ) -> tuple[int, int]:
     """Return the bytes held after the forward pass, and at the peak of both."""
     embeddings = torch.empty(
@@ -227,7 +244,9 @@ def _pass_bytes(
         if dtype != torch.float32:
             autocast = torch.autocast("cpu", dtype=dtype, cache_enabled=False)
         with StorageTracker(existing) as tracker:
-            hidden = embeddings.clone()  # of the embedding, which needs memory too
+            hidden = embeddings.clone().to(
+                residual_dtype
+            )  # of the embedding, which needs memory too
             with autocast:
                 output = backbone(inputs_embeds=hidden, use_cache=False).last_hidden_state
             del hidden

@@ -21,6 +21,7 @@ from skyrl_fast.train.data.schedule import total_optimizer_steps
 from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import load_model, recomputes_activations
+from skyrl_fast.train.model.residual_stream import round_residual_stream
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
 from skyrl_fast.train.parallel.rank_shares import local_micro_batches
@@ -266,6 +267,8 @@ def make_critic(
     model = load_value_model(
         path, device=device, gradient_checkpointing=recomputes_activations(trainer, device)
     )
+    if trainer.residual_dtype == "auto":
+        round_residual_stream(model)
     return Critic(
         model,
         trainer.critic.optimizer_config,

@@ -18,6 +18,7 @@ from skyrl_fast.train.model.policy import (
     load_model,
     recomputes_activations,
 )
+from skyrl_fast.train.model.residual_stream import round_residual_stream
 from skyrl_fast.train.parallel.ranks import Ranks
 
 
@@ -57,6 +58,8 @@ def make_models(config: Config, checkpoint: Path | None, num_prompts: int, ranks
             device=device,
             gradient_checkpointing=trained and recomputes_activations(settings, device),
         )
+        if settings.residual_dtype == "auto":
+            round_residual_stream(model)
         return Policy(
             model.requires_grad_(trained),
             temperature=config.generator.sampling_params.temperature,

@@ -136,8 +136,11 @@ class Policy:
     @run_on_all_ranks
     def sequence_logprobs(
         self, token_ids: list[int], expert_indices: np.ndarray | None = None
-    ) -> list[float]:
+    ) -> tuple[list[float], float]:
         """Return each token's logprob from the second on, given those before it, at temperature 1.
+
+        And the standard deviation of their logits over the vocabulary, the mean of the tokens. The
+        head computes in float32, which adds no rounding to that of the hidden states.
 
         Args:
             token_ids: T of them.
@@ -146,16 +149,30 @@ class Policy:
         ids = torch.tensor([token_ids], device=self.device)
 
         def values() -> Any:
-            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
-            with torch.autocast(self.device.type, enabled=False):  # the head has its own dtype
-                return linear_logprob(*self._head_operands(hidden.contiguous()), ids[0, 1:])
+            with self._autocast(), self._at_routes(ids, expert_indices):
+                output = self.model.base_model(input_ids=ids, use_cache=False)
+            hidden, weight = output.last_hidden_state[0, :-1], self._head_weight()
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            return hidden.to(dtype) @ weight.to(dtype).T
 
-        with torch.no_grad(), self._autocast(), self._at_routes(ids, expert_indices):
-            return with_full_params(self.model, values).tolist()
+        with torch.no_grad():
+            logits = with_full_params(self.model, values)
+            logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            return logprobs.tolist(), float(logits.std(-1).mean())
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights under the names of a Hugging Face checkpoint; tied ones once."""
-        yield from _checkpoint_names(self.model, full_state_dict(self)).items()
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights under the names of a Hugging Face checkpoint; tied ones once.
+
+        Args:
+            dtype: that they may be cast to, where they are moved to main memory; None: as they are.
+        """
+        yield from _checkpoint_names(self.model, full_state_dict(self, dtype)).items()
+
+    @run_on_all_ranks
+    def free_cached_memory(self) -> None:
+        """Return the GPU memory that torch keeps for later tensors."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def save(self, folder: Path, tokenizer: Any | None = None) -> None:
         """Write the model (and its tokenizer) in Hugging Face format."""
@@ -196,7 +213,12 @@ class Policy:
         """Return hidden states and the head's weight in the dtype of their product."""
         dtype = torch.float64 if self.model.dtype == torch.float64 else self.head_dtype
         # Norms return float32 under autocast, which would slow down the largest product.
-        return hidden.to(dtype), self.model.get_output_embeddings().weight.to(dtype)
+        return hidden.to(dtype), self._head_weight().to(dtype)
+
+    def _head_weight(self) -> torch.Tensor:
+        """Return the (V, H) weight of the output head."""
+        weight: torch.Tensor = self.model.get_output_embeddings().weight
+        return weight
 
     def _check_head(self) -> None:
         """Check that applying the head ourselves matches the logits of the model."""

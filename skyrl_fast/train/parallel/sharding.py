@@ -75,12 +75,15 @@ def weights_of(model: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def full_tensors(
-    items: Iterable[tuple[str, torch.Tensor]], ranks: Ranks
+    items: Iterable[tuple[str, torch.Tensor]], ranks: Ranks, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
     """Return the full tensors by name; must be called on all ranks.
 
     With several ranks, rank 0 gets them in main memory, so that its GPU holds one at a time, and
     the others get none. A single rank gets them on their device.
+
+    Args:
+        dtype: that floating-point tensors are cast to before they are moved; None: as they are.
     """
     if ranks.size == 1:
         return {name: tensor.detach() for name, tensor in items}
@@ -88,14 +91,19 @@ def full_tensors(
     for name, tensor in items:
         value = full_tensor(tensor.detach())
         if ranks.rank == 0:
-            found[name] = value.cpu()
+            cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            found[name] = cast.cpu()
     return found
 
 
 @run_on_all_ranks
-def full_state_dict(owner: Any) -> dict[str, torch.Tensor]:
-    """Return the full weights of a policy's or critic's model, under the names of `weights_of`."""
-    return full_tensors(weights_of(owner.model), owner.ranks)
+def full_state_dict(owner: Any, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Return the full weights of a policy's or critic's model, under the names of `weights_of`.
+
+    Args:
+        dtype: see `full_tensors`.
+    """
+    return full_tensors(weights_of(owner.model), owner.ranks, dtype)
 
 
 def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

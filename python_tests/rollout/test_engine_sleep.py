@@ -1,0 +1,319 @@
+"""vLLM's sleep mode: what is called in which order, by a fake and by vLLM for CPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from skyrl_fast.config import ConfigError, InferenceEngineConfig, SamplingParams
+from skyrl_fast.config.loading import load_config
+from skyrl_fast.rollout.engine import vllm_start, weights_file
+from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.rollout.engine.probe_limits import ProbeDifference
+from skyrl_fast.rollout.engine.protocol import EngineDeadError
+from skyrl_fast.rollout.engine.serve_vllm import serve_command
+from skyrl_fast.rollout.engine.tensor_digest import tensor_digest
+from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weight_transfer import by_file, file_call
+from skyrl_fast.rollout.engine.weight_update import WeightSync, WeightSyncReport
+from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
+)
+
+
+class FakeLlm:
+    """The methods of vLLM's AsyncLLM that an update uses; records their calls."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.unloaded: list[str] = []
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self.calls.append(("sleep", level, mode))
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        self.calls.append(("wake_up", tags))
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append((method, *args))
+        tensors = load_file(args[0]) if Path(args[0]).is_file() else {}
+        digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        return [{"digests": digests, "unloaded": self.unloaded, "dtype": "float32"}]
+
+    async def reset_prefix_cache(self) -> bool:
+        self.calls.append(("reset_prefix_cache",))
+        return True
+
+    def shutdown(self, seconds: float) -> None:
+        self.calls.append(("shutdown",))
+
+
+def engine_of(llm: FakeLlm) -> VllmEngine:
+    engine = VllmEngine(VllmSetup("model", InferenceEngineConfig(enable_sleep_mode=True)))
+    engine._llm = llm
+    return engine
+
+
+@pytest.mark.spec("memory.sleep")
+def test_weights_are_woken_first_and_the_kv_cache_after_they_are_loaded() -> None:
+    llm = FakeLlm()
+    engine = engine_of(llm)
+
+    async def go() -> None:
+        await engine.sleep()
+        await engine.load_weights(file_call(Path("/w"), {}))
+        await engine.load_weights(file_call(Path("/w2"), {}))  # awake: as always
+
+    asyncio.run(go())
+    assert llm.calls == [
+        ("sleep", 1, "abort"),
+        ("wake_up", ["weights"]),
+        ("load_weights_file", "/w"),
+        ("reset_prefix_cache",),
+        ("wake_up", ["kv_cache"]),
+        ("load_weights_file", "/w2"),
+        ("reset_prefix_cache",),
+    ]
+
+
+@pytest.mark.spec("memory.sleep")
+def test_an_engine_that_lacks_weights_after_sleeping_stops_the_run() -> None:
+    llm = FakeLlm()
+    llm.unloaded = ["model.norm.weight"]
+    engine = engine_of(llm)
+
+    async def go() -> None:
+        await engine.sleep()
+        await engine.load_weights(file_call(Path("/w"), {}))
+
+    with pytest.raises(WeightSyncError, match=r"model\.norm\.weight"):
+        asyncio.run(go())
+
+
+class Mortal(VllmEngine):
+    """An engine that is restarted with a new vLLM."""
+
+    def __init__(self) -> None:
+        super().__init__(VllmSetup("model", InferenceEngineConfig(enable_sleep_mode=True)))
+        self.llms: list[FakeLlm] = []
+
+    async def start(self) -> None:
+        self.llms.append(FakeLlm())
+        self._llm = self.llms[-1]
+
+    async def prompt_logprobs(self, token_ids: Any) -> list[float]:
+        return [0.0] * (len(token_ids) - 1)
+
+
+@pytest.mark.spec("memory.sleep", "async.engine-restart")
+@pytest.mark.parametrize("dies", ["while it falls asleep", "asleep"])
+def test_an_engine_that_dies_asleep_restarts_awake(dies: str, tmp_path: Path) -> None:
+    engine = Mortal()
+    pool = EnginePool([engine], transfer=by_file(str(tmp_path)))
+
+    def make_sync(engine: Any) -> WeightSync:
+        return WeightSync(engine, probe=[[1, 2]], trainer_logprobs=lambda probe: [([0.0], 1.0)])
+
+    async def go() -> None:
+        await pool.start()
+        if dies != "asleep":
+            engine.llms[0].errored = True
+        await pool.sleep()
+        engine.llms[0].errored = True
+        await pool.update({"w": torch.zeros(1)}, make_sync)
+
+    asyncio.run(go())
+    names = [call[0] for call in engine.llms[1].calls]
+    assert names == ["load_weights_file", "reset_prefix_cache"]  # neither sleeps nor wakes up
+    assert (pool.faults["engine_deaths"], pool.faults["engine_restarts"]) == (1, 1)
+
+
+@pytest.mark.spec("memory.sleep")
+def test_failing_to_sleep_is_a_death() -> None:
+    class Refuses(FakeLlm):
+        async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+            raise RuntimeError("Memory usage increased after sleeping.")
+
+    with pytest.raises(EngineDeadError, match="could not sleep: RuntimeError: Memory usage"):
+        asyncio.run(engine_of(Refuses()).sleep())
+
+
+class FakePool:
+    """Records the calls of `VllmRollouts`, and reads the weights as a real pool does."""
+
+    start_with_model = True
+    weights_dtype = torch.bfloat16
+    compute_dtype = torch.bfloat16
+    report = WeightSyncReport(0.0, 0.0, ProbeDifference(0.0, 0.0, 0.0, 1.0), 0.0)
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    async def sleep(self) -> None:
+        self.events.append("sleep")
+
+    async def release(self) -> None:
+        self.events.append("release")
+
+    interrupt = release
+
+    async def verify(self, make_sync: Any) -> Any:
+        self.events.append("verify")
+        return self.report
+
+    async def update(self, weights: Any, make_sync: Any) -> Any:
+        for name, _ in weights:
+            self.events.append(name)
+        self.events.append("load")
+        return self.report
+
+
+class FakePolicy:
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def named_weights(self, dtype: torch.dtype) -> Any:
+        assert dtype == torch.bfloat16  # the engines'
+        yield from (("a", torch.zeros(1)), ("b", torch.zeros(1)))
+
+    def free_cached_memory(self) -> None:
+        self.events.append("free")
+
+
+def events_of_an_update(*overrides: str) -> list[str]:
+    needed = ["data.train_data=[x]", "trainer.policy.model.path=m"]
+    config = load_config(None, [*needed, *overrides])
+    events: list[str] = []
+    pool: Any = FakePool(events)
+    environments: Any = None
+    rollouts = VllmRollouts(config, SimpleNamespace(eos_token_id=0), pool, environments, [])
+
+    async def go() -> None:
+        policy: Any = FakePolicy(events)
+        await rollouts.update_weights(policy, version=0)
+        await rollouts.sleep()
+        await rollouts.update_weights(policy, version=1)
+
+    asyncio.run(go())
+    return events
+
+
+@pytest.mark.spec("memory.sleep")
+def test_the_trainer_frees_its_cache_before_the_engine_wakes_up() -> None:
+    events = events_of_an_update("generator.inference_engine.enable_sleep_mode=true")
+    assert events == ["verify", "sleep", "a", "b", "free", "load"]
+    assert events_of_an_update() == ["verify", "a", "b", "load"]
+
+
+@pytest.mark.spec("memory.sleep")
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["trainer.fully_async.enabled=true"], "the engine generates during updates"),
+        (
+            [
+                "generator.inference_engine.run_engines_locally=false",
+                "generator.inference_engine.external_server_urls=[http://127.0.0.1:1]",
+            ],
+            "servers do not sleep",
+        ),
+    ],
+)
+def test_sleep_mode_is_refused_where_the_engine_cannot_sleep(
+    overrides: list[str], wanted: str
+) -> None:
+    needed = ["data.train_data=[x]", "trainer.policy.model.path=m"]
+    load_config(None, [*needed, *overrides])
+    with pytest.raises(ConfigError, match=f"enable_sleep_mode: wanted null or false, as {wanted}"):
+        load_config(
+            None, [*needed, *overrides, "generator.inference_engine.enable_sleep_mode=true"]
+        )
+
+
+@pytest.mark.spec("memory.sleep", "memory.engine-gpus")
+def test_arguments_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = InferenceEngineConfig(enable_sleep_mode=True, gpu_ids=[3])
+    setup = VllmSetup("model", engine, max_model_len=64)
+    assert not {"enable_sleep_mode", "device_ids"} & set(vllm_start.engine_args(setup))
+    monkeypatch.setattr(vllm_start, "_on_cpu", lambda: False)
+    arguments = vllm_start.engine_args(setup)
+    assert (arguments["enable_sleep_mode"], arguments["device_ids"]) == (True, [3])
+    command = serve_command(setup, host="127.0.0.1", port=1)
+    assert command[command.index("--device-ids") + 1] == "3"
+    plain = vllm_start.engine_args(VllmSetup("model", max_model_len=64))
+    assert not {"enable_sleep_mode", "device_ids"} & set(plain)
+
+
+@needs_vllm
+@pytest.mark.spec("memory.sleep", "memory.engine-gpus")
+def test_vllm_has_these_arguments_and_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    monkeypatch.setattr(vllm_start, "_on_cpu", lambda: False)
+    engine = InferenceEngineConfig(enable_sleep_mode=True, gpu_ids=[0])
+    arguments = vllm_start.engine_args(VllmSetup("model", engine, max_model_len=64))
+    assert set(arguments) <= {field.name for field in fields(AsyncEngineArgs)}
+    inspect.signature(AsyncLLM.sleep).bind(None, level=1, mode="abort")
+    inspect.signature(AsyncLLM.wake_up).bind(None, tags=["weights"])
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.spec("memory.sleep", "async.weight-transfer")
+@pytest.mark.timeout(900)
+def test_real_vllm_serves_after_sleeping(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU its worker keeps the memory, but the engine pauses, and waits for both tags.
+
+    The weights come as a file in memory that has no name.
+    """
+    monkeypatch.setattr(weights_file, "SHARED_MEMORY", tmp_path / "absent")
+
+    async def go() -> None:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float32)
+        setup = VllmSetup(
+            str(tiny_model_folder),
+            InferenceEngineConfig(max_num_seqs=4),
+            max_model_len=64,
+            log_file=str(tmp_path / "vllm.log"),
+        )
+        async with VllmEngine(setup) as engine:
+            assert engine.weights_dtype == torch.float32
+            before = await engine.prompt_logprobs([1, 2, 3])
+            await engine.sleep()
+            assert await engine._llm.is_sleeping()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.02 * torch.randn_like(parameter))
+            await engine.update_weights(dict(model.named_parameters()))
+            assert not await engine._llm.is_sleeping()
+            after = await engine.prompt_logprobs([1, 2, 3])
+            ids = torch.tensor([[1, 2, 3]])
+            logits = model(ids).logits[0, :-1].log_softmax(-1)
+            expected = logits.gather(1, ids[0, 1:, None])[:, 0].tolist()
+            assert after == pytest.approx(expected, abs=1e-3) and before != after
+            out = await engine.generate(
+                [1, 2], SamplingParams(max_generate_length=4), session_id="a", policy_version=1
+            )
+            assert out.stop_reason in ("length", "stop")
+
+    asyncio.run(go())

@@ -1,0 +1,103 @@
+"""Receipts of loaded weights: exact where log-probabilities round."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from skyrl_fast.rollout.engine.tensor_digest import tensor_digest
+from skyrl_fast.rollout.engine.weight_receipt import (
+    Receipt,
+    WeightSyncError,
+    check_receipts,
+    read_receipts,
+    recorded,
+)
+from skyrl_fast.rollout.engine.weights_file import WeightsFile
+
+pytestmark = pytest.mark.spec("sync.receipts")
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "wanted"),
+    [
+        ([1, 2], torch.int64, "int64[2]:0000000000000007"),  # 1 * 1 + 3 * 2
+        ([], torch.float32, "float32[0]:0000000000000000"),
+        (1.5, torch.float32, "float32[]:000000003fc00000"),  # its bits
+        ([[1.0, 0.0, 0.0]], torch.bfloat16, "bfloat16[1, 3]:0000000000003f80"),
+    ],
+)
+def test_digests_by_hand(values: object, dtype: torch.dtype, wanted: str) -> None:
+    assert tensor_digest(torch.tensor(values, dtype=dtype)) == wanted
+
+
+@pytest.mark.parametrize("size", [1, 7, 65_536 * 2, 65_536 * 4 + 3])
+def test_every_bit_and_place_changes_the_digest(size: int) -> None:
+    weights = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    before = tensor_digest(weights)
+    for at in {0, size // 2, size - 1}:
+        for bit in (0, 15, 31):
+            changed = weights.clone()
+            changed.view(torch.int32)[at] ^= -(2**31) if bit == 31 else 1 << bit
+            assert tensor_digest(changed) != before
+    if size > 1:
+        assert tensor_digest(weights.flip(0)) != before
+    assert tensor_digest(weights.clone()) == before
+    assert tensor_digest(torch.stack([weights, weights])[:, :1].t()) == tensor_digest(
+        weights[:1].repeat(1, 2)
+    )  # strides do not count
+
+
+WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, 3), "norm": torch.ones(3)}
+SENT = {name: tensor_digest(tensor) for name, tensor in WEIGHTS.items()}
+RECEIPT = Receipt(digests=SENT, unloaded=[], dtype="bfloat16")
+
+
+def test_what_the_loader_took_is_recorded_and_confirmed() -> None:
+    digests: dict[str, str] = {}
+    taken = recorded(WEIGHTS.items(), digests)
+    assert next(taken)[0] == "a"
+    assert list(digests) == ["a"]  # not what it was offered
+    list(taken)
+    receipt = replace(RECEIPT, digests=digests)
+    assert read_receipts([asdict(receipt)]) == [receipt]
+    assert check_receipts([receipt, receipt], SENT) == torch.bfloat16
+
+
+def test_weights_file_notes_the_digests_of_what_it_writes() -> None:
+    with WeightsFile() as file:
+        file.write(WEIGHTS)
+        assert file.digests == SENT
+
+
+def with_digests(**change: str | None) -> Receipt:
+    changed = {**SENT, **change}
+    return replace(RECEIPT, digests={k: v for k, v in changed.items() if v is not None})
+
+
+@pytest.mark.parametrize(
+    ("receipts", "wanted"),
+    [
+        ([], "no worker of the engine confirmed"),
+        ([RECEIPT, with_digests(norm=None)], "did not receive: norm"),
+        ([with_digests(c="x")], "unknown tensors: c"),
+        ([with_digests(a=SENT["b"], b=SENT["a"])], r"other values than the trainer's: a \(.*b \("),
+        (
+            [with_digests(a=tensor_digest(WEIGHTS["a"].nextafter(torch.tensor(9.0))))],
+            r"other values than the trainer's: a \(float32",
+        ),
+        (
+            [with_digests(a=tensor_digest(WEIGHTS["a"].half()))],
+            r"a \(float16\[2, 3\].*wanted float32",
+        ),
+        ([replace(RECEIPT, unloaded=["lm_head"])], "got no new values: lm_head. The state dict"),
+        ([RECEIPT, replace(RECEIPT, dtype="float16")], "do not name one dtype"),
+        ([replace(RECEIPT, dtype="load")], "do not name one dtype"),
+        ([replace(RECEIPT, unloaded=[f"p{i}" for i in range(11)])], "p6 and 3 more"),
+    ],
+)
+def test_other_weights_are_refused(receipts: list[Receipt], wanted: str) -> None:
+    with pytest.raises(WeightSyncError, match=wanted):
+        check_receipts(receipts, SENT)

@@ -1,0 +1,382 @@
+"""Handing weights over: casts, small shared memory, and the arguments of CUDA IPC."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import logging
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.multiprocessing import reductions
+
+from skyrl_fast.config import ConfigError
+from skyrl_fast.config.loading import load_config
+from skyrl_fast.rollout.engine import weights_file
+from skyrl_fast.rollout.engine.cuda_handles import tensors_of_handles
+from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.rollout.engine.weight_receipt import Receipt, WeightSyncError, read_receipts
+from skyrl_fast.rollout.engine.weight_transfer import WorkerCall, by_file, by_ipc
+from skyrl_fast.rollout.engine.weight_update import (
+    WeightSync,
+    WeightUpdateExtension,
+    common_dtype,
+)
+from skyrl_fast.train.flow.vllm_rollouts import _weight_transfer
+from skyrl_fast.train.parallel.ranks import Ranks
+from skyrl_fast.train.parallel.sharding import full_tensors
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
+)
+WEIGHTS = {"a": torch.linspace(-1, 1, 7), "b": torch.arange(3)}
+
+
+@pytest.mark.spec("async.weight-transfer")
+def test_weights_are_cast_to_the_engines_dtype() -> None:
+    with by_file()(WEIGHTS, torch.bfloat16) as call:
+        assert call.method == "load_weights_file"
+        found = load_file(call.argument)
+    assert torch.equal(found["a"], WEIGHTS["a"].bfloat16())
+    assert torch.equal(found["b"], WEIGHTS["b"]) and found["b"].dtype == torch.int64
+    assert not Path(call.argument).exists()
+    with by_file()(WEIGHTS, None) as call:
+        assert load_file(call.argument)["a"].dtype == torch.float32
+
+
+@pytest.mark.spec("async.weight-transfer")
+def test_temporary_tensors_at_the_same_address_are_not_taken_for_tied_ones() -> None:
+    temporary = ((str(i), torch.full((1000,), float(i))) for i in range(20))
+    with by_file()(temporary, torch.bfloat16) as call:
+        found = load_file(call.argument)
+    assert {name: float(value[0]) for name, value in found.items()} == {
+        str(i): float(i) for i in range(20)
+    }
+
+
+@pytest.mark.spec("async.weight-transfer")
+def test_sharded_weights_are_cast_before_they_are_moved() -> None:
+    moved = []
+
+    class Sharded(torch.Tensor):
+        def full_tensor(self) -> Any:
+            return self
+
+        def cpu(self) -> Any:
+            moved.append(self.dtype)
+            return super().cpu()
+
+    items = [(name, value.as_subclass(Sharded)) for name, value in WEIGHTS.items()]
+    full_tensors(items, Ranks(0, 2), torch.bfloat16)
+    assert moved == [torch.bfloat16, torch.int64]
+    moved.clear()
+    full_tensors(items, Ranks(0, 2))
+    assert moved == [torch.float32, torch.int64]
+
+
+READ = """
+import sys
+from safetensors.torch import load_file
+print(sum(float(value.sum()) for value in load_file(sys.argv[1]).values()))
+"""
+
+
+@pytest.fixture
+def small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container: too small for any weights."""
+    usage = weights_file.shutil.disk_usage
+
+    def disk_usage(path: Any) -> Any:
+        small = Path(path) == weights_file.SHARED_MEMORY
+        return SimpleNamespace(free=10) if small else usage(path)
+
+    monkeypatch.setattr(weights_file.shutil, "disk_usage", disk_usage)
+
+
+@pytest.mark.spec("async.weight-transfer")
+@pytest.mark.usefixtures("small_shared_memory")
+def test_small_shared_memory_is_replaced_by_an_unnamed_file(tmp_path: Path) -> None:
+    with by_file(unnamed=True)({"w": torch.ones(1000)}, None) as call:
+        assert call.argument.startswith("/proc/")
+        command = [sys.executable, "-c", READ, call.argument]
+        assert subprocess.run(command, capture_output=True, check=True).stdout == b"1000.0\n"
+    assert not Path(call.argument).exists()
+    with by_file(str(tmp_path), unnamed=True)({"w": torch.ones(1000)}, None) as call:
+        assert Path(call.argument).is_relative_to(tmp_path)  # as asked for
+
+
+@pytest.mark.spec("async.weight-transfer")
+@pytest.mark.usefixtures("small_shared_memory")
+def test_servers_get_a_file_on_disk_and_the_log_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weights_file.tempfile, "tempdir", str(tmp_path))
+    with caplog.at_level(logging.WARNING), by_file()({"w": torch.ones(1 << 20)}, None) as call:
+        assert Path(call.argument).is_relative_to(tmp_path)
+    assert (
+        f"/dev/shm has no room for 0.0 GiB of weights: every update writes them to {tmp_path}"
+        in (caplog.text)
+    )
+    assert "docker run --shm-size" in caplog.text
+
+
+# --- CUDA IPC, with fakes of torch's functions ---------------------------------------------------
+
+STORAGE = {
+    "storage_device": 0,
+    "storage_handle": b"\x00handle\xff",
+    "storage_size_bytes": 512,
+    "storage_offset_bytes": 1024,
+    "requires_grad": False,
+    "ref_counter_handle": b"/counter",
+    "ref_counter_offset": 3,
+    "event_handle": b"event",
+    "event_sync_required": True,
+}
+
+
+SIGNATURE = inspect.signature(reductions.rebuild_cuda_tensor)
+
+
+class OnGpu:
+    """A tensor on GPU 0, as far as `by_ipc` looks at it."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.on_cpu = torch.zeros(shape, dtype=torch.float32)
+
+    def detach(self) -> OnGpu:
+        return self
+
+    def contiguous(self) -> torch.Tensor:
+        return self.on_cpu  # for its digest
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.on_cpu.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.on_cpu.shape
+
+
+@contextmanager
+def fake_cuda(monkeypatch: pytest.MonkeyPatch, events: list[Any]) -> Any:
+    """Replace torch's calls; `events` gets their names, or the arguments of a rebuilt tensor."""
+
+    def reduce(tensor: OnGpu) -> Any:
+        events.append("handle")
+        of = tensor.on_cpu
+        shape = (torch.Tensor, of.size(), of.stride(), of.storage_offset())
+        arguments = (*shape, torch.TypedStorage, of.dtype, *STORAGE.values())
+        assert [*SIGNATURE.bind(*arguments).arguments][6:] == [*STORAGE]
+        return None, arguments
+
+    def rebuild(*arguments: Any) -> Any:
+        bound = SIGNATURE.bind(*arguments).arguments
+        events.append(bound)
+        return torch.zeros(bound["tensor_size"], dtype=bound["dtype"])
+
+    monkeypatch.setattr(reductions, "reduce_tensor", reduce)
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
+    for module in (torch.cuda, torch.accelerator):
+        monkeypatch.setattr(module, "synchronize", lambda: events.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: events.append("collect"))
+    yield
+
+
+def handed_over(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> WorkerCall:
+    weights: Any = {"model.a": OnGpu((2, 3)), "model.b": OnGpu((4,))}
+    with fake_cuda(monkeypatch, events), by_ipc(weights, torch.bfloat16) as call:
+        events.append("loaded")
+    return call
+
+
+@pytest.mark.spec("async.weight-transfer")
+def test_ipc_sends_handles_after_the_weights_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Any] = []
+    call = handed_over(events, monkeypatch)
+    assert events == ["synchronize", "handle", "handle", "loaded", "collect"]
+    assert call.method == "load_weights_ipc"
+    assert call.argument == [
+        ["model.a", [2, 3], [3, 1], 0, "float32", *STORAGE.values()],
+        ["model.b", [4], [1], 0, "float32", *STORAGE.values()],
+    ]
+
+
+@pytest.mark.spec("async.weight-transfer")
+def test_the_engine_rebuilds_what_was_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Any] = []
+    call = handed_over([], monkeypatch)
+    with fake_cuda(monkeypatch, events):
+        names = [name for name, _ in tensors_of_handles(call.argument)]
+    assert names == ["model.a", "model.b"]
+    tensor = {
+        "tensor_cls": torch.Tensor,
+        "tensor_size": torch.Size([2, 3]),
+        "tensor_stride": (3, 1),
+        "tensor_offset": 0,
+        "storage_cls": torch.TypedStorage,
+        "dtype": torch.float32,
+    }
+    assert events[0] == {**tensor, **STORAGE}
+
+
+@needs_vllm
+@pytest.mark.spec("async.weight-transfer")
+def test_vllm_sends_handles_without_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
+    call = handed_over([], monkeypatch)
+    sent = MsgpackDecoder().decode(MsgpackEncoder().encode((call.method, (call.argument,))))
+    assert sent == [call.method, [call.argument]]
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.ParameterDict({"a": torch.zeros(2, 3), "missing": torch.zeros(1)})
+
+    def load_weights(self, weights: Any) -> set[str]:
+        return {name for name, _ in weights}
+
+
+class Worker(WeightUpdateExtension):
+    """The methods of vLLM's worker and its model runner that a load uses."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+        self.model_config = SimpleNamespace(dtype=torch.bfloat16)
+        self.model_runner = SimpleNamespace(get_model=lambda: self.model)
+
+    def reload_weights(self, weights_iterator: Any) -> None:
+        self.model.load_weights(weights_iterator)
+
+
+@needs_vllm
+@pytest.mark.spec("async.weight-transfer")
+def test_the_engine_has_read_all_before_the_trainer_continues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[Any] = []
+    call = handed_over([], monkeypatch)
+    with fake_cuda(monkeypatch, events):
+        (receipt,) = read_receipts([Worker().load_weights_ipc(call.argument)])
+    assert receipt == Receipt(dict(call.digests), ["model.missing"], "bfloat16")
+    assert [event if isinstance(event, str) else "read" for event in events] == [
+        *("read", "read", "synchronize", "collect")
+    ]
+
+
+@pytest.mark.spec("async.weight-transfer")
+def test_ipc_needs_weights_on_a_gpu() -> None:
+    with pytest.raises(
+        WeightSyncError, match=r"needs all weights on a GPU; not there: \['a', 'b'\]"
+    ):
+        by_ipc(WEIGHTS).__enter__()
+
+
+# --- which dtype, which transfer -----------------------------------------------------------------
+
+
+@pytest.mark.spec("async.weight-transfer")
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ([torch.bfloat16, torch.bfloat16], "bfloat16"),
+        ([torch.bfloat16, torch.float32], None),  # such as a router's: its digits are kept
+    ],
+)
+def test_weights_of_several_dtypes_are_not_cast(
+    dtypes: list[torch.dtype], expected: str | None
+) -> None:
+    worker = WeightUpdateExtension()
+    model = torch.nn.ParameterList([torch.zeros(1, dtype=dtype) for dtype in dtypes])
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    assert worker.weights_dtype() == expected
+
+
+@pytest.mark.spec("async.weight-transfer")
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (["bfloat16"] * 2, torch.bfloat16),
+        (["bfloat16", "float32"], None),
+        ([None], None),
+        (["save"], None),
+        ([], None),
+    ],
+)
+def test_dtype_that_all_workers_name(answers: list[Any], expected: torch.dtype | None) -> None:
+    assert common_dtype(answers) is expected
+
+
+@pytest.mark.spec("async.weight-transfer")
+@pytest.mark.parametrize(
+    ("second", "expected"), [(torch.bfloat16, torch.bfloat16), (torch.float32, None)]
+)
+def test_the_pool_casts_to_the_dtype_of_all_its_engines(
+    second: torch.dtype, expected: torch.dtype | None
+) -> None:
+    seen: list[Any] = []
+
+    class Engine:
+        name = "engine"
+
+        def __init__(self, dtype: torch.dtype) -> None:
+            self.weights_dtype = dtype
+            self.compute_dtype = torch.float32
+
+        async def load_weights(self, call: WorkerCall) -> None:
+            seen.append(call)
+
+        async def resume(self) -> None:
+            pass
+
+        async def prompt_logprobs(self, ids: list[int]) -> list[float]:
+            return [0.0]
+
+    @contextmanager
+    def transfer(weights: Any, dtype: torch.dtype | None) -> Any:
+        seen.append(dtype)
+        yield WorkerCall("load", None, {})
+        seen.append("closed")
+
+    engines: Any = [Engine(torch.bfloat16), Engine(second)]
+    pool = EnginePool(engines, transfer=transfer)
+
+    def make_sync(engine: Any) -> WeightSync:
+        return WeightSync(engine, probe=[[1, 2]], trainer_logprobs=lambda probe: [([0.0], 1.0)])
+
+    asyncio.run(pool.update(WEIGHTS, make_sync))
+    assert seen == [expected, *[WorkerCall("load", None, {})] * 2, "closed"]
+
+
+@pytest.mark.spec("async.weight-transfer")
+def test_the_setting_chooses_the_transfer() -> None:
+    needed = ["data.train_data=[x]", "trainer.policy.model.path=m"]
+    key = "generator.inference_engine"
+    servers = [f"{key}.run_engines_locally=false", f"{key}.external_server_urls=[http://a:1]"]
+
+    def engine(*overrides: str) -> Any:
+        return load_config(None, [*needed, *overrides]).generator.inference_engine
+
+    assert _weight_transfer(engine(f"{key}.weight_sync_backend=ipc")) is by_ipc
+    assert _weight_transfer(engine()) is not by_ipc
+    engine(*servers, f"{key}.weight_sync_backend=reload")
+    for overrides, wanted in (
+        ([f"{key}.weight_sync_backend=reload"], "auto, ipc, file with run_engines_locally=true"),
+        ([*servers, f"{key}.weight_sync_backend=ipc"], "auto, file, reload with"),
+    ):
+        with pytest.raises(ConfigError, match=f"weight_sync_backend: wanted one of {wanted}"):
+            engine(*overrides)

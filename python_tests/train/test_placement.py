@@ -1,0 +1,74 @@
+"""The GPUs of the run's own engine, and whether it sleeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skyrl_fast.config import Config, ConfigError
+from skyrl_fast.train.placement import EnginePlacement, engine_placement
+
+
+def config_of(ranks: int, *, parallel: int = 1, **engine: Any) -> Config:
+    config = Config()
+    config.trainer.placement.policy_num_gpus_per_node = ranks
+    settings = config.generator.inference_engine
+    settings.engine_init_kwargs = {"tensor_parallel_size": parallel} if parallel > 1 else {}
+    for name, value in engine.items():
+        setattr(settings, name, value)
+    return config
+
+
+@pytest.mark.spec("memory.engine-gpus", "memory.sleep")
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "num_gpus", "expected"),
+    [
+        (1, 1, 1, EnginePlacement((0,), (0,), True, "ipc")),
+        (1, 1, 2, EnginePlacement((1,), (), False, "file")),
+        (2, 1, 4, EnginePlacement((3,), (), False, "file")),
+        (4, 1, 4, EnginePlacement((0,), (0,), True, "file")),
+        (2, 2, 4, EnginePlacement((2, 3), (), False, "file")),
+        (3, 2, 4, EnginePlacement((0, 1), (0, 1), True, "file")),
+        (1, 2, 2, EnginePlacement((0, 1), (0,), True, "ipc")),
+    ],
+)
+def test_the_last_gpus_if_the_trainer_leaves_enough(
+    ranks: int, parallel: int, num_gpus: int, expected: EnginePlacement
+) -> None:
+    assert engine_placement(config_of(ranks, parallel=parallel), num_gpus) == expected
+
+
+@pytest.mark.spec("memory.engine-gpus", "memory.sleep")
+def test_settings_take_precedence() -> None:
+    shared = engine_placement(config_of(2, gpu_ids=[1]), 4)
+    assert shared == EnginePlacement((1,), (1,), True, "file")
+    never = engine_placement(config_of(1, enable_sleep_mode=False), 1)
+    assert never == EnginePlacement((0,), (0,), False, "ipc")
+    by_file = engine_placement(config_of(1, weight_sync_backend="file"), 1)
+    assert by_file == EnginePlacement((0,), (0,), True, "file")
+    asynchronous = config_of(1)
+    asynchronous.trainer.fully_async.enabled = True
+    assert not engine_placement(asynchronous, 1).sleeps
+
+
+@pytest.mark.spec("async.weight-transfer")
+def test_sharded_weights_cannot_be_shared() -> None:
+    with pytest.raises(ConfigError, match="as the weights are sharded over 2 GPUs, got ipc"):
+        engine_placement(config_of(2, weight_sync_backend="ipc"), 2)
+
+
+@pytest.mark.spec("memory.engine-gpus", "memory.sleep")
+@pytest.mark.parametrize(
+    ("engine", "wanted"),
+    [
+        ({"gpu_ids": [2]}, r"gpu_ids: wanted 0 to 1, got \[2\]"),
+        ({"gpu_ids": [-1]}, r"gpu_ids: wanted 0 to 1, got \[-1\]"),
+        ({"gpu_ids": [0, 1]}, r"gpu_ids: wanted 1 different ones, got \[0, 1\]"),
+        ({"gpu_ids": [0, 0], "parallel": 2}, r"wanted 2 different ones, got \[0, 0\]"),
+        ({"enable_sleep_mode": True}, r"shares no GPU with the trainer \(gpu_ids: \[1\]\)"),
+    ],
+)
+def test_impossible_placements_are_refused(engine: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        engine_placement(config_of(1, **engine), 2)

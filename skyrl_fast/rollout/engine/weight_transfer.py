@@ -1,0 +1,89 @@
+"""How new weights reach an engine's processes: by a file, or by handles of CUDA memory (IPC).
+
+Either way the engines get a call of their worker extension, which several of them can make, and
+which can be repeated as long as the context is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_fast.rollout.engine.cuda_handles import cuda_handle
+from skyrl_fast.rollout.engine.tensor_digest import tensor_digest
+from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weights_file import WeightsFile
+
+Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCall:
+    """A call of `WeightUpdateExtension` that loads weights; its answer is a `Receipt`.
+
+    Args:
+        method: its name.
+        argument: a path or handles: text, bytes, numbers and lists of them.
+        digests: of the tensors by name, to be found in the receipt.
+    """
+
+    method: str
+    argument: Any
+    digests: Mapping[str, str]
+
+
+# Called with the weights and the engines' dtype (None: several).
+WeightTransfer = Callable[[Weights, torch.dtype | None], AbstractContextManager[WorkerCall]]
+
+
+def by_file(folder: str | None = None, *, unnamed: bool = False) -> WeightTransfer:
+    """Return a transfer by a safetensors file.
+
+    Args:
+        folder, unnamed: see `WeightsFile`.
+    """
+
+    @contextmanager
+    def transfer(weights: Weights, dtype: torch.dtype | None) -> Iterator[WorkerCall]:
+        with WeightsFile(folder, unnamed=unnamed) as file:
+            file.write(weights, dtype=dtype)
+            yield file_call(file.path, file.digests)
+
+    return transfer
+
+
+def file_call(path: Path, digests: Mapping[str, str]) -> WorkerCall:
+    """Return the call that loads a safetensors file with tensors of these digests."""
+    return WorkerCall("load_weights_file", str(path), digests)
+
+
+@contextmanager
+def by_ipc(weights: Weights, dtype: torch.dtype | None = None) -> Iterator[WorkerCall]:
+    """Hand over the trainer's own tensors by CUDA IPC: nothing is copied before the engine reads.
+
+    The engine's processes must see the same GPUs under the same numbers. They cast the weights.
+
+    Args:
+        weights: on a GPU, not to be changed in the context.
+        dtype: unused.
+
+    Raises:
+        WeightSyncError: there are none, or some are not on a GPU.
+    """
+    tensors = dict(weights)  # held until the context ends
+    elsewhere = [name for name, tensor in tensors.items() if tensor.device.type != "cuda"]
+    if elsewhere or not tensors:
+        raise WeightSyncError(
+            f"weight_sync_backend: ipc needs all weights on a GPU; not there: {elsewhere[:8]}. "
+            "Set it to file"
+        )
+    torch.cuda.synchronize()  # the engine does not wait for this process's streams
+    handles = [[name, *cuda_handle(tensor)] for name, tensor in tensors.items()]
+    digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+    yield WorkerCall("load_weights_ipc", handles, digests)
+    torch.cuda.ipc_collect()

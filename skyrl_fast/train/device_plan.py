@@ -1,0 +1,103 @@
+"""The result of a memory plan: parts of each GPU, their sums, and how they are printed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One part of a device's memory.
+
+    Args:
+        settings: names of the settings that change it.
+    """
+
+    name: str
+    num_bytes: int
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """The memory of one GPU, at its peak or at that of a phase.
+
+    Args:
+        name: such as "GPU 0" or "GPU 0, update".
+        capacity: its bytes.
+    """
+
+    name: str
+    items: tuple[Item, ...]
+    capacity: int
+
+    @property
+    def total(self) -> int:
+        """Bytes needed."""
+        return sum(item.num_bytes for item in self.items)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has enough memory."""
+        return self.total <= self.capacity
+
+    def __str__(self) -> str:
+        """Return the sum and its parts, a line each."""
+        lines = [f"{self.name}: {gib(self.total)} of {gib(self.capacity)} GiB"]
+        for item in self.items:
+            by = f"  ({', '.join(item.settings)})" if item.settings else ""
+            lines.append(f"  {gib(item.num_bytes):>8} GiB  {item.name}{by}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of a run.
+
+    Args:
+        devices: the GPUs, those of a kind as one; a GPU whose engine sleeps during updates twice,
+            as either the update or generation needs more.
+        engine_share: `gpu_memory_utilization` of the run's own engine; None: there is none.
+        host_bytes: main memory for handing over the weights, and for those of a sleeping engine.
+        remedies: settings with which the run would fit; empty where it fits.
+    """
+
+    devices: tuple[DevicePlan, ...]
+    engine_share: float | None
+    host_bytes: int
+    remedies: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has enough memory."""
+        return all(device.fits for device in self.devices)
+
+    def __str__(self) -> str:
+        """Return the devices' parts, and whether the run fits or what would make it fit."""
+        lines = [str(device) for device in self.devices]
+        if self.host_bytes:
+            lines.append(f"main memory: {gib(self.host_bytes)} GiB for copies of the weights")
+        if self.fits:
+            engine = self.engine_share
+            share = "" if engine is None else f"; gpu_memory_utilization={engine:.2f}"
+            return "\n".join([*lines, f"fits{share}"])
+        lines += [
+            f"does not fit: {device.name} lacks {gib(device.total - device.capacity)} GiB"
+            for device in self.devices
+            if not device.fits
+        ]
+        if not self.remedies:
+            return "\n".join([*lines, "no setting is enough: take a smaller model, or larger GPUs"])
+        return "\n".join([*lines, "it would fit with:", *(f"  {one}" for one in self.remedies)])
+
+
+def gib(num_bytes: int) -> str:
+    """Return bytes as GiB with one decimal.
+
+    Example:
+        >>> gib(3 << 29)
+        '1.5'
+    """
+    return f"{num_bytes / GIB:,.1f}"

@@ -1,0 +1,75 @@
+"""Where the run's own engine computes: its GPUs, whether it sleeps, how it gets new weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from skyrl_fast.config import Config, ConfigError
+
+_KEY = "generator.inference_engine"
+_PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlacement:
+    """The GPUs of the run's own engine.
+
+    Args:
+        gpu_ids: as torch numbers them; the trainer has the first ones.
+        shared: those of them that the trainer uses, too.
+        sleeps: whether the engine frees its memory while the trainer computes.
+        weight_sync: "ipc" or "file".
+    """
+
+    gpu_ids: tuple[int, ...]
+    shared: tuple[int, ...]
+    sleeps: bool
+    weight_sync: str
+
+
+def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
+    """Return where the run's own engine computes.
+
+    Without `gpu_ids`, the last GPUs if the trainer leaves enough of them, else the first ones. An
+    engine that shares one sleeps during updates. In asynchronous training it generates meanwhile,
+    so it never does.
+
+    Args:
+        num_gpus: of this machine.
+
+    Raises:
+        ConfigError: `gpu_ids` names a GPU that does not exist, or another number of them than vLLM
+            uses; `enable_sleep_mode` is true, but no GPU is shared; `weight_sync_backend` is ipc,
+            but no GPU holds all weights.
+    """
+    engine = config.generator.inference_engine
+    ranks = config.trainer.placement.policy_num_gpus_per_node
+    needed = math.prod(int(engine.engine_init_kwargs.get(name, 1)) for name in _PARALLEL_SIZES)
+    if engine.gpu_ids is not None:
+        gpu_ids = tuple(engine.gpu_ids)
+        if len(set(gpu_ids)) != needed or len(gpu_ids) != needed:
+            raise ConfigError(f"{_KEY}.gpu_ids: wanted {needed} different ones, got {[*gpu_ids]}")
+        if not all(0 <= gpu < num_gpus for gpu in gpu_ids):
+            raise ConfigError(f"{_KEY}.gpu_ids: wanted 0 to {num_gpus - 1}, got {[*gpu_ids]}")
+    else:
+        first = num_gpus - needed if num_gpus >= ranks + needed else 0
+        gpu_ids = tuple(range(first, first + needed))
+    shared = tuple(gpu for gpu in gpu_ids if gpu < ranks)
+    chosen = engine.enable_sleep_mode
+    if chosen and not shared:
+        raise ConfigError(
+            f"{_KEY}.enable_sleep_mode: wanted null or false, as the engine shares no GPU with the "
+            f"trainer (gpu_ids: {[*gpu_ids]}), got true"
+        )
+    can_sleep = bool(shared) and config.max_staleness == 0
+    sleeps = can_sleep if chosen is None else chosen
+    backend = engine.weight_sync_backend
+    if backend == "ipc" and ranks > 1:
+        raise ConfigError(
+            f"{_KEY}.weight_sync_backend: wanted auto or file, as the weights are sharded over "
+            f"{ranks} GPUs, got ipc"
+        )
+    if backend == "auto":
+        backend = "ipc" if shared and ranks == 1 else "file"
+    return EnginePlacement(gpu_ids, shared, sleeps, backend)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from skyrl_fast.integrations import verl as for_verl
 
+ROOT = Path(__file__).parents[2]
 CLOSE = {"rtol": 2e-6, "atol": 2e-6}  # exp and sums of another order
 
 
@@ -68,3 +74,72 @@ def test_verl_logprobs_and_packing() -> None:
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
     padded = padding.pad_input(original[0], original[1], 4, 6)
     assert torch.equal(for_verl.pad_input(ours[0], ours[1], 4, 6), padded)
+
+
+PROGRAM = """
+import verl, sys
+assert "verl.trainer.ppo.core_algos" not in sys.modules  # nothing was imported for it
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+get_adv_estimator_fn("skyrl_fast_grpo")
+import verl.utils.torch_functional as functional
+print(functional.logprobs_from_logits.__module__)
+import torch
+functional.logprobs_from_logits(torch.zeros(2, 5), torch.tensor([1, 2]))
+"""
+
+
+@pytest.mark.peers
+@pytest.mark.spec("dropin.verl", "dropin.counted")
+@pytest.mark.parametrize("door", ["entry point", "external module"])
+def test_verls_own_doors(door: str, tmp_path: Path) -> None:
+    pytest.importorskip("verl", reason="verl is not installed")
+    folder = tmp_path / "skyrl_fast-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: skyrl-fast\nVersion: 0\n")
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert '[project.entry-points."verl.plugins"]' in pyproject
+    target = "skyrl_fast.integrations.verl_plugin"
+    assert f'skyrl_fast = "{target}"' in pyproject
+    environment = dict(os.environ)
+    if door == "entry point":
+        (folder / "entry_points.txt").write_text(f"[verl.plugins]\nskyrl_fast = {target}\n")
+        environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
+    else:
+        environment["VERL_USE_EXTERNAL_MODULES"] = "skyrl_fast.integrations.verl"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    line = done.stderr.splitlines()[-1]
+    if door == "entry point":  # functions are replaced on request only
+        assert done.stdout == "verl.utils.torch_functional\n"
+        assert "0 calls; never called: skyrl_fast_grpo" in line
+    else:
+        assert done.stdout == "skyrl_fast.integrations.verl\n"
+        assert "1 calls: logprobs_from_logits 1; never called: skyrl_fast_grpo" in line
+
+
+@pytest.mark.peers
+@pytest.mark.spec("dropin.verl", "dropin.counted")
+def test_functions_are_replaced_where_they_are_bound_and_restored() -> None:
+    padding = pytest.importorskip("verl.workers.utils.padding", reason="verl is not installed")
+    import verl.utils.attention_utils as home
+
+    original, counts = home.unpad_input, for_verl.report()["unpad_input"].counts
+    before = counts.calls, counts.handed_back
+    report = for_verl.install()
+    try:
+        assert set(report.names("replaced")) >= {"unpad_input", "pad_input"}
+        assert padding.unpad_input is home.unpad_input is for_verl.unpad_input
+        values, mask = (
+            torch.randn(3, 4, 2),
+            torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0]]),
+        )
+        for got, want in zip(home.unpad_input(values, mask), original(values, mask), strict=True):
+            assert torch.equal(got, want) if isinstance(got, torch.Tensor) else got == want
+        home.unpad_input(values, mask, torch.zeros_like(mask))  # flash-attn's third argument
+        assert (counts.calls, counts.handed_back) == (before[0] + 2, before[1] + 1)
+        assert "too many positional arguments" in counts.last_reason
+    finally:
+        for_verl.uninstall()
+    assert padding.unpad_input is home.unpad_input is original

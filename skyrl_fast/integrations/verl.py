@@ -1,25 +1,49 @@
 """verl with this package's advantages, log-probabilities, and packing of padded batches.
 
-    import skyrl_fast.integrations.verl as fast
-    fast.register()  # then algorithm.adv_estimator=skyrl_fast_grpo
+verl's trainer lives in a Ray actor, and imports plugins there. So its command needs no change:
+
+    python -m verl.trainer.main_ppo algorithm.adv_estimator=skyrl_fast_grpo ...
+    VERL_USE_EXTERNAL_MODULES=skyrl_fast.integrations.verl python -m verl.trainer.main_ppo ...
+
+The first registers the estimators, by the entry point of this package; the second also replaces
+verl's functions (`install`). In your own process, call `register()` and `install()`.
 
 N rows, W padded width, R response width, S real tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from typing import Any
 
 import numpy as np
 import torch
 
+from skyrl_fast.config.loading import environment_setting
+from skyrl_fast.integrations.calls import Counts, Function, HostReport, print_at_exit
+from skyrl_fast.integrations.on_import import ImportWatch
 from skyrl_fast.ops.advantage.group import group_advantage
 from skyrl_fast.ops.logprob.selected import selected_logprob
 from skyrl_fast.ops.pack.varlen import padded_to_varlen, varlen_to_padded
 
 ESTIMATORS = ("grpo", "rloo", "maxrl")
 PREFIX = "skyrl_fast_"
+CORE = "verl.trainer.ppo.core_algos"
+# verl's functions by the modules that define them; other modules bind them when they are imported.
+FUNCTIONS = {
+    "logprobs_from_logits": "verl.utils.torch_functional",
+    "unpad_input": "verl.utils.attention_utils",
+    "pad_input": "verl.utils.attention_utils",
+}
+VARIABLE = "VERL_USE_EXTERNAL_MODULES"
+_counts = {name: Counts() for name in (*(PREFIX + name for name in ESTIMATORS), *FUNCTIONS)}
+_originals: dict[str, Callable[..., Any]] = {}
+_watches: dict[str, ImportWatch] = {}
+_on_gpu = False
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -33,7 +57,116 @@ def register() -> list[str]:
 
     for name in ESTIMATORS:
         register_adv_est(PREFIX + name)(_FUNCTIONS[name])
+    print_at_exit(_last_line)
     return [PREFIX + name for name in ESTIMATORS]
+
+
+def register_on_import() -> None:
+    """Register as soon as verl's module of estimators has been imported; import nothing now."""
+    _watch("register", {CORE}, lambda name: register())
+
+
+def install(*, on_gpu: bool = False) -> HostReport:
+    """Replace verl's `logprobs_from_logits`, `unpad_input` and `pad_input`, now or when imported.
+
+    Args:
+        on_gpu: also for tensors on GPUs, where verl's functions use flash-attn's kernels, with
+            which these have not been compared there.
+
+    Returns:
+        What is replaced. It runs in the process that calls it: for verl's workers, set
+        VERL_USE_EXTERNAL_MODULES.
+    """
+    global _on_gpu
+    _on_gpu = on_gpu
+    _watch("install", set(FUNCTIONS.values()), _replace)
+    print_at_exit(_last_line)
+    return report()
+
+
+def uninstall() -> None:
+    """Restore verl's own functions in this process."""
+    watch = _watches.pop("install", None)
+    if watch is not None:
+        watch.stop()
+    for name, original in _originals.items():
+        _rebind(name, globals()[name], original)
+    _originals.clear()
+
+
+def report() -> HostReport:
+    """Return what is replaced in this process, and the calls so far."""
+    rows = []
+    for name, counts in _counts.items():
+        if name not in FUNCTIONS:
+            state, why = ("replaced" if _is_registered(name) else "kept"), "an estimator"
+        elif name in _originals:
+            state, why = "replaced", ""
+        else:
+            waiting = "install" in _watches
+            state, why = "kept", "its module is not imported yet" if waiting else "not installed"
+        rows.append(Function(name, state, why, counts))
+    try:
+        version = metadata.version("verl")
+    except metadata.PackageNotFoundError:
+        version = "(not installed)"
+    return HostReport(f"verl {version}", tuple(rows))
+
+
+def _is_registered(name: str) -> bool:
+    registry = getattr(sys.modules.get(CORE), "ADV_ESTIMATOR_REGISTRY", {})
+    return name in registry
+
+
+def _last_line() -> str:
+    found = report()
+    return found.summary() if found.names("replaced") else ""
+
+
+def _watch(name: str, modules: set[str], callback: Callable[[str], Any]) -> None:
+    if name not in _watches:
+        _watches[name] = ImportWatch(modules, callback)
+        _watches[name].start()
+
+
+def _replace(module_name: str) -> None:
+    """Replace the functions that a module defines, wherever they are bound."""
+    for name, home in FUNCTIONS.items():
+        if home == module_name and name not in _originals:
+            original = getattr(sys.modules[home], name, None)
+            if original is not None:
+                _originals[name] = original
+                _rebind(name, original, globals()[name])
+
+
+def _rebind(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "verl" and vars(module).get(name) is old:
+            setattr(module, name, new)
+
+
+def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Count the calls, and pass what is not computed here to verl's function, if it is replaced."""
+    name, signature = function.__name__, inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        counts, original = _counts[name], _originals.get(name)
+        counts.calls += 1
+        reason = ""
+        try:
+            values = signature.bind(*args, **kwargs).arguments.values()
+            kinds = {x.device.type for x in values if isinstance(x, torch.Tensor)}
+            if kinds != {"cpu"} and not _on_gpu:
+                reason = f"tensors on {', '.join(sorted(kinds))}: see install(on_gpu=True)"
+        except TypeError as error:
+            reason = str(error)
+        if original is not None and reason:
+            counts.hand_back(reason)
+            return original(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _estimator(estimator: str) -> Callable[..., Pair]:
@@ -57,6 +190,7 @@ def _estimator(estimator: str) -> Callable[..., Pair]:
         Raises:
             ValueError: another epsilon, or an error of `group_advantage`.
         """
+        _counts[PREFIX + estimator].calls += 1
         if epsilon != 1e-6:
             raise ValueError(f"{PREFIX}{estimator}: epsilon must be 1e-6, got {epsilon}")
         plain = estimator == "grpo" and not norm_adv_by_std_in_grpo
@@ -74,6 +208,7 @@ def _estimator(estimator: str) -> Callable[..., Pair]:
 _FUNCTIONS = {name: _estimator(name) for name in ESTIMATORS}
 
 
+@_counted
 def logprobs_from_logits(
     logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True
 ) -> torch.Tensor:
@@ -94,6 +229,7 @@ def logprobs_from_logits(
     return out
 
 
+@_counted
 def unpad_input(
     hidden_states: torch.Tensor, attention_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
@@ -122,6 +258,7 @@ def unpad_input(
     return values, indices, cu_seqlens, longest, lengths
 
 
+@_counted
 def pad_input(
     hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int
 ) -> torch.Tensor:
@@ -151,3 +288,8 @@ def _left_padded_cells(lengths: torch.Tensor, width: int) -> torch.Tensor:
     rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths.long())
     position = torch.arange(len(rows), device=lengths.device) - _offsets(lengths)[rows]
     return rows * width + (width - lengths.long())[rows] + position
+
+
+if __name__ in environment_setting(VARIABLE).split(","):  # verl imports this module to be extended
+    register_on_import()
+    install()

@@ -17,9 +17,9 @@ from importlib import metadata
 from typing import Any
 
 from skyrl_fast.integrations.calls import Counts
+from skyrl_fast.integrations.on_import import ImportWatch
 from skyrl_fast.integrations.skyrl import rules as fixed_rules
 from skyrl_fast.integrations.skyrl.names import GYM_GENERATOR, KEPT, PPO, TARGETS, TRAINER, Target
-from skyrl_fast.integrations.on_import import ImportWatch
 from skyrl_fast.integrations.skyrl.replacement import ORIGINALS, find, version_label
 from skyrl_fast.integrations.skyrl.report import Report, Row, SkyRLFastWarning
 from skyrl_fast.integrations.source import undecorated

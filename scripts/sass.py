@@ -54,6 +54,7 @@ class Work:
     in_loop: bool  # one pass of the innermost loop; else from the first instruction to the last
     per_load: int = 8  # elements of a 16-byte load
     exponentials: int = 1  # MUFU.EX2 of an element
+    stores: bool = False  # as many stores of 16 bytes as loads
     # where cells are not loaded 16 bytes at a time: how many one pass handles
     cells: int | None = None
 
@@ -329,6 +330,8 @@ def _paths(
     if not done:
         raise ValueError(f"no path with {loads} loads of 16 bytes and {needed} exponentials")
     stores = max(s for _, s, _ in done)
+    if work.stores and stores < loads:
+        raise ValueError(f"{stores} stores of 16 bytes to {loads} loads")
     ranges = [v for (_, s, _), v in done.items() if s == stores]
     return Count(min(r[0] for r in ranges), max(r[1] for r in ranges), elements, loads, stores)
 

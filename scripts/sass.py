@@ -5,7 +5,7 @@ The count is of a path through the control-flow graph: through one pass of the i
 out, so that every loop on the path runs once. Of the paths that do all the work, that is
 
 1. the most 16-byte loads, each of which brings `per_load` elements,
-2. `exponentials` times that many MUFU.EX2, and
+2. for each element `marks` instructions of the operation `mark`, its exponential, and
 3. then the most 16-byte stores,
 
 the shortest and the longest are reported. They differ by branches that few warps take, such as that
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
 FUNCTION = re.compile(r"^\s*Function : (\S+)")
 ADDRESS = re.compile(r"0x([0-9a-f]+)\s*$")
-LOAD, STORE, EX2 = "LDG.E", "STG.E", "MUFU.EX2"
+LOAD, STORE = "LDG.E", "STG.E"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ class Work:
 
     in_loop: bool  # one pass of the innermost loop; else from the first instruction to the last
     per_load: int = 8  # elements of a 16-byte load
-    exponentials: int = 1  # MUFU.EX2 of an element
+    marks: int = 1  # instructions `mark` of an element
+    mark: str = "MUFU.EX2"
     stores: bool = False  # as many stores of 16 bytes as loads
     # where cells are not loaded 16 bytes at a time: how many one pass handles
     cells: int | None = None
@@ -98,14 +99,13 @@ class Block:
         """Return its 16-byte stores."""
         return self.count(lambda i: i.opcode.startswith(STORE) and i.is_wide)
 
-    @property
-    def exponentials(self) -> int:
-        """Return its instructions for 2^x."""
-        return self.count(lambda i: i.opcode == EX2)
+    def marks(self, work: Work) -> int:
+        """Return its instructions that show that an element is handled."""
+        return self.count(lambda i: i.opcode == work.mark)
 
 
 Graph = dict[int, Block]
-# Of a path's rest, (loads, stores, exponentials) to its shortest and longest number of instructions
+# Of a path's rest, (loads, stores, marks) to its shortest and longest number of instructions
 States = dict[tuple[int, int, int], tuple[int, int]]
 
 
@@ -260,10 +260,18 @@ def count(code: list[Instruction], work: Work) -> Count:
         for first, body in wide.items()
         if not any(other != first and other in body for other in wide)
     ]
-    found = [_paths(graph, order, closing, work, first, wide[first], first) for first in inner]
+    found: list[Count] = []
+    faults = ["no loop loads or stores elements"]
+    for first in inner:
+        try:
+            found.append(_paths(graph, order, closing, work, first, wide[first], first))
+        except ValueError as fault:  # another loop may do it
+            faults.append(str(fault))
     if not found:
-        raise ValueError("no loop loads or stores elements")
+        raise ValueError(faults[-1])
     best = max(found, key=lambda c: (c.elements, -c.shortest))
+    if work.cells is not None:
+        return best
     once = _paths(graph, order, closing, work, entry, set(order), None)
     return replace(best, outside=once.shortest - best.shortest)
 
@@ -271,7 +279,8 @@ def count(code: list[Instruction], work: Work) -> Count:
 def _does_work(graph: Graph, body: set[int], work: Work) -> bool:
     if work.cells is None:
         return any(graph[at].loads for at in body)
-    return any(graph[at].exponentials for at in body)
+    has_loads = any(graph[at].count(lambda i: i.opcode.startswith(LOAD)) for at in body)
+    return has_loads and any(graph[at].marks(work) for at in body)
 
 
 def _paths(
@@ -300,7 +309,7 @@ def _paths(
             most[at] = graph[at].loads + max([*rest, *([0] if is_last(at) else [])])
     loads = most[first]
     elements = loads * work.per_load if work.cells is None else work.cells
-    needed = elements * work.exponentials
+    needed = elements * work.marks
     ahead = {first: 0}  # the most loads before a block: what cannot reach `loads` is dropped
     for at in order:
         for following in edges[at]:
@@ -310,16 +319,17 @@ def _paths(
     for at in reversed(order):
         block = graph[at]
         fewest, greatest = _length(graph, block)
+        marks = block.marks(work)
         mine: States = {}
         rests: list[States] = [states[s] for s in edges[at]]
         if is_last(at):
             rests.append({(0, 0, 0): (0, 0)})
         for rest in rests:
-            for (num_loads, num_stores, num_ex2), (low, high) in rest.items():
+            for (num_loads, num_stores, num_marks), (low, high) in rest.items():
                 key = (
                     num_loads + block.loads,
                     num_stores + block.stores,
-                    min(needed, num_ex2 + block.exponentials),
+                    min(needed, num_marks + marks),
                 )
                 if ahead.get(at, -1) + key[0] < loads:
                     continue
@@ -328,7 +338,7 @@ def _paths(
         states[at] = mine
     done = {k: v for k, v in states[first].items() if k[0] == loads and k[2] == needed}
     if not done:
-        raise ValueError(f"no path with {loads} loads of 16 bytes and {needed} exponentials")
+        raise ValueError(f"no path with {loads} loads of 16 bytes and {needed} {work.mark}")
     stores = max(s for _, s, _ in done)
     if work.stores and stores < loads:
         raise ValueError(f"{stores} stores of 16 bytes to {loads} loads")

@@ -69,8 +69,8 @@ def test_jumps_through_a_table_reach_the_blocks_behind_them() -> None:
 @pytest.mark.spec("gpu.instructions")
 def test_work_that_no_path_does_is_an_error() -> None:
     code = sass.functions(LISTING)["_Zloop"]
-    with pytest.raises(ValueError, match="no path with 2 loads of 16 bytes and 6 exponentials"):
-        sass.count(code, sass.Work(in_loop=True, per_load=1, exponentials=3))
+    with pytest.raises(ValueError, match=r"no path with 2 loads of 16 bytes and 6 MUFU\.EX2"):
+        sass.count(code, sass.Work(in_loop=True, per_load=1, marks=3))
     with pytest.raises(ValueError, match="0 stores of 16 bytes to 2 loads"):
         sass.count(code, sass.Work(in_loop=True, per_load=1, stores=True))
     with pytest.raises(ValueError, match="no loop"):

@@ -91,7 +91,7 @@ T* block_shared() {
 
 inline int cluster_rank() { return static_cast<int>(emulation::now.fiber->block->rank); }
 inline int cluster_size() { return static_cast<int>(emulation::now.cluster->blocks.size()); }
-// Of the cluster in x.
+// Of the cluster in x; sizes are powers of two.
 inline int cluster_index() { return static_cast<int>(blockIdx.x) / cluster_size(); }
 struct ClusterTicket {
   int64_t generation;
@@ -179,10 +179,9 @@ __device__ __forceinline__ int cluster_size() {
   asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
   return static_cast<int>(size);
 }
+// Sizes are powers of two. (%clusterid is computed in float32: wrong from 2^24 blocks on.)
 __device__ __forceinline__ int cluster_index() {
-  uint32_t index;
-  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
-  return static_cast<int>(index);
+  return static_cast<int>(blockIdx.x >> (__ffs(cluster_size()) - 1));
 }
 // Makes the calling thread's earlier writes visible to all threads that wait after its arrival.
 __device__ __forceinline__ void cluster_publish() {

@@ -321,6 +321,18 @@ def test_plan_matches_the_compiled_architecture() -> None:
     assert _C.visit_code_major() == max(major for major in compiled if major <= device)
 
 
+@pytest.mark.gpu
+def test_loss_of_more_rows_than_float32_counts() -> None:
+    """A row's number comes from its block's; %clusterid is computed in float32."""
+    rows = 2**24 + 9
+    logits = torch.zeros(rows, 4, device="cuda")
+    logits[:, 1] = torch.arange(rows, device="cuda") % 3
+    targets = torch.ones(rows, dtype=torch.long, device="cuda")
+    loss = masked_logprob_loss(logits, targets, None, None, loss="cross_entropy", backend="native")
+    want = torch.log_softmax(logits[-9:].double(), 1)[:, 1]
+    torch.testing.assert_close(loss.logprobs[-9:].double(), want, **FORWARD)
+
+
 @given(vocab=st.integers(1, 400_000), item_size=st.sampled_from([2, 4]), major=st.integers(8, 12))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_plans_cover_the_entire_row(

@@ -53,9 +53,9 @@ def select(
     devices = check_device(op, *given)
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"{op}: backend must be one of {BACKENDS} or None, got {backend!r}")
-    device = devices.pop() if devices else torch.device("cpu")
-    kind = device_kind(device)
-    usable = _usable(device, available, available_on_gpu)
+    device = devices.pop() if devices else None
+    kind = "cpu" if device is None else device_kind(device)
+    usable = _usable(kind, device, available, available_on_gpu)
     chosen = next(b for b in BACKENDS if b in usable) if backend is None else backend
     if chosen not in usable:
         raise ValueError(f"{op}: backend {backend!r} cannot run on {kind}; usable: {usable}")
@@ -113,9 +113,10 @@ def _is_dual(tensor: torch.Tensor) -> bool:
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _usable(device: torch.device, on_cpu: Sequence[str], on_gpu: Sequence[str]) -> tuple[str, ...]:
-    kind = device_kind(device)
-    if kind == "cpu":
+def _usable(
+    kind: str, device: torch.device | None, on_cpu: Sequence[str], on_gpu: Sequence[str]
+) -> tuple[str, ...]:
+    if kind == "cpu" or device is None:
         interpreted = "triton" in on_gpu and triton_is_interpreted()
         return (*on_cpu, "triton") if interpreted else tuple(on_cpu)
     if kind == "cuda":

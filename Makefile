@@ -42,7 +42,7 @@ check: setup ## formatting, lint, types
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' | grep -v dlpack.h)
 
 cuda-check: setup ## CUDA kernels compiled for all architectures (no GPU needed; skips without nvcc)
-	$(PY) scripts/cuda_check.py $(ARGS)
+	$(PY) -m scripts.cuda_check $(ARGS)
 
 gpu-check: setup ## GPU tests, plain and under compute-sanitizer, and training on a GPU
 	$(PY) -m scripts.gpu_check $(ARGS)

@@ -1,11 +1,12 @@
 """Compile every CUDA kernel for every architecture; runs nothing and needs no GPU.
 
-    python scripts/cuda_check.py [--jobs 2]
+    python -m scripts.cuda_check [--jobs 2]
 
-Fails on a compiler error, on a kernel that spills registers or has a stack frame, and where
-`cuobjdump` (if available) does not find each architecture in the object. Without nvcc it is skipped
-with a message. Objects and logs stay in build/cuda_check and are rebuilt when a source, the options
-or the compiler changed.
+Fails on a compiler error, on a kernel that spills registers or has a stack frame, and, where there
+is a `cuobjdump`, on an object without one of the architectures and on a kernel that issues more
+instructions for an element than `BUDGETS` allows. Without nvcc it is skipped with a message.
+Objects and logs stay in build/cuda_check and are rebuilt when a source, the options or the compiler
+changed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts import sass
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "csrc"
 BUILD = ROOT / "build" / "cuda_check"
@@ -33,6 +36,42 @@ OPTIONS = ("-std=c++17", "-O3", "-Xptxas=-v", "-Werror=all-warnings", f"-I{SOURC
 COMPILED = re.compile(r"Compiling entry function '(\w+)' for '(sm_\w+)'")
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The most instructions of a kernel for an element of bfloat16, on `COUNTED`."""
+
+    label: str
+    source: str
+    name: str  # a regular expression
+    work: sass.Work
+    shortest: float  # of the path that most warps take
+    longest: float
+
+
+COUNTED = "90a"
+FORWARD = sass.Work(in_loop=True)
+BACKWARD = sass.Work(in_loop=False, stores=True)
+VISIT = sass.Work(in_loop=False, marks=2, stores=True)  # for the sums, and the gradient
+SCALE = sass.Work(in_loop=True, marks=0, stores=True)
+CELL = sass.Work(in_loop=True, marks=3, mark="DADD", cells=4)  # three sums
+LOGPROB, LOSS, POLICY = "logprob_cuda", "masked_logprob_loss_cuda", "policy_loss_cuda"
+VISIT_FEW, VISIT_MANY = r"visit_kernel\w*Bf16ELi8ELi768ELi1", r"visit_kernel\w*Bf16ELi16ELi512ELi1"
+# What nvcc 13.0 makes of the kernels, and 3 percent more.
+BUDGETS = (
+    Budget("forward", LOGPROB, r"forward_kernel\w*Bf16ELb0E", FORWARD, 5.1, 5.1),
+    Budget("forward, entropy", LOGPROB, r"forward_kernel\w*Bf16ELb1E", FORWARD, 7.3, 7.3),
+    Budget("backward", LOGPROB, r"backward_kernel\w*Bf16ELb0E", BACKWARD, 8.0, 15.5),
+    Budget("backward, entropy", LOGPROB, r"backward_kernel\w*Bf16ELb1E", BACKWARD, 10.5, 18.5),
+    Budget("gradient times a factor", LOGPROB, r"12scale_kernel\w*Bf16", SCALE, 3.5, 3.5),
+    Budget("masked loss, 8 vectors", LOSS, VISIT_FEW + "ELb0E", VISIT, 14.5, 30.3),
+    Budget("masked loss, 8 vectors, entropy", LOSS, VISIT_FEW + "ELb1E", VISIT, 16.9, 34.9),
+    Budget("masked loss, 16 vectors", LOSS, VISIT_MANY + "ELb0E", VISIT, 12.7, 20.6),
+    Budget("masked loss, 16 vectors, entropy", LOSS, VISIT_MANY + "ELb1E", VISIT, 15.1, 23.5),
+    Budget("masked loss, long rows", LOSS, r"revisit_kernel\w*Bf16ELb0E", FORWARD, 5.1, 5.1),
+    Budget("policy loss, a trained cell", POLICY, r"11loss_kernelIfLi0E", CELL, 92, 222),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +103,7 @@ def main() -> None:
         kernels = read_log(log.read_text())
         print(summary(source, kernels))
         faults += judged(source, kernels) + missing_architectures(log.with_suffix(".o"))
+        faults += over_budget(source.stem, kernels, log.with_suffix(".o"))
     print(f"cuda-check: {len(sources)} files in {time.monotonic() - start:.0f} s")
     if faults:
         sys.exit("\n".join(["cuda-check failed:", *faults]))
@@ -95,25 +135,47 @@ def target_options() -> list[str]:
     return [*options, f"-gencode=arch=compute_{NEWEST},code=compute_{NEWEST}"]
 
 
-def compiled(nvcc: str, source: Path) -> Path:
-    """Return the log of compiling `source`; the object is next to it."""
-    command = [nvcc, *OPTIONS, *target_options(), "-c", str(source)]
-    digest = hashlib.sha256("\n".join([*command, version(nvcc)]).encode())
+def log_of(source: Path) -> Path:
+    """Return where the compiler's output for `source` is; the object is next to it."""
+    return BUILD / f"{source.stem}.log"
+
+
+def command_for(nvcc: str, source: Path) -> list[str]:
+    """Return the command that compiles `source`, without its output."""
+    return [nvcc, *OPTIONS, *target_options(), "-c", str(source)]
+
+
+def digest_of(nvcc: str, source: Path) -> str:
+    """Return a digest of all that the object of `source` depends on."""
+    digest = hashlib.sha256("\n".join([*command_for(nvcc, source), version(nvcc)]).encode())
     for path in [source, *sorted(SOURCES.glob("*/*.h"))]:
         digest.update(path.name.encode() + path.read_bytes())
-    log = BUILD / f"{source.stem}.log"
-    stamp = log.with_suffix(".stamp")
-    if stamp.exists() and stamp.read_text() == digest.hexdigest():
+    return digest.hexdigest()
+
+
+def is_compiled(nvcc: str, source: Path) -> bool:
+    """Return whether the object of `source` is that of the present sources."""
+    stamp = log_of(source).with_suffix(".stamp")
+    return stamp.exists() and stamp.read_text() == digest_of(nvcc, source)
+
+
+def compiled(nvcc: str, source: Path) -> Path:
+    """Compile `source` unless its object is up to date; return the log."""
+    log = log_of(source)
+    if is_compiled(nvcc, source):
         return log
+    stamp = log.with_suffix(".stamp")
     BUILD.mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)
     done = subprocess.run(
-        [*command, "-o", str(log.with_suffix(".o"))], capture_output=True, text=True
+        [*command_for(nvcc, source), "-o", str(log.with_suffix(".o"))],
+        capture_output=True,
+        text=True,
     )
     log.write_text(done.stdout + done.stderr)
     if done.returncode != 0:
         sys.exit(f"cuda-check: {source.name} does not compile\n{log.read_text()}")
-    stamp.write_text(digest.hexdigest())
+    stamp.write_text(digest_of(nvcc, source))
     return log
 
 
@@ -164,6 +226,38 @@ def summary(source: Path, kernels: list[Kernel]) -> str:
     return (
         f"{source.name}: {len(kernels) // len(ARCHITECTURES)} kernels, registers {', '.join(parts)}"
     )
+
+
+def over_budget(stem: str, kernels: list[Kernel], binary: Path) -> list[str]:
+    """Print the counted kernels of one source; return those that exceed their budget."""
+    budgets = [b for b in BUDGETS if b.source == stem]
+    cuobjdump = find_cuobjdump()
+    if cuobjdump is None or not budgets:
+        return []
+    listing = subprocess.check_output(
+        [cuobjdump, "-sass", "-arch", f"sm_{COUNTED}", str(binary)], text=True
+    )
+    code = sass.functions(listing)
+    registers = {k.name: k.registers for k in kernels if k.architecture == f"sm_{COUNTED}"}
+    faults = []
+    for budget in budgets:
+        names = [name for name in code if re.search(budget.name, name)]
+        if len(names) != 1:
+            faults.append(f"{stem}: {len(names)} kernels are called {budget.name}, wanted 1")
+            continue
+        counted = sass.count(code[names[0]], budget.work)
+        shortest, longest = counted.per_element
+        outside = f" and {counted.outside} a thread" if counted.outside else ""
+        print(
+            f"  {budget.label}: {shortest:.1f} to {longest:.1f} instructions an element{outside}, "
+            f"{registers[names[0]]} registers, {sass.widths(code[names[0]])}"
+        )
+        if shortest > budget.shortest or longest > budget.longest:
+            faults.append(
+                f"{stem}: {budget.label}: {shortest:.1f} to {longest:.1f} instructions an element, "
+                f"the budget is {budget.shortest} to {budget.longest}"
+            )
+    return faults
 
 
 def held_architectures(binary: Path) -> tuple[set[str], set[str]] | None:

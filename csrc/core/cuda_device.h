@@ -8,6 +8,8 @@
 #include "core/tensor.h"
 #if !defined(SKYRL_FAST_EMULATE_CUDA)
 #include <cuda_runtime.h>
+
+#include <atomic>
 #endif
 
 namespace skyrl_fast {
@@ -84,11 +86,13 @@ inline float shuffle_xor(float value, int lane_mask) {
 
 template <typename T>
 T* block_shared() {
-  return reinterpret_cast<T*>(emulation::now.fiber->block->shared.data());
+  return reinterpret_cast<T*>(emulation::aligned_shared(emulation::now.fiber->block));
 }
 
 inline int cluster_rank() { return static_cast<int>(emulation::now.fiber->block->rank); }
 inline int cluster_size() { return static_cast<int>(emulation::now.cluster->blocks.size()); }
+// Of the cluster in x; sizes are powers of two.
+inline int cluster_index() { return static_cast<int>(blockIdx.x) / cluster_size(); }
 struct ClusterTicket {
   int64_t generation;
 };
@@ -96,18 +100,26 @@ inline ClusterTicket cluster_arrive() { return {emulation::arrive(&emulation::no
 inline void cluster_wait(const ClusterTicket& ticket) {
   emulation::wait_for(emulation::now.cluster->all, ticket.generation);
 }
-// The float at `offset` floats of block `rank`'s shared memory.
-inline float cluster_read(int offset, int rank) {
-  return reinterpret_cast<const float*>(emulation::now.cluster->blocks[rank].shared.data())[offset];
+inline void cluster_publish() {}
+// The first vector of block `rank`'s shared memory.
+inline Vector cluster_read(int rank) {
+  return load_vector(emulation::aligned_shared(&emulation::now.cluster->blocks[rank]));
 }
 
 #else
 
 template <typename... P>
 int code_major(void (*kernel)(P...)) {
+  constexpr int kMostDevices = 64;
+  static std::atomic<int> known[kMostDevices] = {};  // 0: not asked yet
+  int device = 0;
+  cuda_check(cudaGetDevice(&device), "cudaGetDevice");
+  if (device < kMostDevices && known[device] != 0) return known[device];
   cudaFuncAttributes attributes = {};
   cuda_check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
-  return attributes.ptxVersion / 10;  // 90 for sm_90a, with and without its PTX
+  const int major = attributes.ptxVersion / 10;  // 90 for sm_90a, with and without its PTX
+  if (device < kMostDevices) known[device] = major;
+  return major;
 }
 
 template <typename... P, typename... A>
@@ -136,8 +148,11 @@ __device__ __forceinline__ Vector load_vector(const void* p) {
 __device__ __forceinline__ Vector load_vector_once(const void* p) {
   return of_uint4(__ldcs(static_cast<const uint4*>(p)));
 }
+// To global memory. An assignment through the pointer may be compiled to four stores.
 __device__ __forceinline__ void store_vector(void* p, const Vector& v) {
-  *static_cast<uint4*>(p) = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)),
+               "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
+               : "memory");
 }
 
 __device__ __forceinline__ float shuffle_xor(float value, int lane_mask) {
@@ -164,35 +179,46 @@ __device__ __forceinline__ int cluster_size() {
   asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
   return static_cast<int>(size);
 }
-// All threads of the cluster's blocks arrive; their earlier writes are visible after the wait.
+// Sizes are powers of two. (%clusterid is computed in float32: wrong from 2^24 blocks on.)
+__device__ __forceinline__ int cluster_index() {
+  return static_cast<int>(blockIdx.x >> (__ffs(cluster_size()) - 1));
+}
+// Makes the calling thread's earlier writes visible to all threads that wait after its arrival.
+__device__ __forceinline__ void cluster_publish() {
+  asm volatile("fence.acq_rel.cluster;" ::: "memory");
+}
+// All threads of the cluster's blocks arrive. Only what a thread has published is visible after the
+// wait: a release by every thread would cost each a fence.
 __device__ __forceinline__ ClusterTicket cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
   return {};
 }
 __device__ __forceinline__ void cluster_wait(const ClusterTicket&) {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
-// The float at `offset` floats of block `rank`'s shared memory.
-__device__ __forceinline__ float cluster_read(int offset, int rank) {
-  const uint32_t local =
-      static_cast<uint32_t>(__cvta_generic_to_shared(block_shared<float>() + offset));
+// The first vector of block `rank`'s shared memory.
+__device__ __forceinline__ Vector cluster_read(int rank) {
+  const uint32_t local = static_cast<uint32_t>(__cvta_generic_to_shared(block_shared<uint4>()));
   uint32_t remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
-  float value;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(remote) : "memory");
-  return value;
+  Vector v;
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "r"(remote)
+               : "memory");
+  return v;
 }
 #else  // every block is a cluster
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ int cluster_size() { return 1; }
+__device__ __forceinline__ int cluster_index() { return static_cast<int>(blockIdx.x); }
 __device__ __forceinline__ ClusterTicket cluster_arrive() {
   __syncthreads();
   return {};
 }
 __device__ __forceinline__ void cluster_wait(const ClusterTicket&) {}
-__device__ __forceinline__ float cluster_read(int offset, int) {
-  return block_shared<float>()[offset];
-}
+__device__ __forceinline__ void cluster_publish() {}
+__device__ __forceinline__ Vector cluster_read(int) { return *block_shared<Vector>(); }
 #endif
 
 #endif  // SKYRL_FAST_EMULATE_CUDA

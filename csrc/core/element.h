@@ -58,6 +58,49 @@ SKYRL_HD float to_float(Fp16 x) {
 #endif
 }
 
+// Elements that a 32-bit word holds: the first, and their maxima place by place, NaN apart.
+SKYRL_HD float low_float(uint32_t word, float) { return float_of_bits(word); }
+SKYRL_HD float low_float(uint32_t word, Bf16) { return float_of_bits(word << 16); }
+SKYRL_HD float low_float(uint32_t word, Fp16) {
+  return to_float(Fp16{static_cast<uint16_t>(word & 0xffffu)});
+}
+SKYRL_HD uint32_t minus_infinity(float) { return 0xff800000u; }  // one element's bits
+SKYRL_HD uint32_t minus_infinity(Bf16) { return 0xff80u; }
+SKYRL_HD uint32_t minus_infinity(Fp16) { return 0xfc00u; }
+SKYRL_HD float high_float(uint32_t word, float) { return float_of_bits(word); }
+SKYRL_HD float high_float(uint32_t word, Bf16) { return float_of_bits(word & 0xffff0000u); }
+SKYRL_HD float high_float(uint32_t word, Fp16) {
+  return to_float(Fp16{static_cast<uint16_t>(word >> 16)});
+}
+SKYRL_HD uint32_t larger_words(uint32_t a, uint32_t b, float) {
+  return bits_of_float(fmaxf(float_of_bits(a), float_of_bits(b)));
+}
+SKYRL_HD uint32_t larger_words(uint32_t a, uint32_t b, Bf16 type) {
+#if defined(__CUDA_ARCH__)
+  uint32_t out;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+#else
+  const float low = fmaxf(low_float(a, type), low_float(b, type));
+  const float high = fmaxf(high_float(a, type), high_float(b, type));
+  return bits_of_float(low) >> 16 | (bits_of_float(high) & 0xffff0000u);
+#endif
+}
+SKYRL_HD uint32_t larger_words(uint32_t a, uint32_t b, Fp16 type) {
+#if defined(__CUDA_ARCH__)
+  uint32_t out;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+#else
+  const uint32_t low =
+      low_float(a, type) > low_float(b, type) || low_float(b, type) != low_float(b, type) ? a : b;
+  const uint32_t high =
+      high_float(a, type) > high_float(b, type) || high_float(b, type) != high_float(b, type) ? a
+                                                                                              : b;
+  return (low & 0xffffu) | (high & 0xffff0000u);
+#endif
+}
+
 // Round to nearest, ties to even; NaN stays NaN.
 template <typename T>
 SKYRL_HD T from_float(float x);

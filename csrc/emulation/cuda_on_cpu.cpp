@@ -204,6 +204,12 @@ void check_aligned(const void* p, size_t bytes) {
   }
 }
 
+char* aligned_shared(Block* block) {
+  constexpr uintptr_t kBytes = 16;
+  const uintptr_t first = reinterpret_cast<uintptr_t>(block->shared.data());
+  return reinterpret_cast<char*>((first + kBytes - 1) / kBytes * kBytes);
+}
+
 float rough_exp2(float x) {
   const float exact = std::exp2(x);
   if (exact < std::numeric_limits<float>::min()) return 0.0f;

@@ -83,6 +83,9 @@ void run(const Shape& shape, const std::function<void()>& thread);
 
 void check_aligned(const void* p, size_t bytes);
 
+// A block's shared memory, from its first 16-byte boundary.
+char* aligned_shared(Block* block);
+
 // 2^x with the errors that the device's ex2.approx.ftz may have: 0 below the normal floats, else up
 // to two units in the last place, the same for the same x.
 float rough_exp2(float x);

@@ -9,49 +9,48 @@
 namespace skyrl_fast {
 
 // Single elements up to a 16-byte boundary, vectors, single elements again. Fewer than kPerVector
-// single elements on either side.
+// single elements on either side. Rows have fewer than 2^31 logits: see with_element.
 template <typename T>
 struct RowSplit {
   static constexpr int kPerVector = kVectorBytes / static_cast<int>(sizeof(T));
-  int64_t head, num_vectors, tail_begin;
+  static constexpr int kSingles = 2 * kPerVector;  // lanes that handle a single element
+  int head, num_vectors;
 
   __device__ __forceinline__ RowSplit(const void* row, int64_t vocab) {
-    const int64_t off =
-        static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kPerVector);
+    const int length = static_cast<int>(vocab);
+    const int off = static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kPerVector);
     head = off == 0 ? 0 : kPerVector - off;
-    if (head > vocab) head = vocab;
-    num_vectors = (vocab - head) / kPerVector;
-    tail_begin = head + num_vectors * kPerVector;
+    if (head > length) head = length;
+    num_vectors = static_cast<int>(static_cast<unsigned>(length - head) / kPerVector);
   }
-  __device__ __forceinline__ int64_t first_of(int64_t vector) const {
-    return head + vector * kPerVector;
+  __device__ __forceinline__ int first_of(int vector) const { return head + vector * kPerVector; }
+  // The vector that holds an element, or -1.
+  __device__ __forceinline__ int vector_of(int64_t element) const {
+    const int64_t i = element - head;
+    const int64_t vector = i / kPerVector;
+    return i >= 0 && vector < num_vectors ? static_cast<int>(vector) : -1;
   }
-  // The element that `lane` of at least 2 * kPerVector lanes handles in addition to the vectors, or
-  // -1.
-  __device__ __forceinline__ int64_t single(int64_t lane, int64_t vocab) const {
+  // The element that `lane` of at least kSingles lanes handles in addition to the vectors, or -1.
+  __device__ __forceinline__ int single(int lane, int64_t vocab) const {
     if (lane < kPerVector) return lane < head ? lane : -1;
-    const int64_t i = tail_begin + lane - kPerVector;
-    return lane < 2 * kPerVector && i < vocab ? i : -1;
+    const int i = first_of(num_vectors) + lane - kPerVector;
+    return lane < kSingles && i < vocab ? i : -1;
   }
 };
 
+template <typename T>
+__device__ __forceinline__ T* row_of(const LogitRows& rows, int64_t r) {
+  return static_cast<T*>(rows.data) + rows.first_element(r);
+}
+
 // The elements of a vector. Indexed by constants alone, so that they stay in registers.
-__device__ __forceinline__ void unpack(const Vector& v, float (&x)[4], const float*) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) x[i] = float_of_bits(v.word[i]);
-}
-__device__ __forceinline__ void unpack(const Vector& v, float (&x)[8], const Bf16*) {
+template <typename T>
+__device__ __forceinline__ void unpack(const Vector& v, float (&x)[RowSplit<T>::kPerVector]) {
+  constexpr int kPerWord = RowSplit<T>::kPerVector / 4;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    x[2 * i] = float_of_bits(v.word[i] << 16);
-    x[2 * i + 1] = float_of_bits(v.word[i] & 0xffff0000u);
-  }
-}
-__device__ __forceinline__ void unpack(const Vector& v, float (&x)[8], const Fp16*) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    x[2 * i] = to_float(Fp16{static_cast<uint16_t>(v.word[i] & 0xffffu)});
-    x[2 * i + 1] = to_float(Fp16{static_cast<uint16_t>(v.word[i] >> 16)});
+    x[kPerWord * i] = low_float(v.word[i], T());
+    x[kPerWord * i + kPerWord - 1] = high_float(v.word[i], T());
   }
 }
 
@@ -68,56 +67,75 @@ __device__ __forceinline__ void pack(const float (&x)[8], Vector* v, const T*) {
   }
 }
 
-template <int kCount>
-__device__ __forceinline__ float largest_of(const float (&x)[kCount]) {
-  float largest = x[0];
-#pragma unroll
-  for (int i = 1; i < kCount; ++i) largest = larger(largest, x[i]);
-  return largest;
+// Logits of -inf.
+template <typename T>
+__device__ __forceinline__ Vector empty_vector() {
+  const uint32_t low = minus_infinity(T()), word = sizeof(T) == 2 ? low | low << 16 : low;
+  return {{word, word, word, word}};
 }
 
-template <bool kEntropy, typename T>
-__device__ __forceinline__ void accumulate_vector(const Vector& v, float scale, SoftmaxPart* part) {
-  float x[RowSplit<T>::kPerVector];
-  unpack(v, x, static_cast<const T*>(nullptr));
-  accumulate<kEntropy>(x, largest_of(x), scale, part);
+template <typename T, int kCount>
+__device__ __forceinline__ float largest_of(const Vector (&v)[kCount]) {
+  uint32_t word = v[0].word[0];
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word = larger_words(word, v[k].word[i], T());
+  }
+  return larger(low_float(word, T()), high_float(word, T()));
+}
+
+// Adds kCount vectors: the maximum is raised once for all.
+template <bool kEntropy, typename T, int kCount>
+__device__ __forceinline__ void accumulate_vectors(const Vector (&v)[kCount], float scale,
+                                                   SoftmaxPart* part) {
+  raise_maximum<kEntropy>(larger(part->max, largest_of<T>(v) * scale), part);
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    float x[RowSplit<T>::kPerVector];
+    unpack<T>(v[k], x);
+    accumulate<kEntropy>(x, scale, part);
+  }
 }
 
 template <bool kEntropy>
 __device__ __forceinline__ void accumulate_single(float x, float scale, SoftmaxPart* part) {
   const float one[1] = {x};
-  accumulate<kEntropy>(one, x, scale, part);
+  raise_maximum<kEntropy>(larger(part->max, x * scale), part);
+  accumulate<kEntropy>(one, scale, part);
 }
 
 // The sums of the vectors first, first + kThreads, ... of a row, with kLoads loads in flight.
 template <bool kEntropy, typename T, int kThreads, int kLoads>
 __device__ __forceinline__ SoftmaxPart row_part(const T* row, const RowSplit<T>& split,
                                                 int64_t vocab, float scale) {
+  constexpr int kPerVector = RowSplit<T>::kPerVector;
   SoftmaxPart part;
-  for (int64_t base = threadIdx.x; base < split.num_vectors; base += kThreads * kLoads) {
+  const T* vectors = row + split.head;
+  int i = static_cast<int>(threadIdx.x);
+#pragma unroll 1
+  for (; i < split.num_vectors - (kLoads - 1) * kThreads; i += kThreads * kLoads) {
     Vector v[kLoads];
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
-      if (base + k * kThreads < split.num_vectors) {
-        v[k] = load_vector_once(row + split.first_of(base + k * kThreads));
-      }
+      v[k] = load_vector_once(vectors + int64_t{i} * kPerVector + k * kThreads * kPerVector);
     }
+    accumulate_vectors<kEntropy, T>(v, scale, &part);
+  }
+  if (i < split.num_vectors) {
+    Vector v[kLoads];
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
-      if (base + k * kThreads < split.num_vectors) {
-        accumulate_vector<kEntropy, T>(v[k], scale, &part);
+      v[k] = empty_vector<T>();
+      if (i + k * kThreads < split.num_vectors) {
+        v[k] = load_vector_once(vectors + int64_t{i} * kPerVector + k * kThreads * kPerVector);
       }
     }
+    accumulate_vectors<kEntropy, T>(v, scale, &part);
   }
-  const int64_t single = split.single(threadIdx.x, vocab);
+  const int single = split.single(static_cast<int>(threadIdx.x), vocab);
   if (single >= 0) accumulate_single<kEntropy>(to_float(row[single]), scale, &part);
   return part;
-}
-
-// The kept ids of a row in a kernel that has any sets.
-template <bool kKept>
-__device__ __forceinline__ KeptIds kept_of(const Selection& selection, int64_t r) {
-  return kKept ? selection.kept.of_row(r) : KeptIds();
 }
 
 // A logit, or -inf where it was not kept: its probability and gradient are 0, and it is not read.
@@ -157,91 +175,60 @@ __device__ __forceinline__ bool is_valid_id(const KeptIds& kept, int64_t place, 
   return id >= 0 && id < vocab && (place == 0 || kept.ids[place - 1] < id);
 }
 
-// The sums of the kept logits first, first + kThreads, ... of a row; NaN with an invalid id.
-template <bool kEntropy, typename T, int kThreads>
+// The sums of the kept logits first, first + step, ... of a row; NaN with an invalid id.
+template <bool kEntropy, typename T>
 __device__ __forceinline__ SoftmaxPart kept_part(const T* row, const KeptIds& kept, int64_t vocab,
-                                                 float scale) {
+                                                 int64_t first, int64_t step, float scale) {
   SoftmaxPart part;
-  for (int64_t i = threadIdx.x; i < kept.size; i += kThreads) {
+#pragma unroll 1
+  for (int64_t i = first; i < kept.size; i += step) {
     const bool valid = is_valid_id(kept, i, vocab);
     accumulate_single<kEntropy>(valid ? to_float(row[kept.ids[i]]) : NAN, scale, &part);
   }
   return part;
 }
 
-__device__ __forceinline__ SoftmaxPart warp_combine(SoftmaxPart part) {
+// The sums of the parts of kLanes adjacent lanes of a full warp, with the same bits in each.
+template <bool kEntropy, int kLanes>
+__device__ __forceinline__ SoftmaxPart combine_lanes(SoftmaxPart part) {
+  float max = part.max;
 #pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    SoftmaxPart other;
-    other.max = shuffle_xor(part.max, offset);
-    other.sum = shuffle_xor(part.sum, offset);
-    other.weighted = shuffle_xor(part.weighted, offset);
-    part = combine(part, other);
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    max = larger(max, shuffle_xor(max, offset));
+  }
+  raise_maximum<kEntropy>(max, &part);
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    part.sum += shuffle_xor(part.sum, offset);
+    if (kEntropy) part.weighted += shuffle_xor(part.weighted, offset);
   }
   return part;
 }
 
-// The block's sums, complete in thread 0 only. `slots`: kThreads / 32 parts of shared memory.
-template <int kThreads>
-__device__ __forceinline__ SoftmaxPart block_combine(SoftmaxPart part, SoftmaxPart* slots) {
-  part = warp_combine(part);
+// The block's sums, complete in the first warp only. `slots`: one part per warp, of kMostWarps at
+// most, in shared memory.
+template <bool kEntropy, int kMostWarps>
+__device__ __forceinline__ SoftmaxPart combine_block(SoftmaxPart part, SoftmaxPart* slots) {
+  const int num_warps = static_cast<int>(blockDim.x) / kWarp;
+  part = combine_lanes<kEntropy, kWarp>(part);
   if (threadIdx.x % kWarp == 0) slots[threadIdx.x / kWarp] = part;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int w = 1; w < kThreads / kWarp; ++w) part = combine(part, slots[w]);
-  }
-  return part;
+  if (threadIdx.x >= kWarp) return part;
+  const int slot = static_cast<int>(threadIdx.x) % kMostWarps;
+  return combine_lanes<kEntropy, kMostWarps>(slot < num_warps ? slots[slot] : SoftmaxPart());
 }
 
-// Writes the gradient of one vector; grad rows may be aligned differently from the logits.
-template <typename T>
-__device__ __forceinline__ void store_gradient(T* grad, const float (&d)[RowSplit<T>::kPerVector],
-                                               bool aligned) {
-  if (aligned) {
-    Vector out;
-    pack(d, &out, static_cast<const T*>(nullptr));
-    store_vector(grad, out);
-  } else {
+// The gradient of the logits off the target.
+template <bool kEntropy, typename T>
+__device__ __forceinline__ Vector vector_gradient(const Vector& v, const GradTerms& terms,
+                                                  float scale) {
+  float x[RowSplit<T>::kPerVector];
+  unpack<T>(v, x);
 #pragma unroll
-    for (int i = 0; i < RowSplit<T>::kPerVector; ++i) grad[i] = from_float<T>(d[i]);
-  }
-}
-
-// `at_target(x)` is the gradient of the target, whose logit is x.
-template <typename T, typename AtTarget>
-__device__ __forceinline__ void store_vector_gradient(const Vector& v, const GradTerms& terms,
-                                                      int64_t first, int64_t target, float scale,
-                                                      const AtTarget& at_target, T* grad,
-                                                      bool aligned) {
-  constexpr int kCount = RowSplit<T>::kPerVector;
-  float x[kCount], d[kCount];
-  unpack(v, x, static_cast<const T*>(nullptr));
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) d[i] = off_target_gradient(terms, x[i], scale);
-  if (target >= first && target < first + kCount) {
-    const int at = static_cast<int>(target - first);
-    float target_x = x[0];
-#pragma unroll
-    for (int i = 1; i < kCount; ++i) target_x = i == at ? x[i] : target_x;
-    const float target_d =
-        at_target(target_x);  // computed once: inlining it per element is a lot of code
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) d[i] = i == at ? target_d : d[i];
-  }
-  store_gradient<T>(grad + first, d, aligned);
-}
-
-template <typename T>
-__device__ __forceinline__ void store_zeros(T* grad, bool aligned) {
-  const float d[RowSplit<T>::kPerVector] = {};
-  store_gradient<T>(grad, d, aligned);
-}
-
-template <typename AtTarget>
-__device__ __forceinline__ float single_gradient(const GradTerms& terms, float x, int64_t index,
-                                                 int64_t target, float scale,
-                                                 const AtTarget& at_target) {
-  return index == target ? at_target(x) : off_target_gradient(terms, x, scale);
+  for (float& value : x) value = off_target_gradient<kEntropy>(terms, value, scale);
+  Vector out;
+  pack(x, &out, static_cast<const T*>(nullptr));
+  return out;
 }
 
 __device__ __forceinline__ bool same_alignment(const void* a, const void* b) {
@@ -249,17 +236,132 @@ __device__ __forceinline__ bool same_alignment(const void* a, const void* b) {
          reinterpret_cast<uintptr_t>(b) % kVectorBytes;
 }
 
-// Calls fn(pointer to the element type of `dtype`).
+// Zeros in the vectors first, first + step, ... below `end` of a row, and in its single elements.
+template <typename T>
+__device__ __forceinline__ void zero_row(T* grad, int64_t vocab, int first, int step, int end) {
+  const RowSplit<T> split(grad, vocab);
+  if (end > split.num_vectors) end = split.num_vectors;
+#pragma unroll 1
+  for (int64_t i = first; i < end; i += step) {
+    store_vector(grad + split.head + i * RowSplit<T>::kPerVector, Vector());
+  }
+  const int single = split.single(first, vocab);
+  if (single >= 0) grad[single] = from_float<T>(0.0f);
+}
+
+// What a thread needs to write its part of a row's gradient.
+template <typename T>
+struct GradientRow {
+  const T* row;
+  T* grad;  // may be `row`
+  int64_t vocab, target;
+  float scale;
+};
+
+// The gradient of the elements first, first + step, ... below `end`, one by one: for rows of logits
+// and gradient that differ in alignment, and so in memory. `at_target(x)` is that of the target,
+// whose logit is x.
+template <bool kEntropy, typename T, typename AtTarget>
+__device__ __forceinline__ void write_elements(const GradientRow<T>& at, const KeptIds& kept,
+                                               const GradTerms& terms, const AtTarget& at_target,
+                                               int64_t first, int64_t step, int64_t end) {
+#pragma unroll 1
+  for (int64_t i = first; i < end; i += step) {
+    const float x = load_logit(at.row, i, kept);
+    at.grad[i] = from_float<T>(i == at.target ? at_target(x)
+                                              : off_target_gradient<kEntropy>(terms, x, at.scale));
+  }
+}
+
+// That of a row with a set, for the vectors first, first + step, ... below `end`, but the target.
+template <bool kEntropy, typename T>
+__device__ __forceinline__ void write_kept_vectors(const GradientRow<T>& at,
+                                                   const RowSplit<T>& split, const KeptIds& kept,
+                                                   const GradTerms& terms, int first, int step,
+                                                   int end) {
+#pragma unroll 1
+  for (int64_t i = first; i < end; i += step) {
+    const int64_t element = split.head + i * RowSplit<T>::kPerVector;
+    const Vector v = load_kept_vector(at.row, element, kept);
+    store_vector(at.grad + element, vector_gradient<kEntropy, T>(v, terms, at.scale));
+  }
+}
+
+// That of the vectors first, first + kThreads, ... below `end`, but the target, with kLoads loads
+// in flight. A vector is loaded before it is written.
+template <bool kEntropy, typename T, int kThreads, int kLoads>
+__device__ __forceinline__ void write_vectors(const GradientRow<T>& at, const RowSplit<T>& split,
+                                              const GradTerms& terms, int first, int end) {
+  constexpr int kStride = kThreads * RowSplit<T>::kPerVector;
+  int i = first;
+#pragma unroll 1
+  for (; i < end - (kLoads - 1) * kThreads; i += kThreads * kLoads) {
+    const int64_t element = split.head + int64_t{i} * RowSplit<T>::kPerVector;
+    Vector v[kLoads];
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) v[k] = load_vector(at.row + element + k * kStride);
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      store_vector(at.grad + element + k * kStride,
+                   vector_gradient<kEntropy, T>(v[k], terms, at.scale));
+    }
+  }
+  const int64_t element = split.head + int64_t{i} * RowSplit<T>::kPerVector;
+  Vector v[kLoads];
+#pragma unroll
+  for (int k = 0; k < kLoads; ++k) {
+    if (i + k * kThreads < end) v[k] = load_vector(at.row + element + k * kStride);
+  }
+#pragma unroll
+  for (int k = 0; k < kLoads; ++k) {
+    if (i + k * kThreads >= end) break;
+    store_vector(at.grad + element + k * kStride,
+                 vector_gradient<kEntropy, T>(v[k], terms, at.scale));
+  }
+}
+
+// The gradient of a block's part of a row, the vectors `begin` to `end`, by kThreads threads; with
+// the row's single elements where `with_singles` is set.
+template <bool kEntropy, typename T, int kThreads, int kLoads, typename AtTarget>
+__device__ __forceinline__ void write_gradient(const GradientRow<T>& at, const KeptIds& kept,
+                                               const GradTerms& terms, const AtTarget& at_target,
+                                               int begin, int end, bool with_singles) {
+  const RowSplit<T> split(at.row, at.vocab);
+  const int thread = static_cast<int>(threadIdx.x);
+  if (end > split.num_vectors) end = split.num_vectors;
+  // The target's element is written after its vector, by the same thread; read before it.
+  const int target_vector = split.vector_of(at.target);
+  const bool is_mine = target_vector >= begin && target_vector < end &&
+                       (target_vector - begin) % static_cast<unsigned>(kThreads) == threadIdx.x;
+  const float target_x = is_mine ? to_float(at.row[at.target]) : 0.0f;
+  if (kept.is_full()) {
+    write_vectors<kEntropy, T, kThreads, kLoads>(at, split, terms, begin + thread, end);
+  } else {
+    write_kept_vectors<kEntropy>(at, split, kept, terms, begin + thread, kThreads, end);
+  }
+  if (is_mine) at.grad[at.target] = from_float<T>(at_target(target_x));
+  const int single = with_singles ? split.single(thread, at.vocab) : -1;
+  if (single >= 0) {
+    write_elements<kEntropy>(at, kept, terms, at_target, single, 1, int64_t{single} + 1);
+  }
+}
+
+// Calls fn(pointer to the element type of `rows`).
 template <typename Fn>
-void with_element(const char* op, DType dtype, const Fn& fn) {
-  switch (dtype) {
+void with_element(const char* op, const LogitRows& rows, const Fn& fn) {
+  constexpr int64_t kMostLogits = 0x7fffffff;  // of a row: vectors and elements are counted in int
+  if (rows.vocab > kMostLogits) {
+    throw std::invalid_argument(std::string(op) + ": a row must have fewer than 2^31 logits, got " +
+                                std::to_string(rows.vocab));
+  }
+  switch (rows.dtype) {
     case DType::kFloat32: return fn(static_cast<float*>(nullptr));
     case DType::kFloat16: return fn(static_cast<Fp16*>(nullptr));
     case DType::kBFloat16: return fn(static_cast<Bf16*>(nullptr));
     default:
       throw std::invalid_argument(std::string(op) +
                                   ": logits must be float32, float16 or bfloat16, got " +
-                                  dtype_name(dtype));
+                                  dtype_name(rows.dtype));
   }
 }
 

@@ -19,10 +19,13 @@ struct LogitRows {
   int64_t outer_stride = 0;
   int64_t inner_stride = 0;
 
+  SKYRL_HD int64_t first_element(int64_t r) const {
+    if (r < inner_rows) return r * inner_stride;  // every row of a matrix
+    const int64_t outer = r / inner_rows;
+    return outer * outer_stride + (r - outer * inner_rows) * inner_stride;
+  }
   SKYRL_HD char* row(int64_t r) const {
-    const int64_t element = r / inner_rows * outer_stride + r % inner_rows * inner_stride;
-    const int64_t item_size = dtype == DType::kFloat32 ? 4 : 2;
-    return static_cast<char*>(data) + element * item_size;
+    return static_cast<char*>(data) + first_element(r) * (dtype == DType::kFloat32 ? 4 : 2);
   }
 };
 
@@ -79,20 +82,35 @@ struct TokenLossInputs {
   const float* weights = nullptr;                // multiply all: the reduction
 };
 
+// One row's of them.
+struct RowLossInputs {
+  float old_logprob, advantage, reference;
+  float token_weight, cross_entropy_weight, kl_weight, weight;
+};
+
+SKYRL_HD RowLossInputs row_loss_inputs(const TokenLossInputs& in, int64_t row) {
+  RowLossInputs out;
+  out.old_logprob = in.old_logprobs ? in.old_logprobs[row] : 0.0f;
+  out.advantage = in.advantages ? in.advantages[row] : 0.0f;
+  out.reference = in.kl != KlKind::kNone ? in.reference[row] : 0.0f;
+  out.token_weight = in.token_weights ? in.token_weights[row] : 1.0f;
+  out.cross_entropy_weight = in.cross_entropy_weights ? in.cross_entropy_weights[row] : 0.0f;
+  out.kl_weight = in.kl_weights ? in.kl_weights[row] : 1.0f;
+  out.weight = in.weights[row];
+  return out;
+}
+
 // d loss / d logprob of a row's token. A weight of 0 drops a stream, even where that would be NaN.
-SKYRL_HD float loss_gradient(const TokenLossInputs& in, int64_t row, float logprob) {
-  const float old_logprob = in.old_logprobs ? in.old_logprobs[row] : logprob;
-  const float advantage = in.advantages ? in.advantages[row] : 0.0f;
-  const TokenLoss<float> token =
-      token_loss(in.loss, in.params, logprob, old_logprob, logprob - old_logprob, advantage, false);
-  const float token_weight = in.token_weights ? in.token_weights[row] : 1.0f;
-  float grad = token_weight != 0.0f ? token_weight * token.grad : 0.0f;
-  const float kl_weight = in.kl_weights ? in.kl_weights[row] : 1.0f;
-  if (in.kl != KlKind::kNone && kl_weight != 0.0f) {
-    grad += in.params.kl_coef * kl_weight * token_kl(in.kl, logprob, in.reference[row]).grad;
+SKYRL_HD float loss_gradient(const TokenLossInputs& in, const RowLossInputs& row, float logprob) {
+  const float old_logprob = in.old_logprobs ? row.old_logprob : logprob;
+  const TokenLoss<float> token = token_loss(in.loss, in.params, logprob, old_logprob,
+                                            logprob - old_logprob, row.advantage, false);
+  float grad = row.token_weight != 0.0f ? row.token_weight * token.grad : 0.0f;
+  if (in.kl != KlKind::kNone && row.kl_weight != 0.0f) {
+    grad += in.params.kl_coef * row.kl_weight * token_kl(in.kl, logprob, row.reference).grad;
   }
-  if (in.cross_entropy_weights) grad -= in.cross_entropy_weights[row];
-  return grad * in.weights[row];
+  if (in.cross_entropy_weights) grad -= row.cross_entropy_weight;
+  return grad * row.weight;
 }
 
 // Log-probability of each row and gradient of the loss in one pass: the gradient is written while

@@ -226,7 +226,7 @@ void masked_logprob_loss_cpu(const LogitRows& logits, const Selection& selection
     if (selection.has(r)) {
       row = logits_of(logits, selection, r, gathered);
       stats = forward_of(kernels, row, selection.temperature, entropy != nullptr);
-      loss_grad = loss_gradient(in, r, static_cast<float>(stats.logprob));
+      loss_grad = loss_gradient(in, row_loss_inputs(in, r), static_cast<float>(stats.logprob));
     }
     logprob[r] = static_cast<float>(stats.logprob);
     if (entropy != nullptr) entropy[r] = static_cast<float>(stats.entropy);

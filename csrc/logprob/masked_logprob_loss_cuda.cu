@@ -9,230 +9,257 @@ namespace {
 constexpr char kOp[] = "masked_logprob_loss";
 constexpr int kRevisitThreads = 512;
 constexpr int kRevisitLoads = 4;
+constexpr int kMostThreads = 512;
+constexpr int kMostWarps = kMostThreads / kWarp;
 
 struct Outputs {
   float* logprob;
-  float* entropy;  // may be null
+  float* entropy;  // null in kernels without it
   bool wants_grad;
 };
 
-// The gradient of a row: its terms, and its value at the target.
-struct RowGradient {
-  GradTerms terms;
-  float target;
+// What thread 0 reads of a row besides its logits, before the first barrier: after that of the
+// cluster another block may overwrite the target's logit.
+struct RowInputs {
+  float target_x;
+  RowLossInputs loss;
 };
 
-// Results of thread 0 for the other threads of its block, and for other blocks.
-struct SharedState {
-  SoftmaxPart total;  // of the block; the first member: other blocks read it by its offset
-  RowGradient gradient;
-  SoftmaxPart warps[kRevisitThreads / kWarp];
+// The gradient of a row: 2^(scale * x - offset) * factor off the target. Factor 0: only zeros.
+struct RowGradient {
+  float offset, factor, at_target;
 };
+
+struct SharedState {
+  alignas(kVectorBytes) SoftmaxPart total;  // of the block; the first vector: see cluster_read
+  RowInputs inputs;
+  RowGradient gradient;
+  SoftmaxPart warps[kMostWarps];
+};
+
+template <typename T>
+__device__ __forceinline__ RowInputs row_inputs(const T* row, const TokenLossInputs& in, int64_t r,
+                                                int64_t target, int64_t vocab,
+                                                const KeptIds& kept) {
+  RowInputs out;
+  out.loss = row_loss_inputs(in, r);
+  out.target_x = target_logit(row, target, vocab, kept);
+  return out;
+}
 
 // The gradient of a row's loss from its sums; writes the outputs where `writes` is set.
-__device__ __forceinline__ RowGradient finish_row(const SoftmaxPart& total, float target_x,
+template <bool kEntropy>
+__device__ __forceinline__ RowGradient finish_row(const SoftmaxPart& total, const RowInputs& row,
                                                   const TokenLossInputs& in, int64_t r, float scale,
                                                   float inv_temperature, const Outputs& out,
                                                   bool writes) {
-  const RowResult result = row_result(total, target_x, scale);
+  const RowResult result = row_result(total, row.target_x, scale);
   const float logprob = static_cast<float>(result.logprob);
   if (writes) {
     out.logprob[r] = logprob;
-    if (out.entropy != nullptr) out.entropy[r] = static_cast<float>(result.entropy);
+    if (kEntropy) out.entropy[r] = static_cast<float>(result.entropy);
   }
-  RowGradient gradient;
-  gradient.terms =
-      grad_terms(result.lse, 0.0f, loss_gradient(in, r, logprob), 0.0f, inv_temperature);
-  gradient.target = target_gradient(gradient.terms, target_x, scale, inv_temperature);
-  return gradient;
+  const float slope = loss_gradient(in, row.loss, logprob);
+  const GradTerms terms = grad_terms(result.lse, 0.0f, slope, 0.0f, inv_temperature);
+  return {terms.offset, slope == 0.0f ? 0.0f : terms.a,
+          target_gradient(terms, row.target_x, scale, inv_temperature)};
 }
 
+template <bool kEntropy>
 __device__ __forceinline__ void write_masked(int64_t r, const Outputs& out) {
   out.logprob[r] = 0.0f;
-  if (out.entropy != nullptr) out.entropy[r] = 0.0f;
+  if (kEntropy) out.entropy[r] = 0.0f;
 }
 
-// Zeros in the vectors first, first + step, ... of a row, and in its single elements.
-template <typename T>
-__device__ __forceinline__ void zero_row(T* grad, const RowSplit<T>& split, int64_t vocab,
-                                         int64_t first, int64_t step, bool aligned) {
-  for (int64_t v = first; v < split.num_vectors; v += step) {
-    store_zeros<T>(grad + split.first_of(v), aligned);
-  }
-  const int64_t single = split.single(first, vocab);
-  if (single >= 0) grad[single] = from_float<T>(0.0f);
+// The terms of off_target_gradient without an entropy's.
+__device__ __forceinline__ GradTerms terms_of(const RowGradient& gradient) {
+  GradTerms terms;
+  terms.offset = gradient.offset;
+  terms.a = gradient.factor;
+  return terms;
 }
 
-// Sums of the cluster's blocks, added in their order: every block gets the same bits.
-__device__ __forceinline__ SoftmaxPart cluster_total() {
-  constexpr int kMax = offsetof(SharedState, total) / sizeof(float);
-  SoftmaxPart total;
-  for (int rank = 0; rank < cluster_size(); ++rank) {
-    SoftmaxPart part;
-    part.max = cluster_read(kMax, rank);
-    part.sum = cluster_read(kMax + 1, rank);
-    part.weighted = cluster_read(kMax + 2, rank);
-    total = combine(total, part);
-  }
-  return total;
-}
-
-// One row per cluster. All loads of a thread are issued before the first is used; the
-// gradient is computed from the registers that hold them.
-template <typename T, int kVectors, int kThreads, int kBlocks, bool kKept>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    visit_kernel(const LogitRows logits, const Selection selection, const TokenLossInputs in,
-                 float scale, float inv_temperature, const Outputs out, const LogitRows grad) {
-  const int rank = cluster_rank(), size = cluster_size();
-  const int64_t r = blockIdx.x / static_cast<unsigned>(size);
-  const int64_t lane = static_cast<int64_t>(rank) * kThreads + threadIdx.x;
-  const int64_t step = static_cast<int64_t>(size) * kThreads;
-  const T* row = reinterpret_cast<const T*>(logits.row(r));
-  T* grad_row = reinterpret_cast<T*>(grad.row(r));
-  const bool aligned = same_alignment(row, grad_row);
-  const RowSplit<T> split(row, logits.vocab);
-  if (!selection.has(r)) {  // in all blocks of the cluster
-    zero_row<T>(grad_row, split, logits.vocab, lane, step, aligned);
-    if (lane == 0) write_masked(r, out);
-    return;
-  }
-  const KeptIds kept = kept_of<kKept>(selection, r);
-  Vector v[kVectors];
-#pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    if (lane + k * step < split.num_vectors) {
-      const int64_t first = split.first_of(lane + k * step);
-      v[k] = kept.is_full() ? load_vector_once(row + first) : load_kept_vector(row, first, kept);
-    }
-  }
-  const int64_t single = split.single(lane, logits.vocab);
-  const float single_x = single >= 0 ? load_logit(row, single, kept) : 0.0f;
-  const int64_t target = selection.target_ids[r];
-  // Before the cluster's barrier, after which another block may overwrite it.
-  const float target_x = threadIdx.x == 0 ? target_logit(row, target, logits.vocab, kept) : 0.0f;
-
+// The sums of the cluster's blocks, with the same bits in every block; called by a full warp, whose
+// lanes read one block's each.
+template <bool kEntropy>
+__device__ __forceinline__ SoftmaxPart cluster_total(int size) {
+  constexpr int kMostBlocks = 8;
+  const int rank = static_cast<int>(threadIdx.x) % kMostBlocks;
   SoftmaxPart part;
-  for (int64_t i = lane; i < kept.size; i += step) {
-    if (!is_valid_id(kept, i, logits.vocab)) part.sum = NAN;
+  if (rank < size) {
+    const Vector v = cluster_read(rank);
+    part.max = float_of_bits(v.word[0]);
+    part.sum = float_of_bits(v.word[1]);
+    part.weighted = float_of_bits(v.word[2]);
   }
+  return combine_lanes<kEntropy, kMostBlocks>(part);
+}
+
+// A thread's vectors of a row: lane, lane + step, ...; -inf behind the row's end.
+template <typename T, int kVectors>
+__device__ __forceinline__ void load_held(const T* row, const RowSplit<T>& split, int lane,
+                                          int step, Vector (&v)[kVectors]) {
+  const T* at = row + split.head + int64_t{lane} * RowSplit<T>::kPerVector;
+  const int64_t stride = int64_t{step} * RowSplit<T>::kPerVector;
+  if (lane + (kVectors - 1) * step < split.num_vectors) {
 #pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    if (lane + k * step < split.num_vectors) accumulate_vector<true, T>(v[k], scale, &part);
-  }
-  if (single >= 0) accumulate_single<true>(single_x, scale, &part);
-  SharedState* shared = block_shared<SharedState>();
-  part = block_combine<kThreads>(part, shared->warps);
-  if (threadIdx.x == 0) shared->total = part;
-  cluster_wait(cluster_arrive());
-  if (threadIdx.x == 0) {
-    shared->gradient =
-        finish_row(cluster_total(), target_x, in, r, scale, inv_temperature, out, rank == 0);
-  }
-  __syncthreads();
-  const ClusterTicket has_read = cluster_arrive();  // shared memory may be released when all have
-  const GradTerms terms = shared->gradient.terms;
-  const float target_d = shared->gradient.target;
-  const auto at_target = [target_d](float) { return target_d; };
-  if (terms.is_zero()) {
-    zero_row<T>(grad_row, split, logits.vocab, lane, step, aligned);
+    for (int k = 0; k < kVectors; ++k) v[k] = load_vector_once(at + k * stride);
   } else {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      if (lane + k * step < split.num_vectors) {
-        store_vector_gradient<T>(v[k], terms, split.first_of(lane + k * step), target, scale,
-                                 at_target, grad_row, aligned);
-      }
+      v[k] = empty_vector<T>();
+      if (lane + k * step < split.num_vectors) v[k] = load_vector_once(at + k * stride);
     }
+  }
+}
+
+// One row per cluster. All loads of a thread are issued before the first is used; the gradient is
+// computed from the registers that hold them. A row with a kept set holds nothing: its kept logits
+// are few, and read again for the gradient.
+template <typename T, int kVectors, int kThreads, int kBlocks, bool kEntropy>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    visit_kernel(const LogitRows logits, const Selection selection, const TokenLossInputs in,
+                 float scale, float inv_temperature, const Outputs out, const LogitRows grad) {
+  constexpr int kPerVector = RowSplit<T>::kPerVector;
+  const int rank = cluster_rank(), size = cluster_size();
+  const int64_t r = cluster_index();
+  const int lane = rank * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
+  const int step = size * static_cast<int>(blockDim.x);
+  if (!selection.has(r)) {  // in all blocks of the cluster
+    zero_row(row_of<T>(grad, r), logits.vocab, lane, step, INT32_MAX);
+    if (lane == 0) write_masked<kEntropy>(r, out);
+    return;
+  }
+  const T* row = row_of<T>(logits, r);
+  const RowSplit<T> split(row, logits.vocab);
+  const KeptIds kept = selection.kept.of_row(r);
+  const int64_t target = selection.target_ids[r];
+  Vector v[kVectors];
+  if (kept.is_full()) load_held(row, split, lane, step, v);
+  const int single = split.single(lane, logits.vocab);
+  const float single_x = single >= 0 ? load_logit(row, single, kept) : -INFINITY;
+  SharedState* shared = block_shared<SharedState>();
+  if (threadIdx.x == 0) shared->inputs = row_inputs(row, in, r, target, logits.vocab, kept);
+
+  SoftmaxPart part;
+  if (kept.is_full()) {
+    accumulate_vectors<kEntropy, T>(v, scale, &part);
+    if (lane < RowSplit<T>::kSingles) accumulate_single<kEntropy>(single_x, scale, &part);
+  } else {
+    part = kept_part<kEntropy>(row, kept, logits.vocab, lane, step, scale);
+  }
+  part = combine_block<kEntropy, kMostWarps>(part, shared->warps);
+  if (threadIdx.x == 0) {
+    shared->total = part;
+    cluster_publish();
+  }
+  // Thread 0 alone has written what other blocks read, and has read the target's logit before.
+  cluster_wait(cluster_arrive());
+  if (threadIdx.x < kWarp) {
+    part = cluster_total<kEntropy>(size);
+    if (threadIdx.x == 0) {
+      shared->gradient =
+          finish_row<kEntropy>(part, shared->inputs, in, r, scale, inv_temperature, out, rank == 0);
+    }
+  }
+  __syncthreads();
+  // Shared memory may be released when all blocks have read it: the sums they add have been used.
+  const ClusterTicket has_read = cluster_arrive();
+  T* grad_row = row_of<T>(grad, r);
+  const GradTerms terms = terms_of(shared->gradient);
+  const float target_d = shared->gradient.at_target;
+  const auto at_target = [target_d](float) { return target_d; };
+  const GradientRow<T> at{row, grad_row, logits.vocab, target, scale};
+  if (terms.a == 0.0f) {
+    zero_row(grad_row, logits.vocab, lane, step, INT32_MAX);
+  } else if (!same_alignment(row, grad_row)) {
+    write_elements<false>(at, kept, terms, at_target, lane, step, logits.vocab);
+  } else {
+    const int target_vector = split.vector_of(target);
+    bool is_mine = false;  // the target's vector: its element is written after it
+    if (kept.is_full()) {
+      T* out_at = grad_row + split.head + int64_t{lane} * kPerVector;
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) {
+        const int i = lane + k * step;
+        if (i < split.num_vectors) {
+          store_vector(out_at, vector_gradient<false, T>(v[k], terms, scale));
+        }
+        out_at += int64_t{step} * kPerVector;
+        is_mine = is_mine || i == target_vector;
+      }
+    } else {
+      write_kept_vectors<false>(at, split, kept, terms, lane, step, split.num_vectors);
+      is_mine = target_vector >= 0 && target_vector % step == lane;
+    }
+    if (is_mine) grad_row[target] = from_float<T>(target_d);
     if (single >= 0) {
-      grad_row[single] =
-          from_float<T>(single_gradient(terms, single_x, single, target, scale, at_target));
+      grad_row[single] = from_float<T>(
+          single == target ? target_d : off_target_gradient<false>(terms, single_x, scale));
     }
   }
   cluster_wait(has_read);
 }
 
 // One row per block, read a second time for its gradient (from the L2 cache, if it is still there).
-template <typename T, bool kKept>
+template <typename T, bool kEntropy>
 __global__ void __launch_bounds__(kRevisitThreads, 2)
     revisit_kernel(const LogitRows logits, const Selection selection, const TokenLossInputs in,
                    float scale, float inv_temperature, const Outputs out, const LogitRows grad) {
   const int64_t r = blockIdx.x;
-  const T* row = reinterpret_cast<const T*>(logits.row(r));
-  T* grad_row = reinterpret_cast<T*>(grad.row(r));
-  const bool aligned = same_alignment(row, grad_row);
-  const RowSplit<T> split(row, logits.vocab);
-  const int64_t lane = threadIdx.x;
+  const int lane = static_cast<int>(threadIdx.x);
+  T* grad_row = row_of<T>(grad, r);
   if (!selection.has(r)) {
-    if (out.wants_grad) {
-      zero_row<T>(grad_row, split, logits.vocab, lane, kRevisitThreads, aligned);
-    }
-    if (lane == 0) write_masked(r, out);
+    if (out.wants_grad) zero_row(grad_row, logits.vocab, lane, kRevisitThreads, INT32_MAX);
+    if (lane == 0) write_masked<kEntropy>(r, out);
     return;
   }
+  const T* row = row_of<T>(logits, r);
   const int64_t target = selection.target_ids[r];
-  const KeptIds kept = kept_of<kKept>(selection, r);
-  const float target_x = lane == 0 ? target_logit(row, target, logits.vocab, kept) : 0.0f;
+  const KeptIds kept = selection.kept.of_row(r);
   SharedState* shared = block_shared<SharedState>();
+  if (lane == 0) shared->inputs = row_inputs(row, in, r, target, logits.vocab, kept);
   SoftmaxPart part;
   if (kept.is_full()) {
-    part = row_part<true, T, kRevisitThreads, kRevisitLoads>(row, split, logits.vocab, scale);
+    const RowSplit<T> split(row, logits.vocab);
+    part = row_part<kEntropy, T, kRevisitThreads, kRevisitLoads>(row, split, logits.vocab, scale);
   } else {
-    part = kept_part<true, T, kRevisitThreads>(row, kept, logits.vocab, scale);
+    part = kept_part<kEntropy>(row, kept, logits.vocab, lane, kRevisitThreads, scale);
   }
-  part = block_combine<kRevisitThreads>(part, shared->warps);
+  part = combine_block<kEntropy, kMostWarps>(part, shared->warps);
   if (lane == 0) {
-    shared->gradient = finish_row(part, target_x, in, r, scale, inv_temperature, out, true);
+    shared->gradient =
+        finish_row<kEntropy>(part, shared->inputs, in, r, scale, inv_temperature, out, true);
   }
   if (!out.wants_grad) return;
   __syncthreads();
-  const GradTerms terms = shared->gradient.terms;
-  const float target_d = shared->gradient.target;
+  const GradTerms terms = terms_of(shared->gradient);
+  const float target_d = shared->gradient.at_target;
   const auto at_target = [target_d](float) { return target_d; };
-  if (terms.is_zero()) {
-    zero_row<T>(grad_row, split, logits.vocab, lane, kRevisitThreads, aligned);
-    return;
-  }
-  for (int64_t base = lane; base < split.num_vectors; base += kRevisitThreads * kRevisitLoads) {
-    Vector v[kRevisitLoads];
-#pragma unroll
-    for (int k = 0; k < kRevisitLoads; ++k) {
-      const int64_t i = base + k * kRevisitThreads;
-      if (i < split.num_vectors) {
-        const int64_t first = split.first_of(i);
-        v[k] = kept.is_full() ? load_vector(row + first) : load_kept_vector(row, first, kept);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kRevisitLoads; ++k) {
-      const int64_t i = base + k * kRevisitThreads;
-      if (i < split.num_vectors) {
-        store_vector_gradient<T>(v[k], terms, split.first_of(i), target, scale, at_target, grad_row,
-                                 aligned);
-      }
-    }
-  }
-  const int64_t single = split.single(lane, logits.vocab);
-  if (single >= 0) {
-    grad_row[single] = from_float<T>(
-        single_gradient(terms, load_logit(row, single, kept), single, target, scale, at_target));
+  const GradientRow<T> at{row, grad_row, logits.vocab, target, scale};
+  if (terms.a == 0.0f) {
+    zero_row(grad_row, logits.vocab, lane, kRevisitThreads, INT32_MAX);
+  } else if (same_alignment(row, grad_row)) {
+    write_gradient<false, T, kRevisitThreads, kRevisitLoads>(at, kept, terms, at_target, 0,
+                                                             INT32_MAX, true);
+  } else {
+    write_elements<false>(at, kept, terms, at_target, lane, kRevisitThreads, logits.vocab);
   }
 }
 
-constexpr int kSmallVectors = 8, kLargeVectors = 16;
-constexpr int kVisitThreads = 256, kWideThreads = 512;
+constexpr int kFewVectors = 8, kManyVectors = 16;  // held by a thread
+constexpr int kFewThreads = 768;  // of a multiprocessor: the registers that 8 vectors leave each
+constexpr int kMostFewThreads = 384;  // of a block: two of a multiprocessor overlap
+constexpr int kUsualThreads = 256;
 constexpr int kMaxCluster = 8;  // supported by every device of compute capability 9 or higher
 
-template <typename T, bool kKept>
+template <typename T, bool kEntropy>
 auto kernel_of(const VisitPlan& plan) {
-  constexpr int kBlocks = kKept ? 2 : 3;  // a set's bisection needs some registers more
-  if (plan.vectors == kSmallVectors) {
-    return visit_kernel<T, kSmallVectors, kVisitThreads, kBlocks, kKept>;
+  switch (plan.vectors) {
+    case kFewVectors: return visit_kernel<T, kFewVectors, kFewThreads, 1, kEntropy>;
+    case kManyVectors: return visit_kernel<T, kManyVectors, kMostThreads, 1, kEntropy>;
+    default: return revisit_kernel<T, kEntropy>;
   }
-  if (plan.vectors == kLargeVectors && plan.threads == kVisitThreads) {
-    return visit_kernel<T, kLargeVectors, kVisitThreads, 2, kKept>;
-  }
-  if (plan.vectors == kLargeVectors) return visit_kernel<T, kLargeVectors, kWideThreads, 1, kKept>;
-  return revisit_kernel<T, kKept>;
 }
 
 }  // namespace
@@ -243,17 +270,21 @@ VisitPlan plan_visit(int64_t vocab, DType dtype, int code_major) {
   const int64_t per_vector = dtype == DType::kFloat32 ? 4 : 8;
   const int64_t num_vectors = vocab / per_vector;
   const int most = code_major >= 9 ? kMaxCluster : 1;
-  for (int cluster = 1; cluster <= most; cluster *= 2) {
-    if (num_vectors <= int64_t{kSmallVectors} * kVisitThreads * cluster) {
-      return {kSmallVectors, kVisitThreads, cluster};
-    }
+  int cluster = 1;
+  while (cluster < most && num_vectors > int64_t{kFewVectors} * kUsualThreads * cluster) {
+    cluster *= 2;
   }
-  for (const int threads : {kVisitThreads, kWideThreads}) {
-    if (num_vectors <= int64_t{kLargeVectors} * threads * most) {
-      return {kLargeVectors, threads, most};
-    }
-  }
-  return {0, kRevisitThreads, 1};
+  // As many threads as hold the row: idle ones would issue its fixed instructions all the same.
+  const auto plan = [&](int vectors, int most_threads) {
+    const int64_t of_a_warp = int64_t{vectors} * cluster * kWarp;
+    const int64_t num_warps = num_vectors == 0 ? 1 : (num_vectors + of_a_warp - 1) / of_a_warp;
+    const int64_t threads = num_warps * kWarp;
+    return VisitPlan{threads <= most_threads ? vectors : 0, static_cast<int>(threads), cluster};
+  };
+  const VisitPlan few = plan(kFewVectors, kMostFewThreads);
+  const VisitPlan many = plan(kManyVectors, kMostThreads);
+  if (few.vectors != 0) return few;
+  return many.vectors != 0 ? many : VisitPlan{0, kRevisitThreads, 1};
 }
 
 void masked_logprob_loss_cuda(const LogitRows& logits, const Selection& selection,
@@ -269,10 +300,9 @@ void masked_logprob_loss_cuda(const LogitRows& logits, const Selection& selectio
   l.cluster = plan.cluster;
   l.stream = stream;
   const Outputs out{logprob, entropy, grad != nullptr};
-  with_element(kOp, logits.dtype, [&](auto* null) {
+  with_element(kOp, logits, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    const bool has_sets = selection.kept.ids != nullptr;
-    const auto kernel = has_sets ? kernel_of<T, true>(plan) : kernel_of<T, false>(plan);
+    const auto kernel = entropy != nullptr ? kernel_of<T, true>(plan) : kernel_of<T, false>(plan);
     launch(kOp, l, kernel, logits, selection, in,
            static_cast<float>(kLog2E / selection.temperature),
            static_cast<float>(1.0 / selection.temperature), out, grad != nullptr ? *grad : logits);

@@ -32,49 +32,43 @@ SKYRL_HD float fast_exp2(float x) {
 // fmaxf, which drops NaN: the sums keep it.
 SKYRL_HD float larger(float a, float b) { return fmaxf(a, b); }
 
-// Of the z seen so far: sum = sum of 2^(z - max), weighted = sum of (z - max) 2^(z - max).
+// Of the z seen so far: sum = sum of 2^(z - reference), weighted = sum of (z - reference) 2^(z -
+// reference), where `reference` is the maximum.
 struct SoftmaxPart {
   float max = -INFINITY;
   float sum = 0.0f;
   float weighted = 0.0f;
+  // 0 while there are only -inf and NaN: -inf - -inf would be NaN.
+  SKYRL_HD float reference() const { return max == -INFINITY ? 0.0f : max; }
 };
 
-// A part without logits, or with only -inf, must not produce 0 * -inf or inf - inf.
-SKYRL_HD SoftmaxPart combine(const SoftmaxPart& a, const SoftmaxPart& b) {
-  SoftmaxPart out;
-  out.max = larger(a.max, b.max);
-  if (out.max == -INFINITY) {
-    out.sum = a.sum + b.sum;  // 0, or NaN
-    return out;
+// Makes `max`, which is not lower than the part's, its maximum. Without a branch: a part without
+// logits has sum 0 and scale 0, and a difference of -inf must not make 0 * -inf.
+template <bool kEntropy>
+SKYRL_HD void raise_maximum(float max, SoftmaxPart* part) {
+  SoftmaxPart raised;
+  raised.max = max;
+  const float down = part->max - raised.reference();
+  const float scale = fast_exp2(down);
+  raised.sum = scale * part->sum;
+  if (kEntropy) {
+    raised.weighted = scale * fmaf(larger(down, kMinExponent), part->sum, part->weighted);
   }
-  const float down_a = a.max - out.max, down_b = b.max - out.max;
-  const float scale_a = fast_exp2(down_a), scale_b = fast_exp2(down_b);
-  out.sum = a.sum * scale_a + b.sum * scale_b;
-  if (scale_a > 0.0f) out.weighted += scale_a * (a.weighted + down_a * a.sum);
-  if (scale_b > 0.0f) out.weighted += scale_b * (b.weighted + down_b * b.sum);
-  return out;
+  *part = raised;
 }
 
-// Adds z = scale * x of kCount logits whose largest is `largest` (NaN apart).
+// Adds z = scale * x of kCount logits, none of them above the part's maximum.
 template <bool kEntropy, int kCount>
-SKYRL_HD void accumulate(const float (&x)[kCount], float largest, float scale, SoftmaxPart* part) {
-  const float max = larger(part->max, largest * scale);
-  if (max > part->max) {
-    SoftmaxPart raised;
-    raised.max = max;
-    *part = combine(*part, raised);
-  }
-  if (max == -INFINITY) {  // only -inf and NaN so far
-    for (int i = 0; i < kCount; ++i) part->sum += x[i] == -INFINITY ? 0.0f : x[i];
-    return;
-  }
+SKYRL_HD void accumulate(const float (&x)[kCount], float scale, SoftmaxPart* part) {
+  const float reference = part->reference();
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
   for (int i = 0; i < kCount; ++i) {
-    const float y = fmaf(x[i], scale, -max), e = fast_exp2(y);
+    const float y = fmaf(x[i], scale, -reference), e = fast_exp2(y);
     part->sum += e;
-    if (kEntropy) part->weighted += e > 0.0f ? y * e : 0.0f;
+    // A logit of -inf adds nothing; NaN stays in e.
+    if (kEntropy) part->weighted = fmaf(larger(y, kMinExponent), e, part->weighted);
   }
 }
 
@@ -128,10 +122,11 @@ SKYRL_HD GradTerms grad_terms(double lse, float entropy, float logprob_grad, flo
   return t;
 }
 
+template <bool kEntropy>
 SKYRL_HD float off_target_gradient(const GradTerms& t, float x, float scale) {
   const float y = fmaf(x, scale, -t.offset);
   const float e = fast_exp2(y);
-  return e * fmaf(t.b, larger(y, kMinExponent), t.a);  // NaN stays in e
+  return e * (kEntropy ? fmaf(t.b, larger(y, kMinExponent), t.a) : t.a);  // NaN stays in e
 }
 
 // 1 - p without cancellation where p is close to 1.

@@ -81,9 +81,6 @@ struct Exponential {
 // Both to their own relative accuracy: exp(x) - 1 near 0, and exp(x) where it is small, which
 // (exp(x) - 1) + 1 would round away; |x| <= 87. Vectorises: no table, no branch, no library call.
 SKYRL_HD Exponential<float> exponential(float x) {
-#if defined(__CUDA_ARCH__)
-  return {expf(x), expm1f(x)};
-#else
   constexpr float kLog2E = 1.44269504f;
   constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;  // exact products with n
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
@@ -103,7 +100,6 @@ SKYRL_HD Exponential<float> exponential(float x) {
   float scale;
   std::memcpy(&scale, &bits, sizeof(scale));
   return {scale * p + scale, scale * p + (scale - 1.0f)};
-#endif
 }
 SKYRL_HD Exponential<double> exponential(double x) {
   const double minus_1 = ::expm1(x);

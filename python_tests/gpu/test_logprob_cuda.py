@@ -154,6 +154,45 @@ def test_all_minus_inf_gives_nan(gpu: str) -> None:
     assert selected_logprob(logits, torch.tensor([3]).to(gpu)).isnan().all()
 
 
+@pytest.mark.spec("logprob.non-finite")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinite_and_nan_logits_anywhere(gpu: str, dtype: torch.dtype, fused: bool) -> None:
+    """Maxima are taken of pairs of 16-bit logits and of several vectors at once."""
+    vocab, places = 9001, (0, 1, 17, 4096, 8999, 9000)
+    logits, _ = made(4 + 2 * len(places), vocab, dtype)
+    logits[0, :4500] = -math.inf
+    logits[1, 2500:] = -math.inf
+    logits[2] = -math.inf
+    logits[2, 5000] = 1.5
+    logits[3, ::2] = -math.inf
+    for i, place in enumerate(places):
+        logits[4 + 2 * i, place] = math.nan
+        logits[5 + 2 * i, place] = math.inf
+    targets = torch.full((len(logits),), 5001)
+    targets[1], targets[2] = 77, 5000
+    leaf = logits.to(gpu, copy=True).requires_grad_()
+    if fused:
+        out = masked_logprob_loss(
+            leaf, targets.to(gpu), None, None, loss="cross_entropy", return_entropy=True,
+            row_weights=torch.ones(len(logits), device=gpu), backend="native",
+        )  # fmt: skip
+        got = [out.logprobs, out.entropy]
+        out.loss.backward()
+        grad = -leaf.grad
+    else:
+        got = list(selected_logprob(leaf, targets.to(gpu), return_entropy=True, backend="native"))
+        got[0].sum().backward()
+        grad = leaf.grad
+    assert all(g[4:].isnan().all() for g in got) and grad[4:].isnan().all()
+    exact_leaf = logits[:4].double().requires_grad_()
+    want = selected_logprob(exact_leaf, targets[:4], return_entropy=True, backend="torch")
+    want[0].sum().backward()
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g[:4].detach().cpu().double(), w.detach(), **FORWARD)
+    torch.testing.assert_close(grad[:4].cpu().double(), exact_leaf.grad, **GRADIENT[dtype])
+
+
 @pytest.mark.spec("logprob.masked-rows")
 def test_masked_rows_are_not_read(gpu: str) -> None:
     logits = torch.zeros(3, 64, device=gpu)
@@ -227,14 +266,17 @@ def test_rows_are_scaled_at_any_alignment(
 
 # (vocab, dtype, compute capability) -> vectors, threads, cluster: each way to process a row
 PLANS = [
-    (33, torch.bfloat16, 9, (8, 256, 1)),
+    (33, torch.bfloat16, 9, (8, 32, 1)),
     (16_384, torch.bfloat16, 9, (8, 256, 1)),
-    (16_400, torch.bfloat16, 9, (8, 256, 2)),
+    (16_400, torch.bfloat16, 9, (8, 160, 2)),
     (32_000, torch.float32, 9, (8, 256, 4)),
-    (131_081, torch.bfloat16, 9, (16, 256, 8)),
-    (140_000, torch.float32, 9, (16, 512, 8)),
-    (16_400, torch.bfloat16, 8, (16, 256, 1)),
-    (40_001, torch.float16, 8, (16, 512, 1)),
+    (131_081, torch.bfloat16, 9, (8, 288, 8)),
+    (140_000, torch.float32, 9, (16, 288, 8)),
+    (200_003, torch.float16, 9, (16, 224, 8)),
+    (262_144, torch.float32, 9, (16, 512, 8)),
+    (16_400, torch.bfloat16, 8, (8, 288, 1)),
+    (25_001, torch.bfloat16, 8, (16, 224, 1)),
+    (40_001, torch.float16, 8, (16, 320, 1)),
     (66_001, torch.bfloat16, 8, (0, 512, 1)),
 ]
 
@@ -279,6 +321,18 @@ def test_plan_matches_the_compiled_architecture() -> None:
     assert _C.visit_code_major() == max(major for major in compiled if major <= device)
 
 
+@pytest.mark.gpu
+def test_loss_of_more_rows_than_float32_counts() -> None:
+    """A row's number comes from its block's; %clusterid is computed in float32."""
+    rows = 2**24 + 9
+    logits = torch.zeros(rows, 4, device="cuda")
+    logits[:, 1] = torch.arange(rows, device="cuda") % 3
+    targets = torch.ones(rows, dtype=torch.long, device="cuda")
+    loss = masked_logprob_loss(logits, targets, None, None, loss="cross_entropy", backend="native")
+    want = torch.log_softmax(logits[-9:].double(), 1)[:, 1]
+    torch.testing.assert_close(loss.logprobs[-9:].double(), want, **FORWARD)
+
+
 @given(vocab=st.integers(1, 400_000), item_size=st.sampled_from([2, 4]), major=st.integers(8, 12))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_plans_cover_the_entire_row(
@@ -287,6 +341,7 @@ def test_plans_cover_the_entire_row(
     vectors, threads, cluster = cuda_on_cpu.plan_visit(vocab, item_size, major)
     most_vectors = vocab * item_size // 16  # if the row is 16-byte aligned
     assert vectors == 0 or vectors * threads * cluster >= most_vectors
+    assert threads % 32 == 0 and 32 <= threads <= 512
     assert cluster in ((1, 2, 4, 8) if major >= 9 else (1,))
     if major >= 9 and vocab * item_size <= 512 << 10:
         assert vectors > 0  # rows of 262,144 bfloat16 logits are read once

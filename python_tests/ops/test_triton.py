@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,8 +80,12 @@ TYPES = dict.fromkeys(("logits", "grad"), "*bf16") | {
 }
 
 
-def assembled(name: str, capability: int, **constants: object) -> bytes:
-    """Return a kernel's machine code."""
+def compiled(name: str, capability: int, *, aligned: bool = False, **constants: object) -> Any:
+    """Return a compiled kernel; options that are not given are True, other constants None.
+
+    Args:
+        aligned: whether pointers to logits and gradient are multiples of 16 bytes.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -89,25 +95,41 @@ def assembled(name: str, capability: int, **constants: object) -> bytes:
 
     kernel = getattr(triton_kernels, name, None) or getattr(triton_losses, name)
     names = kernel.arg_names
-    chosen = {n: constants.get(n, n.startswith("HAS_") or None) for n in names if n not in TYPES}
+    options = ("HAS_", "SAME_")
+    chosen = {n: constants.get(n, n.startswith(options) or None) for n in names if n not in TYPES}
     source = ASTSource(
         fn=kernel,
         signature={n: TYPES.get(n, "constexpr") for n in names},
         constexprs={(names.index(n),): value for n, value in chosen.items()},
+        attrs={
+            (names.index(n),): [["tt.divisibility", 16]]
+            for n in ("logits", "grad")
+            if aligned and n in names
+        },
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": 8 if aligned else 4})
 
 
-@needs_triton
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-def test_kernels_compile_for_other_gpus(
-    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All losses and penalties for one of them, one of each for the others."""
+def assembled(name: str, capability: int, **constants: object) -> bytes:
+    """Return a kernel's machine code."""
+    return compiled(name, capability, **constants).asm["cubin"]
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's compiler with an empty cache."""
     if triton_and_numpy()[0] < (3, 3):
         pytest.skip("Triton before 3.3 describes a kernel's arguments in another way")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.usefixtures("compiler")
+def test_kernels_compile_for_other_gpus(capability: int) -> None:
+    """All losses and penalties for one of them, one of each for the others."""
     kinds = [(loss, 4) for loss in LOSS_CODES.values()] + [(0, kl) for kl in range(4)]
     token_losses = {
         code
@@ -118,7 +140,7 @@ def test_kernels_compile_for_other_gpus(
     for loss, kl in kinds if capability == 90 else [(9, 4)]:
         both = dict(LOSS=loss, KL=kl)
         if loss in token_losses:
-            assert assembled("masked_loss_kernel", capability, **both, BLOCK=4096)
+            assert assembled("masked_loss_kernel", capability, **both, BLOCK=512)
         ragged = loss % 2 == 0
         assert assembled("loss_kernel", capability, **both, RAGGED=ragged, STEPS=9, BLOCK=512)
     assert assembled("forward_kernel", capability, BLOCK=4096)
@@ -126,6 +148,79 @@ def test_kernels_compile_for_other_gpus(
     assert assembled("fold_kernel", capability, LOSS=5, BLOCK=512)
     assert assembled("kl_kernel", capability, KL=4, BLOCK=512)
     assert assembled("delta_kernel", capability, RAGGED=True, BLOCK=512)
+
+
+OPTIONS = {
+    "forward_kernel": ("HAS_MASK", "HAS_KEPT", "HAS_ENTROPY"),
+    "backward_kernel": ("HAS_MASK", "HAS_KEPT", "HAS_LOGPROB", "HAS_ENTROPY", "SAME_ROWS"),
+    "masked_loss_kernel": (
+        "HAS_MASK", "HAS_KEPT", "HAS_OLD", "HAS_ADVANTAGE", "HAS_TOKEN_WEIGHT",
+        "HAS_CROSS_ENTROPY", "HAS_KL_WEIGHT", "HAS_ENTROPY", "HAS_GRAD", "SAME_ROWS",
+    ),
+}  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_kernels_compile_without_an_option(name: str) -> None:
+    """A branch that an option leaves out must not be compiled; the interpreter does not notice."""
+    for option in OPTIONS[name]:
+        assert assembled(name, 90, LOSS=10, KL=0, BLOCK=512, **{option: False})
+    assert assembled(name, 90, LOSS=10, KL=0, BLOCK=512, **dict.fromkeys(OPTIONS[name], False))
+
+
+FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]+)"')
+PLACE = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)")
+ACCESS = re.compile(r"(ld\.global|st\.global|bar\.sync)[\w.:]*")
+
+
+def accesses(kernel: Any) -> list[tuple[str, str]]:
+    """Return each access of global memory and each barrier, with its line of the source."""
+    from skyrl_fast.ops.logprob import triton_kernels
+
+    lines = Path(triton_kernels.__file__).read_text().splitlines()
+    ptx = kernel.asm["ptx"]
+    files = {int(number): Path(path).parent.name for number, path in FILE.findall(ptx)}
+    found, line = [], ""
+    for text in ptx.splitlines():
+        if place := PLACE.match(text):
+            is_ours = files[int(place.group(1))] == "logprob"
+            line = lines[int(place.group(2)) - 1].strip() if is_ours else ""
+        elif access := ACCESS.search(text):
+            found.append((access.group(), line))
+    return found
+
+
+@needs_triton
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.spec("logprob.in-place")
+@pytest.mark.parametrize("has_kept", [False, True])
+def test_target_is_read_before_a_barrier_and_the_gradient_is_written_after_it(
+    has_kept: bool,
+) -> None:
+    """In place, a warp ahead would overwrite the logit that another has yet to read."""
+    options = dict(LOSS=0, KL=4, BLOCK=4096, HAS_KEPT=has_kept, aligned=True)
+    found = accesses(compiled("masked_loss_kernel", 90, **options))
+    reads = [i for i, (_, line) in enumerate(found) if "logits + first + target" in line]
+    writes = [i for i, (_, line) in enumerate(found) if re.match(r"tl.store\((grad|out) \+", line)]
+    barriers = [i for i, (name, _) in enumerate(found) if name.startswith("bar")]
+    assert reads and writes and barriers
+    assert any(max(reads) < barrier < min(writes) for barrier in barriers)
+
+
+@needs_triton
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    ("name", "loads", "stores"),
+    [("forward_kernel", 2, 0), ("backward_kernel", 2, 4), ("masked_loss_kernel", 4, 4)],
+)
+def test_rows_of_any_vocabulary_move_in_vectors(name: str, loads: int, stores: int) -> None:
+    """4,096 bfloat16 of 8 warps: two loads of 16 bytes a pass; two stores of numbers, of zeros."""
+    kernel = compiled(name, 90, aligned=True, LOSS=0, KL=4, BLOCK=4096, HAS_KEPT=False)
+    names = [name for name, _ in accesses(kernel)]
+    assert names.count("ld.global.v4.b32") == loads
+    assert names.count("st.global.v4.b32") == stores
 
 
 def test_triton_on_the_cpu_requires_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

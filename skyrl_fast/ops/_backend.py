@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,15 +33,15 @@ def select(
     """Return the backend that runs `op` on these tensors.
 
     By default, CPU tensors run natively; CUDA tensors natively where the kernels are compiled
-    in, else by Triton; all others by plain torch. A backend given by name is used, or the error
-    says why it cannot be.
+    in for their device, else by Triton; all others by plain torch. A backend given by name is used,
+    or the error says why it cannot be.
 
     Args:
         op: the op's public name, for messages.
         tensors: the op's tensor arguments, None where one is not given; all on one device.
         backend: "native", "triton", "torch" or None.
         available: the backends that the op has on the CPU.
-        available_on_gpu: those it has on a GPU; "native" counts where CUDA is compiled in.
+        available_on_gpu: those it has on a GPU; "native" counts where `runs_native` is true.
         transforms: the transforms of torch.func ("grad", "vmap") that its kernels can run under.
 
     Raises:
@@ -51,8 +53,9 @@ def select(
     devices = check_device(op, *given)
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"{op}: backend must be one of {BACKENDS} or None, got {backend!r}")
-    kind = device_kind(devices.pop()) if devices else "cpu"
-    usable = _usable(kind, available, available_on_gpu)
+    device = devices.pop() if devices else None
+    kind = "cpu" if device is None else device_kind(device)
+    usable = _usable(kind, device, available, available_on_gpu)
     chosen = next(b for b in BACKENDS if b in usable) if backend is None else backend
     if chosen not in usable:
         raise ValueError(f"{op}: backend {backend!r} cannot run on {kind}; usable: {usable}")
@@ -110,14 +113,57 @@ def _is_dual(tensor: torch.Tensor) -> bool:
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _usable(kind: str, on_cpu: Sequence[str], on_gpu: Sequence[str]) -> tuple[str, ...]:
-    if kind == "cpu":
+def _usable(
+    kind: str, device: torch.device | None, on_cpu: Sequence[str], on_gpu: Sequence[str]
+) -> tuple[str, ...]:
+    if kind == "cpu" or device is None:
         interpreted = "triton" in on_gpu and triton_is_interpreted()
         return (*on_cpu, "triton") if interpreted else tuple(on_cpu)
     if kind == "cuda":
-        is_available = {"native": _C.cuda_archs is not None, "triton": HAS_TRITON, "torch": True}
+        is_available = {"native": runs_native(device), "triton": HAS_TRITON, "torch": True}
         return tuple(b for b in on_gpu if is_available[b])
     return ("torch",)
+
+
+def runs_native(device: torch.device) -> bool:
+    """Return whether the compiled CUDA kernels run on a GPU; each GPU is asked once."""
+    if _C.cuda_archs is None:
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _has_code(_C.cuda_archs, _capability(index))
+
+
+# What torch.compiler.assume_constant_result sets, without its import of the compiler: graphs hold
+# the answer, and no question to the device.
+runs_native._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def _has_code(architectures: str, capability: tuple[int, int]) -> bool:
+    """Return whether one of CMake's architectures runs on a device of this compute capability.
+
+    "80-real" is machine code for 8.0 and later 8.x, "90a-real" for 9.0 alone. Without "-real" there
+    is also PTX, which the driver compiles for later devices. Other names ("native") count as code.
+    """
+    for name in architectures.split(","):
+        parsed = re.fullmatch(r"(\d+)(\d)([af]?)(-real|-virtual)?", name)
+        if parsed is None:
+            return True
+        major, minor, feature, kind = parsed.groups()
+        oldest = (int(major), int(minor))
+        if feature == "a":
+            runs = capability == oldest
+        elif feature == "f" or kind == "-real":
+            runs = capability[0] == oldest[0] and capability >= oldest
+        else:
+            runs = capability >= oldest
+        if runs:
+            return True
+    return False
 
 
 def triton_is_interpreted() -> bool:

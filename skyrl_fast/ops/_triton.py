@@ -15,7 +15,7 @@ from skyrl_fast.ops.policy_loss.losses import KERNEL_PARAMS
 
 PPO_KL_COEF = KERNEL_PARAMS.index("ppo_kl_coef")  # follows those that token losses read
 LOG2E = 1.4426950408889634
-MAX_BLOCK = 4096  # columns per iteration: 16 per thread of 8 warps
+MIN_BLOCK, MAX_BLOCK = 32, 4096  # columns per iteration: up to 16 per thread of 8 warps
 NUM_WARPS = 8
 LOSS_BLOCK = 512  # cells of one partial sum: 4 per thread of 4 warps
 
@@ -30,7 +30,8 @@ def _strides(rows: Tensor) -> tuple[int, int, int]:
 
 
 def _block(vocab: int) -> int:
-    return min(int(triton.next_power_of_2(vocab)), MAX_BLOCK)
+    """Return columns per iteration; those of a row outside its blocks are fewer than two."""
+    return max(MIN_BLOCK, min(int(triton.next_power_of_2(vocab)) // 2, MAX_BLOCK))
 
 
 def _current(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -98,9 +99,9 @@ def selected_logprob_backward(
     if targets.numel() == 0:
         return
     block = _block(vocab)
-    _, *grad_strides = _strides(grad)
+    strides, grad_strides = _strides(logits), _strides(grad)
     with _current(logits):
-        kernels.backward_kernel[(targets.numel(), math.ceil(vocab / block))](
+        kernels.backward_kernel[(targets.numel(), vocab // block + 1)](
             logits,
             targets,
             _or(mask, targets),
@@ -113,14 +114,15 @@ def selected_logprob_backward(
             grad,
             vocab,
             0 if kept_ids is None else kept_ids.numel(),
-            *_strides(logits),
-            *grad_strides,
+            *strides,
+            *grad_strides[1:],
             LOG2E / temperature,
             1.0 / temperature,
             HAS_MASK=mask is not None,
             HAS_KEPT=kept_ids is not None,
             HAS_LOGPROB=grad_logprob is not None,
             HAS_ENTROPY=grad_entropy is not None,
+            SAME_ROWS=strides == grad_strides,
             BLOCK=block,
             num_warps=NUM_WARPS,
         )
@@ -152,7 +154,7 @@ def masked_logprob_loss(
     if targets.numel() == 0:
         return
     out = _or(grad, logits)
-    _, *grad_strides = _strides(out)
+    strides, grad_strides = _strides(logits), _strides(out)
     with _current(logits):
         kernels.masked_loss_kernel[(targets.numel(),)](
             logits,
@@ -172,8 +174,8 @@ def masked_logprob_loss(
             out,
             vocab,
             0 if kept_ids is None else kept_ids.numel(),
-            *_strides(logits),
-            *grad_strides,
+            *strides,
+            *grad_strides[1:],
             LOG2E / temperature,
             1.0 / temperature,
             *params[:PPO_KL_COEF],
@@ -189,6 +191,7 @@ def masked_logprob_loss(
             HAS_KL_WEIGHT=kl_weights is not None,
             HAS_ENTROPY=entropy is not None,
             HAS_GRAD=grad is not None,
+            SAME_ROWS=strides == grad_strides,
             BLOCK=_block(vocab),
             num_warps=NUM_WARPS,
         )

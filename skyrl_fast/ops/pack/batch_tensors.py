@@ -112,7 +112,9 @@ def convert_prompts_responses_to_batch_tensors(
         )
         if pad_size:
             tensors = [t if t is None else _with_rows(t, pad_size) for t in tensors]
-    elif device is not None and _backend.device_kind(place) == "cuda" and _C.cuda_archs is not None:
+    elif (
+        device is not None and _backend.device_kind(place) == "cuda" and _backend.runs_native(place)
+    ):
         tensors = _convert_on_gpu(fields, width, pad_token_id, vocab_size, pad_size, place)
     else:
         tensors = _convert(fields, lengths, width, pad_token_id, vocab_size, pad_size)

@@ -1,0 +1,103 @@
+"""Which GPUs run the compiled CUDA kernels; all others take Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from skyrl_fast import _C
+from skyrl_fast.ops import _backend
+
+BUILT = "80-real,90a-real,100-real,120"  # machine code for all, PTX for the last
+RUNS = {
+    (7, 0): False,
+    (7, 5): False,
+    (8, 0): True,
+    (8, 6): True,
+    (8, 9): True,
+    (9, 0): True,
+    (10, 0): True,
+    (10, 3): True,
+    (11, 0): False,  # older than the PTX, no machine code of its major
+    (12, 0): True,
+    (12, 1): True,
+    (13, 0): True,
+}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """CPU tensors as those of GPU 0, with compiled kernels; the GPUs that were asked."""
+    indices: list[int] = []
+    monkeypatch.setattr(_C, "cuda_archs", BUILT)
+    monkeypatch.setattr(_backend, "HAS_TRITON", True)
+    monkeypatch.setattr(_backend, "device_kind", lambda device: "cuda")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    _backend._capability.cache_clear()
+    yield indices
+    _backend._capability.cache_clear()
+
+
+def answer(
+    monkeypatch: pytest.MonkeyPatch, indices: list[int], capability: tuple[int, int]
+) -> None:
+    def ask(index: int) -> tuple[int, int]:
+        indices.append(index)
+        return capability
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", ask)
+
+
+ON_GPU = ("native", "triton", "torch")
+
+
+@pytest.mark.spec("tensors.device-code")
+@pytest.mark.parametrize("capability", list(RUNS))
+def test_devices_without_code_take_triton(
+    monkeypatch: pytest.MonkeyPatch, asked: list[int], capability: tuple[int, int]
+) -> None:
+    answer(monkeypatch, asked, capability)
+    for _ in range(2):
+        chosen = _backend.select("op", torch.zeros(1), available_on_gpu=ON_GPU)
+        assert chosen == ("native" if RUNS[capability] else "triton")
+    assert asked == [0]  # once
+
+
+@pytest.mark.spec("tensors.device-code")
+def test_native_by_name_on_a_device_without_code_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, asked: list[int]
+) -> None:
+    answer(monkeypatch, asked, (7, 5))
+    with pytest.raises(ValueError, match="backend 'native' cannot run on cuda"):
+        _backend.select("op", torch.zeros(1), backend="native", available_on_gpu=ON_GPU)
+
+
+@pytest.mark.spec("tensors.device-code")
+@pytest.mark.parametrize(
+    ("built", "capability", "runs"),
+    [
+        ("90", (10, 0), True),
+        ("90-virtual", (12, 0), True),
+        ("90", (8, 9), False),
+        ("90a", (10, 0), False),
+        ("100f", (10, 3), True),
+        ("100f", (12, 0), False),
+        ("native", (8, 6), True),
+    ],
+)
+def test_architectures_of_other_builds(built: str, capability: tuple[int, int], runs: bool) -> None:
+    assert _backend._has_code(built, capability) is runs
+
+
+@pytest.mark.spec("tensors.compile")
+def test_answer_is_a_constant_of_a_graph(monkeypatch: pytest.MonkeyPatch, asked: list[int]) -> None:
+    answer(monkeypatch, asked, (7, 5))
+    device = torch.device("cuda", 0)
+
+    def add(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if _backend.runs_native(device) else x + 2
+
+    compiled = torch.compile(add, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1)).item() == 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 from _losses import F32, Waits, batch
 
-from skyrl_fast.integrations.skyrl import losses
+from skyrl_fast.integrations.skyrl import logprobs, losses
 from skyrl_fast.integrations.skyrl.replacement import ORIGINALS, UnsupportedInputError
 from skyrl_fast.ops.policy_loss.loss import policy_loss
 from skyrl_fast.ops.policy_loss.losses import (
@@ -141,6 +141,22 @@ def test_mask_of_a_loss_that_does_not_wait_is_a_weight(gpu: str, replacement: Ca
     full, metrics = replacement(d["logprobs"], *given, d["mask"])
     torch.testing.assert_close(half * 2, full)
     assert metrics == {"clip_ratio": 0.0}
+
+
+@pytest.mark.spec("dropin.compat")
+@pytest.mark.parametrize("flash_attention", [False, True])
+def test_logprobs_on_a_gpu_have_the_dtype_of_skyrl(
+    gpu: str, monkeypatch: pytest.MonkeyPatch, flash_attention: bool
+) -> None:
+    monkeypatch.setattr(logprobs, "_uses_flash_attention", lambda: flash_attention)
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 50, device=gpu).bfloat16()
+    labels = torch.randint(0, 50, (2, 3), device=gpu)
+    dtype = torch.float32 if flash_attention else torch.bfloat16
+    want = logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0].to(dtype)
+    got = logprobs.logprobs_from_logits(logits, labels)
+    tolerance = {torch.float32: 4e-6, torch.bfloat16: 0.04}[dtype]  # one step of bfloat16 near 8
+    torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
 
 
 def test_device_without_kernels_falls_back_to_skyrl() -> None:

@@ -37,7 +37,7 @@ def logprobs_from_logits(
     require(logits.shape[:-1] == labels.shape, "labels of unsupported shape")
     require(logits.dtype in (torch.float32, torch.bfloat16, torch.float16), "unsupported dtype")
     require(labels.dtype == torch.int64, "labels of unsupported dtype")
-    on_gpu = logits.device.type == "cuda"
+    on_gpu = _backend.on_gpu(logits)
     chosen = _backend.select(NAME, logits, available_on_gpu=ON_GPU)
     require(chosen == "native", "a device without kernels")
     inplace = inplace_backward and on_gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ CONVERT, VALIDATE = "convert_prompts_responses_to_batch_tensors", "validate_gene
 
 
 @pytest.fixture
-def newer_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def newer_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A SkyRL with a comment in one function, and another error in a second; on the path."""
     skyrl = pytest.importorskip("skyrl", reason="SkyRL is not installed")
     shutil.copytree(Path(skyrl.__file__).parent, tmp_path / "skyrl")
@@ -62,10 +63,14 @@ def newer_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         text = path.read_text()
         assert old in text
         path.write_text(text.replace(old, new))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "skyrl"]:
-        monkeypatch.delitem(sys.modules, name)
+    original = {name: m for name, m in sys.modules.items() if name.partition(".")[0] == "skyrl"}
+    for name in original:
+        del sys.modules[name]
     monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "skyrl"]:
+        del sys.modules[name]
+    sys.modules.update(original)
 
 
 @pytest.mark.peers

@@ -45,7 +45,8 @@ def test_newer_release_is_reported() -> None:
     assert newer == [f"skyrl 0.10.0 is newer than {VERSIONS[-1]}, the last one that was tested"]
 
 
-HARMLESS = ("    num_samples = len(prompts)\n", "    num_samples = len( prompts )  # rows\n")
+CHECK = "    _verify_inputs(prompts, responses, rewards, loss_masks)\n"
+HARMLESS = (CHECK, f"    # rows\n{CHECK.replace('(', '( ')}")
 HARMFUL = (
     '        raise RuntimeError("No outputs generated")\n',
     '        raise ValueError("No outputs generated")\n',
@@ -105,7 +106,8 @@ def test_report_of_a_newer_version_names_what_changed(newer_skyrl: Path) -> None
     found = (Path(place) for place in sys.path if Path(place) != newer_skyrl)
     known = next(place for place in found if (place / "skyrl").is_dir())
     lines = list(skyrl_versions.report(newer_skyrl, known))
-    assert f"unknown source (1): {VALIDATE}" in lines
+    (unknown,) = [line for line in lines if line.startswith("unknown source")]
+    assert VALIDATE in unknown and CONVERT not in unknown
     assert f"+{HARMFUL[1].rstrip()}" in lines and f"-{HARMFUL[0].rstrip()}" in lines
     assert not any("# rows" in line for line in lines)
     (tests,) = [line for line in lines if line.startswith("tests that decide: ")]

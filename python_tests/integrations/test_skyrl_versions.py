@@ -110,5 +110,5 @@ def test_report_of_a_newer_version_names_what_changed(newer_skyrl: Path) -> None
     assert VALIDATE in unknown and CONVERT not in unknown
     assert f"+{HARMFUL[1].rstrip()}" in lines and f"-{HARMFUL[0].rstrip()}" in lines
     assert not any("# rows" in line for line in lines)
-    (tests,) = [line for line in lines if line.startswith("tests that decide: ")]
-    assert "test_skyrl_fuzz.py::test_validate" in tests
+    tests = [line for line in lines if line.startswith("tests that decide: ")]
+    assert any("test_skyrl_fuzz.py::test_validate" in line for line in tests)

@@ -12,7 +12,7 @@
 namespace skyrl_fast {
 namespace {
 
-constexpr char kOp[] = "off_policy_correction";
+constexpr char kOffPolicyOp[] = "off_policy_correction";
 
 // outlier_low, outlier_high, token_low, token_high, cap, mask_low, mask_high
 OffPolicyRules rules_of(bool outliers, bool bounded, int tis, int sequence_mask,
@@ -70,20 +70,20 @@ void off_policy_correction(py::handle old_obj, py::handle rollout_obj, py::handl
                            const std::vector<double>& numbers, py::handle new_mask_obj,
                            py::handle weights_obj, py::handle metrics_obj, int num_threads) {
   const OffPolicyRules rules = rules_of(outliers, bounded, tis, sequence_mask, numbers);
-  Borrowed old(old_obj, kOp, "old_logprobs"), rollout(rollout_obj, kOp, "rollout_logprobs");
-  Borrowed mask(mask_obj, kOp, "loss_mask"), metrics(metrics_obj, kOp, "metrics");
+  Borrowed old(old_obj, kOffPolicyOp, "old_logprobs"), rollout(rollout_obj, kOffPolicyOp, "rollout_logprobs");
+  Borrowed mask(mask_obj, kOffPolicyOp, "loss_mask"), metrics(metrics_obj, kOffPolicyOp, "metrics");
   Optional cu, starts, order, new_mask, weights;
-  if (!cu_obj.is_none()) cu.emplace(cu_obj, kOp, "cu_seqlens");
+  if (!cu_obj.is_none()) cu.emplace(cu_obj, kOffPolicyOp, "cu_seqlens");
   const RowLayout rows = layout_of(*old, cu);
   const LossMask loss_mask = mask_of(*mask, *old);
   check_cpu_array(*metrics, DType::kFloat64, 1);
   check_size(*metrics, 0, kNumOffPolicyMetrics);
   if (!starts_obj.is_none()) {
-    starts.emplace(starts_obj, kOp, "starts");
+    starts.emplace(starts_obj, kOffPolicyOp, "starts");
     check_starts(**starts, rows.num_rows);
   }
   if (!order_obj.is_none()) {
-    order.emplace(order_obj, kOp, "order");
+    order.emplace(order_obj, kOffPolicyOp, "order");
     check_order(**order, rows.num_rows);
   }
   if (rules.masks() == new_mask_obj.is_none() ||
@@ -91,7 +91,7 @@ void off_policy_correction(py::handle old_obj, py::handle rollout_obj, py::handl
     throw std::invalid_argument("off_policy_correction: an output that the rules need is missing");
   }
   if (!new_mask_obj.is_none()) {
-    new_mask.emplace(new_mask_obj, kOp, "new_mask");
+    new_mask.emplace(new_mask_obj, kOffPolicyOp, "new_mask");
     check_like(**new_mask, (*mask).dtype, *old);
   }
   with_float(*old, [&](auto zero) {
@@ -106,7 +106,7 @@ void off_policy_correction(py::handle old_obj, py::handle rollout_obj, py::handl
     in.starts = starts ? (*starts)->template ptr<int64_t>() : nullptr;
     in.order = order ? (*order)->template ptr<int64_t>() : nullptr;
     T* out =
-        const_cast<T*>(optional_like<T>(weights_obj, kOp, "weights", kDTypeOf<T>, *old, &weights));
+        const_cast<T*>(optional_like<T>(weights_obj, kOffPolicyOp, "weights", kDTypeOf<T>, *old, &weights));
     void* mask_out = new_mask ? (*new_mask)->data : nullptr;
     double* metrics_out = metrics->ptr<double>();
     py::gil_scoped_release release;

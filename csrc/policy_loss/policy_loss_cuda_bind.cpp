@@ -14,7 +14,7 @@
 namespace skyrl_fast {
 namespace {
 
-constexpr char kOp[] = "policy_loss";
+constexpr char kPolicyLossOp[] = "policy_loss";
 constexpr char kKlOp[] = "kl_penalty";
 
 // Cells on the device of `like`, in its shape.
@@ -64,14 +64,14 @@ void policy_loss(py::handle logprobs_obj, py::handle old_logprobs, py::handle ad
                  py::handle kl_weights, py::handle selected, py::handle sequence_delta_obj,
                  int loss, int kl, const std::vector<double>& params, py::handle grad_obj,
                  py::handle metrics_obj, py::handle partial_obj, uintptr_t stream) {
-  const Borrowed logprobs(logprobs_obj, kOp, "logprobs"), mask(mask_obj, kOp, "loss_mask");
-  const Borrowed row_weights(row_weights_obj, kOp, "row_weights");
-  const Borrowed metrics(metrics_obj, kOp, "metrics"), partial(partial_obj, kOp, "partial");
+  const Borrowed logprobs(logprobs_obj, kPolicyLossOp, "logprobs"), mask(mask_obj, kPolicyLossOp, "loss_mask");
+  const Borrowed row_weights(row_weights_obj, kPolicyLossOp, "row_weights");
+  const Borrowed metrics(metrics_obj, kPolicyLossOp, "metrics"), partial(partial_obj, kPolicyLossOp, "partial");
   std::optional<Borrowed> cu;
-  if (!cu_obj.is_none()) cu.emplace(cu_obj, kOp, "cu_seqlens");
+  if (!cu_obj.is_none()) cu.emplace(cu_obj, kPolicyLossOp, "cu_seqlens");
   const RowLayout rows = rows_on_cuda(*logprobs, cu);
-  const MaybeOnCuda sequence_delta(sequence_delta_obj, kOp, "sequence_delta");
-  check_loss(kOp, loss, kl, !advantages.is_none(), !reference.is_none(),
+  const MaybeOnCuda sequence_delta(sequence_delta_obj, kPolicyLossOp, "sequence_delta");
+  check_loss(kPolicyLossOp, loss, kl, !advantages.is_none(), !reference.is_none(),
              static_cast<bool>(sequence_delta));
   const int64_t num_cells = logprobs->numel();
   const int64_t num_sums = (num_cells + kCellsPerSum - 1) / kCellsPerSum * kNumLossSums;
@@ -98,7 +98,7 @@ void policy_loss(py::handle logprobs_obj, py::handle old_logprobs, py::handle ad
     in.sequence_delta = sequence_delta.array<double>(DType::kFloat64, rows.num_rows, like);
     in.row_weights = cuda_array<T>(*row_weights, kType, rows.num_rows, like);
     T* const grad = cells_or_null<T>(grad_obj, "grad", kType, like);
-    const LossParams<T> p = loss_params<T>(kOp, params);
+    const LossParams<T> p = loss_params<T>(kPolicyLossOp, params);
     py::gil_scoped_release release;
     DeviceGuard guard(like.device_index);
     policy_loss_cuda<T>(static_cast<LossKind>(loss), static_cast<KlKind>(kl), p, in, num_cells,
@@ -107,7 +107,7 @@ void policy_loss(py::handle logprobs_obj, py::handle old_logprobs, py::handle ad
 }
 
 void scale_cells(py::handle cells_obj, py::handle factor_obj, uintptr_t stream) {
-  const Borrowed grad(cells_obj, kOp, "grad"), factor(factor_obj, kOp, "grad_loss");
+  const Borrowed grad(cells_obj, kPolicyLossOp, "grad"), factor(factor_obj, kPolicyLossOp, "grad_loss");
   check_cuda(*grad);
   check_contiguous(*grad);
   with_float(*grad, [&](auto zero) {
@@ -142,10 +142,10 @@ void kl_penalty(py::handle logprobs_obj, py::handle reference_obj, py::handle ma
 
 void delta_sums(py::handle a_obj, py::handle b_obj, py::handle mask_obj, py::handle cu_obj,
                 py::handle sums_obj, uintptr_t stream) {
-  const Borrowed a(a_obj, kOp, "logprobs"), b(b_obj, kOp, "old_logprobs");
-  const Borrowed mask(mask_obj, kOp, "loss_mask"), sums(sums_obj, kOp, "sums");
+  const Borrowed a(a_obj, kPolicyLossOp, "logprobs"), b(b_obj, kPolicyLossOp, "old_logprobs");
+  const Borrowed mask(mask_obj, kPolicyLossOp, "loss_mask"), sums(sums_obj, kPolicyLossOp, "sums");
   std::optional<Borrowed> cu;
-  if (!cu_obj.is_none()) cu.emplace(cu_obj, kOp, "cu_seqlens");
+  if (!cu_obj.is_none()) cu.emplace(cu_obj, kPolicyLossOp, "cu_seqlens");
   const RowLayout rows = rows_on_cuda(*a, cu);
   const LossMask loss_mask = mask_on_cuda(*mask, *a);
   check_same_device(*sums, *a);

@@ -8,7 +8,7 @@
 namespace skyrl_fast {
 namespace {
 
-constexpr char kOp[] = "group_advantage";
+constexpr char kAdvantageOp[] = "group_advantage";
 
 // (N,), (N, R), or (A,) with offsets.
 CellRows rows_of(const TensorView& t, const int32_t* cu, int64_t num_rows) {
@@ -39,9 +39,11 @@ void group_advantage(py::handle rewards_obj, py::handle ids_obj, py::handle orde
                      py::handle last_obj, py::handle mask_obj, py::handle cu_obj,
                      bool rewards_are_ragged, int estimator, py::handle scores_obj,
                      py::handle work_obj, py::handle out_obj, uintptr_t stream) {
-  const Borrowed rewards(rewards_obj, kOp, "rewards"), ids(ids_obj, kOp, "group_ids");
-  const Borrowed order(order_obj, kOp, "order"), scores(scores_obj, kOp, "scores");
-  const Borrowed work(work_obj, kOp, "row_advantage"), out(out_obj, kOp, "out");
+  const Borrowed rewards(rewards_obj, kAdvantageOp, "rewards"),
+      ids(ids_obj, kAdvantageOp, "group_ids");
+  const Borrowed order(order_obj, kAdvantageOp, "order"),
+      scores(scores_obj, kAdvantageOp, "scores");
+  const Borrowed work(work_obj, kAdvantageOp, "row_advantage"), out(out_obj, kAdvantageOp, "out");
   check_cuda(*rewards);
   for (const Borrowed* t : {&rewards, &out}) {
     check_same_device(**t, *rewards);
@@ -58,14 +60,15 @@ void group_advantage(py::handle rewards_obj, py::handle ids_obj, py::handle orde
   job.row_advantage = cuda_array<float>(*work, DType::kFloat32, n, *rewards);
   job.out = out->ptr<float>();
   job.estimator = static_cast<Estimator>(estimator);
-  const MaybeOnCuda last(last_obj, kOp, "is_last_step"), cu(cu_obj, kOp, "cu_seqlens");
+  const MaybeOnCuda last(last_obj, kAdvantageOp, "is_last_step"),
+      cu(cu_obj, kAdvantageOp, "cu_seqlens");
   job.is_last_step = last.array<uint8_t>(DType::kBool, n, *rewards);
   const int32_t* offsets = cu.array<int32_t>(DType::kInt32, n + 1, *rewards);
   job.reward_rows = rows_of(*rewards, rewards_are_ragged ? offsets : nullptr, n);
   job.out_rows = rows_of(*out, offsets, n);
   std::optional<Borrowed> mask;
   if (!mask_obj.is_none()) {
-    mask.emplace(mask_obj, kOp, "response_mask");
+    mask.emplace(mask_obj, kAdvantageOp, "response_mask");
     check_same_device(**mask, *rewards);
     check_contiguous(**mask);
     if ((*mask)->shape_string() != out->shape_string()) {

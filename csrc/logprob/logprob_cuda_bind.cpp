@@ -15,7 +15,7 @@
 namespace skyrl_fast {
 namespace {
 
-constexpr char kOp[] = "selected_logprob";
+constexpr char kLogprobOp[] = "selected_logprob";
 constexpr char kLossOp[] = "masked_logprob_loss";
 
 LogitRows rows_of(const TensorView& t) {
@@ -95,9 +95,9 @@ LogitRows rows_like(const TensorView& grad, const Inputs& in) {
 void forward(py::handle logits, py::handle targets, py::handle mask, py::handle kept_ids,
              py::handle kept_ranges, double temperature, py::handle logprob_obj, py::handle lse_obj,
              py::handle entropy_obj, uintptr_t stream) {
-  const Inputs in(kOp, logits, targets, mask, kept_ids, kept_ranges, temperature);
-  const Borrowed logprob(logprob_obj, kOp, "logprob"), lse(lse_obj, kOp, "lse");
-  const MaybeOnCuda entropy(entropy_obj, kOp, "entropy");
+  const Inputs in(kLogprobOp, logits, targets, mask, kept_ids, kept_ranges, temperature);
+  const Borrowed logprob(logprob_obj, kLogprobOp, "logprob"), lse(lse_obj, kLogprobOp, "lse");
+  const MaybeOnCuda entropy(entropy_obj, kLogprobOp, "entropy");
   float* logprob_data = in.floats(logprob);
   double* lse_data = in.doubles(lse);
   float* entropy_data = in.floats(entropy);
@@ -111,12 +111,12 @@ void backward(py::handle logits, py::handle targets, py::handle mask, py::handle
               py::handle kept_ranges, double temperature, py::handle lse_obj,
               py::handle entropy_obj, py::handle grad_logprob_obj, py::handle grad_entropy_obj,
               py::handle grad_obj, uintptr_t stream) {
-  const Inputs in(kOp, logits, targets, mask, kept_ids, kept_ranges, temperature);
-  const Borrowed lse(lse_obj, kOp, "lse"), grad(grad_obj, kOp, "grad");
+  const Inputs in(kLogprobOp, logits, targets, mask, kept_ids, kept_ranges, temperature);
+  const Borrowed lse(lse_obj, kLogprobOp, "lse"), grad(grad_obj, kLogprobOp, "grad");
   const LogitRows grad_rows = rows_like(*grad, in);
-  const MaybeOnCuda entropy(entropy_obj, kOp, "entropy");
-  const MaybeOnCuda grad_logprob(grad_logprob_obj, kOp, "grad_logprob");
-  const MaybeOnCuda grad_entropy(grad_entropy_obj, kOp, "grad_entropy");
+  const MaybeOnCuda entropy(entropy_obj, kLogprobOp, "entropy");
+  const MaybeOnCuda grad_logprob(grad_logprob_obj, kLogprobOp, "grad_logprob");
+  const MaybeOnCuda grad_entropy(grad_entropy_obj, kLogprobOp, "grad_entropy");
   const double* lse_data = in.doubles(lse);
   const float* entropy_data = in.floats(entropy);
   const float* grad_logprob_data = in.floats(grad_logprob);

@@ -70,7 +70,8 @@ void off_policy_correction(py::handle old_obj, py::handle rollout_obj, py::handl
                            const std::vector<double>& numbers, py::handle new_mask_obj,
                            py::handle weights_obj, py::handle metrics_obj, int num_threads) {
   const OffPolicyRules rules = rules_of(outliers, bounded, tis, sequence_mask, numbers);
-  Borrowed old(old_obj, kOffPolicyOp, "old_logprobs"), rollout(rollout_obj, kOffPolicyOp, "rollout_logprobs");
+  Borrowed old(old_obj, kOffPolicyOp, "old_logprobs"),
+      rollout(rollout_obj, kOffPolicyOp, "rollout_logprobs");
   Borrowed mask(mask_obj, kOffPolicyOp, "loss_mask"), metrics(metrics_obj, kOffPolicyOp, "metrics");
   Optional cu, starts, order, new_mask, weights;
   if (!cu_obj.is_none()) cu.emplace(cu_obj, kOffPolicyOp, "cu_seqlens");
@@ -105,8 +106,8 @@ void off_policy_correction(py::handle old_obj, py::handle rollout_obj, py::handl
     in.num_sequences = starts ? (*starts)->shape[0] - 1 : rows.num_rows;
     in.starts = starts ? (*starts)->template ptr<int64_t>() : nullptr;
     in.order = order ? (*order)->template ptr<int64_t>() : nullptr;
-    T* out =
-        const_cast<T*>(optional_like<T>(weights_obj, kOffPolicyOp, "weights", kDTypeOf<T>, *old, &weights));
+    T* out = const_cast<T*>(
+        optional_like<T>(weights_obj, kOffPolicyOp, "weights", kDTypeOf<T>, *old, &weights));
     void* mask_out = new_mask ? (*new_mask)->data : nullptr;
     double* metrics_out = metrics->ptr<double>();
     py::gil_scoped_release release;

@@ -64,9 +64,11 @@ void policy_loss(py::handle logprobs_obj, py::handle old_logprobs, py::handle ad
                  py::handle kl_weights, py::handle selected, py::handle sequence_delta_obj,
                  int loss, int kl, const std::vector<double>& params, py::handle grad_obj,
                  py::handle metrics_obj, py::handle partial_obj, uintptr_t stream) {
-  const Borrowed logprobs(logprobs_obj, kPolicyLossOp, "logprobs"), mask(mask_obj, kPolicyLossOp, "loss_mask");
+  const Borrowed logprobs(logprobs_obj, kPolicyLossOp, "logprobs"),
+      mask(mask_obj, kPolicyLossOp, "loss_mask");
   const Borrowed row_weights(row_weights_obj, kPolicyLossOp, "row_weights");
-  const Borrowed metrics(metrics_obj, kPolicyLossOp, "metrics"), partial(partial_obj, kPolicyLossOp, "partial");
+  const Borrowed metrics(metrics_obj, kPolicyLossOp, "metrics"),
+      partial(partial_obj, kPolicyLossOp, "partial");
   std::optional<Borrowed> cu;
   if (!cu_obj.is_none()) cu.emplace(cu_obj, kPolicyLossOp, "cu_seqlens");
   const RowLayout rows = rows_on_cuda(*logprobs, cu);
@@ -107,7 +109,8 @@ void policy_loss(py::handle logprobs_obj, py::handle old_logprobs, py::handle ad
 }
 
 void scale_cells(py::handle cells_obj, py::handle factor_obj, uintptr_t stream) {
-  const Borrowed grad(cells_obj, kPolicyLossOp, "grad"), factor(factor_obj, kPolicyLossOp, "grad_loss");
+  const Borrowed grad(cells_obj, kPolicyLossOp, "grad"),
+      factor(factor_obj, kPolicyLossOp, "grad_loss");
   check_cuda(*grad);
   check_contiguous(*grad);
   with_float(*grad, [&](auto zero) {

@@ -8,6 +8,7 @@ speed.
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from skyrl_fast import _C
 from skyrl_fast.ops import _backend
 
 
+@functools.cache
 def load() -> ModuleType:
     """Return the emulated ops as a module."""
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(build()))

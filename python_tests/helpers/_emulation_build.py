@@ -20,13 +20,17 @@ FLAGS = (
 )
 
 
-def sources() -> list[Path]:
-    """Return every CUDA kernel file, its binding, and the emulation."""
+def kernels() -> list[Path]:
+    """Return the CUDA kernel files, the emulation, and what of the CPU ops they call."""
     found = sorted((ROOT / "csrc").glob("*/*_cuda.cu"))
-    found += sorted((ROOT / "csrc").glob("*/*_cuda_bind.cpp"))
     found += sorted((ROOT / "csrc" / "emulation").glob("*.cpp"))
-    names = ("bindings/borrow", "bindings/cuda_on_cpu_module", "pack/pack_cpu", "core/parallel")
-    return [*found, *(ROOT / "csrc" / f"{name}.cpp" for name in names)]
+    return [*found, *(ROOT / "csrc" / f"{name}.cpp" for name in ("pack/pack_cpu", "core/parallel"))]
+
+
+def bindings() -> list[Path]:
+    """Return the files that include pybind11."""
+    found = sorted((ROOT / "csrc").glob("*/*_cuda_bind.cpp"))
+    return [*found, *(ROOT / "csrc/bindings" / n for n in ("borrow.cpp", "cuda_on_cpu_module.cpp"))]
 
 
 def build() -> Path:
@@ -46,6 +50,9 @@ def build() -> Path:
     launcher = [p for p in (shutil.which("ccache"),) if p]
     compiler = [*launcher, os.environ.get("CXX", "c++")]
 
+    together = folder / "bindings.cpp"  # pybind11's headers are compiled once
+    together.write_text("".join(f'#include "{path}"\n' for path in bindings()))
+
     def compiled(source: Path) -> Path:
         out = folder / (source.name + ".o")
         command = [*compiler, *FLAGS, "-x", "c++", *(f"-I{i}" for i in includes), "-c", str(source)]
@@ -53,7 +60,7 @@ def build() -> Path:
         return out
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = [str(o) for o in pool.map(compiled, sources())]
+        objects = [str(o) for o in pool.map(compiled, [together, *kernels()])]
     part = folder / f"part{os.getpid()}"
     subprocess.run([compiler[-1], *FLAGS, "-shared", *objects, "-o", str(part)], check=True)
     part.rename(module)  # atomic: complete or absent

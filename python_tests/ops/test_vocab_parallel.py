@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from skyrl_fast import selected_logprob, vocab_parallel_logprob
 from skyrl_fast.ops.logprob.vocab_parallel import combine_slices
@@ -40,16 +43,11 @@ def loss_of(logprob: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
 
 
 def one_rank(
-    rank: int, borders: list[int], dtype: torch.dtype, how: str, folder: str, with_sets: bool
-) -> None:
-    """Compute one slice and save the result."""
-    patch = pytest.MonkeyPatch()
+    rank: int, borders: list[int], dtype: torch.dtype, how: str, folder: Path, with_sets: bool
+) -> list[torch.Tensor]:
+    """Return log-probabilities, entropies and the gradient of one slice."""
     device = "cpu"
-    if how == "emulated":
-        import _emulation
-
-        _emulation.play_gpu(_emulation.load(), patch)
-    elif how == "cuda":
+    if how == "cuda":
         device = f"cuda:{rank}"
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -57,32 +55,52 @@ def one_rank(
         init_method=f"file://{folder}/meeting",
         rank=rank,
         world_size=len(borders) - 1,
+        timeout=timedelta(seconds=120),
     )
     logits, targets, mask = full(dtype, borders[-1])
     begin, end = borders[rank], borders[rank + 1]
     leaf = logits[:, begin:end].to(device, copy=True).requires_grad_()
-    logprob, entropy = vocab_parallel_logprob(
-        leaf * 1,
-        targets.to(device),
-        vocab_start=begin,
-        loss_mask=mask.to(device),
-        temperature=0.7,
-        return_entropy=True,
-        inplace_backward=rank == 0,
-        **({k: v.to(device) for k, v in kept_sets().items()} if with_sets else {}),
-    )
-    loss_of(logprob, entropy).backward()
-    result = [t.detach().cpu() for t in (logprob, entropy, leaf.grad)]
-    torch.save(result, f"{folder}/{rank}.pt")
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "emulated":
+            import _emulation
+
+            _emulation.play_gpu(_emulation.load(), patch)
+        logprob, entropy = vocab_parallel_logprob(
+            leaf * 1,
+            targets.to(device),
+            vocab_start=begin,
+            loss_mask=mask.to(device),
+            temperature=0.7,
+            return_entropy=True,
+            inplace_backward=rank == 0,
+            **({k: v.to(device) for k, v in kept_sets().items()} if with_sets else {}),
+        )
+        loss_of(logprob, entropy).backward()
     dist.destroy_process_group()
+    return [t.detach().cpu() for t in (logprob, entropy, leaf.grad)]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    """Return a process for each rank; a rank waits for the others, so each has its own."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(map(len, SPLITS)) - 1, mp_context=context) as pool:
+        yield pool
 
 
 def ranks(
-    borders: list[int], dtype: torch.dtype, how: str, folder: Path, with_sets: bool = False
-) -> list[list]:
-    count = len(borders) - 1
-    mp.spawn(one_rank, args=(borders, dtype, how, str(folder), with_sets), nprocs=count, join=True)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
+    pool: ProcessPoolExecutor,
+    borders: list[int],
+    dtype: torch.dtype,
+    how: str,
+    folder: Path,
+    with_sets: bool = False,
+) -> list[list[torch.Tensor]]:
+    jobs = [
+        pool.submit(one_rank, rank, borders, dtype, how, folder, with_sets)
+        for rank in range(len(borders) - 1)
+    ]
+    return [job.result() for job in jobs]
 
 
 def check(results: list[list], dtype: torch.dtype, width: int, with_sets: bool = False) -> None:
@@ -110,20 +128,26 @@ def check(results: list[list], dtype: torch.dtype, width: int, with_sets: bool =
 @pytest.mark.spec("logprob.vocab-parallel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("borders", SPLITS)
-def test_ranks_equal_one_process(borders: list[int], dtype: torch.dtype, tmp_path: Path) -> None:
-    check(ranks(borders, dtype, "native", tmp_path), dtype, borders[-1])
+def test_ranks_equal_one_process(
+    pool: ProcessPoolExecutor, borders: list[int], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    check(ranks(pool, borders, dtype, "native", tmp_path), dtype, borders[-1])
 
 
 @pytest.mark.spec("logprob.vocab-parallel")
-def test_ranks_with_emulated_kernels(cuda_on_cpu: object, tmp_path: Path) -> None:
+def test_ranks_with_emulated_kernels(
+    pool: ProcessPoolExecutor, cuda_on_cpu: object, tmp_path: Path
+) -> None:
     borders = SPLITS[2]
-    check(ranks(borders, torch.bfloat16, "emulated", tmp_path), torch.bfloat16, borders[-1])
+    check(ranks(pool, borders, torch.bfloat16, "emulated", tmp_path), torch.bfloat16, borders[-1])
 
 
 @pytest.mark.spec("logprob.kept-sets")
 @pytest.mark.parametrize("how", ["native", "emulated"])
-def test_ranks_with_kept_sets(how: str, cuda_on_cpu: object, tmp_path: Path) -> None:
-    results = ranks(SPLITS[1], torch.float32, how, tmp_path, with_sets=True)
+def test_ranks_with_kept_sets(
+    pool: ProcessPoolExecutor, how: str, cuda_on_cpu: object, tmp_path: Path
+) -> None:
+    results = ranks(pool, SPLITS[1], torch.float32, how, tmp_path, with_sets=True)
     check(results, torch.float32, SPLITS[1][-1], with_sets=True)
 
 
@@ -138,10 +162,10 @@ def test_wrong_sets_are_refused_on_every_rank() -> None:
 
 
 @pytest.mark.gpu
-def test_ranks_on_gpus(tmp_path: Path) -> None:
+def test_ranks_on_gpus(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    check(ranks(SPLITS[0], torch.bfloat16, "cuda", tmp_path), torch.bfloat16, 100)
+    check(ranks(pool, SPLITS[0], torch.bfloat16, "cuda", tmp_path), torch.bfloat16, 100)
 
 
 def test_single_rank_equals_selected_logprob() -> None:

@@ -10,6 +10,10 @@ import torch
 from _emulation import cuda_on_cpu, emulated_gpu, gpu  # noqa: F401
 from hypothesis import settings
 
+# Tiny models are fastest on one thread; kernels divide their work among two.
+OPS_THREADS = 2
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+
 # Timings on shared machines vary; a slow example is not a failure.
 settings.register_profile("default", deadline=None, max_examples=60)
 settings.register_profile("thorough", deadline=None, max_examples=2000)
@@ -24,6 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):  # keywords hold the names of folders too
             item.add_marker(skip)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Set torch's number of threads, before any fixture."""
+    torch.set_num_threads(OPS_THREADS if {"ops", "gpu"} & set(item.path.parts) else 1)
 
 
 @pytest.fixture(params=["native", "torch"])

@@ -1,4 +1,4 @@
-"""The command `skyrl-fast`: train, fine-tune, plan memory, view a run, serve, doctor."""
+"""The command `skyrl-fast`: train, fine-tune, plan memory, list settings, view, serve, doctor."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from skyrl_fast import __version__
+from skyrl_fast.config.listing import add_arguments as add_settings_arguments
 from skyrl_fast.printable import MAX_FAILURE, PrintableFormatter, printable
 from skyrl_fast.train.plan_command import add_arguments as add_plan_arguments
 from skyrl_fast.viewer.command import add_arguments as add_view_arguments
@@ -47,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from skyrl_fast.extras.search.command import serve
 
         return serve(options)
+    if options.command == "settings":
+        from skyrl_fast.config.listing import print_settings
+
+        return print_settings(options)
     if options.command == "view":
         from skyrl_fast.viewer.command import view
 
@@ -60,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="skyrl-fast", description="Step-wise reinforcement learning of language-model agents."
     )
+    parser.add_argument("--version", action="version", version=f"skyrl-fast {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help, description in (
         ("train", "train an agent", "Train with the settings of a YAML file and overrides."),
@@ -89,6 +96,12 @@ def _parser() -> argparse.ArgumentParser:
         "config.json; needs neither GPU nor weights. Exit code 1: it does not fit.",
     )
     add_plan_arguments(plan)
+    settings = commands.add_parser(
+        "settings",
+        help="print the settings with their defaults",
+        description="Print the settings that have a word in their name or help, SkyRL's included.",
+    )
+    add_settings_arguments(settings)
     view = commands.add_parser(
         "view",
         help="show a run's trajectories and metrics in a browser",

@@ -12,8 +12,10 @@ import pytest
 pytest.importorskip("omegaconf")
 pytest.importorskip("transformers")
 
+import skyrl_fast
 from skyrl_fast import cli
 from skyrl_fast.config import Config
+from skyrl_fast.config.settings import leaves
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
 from skyrl_fast.rollout.failures import RolloutError
@@ -181,3 +183,21 @@ def test_help_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main([])
     assert caught.value.code == 2
     assert "train" in capsys.readouterr().err
+
+
+def test_version_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"skyrl-fast {skyrl_fast.__version__}\n"
+    assert cli.main(["settings", "WARMUP"]) == 0
+    listed = capsys.readouterr().out
+    assert "trainer.policy.optimizer_config.num_warmup_steps = 0\n    " in listed
+    assert "lora" not in listed
+    assert cli.main(["settings", "lora"]) == 0
+    assert "trainer.*.model.lora (SkyRL only)\n    all weights are" in capsys.readouterr().out
+    assert cli.main(["settings", "nosuchword"]) == 1
+    assert capsys.readouterr().out == "no setting has 'nosuchword' in its name or help\n"
+    assert cli.main(["settings"]) == 0
+    everything = capsys.readouterr().out
+    assert all(f"{name} = " in everything for name, _, _ in leaves(Config()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ pytest.importorskip("omegaconf")
 
 from skyrl_fast.config import Config, ConfigError, as_config, to_dict
 from skyrl_fast.config.loading import build_config, check_config, load_config
+from skyrl_fast.config.settings import leaves
+from skyrl_fast.config.skyrl_settings import SKYRL_ONLY
 
 
 def test_overrides_take_precedence_over_the_file(tmp_path: Path) -> None:
@@ -83,12 +86,35 @@ def test_invalid_override_is_named(override: str) -> None:
         ("trainer.placement.colocate_all=true", "SkyRL setting"),
         ("trainer.micro_train_batch_size_per_gpu=1", "trainer.max_tokens_per_microbatch"),
         ("trainer.zzzzqqq=1", "trainer has "),
+        ("trainer.learning_rate=1", "did you mean trainer.policy.optimizer_config.lr?"),
+        ("generator.max_tokens=1", "did you mean generator.sampling_params.max_generate_length?"),
+        ("trainer.lora=1", "there is no LoRA"),
+        ("tensor_parallel_size=2", "parallelism inside an engine is vLLM's"),
+        ("trainer.gpus=2", "trainer has "),  # no name is near
     ],
 )
 def test_unknown_key_gets_a_suggestion(override: str, wanted: str) -> None:
     message = error_of(override)
     assert wanted in message
     assert override.partition("=")[0].split(".")[0] in message
+
+
+def test_every_skyrl_setting_exists_or_is_explained() -> None:
+    """SkyRL 0.4.0 has all settings of 0.3.0."""
+    lines = (Path(__file__).parents[1] / "helpers/skyrl_settings.txt").read_text().splitlines()
+    settings = {name: value for name, value, _ in leaves(Config())}
+    open_sections = tuple(name for name, value in settings.items() if not value)
+    advice, counts = set(SKYRL_ONLY.values()), Counter()
+    for name in lines[1:]:
+        message = ""
+        try:
+            build_config({name: object()})  # no setting has this type, but sections of free keys
+        except ConfigError as error:
+            message = str(error)
+        explained = message.partition("a SkyRL setting that does not exist here: ")[2] in advice
+        counts[explained] += 1
+        assert explained or name in settings or name.startswith(open_sections), message
+    assert counts == {True: 274, False: 141}
 
 
 @pytest.mark.parametrize(

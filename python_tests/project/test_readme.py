@@ -79,10 +79,9 @@ def test_yaml_blocks_are_valid_settings() -> None:
         build_config(yaml.safe_load(text))
 
 
-def test_settings_page_is_up_to_date() -> None:
-    assert settings_page.PAGE.read_text(encoding="utf-8") == settings_page.page(), (
-        "run python -m scripts.settings_page"
-    )
+def test_settings_pages_are_up_to_date() -> None:
+    for path, text in settings_page.pages().items():
+        assert path.read_text(encoding="utf-8") == text, "run python -m scripts.settings_page"
 
 
 def test_api_table_lists_every_public_name() -> None:

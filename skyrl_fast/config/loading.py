@@ -7,7 +7,7 @@ import difflib
 import os
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,54 +26,34 @@ from skyrl_fast.config.sampling import SamplingParams, check_sampling
 from skyrl_fast.config.settings import (
     AlgorithmConfig,
     Config,
+    leaves,
     merges_steps,
     to_dict,
 )
+from skyrl_fast.config.skyrl_settings import advice_by_name, skyrl_advice
 from skyrl_fast.ops.policy_loss.losses import POLICY_LOSSES, Cispo, LossSpec
 from skyrl_fast.printable import shortened
 from skyrl_fast.setting import ConfigError, EnvironmentValue, limit_error
 
-ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]
+_NEAR = 0.75  # similarity of a misspelled name, see difflib
 
-# SkyRL settings that do not exist here, and what to do instead.
-_SKYRL_ONLY = {
-    "trainer.placement.colocate_all": "the engine shares a GPU where there is none left for it: "
-    "generator.inference_engine.gpu_ids names others; remove it",
-    "trainer.placement.colocate_policy_ref": "they always share the GPUs; remove it",
-    "trainer.placement.policy_num_nodes": "training runs on one machine; remove it",
-    **{
-        f"trainer.placement.{model}_num_{what}": "it is sharded like the policy; remove it"
-        for model in ("ref", "critic")
-        for what in ("nodes", "gpus_per_node")
-    },
-    "trainer.strategy": "always FSDP2 if trainer.placement.policy_num_gpus_per_node is above 1; "
-    "remove it",
-    "trainer.policy.megatron_config": "models are transformers'; its moe_enable_routing_replay is "
-    "trainer.policy.moe_enable_routing_replay",
-    "trainer.fully_async.num_parallel_generation_workers": "the number of groups follows from the "
-    "staleness; generator.max_concurrent_trajectories limits it",
-    "trainer.fully_async.sample_full_batch": "use trainer.algorithm.dynamic_sampling.type=filter",
-    "trainer.fully_async.clear_kv_cache_on_weight_sync": "keys and values of another policy "
-    "version are never used; remove it",
-    "trainer.fully_async.simulate_training": "there is no simulated trainer; remove it",
-    "trainer.fully_async.simulate_training_step_seconds": "there is no simulated trainer; remove "
-    "it",
-    "trainer.fully_async.simulate_weight_sync_seconds": "there is no simulated trainer; remove it",
-    "generator.inference_engine.external_proxy_url": "requests are sent directly to "
-    "generator.inference_engine.external_server_urls",
-    "trainer.export_path": "checkpoints are in Hugging Face format already; remove it",
-    "trainer.hf_save_interval": "checkpoints are in Hugging Face format; use trainer.ckpt_interval",
-    "trainer.micro_train_batch_size_per_gpu": "use trainer.max_tokens_per_microbatch",
-    "trainer.micro_forward_batch_size_per_gpu": "use trainer.max_tokens_per_microbatch",
-    "trainer.algorithm.value_head_prefix": "the head is stored in a separate file; remove it",
-    "trainer.algorithm.use_tis": "use trainer.algorithm.off_policy_correction.tis_ratio_type=token",
-    "trainer.algorithm.tis_imp_ratio_cap": "use "
-    "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
-    "generator.batched": "rollouts are always asynchronous; remove it",
-    "generator.inference_engine.num_engines": "this process runs one engine; run more as "
-    "servers: generator.inference_engine.external_server_urls",
-    "generator.sampling_params.logprobs": "logprobs of sampled tokens are always taken; remove it",
+# Names of TRL, verl and vLLM.
+_SYNONYMS = {
+    "learning_rate": "lr",
+    "max_tokens": "max_generate_length",
+    "max_new_tokens": "max_generate_length",
+    "max_completion_length": "max_generate_length",
+    "num_generations": "n_samples_per_prompt",
+    "gradient_accumulation_steps": "policy_mini_batch_size",
+    "per_device_train_batch_size": "train_batch_size",
+    "num_train_epochs": "epochs",
+    "num_iterations": "update_epochs_per_batch",
+    "output_dir": "run_path",
+    "save_steps": "ckpt_interval",
+    "max_steps": "max_training_steps",
 }
+
+ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -252,7 +232,7 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
 
 def check_limits(section: Any, key: str = "") -> None:
     """Raise ConfigError for an out-of-range value in this section, whose dotted key is `key`."""
-    for path, item, value in _leaves(section, key):
+    for path, value, item in leaves(section, key):
         wrong = limit_error(item.metadata, value)
         if wrong is not None:
             raise ConfigError(f"{path}: {wrong}")
@@ -469,27 +449,27 @@ def _article(hint: type) -> str:
     return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[hint]
 
 
-def _leaves(config: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field, Any]]:
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            yield from _leaves(value, _join(prefix, item.name))
-        else:
-            yield _join(prefix, item.name), item, value
-
-
 def _unknown_key(key: str, siblings: set[str]) -> str:
-    for prefix, advice in _SKYRL_ONLY.items():
-        if key == prefix or key.startswith(prefix + "."):
-            return f"{key}: a SkyRL setting that does not exist here: {advice}"
+    advice = skyrl_advice(key)
+    if advice is not None:
+        return f"{key}: a SkyRL setting that does not exist here: {advice}"
     section, _, name = key.rpartition(".")
-    every = [path for path, _, _ in _leaves(_with_optional_sections(), "")]
-    same_name = [path for path in every if path.rpartition(".")[2] == name]
-    near = [_join(section, other) for other in difflib.get_close_matches(name, siblings, n=1)]
-    candidates = near or same_name or difflib.get_close_matches(key, every, n=1)
-    if candidates:
-        return f"{key}: unknown setting (did you mean {candidates[0]}?)"
+    places: dict[str, str] = {}  # of each name, the first
+    for path, _, _ in leaves(_with_optional_sections(), ""):
+        places.setdefault(path.rpartition(".")[2], path)
+    if name in _SYNONYMS:
+        return f"{key}: unknown setting (did you mean {places[_SYNONYMS[name]]}?)"
+    near = [_join(section, other) for other in _near(name, siblings)]
+    for candidate in near or [places[other] for other in _near(name, places)]:
+        return f"{key}: unknown setting (did you mean {candidate}?)"
+    advice = advice_by_name(name)
+    if advice is not None:
+        return f"{key}: unknown setting; SkyRL has one of this name: {advice}"
     return f"{key}: unknown setting; {section or 'the top level'} has {', '.join(sorted(siblings))}"
+
+
+def _near(name: str, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
 
 
 def _with_optional_sections() -> Config:

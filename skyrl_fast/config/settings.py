@@ -8,7 +8,8 @@ documentation have a single source.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from skyrl_fast.config.asynchronous import FullyAsyncConfig
@@ -451,6 +452,20 @@ class Config:
         """Maximum policy versions between a group's start and its training; 0: synchronous."""
         chosen = self.trainer.fully_async
         return chosen.max_staleness_steps if chosen.enabled else 0
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
+    """Yield dotted name, value and field of each setting; sections yield theirs.
+
+    Args:
+        prefix: dotted name of the section `config`; "": all settings.
+    """
+    for item in fields(config):
+        name, value = f"{prefix}.{item.name}".lstrip("."), getattr(config, item.name)
+        if is_dataclass(value):
+            yield from leaves(value, name)
+        else:
+            yield name, value, item
 
 
 def max_input_length(config: Config) -> int:

@@ -1,0 +1,63 @@
+"""All settings with default, limits and help: the command `skyrl-fast settings`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import Field
+from typing import Any
+
+from skyrl_fast.config.settings import Config, leaves
+from skyrl_fast.config.skyrl_settings import SKYRL_ONLY
+
+_WIDTH = 96
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("word", nargs="?", default="", help="part of a name or of its help")
+
+
+def print_settings(options: argparse.Namespace) -> int:
+    """Print the settings that have the word in their name or help; return the exit code."""
+    word = options.word.lower()
+    lines = [line for line in _all_lines() if word in line.lower()]
+    sys.stdout.write("".join(lines) or f"no setting has {options.word!r} in its name or help\n")
+    return 0 if lines else 1
+
+
+def _all_lines() -> Iterator[str]:
+    for name, default, item in leaves(Config()):
+        yield _entry(f"{name} = {shown(default)}", description(item))
+    for name, advice in SKYRL_ONLY.items():
+        yield _entry(f"{name} (SkyRL only)", advice)
+
+
+def _entry(head: str, text: str) -> str:
+    body = textwrap.fill(text, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return f"{head}\n{body}\n"
+
+
+def shown(value: Any) -> str:
+    """Return a value in YAML notation.
+
+    Example:
+        >>> shown(None), shown(True), shown("")
+        ('null', 'true', '""')
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value) or '""'
+
+
+def description(item: Field[Any]) -> str:
+    """Return the help, choices and limits of a setting."""
+    about = item.metadata
+    parts = [about["help"]] if about.get("help") else []
+    if about.get("choices"):
+        parts.append("one of " + ", ".join(about["choices"]))
+    limits = {"at_least": ">=", "above": ">", "at_most": "<="}
+    parts += [f"{sign} {about[k]}" for k, sign in limits.items() if about.get(k) is not None]
+    return "; ".join(parts)

@@ -220,7 +220,9 @@ def test_an_engine_with_a_gpu_of_its_own_has_its_own_part(small: Path) -> None:
         "engine: weights and KV cache": int(0.9 * GPU),
     }
     assert plan.engine_share == 0.9
-    assert plan.host_bytes == 2 * 2 * 494_032_768
+    assert plan.host_bytes == 0  # by NCCL
+    file = config_of(small, "generator.inference_engine.weight_sync_backend=file")
+    assert plan_memory(file, capacity=GPU, num_gpus=2).host_bytes == 2 * 2 * 494_032_768
     two = "generator.inference_engine.engine_init_kwargs={tensor_parallel_size: 2}"
     parallel = plan_memory(config_of(small, two), capacity=GPU, num_gpus=2)
     names = [device.name for device in parallel.devices]
@@ -357,8 +359,12 @@ def test_engine_gets_what_the_trainer_leaves(small: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.spec("memory.sleep", "async.weight-transfer")
-def test_sleep_mode_and_ipc_need_a_gpu(small: Path) -> None:
-    for name, value in (("enable_sleep_mode", "true"), ("weight_sync_backend", "ipc")):
+def test_sleep_mode_ipc_and_nccl_need_a_gpu(small: Path) -> None:
+    for name, value in (
+        ("enable_sleep_mode", "true"),
+        ("weight_sync_backend", "ipc"),
+        ("weight_sync_backend", "nccl"),
+    ):
         asked = config_of(small, f"generator.inference_engine.{name}={value}")
         wanted = f"{name}: wanted .*, as the trainer computes on the CPU, got {value}"
         with pytest.raises(SetupError, match=wanted):

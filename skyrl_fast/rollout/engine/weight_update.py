@@ -24,6 +24,7 @@ from skyrl_fast.rollout.engine.probe_limits import (
 )
 from skyrl_fast.rollout.engine.tensor_digest import dtype_name
 from skyrl_fast.rollout.engine.weight_receipt import Receipt, WeightSyncError, recorded
+from skyrl_fast.rollout.engine.weights_group import WeightsGroup, store_at
 
 if TYPE_CHECKING:
     from skyrl_fast.rollout.engine.protocol import Engine
@@ -239,6 +240,9 @@ class WeightUpdateExtension:
 
     model_runner: Any
     model_config: Any
+    rank: int  # of the engine's workers
+    device: torch.device
+    weights_group: WeightsGroup
     reload_weights: Callable[..., None]
 
     def return_kept_logprobs_only(self) -> None:
@@ -264,6 +268,23 @@ class WeightUpdateExtension:
         torch.accelerator.synchronize()  # all is read before the trainer continues
         torch.cuda.ipc_collect()
         return receipt
+
+    def join_weights_group(self, backend: str, port: int, size: int) -> None:
+        """Connect with the trainer, for `load_weights_broadcast`.
+
+        Args:
+            backend: of `WeightsGroup`.
+            port: of the trainer's store.
+            size: number of workers, and one.
+        """
+        device = self.device if backend == "nccl" else torch.device("cpu")
+        group = WeightsGroup(backend, rank=self.rank + 1, size=size, device=device)
+        group.connect(store_at(port))
+        self.weights_group = group
+
+    def load_weights_broadcast(self, infos: list[list[Any]]) -> dict[str, Any]:
+        """Load the tensors that the trainer sends meanwhile; return a `Receipt` as a dict."""
+        return self._load(self.weights_group.receive(infos))
 
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
         model = self.model_runner.get_model()

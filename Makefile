@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheel-test doctor ext format peers bench-peers
+.PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheel-test doctor ext format peers peers-fresh bench-peers
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -66,6 +66,9 @@ sanitize: setup ## kernel tests under AddressSanitizer and UndefinedBehaviorSani
 
 peers: setup ## SkyRL's tests with and without this package, and our tests; SKYRL=its source tree
 	$(PY) scripts/peers.py --venv $(VENV) $(if $(SKYRL),--skyrl $(SKYRL)) $(ARGS)
+
+peers-fresh: setup ## fails if the package index has a newer SkyRL, TRL or verl than our tests
+	$(PY) -m scripts.skyrl_versions --fresh
 
 bench-peers: setup ## benchmarks of SkyRL with and without this package
 	$(PY) scripts/peers.py --venv $(VENV) --bench $(if $(SKYRL),--skyrl $(SKYRL)) $(ARGS)

@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
@@ -22,7 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "peers"
 # Without dependencies: SkyRL's, verl's and TRL's own lists bring GPU builds of torch and vLLM.
-PACKAGES = ("skyrl==0.3.0", "verl==0.9.1", "trl==1.16.0", "liger-kernel==0.8.5")
+SKYRL = "0.4.0" if sys.version_info >= (3, 12) else "0.3.0"  # 0.4.0 needs Python 3.12
+PACKAGES = (f"skyrl=={SKYRL}", "verl==0.9.1", "trl==1.16.0", "liger-kernel==0.8.5")
 NEEDED = (
     "ray>=2.51", "jaxtyping", "loguru", "tensordict", "torchdata", "omegaconf", "hydra-core",
     "accelerate", "peft", "polars", "datasets", "cloudpathlib", "codetiming", "msgpack", "orjson",
@@ -117,7 +119,10 @@ def environment(site: Path, *first: Path) -> dict[str, str]:
 
 
 def compare_suites(python: Path, site: Path, tree: Path) -> bool:
-    """Run SkyRL's tests both ways and print both tables; return whether the results are equal."""
+    """Run SkyRL's tests both ways and print both tables; return whether the results are equal.
+
+    Results without a test that passed are not: the tests were not run.
+    """
     stock = run_suites(python, site, tree, installed=False)
     installed = run_suites(python, site, tree, installed=True)
     print_table("SkyRL's tests, SkyRL alone", stock)
@@ -127,6 +132,9 @@ def compare_suites(python: Path, site: Path, tree: Path) -> bool:
               if stock.get(test) != installed.get(test)]  # fmt: skip
     for test in others:
         print(f"differs: {test}: {stock.get(test)} alone, {installed.get(test)} installed")
+    if "passed" not in stock.values():
+        print("No test of SkyRL's passed: see the logs.")
+        return False
     print("The two tables are equal, test by test." if not others else f"{len(others)} differ.")
     return not others
 
@@ -137,15 +145,23 @@ def run_suites(python: Path, site: Path, tree: Path, *, installed: bool) -> dict
     BUILD.mkdir(parents=True, exist_ok=True)
     result, log = BUILD / f"{name}.xml", BUILD / f"{name}.log"
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
-    command += ["-o", "asyncio_mode=auto", "--timeout", str(SECONDS_PER_TEST)]
+    command += [
+        "--continue-on-collection-errors",
+        "-o",
+        "asyncio_mode=auto",
+        "--timeout",
+        str(SECONDS_PER_TEST),
+    ]
     command += ["--timeout-method", "signal", "--junitxml", str(result)]
     command += ["-p", "skyrl_fast_installed"] if installed else []
     command += [suite for suite in SUITES if (tree / suite).exists()]
     print(f"[peers] {name}: SkyRL's tests (log: {log.relative_to(ROOT)})", flush=True)
+    start = time.monotonic()
     with log.open("w") as file:
         subprocess.run(
             command, cwd=tree, env=environment(site, tree), stdout=file, stderr=subprocess.STDOUT
         )
+    print(f"[peers] {name}: {time.monotonic() - start:.0f} s", flush=True)
     return outcomes(result)
 
 

@@ -261,12 +261,12 @@ void fill_mask_cpu(void* out, DType dtype, const PaddedLayout& layout, int64_t b
 
 void padded_to_flat_cpu(const void* padded, int64_t row_bytes, const PaddedLayout& layout,
                         int64_t cell_bytes, void* flat, int num_threads) {
-  if (layout.num_rows == 0) return;
+  if (layout.num_rows == 0 || cell_bytes == 0) return;  // the arrays may be null
   const std::vector<int64_t> cu = offsets_of(layout.lengths, layout.num_rows);
   const int64_t grain = rows_per_thread(cu.back() * cell_bytes, layout.num_rows);
   parallel_for(num_threads, layout.num_rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      if (layout.lengths[row] == 0) continue;  // the arrays may be null
+      if (layout.lengths[row] == 0) continue;
       const int64_t cell = layout.row_start(row) - row * layout.width;
       std::memcpy(static_cast<char*>(flat) + cu[row] * cell_bytes,
                   static_cast<const char*>(padded) + row * row_bytes + cell * cell_bytes,

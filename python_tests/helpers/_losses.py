@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from skyrl_fast.ops.policy_loss.loss import LOSS_NAMES, kl_penalty, policy_loss
 from skyrl_fast.ops.policy_loss.losses import Cispo, ClipCov, Dppo, KlCov, LossSettings
@@ -59,3 +61,18 @@ def penalty_and_grad(
     kl = kl_penalty(x, d["ref"], estimator=estimator, loss_mask=d["mask"], backend=backend)
     (grad,) = torch.autograd.grad((kl * d["old"]).sum(), x)
     return kl.detach().cpu(), grad.cpu()
+
+
+class Waits(TorchFunctionMode):
+    """Counts what makes the CPU wait for a GPU: reads of a tensor's numbers."""
+
+    NAMES = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += getattr(func, "__name__", "") in self.NAMES
+        return func(*args, **(kwargs or {}))

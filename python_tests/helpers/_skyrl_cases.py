@@ -67,9 +67,23 @@ def generator_outputs(draw: st.DrawFn, *, step_wise: bool = True, odd: bool = Tr
             output["trajectory_time_splits"] = {"llm": [s / 2 for s in seconds], "env": seconds}
     if draw(st.booleans()):
         output["env_metrics"] = [{"turns": i} for i in range(size)]
+    if draw(st.integers(0, 3)) == 0:
+        output["rollout_sample_support"] = supports(draw, output)
     if odd and draw(st.integers(0, 2)) == 0:
         draw(st.sampled_from(BREAKS))(draw, output)
     return output
+
+
+def supports(draw: st.DrawFn, output: dict) -> Any:
+    """Draw SkyRL 0.4.0's ids that sampling could choose from, per response token; sometimes odd."""
+    dtype = draw(st.sampled_from([np.int32, np.int32, np.int64]))
+    rows: list[Any] = [
+        np.arange(2 * len(row), dtype=dtype).reshape(len(row), 2) for row in output["response_ids"]
+    ]
+    if draw(st.integers(0, 3)) == 0:
+        row = draw(st.integers(0, len(rows) - 1))
+        rows[row] = draw(st.sampled_from([None, rows[row][:, :1], rows[row][1:], []]))
+    return draw(st.sampled_from([rows, rows, rows[1:], tuple(rows)]))
 
 
 def _drop(draw: st.DrawFn, output: dict) -> None:
@@ -181,6 +195,8 @@ def same(a: Any, b: Any) -> bool:
         return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
     if type(a) is not type(b):
         return False
+    if hasattr(a, "cu_seqlens"):  # SkyRL's PackedTensor
+        return same((a.values, a.cu_seqlens), (b.values, b.cu_seqlens))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):

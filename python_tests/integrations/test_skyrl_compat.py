@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _losses import Waits
 from _skyrl_cases import assert_same_outcome, outcome
 
 from skyrl_fast.integrations import skyrl as ours
@@ -93,6 +94,28 @@ def test_losses_equal(name: str, rollout: bool, correction: bool) -> None:
         assert metrics[key] == pytest.approx(value, rel=1e-6, abs=1e-7), key
     if "clip_ratio" in want_metrics:
         assert metrics["clip_ratio"] == want_metrics["clip_ratio"]
+
+
+@pytest.mark.spec("dropin.no-more-waits")
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_losses_wait_for_a_gpu_no_more_often_than_skyrls(
+    emulated_gpu: object, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    original = ORIGINALS.function(LOSSES[name])
+    if original is None:
+        pytest.skip("this SkyRL has no such loss")
+    config, d = algorithm(name), cells()
+    rollout = d["rollout"] if name == "rollout_is" else None
+    counts = []
+    before = ORIGINALS.counts[LOSSES[name]].handed_back
+    for loss in (original, getattr(ours, LOSSES[name])):
+        current = d["logprobs"].clone().requires_grad_()
+        with Waits() as waits:
+            value, _ = loss(current, d["old"], d["advantages"], config, d["mask"], rollout)
+            value.backward()
+        counts.append(waits.count)
+    assert ORIGINALS.counts[LOSSES[name]].handed_back == before
+    assert counts[1] <= counts[0]
 
 
 @pytest.mark.spec("dropin.compat")

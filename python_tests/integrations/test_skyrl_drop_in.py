@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import os
 import platform
 import subprocess
 import sys
@@ -111,6 +113,53 @@ def test_unknown_source_is_kept_and_reported(fake_skyrl: Path) -> None:
     assert set(KEPT) <= set(report.names("kept"))
 
 
+@pytest.mark.spec("dropin.known-source")
+@pytest.mark.parametrize(
+    ("known", "heavy", "words"),
+    [
+        ({}, "compute_prompt_boundaries", "NOTHING IS REPLACED"),
+        (None, "logprobs_from_logits", "ALMOST NOTHING BECOMES FASTER"),
+        (None, "compute_prompt_boundaries", "not everything could be replaced"),
+    ],
+)
+def test_warning_is_loudest_where_nothing_becomes_faster(
+    fake_skyrl: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    known: dict[str, str] | None,
+    heavy: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(switch, "HEAVY", (heavy,))
+    if known is not None:
+        targets = [dataclasses.replace(target, fingerprints=known) for target in switch.TARGETS]
+        monkeypatch.setattr(switch, "TARGETS", tuple(targets))
+    with pytest.warns(skyrl.SkyRLFastWarning, match=f"SkyRL 9.9: {words}"):
+        skyrl.install(ray_workers=False)
+
+
+@pytest.mark.spec("dropin.report")
+def test_calls_are_counted_and_summed_up_at_the_end(fake_skyrl: Path) -> None:
+    code = (
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "import skyrl_fast.integrations.skyrl as fast\n"
+        "from skyrl_fast.integrations.skyrl import switch\n"
+        "switch.TARGETS = tuple(t for t in switch.TARGETS if 'boundaries' in t.name)\n"
+        "switch.version_label = lambda target, module, function: '9.9'\n"
+        "fast.install(ray_workers=False)\n"
+        "from skyrl.train.trainer import boundaries\n"
+        "print(boundaries(['a', 'b']), boundaries(['c']))\n"
+    )
+    path = os.pathsep.join([str(fake_skyrl), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout == "[(0, 1), (1, 2)] [(0, 1)]\n"
+    assert done.stderr.splitlines()[-1] == (
+        "skyrl_fast in SkyRL 9.9: 2 calls: compute_prompt_boundaries 2"
+    )
+
+
 @pytest.mark.spec("dropin.wrappers")
 def test_user_wrapper_around_a_known_function_is_kept(
     fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
@@ -183,6 +232,7 @@ def test_second_install_can_change_the_workers_option(
 ) -> None:
     ray: Any = ModuleType("ray")
     ray.init, ray.is_initialized = lambda **kwargs: kwargs, lambda: False
+    ray.shutdown = own = lambda: "shut down"
     monkeypatch.setitem(sys.modules, "ray", ray)
     with pytest.warns(skyrl.SkyRLFastWarning):
         skyrl.install(ray_workers=False)
@@ -191,6 +241,9 @@ def test_second_install_can_change_the_workers_option(
         skyrl.install()
         variables = ray.init()["runtime_env"]["env_vars"]
         assert variables == {"SKYRL_FAST_AUTOINSTALL": "compat"}
+    assert ray.shutdown is not own and ray.shutdown() == "shut down"
+    skyrl.uninstall()
+    assert ray.shutdown is own
     skyrl.install(ray_workers=False)
     assert ray.init() == {}
 
@@ -294,9 +347,9 @@ def test_skyrl_that_needs_another_python_is_an_error_in_one_line(
     assert (
         f"in Python {platform.python_version()} (SkyRL's package needs Python ==3.12.*)" in message
     )
-    assert message.endswith(
-        "PydanticUserError: Please use typing_extensions.TypedDict on Python < 3.12."
-    )
+    assert "PydanticUserError: Please use typing_extensions.TypedDict on Python < 3.12." in message
+    advises = message.endswith(" Run SkyRL with Python 3.12 or newer.")
+    assert advises == (sys.version_info < (3, 12)) and "\n" not in message
     assert skyrl.report().mode == ""
 
 

@@ -73,10 +73,16 @@ class Env:
         return None
 
 
-def agent_loop(*, step_wise: bool, routes: bool = False) -> tuple[Any, list[int]]:
+TOP_K = 3
+
+
+def agent_loop(
+    *, step_wise: bool, routes: bool = False, support: bool = False, limit: int = LIMIT
+) -> tuple[Any, list[int]]:
     """Run SkyRL's generator with a scripted engine; return its output and the prompts' lengths.
 
     With routes it is a conversation of turns, and each token's expert is the number of the call.
+    With support, each sampled token has the ids 1, 2, 3.
     """
     from skyrl.train.config import ChatTemplateConfig, GeneratorConfig
     from skyrl.train.generators.base import TrajectoryID
@@ -89,6 +95,8 @@ def agent_loop(*, step_wise: bool, routes: bool = False) -> tuple[Any, list[int]
         ids = [10, 11, 12, EOS] if step_wise else [10, 11, 12]
         output = {"responses": ["step"], "stop_reasons": ["stop"], "response_logprobs": None,
                   "response_ids": [ids]}  # fmt: skip
+        if support:
+            output["rollout_sample_support"] = [[[1, 2, 3]] * len(ids)]
         if routes:
             experts = np.full((lengths[-1] + len(ids), 1, 1), len(lengths), dtype=np.uint8)
             output["rollout_expert_indices"] = [experts]
@@ -103,7 +111,10 @@ def agent_loop(*, step_wise: bool, routes: bool = False) -> tuple[Any, list[int]
     tokenizer.encode.side_effect = lambda text, **_: [7] * len(text)
     cfg = GeneratorConfig()
     cfg.sampling_params.max_generate_length, cfg.sampling_params.logprobs = 50, None
-    cfg.max_input_length, cfg.batched, cfg.max_turns = 1000 if routes else LIMIT, False, 10
+    cfg.max_input_length, cfg.batched, cfg.max_turns = 1000 if routes else limit, False, 10
+    if support:
+        cfg.inference_engine.enable_return_sample_support_set = True
+        cfg.sampling_params.top_k = TOP_K
     cfg.step_wise_trajectories = step_wise
     cfg.use_conversation_multi_turn = step_wise or routes
     cfg.inference_engine.enable_return_routed_experts = routes
@@ -141,6 +152,21 @@ def test_gen_only_rows() -> None:
     assert all(row == [10, 11, 12, EOS] for row in output["response_ids"])
     assert stock["prompt_token_ids"] == output["prompt_token_ids"]
     assert any(len(row) > 4 for row in stock["response_ids"])
+
+
+@pytest.mark.parametrize("limit", [LIMIT, 1])
+def test_agent_loop_keeps_the_support_of_sampled_tokens(limit: int) -> None:
+    from skyrl.train.config import InferenceEngineConfig
+
+    if not hasattr(InferenceEngineConfig(), "enable_return_sample_support_set"):
+        pytest.skip("this SkyRL records no support")
+    from skyrl_fast.integrations import skyrl as ours
+
+    ours.install("fixed", ray_workers=False)
+    output, sent = agent_loop(step_wise=True, support=True, limit=limit)
+    want = [[[1, 2, 3]] * 4] * len(sent) if sent else [[[-1] * TOP_K]]
+    assert [rows.tolist() for rows in output["rollout_sample_support"]] == want
+    assert list(map(len, output["response_ids"])) == [len(rows) for rows in want]
 
 
 def test_appended_eos() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyrl_fast.integrations import skyrl as ours
+from skyrl_fast.integrations.skyrl.names import NEWEST
 from skyrl_fast.integrations.skyrl.replacement import ORIGINALS
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1200)]
@@ -37,23 +39,40 @@ def original(name: str) -> Any:
 
 
 @fuzz
-@given(generator_outputs(), st.booleans(), st.integers(0, 1))
+@given(generator_outputs(), st.booleans(), st.integers(0, 1), st.booleans(), st.data())
 @pytest.mark.spec("dropin.compat")
-def test_validate(output: dict, step_wise: bool, more: int) -> None:
-    args = (len(output.get("response_ids") or []) + more, output, step_wise)
+def test_validate(
+    output: dict, step_wise: bool, more: int, expected: bool, data: st.DataObject
+) -> None:
+    args = (len(output.get("response_ids") or []) + more, output, step_wise, *routed(expected))
+    if data.draw(st.booleans()):
+        output["rollout_expert_indices"] = data.draw(routes(output))
     assert_same_outcome(
         outcome(original("validate_generator_output"), *args),
         outcome(ours.validate_generator_output, *args),
     )
 
 
+def routed(expected: bool) -> tuple[bool, ...]:
+    """Return the argument routes_expected, where SkyRL's functions have it."""
+    newest = ORIGINALS.label("validate_generator_output") == NEWEST
+    return (expected,) if newest else ()
+
+
 @fuzz
-@given(st.lists(generator_outputs(), min_size=0, max_size=3), st.booleans())
+@given(
+    st.lists(generator_outputs(), min_size=0, max_size=3), st.booleans(), st.booleans(), st.data()
+)
 @pytest.mark.spec("dropin.compat")
-def test_concatenate(outputs: list[dict], step_wise: bool) -> None:
+def test_concatenate(
+    outputs: list[dict], step_wise: bool, expected: bool, data: st.DataObject
+) -> None:
+    if data.draw(st.booleans()):
+        for output in outputs[: data.draw(st.integers(0, 3))]:
+            output["rollout_expert_indices"] = data.draw(routes(output))
     assert_same_outcome(
-        outcome(original("concatenate_generator_outputs"), outputs, step_wise),
-        outcome(ours.concatenate_generator_outputs, outputs, step_wise),
+        outcome(original("concatenate_generator_outputs"), outputs, step_wise, *routed(expected)),
+        outcome(ours.concatenate_generator_outputs, outputs, step_wise, *routed(expected)),
     )
 
 
@@ -108,12 +127,14 @@ class Tokenizer:
 def test_convert(output: dict, pad: Any, data: st.DataObject) -> None:
     name = "convert_prompts_responses_to_batch_tensors"
     function = original(name)
-    if data.draw(st.booleans()) or ORIGINALS.label(name) != "main":
+    if data.draw(st.booleans()) or ORIGINALS.label(name) == "0.2.0":
         pad = Tokenizer()
     fields = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "rollout_logprobs")
     args = [output.get(field) for field in fields]
     if data.draw(st.booleans()):
         args.append(data.draw(routes(output)))
+        if ORIGINALS.label(name) == NEWEST:
+            args.append(output.get("rollout_sample_support"))
     assert_same_outcome(
         outcome(function, pad, *args),
         outcome(ours.convert_prompts_responses_to_batch_tensors, pad, *args),
@@ -155,6 +176,15 @@ def test_router_padding_mask(data: st.DataObject) -> None:
     )
 
 
+def packed(rows: int, width: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Return SkyRL 0.4.0's PackedTensor with 1, 2, ... cells in its rows."""
+    from skyrl.backends.skyrl_train.utils.packed_tensor import PackedTensor
+
+    ends = torch.arange(1, rows + 1).cumsum(0)
+    values = torch.arange(int(ends[-1]) * math.prod(width)).to(dtype).reshape(-1, *width)
+    return PackedTensor(values, torch.cat([torch.zeros(1), ends]).int())
+
+
 @fuzz
 @given(st.data())
 @pytest.mark.spec("dropin.compat")
@@ -174,6 +204,9 @@ def test_pad(data: st.DataObject) -> None:
         batch["pixel_values"] = TensorList([torch.ones(i + 1, 2) for i in range(rows)])
     if data.draw(st.booleans()):
         batch["rollout_expert_indices"] = torch.zeros(rows, 3, 2, 4, dtype=torch.uint8)
+        if ORIGINALS.label("pad_training_input_batch") == NEWEST:
+            batch["rollout_expert_indices"] = packed(rows, (2, 4), torch.uint8)
+            batch["rollout_sample_support"] = packed(rows, (3,), torch.int32)
         batch["router_padding_mask"] = torch.zeros(rows, 3, dtype=torch.bool)
     metadata = {"uids": ["a"] * rows, "is_last_step": [True] * rows, "own": {"x": [1]}}
     if data.draw(st.booleans()):

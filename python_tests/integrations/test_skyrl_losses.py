@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from _losses import F32, batch
+from _losses import F32, Waits, batch
 
-from skyrl_fast.integrations.skyrl import losses
+from skyrl_fast.integrations.skyrl import logprobs, losses
 from skyrl_fast.integrations.skyrl.replacement import ORIGINALS, UnsupportedInputError
 from skyrl_fast.ops.policy_loss.loss import policy_loss
 from skyrl_fast.ops.policy_loss.losses import (
+    Cispo,
     ClipCov,
     CrossEntropy,
     DualClip,
@@ -30,6 +31,8 @@ CONFIG = SimpleNamespace(
     eps_clip_high=0.3,
     clip_ratio_c=3.0,
     sapo=SimpleNamespace(tau_pos=1.0, tau_neg=1.05),
+    cispo=SimpleNamespace(cispo_eps_clip_low=0.3, cispo_eps_clip_high=0.4, cispo_anchor="old"),
+    off_policy_correction=SimpleNamespace(tis_ratio_type=None),
     dppo=SimpleNamespace(dppo_type="binary_tv", delta_low=0.2, delta_high=0.2),
     clip_cov=SimpleNamespace(clip_ratio=0.1, clip_cov_lb=-5.0, clip_cov_ub=5.0),
     kl_cov=SimpleNamespace(kl_cov_frac=0.2, ppo_kl_coef=1.0),
@@ -40,6 +43,7 @@ CASES: list[tuple[Callable, LossSettings]] = [
     (losses.ppo_policy_loss, DualClip(**CLIP, clip_ratio_c=3.0)),
     (losses.sapo_policy_loss, Sapo(tau_pos=1.0, tau_neg=1.05)),
     (losses.gspo_policy_loss, Gspo(**CLIP)),
+    (losses.compute_policy_loss_cispo, Cispo(0.3, 0.4)),
     (losses.compute_policy_loss_clip_cov, ClipCov(0.1, -5.0, 5.0, **CLIP)),
     (losses.compute_policy_loss_kl_cov, KlCov(kl_cov_frac=0.2, ppo_kl_coef=1.0)),
     (losses.cross_entropy_loss, CrossEntropy()),
@@ -87,10 +91,72 @@ def test_losses_act_on_tensors_of_a_gpu(
     if isinstance(settings, ImportanceSampling):
         ratio_mean = float(want.metrics["ratio_mean"])
         assert metrics == {"importance_ratio": pytest.approx(ratio_mean, rel=1e-5)}
+    elif isinstance(settings, Cispo):
+        trained = wide["mask"] != 0
+        ratio = (wide["logprobs"].detach() - wide["old"]).exp()[trained]
+        assert metrics == {
+            "clip_ratio": pytest.approx(float(want.metrics["clip_ratio"]), abs=1e-6),
+            "cispo/ratio_mean": pytest.approx(float(ratio.mean()), rel=1e-5),
+            "cispo/ratio_clamped_mean": pytest.approx(
+                float(ratio.clamp(0.7, 1.4).mean()), rel=1e-5
+            ),
+            "cispo/ratio_max": pytest.approx(float(ratio.max()), rel=1e-5),
+            "cispo/ratio_min": pytest.approx(float(ratio.min()), rel=1e-5),
+        }
     elif isinstance(settings, (Sapo, KlCov, CrossEntropy)):
         assert metrics == {"clip_ratio": 0.0}
     else:
         assert metrics == {"clip_ratio": pytest.approx(float(want.metrics["clip_ratio"]), abs=1e-6)}
+
+
+# Reads of a GPU's numbers in SkyRL 0.4.0's losses; clip_cov and kl_cov, which select tokens by
+# many, are compared with SkyRL's in test_skyrl_compat.py.
+WAITS = {Sapo: 0, CrossEntropy: 0, DualClip: 1, Gspo: 1, ImportanceSampling: 1, Cispo: 6}
+
+
+@pytest.mark.spec("dropin.no-more-waits")
+@pytest.mark.parametrize(
+    ("replacement", "settings"),
+    [(replacement, settings) for replacement, settings in CASES if type(settings) in WAITS],
+    ids=[type(settings).__name__ for _, settings in CASES if type(settings) in WAITS],
+)
+def test_losses_wait_for_a_gpu_as_often_as_skyrl(
+    gpu: str, replacement: Callable, settings: LossSettings
+) -> None:
+    d = cells(gpu)
+    current = d["logprobs"].clone().requires_grad_()
+    with Waits() as waits:
+        loss, _ = replacement(current, d["old"], d["advantages"], CONFIG, d["mask"])
+        loss.backward()
+    assert waits.count <= WAITS[type(settings)]
+    assert waits.count == (type(settings) not in (Sapo, CrossEntropy))
+
+
+@pytest.mark.spec("dropin.compat")
+@pytest.mark.parametrize("replacement", [losses.sapo_policy_loss, losses.cross_entropy_loss])
+def test_mask_of_a_loss_that_does_not_wait_is_a_weight(gpu: str, replacement: Callable) -> None:
+    d = cells(gpu)
+    given = (d["old"], d["advantages"], CONFIG)
+    half, _ = replacement(d["logprobs"], *given, d["mask"] * 0.5)
+    full, metrics = replacement(d["logprobs"], *given, d["mask"])
+    torch.testing.assert_close(half * 2, full)
+    assert metrics == {"clip_ratio": 0.0}
+
+
+@pytest.mark.spec("dropin.compat")
+@pytest.mark.parametrize("flash_attention", [False, True])
+def test_logprobs_on_a_gpu_have_the_dtype_of_skyrl(
+    gpu: str, monkeypatch: pytest.MonkeyPatch, flash_attention: bool
+) -> None:
+    monkeypatch.setattr(logprobs, "_uses_flash_attention", lambda: flash_attention)
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 50, device=gpu).bfloat16()
+    labels = torch.randint(0, 50, (2, 3), device=gpu)
+    dtype = torch.float32 if flash_attention else torch.bfloat16
+    want = logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0].to(dtype)
+    got = logprobs.logprobs_from_logits(logits, labels)
+    tolerance = {torch.float32: 4e-6, torch.bfloat16: 0.04}[dtype]  # one step of bfloat16 near 8
+    torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
 
 
 def test_device_without_kernels_falls_back_to_skyrl() -> None:

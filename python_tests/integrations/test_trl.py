@@ -127,11 +127,11 @@ def test_head_equals_trls(case: str, kind: str) -> None:
 
     counts = Counts()
     ours = run(FusedHead(kernels.ChunkedLogProbFunction, counts, on_gpu=False))
-    theirs = run(kernels.ChunkedLogProbFunction)
-    assert counts.calls == 1 and counts.handed_back == 0 and len(ours) == len(theirs)
+    expected = run(kernels.ChunkedLogProbFunction)
+    assert counts.calls == 1 and counts.handed_back == 0 and len(ours) == len(expected)
     # Logits up to 20, of sums in another order; bfloat16 rounds them to 0.06.
     close = {"rtol": 1e-5, "atol": 1e-5} if kind == "float32" else {"rtol": 2e-2, "atol": 0.1}
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(ours, expected, strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, **({} if a.dtype == torch.bool else close))
 

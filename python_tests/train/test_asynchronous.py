@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from skyrl_fast.rollout.group_runner import GroupDroppedError
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler
+from skyrl_fast.train.flow.group_flow import GroupFlow
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.output.checkpoint import checkpoints, read_state
 from skyrl_fast.train.output.loggers import read_metrics
@@ -413,6 +415,25 @@ def test_engine_is_repaired_while_the_trainer_waits(folder: Path) -> None:
     assert len(Mortal.repaired) == 1 and Mortal.repaired[0] >= 2
     once = Counter((uid.partition("~")[0], r) for _, uid, r in trained(outcome))
     assert set(once.values()) == {2}
+
+
+@pytest.mark.spec("async.wait-log")
+def test_group_that_ends_as_a_wait_times_out_is_not_waited_for() -> None:
+    class Changed:
+        ended = False
+
+        def is_set(self) -> bool:
+            return self.ended
+
+        async def wait(self) -> None:
+            self.ended = True
+            raise TimeoutError
+
+    def none_is_left() -> str:
+        raise AssertionError("there is nothing to wait for")
+
+    flow: Any = SimpleNamespace(_changed=Changed(), _waiting_for=none_is_left)
+    asyncio.run(GroupFlow._wait(flow))
 
 
 @pytest.mark.spec("async.wait-log")

@@ -1,4 +1,4 @@
-"""Fingerprints of functions' sources, without comments and layout."""
+"""Functions of a host program: fingerprints of their sources, and modules that bind them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import hashlib
 import inspect
 import io
+import sys
 import textwrap
 import tokenize
 from collections.abc import Callable, Sequence
@@ -82,3 +83,12 @@ def used_functions(module: ModuleType, names: Sequence[str]) -> list[Callable[..
     """Return the module's functions of these names; missing ones are omitted."""
     found = (getattr(module, name, None) for name in names)
     return [function for function in found if callable(function)]
+
+
+def modules_that_bind(package: str, name: str, value: object) -> list[ModuleType]:
+    """Return the loaded modules of a package in which the name is bound to this object."""
+    return [
+        module
+        for module_name, module in list(sys.modules.items())
+        if module_name.partition(".")[0] == package and vars(module).get(name) is value
+    ]

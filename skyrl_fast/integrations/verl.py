@@ -26,6 +26,7 @@ import torch
 from skyrl_fast.config.loading import environment_setting
 from skyrl_fast.integrations.calls import Counts, Function, HostReport, print_at_exit
 from skyrl_fast.integrations.on_import import ImportWatch
+from skyrl_fast.integrations.source import modules_that_bind
 from skyrl_fast.ops.advantage.group import group_advantage
 from skyrl_fast.ops.logprob.selected import selected_logprob
 from skyrl_fast.ops.pack.varlen import padded_to_varlen, varlen_to_padded
@@ -140,9 +141,8 @@ def _replace(module_name: str) -> None:
 
 
 def _rebind(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == "verl" and vars(module).get(name) is old:
-            setattr(module, name, new)
+    for module in modules_that_bind("verl", name, old):
+        setattr(module, name, new)
 
 
 def _counted(function: Callable[..., Any]) -> Callable[..., Any]:

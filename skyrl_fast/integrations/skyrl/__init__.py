@@ -46,7 +46,7 @@ from skyrl_fast.integrations.skyrl.outputs import (
     merge_stepwise_output,
     validate_generator_output,
 )
-from skyrl_fast.integrations.skyrl.ray_workers import autoinstall, runtime_env
+from skyrl_fast.integrations.skyrl.ray_workers import autoinstall, calls_of_workers, runtime_env
 from skyrl_fast.integrations.skyrl.report import Report, SkyRLFastWarning
 from skyrl_fast.integrations.skyrl.switch import install, report, uninstall
 from skyrl_fast.integrations.skyrl.trainer_steps import (
@@ -60,6 +60,7 @@ __all__ = [
     "SkyRLFastWarning",
     "apply_loss_reduction_to_advantages_minibatch",
     "autoinstall",
+    "calls_of_workers",
     "compute_advantages_and_returns",
     "compute_grpo_outcome_advantage",
     "compute_maxrl_advantage",

@@ -22,7 +22,10 @@ def main() -> None:
     parser.add_argument("module", help="module to run, such as skyrl.train.entrypoints.main_base")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the module")
     args = parser.parse_args()
-    print(install(args.mode), file=sys.stderr)
+    try:
+        print(install(args.mode), file=sys.stderr)
+    except ImportError as error:
+        parser.exit(1, f"{error}\n")
     sys.argv = [args.module, *args.arguments]
     runpy.run_module(args.module, run_name="__main__", alter_sys=True)
 

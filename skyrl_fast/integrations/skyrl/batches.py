@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,8 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_fast.integrations.skyrl.names import NEWEST
-from skyrl_fast.integrations.skyrl.replacement import ORIGINALS, replaces, require
+from skyrl_fast.integrations.skyrl.names import AUGUST, NEWEST
+from skyrl_fast.integrations.skyrl.replacement import (
+    ORIGINALS,
+    UnsupportedInputError,
+    replaces,
+    require,
+)
 from skyrl_fast.ops.pack import batch_tensors, padding_rows
 
 logger = logging.getLogger(__name__)
@@ -68,15 +74,19 @@ def convert_prompts_responses_to_batch_tensors(
     loss_masks: list[list[int]],
     logprobs: list[list[float]] | None = None,
     rollout_expert_indices: list[np.ndarray] | None = None,
+    rollout_sample_support: list[np.ndarray] | None = None,
     max_seq_len: int | None = None,
-) -> batch_tensors.BatchTensors:
-    """Return the seven tensors of a padded batch, as SkyRL's function of that name.
+) -> tuple[Any, ...]:
+    """Return the tensors of a padded batch, as SkyRL's function of that name.
+
+    Since 0.4.0 the last two of the eight are packed, by SkyRL's own functions.
 
     Args:
         pad_token_id: the id, or, up to 0.3.0, the tokenizer that has it.
         prompts, responses, rewards, loss_masks, logprobs: N rows.
         rollout_expert_indices: N arrays (tokens, L, K). Up to 0.3.0, whose dummy route is zeros,
             the call is passed to SkyRL.
+        rollout_sample_support: N arrays (response tokens, K); since 0.4.0.
         max_seq_len: a warning is logged if a row is longer.
 
     Raises:
@@ -87,9 +97,10 @@ def convert_prompts_responses_to_batch_tensors(
         >>> convert_prompts_responses_to_batch_tensors(0, *rows)[0]
         tensor([[5, 7, 8]])
     """
-    newest = ORIGINALS.label(CONVERT) == NEWEST
+    label = ORIGINALS.label(CONVERT)
+    takes_id = label in (AUGUST, NEWEST)
     require(isinstance(rewards, list), "rewards that are no list")
-    kinds = {list, np.ndarray} if newest else {list}
+    kinds = {list, np.ndarray} if takes_id else {list}
     for rows in (prompts, responses):
         require(
             isinstance(rows, list) and set(map(type, rows)) <= kinds, "rows of unsupported type"
@@ -98,14 +109,21 @@ def convert_prompts_responses_to_batch_tensors(
         all(kind is list or issubclass(kind, torch.Tensor) for kind in set(map(type, rewards))),
         "rewards that are neither lists nor tensors",
     )
-    if rollout_expert_indices is not None:
-        require(newest and _are_canonical(rollout_expert_indices), "routes of unsupported form")
-    if newest:
+    routes = rollout_expert_indices
+    packed: tuple[Any, ...] = ()
+    if label == NEWEST:
+        packed = _packed_fields(routes, rollout_sample_support, prompts, responses)
+        routes = None
+    else:
+        require(rollout_sample_support is None, "an argument that this version does not have")
+    if routes is not None:
+        require(takes_id and _are_canonical(routes), "routes of unsupported form")
+    if takes_id:
         require(not hasattr(pad_token_id, "pad_token_id"), "a tokenizer instead of an id")
     else:
         pad_token_id = pad_token_id.pad_token_id
     tensors = batch_tensors.convert_prompts_responses_to_batch_tensors(
-        pad_token_id, prompts, responses, rewards, loss_masks, logprobs, rollout_expert_indices,
+        pad_token_id, prompts, responses, rewards, loss_masks, logprobs, routes,
         pad_size=SPARE.num_rows,
     )  # fmt: skip
     if SPARE.num_rows:
@@ -118,7 +136,32 @@ def convert_prompts_responses_to_batch_tensors(
             width,
             max_seq_len,
         )
-    return tensors
+    return (*tensors[:-1], *packed) if packed else tensors
+
+
+def _packed_fields(routes: Any, support: Any, prompts: Any, responses: Any) -> tuple[Any, Any]:
+    """Return what SkyRL's own functions make of the routes and of the sampled tokens' support."""
+    if routes is None and support is None:
+        return None, None
+    skyrl = _skyrl_module(CONVERT)
+    for field in (routes, support):
+        rows_given = field is None or (isinstance(field, list) and len(field) == len(prompts))
+        require(rows_given, "routes or support of unsupported form")
+    response_lengths = np.array([len(row) for row in responses], dtype=np.int64)
+    lengths = response_lengths + np.array([len(row) for row in prompts], dtype=np.int64)
+    return (
+        None if routes is None else skyrl["_collate_rollout_expert_indices"](routes, lengths),
+        None if support is None else skyrl["build_sample_support"](support, response_lengths),
+    )
+
+
+def _skyrl_module(name: str) -> dict[str, Any]:
+    """Return the globals of the module of SkyRL's function `name`."""
+    original = ORIGINALS.function(name)
+    if original is None:
+        raise UnsupportedInputError("SkyRL, which packs this field, is not installed")
+    found: dict[str, Any] = inspect.unwrap(original).__globals__
+    return found
 
 
 def _are_canonical(routes: Any) -> bool:
@@ -174,20 +217,13 @@ def pad_training_input_batch(unpadded_batch: Any, pad_size: int) -> Any:
     device = unpadded_batch.device
     require(device is None or device.type == "cpu", "a batch on another device")
     require(isinstance(pad_size, int) and pad_size >= 0, "a pad_size that is no count")
-    if pad_size:
-        require(
-            type(unpadded_batch).__name__ == "TrainingInputBatch", "a batch of unsupported type"
-        )
-        for name in ("uids", "is_last_step"):
-            value = (unpadded_batch.metadata or {}).get(name, [])
-            require(isinstance(value, list), f"{name} that are no list")
-        routes = unpadded_batch.get("rollout_expert_indices")
-        mask = unpadded_batch.get("router_padding_mask")
-        if routes is not None or mask is not None:
-            require(ORIGINALS.label(PAD) == NEWEST, "routes, which older versions pad differently")
-            require(mask is None or mask.dtype == torch.bool, "a router_padding_mask of numbers")
-    if not pad_size or pad_size != SPARE.num_rows:
+    if not pad_size:
         return padding_rows.pad_training_input_batch(unpadded_batch, pad_size)
+    require(type(unpadded_batch).__name__ == "TrainingInputBatch", "a batch of unsupported type")
+    for name in ("uids", "is_last_step"):
+        value = (unpadded_batch.metadata or {}).get(name, [])
+        require(isinstance(value, list), f"{name} that are no list")
+    _require_known_padding(unpadded_batch)
     metadata = padding_rows.padding_metadata(unpadded_batch.metadata, pad_size)
     padded = type(unpadded_batch)(
         {name: _padded(name, value, pad_size) for name, value in unpadded_batch.items()}
@@ -196,6 +232,24 @@ def pad_training_input_batch(unpadded_batch: Any, pad_size: int) -> Any:
     return padded
 
 
+def _require_known_padding(batch: Any) -> None:
+    """Raise for routes that this version of SkyRL pads differently."""
+    label = ORIGINALS.label(PAD)
+    routes, mask = batch.get("rollout_expert_indices"), batch.get("router_padding_mask")
+    if isinstance(routes, torch.Tensor):
+        require(label == AUGUST, "routes in one tensor, which other versions pad differently")
+    if mask is not None:
+        require(label in (AUGUST, NEWEST), "a mask that older versions pad differently")
+        require(mask.dtype == torch.bool, "a router_padding_mask of numbers")
+
+
 def _padded(name: str, value: Any, pad_size: int) -> Any:
     padded = SPARE.padded(value)
-    return padding_rows.pad_field(name, value, pad_size, "repeat") if padded is None else padded
+    if padded is not None:
+        return padded
+    if type(value).__name__ == "PackedTensor":
+        lengths = [len(value.segment(0))] * pad_size
+        return _skyrl_module(PAD)["append_packed_field_padding"](
+            name, value, segment_lengths=lengths
+        )
+    return padding_rows.pad_field(name, value, pad_size, "repeat")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from skyrl_fast.batch import generator_merge, generator_output
+from skyrl_fast.batch import generator_output
 from skyrl_fast.batch.metrics import rollout_metrics
 from skyrl_fast.integrations.skyrl import logprobs, outputs, trainer_steps
 from skyrl_fast.ops.logprob.selected import selected_logprob
@@ -16,27 +16,44 @@ from skyrl_fast.train.algorithm.advantages import normalize_advantages
 
 def merge_stepwise_output(generator_output: Any) -> dict[str, Any]:
     """Return the output with merged steps, including time splits and expert routes."""
-    return dict(generator_merge.merge_stepwise_output(generator_output))
+    steps = dict(generator_output)
+    return outputs.merge_steps_and_support(steps, steps.pop(outputs.SUPPORT, None))
 
 
 def validate_generator_output(
-    num_prompts: int, generator_output: Any, step_wise: bool = False
+    num_prompts: int, generator_output: Any, step_wise: bool = False, routes_expected: bool = False
 ) -> None:
     """Check the rules of the specification: NumPy bools are valid, rows of a group are adjacent.
 
     Raises:
         ValueError: the first broken rule, with its row.
+        AssertionError: routes or support of sampled tokens that SkyRL refuses.
     """
     _check(generator_output, num_prompts, step_wise)
+    outputs.check_side_channels(generator_output, step_wise)
+    if routes_expected and generator_output.get(outputs.ROUTES) is None:
+        trained = any(any(mask) for mask in generator_output["loss_masks"])
+        if trained:
+            raise ValueError(
+                "validate_generator_output: rollout_expert_indices must be given, since "
+                "enable_return_routed_experts is on and tokens are trained; got None"
+            )
 
 
 def _check(output: Any, num_prompts: int, step_wise: bool) -> None:
     generator_output.validate_generator_output(output, num_prompts=num_prompts, step_wise=step_wise)
 
 
-def concatenate_generator_outputs(generator_outputs: Any, step_wise: bool = False) -> Any:
-    """Return SkyRL's concatenation, with step-wise metrics per trajectory instead of per row."""
-    result = outputs.concatenate_generator_outputs(generator_outputs, step_wise=step_wise)
+def concatenate_generator_outputs(
+    generator_outputs: Any, step_wise: bool = False, **expected: bool
+) -> Any:
+    """Return SkyRL's concatenation, with step-wise metrics per trajectory instead of per row.
+
+    Args:
+        generator_outputs, step_wise: as SkyRL's.
+        expected: `routes_expected`, in versions that have it.
+    """
+    result = outputs.concatenate_generator_outputs(generator_outputs, step_wise, **expected)
     if step_wise:
         result["rollout_metrics"].update(rollout_metrics(result))
     return result

@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
+from skyrl_fast.integrations.skyrl.outputs import NO_TOKEN, SUPPORT
 from skyrl_fast.integrations.skyrl.replacement import ORIGINALS
 from skyrl_fast.ops.pack.routed_experts import append_rollout_expert_indices
 
@@ -17,10 +21,11 @@ UPDATE = "SkyRLGymGenerator._update_agent_loop_state_with_multiturn_chat_templat
 class _Engine:
     """Wraps the inference engine; it gets only prompts within the limit."""
 
-    def __init__(self, engine: Any, limit: int | None, eos: int) -> None:
+    def __init__(self, engine: Any, limit: int | None, eos: int, top_k: int | None) -> None:
         self._engine = engine
         self._limit = limit
         self._eos = eos
+        self._top_k = top_k
         self._gave_logprobs = False
         self.over = False
         self.last_ids: list[int] = []
@@ -33,16 +38,24 @@ class _Engine:
         if self._limit is not None and len(engine_input["prompt_token_ids"][0]) > self._limit:
             self.over = True
             logprobs = [[0.0]] if self._gave_logprobs else None
-            return {
+            answer = {
                 "responses": [""],
                 "response_ids": [[self._eos]],
                 "stop_reasons": ["length"],
                 "response_logprobs": logprobs,
             }
+            if self._top_k is not None:
+                answer[SUPPORT] = [_no_support(self._top_k)]
+            return answer
         output = await self._engine.generate(engine_input, **kwargs)
         self._gave_logprobs = output.get("response_logprobs") is not None
         self.last_ids = list(output["response_ids"][0])
         return output
+
+
+def _no_support(top_k: int) -> np.ndarray:
+    """Return (1, K): the support of one token that was not sampled."""
+    return np.full((1, top_k), NO_TOKEN, np.int32)
 
 
 async def agent_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,13 +70,16 @@ async def agent_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
     arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
     step_wise = self.generator_cfg.step_wise_trajectories
     limit = arguments["max_input_length"] if step_wise and "length_check" in rules else None
+    top_k = _support_width(self, arguments, original)
     wrapped = copy.copy(self)
-    wrapped.inference_engine_client = engine = _Engine(self.inference_engine_client, limit, eos)
+    engine = _Engine(self.inference_engine_client, limit, eos, top_k)
+    wrapped.inference_engine_client = engine
     wrapped._run_in_executor_if_available = _watched(self._run_in_executor_if_available, engine)
     output = await original(wrapped, *args, **kwargs)
     if step_wise:
         if limit is not None:
-            _end_by_length(output, engine.over, original.__globals__["TrajectoryOutput"], eos)
+            row = original.__globals__["TrajectoryOutput"]
+            _end_by_length(output, engine.over, row, eos, top_k)
         if "gen_only_rows" in rules:
             for step in output.step_outputs:
                 _without_observation(step, eos)
@@ -83,8 +99,25 @@ def _watched(run: Callable[..., Awaitable[Any]], engine: _Engine) -> Callable[..
     return watched
 
 
-def _end_by_length(output: Any, over: bool, row: Any, eos: int) -> None:
-    """Drop the turn that was over the limit; a trajectory without steps gets a masked row."""
+def _support_width(self: Any, arguments: dict[str, Any], original: Any) -> int | None:
+    """Return the top_k whose choices this loop records, as SkyRL can since 0.4.0; None: nothing."""
+    settings = getattr(self.generator_cfg, "inference_engine", None)
+    if not getattr(settings, "enable_return_sample_support_set", False):
+        return None
+    if arguments.get("training_phase") == original.__globals__["TRAINING_PHASE_EVAL"]:
+        return None
+    sampling = arguments.get("sampling_params") or asdict(self.generator_cfg.sampling_params)
+    return int(sampling["top_k"])
+
+
+def _end_by_length(output: Any, over: bool, row: Any, eos: int, top_k: int | None) -> None:
+    """Drop the turn that was over the limit; a trajectory without steps gets a masked row.
+
+    Args:
+        output: SkyRL's, of a step-wise trajectory.
+        row: SkyRL's class of a step.
+        top_k: width of the support of sampled tokens, None where it is not recorded.
+    """
     steps = output.step_outputs
     if over:
         dropped = steps.pop()
@@ -101,6 +134,7 @@ def _end_by_length(output: Any, over: bool, row: Any, eos: int) -> None:
                 prompt_ids=[eos],
                 rollout_logprobs=[0.0],
                 env_metrics={},
+                **({} if top_k is None else {SUPPORT: _no_support(top_k)}),
             )
         )
 
@@ -116,6 +150,9 @@ def _without_observation(step: Any, eos: int) -> None:
         value = getattr(step, field)
         if isinstance(value, list):
             setattr(step, field, value[:end])
+    support = getattr(step, SUPPORT, None)
+    if support is not None:
+        setattr(step, SUPPORT, support[:end])
 
 
 def update_state(self: Any, agent_loop_state: Any, turn_output: Any) -> Any:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 
-from skyrl_fast.integrations.skyrl.replacement import replaces, require
+from skyrl_fast.integrations.skyrl.replacement import ORIGINALS, replaces, require
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.logprob.selected import ON_GPU, selected_logprob
 
+NAME = "logprobs_from_logits"
 
-@replaces("logprobs_from_logits")
+
+@replaces(NAME)
 def logprobs_from_logits(
     logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True
 ) -> torch.Tensor:
     """Return each label's log-probability, as SkyRL's function of that name.
 
     Sums run in float32 with a float64 flush, in one pass; the result is rounded to the logits'
-    dtype, as SkyRL's is. It differs from SkyRL's by the rounding of its sums.
+    dtype, as SkyRL's is (on a GPU with flash-attn SkyRL's is float32, and so is this one). It
+    differs from SkyRL's by the rounding of its sums.
 
     Args:
         logits: (B, S, V) float32, bfloat16 or float16. On a GPU without compiled kernels the call
@@ -32,10 +37,17 @@ def logprobs_from_logits(
     require(logits.shape[:-1] == labels.shape, "labels of unsupported shape")
     require(logits.dtype in (torch.float32, torch.bfloat16, torch.float16), "unsupported dtype")
     require(labels.dtype == torch.int64, "labels of unsupported dtype")
-    on_gpu = logits.device.type == "cuda"
-    chosen = _backend.select("logprobs_from_logits", logits, available_on_gpu=ON_GPU)
+    on_gpu = _backend.on_gpu(logits)
+    chosen = _backend.select(NAME, logits, available_on_gpu=ON_GPU)
     require(chosen == "native", "a device without kernels")
     inplace = inplace_backward and on_gpu
     out = selected_logprob(logits, labels, inplace_backward=inplace)
     assert isinstance(out, torch.Tensor)
-    return out.to(logits.dtype)
+    return out if on_gpu and _uses_flash_attention() else out.to(logits.dtype)
+
+
+def _uses_flash_attention() -> bool:
+    """Return whether SkyRL's function calls flash-attn's cross entropy on a GPU."""
+    original = ORIGINALS.function(NAME)
+    module = {} if original is None else inspect.unwrap(original).__globals__
+    return bool(module.get("FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE"))

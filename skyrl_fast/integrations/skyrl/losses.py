@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_fast.integrations.skyrl.names import NEWEST
 from skyrl_fast.integrations.skyrl.replacement import (
     ORIGINALS,
     UnsupportedInputError,
@@ -176,13 +175,12 @@ def gspo_policy_loss(config: Any) -> LossSettings:
 
 @_loss_of()
 def compute_policy_loss_cispo(config: Any) -> LossSettings:
-    """Return SkyRL's CISPO loss and its metrics.
-
-    Versions that log the mean of the clamped ratio keep their own function: the kernel does not
-    compute it.
-    """
-    require(ORIGINALS.label("compute_policy_loss_cispo") != NEWEST, "the clamped ratio's mean")
-    return Cispo(config.cispo.cispo_eps_clip_low, config.cispo.cispo_eps_clip_high)
+    """Return SkyRL's CISPO loss and its metrics."""
+    anchor = str(getattr(config.cispo, "cispo_anchor", "old"))  # up to 0.3.0 there is none
+    require(anchor in ("old", "rollout"), "an unsupported anchor")
+    corrected = anchor == "rollout" and config.off_policy_correction.tis_ratio_type is not None
+    require(not corrected, "a correction of corrected ratios, which SkyRL refuses")
+    return Cispo(config.cispo.cispo_eps_clip_low, config.cispo.cispo_eps_clip_high, anchor)
 
 
 @_loss_of()
@@ -234,9 +232,11 @@ UNBOUNDED = ("gspo", "clip_cov", "kl_cov", "importance_sampling")
 LARGEST_LOG_RATIO = {"gspo": 10.0}
 DEFAULT_LARGEST = 20.0
 LOG_PROBS_ALONE = ("cross_entropy",)
-NOT_OF_NO_TOKENS = ("importance_sampling",)  # SkyRL logs NaN for a mask of zeros
+NOT_OF_NO_TOKENS = ("importance_sampling", "cispo")  # of a mask of zeros, SkyRL logs other numbers
 DRAWING = ("clip_cov",)
 LOGGED_UNCLIPPED = ("sapo", "kl_cov", "cross_entropy")  # SkyRL logs a clip_ratio of 0 for them
+UNREAD = ("sapo", "cross_entropy")  # SkyRL reads no number of them, so on a GPU it does not wait
+METRICS = ("num_tokens", "clip_ratio", "ratio_mean", "ratio_min", "ratio_max")
 
 
 def _loss(
@@ -258,6 +258,9 @@ def _loss(
     reads_old = spec.ratio_to == "old"
     if spec.ratio_to == "rollout_where_given":
         reads_old = rollout_logprobs is None
+    if isinstance(settings, Cispo) and settings.cispo_ratio == "rollout":
+        require(rollout_logprobs is not None, "no log-probabilities of the sampler")
+        reads_old = False
     require(old_log_probs is not None or not reads_old, "no old log-probabilities")
     require(isinstance(log_probs, torch.Tensor) and loss_mask is not None, "no loss mask")
     assert loss_mask is not None
@@ -273,57 +276,85 @@ def _loss(
         all(t.dtype == torch.float32 for t in (log_probs, loss_mask, *others)), "unsupported dtypes"
     )
     require(all(t.shape == log_probs.shape for t in (loss_mask, *others)), "different shapes")
-    require(_is_zero_one(loss_mask), "a mask that is not 0 and 1")
     weights: Tensor | None = None
     metrics: dict[str, float] = {}
     if rollout_logprobs is not None:
         weights, metrics = _correction(name, old_log_probs, rollout_logprobs, loss_mask, config)
-    if kind in NOT_OF_NO_TOKENS:
-        require(bool(loss_mask.any()), "a mask without trained tokens")
+    waits = kind not in UNREAD or not _backend.on_gpu(log_probs)
+    if not waits:  # the mask's numbers are not known: they are weights, as in SkyRL
+        weights = loss_mask if weights is None else weights * loss_mask
     drawn = torch.get_rng_state() if kind in DRAWING else None
     out = policy_loss(
         log_probs, old_log_probs, advantages, loss_mask, loss=settings, scope="row",
         rollout_logprobs=rollout_logprobs, token_weights=weights,
         row_weights=torch.ones(len(log_probs), device=log_probs.device),
     )  # fmt: skip
+    if not waits:
+        return out.loss, {"clip_ratio": 0.0, **metrics}
+    mean = None
+    if isinstance(settings, Cispo) and hasattr(config.cispo, "cispo_anchor"):
+        behavior = rollout_logprobs if settings.cispo_ratio == "rollout" else old_log_probs
+        mean = _mean_clamped_ratio(settings, log_probs.detach(), behavior, loss_mask)
     try:
-        return out.loss, _skyrl_metrics(kind, out, metrics)
+        return out.loss, {**_skyrl_metrics(kind, out, loss_mask, mean), **metrics}
     except UnsupportedInputError:
         if drawn is not None:
             torch.set_rng_state(drawn)  # so that SkyRL draws the same tokens
         raise
 
 
-def _skyrl_metrics(kind: str, out: PolicyLoss, correction: dict[str, float]) -> dict[str, float]:
+def _skyrl_metrics(
+    kind: str, out: PolicyLoss, mask: Tensor, mean_clamped: Tensor | None
+) -> dict[str, float]:
     """Return SkyRL's metrics of a loss; raise for a loss that SkyRL computes differently."""
-    read = ("num_tokens", "clip_ratio", "ratio_mean", "ratio_min", "ratio_max")
+    read = [out.loss, *(out.metrics[name] for name in METRICS), _is_zero_one(mask)]
+    read += [] if mean_clamped is None else [mean_clamped]
     # One transfer: each would wait for the GPU.
-    numbers = torch.stack(
-        [t.detach().double() for t in (out.loss, *(out.metrics[name] for name in read))]
-    )
-    value, count, clip_ratio, ratio_mean, ratio_min, ratio_max = numbers.tolist()
+    numbers = torch.stack([t.detach().double() for t in read]).tolist()
+    value, count, clip_ratio, ratio_mean, ratio_min, ratio_max, zero_one = numbers[:7]
+    require(bool(zero_one), "a mask that is not 0 and 1")
     if kind in UNBOUNDED:
         limit = float(np.exp(LARGEST_LOG_RATIO.get(kind, DEFAULT_LARGEST))) * 0.99
         inside = 1 / limit < ratio_min and ratio_max < limit
         require(inside or not count, "ratios beyond the kernel's bounds")
+    require(count > 0 or kind not in NOT_OF_NO_TOKENS, "a mask without trained tokens")
     require(bool(np.isfinite(value)), "a loss that is no number")
     if kind == "importance_sampling":
         return {"importance_ratio": ratio_mean}
     if kind in LOGGED_UNCLIPPED:
-        return {"clip_ratio": 0.0, **correction}
+        return {"clip_ratio": 0.0}
     clipped = np.float32(round(clip_ratio * count)) / np.float32(max(count, 1.0))
-    return {"clip_ratio": float(clipped), **correction}
+    if mean_clamped is None:
+        return {"clip_ratio": float(clipped)}
+    return {
+        "clip_ratio": float(clipped),
+        "cispo/ratio_mean": ratio_mean,
+        "cispo/ratio_clamped_mean": numbers[7],
+        "cispo/ratio_max": ratio_max,
+        "cispo/ratio_min": ratio_min,
+    }
 
 
-def _is_zero_one(mask: Tensor) -> bool:
-    """Return whether all values are 0 or 1.
+def _mean_clamped_ratio(
+    settings: Cispo, log_probs: Tensor, behavior: Tensor | None, mask: Tensor
+) -> Tensor:
+    """Return the mean over trained tokens of the ratio that weighs CISPO's gradient."""
+    assert behavior is not None
+    ratio = (log_probs - behavior).clamp_(-DEFAULT_LARGEST, DEFAULT_LARGEST).exp_()
+    ratio.clamp_(1 - settings.cispo_eps_clip_low, 1 + settings.cispo_eps_clip_high)
+    trained = mask != 0
+    return ratio.masked_fill_(~trained, 0).sum() / trained.sum()
+
+
+def _is_zero_one(mask: Tensor) -> Tensor:
+    """Return whether all values are 0 or 1, as a 0-dimensional tensor.
 
     Only then are the sum, the sum of squares and the number of non-zeros of a mask equal: the sum
     of squares is at least the squared sum over the number, with equality for equal values.
     """
     flat = mask.reshape(-1)
     sums = torch.stack([flat.sum(), torch.dot(flat, flat)]).double()
-    return bool((sums == torch.count_nonzero(flat)).all())
+    return (sums == torch.count_nonzero(flat)).all()
 
 
 def _correction(

@@ -7,7 +7,7 @@ the private functions that it calls. A version with an unknown source keeps its 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 PREPROCESS = "skyrl.train.dataset.preprocess"
 TRAINING_BATCH = "skyrl.backends.skyrl_train.training_batch"
@@ -17,7 +17,10 @@ PPO = "skyrl.backends.skyrl_train.utils.ppo_utils"
 TORCH_UTILS = "skyrl.backends.skyrl_train.utils.torch_utils"
 TRAINER = "skyrl.train.trainer"
 GYM_GENERATOR = "skyrl.train.generators.skyrl_gym_generator"
-NEWEST = "main"  # label of the newest known source
+# Of the package index; those before had few of the functions.
+VERSIONS = ("0.2.0", "0.3.0", "0.4.0")
+NEWEST = VERSIONS[-1]
+AUGUST = "0.4.0.dev"  # SkyRL's main in August 2026, between 0.3.0 and 0.4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,10 @@ class Target:
         fingerprints: of known sources, each with the first version that has it.
         replacement: `module.function` of this package.
         uses: private functions of the same module that belong to the source.
+        calls: other functions of this table that it calls. It is replaced only if their sources
+            are known too.
+        unneeded: fingerprints of sources that follow the rules of mode "fixed" by themselves, each
+            with the first version that has it.
     """
 
     name: str
@@ -37,6 +44,8 @@ class Target:
     fingerprints: Mapping[str, str]
     replacement: str
     uses: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+    unneeded: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def short_name(self) -> str:
@@ -56,14 +65,14 @@ TARGETS = (
     Target(
         "convert_prompts_responses_to_batch_tensors",
         PREPROCESS,
-        {"2e718702551576ba": "main", "8b9b1157d9fb71ff": "0.2.0"},
+        {"fefa367468cfa4a7": "0.4.0", "2e718702551576ba": AUGUST, "8b9b1157d9fb71ff": "0.2.0"},
         "batches.convert_prompts_responses_to_batch_tensors",
         ("_verify_inputs", "_reward_to_numpy"),
     ),
     Target(
         "make_router_padding_mask",
         PREPROCESS,
-        {"9d906156cf90684a": "main"},
+        {"9d906156cf90684a": AUGUST},
         "batches.make_router_padding_mask",
     ),
     Target(
@@ -81,13 +90,13 @@ TARGETS = (
     Target(
         "pad_training_input_batch",
         TRAINING_BATCH,
-        {"ac531ca0fbf01f60": "main", "d60fa884c02932f1": "0.2.0"},
+        {"9391891d6733bf08": "0.4.0", "ac531ca0fbf01f60": AUGUST, "d60fa884c02932f1": "0.2.0"},
         "batches.pad_training_input_batch",
     ),
     Target(
         "validate_generator_output",
         TRAINER_UTILS,
-        {"151a606d7f17e22a": "0.2.0"},
+        {"1930ade6250c0a15": "0.4.0", "151a606d7f17e22a": "0.2.0"},
         "outputs.validate_generator_output",
         ("_validate_step_wise_fields",),
     ),
@@ -100,21 +109,22 @@ TARGETS = (
     Target(
         "get_rollout_metrics",
         GENERATORS,
-        {"564ea46197873fef": "main", "9db0604082455a9c": "0.3.0"},
+        {"564ea46197873fef": AUGUST, "9db0604082455a9c": "0.3.0"},
         "output_metrics.get_rollout_metrics",
         ("compute_turn_token_counts", "_add_time_stats"),
     ),
     Target(
         "concatenate_generator_outputs",
         GENERATORS,
-        {"87751c248e0ab789": "main", "9f7dd8710bf61d69": "0.3.0"},
+        {"242f4ea765c2c42e": "0.4.0", "87751c248e0ab789": AUGUST, "9f7dd8710bf61d69": "0.3.0"},
         "outputs.concatenate_generator_outputs",
         ("_flatten_field", "_concat_optional_field", "_last_step_only"),
+        ("validate_generator_output", "get_rollout_metrics"),
     ),
     Target(
         "merge_stepwise_output",
         GENERATORS,
-        {"bf05bc3249e9a922": "main", "d28f87beee8c5b93": "0.3.0"},
+        {"8e9e89191b2d4c45": "0.4.0", "bf05bc3249e9a922": AUGUST, "d28f87beee8c5b93": "0.3.0"},
         "outputs.merge_stepwise_output",
         (
             "_is_prefix",
@@ -122,6 +132,7 @@ TARGETS = (
             "_slice_generator_output",
             "_merge_single_trajectory",
         ),
+        ("concatenate_generator_outputs", "validate_generator_output", "get_rollout_metrics"),
     ),
     _estimator("compute_grpo_outcome_advantage", "7f05e2a1f6daef00"),
     _estimator("compute_rloo_outcome_advantage", "6ad56a848d29b5fe"),
@@ -135,7 +146,7 @@ TARGETS = (
     Target(
         "RayPPOTrainer.convert_to_training_input",
         TRAINER,
-        {"87f0ac37486ca8d3": "main", "b7aba4fd2d1c2137": "0.3.0"},
+        {"8f1f10ff516e5d45": "0.4.0", "87f0ac37486ca8d3": AUGUST, "b7aba4fd2d1c2137": "0.3.0"},
         "trainer_steps.convert_to_training_input",
     ),
     Target(
@@ -162,7 +173,7 @@ TARGETS = (
     Target(
         "compute_policy_loss_cispo",
         PPO,
-        {"b4f6fba4eefbcd0b": "main", "ccd8e9c3baa62e21": "0.2.0"},
+        {"b4f6fba4eefbcd0b": AUGUST, "ccd8e9c3baa62e21": "0.2.0"},
         "losses.compute_policy_loss_cispo",
     ),
     _loss("rollout_is_policy_loss", "3660846e61794815"),
@@ -174,12 +185,21 @@ TARGETS = (
     Target(
         "logprobs_from_logits",
         TORCH_UTILS,
-        {"674b281eebaf8ca0": "0.1.0"},
+        {"cfa1d5814fd7c2a5": "0.4.0", "674b281eebaf8ca0": "0.1.0"},
         "logprobs.logprobs_from_logits",
         ("logprobs_from_logits_v2",),
     ),
 )
 BY_NAME = {target.name: target for target in TARGETS}
+
+# Where SkyRL's trainer and workers spend the time that replacing saves (bench/results/peers.md).
+HEAVY = (
+    "convert_prompts_responses_to_batch_tensors",
+    "merge_stepwise_output",
+    "concatenate_generator_outputs",
+    "RayPPOTrainer.convert_to_training_input",
+    "logprobs_from_logits",
+)
 
 # Known to users of SkyRL, and not replaced.
 KEPT = {

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from skyrl_fast.batch import generator_merge, generator_output
 from skyrl_fast.integrations.skyrl import output_metrics
-from skyrl_fast.integrations.skyrl.names import NEWEST
-from skyrl_fast.integrations.skyrl.replacement import ORIGINALS, replaces, require
+from skyrl_fast.integrations.skyrl.names import AUGUST, NEWEST
+from skyrl_fast.integrations.skyrl.replacement import (
+    ORIGINALS,
+    UnsupportedInputError,
+    replaces,
+    require,
+)
 
 VALIDATE = "validate_generator_output"
 CONCATENATE = "concatenate_generator_outputs"
 MERGE = "merge_stepwise_output"
 TIME_SPLITS = "trajectory_time_splits"
+ROUTES, SUPPORT = "rollout_expert_indices", "rollout_sample_support"
 ALWAYS = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
-OPTIONAL = ("stop_reasons", "rollout_logprobs", "trajectory_generation_times")
+TIMES = "trajectory_generation_times"
+# Optional fields of SkyRL's concatenation, by the version of its source.
+OPTIONAL = {
+    "0.3.0": ("stop_reasons", "rollout_logprobs", TIMES),
+    AUGUST: ("stop_reasons", "rollout_logprobs", TIMES, TIME_SPLITS),
+    NEWEST: ("stop_reasons", "rollout_logprobs", ROUTES, SUPPORT, TIMES, TIME_SPLITS),
+}
+NO_TOKEN = -1  # SkyRL's padding of the support
 IMAGES = ("pixel_values", "image_grid_thw")
 LISTED = ("loss_masks", "rollout_logprobs")  # SkyRL's merge returns their rows as lists
 # The fields of a row that SkyRL's merge returns.
@@ -28,7 +43,7 @@ MERGED = (*ALWAYS, "stop_reasons", "rollout_logprobs", "trajectory_ids", "is_las
 
 @replaces(VALIDATE)
 def validate_generator_output(
-    num_prompts: int, generator_output: Any, step_wise: bool = False
+    num_prompts: int, generator_output: Any, step_wise: bool = False, routes_expected: bool = False
 ) -> None:
     """Check a generator output, as SkyRL's function of that name.
 
@@ -36,11 +51,14 @@ def validate_generator_output(
         num_prompts: the required number of rows, on the default path.
         generator_output: SkyRL's mapping of lists.
         step_wise: whether to check the step-wise rules.
+        routes_expected: whether a batch that trains must have routes; since 0.4.0.
 
     Raises:
         AssertionError, RuntimeError, KeyError: SkyRL's.
     """
     _check(num_prompts, generator_output, step_wise)
+    missing = routes_expected and generator_output.get(ROUTES) is None
+    require(not missing, "expected routes that are missing")
 
 
 def _check(num_prompts: int, output: Any, step_wise: bool) -> None:
@@ -61,6 +79,26 @@ def _check(num_prompts: int, output: Any, step_wise: bool) -> None:
     require(bool(masks.any()), "loss masks that are all zero")
     generator_output_check = generator_output.validate_generator_output
     generator_output_check(output, num_prompts=num_prompts, step_wise=step_wise)
+    try:
+        check_side_channels(output, step_wise)
+    except AssertionError as error:
+        raise UnsupportedInputError(str(error)) from error
+
+
+def check_side_channels(output: Any, step_wise: bool) -> None:
+    """Check routes and support of sampled tokens by SkyRL's own function, which 0.4.0 added.
+
+    Raises:
+        AssertionError: SkyRL's.
+    """
+    original = ORIGINALS.function(VALIDATE)
+    fields = [output.get(field) for field in (ROUTES, SUPPORT)]
+    if original is None or ORIGINALS.label(VALIDATE) != NEWEST or fields == [None, None]:
+        return
+    for rows in fields:
+        listed = rows is None or (isinstance(rows, list) and len(rows) == len(output[ALWAYS[0]]))
+        require(listed, "routes or support of unsupported form")
+    inspect.unwrap(original).__globals__["_validate_per_token_side_channels"](output, step_wise)
 
 
 def _check_ids(output: Any) -> None:
@@ -77,23 +115,24 @@ def _check_ids(output: Any) -> None:
 
 @replaces(CONCATENATE)
 def concatenate_generator_outputs(
-    generator_outputs: Sequence[Any], step_wise: bool = False
+    generator_outputs: Sequence[Any], step_wise: bool = False, routes_expected: bool = False
 ) -> dict[str, Any]:
     """Return one output with the rows of all and their common metrics, as SkyRL's function.
 
     Args:
         generator_outputs: at least one.
         step_wise: whether the result must follow the step-wise rules.
+        routes_expected: whether a result that trains must have routes; since 0.4.0.
 
     Raises:
         ValueError, AssertionError, KeyError: SkyRL's.
     """
     outputs = list(generator_outputs)
-    newest = ORIGINALS.label(CONCATENATE) == NEWEST
+    optional = OPTIONAL[ORIGINALS.label(CONCATENATE)]
     result: dict[str, Any] = {}
     for field in ALWAYS:
         result[field] = _joined([output[field] for output in outputs])
-    for field in (*OPTIONAL, TIME_SPLITS) if newest else OPTIONAL:
+    for field in optional:
         parts = [output.get(field) for output in outputs]
         given = [part is not None for part in parts]
         require(all(given) or not any(given), f"{field} in some outputs only")
@@ -101,7 +140,7 @@ def concatenate_generator_outputs(
     for field, value in outputs[0].items():
         if field not in result and isinstance(value, list):
             result[field] = _joined([output[field] for output in outputs])
-    times, splits = result["trajectory_generation_times"], result.get(TIME_SPLITS)
+    times, splits = result[TIMES], result.get(TIME_SPLITS)
     if step_wise and result.get("is_last_step"):
         times = _last_step_values(times, result["is_last_step"])
         splits = _last_step_values(splits, result["is_last_step"])
@@ -110,11 +149,14 @@ def concatenate_generator_outputs(
         result["rewards"],
         loss_masks=result["loss_masks"],
         trajectory_completion_times=times,
-        **({"trajectory_time_splits": splits} if newest else {}),
+        **({TIME_SPLITS: splits} if TIME_SPLITS in optional else {}),
     )
     metrics.update(_extra_metrics(outputs, metrics))
     result["rollout_metrics"] = metrics
-    validate_generator_output(len(result["prompt_token_ids"]), result, step_wise=step_wise)
+    expected = {"routes_expected": True} if routes_expected else {}  # older versions lack it
+    validate_generator_output(
+        len(result["prompt_token_ids"]), result, step_wise=step_wise, **expected
+    )
     return result
 
 
@@ -162,28 +204,54 @@ def merge_stepwise_output(generator_output: Any) -> dict[str, Any]:
         AssertionError, KeyError: SkyRL's.
     """
     output = generator_output
-    for field in ("rollout_expert_indices", *IMAGES):
+    optional = OPTIONAL[ORIGINALS.label(CONCATENATE)]
+    for field in (ROUTES, *IMAGES):
         require(output.get(field) is None, f"{field}, which SkyRL refuses here")
+    size = len(output["response_ids"])
     for field, value in output.items():
         if field != "rollout_metrics" and value is not None:
-            require(isinstance(value, list), f"{field} that is no list")
-            require(len(value) == len(output["response_ids"]), f"{field} of different length")
+            is_group = isinstance(value, dict) and SUPPORT in optional
+            for rows in value.values() if is_group else [value]:
+                require(isinstance(rows, list), f"{field} that is no list")
+                require(len(rows) == size, f"{field} of different length")
     for field in ("prompt_token_ids", "response_ids"):  # a tuple never equals a list's beginning
         require(set(map(type, output[field])) <= {list}, f"{field} of unsupported type")
     given = {"rollout_logprobs": None, **output}
-    _check(len(output["response_ids"]), given, step_wise=True)
+    _check(size, given, step_wise=True)
     steps = {field: given[field] for field in MERGED if given.get(field) is not None}
     for field in LISTED:
         if field in steps and set(map(type, steps[field])) != {list}:
             steps[field] = [list(row) for row in steps[field]]
-    merged = dict(generator_merge.merge_stepwise_output(steps))
-    empty = dict.fromkeys((*OPTIONAL, *([TIME_SPLITS] if _has_splits() else [])))
-    merged = {**empty, **merged}
+    merged = merge_steps_and_support(steps, output.get(SUPPORT) if SUPPORT in optional else None)
+    merged = {**dict.fromkeys(optional), **merged}
     merged["rollout_metrics"] = output_metrics.get_rollout_metrics(
         merged["response_ids"], merged["rewards"], loss_masks=merged["loss_masks"]
     )
     return merged
 
 
-def _has_splits() -> bool:
-    return ORIGINALS.label(CONCATENATE) == NEWEST
+def merge_steps_and_support(steps: dict[str, Any], support: Any) -> dict[str, Any]:
+    """Return the merged output; `support` is SkyRL's, of the tokens that sampling could choose.
+
+    Args:
+        steps: a valid step-wise output without it.
+        support: N arrays (response tokens, K), or None. Tokens that no step sampled get -1.
+    """
+    if support is None:
+        return dict(generator_merge.merge_stepwise_output(steps))
+    kinds = {(type(rows), rows.dtype.str, rows.shape[1:]) for rows in support}
+    require(len(kinds) == 1, "support of several forms")
+    require(support[0].ndim == 2 and support[0].dtype == np.int32, "support of unsupported form")
+    numbered = {**steps, "row": [*range(len(support))]}
+    merged: dict[str, Any] = dict(generator_merge.merge_stepwise_output(numbered))
+    prompts, responses = steps["prompt_token_ids"], steps["response_ids"]
+    head, joined = 0, []
+    for last in merged.pop("row"):
+        pieces = [support[head]]
+        for row in range(head + 1, last + 1):
+            gap = len(prompts[row]) - len(prompts[row - 1]) - len(responses[row - 1])
+            unsampled = np.full((gap, support[0].shape[1]), NO_TOKEN, support[0].dtype)
+            pieces += [unsampled, support[row]]
+        joined.append(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+        head = last + 1
+    return {**merged, SUPPORT: joined}

@@ -15,6 +15,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from skyrl_fast.config.loading import environment_setting
+from skyrl_fast.integrations.calls import Counts
+from skyrl_fast.integrations.skyrl import worker_calls
+from skyrl_fast.integrations.skyrl.replacement import ORIGINALS
 
 logger = logging.getLogger(__name__)
 VARIABLE = "SKYRL_FAST_AUTOINSTALL"
@@ -24,6 +27,8 @@ NEXT_HOOK = "SKYRL_FAST_NEXT_SETUP_HOOK"  # the user's setup hook, run after our
 OFF = ("", "0", "off", "false")
 
 _ray_init: Callable[..., Any] | None = None
+_ray_shutdown: Callable[..., Any] | None = None
+_collected: list[tuple[int, dict[str, Counts]]] = []  # of workers whose Ray was shut down
 
 
 def runtime_env(
@@ -89,11 +94,15 @@ def _install(setting: str) -> None:
         mode = "compat"
     rules = tuple(names.split(",")) if names else None
     install_on_import(mode, rules=rules)
+    worker_calls.start_publishing(lambda: ORIGINALS.counts)
 
 
 def add_hook(mode: str, rules: tuple[str, ...]) -> None:
-    """Make `ray.init` start workers that install; without Ray do nothing."""
-    global _ray_init
+    """Make `ray.init` start workers that install; without Ray do nothing.
+
+    `ray.shutdown` reads the workers' counts of calls first.
+    """
+    global _ray_init, _ray_shutdown
     try:
         import ray
     except ImportError:
@@ -112,7 +121,28 @@ def add_hook(mode: str, rules: tuple[str, ...]) -> None:
         kwargs["runtime_env"] = runtime_env(mode, rules, kwargs.get("runtime_env"))
         return original(*args, **kwargs)
 
-    ray.init = init
+    shutdown_original = _ray_shutdown = ray.shutdown
+
+    @functools.wraps(shutdown_original)
+    def shutdown(*args: Any, **kwargs: Any) -> Any:
+        _collected.append(worker_calls.collect())
+        return shutdown_original(*args, **kwargs)
+
+    ray.init, ray.shutdown = init, shutdown
+
+
+def calls_of_workers() -> tuple[int, dict[str, Counts]]:
+    """Return the number of Ray workers that called replaced functions, and the calls by name.
+
+    Also of those that `ray.shutdown` has ended. Waits a second for the workers' last calls.
+    """
+    total: dict[str, Counts] = {}
+    workers = 0
+    for number, counts in (*_collected, worker_calls.collect()):
+        workers += number
+        for name, one in counts.items():
+            worker_calls.add_calls(total, name, one)
+    return workers, total
 
 
 def has_hook() -> bool:
@@ -121,10 +151,11 @@ def has_hook() -> bool:
 
 
 def remove_hook() -> None:
-    """Restore Ray's own `init`."""
-    global _ray_init
+    """Restore Ray's own `init` and `shutdown`."""
+    global _ray_init, _ray_shutdown
     if _ray_init is not None:
         import ray
 
-        ray.init = _ray_init
-        _ray_init = None
+        ray.init, ray.shutdown = _ray_init, _ray_shutdown
+        _ray_init = _ray_shutdown = None
+        _collected.clear()

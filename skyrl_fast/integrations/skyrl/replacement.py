@@ -24,9 +24,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 REFUSALS = (TypeError, ValueError, LookupError, AttributeError, OverflowError)
 
 
-REPLACED_NAME = "_skyrl_fast_replaced_name"
-
-
 class UnsupportedInputError(Exception):
     """SkyRL's own function must handle this input; the message says why."""
 
@@ -60,11 +57,12 @@ class Originals:
         return self._functions[name]
 
     def is_known(self, name: str, function: Any) -> bool:
-        """Return whether the function is the replacement, or SkyRL's own with a known source."""
+        """Return whether the function is a replacement, or SkyRL's own with a known source."""
         original = self.function(name)
         if original is None or self._labels[name] is None:
             return False
-        return function is original or getattr(function, REPLACED_NAME, "") == name
+        home = getattr(function, "__module__", None) or ""
+        return function is original or home.startswith(f"{__package__}.")
 
     def label(self, name: str) -> str:
         """Return the first version with this source of SkyRL's function; NEWEST without SkyRL."""
@@ -90,11 +88,15 @@ def find(target: Target) -> tuple[Any, Callable[..., Any]] | None:
 
 def version_label(target: Target, module: Any, function: Callable[..., Any]) -> str | None:
     """Return the first version with the function's source, None if the source is unknown."""
+    return target.fingerprints.get(target_fingerprint(target, module, function))
+
+
+def target_fingerprint(target: Target, module: Any, function: Callable[..., Any]) -> str:
+    """Return the fingerprint of a target's source; "" without one."""
     try:
-        found = fingerprint([function, *used_functions(module, target.uses)])
+        return fingerprint([function, *used_functions(module, target.uses)])
     except (OSError, TypeError, SyntaxError):
-        return None  # no source available, as for a function created at run time
-    return target.fingerprints.get(found)
+        return ""  # as for a function created at run time
 
 
 def replaces(name: str, *, renamed: Mapping[str, str] | None = None) -> Callable[..., Any]:
@@ -113,6 +115,7 @@ def replaces(name: str, *, renamed: Mapping[str, str] | None = None) -> Callable
             counts.calls += 1
             current = {(renamed or {}).get(key, key): value for key, value in kwargs.items()}
             try:
+                _require_known_calls(name)
                 return function(*args, **current)
             except (UnsupportedInputError, *REFUSALS) as reason:
                 original = ORIGINALS.function(name)
@@ -122,10 +125,16 @@ def replaces(name: str, *, renamed: Mapping[str, str] | None = None) -> Callable
                 logger.debug("%s: passed to SkyRL: %s", name, counts.last_reason)
             return original(*args, **kwargs)
 
-        setattr(call, REPLACED_NAME, name)
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _require_known_calls(name: str) -> None:
+    """Raise if a function that SkyRL's `name` calls is of unknown source now, or a user's."""
+    for callee in BY_NAME[name].calls if name in BY_NAME else ():
+        found = find(BY_NAME[callee])
+        require(found is None or ORIGINALS.is_known(callee, found[1]), f"another {callee}")
 
 
 def require(condition: bool, reason: str) -> None:

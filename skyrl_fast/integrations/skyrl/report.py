@@ -65,15 +65,22 @@ class Report:
         return [row.name for row in self.rows if row.state == state]
 
     def __str__(self) -> str:
-        """Return a table for people."""
+        """Return a table for people; once a function was called, it shows those never called."""
         if not self.mode:
             return "skyrl_fast is not installed in SkyRL"
         rules = f", rules {', '.join(self.rules)}" if self.rules else ""
-        lines = [f"skyrl_fast in SkyRL {self.version}, mode {self.mode}{rules}"]
+        replaced = f"{len(self.names('replaced'))} functions replaced"
+        lines = [f"skyrl_fast in SkyRL {self.version}, mode {self.mode}{rules}: {replaced}"]
+        any_called = any(row.calls for row in self.rows)
         width = max(len(row.name) for row in self.rows)
         for row in self.rows:
             details = [f"in {len(row.places)} places"] if row.places else []
-            details += [f"{row.calls} calls, {row.handed_back} by SkyRL"] if row.calls else []
+            if row.calls:
+                details.append(f"{row.calls - row.handed_back} calls")
+            elif any_called and row.state == "replaced":
+                details.append("never called")
+            if row.handed_back:
+                details.append(f"{row.handed_back} by SkyRL itself ({row.last_reason})")
             details += [row.why] if row.why else []
             lines.append(f"  {row.name:<{width}}  {row.state:<8}  {'; '.join(details)}".rstrip())
         return "\n".join(lines)

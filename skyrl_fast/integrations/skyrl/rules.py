@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skyrl_fast.integrations.skyrl.names import (
+    AUGUST,
     BY_NAME,
     GYM_GENERATOR,
     TRAINER_UTILS,
@@ -36,14 +37,15 @@ class Rule:
 LOOP = Target(
     "SkyRLGymGenerator.agent_loop",
     GYM_GENERATOR,
-    {"492cbad768684742": "main", "afdc6687c0042788": "0.3.0"},
+    {"6bb4c1f9d4193811": "0.4.0", "492cbad768684742": AUGUST, "afdc6687c0042788": "0.3.0"},
     "fixed_generation.agent_loop",
 )
 UPDATE = Target(
     "SkyRLGymGenerator._update_agent_loop_state_with_multiturn_chat_template",
     GYM_GENERATOR,
-    {"db2fc5a83c65fa45": "main"},
+    {"db2fc5a83c65fa45": AUGUST},
     "fixed_generation.update_state",
+    unneeded={"638ea5433378547e": "0.4.0"},
 )
 NORMALIZE = BY_NAME["RayPPOTrainer._normalize_advantages"]
 FILTER = Target(
@@ -55,7 +57,7 @@ FILTER = Target(
 REPLACE = Target(
     "handle_replace_sampling",
     TRAINER_UTILS,
-    {"d17a0108a90ba647": "main", "944e8cadcd0354e2": "0.1.0"},
+    {"d17a0108a90ba647": AUGUST, "944e8cadcd0354e2": "0.1.0"},
     "fixed_sampling.handle_replace_sampling",
 )
 

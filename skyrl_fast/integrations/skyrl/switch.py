@@ -16,12 +16,27 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
-from skyrl_fast.integrations.calls import Counts
+from skyrl_fast.integrations.calls import Counts, print_at_exit, summary
 from skyrl_fast.integrations.on_import import ImportWatch
 from skyrl_fast.integrations.skyrl import rules as fixed_rules
-from skyrl_fast.integrations.skyrl.names import GYM_GENERATOR, KEPT, PPO, TARGETS, TRAINER, Target
-from skyrl_fast.integrations.skyrl.replacement import ORIGINALS, find, version_label
+from skyrl_fast.integrations.skyrl.names import (
+    BY_NAME,
+    GYM_GENERATOR,
+    HEAVY,
+    KEPT,
+    PPO,
+    TARGETS,
+    TRAINER,
+    Target,
+)
+from skyrl_fast.integrations.skyrl.replacement import (
+    ORIGINALS,
+    find,
+    target_fingerprint,
+    version_label,
+)
 from skyrl_fast.integrations.skyrl.report import Report, Row, SkyRLFastWarning
+from skyrl_fast.integrations.skyrl.worker_calls import add_calls
 from skyrl_fast.integrations.source import undecorated
 from skyrl_fast.printable import printable
 
@@ -80,7 +95,22 @@ def install(
     _report = Report(mode, version, chosen, tuple(rows))
     _set_ray_workers(ray_workers, mode, chosen)
     _warn(rows, version, failures)
+    print_at_exit(_exit_line)
     return report()
+
+
+def _exit_line() -> str:
+    """Return the calls of this process and its Ray workers; "" where nothing is installed."""
+    if not _report.mode:
+        return ""
+    from skyrl_fast.integrations.skyrl import ray_workers
+
+    workers, counts = ray_workers.calls_of_workers()
+    for name, one in ORIGINALS.counts.items():
+        add_calls(counts, name, one)
+    replaced = {name: counts.get(name, Counts()) for name in _report.names("replaced")}
+    where = f" ({workers} Ray workers included)" if workers else ""
+    return summary(f"SkyRL {_report.version}{where}", replaced)
 
 
 def _set_ray_workers(wanted: bool, mode: str, rules: tuple[str, ...]) -> None:
@@ -116,7 +146,7 @@ def install_on_import(mode: str = "compat", *, rules: Iterable[str] | None = Non
         global _report
         rows = _replace([t for t in _targets(chosen) if t.module == module_name], chosen)
         _report = replace(_report, version=_version(), rows=(*_report.rows, *rows))
-        _warn(rows, _report.version, [])
+        _warn(rows, _report.version, [], complete=False)
 
     _watch = ImportWatch({target.module for target in _targets(chosen)}, loaded)
     _watch.start()
@@ -214,6 +244,8 @@ def _load_entry_modules(version: str) -> list[str]:
 def _import_error(module: str, version: str, error: Exception) -> ImportError:
     """Return the error for a module of SkyRL's that fails; it names the Python that SkyRL needs."""
     reason = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0])}"
+    if "TypedDict" in reason and sys.version_info < (3, 12):  # pydantic's, whatever SkyRL declares
+        reason += " Run SkyRL with Python 3.12 or newer."
     try:
         needed = f" (SkyRL's package needs Python {metadata.metadata(PACKAGE)['Requires-Python']})"
     except (metadata.PackageNotFoundError, KeyError):
@@ -244,8 +276,13 @@ def _chosen(target: Target, rules: tuple[str, ...]) -> Row:
         return Row(target.name, "absent")
     module, original = found
     label = version_label(target, module, original)
+    if target_fingerprint(target, module, original) in target.unneeded:
+        return Row(target.name, "kept", "follows the rules itself")
     if label is None:
         return Row(target.name, "kept", UNKNOWN_SOURCE)
+    unknown = [name for name in target.calls if not _is_known(BY_NAME[name])]
+    if unknown and not active:
+        return Row(target.name, "kept", f"calls {', '.join(unknown)}, of unknown source")
     ORIGINALS.keep(target.name, original, label)
     place = active[-1].replacement if active else target.replacement
     home, _, name = place.rpartition(".")
@@ -253,6 +290,11 @@ def _chosen(target: Target, rules: tuple[str, ...]) -> Row:
     _installed[target.name] = (original, replacement)
     why = f"rules: {', '.join(rule.name for rule in active)}" if active else ""
     return Row(target.name, "replaced", why, label)
+
+
+def _is_known(target: Target) -> bool:
+    found = find(target)
+    return found is None or ORIGINALS.is_known(target.name, found[1])
 
 
 def _places(functions: set[int]) -> Iterator[tuple[str, str]]:
@@ -332,14 +374,32 @@ def _registries() -> Iterator[tuple[str, dict[str, Callable[..., Any]]]]:
             yield name, registry._functions
 
 
-def _warn(rows: list[Row], version: str, failures: list[str]) -> None:
-    unknown = [row.name for row in rows if row.why == UNKNOWN_SOURCE]
-    if not unknown and not failures:
+def _warn(rows: list[Row], version: str, failures: list[str], *, complete: bool = True) -> None:
+    """Warn of functions that are not replaced, in the loudest words where nothing gets faster.
+
+    Args:
+        rows: of the report.
+        version: of SkyRL.
+        failures: modules that cannot be imported, with reasons.
+        complete: whether these are all functions, not those of one module.
+    """
+    kept = [row for row in rows if row.state == "kept" and row.name in BY_NAME]
+    if not kept and not failures:
         return
+    replaced = {row.name for row in rows if row.state == "replaced"}
     absent = [row.name for row in rows if row.state == "absent"]
     parts = [f"SkyRL {version}: not everything could be replaced."]
-    if unknown:
-        parts.append(f"Kept, because the source is unknown: {', '.join(unknown)}.")
+    if complete and not replaced:
+        parts = [f"SkyRL {version}: NOTHING IS REPLACED; SkyRL runs as without skyrl_fast."]
+    elif complete and not replaced & set(HEAVY):
+        parts = [
+            f"SkyRL {version}: ALMOST NOTHING BECOMES FASTER: the functions that take most of the "
+            "time are kept."
+        ]
+    if kept:
+        reasons = (f"{row.name} ({row.why})" for row in kept if row.why != UNKNOWN_SOURCE)
+        unknown = (row.name for row in kept if row.why == UNKNOWN_SOURCE)
+        parts += [f"Kept, because the source is unknown: {', '.join((*unknown, *reasons))}."]
     if absent:
         parts.append(f"Missing in this version: {', '.join(absent)}.")
     if failures:

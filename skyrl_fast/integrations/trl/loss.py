@@ -91,7 +91,7 @@ def grpo_loss(
     wide = advantages[:, None] if advantages.dim() == 1 else advantages
     token_weights = importance_sampling_ratio
     if importance_sampling_level == "sequence" and token_weights is not None:
-        # One loss for all tokens of a row, so that its weight is the mean of theirs.
+        # One loss for all tokens of a row, so that its weight is the mean of the tokens' weights.
         count = mask.sum(-1, keepdim=True).clamp(min=1)
         token_weights = (token_weights * mask).sum(-1, keepdim=True) / count
     if loss_type == "vespo":

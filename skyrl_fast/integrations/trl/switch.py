@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from importlib import metadata
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.integrations.calls import Counts, Function, HostReport, print_at_exit
-from skyrl_fast.integrations.source import fingerprint
+from skyrl_fast.integrations.source import fingerprint, modules_that_bind
 from skyrl_fast.integrations.trl.fused_head import FusedHead
 from skyrl_fast.ops.logprob.selected import selected_logprob
 
@@ -115,9 +114,8 @@ def _replace_log_softmax(home: Any) -> Function:
     if _fingerprint(original) not in KNOWN_LOG_SOFTMAX:
         return Function(LOG_SOFTMAX, "kept", UNKNOWN)
     _log_softmax = original
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "trl" and vars(module).get(LOG_SOFTMAX) is original:
-            _set(module, LOG_SOFTMAX, selective_log_softmax)
+    for module in modules_that_bind("trl", LOG_SOFTMAX, original):
+        _set(module, LOG_SOFTMAX, selective_log_softmax)
     why = "used by experimental trainers only"
     return Function(LOG_SOFTMAX, "replaced", why, COUNTS[LOG_SOFTMAX])
 

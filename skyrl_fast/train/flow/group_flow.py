@@ -229,7 +229,8 @@ class GroupFlow:
                 async with asyncio.timeout(WAIT_LOG_SECONDS):
                     await self._changed.wait()
             except TimeoutError:
-                logger.warning("%s", self._waiting_for())
+                if not self._changed.is_set():  # else a group ended in the same moment
+                    logger.warning("%s", self._waiting_for())
 
     def _waiting_for(self) -> str:
         waiting = [g for g in self.schedule.line if g.state not in (READY, TAKEN, DROPPED)]

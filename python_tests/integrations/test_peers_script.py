@@ -1,0 +1,34 @@
+"""The comparison of SkyRL's tests with and without the drop-in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from scripts import peers
+
+
+@pytest.mark.spec("dropin.suites")
+@pytest.mark.parametrize(
+    ("stock", "installed", "equal"),
+    [
+        ({"a": "passed", "b": "failed"}, {"a": "passed", "b": "failed"}, True),
+        ({"a": "passed"}, {"a": "failed"}, False),
+        ({"a": "passed"}, {}, False),
+        ({"a": "error"}, {"a": "error"}, False),  # a collection that failed
+        ({}, {}, False),
+    ],
+)
+def test_results_are_equal_only_if_tests_were_run(
+    monkeypatch: pytest.MonkeyPatch,
+    stock: dict[str, str],
+    installed: dict[str, str],
+    equal: bool,
+) -> None:
+    monkeypatch.setattr(peers, "reasons", lambda name: Counter())
+    monkeypatch.setattr(peers, "run_suites", lambda *args, installed: by_kind[installed])
+    by_kind = {False: stock, True: installed}
+    place = Path("anywhere")
+    assert peers.compare_suites(place, place, place) is equal

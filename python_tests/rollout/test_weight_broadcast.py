@@ -7,6 +7,8 @@ import importlib.util
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -53,7 +55,7 @@ BUCKET = 64
 
 def connected(size: int, **options: Any) -> list[WeightsGroup]:
     """Return the members of a group, the trainer first, all in this process."""
-    options = {"bucket_bytes": BUCKET, "seconds": 20, **options}
+    options = {"bucket_bytes": BUCKET, **options}
     groups = [WeightsGroup("gloo", rank=r, size=size, device=CPU, **options) for r in range(size)]
     store, port = listening_store()
     threads = [
@@ -114,7 +116,8 @@ def test_tied_weights_are_sent_once() -> None:
 
 @pytest.mark.spec("async.weight-broadcast")
 def test_a_worker_that_does_not_receive_is_an_error_in_time() -> None:
-    trainer, worker = connected(2, seconds=0.5)
+    trainer, worker = connected(2)
+    trainer._seconds = 0.5  # to connect may take longer
     large = {"w": torch.zeros(4 << 20)}  # more than the sockets hold
     with pytest.raises(TimeoutError, match=r"weight_sync_backend=gloo: .* not over within 0\.5 s"):
         trainer.send(tensor_infos(large, None), large)
@@ -125,6 +128,9 @@ def test_a_worker_that_does_not_receive_is_an_error_in_time() -> None:
 def test_nccl_raises_before_its_watchdog_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a fake of torch's class: NCCL needs a GPU for each member."""
     events: list[Any] = []
+    store = torch.distributed.HashStore()
+    for worker in (1, 2):
+        store.set(f"rank {worker}", "")
 
     class Nccl:
         Options = SimpleNamespace
@@ -141,15 +147,92 @@ def test_nccl_raises_before_its_watchdog_ends_the_process(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(weights_group.dist, "ProcessGroupNCCL", Nccl, raising=False)
     group = WeightsGroup("nccl", rank=0, size=3, device=CPU, seconds=0.2)
-    group.connect("store")  # type: ignore[arg-type]
+    group.connect(store)
     # With a time-out, or it would not wait for the GPU.
-    assert events == [("store", 0, 3, 0.4), torch.uint8, 0, timedelta(seconds=0.2)]
+    assert events == [(store, 0, 3, 0.4), torch.uint8, 0, timedelta(seconds=0.2)]
     with pytest.raises(TimeoutError, match="weight_sync_backend=nccl"):
         group.send(tensor_infos(WEIGHTS, None), WEIGHTS)
     assert events[-1] == "abort"
     group.abort()
     with pytest.raises(RuntimeError, match="aborted"):
         group.send(tensor_infos(WEIGHTS, None), WEIGHTS)
+
+
+# --- members that do not come ---------------------------------------------------------------------
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_members_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_group, "JOIN_SECONDS", 0.1)
+    store, _ = listening_store()
+    store.set("rank 2", "")
+    with pytest.raises(
+        TimeoutError, match=r"=gloo: rank 1, rank 3 of 4 did not come within 0\.1 s"
+    ):
+        WeightsGroup("gloo", rank=0, size=4, device=CPU).connect(store)
+    with pytest.raises(RuntimeError, match="aborted"):  # one that comes later
+        WeightsGroup("gloo", rank=1, size=4, device=CPU).connect(store)
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_a_member_that_dies_while_it_connects_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_group, "STORE_SECONDS", 0.5)
+    store = torch.distributed.HashStore()
+    store.set("rank 1", "")
+    with pytest.raises(RuntimeError, match="timeout"):
+        WeightsGroup("gloo", rank=0, size=2, device=CPU).connect(store)
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_a_worker_that_refuses_ends_the_wait_of_all() -> None:
+    async def go() -> threading.Thread:
+        sender = weights_sender.WeightsSender("gloo", num_workers=2)
+        _, port, size = sender.join_arguments
+        other = WeightsGroup("gloo", rank=1, size=size, device=CPU)
+        joining = threading.Thread(target=errors_of, args=(other.connect, store_at(port), errors))
+        joining.start()
+
+        async def refuse() -> None:
+            raise ValueError("no such backend")
+
+        with pytest.raises(ValueError, match="no such backend"):
+            await sender.connect(refuse())
+        return joining
+
+    def errors_of(call: Any, argument: Any, errors: list[str]) -> None:
+        try:
+            call(argument)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    errors: list[str] = []
+    joining = asyncio.run(go())
+    joining.join(60)
+    assert errors == ["the group for the broadcast of weights was aborted"]
+    assert no_sending_thread()
+
+
+FAILED_JOIN = """
+import asyncio
+from skyrl_fast.rollout.engine.weights_sender import WeightsSender
+
+async def go():
+    try:
+        async with asyncio.timeout(0.1):
+            await WeightsSender("gloo", num_workers=1).connect(asyncio.sleep(600))
+    except TimeoutError:
+        print("left")
+
+asyncio.run(go())
+"""
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_a_process_ends_after_a_join_that_failed() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", FAILED_JOIN], capture_output=True, text=True, timeout=100
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "left\n", "")
 
 
 # --- with the engine and the worker's extension --------------------------------------------------

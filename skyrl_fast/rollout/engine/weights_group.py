@@ -24,9 +24,12 @@ BACKENDS = ("nccl", "gloo")  # as in weight_sync_backend
 LOOPBACK = "127.0.0.1"
 BUCKET_BYTES = 128 << 20  # sent at once; a larger tensor is sent alone
 ALIGNMENT = 16  # bytes; of the tensors in a bucket
-JOIN_SECONDS = 120.0  # for all members to connect
+JOIN_SECONDS = 120.0  # for all members to come
+STORE_SECONDS = 10.0  # for an answer of the store, and for members that have come to connect
 BROADCAST_SECONDS = 300.0  # for a bucket: the workers load the one before
 POLL_SECONDS = 0.001  # between two checks whether a bucket was sent, or the group aborted
+GIVEN_UP = "given up"  # key of the store: the others need not wait
+JOIN_POLL_SECONDS = 0.02  # between two checks whether all members have come
 
 
 def listening_store() -> tuple[dist.Store, int]:
@@ -37,7 +40,7 @@ def listening_store() -> tuple[dist.Store, int]:
         *(LOOPBACK, port),
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=JOIN_SECONDS),
+        timeout=timedelta(seconds=STORE_SECONDS),
         master_listen_fd=listener.detach(),
     )
     return store, port
@@ -45,7 +48,7 @@ def listening_store() -> tuple[dist.Store, int]:
 
 def store_at(port: int) -> dist.Store:
     """Return the store of the trainer that listens on this port."""
-    return dist.TCPStore(LOOPBACK, port, timeout=timedelta(seconds=JOIN_SECONDS))
+    return dist.TCPStore(LOOPBACK, port, timeout=timedelta(seconds=STORE_SECONDS))
 
 
 def tensor_infos(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> list[list[Any]]:
@@ -97,8 +100,10 @@ class WeightsGroup:
         """Connect with all other members; blocks until they have.
 
         Raises:
-            RuntimeError: some did not within JOIN_SECONDS.
+            TimeoutError: some did not come within JOIN_SECONDS.
+            RuntimeError: a member gave up or is gone.
         """
+        self._wait_for_members(store)
         # NCCL's watchdog ends the process at the group's time-out: broadcasts raise before that.
         timeout = timedelta(seconds=2 * self._seconds)
         if self._backend == "nccl":
@@ -109,9 +114,28 @@ class WeightsGroup:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname=LOOPBACK)]
-            options._timeout = timeout
+            options._timeout = timedelta(seconds=STORE_SECONDS)
             self._group = gloo(store, self._rank, self._size, options)
+            self._group._set_default_timeout(timeout)
         self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self._device))  # NCCL connects now
+
+    def _wait_for_members(self, store: dist.Store) -> None:
+        """Wait until all members have come; torch's backends would not end if one gives up."""
+        members = [f"rank {rank}" for rank in range(self._size)]
+        store.set(members[self._rank], "")
+        deadline = time.monotonic() + JOIN_SECONDS
+        while not store.check(members):  # raises if the trainer's process is gone
+            if self._aborted or store.check([GIVEN_UP]):
+                store.set(GIVEN_UP, "")
+                raise RuntimeError("the group for the broadcast of weights was aborted")
+            if time.monotonic() > deadline:
+                store.set(GIVEN_UP, "")
+                missing = [member for member in members if not store.check([member])]
+                raise TimeoutError(
+                    f"weight_sync_backend={self._backend}: {', '.join(missing)} of {self._size} "
+                    f"did not come within {JOIN_SECONDS:g} s"
+                )
+            time.sleep(JOIN_POLL_SECONDS)
 
     def send(self, infos: Iterable[TensorInfo], tensors: Mapping[str, torch.Tensor]) -> None:
         """Broadcast tensors to the workers; blocks until all have received them.

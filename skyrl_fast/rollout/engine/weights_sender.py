@@ -17,6 +17,9 @@ from skyrl_fast.rollout.engine.weights_group import WeightsGroup, listening_stor
 T = TypeVar("T")
 
 NOTICE_SECONDS = 10.0  # for an engine's death to be noticed after the connection was lost
+ABORT_SECONDS = (
+    5.0  # for a thread to end after `abort`: Python's exit can crash one that is in torch
+)
 
 
 class WeightsSender:
@@ -69,14 +72,16 @@ class WeightsSender:
                 await asyncio.wait({answered}, timeout=NOTICE_SECONDS)
             if answered.done():
                 result = answered.result()  # says more than that the connection was lost
-                await sent
+                await asyncio.wait({sent})
+                sent.result()
                 return result
             sent.result()
             raise AssertionError("neither side failed")
         finally:
-            if not sent.done() or sent.cancelled() or sent.exception():
-                self._group.abort()
             answered.cancel()
+            if not sent.done() or sent.exception():
+                self._group.abort()
+                await asyncio.wait({sent}, timeout=ABORT_SECONDS)
 
 
 def _in_thread(function: Callable[[], None]) -> asyncio.Future[None]:

@@ -21,9 +21,9 @@ from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weight_gate import WeightGate
-from skyrl_fast.rollout.engine.weight_transfer import by_broadcast
-from skyrl_fast.rollout.engine.weight_update import WeightSync
+from skyrl_fast.rollout.engine.weights.gate import WeightGate
+from skyrl_fast.rollout.engine.weights.sync import WeightSync
+from skyrl_fast.rollout.engine.weights.transfer import by_broadcast
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.groups import run_groups

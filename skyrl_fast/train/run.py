@@ -286,7 +286,7 @@ def _memory_plan(
     if find_device(config.trainer.device).type == "cpu":
         _refuse_gpu_settings(engine)
         return None
-    capacity = gpu_memory(config.trainer.placement.policy_num_gpus_per_node)
+    capacity = gpu_memory(config, with_engine=with_engine)
     assert capacity is not None
     num_gpus = torch.cuda.device_count()
     planned = deepcopy(config)

@@ -7,7 +7,7 @@ import importlib.util
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -38,16 +38,15 @@ from skyrl_fast.rollout.engine.vllm_start import (
     engine_environment,
     environment,
 )
-from skyrl_fast.rollout.engine.weight_receipt import (
+from skyrl_fast.rollout.engine.weights.group import BACKENDS
+from skyrl_fast.rollout.engine.weights.receipt import (
     WeightSyncError,
     check_receipts,
     read_receipts,
 )
-from skyrl_fast.rollout.engine.weight_transfer import WorkerCall, file_call
-from skyrl_fast.rollout.engine.weight_update import common_dtype
-from skyrl_fast.rollout.engine.weights_file import WeightsFile
-from skyrl_fast.rollout.engine.weights_group import BACKENDS
-from skyrl_fast.rollout.engine.weights_sender import WeightsSender
+from skyrl_fast.rollout.engine.weights.sender import WeightsSender
+from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
+from skyrl_fast.rollout.engine.weights.worker import common_dtype
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
 log = logging.getLogger(__name__)
@@ -280,34 +279,11 @@ class VllmEngine:
             raise EngineError(f"vLLM returned no output for session {session_id}")
         return last
 
-    async def update_weights(
-        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-    ) -> float:
-        """Load new weights into the running engine, and drop cached keys and values.
-
-        Requests in flight are paused, and continue with the new weights. This does not verify that
-        the weights took effect; `WeightSync.update` does.
-
-        Args:
-            weights: Hugging Face names and tensors of any device and dtype; shared (tied)
-                tensors under each of their names, or once.
-
-        Returns:
-            Seconds taken.
-
-        Raises:
-            WeightSyncError: the engine could not load them, or loaded others; see
-                `check_receipts`.
-        """
-        self._alive()
-        started = time.perf_counter()
-        with WeightsFile(unnamed=True) as file:
-            await asyncio.to_thread(file.write, weights, dtype=self.weights_dtype)
-            await self.load_weights(file_call(file.path, file.digests))
-        return time.perf_counter() - started
-
     async def load_weights(self, call: WorkerCall) -> None:
-        """Load weights that were handed over; see `update_weights`."""
+        """Load weights that were handed over; see `Engine.load_weights`.
+
+        Requests in flight are paused, and continue with the new weights.
+        """
         llm = self._alive()
         async with self._paused():
             try:

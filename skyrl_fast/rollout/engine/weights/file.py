@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from skyrl_fast.file_lock import close_locked, lock_file
-from skyrl_fast.rollout.engine.tensor_digest import tensor_digest
-from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weights.digest import tensor_digest
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 
 log = logging.getLogger(__name__)
 

@@ -6,19 +6,20 @@ which can be repeated as long as the context is open.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from skyrl_fast.rollout.engine.cuda_handles import cuda_handle
-from skyrl_fast.rollout.engine.tensor_digest import tensor_digest
-from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights_file import WeightsFile, cast_weight, distinct_tensors
-from skyrl_fast.rollout.engine.weights_group import tensor_infos
+from skyrl_fast.rollout.engine.weights.cuda_handles import cuda_handle
+from skyrl_fast.rollout.engine.weights.digest import tensor_digest
+from skyrl_fast.rollout.engine.weights.file import WeightsFile, cast_weight, distinct_tensors
+from skyrl_fast.rollout.engine.weights.group import tensor_infos
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -42,6 +43,15 @@ class WorkerCall:
 
 # Called with the weights and the engines' dtype (None: several).
 WeightTransfer = Callable[[Weights, torch.dtype | None], AbstractContextManager[WorkerCall]]
+
+
+@asynccontextmanager
+async def handed_over(
+    transfer: WeightTransfer, weights: Weights, dtype: torch.dtype | None
+) -> AsyncIterator[WorkerCall]:
+    """Start a transfer in a thread; yield its call, valid in the context."""
+    with ExitStack() as stack:
+        yield await asyncio.to_thread(stack.enter_context, transfer(weights, dtype))
 
 
 def by_file(folder: str | None = None, *, unnamed: bool = False) -> WeightTransfer:

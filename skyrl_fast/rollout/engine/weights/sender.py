@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from skyrl_fast.rollout.engine.weight_transfer import WorkerCall
-from skyrl_fast.rollout.engine.weights_group import WeightsGroup, listening_store
+from skyrl_fast.rollout.engine.weights.group import WeightsGroup, listening_store
+from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from skyrl_fast.rollout.engine.tensor_digest import dtype_name
+from skyrl_fast.rollout.engine.weights.digest import dtype_name
 
 # A tensor that is sent: its name, dtype and shape.
 TensorInfo = Sequence[Any]
@@ -25,11 +25,10 @@ LOOPBACK = "127.0.0.1"
 BUCKET_BYTES = 128 << 20  # sent at once; a larger tensor is sent alone
 ALIGNMENT = 16  # bytes; of the tensors in a bucket
 JOIN_SECONDS = 120.0  # for all members to come
-STORE_SECONDS = 10.0  # for an answer of the store, and for members that have come to connect
-BROADCAST_SECONDS = 300.0  # for a bucket: the workers load the one before
-POLL_SECONDS = 0.001  # between two checks whether a bucket was sent, or the group aborted
+WAIT_SECONDS = 300.0  # for all to be ready for a bucket: the workers load the one before
+MOVE_SECONDS = 30.0  # for members that are ready to connect, or to send a bucket; for the store
+POLL_SECONDS = 0.002  # between two checks whether all are ready, or a bucket was sent
 GIVEN_UP = "given up"  # key of the store: the others need not wait
-JOIN_POLL_SECONDS = 0.02  # between two checks whether all members have come
 
 
 def listening_store() -> tuple[dist.Store, int]:
@@ -40,7 +39,7 @@ def listening_store() -> tuple[dist.Store, int]:
         *(LOOPBACK, port),
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=STORE_SECONDS),
+        timeout=timedelta(seconds=MOVE_SECONDS),
         master_listen_fd=listener.detach(),
     )
     return store, port
@@ -48,7 +47,7 @@ def listening_store() -> tuple[dist.Store, int]:
 
 def store_at(port: int) -> dist.Store:
     """Return the store of the trainer that listens on this port."""
-    return dist.TCPStore(LOOPBACK, port, timeout=timedelta(seconds=STORE_SECONDS))
+    return dist.TCPStore(LOOPBACK, port, timeout=timedelta(seconds=MOVE_SECONDS))
 
 
 def tensor_infos(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> list[list[Any]]:
@@ -76,7 +75,7 @@ class WeightsGroup:
         size: number of members.
         device: on which buckets are sent and received; for gloo the CPU.
         bucket_bytes: of one broadcast.
-        seconds: for one broadcast.
+        seconds: for all members to be ready for a bucket.
     """
 
     def __init__(
@@ -87,13 +86,15 @@ class WeightsGroup:
         size: int,
         device: torch.device,
         bucket_bytes: int = BUCKET_BYTES,
-        seconds: float = BROADCAST_SECONDS,
+        seconds: float = WAIT_SECONDS,
     ) -> None:
         self._backend, self._rank, self._size = backend, rank, size
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._seconds = seconds
+        self._store: Any = None
         self._group: Any = None
+        self._meetings = 0
         self._aborted = False
 
     def connect(self, store: dist.Store) -> None:
@@ -103,39 +104,47 @@ class WeightsGroup:
             TimeoutError: some did not come within JOIN_SECONDS.
             RuntimeError: a member gave up or is gone.
         """
-        self._wait_for_members(store)
-        # NCCL's watchdog ends the process at the group's time-out: broadcasts raise before that.
-        timeout = timedelta(seconds=2 * self._seconds)
+        self._store = store
+        self._meet(JOIN_SECONDS)
         if self._backend == "nccl":
             options: Any = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
+            # NCCL's watchdog ends the process at this time-out: broadcasts raise before it.
+            options._timeout = timedelta(seconds=2 * MOVE_SECONDS)
             self._group = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
         else:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname=LOOPBACK)]
-            options._timeout = timedelta(seconds=STORE_SECONDS)
+            options._timeout = timedelta(seconds=MOVE_SECONDS)
             self._group = gloo(store, self._rank, self._size, options)
-            self._group._set_default_timeout(timeout)
         self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self._device))  # NCCL connects now
 
-    def _wait_for_members(self, store: dist.Store) -> None:
-        """Wait until all members have come; torch's backends would not end if one gives up."""
-        members = [f"rank {rank}" for rank in range(self._size)]
-        store.set(members[self._rank], "")
-        deadline = time.monotonic() + JOIN_SECONDS
-        while not store.check(members):  # raises if the trainer's process is gone
-            if self._aborted or store.check([GIVEN_UP]):
-                store.set(GIVEN_UP, "")
-                raise RuntimeError("the group for the broadcast of weights was aborted")
+    def _meet(self, seconds: float) -> None:
+        """Wait until all members are here.
+
+        torch's backends cannot be told to stop waiting for a member, even when the process exits.
+        Members that have met wait for each other no longer than a transfer takes.
+        """
+        self._meetings += 1
+        here = [f"{rank} at {self._meetings}" for rank in range(self._size)]
+        self._store.set(here[self._rank], "")
+        self._store.delete_key(f"{self._rank} at {self._meetings - 2}")  # all have left it
+        deadline = time.monotonic() + seconds
+        while True:
+            # The store raises if the trainer's process is gone.
+            if self._aborted or self._store.check([GIVEN_UP]):
+                self._store.set(GIVEN_UP, "")
+                raise RuntimeError("the broadcast of weights was aborted")
+            if self._store.check(here):
+                return
             if time.monotonic() > deadline:
-                store.set(GIVEN_UP, "")
-                missing = [member for member in members if not store.check([member])]
+                self._store.set(GIVEN_UP, "")
+                missing = [rank for rank, key in enumerate(here) if not self._store.check([key])]
                 raise TimeoutError(
-                    f"weight_sync_backend={self._backend}: {', '.join(missing)} of {self._size} "
-                    f"did not come within {JOIN_SECONDS:g} s"
+                    f"weight_sync_backend={self._backend}: ranks {missing} of {self._size} (0: the "
+                    f"trainer) were not ready for new weights within {seconds:g} s"
                 )
-            time.sleep(JOIN_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def send(self, infos: Iterable[TensorInfo], tensors: Mapping[str, torch.Tensor]) -> None:
         """Broadcast tensors to the workers; blocks until all have received them.
@@ -188,19 +197,20 @@ class WeightsGroup:
     def _broadcast(self, data: torch.Tensor) -> None:
         if not data.numel():
             return
-        deadline = time.monotonic() + self._seconds
+        self._meet(self._seconds)
+        deadline = time.monotonic() + MOVE_SECONDS
         work = self._group.broadcast(data, 0)
         while not work.is_completed():
             if self._aborted or time.monotonic() > deadline:
-                self._group.abort()  # ends NCCL's kernel; gloo's call ends with its peer
+                self._group.abort()  # ends NCCL's kernel; gloo's call has a time-out
                 if self._aborted:
                     raise RuntimeError("the broadcast of weights was aborted")
                 raise TimeoutError(
                     f"weight_sync_backend={self._backend}: a broadcast of {data.numel()} bytes of "
-                    f"weights was not over within {self._seconds:g} s"
+                    f"weights was not over within {MOVE_SECONDS:g} s"
                 )
             time.sleep(POLL_SECONDS)
-        work.wait(timedelta(seconds=self._seconds))  # raises what it failed with
+        work.wait(timedelta(seconds=MOVE_SECONDS))  # raises what it failed with
 
 
 def _num_bytes(info: TensorInfo) -> int:

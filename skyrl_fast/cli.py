@@ -141,7 +141,7 @@ def _train(options: argparse.Namespace) -> int:
         from skyrl_fast.config import ConfigError
         from skyrl_fast.config.loading import load_config
         from skyrl_fast.rollout.engine.protocol import EngineError
-        from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
+        from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
         from skyrl_fast.rollout.failures import RolloutError
         from skyrl_fast.train.algorithm.dynamic_sampling import DynamicSamplingError
         from skyrl_fast.train.divergence import DivergedError

@@ -15,7 +15,7 @@ import torch
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weight_transfer import WorkerCall
+from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 
 GATHER_SECONDS = 0.002  # for which a batch waits for more requests
 MAX_BATCH = 256

@@ -11,10 +11,10 @@ from unittest.mock import patch
 import torch
 from _probe_sweep import KERNEL_FAULTS, TRANSFER_FAULTS
 
-from skyrl_fast.rollout.engine import weight_update
-from skyrl_fast.rollout.engine.tensor_digest import dtype_name
-from skyrl_fast.rollout.engine.weight_receipt import Receipt, recorded
-from skyrl_fast.rollout.engine.weight_update import WeightUpdateExtension, _tensors_of
+from skyrl_fast.rollout.engine.weights import worker
+from skyrl_fast.rollout.engine.weights.digest import dtype_name
+from skyrl_fast.rollout.engine.weights.receipt import Receipt, recorded
+from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension, _tensors_of
 
 STALE = "engine stale by one update"
 
@@ -44,10 +44,10 @@ class FaultyExtension(WeightUpdateExtension):
                 return asdict(Receipt(digests, [], dtype_name(self.model_config.dtype)))
             case ("transfer", name):
                 arriving = TRANSFER_FAULTS[name](list(_tensors_of(path)), random.Random(0))
-                with patch.object(weight_update, "_tensors_of", lambda _: iter(arriving)):
+                with patch.object(worker, "_tensors_of", lambda _: iter(arriving)):
                     return super().load_weights_file(path)
             case (_, name):
-                with patch.object(weight_update, "recorded", _changed_after_recording(name)):
+                with patch.object(worker, "recorded", _changed_after_recording(name)):
                     return super().load_weights_file(path)
         raise AssertionError(self.fault)
 

@@ -17,16 +17,17 @@ from typing import Any
 
 import torch
 
-from skyrl_fast.rollout.engine.probe_limits import ProbeDifference, ProbeLimits
-from skyrl_fast.rollout.engine.tensor_digest import dtype_name
-from skyrl_fast.rollout.engine.weight_receipt import (
+from skyrl_fast.rollout.engine.weights.digest import dtype_name
+from skyrl_fast.rollout.engine.weights.file import WeightsFile
+from skyrl_fast.rollout.engine.weights.probe_limits import ProbeDifference, ProbeLimits
+from skyrl_fast.rollout.engine.weights.receipt import (
     Receipt,
     WeightSyncError,
     check_receipts,
     recorded,
 )
-from skyrl_fast.rollout.engine.weight_update import Logprobs, WeightSync, _tensors_of
-from skyrl_fast.rollout.engine.weights_file import WeightsFile
+from skyrl_fast.rollout.engine.weights.sync import Logprobs, WeightSync
+from skyrl_fast.rollout.engine.weights.worker import _tensors_of
 from skyrl_fast.train.model.policy import Policy
 
 Weights = list[tuple[str, torch.Tensor]]

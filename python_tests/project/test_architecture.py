@@ -127,6 +127,12 @@ def test_rollouts_do_not_import_the_trainer() -> None:
     assert offenders(python_files("rollout"), ("skyrl_fast.train", "skyrl_fast.cli")) == []
 
 
+def test_weights_do_not_import_engines() -> None:
+    engines = ("vllm_engine", "vllm_start", "remote", "pool", "serve_vllm", "serve_guard")
+    forbidden = tuple(f"skyrl_fast.rollout.engine.{engine}" for engine in engines)
+    assert offenders(python_files("rollout/engine/weights"), forbidden) == []
+
+
 def test_only_the_skyrl_gym_backend_imports_skyrl_gym() -> None:
     text2sql = PACKAGE / "extras" / "text2sql"  # a subclass of its environment
     files = [p for p in python_files("") if text2sql not in p.parents]

@@ -17,7 +17,7 @@ from skyrl_fast import cli
 from skyrl_fast.config import Config
 from skyrl_fast.config.settings import leaves
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
-from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.failures import RolloutError
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.output.checkpoint import CheckpointError, RunInUseError

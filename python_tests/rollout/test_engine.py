@@ -21,9 +21,9 @@ from skyrl_fast.config import InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup, engine_environment, environment
-from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weight_transfer import file_call
-from skyrl_fast.rollout.engine.weight_update import WeightSync
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weights.sync import WeightSync
+from skyrl_fast.rollout.engine.weights.transfer import file_call
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
@@ -381,7 +381,7 @@ async def _updates_are_verified(engine: VllmEngine, model, prompts) -> None:
     incomplete = dict(model.named_parameters())
     del incomplete["model.layers.0.mlp.down_proj.weight"]
     with pytest.raises(WeightSyncError, match=r"got no new values.*down_proj"):
-        await engine.update_weights(incomplete)
+        await sync.update(incomplete)
     await sync.update(model.state_dict())
 
 

@@ -116,6 +116,8 @@ def test_requests_of_a_trainer_pass(guard: HttpGuard, app: Recorder, shared: Pat
         {"method": "__class__"},
         {"method": "end_with_parent"},
         {"method": "load_weights_ipc", "args": [[]]},
+        {"method": "load_weights_broadcast", "args": [[]]},
+        {"method": "join_weights_group", "args": ["gloo", 1, 2]},
         {"method": "weights_dtype", "args": []},
         {"method": "load_weights_file"},
         {"method": "load_weights_file", "args": []},

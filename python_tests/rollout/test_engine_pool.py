@@ -19,9 +19,9 @@ from skyrl_fast.rollout.engine.protocol import (
     Generation,
     SamplingParams,
 )
-from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weight_transfer import WorkerCall
-from skyrl_fast.rollout.engine.weight_update import WeightSync
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weights.sync import WeightSync
+from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
 

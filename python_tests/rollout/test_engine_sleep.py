@@ -16,17 +16,18 @@ from safetensors.torch import load_file
 
 from skyrl_fast.config import ConfigError, InferenceEngineConfig, SamplingParams
 from skyrl_fast.config.loading import load_config
-from skyrl_fast.rollout.engine import vllm_start, weights_file
+from skyrl_fast.rollout.engine import vllm_start
 from skyrl_fast.rollout.engine.pool import EnginePool
-from skyrl_fast.rollout.engine.probe_limits import ProbeDifference
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.serve_vllm import serve_command
-from skyrl_fast.rollout.engine.tensor_digest import tensor_digest
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weight_transfer import by_file, file_call
-from skyrl_fast.rollout.engine.weight_update import WeightSync, WeightSyncReport
+from skyrl_fast.rollout.engine.weights import file as weights_file
+from skyrl_fast.rollout.engine.weights.digest import tensor_digest
+from skyrl_fast.rollout.engine.weights.probe_limits import ProbeDifference
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weights.sync import WeightSync, WeightSyncReport
+from skyrl_fast.rollout.engine.weights.transfer import by_file, file_call
 from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts
 
 needs_vllm = pytest.mark.skipif(
@@ -304,7 +305,8 @@ def test_real_vllm_serves_after_sleeping(
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(0.02 * torch.randn_like(parameter))
-            await engine.update_weights(dict(model.named_parameters()))
+            with by_file(unnamed=True)(dict(model.named_parameters()), torch.float32) as call:
+                await engine.load_weights(call)
             assert not await engine._llm.is_sleeping()
             after = await engine.prompt_logprobs([1, 2, 3])
             ids = torch.tensor([[1, 2, 3]])

@@ -12,16 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from _listening import LOOPBACK, listening
 from fake_envs import FakePrompt, loop_config, register_fakes
 
 from examples.asynchronous.soak import children, command_of
-from skyrl_fast.config import EnvironmentConfig, SamplingParams
+from skyrl_fast.config import EnvironmentConfig, InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weight_gate import WeightGate
-from skyrl_fast.rollout.engine.weight_update import WeightSync
+from skyrl_fast.rollout.engine.weights.gate import WeightGate
+from skyrl_fast.rollout.engine.weights.sync import WeightSync
+from skyrl_fast.rollout.engine.weights.transfer import by_broadcast
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.groups import run_groups
@@ -89,10 +91,14 @@ def wrong_tokens(versions: Versions, trajectories: list[Trajectory]) -> tuple[in
     return wrong, total, largest
 
 
+def engine_process() -> int:
+    (core,) = [pid for pid in children(os.getpid()) if "EngineCore" in command_of(pid)]
+    return core
+
+
 def kill_engine_process() -> None:
     """Kill it as the OOM killer would."""
-    (core,) = [pid for pid in children(os.getpid()) if "EngineCore" in command_of(pid)]
-    os.kill(core, signal.SIGKILL)
+    os.kill(engine_process(), signal.SIGKILL)
 
 
 @pytest.mark.spec(
@@ -100,14 +106,19 @@ def kill_engine_process() -> None:
     "async.token-versions",
     "async.verified-update",
     "async.engine-restart",
+    "async.weight-broadcast",
 )
 def test_every_token_has_its_version_and_a_killed_engine_restarts(
     tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     async def go() -> None:
         versions = Versions(tiny_model_folder)
-        config = VllmSetup(str(tiny_model_folder), log_file=str(tmp_path / "engine.log"))
-        pool = EnginePool([VllmEngine(config)])
+        config = VllmSetup(
+            str(tiny_model_folder),
+            InferenceEngineConfig(weight_sync_backend="gloo"),
+            log_file=str(tmp_path / "engine.log"),
+        )
+        pool = EnginePool([VllmEngine(config)], transfer=by_broadcast)
         await pool.start()
         gate = WeightGate()
         factory = EnvFactory(EnvironmentConfig())
@@ -150,6 +161,8 @@ def test_every_token_has_its_version_and_a_killed_engine_restarts(
             assert wrong_tokens(versions, got)[:2] == (0, 24 * 3 * 120)
             assert {v for t in got for s in t.steps for v in s.versions} == {3}
             assert pool.faults["engine_deaths"] == pool.faults["engine_restarts"] == 1
+            for pid in (os.getpid(), engine_process()):
+                assert listening(pid) <= {LOOPBACK}
         finally:
             await pool.close()
             await factory.close()

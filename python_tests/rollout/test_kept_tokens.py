@@ -19,7 +19,7 @@ from skyrl_fast.rollout.engine.protocol import (
     kept_tokens,
     vllm_sampling_params,
 )
-from skyrl_fast.rollout.engine.weight_gate import WeightGate
+from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.turn import sampled_tokens
 
 KEY = "generator.sampling_params"

@@ -18,10 +18,10 @@ import pytest
 import torch
 from _probe_sweep import ModelKind, make_model
 
-from skyrl_fast.rollout.engine import weight_update
-from skyrl_fast.rollout.engine.tensor_digest import tensor_digest
-from skyrl_fast.rollout.engine.weight_update import WeightUpdateExtension
-from skyrl_fast.rollout.engine.weights_file import WeightsFile
+from skyrl_fast.rollout.engine.weights import worker
+from skyrl_fast.rollout.engine.weights.digest import tensor_digest
+from skyrl_fast.rollout.engine.weights.file import WeightsFile
+from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
 
 HELPERS = Path(__file__).resolve().parent.parent / "helpers"
 ROOT = HELPERS.parent.parent
@@ -96,17 +96,17 @@ class Worker(WeightUpdateExtension):
 
 @pytest.mark.spec("sync.receipts")
 def test_config_is_set_while_weights_are_processed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_update, "renewed_packed_weights", lambda model: nullcontext())
-    worker, weight = Worker(), torch.tensor([[1.0, 2.0]])
+    monkeypatch.setattr(worker, "renewed_packed_weights", lambda model: nullcontext())
+    one, weight = Worker(), torch.tensor([[1.0, 2.0]])
     with WeightsFile() as file:
         file.write({"weight": weight})
-        receipt = worker.load_weights_file(str(file.path))
+        receipt = one.load_weights_file(str(file.path))
     assert receipt == {
         "digests": {"weight": tensor_digest(weight)},
         "unloaded": [],
         "dtype": "bfloat16",
     }
-    assert torch.equal(worker.model.weight, weight)
+    assert torch.equal(one.model.weight, weight)
 
 
 @needs_vllm

@@ -23,9 +23,10 @@ from skyrl_fast.rollout.engine import remote
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
-from skyrl_fast.rollout.engine.tensor_digest import tensor_digest
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weights.digest import tensor_digest
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weights.transfer import by_file
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.train.flow.vllm_rollouts import engines, vllm_setup
 
@@ -240,11 +241,16 @@ def test_interrupted_request_returns_its_partial_response() -> None:
     ]
 
 
+async def load_zeros(engine: RemoteEngine) -> None:
+    with by_file()({"w": torch.zeros(2)}, engine.weights_dtype) as call:
+        await engine.load_weights(call)
+
+
 @pytest.mark.spec("async.server-weights")
 @pytest.mark.parametrize("weight_sync", ["file", "reload"])
 def test_weights_are_transferred_through_a_shared_folder(weight_sync: str) -> None:
     server = Server()
-    with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}), weight_sync=weight_sync)
+    with_engine(server, load_zeros, weight_sync=weight_sync)
     (path, call), (last, _) = server.asked
     assert (path, last) == ("/collective_rpc", "/reset_prefix_cache")
     if weight_sync == "file":
@@ -261,7 +267,7 @@ def test_parameters_without_new_values_are_an_error() -> None:
     server = Server()
     server.missing = ["lm_head.weight"]
     with pytest.raises(WeightSyncError, match=r"got no new values: lm_head\.weight"):
-        with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}))
+        with_engine(server, load_zeros)
 
 
 def test_error_of_a_refused_call_quotes_the_server() -> None:
@@ -374,7 +380,7 @@ def test_answer_that_is_no_receipt_is_an_error() -> None:
         server = Server()
         server.results = results
         with pytest.raises((EngineError, WeightSyncError), match=wanted):
-            with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}))
+            with_engine(server, load_zeros)
 
 
 @pytest.mark.spec("async.server-answers")
@@ -414,7 +420,7 @@ def test_missing_endpoints_of_another_server_are_named() -> None:
         with_engine(server, lambda e: e.prompt_logprobs([1, 2]))
     server.missing = 3  # type: ignore[assignment]
     with pytest.raises(EngineError, match="/collective_rpc in another format than vLLM"):
-        with_engine(server, lambda e: e.update_weights({"w": torch.zeros(2)}))
+        with_engine(server, load_zeros)
 
 
 @pytest.mark.spec("async.server-answers")
@@ -480,7 +486,7 @@ def test_serve_command(tmp_path: Path) -> None:
     text = " ".join(command)
     for wanted in (
         "--logprobs-mode processed_logprobs",
-        "--worker-extension-cls skyrl_fast.rollout.engine.weight_update.WeightUpdateExtension",
+        "--worker-extension-cls skyrl_fast.rollout.engine.weights.worker.WeightUpdateExtension",
         "--enable-prefix-caching",
         "--enforce-eager",
         "--max-model-len 100",

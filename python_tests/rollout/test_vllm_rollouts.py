@@ -13,7 +13,7 @@ import torch
 from skyrl_fast.config import EnvironmentConfig
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine.pool import EnginePool
-from skyrl_fast.rollout.engine.probe_limits import LIMITS, ProbeLimits
+from skyrl_fast.rollout.engine.weights.probe_limits import LIMITS, ProbeLimits
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.loop_settings import loop_settings
 from skyrl_fast.train.data.prompts import load_prompts

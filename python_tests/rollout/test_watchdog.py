@@ -20,7 +20,7 @@ from skyrl_fast.rollout.activity import (
     Watchdog,
 )
 from skyrl_fast.rollout.engine.protocol import Generation
-from skyrl_fast.rollout.engine.weight_gate import WeightGate
+from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.group_runner import GroupDroppedError, GroupRunner
 from skyrl_fast.rollout.trajectory import Trajectory

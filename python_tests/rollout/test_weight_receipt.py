@@ -7,15 +7,15 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from skyrl_fast.rollout.engine.tensor_digest import tensor_digest
-from skyrl_fast.rollout.engine.weight_receipt import (
+from skyrl_fast.rollout.engine.weights.digest import tensor_digest
+from skyrl_fast.rollout.engine.weights.file import WeightsFile
+from skyrl_fast.rollout.engine.weights.receipt import (
     Receipt,
     WeightSyncError,
     check_receipts,
     read_receipts,
     recorded,
 )
-from skyrl_fast.rollout.engine.weights_file import WeightsFile
 
 pytestmark = pytest.mark.spec("sync.receipts")
 

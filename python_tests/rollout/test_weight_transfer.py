@@ -20,16 +20,14 @@ from torch.multiprocessing import reductions
 
 from skyrl_fast.config import ConfigError
 from skyrl_fast.config.loading import load_config
-from skyrl_fast.rollout.engine import weights_file
-from skyrl_fast.rollout.engine.cuda_handles import tensors_of_handles
 from skyrl_fast.rollout.engine.pool import EnginePool
-from skyrl_fast.rollout.engine.weight_receipt import Receipt, WeightSyncError, read_receipts
-from skyrl_fast.rollout.engine.weight_transfer import WorkerCall, by_file, by_ipc
-from skyrl_fast.rollout.engine.weight_update import (
-    WeightSync,
-    WeightUpdateExtension,
-    common_dtype,
-)
+from skyrl_fast.rollout.engine.weights import file as weights_file
+from skyrl_fast.rollout.engine.weights.cuda_handles import tensors_of_handles
+from skyrl_fast.rollout.engine.weights.group import BACKENDS
+from skyrl_fast.rollout.engine.weights.receipt import Receipt, WeightSyncError, read_receipts
+from skyrl_fast.rollout.engine.weights.sync import WeightSync
+from skyrl_fast.rollout.engine.weights.transfer import WorkerCall, by_broadcast, by_file, by_ipc
+from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension, common_dtype
 from skyrl_fast.train.flow.vllm_rollouts import _weight_transfer
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sharding import full_tensors
@@ -372,11 +370,19 @@ def test_the_setting_chooses_the_transfer() -> None:
         return load_config(None, [*needed, *overrides]).generator.inference_engine
 
     assert _weight_transfer(engine(f"{key}.weight_sync_backend=ipc")) is by_ipc
-    assert _weight_transfer(engine()) is not by_ipc
+    for backend in BACKENDS:
+        chosen = engine(f"{key}.weight_sync_backend={backend}")
+        assert _weight_transfer(chosen) is by_broadcast
+    assert _weight_transfer(engine()) not in (by_ipc, by_broadcast)
     engine(*servers, f"{key}.weight_sync_backend=reload")
     for overrides, wanted in (
-        ([f"{key}.weight_sync_backend=reload"], "auto, ipc, file with run_engines_locally=true"),
+        ([f"{key}.weight_sync_backend=reload"], "auto, ipc, nccl, gloo, file with"),
         ([*servers, f"{key}.weight_sync_backend=ipc"], "auto, file, reload with"),
+        ([*servers, f"{key}.weight_sync_backend=nccl"], "auto, file, reload with"),
     ):
         with pytest.raises(ConfigError, match=f"weight_sync_backend: wanted one of {wanted}"):
             engine(*overrides)
+    replicas = f"{key}.engine_init_kwargs={{data_parallel_size: 2}}"
+    engine(replicas)
+    with pytest.raises(ConfigError, match=r"one replica \(data_parallel_size=2\), got gloo"):
+        engine(f"{key}.weight_sync_backend=gloo", replicas)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.rollout.engine import vllm_start
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.device_plan import GIB, MemoryPlan
-from skyrl_fast.train.memory_plan import head_bytes, plan_memory
+from skyrl_fast.train.memory_plan import gpu_memory, head_bytes, plan_memory
 from skyrl_fast.train.model.activation_memory import ModelSize
 from skyrl_fast.train.model.policy import recomputes_activations
 from skyrl_fast.train.plan_command import num_bytes
@@ -215,16 +216,42 @@ def test_an_engine_with_a_gpu_of_its_own_has_its_own_part(small: Path) -> None:
     plan = plan_memory(config_of(small), capacity=GPU, num_gpus=2)
     assert [device.name for device in plan.devices] == ["GPU 0", "GPU 1"]
     assert not any("engine" in name for name in sizes(plan))
+    embedding = 2 * 151936 * 896  # more than 128 MiB, so it is sent alone
+    assert sizes(plan)["bucket of weights that is broadcast"] == embedding
     assert sizes(plan, 1) == {
-        "engine: CUDA context": GIB,
+        "engine: CUDA context, buckets": GIB + 2 * embedding,
         "engine: weights and KV cache": int(0.9 * GPU),
     }
     assert plan.engine_share == 0.9
-    assert plan.host_bytes == 2 * 2 * 494_032_768
+    assert plan.host_bytes == 0  # by NCCL
+    file = config_of(small, "generator.inference_engine.weight_sync_backend=file")
+    by_file = plan_memory(file, capacity=GPU, num_gpus=2)
+    assert by_file.host_bytes == 2 * 2 * 494_032_768
+    assert "bucket of weights that is broadcast" not in sizes(by_file)
+    assert sizes(by_file, 1)["engine: CUDA context"] == GIB
     two = "generator.inference_engine.engine_init_kwargs={tensor_parallel_size: 2}"
     parallel = plan_memory(config_of(small, two), capacity=GPU, num_gpus=2)
     names = [device.name for device in parallel.devices]
     assert names == ["GPU 0, update", "GPU 0, generation", "GPU 1"]  # no third GPU: shared
+
+
+@pytest.mark.spec("memory.engine-gpus")
+def test_the_smallest_gpu_in_use_counts(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [80, 40, 24]  # GiB
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda gpu: SimpleNamespace(total_memory=cards[gpu] * GIB),
+    )
+    key = "generator.inference_engine"
+    assert gpu_memory(config_of(small)) == 24 * GIB  # the engine gets the last one
+    assert gpu_memory(config_of(small, f"{key}.gpu_ids=[1]")) == 40 * GIB
+    assert gpu_memory(config_of(small, f"{key}.gpu_ids=[0]")) == 80 * GIB
+    assert gpu_memory(config_of(small), with_engine=False) == 80 * GIB
+    servers = f"{key}.external_server_urls=[http://127.0.0.1:1]"
+    assert gpu_memory(config_of(small, f"{key}.run_engines_locally=false", servers)) == 80 * GIB
 
 
 @pytest.mark.spec("memory.plan")
@@ -323,7 +350,7 @@ def test_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.spec("memory.refused")
 def test_train_refuses_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(run_module, "gpu_memory", lambda num_gpus: num_bytes("1MiB"))
+    monkeypatch.setattr(run_module, "gpu_memory", lambda config, with_engine: num_bytes("1MiB"))
     monkeypatch.setattr(run_module, "make_models", lambda *a: pytest.fail("models were loaded"))
     with pytest.raises(SetupError, match=r"(?s)more memory than its GPUs have.*lacks .* GiB"):
         skyrl_fast.train(settings(folder, "run"))
@@ -332,7 +359,7 @@ def test_train_refuses_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.spec("memory.engine-share")
 def test_engine_gets_what_the_trainer_leaves(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(run_module, "gpu_memory", lambda num_gpus: GPU)
+    monkeypatch.setattr(run_module, "gpu_memory", lambda config, with_engine: GPU)
     config = config_of(small)
     plan = run_module._memory_plan(config, None, with_engine=True)
     engine = config.generator.inference_engine
@@ -357,8 +384,12 @@ def test_engine_gets_what_the_trainer_leaves(small: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.spec("memory.sleep", "async.weight-transfer")
-def test_sleep_mode_and_ipc_need_a_gpu(small: Path) -> None:
-    for name, value in (("enable_sleep_mode", "true"), ("weight_sync_backend", "ipc")):
+def test_sleep_mode_ipc_and_nccl_need_a_gpu(small: Path) -> None:
+    for name, value in (
+        ("enable_sleep_mode", "true"),
+        ("weight_sync_backend", "ipc"),
+        ("weight_sync_backend", "nccl"),
+    ):
         asked = config_of(small, f"generator.inference_engine.{name}={value}")
         wanted = f"{name}: wanted .*, as the trainer computes on the CPU, got {value}"
         with pytest.raises(SetupError, match=wanted):
@@ -377,7 +408,7 @@ def test_a_model_that_reads_values_is_trained_without_a_plan(
 
     monkeypatch.setattr(Qwen2MLP, "forward", reads_a_value)
     monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(run_module, "gpu_memory", lambda num_gpus: GPU)
+    monkeypatch.setattr(run_module, "gpu_memory", lambda config, with_engine: GPU)
     config = config_of(small)
     assert run_module._memory_plan(config, None, with_engine=True) is None
     assert config.generator.inference_engine.gpu_memory_utilization == 0.5
@@ -390,7 +421,7 @@ def test_a_resumed_run_is_planned_from_its_checkpoint(
 ) -> None:
     model_folder(tmp_path / "policy", "Qwen/Qwen2.5-0.5B-Instruct")
     monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(run_module, "gpu_memory", lambda num_gpus: GPU)
+    monkeypatch.setattr(run_module, "gpu_memory", lambda config, with_engine: GPU)
     config = config_of(tmp_path / "deleted")
     assert run_module._memory_plan(config, tmp_path, with_engine=True) is not None
     assert config.trainer.policy.model.path == str(tmp_path / "deleted")

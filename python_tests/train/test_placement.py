@@ -25,7 +25,8 @@ def config_of(ranks: int, *, parallel: int = 1, **engine: Any) -> Config:
     ("ranks", "parallel", "num_gpus", "expected"),
     [
         (1, 1, 1, EnginePlacement((0,), (0,), True, "ipc")),
-        (1, 1, 2, EnginePlacement((1,), (), False, "file")),
+        (1, 1, 2, EnginePlacement((1,), (), False, "nccl")),
+        (1, 2, 4, EnginePlacement((2, 3), (), False, "nccl")),
         (2, 1, 4, EnginePlacement((3,), (), False, "file")),
         (4, 1, 4, EnginePlacement((0,), (0,), True, "file")),
         (2, 2, 4, EnginePlacement((2, 3), (), False, "file")),
@@ -53,9 +54,20 @@ def test_settings_take_precedence() -> None:
 
 
 @pytest.mark.spec("async.weight-transfer")
-def test_sharded_weights_cannot_be_shared() -> None:
-    with pytest.raises(ConfigError, match="as the weights are sharded over 2 GPUs, got ipc"):
-        engine_placement(config_of(2, weight_sync_backend="ipc"), 2)
+@pytest.mark.parametrize("backend", ["ipc", "nccl"])
+def test_sharded_weights_cannot_be_shared(backend: str) -> None:
+    with pytest.raises(ConfigError, match=f"as the weights are sharded over 2 GPUs, got {backend}"):
+        engine_placement(config_of(2, weight_sync_backend=backend), 4)
+
+
+@pytest.mark.spec("async.weight-transfer")
+def test_nccl_needs_two_gpus_and_auto_one_replica() -> None:
+    with pytest.raises(ConfigError, match="NCCL does not connect processes on one GPU, got nccl"):
+        engine_placement(config_of(1, weight_sync_backend="nccl"), 1)
+    assert engine_placement(config_of(1, weight_sync_backend="nccl"), 2).weight_sync == "nccl"
+    assert engine_placement(config_of(2, weight_sync_backend="gloo"), 2).weight_sync == "gloo"
+    replicas = config_of(1, engine_init_kwargs={"data_parallel_size": 2})
+    assert engine_placement(replicas, 3) == EnginePlacement((1, 2), (), False, "file")
 
 
 @pytest.mark.spec("memory.engine-gpus", "memory.sleep")

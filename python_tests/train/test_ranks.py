@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig
-from skyrl_fast.rollout.engine.weights_file import WeightsFile
+from skyrl_fast.rollout.engine.weights.file import WeightsFile
 from skyrl_fast.train.model.policy import Policy, load_model
 from skyrl_fast.train.parallel.rank_processes import started_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK

@@ -22,11 +22,12 @@ class InferenceEngineConfig:
     )
     weight_sync_backend: str = setting(
         "auto",
-        "how the engine gets new weights. ipc: it reads the trainer's GPU memory; file: a "
+        "how the engine gets new weights. ipc: it reads the trainer's GPU memory; nccl: a "
+        "broadcast from the trainer's GPU to other GPUs; gloo: a broadcast by the CPU; file: a "
         "safetensors file; reload: the same, loaded by vLLM's own reload_weights, for servers "
-        "without this package. auto: ipc where the run's own engine shares the GPU of a single "
-        "rank, else file",
-        choices=("auto", "ipc", "file", "reload"),
+        "without this package. auto: where a single rank trains, ipc if the run's own engine "
+        "shares its GPU, nccl if not; else file",
+        choices=("auto", "ipc", "nccl", "gloo", "file", "reload"),
     )
     weight_sync_path: str | None = setting(
         None, "folder shared by trainer and servers; null: this machine's shared memory"

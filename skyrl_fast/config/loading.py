@@ -329,11 +329,19 @@ def _check_engines(engine: InferenceEngineConfig, *, is_synchronous: bool) -> No
             f"run_engines_locally={str(engine.run_engines_locally).lower()}, got "
             f"{engine.external_server_urls}"
         )
-    choices = ("auto", "ipc", "file") if engine.run_engines_locally else ("auto", "file", "reload")
+    local = ("auto", "ipc", "nccl", "gloo", "file")
+    choices = local if engine.run_engines_locally else ("auto", "file", "reload")
     if engine.weight_sync_backend not in choices:
         raise ConfigError(
             f"{key}.weight_sync_backend: wanted one of {', '.join(choices)} with "
             f"run_engines_locally={str(engine.run_engines_locally).lower()}, got "
+            f"{engine.weight_sync_backend}"
+        )
+    replicas = engine.engine_init_kwargs.get("data_parallel_size", 1)
+    if engine.weight_sync_backend in ("nccl", "gloo") and replicas != 1:
+        raise ConfigError(
+            f"{key}.weight_sync_backend: wanted auto or file, as weights are broadcast to the "
+            f"workers of one replica (data_parallel_size={replicas}), got "
             f"{engine.weight_sync_backend}"
         )
     for url in engine.external_server_urls:

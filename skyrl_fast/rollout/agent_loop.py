@@ -34,7 +34,7 @@ from skyrl_fast.rollout.context import (
 from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_updates
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation, Sampler
 from skyrl_fast.rollout.engine.route_record import recorded_routes, turn_routes
-from skyrl_fast.rollout.engine.weight_gate import WeightGate
+from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.env.answers import EnvAnswer
 from skyrl_fast.rollout.env.factory import EnvError, EnvFactory, EnvSession
 from skyrl_fast.rollout.loop_settings import RolloutPrompt

@@ -15,7 +15,7 @@ import numpy as np
 
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.protocol import EngineError, Generation, Sampler
-from skyrl_fast.rollout.engine.weight_gate import WeightGate
+from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
 

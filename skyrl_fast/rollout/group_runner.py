@@ -18,7 +18,7 @@ from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.rollout.activity import Activity, ActivityBoard, Watchdog
 from skyrl_fast.rollout.agent_loop import AgentLoop
 from skyrl_fast.rollout.engine.protocol import Sampler
-from skyrl_fast.rollout.engine.weight_gate import WeightGate
+from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.loop_settings import RolloutPrompt, check_loop_settings
 from skyrl_fast.rollout.stop_reason import TIMEOUT

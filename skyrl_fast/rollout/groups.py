@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.rollout.engine.protocol import Sampler
-from skyrl_fast.rollout.engine.weight_gate import WeightGate
+from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.failures import log_failures
 from skyrl_fast.rollout.group_runner import GroupRunner

@@ -15,6 +15,7 @@ import torch
 
 from skyrl_fast.config import Config, ConfigError, max_input_length, policy_loss_spec
 from skyrl_fast.ops.logprob.linear import COLUMN_MULTIPLE, default_chunk_rows
+from skyrl_fast.rollout.engine.weights.group import BUCKET_BYTES
 from skyrl_fast.train.device_plan import GIB, DevicePlan, Item, MemoryPlan
 from skyrl_fast.train.model.activation_memory import (
     FLOAT32_BYTES,
@@ -33,6 +34,7 @@ WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter; AdamW has
 LAYER_BYTES, ROOT_BYTES = 12, 8  # per gathered parameter: weights, gradients, a layer's buffer
 GATHERED_LAYERS = 2
 CONTEXT_BYTES = GIB  # a process's CUDA context and libraries
+SENT_BUCKETS, RECEIVED_BUCKETS = 1, 2  # of a broadcast that exist at a time: one, and one loading
 ASLEEP_BYTES = 2 * GIB  # of a sleeping engine: its context, CUDA graphs, libraries
 FRAGMENTATION = 0.1  # of activations: blocks that the caching allocator cannot reuse
 ENGINE_LIMIT = 0.9  # largest share that is computed for the engine; vLLM's default
@@ -41,12 +43,23 @@ LOGIT_COPIES = 4  # float32 logits of one engine step: sorted, their probabiliti
 MAX_GPUS = 8  # to propose
 
 
-def gpu_memory(num_gpus: int) -> int | None:
-    """Return the bytes of the smallest of the first GPUs; None without a GPU."""
+def gpu_memory(config: Config, *, with_engine: bool = True) -> int | None:
+    """Return the bytes of the smallest GPU that the trainer or its engine uses; None without one.
+
+    Args:
+        with_engine: see `plan_memory`.
+
+    Raises:
+        ValueError: the engine cannot be placed.
+    """
     if not torch.cuda.is_available():
         return None
-    found = range(min(num_gpus, torch.cuda.device_count()))
-    return min(int(torch.cuda.get_device_properties(n).total_memory) for n in found)
+    num_gpus = torch.cuda.device_count()
+    used = set(range(config.trainer.placement.policy_num_gpus_per_node))
+    if with_engine and config.generator.inference_engine.run_engines_locally:
+        used |= set(engine_placement(config, num_gpus).gpu_ids)
+    found = [gpu for gpu in sorted(used) if gpu < num_gpus]
+    return min(int(torch.cuda.get_device_properties(gpu).total_memory) for gpu in found)
 
 
 def plan_memory(
@@ -124,6 +137,11 @@ def _plan(
     if engine is None:
         return MemoryPlan((*_devices(ranks, trainer, capacity),), None, 0)
     context = Item("engine: CUDA context", CONTEXT_BYTES)
+    if engine.weight_sync == "nccl":  # its GPUs are none of the trainer's
+        bucket = broadcast_bytes(config, size)
+        sent = Item("bucket of weights that is broadcast", SENT_BUCKETS * bucket)
+        context = Item("engine: CUDA context, buckets", CONTEXT_BYTES + RECEIVED_BUCKETS * bucket)
+        trainer = [*trainer, sent]
     together = [*(trainer if engine.shared else ()), context]  # on the engine's fullest GPU
     if engine.sleeps:
         together = [*resident, _probe_item(config, size), context]
@@ -298,6 +316,15 @@ def engine_bytes(config: Config, size: ModelSize) -> int:
     logits = FLOAT32_BYTES * engine.max_num_seqs * size.vocab_size * LOGIT_COPIES
     keys_and_values = item * size.kv_values * _row_length(config)
     return item * size.parameters + keys_and_values + logits + ENGINE_SLACK
+
+
+def broadcast_bytes(config: Config, size: ModelSize) -> int:
+    """Return the bytes of the largest bucket of a broadcast; a larger tensor is one by itself.
+
+    The embedding is the largest tensor of the policies that this holds for.
+    """
+    item = _dtype(config.generator.inference_engine.model_dtype).itemsize
+    return max(BUCKET_BYTES, item * size.vocab_size * size.hidden_size)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -19,7 +19,7 @@ class EnginePlacement:
         gpu_ids: as torch numbers them; the trainer has the first ones.
         shared: those of them that the trainer uses, too.
         sleeps: whether the engine frees its memory while the trainer computes.
-        weight_sync: "ipc" or "file".
+        weight_sync: "ipc", "nccl", "gloo" or "file".
     """
 
     gpu_ids: tuple[int, ...]
@@ -40,8 +40,8 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
 
     Raises:
         ConfigError: `gpu_ids` names a GPU that does not exist, or another number of them than vLLM
-            uses; `enable_sleep_mode` is true, but no GPU is shared; `weight_sync_backend` is ipc,
-            but no GPU holds all weights.
+            uses; `enable_sleep_mode` is true, but no GPU is shared; `weight_sync_backend` is ipc or
+            nccl, but no GPU holds all weights; or nccl, but a GPU is shared.
     """
     engine = config.generator.inference_engine
     ranks = config.trainer.placement.policy_num_gpus_per_node
@@ -64,12 +64,26 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
         )
     can_sleep = bool(shared) and config.max_staleness == 0
     sleeps = can_sleep if chosen is None else chosen
+    return EnginePlacement(gpu_ids, shared, sleeps, _weight_sync(config, shared))
+
+
+def _weight_sync(config: Config, shared: tuple[int, ...]) -> str:
+    """Return how the engine gets new weights."""
+    engine = config.generator.inference_engine
+    ranks = config.trainer.placement.policy_num_gpus_per_node
     backend = engine.weight_sync_backend
-    if backend == "ipc" and ranks > 1:
+    reason = None
+    if backend in ("ipc", "nccl") and ranks > 1:
+        reason = f"the weights are sharded over {ranks} GPUs"
+    elif backend == "nccl" and shared:
+        reason = "NCCL does not connect processes on one GPU"
+    if reason is not None:
         raise ConfigError(
-            f"{_KEY}.weight_sync_backend: wanted auto or file, as the weights are sharded over "
-            f"{ranks} GPUs, got ipc"
+            f"{_KEY}.weight_sync_backend: wanted auto or file, as {reason}, got {backend}"
         )
-    if backend == "auto":
-        backend = "ipc" if shared and ranks == 1 else "file"
-    return EnginePlacement(gpu_ids, shared, sleeps, backend)
+    if backend != "auto":
+        return backend
+    if shared and ranks == 1:
+        return "ipc"
+    one_replica = engine.engine_init_kwargs.get("data_parallel_size", 1) == 1
+    return "nccl" if ranks == 1 and one_replica else "file"

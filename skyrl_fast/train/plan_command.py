@@ -57,7 +57,7 @@ def plan(options: argparse.Namespace) -> int:
         return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train]'")
     try:
         config = load_config(options.config, options.overrides)
-        found = gpu_memory(config.trainer.placement.policy_num_gpus_per_node)
+        found = gpu_memory(config)
         capacity = options.device_memory or found or num_bytes(DEFAULT_MEMORY)
         num_gpus = options.num_gpus or torch.cuda.device_count()
         result = plan_memory(config, capacity=capacity, num_gpus=num_gpus)

@@ -286,7 +286,7 @@ def _memory_plan(
     if find_device(config.trainer.device).type == "cpu":
         _refuse_gpu_settings(engine)
         return None
-    capacity = gpu_memory(config.trainer.placement.policy_num_gpus_per_node)
+    capacity = gpu_memory(config, with_engine=with_engine)
     assert capacity is not None
     num_gpus = torch.cuda.device_count()
     planned = deepcopy(config)
@@ -315,10 +315,14 @@ def _memory_plan(
 
 
 def _refuse_gpu_settings(engine: InferenceEngineConfig) -> None:
-    """Raise SetupError for settings of an engine that shares a GPU with the trainer."""
+    """Raise SetupError for settings of an engine that need a trainer on a GPU."""
     for name, asked, wanted in (
         ("enable_sleep_mode", engine.enable_sleep_mode is True, "null or false"),
-        ("weight_sync_backend", engine.weight_sync_backend == "ipc", "auto or file"),
+        (
+            "weight_sync_backend",
+            engine.weight_sync_backend in ("ipc", "nccl"),
+            "auto, gloo or file",
+        ),
     ):
         if asked:
             raise SetupError(

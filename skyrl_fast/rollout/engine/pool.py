@@ -7,8 +7,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -16,8 +15,14 @@ import torch
 
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.protocol import Engine, EngineDeadError, EngineError, Generation
-from skyrl_fast.rollout.engine.weight_transfer import WeightTransfer, WorkerCall, by_file
-from skyrl_fast.rollout.engine.weight_update import WeightSync, WeightSyncReport
+from skyrl_fast.rollout.engine.weights.sync import WeightSync, WeightSyncReport
+from skyrl_fast.rollout.engine.weights.transfer import (
+    Weights,
+    WeightTransfer,
+    WorkerCall,
+    by_file,
+    handed_over,
+)
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
 log = logging.getLogger(__name__)
@@ -34,10 +39,6 @@ class PooledEngine(Engine, Protocol):
 
     name: str
     starts_with_model: bool
-    weights_dtype: torch.dtype | None  # of all its weights; None: unknown, or several
-
-    async def load_weights(self, call: WorkerCall) -> None:
-        """Load new weights."""
 
     async def sleep(self) -> None:
         """Free GPU memory until the next weights."""
@@ -173,7 +174,7 @@ class EnginePool:
 
     async def update(
         self,
-        weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        weights: Weights,
         make_sync: Callable[[Engine], WeightSync],
     ) -> WeightSyncReport:
         """Load the weights into all engines, and verify them; return the worst report.
@@ -185,9 +186,8 @@ class EnginePool:
             make_sync: returns the `WeightSync` that compares an engine with the trainer.
         """
         reports: list[WeightSyncReport] = []
-        with ExitStack() as stack:
-            started = time.perf_counter()
-            call = await self._handed_over(weights, stack)
+        started = time.perf_counter()
+        async with handed_over(self._transfer, weights, self.weights_dtype) as call:
             seconds = time.perf_counter() - started
             waited = 0.0
             while not reports:
@@ -231,7 +231,7 @@ class EnginePool:
 
     async def repair(
         self,
-        weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        weights: Weights,
         make_sync: Callable[[Engine], WeightSync],
     ) -> None:
         """Restart dead engines with these weights; the others continue to serve.
@@ -241,8 +241,7 @@ class EnginePool:
         """
         restarted = await self._restarted()
         if restarted:
-            with ExitStack() as stack:
-                call = await self._handed_over(weights, stack)
+            async with handed_over(self._transfer, weights, self.weights_dtype) as call:
                 for member in restarted:
                     await self._load(member, call, make_sync, 0.0)
         self._refuse_if_none_comes_back()
@@ -350,15 +349,6 @@ class EnginePool:
             member.restarts = 0
         member.down_since = member.error = None
         return report
-
-    async def _handed_over(
-        self,
-        weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
-        stack: ExitStack,
-    ) -> WorkerCall:
-        """Return the call that loads the weights, valid while the stack is open."""
-        transfer = self._transfer(weights, self.weights_dtype)
-        return await asyncio.to_thread(stack.enter_context, transfer)
 
     async def _restarted(self) -> list[_Member]:
         """Restart dead engines if possible; they count as running once they have the weights."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams
+
+if TYPE_CHECKING:
+    from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 
 # Tokens as likely as the least likely of the top_k, which vLLM keeps, too.
 MAX_TIES = 16
@@ -140,9 +143,11 @@ class Engine(Sampler, Protocol):
 
     Args:
         compute_dtype: dtype in which it computes, as it said when it last loaded weights.
+        weights_dtype: of all its weights; None: unknown, or several.
     """
 
     compute_dtype: torch.dtype | None
+    weights_dtype: torch.dtype | None
 
     async def start(self) -> None:
         """Load the model; return when requests can be served."""
@@ -150,10 +155,15 @@ class Engine(Sampler, Protocol):
     async def close(self) -> None:
         """Stop and free everything; closing twice is fine."""
 
-    async def update_weights(
-        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-    ) -> float:
-        """Load new weights, in Hugging Face names, into the running engine; return seconds."""
+    async def load_weights(self, call: WorkerCall) -> None:
+        """Load weights that were handed over, and drop cached keys and values.
+
+        This does not verify that they took effect; `WeightSync` does.
+
+        Raises:
+            WeightSyncError: the engine could not load them, or loaded others; see
+                `check_receipts`.
+        """
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return each token's logprob given those before it, at temperature 1, but the first's."""

@@ -13,7 +13,7 @@ import asyncio
 import importlib.util
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,13 @@ from skyrl_fast.rollout.engine.protocol import (
     Generation,
     vllm_sampling_params,
 )
-from skyrl_fast.rollout.engine.weight_receipt import (
+from skyrl_fast.rollout.engine.weights.receipt import (
     WeightSyncError,
     check_receipts,
     read_receipts,
 )
-from skyrl_fast.rollout.engine.weight_transfer import WorkerCall, file_call
-from skyrl_fast.rollout.engine.weight_update import common_dtype
-from skyrl_fast.rollout.engine.weights_file import WeightsFile
+from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
+from skyrl_fast.rollout.engine.weights.worker import common_dtype
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
 log = logging.getLogger(__name__)
@@ -254,18 +253,8 @@ class RemoteEngine:
         }
         return await self._complete(request, "probe")
 
-    async def update_weights(
-        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-    ) -> float:
-        """Load new weights; see `Engine.update_weights`."""
-        started = time.perf_counter()
-        with WeightsFile() as file:
-            await asyncio.to_thread(file.write, weights, dtype=self.weights_dtype)
-            await self.load_weights(file_call(file.path, file.digests))
-        return time.perf_counter() - started
-
     async def load_weights(self, call: WorkerCall) -> None:
-        """Load a safetensors file into the server, and drop cached keys and values.
+        """Load a safetensors file into the server; see `Engine.load_weights`.
 
         Raises:
             WeightSyncError: it could not load the file. EngineDeadError: it died.

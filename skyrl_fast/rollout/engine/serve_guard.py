@@ -15,7 +15,7 @@ from typing import Any
 
 from skyrl_fast.child_environment import KEY_VARIABLE
 from skyrl_fast.http_guard import App, HttpGuard, RefusedError, Route, unchanged
-from skyrl_fast.rollout.engine.weights_file import is_weights_file
+from skyrl_fast.rollout.engine.weights.file import is_weights_file
 
 FOLDERS_VARIABLE = "SKYRL_FAST_WEIGHTS_FOLDERS"
 MAX_BODY_BYTES = 64 << 20  # a prompt of millions of token ids

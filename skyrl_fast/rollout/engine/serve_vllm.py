@@ -12,7 +12,7 @@ from typing import Any
 from skyrl_fast.parent_watch import tie_spawned_processes
 from skyrl_fast.rollout.engine.serve_guard import EngineGuard, guard_environment
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup, engine_args, engine_environment
-from skyrl_fast.rollout.engine.weights_file import weights_folders
+from skyrl_fast.rollout.engine.weights.file import weights_folders
 
 # Arguments of the Python class that the server has no flag for.
 _NO_FLAGS = ("model", "use_tqdm_on_load", "disable_log_stats", "enable_log_requests")

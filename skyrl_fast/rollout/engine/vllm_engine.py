@@ -7,8 +7,9 @@ import importlib.util
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,14 +38,15 @@ from skyrl_fast.rollout.engine.vllm_start import (
     engine_environment,
     environment,
 )
-from skyrl_fast.rollout.engine.weight_receipt import (
+from skyrl_fast.rollout.engine.weights.group import BACKENDS
+from skyrl_fast.rollout.engine.weights.receipt import (
     WeightSyncError,
     check_receipts,
     read_receipts,
 )
-from skyrl_fast.rollout.engine.weight_transfer import WorkerCall, file_call
-from skyrl_fast.rollout.engine.weight_update import common_dtype
-from skyrl_fast.rollout.engine.weights_file import WeightsFile
+from skyrl_fast.rollout.engine.weights.sender import WeightsSender
+from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
+from skyrl_fast.rollout.engine.weights.worker import common_dtype
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
 log = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class VllmEngine:
         self._sampling_params: Any = None
         self._final_only: Any = None
         self._vocab_size: int | None = None
+        self._sender: WeightsSender | None = None
         self.compute_dtype: torch.dtype | None = None
 
     async def __aenter__(self) -> VllmEngine:
@@ -130,8 +133,26 @@ class VllmEngine:
                 raise EngineDeadError(self._explain("did not start", error)) from error
         self._vocab_size = self._llm.model_config.get_vocab_size()
         await self._llm.collective_rpc("return_kept_logprobs_only")
-        self.weights_dtype = common_dtype(await self._llm.collective_rpc("weights_dtype"))
+        dtypes = await self._llm.collective_rpc("weights_dtype")
+        self.weights_dtype = common_dtype(dtypes)
+        if self._setup.engine.weight_sync_backend in BACKENDS:
+            await self._connect(len(dtypes))
         log.info("vLLM is up after %.1f s", time.perf_counter() - started)
+
+    async def _connect(self, num_workers: int) -> None:
+        """Make a process group with the workers, for `by_broadcast`."""
+        backend = self._setup.engine.weight_sync_backend
+        try:
+            sender = WeightsSender(backend, num_workers=num_workers)
+            join = self._llm.collective_rpc("join_weights_group", args=sender.join_arguments)
+            await sender.connect(self._answer(join))
+        except Exception as error:
+            await self.close()
+            if isinstance(error, EngineDeadError):
+                raise
+            what = f"could not be connected for weight_sync_backend={backend}"
+            raise EngineDeadError(self._explain(what, error)) from error
+        self._sender = sender
 
     def _build(self) -> Any:
         from vllm import AsyncEngineArgs
@@ -150,6 +171,7 @@ class VllmEngine:
         self._interrupted = self._sleeping = False
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, CLOSE_SECONDS)
+        self._sender = None  # after the workers, whose end ends a broadcast that is stuck
 
     async def generate(
         self,
@@ -257,39 +279,16 @@ class VllmEngine:
             raise EngineError(f"vLLM returned no output for session {session_id}")
         return last
 
-    async def update_weights(
-        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-    ) -> float:
-        """Load new weights into the running engine, and drop cached keys and values.
-
-        Requests in flight are paused, and continue with the new weights. This does not verify that
-        the weights took effect; `WeightSync.update` does.
-
-        Args:
-            weights: Hugging Face names and tensors of any device and dtype; shared (tied)
-                tensors under each of their names, or once.
-
-        Returns:
-            Seconds taken.
-
-        Raises:
-            WeightSyncError: the engine could not load them, or loaded others; see
-                `check_receipts`.
-        """
-        self._alive()
-        started = time.perf_counter()
-        with WeightsFile(unnamed=True) as file:
-            await asyncio.to_thread(file.write, weights, dtype=self.weights_dtype)
-            await self.load_weights(file_call(file.path, file.digests))
-        return time.perf_counter() - started
-
     async def load_weights(self, call: WorkerCall) -> None:
-        """Load weights that were handed over; see `update_weights`."""
+        """Load weights that were handed over; see `Engine.load_weights`.
+
+        Requests in flight are paused, and continue with the new weights.
+        """
         llm = self._alive()
         async with self._paused():
             try:
                 await self._wake_up("weights")
-                answers = await self._answer(llm.collective_rpc(call.method, args=(call.argument,)))
+                answers = await self._loaded(call)
                 await self.reset_prefix_cache()
                 await self._wake_up("kv_cache")
                 self._sleeping = False
@@ -298,8 +297,22 @@ class VllmEngine:
             except Exception as error:
                 if llm.errored:
                     raise EngineDeadError(self._explain("died", error)) from error
+                if isinstance(error, TimeoutError):
+                    raise EngineDeadError(self._explain("did not load weights", error)) from error
                 raise WeightSyncError(f"vLLM could not load the new weights: {error}") from error
         self.compute_dtype = check_receipts(read_receipts(answers), call.digests)
+
+    async def _loaded(self, call: WorkerCall) -> Any:
+        """Return the workers' receipts."""
+        rpc = partial(self._alive().collective_rpc, call.method, args=(call.argument,))
+        if not call.tensors:
+            return await self._answer(rpc())
+        if self._sender is None:
+            raise WeightSyncError(
+                f"weight_sync_backend: wanted one of {', '.join(BACKENDS)} at the engine's start, "
+                f"got {self._setup.engine.weight_sync_backend}"
+            )
+        return await self._sender.send(call, self._answer(rpc()))
 
     async def sleep(self) -> None:
         """Free the engine's GPU memory until the next weights; needs `enable_sleep_mode`.

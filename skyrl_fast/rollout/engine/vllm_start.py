@@ -21,7 +21,7 @@ from skyrl_fast.config import InferenceEngineConfig
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-WORKER_EXTENSION = "skyrl_fast.rollout.engine.weight_update.WeightUpdateExtension"
+WORKER_EXTENSION = "skyrl_fast.rollout.engine.weights.worker.WeightUpdateExtension"
 UNSHARED = 0.9  # gpu_memory_utilization of an engine without a trainer; vLLM's default
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 

@@ -16,14 +16,24 @@ from skyrl_fast.config import SamplingParams, settings
 from skyrl_fast.rollout.context import CHARACTERS_PER_TOKEN
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.pool import EnginePool, PooledEngine
-from skyrl_fast.rollout.engine.probe_limits import ProbeLimits
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weight_gate import WeightGate
-from skyrl_fast.rollout.engine.weight_transfer import WeightTransfer, by_file, by_ipc
-from skyrl_fast.rollout.engine.weight_update import Logprobs, WeightSync, WeightSyncReport
+from skyrl_fast.rollout.engine.weights.gate import WeightGate
+from skyrl_fast.rollout.engine.weights.group import BACKENDS
+from skyrl_fast.rollout.engine.weights.probe_limits import ProbeLimits
+from skyrl_fast.rollout.engine.weights.sync import (
+    Logprobs,
+    WeightSync,
+    WeightSyncReport,
+)
+from skyrl_fast.rollout.engine.weights.transfer import (
+    WeightTransfer,
+    by_broadcast,
+    by_file,
+    by_ipc,
+)
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.host import MakeEnv
 from skyrl_fast.rollout.group_runner import GroupRunner
@@ -103,6 +113,8 @@ def engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
 def _weight_transfer(engine: settings.InferenceEngineConfig) -> WeightTransfer:
     if engine.weight_sync_backend == "ipc":
         return by_ipc
+    if engine.weight_sync_backend in BACKENDS:
+        return by_broadcast
     return by_file(engine.weight_sync_path, unnamed=engine.run_engines_locally)
 
 

@@ -6,31 +6,32 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from skyrl_fast.rollout.engine.cuda_handles import tensors_of_handles
-from skyrl_fast.rollout.engine.kept_logprobs import return_kept_only
-from skyrl_fast.rollout.engine.packed_weights import renewed_packed_weights
-from skyrl_fast.rollout.engine.probe_limits import (
+from skyrl_fast.rollout.engine.weights.digest import dtype_name
+from skyrl_fast.rollout.engine.weights.probe_limits import (
     LIMITS,
     STALE_SHARE,
     ProbeDifference,
     ProbeLimits,
 )
-from skyrl_fast.rollout.engine.tensor_digest import dtype_name
-from skyrl_fast.rollout.engine.weight_receipt import Receipt, WeightSyncError, recorded
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weights.transfer import (
+    Weights,
+    WeightTransfer,
+    by_file,
+    handed_over,
+)
 
 if TYPE_CHECKING:
     from skyrl_fast.rollout.engine.protocol import Engine
 
 log = logging.getLogger(__name__)
-
-FLOATS = ("float32", "bfloat16", "float16")  # dtypes that weights are cast to for an engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +109,23 @@ class WeightSync:
         self._trainer_before: list[list[float]] | None = None
 
     async def update(
-        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+        self, weights: Weights, *, transfer: WeightTransfer | None = None
     ) -> WeightSyncReport:
         """Load the weights into the engine, then `verify`.
+
+        Args:
+            weights: Hugging Face names and tensors of any device and dtype; shared (tied) tensors
+                under each of their names, or once.
+            transfer: hands them over; None: by a file.
 
         Raises:
             WeightSyncError: the engine could not load them, or its logprobs show that it did not.
         """
-        update_seconds = await self._engine.update_weights(weights)
-        return await self.verify(update_seconds=update_seconds)
+        started = time.perf_counter()
+        dtype = self._engine.weights_dtype
+        async with handed_over(transfer or by_file(), weights, dtype) as call:
+            await self._engine.load_weights(call)
+        return await self.verify(update_seconds=time.perf_counter() - started)
 
     async def verify(self, *, update_seconds: float = 0.0) -> WeightSyncReport:
         """Compare logprobs now; WeightSyncError names the largest difference and likely causes.
@@ -232,86 +241,3 @@ def _check_lengths(probe: list[list[int]], trainer: list[list[float]]) -> None:
         raise ValueError(
             f"WeightSync: trainer_logprobs: wanted {wanted} values per probe sequence, got {got}"
         )
-
-
-class WeightUpdateExtension:
-    """Mixed into vLLM's worker class; its methods run in the engine's process."""
-
-    model_runner: Any
-    model_config: Any
-    reload_weights: Callable[..., None]
-
-    def return_kept_logprobs_only(self) -> None:
-        """Return fewer log-probabilities; see `kept_logprobs`."""
-        return_kept_only(self.model_runner.sampler)
-
-    def weights_dtype(self) -> str | None:
-        """Return the dtype of all floating-point parameters; None: they differ, or are quantized.
-
-        Weights of another dtype are cast when they are loaded, so they may be cast before.
-        """
-        parameters = self.model_runner.get_model().parameters()
-        dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters}
-        return dtypes.pop() if len(dtypes) == 1 else None
-
-    def load_weights_file(self, path: str) -> dict[str, Any]:
-        """Load the tensors of a safetensors file; return a `Receipt` as a dict."""
-        return self._load(_tensors_of(path))
-
-    def load_weights_ipc(self, handles: list[Any]) -> dict[str, Any]:
-        """Load tensors from the trainer's GPU memory; return a `Receipt` as a dict."""
-        receipt = self._load(tensors_of_handles(handles))
-        torch.accelerator.synchronize()  # all is read before the trainer continues
-        torch.cuda.ipc_collect()
-        return receipt
-
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-        model = self.model_runner.get_model()
-        wanted = {name for name, _ in model.named_parameters()}
-        load_weights = model.load_weights
-        loaded: set[str] | None = None
-        digests: dict[str, str] = {}
-
-        def load_and_record(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
-            nonlocal loaded
-            loaded = load_weights(weights)
-            return loaded
-
-        model.load_weights = load_and_record
-        try:
-            with renewed_packed_weights(model):
-                # The worker's method, not the runner's: it sets the config that kernels ask for.
-                self.reload_weights(weights_iterator=recorded(weights, digests))
-        finally:
-            del model.load_weights
-        return asdict(
-            Receipt(
-                digests=digests,
-                unloaded=[] if loaded is None else _unloaded(wanted, loaded),
-                dtype=dtype_name(self.model_config.dtype),
-            )
-        )
-
-
-def common_dtype(answers: Iterable[Any]) -> torch.dtype | None:
-    """Return the dtype of all workers' weights, from their `weights_dtype`; None: several."""
-    names = set(answers)
-    name = names.pop() if len(names) == 1 else None
-    dtype = getattr(torch, name) if name in FLOATS else None
-    assert dtype is None or isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def _unloaded(wanted: set[str], loaded: set[str]) -> list[str]:
-    """Return parameters not in `loaded`, where vLLM names experts' weights by the layer above."""
-    return sorted(
-        name for name in wanted if not {name, name.replace(".routed_experts.", ".")} & loaded
-    )
-
-
-def _tensors_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-            yield name, file.get_tensor(name)

@@ -25,7 +25,7 @@ class WeightGate:
         async with gate.request() as version:
             generation = await engine.generate(..., policy_version=version)
         async with gate.closed(engine.interrupt):
-            await engine.update_weights(weights)
+            await engine.load_weights(call)
             gate.version += 1
     """
 

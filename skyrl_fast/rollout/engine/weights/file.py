@@ -7,14 +7,14 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from skyrl_fast.file_lock import close_locked, lock_file
-from skyrl_fast.rollout.engine.tensor_digest import tensor_digest
-from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weights.digest import tensor_digest
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class WeightsFile:
         """
         from safetensors.torch import save, save_file
 
-        tensors = _host_tensors(weights, dtype)
+        tensors = {name: _host_tensor(one, dtype) for name, one in distinct_tensors(weights)}
         if not tensors:
             raise WeightSyncError("there are no weights to hand over")
         size = sum(t.numel() * t.element_size() for t in tensors.values())
@@ -134,12 +134,11 @@ class WeightsFile:
         save_file(tensors, self.path)
 
 
-def _host_tensors(
+def distinct_tensors(
     weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
-    dtype: torch.dtype | None,
-) -> dict[str, torch.Tensor]:
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors, one with several names (tied) under the first."""
     items = weights.items() if isinstance(weights, Mapping) else weights
-    result: dict[str, torch.Tensor] = {}
     # Tensors are held, so that their addresses are not used again.
     seen: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
     for name, tensor in items:
@@ -147,14 +146,17 @@ def _host_tensors(
         if tensor.numel() and key in seen:
             continue
         seen[key] = tensor
-        result[name] = _host_tensor(tensor.detach(), dtype)
-    return result
+        yield name, tensor.detach()
+
+
+def cast_weight(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a floating-point tensor in this dtype; None, or another tensor: as it is."""
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _host_tensor(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Return a contiguous copy in main memory, pinned if it comes from a GPU."""
-    if dtype is not None and tensor.is_floating_point():
-        tensor = tensor.to(dtype)
+    tensor = cast_weight(tensor, dtype)
     if tensor.is_cuda:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
     return tensor.contiguous()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from skyrl_fast.rollout.engine.tensor_digest import tensor_digest
+from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 
 MAX_NAMES = 8  # named in an error
 

@@ -1,23 +1,25 @@
-"""How new weights reach an engine's processes: by a file, or by handles of CUDA memory (IPC).
+"""How new weights reach an engine's processes: a file, handles of CUDA memory (IPC), a broadcast.
 
-Either way the engines get a call of their worker extension, which several of them can make, and
+Each way the engines get a call of their worker extension, which several of them can make, and
 which can be repeated as long as the context is open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from skyrl_fast.rollout.engine.cuda_handles import cuda_handle
-from skyrl_fast.rollout.engine.tensor_digest import tensor_digest
-from skyrl_fast.rollout.engine.weight_receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights_file import WeightsFile
+from skyrl_fast.rollout.engine.weights.cuda_handles import cuda_handle
+from skyrl_fast.rollout.engine.weights.digest import tensor_digest
+from skyrl_fast.rollout.engine.weights.file import WeightsFile, cast_weight, distinct_tensors
+from skyrl_fast.rollout.engine.weights.group import tensor_infos
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -28,17 +30,28 @@ class WorkerCall:
 
     Args:
         method: its name.
-        argument: a path or handles: text, bytes, numbers and lists of them.
+        argument: a path, handles or `tensor_infos`: text, bytes, numbers and lists of them.
         digests: of the tensors by name, to be found in the receipt.
+        tensors: by name, which the trainer broadcasts while the call runs; empty: none.
     """
 
     method: str
     argument: Any
     digests: Mapping[str, str]
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 # Called with the weights and the engines' dtype (None: several).
 WeightTransfer = Callable[[Weights, torch.dtype | None], AbstractContextManager[WorkerCall]]
+
+
+@asynccontextmanager
+async def handed_over(
+    transfer: WeightTransfer, weights: Weights, dtype: torch.dtype | None
+) -> AsyncIterator[WorkerCall]:
+    """Start a transfer in a thread; yield its call, valid in the context."""
+    with ExitStack() as stack:
+        yield await asyncio.to_thread(stack.enter_context, transfer(weights, dtype))
 
 
 def by_file(folder: str | None = None, *, unnamed: bool = False) -> WeightTransfer:
@@ -87,3 +100,24 @@ def by_ipc(weights: Weights, dtype: torch.dtype | None = None) -> Iterator[Worke
     digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
     yield WorkerCall("load_weights_ipc", handles, digests)
     torch.cuda.ipc_collect()
+
+
+@contextmanager
+def by_broadcast(weights: Weights, dtype: torch.dtype | None) -> Iterator[WorkerCall]:
+    """Broadcast the trainer's own tensors over an engine's `WeightsGroup`, cast on their device.
+
+    Args:
+        weights: not to be changed in the context.
+        dtype: of the floating-point tensors that are sent; None: as they are.
+
+    Raises:
+        WeightSyncError: there are none.
+    """
+    tensors, digests = {}, {}
+    for name, tensor in distinct_tensors(weights):
+        tensors[name] = tensor
+        digests[name] = tensor_digest(cast_weight(tensor, dtype))
+    if not tensors:
+        raise WeightSyncError("there are no weights to hand over")
+    infos = tensor_infos(tensors, dtype)
+    yield WorkerCall("load_weights_broadcast", infos, digests, tensors)

@@ -1,0 +1,484 @@
+"""Weights by a broadcast: buckets, order, and peers that die, are stuck or refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from _listening import LOOPBACK as LOOPBACK_HEX
+from _listening import listening
+
+from skyrl_fast.config import InferenceEngineConfig
+from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.rollout.engine.protocol import EngineDeadError
+from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weights import group as weights_group
+from skyrl_fast.rollout.engine.weights import sender as weights_sender
+from skyrl_fast.rollout.engine.weights.digest import tensor_digest
+from skyrl_fast.rollout.engine.weights.group import (
+    WeightsGroup,
+    listening_store,
+    store_at,
+    tensor_infos,
+)
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weights.sync import WeightSync
+from skyrl_fast.rollout.engine.weights.transfer import by_broadcast
+from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
+)
+CPU = torch.device("cpu")
+WEIGHTS = {
+    "a": torch.linspace(-1, 1, 300).reshape(30, 10),  # larger than a bucket
+    "b": torch.arange(3),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.zeros(0, 4),
+    "c": torch.linspace(0, 1, 7),
+    "d": torch.tensor([True, False, True]),
+}
+BUCKET = 64
+
+
+def connected(size: int, **options: Any) -> list[WeightsGroup]:
+    """Return the members of a group, the trainer first, all in this process."""
+    options = {"bucket_bytes": BUCKET, **options}
+    groups = [WeightsGroup("gloo", rank=r, size=size, device=CPU, **options) for r in range(size)]
+    store, port = listening_store()
+    threads = [
+        threading.Thread(target=group.connect, args=(store_at(port),)) for group in groups[1:]
+    ]
+    for thread in threads:
+        thread.start()
+    groups[0].connect(store)
+    for thread in threads:
+        thread.join()
+    return groups
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_all_workers_receive_the_cast_tensors_in_order() -> None:
+    trainer, *workers = connected(3)
+    with by_broadcast(WEIGHTS, torch.bfloat16) as call:
+        assert call.method == "load_weights_broadcast"
+        assert call.argument[:2] == [["a", "bfloat16", [30, 10]], ["b", "int64", [3]]]
+        received: list[Any] = [None, None]
+
+        def receive(worker: int) -> None:
+            received[worker] = list(workers[worker].receive(call.argument))
+
+        threads = [threading.Thread(target=receive, args=(worker,)) for worker in range(2)]
+        for thread in threads:
+            thread.start()
+        trainer.send(call.argument, call.tensors)
+        for thread in threads:
+            thread.join()
+    for worker in received:
+        assert [name for name, _ in worker] == [*WEIGHTS]
+        assert {name: tensor_digest(tensor) for name, tensor in worker} == call.digests
+        found = dict(worker)
+        assert torch.equal(found["a"], WEIGHTS["a"].bfloat16())
+        assert torch.equal(found["b"], WEIGHTS["b"]) and float(found["scalar"]) == 2.5
+    assert listening(os.getpid()) <= {LOOPBACK_HEX}
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_buckets_are_limited_and_their_tensors_aligned() -> None:
+    infos = tensor_infos(WEIGHTS, None)
+    buckets = list(weights_group._buckets(infos, BUCKET))
+    names = [[name for name, _, _ in bucket] for bucket in buckets]
+    # 1200 bytes; 24 -> 32, 4 -> 16, 0, and 28 -> 32 would be too many; 28 -> 32, 3 -> 16
+    assert names == [["a"], ["b", "scalar", "empty"], ["c", "d"]]
+    assert list(weights_group._buckets([], BUCKET)) == []
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_tied_weights_are_sent_once() -> None:
+    tied = torch.ones(3)
+    with by_broadcast({"embed": tied, "head": tied}, None) as call:
+        assert call.argument == [["embed", "float32", [3]]]
+    with pytest.raises(WeightSyncError, match="no weights to hand over"):
+        by_broadcast({}, None).__enter__()
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_a_worker_that_does_not_receive_is_an_error_in_time() -> None:
+    trainer, worker = connected(2)
+    trainer._seconds = 0.5  # to connect may take longer
+    large = {"w": torch.zeros(4 << 20)}  # more than the sockets hold
+    with pytest.raises(
+        TimeoutError, match=r"weight_sync_backend=gloo: ranks \[1\] of 2 .* within 0\.5 s"
+    ):
+        trainer.send(tensor_infos(large, None), large)
+    with pytest.raises(RuntimeError, match="aborted"):  # it ends at once, too
+        next(worker.receive(tensor_infos(large, None)))
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_nccl_raises_before_its_watchdog_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fake of torch's class: NCCL needs a GPU for each member."""
+    events: list[Any] = []
+    store = torch.distributed.HashStore()
+    for meeting in (1, 2, 3):  # to join, to connect, and for the bucket
+        for worker in (1, 2):
+            store.set(f"{worker} at {meeting}", "")
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            events.append((store, rank, size, options._timeout.total_seconds()))
+
+        def broadcast(self, data: torch.Tensor, root: int) -> Any:
+            events.extend([data.dtype, root])
+            return SimpleNamespace(is_completed=lambda: len(events) < 4, wait=events.append)
+
+        def abort(self) -> None:
+            events.append("abort")
+
+    monkeypatch.setattr(weights_group.dist, "ProcessGroupNCCL", Nccl, raising=False)
+    group = WeightsGroup("nccl", rank=0, size=3, device=CPU)
+    group.connect(store)
+    # With a time-out, or it would not wait for the GPU.
+    assert events == [(store, 0, 3, 60.0), torch.uint8, 0, timedelta(seconds=30)]
+    monkeypatch.setattr(weights_group, "MOVE_SECONDS", 0.1)
+    with pytest.raises(TimeoutError, match=r"weight_sync_backend=nccl: .* within 0\.1 s"):
+        group.send(tensor_infos(WEIGHTS, None), WEIGHTS)
+    assert events[-1] == "abort"
+    group.abort()
+    with pytest.raises(RuntimeError, match="aborted"):
+        group.send(tensor_infos(WEIGHTS, None), WEIGHTS)
+
+
+# --- members that do not come ---------------------------------------------------------------------
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_members_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_group, "JOIN_SECONDS", 0.1)
+    store, _ = listening_store()
+    store.set("2 at 1", "")
+    with pytest.raises(
+        TimeoutError, match=r"=gloo: ranks \[1, 3\] of 4 .* not ready .* within 0\.1 s"
+    ):
+        WeightsGroup("gloo", rank=0, size=4, device=CPU).connect(store)
+    with pytest.raises(RuntimeError, match="aborted"):  # one that comes later
+        WeightsGroup("gloo", rank=1, size=4, device=CPU).connect(store)
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_a_member_that_dies_while_it_connects_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_group, "MOVE_SECONDS", 0.5)
+    store = torch.distributed.HashStore()
+    store.set("1 at 1", "")
+    with pytest.raises(RuntimeError, match="timeout"):
+        WeightsGroup("gloo", rank=0, size=2, device=CPU).connect(store)
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_a_worker_that_refuses_ends_the_wait_of_all() -> None:
+    async def go() -> threading.Thread:
+        sender = weights_sender.WeightsSender("gloo", num_workers=2)
+        _, port, size = sender.join_arguments
+        other = WeightsGroup("gloo", rank=1, size=size, device=CPU)
+        joining = threading.Thread(target=errors_of, args=(other.connect, store_at(port), errors))
+        joining.start()
+
+        async def refuse() -> None:
+            raise ValueError("no such backend")
+
+        with pytest.raises(ValueError, match="no such backend"):
+            await sender.connect(refuse())
+        return joining
+
+    def errors_of(call: Any, argument: Any, errors: list[str]) -> None:
+        try:
+            call(argument)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    errors: list[str] = []
+    joining = asyncio.run(go())
+    joining.join(60)
+    assert errors == ["the broadcast of weights was aborted"]
+    assert no_sending_thread()
+
+
+FAILED_JOIN = """
+import asyncio
+from skyrl_fast.rollout.engine.weights.sender import WeightsSender
+
+async def go():
+    try:
+        async with asyncio.timeout(0.1):
+            await WeightsSender("gloo", num_workers=1).connect(asyncio.sleep(600))
+    except TimeoutError:
+        print("left")
+
+asyncio.run(go())
+"""
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_a_process_ends_after_a_join_that_failed() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", FAILED_JOIN], capture_output=True, text=True, timeout=100
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "left\n", "")
+
+
+# --- with the engine and the worker's extension --------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.w = torch.nn.Parameter(torch.zeros(1))
+
+    def load_weights(self, weights: Any) -> set[str]:
+        self.loaded = dict(weights)
+        return {*self.loaded}
+
+
+class Worker(WeightUpdateExtension):
+    """The attributes of vLLM's worker that a load uses."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.device = rank, CPU
+        self.model = Model()
+        self.model_config = SimpleNamespace(dtype=torch.float32)
+        self.model_runner = SimpleNamespace(get_model=lambda: self.model)
+
+    def reload_weights(self, weights_iterator: Any) -> None:
+        self.model.load_weights(weights_iterator)
+
+
+class Llm:
+    """vLLM's AsyncLLM whose workers are threads; `fault` is what their next load does."""
+
+    def __init__(self, *, num_workers: int = 2) -> None:
+        self.errored = False
+        self.calls: list[str] = []
+        self.fault = ""
+        self.workers = [Worker(rank) for rank in range(num_workers)]
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append(method)
+        loading = method.startswith("load")
+        if loading and self.fault == "dies":
+            self.errored = True
+            for worker in self.workers:
+                del worker.weights_group
+            await asyncio.Event().wait()
+        if loading and self.fault == "hangs":
+            await asyncio.Event().wait()
+        if loading and self.fault == "refuses":
+            raise ValueError("unknown layer")
+        calls = (asyncio.to_thread(getattr(worker, method), *args) for worker in self.workers)
+        return await asyncio.gather(*calls)
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake_up {tags[0]}")
+
+    async def sleep(self, level: int, mode: str) -> None:
+        self.calls.append("sleep")
+
+    async def reset_prefix_cache(self) -> None:
+        self.calls.append("reset_prefix_cache")
+
+    def shutdown(self, seconds: float) -> None:
+        self.calls.append("shutdown")
+
+
+class Engine(VllmEngine):
+    """An engine of fakes, connected for real."""
+
+    def __init__(self, backend: str = "gloo") -> None:
+        super().__init__(VllmSetup("model", InferenceEngineConfig(weight_sync_backend=backend)))
+        self.llms: list[Llm] = []
+
+    async def start(self) -> None:
+        self._llm = Llm()
+        self.llms.append(self._llm)
+        if self._setup.engine.weight_sync_backend == "gloo":
+            await self._connect(len(self._llm.workers))
+
+    async def prompt_logprobs(self, token_ids: Any) -> list[float]:
+        return [0.0] * (len(token_ids) - 1)
+
+
+def make_sync(engine: Any) -> WeightSync:
+    return WeightSync(engine, probe=[[1, 2]], trainer_logprobs=lambda probe: [([0.0], 1.0)])
+
+
+SENT = {"w": torch.ones(1), "large": torch.linspace(0, 1, 8 << 20)}
+
+
+@pytest.fixture(autouse=True)
+def few_seconds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(weights_sender, "NOTICE_SECONDS", 2.0)
+    yield
+
+
+@needs_vllm
+@pytest.mark.spec("async.weight-broadcast", "memory.sleep")
+def test_workers_are_awake_before_they_receive() -> None:
+    engine = Engine()
+    pool = EnginePool([engine], transfer=by_broadcast)
+
+    async def go() -> None:
+        await pool.start()
+        await pool.sleep()
+        await pool.update(SENT, make_sync)
+        await pool.update(SENT, make_sync)  # over the same group
+        await pool.close()
+
+    asyncio.run(go())
+    (llm,) = engine.llms
+    load = ["load_weights_broadcast", "reset_prefix_cache"]
+    assert llm.calls == [
+        *("join_weights_group", "sleep", "wake_up weights", *load, "wake_up kv_cache"),
+        *(*load, "shutdown"),
+    ]
+    for worker in llm.workers:
+        assert torch.equal(worker.model.loaded["large"], SENT["large"])
+
+
+@needs_vllm
+@pytest.mark.spec("async.weight-broadcast", "async.engine-restart")
+def test_an_engine_that_dies_in_a_broadcast_gets_the_weights_after_its_restart() -> None:
+    engine = Engine()
+    pool = EnginePool([engine], transfer=by_broadcast)
+
+    async def go() -> None:
+        await pool.start()
+        engine.llms[0].fault = "dies"
+        await asyncio.wait_for(pool.update(SENT, make_sync), 60)
+
+    asyncio.run(go())
+    first, second = engine.llms
+    assert first.calls == ["join_weights_group", "load_weights_broadcast", "shutdown"]
+    assert second.calls[:2] == ["join_weights_group", "load_weights_broadcast"]
+    assert torch.equal(second.workers[1].model.loaded["large"], SENT["large"])
+    assert (pool.faults["engine_deaths"], pool.faults["engine_restarts"]) == (1, 1)
+
+
+async def loaded(engine: Engine, fault: str) -> None:
+    await engine.start()
+    engine.llms[0].fault = fault
+    with by_broadcast(SENT, None) as call:
+        await asyncio.wait_for(engine.load_weights(call), 60)
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_an_error_of_the_loader_ends_the_broadcast() -> None:
+    engine = Engine()
+    with pytest.raises(WeightSyncError, match="could not load the new weights: unknown layer"):
+        asyncio.run(loaded(engine, "refuses"))
+    assert no_sending_thread()
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_workers_that_hang_count_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_sender, "NOTICE_SECONDS", 0.1)
+    engine = Engine()
+
+    async def go() -> None:
+        await engine.start()
+        assert engine._sender is not None
+        engine._sender._group._seconds = 0.5
+        engine.llms[0].fault = "hangs"
+        with by_broadcast(SENT, None) as call:
+            await engine.load_weights(call)
+
+    with pytest.raises(
+        EngineDeadError, match=r"did not load weights: TimeoutError: .* within 0\.5 s"
+    ):
+        asyncio.run(go())
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_an_update_that_is_cancelled_ends_the_broadcast() -> None:
+    engine = Engine()
+
+    async def go() -> None:
+        await engine.start()
+        engine.llms[0].fault = "hangs"
+        with by_broadcast(SENT, None) as call, pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await engine.load_weights(call)
+
+    asyncio.run(go())
+    assert no_sending_thread()
+
+
+@pytest.mark.spec("async.weight-broadcast")
+def test_an_engine_without_a_group_refuses_a_broadcast() -> None:
+    with pytest.raises(WeightSyncError, match="wanted one of nccl, gloo at the engine's start"):
+        asyncio.run(loaded(Engine("file"), ""))
+
+
+def no_sending_thread() -> bool:
+    """Return whether the threads that send end, within a time for a loaded machine."""
+    deadline = time.monotonic() + 30
+    while any(thread.name == "weights" for thread in threading.enumerate()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+# --- two processes -------------------------------------------------------------------------------
+
+
+def receive_one_bucket(port: int, infos: list[Any], kill: bool, results: Any) -> None:
+    """Receive as a worker in another process, which may die in the middle."""
+    group = WeightsGroup("gloo", rank=1, size=2, device=CPU, bucket_bytes=BUCKET, seconds=60)
+    group.connect(store_at(port))
+    found = {}
+    for name, tensor in group.receive(infos):
+        if kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found[name] = tensor_digest(tensor)
+    results.send(found)
+
+
+@pytest.mark.spec("async.weight-broadcast")
+@pytest.mark.parametrize("kill", [False, True], ids=["lives", "killed"])
+def test_two_processes(kill: bool) -> None:
+    weights = {**WEIGHTS, "large": torch.ones(8 << 20)}
+    store, port = listening_store()
+    with by_broadcast(weights, torch.bfloat16) as call:
+        spawn = multiprocessing.get_context("spawn")
+        results, there = spawn.Pipe(duplex=False)
+        arguments = (port, call.argument, kill, there)
+        process = spawn.Process(target=receive_one_bucket, args=arguments, daemon=True)
+        process.start()
+        there.close()
+        group = WeightsGroup("gloo", rank=0, size=2, device=CPU, bucket_bytes=BUCKET, seconds=60)
+        group.connect(store)
+        if kill:
+            group._seconds = 1.0  # without an engine that notices the death
+            with pytest.raises((RuntimeError, TimeoutError), match=r"by peer|ranks \[1\]"):
+                group.send(call.argument, call.tensors)
+        else:
+            group.send(call.argument, call.tensors)
+            assert results.recv() == call.digests
+        process.join(30)
+        assert process.exitcode == (-signal.SIGKILL if kill else 0)

@@ -1,0 +1,121 @@
+"""The engine's side: what loads new weights in vLLM's worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from skyrl_fast.rollout.engine.kept_logprobs import return_kept_only
+from skyrl_fast.rollout.engine.weights.cuda_handles import tensors_of_handles
+from skyrl_fast.rollout.engine.weights.digest import dtype_name
+from skyrl_fast.rollout.engine.weights.group import WeightsGroup, store_at
+from skyrl_fast.rollout.engine.weights.packed import renewed_packed_weights
+from skyrl_fast.rollout.engine.weights.receipt import Receipt, recorded
+
+FLOATS = ("float32", "bfloat16", "float16")  # dtypes that weights are cast to for an engine
+
+
+class WeightUpdateExtension:
+    """Mixed into vLLM's worker class; its methods run in the engine's process."""
+
+    model_runner: Any
+    model_config: Any
+    rank: int  # of the engine's workers
+    device: torch.device
+    weights_group: WeightsGroup
+    reload_weights: Callable[..., None]
+
+    def return_kept_logprobs_only(self) -> None:
+        """Return fewer log-probabilities; see `kept_logprobs`."""
+        return_kept_only(self.model_runner.sampler)
+
+    def weights_dtype(self) -> str | None:
+        """Return the dtype of all floating-point parameters; None: they differ, or are quantized.
+
+        Weights of another dtype are cast when they are loaded, so they may be cast before.
+        """
+        parameters = self.model_runner.get_model().parameters()
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
+    def load_weights_file(self, path: str) -> dict[str, Any]:
+        """Load the tensors of a safetensors file; return a `Receipt` as a dict."""
+        return self._load(_tensors_of(path))
+
+    def load_weights_ipc(self, handles: list[Any]) -> dict[str, Any]:
+        """Load tensors from the trainer's GPU memory; return a `Receipt` as a dict."""
+        receipt = self._load(tensors_of_handles(handles))
+        torch.accelerator.synchronize()  # all is read before the trainer continues
+        torch.cuda.ipc_collect()
+        return receipt
+
+    def join_weights_group(self, backend: str, port: int, size: int) -> None:
+        """Connect with the trainer, for `load_weights_broadcast`.
+
+        Args:
+            backend: of `WeightsGroup`.
+            port: of the trainer's store.
+            size: number of workers, and one.
+        """
+        device = self.device if backend == "nccl" else torch.device("cpu")
+        group = WeightsGroup(backend, rank=self.rank + 1, size=size, device=device)
+        group.connect(store_at(port))
+        self.weights_group = group
+
+    def load_weights_broadcast(self, infos: list[list[Any]]) -> dict[str, Any]:
+        """Load the tensors that the trainer sends meanwhile; return a `Receipt` as a dict."""
+        return self._load(self.weights_group.receive(infos))
+
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+        model = self.model_runner.get_model()
+        wanted = {name for name, _ in model.named_parameters()}
+        load_weights = model.load_weights
+        loaded: set[str] | None = None
+        digests: dict[str, str] = {}
+
+        def load_and_record(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+            nonlocal loaded
+            loaded = load_weights(weights)
+            return loaded
+
+        model.load_weights = load_and_record
+        try:
+            with renewed_packed_weights(model):
+                # The worker's method, not the runner's: it sets the config that kernels ask for.
+                self.reload_weights(weights_iterator=recorded(weights, digests))
+        finally:
+            del model.load_weights
+        return asdict(
+            Receipt(
+                digests=digests,
+                unloaded=[] if loaded is None else _unloaded(wanted, loaded),
+                dtype=dtype_name(self.model_config.dtype),
+            )
+        )
+
+
+def common_dtype(answers: Iterable[Any]) -> torch.dtype | None:
+    """Return the dtype of all workers' weights, from their `weights_dtype`; None: several."""
+    names = set(answers)
+    name = names.pop() if len(names) == 1 else None
+    dtype = getattr(torch, name) if name in FLOATS else None
+    assert dtype is None or isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _unloaded(wanted: set[str], loaded: set[str]) -> list[str]:
+    """Return parameters not in `loaded`, where vLLM names experts' weights by the layer above."""
+    return sorted(
+        name for name in wanted if not {name, name.replace(".routed_experts.", ".")} & loaded
+    )
+
+
+def _tensors_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            yield name, file.get_tensor(name)

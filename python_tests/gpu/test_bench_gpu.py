@@ -29,12 +29,14 @@ ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = Ceilings(1e12, 1e10, 0.005)
 
 
+@pytest.mark.slow
 def test_every_case_runs(emulated_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = {"F.cross_entropy": peers.LOGPROB["F.cross_entropy"]}
     monkeypatch.setattr(peers, "LOGPROB", keep)  # no compiling here
     for losses in (peers.PPO, peers.PPO_K3):
         monkeypatch.delitem(losses, "torch.compile TRL formulation")
     monkeypatch.setattr(tree_cases, "SHAPES", ("search",))
+    monkeypatch.setattr(tree_cases, "TRIAL_DIVISOR", 300)
     *_, found = report.measured("cpu", tiny=True)
     ours = [e for e in found["entries"] if e["contender"] == OURS]
     groups = {e["group"] for e in found["entries"]}

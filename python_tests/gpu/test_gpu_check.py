@@ -180,6 +180,7 @@ def test_without_a_gpu_nothing_is_claimed(script: object, monkeypatch: pytest.Mo
         script.main()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_first_commands_work_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

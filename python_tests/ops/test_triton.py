@@ -126,7 +126,9 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize(
+    "capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (80, 100, 120))]
+)
 @pytest.mark.usefixtures("compiler")
 def test_kernels_compile_for_other_gpus(capability: int) -> None:
     """All losses and penalties for one of them, one of each for the others."""
@@ -139,10 +141,10 @@ def test_kernels_compile_for_other_gpus(capability: int) -> None:
     }
     for loss, kl in kinds if capability == 90 else [(9, 4)]:
         both = dict(LOSS=loss, KL=kl)
-        if loss in token_losses:
+        if loss in token_losses:  # the same function of a token in both kernels
             assert assembled("masked_loss_kernel", capability, **both, BLOCK=512)
-        ragged = loss % 2 == 0
-        assert assembled("loss_kernel", capability, **both, RAGGED=ragged, STEPS=9, BLOCK=512)
+        if loss not in token_losses or kl < 4:
+            assert assembled("loss_kernel", capability, **both, RAGGED=loss > 4, STEPS=9, BLOCK=512)
     assert assembled("forward_kernel", capability, BLOCK=4096)
     assert assembled("backward_kernel", capability, BLOCK=4096)
     assert assembled("fold_kernel", capability, LOSS=5, BLOCK=512)

@@ -150,6 +150,7 @@ def test_specification_is_fully_tagged() -> None:
     assert len(contract.rules) > 100
 
 
+@pytest.mark.slow
 def test_every_rule_has_a_test_and_every_mark_names_a_rule() -> None:
     pytest.importorskip("vllm", reason="tests that cannot be collected hold no rule")
     command = [sys.executable, "scripts/spec_report.py", "--missing"]

@@ -83,6 +83,7 @@ def left_over(pids: set[int]) -> list[str]:
     return left
 
 
+@pytest.mark.slow
 @pytest.mark.spec("run.engine-lifetime", "run.signals")
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]

@@ -101,6 +101,7 @@ def kill_engine_process() -> None:
     os.kill(engine_process(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.spec(
     "async.in-flight-update",
     "async.token-versions",

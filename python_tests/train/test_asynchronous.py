@@ -225,8 +225,11 @@ class DiedError(Exception):
     """Simulates kill -9: nothing is written afterwards."""
 
 
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))]
+
+
 @pytest.mark.spec("async.resume")
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_each_sample_is_trained_exactly_once_after_kill_and_resume(
     folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

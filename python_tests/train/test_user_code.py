@@ -185,6 +185,7 @@ print(result.step, result.checkpoint)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_notebook_cell_trains_on_vllm(settings: dict[str, Any]) -> None:
     pytest.importorskip("vllm")

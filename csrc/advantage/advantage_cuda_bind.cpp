@@ -1,4 +1,4 @@
-// group_advantage on CUDA tensors: checks, device guard, launches.
+// group_advantage on CUDA tensors: checks, launches.
 #include <pybind11/pybind11.h>
 
 #include "advantage/advantage_cuda.h"
@@ -75,7 +75,6 @@ void group_advantage(py::handle rewards_obj, py::handle ids_obj, py::handle orde
     job.mask_type = mask_dtype(**mask);
   }
   py::gil_scoped_release release;
-  DeviceGuard guard(rewards->device_index);
   group_advantage_cuda(job, stream_of(stream));
 }
 

@@ -116,7 +116,10 @@ def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str) -> torch.Tensor:
     mask = rows.mask
     if mask is not None and mask.dtype not in (torch.bool, torch.uint8, torch.int64, torch.float32):
         mask = mask.to(torch.float32)
-    _C.group_advantage_cuda(
+    _backend.run_kernel(
+        "group_advantage",
+        False,
+        rows.rewards,
         rows.rewards,
         sorted_ids,
         order,
@@ -128,7 +131,6 @@ def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str) -> torch.Tensor:
         scores,
         scores.new_empty(rows.num_rows, dtype=torch.float32),
         out,
-        _backend.cuda_stream(out),
     )
     return out
 

@@ -1,4 +1,4 @@
-// Packing on CUDA tensors: checks, device guard, launch. Offsets were checked before they were sent
+// Packing on CUDA tensors: checks, launch. Offsets were checked before they were sent
 // to the device; sizes derived from them are arguments.
 #include <pybind11/pybind11.h>
 
@@ -47,7 +47,6 @@ void expand_rows(const py::list& fields, uintptr_t stream) {
   Arrays arrays(kOp);
   ExpandJob job;
   job.num_fields = static_cast<int>(fields.size());
-  int device = 0;
   for (int i = 0; i < job.num_fields; ++i) {
     const py::tuple field = fields[i];
     ExpandField& f = job.fields[i];
@@ -58,7 +57,6 @@ void expand_rows(const py::list& fields, uintptr_t stream) {
     if (!f.is_float) check_dtype(out, DType::kInt64);
     if (i == 0) job.num_rows = out.shape[0];
     check_size(out, 0, job.num_rows);
-    device = out.device_index;
     f.out = out.data;
     f.width = out.shape[1];
     f.offsets = arrays.offsets(field[3], job.num_rows);
@@ -76,7 +74,6 @@ void expand_rows(const py::list& fields, uintptr_t stream) {
     f.pad_value = py::cast<double>(field[6]);
   }
   py::gil_scoped_release release;
-  DeviceGuard guard(device);
   expand_rows_cuda(job, stream_of(stream));
 }
 
@@ -108,7 +105,6 @@ void padded_to_flat(py::handle padded_obj, py::handle cu_obj, int side, py::hand
     positions = cuda_array<int64_t>(t, DType::kInt64, flat.shape[0], padded);
   }
   py::gil_scoped_release release;
-  DeviceGuard guard(padded.device_index);
   padded_to_flat_cuda(job, padded.data, flat.data, positions, stream_of(stream));
 }
 
@@ -127,7 +123,6 @@ void flat_to_padded(py::handle flat_obj, py::handle cu_obj, int side, const py::
   }
   std::memcpy(words, bytes.data(), sizeof(words));
   py::gil_scoped_release release;
-  DeviceGuard guard(padded.device_index);
   flat_to_padded_cuda(job, flat.data, words, padded.data, stream_of(stream));
 }
 

@@ -23,9 +23,9 @@ from skyrl_fast.ops.logprob.selected import (
 )
 
 OP = "linear_logprob"
-# Of logits on a CPU. Up to here all are kept, which saves the backward a product and float32 sums;
-# otherwise chunks are just large enough for the products to run at full speed.
-KEPT_BYTES = 1 << 30
+# Of logits on a CPU. Up to here all are saved, which spares the backward a product and float32
+# sums; otherwise chunks are just large enough for the products to run at full speed.
+SAVED_BYTES = 1 << 30
 CHUNK_BYTES = 128 << 20
 GPU_CHUNK_BYTES = 512 << 20  # on a GPU: 1,766 rows of 151,936 bfloat16 logits
 GPU_ROW_MULTIPLE = 128  # rows per tile of a GPU's matrix products
@@ -55,6 +55,7 @@ def linear_logprob(
     cu_kept: torch.Tensor | None = None,
     return_entropy: bool = False,
     on_logits: OnLogits | None = None,
+    saved_logits_bytes: int | None = None,
     chunk_rows: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -67,10 +68,12 @@ def linear_logprob(
     Rows of mask 0 are dropped before the product. The others are processed in chunks, so that at
     most one chunk of logits is in memory: chunks of rows in the forward; in the backward, where the
     log-sum-exps are known, of all rows and a part of the vocabulary, so that only hidden's gradient
-    is a sum over chunks, in float32. The backward recomputes the logits, unless there was only one
-    chunk, and turns them into their gradient in place. Rows of small kept sets (top_p, say) are
-    multiplied with the rows of the head that any of them kept, where that is less work; on a GPU
-    their sizes are read, which synchronizes.
+    is a sum over chunks, in float32. The backward recomputes the logits and turns them into their
+    gradient in place: four products in total. Logits of at most `saved_logits_bytes` are one chunk,
+    which is saved for the backward: three products, and no sums over chunks.
+
+    Rows of small kept sets (top_p, say) are multiplied with the rows of the head that any of them
+    kept, where that is less work; on a GPU their sizes are read, which synchronizes.
 
     Args:
         hidden: (..., H) float32, bfloat16, float16 or float64.
@@ -87,8 +90,11 @@ def linear_logprob(
         on_logits: called for each chunk of the forward pass, for metrics, with the number of its
             first row among those of mask 1, (rows, V) values and a divisor: softmax(values /
             divisor) are the probabilities. The values are overwritten later. Kernels only.
-        chunk_rows: rows per chunk; the backward's chunks have the same size. None: all rows up to
-            1 GB of logits, else 128 MB (on a GPU: 512 MB), at least 64 rows.
+        saved_logits_bytes: the most logits to save for the backward (with a soft cap, their
+            gradient takes as much again). None: 1 GB on a CPU, none on a GPU.
+        chunk_rows: rows per chunk, which is saved if it holds all rows; the backward's chunks have
+            the same size. None: all rows up to `saved_logits_bytes`, else 128 MB of logits (on a
+            GPU: 512 MB), at least 64 rows.
         backend: "native", "torch" (which holds the logits of all rows of mask 1), or None.
 
     Returns:
@@ -139,7 +145,11 @@ def linear_logprob(
         kept = None if kept is None else kept.of_rows(rows)
     if native:
         on_gpu = _backend.on_gpu(hidden)
-        chunk = chunk_rows or default_chunk_rows(lm_head_weight, len(hidden), on_gpu=on_gpu)
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
+            saved_logits_bytes = None  # there is no backward
+        chunk = chunk_rows or default_chunk_rows(
+            lm_head_weight, len(hidden), on_gpu=on_gpu, saved_logits_bytes=saved_logits_bytes
+        )
         options = _Options(
             temperature, logit_scale, soft_cap, return_entropy, chunk, chosen == "triton", on_logits
         )
@@ -269,10 +279,14 @@ def _over_ids(
     return _LinearLogprob.apply(hidden, *head, place_of(targets.int()), sets, options)
 
 
-def default_chunk_rows(weight: torch.Tensor, num_rows: int, *, on_gpu: bool) -> int:
+def default_chunk_rows(
+    weight: torch.Tensor, num_rows: int, *, on_gpu: bool, saved_logits_bytes: int | None = None
+) -> int:
     """Return the rows of a chunk of logits; on a GPU full tiles of the product."""
     row_bytes = weight.shape[0] * weight.element_size()
-    if not on_gpu and num_rows * row_bytes <= KEPT_BYTES:
+    if saved_logits_bytes is None:
+        saved_logits_bytes = 0 if on_gpu else SAVED_BYTES
+    if num_rows * row_bytes <= saved_logits_bytes:
         return max(num_rows, 1)
     if not on_gpu:
         return max(CHUNK_BYTES // row_bytes, MIN_CHUNK_ROWS)

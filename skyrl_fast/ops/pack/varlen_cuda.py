@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _ragged
 
 LEFT = 0
@@ -77,7 +76,7 @@ def mask_lengths(op: str, mask: torch.Tensor, side: int) -> torch.Tensor:
 def _gather(padded: torch.Tensor, cu: torch.Tensor, total: int, side: int, positions: Any) -> Any:
     out = padded.new_empty((total, *padded.shape[2:]))
     source = padded.detach().contiguous()
-    _C.padded_to_flat_cuda(source, cu, side, out, positions, _backend.cuda_stream(padded))
+    _backend.run_kernel("padded_to_flat", False, padded, source, cu, side, out, positions)
     return out
 
 
@@ -87,7 +86,7 @@ def _scatter(
     out = values.new_empty((cu.numel() - 1, width, *values.shape[1:]))
     pattern = pattern_of(pad_value, values.dtype)
     source = values.detach().contiguous()
-    _C.flat_to_padded_cuda(source, cu, side, pattern, out, _backend.cuda_stream(values))
+    _backend.run_kernel("flat_to_padded", False, values, source, cu, side, pattern, out)
     return out
 
 

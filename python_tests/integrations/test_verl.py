@@ -67,8 +67,8 @@ def test_verl_logprobs_and_packing() -> None:
     torch.testing.assert_close(for_verl.logprobs_from_logits(logits, labels), want, **CLOSE)
     padding = pytest.importorskip("verl.utils.npu_flash_attn_utils", reason="no padding functions")
     values, mask = torch.randn(4, 6, 3), torch.zeros(4, 6, dtype=torch.int64)
-    for row, length in enumerate((6, 2, 1, 4)):
-        mask[row, 6 - length :] = 1
+    for row, (start, length) in enumerate(((0, 6), (4, 2), (0, 1), (1, 4))):
+        mask[row, start : start + length] = 1  # as a prompt and a response: padded on both sides
     original, ours = padding.unpad_input(values, mask), for_verl.unpad_input(values, mask)
     for a, b in zip(original, ours, strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b

@@ -18,8 +18,9 @@ CLOSE = {"rtol": 2e-6, "atol": 2e-6}  # exp and sums of another order
 
 
 @pytest.mark.spec("dropin.verl")
-def test_verl_functions_without_verl() -> None:
-    values = torch.arange(12.0).reshape(2, 3, 2)
+@pytest.mark.parametrize("cell", [1, 16])  # written by index, and as blocks
+def test_verl_functions_without_verl(cell: int) -> None:
+    values = torch.arange(6.0 * cell).reshape(2, 3, cell)
     for mask in (
         torch.tensor([[0, 1, 1], [1, 1, 1]]),
         torch.tensor([[1, 1, 0], [1, 0, 0]]),

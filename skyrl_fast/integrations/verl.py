@@ -41,6 +41,7 @@ FUNCTIONS = {
     "pad_input": "verl.utils.attention_utils",
 }
 VARIABLE = "VERL_USE_EXTERNAL_MODULES"
+BLOCK_CELL_BYTES = 64  # cells smaller than this are written faster by index than found to be blocks
 _counts = {name: Counts() for name in (*(PREFIX + name for name in ESTIMATORS), *FUNCTIONS)}
 _originals: dict[str, Callable[..., Any]] = {}
 _watches: dict[str, ImportWatch] = {}
@@ -275,16 +276,20 @@ def pad_input(
         tensor([[0, 5],
                 [6, 7]])
     """
-    lengths = torch.bincount(indices // seqlen, minlength=batch)
-    cu_seqlens = _offsets(lengths)
-    first = torch.cat([indices % seqlen, indices.new_zeros(1)])[cu_seqlens[:-1].long()]
-    starts = first * (lengths > 0)
-    position_ids = torch.arange(len(indices), device=indices.device)
-    position_ids -= cu_seqlens[:-1].long().repeat_interleave(lengths)
-    if torch.equal(indices, _cells(starts, lengths, position_ids, seqlen)):
-        return varlen_to_padded(hidden_states, cu_seqlens, width=seqlen, starts=starts, side="both")
+    cell_bytes = hidden_states[:1].numel() * hidden_states.element_size()
+    if cell_bytes >= BLOCK_CELL_BYTES:
+        lengths = torch.bincount(indices // seqlen, minlength=batch)
+        cu_seqlens = _offsets(lengths)
+        first = torch.cat([indices % seqlen, indices.new_zeros(1)])[cu_seqlens[:-1].long()]
+        starts = first * (lengths > 0)
+        position_ids = torch.arange(len(indices), device=indices.device)
+        position_ids -= cu_seqlens[:-1].long().repeat_interleave(lengths)
+        if torch.equal(indices, _cells(starts, lengths, position_ids, seqlen)):
+            return varlen_to_padded(
+                hidden_states, cu_seqlens, width=seqlen, starts=starts, side="both"
+            )
     cells = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
-    return cells.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+    return cells.index_copy_(0, indices, hidden_states).unflatten(0, (batch, seqlen))
 
 
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.logprob import autograd as logprob_op
-from skyrl_fast.ops.logprob import reference
+from skyrl_fast.ops.logprob import linear_op, reference
 from skyrl_fast.ops.logprob.kept import KeptSets, check_kept, kept_sets, slice_sets
 from skyrl_fast.ops.logprob.selected import (
     KERNEL_DTYPES,
@@ -72,6 +72,9 @@ def linear_logprob(
     multiplied with the rows of the head that any of them kept, where that is less work; on a GPU
     their sizes are read, which synchronizes.
 
+    With `torch.compile(fullgraph=True)` it is one operator of the graph; its backward recomputes
+    the logits. Kept sets, on_logits, float64 and backend="torch" split the graph.
+
     Args:
         hidden: (..., H) float32, bfloat16, float16 or float64.
         lm_head_weight: (V, H) of the same dtype.
@@ -104,7 +107,6 @@ def linear_logprob(
         >>> linear_logprob(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3]))
         tensor([-1.3863])
     """
-    _backend.break_graph(OP, "which rows are computed")
     hidden, lm_head_weight, bias = _autocast(hidden, lm_head_weight, bias)
     _check_linear(hidden, lm_head_weight, bias, target_ids, loss_mask, temperature, chunk_rows)
     _check_scaling(temperature, logit_scale, soft_cap)
@@ -118,6 +120,12 @@ def linear_logprob(
         wanted = target_ids != ignore_index
         loss_mask = wanted if loss_mask is None else (loss_mask != 0).to(wanted.device) & wanted
     native = chosen != "torch" and hidden.dtype in KERNEL_DTYPES
+    if torch.compiler.is_compiling() and native and kept is None and on_logits is None:
+        return linear_op.call(
+            hidden, lm_head_weight, bias, target_ids, loss_mask,
+            temperature, logit_scale, soft_cap, return_entropy, chunk_rows, chosen == "triton",
+        )  # fmt: skip
+    _backend.break_graph(OP, "what kept_ids, on_logits, float64 or backend='torch' compute")
     if on_logits is not None and (kept is not None or not native):
         raise ValueError(
             f"{OP}: on_logits needs a kernel and no kept sets, got backend {chosen!r}, "
@@ -140,7 +148,7 @@ def linear_logprob(
     if native:
         on_gpu = _backend.on_gpu(hidden)
         chunk = chunk_rows or default_chunk_rows(lm_head_weight, len(hidden), on_gpu=on_gpu)
-        options = _Options(
+        options = Options(
             temperature, logit_scale, soft_cap, return_entropy, chunk, chosen == "triton", on_logits
         )
         if kept is None:
@@ -153,12 +161,12 @@ def linear_logprob(
         logprob, entropy = reference.linear_logprob(
             hidden, lm_head_weight, targets, None, temperature, kept, bias, logit_scale, soft_cap
         )
-    logprob = _spread(logprob, rows, shape)
-    return (logprob, _spread(entropy, rows, shape)) if return_entropy else logprob
+    logprob = spread(logprob, rows, shape)
+    return (logprob, spread(entropy, rows, shape)) if return_entropy else logprob
 
 
 @dataclass(frozen=True, slots=True)
-class _Options:
+class Options:
     """Options of the kernels, as in `linear_logprob`.
 
     The kernels see `chunk` and divide it by `divisor`: the product itself, or its tanh.
@@ -220,7 +228,7 @@ def _with_sets(
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     kept: KeptSets,
-    options: _Options,
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probabilities and entropies; rows of small sets read their part of the head."""
     sizes = kept.sizes
@@ -250,7 +258,7 @@ def _over_ids(
     targets: torch.Tensor,
     kept: KeptSets,
     ids: torch.Tensor,
-    options: _Options,
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the same for a head of the rows `ids`, (U,) ascending, which hold all sets."""
 
@@ -327,7 +335,7 @@ def _check_scaling(temperature: float, logit_scale: float, soft_cap: float | Non
             )
 
 
-def _spread(values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
+def spread(values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
     """Return `shape` zeros with the values at their rows."""
     if rows is None:
         return values.view(shape)
@@ -346,28 +354,14 @@ class _LinearLogprob(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         kept: KeptSets | None,
-        options: _Options,
+        options: Options,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_rows, chunk_rows = hidden.shape[0], options.chunk_rows
-        shape = (min(chunk_rows, num_rows), weight.shape[0])
-        logits = _backend.empty(shape, hidden.dtype, hidden.device)
-        parts = []
-        arguments = (None, options.divisor, options.return_entropy, options.use_triton)
-        for start in range(0, num_rows, chunk_rows):
-            chunk = logits[: min(chunk_rows, num_rows - start)]
-            options.write_chunk(hidden[start : start + chunk_rows], weight, bias, chunk)
-            if options.on_logits is not None:
-                options.on_logits(start, chunk, options.divisor)
-            chunk_targets = targets[start : start + chunk_rows]
-            sets = () if kept is None else kept.of_rows(slice(start, start + chunk_rows))
-            parts.append(logprob_op.forward(chunk, chunk_targets, *arguments, *sets))
-        if not parts:
-            parts.append(logprob_op.forward(logits, targets, *arguments))
-        logprob, entropy, lse = (torch.cat(column) for column in zip(*parts, strict=True))
+        logprob, entropy, lse, logits = forward_rows(hidden, weight, bias, targets, kept, options)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, lse)
         ctx.kept, ctx.options = kept, options
         ctx.set_materialize_grads(False)  # an entropy that only metrics use needs no gradient
-        ctx.only_chunk = logits if num_rows <= chunk_rows and any(ctx.needs_input_grad) else None
+        is_only_chunk = len(hidden) <= options.chunk_rows
+        ctx.only_chunk = logits if is_only_chunk and any(ctx.needs_input_grad) else None
         return logprob, entropy
 
     @staticmethod
@@ -375,64 +369,116 @@ class _LinearLogprob(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, entropy, lse = ctx.saved_tensors
-        options = ctx.options
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        num_rows, vocab = hidden.shape[0], weight.shape[0]
         logits, ctx.only_chunk = ctx.only_chunk, None  # a second backward recomputes it
-        known = logits is not None
-        columns = vocab
-        if options.chunk_rows < num_rows:
-            columns = min(vocab, _chunk_columns(options.chunk_rows, num_rows, vocab))
+        gradients = backward_rows(
+            *(*ctx.saved_tensors, ctx.kept, ctx.options, logits, grad_logprob, grad_entropy),
+            wanted=ctx.needs_input_grad[:3],
+        )
+        return *gradients, None, None, None
+
+
+def forward_rows(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    kept: KeptSets | None,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (M,) log-probabilities, entropies, log-sum-exps, and the last chunk's logits."""
+    num_rows, chunk_rows = hidden.shape[0], options.chunk_rows
+    shape = (min(chunk_rows, num_rows), weight.shape[0])
+    logits = _backend.empty(shape, hidden.dtype, hidden.device)
+    parts = []
+    arguments = (None, options.divisor, options.return_entropy, options.use_triton)
+    for start in range(0, num_rows, chunk_rows):
+        chunk = logits[: min(chunk_rows, num_rows - start)]
+        options.write_chunk(hidden[start : start + chunk_rows], weight, bias, chunk)
+        if options.on_logits is not None:
+            options.on_logits(start, chunk, options.divisor)
+        chunk_targets = targets[start : start + chunk_rows]
+        sets = () if kept is None else kept.of_rows(slice(start, start + chunk_rows))
+        parts.append(logprob_op.forward(chunk, chunk_targets, *arguments, *sets))
+    if not parts:
+        parts.append(logprob_op.forward(logits, targets, *arguments))
+    logprob, entropy, lse = (torch.cat(column) for column in zip(*parts, strict=True))
+    return logprob, entropy, lse, logits
+
+
+def backward_rows(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    entropy: torch.Tensor,
+    lse: torch.Tensor,
+    kept: KeptSets | None,
+    options: Options,
+    logits: torch.Tensor | None,
+    grad_logprob: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    *,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of hidden, weight and bias, those that are wanted.
+
+    Args:
+        logits: (M, V) of the forward, which are overwritten, or None: they are recomputed.
+    """
+    wants_hidden, wants_weight, wants_bias = wanted
+    num_rows, vocab = hidden.shape[0], weight.shape[0]
+    columns = vocab
+    if options.chunk_rows < num_rows:
+        columns = min(vocab, _chunk_columns(options.chunk_rows, num_rows, vocab))
+    known = logits is not None
+    if logits is None:
+        logits = _backend.empty((num_rows * columns,), hidden.dtype, hidden.device)
+    d_logits = logits if options.soft_cap is None else torch.empty_like(logits)
+    d_weight = d_bias = None
+    if wants_weight:
+        d_weight = _backend.empty(weight.shape, weight.dtype, weight.device)
+    if wants_bias:
+        d_bias = torch.empty_like(weight[:, 0])
+    # The only sum over chunks, in float32 unless it is a single product.
+    sums = torch.float32 if columns < vocab else hidden.dtype
+    d_hidden = torch.empty_like(hidden, dtype=sums) if wants_hidden else None
+    for start in range(0, vocab, columns):
+        part = weight[start : start + columns]
+        chunk, d_chunk = (
+            x.view(-1)[: num_rows * len(part)].view(num_rows, len(part)) for x in (logits, d_logits)
+        )
         if not known:
-            logits = _backend.empty((num_rows * columns,), hidden.dtype, hidden.device)
-        d_logits = logits if options.soft_cap is None else torch.empty_like(logits)
-        d_weight = d_bias = None
-        if wants_weight:
-            d_weight = _backend.empty(weight.shape, weight.dtype, weight.device)
-        if wants_bias:
-            d_bias = torch.empty_like(bias)
-        # The only sum over chunks, in float32 unless it is a single product.
-        sums = torch.float32 if columns < vocab else hidden.dtype
-        d_hidden = torch.empty_like(hidden, dtype=sums) if wants_hidden else None
-        for start in range(0, vocab, columns):
-            part = weight[start : start + columns]
-            chunk, d_chunk = (
-                x.view(-1)[: num_rows * len(part)].view(num_rows, len(part))
-                for x in (logits, d_logits)
-            )
-            if not known:
-                part_bias = None if bias is None else bias[start : start + columns]
-                options.write_chunk(hidden, part, part_bias, chunk)
-            part_targets, kept = targets, ctx.kept
-            if len(part) < vocab:
-                part_targets = _slice_targets(targets, start, len(part))
-                kept = None if kept is None else slice_sets(kept, start, len(part))
-            logprob_op.write_gradient(
-                chunk,
-                part_targets,
-                None,
-                options.divisor,
-                lse,
-                entropy,
-                grad_logprob,
-                grad_entropy,
-                d_chunk,
-                options.use_triton,
-                *(kept or ()),
-            )
-            options.to_product(d_chunk, chunk)
-            if d_hidden is not None and columns == vocab:
-                torch.mm(d_chunk, part, out=d_hidden)
-            elif d_hidden is not None:
-                _add_product(d_hidden, d_chunk, part, is_first=start == 0)
-            if d_weight is not None:
-                torch.mm(d_chunk.T, hidden, out=d_weight[start : start + columns])
-            if d_bias is not None:
-                d_bias[start : start + columns] = d_chunk.sum(0, dtype=torch.float32)
-        if d_hidden is not None:
-            d_hidden = d_hidden.to(hidden.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None
+            part_bias = None if bias is None else bias[start : start + columns]
+            options.write_chunk(hidden, part, part_bias, chunk)
+        part_targets, part_kept = targets, kept
+        if len(part) < vocab:
+            part_targets = _slice_targets(targets, start, len(part))
+            part_kept = None if kept is None else slice_sets(kept, start, len(part))
+        logprob_op.write_gradient(
+            chunk,
+            part_targets,
+            None,
+            options.divisor,
+            lse,
+            entropy,
+            grad_logprob,
+            grad_entropy,
+            d_chunk,
+            options.use_triton,
+            *(part_kept or ()),
+        )
+        options.to_product(d_chunk, chunk)
+        if d_hidden is not None and columns == vocab:
+            torch.mm(d_chunk, part, out=d_hidden)
+        elif d_hidden is not None:
+            _add_product(d_hidden, d_chunk, part, is_first=start == 0)
+        if d_weight is not None:
+            torch.mm(d_chunk.T, hidden, out=d_weight[start : start + columns])
+        if d_bias is not None:
+            d_bias[start : start + columns] = d_chunk.sum(0, dtype=torch.float32)
+    if d_hidden is not None:
+        d_hidden = d_hidden.to(hidden.dtype)
+    return d_hidden, d_weight, d_bias
 
 
 def _chunk_columns(chunk_rows: int, num_rows: int, vocab: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -144,3 +145,24 @@ def test_functions_are_replaced_where_they_are_bound_and_restored() -> None:
     finally:
         for_verl.uninstall()
     assert padding.unpad_input is home.unpad_input is original
+
+
+@pytest.mark.peers
+@pytest.mark.timeout(600)
+@pytest.mark.spec("dropin.verl", "dropin.counted")
+def test_updates_of_verls_worker_are_the_same_and_call_ours(tmp_path: Path) -> None:
+    """Log-probabilities of two micro-batches, then two updates of two micro-batches each."""
+    pytest.importorskip("verl.workers.engine_workers", reason="verl is not installed")
+    program, results = ROOT / "python_tests" / "helpers" / "_verl_worker_run.py", []
+    for how in ("stock", "installed"):
+        out = tmp_path / f"{how}.json"
+        command = [sys.executable, str(program), how, str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr[-3000:]
+        results.append(json.loads(out.read_text()))
+    stock, installed = results
+    assert installed["logprobs"] == pytest.approx(stock["logprobs"], abs=4e-6)
+    for want, got in zip(stock["updates"], installed["updates"], strict=True):
+        assert got == pytest.approx(want, rel=1e-5, abs=1e-6)
+    assert stock["calls"] == {}
+    assert installed["calls"] == {"logprobs_from_logits": [6, 0], "unpad_input": [1, 0]}

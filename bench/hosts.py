@@ -40,6 +40,10 @@ INTRODUCTION = """\
 Counted in real runs of each host with this package installed, by `python -m bench.hosts` (`make peers` installs the
 hosts): a function that a run did not call has no row. *Taken* is the share of its calls that this package answered; the
 others went to the host's own function. *Results* are compared with the same run of the host alone.
+
+Other rows: [TRL 1.16's trainers](trl.md#measured), with calls, and [verl 0.9.1's worker](skyrl_drop_in.md#verl). The
+machine was shared with other work while these were taken: ratios of single functions vary by a factor of two or more
+between runs, those of torch with several threads most.
 """  # noqa: E501
 SKYRL = """\
 Calls: two steps of `RayPPOTrainer.train` without and two with merged steps, on a local Ray with two workers, rollouts and

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from skyrl_fast.ops import _backend
-from skyrl_fast.ops.logprob import linear, selected
+from skyrl_fast.ops.logprob import linear_rows, selected
+from skyrl_fast.ops.logprob.linear_rows import Options
 
 _lib = torch.library.Library("skyrl_fast", "FRAGMENT")
 _OPTIONS = (
@@ -54,10 +55,10 @@ def _options(
     return_entropy: bool,
     chunk_rows: int | None,
     use_triton: bool,
-) -> linear.Options:
+) -> Options:
     on_gpu = _backend.on_gpu(hidden)
-    chunk = chunk_rows or linear.default_chunk_rows(weight, len(hidden), on_gpu=on_gpu)
-    return linear.Options(temperature, logit_scale, soft_cap, return_entropy, chunk, use_triton)
+    chunk = chunk_rows or linear_rows.default_chunk_rows(weight, len(hidden), on_gpu=on_gpu)
+    return Options(temperature, logit_scale, soft_cap, return_entropy, chunk, use_triton)
 
 
 def _forward(
@@ -72,12 +73,12 @@ def _forward(
     hidden, targets, rows = _rows(hidden, target_ids, loss_mask)
     if not _backend.on_gpu(hidden):
         keep = selected.as_uint8(loss_mask)
-        selected.check_targets(linear.OP, target_ids.reshape(-1), keep, weight.shape[0])
+        selected.check_targets(linear_rows.OP, target_ids.reshape(-1), keep, weight.shape[0])
     chosen = _options(hidden, weight, *options)
-    logprob, entropy, lse, _ = linear.forward_rows(hidden, weight, bias, targets, None, chosen)
+    logprob, entropy, lse, _ = linear_rows.forward_rows(hidden, weight, bias, targets, None, chosen)
     if chosen.return_entropy:
-        entropy = linear.spread(entropy, rows, shape)
-    return linear.spread(logprob, rows, shape), entropy, linear.spread(lse, rows, shape)
+        entropy = linear_rows.spread(entropy, rows, shape)
+    return linear_rows.spread(logprob, rows, shape), entropy, linear_rows.spread(lse, rows, shape)
 
 
 def _forward_fake(
@@ -113,7 +114,7 @@ def _backward(
     def of_rows(values: torch.Tensor) -> torch.Tensor:
         return values.reshape(-1) if rows is None else values.reshape(-1)[rows]
 
-    d_hidden, d_weight, d_bias = linear.backward_rows(
+    d_hidden, d_weight, d_bias = linear_rows.backward_rows(
         hidden,
         weight,
         bias,
@@ -167,7 +168,7 @@ def _autograd(
 
 
 def _no_second_derivative(ctx: Any, *gradients: torch.Tensor) -> None:
-    raise RuntimeError(f"{linear.OP}: no second derivative; use backend='torch'")
+    raise RuntimeError(f"{linear_rows.OP}: no second derivative; use backend='torch'")
 
 
 for _key in ("CPU", "CUDA"):

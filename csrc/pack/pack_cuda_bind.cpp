@@ -77,12 +77,14 @@ void expand_rows(const py::list& fields, uintptr_t stream) {
   expand_rows_cuda(job, stream_of(stream));
 }
 
-MoveJob move_job(const TensorView& padded, const TensorView& flat, const int64_t* cu, int side) {
+MoveJob move_job(Arrays& arrays, const TensorView& padded, const TensorView& flat,
+                 py::handle cu_obj, py::handle starts_obj) {
   MoveJob job;
   job.num_rows = padded.shape[0];
   job.width = padded.shape[1];
-  job.cu = cu;
-  job.pads_left = side == static_cast<int>(Side::kLeft);
+  job.cu = arrays.offsets(cu_obj, padded.shape[0]);
+  job.starts = cuda_array<int64_t>(arrays.take(starts_obj, "starts"), DType::kInt64,
+                                   padded.shape[0], padded);
   job.cell_bytes = element_size(padded.dtype);
   for (int d = 2; d < padded.ndim; ++d) job.cell_bytes *= padded.shape[d];
   int64_t flat_bytes = element_size(flat.dtype);
@@ -92,13 +94,14 @@ MoveJob move_job(const TensorView& padded, const TensorView& flat, const int64_t
   return job;
 }
 
-// padded (N, W, ...), cu int64 (N + 1,) -> flat (S, ...) and position ids int64 (S,), or None.
-void padded_to_flat(py::handle padded_obj, py::handle cu_obj, int side, py::handle flat_obj,
-                    py::handle positions_obj, uintptr_t stream) {
+// padded (N, W, ...), cu int64 (N + 1,), starts int64 (N,) -> flat (S, ...) and position ids int64
+// (S,), or None.
+void padded_to_flat(py::handle padded_obj, py::handle cu_obj, py::handle starts_obj,
+                    py::handle flat_obj, py::handle positions_obj, uintptr_t stream) {
   Arrays arrays("padded_to_varlen");
   const TensorView& padded = arrays.take(padded_obj, "padded");
   const TensorView& flat = arrays.take(flat_obj, "out");
-  const MoveJob job = move_job(padded, flat, arrays.offsets(cu_obj, padded.shape[0]), side);
+  const MoveJob job = move_job(arrays, padded, flat, cu_obj, starts_obj);
   int64_t* positions = nullptr;
   if (!positions_obj.is_none()) {
     const TensorView& t = arrays.take(positions_obj, "position_ids");
@@ -108,14 +111,14 @@ void padded_to_flat(py::handle padded_obj, py::handle cu_obj, int side, py::hand
   padded_to_flat_cuda(job, padded.data, flat.data, positions, stream_of(stream));
 }
 
-// flat (S, ...), cu int64 (N + 1,) -> padded (N, W, ...); `pattern`: an element's bytes, repeated
-// to 16.
-void flat_to_padded(py::handle flat_obj, py::handle cu_obj, int side, const py::bytes& pattern,
-                    py::handle padded_obj, uintptr_t stream) {
+// flat (S, ...), cu int64 (N + 1,), starts int64 (N,) -> padded (N, W, ...); `pattern`: an
+// element's bytes, repeated to 16.
+void flat_to_padded(py::handle flat_obj, py::handle cu_obj, py::handle starts_obj,
+                    const py::bytes& pattern, py::handle padded_obj, uintptr_t stream) {
   Arrays arrays("varlen_to_padded");
   const TensorView& padded = arrays.take(padded_obj, "out");
   const TensorView& flat = arrays.take(flat_obj, "values");
-  const MoveJob job = move_job(padded, flat, arrays.offsets(cu_obj, padded.shape[0]), side);
+  const MoveJob job = move_job(arrays, padded, flat, cu_obj, starts_obj);
   const std::string bytes = pattern;
   uint32_t words[4];
   if (bytes.size() != sizeof(words)) {
@@ -131,9 +134,9 @@ void flat_to_padded(py::handle flat_obj, py::handle cu_obj, int side, const py::
 void bind_pack_cuda(py::module_& m) {
   m.def("expand_rows_cuda", &expand_rows, py::arg("fields"), py::arg("stream"));
   m.def("padded_to_flat_cuda", &padded_to_flat, py::arg("padded"), py::arg("cu_seqlens"),
-        py::arg("side"), py::arg("flat"), py::arg("positions"), py::arg("stream"));
+        py::arg("starts"), py::arg("flat"), py::arg("positions"), py::arg("stream"));
   m.def("flat_to_padded_cuda", &flat_to_padded, py::arg("flat"), py::arg("cu_seqlens"),
-        py::arg("side"), py::arg("pattern"), py::arg("padded"), py::arg("stream"));
+        py::arg("starts"), py::arg("pattern"), py::arg("padded"), py::arg("stream"));
 }
 
 }  // namespace skyrl_fast

@@ -4,7 +4,8 @@
 
 Fails on a compiler error, on a kernel that spills registers or has a stack frame, and, where there
 is a `cuobjdump`, on an object without one of the architectures and on a kernel that issues more
-instructions for an element than `BUDGETS` allows. Without nvcc it is skipped with a message.
+instructions for an element than `BUDGETS` allows. The budgets are for one release of nvcc; with
+another nothing is counted. Without nvcc it is skipped with a message.
 Objects and logs stay in build/cuda_check and are rebuilt when a source, the options or the compiler
 changed.
 """
@@ -57,18 +58,19 @@ VISIT = sass.Work(in_loop=False, marks=2, stores=True)  # for the sums, and the 
 SCALE = sass.Work(in_loop=True, marks=0, stores=True)
 CELL = sass.Work(in_loop=True, marks=3, mark="DADD", cells=4)  # three sums
 LOGPROB, LOSS, POLICY = "logprob_cuda", "masked_logprob_loss_cuda", "policy_loss_cuda"
-VISIT_FEW, VISIT_MANY = r"visit_kernel\w*Bf16ELi8ELi768ELi1", r"visit_kernel\w*Bf16ELi16ELi512ELi1"
-# What nvcc 13.0 makes of the kernels, and 3 percent more.
+VISIT_FEW, VISIT_MANY = r"visit_kernel\w*Bf16ELi8", r"visit_kernel\w*Bf16ELi16"
+BUDGET_RELEASE = "13.0"  # of nvcc
+# What this nvcc makes of the kernels, and 3 percent more.
 BUDGETS = (
     Budget("forward", LOGPROB, r"forward_kernel\w*Bf16ELb0E", FORWARD, 5.1, 5.1),
     Budget("forward, entropy", LOGPROB, r"forward_kernel\w*Bf16ELb1E", FORWARD, 7.3, 7.3),
     Budget("backward", LOGPROB, r"backward_kernel\w*Bf16ELb0E", BACKWARD, 8.0, 15.5),
     Budget("backward, entropy", LOGPROB, r"backward_kernel\w*Bf16ELb1E", BACKWARD, 10.5, 18.5),
     Budget("gradient times a factor", LOGPROB, r"12scale_kernel\w*Bf16", SCALE, 3.5, 3.5),
-    Budget("masked loss, 8 vectors", LOSS, VISIT_FEW + "ELb0E", VISIT, 14.5, 30.3),
-    Budget("masked loss, 8 vectors, entropy", LOSS, VISIT_FEW + "ELb1E", VISIT, 16.9, 34.9),
-    Budget("masked loss, 16 vectors", LOSS, VISIT_MANY + "ELb0E", VISIT, 12.7, 20.6),
-    Budget("masked loss, 16 vectors, entropy", LOSS, VISIT_MANY + "ELb1E", VISIT, 15.1, 23.5),
+    Budget("masked loss, 8 vectors", LOSS, VISIT_FEW + "ELb0E", VISIT, 14.7, 30.6),
+    Budget("masked loss, 8 vectors, entropy", LOSS, VISIT_FEW + "ELb1E", VISIT, 17.2, 35.5),
+    Budget("masked loss, 16 vectors", LOSS, VISIT_MANY + "ELb0E", VISIT, 12.8, 20.8),
+    Budget("masked loss, 16 vectors, entropy", LOSS, VISIT_MANY + "ELb1E", VISIT, 15.2, 24.4),
     Budget("masked loss, long rows", LOSS, r"revisit_kernel\w*Bf16ELb0E", FORWARD, 5.1, 5.1),
     Budget("policy loss, a trained cell", POLICY, r"11loss_kernelIfLi0E", CELL, 92, 222),
 )
@@ -99,11 +101,13 @@ def main() -> None:
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         logs = dict(zip(sources, pool.map(lambda s: compiled(nvcc, s), sources), strict=True))
     faults: list[str] = []
+    is_counted = has_budgets(nvcc)
     for source, log in logs.items():
         kernels = read_log(log.read_text())
         print(summary(source, kernels))
         faults += judged(source, kernels) + missing_architectures(log.with_suffix(".o"))
-        faults += over_budget(source.stem, kernels, log.with_suffix(".o"))
+        if is_counted:
+            faults += over_budget(source.stem, kernels, log.with_suffix(".o"))
     print(f"cuda-check: {len(sources)} files in {time.monotonic() - start:.0f} s")
     if faults:
         sys.exit("\n".join(["cuda-check failed:", *faults]))
@@ -182,6 +186,18 @@ def compiled(nvcc: str, source: Path) -> Path:
 def version(nvcc: str) -> str:
     """Return the output of nvcc --version."""
     return subprocess.check_output([nvcc, "--version"], text=True)
+
+
+def has_budgets(nvcc: str) -> bool:
+    """Return whether the budgets are for this nvcc; print why not."""
+    found = re.search(r"release (\d+\.\d+)", version(nvcc))
+    release = found.group(1) if found else "an unknown release"
+    if release == BUDGET_RELEASE:
+        return True
+    print(
+        f"cuda-check: budgets are for nvcc {BUDGET_RELEASE}, this is {release}: nothing is counted"
+    )
+    return False
 
 
 def read_log(text: str) -> list[Kernel]:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "peers"
+SITE = BUILD / "site-packages"  # dill pickles classes of packages by name only under such a path
 # Without dependencies: SkyRL's, verl's and TRL's own lists bring GPU builds of torch and vLLM.
 SKYRL = "0.4.0" if sys.version_info >= (3, 12) else "0.3.0"  # 0.4.0 needs Python 3.12
 PACKAGES = (f"skyrl=={SKYRL}", "verl==0.9.1", "trl==1.16.0", "liger-kernel==0.8.5")
@@ -60,7 +61,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--skyrl", type=Path, help="source tree of SkyRL, with its tests")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
-    parser.add_argument("--site", type=Path, help="folder of packages; default: build/peers/site")
+    parser.add_argument(
+        "--site", type=Path, help=f"folder of packages; default: {SITE.relative_to(ROOT)}"
+    )
     parser.add_argument("--only", choices=("suites", "ours"))
     parser.add_argument(
         "--bench", action="store_true", help="run the bench instead; its options follow"
@@ -69,7 +72,7 @@ def main() -> None:
     if rest and not args.bench:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     python = args.venv.absolute() / "bin" / "python"  # the tests run in another folder
-    site = args.site or install_packages(python, BUILD / "site")
+    site = args.site or install_packages(python, SITE)
     if args.bench:
         first = [args.skyrl.resolve()] if args.skyrl else []
         command = [str(python), "-m", "bench.skyrl_drop_in", *rest]

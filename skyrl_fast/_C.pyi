@@ -34,8 +34,8 @@ __all__: list[str] = [
     "join_lists",
     "kl_penalty",
     "kl_penalty_cuda",
+    "mask_blocks",
     "mask_counts",
-    "mask_lengths",
     "masked_logprob_loss",
     "masked_logprob_loss_cuda",
     "merge_plan_flat",
@@ -151,8 +151,8 @@ def fill_rows(op: str, copies: list, fills: list, num_threads: int) -> None: ...
 def flags(values: typing.Any, out: typing.Any, name: str, op: str = "group_advantage") -> None: ...
 def flat_to_padded(
     flat: typing.Any,
+    starts: typing.Any,
     lengths: typing.Any,
-    side: int,
     pad_cell: typing.Any,
     padded: typing.Any,
     num_threads: int,
@@ -160,7 +160,7 @@ def flat_to_padded(
 def flat_to_padded_cuda(
     flat: typing.Any,
     cu_seqlens: typing.Any,
-    side: int,
+    starts: typing.Any,
     pattern: bytes,
     padded: typing.Any,
     stream: int,
@@ -225,11 +225,11 @@ def kl_penalty_cuda(
     out: typing.Any,
     stream: int,
 ) -> None: ...
+def mask_blocks(
+    op: str, mask: typing.Any, starts: typing.Any, lengths: typing.Any, num_threads: int
+) -> None: ...
 def mask_counts(
     mask: typing.Any, cu_seqlens: typing.Any, counts: typing.Any, num_threads: int
-) -> None: ...
-def mask_lengths(
-    op: str, mask: typing.Any, side: int, lengths: typing.Any, num_threads: int
 ) -> None: ...
 def masked_logprob_loss(
     logits: typing.Any,
@@ -315,12 +315,16 @@ def off_policy_correction(
     num_threads: int,
 ) -> None: ...
 def padded_to_flat(
-    padded: typing.Any, lengths: typing.Any, side: int, flat: typing.Any, num_threads: int
+    padded: typing.Any,
+    starts: typing.Any,
+    lengths: typing.Any,
+    flat: typing.Any,
+    num_threads: int,
 ) -> None: ...
 def padded_to_flat_cuda(
     padded: typing.Any,
     cu_seqlens: typing.Any,
-    side: int,
+    starts: typing.Any,
     flat: typing.Any,
     positions: typing.Any,
     stream: int,

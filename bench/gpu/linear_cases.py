@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ from bench.gpu.case import OURS, Case, within
 from bench.gpu.logit_cases import CHECKED_TOKENS, TRAINED_SHARE
 from skyrl_fast import linear_logprob
 
+SAVED = f"{OURS}, logits saved"
+ALL_LOGITS = 1 << 62  # bytes
 TOLERANCE = 0.03  # of norms, for peers that compute in bfloat16
 
 
@@ -73,9 +76,14 @@ def gradients_error(run: Run, head: Head, exact: list[torch.Tensor]) -> float:
     return within(max(float((a.double() - b).norm() / b.norm()) for a, b in pairs), TOLERANCE)
 
 
-def ours(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def ours(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, **options: Any
+) -> torch.Tensor:
     """Compute the same as the functions of peers.LINEAR."""
-    return -linear_logprob(hidden, weight, targets).sum()
+    return -linear_logprob(hidden, weight, targets, **options).sum()
+
+
+ours_saved = functools.partial(ours, saved_logits_bytes=ALL_LOGITS)
 
 
 def on_all(function: peers.LinearFunction) -> Run:
@@ -93,9 +101,11 @@ def on_gathered(function: peers.LinearFunction) -> Run:
     return run
 
 
-def ours_on_trained(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+def ours_on_trained(
+    hidden: torch.Tensor, weight: torch.Tensor, head: Head, **options: Any
+) -> torch.Tensor:
     """Run on the trained tokens, which the op selects itself."""
-    return -linear_logprob(hidden, weight, head.targets, loss_mask=head.mask).sum()
+    return ours(hidden, weight, head.targets, loss_mask=head.mask, **options)
 
 
 def gradient_cases(
@@ -112,14 +122,16 @@ def gradient_cases(
 
 def whole_cases(head: Head, group: str) -> Iterator[Case]:
     """All tokens trained."""
-    runs = {name: on_all(function) for name, function in ({OURS: ours} | peers.LINEAR).items()}
+    functions = {OURS: ours, SAVED: ours_saved} | peers.LINEAR
+    runs = {name: on_all(function) for name, function in functions.items()}
     yield from gradient_cases(head, group, runs, torch.ones_like(head.mask), 1.0)
 
 
 def trained_cases(head: Head, group: str) -> Iterator[Case]:
     """Part of the tokens trained; peers gather them."""
     gathered = {f"{name} + gather": on_gathered(f) for name, f in peers.LINEAR.items()}
-    runs = {OURS: ours_on_trained} | gathered
+    saved = functools.partial(ours_on_trained, saved_logits_bytes=ALL_LOGITS)
+    runs = {OURS: ours_on_trained, SAVED: saved} | gathered
     yield from gradient_cases(head, group, runs, head.mask, TRAINED_SHARE)
 
 

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads) score_kernel(const GroupAdvantageJob
 
 // One thread per sorted row; the first of each group computes its statistics, in row order.
 __global__ void __launch_bounds__(kThreads) group_kernel(const GroupAdvantageJob job) {
-  const int64_t n = job.out_rows.num_rows;
+  const int64_t n = job.num_sorted;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (first >= n) return;
   const int64_t id = job.sorted_ids[first];
@@ -123,9 +123,11 @@ void group_advantage_cuda(const GroupAdvantageJob& job, cudaStream_t stream) {
   l.grid_x = (n + kRowsPerBlock - 1) / kRowsPerBlock;
   l.shared_bytes = kThreads * static_cast<int>(sizeof(double));
   launch("group_advantage", l, score_kernel, job);
-  l.grid_x = (n + kThreads - 1) / kThreads;
   l.shared_bytes = 0;
-  launch("group_advantage", l, group_kernel, job);
+  if (job.num_sorted > 0) {
+    l.grid_x = (job.num_sorted + kThreads - 1) / kThreads;
+    launch("group_advantage", l, group_kernel, job);
+  }
   l.grid_x = (n + kThreads / kWarp - 1) / (kThreads / kWarp);
   launch("group_advantage", l, spread_kernel, job);
 }

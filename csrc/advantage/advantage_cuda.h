@@ -20,11 +20,9 @@ struct CellRows {
 enum class MaskDType : int { kNone = 0, kUInt8 = 1, kInt64 = 2, kFloat32 = 3 };
 
 //   rewards        float [reward_rows cells]
-//   sorted_ids     int64 [num_rows]: the group of each last row in ascending order, then
-//                  the other rows, all with an id that no group has
-//   order          int64 [num_rows]: the row of each of these; a stable sort, which keeps the rows
-//   of
-//                  a group in their order
+//   sorted_ids     int64 [num_sorted]: the group of each last row, those of a group together; then,
+//                  perhaps, the other rows, all with an id that no group has
+//   order          int64 [num_sorted]: the row of each of these; ascending within a group
 //   is_last_step   uint8 [num_rows], or null: every row is a trajectory
 //   scores, row_advantage   double, float [num_rows]: work space
 //   out            float [out_rows cells] = advantage of the row's trajectory * mask
@@ -32,6 +30,7 @@ enum class MaskDType : int { kNone = 0, kUInt8 = 1, kInt64 = 2, kFloat32 = 3 };
 struct GroupAdvantageJob {
   const float* rewards = nullptr;
   CellRows reward_rows;
+  int64_t num_sorted = 0;
   const int64_t* sorted_ids = nullptr;
   const int64_t* order = nullptr;
   const uint8_t* is_last_step = nullptr;

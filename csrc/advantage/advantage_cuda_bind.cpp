@@ -1,4 +1,4 @@
-// group_advantage on CUDA tensors: checks, device guard, launches.
+// group_advantage on CUDA tensors: checks, launches.
 #include <pybind11/pybind11.h>
 
 #include "advantage/advantage_cuda.h"
@@ -51,11 +51,13 @@ void group_advantage(py::handle rewards_obj, py::handle ids_obj, py::handle orde
     check_contiguous(**t);
   }
   check_ndim(*ids, 1);
-  const int64_t n = ids->shape[0];
+  check_ndim(*scores, 1);
+  const int64_t n = scores->shape[0];
   GroupAdvantageJob job;
   job.rewards = rewards->ptr<float>();
-  job.sorted_ids = cuda_array<int64_t>(*ids, DType::kInt64, n, *rewards);
-  job.order = cuda_array<int64_t>(*order, DType::kInt64, n, *rewards);
+  job.num_sorted = ids->shape[0];
+  job.sorted_ids = cuda_array<int64_t>(*ids, DType::kInt64, job.num_sorted, *rewards);
+  job.order = cuda_array<int64_t>(*order, DType::kInt64, job.num_sorted, *rewards);
   job.scores = cuda_array<double>(*scores, DType::kFloat64, n, *rewards);
   job.row_advantage = cuda_array<float>(*work, DType::kFloat32, n, *rewards);
   job.out = out->ptr<float>();
@@ -78,7 +80,6 @@ void group_advantage(py::handle rewards_obj, py::handle ids_obj, py::handle orde
     job.mask_type = mask_dtype(**mask);
   }
   py::gil_scoped_release release;
-  DeviceGuard guard(rewards->device_index);
   group_advantage_cuda(job, stream_of(stream));
 }
 

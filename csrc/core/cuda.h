@@ -1,4 +1,5 @@
-// The CUDA runtime for host code: errors as exceptions, and the device a launch runs on.
+// The CUDA runtime for host code: errors as exceptions. Kernels run on the current device, which
+// the Python code has set (skyrl_fast/ops/_backend.py).
 #pragma once
 
 #if defined(SKYRL_FAST_EMULATE_CUDA)
@@ -17,24 +18,5 @@ inline void cuda_check(cudaError_t status, const char* what) {
     throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
   }
 }
-
-// Makes `device` current while it lives.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    cuda_check(cudaGetDevice(&previous_), "cudaGetDevice");
-    if (device != previous_) cuda_check(cudaSetDevice(device), "cudaSetDevice");
-    changed_ = device != previous_;
-  }
-  ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int previous_ = 0;
-  bool changed_ = false;
-};
 
 }  // namespace skyrl_fast

@@ -102,7 +102,5 @@ using cudaStream_t = void*;
 using cudaError_t = int;
 constexpr cudaError_t cudaSuccess = 0;
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
-inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
-inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 
 }  // namespace skyrl_fast

@@ -1,4 +1,4 @@
-// The log-probability ops on CUDA tensors: checks, device guard, launch.
+// The log-probability ops on CUDA tensors: checks, launch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -102,7 +102,6 @@ void forward(py::handle logits, py::handle targets, py::handle mask, py::handle 
   double* lse_data = in.doubles(lse);
   float* entropy_data = in.floats(entropy);
   py::gil_scoped_release release;
-  DeviceGuard guard(in.logits->device_index);
   selected_logprob_cuda(in.rows, in.selection, logprob_data, lse_data, entropy_data,
                         stream_of(stream));
 }
@@ -126,7 +125,6 @@ void backward(py::handle logits, py::handle targets, py::handle mask, py::handle
         "selected_logprob: grad_entropy must come with entropy, got entropy=None");
   }
   py::gil_scoped_release release;
-  DeviceGuard guard(in.logits->device_index);
   selected_logprob_backward_cuda(in.rows, in.selection, lse_data, entropy_data, grad_logprob_data,
                                  grad_entropy_data, grad_rows, stream_of(stream));
 }
@@ -170,7 +168,6 @@ void masked_loss(py::handle logits, py::handle targets, py::handle mask, py::han
     grad_rows = rows_like(**grad, in);
   }
   py::gil_scoped_release release;
-  DeviceGuard guard(in.logits->device_index);
   masked_logprob_loss_cuda(in.rows, in.selection, token, logprob_data, entropy_data,
                            grad ? &grad_rows : nullptr, stream_of(stream));
 }
@@ -180,7 +177,6 @@ void scale_rows(py::handle rows_obj, py::handle factor_obj, uintptr_t stream) {
   const LogitRows logits = rows_of(*rows);
   const float* factor_data = cuda_array<float>(*factor, DType::kFloat32, 1, *rows);
   py::gil_scoped_release release;
-  DeviceGuard guard(rows->device_index);
   scale_rows_cuda(logits, factor_data, stream_of(stream));
 }
 

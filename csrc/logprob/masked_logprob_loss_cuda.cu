@@ -10,6 +10,14 @@ constexpr char kOp[] = "masked_logprob_loss";
 constexpr int kRevisitThreads = 512;
 constexpr int kRevisitLoads = 4;
 constexpr int kMostThreads = 512;
+constexpr int kFewVectors = 8, kManyVectors = 16;  // held by a thread
+// Threads of a multiprocessor, whose registers they share. The fewer each has, the more rows
+// overlap: one waits for its sums, others load or store. With fewer than these a kernel spills.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
+constexpr int kFewThreads = 1024, kManyThreads = 640;  // 64 and 96 registers
+#else
+constexpr int kFewThreads = 768, kManyThreads = kMostThreads;  // 80 and 128
+#endif
 constexpr int kMostWarps = kMostThreads / kWarp;
 
 struct Outputs {
@@ -116,8 +124,8 @@ __device__ __forceinline__ void load_held(const T* row, const RowSplit<T>& split
 // One row per cluster. All loads of a thread are issued before the first is used; the gradient is
 // computed from the registers that hold them. A row with a kept set holds nothing: its kept logits
 // are few, and read again for the gradient.
-template <typename T, int kVectors, int kThreads, int kBlocks, bool kEntropy>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+template <typename T, int kVectors, bool kEntropy>
+__global__ void __launch_bounds__(kVectors == kFewVectors ? kFewThreads : kManyThreads, 1)
     visit_kernel(const LogitRows logits, const Selection selection, const TokenLossInputs in,
                  float scale, float inv_temperature, const Outputs out, const LogitRows grad) {
   constexpr int kPerVector = RowSplit<T>::kPerVector;
@@ -247,17 +255,15 @@ __global__ void __launch_bounds__(kRevisitThreads, 2)
   }
 }
 
-constexpr int kFewVectors = 8, kManyVectors = 16;  // held by a thread
-constexpr int kFewThreads = 768;  // of a multiprocessor: the registers that 8 vectors leave each
-constexpr int kMostFewThreads = 384;  // of a block: two of a multiprocessor overlap
+constexpr int kMostFewThreads = 384;  // of a block
 constexpr int kUsualThreads = 256;
 constexpr int kMaxCluster = 8;  // supported by every device of compute capability 9 or higher
 
 template <typename T, bool kEntropy>
 auto kernel_of(const VisitPlan& plan) {
   switch (plan.vectors) {
-    case kFewVectors: return visit_kernel<T, kFewVectors, kFewThreads, 1, kEntropy>;
-    case kManyVectors: return visit_kernel<T, kManyVectors, kMostThreads, 1, kEntropy>;
+    case kFewVectors: return visit_kernel<T, kFewVectors, kEntropy>;
+    case kManyVectors: return visit_kernel<T, kManyVectors, kEntropy>;
     default: return revisit_kernel<T, kEntropy>;
   }
 }

@@ -27,6 +27,16 @@ struct PaddedLayout {
   }
 };
 
+// Rows of `lengths` cells from column `starts` on, in an array of num_rows x width cells.
+struct BlockLayout {
+  int64_t num_rows = 0;
+  int64_t width = 0;
+  const int64_t* starts = nullptr;
+  const int64_t* lengths = nullptr;
+
+  int64_t row_start(int64_t row) const { return row * width + starts[row]; }
+};
+
 // The integers that a field accepts, both ends included.
 struct Bounds {
   int64_t low = std::numeric_limits<int64_t>::min();
@@ -69,25 +79,23 @@ void fill_padding_cpu(void* out, DType dtype, const PadValue& value, const Padde
 // Writes 1 to the cells of rows [begin, end) and 0 to their padding; uint8 or int64.
 void fill_mask_cpu(void* out, DType dtype, const PaddedLayout& layout, int64_t begin, int64_t end);
 
-// Padded to flat: flat[cu[i]:cu[i+1]] = padded row i; cells of cell_bytes, padded rows row_bytes
-// apart.
-void padded_to_flat_cpu(const void* padded, int64_t row_bytes, const PaddedLayout& layout,
-                        int64_t cell_bytes, void* flat, int num_threads);
+// Padded to flat: flat[cu[i]:cu[i+1]] = the block of row i, in cells of cell_bytes.
+void padded_to_flat_cpu(const void* padded, const BlockLayout& layout, int64_t cell_bytes,
+                        void* flat, int num_threads);
 
 // Flat to padded; the padding cells receive the cell_bytes at `pad_cell`.
-void flat_to_padded_cpu(const void* flat, const PaddedLayout& layout, int64_t cell_bytes,
+void flat_to_padded_cpu(const void* flat, const BlockLayout& layout, int64_t cell_bytes,
                         const void* pad_cell, void* padded, int num_threads);
 
-// Writes the cell_bytes at `cell` to the cells of each row outside [starts[i], starts[i] +
-// lengths[i]).
-void fill_around_cpu(void* out, const int64_t* starts, const int64_t* lengths, int64_t num_rows,
-                     int64_t width, int64_t cell_bytes, const void* cell, int num_threads);
+// Writes the cell_bytes at `cell` to the cells of each row outside its block.
+void fill_around_cpu(void* out, const BlockLayout& layout, int64_t cell_bytes, const void* cell,
+                     int num_threads);
 
-// Counts the ones of each row of a 0/1 mask. Returns the first row that is not all padding on
-// `side` and all ones after it, or -1. Mask of uint8, int32, int64 or float.
+// Finds the block of ones of each row of a 0/1 mask; an empty one starts at 0. Returns the first
+// row with anything but zeros and one block of ones, or -1. Mask of uint8, int32, int64 or float.
 template <typename Mask>
-int64_t mask_lengths_cpu(const Mask* mask, int64_t num_rows, int64_t width, Side side,
-                         int64_t* lengths, int num_threads);
+int64_t mask_blocks_cpu(const Mask* mask, int64_t num_rows, int64_t width, int64_t* starts,
+                        int64_t* lengths, int num_threads);
 
 // Position of every flat token in its row: 0, 1, ... length - 1, row after row.
 void position_ids_cpu(const int64_t* lengths, int64_t num_rows, int64_t* out, int num_threads);

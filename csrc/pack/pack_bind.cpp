@@ -283,17 +283,24 @@ void fill_rows(const std::string& op, const py::list& copies, const py::list& fi
   Fill(op, copies, fills).run(num_threads);
 }
 
-PaddedLayout checked_layout(const Borrowed& lengths, int64_t num_rows, int64_t width, int side) {
-  check_cpu_array(*lengths, DType::kInt64, 1);
-  check_size(*lengths, 0, num_rows);
+BlockLayout checked_layout(const Borrowed& starts, const Borrowed& lengths, int64_t num_rows,
+                           int64_t width) {
+  for (const Borrowed* sizes : {&starts, &lengths}) {
+    check_cpu_array(**sizes, DType::kInt64, 1);
+    check_size(**sizes, 0, num_rows);
+  }
+  const BlockLayout layout{num_rows, width, starts->ptr<int64_t>(), lengths->ptr<int64_t>()};
   for (int64_t row = 0; row < num_rows; ++row) {
-    const int64_t length = lengths->ptr<int64_t>()[row];
+    const int64_t length = layout.lengths[row], start = layout.starts[row];
     if (length < 0 || length > width) {
       fail(*lengths, "from 0 to " + std::to_string(width),
            std::to_string(length) + " at row " + std::to_string(row));
     }
+    if (start < 0 || start > width - length) {
+      fail(*starts, "within the row", std::to_string(start) + " at row " + std::to_string(row));
+    }
   }
-  return {num_rows, width, lengths->ptr<int64_t>(), static_cast<Side>(side)};
+  return layout;
 }
 
 int64_t cell_bytes_of(const TensorView& t, int first_cell_dim) {
@@ -302,7 +309,7 @@ int64_t cell_bytes_of(const TensorView& t, int first_cell_dim) {
   return bytes;
 }
 
-int64_t total_of(const PaddedLayout& layout) {
+int64_t total_of(const BlockLayout& layout) {
   int64_t total = 0;
   for (int64_t row = 0; row < layout.num_rows; ++row) total += layout.lengths[row];
   return total;
@@ -313,11 +320,12 @@ void check_like(const TensorView& t, const TensorView& like, int64_t t_cells, in
   if (t_cells != like_cells) fail(t, "with cells like the input's", t.shape_string());
 }
 
-// padded (N, W, ...), lengths (N,) -> flat (sum of lengths, ...)
-void padded_to_flat(py::handle padded_obj, py::handle lengths_obj, int side, py::handle flat_obj,
-                    int num_threads) {
+// padded (N, W, ...), starts and lengths (N,) -> flat (sum of lengths, ...)
+void padded_to_flat(py::handle padded_obj, py::handle starts_obj, py::handle lengths_obj,
+                    py::handle flat_obj, int num_threads) {
   constexpr char kOp[] = "padded_to_varlen";
   Borrowed padded(padded_obj, kOp, "padded");
+  Borrowed starts(starts_obj, kOp, "starts");
   Borrowed lengths(lengths_obj, kOp, "lengths");
   Borrowed flat(flat_obj, kOp, "out");
   check_cpu(*padded);
@@ -326,18 +334,18 @@ void padded_to_flat(py::handle padded_obj, py::handle lengths_obj, int side, py:
   check_contiguous(*flat);
   const int64_t cell_bytes = cell_bytes_of(*padded, 2);
   check_like(*flat, *padded, cell_bytes_of(*flat, 1), cell_bytes);
-  const PaddedLayout layout = checked_layout(lengths, padded->shape[0], padded->shape[1], side);
+  const BlockLayout layout = checked_layout(starts, lengths, padded->shape[0], padded->shape[1]);
   check_size(*flat, 0, total_of(layout));
   py::gil_scoped_release release;
-  padded_to_flat_cpu(padded->data, padded->shape[1] * cell_bytes, layout, cell_bytes, flat->data,
-                     num_threads);
+  padded_to_flat_cpu(padded->data, layout, cell_bytes, flat->data, num_threads);
 }
 
-// flat (S, ...), lengths (N,) -> padded (N, W, ...) with pad_cell (...) elsewhere
-void flat_to_padded(py::handle flat_obj, py::handle lengths_obj, int side, py::handle pad_cell_obj,
-                    py::handle padded_obj, int num_threads) {
+// flat (S, ...), starts and lengths (N,) -> padded (N, W, ...) with pad_cell (...) elsewhere
+void flat_to_padded(py::handle flat_obj, py::handle starts_obj, py::handle lengths_obj,
+                    py::handle pad_cell_obj, py::handle padded_obj, int num_threads) {
   constexpr char kOp[] = "varlen_to_padded";
   Borrowed flat(flat_obj, kOp, "values");
+  Borrowed starts(starts_obj, kOp, "starts");
   Borrowed lengths(lengths_obj, kOp, "lengths");
   Borrowed pad_cell(pad_cell_obj, kOp, "pad_value");
   Borrowed padded(padded_obj, kOp, "out");
@@ -350,7 +358,7 @@ void flat_to_padded(py::handle flat_obj, py::handle lengths_obj, int side, py::h
   const int64_t cell_bytes = cell_bytes_of(*flat, 1);
   check_like(*padded, *flat, cell_bytes_of(*padded, 2), cell_bytes);
   check_like(*pad_cell, *flat, cell_bytes_of(*pad_cell, 0), cell_bytes);
-  const PaddedLayout layout = checked_layout(lengths, padded->shape[0], padded->shape[1], side);
+  const BlockLayout layout = checked_layout(starts, lengths, padded->shape[0], padded->shape[1]);
   check_size(*flat, 0, total_of(layout));
   py::gil_scoped_release release;
   flat_to_padded_cpu(flat->data, layout, cell_bytes, pad_cell->data, padded->data, num_threads);
@@ -360,11 +368,21 @@ void position_ids(py::handle lengths_obj, py::handle out_obj, int num_threads) {
   constexpr char kOp[] = "padded_to_varlen";
   Borrowed lengths(lengths_obj, kOp, "lengths");
   Borrowed out(out_obj, kOp, "position_ids");
+  check_cpu_array(*lengths, DType::kInt64, 1);
   check_cpu_array(*out, DType::kInt64, 1);
-  const PaddedLayout layout = checked_layout(lengths, lengths->numel(), out->shape[0], 0);
-  check_size(*out, 0, total_of(layout));
+  const int64_t num_rows = lengths->numel();
+  int64_t total = 0;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t length = lengths->ptr<int64_t>()[row];
+    if (length < 0 || length > out->shape[0]) {
+      fail(*lengths, "from 0 to " + std::to_string(out->shape[0]),
+           std::to_string(length) + " at row " + std::to_string(row));
+    }
+    total += length;
+  }
+  check_size(*out, 0, total);
   py::gil_scoped_release release;
-  position_ids_cpu(layout.lengths, layout.num_rows, out->ptr<int64_t>(), num_threads);
+  position_ids_cpu(lengths->ptr<int64_t>(), num_rows, out->ptr<int64_t>(), num_threads);
 }
 
 // out (N, T, ...), starts and lengths (N,): `cell` (...) is written to the cells outside each row.
@@ -379,52 +397,44 @@ void fill_around(py::handle out_obj, py::handle starts_obj, py::handle lengths_o
   check_contiguous(*out);
   check_cpu(*cell);
   check_contiguous(*cell);
-  const int64_t num_rows = lengths->shape[0], width = out->shape[1];
-  check_cpu_array(*starts, DType::kInt64, 1);
-  check_size(*starts, 0, num_rows);
+  const int64_t num_rows = lengths->shape[0];
   if (out->shape[0] < num_rows) fail(*out, "of one row per length", out->shape_string());
   const int64_t cell_bytes = cell_bytes_of(*out, 2);
   check_like(*cell, *out, cell_bytes_of(*cell, 0), cell_bytes);
-  checked_layout(lengths, num_rows, width, 0);
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const int64_t start = starts->ptr<int64_t>()[row];
-    if (start < 0 || start + lengths->ptr<int64_t>()[row] > width) {
-      fail(*starts, "within the row", std::to_string(start) + " at row " + std::to_string(row));
-    }
-  }
+  const BlockLayout layout = checked_layout(starts, lengths, num_rows, out->shape[1]);
   py::gil_scoped_release release;
-  fill_around_cpu(out->data, starts->ptr<int64_t>(), lengths->ptr<int64_t>(), num_rows, width,
-                  cell_bytes, cell->data, num_threads);
+  fill_around_cpu(out->data, layout, cell_bytes, cell->data, num_threads);
 }
 
-// mask (N, W) -> lengths (N,), if each row is padding on `side` and ones elsewhere.
-void mask_lengths(const std::string& op, py::handle mask_obj, int side, py::handle lengths_obj,
-                  int num_threads) {
+// mask (N, W) -> starts and lengths (N,) of each row's block of ones, if nothing else is in it.
+void mask_blocks(const std::string& op, py::handle mask_obj, py::handle starts_obj,
+                 py::handle lengths_obj, int num_threads) {
   Borrowed mask(mask_obj, op.c_str(), "attention_mask");
+  Borrowed starts(starts_obj, op.c_str(), "starts");
   Borrowed lengths(lengths_obj, op.c_str(), "lengths");
   check_cpu(*mask);
   check_ndim(*mask, 2);
   check_contiguous(*mask);
-  check_cpu_array(*lengths, DType::kInt64, 1);
-  check_size(*lengths, 0, mask->shape[0]);
+  for (const Borrowed* sizes : {&starts, &lengths}) {
+    check_cpu_array(**sizes, DType::kInt64, 1);
+    check_size(**sizes, 0, mask->shape[0]);
+  }
   int64_t bad = -1;
-  auto count = [&](auto* data) {
+  auto find = [&](auto* data) {
     py::gil_scoped_release release;
-    bad = mask_lengths_cpu(data, mask->shape[0], mask->shape[1], static_cast<Side>(side),
-                           lengths->ptr<int64_t>(), num_threads);
+    bad = mask_blocks_cpu(data, mask->shape[0], mask->shape[1], starts->ptr<int64_t>(),
+                          lengths->ptr<int64_t>(), num_threads);
   };
   switch (mask->dtype) {
     case DType::kBool:
-    case DType::kUInt8: count(mask->ptr<const uint8_t>()); break;
-    case DType::kInt32: count(mask->ptr<const int32_t>()); break;
-    case DType::kInt64: count(mask->ptr<const int64_t>()); break;
-    case DType::kFloat32: count(mask->ptr<const float>()); break;
+    case DType::kUInt8: find(mask->ptr<const uint8_t>()); break;
+    case DType::kInt32: find(mask->ptr<const int32_t>()); break;
+    case DType::kInt64: find(mask->ptr<const int64_t>()); break;
+    case DType::kFloat32: find(mask->ptr<const float>()); break;
     default: fail(*mask, "bool, uint8, int32, int64 or float32", dtype_name(mask->dtype));
   }
   if (bad >= 0) {
-    fail(*mask,
-         side == 0 ? "0 in the padding on the left and 1 after it"
-                   : "1 in each row's cells and 0 in the padding on the right",
+    fail(*mask, "0 but for one block of 1 in each row",
          "something else in row " + std::to_string(bad));
   }
 }
@@ -442,14 +452,14 @@ void bind_pack(py::module_& m) {
       .def("lengths", &Rows::lengths, py::arg("out"));
   m.def("fill_rows", &fill_rows, py::arg("op"), py::arg("copies"), py::arg("fills"),
         py::arg("num_threads"));
-  m.def("padded_to_flat", &padded_to_flat, py::arg("padded"), py::arg("lengths"), py::arg("side"),
+  m.def("padded_to_flat", &padded_to_flat, py::arg("padded"), py::arg("starts"), py::arg("lengths"),
         py::arg("flat"), py::arg("num_threads"));
-  m.def("flat_to_padded", &flat_to_padded, py::arg("flat"), py::arg("lengths"), py::arg("side"),
+  m.def("flat_to_padded", &flat_to_padded, py::arg("flat"), py::arg("starts"), py::arg("lengths"),
         py::arg("pad_cell"), py::arg("padded"), py::arg("num_threads"));
   m.def("position_ids", &position_ids, py::arg("lengths"), py::arg("out"), py::arg("num_threads"));
   m.def("fill_around", &fill_around, py::arg("out"), py::arg("starts"), py::arg("lengths"),
         py::arg("cell"), py::arg("num_threads"));
-  m.def("mask_lengths", &mask_lengths, py::arg("op"), py::arg("mask"), py::arg("side"),
+  m.def("mask_blocks", &mask_blocks, py::arg("op"), py::arg("mask"), py::arg("starts"),
         py::arg("lengths"), py::arg("num_threads"));
 }
 

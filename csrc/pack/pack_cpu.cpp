@@ -180,6 +180,14 @@ void repeat_cell(char* out, const void* cell, int64_t cell_bytes, int64_t n) {
   }
 }
 
+void fill_around_row(char* out, const BlockLayout& layout, int64_t row, int64_t cell_bytes,
+                     const void* cell) {
+  const int64_t begin = row * layout.width, start = layout.row_start(row);
+  const int64_t end = start + layout.lengths[row];
+  repeat_cell(out + begin * cell_bytes, cell, cell_bytes, start - begin);
+  repeat_cell(out + end * cell_bytes, cell, cell_bytes, begin + layout.width - end);
+}
+
 std::vector<int64_t> offsets_of(const int64_t* lengths, int64_t num_rows) {
   std::vector<int64_t> offsets(num_rows + 1);
   for (int64_t row = 0; row < num_rows; ++row) offsets[row + 1] = offsets[row] + lengths[row];
@@ -259,23 +267,22 @@ void fill_mask_cpu(void* out, DType dtype, const PaddedLayout& layout, int64_t b
   fill_mask(static_cast<uint8_t*>(out), layout, begin, end);
 }
 
-void padded_to_flat_cpu(const void* padded, int64_t row_bytes, const PaddedLayout& layout,
-                        int64_t cell_bytes, void* flat, int num_threads) {
+void padded_to_flat_cpu(const void* padded, const BlockLayout& layout, int64_t cell_bytes,
+                        void* flat, int num_threads) {
   if (layout.num_rows == 0 || cell_bytes == 0) return;  // the arrays may be null
   const std::vector<int64_t> cu = offsets_of(layout.lengths, layout.num_rows);
   const int64_t grain = rows_per_thread(cu.back() * cell_bytes, layout.num_rows);
   parallel_for(num_threads, layout.num_rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       if (layout.lengths[row] == 0) continue;
-      const int64_t cell = layout.row_start(row) - row * layout.width;
       std::memcpy(static_cast<char*>(flat) + cu[row] * cell_bytes,
-                  static_cast<const char*>(padded) + row * row_bytes + cell * cell_bytes,
+                  static_cast<const char*>(padded) + layout.row_start(row) * cell_bytes,
                   layout.lengths[row] * cell_bytes);
     }
   });
 }
 
-void flat_to_padded_cpu(const void* flat, const PaddedLayout& layout, int64_t cell_bytes,
+void flat_to_padded_cpu(const void* flat, const BlockLayout& layout, int64_t cell_bytes,
                         const void* pad_cell, void* padded, int num_threads) {
   if (layout.num_rows == 0 || cell_bytes == 0) return;
   const std::vector<int64_t> cu = offsets_of(layout.lengths, layout.num_rows);
@@ -283,35 +290,30 @@ void flat_to_padded_cpu(const void* flat, const PaddedLayout& layout, int64_t ce
       rows_per_thread(layout.width * cell_bytes * layout.num_rows, layout.num_rows);
   parallel_for(num_threads, layout.num_rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      char* out = static_cast<char*>(padded);
-      if (layout.lengths[row] > 0) {
-        std::memcpy(out + layout.row_start(row) * cell_bytes,
-                    static_cast<const char*>(flat) + cu[row] * cell_bytes,
-                    layout.lengths[row] * cell_bytes);
-      }
-      repeat_cell(out + layout.pad_start(row) * cell_bytes, pad_cell, cell_bytes,
-                  layout.num_pads(row));
+      fill_around_row(static_cast<char*>(padded), layout, row, cell_bytes, pad_cell);
+      if (layout.lengths[row] == 0) continue;
+      std::memcpy(static_cast<char*>(padded) + layout.row_start(row) * cell_bytes,
+                  static_cast<const char*>(flat) + cu[row] * cell_bytes,
+                  layout.lengths[row] * cell_bytes);
     }
   });
 }
 
-void fill_around_cpu(void* out, const int64_t* starts, const int64_t* lengths, int64_t num_rows,
-                     int64_t width, int64_t cell_bytes, const void* cell, int num_threads) {
-  if (num_rows == 0 || cell_bytes == 0) return;
-  const int64_t grain = rows_per_thread(width * cell_bytes * num_rows, num_rows);
-  parallel_for(num_threads, num_rows, grain, [&](int64_t begin, int64_t end) {
+void fill_around_cpu(void* out, const BlockLayout& layout, int64_t cell_bytes, const void* cell,
+                     int num_threads) {
+  if (layout.num_rows == 0 || cell_bytes == 0) return;
+  const int64_t grain =
+      rows_per_thread(layout.width * cell_bytes * layout.num_rows, layout.num_rows);
+  parallel_for(num_threads, layout.num_rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      char* cells = static_cast<char*>(out) + row * width * cell_bytes;
-      const int64_t row_end = starts[row] + lengths[row];
-      repeat_cell(cells, cell, cell_bytes, starts[row]);
-      repeat_cell(cells + row_end * cell_bytes, cell, cell_bytes, width - row_end);
+      fill_around_row(static_cast<char*>(out), layout, row, cell_bytes, cell);
     }
   });
 }
 
 template <typename Mask>
-int64_t mask_lengths_cpu(const Mask* mask, int64_t num_rows, int64_t width, Side side,
-                         int64_t* lengths, int num_threads) {
+int64_t mask_blocks_cpu(const Mask* mask, int64_t num_rows, int64_t width, int64_t* starts,
+                        int64_t* lengths, int num_threads) {
   if (num_rows == 0) return -1;
   std::vector<uint8_t> bad(num_rows, 0);
   const int64_t grain = rows_per_thread(width * num_rows * sizeof(Mask), num_rows);
@@ -323,11 +325,14 @@ int64_t mask_lengths_cpu(const Mask* mask, int64_t num_rows, int64_t width, Side
         ones += cells[t] == Mask{1};
         others += cells[t] != Mask{0} && cells[t] != Mask{1};
       }
-      // If the block on its side holds all ones of the row, there are none elsewhere.
-      const Mask* block = side == Side::kLeft ? cells + width - ones : cells;
-      int64_t in_block = 0;
-      for (int64_t t = 0; t < ones; ++t) in_block += block[t] == Mask{1};
+      const Mask* block = ones == 0 ? cells : std::find(cells, cells + width, Mask{1});
+      starts[row] = block - cells;
       lengths[row] = ones;
+      // If the block holds all ones of the row, there are none elsewhere.
+      int64_t in_block = 0;
+      for (int64_t t = 0; t < std::min(ones, width - starts[row]); ++t) {
+        in_block += block[t] == Mask{1};
+      }
       bad[row] = others != 0 || in_block != ones;
     }
   });
@@ -335,10 +340,13 @@ int64_t mask_lengths_cpu(const Mask* mask, int64_t num_rows, int64_t width, Side
   return first == bad.end() ? -1 : first - bad.begin();
 }
 
-template int64_t mask_lengths_cpu<uint8_t>(const uint8_t*, int64_t, int64_t, Side, int64_t*, int);
-template int64_t mask_lengths_cpu<int32_t>(const int32_t*, int64_t, int64_t, Side, int64_t*, int);
-template int64_t mask_lengths_cpu<int64_t>(const int64_t*, int64_t, int64_t, Side, int64_t*, int);
-template int64_t mask_lengths_cpu<float>(const float*, int64_t, int64_t, Side, int64_t*, int);
+template int64_t mask_blocks_cpu<uint8_t>(const uint8_t*, int64_t, int64_t, int64_t*, int64_t*,
+                                          int);
+template int64_t mask_blocks_cpu<int32_t>(const int32_t*, int64_t, int64_t, int64_t*, int64_t*,
+                                          int);
+template int64_t mask_blocks_cpu<int64_t>(const int64_t*, int64_t, int64_t, int64_t*, int64_t*,
+                                          int);
+template int64_t mask_blocks_cpu<float>(const float*, int64_t, int64_t, int64_t*, int64_t*, int);
 
 void position_ids_cpu(const int64_t* lengths, int64_t num_rows, int64_t* out, int num_threads) {
   if (num_rows == 0) return;

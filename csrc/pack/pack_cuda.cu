@@ -139,20 +139,18 @@ __device__ __forceinline__ void copy_row(const char* from, char* to, int64_t byt
   }
 }
 
+// In bytes; the row's padding is [begin, padded) and [padded + bytes, end).
 struct MoveRow {
-  int64_t flat, padded, bytes, pad_begin, pad_bytes;
+  int64_t flat, padded, bytes, begin, end;
 };
 
 __device__ __forceinline__ MoveRow move_row(const MoveJob& job, int64_t row) {
   MoveRow r;
-  const int64_t length = job.cu[row + 1] - job.cu[row];
-  const int64_t pads = (job.width - length) * job.cell_bytes;
-  const int64_t begin = row * job.width * job.cell_bytes;
   r.flat = job.cu[row] * job.cell_bytes;
-  r.bytes = length * job.cell_bytes;
-  r.padded = begin + (job.pads_left ? pads : 0);
-  r.pad_begin = begin + (job.pads_left ? 0 : r.bytes);
-  r.pad_bytes = pads;
+  r.bytes = (job.cu[row + 1] - job.cu[row]) * job.cell_bytes;
+  r.begin = row * job.width * job.cell_bytes;
+  r.end = r.begin + job.width * job.cell_bytes;
+  r.padded = r.begin + job.starts[row] * job.cell_bytes;
   return r;
 }
 
@@ -197,7 +195,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = blockIdx.x;
   const MoveRow r = move_row(job, row);
   copy_row(flat + r.flat, padded + r.padded, r.bytes);
-  fill_row(padded + r.pad_begin, pattern, r.pad_bytes);
+  fill_row(padded + r.begin, pattern, r.padded - r.begin);
+  fill_row(padded + r.padded + r.bytes, pattern, r.end - r.padded - r.bytes);
 }
 
 Launch move_launch(const MoveJob& job, int64_t most_bytes, cudaStream_t stream) {

@@ -47,8 +47,8 @@ struct MoveJob {
   int64_t num_rows = 0;
   int64_t width = 0;
   int64_t cell_bytes = 0;
-  const int64_t* cu = nullptr;  // num_rows + 1
-  bool pads_left = true;
+  const int64_t* cu = nullptr;      // num_rows + 1
+  const int64_t* starts = nullptr;  // num_rows: the first column of each row's cells
 };
 
 // `position_ids`: int64 (sum), 0, 1, ... in each row, or null.

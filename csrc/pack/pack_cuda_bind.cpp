@@ -1,4 +1,4 @@
-// Packing on CUDA tensors: checks, device guard, launch. Offsets were checked before they were sent
+// Packing on CUDA tensors: checks, launch. Offsets were checked before they were sent
 // to the device; sizes derived from them are arguments.
 #include <pybind11/pybind11.h>
 
@@ -47,7 +47,6 @@ void expand_rows(const py::list& fields, uintptr_t stream) {
   Arrays arrays(kOp);
   ExpandJob job;
   job.num_fields = static_cast<int>(fields.size());
-  int device = 0;
   for (int i = 0; i < job.num_fields; ++i) {
     const py::tuple field = fields[i];
     ExpandField& f = job.fields[i];
@@ -58,7 +57,6 @@ void expand_rows(const py::list& fields, uintptr_t stream) {
     if (!f.is_float) check_dtype(out, DType::kInt64);
     if (i == 0) job.num_rows = out.shape[0];
     check_size(out, 0, job.num_rows);
-    device = out.device_index;
     f.out = out.data;
     f.width = out.shape[1];
     f.offsets = arrays.offsets(field[3], job.num_rows);
@@ -76,16 +74,17 @@ void expand_rows(const py::list& fields, uintptr_t stream) {
     f.pad_value = py::cast<double>(field[6]);
   }
   py::gil_scoped_release release;
-  DeviceGuard guard(device);
   expand_rows_cuda(job, stream_of(stream));
 }
 
-MoveJob move_job(const TensorView& padded, const TensorView& flat, const int64_t* cu, int side) {
+MoveJob move_job(Arrays& arrays, const TensorView& padded, const TensorView& flat,
+                 py::handle cu_obj, py::handle starts_obj) {
   MoveJob job;
   job.num_rows = padded.shape[0];
   job.width = padded.shape[1];
-  job.cu = cu;
-  job.pads_left = side == static_cast<int>(Side::kLeft);
+  job.cu = arrays.offsets(cu_obj, padded.shape[0]);
+  job.starts = cuda_array<int64_t>(arrays.take(starts_obj, "starts"), DType::kInt64,
+                                   padded.shape[0], padded);
   job.cell_bytes = element_size(padded.dtype);
   for (int d = 2; d < padded.ndim; ++d) job.cell_bytes *= padded.shape[d];
   int64_t flat_bytes = element_size(flat.dtype);
@@ -95,31 +94,31 @@ MoveJob move_job(const TensorView& padded, const TensorView& flat, const int64_t
   return job;
 }
 
-// padded (N, W, ...), cu int64 (N + 1,) -> flat (S, ...) and position ids int64 (S,), or None.
-void padded_to_flat(py::handle padded_obj, py::handle cu_obj, int side, py::handle flat_obj,
-                    py::handle positions_obj, uintptr_t stream) {
+// padded (N, W, ...), cu int64 (N + 1,), starts int64 (N,) -> flat (S, ...) and position ids int64
+// (S,), or None.
+void padded_to_flat(py::handle padded_obj, py::handle cu_obj, py::handle starts_obj,
+                    py::handle flat_obj, py::handle positions_obj, uintptr_t stream) {
   Arrays arrays("padded_to_varlen");
   const TensorView& padded = arrays.take(padded_obj, "padded");
   const TensorView& flat = arrays.take(flat_obj, "out");
-  const MoveJob job = move_job(padded, flat, arrays.offsets(cu_obj, padded.shape[0]), side);
+  const MoveJob job = move_job(arrays, padded, flat, cu_obj, starts_obj);
   int64_t* positions = nullptr;
   if (!positions_obj.is_none()) {
     const TensorView& t = arrays.take(positions_obj, "position_ids");
     positions = cuda_array<int64_t>(t, DType::kInt64, flat.shape[0], padded);
   }
   py::gil_scoped_release release;
-  DeviceGuard guard(padded.device_index);
   padded_to_flat_cuda(job, padded.data, flat.data, positions, stream_of(stream));
 }
 
-// flat (S, ...), cu int64 (N + 1,) -> padded (N, W, ...); `pattern`: an element's bytes, repeated
-// to 16.
-void flat_to_padded(py::handle flat_obj, py::handle cu_obj, int side, const py::bytes& pattern,
-                    py::handle padded_obj, uintptr_t stream) {
+// flat (S, ...), cu int64 (N + 1,), starts int64 (N,) -> padded (N, W, ...); `pattern`: an
+// element's bytes, repeated to 16.
+void flat_to_padded(py::handle flat_obj, py::handle cu_obj, py::handle starts_obj,
+                    const py::bytes& pattern, py::handle padded_obj, uintptr_t stream) {
   Arrays arrays("varlen_to_padded");
   const TensorView& padded = arrays.take(padded_obj, "out");
   const TensorView& flat = arrays.take(flat_obj, "values");
-  const MoveJob job = move_job(padded, flat, arrays.offsets(cu_obj, padded.shape[0]), side);
+  const MoveJob job = move_job(arrays, padded, flat, cu_obj, starts_obj);
   const std::string bytes = pattern;
   uint32_t words[4];
   if (bytes.size() != sizeof(words)) {
@@ -127,7 +126,6 @@ void flat_to_padded(py::handle flat_obj, py::handle cu_obj, int side, const py::
   }
   std::memcpy(words, bytes.data(), sizeof(words));
   py::gil_scoped_release release;
-  DeviceGuard guard(padded.device_index);
   flat_to_padded_cuda(job, flat.data, words, padded.data, stream_of(stream));
 }
 
@@ -136,9 +134,9 @@ void flat_to_padded(py::handle flat_obj, py::handle cu_obj, int side, const py::
 void bind_pack_cuda(py::module_& m) {
   m.def("expand_rows_cuda", &expand_rows, py::arg("fields"), py::arg("stream"));
   m.def("padded_to_flat_cuda", &padded_to_flat, py::arg("padded"), py::arg("cu_seqlens"),
-        py::arg("side"), py::arg("flat"), py::arg("positions"), py::arg("stream"));
+        py::arg("starts"), py::arg("flat"), py::arg("positions"), py::arg("stream"));
   m.def("flat_to_padded_cuda", &flat_to_padded, py::arg("flat"), py::arg("cu_seqlens"),
-        py::arg("side"), py::arg("pattern"), py::arg("padded"), py::arg("stream"));
+        py::arg("starts"), py::arg("pattern"), py::arg("padded"), py::arg("stream"));
 }
 
 }  // namespace skyrl_fast

@@ -1,4 +1,4 @@
-// policy_loss on CUDA tensors: checks, device guard, launches.
+// policy_loss on CUDA tensors: checks, launches.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -102,7 +102,6 @@ void policy_loss(py::handle logprobs_obj, py::handle old_logprobs, py::handle ad
     T* const grad = cells_or_null<T>(grad_obj, "grad", kType, like);
     const LossParams<T> p = loss_params<T>(kPolicyLossOp, params);
     py::gil_scoped_release release;
-    DeviceGuard guard(like.device_index);
     policy_loss_cuda<T>(static_cast<LossKind>(loss), static_cast<KlKind>(kl), p, in, num_cells,
                         grad, partial_data, metrics_data, stream_of(stream));
   });
@@ -117,7 +116,6 @@ void scale_cells(py::handle cells_obj, py::handle factor_obj, uintptr_t stream) 
     using T = decltype(zero);
     const T* const factor_data = cuda_array<T>(*factor, kDTypeOf<T>, 1, *grad);
     py::gil_scoped_release release;
-    DeviceGuard guard(grad->device_index);
     scale_cells_cuda<T>(grad->ptr<T>(), grad->numel(), factor_data, stream_of(stream));
   });
 }
@@ -137,7 +135,6 @@ void kl_penalty(py::handle logprobs_obj, py::handle reference_obj, py::handle ma
     const T* const upstream = cells_or_null<T>(grad_out, "grad_out", kType, like);
     T* const out_data = cells<T>(*out, kType, like);
     py::gil_scoped_release release;
-    DeviceGuard guard(like.device_index);
     kl_penalty_cuda<T>(static_cast<KlKind>(kl), like.ptr<T>(), reference_data, loss_mask, upstream,
                        like.numel(), out_data, stream_of(stream));
   });
@@ -161,7 +158,6 @@ void delta_sums(py::handle a_obj, py::handle b_obj, py::handle mask_obj, py::han
     using T = decltype(zero);
     const T* const b_data = cells<T>(*b, kDTypeOf<T>, *a);
     py::gil_scoped_release release;
-    DeviceGuard guard(a->device_index);
     delta_sums_cuda<T>(a->ptr<T>(), b_data, loss_mask, rows, sums->ptr<double>(),
                        stream_of(stream));
   });

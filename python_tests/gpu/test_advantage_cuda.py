@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skyrl_fast import group_advantage
+from skyrl_fast import _C, group_advantage
 from skyrl_fast.ops import _backend
 
 ESTIMATORS = ["grpo", "dr_grpo", "rloo", "maxrl"]
@@ -113,6 +114,35 @@ def test_number_of_kernel_launches_is_three(emulated_gpu: ModuleType) -> None:
     before = emulated_gpu.launches()
     group_advantage(torch.zeros(1000), [i // 10 for i in range(1000)])
     assert emulated_gpu.launches() == before + 3
+
+
+@pytest.mark.spec("advantage.gpu-order")
+@pytest.mark.parametrize("groups", [[0, 0, 1, 1], [1, 0, 1, 0]])
+def test_gpu_sorts_nothing_that_is_known_on_the_cpu(
+    emulated_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, groups: list[int]
+) -> None:
+    """Only last rows are sent, by group; the CPU sorts them only if groups are not adjacent."""
+    sorts, sent = [], []
+    sort, kernel = torch.sort, _C.group_advantage_cuda
+
+    def counted(keys: torch.Tensor, **options: bool) -> object:
+        sorts.append(keys.tolist())
+        return sort(keys, **options)
+
+    def launched(*arguments: Any) -> None:
+        sent.append([arguments[1].tolist(), arguments[2].tolist()])
+        kernel(*arguments)
+
+    monkeypatch.setattr(torch, "sort", counted)
+    monkeypatch.setattr(_C, "group_advantage_cuda", launched)
+    ids, last = [g for g in groups for _ in range(3)], [False, False, True] * 4
+    rewards = torch.tensor([float(row % 5) for row in range(12)])
+    got = group_advantage(rewards, ids, is_last_step=last)
+    assert torch.equal(got, on_cpu(rewards, ids, is_last_step=last))
+    rows = [2, 5, 8, 11] if groups[0] == groups[1] else [2, 8, 5, 11]
+    labels = [0, 0, 1, 1]  # by first appearance
+    assert sent == [[labels, rows]]
+    assert sorts == ([] if groups[0] == groups[1] else [[0, 1, 0, 1]])
 
 
 @pytest.mark.gpu

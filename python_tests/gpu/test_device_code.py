@@ -1,13 +1,19 @@
-"""Which GPUs run the compiled CUDA kernels; all others take Triton."""
+"""Which GPUs run the compiled CUDA kernels, all others take Triton; and where they are launched."""
 
 from __future__ import annotations
 
+import contextlib
+import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from skyrl_fast import _C
+from skyrl_fast import _C, ops
 from skyrl_fast.ops import _backend
 
 BUILT = "80-real,90a-real,100-real,120"  # machine code for all, PTX for the last
@@ -101,3 +107,42 @@ def test_answer_is_a_constant_of_a_graph(monkeypatch: pytest.MonkeyPatch, asked:
 
     compiled = torch.compile(add, fullgraph=True, backend="eager")
     assert compiled(torch.zeros(1)).item() == 2
+
+
+@pytest.mark.spec("tensors.current-device")
+@pytest.mark.parametrize("use_triton", [False, True])
+def test_kernels_are_launched_by_torchs_guard_of_the_tensors_gpu(
+    monkeypatch: pytest.MonkeyPatch, use_triton: bool
+) -> None:
+    """torch's guard leaves GPU 0 without a CUDA context; cudaSetDevice(0) would create one."""
+    current = ["cuda:0"]
+    launched: list[tuple[str, tuple[object, ...]]] = []
+
+    @contextlib.contextmanager
+    def device(chosen: str) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    def kernel(*arguments: object) -> None:
+        launched.append((current[-1], arguments))
+
+    launchers = SimpleNamespace(probe=kernel)
+    monkeypatch.setitem(sys.modules, "skyrl_fast.ops._triton", launchers)
+    monkeypatch.setattr(ops, "_triton", launchers, raising=False)
+    monkeypatch.setattr(_C, "probe_cuda", kernel, raising=False)
+    monkeypatch.setattr(_backend, "cuda_stream", lambda tensor: 7)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    tensor: Any = SimpleNamespace(is_cuda=True, device="cuda:1")
+    _backend.run_kernel("probe", use_triton, tensor, "argument")
+    assert launched == [("cuda:1", ("argument",) if use_triton else ("argument", 7))]
+    assert current == ["cuda:0"]
+
+
+@pytest.mark.spec("tensors.current-device")
+def test_no_kernel_is_launched_around_the_guard() -> None:
+    package = Path(_backend.__file__).parents[1]
+    calls = {p.name for p in package.rglob("*.py") if re.search(r"_C\.\w+_cuda\b", p.read_text())}
+    assert calls == set()
+    runtime = [p.read_text() for p in (package.parent / "csrc").rglob("*") if p.is_file()]
+    assert not any("cudaSetDevice" in text for text in runtime)

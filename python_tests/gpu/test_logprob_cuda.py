@@ -347,6 +347,26 @@ def test_plans_cover_the_entire_row(
         assert vectors > 0  # rows of 262,144 bfloat16 logits are read once
 
 
+# Registers of a multiprocessor, and of a thread that holds so many vectors: by the kernel's launch
+# bounds, which the compiler keeps without spilling.
+REGISTERS, EACH = 65_536, {8: 64, 16: 96}
+
+
+@pytest.mark.spec("gpu.rows-overlap")
+@pytest.mark.parametrize(
+    ("vocab", "item_size", "blocks"),
+    [
+        *((32_000, 2, 4), (128_256, 2, 4), (151_936, 2, 3), (196_608, 2, 2), (262_144, 2, 2)),
+        *((32_000, 4, 4), (128_256, 4, 2), (151_936, 4, 2), (163_840, 4, 2), (262_144, 4, 1)),
+    ],
+)
+def test_rows_that_a_multiprocessor_holds(
+    cuda_on_cpu: ModuleType, vocab: int, item_size: int, blocks: int
+) -> None:
+    vectors, threads, _ = cuda_on_cpu.plan_visit(vocab, item_size, 9)
+    assert REGISTERS // (EACH[vectors] * threads) == blocks
+
+
 @pytest.mark.spec("logprob.determinism")
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("vocab", [1000, 40_001])

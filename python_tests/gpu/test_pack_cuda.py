@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ DTYPES += [torch.bfloat16, torch.float32, torch.float64]
     extra=st.integers(0, 3),
     cell=st.sampled_from([(), (1,), (3,), (8,), (2, 5)]),
     dtype=st.sampled_from(DTYPES),
-    side=st.sampled_from(["left", "right"]),
+    side=st.sampled_from(["left", "right", "both"]),
     order=st.integers(0, 3),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -143,10 +144,13 @@ def test_round_trip(
     width = max(lengths, default=0) + extra
     g = torch.Generator().manual_seed(sum(lengths))
     padded = torch.randint(0, 2, (len(lengths), width, *cell), generator=g).to(dtype)
-    got = padded_to_varlen(padded, lengths=sizes, side=side)
-    want = padded_to_varlen(padded, lengths=sizes, side=side, backend="torch")
+    rows: dict[str, Any] = {"side": side}
+    if side == "both":
+        rows["starts"] = (torch.rand(len(lengths), generator=g) * (width - sizes + 1)).long()
+    got = padded_to_varlen(padded, lengths=sizes, **rows)
+    want = padded_to_varlen(padded, lengths=sizes, **rows, backend="torch")
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    options = {"width": width, "side": side, "pad_value": 1}
+    options = {"width": width, **rows, "pad_value": 1}
     back = varlen_to_padded(got.values, got.cu_seqlens, **options)
     assert torch.equal(back, varlen_to_padded(*want[:2], **options, backend="torch"))
 
@@ -188,23 +192,30 @@ def test_gradcheck(gpu: str) -> None:
     assert gradcheck(lambda x: varlen_to_padded(x, cu, width=4), flat)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("side", "first"), [("left", 2), ("right", 0), ("both", 1)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-def test_lengths_from_a_mask(gpu: str, dtype: torch.dtype, side: str) -> None:
-    lengths = torch.tensor([2, 0, 4])
+def test_lengths_from_a_mask(gpu: str, dtype: torch.dtype, side: str, first: int) -> None:
+    lengths, starts = torch.tensor([2, 0, 4]), torch.tensor([first, 0, 0])
     columns = torch.arange(4)
-    mask = columns >= 4 - lengths[:, None] if side == "left" else columns < lengths[:, None]
+    mask = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
     padded = torch.arange(12).view(3, 4).to(gpu)
     got = padded_to_varlen(padded, mask.to(gpu, dtype), side=side)
-    want = padded_to_varlen(padded, lengths=lengths, side=side)
+    rows = {"starts": starts} if side == "both" else {}
+    want = padded_to_varlen(padded, lengths=lengths, side=side, **rows)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("row", [[1, 0, 1, 1], [1, 1, 0, 0], [0, 2, 1, 1]])
-def test_mask_with_holes_is_refused(gpu: str, row: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("row", "side"),
+    [
+        *(([1, 0, 1, 1], "left"), ([1, 1, 0, 0], "left"), ([0, 2, 1, 1], "left")),
+        *(([1, 0, 1, 1], "both"), ([0, 2, 2, 0], "both"), ([0, -1, 1, 0], "both")),
+    ],
+)
+def test_mask_with_holes_is_refused(gpu: str, row: list[int], side: str) -> None:
     mask = torch.tensor([[0, 1, 1, 1], row]).to(gpu)
     with pytest.raises(ValueError, match="something else in row 1"):
-        padded_to_varlen(torch.zeros(2, 4, device=gpu), mask)
+        padded_to_varlen(torch.zeros(2, 4, device=gpu), mask, side=side)
 
 
 def test_pattern() -> None:

@@ -12,6 +12,8 @@ import torch
 from _logits import assert_loss_equals, exact_loss_and_grad, loss_and_grad, loss_case, made, visited
 
 from skyrl_fast import linear_logprob, masked_logprob_loss, selected_logprob
+from skyrl_fast.integrations.skyrl.logprobs import logprobs_from_logits
+from skyrl_fast.ops import _backend
 from skyrl_fast.ops.logprob.masked_loss import TOKEN_LOSSES
 from skyrl_fast.ops.policy_loss.losses import Dppo, LossSettings
 
@@ -223,3 +225,25 @@ def test_streams_of_the_fused_loss(with_sets: bool, loss: str) -> None:
     want = run("cpu", torch.float64, "torch")
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-5, atol=4e-6)
+
+
+@pytest.mark.spec("dropin.compat")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_skyrl_drop_in_takes_triton_where_no_kernel_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(_backend, "_usable", lambda *arguments: ("triton", "torch"))
+    monkeypatch.setattr(_backend, "on_gpu", lambda tensor: True)
+    logits, targets = made(6, 301, dtype)
+    leaf = logits.to(DEVICE).requires_grad_()
+    rows = (leaf * 1).view(2, 3, 301)
+    got = logprobs_from_logits(rows, targets.view(2, 3).to(DEVICE))
+    exact = logits.detach().double().requires_grad_()
+    want = selected_logprob(exact, targets, backend="torch")
+    torch.testing.assert_close(
+        got.cpu().view(-1), want.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=4e-6
+    )
+    got.sum().backward()
+    want.sum().backward()
+    torch.testing.assert_close(leaf.grad.cpu().double(), exact.grad, **GRADIENT[dtype])
+    assert torch.equal(rows.detach().view(-1, 301), leaf.grad)  # over the logits, as SkyRL's

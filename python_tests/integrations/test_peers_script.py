@@ -32,3 +32,8 @@ def test_results_are_equal_only_if_tests_were_run(
     by_kind = {False: stock, True: installed}
     place = Path("anywhere")
     assert peers.compare_suites(place, place, place) is equal
+
+
+@pytest.mark.spec("dropin.suites")
+def test_packages_are_where_dill_pickles_their_classes_by_name() -> None:
+    assert "site-packages" in peers.SITE.parts

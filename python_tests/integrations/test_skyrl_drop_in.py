@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from skyrl_fast.integrations import skyrl
-from skyrl_fast.integrations.skyrl import ray_workers, switch
+from skyrl_fast.integrations.skyrl import ray_workers, replacement, switch
 from skyrl_fast.integrations.skyrl.names import KEPT, PPO, TARGETS, Target
 from skyrl_fast.integrations.source import fingerprint, normalized_source
 
@@ -384,7 +384,9 @@ def test_rloo_of_a_padding_row_is_0_with_a_warning_of_skyrls_logger() -> None:
 
 
 @pytest.mark.spec("dropin.functions")
-def test_functions_work_without_skyrl() -> None:
+def test_functions_work_without_skyrl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replacement, "find", lambda target: None)  # SkyRL may be installed
+    monkeypatch.setattr(replacement, "ORIGINALS", replacement.Originals())
     out = skyrl.convert_prompts_responses_to_batch_tensors(
         0, [[1, 2], [3]], [[4], [5, 6]], [[1.0], [0.0, 1.0]], [[1], [1, 1]]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,8 +19,9 @@ CLOSE = {"rtol": 2e-6, "atol": 2e-6}  # exp and sums of another order
 
 
 @pytest.mark.spec("dropin.verl")
-def test_verl_functions_without_verl() -> None:
-    values = torch.arange(12.0).reshape(2, 3, 2)
+@pytest.mark.parametrize("cell", [1, 16])  # written by index, and as blocks
+def test_verl_functions_without_verl(cell: int) -> None:
+    values = torch.arange(6.0 * cell).reshape(2, 3, cell)
     for mask in (
         torch.tensor([[0, 1, 1], [1, 1, 1]]),
         torch.tensor([[1, 1, 0], [1, 0, 0]]),
@@ -67,8 +69,8 @@ def test_verl_logprobs_and_packing() -> None:
     torch.testing.assert_close(for_verl.logprobs_from_logits(logits, labels), want, **CLOSE)
     padding = pytest.importorskip("verl.utils.npu_flash_attn_utils", reason="no padding functions")
     values, mask = torch.randn(4, 6, 3), torch.zeros(4, 6, dtype=torch.int64)
-    for row, length in enumerate((6, 2, 1, 4)):
-        mask[row, 6 - length :] = 1
+    for row, (start, length) in enumerate(((0, 6), (4, 2), (0, 1), (1, 4))):
+        mask[row, start : start + length] = 1  # as a prompt and a response: padded on both sides
     original, ours = padding.unpad_input(values, mask), for_verl.unpad_input(values, mask)
     for a, b in zip(original, ours, strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
@@ -143,3 +145,24 @@ def test_functions_are_replaced_where_they_are_bound_and_restored() -> None:
     finally:
         for_verl.uninstall()
     assert padding.unpad_input is home.unpad_input is original
+
+
+@pytest.mark.peers
+@pytest.mark.timeout(600)
+@pytest.mark.spec("dropin.verl", "dropin.counted")
+def test_updates_of_verls_worker_are_the_same_and_call_ours(tmp_path: Path) -> None:
+    """Log-probabilities of two micro-batches, then two updates of two micro-batches each."""
+    pytest.importorskip("verl.workers.engine_workers", reason="verl is not installed")
+    program, results = ROOT / "python_tests" / "helpers" / "_verl_worker_run.py", []
+    for how in ("stock", "installed"):
+        out = tmp_path / f"{how}.json"
+        command = [sys.executable, str(program), how, str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr[-3000:]
+        results.append(json.loads(out.read_text()))
+    stock, installed = results
+    assert installed["logprobs"] == pytest.approx(stock["logprobs"], abs=4e-6)
+    for want, got in zip(stock["updates"], installed["updates"], strict=True):
+        assert got == pytest.approx(want, rel=1e-5, abs=1e-6)
+    assert stock["calls"] == {}
+    assert installed["calls"] == {"logprobs_from_logits": [6, 0], "unpad_input": [1, 0]}

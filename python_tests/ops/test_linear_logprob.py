@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_fast.ops import _backend
+from skyrl_fast.ops.logprob import linear
 from skyrl_fast.ops.logprob.linear import linear_logprob
 
 
@@ -270,3 +273,60 @@ def test_metrics_see_the_logits_of_every_chunk(chunk_rows):
             change["cu_kept"] = torch.zeros(len(h) + 1, dtype=torch.int64)
         with pytest.raises(ValueError, match="on_logits needs a kernel and no kept sets"):
             linear_logprob(h, w, targets, loss_mask=mask, on_logits=note, **change)
+
+
+class Products(TorchDispatchMode):
+    """Count matrix products of M x H x V."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.multiplied = size, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run one operation, counted if it is a product."""
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_"):
+            a, b = args[-2:]
+            self.multiplied += a.shape[0] * a.shape[1] * b.shape[1]
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def number(self) -> float:
+        """Of products of all rows, the hidden size and the vocabulary."""
+        return self.multiplied / self.size
+
+
+@pytest.mark.spec("logprob.saved-logits")
+@pytest.mark.usefixtures("emulated_gpu")
+@pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 257])
+def test_saved_logits_spare_a_product(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, whose chunks have 128 rows here."""
+    monkeypatch.setattr(linear, "GPU_CHUNK_BYTES", 1)
+    h, w, targets, _ = linear_case(torch.float32, rows=rows)
+    want = run_linear(h.double(), w.double(), targets, backend="torch")
+    row_bytes, size = 61 * 4, rows * 61 * 8
+    for saved, products in ((0, 4), (rows * row_bytes - 1, 4), (rows * row_bytes, 3)):
+        with Products(size) as counted:
+            got = run_linear(h, w, targets, saved_logits_bytes=saved)
+        assert counted.number == (products if rows > 128 else 3)
+        for a, b in zip(got, want, strict=True):
+            # logits are sums of eight float32 products of magnitude up to 10, gradients of 257 rows
+            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.spec("logprob.saved-logits")
+@pytest.mark.usefixtures("emulated_gpu")
+def test_nothing_is_saved_without_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "GPU_CHUNK_BYTES", 1)
+    h, w, targets, _ = linear_case(torch.float32, rows=257)
+    shapes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        _backend, "empty", lambda shape, *_: shapes.append(tuple(shape)) or torch.empty(shape)
+    )
+    linear_logprob(h, w, targets, saved_logits_bytes=1 << 40)
+    with torch.no_grad():
+        linear_logprob(h.requires_grad_(), w, targets, saved_logits_bytes=1 << 40)
+    linear_logprob(h, w, targets, saved_logits_bytes=1 << 40)
+    assert shapes == [(128, 61), (128, 61), (257, 61)]

@@ -22,7 +22,9 @@ from skyrl_fast import (
     unpack_steps,
     varlen_to_padded,
 )
+from skyrl_fast.ops.pack.varlen import NATIVE_DTYPES
 
+ONE_ROW = torch.zeros(1, 3)
 SIZES = (0, 1, 2, 31, 32, 33, 1000)
 INT_DTYPES = ("uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 
@@ -109,6 +111,25 @@ def test_varlen_table(backend: str) -> None:
     assert varlen.cu_seqlens.tolist() == [0, 1, 3]
     assert varlen.position_ids.tolist() == [0, 0, 1]
     assert torch.equal(varlen_to_padded(varlen.values, varlen.cu_seqlens, backend=backend), padded)
+
+
+@pytest.mark.spec("batch.both-sides")
+def test_padding_on_both_sides_table(backend: str) -> None:
+    # A prompt padded on the left before a response padded on the right; the second row is empty.
+    padded = torch.tensor([[0, 5, 6, 0], [0, 0, 0, 0], [1, 2, 3, 4]])
+    mask = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    varlen = padded_to_varlen(padded, mask, side="both", backend=backend)
+    assert varlen.values.tolist() == [5, 6, 1, 2, 3, 4]
+    assert varlen.cu_seqlens.tolist() == [0, 2, 2, 6]
+    assert varlen.position_ids.tolist() == [0, 1, 0, 1, 2, 3]
+    assert varlen.starts.tolist() == [1, 0, 0]
+    options = {"width": 4, "starts": varlen.starts, "side": "both", "backend": backend}
+    back = varlen_to_padded(varlen.values, varlen.cu_seqlens, pad_value=9, **options)
+    assert back.tolist() == [[9, 5, 6, 9], [9, 9, 9, 9], [1, 2, 3, 4]]
+    again = padded_to_varlen(
+        back, lengths=[2, 0, 4], starts=[1, 0, 0], side="both", backend=backend
+    )
+    assert all(torch.equal(a, b) for a, b in zip(varlen, again, strict=True))
 
 
 # --- every input type, dtype and backend ---------------------------------------------------------
@@ -221,19 +242,32 @@ def test_floats_round_trip(rows: list[list[float]]) -> None:
 
 
 @pytest.mark.spec("batch.flat-round-trip")
-@given(st.integers(1, 40), st.integers(0, 9), st.booleans(), st.sampled_from([(), (3,), (2, 2)]))
+@given(
+    st.integers(1, 40),
+    st.integers(0, 9),
+    st.sampled_from(["left", "right", "both"]),
+    st.sampled_from([(), (3,), (2, 2)]),
+    st.sampled_from(NATIVE_DTYPES),
+)
 def test_varlen_equals_the_reference(
-    width: int, num_rows: int, left: bool, cell: tuple[int, ...]
+    width: int, num_rows: int, side: str, cell: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    side = "left" if left else "right"
-    padded = torch.randn(num_rows, width, *cell)
+    padded = (torch.randn(num_rows, width, *cell) * 3).to(dtype)
     lengths = torch.randint(0, width + 1, (num_rows,))
-    native = padded_to_varlen(padded, lengths=lengths, side=side)
-    wanted = padded_to_varlen(padded, lengths=lengths, side=side, backend="torch")
+    rows: dict[str, Any] = {"side": side}
+    if side == "both":
+        rows["starts"] = (torch.rand(num_rows) * (width - lengths + 1)).long()
+    native = padded_to_varlen(padded, lengths=lengths, **rows)
+    wanted = padded_to_varlen(padded, lengths=lengths, **rows, backend="torch")
     assert all(torch.equal(a, b) for a, b in zip(native, wanted, strict=True))
+    columns, starts = torch.arange(width), native.starts[:, None]
+    mask = (columns >= starts) & (columns < starts + lengths[:, None])
+    assert torch.equal(padded_to_varlen(padded, mask, side=side).values, padded[mask])
     for backend in ("native", "torch"):
-        back = varlen_to_padded(*native[:2], width=width, side=side, pad_value=7, backend=backend)
-        again = padded_to_varlen(back, lengths=lengths, side=side)
+        back = varlen_to_padded(*native[:2], width=width, **rows, pad_value=7, backend=backend)
+        again = padded_to_varlen(back, lengths=lengths, **rows)
+        if dtype == torch.bool:
+            continue
         assert torch.equal(again.values, native.values)
         assert float((back == 7).sum()) >= float((width - lengths).sum())
 
@@ -245,6 +279,20 @@ def test_masks_of_any_dtype(dtype: torch.dtype) -> None:
     mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 1, 1]]).to(dtype)
     varlen = padded_to_varlen(torch.arange(9).reshape(3, 3), mask)
     assert varlen.values.tolist() == [1, 2, 6, 7, 8]
+
+
+@pytest.mark.spec("batch.both-sides")
+def test_gradients_of_padding_on_both_sides(backend: str) -> None:
+    starts, lengths = torch.tensor([1, 0, 0]), torch.tensor([2, 0, 4])
+
+    def there_and_back(x: torch.Tensor) -> torch.Tensor:
+        options = {"starts": starts, "side": "both", "backend": backend}
+        varlen = padded_to_varlen(x, lengths=lengths, **options)
+        return varlen_to_padded(varlen.values * 2, varlen.cu_seqlens, width=4, **options)
+
+    x = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(there_and_back, (x,))
+    assert torch.autograd.gradgradcheck(there_and_back, (x,))
 
 
 def test_varlen_gradients(backend: str) -> None:
@@ -370,6 +418,44 @@ def test_invalid_options_error_names_the_option() -> None:
             lambda: padded_to_varlen(torch.zeros(1, 3), lengths=torch.tensor([4])),
             ValueError,
             "0 to 3",
+        ),
+        *(
+            (lambda row=row: padded_to_varlen(ONE_ROW, row, side="both"), ValueError, "row 0")
+            for row in torch.tensor([[1, 0, 1], [1, 2, 0], [0, -1, 0], [2, 2, 2]])[:, None]
+        ),
+        (
+            lambda: padded_to_varlen(ONE_ROW, torch.tensor([[0, float("nan"), 1]]), side="both"),
+            ValueError,
+            "row 0",
+        ),
+        (
+            lambda: padded_to_varlen(ONE_ROW, torch.tensor([[0, 1, 0]])),
+            ValueError,
+            "row 0; for padding on both sides: side='both'",
+        ),
+        (lambda: padded_to_varlen(ONE_ROW, ONE_ROW, starts=[0]), ValueError, "with lengths only"),
+        (lambda: padded_to_varlen(ONE_ROW, lengths=[1], side="both"), ValueError, "wants starts"),
+        (lambda: padded_to_varlen(ONE_ROW, lengths=[1], starts=[0]), ValueError, "no starts"),
+        (lambda: padded_to_varlen(ONE_ROW, lengths=[1], side="up"), ValueError, "'up'"),
+        *(
+            (
+                lambda start=start: padded_to_varlen(
+                    ONE_ROW, lengths=[1], starts=[start], side="both"
+                ),
+                ValueError,
+                f"starts must be from 0 to 3 minus .*, got {start} in row 0",
+            )
+            for start in (-1, 3, 2**40, -(2**63))
+        ),
+        (
+            lambda: varlen_to_padded(torch.ones(2), [0, 2], width=3, starts=[2], side="both"),
+            ValueError,
+            "got 2 in row 0",
+        ),
+        (
+            lambda: padded_to_varlen(ONE_ROW, lengths=[1], starts=[0, 0], side="both"),
+            ValueError,
+            "starts must be .1,. integers",
         ),
         (lambda: varlen_to_padded(torch.zeros(3), torch.tensor([0, 2])), ValueError, "from 0 to 3"),
         (

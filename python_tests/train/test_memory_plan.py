@@ -254,6 +254,46 @@ def test_the_smallest_gpu_in_use_counts(small: Path, monkeypatch: pytest.MonkeyP
     assert gpu_memory(config_of(small, f"{key}.run_engines_locally=false", servers)) == 80 * GIB
 
 
+@pytest.mark.spec("memory.saved-logits")
+def test_logits_are_saved_where_an_update_leaves_room(small: Path) -> None:
+    def saved(capacity: str, *overrides: str) -> int:
+        plan = plan_memory(config_of(small, *overrides), capacity=num_bytes(capacity))
+        return plan.saved_logits_bytes
+
+    every = 16384 * 151936 * 2
+    assert saved("79GiB") == every
+    assert saved("79GiB", "trainer.max_tokens_per_microbatch=8192") == every // 2
+    assert saved("79GiB", "trainer.policy.lm_head_dtype=float32") == every * 2
+    tight = plan_memory(config_of(small), capacity=num_bytes("16GiB"))
+    left = tight.devices[0].capacity - tight.devices[0].total
+    assert 0 < left < every
+    assert tight.saved_logits_bytes == int(left / 1.1)  # the allocator's blocks
+    assert str(tight).endswith(f"; the rest holds up to {left / 1.1 / GIB:.1f} GiB of saved logits")
+    assert saved("8GiB") == 0
+    # an engine that is awake has been given the rest
+    assert saved("40GiB", "generator.inference_engine.enable_sleep_mode=false") < 0.4 * GIB
+    two = plan_memory(config_of(small), capacity=GPU, num_gpus=2)
+    assert two.saved_logits_bytes == every
+
+
+@pytest.mark.spec("memory.saved-logits")
+def test_train_saves_the_logits_of_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(run_module, "gpu_memory", lambda config, with_engine=True: GPU)
+    found: list[Any] = []
+
+    def stop(*arguments: Any, saved_logits_bytes: int | None) -> None:
+        found.append(saved_logits_bytes)
+        raise ValueError("stop here")
+
+    monkeypatch.setattr(run_module, "make_models", stop)
+    with pytest.raises(SetupError, match="stop here"):
+        skyrl_fast.train(settings(folder, "run"))
+    config = run_module._with_absolute_paths(run_module.as_config(settings(folder, "run")))
+    plan = run_module._memory_plan(config, None, with_engine=True)
+    assert plan is not None and found == [plan.saved_logits_bytes] and found[0] > 0
+
+
 @pytest.mark.spec("memory.plan")
 def test_undivided_losses_ignore_the_budget(small: Path) -> None:
     config = config_of(

@@ -41,6 +41,7 @@ FUNCTIONS = {
     "pad_input": "verl.utils.attention_utils",
 }
 VARIABLE = "VERL_USE_EXTERNAL_MODULES"
+BLOCK_CELL_BYTES = 64  # cells smaller than this are written faster by index than found to be blocks
 _counts = {name: Counts() for name in (*(PREFIX + name for name in ESTIMATORS), *FUNCTIONS)}
 _originals: dict[str, Callable[..., Any]] = {}
 _watches: dict[str, ImportWatch] = {}
@@ -236,8 +237,8 @@ def unpad_input(
     """Return the real tokens packed, as flash-attn's and verl's function of that name.
 
     Args:
-        hidden_states: (N, W, ...). attention_mask: (N, W), 1 on real tokens. Rows padded only on
-            the left are packed natively, any others by index.
+        hidden_states: (N, W, ...). attention_mask: (N, W), 1 on real tokens. Rows whose real tokens
+            are one block are packed natively, any others by index.
 
     Returns:
         values (S, ...), indices (S,) int64 into the N * W positions, cu_seqlens (N + 1,) int32, the
@@ -247,14 +248,17 @@ def unpad_input(
         >>> unpad_input(torch.tensor([[0, 5], [6, 7]]), torch.tensor([[0, 1], [1, 1]]))[0]
         tensor([5, 6, 7])
     """
-    lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
-    longest = int(lengths.max()) if len(lengths) else 0
-    indices = attention_mask.reshape(-1).nonzero()[:, 0]
-    cu_seqlens = _offsets(lengths)
-    if torch.equal(indices, _left_padded_cells(lengths, attention_mask.shape[1])):
-        values = padded_to_varlen(hidden_states, lengths=lengths).values
-    else:
+    try:
+        varlen = padded_to_varlen(hidden_states, attention_mask, side="both")
+    except ValueError:  # a mask with holes
+        lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
+        cu_seqlens, indices = _offsets(lengths), attention_mask.reshape(-1).nonzero()[:, 0]
         values = hidden_states.flatten(0, 1).index_select(0, indices)
+    else:
+        values, cu_seqlens = varlen.values, varlen.cu_seqlens
+        lengths = cu_seqlens.diff()
+        indices = _cells(varlen.starts, lengths, varlen.position_ids, attention_mask.shape[1])
+    longest = int(lengths.max()) if len(lengths) else 0
     return values, indices, cu_seqlens, longest, lengths
 
 
@@ -272,22 +276,32 @@ def pad_input(
         tensor([[0, 5],
                 [6, 7]])
     """
-    lengths = torch.bincount(indices // seqlen, minlength=batch)
-    if torch.equal(indices, _left_padded_cells(lengths, seqlen)):
-        return varlen_to_padded(hidden_states, _offsets(lengths), width=seqlen)
+    cell_bytes = hidden_states[:1].numel() * hidden_states.element_size()
+    if cell_bytes >= BLOCK_CELL_BYTES:
+        lengths = torch.bincount(indices // seqlen, minlength=batch)
+        cu_seqlens = _offsets(lengths)
+        first = torch.cat([indices % seqlen, indices.new_zeros(1)])[cu_seqlens[:-1].long()]
+        starts = first * (lengths > 0)
+        position_ids = torch.arange(len(indices), device=indices.device)
+        position_ids -= cu_seqlens[:-1].long().repeat_interleave(lengths)
+        if torch.equal(indices, _cells(starts, lengths, position_ids, seqlen)):
+            return varlen_to_padded(
+                hidden_states, cu_seqlens, width=seqlen, starts=starts, side="both"
+            )
     cells = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
-    return cells.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+    return cells.index_copy_(0, indices, hidden_states).unflatten(0, (batch, seqlen))
 
 
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _left_padded_cells(lengths: torch.Tensor, width: int) -> torch.Tensor:
-    """Return (S,) int64: the positions of real tokens if all padding is on the left."""
-    rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths.long())
-    position = torch.arange(len(rows), device=lengths.device) - _offsets(lengths)[rows]
-    return rows * width + (width - lengths.long())[rows] + position
+def _cells(
+    starts: torch.Tensor, lengths: torch.Tensor, position_ids: torch.Tensor, width: int
+) -> torch.Tensor:
+    """Return (S,) int64: the positions of the rows' blocks in the (N, W) cells."""
+    first = torch.arange(len(starts)) * width + starts.cpu()
+    return first.to(lengths.device).repeat_interleave(lengths.long()) + position_ids
 
 
 if __name__ in environment_setting(VARIABLE).split(","):  # verl imports this module to be extended

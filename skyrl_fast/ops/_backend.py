@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,14 @@ def cuda_stream(tensor: torch.Tensor) -> int:
     return torch.cuda.current_stream(tensor.device).cuda_stream
 
 
+def current_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which the tensor's GPU is the current one; kernels are launched there.
+
+    torch's, as it does not create a CUDA context on the previous device when it leaves.
+    """
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return uninitialised pinned CPU memory, which a GPU can read directly."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -211,7 +220,7 @@ def launch_argument(tensor: torch.Tensor) -> int:
 
 
 def run_kernel(name: str, use_triton: bool, tensor: torch.Tensor, *arguments: Any) -> None:
-    """Call the Triton kernel of that name, or the native one for the tensor's device.
+    """Call the Triton kernel of that name, or the native one, on the tensor's device.
 
     Raises:
         ValueError: a tensor with the negative bit, whose memory holds the negated values. (Through
@@ -222,10 +231,12 @@ def run_kernel(name: str, use_triton: bool, tensor: torch.Tensor, *arguments: An
             raise ValueError(f"{name}: tensors must not have the negative bit; call .resolve_neg()")
         from skyrl_fast.ops import _triton as triton_ops
 
-        getattr(triton_ops, name)(*arguments)
-        return
-    native = getattr(_C, f"{name}_cuda" if on_gpu(tensor) else name)
-    native(*arguments, launch_argument(tensor))
+        kernel = getattr(triton_ops, name)
+    else:
+        kernel = getattr(_C, f"{name}_cuda" if on_gpu(tensor) else name)
+        arguments = (*arguments, launch_argument(tensor))
+    with current_device_of(tensor):
+        kernel(*arguments)
 
 
 def num_threads() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 
@@ -34,11 +33,6 @@ def _block(vocab: int) -> int:
     return max(MIN_BLOCK, min(int(triton.next_power_of_2(vocab)) // 2, MAX_BLOCK))
 
 
-def _current(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which the tensor's GPU is current: Triton launches on it."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
-
-
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     """Return the tensor, or `other` as a placeholder for a pointer that is not read."""
     return other if tensor is None else tensor
@@ -59,26 +53,25 @@ def selected_logprob(
     vocab = logits.shape[-1]
     if targets.numel() == 0:
         return
-    with _current(logits):
-        kernels.forward_kernel[(targets.numel(),)](
-            logits,
-            targets,
-            _or(mask, targets),
-            _or(kept_ids, targets),
-            _or(kept_ranges, targets),
-            logprob,
-            lse,
-            _or(entropy, logprob),
-            vocab,
-            0 if kept_ids is None else kept_ids.numel(),
-            *_strides(logits),
-            LOG2E / temperature,
-            HAS_MASK=mask is not None,
-            HAS_KEPT=kept_ids is not None,
-            HAS_ENTROPY=entropy is not None,
-            BLOCK=_block(vocab),
-            num_warps=NUM_WARPS,
-        )
+    kernels.forward_kernel[(targets.numel(),)](
+        logits,
+        targets,
+        _or(mask, targets),
+        _or(kept_ids, targets),
+        _or(kept_ranges, targets),
+        logprob,
+        lse,
+        _or(entropy, logprob),
+        vocab,
+        0 if kept_ids is None else kept_ids.numel(),
+        *_strides(logits),
+        LOG2E / temperature,
+        HAS_MASK=mask is not None,
+        HAS_KEPT=kept_ids is not None,
+        HAS_ENTROPY=entropy is not None,
+        BLOCK=_block(vocab),
+        num_warps=NUM_WARPS,
+    )
 
 
 def selected_logprob_backward(
@@ -100,32 +93,31 @@ def selected_logprob_backward(
         return
     block = _block(vocab)
     strides, grad_strides = _strides(logits), _strides(grad)
-    with _current(logits):
-        kernels.backward_kernel[(targets.numel(), vocab // block + 1)](
-            logits,
-            targets,
-            _or(mask, targets),
-            _or(kept_ids, targets),
-            _or(kept_ranges, targets),
-            lse,
-            _or(entropy, lse),
-            _or(grad_logprob, lse),
-            _or(grad_entropy, lse),
-            grad,
-            vocab,
-            0 if kept_ids is None else kept_ids.numel(),
-            *strides,
-            *grad_strides[1:],
-            LOG2E / temperature,
-            1.0 / temperature,
-            HAS_MASK=mask is not None,
-            HAS_KEPT=kept_ids is not None,
-            HAS_LOGPROB=grad_logprob is not None,
-            HAS_ENTROPY=grad_entropy is not None,
-            SAME_ROWS=strides == grad_strides,
-            BLOCK=block,
-            num_warps=NUM_WARPS,
-        )
+    kernels.backward_kernel[(targets.numel(), vocab // block + 1)](
+        logits,
+        targets,
+        _or(mask, targets),
+        _or(kept_ids, targets),
+        _or(kept_ranges, targets),
+        lse,
+        _or(entropy, lse),
+        _or(grad_logprob, lse),
+        _or(grad_entropy, lse),
+        grad,
+        vocab,
+        0 if kept_ids is None else kept_ids.numel(),
+        *strides,
+        *grad_strides[1:],
+        LOG2E / temperature,
+        1.0 / temperature,
+        HAS_MASK=mask is not None,
+        HAS_KEPT=kept_ids is not None,
+        HAS_LOGPROB=grad_logprob is not None,
+        HAS_ENTROPY=grad_entropy is not None,
+        SAME_ROWS=strides == grad_strides,
+        BLOCK=block,
+        num_warps=NUM_WARPS,
+    )
 
 
 def masked_logprob_loss(
@@ -155,46 +147,45 @@ def masked_logprob_loss(
         return
     out = _or(grad, logits)
     strides, grad_strides = _strides(logits), _strides(out)
-    with _current(logits):
-        kernels.masked_loss_kernel[(targets.numel(),)](
-            logits,
-            targets,
-            _or(mask, targets),
-            _or(kept_ids, targets),
-            _or(kept_ranges, targets),
-            _or(old_logprobs, row_weights),
-            _or(advantages, row_weights),
-            _or(reference, row_weights),
-            _or(token_weights, row_weights),
-            _or(cross_entropy_weights, row_weights),
-            _or(kl_weights, row_weights),
-            row_weights,
-            logprob,
-            _or(entropy, logprob),
-            out,
-            vocab,
-            0 if kept_ids is None else kept_ids.numel(),
-            *strides,
-            *grad_strides[1:],
-            LOG2E / temperature,
-            1.0 / temperature,
-            *params[:PPO_KL_COEF],
-            params[-1],
-            LOSS=loss,
-            KL=kl,
-            HAS_MASK=mask is not None,
-            HAS_KEPT=kept_ids is not None,
-            HAS_OLD=old_logprobs is not None,
-            HAS_ADVANTAGE=advantages is not None,
-            HAS_TOKEN_WEIGHT=token_weights is not None,
-            HAS_CROSS_ENTROPY=cross_entropy_weights is not None,
-            HAS_KL_WEIGHT=kl_weights is not None,
-            HAS_ENTROPY=entropy is not None,
-            HAS_GRAD=grad is not None,
-            SAME_ROWS=strides == grad_strides,
-            BLOCK=_block(vocab),
-            num_warps=NUM_WARPS,
-        )
+    kernels.masked_loss_kernel[(targets.numel(),)](
+        logits,
+        targets,
+        _or(mask, targets),
+        _or(kept_ids, targets),
+        _or(kept_ranges, targets),
+        _or(old_logprobs, row_weights),
+        _or(advantages, row_weights),
+        _or(reference, row_weights),
+        _or(token_weights, row_weights),
+        _or(cross_entropy_weights, row_weights),
+        _or(kl_weights, row_weights),
+        row_weights,
+        logprob,
+        _or(entropy, logprob),
+        out,
+        vocab,
+        0 if kept_ids is None else kept_ids.numel(),
+        *strides,
+        *grad_strides[1:],
+        LOG2E / temperature,
+        1.0 / temperature,
+        *params[:PPO_KL_COEF],
+        params[-1],
+        LOSS=loss,
+        KL=kl,
+        HAS_MASK=mask is not None,
+        HAS_KEPT=kept_ids is not None,
+        HAS_OLD=old_logprobs is not None,
+        HAS_ADVANTAGE=advantages is not None,
+        HAS_TOKEN_WEIGHT=token_weights is not None,
+        HAS_CROSS_ENTROPY=cross_entropy_weights is not None,
+        HAS_KL_WEIGHT=kl_weights is not None,
+        HAS_ENTROPY=entropy is not None,
+        HAS_GRAD=grad is not None,
+        SAME_ROWS=strides == grad_strides,
+        BLOCK=_block(vocab),
+        num_warps=NUM_WARPS,
+    )
 
 
 def _as_bytes(mask: Tensor) -> Tensor:
@@ -224,60 +215,58 @@ def policy_loss(
     num_cells, num_rows = current.numel(), row_weights.numel()
     num_programs = math.ceil(num_cells / LOSS_BLOCK)
     partial = metrics.new_empty((losses.NUM_SUMS, num_programs))
-    with _current(current):
-        if num_cells > 0:
-            losses.loss_kernel[(num_programs,)](
-                current,
-                _or(old_logprobs, current),
-                _or(advantages, current),
-                _as_bytes(mask),
-                row_weights,
-                _or(cu_seqlens, current),
-                _or(reference, current),
-                _or(token_weights, current),
-                _or(cross_entropy_weights, current),
-                _or(kl_weights, current),
-                _or(selected, current),
-                _or(sequence_delta, current),
-                _or(grad, current),
-                partial,
-                num_cells,
-                current.shape[-1],
-                num_rows,
-                *params,
-                LOSS=loss,
-                KL=kl,
-                HAS_OLD=old_logprobs is not None,
-                HAS_ADVANTAGE=advantages is not None,
-                HAS_TOKEN_WEIGHT=token_weights is not None,
-                HAS_CROSS_ENTROPY=cross_entropy_weights is not None,
-                HAS_KL_WEIGHT=kl_weights is not None,
-                HAS_SELECTED=selected is not None,
-                HAS_GRAD=grad is not None,
-                RAGGED=cu_seqlens is not None,
-                STEPS=num_rows.bit_length(),
-                BLOCK=LOSS_BLOCK,
-            )
-        losses.fold_kernel[(1,)](
-            partial, metrics, num_programs, params[-1], LOSS=loss, BLOCK=LOSS_BLOCK
+    if num_cells > 0:
+        losses.loss_kernel[(num_programs,)](
+            current,
+            _or(old_logprobs, current),
+            _or(advantages, current),
+            _as_bytes(mask),
+            row_weights,
+            _or(cu_seqlens, current),
+            _or(reference, current),
+            _or(token_weights, current),
+            _or(cross_entropy_weights, current),
+            _or(kl_weights, current),
+            _or(selected, current),
+            _or(sequence_delta, current),
+            _or(grad, current),
+            partial,
+            num_cells,
+            current.shape[-1],
+            num_rows,
+            *params,
+            LOSS=loss,
+            KL=kl,
+            HAS_OLD=old_logprobs is not None,
+            HAS_ADVANTAGE=advantages is not None,
+            HAS_TOKEN_WEIGHT=token_weights is not None,
+            HAS_CROSS_ENTROPY=cross_entropy_weights is not None,
+            HAS_KL_WEIGHT=kl_weights is not None,
+            HAS_SELECTED=selected is not None,
+            HAS_GRAD=grad is not None,
+            RAGGED=cu_seqlens is not None,
+            STEPS=num_rows.bit_length(),
+            BLOCK=LOSS_BLOCK,
         )
+    losses.fold_kernel[(1,)](
+        partial, metrics, num_programs, params[-1], LOSS=loss, BLOCK=LOSS_BLOCK
+    )
 
 
 def delta_sums(a: Tensor, b: Tensor, mask: Tensor, cu_seqlens: Tensor | None, sums: Tensor) -> None:
     """Write each row's sum of a - b over its trained cells, and their number."""
     if sums.shape[0] == 0:
         return
-    with _current(a):
-        losses.delta_kernel[(sums.shape[0],)](
-            a,
-            b,
-            _as_bytes(mask),
-            _or(cu_seqlens, a),
-            sums,
-            a.shape[-1],
-            RAGGED=cu_seqlens is not None,
-            BLOCK=LOSS_BLOCK,
-        )
+    losses.delta_kernel[(sums.shape[0],)](
+        a,
+        b,
+        _as_bytes(mask),
+        _or(cu_seqlens, a),
+        sums,
+        a.shape[-1],
+        RAGGED=cu_seqlens is not None,
+        BLOCK=LOSS_BLOCK,
+    )
 
 
 def kl_penalty(
@@ -286,15 +275,14 @@ def kl_penalty(
     """Write each cell's penalty, or, with `grad_out`, its gradient."""
     if current.numel() == 0:
         return
-    with _current(current):
-        losses.kl_kernel[(math.ceil(current.numel() / LOSS_BLOCK),)](
-            current,
-            reference,
-            _as_bytes(mask),
-            _or(grad_out, current),
-            out,
-            current.numel(),
-            KL=kl,
-            HAS_GRAD_OUT=grad_out is not None,
-            BLOCK=LOSS_BLOCK,
-        )
+    losses.kl_kernel[(math.ceil(current.numel() / LOSS_BLOCK),)](
+        current,
+        reference,
+        _as_bytes(mask),
+        _or(grad_out, current),
+        out,
+        current.numel(),
+        KL=kl,
+        HAS_GRAD_OUT=grad_out is not None,
+        BLOCK=LOSS_BLOCK,
+    )

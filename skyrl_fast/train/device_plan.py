@@ -61,12 +61,15 @@ class MemoryPlan:
             as either the update or generation needs more.
         engine_share: `gpu_memory_utilization` of the run's own engine; None: there is none.
         host_bytes: main memory for handing over the weights, and for those of a sleeping engine.
+        saved_logits_bytes: of logits that fit into what an update leaves; saving them for the
+            backward pass spares a product.
         remedies: settings with which the run would fit; empty where it fits.
     """
 
     devices: tuple[DevicePlan, ...]
     engine_share: float | None
     host_bytes: int
+    saved_logits_bytes: int = 0
     remedies: tuple[str, ...] = ()
 
     @property
@@ -82,7 +85,8 @@ class MemoryPlan:
         if self.fits:
             engine = self.engine_share
             share = "" if engine is None else f"; gpu_memory_utilization={engine:.2f}"
-            return "\n".join([*lines, f"fits{share}"])
+            saved = f"; the rest holds up to {gib(self.saved_logits_bytes)} GiB of saved logits"
+            return "\n".join([*lines, f"fits{share}{saved if self.saved_logits_bytes else ''}"])
         lines += [
             f"does not fit: {device.name} lacks {gib(device.total - device.capacity)} GiB"
             for device in self.devices

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.config import Config, ConfigError, max_input_length, policy_loss_spec
-from skyrl_fast.ops.logprob.linear import COLUMN_MULTIPLE, default_chunk_rows
+from skyrl_fast.ops.logprob.linear_rows import COLUMN_MULTIPLE, default_chunk_rows
 from skyrl_fast.rollout.engine.weights.group import BUCKET_BYTES
 from skyrl_fast.train.device_plan import GIB, DevicePlan, Item, MemoryPlan
 from skyrl_fast.train.model.activation_memory import (
@@ -135,7 +135,8 @@ def _plan(
     trainer = [*resident, *_largest_update(config, measure)]
     ranks = range(config.trainer.placement.policy_num_gpus_per_node)
     if engine is None:
-        return MemoryPlan((*_devices(ranks, trainer, capacity),), None, 0)
+        alone = (*_devices(ranks, trainer, capacity),)
+        return MemoryPlan(alone, None, 0, _saved_logits_bytes(config, size, alone))
     context = Item("engine: CUDA context", CONTEXT_BYTES)
     if engine.weight_sync == "nccl":  # its GPUs are none of the trainer's
         bucket = broadcast_bytes(config, size)
@@ -157,7 +158,9 @@ def _plan(
     # By a file: a copy in this process, and the file in shared memory. Those of a sleeping engine.
     copies = 2 * (engine.weight_sync == "file") + engine.sleeps
     item = _dtype(config.generator.inference_engine.model_dtype).itemsize
-    return MemoryPlan(tuple(devices), share, copies * item * size.parameters)
+    updates = [device for device in devices if trainer[-1] in device.items]
+    saved = _saved_logits_bytes(config, size, updates)
+    return MemoryPlan(tuple(devices), share, copies * item * size.parameters, saved)
 
 
 def _devices(
@@ -272,6 +275,18 @@ def head_bytes(size: ModelSize, tokens: int, dtype: torch.dtype) -> int:
     # Selected and converted hidden states, their float32 gradient and its conversion.
     states = tokens * hidden * 2 * (FLOAT32_BYTES + item)
     return logits + copied + gradient + states
+
+
+def _saved_logits_bytes(config: Config, size: ModelSize, updates: Iterable[DevicePlan]) -> int:
+    """Return the bytes of logits that fit into what updates leave, at most those of all tokens.
+
+    Args:
+        size: of the policy.
+    """
+    tokens, _ = _pass_tokens(config, _row_length(config))
+    most = tokens * size.vocab_size * _head_dtype(config).itemsize
+    left = min(device.capacity - device.total for device in updates)
+    return max(0, min(most, math.floor(left / (1 + FRAGMENTATION))))
 
 
 def _probe_item(config: Config, size: ModelSize) -> Item:

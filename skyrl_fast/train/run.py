@@ -37,7 +37,7 @@ from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.flow.rollouts import Rollouts
 from skyrl_fast.train.memory_plan import gpu_memory, plan_memory
 from skyrl_fast.train.model.activation_memory import UnmeasurableError
-from skyrl_fast.train.model.models import find_device, make_models, model_path
+from skyrl_fast.train.model.models import Models, find_device, make_models, model_path
 from skyrl_fast.train.model.policy import load_tokenizer
 from skyrl_fast.train.output.checkpoint import (
     STATE,
@@ -55,7 +55,6 @@ from skyrl_fast.train.output.plot import plot_learning_curve
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.resumed_settings import warn_of_changed_settings
 from skyrl_fast.train.parallel.rank_processes import started_ranks
-from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.placement import engine_placement
 from skyrl_fast.train.trainer import Components, Progress, Trainer
 from skyrl_fast.trajectory_store.parts import parts as stored_parts
@@ -170,18 +169,27 @@ def train(
             with _as_setup_error():
                 data = _data(config, prompts, eval_prompts, one_env=make_env is not None)
                 plan = _memory_plan(config, start.checkpoint, with_engine=make_rollouts is None)
+                saved = None if plan is None else plan.saved_logits_bytes
+                make = partial(
+                    make_models,
+                    config,
+                    start.checkpoint,
+                    len(data.train),
+                    saved_logits_bytes=saved,
+                )
                 ranks = stack.enter_context(
                     started_ranks(
                         config.trainer.placement.policy_num_gpus_per_node,
-                        partial(make_models, config, start.checkpoint, len(data.train)),
+                        make,
                         cuda=find_device(config.trainer.device).type == "cuda",
                         folder=run_path,
                     )
                 )
             if make_rollouts is None:
                 make_rollouts = partial(_vllm_rollouts, prompts=data.train, make_env=make_env)
+            make = partial(make, ranks)
             return _run(
-                config, run_path, start, data, ranks, callbacks, make_rollouts, signals, plan
+                config, run_path, start, data, make, callbacks, make_rollouts, signals, plan
             )
 
 
@@ -336,7 +344,7 @@ def _run(
     run_path: Path,
     start: _Start,
     data: _Data,
-    ranks: Ranks,
+    make: Callable[[], Models],
     callbacks: Sequence[Callback],
     make_rollouts: MakeRollouts,
     signals: StopSignals,
@@ -349,7 +357,7 @@ def _run(
     if plan is not None:
         display.say(f"memory plan\n{plan}")
     with _as_setup_error():
-        components, policy_path = _components(config, checkpoint, data, ranks)
+        components, policy_path = _components(config, checkpoint, data, make())
         components.callbacks = [evaluations, *callbacks]
         plot_module_checked = _check_plot(config)
         _set_aside(start, display)  # before metrics after the checkpoint are dropped
@@ -447,10 +455,9 @@ def _components(
     config: Config,
     checkpoint: Path | None,
     data: _Data,
-    ranks: Ranks,
+    models: Models,
 ) -> tuple[Components, str]:
     path = model_path(config, checkpoint)
-    models = make_models(config, checkpoint, len(data.train), ranks)
     components = Components(
         policy=models.policy,
         optimizer=models.optimizer,

@@ -84,9 +84,9 @@ def group_advantage(
     if chosen == "torch":
         return _torch(rows, ids, estimator)
     if _backend.on_gpu(rows.rewards):
-        if not isinstance(group_ids, torch.Tensor) and not isinstance(is_last_step, torch.Tensor):
-            check_trajectories(rows, ids)  # both on the CPU: no synchronization
-        return _on_gpu(rows, ids, estimator)
+        given = (group_ids, is_last_step)
+        on_gpu = any(isinstance(x, torch.Tensor) and _backend.on_gpu(x) for x in given)
+        return _on_gpu(rows, ids, estimator, sort_there=on_gpu)
     out = rows.empty()
     _C.group_advantage(
         rows.rewards,
@@ -102,23 +102,33 @@ def group_advantage(
     return out
 
 
-def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str) -> torch.Tensor:
-    """Run a sort, which gathers the last rows of each group in row order, and three launches."""
+def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str, *, sort_there: bool) -> torch.Tensor:
+    """Gather the last rows of each group and run three launches.
+
+    Args:
+        sort_there: ids or flags are on the GPU: all rows are sorted there, and nothing is checked.
+    """
     device = rows.rewards.device
-    ids = _backend.to_gpu(ids, device)
     last = None if rows.last is None else _backend.to_gpu(rows.last, device)
     cu = None if rows.cu_seqlens is None else _backend.to_gpu(rows.cu_seqlens, device)
-    no_group = torch.iinfo(torch.int64).max
-    keys = ids if last is None else torch.where(last, ids, no_group)
-    sorted_ids, order = torch.sort(keys, stable=True)
+    if sort_there:
+        keys, no_group = _backend.to_gpu(ids, device), torch.iinfo(torch.int64).max
+        keys = keys if last is None else torch.where(last, keys, no_group)
+        groups, order = torch.sort(keys, stable=True)
+    else:
+        check_trajectories(rows, ids)
+        groups, order = _backend.to_gpu(_by_group(ids, rows.last), device)
     scores = torch.empty(rows.num_rows, dtype=torch.float64, device=device)
     out = torch.empty(rows.shape, dtype=torch.float32, device=device)
     mask = rows.mask
     if mask is not None and mask.dtype not in (torch.bool, torch.uint8, torch.int64, torch.float32):
         mask = mask.to(torch.float32)
-    _C.group_advantage_cuda(
+    _backend.run_kernel(
+        "group_advantage",
+        False,
         rows.rewards,
-        sorted_ids,
+        rows.rewards,
+        groups,
         order,
         last,
         mask,
@@ -128,9 +138,18 @@ def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str) -> torch.Tensor:
         scores,
         scores.new_empty(rows.num_rows, dtype=torch.float32),
         out,
-        _backend.cuda_stream(out),
     )
     return out
+
+
+def _by_group(ids: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
+    """Return (2, J) groups and rows of the trajectories' last rows, by group, then by row."""
+    order = torch.arange(ids.numel()) if last is None else last.nonzero()[:, 0]
+    groups = ids if last is None else ids[order]
+    if bool((groups[1:] < groups[:-1]).any()):  # rows of a group are usually adjacent
+        groups, places = torch.sort(groups, stable=True)
+        order = order[places]
+    return torch.stack([groups, order])
 
 
 def _check_estimator(estimator: str) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from skyrl_fast.ops import _backend
-from skyrl_fast.ops.logprob import autograd as logprob_op
-from skyrl_fast.ops.logprob import reference
-from skyrl_fast.ops.logprob.kept import KeptSets, check_kept, kept_sets, slice_sets
+from skyrl_fast.ops.logprob import linear_op, reference
+from skyrl_fast.ops.logprob.kept import KeptSets, check_kept, kept_sets
+from skyrl_fast.ops.logprob.linear_rows import (
+    OP,
+    OnLogits,
+    Options,
+    backward_rows,
+    default_chunk_rows,
+    forward_rows,
+    spread,
+)
 from skyrl_fast.ops.logprob.selected import (
     KERNEL_DTYPES,
     MAX_TEMPERATURE,
@@ -22,22 +29,10 @@ from skyrl_fast.ops.logprob.selected import (
     check_targets,
 )
 
-OP = "linear_logprob"
-# Of logits on a CPU. Up to here all are kept, which saves the backward a product and float32 sums;
-# otherwise chunks are just large enough for the products to run at full speed.
-KEPT_BYTES = 1 << 30
-CHUNK_BYTES = 128 << 20
-GPU_CHUNK_BYTES = 512 << 20  # on a GPU: 1,766 rows of 151,936 bfloat16 logits
-GPU_ROW_MULTIPLE = 128  # rows per tile of a GPU's matrix products
-COLUMN_MULTIPLE = 8  # of vocabulary parts: every row of 16-bit logits is 16-byte aligned
-MIN_CHUNK_ROWS = 64
-COPIED_COLUMNS = 8192  # of operands converted to float32 for a product: large enough for full speed
 # A row of the head that is gathered, and whose gradient is scattered, costs as much as a logit and
 # its gradients in this many rows: by bytes per element, measured on a CPU with 16-bit matrix units.
 ROWS_PER_GATHERED = {4: 100, 2: 800}
 MIN_VOCAB_PER_ID = 16  # a larger set is a product with the full head
-OnLogits = Callable[[int, torch.Tensor, float], None]
-HAS_MIXED_PRODUCT = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch 2.8 and newer
 
 
 def linear_logprob(
@@ -55,6 +50,7 @@ def linear_logprob(
     cu_kept: torch.Tensor | None = None,
     return_entropy: bool = False,
     on_logits: OnLogits | None = None,
+    saved_logits_bytes: int | None = None,
     chunk_rows: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -67,10 +63,15 @@ def linear_logprob(
     Rows of mask 0 are dropped before the product. The others are processed in chunks, so that at
     most one chunk of logits is in memory: chunks of rows in the forward; in the backward, where the
     log-sum-exps are known, of all rows and a part of the vocabulary, so that only hidden's gradient
-    is a sum over chunks, in float32. The backward recomputes the logits, unless there was only one
-    chunk, and turns them into their gradient in place. Rows of small kept sets (top_p, say) are
-    multiplied with the rows of the head that any of them kept, where that is less work; on a GPU
-    their sizes are read, which synchronizes.
+    is a sum over chunks, in float32. The backward recomputes the logits and turns them into their
+    gradient in place: four products in total. Logits of at most `saved_logits_bytes` are one chunk,
+    which is saved for the backward: three products, and no sums over chunks.
+
+    Rows of small kept sets (top_p, say) are multiplied with the rows of the head that any of them
+    kept, where that is less work; on a GPU their sizes are read, which synchronizes.
+
+    With `torch.compile(fullgraph=True)` it is one operator of the graph; its backward recomputes
+    the logits. Kept sets, on_logits, float64 and backend="torch" split the graph.
 
     Args:
         hidden: (..., H) float32, bfloat16, float16 or float64.
@@ -87,8 +88,11 @@ def linear_logprob(
         on_logits: called for each chunk of the forward pass, for metrics, with the number of its
             first row among those of mask 1, (rows, V) values and a divisor: softmax(values /
             divisor) are the probabilities. The values are overwritten later. Kernels only.
-        chunk_rows: rows per chunk; the backward's chunks have the same size. None: all rows up to
-            1 GB of logits, else 128 MB (on a GPU: 512 MB), at least 64 rows.
+        saved_logits_bytes: the most logits to save for the backward (with a soft cap, their
+            gradient takes as much again). None: 1 GB on a CPU, none on a GPU.
+        chunk_rows: rows per chunk, which is saved if it holds all rows; the backward's chunks have
+            the same size. None: all rows up to `saved_logits_bytes`, else 128 MB of logits (on a
+            GPU: 512 MB), at least 64 rows.
         backend: "native", "torch" (which holds the logits of all rows of mask 1), or None.
 
     Returns:
@@ -104,7 +108,6 @@ def linear_logprob(
         >>> linear_logprob(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3]))
         tensor([-1.3863])
     """
-    _backend.break_graph(OP, "which rows are computed")
     hidden, lm_head_weight, bias = _autocast(hidden, lm_head_weight, bias)
     _check_linear(hidden, lm_head_weight, bias, target_ids, loss_mask, temperature, chunk_rows)
     _check_scaling(temperature, logit_scale, soft_cap)
@@ -118,6 +121,12 @@ def linear_logprob(
         wanted = target_ids != ignore_index
         loss_mask = wanted if loss_mask is None else (loss_mask != 0).to(wanted.device) & wanted
     native = chosen != "torch" and hidden.dtype in KERNEL_DTYPES
+    if torch.compiler.is_compiling() and native and kept is None and on_logits is None:
+        return linear_op.call(
+            hidden, lm_head_weight, bias, target_ids, loss_mask,
+            temperature, logit_scale, soft_cap, return_entropy, chunk_rows, chosen == "triton",
+        )  # fmt: skip
+    _backend.break_graph(OP, "what kept_ids, on_logits, float64 or backend='torch' compute")
     if on_logits is not None and (kept is not None or not native):
         raise ValueError(
             f"{OP}: on_logits needs a kernel and no kept sets, got backend {chosen!r}, "
@@ -139,8 +148,12 @@ def linear_logprob(
         kept = None if kept is None else kept.of_rows(rows)
     if native:
         on_gpu = _backend.on_gpu(hidden)
-        chunk = chunk_rows or default_chunk_rows(lm_head_weight, len(hidden), on_gpu=on_gpu)
-        options = _Options(
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
+            saved_logits_bytes = None  # there is no backward
+        chunk = chunk_rows or default_chunk_rows(
+            lm_head_weight, len(hidden), on_gpu=on_gpu, saved_logits_bytes=saved_logits_bytes
+        )
+        options = Options(
             temperature, logit_scale, soft_cap, return_entropy, chunk, chosen == "triton", on_logits
         )
         if kept is None:
@@ -153,51 +166,8 @@ def linear_logprob(
         logprob, entropy = reference.linear_logprob(
             hidden, lm_head_weight, targets, None, temperature, kept, bias, logit_scale, soft_cap
         )
-    logprob = _spread(logprob, rows, shape)
-    return (logprob, _spread(entropy, rows, shape)) if return_entropy else logprob
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """Options of the kernels, as in `linear_logprob`.
-
-    The kernels see `chunk` and divide it by `divisor`: the product itself, or its tanh.
-    """
-
-    temperature: float
-    logit_scale: float
-    soft_cap: float | None
-    return_entropy: bool
-    chunk_rows: int
-    use_triton: bool
-    on_logits: OnLogits | None = None
-
-    @property
-    def divisor(self) -> float:
-        """What the kernels divide by."""
-        return self.temperature / (self.soft_cap or self.logit_scale)
-
-    def write_chunk(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        chunk: torch.Tensor,
-    ) -> None:
-        """Write the product of some rows, or some columns, of all."""
-        if bias is None:
-            torch.mm(hidden, weight.T, out=chunk)
-        else:
-            torch.addmm(bias, hidden, weight.T, out=chunk)
-        if self.soft_cap is not None:
-            chunk.mul_(self.logit_scale / self.soft_cap).tanh_()
-
-    def to_product(self, gradient: torch.Tensor, chunk: torch.Tensor) -> None:
-        """Turn the gradient of a chunk, in place, into that of the product before the tanh."""
-        if self.soft_cap is not None:
-            # (1 - tanh^2) of the cap's input; the kernels have divided by the cap
-            slope = chunk.square_().neg_().add_(1.0)
-            gradient.mul_(slope).mul_(self.logit_scale / self.soft_cap)
+    logprob = spread(logprob, rows, shape)
+    return (logprob, spread(entropy, rows, shape)) if return_entropy else logprob
 
 
 def _autocast(
@@ -220,7 +190,7 @@ def _with_sets(
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     kept: KeptSets,
-    options: _Options,
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probabilities and entropies; rows of small sets read their part of the head."""
     sizes = kept.sizes
@@ -250,7 +220,7 @@ def _over_ids(
     targets: torch.Tensor,
     kept: KeptSets,
     ids: torch.Tensor,
-    options: _Options,
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the same for a head of the rows `ids`, (U,) ascending, which hold all sets."""
 
@@ -267,17 +237,6 @@ def _over_ids(
     head = [None if x is None else x.index_select(0, ids) for x in (weight, bias)]
     options = replace(options, chunk_rows=rows)
     return _LinearLogprob.apply(hidden, *head, place_of(targets.int()), sets, options)
-
-
-def default_chunk_rows(weight: torch.Tensor, num_rows: int, *, on_gpu: bool) -> int:
-    """Return the rows of a chunk of logits; on a GPU full tiles of the product."""
-    row_bytes = weight.shape[0] * weight.element_size()
-    if not on_gpu and num_rows * row_bytes <= KEPT_BYTES:
-        return max(num_rows, 1)
-    if not on_gpu:
-        return max(CHUNK_BYTES // row_bytes, MIN_CHUNK_ROWS)
-    tiles = GPU_CHUNK_BYTES // row_bytes // GPU_ROW_MULTIPLE
-    return max(tiles, 1) * GPU_ROW_MULTIPLE
 
 
 def _check_linear(
@@ -327,14 +286,6 @@ def _check_scaling(temperature: float, logit_scale: float, soft_cap: float | Non
             )
 
 
-def _spread(values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
-    """Return `shape` zeros with the values at their rows."""
-    if rows is None:
-        return values.view(shape)
-    zeros = values.new_zeros(shape.numel())
-    return zeros.index_put((rows,), values).view(shape)
-
-
 class _LinearLogprob(torch.autograd.Function):
     """linear_logprob of trained rows only: hidden (M, H), targets (M,)."""
 
@@ -346,28 +297,14 @@ class _LinearLogprob(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         kept: KeptSets | None,
-        options: _Options,
+        options: Options,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_rows, chunk_rows = hidden.shape[0], options.chunk_rows
-        shape = (min(chunk_rows, num_rows), weight.shape[0])
-        logits = _backend.empty(shape, hidden.dtype, hidden.device)
-        parts = []
-        arguments = (None, options.divisor, options.return_entropy, options.use_triton)
-        for start in range(0, num_rows, chunk_rows):
-            chunk = logits[: min(chunk_rows, num_rows - start)]
-            options.write_chunk(hidden[start : start + chunk_rows], weight, bias, chunk)
-            if options.on_logits is not None:
-                options.on_logits(start, chunk, options.divisor)
-            chunk_targets = targets[start : start + chunk_rows]
-            sets = () if kept is None else kept.of_rows(slice(start, start + chunk_rows))
-            parts.append(logprob_op.forward(chunk, chunk_targets, *arguments, *sets))
-        if not parts:
-            parts.append(logprob_op.forward(logits, targets, *arguments))
-        logprob, entropy, lse = (torch.cat(column) for column in zip(*parts, strict=True))
+        logprob, entropy, lse, logits = forward_rows(hidden, weight, bias, targets, kept, options)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, lse)
         ctx.kept, ctx.options = kept, options
         ctx.set_materialize_grads(False)  # an entropy that only metrics use needs no gradient
-        ctx.only_chunk = logits if num_rows <= chunk_rows and any(ctx.needs_input_grad) else None
+        is_only_chunk = len(hidden) <= options.chunk_rows
+        ctx.only_chunk = logits if is_only_chunk and any(ctx.needs_input_grad) else None
         return logprob, entropy
 
     @staticmethod
@@ -375,88 +312,9 @@ class _LinearLogprob(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, entropy, lse = ctx.saved_tensors
-        options = ctx.options
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        num_rows, vocab = hidden.shape[0], weight.shape[0]
         logits, ctx.only_chunk = ctx.only_chunk, None  # a second backward recomputes it
-        known = logits is not None
-        columns = vocab
-        if options.chunk_rows < num_rows:
-            columns = min(vocab, _chunk_columns(options.chunk_rows, num_rows, vocab))
-        if not known:
-            logits = _backend.empty((num_rows * columns,), hidden.dtype, hidden.device)
-        d_logits = logits if options.soft_cap is None else torch.empty_like(logits)
-        d_weight = d_bias = None
-        if wants_weight:
-            d_weight = _backend.empty(weight.shape, weight.dtype, weight.device)
-        if wants_bias:
-            d_bias = torch.empty_like(bias)
-        # The only sum over chunks, in float32 unless it is a single product.
-        sums = torch.float32 if columns < vocab else hidden.dtype
-        d_hidden = torch.empty_like(hidden, dtype=sums) if wants_hidden else None
-        for start in range(0, vocab, columns):
-            part = weight[start : start + columns]
-            chunk, d_chunk = (
-                x.view(-1)[: num_rows * len(part)].view(num_rows, len(part))
-                for x in (logits, d_logits)
-            )
-            if not known:
-                part_bias = None if bias is None else bias[start : start + columns]
-                options.write_chunk(hidden, part, part_bias, chunk)
-            part_targets, kept = targets, ctx.kept
-            if len(part) < vocab:
-                part_targets = _slice_targets(targets, start, len(part))
-                kept = None if kept is None else slice_sets(kept, start, len(part))
-            logprob_op.write_gradient(
-                chunk,
-                part_targets,
-                None,
-                options.divisor,
-                lse,
-                entropy,
-                grad_logprob,
-                grad_entropy,
-                d_chunk,
-                options.use_triton,
-                *(kept or ()),
-            )
-            options.to_product(d_chunk, chunk)
-            if d_hidden is not None and columns == vocab:
-                torch.mm(d_chunk, part, out=d_hidden)
-            elif d_hidden is not None:
-                _add_product(d_hidden, d_chunk, part, is_first=start == 0)
-            if d_weight is not None:
-                torch.mm(d_chunk.T, hidden, out=d_weight[start : start + columns])
-            if d_bias is not None:
-                d_bias[start : start + columns] = d_chunk.sum(0, dtype=torch.float32)
-        if d_hidden is not None:
-            d_hidden = d_hidden.to(hidden.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None
-
-
-def _chunk_columns(chunk_rows: int, num_rows: int, vocab: int) -> int:
-    """Return the columns of a chunk of all rows, of the size of `chunk_rows` complete rows."""
-    tiles = chunk_rows * vocab // max(num_rows, 1) // COLUMN_MULTIPLE
-    return max(tiles, 1) * COLUMN_MULTIPLE
-
-
-def _slice_targets(targets: torch.Tensor, start: int, width: int) -> torch.Tensor:
-    """Return the targets relative to a slice's first column; -1 outside the slice."""
-    relative = targets - start
-    return torch.where((relative >= 0) & (relative < width), relative, -1)
-
-
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_first: bool) -> None:
-    """Add a @ b to float32 `total` in float32; `is_first`: overwrite instead."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b, beta=0 if is_first else 1)
-    elif a.is_cuda and HAS_MIXED_PRODUCT:
-        # 16-bit operands, float32 sums: the tensor cores do this without copies of the operands
-        beta = 0 if is_first else 1
-        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, beta=beta, out=total)
-    else:  # convert the operands, some columns at a time
-        for start in range(0, len(b), COPIED_COLUMNS):
-            columns = slice(start, start + COPIED_COLUMNS)
-            beta = 0 if is_first and start == 0 else 1
-            total.addmm_(a[:, columns].float(), b[columns].float(), beta=beta)
+        gradients = backward_rows(
+            *(*ctx.saved_tensors, ctx.kept, ctx.options, logits, grad_logprob, grad_entropy),
+            wanted=ctx.needs_input_grad[:3],
+        )
+        return *gradients, None, None, None

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _ragged
 
 ALIGNMENT = 16  # bytes; of each array in the block
@@ -106,7 +105,7 @@ def convert(
         kind = LAST if name == "row_rewards" else VALUES
         jobs.append((kind, flat[name], None, response_cu, None, cells[:num_rows], 0))
         out["rewards" if name == "row_rewards" else name] = cells
-    _C.expand_rows_cuda(jobs, _backend.cuda_stream(sequences))
+    _backend.run_kernel("expand_rows", False, sequences, jobs)
     response_side = (out["rewards"], out["loss_masks"], out["logprobs"])
     return [sequences, attention, response_mask, *response_side]
 

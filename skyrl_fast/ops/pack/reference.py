@@ -50,31 +50,33 @@ def pad(rows: Rows, dtype: torch.dtype, width: int, side: str, pad_value: float)
     return out
 
 
-def padded_to_flat(padded: torch.Tensor, lengths: torch.Tensor, side: str) -> torch.Tensor:
+def padded_to_flat(
+    padded: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
     """Return the real cells of (N, W, ...) row after row, (S, ...)."""
-    return padded[real_cells(lengths, padded.shape[1], side)]
+    return padded[block_cells(starts, lengths, padded.shape[1]).to(padded.device)]
 
 
 def flat_to_padded(
-    flat: torch.Tensor, lengths: torch.Tensor, width: int, side: str, pad_value: float
+    flat: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, width: int, pad_value: float
 ) -> torch.Tensor:
     """Return (N, W, ...) with the flat rows in the real cells and `pad_value` elsewhere."""
     shape = (len(lengths), width, *flat.shape[1:])
     out = torch.full(shape, pad_value, dtype=flat.dtype, device=flat.device)
-    return out.masked_scatter(
-        real_cells(lengths.to(flat.device), width, side).reshape(
-            shape[:2] + (1,) * (flat.dim() - 1)
-        ),
-        flat,
-    )
+    cells = block_cells(starts, lengths, width).to(flat.device)
+    return out.masked_scatter(cells.reshape(shape[:2] + (1,) * (flat.dim() - 1)), flat)
+
+
+def block_cells(starts: torch.Tensor, lengths: torch.Tensor, width: int) -> torch.Tensor:
+    """Return (N, W) bool, True in the `lengths` cells of each row from column `starts` on."""
+    columns = torch.arange(width, device=lengths.device)
+    return (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
 
 
 def real_cells(lengths: torch.Tensor, width: int, side: str) -> torch.Tensor:
     """Return (N, W) bool, True in the cells of each row."""
-    columns = torch.arange(width, device=lengths.device)
-    if side == "left":
-        return columns >= (width - lengths)[:, None]
-    return columns < lengths[:, None]
+    starts = width - lengths if side == "left" else torch.zeros_like(lengths)
+    return block_cells(starts, lengths, width)
 
 
 def batch_tensors(

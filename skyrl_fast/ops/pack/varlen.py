@@ -14,7 +14,7 @@ from skyrl_fast.ops import _backend, _ragged
 from skyrl_fast.ops._offsets import integer_vector
 from skyrl_fast.ops.pack import reference, varlen_cuda
 
-SIDES = {"left": 0, "right": 1}
+SIDES = ("left", "right", "both")
 NATIVE_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -22,14 +22,16 @@ NATIVE_DTYPES = (
 
 
 class Varlen(NamedTuple):
-    """The inputs of a variable-length attention kernel.
+    """The inputs of a variable-length attention kernel, and where the rows were.
 
     values: (S, ...). cu_seqlens: (N + 1,) int32. position_ids: (S,) int64, 0, 1, ... in each row.
+    starts: (N,) int64 on the CPU, the column of each row's first real cell.
     """
 
     values: torch.Tensor
     cu_seqlens: torch.Tensor
     position_ids: torch.Tensor
+    starts: torch.Tensor
 
 
 def padded_to_varlen(
@@ -37,6 +39,7 @@ def padded_to_varlen(
     attention_mask: torch.Tensor | None = None,
     *,
     lengths: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     side: str = "left",
     backend: str | None = None,
 ) -> Varlen:
@@ -44,25 +47,29 @@ def padded_to_varlen(
 
     Args:
         padded: (N, W, ...), any dtype; differentiable where it is floating point.
-        attention_mask: (N, W), 1 in the real cells, which are one block at the row's end (padding
-            on the left) or beginning. Give this or `lengths`. A mask on a GPU costs a
-            synchronization: the shape of the result depends on it.
+        attention_mask: (N, W), 1 in the real cells, which are one block: at the row's end (padding
+            on the left), at its beginning, or anywhere (padding on both sides). Give this or
+            `lengths`. A mask on a GPU costs a synchronization: the shape of the result depends on
+            it.
         lengths: (N,) integers, the number of real cells of each row; on the CPU, so that nothing
             synchronizes.
-        side: of the padding, "left" or "right".
+        starts: (N,) integers, on the CPU, the column of each row's first real cell; with `lengths`
+            and side "both" only.
+        side: of the padding: "left", "right", or "both", as where a prompt padded on the left comes
+            before a response padded on the right.
         backend: "native", "torch", or None to choose.
 
     Returns:
-        Varlen(values (S, ...), cu_seqlens (N + 1,) int32, position_ids (S,) int64).
+        Varlen(values (S, ...), cu_seqlens (N + 1,) int32, position_ids (S,) int64, starts (N,)).
 
     Raises:
         ValueError: neither or both of mask and lengths, shapes that do not match, a mask with holes
-            or padding on the other side, lengths over W, more than 2^31 - 1 cells.
+            or padding on the other side, rows beyond W, more than 2^31 - 1 cells.
 
     Example:
         >>> padded_to_varlen(torch.tensor([[0, 5], [6, 7]]), torch.tensor([[0, 1], [1, 1]]))
         Varlen(values=tensor([5, 6, 7]), cu_seqlens=tensor([0, 1, 3], dtype=torch.int32),
-               position_ids=tensor([0, 0, 1]))
+               position_ids=tensor([0, 0, 1]), starts=tensor([1, 0]))
     """
     op = "padded_to_varlen"
     _check_side(op, side)
@@ -76,16 +83,20 @@ def padded_to_varlen(
                 f"{op}: attention_mask must be of shape {tuple(padded.shape[:2])}, got "
                 f"{tuple(attention_mask.shape)}"
             )
-        lengths = _mask_lengths(op, attention_mask, side)
-    lengths = _check_lengths(op, lengths, len(padded), padded.shape[1])
+        if starts is not None:
+            raise ValueError(f"{op}: give starts with lengths only, not with attention_mask")
+        starts, lengths = _mask_blocks(op, attention_mask, side)
+    else:
+        lengths = _check_lengths(op, lengths, len(padded), padded.shape[1])
+        starts = _check_starts(op, starts, side, lengths, padded.shape[1])
     use_native = _select(op, padded, backend)
     cu_seqlens = _ragged.int32_offsets(op, "padded", lengths)
     if use_native and _backend.on_gpu(padded):
-        values, position_ids = varlen_cuda.padded_to_flat(padded, lengths, SIDES[side])
-        return Varlen(values, _backend.to_gpu(cu_seqlens, padded.device), position_ids)
-    values = _PaddedToFlat.apply(padded, lengths, side, use_native)
+        values, position_ids = varlen_cuda.padded_to_flat(padded, starts, lengths)
+        return Varlen(values, _backend.to_gpu(cu_seqlens, padded.device), position_ids, starts)
+    values = _PaddedToFlat.apply(padded, starts, lengths, use_native)
     position_ids = _position_ids(lengths, cu_seqlens, use_native)
-    return Varlen(values, cu_seqlens.to(padded.device), position_ids.to(padded.device))
+    return Varlen(values, cu_seqlens.to(padded.device), position_ids.to(padded.device), starts)
 
 
 def varlen_to_padded(
@@ -93,6 +104,7 @@ def varlen_to_padded(
     cu_seqlens: torch.Tensor,
     *,
     width: int | None = None,
+    starts: torch.Tensor | None = None,
     side: str = "left",
     pad_value: float = 0,
     backend: str | None = None,
@@ -103,7 +115,8 @@ def varlen_to_padded(
         values: (S, ...), any dtype; differentiable where it is floating point.
         cu_seqlens: (N + 1,) int32 or int64 offsets from 0 to S.
         width: W; None: the longest row.
-        side: of the padding, "left" or "right".
+        starts: (N,) integers, the column of each row's first cell; with side "both" only.
+        side: of the padding, "left", "right" or "both".
         pad_value: the value of the padding cells.
         backend: "native", "torch", or None to choose.
 
@@ -111,7 +124,7 @@ def varlen_to_padded(
         (N, W, ...) of the values' dtype.
 
     Raises:
-        ValueError: decreasing offsets, or not from 0 to S; a row longer than W.
+        ValueError: decreasing offsets, or not from 0 to S; a row beyond W.
 
     Example:
         >>> varlen_to_padded(torch.tensor([5, 6, 7]), torch.tensor([0, 1, 3]))
@@ -135,30 +148,35 @@ def varlen_to_padded(
     width = longest if width is None else width
     if width < longest:
         raise ValueError(f"{op}: width must hold the longest row ({longest}), got {width}")
+    starts = _check_starts(op, starts, side, lengths, width)
     use_native = _select(op, values, backend)
     if use_native and _backend.on_gpu(values):
-        return varlen_cuda.flat_to_padded(values, lengths, width, SIDES[side], pad_value)
-    return _FlatToPadded.apply(values, lengths, width, side, pad_value, use_native)
+        return varlen_cuda.flat_to_padded(values, starts, lengths, width, pad_value)
+    return _FlatToPadded.apply(values, starts, lengths, width, pad_value, use_native)
 
 
 class _PaddedToFlat(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, padded: torch.Tensor, lengths: torch.Tensor, side: str, use_native: bool
+        ctx: Any,
+        padded: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        use_native: bool,
     ) -> torch.Tensor:
-        ctx.rows = (lengths, padded.shape[1], side, use_native)
+        ctx.rows = (starts, lengths, padded.shape[1], use_native)
         if not use_native:
-            return reference.padded_to_flat(padded, lengths.to(padded.device), side)
+            return reference.padded_to_flat(padded, starts, lengths)
         shape = (int(lengths.sum()), *padded.shape[2:])
         out = _backend.empty(shape, padded.dtype)
         source = padded.detach().contiguous()
-        _C.padded_to_flat(source, lengths, SIDES[side], out, _backend.num_threads())
+        _C.padded_to_flat(source, starts, lengths, out, _backend.num_threads())
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        lengths, width, side, use_native = ctx.rows
-        padded = _FlatToPadded.apply(gradient, lengths, width, side, 0, use_native)
+        starts, lengths, width, use_native = ctx.rows
+        padded = _FlatToPadded.apply(gradient, starts, lengths, width, 0, use_native)
         return padded, None, None, None
 
 
@@ -167,25 +185,25 @@ class _FlatToPadded(torch.autograd.Function):
     def forward(
         ctx: Any,
         values: torch.Tensor,
+        starts: torch.Tensor,
         lengths: torch.Tensor,
         width: int,
-        side: str,
         pad_value: float,
         use_native: bool,
     ) -> torch.Tensor:
-        ctx.rows = (lengths, side, use_native)
+        ctx.rows = (starts, lengths, use_native)
         if not use_native:
-            return reference.flat_to_padded(values, lengths, width, side, pad_value)
+            return reference.flat_to_padded(values, starts, lengths, width, pad_value)
         out = _backend.empty((len(lengths), width, *values.shape[1:]), values.dtype)
         cell = torch.full(values.shape[1:], pad_value, dtype=values.dtype)
         source = values.detach().contiguous()
-        _C.flat_to_padded(source, lengths, SIDES[side], cell, out, _backend.num_threads())
+        _C.flat_to_padded(source, starts, lengths, cell, out, _backend.num_threads())
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        lengths, side, use_native = ctx.rows
-        flat = _PaddedToFlat.apply(gradient, lengths, side, use_native)
+        starts, lengths, use_native = ctx.rows
+        flat = _PaddedToFlat.apply(gradient, starts, lengths, use_native)
         return flat, None, None, None, None, None
 
 
@@ -202,17 +220,58 @@ def _select(op: str, values: torch.Tensor, backend: str | None) -> bool:
 
 def _check_side(op: str, side: str) -> None:
     if side not in SIDES:
-        raise ValueError(f"{op}: side must be 'left' or 'right', got {side!r}")
+        raise ValueError(f"{op}: side must be 'left', 'right' or 'both', got {side!r}")
 
 
-def _mask_lengths(op: str, mask: torch.Tensor, side: str) -> torch.Tensor:
+def _mask_blocks(op: str, mask: torch.Tensor, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return starts and lengths, (N,) int64 on the CPU, of each row's block of ones."""
     if _backend.on_gpu(mask):
-        return varlen_cuda.mask_lengths(op, mask.detach(), SIDES[side])
-    lengths = torch.empty(len(mask), dtype=torch.int64)
-    known = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32)
-    mask = (mask if mask.dtype in known else mask.to(torch.float32)).detach().cpu().contiguous()
-    _C.mask_lengths(op, mask, SIDES[side], lengths, _backend.num_threads())
-    return lengths
+        starts, lengths = varlen_cuda.mask_blocks(op, mask.detach())
+    else:
+        starts, lengths = torch.empty(2, len(mask), dtype=torch.int64)
+        known = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32)
+        mask = (mask if mask.dtype in known else mask.to(torch.float32)).detach().cpu()
+        _C.mask_blocks(op, mask.contiguous(), starts, lengths, _backend.num_threads())
+    if side == "both":
+        return starts, lengths
+    expected = _starts_of(side, lengths, mask.shape[1])
+    is_bad = (starts != expected) & (lengths > 0)
+    if bool(is_bad.any()):
+        where = {"left": "0 in the padding on the left and 1 after it"}.get(
+            side, "1 in each row's cells and 0 in the padding on the right"
+        )
+        raise ValueError(
+            f"{op}: attention_mask must be {where}, got something else in row "
+            f"{int(is_bad.nonzero()[0])}; for padding on both sides: side='both'"
+        )
+    return expected, lengths
+
+
+def _starts_of(side: str, lengths: torch.Tensor, width: int) -> torch.Tensor:
+    return width - lengths if side == "left" else torch.zeros_like(lengths)
+
+
+def _check_starts(
+    op: str, starts: Any, side: str, lengths: torch.Tensor, width: int
+) -> torch.Tensor:
+    if (starts is None) == (side == "both"):
+        wanted = "starts" if starts is None else "no starts"
+        raise ValueError(f"{op}: side={side!r} wants {wanted} with the lengths of rows")
+    if starts is None:
+        return _starts_of(side, lengths, width)
+    starts = integer_vector(op, "starts", starts).cpu().to(torch.int64).contiguous()
+    if starts.shape != lengths.shape:
+        raise ValueError(
+            f"{op}: starts must be ({len(lengths)},) integers, got shape {tuple(starts.shape)}"
+        )
+    is_bad = (starts < 0) | (starts > width - lengths)
+    if bool(is_bad.any()):
+        row = int(is_bad.nonzero()[0])
+        raise ValueError(
+            f"{op}: starts must be from 0 to {width} minus the row's length "
+            f"({int(lengths[row])}), got {int(starts[row])} in row {row}"
+        )
+    return starts
 
 
 def _check_lengths(op: str, lengths: Any, num_rows: int, width: int) -> torch.Tensor:

@@ -39,11 +39,19 @@ class Models:
     critic: Critic | None
 
 
-def make_models(config: Config, checkpoint: Path | None, num_prompts: int, ranks: Ranks) -> Models:
+def make_models(
+    config: Config,
+    checkpoint: Path | None,
+    num_prompts: int,
+    ranks: Ranks,
+    *,
+    saved_logits_bytes: int | None = None,
+) -> Models:
     """Create the models from the settings or a checkpoint, in the same order on every rank.
 
     Args:
         num_prompts: training prompts, for the length of the learning-rate schedule.
+        saved_logits_bytes: of a policy; see `Policy`.
     """
     settings = config.trainer
     _set_threads(settings.num_threads, ranks)
@@ -69,6 +77,7 @@ def make_models(config: Config, checkpoint: Path | None, num_prompts: int, ranks
             # The reference routes freely: its own log-probabilities are wanted.
             router_replay=trained and settings.policy.moe_enable_routing_replay,
             tree=settings.rows == "tree",
+            saved_logits_bytes=saved_logits_bytes,
             ranks=ranks,
         )
 

@@ -41,6 +41,7 @@ class Policy:
         head_dtype: of the LM head's matrix product; None: `dtype`.
         router_replay: route tokens to the experts that the engine recorded; see `RouterReplay`.
         tree: process rows as prefix trees, each distinct token of a prompt's rows once.
+        saved_logits_bytes: the most logits to save for a backward pass; see `linear_logprob`.
         ranks: that share the work and the weights.
 
     Raises:
@@ -58,6 +59,7 @@ class Policy:
         head_dtype: torch.dtype | None = None,
         router_replay: bool = False,
         tree: bool = False,
+        saved_logits_bytes: int | None = None,
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
         self.model = model
@@ -71,6 +73,7 @@ class Policy:
             checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
         self._check_head()
         self.tree = tree
+        self.saved_logits_bytes = saved_logits_bytes
         self.rope_limits = rope_limits(model.config)
         if tree:
             prepare_for_trees(model.base_model)
@@ -104,6 +107,7 @@ class Policy:
                 kept_ids=None if micro.kept_ids is None else micro.kept_ids.to(self.device),
                 cu_kept=micro.cu_kept,
                 return_entropy=return_entropy,
+                saved_logits_bytes=self.saved_logits_bytes,
             )
 
         result = with_full_params(self.model, distinct)

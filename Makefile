@@ -1,6 +1,7 @@
 # Development commands; `make help` lists them.
 PYTHON ?= python3
 VENV ?= .venv
+PYTEST = -m pytest -n auto --maxprocesses 8 --dist worksteal
 PY = $(VENV)/bin/python
 .DEFAULT_GOAL := help
 .PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheel-test doctor ext format peers peers-fresh bench-peers
@@ -24,10 +25,10 @@ search-r1: setup ## recipe: Search-R1 with its retrieval server; ARGS="--variant
 	$(PY) examples/search_r1/run.py $(ARGS)
 
 test: setup ## default tests, including real vLLM
-	$(PY) -m pytest $(ARGS)
+	$(PY) $(PYTEST) $(ARGS)
 
 test-slow: setup ## tests that take minutes
-	$(PY) -m pytest -m slow $(ARGS)
+	$(PY) $(PYTEST) -m "slow and not peers" $(ARGS)
 
 spec: setup ## rules of docs/spec.md with the tests that cover them
 	$(PY) scripts/spec_report.py $(ARGS)

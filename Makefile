@@ -4,7 +4,7 @@ VENV ?= .venv
 PYTEST = -m pytest -n auto --maxprocesses 8 --dist worksteal
 PY = $(VENV)/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheel-test doctor ext format peers peers-fresh bench-peers
+.PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheel-test doctor ext format mutations peers peers-fresh bench-peers
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -64,6 +64,9 @@ plot-gpu: setup ## plots of bench/results/gpu.json
 
 sanitize: setup ## kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(PYTHON) scripts/sanitize.py --venv $(VENV)
+
+mutations: setup ## ten faults in kernels and rules, each of which the tests must notice
+	$(PY) scripts/mutation_check.py --venv $(VENV) $(ARGS)
 
 peers: setup ## SkyRL's tests with and without this package, and our tests; SKYRL=its source tree
 	$(PY) scripts/peers.py --venv $(VENV) $(if $(SKYRL),--skyrl $(SKYRL)) $(ARGS)

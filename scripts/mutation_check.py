@@ -1,0 +1,187 @@
+"""Check that the default tests notice faults: break a kernel or a rule, and the tests must fail.
+
+    python3 scripts/mutation_check.py --venv .venv [--only tree]
+
+Each fault is one line of a copy of the sources in build/mutations, tried with the default tests of
+the folders named with it. Exit code 1: the tests passed although something was broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TREE = ROOT / "build" / "mutations"
+COPIED = ("csrc", "skyrl_fast", "python_tests", "bench", "examples", "scripts")
+FILES = ("CMakeLists.txt", "Makefile", "pyproject.toml")
+TESTS_FAILED = 1  # pytest's exit code
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A line that is replaced.
+
+    Args:
+        what: the fault in words.
+        path: of the file.
+        right, wrong: the text, which occurs once, and what replaces it.
+        tests: folders of python_tests that must notice.
+    """
+
+    what: str
+    path: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+FAULTS = (
+    Fault(
+        "a trajectory's reward is that of the row before its last",
+        "csrc/advantage/advantage_cpu.cpp",
+        "row_reward(kOp, rewards, layout, t->last_row[j]);",
+        "row_reward(kOp, rewards, layout, t->last_row[j] > 0 ? t->last_row[j] - 1 : 0);",
+        ("ops",),
+    ),
+    Fault(
+        "the gradient of the entropy has the wrong sign",
+        "csrc/logprob/logprob_rows.cpp",
+        "t.b = static_cast<float>(-scale * grads.entropy * kLn2);",
+        "t.b = static_cast<float>(scale * grads.entropy * kLn2);",
+        ("ops",),
+    ),
+    Fault(
+        "steps are joined although their last token differs",
+        "csrc/merge/merge_cpu.cpp",
+        "if (overlap == length) return true;",
+        "if (overlap + 1 >= length) return true;",
+        ("ops",),
+    ),
+    Fault(
+        "a subtree ends one node early",
+        "csrc/prefix_tree/prefix_tree_cpu.cpp",
+        "out.ends[n] = static_cast<int32_t>(place.end);",
+        "out.ends[n] = static_cast<int32_t>(place.end > n + 1 ? place.end - 1 : place.end);",
+        ("ops",),
+    ),
+    Fault(
+        "a merged row's routes are taken from the step before",
+        "csrc/merge/merge_cpu.cpp",
+        "begins[row] = std::min(recorded, counts[row]);",
+        "begins[row] = 0;",
+        ("ops", "batch"),
+    ),
+    Fault(
+        "log-probabilities of a later mini-batch are stored at the first one's place",
+        "skyrl_fast/train/update.py",
+        "start += mini.loss_mask.shape[0]",
+        "start += 0",
+        ("train",),
+    ),
+    Fault(
+        "rows without an advantage are not trained although they have a KL loss",
+        "skyrl_fast/train/update.py",
+        "        algorithm.use_kl_loss\n        or algorithm.use_entropy_loss",
+        "        algorithm.use_entropy_loss",
+        ("train",),
+    ),
+    Fault(
+        "groups may be one policy version older than the bound",
+        "skyrl_fast/train/flow/group_schedule.py",
+        "self.capacity = (max_staleness + 1) * batch_size",
+        "self.capacity = (max_staleness + 2) * batch_size",
+        ("train",),
+    ),
+    Fault(
+        "the answer's end token is not part of the next prompt",
+        "skyrl_fast/rollout/context.py",
+        "return [*render.token_ids(text), tokenizer.eos_token_id]",
+        "return [*render.token_ids(text)]",
+        ("rollout", "train"),
+    ),
+    Fault(
+        "a checkpoint's files are not compared with its manifest",
+        "skyrl_fast/train/output/manifest.py",
+        "same = _digest(folder / name, pool) == digest",
+        "same = True",
+        ("train",),
+    ),
+)
+
+
+def main() -> None:
+    """Try each fault; exit with 1 if one is not noticed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    parser.add_argument("--only", default="", help="part of a fault's description")
+    options = parser.parse_args()
+    python = (options.venv.resolve() / "bin" / "python").as_posix()
+    copy_sources()
+    build(python)
+    unnoticed = 0
+    for fault in FAULTS:
+        if options.only not in fault.what:
+            continue
+        start = time.monotonic()
+        noticed = try_fault(python, fault)
+        unnoticed += not noticed
+        outcome = "noticed" if noticed else "NOT NOTICED"
+        print(f"{outcome}: {fault.what} ({time.monotonic() - start:.0f} s)", flush=True)
+    sys.exit(1 if unnoticed else 0)
+
+
+def copy_sources() -> None:
+    """Copy the sources to `TREE`, without built modules."""
+    ignore = shutil.ignore_patterns("*.so", "__pycache__")
+    for folder in COPIED:
+        shutil.rmtree(TREE / folder, ignore_errors=True)
+        shutil.copytree(ROOT / folder, TREE / folder, ignore=ignore)
+    for name in FILES:
+        shutil.copy(ROOT / name, TREE)
+
+
+def build(python: str) -> None:
+    """Build the extension of the copy."""
+    environment = os.environ | {"PATH": f"{Path(python).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["make", "ext", f"PYTHON={python}"],
+        cwd=TREE, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise SystemExit(f"the extension of {TREE} cannot be built:\n{done.stdout[-4000:]}")
+
+
+def try_fault(python: str, fault: Fault) -> bool:
+    """Return whether a test fails with this fault."""
+    path = TREE / fault.path
+    right = path.read_text(encoding="utf-8")
+    if right.count(fault.right) != 1:
+        raise SystemExit(f"{fault.path}: wanted one place with {fault.right!r}: adapt the fault")
+    path.write_text(right.replace(fault.right, fault.wrong), encoding="utf-8")
+    try:
+        if fault.path.startswith("csrc"):
+            build(python)
+        folders = [f"python_tests/{name}" for name in fault.tests]
+        command = [python, "-m", "pytest", "-q", "-x", "-n", "auto", "-p", "no:cacheprovider"]
+        done = subprocess.run(
+            [*command, *folders],
+            cwd=TREE, env=os.environ | {"PYTHONPATH": str(TREE)}, capture_output=True, text=True,
+        )  # fmt: skip
+        failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+        print("\n".join(line[:150] for line in failed[:1]), flush=True)
+        return done.returncode == TESTS_FAILED and bool(failed)
+    finally:
+        path.write_text(right, encoding="utf-8")
+        if fault.path.startswith("csrc"):
+            build(python)
+
+
+if __name__ == "__main__":
+    main()

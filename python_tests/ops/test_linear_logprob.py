@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_fast.ops import _backend
-from skyrl_fast.ops.logprob import linear
+from skyrl_fast.ops.logprob import linear_rows
 from skyrl_fast.ops.logprob.linear import linear_logprob
 
 
@@ -303,7 +303,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 257])
 def test_saved_logits_spare_a_product(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, whose chunks have 128 rows here."""
-    monkeypatch.setattr(linear, "GPU_CHUNK_BYTES", 1)
+    monkeypatch.setattr(linear_rows, "GPU_CHUNK_BYTES", 1)
     h, w, targets, _ = linear_case(torch.float32, rows=rows)
     want = run_linear(h.double(), w.double(), targets, backend="torch")
     row_bytes, size = 61 * 4, rows * 61 * 8
@@ -319,7 +319,7 @@ def test_saved_logits_spare_a_product(rows: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.spec("logprob.saved-logits")
 @pytest.mark.usefixtures("emulated_gpu")
 def test_nothing_is_saved_without_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "GPU_CHUNK_BYTES", 1)
+    monkeypatch.setattr(linear_rows, "GPU_CHUNK_BYTES", 1)
     h, w, targets, _ = linear_case(torch.float32, rows=257)
     shapes: list[tuple[int, ...]] = []
     monkeypatch.setattr(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,8 @@ from _training import folder as folder
 from _training import settings
 
 import skyrl_fast
+from scripts import hardware_page
+from scripts.published_models import BILLIONS, model_folder
 from skyrl_fast.cli import main
 from skyrl_fast.config import Config
 from skyrl_fast.config.loading import load_config
@@ -33,72 +34,7 @@ from skyrl_fast.train.run import SetupError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPU = num_bytes("79GiB")  # of an "80 GB" GPU
-QWEN2 = {
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-}
-MODELS: dict[str, dict[str, Any]] = {  # config.json of the published recipes' models
-    "Qwen/Qwen2.5-0.5B-Instruct": {
-        **QWEN2,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-    },
-    "Qwen/Qwen2.5-1.5B-Instruct": {
-        **QWEN2,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-    },
-    "Qwen/Qwen2.5-3B-Instruct": {
-        **QWEN2,
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-    },
-    "Qwen/Qwen2.5-Coder-7B-Instruct": {
-        **QWEN2,
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-    },
-    "Qwen/Qwen3-4B": {
-        **QWEN2,
-        "model_type": "qwen3",
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-    },
-}
-BILLIONS = {  # parameters, as the models' cards say
-    "Qwen/Qwen2.5-0.5B-Instruct": 0.494,
-    "Qwen/Qwen2.5-1.5B-Instruct": 1.544,
-    "Qwen/Qwen2.5-3B-Instruct": 3.086,
-    "Qwen/Qwen2.5-Coder-7B-Instruct": 7.616,
-    "Qwen/Qwen3-4B": 4.022,
-}
 RECIPES = [path for path in sorted(EXAMPLES.glob("*/*.yaml")) if "Qwen/" in path.read_text()]
-
-
-def model_folder(where: Path, name: str) -> Path:
-    """Write a folder with the config.json of a published model."""
-    where.mkdir(parents=True, exist_ok=True)
-    (where / "config.json").write_text(json.dumps(MODELS[name]))
-    return where
 
 
 @pytest.fixture(scope="module")
@@ -486,3 +422,11 @@ def test_defaults_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     setup.engine.gpu_memory_utilization = 0.5
     fixed_args = vllm_start.engine_args(setup)
     assert (fixed_args["enforce_eager"], fixed_args["gpu_memory_utilization"]) == (True, 0.5)
+
+
+@pytest.mark.slow
+def test_hardware_page_is_up_to_date() -> None:
+    """Two of its rows; all take a minute."""
+    page = hardware_page.PAGE.read_text(encoding="utf-8")
+    for name in ("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-Coder-7B-Instruct"):
+        assert hardware_page.row(name) in page, "run python -m scripts.hardware_page"

@@ -275,6 +275,7 @@ def test_vllm_has_these_arguments_and_calls(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @needs_vllm
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.spec("memory.sleep", "async.weight-transfer")
 @pytest.mark.timeout(900)

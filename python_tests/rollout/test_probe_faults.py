@@ -57,6 +57,7 @@ def test_rounding_passes_and_faults_are_refused_in_200_updates() -> None:
     _checked(sweep(model_kinds()), updates=5 * NUM_MODELS)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -65,8 +66,8 @@ def test_rounding_passes_and_faults_are_refused_in_200_updates() -> None:
     "kind",
     [
         ModelKind(2, 2.5, "Qwen2", tied=True),
-        pytest.param(ModelKind(12, 3.5, "Qwen3"), marks=pytest.mark.slow),
-        pytest.param(ModelKind(28, 3.5, "Llama"), marks=pytest.mark.slow),
+        ModelKind(12, 3.5, "Qwen3"),
+        ModelKind(28, 3.5, "Llama"),
     ],
     ids=lambda kind: f"{kind.layers} layers",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from skyrl_fast.config import Config
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.rollout.engine import vllm_start
+from skyrl_fast.train import memory_plan
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.device_plan import GIB, MemoryPlan
 from skyrl_fast.train.memory_plan import gpu_memory, head_bytes, plan_memory
@@ -35,6 +37,23 @@ from skyrl_fast.train.run import SetupError
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPU = num_bytes("79GiB")  # of an "80 GB" GPU
 RECIPES = [path for path in sorted(EXAMPLES.glob("*/*.yaml")) if "Qwen/" in path.read_text()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def measured_once() -> Iterator[None]:
+    """Measure the activations of each model and setting once; the tests plan most of them again."""
+    found: dict[str, Any] = {}
+    measure = memory_plan.activation_memory
+
+    def remembered(config: Any, length: int, **options: Any) -> Any:
+        key = f"{config.to_json_string()} {length} {options}"
+        if key not in found:
+            found[key] = measure(config, length, **options)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_plan, "activation_memory", remembered)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -385,7 +404,7 @@ def test_a_model_that_reads_values_is_trained_without_a_plan(
     monkeypatch.setattr(Qwen2MLP, "forward", reads_a_value)
     monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(run_module, "gpu_memory", lambda config, with_engine: GPU)
-    config = config_of(small)
+    config = config_of(small, "trainer.policy.dtype=float16")  # no other test measures this
     assert run_module._memory_plan(config, None, with_engine=True) is None
     assert config.generator.inference_engine.gpu_memory_utilization == 0.5
     assert "no memory plan: the model's memory cannot be measured" in caplog.text

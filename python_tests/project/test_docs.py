@@ -7,6 +7,7 @@ found by its last components.
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from functools import cache
@@ -195,3 +196,27 @@ def test_missing_name_is_detected() -> None:
     assert missing("skyrl_fast.no_module_of_ours.x") == "no_module_of_ours"
     assert missing("StepBatch.no_such_method") == "no_such_method"
     assert missing("csrc/<op>/<op>_cpu.cpp") == missing("StepBatch") == missing("a clause") == ""
+
+
+def messages() -> str:
+    """Return the texts of the package's sources, with `…` for what is filled in."""
+    found = []
+    for path in sorted((ROOT / "skyrl_fast").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [v.value if isinstance(v, ast.Constant) else "…" for v in node.values]
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%(\.\d)?[sdfg]", "…", node.value))
+    return "\n".join(found)
+
+
+def test_every_message_of_the_troubleshooting_page_exists() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `(.*?)` \|", page, flags=re.M)
+    assert len(quoted) > 20
+    texts = messages()
+    for message in quoted:
+        for part in filter(None, map(str.strip, message.split("…"))):
+            if len(part) > 6:
+                assert part in texts, (message, part)

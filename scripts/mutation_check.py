@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / "mutations"
 COPIED = ("csrc", "skyrl_fast", "python_tests", "bench", "examples", "scripts")
 FILES = ("CMakeLists.txt", "Makefile", "pyproject.toml")
-TESTS_FAILED = 1  # pytest's exit code
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ def try_fault(python: str, fault: Fault) -> bool:
         )  # fmt: skip
         failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
         print("\n".join(line[:150] for line in failed[:1]), flush=True)
-        return done.returncode == TESTS_FAILED and bool(failed)
+        return bool(failed)  # not the exit code: another error is no test that noticed
     finally:
         path.write_text(right, encoding="utf-8")
         if fault.path.startswith("csrc"):

@@ -43,9 +43,8 @@ Counted in real runs of each host with this package installed, by `python -m ben
 hosts): a function that a run did not call has no row. *Taken* is the share of its calls that this package answered; the
 others went to the host's own function. *Results* are compared with the same run of the host alone.
 
-Other rows: [TRL 1.16's trainers](trl.md#measured), with calls, and [verl 0.9.1's worker](skyrl_drop_in.md#verl). The
-machine was shared with other work while these were taken: ratios of single functions vary by a factor of two or more
-between runs, those of torch with several threads most.
+The machine, two cores of a Xeon, was shared with other work while these were taken, at a load of 5 to 10: ratios of single
+functions vary by a factor of two or more between runs, those of torch with several threads most.
 """  # noqa: E501
 SKYRL = """\
 Calls: two steps of `RayPPOTrainer.train` without and two with merged steps, on a local Ray with two workers, rollouts and
@@ -53,10 +52,30 @@ the model's matrix synthetic. Times: the same functions on 512 trajectories of u
 turn in one process, as medians; "-": not timed separately."""  # noqa: E501
 TRL = """\
 The trainer's own `train()` on a CPU, {steps} steps, without and with `install()`, {rounds} pairs in one process by turns: a
-Qwen2 of 2 layers, hidden 256, {vocab:,} words, random weights, float32, batches of 8 rows with answers of 32 tokens.
-Calls: of one run. Seconds: the median of the runs; times faster: the median of the pairs, then the pairs' least and most.
-The last column compares every step's metrics, as they are. Steps of GRPO and RLOO hold their generation, which is TRL's.
-Larger models, and their memory: [TRL](trl.md#measured)."""  # noqa: E501
+Qwen2 of 2 layers, hidden 256, {vocab:,} words, random weights, float32, batches of 8 rows with answers of 32 tokens, one
+thread (`OMP_NUM_THREADS=1`), which other work disturbs least. Calls: of one run. Seconds: the median of the runs; times
+faster: the median of the pairs, then the pairs' least and most. The last column is the largest absolute difference in
+any step. Steps of GRPO and RLOO include their generation, which stays TRL's. A larger model with two threads, and peak
+memory: [TRL](trl.md#measured).
+
+Asynchronous GRPO does not run on a CPU as it comes: it asks CUDA for the GPU's name, its attention is a FlashAttention 3
+kernel, and its rollouts and weights need a vLLM server with NCCL. Its row is `AsyncGRPOTrainer.train()` with that
+attention computed by torch, synthetic rollouts and no weight transfer (`bench/_async_grpo.py`), so it shows the head
+and the loss only."""  # noqa: E501
+VERL = """\
+## verl 0.9.1
+
+Calls: verl's `TrainingWorker` with its FSDP2 engine and PPO loss in a Ray actor with gloo, for a batch of 8 rows,
+log-probabilities and two updates, counted by a test (`python_tests/integrations/test_verl.py`); not timed.
+
+| function | calls | taken | times faster |
+|---|---:|---:|---:|
+| `logprobs_from_logits` | 6 | 100% | not timed |
+| `unpad_input` | 1 | 100% | not timed |
+
+Results: losses and gradient norms are the stock run's within 1e-5, log-probabilities within 4e-6. `pad_input` is not
+called by this engine; a step of `main_ppo` [has not been shown](skyrl_drop_in.md#verl).
+"""  # noqa: E501
 
 
 def main() -> None:
@@ -166,9 +185,7 @@ def trl_row(name: str, turns: list[dict[str, Any]]) -> dict[str, Any]:
         for turn in turns
         for a, b in zip(turn["stock"]["log"], turn["installed"]["log"], strict=True)
     ]
-    seconds = {
-        kind: [turn[kind]["seconds"] for turn in turns] for kind in ("stock", "installed")
-    }
+    seconds = {kind: [turn[kind]["seconds"] for turn in turns] for kind in ("stock", "installed")}
     ratios = [a / b for a, b in zip(seconds["stock"], seconds["installed"], strict=True)]
     return {
         "trainer": name,
@@ -190,7 +207,7 @@ def page(entries: dict[str, Any]) -> str:
         lines += [f"## {host}", ""]
         lines += list(skyrl_table(entry) if "end_to_end" in entry else trl_table(entry))
         lines += ["", entry["where"], ""]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, VERL])
 
 
 def skyrl_table(entry: dict[str, Any]) -> Iterator[str]:
@@ -216,12 +233,13 @@ def trl_table(entry: dict[str, Any]) -> Iterator[str]:
     for row in entry["rows"]:
         seconds = " | ".join(f"{row['seconds'][kind]:.2f}" for kind in ("stock", "installed"))
         worst = ", ".join(f"{metric} {value:.0e}" for metric, value in row["worst"].items())
+        trainer = row["trainer"].upper().replace("_", " ")
         ratios = row["ratios"]
         spread = f"{min(ratios):.1f}, {max(ratios):.1f}"
         times = f"{seconds} | {statistics.median(ratios):.1f} | {spread} | {worst}"
         for name, (calls, handed_back) in row["counts"].items():
             taken = 1 - handed_back / calls
-            yield f"| {row['trainer'].upper()} | `{name}` | {calls} | {taken:.0%} | {times} |"
+            yield f"| {trainer} | `{name}` | {calls} | {taken:.0%} | {times} |"
 
 
 if __name__ == "__main__":

@@ -43,10 +43,9 @@ Counted in real runs of each host with this package installed, by `python -m ben
 hosts): a function that a run did not call has no row. *Taken* is the share of its calls that this package answered; the
 others went to the host's own function. *Results* are compared with the same run of the host alone.
 
-The machine, two cores of a Xeon, was shared with other work while these were taken, at a load of 5 to 10: ratios of single
-functions vary by a factor of two or more between runs, those of torch with several threads most. End to end, 0.3.0 gains
-more than later versions because it fills its batch from Python lists, which is most of its time there, and they do so
-with numpy.
+The machine, two cores of a Xeon, was shared with other work while these were taken: ratios of single functions vary by a
+factor of two or more between runs, those of torch with several threads most. End to end, SkyRL 0.3.0 gains more than
+later versions: it fills its batch from Python lists, most of its time there, where they use numpy.
 """  # noqa: E501
 SKYRL = """\
 Calls: two steps of `RayPPOTrainer.train` without and two with merged steps, on a local Ray with two workers, rollouts and

@@ -1,7 +1,7 @@
 """Real training runs of SkyRL and TRL with this package: calls, share taken, speed, results.
 
     python -m bench.hosts skyrl [--label main]   # of the SkyRL that is importable
-    python -m bench.hosts trl [--trainers grpo,rloo,dpo,kto,sft]
+    python -m bench.hosts trl [--trainers grpo,rloo,dpo,kto,sft]   # default: those without a row
 
 A row is written only for a function that was called in the run. SkyRL: two steps of
 `RayPPOTrainer.train` without and two with merged steps, on Ray, for calls and results; times are
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ RESULT = ROOT / "bench" / "results" / "hosts.json"
 PAGE = ROOT / "docs" / "hosts.md"
 RUN = ROOT / "python_tests" / "helpers" / "_skyrl_ray_run.py"
 SIZE = "medium"
+TRL_ROUNDS = 3
 WORKS = {  # functions that bench/skyrl_drop_in.py times under another name
     "RayPPOTrainer.compute_advantages_and_returns": "compute_advantages_and_returns",
     "ppo_policy_loss": "ppo_policy_loss, forward + backward",
@@ -41,17 +43,40 @@ Counted in real runs of each host with this package installed, by `python -m ben
 hosts): a function that a run did not call has no row. *Taken* is the share of its calls that this package answered; the
 others went to the host's own function. *Results* are compared with the same run of the host alone.
 
-Other rows: [TRL 1.16's trainers](trl.md#measured), with calls, and [verl 0.9.1's worker](skyrl_drop_in.md#verl). The
-machine was shared with other work while these were taken: ratios of single functions vary by a factor of two or more
-between runs, those of torch with several threads most.
+The machine, two cores of a Xeon, was shared with other work while these were taken: ratios of single functions vary by a
+factor of two or more between runs, those of torch with several threads most. End to end, SkyRL 0.3.0 gains more than
+later versions: it fills its batch from Python lists, most of its time there, where they use numpy.
 """  # noqa: E501
 SKYRL = """\
 Calls: two steps of `RayPPOTrainer.train` without and two with merged steps, on a local Ray with two workers, rollouts and
 the model's matrix synthetic. Times: the same functions on 512 trajectories of up to 3,348 tokens, the host's and ours in
 turn in one process, as medians; "-": not timed separately."""  # noqa: E501
 TRL = """\
-Calls, times and results: the trainer's own `train()`, {steps} steps, stock and installed by turns in separate processes;
-the ratio is that of median seconds of a step, and of the faster of the runs of each."""  # noqa: E501
+The trainer's own `train()` on a CPU, {steps} steps, without and with `install()`, {rounds} pairs in one process by turns: a
+Qwen2 of 2 layers, hidden 256, {vocab:,} words, random weights, float32, batches of 8 rows with answers of 32 tokens, one
+thread (`OMP_NUM_THREADS=1`), which other work disturbs least. Calls: of one run. Seconds: the median of the runs; times
+faster: the median of the pairs, then the pairs' least and most. The last column is the largest absolute difference in
+any step. Steps of GRPO and RLOO include their generation, which stays TRL's. A larger model with two threads, and peak
+memory: [TRL](trl.md#measured).
+
+Asynchronous GRPO does not run on a CPU as it comes: it asks CUDA for the GPU's name, its attention is a FlashAttention 3
+kernel, and its rollouts and weights need a vLLM server with NCCL. Its row is `AsyncGRPOTrainer.train()` with that
+attention computed by torch, synthetic rollouts and no weight transfer (`bench/_async_grpo.py`), so it shows the head
+and the loss only."""  # noqa: E501
+VERL = """\
+## verl 0.9.1
+
+Calls: verl's `TrainingWorker` with its FSDP2 engine and PPO loss in a Ray actor with gloo, for a batch of 8 rows,
+log-probabilities and two updates, counted by a test (`python_tests/integrations/test_verl.py`); not timed.
+
+| function | calls | taken | times faster |
+|---|---:|---:|---:|
+| `logprobs_from_logits` | 6 | 100% | not timed |
+| `unpad_input` | 1 | 100% | not timed |
+
+Results: losses and gradient norms are the stock run's within 1e-5, log-probabilities within 4e-6. `pad_input` is not
+called by this engine; a step of `main_ppo` [has not been shown](skyrl_drop_in.md#verl).
+"""  # noqa: E501
 
 
 def main() -> None:
@@ -59,14 +84,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("host", choices=("skyrl", "trl", "page"))
     parser.add_argument("--label", help="version of this SkyRL in the table, such as main")
-    parser.add_argument("--trainers", default=",".join(trl_trainers.TRAINERS))
+    parser.add_argument("--trainers", help="default: those without a row")
     args = parser.parse_args()
     entries = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     if args.host == "skyrl":
         version = args.label or metadata.version("skyrl")
         entries[f"SkyRL {version}"] = skyrl()
     elif args.host == "trl":
-        entries[f"TRL {metadata.version('trl')}"] = trl(args.trainers.split(","))
+        key = f"TRL {metadata.version('trl')}"
+        saved = entries.get(key, {}).get("rows", [])
+        measured = {row["trainer"] for row in saved}
+        left = [name for name in trl_trainers.TRAINERS if name not in measured]
+        for entries[key] in trl(args.trainers.split(",") if args.trainers else left, saved):
+            save(entries)
+    save(entries)
+
+
+def save(entries: dict[str, Any]) -> None:
+    """Write the results and the page."""
     RESULT.write_text(json.dumps(entries, indent=1) + "\n")
     PAGE.write_text(page(entries))
 
@@ -119,24 +154,51 @@ def relative(want: dict[str, float], got: dict[str, float]) -> float:
     return max(abs(want[k] - got[k]) / max(abs(want[k]), 1e-3) for k in want)
 
 
-def trl(trainers: list[str]) -> dict[str, Any]:
-    """Return runs of TRL's trainers."""
+def trl(trainers: list[str], saved: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield runs of TRL's trainers, with those saved before: an entry after each trainer."""
     options = argparse.Namespace(
-        vocab=32_000, hidden=256, layers=2, steps=5, rounds=2, response=32, bf16=False
+        vocab=32_000, hidden=256, layers=2, steps=4, response=32, bf16=False
     )
-    rows = []
+    rows = [row for row in saved if row["trainer"] not in trainers]
     for name in trainers:
-        found = trl_trainers.pairs(options, name)
-        best = {kind: min(run["seconds"] for run in runs) for kind, runs in found.items()}
-        a, b = (found[kind][0]["log"] for kind in ("stock", "installed"))
-        worst = {
-            metric: max(abs(x[metric] - y[metric]) for x, y in zip(a, b, strict=True))
+        rows.append(trl_row(name, [trl_pair(options, name, i) for i in range(TRL_ROUNDS)]))
+        yield {"rows": rows, "where": skyrl_drop_in.where(), "vocab": options.vocab,
+               "steps": options.steps}  # fmt: skip
+
+
+def trl_pair(options: argparse.Namespace, name: str, turn: int) -> dict[str, Any]:
+    """Return a stock and an installed run of a trainer; the second first in every other turn."""
+    from skyrl_fast.integrations import trl as fast
+
+    pair: dict[str, Any] = {}
+    for kind in ("stock", "installed") if turn % 2 == 0 else ("installed", "stock"):
+        try:
+            pair[kind] = trl_trainers.run(options, name, kind == "installed")
+        finally:
+            fast.uninstall()
+    return pair
+
+
+def trl_row(name: str, turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return calls, medians of the seconds of a step and of the ratio, and differences."""
+    steps = [
+        (a, b)
+        for turn in turns
+        for a, b in zip(turn["stock"]["log"], turn["installed"]["log"], strict=True)
+    ]
+    seconds = {kind: [turn[kind]["seconds"] for turn in turns] for kind in ("stock", "installed")}
+    ratios = [a / b for a, b in zip(seconds["stock"], seconds["installed"], strict=True)]
+    return {
+        "trainer": name,
+        "counts": turns[0]["installed"]["counts"],
+        "seconds": {kind: statistics.median(values) for kind, values in seconds.items()},
+        "ratios": ratios,
+        "worst": {
+            metric: max(abs(a[metric] - b[metric]) for a, b in steps)
             for metric in trl_trainers.METRICS
-            if all(metric in x for x in (*a, *b))
-        }
-        rows.append({"trainer": name, "calls": found["installed"][0]["calls"], "worst": worst,
-                     "seconds": best, "times": best["stock"] / best["installed"]})  # fmt: skip
-    return {"rows": rows, "steps": options.steps, "where": skyrl_drop_in.where()}
+            if all(metric in a for a, _ in steps)
+        },
+    }
 
 
 def page(entries: dict[str, Any]) -> str:
@@ -146,7 +208,7 @@ def page(entries: dict[str, Any]) -> str:
         lines += [f"## {host}", ""]
         lines += list(skyrl_table(entry) if "end_to_end" in entry else trl_table(entry))
         lines += ["", entry["where"], ""]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, VERL])
 
 
 def skyrl_table(entry: dict[str, Any]) -> Iterator[str]:
@@ -163,14 +225,22 @@ def skyrl_table(entry: dict[str, Any]) -> Iterator[str]:
 
 def trl_table(entry: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of a version of TRL."""
-    yield from (TRL.format(steps=entry["steps"]), "")
-    yield "| trainer | calls | s a step, TRL | installed | times faster | largest difference |"
-    yield "|---|---|---:|---:|---:|---|"
+    yield from (TRL.format(**entry, rounds=TRL_ROUNDS), "")
+    yield (
+        "| trainer | function | calls | taken | s a step, TRL | installed | times faster "
+        "| least, most | largest differences |"
+    )
+    yield "|---|---|---:|---:|---:|---:|---:|---|---|"
     for row in entry["rows"]:
         seconds = " | ".join(f"{row['seconds'][kind]:.2f}" for kind in ("stock", "installed"))
         worst = ", ".join(f"{metric} {value:.0e}" for metric, value in row["worst"].items())
-        name = row["trainer"].upper()
-        yield f"| {name} | {row['calls']} | {seconds} | {row['times']:.1f} | {worst} |"
+        trainer = row["trainer"].upper().replace("_", " ")
+        ratios = row["ratios"]
+        spread = f"{min(ratios):.1f}, {max(ratios):.1f}"
+        times = f"{seconds} | {statistics.median(ratios):.1f} | {spread} | {worst}"
+        for name, (calls, handed_back) in row["counts"].items():
+            taken = 1 - handed_back / calls
+            yield f"| {trainer} | `{name}` | {calls} | {taken:.0%} | {times} |"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from bench.baselines.pipeline import SkyRL, warm_pages
 
 RESULT = Path(__file__).resolve().parent / "results" / "peers.json"
 SIZES = ("small", "medium", "large")
-BLOCKS = 3  # of each contender, in turn
+BLOCKS = 5  # of each contender, in turn
 REPEATS, MIN_REPEATS = 15, 1  # of a block
 BLOCK_SECONDS = 0.7  # then a block ends
 END_TO_END = "end to end"
@@ -268,8 +268,9 @@ def where() -> str:
     with contextlib.suppress(OSError, StopIteration):
         text = Path("/proc/cpuinfo").read_text()
         name = next(x for x in text.splitlines() if x.startswith("model name")).split(": ", 1)[1]
+    threads = torch.get_num_threads()
     return (
-        f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, Python "
+        f"{name}, {threads} thread{'s'[: threads > 1]}, torch {torch.__version__}, Python "
         f"{platform.python_version()}, {datetime.date.today()}."
     )
 

@@ -1,8 +1,9 @@
 """TRL's trainers with and without this package: seconds per step, memory, losses, calls.
 
-    python -m bench.trl_trainers [--trainers grpo,rloo,dpo,kto,sft] [--vocab 32000] [--steps 6]
+    python -m bench.trl_trainers [--trainers grpo,rloo,dpo,kto,sft,async_grpo] [--vocab 32000]
 
-"grpo_loss" is GRPO with the trainer of this package, which also has its loss.
+"grpo_loss" is GRPO with the trainer of this package, which also has its loss; "async_grpo" see
+bench/_async_grpo.py.
 
 Each run is a process of its own, stock and installed by turns, on a CPU, with a Qwen2 of random
 weights and a synthetic data set. Needs TRL; `make peers` installs it.
@@ -24,7 +25,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-TRAINERS = ("grpo", "rloo", "dpo", "kto", "sft")
+from bench import _async_grpo
+
+TRAINERS = ("grpo", "rloo", "dpo", "kto", "sft", "async_grpo")
 METRICS = ("loss", "grad_norm", "entropy")
 WORDS = [f"w{i}" for i in range(500)]
 
@@ -116,11 +119,17 @@ def run(options: argparse.Namespace, trainer: str, installed: bool) -> dict[str,
         if "loss" in row
     ]
     steps = [b - a for a, b in itertools.pairwise(times)]
+    functions = fast.report().functions if installed else ()
     return {
         "seconds": statistics.median(steps),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "log": log,
         "calls": fast.report().summary().partition(": ")[2] if installed else "",
+        "counts": {
+            one.name: (one.counts.calls, one.counts.handed_back)
+            for one in functions
+            if one.counts.calls
+        },
     }
 
 
@@ -163,7 +172,10 @@ def make_trainer(name: str, options: argparse.Namespace, folder: Path, callback:
     others = [
         " ".join(WORDS[(5 * i + j) % 500] for j in range(options.response)) for i in range(64)
     ]
-    shared = {"model": model, "processing_class": tokenizer(), "callbacks": [callback]}
+    shared: dict[str, Any] = {"processing_class": tokenizer(), "callbacks": [callback]}
+    if name == "async_grpo":
+        return _async_grpo.make_trainer(folder / "model", common, shared, options.response)
+    shared["model"] = model
     if name in ("grpo", "rloo", "grpo_loss"):
         config = trl.RLOOConfig if name == "rloo" else trl.GRPOConfig
         kind = trl.RLOOTrainer if name == "rloo" else trl.GRPOTrainer

@@ -251,7 +251,7 @@ def test_trainers_loss_and_metrics_equal_trls(loss_type: str, level: str, sample
 @pytest.mark.peers
 @pytest.mark.slow
 @pytest.mark.spec("dropin.trl", "dropin.counted")
-@pytest.mark.parametrize("trainer", ["grpo", "rloo", "dpo", "kto", "sft"])
+@pytest.mark.parametrize("trainer", ["grpo", "rloo", "dpo", "kto", "sft", "async_grpo"])
 def test_real_trainers_call_the_replacement_and_learn_the_same(trainer: str) -> None:
     pytest.importorskip("trl", reason="TRL is not installed")
     from bench import trl_trainers

@@ -102,24 +102,42 @@ class EnvHost:
         return PlainData(MAX_METRICS_TEXT, unknown_as_text=True).of(dict(self._env.metrics()))
 
     def _make(self, env_class: str, extras: dict[str, Any]) -> None:
-        env = self._created(env_class, extras)
+        settings = self._settings
+        env = created_env(env_class, settings.skyrl_gym, extras, settings.make_env)
         with self._lock:
             self._env = env
             late = self._given_up
         if late:
             self._called("close", None)
 
-    def _created(self, env_class: str, extras: dict[str, Any]) -> Env:
-        make_env = self._settings.make_env
-        if make_env is None and ":" in env_class:
-            make_env = load_object(env_class)
-        if make_env is None:
-            return skyrl_gym_env.make(env_class, self._settings.skyrl_gym, extras)
-        env = make_env(extras)
-        absent = [name for name in METHODS if not callable(getattr(env, name, None))]
-        if absent:
-            raise TypeError(
-                f"wanted an Env, got {type_name(env)} without {', '.join(absent)}; a subclass "
-                "of skyrl_fast.train.Env has to define only step"
-            )
-        return env
+
+def created_env(
+    env_class: str,
+    skyrl_gym: SkyRLGymConfig,
+    extras: dict[str, Any],
+    make_env: MakeEnv | None = None,
+) -> Env:
+    """Return a new environment.
+
+    Args:
+        env_class: `module:Class`, `module:factory`, or a name registered in skyrl_gym.
+        skyrl_gym: its settings.
+        extras: of the row.
+        make_env: used instead of `env_class`, if given.
+
+    Raises:
+        ValueError, TypeError: there is no such class, or its result is no `Env`.
+        Whatever the environment's code raises.
+    """
+    if make_env is None and ":" in env_class:
+        make_env = load_object(env_class)
+    if make_env is None:
+        return skyrl_gym_env.make(env_class, skyrl_gym, extras)
+    env = make_env(extras)
+    absent = [name for name in METHODS if not callable(getattr(env, name, None))]
+    if absent:
+        raise TypeError(
+            f"wanted an Env, got {type_name(env)} without {', '.join(absent)}; a subclass "
+            "of skyrl_fast.train.Env has to define only step"
+        )
+    return env

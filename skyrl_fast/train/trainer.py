@@ -25,6 +25,7 @@ from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.algorithm.dynamic_sampling import GroupSampling
 from skyrl_fast.train.algorithm.off_policy import warn_of_stale_tokens
 from skyrl_fast.train.algorithm.sequence_scope import Sequences
+from skyrl_fast.train.algorithm.unread_rewards import UnreadRewardsWatch
 from skyrl_fast.train.callbacks import Callback, CallbackList
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler, digest_of
 from skyrl_fast.train.data.random_state import load_random_state, save_random_state
@@ -136,6 +137,7 @@ class Trainer:
         self._callbacks = CallbackList(components.callbacks)
         self._failures = FailureWatch()
         self._divergence = DivergenceWatch()
+        self._unread_rewards = UnreadRewardsWatch(config)
         self._source = BatchSource(config, self._failures)
         self._flow: GroupFlow | None = None
 
@@ -227,6 +229,7 @@ class Trainer:
         groups, ages = sample
         await self._timed("sync", times, components.rollouts.sleep())
         trajectories = groups.trajectories()
+        self._unread_rewards.see(trajectories)
         split_rollout_time(times, groups.sampled)
         batch, units, metrics = await self._timed(
             "batch",

@@ -67,6 +67,7 @@ def try_prompt(options: argparse.Namespace) -> int:
     try:
         from skyrl_fast.config.loading import load_config
         from skyrl_fast.rollout.engine.protocol import EngineError
+        from skyrl_fast.train.algorithm.unread_rewards import unread_rewards
     except ImportError as error:
         return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train]'")
     try:
@@ -78,6 +79,9 @@ def try_prompt(options: argparse.Namespace) -> int:
     except EngineError as error:
         return _complain(str(error), FAILED)
     sys.stdout.write(_attempt_text(attempt))
+    unread = unread_rewards(config, attempt.trajectories)
+    if unread is not None:
+        sys.stdout.write(f"\nwarning: {unread}\n")
     return FAILED if any(t.failure is not None for t in attempt.trajectories) else 0
 
 

@@ -195,11 +195,12 @@ def _engine(options: argparse.Namespace) -> int:
         from skyrl_fast.rollout.engine.serve_vllm import serve
         from skyrl_fast.rollout.engine.vllm_start import check_model_folder
         from skyrl_fast.train.flow.vllm_rollouts import key_file, vllm_setup
+        from skyrl_fast.train.model.model_folder import model_folder
     except ImportError as error:
         return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train,vllm]'")
     try:
         config = load_config(options.config, options.overrides)
-        setup = vllm_setup(config, str(config.trainer.policy.model.path))
+        setup = vllm_setup(config, str(model_folder(str(config.trainer.policy.model.path))))
         check_model_folder(setup)
         key = engine_key(key_file(config))
     except (ValueError, EngineDeadError) as error:

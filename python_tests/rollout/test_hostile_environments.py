@@ -212,7 +212,7 @@ def test_trace_is_a_traceback_of_the_environment_alone() -> None:
 def test_trace_of_a_failure_before_the_environment_is_empty() -> None:
     host = EnvHost(HostSettings(SkyRLGymConfig(), None, TEXT))
     outcome = host.call("make", ("nosuch", {}))
-    assert "no environment of this name" in str(outcome.failure)
+    assert "no environment of the name" in str(outcome.failure)
     assert outcome.trace == ""
 
 

@@ -179,6 +179,7 @@ async def _scripted(config: Config, prompt: Prompt, *, options: argparse.Namespa
 async def _sampled(config: Config, prompt: Prompt) -> _Attempt:
     """Return the trajectories with the model's own answers."""
     from skyrl_fast.train.flow.vllm_rollouts import start_rollouts
+    from skyrl_fast.train.model.model_folder import model_folder
 
     tokenizer = _tokenizer(config)
     Path(config.trainer.run_path).mkdir(parents=True, exist_ok=True)  # for engine.log
@@ -186,7 +187,7 @@ async def _sampled(config: Config, prompt: Prompt) -> _Attempt:
     rollouts = await start_rollouts(
         config,
         tokenizer,
-        str(config.trainer.policy.model.path),
+        str(model_folder(str(config.trainer.policy.model.path))),
         prompts=[prompt],
         make_env=_make_observed(config, prompt, observed),
     )

@@ -8,13 +8,14 @@ import logging
 import os
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_fast.config import EnvironmentConfig, SkyRLGymConfig, check_limits
 from skyrl_fast.importing import absolute_name, load_module, load_object
 from skyrl_fast.printable import MAX_FAILURE, log_line, printable
+from skyrl_fast.rollout.env import skyrl_gym_env
 from skyrl_fast.rollout.env.answers import EnvAnswer
 from skyrl_fast.rollout.env.host import HostSettings, MakeEnv, Outcome
 from skyrl_fast.rollout.env.processes import EnvProcesses
@@ -236,6 +237,18 @@ class EnvSession:
             self._factory.log_trace(self._env_class, outcome.failure, outcome.trace)
             raise EnvError(f"environment {self._env_class}: {outcome.failure}")
         return outcome.value
+
+
+def check_env_classes(names: Iterable[str]) -> None:
+    """Raise ValueError for a name that is no environment; each distinct name is looked up once."""
+    for name in sorted(set(names)):
+        try:
+            if ":" in name:
+                load_object(name)
+            else:
+                skyrl_gym_env.check_registered(name)
+        except ValueError as error:
+            raise ValueError(f"environment.env_class, or env_class of a row: {error}") from error
 
 
 def _gym_settings(config: SkyRLGymConfig) -> SkyRLGymConfig:

@@ -19,6 +19,7 @@ from skyrl_fast.config.corrections import (
     OffPolicyCorrectionConfig,
 )
 from skyrl_fast.config.engine import InferenceEngineConfig
+from skyrl_fast.config.progress import PROGRESS
 from skyrl_fast.config.sampling import SamplingParams
 from skyrl_fast.ops.advantage.estimators import ADVANTAGE_ESTIMATORS
 from skyrl_fast.ops.policy_loss.losses import (
@@ -314,6 +315,11 @@ class TrainerConfig:
     logger: list[str] = setting(
         ["jsonl", "tensorboard"],
         "metric loggers: jsonl, tensorboard, wandb, mlflow, trackio, or module:Class of a Logger",
+    )
+    progress: list[str] | None = setting(
+        None,
+        f"columns of the progress display: {', '.join(PROGRESS)}, or names of metrics, such as "
+        "environment/score; null: those that have values, on a terminal as many as fit",
     )
     project_name: str = setting(
         "skyrl_fast", "project name in Weights & Biases, MLflow and Trackio"

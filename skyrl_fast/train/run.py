@@ -397,7 +397,8 @@ def _output(
 ) -> _Output:
     """Open the loggers, which may fail: a missing package or key is found before models load."""
     steps = total_steps(config, len(data.train))
-    display = ProgressDisplay(total_steps=steps, start_step=start.step)
+    columns = config.trainer.progress
+    display = ProgressDisplay(total_steps=steps, start_step=start.step, columns=columns)
     _set_aside(start, display)  # before metrics after the checkpoint are dropped
     run_info = RunInfo(
         Path(config.trainer.run_path),

@@ -33,7 +33,7 @@ from skyrl_fast.train.data.schedule import total_steps
 from skyrl_fast.train.divergence import DivergenceWatch
 from skyrl_fast.train.flow.batch_source import BatchSource, Judged, token_staleness
 from skyrl_fast.train.flow.group_flow import GroupFlow
-from skyrl_fast.train.flow.rollouts import Rollouts, split_rollout_time
+from skyrl_fast.train.flow.rollouts import Rollouts, sampled_tokens, split_rollout_time
 from skyrl_fast.train.flow.waiting import (
     BackgroundWriter,
     Compute,
@@ -43,6 +43,7 @@ from skyrl_fast.train.flow.waiting import (
 )
 from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.optimizer import Optimizer
+from skyrl_fast.train.model.peak_memory import PeakMemory
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.output.checkpoint import (
     STATE,
@@ -137,6 +138,7 @@ class Trainer:
         self._callbacks = CallbackList(components.callbacks)
         self._failures = FailureWatch()
         self._divergence = DivergenceWatch()
+        self._memory = PeakMemory(components.policy.device)
         self._unread_rewards = UnreadRewardsWatch(config)
         self._source = BatchSource(config, self._failures)
         self._flow: GroupFlow | None = None
@@ -230,7 +232,8 @@ class Trainer:
         await self._timed("sync", times, components.rollouts.sleep())
         trajectories = groups.trajectories()
         self._unread_rewards.see(trajectories)
-        split_rollout_time(times, groups.sampled)
+        if not self._config.max_staleness:  # otherwise generation does not wait for the trainer
+            split_rollout_time(times, groups.sampled)
         batch, units, metrics = await self._timed(
             "batch",
             times,
@@ -262,7 +265,10 @@ class Trainer:
         self.progress.trajectories = trajectories
         times["step"] = components.clock() - started
         metrics |= {f"timing/{name}": seconds for name, seconds in times.items()}
-        metrics["timing/tokens_per_second"] = batch.num_tokens / times["step"]
+        metrics["timing/tokens_per_second"] = sampled_tokens(groups.sampled) / times["step"]
+        trained_tokens = float((batch.loss_mask != 0).sum())
+        metrics["timing/trained_tokens_per_second"] = trained_tokens / times["step"]
+        metrics |= self._memory.metrics()
         await self._conclude(metrics)
         return True
 
@@ -297,7 +303,8 @@ class Trainer:
         version = self.progress.step
 
         async def wait(work: Coroutine[Any, Any, T]) -> T:
-            return await self._timed("rollout", times, self._until_stopped(work))
+            name = "wait" if self._config.max_staleness else "rollout"
+            return await self._timed(name, times, self._until_stopped(work))
 
         async def judge(trajectories: Sequence[Trajectory]) -> Judged:
             work = self._compute(judged_rows, trajectories, self._config)

@@ -371,7 +371,21 @@ class GeneratorConfig:
     chat_template: str | None = setting(
         None, "chat template: Jinja source or a file; null: the tokenizer's"
     )
-    chat_template_kwargs: dict[str, Any] = setting({}, "keyword arguments of the chat template")
+    chat_template_kwargs: dict[str, Any] = setting(
+        {},
+        "keyword arguments of the chat template; the column tools of a row takes precedence over "
+        "its tools",
+    )
+    tool_parser: str | None = setting(
+        None,
+        "vLLM's parser of tool calls for the model's family, such as hermes or llama3_json: "
+        "environments get the calls as action.tool_calls; null: only the text",
+    )
+    skip_special_tokens: bool | None = setting(
+        None,
+        "whether the text that environments get is without special tokens; null: unless "
+        "tool_parser is set",
+    )
     zero_reward_on_non_stop: bool = setting(
         False, "whether truncated and failed trajectories get reward 0"
     )

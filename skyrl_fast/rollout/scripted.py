@@ -101,6 +101,10 @@ class PlainTokenizer:
             blocks.append(_block(message["role"], text + (json.dumps(calls) if calls else "")))
         return "".join(blocks) + ("[assistant] " if add_generation_prompt else "")
 
+    def get_vocab(self) -> dict[str, int]:
+        """Return the tokens so far."""
+        return dict(self._ids)
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the tokens of a text."""
         ids = []

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_fast.rollout.env.protocol import Env, EnvStep, Message
+from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep, Message
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class ObservedEnv(Env):
     def init(self, messages: list[Message]) -> Sequence[Mapping[str, Any]]:  # noqa: D102
         return self._env.init(messages)
 
-    def step(self, action: str) -> EnvStep | Mapping[str, Any]:  # noqa: D102
+    def step(self, action: Action) -> EnvStep | Mapping[str, Any]:  # noqa: D102
         observed = ObservedStep(action)
         self._steps.append(observed)
         observed.answer = self._env.step(action)

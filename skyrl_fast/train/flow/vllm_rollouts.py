@@ -39,6 +39,7 @@ from skyrl_fast.rollout.env.host import MakeEnv
 from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.groups import run_groups
 from skyrl_fast.rollout.loop_settings import loop_settings
+from skyrl_fast.rollout.tool_calls import check_tool_parser
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.model.policy import Policy
@@ -104,9 +105,11 @@ def check_rollouts(
 
     Raises:
         ValueError: sequences can be too long for model or engine, an environment's module cannot be
-            imported, or there is no environment of a row's name.
+            imported, or there is no environment of a row's name or no such tool parser.
     """
     vllm_setup(config, model_path)
+    if config.generator.tool_parser is not None:
+        check_tool_parser(config.generator.tool_parser)
     EnvFactory(config.environment, make_env=make_env)
     if make_env is None:
         check_env_classes(prompt.env_class for prompt in prompts)

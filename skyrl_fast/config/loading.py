@@ -176,11 +176,13 @@ def build_config(values: Mapping[str, Any]) -> Config:
 
 
 def check_config(config: Config, *, has_prompts: bool = False) -> None:
-    """Raise ConfigError for values that are out of range or incompatible.
+    """Raise ConfigError for values of the wrong type, out of range or incompatible.
 
     Args:
+        config: its sections may be mappings, as in `as_config`.
         has_prompts: training prompts are given in memory, so `data.train_data` may be empty.
     """
+    config = as_config(config)
     check_limits(config)
     trainer, generator = config.trainer, config.generator
     loggers = [name for name in trainer.logger if ":" not in name]  # others are module:Class

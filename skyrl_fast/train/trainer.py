@@ -219,6 +219,7 @@ class Trainer:
             if not await self._step(flow):
                 await self._end_early()
                 break
+        self._failures.end()
 
     async def _step(self, flow: GroupFlow) -> bool:
         """Train one batch; return False if the prompts ran out before it was full."""

@@ -1,4 +1,4 @@
-"""The command `skyrl-fast`: train, fine-tune, plan memory, list settings, view, serve, doctor."""
+"""The command `skyrl-fast`: train, fine-tune, try, plan, list settings, view, serve, doctor."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from skyrl_fast import __version__
 from skyrl_fast.config.listing import add_arguments as add_settings_arguments
 from skyrl_fast.printable import MAX_FAILURE, PrintableFormatter, printable
 from skyrl_fast.train.plan_command import add_arguments as add_plan_arguments
+from skyrl_fast.train.try_command import add_arguments as add_try_arguments
 from skyrl_fast.viewer.command import add_arguments as add_view_arguments
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if options.command in ("train", "sft", "engine", "plan"):
+    if options.command in ("train", "sft", "try", "engine", "plan"):
         options.overrides += rest  # overrides after an option, which argparse does not assign
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -45,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from skyrl_fast.train.plan_command import plan
 
         return plan(options)
+    if options.command == "try":
+        from skyrl_fast.train.try_command import try_prompt
+
+        return try_prompt(options)
     if options.command == "retrieval":
         from skyrl_fast.extras.search.command import serve
 
@@ -89,6 +94,13 @@ def _parser() -> argparse.ArgumentParser:
             help="resume from the newest checkpoint, if there is one",
         )
         train.add_argument("--verbose", action="store_true", help="log at level INFO")
+    tried = commands.add_parser(
+        "try",
+        help="play one prompt through the environment and print it",
+        description="Run the agent loop on one training prompt, with scripted answers or the "
+        "model's. Exit code 1: a trajectory failed.",
+    )
+    add_try_arguments(tried)
     plan = commands.add_parser(
         "plan",
         help="show whether a run fits into the memory of its GPUs",
@@ -183,11 +195,12 @@ def _engine(options: argparse.Namespace) -> int:
         from skyrl_fast.rollout.engine.serve_vllm import serve
         from skyrl_fast.rollout.engine.vllm_start import check_model_folder
         from skyrl_fast.train.flow.vllm_rollouts import key_file, vllm_setup
+        from skyrl_fast.train.model.model_folder import model_folder
     except ImportError as error:
         return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train,vllm]'")
     try:
         config = load_config(options.config, options.overrides)
-        setup = vllm_setup(config, str(config.trainer.policy.model.path))
+        setup = vllm_setup(config, str(model_folder(str(config.trainer.policy.model.path))))
         check_model_folder(setup)
         key = engine_key(key_file(config))
     except (ValueError, EngineDeadError) as error:

@@ -121,7 +121,7 @@ class FakeRollouts:
             dict(policy.named_weights()), strict=False
         )  # tied weights occur once
         self.version = version
-        return {"sync/logprob_difference": 0.0}
+        return {"sync/logprob_abs_diff_max": 0.0}
 
     async def wait_for_fault(self) -> None:
         await asyncio.Event().wait()

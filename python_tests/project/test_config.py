@@ -7,6 +7,7 @@ import json
 import pickle
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _settings import NEEDED, error_of
@@ -324,3 +325,16 @@ def test_deep_or_long_values_are_errors_of_one_line(tmp_path: Path, value: str) 
 )
 def test_infinite_values_are_refused(key: str) -> None:
     assert error_of(f"{key}=.inf") == f"{key}: wanted a finite number, got inf"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"seed": 3}, r"^data\.train_data: wanted at least one file of prompts, got none$"),
+        ({"seed": "x"}, r"^trainer\.seed: wanted an integer, got 'x' \(str\)$"),
+        ({"sed": 3}, r"^trainer\.sed: unknown setting"),
+    ],
+)
+def test_sections_given_as_mappings_are_checked(trainer: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(Config(trainer=trainer))  # type: ignore[arg-type]

@@ -193,7 +193,7 @@ def test_module_that_cannot_be_imported_is_named(module: str) -> None:
 
 
 def test_unknown_environment_lists_the_known_ones() -> None:
-    with pytest.raises(EnvError, match=r"no environment of this name.*text2sql"):
+    with pytest.raises(EnvError, match=r"no environment of the name.*text2sql"):
         with_factory(EnvironmentConfig(), lambda factory: factory.make("typo", {}))
 
 

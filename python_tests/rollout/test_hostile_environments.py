@@ -17,9 +17,10 @@ from hostile_answers import HostileEnv, LoudError, SilentError
 from skyrl_fast.config import EnvironmentConfig, SkyRLGymConfig
 from skyrl_fast.printable import MAX_FAILURE
 from skyrl_fast.rollout.env.factory import EnvFactory
-from skyrl_fast.rollout.env.host import MAX_FRAMES, EnvHost, HostSettings
+from skyrl_fast.rollout.env.host import EnvHost, HostSettings
 from skyrl_fast.rollout.env.plain import MAX_DEPTH, PlainData
 from skyrl_fast.rollout.env.protocol import Env, EnvStep
+from skyrl_fast.rollout.env.traces import MAX_FRAMES, innermost_place
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.trajectory import Trajectory
 
@@ -156,8 +157,11 @@ def test_object_that_blocks_while_it_is_read_ends_only_its_trajectory(
     rows = [{"odd": True}, {"odd": False}]
     odd, good = run(tiny_tokenizer, rows, make_env, timeout=0.2)
     release.set()
-    late = "environment counting: step did not return within 0.2 s"
-    assert odd.failure == (None if place == "metrics" else late)
+    if place == "metrics":
+        assert odd.failure is None
+    else:
+        late = "environment counting: step did not return within 0.2 s; it was at: File "
+        assert str(odd.failure).startswith(late)
     assert odd.env_metrics == {}
     assert (good.failure, len(good.steps)) == (None, 2)
 
@@ -183,12 +187,12 @@ def test_text_of_a_failure_is_cut_and_its_place_is_logged(
         (odd,) = run(tiny_tokenizer, [{}], env_that(step=raises(LoudError())))
     assert odd.failure is not None
     assert len(odd.failure) < MAX_FAILURE + 100
-    assert "test_hostile_environments.py:" in caplog.text
+    assert f'File "{__file__}", line ' in caplog.text
     assert "in method" in caplog.text
-    assert max(len(record.getMessage()) for record in caplog.records) < 2_000
+    assert max(len(record.getMessage()) for record in caplog.records) < 2_500
 
 
-def test_trace_names_the_innermost_calls_first() -> None:
+def test_trace_is_a_traceback_of_the_environment_alone() -> None:
     def deep(number: int) -> None:
         if number == 0:
             raise ValueError("end")
@@ -197,10 +201,44 @@ def test_trace_names_the_innermost_calls_first() -> None:
     env = env_that(step=lambda *_: deep(50))
     host = EnvHost(HostSettings(SkyRLGymConfig(), env, TEXT))
     assert host.call("make", ("x", {})).failure is None
-    places = host.call("step", "a").trace.split(" < ")
-    assert len(places) == MAX_FRAMES
-    assert all(place.startswith("test_hostile_environments.py:") for place in places)
-    assert places[0].endswith(" in deep")
+    trace = host.call("step", "a").trace
+    line = deep.__code__.co_firstlineno + 2
+    assert innermost_place(trace) == f'File "{__file__}", line {line}, in deep'
+    assert trace.endswith('    raise ValueError("end")\n')
+    assert f"[Previous line repeated {MAX_FRAMES - 4} more times]" in trace
+    assert "host.py" not in trace
+
+
+def test_trace_of_a_failure_before_the_environment_is_empty() -> None:
+    host = EnvHost(HostSettings(SkyRLGymConfig(), None, TEXT))
+    outcome = host.call("make", ("nosuch", {}))
+    assert "no environment of the name" in str(outcome.failure)
+    assert outcome.trace == ""
+
+
+@pytest.mark.spec("rollout.env-traceback")
+def test_trace_is_logged_once_per_place(
+    tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    raising = raises(ValueError("at one place"))
+    failed = run(tiny_tokenizer, [{}] * 3, env_that(step=raising))
+    assert [t.failure for t in failed] == [
+        "environment counting: step raised ValueError: at one place"
+    ] * 3
+    (message,) = [r.getMessage() for r in caplog.records if "Error: at one place" in r.getMessage()
+                  and "\n" in r.getMessage()]  # fmt: skip
+    assert f'\n    File "{__file__}", line ' in message
+
+
+@pytest.mark.spec("rollout.env-traceback")
+def test_place_of_a_hang_is_named(tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+    try:
+        (hung,) = run(tiny_tokenizer, [{}], env_that(step=lambda *_: release.wait()), timeout=0.2)
+    finally:
+        release.set()
+    assert "step did not return within 0.2 s; it was at: File " in str(hung.failure)
+    assert f'File "{__file__}", line ' in caplog.text
 
 
 @pytest.mark.parametrize(

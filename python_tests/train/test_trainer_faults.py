@@ -110,3 +110,20 @@ def test_three_batches_of_failures_end_the_run(
         skyrl_fast.train(config, make_rollouts=make)
     assert len(made[0].calls) == 3  # training or evaluation
     assert caplog.text.count("NOTHING TO TRAIN IN THIS BATCH: 16 of 16") >= 2
+
+
+@pytest.mark.spec("rollout.all-failed")
+def test_a_short_run_in_which_everything_failed_is_an_error(folder: Path) -> None:
+    class Fails(FakeRollouts):
+        def _trajectory(self, prompt: Prompt, repetition: int, step: int, phase: str) -> Trajectory:
+            one = super()._trajectory(prompt, repetition, step, phase)
+            one.steps, one.failure, one.stop_reason = [], "no such table", "env_error"
+            return one
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        return Fails(config, tiny_model())
+
+    config = settings(folder, "run", "trainer.epochs=1", "data.val_data=[]")
+    with pytest.raises(RolloutError, match=r"every trajectory of the run failed.*: no such table"):
+        skyrl_fast.train(config, make_rollouts=make)
+    assert (folder / "run/checkpoints/step_000002").is_dir()  # --resume continues when it is mended

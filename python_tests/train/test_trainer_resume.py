@@ -341,7 +341,10 @@ def test_evaluation_time_is_not_part_of_the_step_time(
     outcome = skyrl_fast.train(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
     row = read_metrics(outcome.metrics)[2]
     assert (row["timing/step"], row["timing/eval"]) == (10.0, 1000.0)
-    assert row["timing/tokens_per_second"] == row["generate/batch_num_tokens"] / 10.0
+    assert (
+        row["timing/tokens_per_second"] == 4 * 4 * 2 * 2 / 10.0
+    )  # prompts, samples, turns, tokens
+    assert row["timing/trained_tokens_per_second"] == row["timing/tokens_per_second"]
 
 
 @pytest.mark.spec("async.resume-path")

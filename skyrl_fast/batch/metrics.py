@@ -19,6 +19,7 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.row_index import dense_ids, row_index, row_lengths
 from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.ops import _backend, _ragged
+from skyrl_fast.rollout.stop_reason import LENGTH
 from skyrl_fast.rollout.trajectory import Trajectory
 
 PASS_THRESHOLD = 0.0  # a trajectory passes if its reward is larger
@@ -344,6 +345,40 @@ def reward_metrics(
         metrics[f"{prefix}/avg_pass_at_{samples_per_prompt}"] = _mean(passed[groups])
         metrics[f"{prefix}/mean_positive_reward"] = _mean(table.positive_rewards[chosen])
     return metrics
+
+
+def reward_spread(batch: StepBatch, *, tolerance: float = 0.0) -> dict[str, float]:
+    """Return the standard deviation of the trajectories' rewards, and the share of groups whose
+    rewards are equal, so that they have no advantage.
+
+    Args:
+        batch: real rows of at least one trajectory.
+        tolerance: largest difference of rewards that count as equal.
+    """
+    table = outcomes_of_batch(batch)
+    groups = int(table.group_ids.max()) + 1
+    lowest, highest = np.full(groups, np.inf), np.full(groups, -np.inf)
+    np.minimum.at(lowest, table.group_ids, table.rewards)
+    np.maximum.at(highest, table.group_ids, table.rewards)
+    present = np.unique(table.group_ids)
+    return {
+        "reward/std_raw_reward": float(table.rewards.std()),
+        "reward/zero_variance_share": _mean((highest - lowest)[present] <= tolerance),
+    }
+
+
+def truncated_turn_share(trajectories: Sequence[Trajectory], max_generate_length: int) -> float:
+    """Return the share of turns whose response was cut at the maximum length.
+
+    A trajectory's last turn has the trajectory's stop reason, which is "length" also where the next
+    prompt was too long; so the number of tokens counts as well.
+    """
+    turns = [step for trajectory in trajectories for step in trajectory.steps]
+    cut = sum(
+        step.stop_reason == LENGTH and len(step.response_ids) >= max_generate_length
+        for step in turns
+    )
+    return cut / len(turns) if turns else 0.0
 
 
 def eval_metrics(

@@ -22,6 +22,7 @@ from skyrl_fast.config.algorithm import (
 from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.loggers import LOGGERS
+from skyrl_fast.config.progress import PROGRESS
 from skyrl_fast.config.sampling import SamplingParams, check_sampling
 from skyrl_fast.config.settings import (
     AlgorithmConfig,
@@ -175,17 +176,21 @@ def build_config(values: Mapping[str, Any]) -> Config:
 
 
 def check_config(config: Config, *, has_prompts: bool = False) -> None:
-    """Raise ConfigError for values that are out of range or incompatible.
+    """Raise ConfigError for values of the wrong type, out of range or incompatible.
 
     Args:
+        config: its sections may be mappings, as in `as_config`.
         has_prompts: training prompts are given in memory, so `data.train_data` may be empty.
     """
+    config = as_config(config)
     check_limits(config)
     trainer, generator = config.trainer, config.generator
-    named = [name for name in trainer.logger if ":" not in name]  # others are module:Class
-    wrong = limit_error({"choices": tuple(LOGGERS)}, named)
-    if wrong is not None:
-        raise ConfigError(f"trainer.logger: {wrong}")
+    loggers = [name for name in trainer.logger if ":" not in name]  # others are module:Class
+    columns = [name for name in trainer.progress or () if "/" not in name]  # others are metrics
+    for key, table, named in (("logger", LOGGERS, loggers), ("progress", PROGRESS, columns)):
+        wrong = limit_error({"choices": tuple(table)}, named)
+        if wrong is not None:
+            raise ConfigError(f"trainer.{key}: {wrong}")
     if not config.data.train_data and not has_prompts:
         raise ConfigError("data.train_data: wanted at least one file of prompts, got none")
     if trainer.policy.model.path is None:

@@ -19,6 +19,7 @@ from skyrl_fast.config.corrections import (
     OffPolicyCorrectionConfig,
 )
 from skyrl_fast.config.engine import InferenceEngineConfig
+from skyrl_fast.config.progress import PROGRESS
 from skyrl_fast.config.sampling import SamplingParams
 from skyrl_fast.ops.advantage.estimators import ADVANTAGE_ESTIMATORS
 from skyrl_fast.ops.policy_loss.losses import (
@@ -315,6 +316,11 @@ class TrainerConfig:
         ["jsonl", "tensorboard"],
         "metric loggers: jsonl, tensorboard, wandb, mlflow, trackio, or module:Class of a Logger",
     )
+    progress: list[str] | None = setting(
+        None,
+        f"columns of the progress display: {', '.join(PROGRESS)}, or names of metrics, such as "
+        "environment/score; null: those that have values, on a terminal as many as fit",
+    )
     project_name: str = setting(
         "skyrl_fast", "project name in Weights & Biases, MLflow and Trackio"
     )
@@ -365,7 +371,21 @@ class GeneratorConfig:
     chat_template: str | None = setting(
         None, "chat template: Jinja source or a file; null: the tokenizer's"
     )
-    chat_template_kwargs: dict[str, Any] = setting({}, "keyword arguments of the chat template")
+    chat_template_kwargs: dict[str, Any] = setting(
+        {},
+        "keyword arguments of the chat template; the column tools of a row takes precedence over "
+        "its tools",
+    )
+    tool_parser: str | None = setting(
+        None,
+        "vLLM's parser of tool calls for the model's family, such as hermes or llama3_json: "
+        "environments get the calls as action.tool_calls; null: only the text",
+    )
+    skip_special_tokens: bool | None = setting(
+        None,
+        "whether the text that environments get is without special tokens; null: unless "
+        "tool_parser is set",
+    )
     zero_reward_on_non_stop: bool = setting(
         False, "whether truncated and failed trajectories get reward 0"
     )

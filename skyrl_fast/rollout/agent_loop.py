@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ from skyrl_fast.rollout.engine.route_record import recorded_routes, turn_routes
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.env.answers import EnvAnswer
 from skyrl_fast.rollout.env.factory import EnvError, EnvFactory, EnvSession
+from skyrl_fast.rollout.env.protocol import Action
 from skyrl_fast.rollout.loop_settings import RolloutPrompt
 from skyrl_fast.rollout.stop_reason import (
     ENGINE_ERROR,
@@ -46,6 +47,7 @@ from skyrl_fast.rollout.stop_reason import (
     STOP,
     TIMEOUT,
 )
+from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.rollout.turn import SampledTokens, decode_response, request_seed, sampled_tokens
 
@@ -71,6 +73,7 @@ class AgentLoop:
         gate: WeightGate | None = None,
         board: ActivityBoard | None = None,
         faults: Counter[str] | None = None,
+        tool_parser: ToolCallParser | None = None,
     ) -> None:
         """Store what all trajectories share; arguments as for `rollout`.
 
@@ -79,6 +82,7 @@ class AgentLoop:
             gate: of the engine; None: nothing updates its weights during the rollout.
             board: records the phase of each trajectory.
             faults: counts failed attempts.
+            tool_parser: finds tool calls in answers; None: they are only text.
         """
         self._engine = engine
         self._tokenizer = tokenizer
@@ -92,6 +96,9 @@ class AgentLoop:
         self._gate = gate or WeightGate(policy_version)
         self._board = board or ActivityBoard()
         self._faults = Counter() if faults is None else faults
+        self._tool_parser = tool_parser
+        chosen = config.skip_special_tokens
+        self._skip_special_tokens = tool_parser is None if chosen is None else chosen
 
     async def run(
         self,
@@ -203,12 +210,18 @@ class AgentLoop:
             self._tokenizer,
             messages,
             chat_template=self._config.chat_template,
-            template_kwargs=self._config.chat_template_kwargs,
+            template_kwargs=self._template_kwargs(prompt),
             max_length=self._max_input_length,
         )
         characters = _characters(messages)
         context = await _off_loop(characters, make)
-        return await self._turns(trajectory, context, characters, env, entry)
+        tools = self._template_kwargs(prompt).get("tools")
+        return await self._turns(trajectory, context, characters, env, entry, tools)
+
+    def _template_kwargs(self, prompt: RolloutPrompt) -> dict[str, Any]:
+        tools = prompt.env_extras.get("tools")
+        shared = self._config.chat_template_kwargs
+        return dict(shared) if tools is None else {**shared, "tools": tools}
 
     async def _turns(
         self,
@@ -217,11 +230,13 @@ class AgentLoop:
         characters: int,
         env: EnvSession,
         entry: Activity,
+        tools: Sequence[Mapping[str, Any]] | None,
     ) -> str:
         """Append steps until the trajectory ends; return its stop reason.
 
         Args:
             characters: of the environment's messages so far.
+            tools: that the prompt offers.
         """
         for turn in range(self._config.max_turns):
             prompt_token_ids = await _off_loop(characters, context.prompt_token_ids)
@@ -231,9 +246,14 @@ class AgentLoop:
             versioned, llm_seconds = await self._generate(trajectory, prompt_token_ids, entry)
             generation = versioned.generation
             routes = turn_routes(trajectory.steps, prompt_token_ids, generation)
-            text = decode_response(self._tokenizer, generation)
+            text = decode_response(
+                self._tokenizer, generation, skip_special_tokens=self._skip_special_tokens
+            )
+            parsed = ParsedAnswer(text)
+            if self._tool_parser is not None:
+                parsed = self._tool_parser.parsed(text, tools)
             self._board.set_phase(entry, ACTING, attempt=entry.attempt, turn=turn)
-            answer = await env.step(text)
+            answer = await env.step(Action(text, parsed.tool_calls))
             last = answer.done or turn + 1 == self._config.max_turns
             sampled = self._with_end_token(generation, is_last=last)
             trajectory.steps.append(
@@ -245,7 +265,7 @@ class AgentLoop:
                 truncated = generation.stop_reason == LENGTH
                 return generation.stop_reason if answer.done or truncated else MAX_TURNS
             characters += _characters([*answer.messages, answer.postprocessed_action])
-            extend = partial(_extend_context, context, sampled, text, answer)
+            extend = partial(_extend_context, context, sampled, text, parsed, answer)
             await _off_loop(characters, extend)
         raise AssertionError("unreachable: the last turn returns")
 
@@ -340,9 +360,17 @@ def _end(trajectory: Trajectory, stop_reason: str, failure: str) -> None:
     trajectory.stop_reason, trajectory.failure = stop_reason, shortened(failure, MAX_FAILURE)
 
 
-def _extend_context(context: Context, sampled: SampledTokens, text: str, answer: EnvAnswer) -> None:
+def _extend_context(
+    context: Context, sampled: SampledTokens, text: str, parsed: ParsedAnswer, answer: EnvAnswer
+) -> None:
     """Add the turn's two messages to the context."""
     action = answer.postprocessed_action
+    if action is None and parsed.tool_calls:
+        action = {
+            "role": "assistant",
+            "content": parsed.content,
+            "tool_calls": parsed.tool_calls,
+        }
     if isinstance(action, dict):  # the same answer as a message, with its tool calls
         context.add_response(sampled.response_ids, action, replaced=False)
     else:

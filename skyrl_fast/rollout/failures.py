@@ -50,11 +50,14 @@ class FailureWatch:
 
     A failed trajectory never ends a training step, not even if all of a batch fail. A wrong setup
     (an environment that is not registered, a missing database) fails every time: after three
-    completely failed batches in a row, training or evaluation, an error is raised.
+    completely failed batches in a row, training or evaluation, an error is raised, and at the end
+    of a shorter run without any usable trajectory.
     """
 
     def __init__(self) -> None:
         self._in_a_row = 0
+        self._usable = False  # there was a trajectory that did not fail
+        self._first: Trajectory | None = None  # of the last failed batch
 
     def see(self, trajectories: Sequence[Trajectory]) -> None:
         """Record a finished batch.
@@ -64,12 +67,25 @@ class FailureWatch:
         """
         if not trajectories or any(t.failure is None for t in trajectories):
             self._in_a_row = 0
+            self._usable = self._usable or bool(trajectories)
             return
         self._in_a_row += 1
+        self._first = trajectories[0]
         if self._in_a_row >= MAX_FAILED_BATCHES:
-            first = trajectories[0]
             raise RolloutError(
                 f"every trajectory of {self._in_a_row} batches in a row failed; the last time "
-                f"{len(trajectories)}, the first of them ({first.uid}): "
-                f"{log_line(first.failure)}"
+                f"{len(trajectories)}, the first of them ({self._first.uid}): "
+                f"{log_line(self._first.failure)}"
+            )
+
+    def end(self) -> None:
+        """Note the end of the run.
+
+        Raises:
+            RolloutError: there were trajectories, and all failed.
+        """
+        if self._first is not None and not self._usable:
+            raise RolloutError(
+                "every trajectory of the run failed, so that nothing was trained; the first of the "
+                f"last batch ({self._first.uid}): {log_line(self._first.failure)}"
             )

@@ -22,6 +22,7 @@ from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.loop_settings import RolloutPrompt, check_loop_settings
 from skyrl_fast.rollout.stop_reason import TIMEOUT
+from skyrl_fast.rollout.tool_calls import ToolCallParser
 from skyrl_fast.rollout.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,8 @@ class GroupRunner:
         on_trajectory: called with each trajectory as it ends.
 
     Raises:
-        ValueError: settings that cannot work, or a tokenizer without end token.
+        ValueError: settings that cannot work, a tokenizer without end token, or no tool parser of
+            that name.
     """
 
     def __init__(
@@ -95,6 +97,8 @@ class GroupRunner:
         if tokenizer.eos_token_id is None:
             raise ValueError("rollout: tokenizer: it has no end-of-sequence token (eos_token)")
         check_loop_settings(config)
+        name = config.tool_parser
+        self._tool_parser = None if name is None else ToolCallParser(name, tokenizer)
         self._on_trajectory = on_trajectory
         self.board = board or ActivityBoard()
         self.faults: Counter[str] = Counter()
@@ -143,6 +147,7 @@ class GroupRunner:
             gate=self._gate,
             board=self.board,
             faults=self.faults,
+            tool_parser=self._tool_parser,
         )
         members: dict[int, _Member] = {}
         ended: dict[int, Trajectory] = {}

@@ -68,9 +68,18 @@ def request_seed(seed: int, name: str, attempt: int, turn: int) -> int:
     return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
 
 
-def decode_response(tokenizer: Any, generation: Generation) -> str:
-    """Return the response as text, without special tokens, cut after its stop string."""
-    text = tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+def decode_response(
+    tokenizer: Any, generation: Generation, *, skip_special_tokens: bool = True
+) -> str:
+    """Return the response as text, cut after its stop string.
+
+    Args:
+        skip_special_tokens: whether to leave out special tokens; the end token always is.
+    """
+    token_ids = generation.token_ids
+    if token_ids and token_ids[-1] == tokenizer.eos_token_id:
+        token_ids = token_ids[:-1]
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
     if generation.stop_string is not None:
         # The last token may reach beyond the stop string that it completes.
         head, found, _ = text.rpartition(generation.stop_string)

@@ -3,7 +3,7 @@
 The module is callable: `skyrl_fast.train(...)` is `skyrl_fast.train.train(...)`, whose docstring
 documents the arguments. Extension points of a run:
 
-- `Env`, `EnvStep`: an environment, and its answer to one action
+- `Env`, `EnvStep`, `Action`: an environment, its answer to one action, and that action
 - `register_policy_loss`, `register_advantage_estimator`: custom losses and estimators
 - `Callback`, `CallbackError`: hooks after steps, evaluations and checkpoints
 - `Logger`, `RunInfo`: where metrics go, and what a logger is constructed with
@@ -32,13 +32,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
     from skyrl_fast.ops.policy_loss.custom import register_policy_loss
-    from skyrl_fast.rollout.env.protocol import Env, EnvStep
+    from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep
     from skyrl_fast.train.callbacks import Callback, CallbackError
     from skyrl_fast.train.output.loggers import Logger, RunInfo
     from skyrl_fast.train.run import SetupError, TrainResult, train
     from skyrl_fast.train.supervised import sft
 
 _HOMES = {  # imported on first use: `import skyrl_fast` stays light
+    "Action": "skyrl_fast.rollout.env.protocol",
     "Callback": "skyrl_fast.train.callbacks",
     "CallbackError": "skyrl_fast.train.callbacks",
     "Env": "skyrl_fast.rollout.env.protocol",
@@ -54,6 +55,7 @@ _HOMES = {  # imported on first use: `import skyrl_fast` stays light
 }
 
 __all__ = [
+    "Action",
     "Callback",
     "CallbackError",
     "Env",

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
-from skyrl_fast.batch.metrics import batch_metrics, reward_metrics, trajectory_metrics
+from skyrl_fast.batch.metrics import (
+    batch_metrics,
+    reward_metrics,
+    reward_spread,
+    trajectory_metrics,
+    truncated_turn_share,
+)
 from skyrl_fast.batch.token_counts import token_counts
 from skyrl_fast.config import (
     AlgorithmConfig,
@@ -57,6 +63,8 @@ def training_batch(
     if estimator_spec(algorithm).needs_anchors:
         batch = batch.with_(anchor_ids=anchor_ids(trajectories))
     metrics = trajectory_metrics(trajectories, rows.steps)
+    longest = config.generator.sampling_params.max_generate_length
+    metrics["generate/truncated_turn_share"] = truncated_turn_share(trajectories, longest)
     metrics |= batch_metrics(batch, num_rows_before_merge=before)
     counts_of_forms = token_counts(batch)
     metrics["generate/batch_num_tokens_merged"] = float(counts_of_forms.merged)
@@ -64,6 +72,7 @@ def training_batch(
     units = sequences(batch, algorithm.sequence_scope)
     batch, units, counts = filter_rollouts(batch, units, config)
     metrics |= counts | reward_metrics(batch, samples_per_prompt=samples)
+    metrics |= reward_spread(batch, tolerance=algorithm.zero_variance_filter_tol)
     batch, units, counts = filter_groups(batch, units, config)
     return batch, units, metrics | counts
 

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -19,6 +20,7 @@ import torch
 from skyrl_fast.config import (
     Config,
     ConfigSource,
+    EnvironmentConfig,
     InferenceEngineConfig,
     as_config,
     check_config,
@@ -29,6 +31,7 @@ from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
 from skyrl_fast.ops.policy_loss.custom import register_policy_loss
 from skyrl_fast.rollout.env.host import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward, RewardEnv
+from skyrl_fast.train.algorithm.advantages import warn_without_baseline
 from skyrl_fast.train.callbacks import Callback
 from skyrl_fast.train.data.prompts import Prompt, PromptSource, load_prompts, prompts_from
 from skyrl_fast.train.data.schedule import total_steps
@@ -37,7 +40,14 @@ from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.flow.rollouts import Rollouts
 from skyrl_fast.train.memory_plan import gpu_memory, plan_memory
 from skyrl_fast.train.model.activation_memory import UnmeasurableError
-from skyrl_fast.train.model.models import Models, find_device, make_models, model_path
+from skyrl_fast.train.model.model_folder import model_folder
+from skyrl_fast.train.model.models import (
+    Models,
+    find_device,
+    make_models,
+    model_path,
+    uses_reference,
+)
 from skyrl_fast.train.model.policy import load_tokenizer
 from skyrl_fast.train.output.checkpoint import (
     STATE,
@@ -50,7 +60,7 @@ from skyrl_fast.train.output.checkpoint import (
     verify_checkpoint,
     write_json,
 )
-from skyrl_fast.train.output.loggers import RunInfo, open_loggers, read_metrics
+from skyrl_fast.train.output.loggers import Logger, RunInfo, open_loggers, read_metrics
 from skyrl_fast.train.output.plot import plot_learning_curve
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.resumed_settings import warn_of_changed_settings
@@ -65,6 +75,7 @@ logger = logging.getLogger(__name__)
 
 MakeRollouts = Callable[[Config, Any, str], Awaitable[Rollouts]]
 UNPLANNED_SHARE = 0.5  # gpu_memory_utilization next to a trainer whose memory is unknown
+MAX_NAMED = 5  # environments in a warning
 EVAL_UID = "eval-"  # prefix of the uids of evaluation prompts
 EVAL_REWARD = "eval/all/avg_score"
 
@@ -160,6 +171,7 @@ def train(
     make_env = _with_objects(config, env=env, reward=reward, loss=loss, estimator=estimator)
     check_config(config, has_prompts=prompts is not None)
     _check_callbacks(callbacks)
+    warn_without_baseline(config)
     run_path = Path(config.trainer.run_path)
     signals = StopSignals()
     with signals.installed(), locked_run(run_path, _checkpoint_folder(config)):
@@ -168,6 +180,9 @@ def train(
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             with _as_setup_error():
                 data = _data(config, prompts, eval_prompts, one_env=make_env is not None)
+                folder = _check_models(config, start.checkpoint)
+                if make_rollouts is None:
+                    _check_rollouts(config, folder, data, make_env)
                 plan = _memory_plan(config, start.checkpoint, with_engine=make_rollouts is None)
                 saved = None if plan is None else plan.saved_logits_bytes
                 make = partial(
@@ -177,6 +192,7 @@ def train(
                     len(data.train),
                     saved_logits_bytes=saved,
                 )
+                output = _output(config, start, data, plan, stack)
                 ranks = stack.enter_context(
                     started_ranks(
                         config.trainer.placement.policy_num_gpus_per_node,
@@ -188,9 +204,7 @@ def train(
             if make_rollouts is None:
                 make_rollouts = partial(_vllm_rollouts, prompts=data.train, make_env=make_env)
             make = partial(make, ranks)
-            return _run(
-                config, run_path, start, data, make, callbacks, make_rollouts, signals, plan
-            )
+            return _run(config, start, data, make, output, callbacks, make_rollouts, signals)
 
 
 def _with_objects(
@@ -269,6 +283,8 @@ def _data(
         load(prompts, config.data.train_data, "", "train"),
         load(eval_prompts, config.data.val_data, EVAL_UID, "test"),
     )
+    if not one_env:
+        _warn_of_row_environments(config, data)
     wanted = config.trainer.train_batch_size
     if len(data.train) < wanted:
         source = "data.train_data" if prompts is None else "prompts"
@@ -277,6 +293,21 @@ def _data(
             f"got {len(data.train)}"
         )
     return data
+
+
+def _warn_of_row_environments(config: Config, data: _Data) -> None:
+    """Warn if rows name another environment than one that was set explicitly."""
+    chosen = config.environment.env_class
+    prompts = [*data.train, *data.evaluation]
+    others = Counter(p.env_class for p in prompts if p.env_class != chosen)
+    if not others or chosen == EnvironmentConfig().env_class:
+        return
+    logger.warning(
+        "environment.env_class=%s is not used for %d of %d rows, whose column env_class takes "
+        "precedence: %s",
+        *(chosen, others.total(), len(prompts)),
+        ", ".join(f"{name} ({number})" for name, number in others.most_common(MAX_NAMED)),
+    )
 
 
 def _memory_plan(
@@ -339,46 +370,91 @@ def _refuse_gpu_settings(engine: InferenceEngineConfig) -> None:
             )
 
 
+def _check_models(config: Config, checkpoint: Path | None) -> Path:
+    """Return the policy's folder; of a hub name, all of the run's models are downloaded.
+
+    Raises:
+        ValueError: a model is missing.
+    """
+    trainer = config.trainer
+    others = [("ref", trainer.ref.model.path)] if uses_reference(config) else []
+    if checkpoint is None:
+        others.append(("critic", trainer.critic.model.path))
+    for name, path in others:
+        if path is not None:
+            model_folder(path, setting=f"trainer.{name}.model.path")
+    return model_folder(model_path(config, checkpoint))
+
+
+def _check_rollouts(config: Config, folder: Path, data: _Data, make_env: MakeEnv | None) -> None:
+    from skyrl_fast.train.flow.vllm_rollouts import check_rollouts
+
+    prompts = [*data.train, *data.evaluation]
+    check_rollouts(config, str(folder), prompts=prompts, make_env=make_env)
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """Where a run reports to.
+
+    Args:
+        closing: closes the loggers.
+    """
+
+    display: ProgressDisplay
+    loggers: Sequence[Logger]
+    closing: ExitStack
+
+
+def _output(
+    config: Config, start: _Start, data: _Data, plan: MemoryPlan | None, stack: ExitStack
+) -> _Output:
+    """Open the loggers, which may fail: a missing package or key is found before models load."""
+    steps = total_steps(config, len(data.train))
+    columns = config.trainer.progress
+    display = ProgressDisplay(total_steps=steps, start_step=start.step, columns=columns)
+    _set_aside(start, display)  # before metrics after the checkpoint are dropped
+    run_info = RunInfo(
+        Path(config.trainer.run_path),
+        config.trainer.project_name,
+        config.trainer.run_name,
+        to_dict(config),
+        start.last_reported,
+    )
+    loggers = open_loggers(config.trainer.logger, run_info)
+    closing = stack.enter_context(ExitStack())
+    for receiver in reversed(loggers):
+        closing.callback(receiver.close)
+    if plan is not None:
+        display.say(f"memory plan\n{plan}")
+    return _Output(display, loggers, closing)
+
+
 def _run(
     config: Config,
-    run_path: Path,
     start: _Start,
     data: _Data,
     make: Callable[[], Models],
+    output: _Output,
     callbacks: Sequence[Callback],
     make_rollouts: MakeRollouts,
     signals: StopSignals,
-    plan: MemoryPlan | None,
 ) -> TrainResult:
+    run_path = Path(config.trainer.run_path)
     evaluations = _EvalRewards()
-    checkpoint = start.checkpoint
-    steps = total_steps(config, len(data.train))
-    display = ProgressDisplay(total_steps=steps, start_step=start.step)
-    if plan is not None:
-        display.say(f"memory plan\n{plan}")
+    checkpoint, display = start.checkpoint, output.display
     with _as_setup_error():
         components, policy_path = _components(config, checkpoint, data, make())
         components.callbacks = [evaluations, *callbacks]
+        components.loggers = output.loggers
         plot_module_checked = _check_plot(config)
-        _set_aside(start, display)  # before metrics after the checkpoint are dropped
-        run_info = RunInfo(
-            run_path,
-            config.trainer.project_name,
-            config.trainer.run_name,
-            to_dict(config),
-            start.last_reported,
-        )
-        components.loggers = open_loggers(config.trainer.logger, run_info)
     write_json(run_path / "config.json", to_dict(config))
     _warn_of_another_schedule(config, start, len(components.train_prompts))
     warn_of_changed_settings(start.state.get("config"), to_dict(config))
-    try:
-        progress, received = signals.run(
-            _run_loop(config, components, display, checkpoint, policy_path, make_rollouts, signals)
-        )
-    finally:
-        for receiver in components.loggers:
-            receiver.close()
+    progress, received = signals.run(
+        _run_loop(config, components, display, checkpoint, policy_path, make_rollouts, signals)
+    )
+    output.closing.close()
     rows = read_metrics(run_path / "metrics.jsonl")
     rewards = {row["step"]: row[EVAL_REWARD] for row in rows if EVAL_REWARD in row}
     rewards |= evaluations.rewards  # complete also where no logger writes metrics.jsonl
@@ -390,7 +466,7 @@ def _run(
         )
     return TrainResult(
         step=progress.step,
-        total_steps=steps,
+        total_steps=total_steps(config, len(data.train)),
         signal=received,
         before=rewards.get(0),
         after=rewards[last] if last else None,

@@ -25,6 +25,7 @@ from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.algorithm.dynamic_sampling import GroupSampling
 from skyrl_fast.train.algorithm.off_policy import warn_of_stale_tokens
 from skyrl_fast.train.algorithm.sequence_scope import Sequences
+from skyrl_fast.train.algorithm.unread_rewards import UnreadRewardsWatch
 from skyrl_fast.train.callbacks import Callback, CallbackList
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler, digest_of
 from skyrl_fast.train.data.random_state import load_random_state, save_random_state
@@ -32,7 +33,7 @@ from skyrl_fast.train.data.schedule import total_steps
 from skyrl_fast.train.divergence import DivergenceWatch
 from skyrl_fast.train.flow.batch_source import BatchSource, Judged, token_staleness
 from skyrl_fast.train.flow.group_flow import GroupFlow
-from skyrl_fast.train.flow.rollouts import Rollouts, split_rollout_time
+from skyrl_fast.train.flow.rollouts import Rollouts, sampled_tokens, split_rollout_time
 from skyrl_fast.train.flow.waiting import (
     BackgroundWriter,
     Compute,
@@ -42,6 +43,7 @@ from skyrl_fast.train.flow.waiting import (
 )
 from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.optimizer import Optimizer
+from skyrl_fast.train.model.peak_memory import PeakMemory
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.output.checkpoint import (
     STATE,
@@ -136,6 +138,8 @@ class Trainer:
         self._callbacks = CallbackList(components.callbacks)
         self._failures = FailureWatch()
         self._divergence = DivergenceWatch()
+        self._memory = PeakMemory(components.policy.device)
+        self._unread_rewards = UnreadRewardsWatch(config)
         self._source = BatchSource(config, self._failures)
         self._flow: GroupFlow | None = None
 
@@ -215,6 +219,7 @@ class Trainer:
             if not await self._step(flow):
                 await self._end_early()
                 break
+        self._failures.end()
 
     async def _step(self, flow: GroupFlow) -> bool:
         """Train one batch; return False if the prompts ran out before it was full."""
@@ -227,7 +232,9 @@ class Trainer:
         groups, ages = sample
         await self._timed("sync", times, components.rollouts.sleep())
         trajectories = groups.trajectories()
-        split_rollout_time(times, groups.sampled)
+        self._unread_rewards.see(trajectories)
+        if not self._config.max_staleness:  # otherwise generation does not wait for the trainer
+            split_rollout_time(times, groups.sampled)
         batch, units, metrics = await self._timed(
             "batch",
             times,
@@ -259,7 +266,10 @@ class Trainer:
         self.progress.trajectories = trajectories
         times["step"] = components.clock() - started
         metrics |= {f"timing/{name}": seconds for name, seconds in times.items()}
-        metrics["timing/tokens_per_second"] = batch.num_tokens / times["step"]
+        metrics["timing/tokens_per_second"] = sampled_tokens(groups.sampled) / times["step"]
+        trained_tokens = float((batch.loss_mask != 0).sum())
+        metrics["timing/trained_tokens_per_second"] = trained_tokens / times["step"]
+        metrics |= self._memory.metrics()
         await self._conclude(metrics)
         return True
 
@@ -294,7 +304,8 @@ class Trainer:
         version = self.progress.step
 
         async def wait(work: Coroutine[Any, Any, T]) -> T:
-            return await self._timed("rollout", times, self._until_stopped(work))
+            name = "wait" if self._config.max_staleness else "rollout"
+            return await self._timed(name, times, self._until_stopped(work))
 
         async def judge(trajectories: Sequence[Trajectory]) -> Judged:
             work = self._compute(judged_rows, trajectories, self._config)

@@ -39,6 +39,8 @@ _COUNTS = {"policy/cross_entropy": "policy/cross_entropy_tokens", "policy/kl": "
 _FORWARD_ONLY = ("expert_indices", "cu_experts", "num_kept", "kept_ids", "cu_kept")
 _RECOMPUTED = {"loss", "num_tokens"}  # of a micro-batch; recomputed here for the mini-batch
 
+_OF_REFERENCE = {"kl", "kl_loss", "kl_tokens"}  # 0 without a reference
+
 
 def optimizer_steps_per_batch(
     train_batch_size: int, mini_batch_size: int, update_epochs: int
@@ -330,7 +332,8 @@ def _micro_step(
         weight = weights.rows[micro.rows].to(entropy.device)[row_of_token] * sampled
         loss = loss - algorithm.entropy_loss_coef * (entropy * weight).sum()
     loss.backward()
-    metrics = {f"policy/{k}": float(v) for k, v in out.metrics.items() if k not in _RECOMPUTED}
+    left_out = _RECOMPUTED if algorithm.use_kl_loss else _RECOMPUTED | _OF_REFERENCE
+    metrics = {f"policy/{k}": float(v) for k, v in out.metrics.items() if k not in left_out}
     num_sampled = int(sampled.sum())
     if num_sampled and algorithm.policy_loss_type == "cross_entropy":
         metrics["policy/cross_entropy"] = -float(trained.detach()[sampled].mean())

@@ -81,6 +81,7 @@ class EstimatorSpec:
         needs_values: reads `values` and returns `returns`, which requires a critic.
         always_normalized: already normalises over the batch.
         needs_others: 0 in a group of one.
+        compares_group: the baseline is that of the prompt's group, so a group of one has none.
     """
 
     name: str
@@ -91,6 +92,7 @@ class EstimatorSpec:
     needs_values: bool = False
     always_normalized: bool = False
     needs_others: bool = False
+    compares_group: bool = False
 
 
 def _group(inputs: EstimatorInputs, *, estimator: str) -> torch.Tensor:
@@ -152,10 +154,14 @@ _GAMMA = {"gamma": "gamma"}
 ADVANTAGE_ESTIMATORS: dict[str, EstimatorSpec] = {
     spec.name: spec
     for spec in (
-        EstimatorSpec("grpo", "outcome", _grpo, {"scale_by_std": "grpo_norm_by_std"}),
+        EstimatorSpec(
+            *("grpo", "outcome", _grpo, {"scale_by_std": "grpo_norm_by_std"}), compares_group=True
+        ),
         *(
             EstimatorSpec(
-                *(name, "outcome", partial(_group, estimator=name)), needs_others=name == "rloo"
+                *(name, "outcome", partial(_group, estimator=name)),
+                needs_others=name == "rloo",
+                compares_group=True,
             )
             for name in ESTIMATORS
             if name != "grpo"
@@ -165,11 +171,13 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorSpec] = {
             *("turn_level_group", "turn", _turn_group),
             _GAMMA | {"baseline": "turn_level_baseline", "scale_by_std": "turn_level_norm_by_std"},
             needs_others=True,
+            compares_group=True,
         ),
         EstimatorSpec(
             *("gigpo", "turn", _gigpo),
             _GAMMA | {"step_advantage_w": "step_advantage_w", "scale_by_std": "grpo_norm_by_std"},
             needs_anchors=True,
+            compares_group=True,
         ),
         EstimatorSpec(
             *("gae", "token", _gae),

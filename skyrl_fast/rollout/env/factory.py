@@ -6,23 +6,27 @@ import asyncio
 import dataclasses
 import logging
 import os
+import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_fast.config import EnvironmentConfig, SkyRLGymConfig, check_limits
 from skyrl_fast.importing import absolute_name, load_module, load_object
-from skyrl_fast.printable import log_line
+from skyrl_fast.printable import MAX_FAILURE, log_line, printable
+from skyrl_fast.rollout.env import skyrl_gym_env
 from skyrl_fast.rollout.env.answers import EnvAnswer
 from skyrl_fast.rollout.env.host import HostSettings, MakeEnv, Outcome
 from skyrl_fast.rollout.env.processes import EnvProcesses
 from skyrl_fast.rollout.env.protocol import Message
 from skyrl_fast.rollout.env.threads import EnvThreads
+from skyrl_fast.rollout.env.traces import innermost_place
 
 log = logging.getLogger(__name__)
 
 LONGEST_TEXT = 1 << 24  # characters of an answer's texts, unless the caller knows better
+MAX_TRACES = 20  # different ones that are logged; failures are counted in any case
 
 
 class EnvError(RuntimeError):
@@ -39,7 +43,12 @@ class Place(Protocol):
     usable: bool  # false: the environment is gone
 
     async def call(self, what: str, argument: Any, timeout: float) -> Outcome:
-        """Return the outcome of a call; TimeoutError if it takes longer than `timeout` seconds."""
+        """Return the outcome of a call.
+
+        Raises:
+            TimeoutError: it takes longer than `timeout` seconds; its text is the calls that it is
+                in, if known, as in `Outcome.trace`.
+        """
 
     def release(self) -> None:
         """Free the place after the environment is closed."""
@@ -78,6 +87,7 @@ class EnvFactory:
         self._slots: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.num_abandoned = 0  # calls that did not return in time, since the start
+        self._traced: set[str] = set()  # places whose trace was logged
         for module in config.register:
             try:
                 load_module(module)
@@ -139,9 +149,25 @@ class EnvFactory:
                 return await place.call(what, argument, self._timeout)
         except TimeoutError as error:
             self.num_abandoned += 1
-            raise EnvTimeoutError(
-                f"environment {env_class}: {what} did not return within {self._timeout:g} s"
-            ) from error
+            failure = f"{what} did not return within {self._timeout:g} s"
+            place_of_call = innermost_place(str(error))
+            if place_of_call:
+                failure += f"; it was at: {place_of_call}"
+                self.log_trace(env_class, failure, str(error))
+            raise EnvTimeoutError(f"environment {env_class}: {failure}") from error
+
+    def log_trace(self, env_class: str, failure: str, trace: str) -> None:
+        """Log a failure with its trace, if it is the first one at its place."""
+        place = innermost_place(trace)
+        if not place or place in self._traced or len(self._traced) == MAX_TRACES:
+            return
+        self._traced.add(place)
+        # Indented, so that no line of it looks like a record of the log.
+        lines = textwrap.indent(printable(trace, MAX_FAILURE).rstrip(), "  ")
+        log.warning(
+            "environment %s: %s; later failures at this place are only counted\n%s",
+            *(env_class, log_line(failure), lines),
+        )
 
 
 class EnvSession:
@@ -208,10 +234,21 @@ class EnvSession:
             self._busy = True
             raise
         if outcome.failure is not None:
-            if outcome.trace:
-                log.info("environment %s: %s: %s", self._env_class, what, log_line(outcome.trace))
+            self._factory.log_trace(self._env_class, outcome.failure, outcome.trace)
             raise EnvError(f"environment {self._env_class}: {outcome.failure}")
         return outcome.value
+
+
+def check_env_classes(names: Iterable[str]) -> None:
+    """Raise ValueError for a name that is no environment; each distinct name is looked up once."""
+    for name in sorted(set(names)):
+        try:
+            if ":" in name:
+                load_object(name)
+            else:
+                skyrl_gym_env.check_registered(name)
+        except ValueError as error:
+            raise ValueError(f"environment.env_class, or env_class of a row: {error}") from error
 
 
 def _gym_settings(config: SkyRLGymConfig) -> SkyRLGymConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,11 +14,11 @@ from skyrl_fast.rollout.env import skyrl_gym_env
 from skyrl_fast.rollout.env.answers import AnswerError, answer_of, messages_of
 from skyrl_fast.rollout.env.plain import PlainData, plain_text, type_name
 from skyrl_fast.rollout.env.protocol import Env
+from skyrl_fast.rollout.env.traces import trace_of_error
 
 MakeEnv = Callable[[dict[str, Any]], Env]
 METHODS = ("init", "step", "metrics", "close")  # of an Env
 MAX_METRICS_TEXT = 100_000  # characters in the metrics of an episode
-MAX_FRAMES = 20  # of a traceback, the innermost ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class Outcome:
     Args:
         value: what was returned, if nothing failed.
         failure: what failed, at most MAX_FAILURE characters; None: nothing.
-        trace: file, line and function of the failing calls, the innermost first.
+        trace: the calls in the environment that failed, see `trace_of_error`; "" for none.
     """
 
     value: Any = None
@@ -74,7 +73,7 @@ class EnvHost:
             return Outcome(failure=f"{what}: {plain_text(error, MAX_FAILURE)}")
         except BaseException as error:  # sys.exit in an environment ends only its call
             text = plain_text(error, MAX_FAILURE)
-            return Outcome(None, f"{what} raised {type_name(error)}: {text}", _trace(error))
+            return Outcome(None, f"{what} raised {type_name(error)}: {text}", trace_of_error(error))
 
     def give_up(self) -> None:
         """Close an environment that no one will use, also one that is still being created."""
@@ -103,36 +102,42 @@ class EnvHost:
         return PlainData(MAX_METRICS_TEXT, unknown_as_text=True).of(dict(self._env.metrics()))
 
     def _make(self, env_class: str, extras: dict[str, Any]) -> None:
-        env = self._created(env_class, extras)
+        settings = self._settings
+        env = created_env(env_class, settings.skyrl_gym, extras, settings.make_env)
         with self._lock:
             self._env = env
             late = self._given_up
         if late:
             self._called("close", None)
 
-    def _created(self, env_class: str, extras: dict[str, Any]) -> Env:
-        make_env = self._settings.make_env
-        if make_env is None and ":" in env_class:
-            make_env = load_object(env_class)
-        if make_env is None:
-            return skyrl_gym_env.make(env_class, self._settings.skyrl_gym, extras)
-        env = make_env(extras)
-        absent = [name for name in METHODS if not callable(getattr(env, name, None))]
-        if absent:
-            raise TypeError(
-                f"wanted an Env, got {type_name(env)} without {', '.join(absent)}; a subclass "
-                "of skyrl_fast.train.Env has to define only step"
-            )
-        return env
 
+def created_env(
+    env_class: str,
+    skyrl_gym: SkyRLGymConfig,
+    extras: dict[str, Any],
+    make_env: MakeEnv | None = None,
+) -> Env:
+    """Return a new environment.
 
-def _trace(error: BaseException) -> str:
-    """Return the error's places in one line, as "file:line in function", the innermost first."""
-    frames: list[str] = []
-    here = BaseException.__dict__["__traceback__"].__get__(error)
-    while here is not None:
-        code = here.tb_frame.f_code
-        file = os.path.basename(code.co_filename)
-        frames.append(f"{file}:{here.tb_lineno} in {code.co_name}")
-        here = here.tb_next
-    return " < ".join(frames[: -MAX_FRAMES - 1 : -1])
+    Args:
+        env_class: `module:Class`, `module:factory`, or a name registered in skyrl_gym.
+        skyrl_gym: its settings.
+        extras: of the row.
+        make_env: used instead of `env_class`, if given.
+
+    Raises:
+        ValueError, TypeError: there is no such class, or its result is no `Env`.
+        Whatever the environment's code raises.
+    """
+    if make_env is None and ":" in env_class:
+        make_env = load_object(env_class)
+    if make_env is None:
+        return skyrl_gym_env.make(env_class, skyrl_gym, extras)
+    env = make_env(extras)
+    absent = [name for name in METHODS if not callable(getattr(env, name, None))]
+    if absent:
+        raise TypeError(
+            f"wanted an Env, got {type_name(env)} without {', '.join(absent)}; a subclass "
+            "of skyrl_fast.train.Env has to define only step"
+        )
+    return env

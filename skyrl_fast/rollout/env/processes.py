@@ -195,7 +195,7 @@ class _EnvProcess:
         except (RecursionError, TypeError) as error:  # nested too deeply; not three values
             raise ValueError(f"{what}: its answer: {error}") from error
         if failure is not None:
-            return Outcome(None, failure, trace)
+            return Outcome(None, str(failure), str(trace))
         return Outcome(_checked(what, value, PlainData(self._max_bytes)))
 
     async def _read(self, length: int) -> bytearray:

@@ -10,6 +10,30 @@ from typing import Any, Protocol
 Message = dict[str, Any]
 
 
+class Action(str):
+    """A model's response: its text, and the tool calls in it.
+
+    Args:
+        text: of the response.
+        tool_calls: those that `generator.tool_parser` found, in order:
+            `{"type": "function", "function": {"name": ..., "arguments": {...}}}`.
+
+    Example:
+        >>> Action("no calls here").tool_calls
+        []
+    """
+
+    tool_calls: list[dict[str, Any]]
+
+    def __new__(cls, text: str, tool_calls: Sequence[dict[str, Any]] = ()) -> Action:  # noqa: D102
+        action = super().__new__(cls, text)
+        action.tool_calls = list(tool_calls)
+        return action
+
+    def __reduce__(self) -> tuple[type[Action], tuple[str, list[dict[str, Any]]]]:  # noqa: D105
+        return Action, (str(self), self.tool_calls)
+
+
 @dataclass(frozen=True, slots=True)
 class EnvStep:
     """An environment's answer to one action.
@@ -59,11 +83,12 @@ class Env(Protocol):
         return messages
 
     @abstractmethod
-    def step(self, action: str) -> EnvStep | Mapping[str, Any]:
+    def step(self, action: Action) -> EnvStep | Mapping[str, Any]:
         """Return the answer to the model's response.
 
         Args:
-            action: the text of the response, without special tokens.
+            action: the text of the response, a `str` with the attribute `tool_calls`; without
+                special tokens, unless `generator.tool_parser` is set.
 
         Returns:
             An `EnvStep`, or a mapping with the keys observations, reward and done.

@@ -60,18 +60,34 @@ def make(env_class: str, config: SkyRLGymConfig, extras: dict[str, Any]) -> SkyR
 
     from skyrl_fast.extras.text2sql import env as text2sql
 
-    try:
-        spec = skyrl_gym.spec(env_class)
-    except skyrl_gym.error.Error:
-        known = ", ".join(sorted(skyrl_gym.registry))
-        raise ValueError(
-            f"no environment of this name is registered (known: {known}); name the module that "
-            "registers yours in environment.register"
-        ) from None
+    spec = check_registered(env_class)
     env_config = _Settings({**_default_settings(spec.entry_point), **_settings(config, env_class)})
     if spec.entry_point == text2sql.ENTRY_POINT:  # the same environment, with sandboxed SQL
         return SkyRLGymEnv(text2sql.Text2SqlEnv(env_config, extras))
     return SkyRLGymEnv(skyrl_gym.make(env_class, env_config=env_config, extras=extras))
+
+
+def check_registered(env_class: str) -> Any:
+    """Return skyrl_gym's spec of an environment.
+
+    Raises:
+        ValueError: there is no such environment, or no skyrl_gym.
+    """
+    try:
+        import skyrl_gym
+    except ImportError as error:
+        raise ValueError(
+            f"wanted module:Class, or skyrl-gym for the environments registered there ({error}), "
+            f"got {env_class!r}"
+        ) from error
+    try:
+        return skyrl_gym.spec(env_class)
+    except skyrl_gym.error.Error:
+        known = ", ".join(sorted(skyrl_gym.registry))
+        raise ValueError(
+            f"no environment of the name {env_class!r} is registered (known: {known}); name the "
+            "module that registers yours in environment.register"
+        ) from None
 
 
 class _Settings(dict[str, Any]):

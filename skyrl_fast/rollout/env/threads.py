@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from skyrl_fast.rollout.env.host import EnvHost, HostSettings, Outcome
+from skyrl_fast.rollout.env.traces import trace_of_thread
 
 
 class EnvThreads:
@@ -27,7 +28,7 @@ class EnvThreads:
         return ThreadPlace(self, EnvHost(self._settings))
 
     async def run(self, call: Callable[[], Any], timeout: float) -> Any:
-        """Return the call's result; TimeoutError if it takes longer.
+        """Return the call's result; TimeoutError, with its trace, if it takes longer.
 
         Args:
             call: runs in a thread, and does not raise.
@@ -37,6 +38,7 @@ class EnvThreads:
         worker = self._idle.pop() if self._idle else _Worker()
         future = loop.create_future()
         worker.submit(call, loop, future)
+        trace = ""
         try:
             # Not wait_for: it may lose a result if the loop was busy at the deadline.
             await asyncio.wait({future}, timeout=timeout)
@@ -44,10 +46,11 @@ class EnvThreads:
             if future.done():
                 self._idle.append(worker)
             else:
+                trace = trace_of_thread(worker.ident)
                 future.cancel()
                 worker.stop()
         if future.cancelled():
-            raise TimeoutError
+            raise TimeoutError(trace)
         return future.result()
 
     async def close(self) -> None:
@@ -86,7 +89,13 @@ class _Worker:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="environment", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="environment", daemon=True)
+        self._thread.start()
+
+    @property
+    def ident(self) -> int | None:
+        """The thread's identifier."""
+        return self._thread.ident
 
     def submit(
         self,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from skyrl_fast.config import Config, estimator_spec
 from skyrl_fast.ops.advantage.estimators import (
     EstimatorInputs,
     EstimatorSpec,
@@ -17,7 +19,21 @@ from skyrl_fast.ops.advantage.estimators import (
 if TYPE_CHECKING:
     from skyrl_fast.batch.step_batch import StepBatch
 
+logger = logging.getLogger(__name__)
+
 MIN_VARIANCE = 1e-8
+
+
+def warn_without_baseline(config: Config) -> None:
+    """Warn if groups have one member, whose rewards are compared with none."""
+    algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
+    if samples == 1 and estimator_spec(algorithm).compares_group:
+        logger.warning(
+            "generator.n_samples_per_prompt=1 leaves trainer.algorithm.advantage_estimator=%s "
+            "without a baseline: the advantage is the reward itself. Sample 2 or more per prompt, "
+            "or choose reinforce++ or gae",
+            algorithm.advantage_estimator,
+        )
 
 
 def advantages(

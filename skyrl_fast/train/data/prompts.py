@@ -1,7 +1,7 @@
 """Prompts from rows in SkyRL's format, and the order of the prompts in training.
 
-A row is a mapping with `prompt` (a list of chat messages), optionally `env_class`, `data_source`
-and further keys, which are passed to the environment as `env_extras`.
+A row is a mapping with `prompt` (a list of chat messages), optionally `env_class`, `data_source`,
+`tools` (for the chat template) and further keys; the environment gets them as `env_extras`.
 """
 
 from __future__ import annotations
@@ -170,6 +170,12 @@ def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
     ):
         raise ValueError(
             f"{where}: prompt: wanted a list of messages with role and content, got {messages!r}"
+        )
+    tools = extras.get("tools")
+    is_list = isinstance(tools, list | tuple) and all(isinstance(t, Mapping) for t in tools)
+    if not (tools is None or is_list):
+        raise ValueError(
+            f"{where}: tools: wanted a list of mappings (JSON schemas of functions), got {tools!r}"
         )
     env_class = extras.pop("env_class", None) or default_env_class
     source = extras.get("data_source")

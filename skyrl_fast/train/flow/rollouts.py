@@ -75,3 +75,8 @@ def split_rollout_time(times: dict[str, float], trajectories: Sequence[Trajector
     both = environment + sum(step.llm_seconds for step in steps)
     times["environment"] = wall * environment / both if both else 0.0
     times["generate"] = wall - times["environment"]
+
+
+def sampled_tokens(trajectories: Sequence[Trajectory]) -> int:
+    """Return the tokens that were sampled in all turns, without appended end tokens."""
+    return sum(sum(step.loss_mask) for t in trajectories for step in t.steps)

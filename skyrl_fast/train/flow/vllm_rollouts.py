@@ -34,11 +34,12 @@ from skyrl_fast.rollout.engine.weights.transfer import (
     by_file,
     by_ipc,
 )
-from skyrl_fast.rollout.env.factory import EnvFactory
+from skyrl_fast.rollout.env.factory import EnvFactory, check_env_classes
 from skyrl_fast.rollout.env.host import MakeEnv
 from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.groups import run_groups
 from skyrl_fast.rollout.loop_settings import loop_settings
+from skyrl_fast.rollout.tool_calls import check_tool_parser
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.model.policy import Policy
@@ -89,6 +90,29 @@ async def start_rollouts(
     rollouts = VllmRollouts(config, tokenizer, pool, environments, prompts)
     await pool.start()
     return rollouts
+
+
+def check_rollouts(
+    config: settings.Config,
+    model_path: str,
+    *,
+    prompts: Sequence[Prompt],
+    make_env: MakeEnv | None = None,
+) -> None:
+    """Check lengths and environments, before anything is loaded.
+
+    Args: as for `start_rollouts`; all prompts, whose environments are looked up.
+
+    Raises:
+        ValueError: sequences can be too long for model or engine, an environment's module cannot be
+            imported, or there is no environment of a row's name or no such tool parser.
+    """
+    vllm_setup(config, model_path)
+    if config.generator.tool_parser is not None:
+        check_tool_parser(config.generator.tool_parser)
+    EnvFactory(config.environment, make_env=make_env)
+    if make_env is None:
+        check_env_classes(prompt.env_class for prompt in prompts)
 
 
 def engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
@@ -272,28 +296,44 @@ def vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
         model_path: a folder, or the hub name of a downloaded model.
 
     Raises:
-        ValueError: prompt and response can exceed the model's `max_position_embeddings`, or its
-            config.json is invalid.
+        ValueError: prompt and response can exceed the model's `max_position_embeddings` or a
+            `max_model_len` in engine_init_kwargs, or its config.json is invalid.
     """
     model_path = _model_folder(model_path)
-    engine, generator = config.generator.inference_engine, config.generator
-    samplings = [generator.sampling_params, generator.eval_sampling_params]
-    prompt = settings.max_input_length(config)
-    response = max(s.max_generate_length for s in samplings if s is not None)
-    positions = _positions(model_path)
-    if positions is not None and prompt + response > positions and not engine.engine_init_kwargs:
-        raise ValueError(
-            f"generator.max_input_length ({prompt}) and sampling_params.max_generate_length "
-            f"({response}): wanted at most the {positions} positions of {model_path} together, "
-            f"got {prompt + response}"
-        )
     return VllmSetup(
         model=model_path,
-        engine=engine,
-        max_model_len=prompt + response,
+        engine=config.generator.inference_engine,
+        max_model_len=_longest_sequence(config, model_path),
         seed=config.trainer.seed,
         log_file=str(Path(config.trainer.run_path) / "engine.log"),
     )
+
+
+def _longest_sequence(config: settings.Config, model_path: str) -> int:
+    """Return the tokens of the longest prompt and response."""
+    generator = config.generator
+    samplings = [generator.sampling_params, generator.eval_sampling_params]
+    prompt = settings.max_input_length(config)
+    response = max(s.max_generate_length for s in samplings if s is not None)
+    lengths = (
+        f"generator.max_input_length ({prompt}) and sampling_params.max_generate_length "
+        f"({response})"
+    )
+    others = generator.inference_engine.engine_init_kwargs
+    longest = others.get("max_model_len")
+    if isinstance(longest, int) and prompt + response > longest:
+        raise ValueError(
+            f"{lengths}: wanted at most {longest} tokens together, as "
+            "generator.inference_engine.engine_init_kwargs.max_model_len says, got "
+            f"{prompt + response}"
+        )
+    positions = _positions(model_path)
+    if positions is not None and prompt + response > positions and not others:
+        raise ValueError(
+            f"{lengths}: wanted at most the {positions} positions of {model_path} together, got "
+            f"{prompt + response}"
+        )
+    return prompt + response
 
 
 def _model_folder(path: str) -> str:

@@ -12,13 +12,13 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from skyrl_fast.train.model.model_folder import model_folder
 from skyrl_fast.train.model.policy import checkpoint_gradients, remove_dropout
 
 FLOAT32_BYTES = 4
@@ -132,9 +132,9 @@ def load_model_config(path: str) -> Any:
     """
     from transformers import AutoConfig
 
-    folder = Path(path).expanduser()
+    folder = model_folder(path, with_weights=False)
     try:
-        return AutoConfig.from_pretrained(str(folder) if folder.is_dir() else path)
+        return AutoConfig.from_pretrained(str(folder))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: config.json cannot be read: {error}") from error
 

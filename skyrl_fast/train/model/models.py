@@ -83,7 +83,7 @@ def make_models(
 
     policy = policy_of(model_path(config, checkpoint), trained=True)
     reference = None
-    if settings.algorithm.use_kl_loss or settings.algorithm.use_kl_in_reward:
+    if uses_reference(config):
         reference = policy_of(settings.ref.model.path or model_path(config, None), trained=False)
     optimizer = Optimizer(
         policy,
@@ -95,6 +95,12 @@ def make_models(
         source = settings.critic.model.path if checkpoint is None else str(checkpoint / "critic")
         critic = make_critic(config, source, device, dtype, num_prompts=num_prompts, ranks=ranks)
     return Models(policy, optimizer, reference, critic)
+
+
+def uses_reference(config: Config) -> bool:
+    """Return whether the algorithm has a KL term."""
+    algorithm = config.trainer.algorithm
+    return algorithm.use_kl_loss or algorithm.use_kl_in_reward
 
 
 def _set_threads(chosen: int | None, ranks: Ranks) -> None:

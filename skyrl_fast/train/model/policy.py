@@ -19,6 +19,7 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.config.settings import TrainerConfig
 from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
+from skyrl_fast.train.model.model_folder import POLICY, model_folder
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.router_replay import RouterReplay
 from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
@@ -261,7 +262,7 @@ def load_model(
     device: torch.device,
     gradient_checkpointing: bool = False,
     with_head: bool = True,
-    setting: str = "trainer.policy.model.path",
+    setting: str = POLICY,
 ) -> Any:
     """Return the causal LM of a local folder or hub name, with float32 weights.
 
@@ -274,13 +275,10 @@ def load_model(
     """
     from transformers import AutoModel, AutoModelForCausalLM
 
-    if ("/" not in path or path.startswith((".", "/", "~"))) and not Path(
-        path
-    ).expanduser().is_dir():
-        raise ValueError(f"{setting}: model folder not found: {path}")
+    folder = model_folder(path, setting=setting)
     try:
         model: Any = (AutoModelForCausalLM if with_head else AutoModel).from_pretrained(
-            str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path,
+            str(folder),
             dtype=torch.float32,
             trust_remote_code=False,  # by default transformers asks on the terminal
         )
@@ -335,10 +333,11 @@ def remove_dropout(model: Any) -> None:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Return the tokenizer of a model folder; ValueError if there is none."""
+    """Return the tokenizer of a model folder or hub name; ValueError if there is none."""
     from transformers import AutoTokenizer
 
+    folder = model_folder(path, with_weights=False)
     try:
-        return AutoTokenizer.from_pretrained(str(Path(path).expanduser()), trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"trainer.policy.model.path: no tokenizer in {path}: {error}") from error
+        raise ValueError(f"{POLICY}: no tokenizer in {path}: {error}") from error

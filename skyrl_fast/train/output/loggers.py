@@ -92,8 +92,9 @@ def _opened(name: str, run: RunInfo) -> Logger:
     except ValueError:
         raise
     except Exception as error:
+        reason = " ".join(str(error).split())  # in one line
         raise ValueError(
-            f"trainer.logger: {name} did not start: {type(error).__name__}: {error}"
+            f"trainer.logger: {name} did not start: {type(error).__name__}: {reason}"
         ) from error
     return logger
 

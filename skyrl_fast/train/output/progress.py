@@ -17,26 +17,19 @@ from rich.progress import (
 )
 from rich.table import Table
 
-# (label, metric, format) in display order; * matches any suffix.
-COLUMNS = (
-    ("reward", "reward/avg_raw_reward", "{:.3f}"),
-    ("cross-entropy", "policy/cross_entropy", "{:.3f}"),
-    ("pass@n", "reward/avg_pass_at_*", "{:.3f}"),
-    ("turns", "generate/avg_num_turns", "{:.2f}"),
-    ("eval", "eval/all/avg_score", "{:.3f}"),
-    ("tokens/s", "timing/tokens_per_second", "{:,.0f}"),
-    ("step s", "timing/step", "{:.1f}"),
-    ("generate", "timing/generate", "{:.2f}"),
-    ("env", "timing/environment", "{:.2f}"),
-    ("batch", "timing/batch", "{:.3f}"),
-    ("fwd-bwd", "timing/forward_backward", "{:.2f}"),
-    ("sync", "timing/sync", "{:.2f}"),
-)
+from skyrl_fast.config.progress import ProgressColumn, progress_columns
+
 _SHOWN_STEPS = 12
+_PADDING = 2  # between two columns of the table
 
 
 class ProgressDisplay:
     """Shows the phase, the step and the metrics of the last steps.
+
+    Args:
+        total_steps, start_step: of the run.
+        columns: of `trainer.progress`; None: on a terminal those that have values, as many as fit.
+        console: None: standard error.
 
     Example:
         >>> with ProgressDisplay(total_steps=10, start_step=0) as display:
@@ -45,11 +38,18 @@ class ProgressDisplay:
     """
 
     def __init__(
-        self, *, total_steps: int, start_step: int, console: Console | None = None
+        self,
+        *,
+        total_steps: int,
+        start_step: int,
+        columns: list[str] | None = None,
+        console: Console | None = None,
     ) -> None:
         self._console = console or Console(stderr=True)
         self._rows: list[tuple[int, Mapping[str, float]]] = []
         self._total = total_steps
+        self._columns = progress_columns(columns)
+        self._chosen = columns is not None
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -83,11 +83,8 @@ class ProgressDisplay:
         if self._live is not None:
             self._live.update(self._render())
         else:
-            cells = [
-                f"{label} {cell}"
-                for (label, _, _), cell in zip(COLUMNS, _cells(metrics), strict=True)
-                if cell
-            ]
+            pairs = ((c.label, _cell(c, metrics)) for c in self._columns)
+            cells = [f"{label} {cell}" for label, cell in pairs if cell]
             self.say(f"step {step}/{self._total}  " + "  ".join(cells))
 
     def say(self, text: str) -> None:
@@ -95,21 +92,33 @@ class ProgressDisplay:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _render(self) -> Group:
-        table = Table(box=None, padding=(0, 1))
+        table = Table(box=None, padding=(0, _PADDING // 2))
         table.add_column("step", justify="right")
-        for label, _, _ in COLUMNS:
-            table.add_column(label, justify="right")
+        columns = self._columns if self._chosen else self._fitting()
+        for column in columns:
+            table.add_column(column.label, justify="right")
         for step, metrics in self._rows:
-            table.add_row(str(step), *_cells(metrics))
+            table.add_row(str(step), *(_cell(column, metrics) for column in columns))
         return Group(table, self._bar)
 
+    def _fitting(self) -> list[ProgressColumn]:
+        """Return the first columns with values that fit next to each other."""
+        left = self._console.width - len(f"step{self._total}") - _PADDING
+        fitting = []
+        for column in self._columns:
+            cells = [_cell(column, metrics) for _, metrics in self._rows]
+            width = max(map(len, (column.label, *cells))) + _PADDING
+            if any(cells) and width <= left:
+                fitting.append(column)
+                left -= width
+        return fitting
 
-def _cells(metrics: Mapping[str, float]) -> list[str]:
-    """Return one string per column, empty if the metric is missing."""
-    cells = []
-    for _, pattern, form in COLUMNS:
-        stem = pattern.removesuffix("*")
-        any_suffix = stem != pattern
-        names = [n for n in metrics if n == pattern or (any_suffix and n.startswith(stem))]
-        cells.append(form.format(metrics[names[0]]) if names else "")
-    return cells
+
+def _cell(column: ProgressColumn, metrics: Mapping[str, float]) -> str:
+    """Return the column's value as text, "" if the metric is missing."""
+    stem = column.metric.removesuffix("*")
+    if stem != column.metric:
+        values = [value for name, value in metrics.items() if name.startswith(stem)]
+    else:
+        values = [metrics[stem]] if stem in metrics else []
+    return column.format.format(values[0]) if values else ""

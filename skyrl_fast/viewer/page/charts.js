@@ -5,6 +5,7 @@
   const TIMES = [
     ["timing/generate", "generate"],
     ["timing/environment", "environment"],
+    ["timing/wait", "wait for rollouts"],
     ["timing/forward_backward", "forward, backward"],
     ["timing/sync", "weights"],
     ["timing/batch", "batch"],

@@ -1,0 +1,146 @@
+"""`skyrl-fast try`: one prompt through an environment, with scripted answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("omegaconf")
+
+from skyrl_fast import cli
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+GUESS = PAGE.partition("```python\n# guess_env.py\n")[2].partition("```")[0]
+OTHERS = """
+import time
+
+class Raises(Guess):
+    def step(self, action):
+        return super().step({}["oops"])
+
+class Hangs(Guess):
+    def step(self, action):
+        time.sleep(60)
+
+class Reports(Guess):
+    def step(self, action):
+        return {"observations": [], "reward": 0.5, "done": True, "metadata": {"seen": action}}
+
+    def metrics(self):
+        return {"guesses": 1}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("guess_env.py").write_text(GUESS + OTHERS)
+    rows = [
+        {"prompt": f"Colour {n}?", "answer": answer} for n, answer in enumerate(("red", "blue"))
+    ]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("guess.yaml").write_text(
+        "data: {train_data: [rows.jsonl]}\n"
+        "environment: {env_class: 'guess_env.py:Guess'}\n"
+        "trainer: {policy: {model: {path: nosuch/model}}, run_path: run}\n"
+        "generator: {max_turns: 3}\n"
+    )
+    return "guess.yaml"
+
+
+@pytest.mark.spec("try.scripted")
+def test_prints_the_turns_of_one_prompt(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["try", config, "--answers", "green", "red"]) == 0
+    assert capsys.readouterr().out == (
+        "environment: guess_env.py:Guess\n"
+        "prompt: [user] Colour 0?<|end|>\n"
+        "  [assistant]\n"
+        "turn 1\n"
+        "  answer: green\n"
+        "  observation: No. Guess again.\n"
+        "  reward: 0.0\n"
+        "  done: False\n"
+        "turn 2\n"
+        "  answer: red\n"
+        "  reward: 1.0\n"
+        "  done: True\n"
+        "rewards: 0 1; ended by stop\n"
+    )
+
+
+@pytest.mark.spec("try.scripted")
+def test_answers_of_a_file_for_samples_of_another_prompt(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("answers.txt").write_text("red\ngreen\nyellow\n")
+    options = ["--prompt", "1", "--samples", "2", "--answers", "@answers.txt"]
+    assert cli.main(["try", config, "generator.max_turns=2", *options]) == 0
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert first.removeprefix("sample 0") == second.strip().removeprefix("sample 1")
+    assert "Colour 1?" in first
+    assert first.count("answer: ") == 2
+    assert first.endswith("rewards: 0 0; ended by max_turns")
+
+
+@pytest.mark.spec("try.scripted")
+def test_prints_metadata_and_metrics(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["try", config, "environment.env_class=guess_env.py:Reports"]) == 0
+    out = capsys.readouterr().out
+    assert "  metadata: {'seen': '(a scripted answer; give others by --answers)'}\n" in out
+    assert out.endswith("rewards: 0.5; ended by stop\nmetrics: {'guesses': 1}\n")
+
+
+@pytest.mark.spec("try.failures")
+def test_exception_has_file_and_line(
+    config: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert cli.main(["try", config, "environment.env_class=guess_env.py:Raises"]) == 1
+    out = capsys.readouterr().out
+    line = 1 + (GUESS + OTHERS).splitlines().index('        return super().step({}["oops"])')
+    assert out.endswith(
+        "  the environment did not answer\n"
+        "failed (env_error): environment guess_env.py:Raises: step raised KeyError: 'oops'\n"
+    )
+    assert f'guess_env.py", line {line}, in step' in caplog.text
+
+
+@pytest.mark.spec("try.failures")
+def test_hang_is_stopped_and_has_file_and_line(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "environment.env_class=guess_env.py:Hangs"
+    assert cli.main(["try", config, name, "--timeout", "0.2"]) == 1
+    line = 1 + (GUESS + OTHERS).splitlines().index("        time.sleep(60)")
+    place = f'File "{Path.cwd()}/guess_env.py", line {line}, in step'
+    assert f"did not return within 0.2 s; it was at: {place}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "2"], "--prompt: wanted a row from 0 to 1, got 2"),
+        (["--samples", "0"], "--samples: wanted at least 1, got 0"),
+        (["environment.env_class=nosuch.py:A"], "environment.env_class: cannot import 'nosuch.py'"),
+        (["--answers", "@nosuch.txt"], "No such file or directory: 'nosuch.txt'"),
+    ],
+)
+def test_wrong_arguments(
+    config: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["try", config, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.spec("try.scripted")
+def test_imports_neither_engine_nor_transformers(config: str) -> None:
+    code = (
+        "import sys; from skyrl_fast.cli import main; assert main(['try', 'guess.yaml']) == 0; "
+        "print(sorted({'vllm', 'transformers', 'skyrl_gym'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,174 @@
+"""Metrics of a step that depend on the form of the run, and the columns of its display."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _training import folder, settings, train
+from rich.console import Console
+
+from skyrl_fast.batch import batch_from_trajectories
+from skyrl_fast.batch.metrics import reward_spread, truncated_turn_share
+from skyrl_fast.config import ConfigError
+from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.train.model.peak_memory import PeakMemory
+from skyrl_fast.train.output.loggers import read_metrics
+from skyrl_fast.train.output.progress import ProgressDisplay
+
+__all__ = ["folder"]  # a fixture
+
+
+def last_row(folder: Path, name: str, *overrides: str) -> dict[str, Any]:
+    config = settings(folder, name, "trainer.epochs=1", "data.val_data=[]", *overrides)
+    return read_metrics(train(config).metrics)[-1]
+
+
+def trajectory(
+    uid: str, reward: float, *, turns: list[tuple[int, str]] | None = None
+) -> Trajectory:
+    """Return a trajectory; `turns` has the response length and stop reason of each turn."""
+    turns = turns or [(1, "stop")]
+    steps = [
+        Step([1], [5] * length, [1] * length, [0.0] * length, 0.0, stop, 0, "", "", 0.0, 0.0)
+        for length, stop in turns
+    ]
+    steps[-1].reward = reward
+    return Trajectory(uid, 0, steps, turns[-1][1], "fake", {}, 0.0)
+
+
+@pytest.mark.spec("metrics.absent")
+def test_kl_is_absent_without_a_kl_loss(folder: Path) -> None:
+    names = {"policy/kl", "policy/kl_loss"}
+    assert not last_row(folder, "without").keys() & names
+    row = last_row(folder, "with", "trainer.algorithm.use_kl_loss=true")
+    assert names <= row.keys()
+    assert row["policy/kl"] > 0
+    assert not [name for name in row if name.startswith("memory/")]
+
+
+@pytest.mark.spec("metrics.absent")
+def test_peak_memory_is_that_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = [3 << 30]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * peak[0])
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 1 << 30)
+    )
+    memory = PeakMemory(torch.device("cuda"))
+    assert memory.metrics() == {
+        "memory/peak_allocated_gib": 3.0,
+        "memory/peak_reserved_gib": 6.0,
+    }
+    assert memory.metrics()["memory/peak_allocated_gib"] == 1.0
+    assert PeakMemory(torch.device("cpu")).metrics() == {}
+
+
+@pytest.mark.spec("metrics.throughput")
+def test_throughput_does_not_depend_on_the_form_of_rows(folder: Path) -> None:
+    for rows in ("step", "merged", "tree"):
+        row = last_row(folder, rows, f"trainer.rows={rows}")
+        tokens = 4 * 4 * 2 * 2  # prompts, samples, turns, tokens
+        for name in ("tokens_per_second", "trained_tokens_per_second"):
+            assert row[f"timing/{name}"] * row["timing/step"] == pytest.approx(tokens)
+
+
+@pytest.mark.spec("metrics.waiting")
+def test_asynchronous_training_waits(folder: Path) -> None:
+    times = {"timing/generate", "timing/environment"}
+    synchronous = last_row(folder, "sync")
+    assert times <= synchronous.keys()
+    assert "timing/wait" not in synchronous
+    asynchronous = last_row(folder, "async", "trainer.fully_async.enabled=true")
+    assert not asynchronous.keys() & times
+    assert asynchronous["timing/wait"] >= 0
+
+
+@pytest.mark.spec("metrics.reward-spread")
+def test_reward_spread() -> None:
+    rewards = {"a": [1.0, 1.0], "b": [0.0, 1.0], "c": [0.5, 0.5], "d": [0.25]}
+    batch = batch_from_trajectories(
+        [
+            replace(trajectory(uid, reward), repetition_id=number)
+            for uid, group in rewards.items()
+            for number, reward in enumerate(group)
+        ]
+    )
+    # mean 4.25 / 7, mean of squares 3.5625 / 7
+    std = (3.5625 / 7 - (4.25 / 7) ** 2) ** 0.5
+    assert reward_spread(batch) == {
+        "reward/std_raw_reward": pytest.approx(std),
+        "reward/zero_variance_share": 0.75,
+    }
+    assert reward_spread(batch, tolerance=1.0)["reward/zero_variance_share"] == 1.0
+
+
+@pytest.mark.spec("metrics.truncated-turns")
+def test_truncated_turns() -> None:
+    cut = trajectory("a", 0.0, turns=[(8, "stop"), (8, "length")])
+    prompt_too_long = trajectory("a", 0.0, turns=[(8, "stop"), (3, "length")])
+    assert truncated_turn_share([cut, prompt_too_long], 8) == 0.25
+    assert truncated_turn_share([trajectory("a", 0.0, turns=[(8, "length")])], 8) == 1.0
+    assert truncated_turn_share([], 8) == 0.0
+
+
+STEP = {
+    "reward/avg_raw_reward": 0.5,
+    "reward/avg_pass_at_8": 0.75,
+    "policy/loss": -0.0123456,
+    "policy/policy_entropy": 1.25,
+    "policy/clip_ratio": 0.0625,
+    "policy/grad_norm": 2.5,
+    "policy/rollout_train_logprobs_abs_diff_mean": 0.004,
+    "generate/per_turn/avg_response_length": 91.7,
+    "timing/step": 12.34,
+    "environment/score": 3.0,
+}
+
+
+def shown(width: int, *, columns: list[str] | None = None, terminal: bool = True) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
+    display = ProgressDisplay(total_steps=9, start_step=0, columns=columns, console=console)
+    with display:
+        display.step(1, STEP)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.spec("metrics.progress")
+def test_wide_terminal_shows_what_describes_the_update() -> None:
+    text = shown(160)
+    for label in ("loss", "entropy", "clipped", "grad norm", "response", "mismatch", "pass@n"):
+        assert label in text
+    for value in ("-0.0123", "1.250", "0.062", "2.5", "92", "0.004", "0.750"):
+        assert value in text
+    assert " kl " not in text  # has no value
+
+
+@pytest.mark.spec("metrics.progress")
+def test_narrow_terminal_shows_the_first_columns_that_fit() -> None:
+    text = shown(40)
+    assert "reward" in text and "-0.0123" in text
+    assert "mismatch" not in text
+    table = text.splitlines()[-3:]
+    assert max(map(len, table)) <= 60  # with control sequences; nothing is wrapped
+    assert "…" not in text
+
+
+@pytest.mark.spec("metrics.progress")
+def test_chosen_columns() -> None:
+    text = shown(80, columns=["entropy", "environment/score"], terminal=False)
+    assert text == "step 1/9  entropy 1.250  environment/score 3\n"
+
+
+@pytest.mark.spec("metrics.progress")
+def test_unknown_column_is_refused(folder: Path) -> None:
+    message = (
+        r"trainer\.progress: wanted one of reward, .*, got 'entropie' \(did you mean 'entropy'"
+    )
+    with pytest.raises(ConfigError, match=message):
+        settings(folder, "run", "trainer.progress=[reward,entropie]")

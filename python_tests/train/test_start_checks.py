@@ -1,0 +1,204 @@
+"""What is wrong with a run's settings is found before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from _training import Recorder, folder, settings
+
+import skyrl_fast
+from skyrl_fast.train import run as run_module
+from skyrl_fast.train.run import SetupError
+
+__all__ = ["folder"]  # a fixture
+TOO_LONG = "generator.max_input_length (512) and sampling_params.max_generate_length (1024): "
+
+
+@pytest.fixture
+def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_models(*_: Any) -> None:
+        raise AssertionError("models were loaded")
+
+    monkeypatch.setattr(run_module, "make_models", make_models)
+
+
+@pytest.mark.spec("run.checks-before-models")
+@pytest.mark.usefixtures("no_models")
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["environment.register=[nope.py]"], "environment.register: cannot import '"),
+        (["environment.env_class=nope:Env"], "environment.env_class: cannot import 'nope'"),
+        ([], "env_class of a row: no environment of the name 'fake' is registered (known: "),
+        (["generator.max_input_length=512"], TOO_LONG + "wanted at most the 64 positions of "),
+        (
+            [
+                "generator.max_input_length=512",
+                "generator.inference_engine.engine_init_kwargs.max_model_len=1000",
+            ],
+            TOO_LONG + "wanted at most 1000 tokens together, as generator.inference_engine."
+            "engine_init_kwargs.max_model_len says, got 1536",
+        ),
+    ],
+)
+def test_environments_and_lengths(folder: Path, overrides: list[str], message: str) -> None:
+    pytest.importorskip("skyrl_gym")
+    short = ["generator.max_input_length=32", "generator.sampling_params.max_generate_length=16"]
+    chosen = overrides if "max_input_length" in str(overrides) else [*short, *overrides]
+    with pytest.raises(SetupError) as caught:
+        skyrl_fast.train(settings(folder, "run", *chosen))
+    assert message in str(caught.value)
+
+
+@pytest.mark.spec("run.checks-before-models")
+@pytest.mark.usefixtures("no_models")
+def test_logger_without_a_key_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: Any) -> None:
+        raise RuntimeError("api_key not configured (no-tty).\n  Call wandb.login(key=...)")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    with pytest.raises(SetupError) as caught:
+        skyrl_fast.train(
+            settings(folder, "run", "trainer.logger=[jsonl,wandb]"), make_rollouts=Recorder()
+        )
+    assert str(caught.value) == (
+        "trainer.logger: wandb did not start: RuntimeError: api_key not configured (no-tty). "
+        "Call wandb.login(key=...)"
+    )
+
+
+@pytest.mark.spec("run.row-environments")
+@pytest.mark.parametrize("chosen", ["gsm8k", "mine"])
+def test_environments_of_rows_that_replace_a_chosen_one_are_named(
+    folder: Path, chosen: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(folder, "run", f"environment.env_class={chosen}")
+    with caplog.at_level(logging.WARNING):
+        run_module._data(config, None, None, one_env=False)
+    told = (
+        "environment.env_class=mine is not used for 12 of 12 rows, whose column env_class takes "
+        "precedence: fake (12)"
+    )
+    assert [record.getMessage() for record in caplog.records] == (
+        [told] if chosen == "mine" else []
+    )
+
+
+@pytest.mark.spec("advantage.group-of-one-warning")
+@pytest.mark.parametrize(
+    ("estimator", "samples", "warns"),
+    [("grpo", 1, True), ("maxrl", 1, True), ("grpo", 2, False), ("reinforce++", 1, False)],
+)
+def test_group_of_one_has_no_baseline(
+    folder: Path, estimator: str, samples: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = [
+        f"trainer.algorithm.advantage_estimator={estimator}",
+        f"generator.n_samples_per_prompt={samples}",
+        "data.train_data=[nowhere.jsonl]",
+    ]
+    with pytest.raises(SetupError, match="data file not found"):
+        skyrl_fast.train(settings(folder, "run", *changes), make_rollouts=Recorder())
+    assert ("without a baseline" in caplog.text) == warns
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of org/model in the hub's cache, with a part of a model."""
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--org--model/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--org--model/refs").mkdir()
+    (tmp_path / "models--org--model/refs/main").write_text("abc")
+    (snapshot / "config.json").write_text("{}")
+    return snapshot
+
+
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let the hub's requests fail; return the names that are asked for."""
+    import huggingface_hub
+
+    asked: list[str] = []
+
+    def model_info(self: Any, name: str, **_: Any) -> None:
+        asked.append(name)
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        raise ConnectionError("[Errno -2] Name or service not known\nmore lines")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    return asked
+
+
+@pytest.mark.spec("run.hub-models")
+def test_unreachable_hub_is_one_line(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from skyrl_fast.train.model.model_folder import model_folder
+
+    asked = unreachable(monkeypatch)
+    with pytest.raises(ValueError, match=r"^trainer\.policy\.model\.path: org/other is no") as one:
+        model_folder("org/other")
+    assert "ConnectionError: [Errno -2] Name or service not known): check the name" in str(
+        one.value
+    )
+    assert "\n" not in str(one.value)
+    assert (asked, caplog.text) == (["org/other"], "")
+
+
+@pytest.mark.spec("run.hub-models")
+def test_complete_download_needs_no_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from skyrl_fast.train.model.model_folder import model_folder
+
+    asked = unreachable(monkeypatch)
+    assert model_folder("org/model", with_weights=False) == cache
+    shards = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (cache / "model.safetensors.index.json").write_text(json.dumps(shards))
+    (cache / "model-1.safetensors").touch()
+    with pytest.raises(ValueError, match="cannot be downloaded"):
+        model_folder("org/model")
+    (cache / "model-2.safetensors").touch()
+    assert model_folder("org/model") == cache
+    assert asked == ["org/model"]
+
+
+@pytest.mark.spec("run.hub-models")
+def test_engine_command_downloads_as_train_does(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import huggingface_hub
+
+    from skyrl_fast import cli
+    from skyrl_fast.rollout.engine import serve_vllm
+
+    def snapshot_download(name: str, **_: Any) -> str:
+        (cache / "model.safetensors").touch()
+        return str(cache)
+
+    served: list[str] = []
+
+    def serve(setup: Any, **_: Any) -> None:
+        served.append(setup.model)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, **_: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(serve_vllm, "serve", serve)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "data: {train_data: [a.jsonl]}\n"
+        f"trainer: {{policy: {{model: {{path: org/model}}}}, run_path: {tmp_path}/run}}\n"
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["engine", str(config)])
+    assert served == [str(cache)]
+    unreachable(monkeypatch)
+    assert cli.main(["engine", str(config), "trainer.policy.model.path=org/other"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("skyrl-fast: trainer.policy.model.path: org/other is no folder")

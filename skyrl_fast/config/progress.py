@@ -1,0 +1,58 @@
+"""Table of the progress display's columns: the name in `trainer.progress`, and what it shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressColumn:
+    """A column.
+
+    Args:
+        label: its heading.
+        metric: name of the metric; a trailing * matches any suffix.
+        format: of the value.
+    """
+
+    label: str
+    metric: str
+    format: str = "{:.3g}"
+
+
+# In the order in which they are shown by default, as far as they fit.
+PROGRESS = {
+    "reward": ProgressColumn("reward", "reward/avg_raw_reward", "{:.3f}"),
+    "eval": ProgressColumn("eval", "eval/all/avg_score", "{:.3f}"),
+    "loss": ProgressColumn("loss", "policy/loss"),
+    "cross_entropy": ProgressColumn("cross-entropy", "policy/cross_entropy", "{:.3f}"),
+    "step_seconds": ProgressColumn("step s", "timing/step", "{:.1f}"),
+    "tokens_per_second": ProgressColumn("tokens/s", "timing/tokens_per_second", "{:,.0f}"),
+    "entropy": ProgressColumn("entropy", "policy/policy_entropy", "{:.3f}"),
+    "kl": ProgressColumn("kl", "policy/kl"),
+    "clip_share": ProgressColumn("clipped", "policy/clip_ratio", "{:.3f}"),
+    "grad_norm": ProgressColumn("grad norm", "policy/grad_norm"),
+    "response_length": ProgressColumn(
+        "response", "generate/per_turn/avg_response_length", "{:.0f}"
+    ),
+    "mismatch": ProgressColumn("mismatch", "policy/rollout_train_logprobs_abs_diff_mean"),
+    "pass_at_n": ProgressColumn("pass@n", "reward/avg_pass_at_*", "{:.3f}"),
+    "turns": ProgressColumn("turns", "generate/avg_num_turns", "{:.2f}"),
+    "generate": ProgressColumn("generate", "timing/generate", "{:.2f}"),
+    "environment": ProgressColumn("env", "timing/environment", "{:.2f}"),
+    "wait": ProgressColumn("wait", "timing/wait", "{:.2f}"),
+    "batch": ProgressColumn("batch", "timing/batch", "{:.3f}"),
+    "forward_backward": ProgressColumn("fwd-bwd", "timing/forward_backward", "{:.2f}"),
+    "sync": ProgressColumn("sync", "timing/sync", "{:.2f}"),
+    "approx_kl": ProgressColumn("approx kl", "policy/approx_kl"),
+    "truncated": ProgressColumn("truncated", "generate/truncated_turn_share", "{:.3f}"),
+    "zero_variance": ProgressColumn("zero var", "reward/zero_variance_share", "{:.3f}"),
+    "learning_rate": ProgressColumn("lr", "policy/lr"),
+}
+
+
+def progress_columns(chosen: list[str] | None) -> list[ProgressColumn]:
+    """Return the columns of `trainer.progress`; a name with "/" is that of a metric."""
+    if chosen is None:
+        return list(PROGRESS.values())
+    return [PROGRESS[name] if name in PROGRESS else ProgressColumn(name, name) for name in chosen]

@@ -1,0 +1,45 @@
+"""An environment whose steps are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep, Message
+
+
+@dataclass(slots=True)
+class ObservedStep:
+    """A call of an environment's `step`; the answer is None until it has returned."""
+
+    action: str
+    answer: EnvStep | Mapping[str, Any] | None = None
+
+
+class ObservedEnv(Env):
+    """Behave like another environment.
+
+    Args:
+        env: the other one.
+        steps: receives its steps.
+    """
+
+    def __init__(self, env: Env, steps: list[ObservedStep]) -> None:
+        self._env = env
+        self._steps = steps
+
+    def init(self, messages: list[Message]) -> Sequence[Mapping[str, Any]]:  # noqa: D102
+        return self._env.init(messages)
+
+    def step(self, action: Action) -> EnvStep | Mapping[str, Any]:  # noqa: D102
+        observed = ObservedStep(action)
+        self._steps.append(observed)
+        observed.answer = self._env.step(action)
+        return observed.answer
+
+    def metrics(self) -> Mapping[str, Any]:  # noqa: D102
+        return self._env.metrics()
+
+    def close(self) -> None:  # noqa: D102
+        self._env.close()

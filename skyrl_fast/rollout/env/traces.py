@@ -1,0 +1,52 @@
+"""Where an environment failed or hangs: the calls in it, with file, line and source."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from skyrl_fast.printable import MAX_FAILURE, shortened
+
+MAX_FRAMES = 20  # of a trace, the innermost ones
+_CALLER = str(Path(__file__).parent)  # the code that calls environments
+
+_LIBRARIES = tuple(f'File "{sysconfig.get_path(name)}/' for name in ("stdlib", "platlib"))
+
+
+def trace_of_error(error: BaseException) -> str:
+    """Return the calls of the environment's code that ended in the error, the innermost last.
+
+    The lines are those of a Python traceback; "" if the environment's code was not reached.
+    """
+    # Not error.__traceback__, which a class of the environment may define.
+    found: TracebackType | None = BaseException.__dict__["__traceback__"].__get__(error)
+    return _text(traceback.extract_tb(found, limit=-MAX_FRAMES))
+
+
+def trace_of_thread(ident: int | None) -> str:
+    """Return the calls of the environment's code that a thread is in now, the innermost last."""
+    frame = None if ident is None else sys._current_frames().get(ident)
+    return "" if frame is None else _text(traceback.extract_stack(frame, limit=MAX_FRAMES))
+
+
+def innermost_place(trace: str) -> str:
+    """Return file, line and function of a trace's innermost call that is not in a library.
+
+    Example:
+        >>> innermost_place('  File "guess.py", line 7, in step\\n    return 1 / 0\\n')
+        'File "guess.py", line 7, in step'
+    """
+    lines = [line.strip() for line in trace.splitlines()]
+    places = [line for line in reversed(lines) if line.startswith('File "')]
+    outside = (place for place in places if not place.startswith(_LIBRARIES))
+    return next(outside, places[0] if places else "")
+
+
+def _text(calls: traceback.StackSummary) -> str:
+    """Return the calls after the last one of the code that calls environments."""
+    callers = [n for n, call in enumerate(calls) if str(Path(call.filename).parent) == _CALLER]
+    inner = calls[callers[-1] + 1 :] if callers else calls
+    return shortened("".join(traceback.format_list(inner)), MAX_FAILURE)

@@ -1,0 +1,88 @@
+"""The folder of a model: a local one, that of the hub's cache, or downloaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+POLICY = "trainer.policy.model.path"
+HUB_SECONDS = 10.0  # for the hub to answer at all
+_METADATA = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration and tokenizer
+
+
+def model_folder(path: str, *, setting: str = POLICY, with_weights: bool = True) -> Path:
+    """Return the folder of a model; one of the hub is downloaded unless the cache has it.
+
+    Args:
+        path: a folder, or a hub name such as org/model.
+        setting: the setting of the path, for messages.
+        with_weights: whether the folder must have the weights; else only config and tokenizer.
+
+    Raises:
+        ValueError: there is no such folder, or the hub does not have it or cannot be reached; one
+            line.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if "/" not in path or path.startswith((".", "/", "~")):
+        raise ValueError(f"{setting}: model folder not found: {path}")
+    cached = _cached(path)
+    if cached is not None and (_has_weights(cached) or not with_weights):
+        return cached
+    return _downloaded(path, setting, with_weights)
+
+
+def _downloaded(name: str, setting: str, with_weights: bool) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+
+    weights = ("*.safetensors",) if with_weights else ()
+    try:
+        with _without_retry_messages():
+            HfApi().model_info(name, timeout=HUB_SECONDS)  # one request, no retries
+            return Path(
+                snapshot_download(
+                    name, allow_patterns=[*_METADATA, *weights], ignore_patterns=["*/*"]
+                )
+            )
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{setting}: {name} is no folder, is not in the cache of the Hugging Face hub, and "
+            f"cannot be downloaded ({type(error).__name__}: {reason}): check the name, the network "
+            "and HF_TOKEN, or give the folder of a model"
+        ) from error
+
+
+def _cached(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no hub name
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _has_weights(folder: Path) -> bool:
+    """Return whether all files of the weights are there: a download may have been interrupted."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return (folder / "model.safetensors").is_file()
+    names = set(json.loads(index.read_bytes())["weight_map"].values())
+    return all((folder / name).is_file() for name in names)
+
+
+@contextmanager
+def _without_retry_messages() -> Iterator[None]:
+    """Silence the hub's two lines per failed request: the error that it raises says the same."""
+    log = logging.getLogger("huggingface_hub")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

@@ -1,0 +1,25 @@
+"""Peak memory of a step on the trainer's GPU."""
+
+from __future__ import annotations
+
+import torch
+
+GIB = 2**30
+
+
+class PeakMemory:
+    """Measures the peak between two calls of `metrics`; nothing on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+
+    def metrics(self) -> dict[str, float]:
+        """Return the peaks in GiB of what torch allocated and reserved since the last call."""
+        if self._device is None:
+            return {}
+        values = {
+            "memory/peak_allocated_gib": torch.cuda.max_memory_allocated(self._device) / GIB,
+            "memory/peak_reserved_gib": torch.cuda.max_memory_reserved(self._device) / GIB,
+        }
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return values

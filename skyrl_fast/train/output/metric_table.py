@@ -1,0 +1,403 @@
+"""The metrics of a run: meaning, unit and healthy range of each.
+
+`docs/metrics.md` is written from this table, and a test compares it with what runs report.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+SPREAD = ("avg", "min", "max", "std")
+GPU = "on a GPU"
+ENGINE = "with vLLM"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric, or a family of them.
+
+    Args:
+        name: `{spread}` stands for avg, min, max and std, other braces for any text.
+        meaning: what it is.
+        unit: of its values; "" for a plain number.
+        healthy: values to expect, or what to do about others; "" where any is fine.
+        where: condition that tests of the trainer alone do not meet: GPU or ENGINE.
+    """
+
+    name: str
+    meaning: str
+    unit: str = ""
+    healthy: str = ""
+    where: str = ""
+
+    def matches(self, name: str) -> bool:
+        """Return whether a run's metric belongs to this entry."""
+        pattern = re.escape(self.name).replace(r"\{spread\}", f"(?:{'|'.join(SPREAD)})")
+        return re.fullmatch(re.sub(r"\\\{.*?\\\}", "[^/]+", pattern), name) is not None
+
+
+def find_metric(name: str) -> Metric | None:
+    """Return the entry of a run's metric, the first that matches; None if there is none.
+
+    Example:
+        >>> find_metric("generate/max_num_turns").unit
+        'turns'
+    """
+    return next((metric for metric in METRICS if metric.matches(name)), None)
+
+
+_SHARE = "share"
+_SECONDS = "s"
+_NO_FAULTS = "0, or a few in a long run"
+
+METRICS = (
+    # --- rewards ---
+    Metric(
+        "reward/avg_raw_reward",
+        "mean reward of the batch's trajectories, after the rollout filters",
+        "",
+        "rises",
+    ),
+    Metric(
+        "reward/std_raw_reward",
+        "standard deviation of the rewards over trajectories",
+        "",
+        "above 0; 0: nothing to learn from",
+    ),
+    Metric(
+        "reward/zero_variance_share",
+        "groups whose rewards are equal, which have no advantage",
+        _SHARE,
+        "below 0.5; near 1: the task is too hard or too easy, see dynamic_sampling",
+    ),
+    Metric(
+        "reward/avg_pass_at_{n}",
+        "groups in which at least one of the n trajectories has a reward above 0",
+        _SHARE,
+        "above avg_raw_reward: there is something to learn",
+    ),
+    Metric("reward/mean_positive_reward", "mean of the rewards above 0, others as 0"),
+    Metric(
+        "reward/num_zero_variance_filtered",
+        "groups that zero_variance_filter has masked",
+        "groups",
+    ),
+    Metric(
+        "eval/{data set}/avg_score", "mean reward of an evaluation; `all`: all data", "", "rises"
+    ),
+    Metric("eval/{data set}/mean_positive_reward", "mean of the rewards above 0, others as 0"),
+    Metric(
+        "eval/{data set}/pass_at_{k}",
+        "probability that one of k samples has a reward above 0",
+        _SHARE,
+    ),
+    Metric("eval/all/avg_num_turns", "turns of a trajectory in an evaluation", "turns"),
+    Metric("environment/{name}", "mean of what the environment's `metrics` returned under a name"),
+    # --- the update ---
+    Metric(
+        "policy/loss",
+        "loss of a mini-batch, with all its terms",
+        "",
+        "near 0 with a group baseline; it does not show progress",
+    ),
+    Metric("policy/policy_loss", "the policy loss, weighted as in the loss", "", "near 0"),
+    Metric(
+        "policy/policy_entropy",
+        "entropy of the policy's next token, mean over trained tokens",
+        "nats",
+        "falls slowly; a fall to 0 is a collapse: lower the learning rate, raise eps_clip_high",
+    ),
+    Metric(
+        "policy/kl",
+        "KL divergence from the reference model per token, by kl_estimator_type; only with "
+        "use_kl_loss",
+        "nats",
+        "below 0.1 for a policy that stays close; grows with training",
+    ),
+    Metric("policy/kl_loss", "KL divergence, weighted as in the loss, before kl_loss_coef"),
+    Metric("policy/kl_tokens", "tokens of the mean policy/kl", "tokens"),
+    Metric(
+        "policy/approx_kl",
+        "KL divergence of the policy in an update from the one before it, per token",
+        "nats",
+        "below 0.01; 0 with one optimizer step per batch",
+    ),
+    Metric(
+        "policy/clip_ratio",
+        "trained tokens whose ratio is clipped, so that they have no gradient",
+        _SHARE,
+        "0 to 0.2; more: fewer optimizer steps per batch, or a lower learning rate",
+    ),
+    Metric("policy/clip_ratio_low", "the same, clipped below 1 - eps_clip_low", _SHARE),
+    Metric("policy/clip_ratio_high", "the same, clipped above 1 + eps_clip_high", _SHARE),
+    Metric("policy/chosen_ratio", "trained tokens of which dual_clip's cap applies", _SHARE, "0"),
+    Metric("policy/ratio_mean", "mean of the policy ratio over trained tokens", "", "1"),
+    Metric("policy/ratio_max", "largest policy ratio", "", "below 10"),
+    Metric("policy/ratio_min", "smallest policy ratio", "", "above 0.1"),
+    Metric(
+        "policy/grad_norm",
+        "norm of the gradient before clipping",
+        "",
+        "steady; peaks above 10 times its median: lower the learning rate",
+    ),
+    Metric("policy/lr", "learning rate"),
+    Metric(
+        "policy/nonfinite_steps_skipped",
+        "optimizer steps skipped for an infinite or NaN gradient",
+        _SHARE,
+        "0",
+    ),
+    Metric("policy/optimizer_steps", "optimizer steps of the batch", "steps"),
+    Metric(
+        "policy/rollout_train_logprobs_abs_diff_mean",
+        "difference of the trainer's and the engine's log-probabilities of the sampled tokens",
+        "nats",
+        "below 0.02 in bfloat16 without staleness; more: off_policy_correction, or "
+        "lm_head_dtype=float32",
+    ),
+    Metric("policy/rollout_train_logprobs_abs_diff_max", "its maximum", "nats", "below 2"),
+    Metric(
+        "policy/cross_entropy",
+        "mean cross-entropy: of the answers in fine-tuning, of the environment's tokens with "
+        "observation_loss_coef",
+        "nats",
+        "falls",
+    ),
+    Metric("policy/cross_entropy_loss", "cross-entropy, weighted as in the loss"),
+    Metric("policy/cross_entropy_tokens", "tokens of the cross-entropy in a mini-batch", "tokens"),
+    Metric("policy/policy_tokens", "tokens of the policy loss in a mini-batch", "tokens"),
+    Metric("policy/trained_tokens", "tokens with a gradient in a mini-batch", "tokens"),
+    Metric(
+        "policy/forward_tokens", "tokens of a mini-batch's forward passes, with padding", "tokens"
+    ),
+    Metric("policy/row_tokens", "tokens of the rows that a mini-batch's passes visit", "tokens"),
+    Metric(
+        "policy/rows_without_gradient",
+        "rows of a mini-batch that are skipped, as their gradient is 0",
+        "rows",
+        "see reward/zero_variance_share",
+    ),
+    Metric("policy/num_micro_batches", "forward-backward passes of a mini-batch"),
+    Metric(
+        "policy/is_ratio_mean",
+        "importance ratio of trainer and engine, per token",
+        "",
+        "0.9 to 1.1",
+    ),
+    Metric("policy/is_ratio_std", "its standard deviation", "", "below 0.5"),
+    Metric("policy/is_ratio_max", "its maximum", "", "below 10"),
+    Metric("policy/is_ratio_min", "its minimum", "", "above 0.1"),
+    Metric(
+        "policy/tis_token_clip_high_ratio", "tokens whose ratio is capped", _SHARE, "below 0.05"
+    ),
+    Metric(
+        "policy/tis_seq_clip_high_ratio", "sequences whose ratio is capped", _SHARE, "below 0.2"
+    ),
+    Metric("policy/token_mask_ratio", "tokens masked for their ratio", _SHARE, "below 0.05"),
+    Metric("policy/outlier_seq_masked_ratio", "sequences masked for a token", _SHARE, "below 0.1"),
+    Metric("policy/outlier_seq_over_high_ratio", "of these, for a ratio above the bound", _SHARE),
+    Metric("policy/outlier_seq_under_low_ratio", "of these, for a ratio below the bound", _SHARE),
+    Metric(
+        "policy/{metric}_sequence_mask_masked_ratio",
+        "sequences masked for the product or geometric mean of their ratios",
+        _SHARE,
+        "below 0.2",
+    ),
+    Metric("policy/{metric}_sequence_mask_over_high_ratio", "of these, above the bound", _SHARE),
+    Metric("policy/{metric}_sequence_mask_under_low_ratio", "of these, below the bound", _SHARE),
+    Metric(
+        "loss/avg_kl",
+        "KL divergence from the reference model per token, with use_kl_in_reward",
+        "nats",
+        "near kl_ctrl.kl_target where it is adaptive",
+    ),
+    Metric("loss/avg_kl_max", "largest mean KL divergence of a trajectory", "nats"),
+    Metric("loss/kl_loss_coef", "weight of the KL divergence in the reward"),
+    Metric("critic/critic_loss", "loss of the critic in a mini-batch", "", "falls"),
+    Metric("critic/values_mean", "mean of the critic's values", "", "near the mean return"),
+    Metric("critic/values_clipfrac", "values that value_clip clips", _SHARE, "below 0.2"),
+    Metric(
+        "critic/explained_variance",
+        "variance of the returns that the values explain",
+        "",
+        "rises from 0 towards 1; below 0: worse than a constant",
+    ),
+    Metric("critic/grad_norm", "norm of the critic's gradient before clipping", "", "steady"),
+    Metric("critic/lr", "learning rate of the critic"),
+    Metric("critic/nonfinite_steps_skipped", "its optimizer steps skipped", _SHARE, "0"),
+    Metric("critic/optimizer_steps", "its optimizer steps of the batch", "steps"),
+    Metric("trainer/epoch", "completed passes over the training prompts", "epochs"),
+    # --- rollouts ---
+    Metric("generate/num_trajectories", "trajectories of the batch", "trajectories"),
+    Metric(
+        "generate/num_empty_trajectories",
+        "trajectories without tokens: failed, or with a first prompt that is too long",
+        "trajectories",
+        "0",
+    ),
+    Metric(
+        "generate/failed_trajectories",
+        "trajectories that failed after all retries",
+        "trajectories",
+        "0; the log names the reasons",
+    ),
+    Metric("generate/{spread}_num_tokens", "response tokens of a trajectory", "tokens"),
+    Metric("generate/avg_tokens_non_zero_rewards", "the same, of rewards above 0", "tokens"),
+    Metric("generate/avg_tokens_zero_rewards", "the same, of rewards of 0", "tokens"),
+    Metric(
+        "generate/{spread}_assistant_tokens", "tokens of a trajectory with loss mask 1", "tokens"
+    ),
+    Metric("generate/{spread}_num_turns", "turns of a trajectory", "turns"),
+    Metric(
+        "generate/{spread}_final_context_length",
+        "tokens of a trajectory's last prompt and response",
+        "tokens",
+        "max below max_input_length + max_generate_length",
+    ),
+    Metric("generate/per_turn/{spread}_response_length", "response tokens of a turn", "tokens"),
+    Metric("generate/per_turn/{spread}_prompt_length", "prompt tokens of a turn", "tokens"),
+    Metric("generate/per_turn/{spread}_num_tokens", "tokens of a turn", "tokens"),
+    Metric(
+        "generate/truncated_turn_share",
+        "turns whose response was cut at max_generate_length",
+        _SHARE,
+        "below 0.1; more: raise sampling_params.max_generate_length",
+    ),
+    Metric(
+        "generate/stop_reason/{reason}",
+        "trajectories that ended for this reason",
+        _SHARE,
+        "mostly stop; length: raise the limits of tokens; env_error: see the log",
+    ),
+    Metric("generate/trajectory_completion_time_mean", "time of a trajectory", _SECONDS),
+    Metric(
+        "generate/trajectory_completion_time_p90",
+        "its 90th percentile",
+        _SECONDS,
+        "far above the mean: a few trajectories hold up the batch",
+    ),
+    Metric("generate/trajectory_completion_time_max", "its maximum", _SECONDS),
+    Metric("generate/trajectory_time/llm_mean", "of a trajectory's time, in the engine", _SECONDS),
+    Metric("generate/trajectory_time/llm_share", "the same", _SHARE),
+    Metric(
+        "generate/trajectory_time/env_mean", "of a trajectory's time, in the environment", _SECONDS
+    ),
+    Metric("generate/trajectory_time/env_share", "the same", _SHARE, "below 0.5"),
+    Metric("generate/num_overlong_filtered", "sequences masked as overlong", "sequences"),
+    Metric(
+        "generate/num_zeroed_rewards", "unfinished sequences whose reward is set to 0", "sequences"
+    ),
+    Metric("generate/batch_num_seq", "rows of the batch", "rows"),
+    Metric("generate/batch_num_tokens", "tokens of the rows, prompts included", "tokens"),
+    Metric("generate/batch_num_tokens_merged", "the same, with steps merged", "tokens"),
+    Metric("generate/batch_num_tokens_tree", "the same, as prefix trees", "tokens"),
+    Metric("generate/batch_padded_seq_len", "tokens of the longest row", "tokens"),
+    Metric("generate/batch_padding_share", "padding, if the batch were padded", _SHARE),
+    Metric("generate/batch_trained_share", "trained tokens, if the batch were padded", _SHARE),
+    Metric("generate/num_seq_before_merge", "rows before steps were merged", "rows"),
+    Metric("generate/num_seq_after_merge", "rows after steps were merged", "rows"),
+    Metric("dynamic_sampling/num_batches", "batches of prompts sampled for the step", "", "1 to 3"),
+    Metric("dynamic_sampling/num_groups_sampled", "groups sampled for the step", "groups"),
+    Metric("dynamic_sampling/num_groups_uninformative", "of these, with equal rewards", "groups"),
+    Metric("dynamic_sampling/num_groups_unused", "informative groups beyond the batch", "groups"),
+    Metric("dynamic_sampling/num_groups_replaced", "groups replaced by copies of others", "groups"),
+    Metric("dynamic_sampling/avg_raw_reward", "mean reward of all that was sampled", "", "rises"),
+    # --- asynchronous training ---
+    Metric(
+        "async/staleness_mean",
+        "policy versions between a group's start and its training",
+        "versions",
+        "at most max_staleness_steps",
+    ),
+    Metric("async/staleness_max", "its maximum", "versions", "at most max_staleness_steps"),
+    Metric("async/num_groups_of_staleness_{n}", "groups of this staleness", "groups"),
+    Metric("async/token_staleness_mean", "the same, of each token", "versions"),
+    Metric("async/token_staleness_max", "its maximum", "versions"),
+    Metric("async/num_steps_of_several_versions", "turns during which weights changed", "turns"),
+    Metric(
+        "async/num_groups_ready",
+        "finished groups that wait for their training",
+        "groups",
+        "above 0: generation keeps up with the trainer",
+    ),
+    Metric("async/num_groups_running", "groups that are being generated", "groups", "above 0"),
+    # --- weights, faults ---
+    Metric(
+        "sync/logprob_abs_diff_mean",
+        "difference of engine and trainer on the probe after a weight update",
+        "nats",
+        "near 0; the run ends beyond its limits",
+        ENGINE,
+    ),
+    Metric("sync/logprob_abs_diff_q90", "its 90th percentile", "nats", "", ENGINE),
+    Metric("sync/logprob_abs_diff_max", "its maximum", "nats", "", ENGINE),
+    Metric("sync/logit_std", "standard deviation of the probe's logits", "", "", ENGINE),
+    Metric(
+        "sync/logprob_change_max",
+        "largest change of the engine's log-probabilities by the update",
+        "nats",
+        "above 0 after a step",
+        ENGINE,
+    ),
+    Metric("sync/update_seconds", "time to transfer the weights", _SECONDS, "", ENGINE),
+    Metric("sync/verify_seconds", "time to compare the probe", _SECONDS, "", ENGINE),
+    Metric("faults/dropped_groups", "groups given up, since the start", "groups", _NO_FAULTS),
+    Metric("faults/retried_trajectories", "attempts that were repeated", "", _NO_FAULTS, ENGINE),
+    Metric(
+        "faults/environment_errors", "attempts that an environment failed", "", _NO_FAULTS, ENGINE
+    ),
+    Metric("faults/environment_timeouts", "late calls of environments", "", _NO_FAULTS, ENGINE),
+    Metric("faults/engine_errors", "attempts that the engine failed", "", _NO_FAULTS, ENGINE),
+    Metric(
+        "faults/slow_trajectories",
+        "trajectories half their deadline in one phase",
+        "",
+        _NO_FAULTS,
+        ENGINE,
+    ),
+    Metric("faults/stuck_trajectories", "trajectories given up after it", "", "0", ENGINE),
+    Metric("faults/engine_deaths", "engines that died", "", "0", ENGINE),
+    Metric("faults/engine_restarts", "engines that were restarted", "", "0", ENGINE),
+    Metric("faults/requests_sent_again", "requests repeated on another engine", "", "0", ENGINE),
+    Metric("faults/requests_interrupted", "requests continued after new weights", "", "", ENGINE),
+    # --- time and memory ---
+    Metric("timing/step", "a step without its evaluation", _SECONDS),
+    Metric("timing/generate", "generation, in synchronous training", _SECONDS),
+    Metric("timing/environment", "environments, in synchronous training", _SECONDS),
+    Metric(
+        "timing/wait",
+        "the trainer waiting for groups, in asynchronous training",
+        _SECONDS,
+        "near 0: otherwise generation is the bottleneck",
+    ),
+    Metric("timing/batch", "building the batch", _SECONDS, "a small share of timing/step"),
+    Metric("timing/advantages", "advantages, with their forward passes", _SECONDS),
+    Metric("timing/forward_backward", "forward and backward passes and optimizer steps", _SECONDS),
+    Metric("timing/sync", "transferring and verifying the weights", _SECONDS),
+    Metric(
+        "timing/store", "waiting until the previous trajectories are written", _SECONDS, "near 0"
+    ),
+    Metric("timing/store_background", "writing trajectories, during the step", _SECONDS),
+    Metric("timing/eval", "an evaluation", _SECONDS),
+    Metric(
+        "timing/tokens_per_second",
+        "sampled tokens of the step, dropped groups included, by timing/step",
+        "tokens/s",
+    ),
+    Metric("timing/trained_tokens_per_second", "trained tokens by timing/step", "tokens/s"),
+    Metric(
+        "memory/peak_allocated_gib",
+        "most that torch allocated on the trainer's GPU during the step",
+        "GiB",
+        "below the update's part of `skyrl-fast plan`",
+        GPU,
+    ),
+    Metric(
+        "memory/peak_reserved_gib",
+        "most that torch reserved there",
+        "GiB",
+        "close to the allocated; far above: fragmentation",
+        GPU,
+    ),
+)

@@ -1,0 +1,297 @@
+"""The command `skyrl-fast try`: one prompt through the environment of a run, printed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import faulthandler
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_fast.printable import MAX_FAILURE, PrintableFormatter, printable
+
+if TYPE_CHECKING:
+    from skyrl_fast.config import Config
+    from skyrl_fast.rollout.env.observed_env import ObservedEnv, ObservedStep
+    from skyrl_fast.rollout.trajectory import Trajectory
+    from skyrl_fast.train.data.prompts import Prompt
+
+DEFAULT_TIMEOUT = 2.0  # seconds of an environment's call; a run's is for slow ones under load
+GRACE_SECONDS = 10.0  # beyond the timeout; then the environment holds Python's lock
+PLACEHOLDER = "(a scripted answer; give others by --answers)"
+MAX_SHOWN = 4_000  # characters of one text
+FAILED, USAGE = 1, 2  # exit codes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.add_argument("config", help="the trainer's YAML file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that override the file"
+    )
+    parser.add_argument("--prompt", type=int, default=0, help="row of the training prompts, from 0")
+    parser.add_argument("--samples", type=int, default=1, help="trajectories of the prompt")
+    parser.add_argument(
+        "--answers",
+        nargs="+",
+        help="what the scripted model answers, turn by turn (then the last one again); @FILE: a "
+        "JSON list, or one answer per line",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        help="seconds for each call of the environment; default: "
+        f"{DEFAULT_TIMEOUT:g}, with --engine environment.timeout_seconds",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        action="store_true",
+        help="use the model's tokenizer and chat template, not a plain one",
+    )
+    parser.add_argument(
+        "--engine", action="store_true", help="sample from the model by vLLM, not from a script"
+    )
+
+
+def try_prompt(options: argparse.Namespace) -> int:
+    """Print the trajectories of one prompt; return 1 if one failed, 2 if the setup is wrong."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    try:
+        from skyrl_fast.config.loading import load_config
+        from skyrl_fast.rollout.engine.protocol import EngineError
+        from skyrl_fast.train.algorithm.unread_rewards import unread_rewards
+    except ImportError as error:
+        return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train]'")
+    try:
+        config = _tried(load_config(options.config, options.overrides), options)
+        play = _sampled if options.engine else partial(_scripted, options=options)
+        attempt = asyncio.run(play(config, _prompt(config, options.prompt)))
+    except (ValueError, OSError, ImportError) as error:
+        return _complain(str(error))
+    except EngineError as error:
+        return _complain(str(error), FAILED)
+    sys.stdout.write(_attempt_text(attempt))
+    unread = unread_rewards(config, attempt.trajectories)
+    if unread is not None:
+        sys.stdout.write(f"\nwarning: {unread}\n")
+    return FAILED if any(t.failure is not None for t in attempt.trajectories) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """The trajectories of a prompt.
+
+    Args:
+        observed: steps of each trajectory's environment, with that of a failed call.
+    """
+
+    prompt: Prompt
+    tokenizer: Any
+    trajectories: list[Trajectory]
+    observed: list[list[ObservedStep]]
+
+
+def _answers(given: Sequence[str] | None) -> list[str]:
+    """Return the answers of `--answers`.
+
+    Raises:
+        ValueError, OSError: a file that cannot be read, or without answers.
+    """
+    if given is None:
+        return [PLACEHOLDER]
+    if len(given) != 1 or not given[0].startswith("@"):
+        return list(given)
+    text = Path(given[0][1:]).expanduser().read_text(encoding="utf-8")
+    answers = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
+    if not answers or not all(isinstance(answer, str) for answer in answers):
+        raise ValueError(f"--answers: wanted a list of strings in {given[0][1:]}, got {answers!r}")
+    return answers
+
+
+def _tried(config: Config, options: argparse.Namespace) -> Config:
+    """Return the settings for one attempt at each trajectory, one after the other.
+
+    Environments run in threads, because the calls of a thread can be named when it hangs.
+    """
+    if options.samples < 1:
+        raise ValueError(f"--samples: wanted at least 1, got {options.samples}")
+    timeout = options.timeout
+    if timeout is None:
+        timeout = config.environment.timeout_seconds if options.engine else DEFAULT_TIMEOUT
+    environment = replace(config.environment, timeout_seconds=timeout, workers="thread")
+    generator = replace(
+        config.generator,
+        n_samples_per_prompt=options.samples,
+        max_retries=0,
+        max_concurrent_trajectories=1,
+    )
+    return replace(config, environment=environment, generator=generator)
+
+
+def _prompt(config: Config, number: int) -> Prompt:
+    from skyrl_fast.train.data.prompts import load_prompts
+
+    env_class = config.environment.env_class
+    prompts = load_prompts(config.data.train_data, default_env_class=env_class)
+    if not 0 <= number < len(prompts):
+        raise ValueError(f"--prompt: wanted a row from 0 to {len(prompts) - 1}, got {number}")
+    return prompts[number]
+
+
+async def _scripted(config: Config, prompt: Prompt, *, options: argparse.Namespace) -> _Attempt:
+    """Return the trajectories with a scripted model."""
+    from skyrl_fast.rollout.engine.weights.gate import WeightGate
+    from skyrl_fast.rollout.env.factory import EnvFactory
+    from skyrl_fast.rollout.group_runner import GroupRunner
+    from skyrl_fast.rollout.groups import run_groups
+    from skyrl_fast.rollout.loop_settings import loop_settings
+    from skyrl_fast.rollout.scripted import PlainTokenizer, ScriptedModel
+
+    EnvFactory(config.environment)  # checks env_class, which `make_env` replaces
+    observed: list[list[ObservedStep]] = []
+    factory = EnvFactory(config.environment, make_env=_make_observed(config, prompt, observed))
+    tokenizer = _tokenizer(config) if options.tokenizer else PlainTokenizer()
+    watching = asyncio.create_task(_watch(config.environment.timeout_seconds + GRACE_SECONDS))
+    try:
+        runner = GroupRunner(
+            ScriptedModel(_answers(options.answers), tokenizer),
+            tokenizer,
+            factory,
+            loop_settings(config),
+            seed=config.trainer.seed,
+            gate=WeightGate(),
+        )
+        trajectories = await run_groups(runner, [prompt], phase="train", policy_version=0)
+    finally:
+        await factory.close()
+        watching.cancel()
+    return _Attempt(prompt, tokenizer, trajectories, observed)
+
+
+async def _sampled(config: Config, prompt: Prompt) -> _Attempt:
+    """Return the trajectories with the model's own answers."""
+    from skyrl_fast.train.flow.vllm_rollouts import start_rollouts
+    from skyrl_fast.train.model.model_folder import model_folder
+
+    tokenizer = _tokenizer(config)
+    Path(config.trainer.run_path).mkdir(parents=True, exist_ok=True)  # for engine.log
+    observed: list[list[ObservedStep]] = []
+    rollouts = await start_rollouts(
+        config,
+        tokenizer,
+        str(model_folder(str(config.trainer.policy.model.path))),
+        prompts=[prompt],
+        make_env=_make_observed(config, prompt, observed),
+    )
+    try:
+        trajectories = await rollouts.generate([prompt], step=0, phase="train")
+    finally:
+        await rollouts.close()
+    return _Attempt(prompt, tokenizer, trajectories, observed)
+
+
+def _tokenizer(config: Config) -> Any:
+    from skyrl_fast.train.model.policy import load_tokenizer
+
+    return load_tokenizer(str(config.trainer.policy.model.path))
+
+
+def _make_observed(
+    config: Config, prompt: Prompt, observed: list[list[ObservedStep]]
+) -> Callable[[dict[str, Any]], ObservedEnv]:
+    """Return a factory of the prompt's environment; each one adds a list of its steps."""
+    from skyrl_fast.rollout.env.host import created_env
+    from skyrl_fast.rollout.env.observed_env import ObservedEnv
+
+    def make(extras: dict[str, Any]) -> ObservedEnv:
+        observed.append([])
+        env = created_env(prompt.env_class, config.environment.skyrl_gym, extras)
+        return ObservedEnv(env, observed[-1])
+
+    return make
+
+
+async def _watch(seconds: float) -> None:
+    """End the process, with the place of each thread, if the event loop stops for so long.
+
+    The deadlines of environments do not reach code that holds Python's lock; this one does.
+    """
+    try:
+        while True:
+            faulthandler.dump_traceback_later(seconds, exit=True)
+            await asyncio.sleep(1.0)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+# --- text ---------------------------------------------------------------------------------------
+
+
+def _attempt_text(attempt: _Attempt) -> str:
+    """Return the trajectories as text for a terminal: texts are cut, control characters escaped."""
+    blocks = []
+    for number, trajectory in enumerate(attempt.trajectories):
+        observed = attempt.observed[number] if number < len(attempt.observed) else []
+        lines = [f"sample {number}"] if len(attempt.trajectories) > 1 else []
+        lines += [f"environment: {trajectory.env_class}", *_prompt_lines(attempt, trajectory)]
+        for turn, step in enumerate(observed):
+            lines += _turn_lines(turn + 1, step)
+        lines += _end_lines(trajectory)
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def _prompt_lines(attempt: _Attempt, trajectory: Trajectory) -> list[str]:
+    if trajectory.steps:
+        text = attempt.tokenizer.decode(trajectory.steps[0].prompt_token_ids)
+    else:
+        text = "\n".join(f"[{m['role']}] {m['content']}" for m in attempt.prompt.messages)
+    return _entry("prompt", text, indent="")
+
+
+def _turn_lines(number: int, step: ObservedStep) -> list[str]:
+    lines = [f"turn {number}", *_entry("answer", step.action)]
+    answer = step.answer
+    if answer is None:
+        return [*lines, "  the environment did not answer"]
+    given = answer if isinstance(answer, Mapping) else _fields(answer)
+    for name, value in given.items():
+        if value not in (None, (), [], {}, ""):
+            lines += _entry(name.removesuffix("s") if name == "observations" else name, value)
+    return lines
+
+
+def _fields(answer: Any) -> dict[str, Any]:
+    names = ("observations", "reward", "done", "postprocessed_action")
+    return {name: getattr(answer, name, None) for name in names}
+
+
+def _end_lines(trajectory: Trajectory) -> list[str]:
+    if trajectory.failure is not None:
+        return _entry(f"failed ({trajectory.stop_reason})", trajectory.failure, indent="")
+    rewards = [f"{step.reward:g}" for step in trajectory.steps]
+    lines = [f"rewards: {' '.join(rewards) or 'none'}; ended by {trajectory.stop_reason}"]
+    if not rewards:
+        lines.append("the prompt is longer than generator.max_input_length")
+    if trajectory.env_metrics:
+        lines.append(f"metrics: {printable(str(trajectory.env_metrics), MAX_SHOWN)}")
+    return lines
+
+
+def _entry(name: str, value: Any, *, indent: str = "  ") -> list[str]:
+    """Return a name and a value; further lines of the value are indented."""
+    text = printable(str(value).strip(), MAX_SHOWN).replace("\n", f"\n{indent}  ")
+    return [f"{indent}{name}: {text}"]
+
+
+def _complain(message: str, code: int = USAGE) -> int:
+    sys.stderr.write(f"skyrl-fast: {printable(message, MAX_FAILURE)}\n")
+    return code

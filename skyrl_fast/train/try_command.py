@@ -177,7 +177,7 @@ async def _scripted(config: Config, prompt: Prompt, *, options: argparse.Namespa
 
 
 async def _sampled(config: Config, prompt: Prompt) -> _Attempt:
-    """Return the trajectories with the model's own answers."""
+    """Return the trajectories with answers sampled from the model."""
     from skyrl_fast.train.flow.vllm_rollouts import start_rollouts
     from skyrl_fast.train.model.model_folder import model_folder
 
@@ -236,7 +236,7 @@ async def _watch(seconds: float) -> None:
 
 
 def _attempt_text(attempt: _Attempt) -> str:
-    """Return the trajectories as text for a terminal: texts are cut, control characters escaped."""
+    """Return the trajectories as text for a terminal: cut if long, control characters escaped."""
     blocks = []
     for number, trajectory in enumerate(attempt.trajectories):
         observed = attempt.observed[number] if number < len(attempt.observed) else []

@@ -242,9 +242,11 @@ def test_train_saves_the_logits_of_the_plan(folder: Path, monkeypatch: pytest.Mo
         raise ValueError("stop here")
 
     monkeypatch.setattr(run_module, "make_models", stop)
+    short = ("generator.max_input_length=40", "generator.sampling_params.max_generate_length=16")
+    chosen = settings(folder, "run", *short)
     with pytest.raises(SetupError, match="stop here"):
-        skyrl_fast.train(settings(folder, "run"))
-    config = run_module._with_absolute_paths(run_module.as_config(settings(folder, "run")))
+        skyrl_fast.train(chosen, reward=lambda answer, row: 0.0)
+    config = run_module._with_absolute_paths(run_module.as_config(chosen))
     plan = run_module._memory_plan(config, None, with_engine=True)
     assert plan is not None and found == [plan.saved_logits_bytes] and found[0] > 0
 

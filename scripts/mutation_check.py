@@ -3,7 +3,8 @@
     python3 scripts/mutation_check.py --venv .venv [--only tree]
 
 Each fault is one line of a copy of the sources in build/mutations, tried with the default tests of
-the folders named with it. Exit code 1: the tests passed although something was broken.
+the folders named with it, which pass without it. Exit code 1: the tests passed although something
+was broken.
 """
 
 from __future__ import annotations
@@ -14,13 +15,21 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / "mutations"
-COPIED = ("csrc", "skyrl_fast", "python_tests", "bench", "examples", "scripts")
-FILES = ("CMakeLists.txt", "Makefile", "pyproject.toml")
+COPIED = ("csrc", "skyrl_fast", "python_tests", "bench", "docs", "examples", "scripts")
+FILES = (
+    "CMakeLists.txt",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "Makefile",
+    "README.md",
+    "pyproject.toml",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +133,12 @@ def main() -> None:
     python = (options.venv.resolve() / "bin" / "python").as_posix()
     copy_sources()
     build(python)
+    chosen = [fault for fault in FAULTS if options.only in fault.what]
+    folders = sorted({name for fault in chosen for name in fault.tests})
+    if failed := failed_tests(python, folders):
+        raise SystemExit(f"without any fault these fail already: {', '.join(failed)}")
     unnoticed = 0
-    for fault in FAULTS:
-        if options.only not in fault.what:
-            continue
+    for fault in chosen:
         start = time.monotonic()
         noticed = try_fault(python, fault)
         unnoticed += not noticed
@@ -157,6 +168,16 @@ def build(python: str) -> None:
         raise SystemExit(f"the extension of {TREE} cannot be built:\n{done.stdout[-4000:]}")
 
 
+def failed_tests(python: str, folders: Sequence[str]) -> list[str]:
+    """Return the first default tests that fail in these folders of python_tests."""
+    command = [python, "-m", "pytest", "-q", "-x", "-n", "auto", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *(f"python_tests/{name}" for name in folders)],
+        cwd=TREE, env=os.environ | {"PYTHONPATH": str(TREE)}, capture_output=True, text=True,
+    )  # fmt: skip
+    return [line[:150] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+
+
 def try_fault(python: str, fault: Fault) -> bool:
     """Return whether a test fails with this fault."""
     path = TREE / fault.path
@@ -167,15 +188,9 @@ def try_fault(python: str, fault: Fault) -> bool:
     try:
         if fault.path.startswith("csrc"):
             build(python)
-        folders = [f"python_tests/{name}" for name in fault.tests]
-        command = [python, "-m", "pytest", "-q", "-x", "-n", "auto", "-p", "no:cacheprovider"]
-        done = subprocess.run(
-            [*command, *folders],
-            cwd=TREE, env=os.environ | {"PYTHONPATH": str(TREE)}, capture_output=True, text=True,
-        )  # fmt: skip
-        failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
-        print("\n".join(line[:150] for line in failed[:1]), flush=True)
-        return bool(failed)  # not the exit code: another error is no test that noticed
+        failed = failed_tests(python, fault.tests)
+        print("\n".join(failed[:1]), flush=True)
+        return bool(failed)
     finally:
         path.write_text(right, encoding="utf-8")
         if fault.path.startswith("csrc"):

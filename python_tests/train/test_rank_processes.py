@@ -215,7 +215,8 @@ def test_script_that_trains_on_import_gets_advice(folder: Path) -> None:
         "import sys\n"
         "from skyrl_fast.config.loading import load_config\n"
         "import skyrl_fast\n"
-        "skyrl_fast.train(load_config(None, sys.argv[1:]))\n"
+        "config = load_config(None, sys.argv[1:])\n"
+        "skyrl_fast.train(config, reward=lambda answer, row: 0.0)\n"
     )
     options = [
         f"data.train_data=[{folder}/train.jsonl]",
@@ -225,6 +226,8 @@ def test_script_that_trains_on_import_gets_advice(folder: Path) -> None:
         "trainer.policy_mini_batch_size=4",
         "trainer.placement.policy_num_gpus_per_node=2",
         "trainer.device=cpu",
+        "generator.max_input_length=40",
+        "generator.sampling_params.max_generate_length=16",
     ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     ended = subprocess.run(

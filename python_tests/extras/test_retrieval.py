@@ -491,9 +491,10 @@ def test_error_of_a_server_that_cannot_start(tmp_path: Path) -> None:
 
 
 STARTER = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from skyrl_fast.extras.search.launch import retrieval_server
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 with retrieval_server(Path(sys.argv[1]), log_file=Path(sys.argv[2])) as url:
     print(url, flush=True)
     time.sleep(100)

@@ -31,6 +31,11 @@ FILES = (
     "pyproject.toml",
 )
 
+# An editable install finds the package's own sources first, wherever Python runs.
+SITE = """import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -155,6 +160,7 @@ def copy_sources() -> None:
         shutil.copytree(ROOT / folder, TREE / folder, ignore=ignore)
     for name in FILES:
         shutil.copy(ROOT / name, TREE)
+    (TREE / "sitecustomize.py").write_text(SITE, encoding="utf-8")
 
 
 def build(python: str) -> None:

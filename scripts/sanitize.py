@@ -21,6 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "sanitize"
 FLAGS = "-fsanitize=address,undefined -fno-omit-frame-pointer"
 
+# An editable install finds the package's own sources first, wherever Python runs.
+SITE = """import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]
+"""
+
 
 def main() -> None:
     """Build, copy, test."""
@@ -38,6 +43,7 @@ def main() -> None:
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         "HYPOTHESIS_PROFILE": "default",
+        "PYTHONPATH": str(tree),
     }
     tests = [*OP_TESTS, *EMULATED_TESTS]
     # torch.compile starts a compiler, which must not inherit the sanitizer.
@@ -72,6 +78,7 @@ def copy_sources(tree: Path) -> None:
     for folder in ("skyrl_fast", "python_tests", "csrc"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", tree)
+    (tree / "sitecustomize.py").write_text(SITE, encoding="utf-8")
     for extension in (BUILD / "out").glob("_C*.so"):
         shutil.copy(extension, tree / "skyrl_fast")
 

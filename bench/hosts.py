@@ -59,7 +59,7 @@ faster: the median of the pairs, then the pairs' least and most. The last column
 any step. Steps of GRPO and RLOO include their generation, which stays TRL's. A larger model with two threads, and peak
 memory: [TRL](trl.md#measured).
 
-Asynchronous GRPO does not run on a CPU as it comes: it asks CUDA for the GPU's name, its attention is a FlashAttention 3
+Asynchronous GRPO does not run on a CPU unchanged: it asks CUDA for the GPU's name, its attention is a FlashAttention 3
 kernel, and its rollouts and weights need a vLLM server with NCCL. Its row is `AsyncGRPOTrainer.train()` with that
 attention computed by torch, synthetic rollouts and no weight transfer (`bench/_async_grpo.py`), so it shows the head
 and the loss only."""  # noqa: E501

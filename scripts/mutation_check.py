@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -19,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from source_copy import ROOT, copy_sources
+
 TREE = ROOT / "build" / "mutations"
 COPIED = ("csrc", "skyrl_fast", "python_tests", "bench", "docs", "examples", "scripts")
 FILES = (
@@ -30,11 +30,6 @@ FILES = (
     "README.md",
     "pyproject.toml",
 )
-
-# An editable install finds the package's own sources first, wherever Python runs.
-SITE = """import sys
-sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +131,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a fault's description")
     options = parser.parse_args()
     python = (options.venv.resolve() / "bin" / "python").as_posix()
-    copy_sources()
+    copy_sources(TREE, COPIED, FILES)
     build(python)
     chosen = [fault for fault in FAULTS if options.only in fault.what]
     folders = sorted({name for fault in chosen for name in fault.tests})
@@ -150,17 +145,6 @@ def main() -> None:
         outcome = "noticed" if noticed else "NOT NOTICED"
         print(f"{outcome}: {fault.what} ({time.monotonic() - start:.0f} s)", flush=True)
     sys.exit(1 if unnoticed else 0)
-
-
-def copy_sources() -> None:
-    """Copy the sources to `TREE`, without built modules."""
-    ignore = shutil.ignore_patterns("*.so", "__pycache__")
-    for folder in COPIED:
-        shutil.rmtree(TREE / folder, ignore_errors=True)
-        shutil.copytree(ROOT / folder, TREE / folder, ignore=ignore)
-    for name in FILES:
-        shutil.copy(ROOT / name, TREE)
-    (TREE / "sitecustomize.py").write_text(SITE, encoding="utf-8")
 
 
 def build(python: str) -> None:

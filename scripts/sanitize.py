@@ -16,15 +16,10 @@ import subprocess
 from pathlib import Path
 
 from op_tests import EMULATED_TESTS, OP_TESTS
+from source_copy import ROOT, copy_sources
 
-ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "sanitize"
 FLAGS = "-fsanitize=address,undefined -fno-omit-frame-pointer"
-
-# An editable install finds the package's own sources first, wherever Python runs.
-SITE = """import sys
-sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]
-"""
 
 
 def main() -> None:
@@ -34,7 +29,10 @@ def main() -> None:
     python = (parser.parse_args().venv.resolve() / "bin" / "python").as_posix()
     tree = BUILD / "tree"
     build_extension(python)
-    copy_sources(tree)
+    shutil.rmtree(tree, ignore_errors=True)
+    copy_sources(tree, ("skyrl_fast", "python_tests", "csrc"), ("pyproject.toml",))
+    for extension in (BUILD / "out").glob("_C*.so"):
+        shutil.copy(extension, tree / "skyrl_fast")
     compiling = os.environ | {"CXX": "g++", "CXXFLAGS": FLAGS}
     emulation = [python, "python_tests/helpers/_emulation_build.py"]
     subprocess.run(emulation, cwd=tree, env=compiling, check=True)
@@ -69,18 +67,6 @@ def build_extension(python: str) -> None:
     defines = [f"-D{key}={value}" for key, value in options.items()]
     subprocess.run([cmake, "-S", ROOT, "-B", BUILD / "cmake", "-G", "Ninja", *defines], check=True)
     subprocess.run([cmake, "--build", BUILD / "cmake", "-j2"], check=True)
-
-
-def copy_sources(tree: Path) -> None:
-    """Copy the package and its tests to `tree`, with the sanitized extension."""
-    shutil.rmtree(tree, ignore_errors=True)
-    ignore = shutil.ignore_patterns("*.so", "__pycache__")
-    for folder in ("skyrl_fast", "python_tests", "csrc"):
-        shutil.copytree(ROOT / folder, tree / folder, ignore=ignore)
-    shutil.copy(ROOT / "pyproject.toml", tree)
-    (tree / "sitecustomize.py").write_text(SITE, encoding="utf-8")
-    for extension in (BUILD / "out").glob("_C*.so"):
-        shutil.copy(extension, tree / "skyrl_fast")
 
 
 def runtime(library: str) -> str:

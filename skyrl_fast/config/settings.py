@@ -475,7 +475,7 @@ class Config:
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
-    """Yield dotted name, value and field of each setting; sections yield theirs.
+    """Yield dotted name, value and field of each setting, also inside sections.
 
     Args:
         prefix: dotted name of the section `config`; "": all settings.

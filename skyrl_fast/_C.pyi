@@ -11,6 +11,7 @@ __all__: list[str] = [
     "PageBlock",
     "PrefixTree",
     "Rows",
+    "TreeTiles",
     "advise_huge_pages",
     "cells_per_sum",
     "compiler",
@@ -98,6 +99,26 @@ class PrefixTree:
     def num_groups(self) -> int: ...
     @property
     def num_nodes(self) -> int: ...
+
+class TreeTiles:
+    def __init__(self, parents: typing.Any, ends: typing.Any) -> None: ...
+    def backward(
+        self, saved: tuple, grad: typing.Any, scale: float, grads: tuple, num_threads: int
+    ) -> None: ...
+    def forward(
+        self,
+        query: typing.Any,
+        key: typing.Any,
+        value: typing.Any,
+        scale: float,
+        out: typing.Any,
+        lse: typing.Any,
+        num_threads: int,
+    ) -> None: ...
+    @property
+    def num_nodes(self) -> int: ...
+    @property
+    def num_tiles(self) -> int: ...
 
 def advise_huge_pages(data_ptr: int, num_bytes: int) -> None: ...
 def check_kept_sets(

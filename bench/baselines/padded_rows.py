@@ -79,11 +79,7 @@ def row_bounds(plan: TreeAttention) -> tuple[torch.Tensor, int]:
 
     A row begins where a node does not attend to the previous one.
     """
-    if plan.kind == "dense":
-        sees_the_last = plan.mask[0, 0].diagonal(-1)
-    else:
-        numbers = torch.arange(1, plan.num_nodes, device=plan.mask.kv_indices.device)
-        sees_the_last = plan.mask.mask_mod(0, 0, numbers, numbers - 1)
+    sees_the_last = plan.ends[:-1] > torch.arange(1, plan.num_nodes, device=plan.ends.device)
     starts = (~sees_the_last).nonzero().flatten() + 1
     ends = starts.new_tensor([plan.num_nodes])
     cu = torch.cat([torch.zeros_like(ends), starts, ends]).to(torch.int32)

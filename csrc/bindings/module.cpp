@@ -41,6 +41,7 @@ PYBIND11_MODULE(_C, m) {
   skyrl_fast::bind_page_pool(m);
   skyrl_fast::bind_policy_loss(m);
   skyrl_fast::bind_prefix_tree(m);
+  skyrl_fast::bind_tree_attention(m);
   skyrl_fast::bind_token_advantage(m);
   skyrl_fast::bind_turn_advantage(m);
 }

@@ -18,6 +18,7 @@ void bind_page_pool(pybind11::module_& m);
 void bind_policy_loss(pybind11::module_& m);
 void bind_policy_loss_cuda(pybind11::module_& m);  // CUDA builds only
 void bind_prefix_tree(pybind11::module_& m);
+void bind_tree_attention(pybind11::module_& m);
 void bind_token_advantage(pybind11::module_& m);
 void bind_turn_advantage(pybind11::module_& m);
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from _trees import ROWS, forest, tree_of
 from hypothesis import given
 
-from skyrl_fast.ops.prefix_tree import blocks as tree_blocks
+from skyrl_fast import _C
+from skyrl_fast.ops.prefix_tree import tiles
 from skyrl_fast.ops.prefix_tree.attention import (
     FLEX_BLOCK,
     flex_block_mask,
@@ -23,13 +25,27 @@ from skyrl_fast.ops.prefix_tree.attention import (
 from skyrl_fast.ops.prefix_tree.tree import PrefixTree
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
+LEVELS = ["baseline", "avx2", "avx512"]
+
+
+@pytest.fixture(params=LEVELS)
+def simd_level(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _C.simd_level()
+    if LEVELS.index(request.param) > LEVELS.index(before):
+        pytest.skip(f"this CPU has {before} at most")
+    _C.set_simd_level(request.param)
+    yield request.param
+    _C.set_simd_level(before)
 
 
 def tensors(
-    num_nodes: int, dtype: torch.dtype = torch.float64, size: int = SIZE
+    num_nodes: int,
+    dtype: torch.dtype = torch.float64,
+    size: int = SIZE,
+    heads: tuple[int, int] = (HEADS, KEY_HEADS),
 ) -> list[torch.Tensor]:
     torch.manual_seed(num_nodes)
-    shapes = [(1, heads, num_nodes, size) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    shapes = [(1, number, num_nodes, size) for number in (*heads, heads[1])]
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
@@ -60,21 +76,104 @@ def assert_equal_attention(tree: PrefixTree, kind: str, dtype: Any, tolerance: f
 
 
 @pytest.mark.spec("tree.attention")
-@pytest.mark.parametrize("kind", ["blocks", "dense"])
 @given(rows=ROWS.filter(lambda rows: any(rows)))
-def test_small_trees_by_hand(kind: str, rows: list[list[int]]) -> None:
-    assert_equal_attention(tree_of(rows), kind, torch.float64, 1e-12)
+def test_small_trees_by_hand(rows: list[list[int]]) -> None:
+    assert_equal_attention(tree_of(rows), "dense", torch.float64, 1e-12)
+    assert_equal_attention(tree_of(rows), "tiles", torch.float32, 1e-5)
 
 
 @pytest.mark.spec("tree.attention")
-@pytest.mark.parametrize("small", [1, 16, 64])
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
-def test_forests_by_hand(seed: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_blocks, "SMALL_SUBTREES", small)
-    for kind in ("blocks", "dense"):
-        assert_equal_attention(forest(seed), kind, torch.float64, 1e-12)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_forests_by_hand(seed: int) -> None:
+    assert_equal_attention(forest(seed), "tiles", torch.float64, 1e-12)
     # float32 rounding of sums of a hundred terms
-    assert_equal_attention(forest(seed), "blocks", torch.float32, 2e-5)
+    assert_equal_attention(forest(seed), "tiles", torch.float32, 2e-5)
+
+
+def results(
+    tree: PrefixTree, inputs: list[torch.Tensor], kind: str, scale: float | None = None
+) -> list[torch.Tensor]:
+    """Return attention and gradients."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    plan = plan_tree_attention(tree.parents, tree.ends, kind=kind)
+    out = tree_attention(*inputs, plan, scale=scale)
+    torch.manual_seed(1)
+    weights = torch.randn(out.shape)
+    return [out, *torch.autograd.grad((out * weights).sum(), inputs)]
+
+
+# Head sizes that are no multiple of a vector, several chunks of keys, more threads than heads.
+SHAPES = [
+    (1, (1, 1), 1, 40),
+    (7, (3, 1), 3, 40),
+    (16, (2, 2), 2, 150),
+    (24, (4, 2), 5, 700),
+    (80, (2, 1), 4, 700),
+]
+
+
+@pytest.mark.spec("tree.attention")
+@pytest.mark.parametrize(("size", "heads", "threads", "length"), SHAPES)
+def test_tiles_match_a_dense_mask(
+    size: int,
+    heads: tuple[int, int],
+    threads: int,
+    length: int,
+    simd_level: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiles, "num_threads", lambda: threads)
+    tree = forest(length, num_groups=2, size=length)
+    low = tensors(tree.num_nodes, torch.float32, size, heads)
+    scale = None if size > 1 else 3.0  # scores far apart
+    got = results(tree, low, "tiles", scale)
+    exact = results(tree, [x.double() for x in low], "dense", scale)
+    for one, two in zip(got, exact, strict=True):
+        bound = 1e-5 * (1 + two.abs().max())  # float32 rounding of sums of a thousand terms
+        assert (one - two).abs().max() <= bound
+
+
+@pytest.mark.spec("tree.attention")
+def test_tiles_of_unusual_trees() -> None:
+    """A long row with a leaf at each node, unrelated nodes, a comb of long branches, no node."""
+    spine = list(range(100))
+    comb = [[*spine[: n + 1], -1 - n] for n in range(99)]
+    long_leaves = [[*range(300), *([1000 + n] * 90)] for n in range(5)]
+    for rows in (comb, [[n] for n in range(70)], long_leaves, [[]]):
+        tree = tree_of([[token + 2000 for token in row] for row in rows])
+        low = tensors(tree.num_nodes, torch.float32)
+        exact = results(tree, [x.double() for x in low], "dense")
+        for one, two in zip(results(tree, low, "tiles"), exact, strict=True):
+            torch.testing.assert_close(one.double(), two, atol=2e-5, rtol=2e-5)
+
+
+def test_tiles_take_strided_heads_and_do_not_depend_on_the_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree = forest(3, size=200)
+    whole = [x.detach() for x in tensors(tree.num_nodes, torch.float32)]
+    wanted = results(tree, whole, "tiles")
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in whole]
+    last = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in whole]
+    monkeypatch.setattr(tiles, "num_threads", lambda: KEY_HEADS)
+    for inputs in (strided, last):
+        assert all(map(torch.equal, results(tree, inputs, "tiles"), wanted))
+
+
+@pytest.mark.parametrize(
+    ("parents", "ends", "message"),
+    [
+        ([-1, 1], [2, 2], "wanted a parent before it"),
+        ([-1, -2], [1, 2], "wanted a parent before it"),
+        ([-1, 0], [3, 2], "at most 2"),
+        ([-1, 0, 0], [2, 2, 3], "at most 2"),
+        ([-1, 0, 0], [3, 3, 3], "wanted parent 1"),
+        ([-1, 0], [2, 1], "wanted an end after it"),
+    ],
+)
+def test_tiles_of_what_is_no_tree(parents: list[int], ends: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_tree_attention(*(torch.tensor(x, dtype=torch.int32) for x in (parents, ends)))
 
 
 def test_bfloat16_is_close() -> None:
@@ -91,7 +190,7 @@ def test_bfloat16_is_close() -> None:
     assert all(x.grad is not None and x.grad.dtype == torch.bfloat16 for x in low)
 
 
-@pytest.mark.parametrize("kind", ["blocks", "dense", "flex"])
+@pytest.mark.parametrize("kind", ["tiles", "dense", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_under_autocast_queries_may_differ_from_values(kind: str) -> None:
     """Rotary embeddings return float32 queries and keys; values keep the autocast dtype."""
@@ -105,25 +204,6 @@ def test_under_autocast_queries_may_differ_from_values(kind: str) -> None:
         out = tree_attention(query, key, low[2], plan)
         exact = tree_attention(*[x.double() for x in (query, key, value)], plan)
     assert torch.equal(out, wanted) and exact.dtype == torch.float64
-
-
-@pytest.mark.parametrize("small", [1, 5, 64, 10_000])
-def test_blocks_cover_every_node_once_and_attend_to_its_ancestors(
-    small: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tree_blocks, "SMALL_SUBTREES", small)
-    tree = forest(1)
-    blocks = tree_blocks.tree_blocks(tree.parents.numpy(), tree.ends.numpy())
-    assert [b.start for b in blocks] == [0, *[b.stop for b in blocks[:-1]]]
-    assert blocks[-1].stop == tree.num_nodes
-    seen = torch.zeros(tree.num_nodes, tree.num_nodes, dtype=torch.bool)
-    for block in blocks:
-        for start, stop in block.path:
-            seen[block.start : block.stop, start:stop] = True
-        size = block.stop - block.start
-        own = torch.ones(size, size).tril() if block.mask is None else block.mask.exp()
-        seen[block.start : block.stop, block.start : block.stop] = own.bool()
-    assert torch.equal(seen, tree.ancestor_mask())
 
 
 @pytest.mark.spec("tree.block-mask")
@@ -183,7 +263,7 @@ def test_flex_attention_on_a_gpu(size_of_head: int) -> None:
 
 
 def test_kind_is_chosen_by_device_and_size() -> None:
-    assert kind_for(10, "cpu") == kind_for(10**6, "cpu") == "blocks"
+    assert kind_for(10, "cpu") == kind_for(10**6, "cpu") == "tiles"
     assert (kind_for(100, "cuda"), kind_for(5000, "cuda")) == ("dense", "flex")
     assert kind_for(5000, "mps") == "dense"
 

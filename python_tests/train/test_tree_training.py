@@ -272,7 +272,7 @@ SHORT_ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_s
 
 
 @pytest.mark.spec("tree.equal-gradients")
-@pytest.mark.parametrize("kind", ["blocks", "dense"])
+@pytest.mark.parametrize("kind", ["tiles", "dense"])
 @settings(max_examples=40)
 @given(rows=SHORT_ROWS, data=st.data())
 def test_float64_is_exact(kind: str, rows: list[list[int]], data: Any) -> None:

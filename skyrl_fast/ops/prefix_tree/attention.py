@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_fast.ops.prefix_tree.blocks import Block, block_attention, tree_blocks
+from skyrl_fast._C import TreeTiles
+from skyrl_fast.ops.prefix_tree.tiles import tile_attention
 
 OP = "tree_attention"
-KINDS = ("blocks", "dense", "flex")
+KINDS = ("tiles", "dense", "flex")
 FLEX_BLOCK = 128  # nodes, of queries and of keys
 # Up to this size a dense mask of all pairs is cheaper; also the multiple that "flex" pads to.
 SHORT_TREES = 1024
@@ -28,17 +29,18 @@ class TreeAttention:
     """A plan for computing the attention of some trees.
 
     Args:
-        kind: "blocks": parts of the trees with the paths above them, each by torch's CPU flash
-            kernel, which computes few masked pairs. "dense": one boolean mask of all pairs.
-            "flex": FlexAttention with a block mask.
+        kind: "tiles": kernels for the CPU, which compute few masked pairs; float64 by a dense
+            mask. "dense": one boolean mask of all pairs. "flex": FlexAttention with a block mask.
         num_nodes: T, with padding.
-        blocks: for "blocks".
+        ends: (T,) int32, as in `PrefixTree`.
+        tiles: for "tiles".
         mask: for "dense", (1, 1, T, T) bool; for "flex" a `BlockMask`.
     """
 
     kind: str
     num_nodes: int
-    blocks: tuple[Block, ...] = ()
+    ends: Tensor
+    tiles: TreeTiles | None = None
     mask: Any = None
 
 
@@ -46,7 +48,7 @@ def kind_for(num_nodes: int, device: torch.device | str) -> str:
     """Return the default kind for trees of `num_nodes` nodes on a device."""
     place = torch.device(device).type
     if place == "cpu":
-        return "blocks"
+        return "tiles"
     return "flex" if place == "cuda" and num_nodes > SHORT_TREES else "dense"
 
 
@@ -72,30 +74,35 @@ def plan_tree_attention(
     Args:
         parents, ends: (T,) int32 as in `PrefixTree`. For "flex", T is a multiple of 128.
         device: of the queries.
-        kind: see `TreeAttention`; None: "blocks" on the CPU; on a GPU "flex", "dense" for short
+        kind: see `TreeAttention`; None: "tiles" on the CPU; on a GPU "flex", "dense" for short
             trees; elsewhere "dense".
 
     Raises:
-        ValueError: an unknown kind, one that the device does not support, or a wrong T.
+        ValueError: an unknown kind, one that the device does not support, a wrong T, or parents and
+            ends that are not those of trees.
     """
     num_nodes = parents.shape[0]
     kind = kind_for(num_nodes, device) if kind is None else kind
     if kind not in KINDS:
         raise ValueError(f"{OP}: kind must be one of {KINDS} or None, got {kind!r}")
-    if kind == "blocks":
+    if kind == "tiles":
         if torch.device(device).type != "cpu":
-            raise ValueError(f"{OP}: kind 'blocks' runs on the CPU, got {device}")
-        return TreeAttention(kind, num_nodes, tree_blocks(parents.numpy(), ends.numpy()))
+            raise ValueError(f"{OP}: kind 'tiles' runs on the CPU, got {device}")
+        return TreeAttention(kind, num_nodes, ends, tiles=TreeTiles(parents, ends))
     ends = ends.to(device)
     if kind == "dense":
-        numbers = torch.arange(num_nodes, device=device)
-        mask = (numbers[None] <= numbers[:, None]) & (numbers[:, None] < ends[None])
-        return TreeAttention(kind, num_nodes, mask=mask[None, None])
+        return TreeAttention(kind, num_nodes, ends, mask=_dense_mask(ends))
     if num_nodes % FLEX_BLOCK:
         raise ValueError(
             f"{OP}: kind 'flex' needs a multiple of {FLEX_BLOCK} nodes, got {num_nodes}"
         )
-    return TreeAttention(kind, num_nodes, mask=flex_block_mask(ends))
+    return TreeAttention(kind, num_nodes, ends, mask=flex_block_mask(ends))
+
+
+def _dense_mask(ends: Tensor) -> Tensor:
+    """Return (1, 1, T, T) bool, True where the column's node is the row's or above it."""
+    numbers = torch.arange(ends.shape[0], device=ends.device)
+    return ((numbers[None] <= numbers[:, None]) & (numbers[:, None] < ends[None]))[None, None]
 
 
 def tree_attention(
@@ -126,13 +133,14 @@ def tree_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if plan.kind == "flex":
         return _flex(query, key, value, plan.mask, scale)
+    if plan.tiles is not None and query.dtype != torch.float64:
+        return tile_attention(query, key, value, plan.tiles, scale)
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    if plan.kind == "blocks":
-        return block_attention(query, key, value, plan.blocks, scale)
+    mask = _dense_mask(plan.ends) if plan.mask is None else plan.mask
     return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=plan.mask, scale=scale
+        query, key, value, attn_mask=mask, scale=scale
     )
 
 

@@ -1,0 +1,65 @@
+"""Tree attention on the CPU by our kernels: tiles of nodes and the blocks of nodes above them.
+
+T nodes in depth-first order, H heads of queries, G of keys and values, D head size. The passes are
+those of FlashAttention (Dao et al. 2022, arXiv:2205.14135), on a list of the blocks that a tile of
+32 nodes attends to, in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_fast._C import TreeTiles
+from skyrl_fast.ops._backend import num_threads
+
+
+def tile_attention(
+    query: Tensor, key: Tensor, value: Tensor, tiles: TreeTiles, scale: float
+) -> Tensor:
+    """Return (1, H, T, D) attention, with (1, T, H, D) consecutive in memory.
+
+    Args:
+        query: (1, H, T, D) float32, bfloat16 or float16, on the CPU.
+        key, value: (1, G, T, D) of its dtype, H a multiple of G.
+        tiles: of the T nodes' parents and ends.
+        scale: of the scores.
+    """
+    result: Tensor = _TileAttention.apply(query, key, value, tiles, scale)
+    return result
+
+
+class _TileAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: TreeTiles, scale: float
+    ) -> Tensor:
+        ctx.tiles, ctx.scale, ctx.dtype = tiles, scale, query.dtype
+        query, key, value = (_readable(x) for x in (query, key, value))
+        out = _like(query)
+        lse = out.new_empty(out.shape[1:3])
+        tiles.forward(query, key, value, scale, out, lse, num_threads())
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out.to(ctx.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        grads = tuple(_like(x) for x in saved[:3])
+        ctx.tiles.backward(saved, _readable(grad), ctx.scale, grads, num_threads())
+        return *(one.to(ctx.dtype) for one in grads), None, None
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Return the heads as float32, with rows of consecutive elements."""
+    tensor = tensor.detach().float()
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _like(heads: Tensor) -> Tensor:
+    """Return an uninitialised (1, H, T, D) tensor with (1, T, H, D) consecutive in memory."""
+    batch, num_heads, num_nodes, size = heads.shape
+    return heads.new_empty(batch, num_nodes, num_heads, size).transpose(1, 2)

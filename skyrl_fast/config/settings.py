@@ -271,9 +271,10 @@ class TrainerConfig:
     )
     rows: str = setting(
         "auto",
-        "form of the training rows. auto: by the generator's settings; step: one per turn; merged: "
-        "turns merged where the context only grew; tree: by the generator's settings, as prefix "
-        "trees, so that each distinct token of a prompt's rows is processed once",
+        "form of the training rows. auto: by the generator's settings, as prefix trees where the "
+        "model supports them and they take less time, so that each distinct token of a prompt's "
+        "rows is processed once; step: one per turn, as sequences; merged: turns merged where the "
+        "context only grew, as sequences; tree: by the generator's settings, always as trees",
         choices=ROWS,
     )
     gradient_checkpointing: bool | None = setting(

@@ -5,6 +5,7 @@ A response tokens, M trained tokens of a micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -164,8 +165,18 @@ def accumulate_gradient(
     rows = [result.rows for result in results]
     visited = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
     metrics["policy/row_tokens"] = float(batch.lengths[visited].sum())
+    metrics["policy/tree_group_share"] = _tree_group_share(batch, results)
+    if policy.layout_costs is not None:
+        metrics |= policy.layout_costs.metrics()
     metrics["policy/rows_without_gradient"] = float((~contributing).sum())
     return metrics
+
+
+def _tree_group_share(batch: StepBatch, results: Sequence[_MicroBatchResult]) -> float:
+    """Return the share of the visited groups that were laid out as trees."""
+    trees = {int(g) for r in results if r.as_tree for g in batch.group_ids[r.rows].unique()}
+    groups = {int(g) for r in results for g in batch.group_ids[r.rows].unique()}
+    return len(trees) / max(1, len(groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +188,7 @@ class _MicroBatchResult:
         metrics: over its trained tokens.
         policy_tokens: number of tokens of the policy loss.
         forward_tokens: tokens of the forward pass, padding included.
+        as_tree: whether its rows were laid out as trees.
         rows: its rows of the mini-batch.
         positions: (M,) of the trained tokens in the mini-batch's responses.
         logprobs: (M,) float32 of the trained tokens.
@@ -186,6 +198,7 @@ class _MicroBatchResult:
     metrics: dict[str, float]
     policy_tokens: int
     forward_tokens: int
+    as_tree: bool
     rows: torch.Tensor
     positions: torch.Tensor
     logprobs: torch.Tensor
@@ -264,6 +277,7 @@ def _gradient(
         keep_trajectories=_keeps_trajectories(algorithm),
         router_replay=policy.router_replay,
         tree=policy.tree,
+        costs=None if undivided else policy.layout_costs,
         limits=policy.rope_limits,
     )
     budget = _NO_BUDGET if undivided else policy.max_tokens_per_microbatch
@@ -348,6 +362,7 @@ def _micro_step(
         metrics=metrics,
         policy_tokens=num_sampled,
         forward_tokens=micro.input_ids.numel(),
+        as_tree=micro.tree is not None,
         rows=micro.rows,
         positions=response_positions(batch, micro),
         logprobs=trained.detach().float().cpu(),

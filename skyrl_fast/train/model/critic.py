@@ -23,7 +23,13 @@ from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import load_model, recomputes_activations
 from skyrl_fast.train.model.residual_stream import round_residual_stream
 from skyrl_fast.train.model.rope_limits import rope_limits
-from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
+from skyrl_fast.train.model.row_layout import (
+    LayoutCosts,
+    cheapest_layout,
+    supports_trees,
+    uses_trees,
+)
+from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees
 from skyrl_fast.train.parallel.rank_shares import local_micro_batches
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import full_state_dict, shard, with_full_params
@@ -67,7 +73,7 @@ class Critic:
         value_clip: see `value_loss`.
         max_tokens_per_microbatch: most padded tokens of one forward pass.
         dtype: of the forward pass.
-        tree: process rows as prefix trees.
+        tree: process rows as prefix trees; None: see `Policy`.
         ranks: that share the work and the weights.
 
     Raises:
@@ -85,23 +91,24 @@ class Critic:
         value_clip: float | None = None,
         max_tokens_per_microbatch: int = 16384,
         dtype: torch.dtype = torch.float32,
-        tree: bool = False,
+        tree: bool | None = False,
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
         self.model = model
         self.ranks = ranks
-        self.tree = tree
+        self.max_tokens_per_microbatch = max_tokens_per_microbatch
+        self.dtype = dtype
         self.rope_limits = rope_limits(model.backbone.config)
-        if tree:
-            prepare_for_trees(model.backbone)
+        self.tree = supports_trees(model.backbone, tree)
         shard(model, ranks)
         ranks.register(self)
+        self.layout_costs: LayoutCosts | None = None
+        if self.tree and tree is None:
+            self.tree, self.layout_costs = cheapest_layout(self, model.backbone, self._autocast)
         self.optimizer = Optimizer(self, optimizer_config, total_steps=total_steps)
         self.mini_batch_size = mini_batch_size
         self.update_epochs = update_epochs
         self.value_clip = value_clip
-        self.max_tokens_per_microbatch = max_tokens_per_microbatch
-        self.dtype = dtype
 
     @property
     def device(self) -> torch.device:
@@ -197,7 +204,13 @@ class Critic:
         return self.ranks.gather(results)
 
     def _micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
-        plan = partial(plan_micro_batches, batch, tree=self.tree, limits=self.rope_limits)
+        plan = partial(
+            plan_micro_batches,
+            batch,
+            tree=self.tree,
+            costs=self.layout_costs,
+            limits=self.rope_limits,
+        )
         return local_micro_batches(plan, self.max_tokens_per_microbatch, self.ranks)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -278,7 +291,7 @@ def make_critic(
         value_clip=trainer.algorithm.value_clip,
         max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
         dtype=dtype,
-        tree=trainer.rows == "tree",
+        tree=uses_trees(trainer.rows),
         ranks=ranks,
     )
 

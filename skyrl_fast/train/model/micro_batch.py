@@ -23,7 +23,8 @@ from skyrl_fast.train.model.forward_pass import KeptTokens
 from skyrl_fast.train.model.forward_pass import MicroBatch as MicroBatch
 from skyrl_fast.train.model.forward_pass import response_positions as response_positions
 from skyrl_fast.train.model.rope_limits import RopeLimit, exceeded_limits
-from skyrl_fast.train.model.tree_batch import tree_micro_batches
+from skyrl_fast.train.model.row_layout import LayoutCosts, rows_as_trees
+from skyrl_fast.train.model.tree_batch import trained_tree, tree_micro_batches
 
 
 def plan_micro_batches(
@@ -34,6 +35,7 @@ def plan_micro_batches(
     keep_trajectories: bool = False,
     router_replay: bool = False,
     tree: bool = False,
+    costs: LayoutCosts | None = None,
     limits: Sequence[RopeLimit] = (),
 ) -> list[MicroBatch]:
     """Return the forward passes that compute the logprob of every trained token of the rows.
@@ -47,6 +49,8 @@ def plan_micro_batches(
             as they do in contexts that only grow.
         tree: lay out the rows as prefix trees, one per group: the budget counts their nodes. Else
             as sequences, which rows of a trajectory share where contexts only grew.
+        costs: with `tree`, groups that take less time as sequences are laid out as these; None: all
+            are trees.
         limits: of the model's rotary embedding; models that trees support have none.
 
     Raises:
@@ -66,15 +70,27 @@ def plan_micro_batches(
     if bool(np.any(prompts[visited] < 1)):
         row = int(np.flatnonzero(visited & (prompts < 1))[0])
         raise ValueError(f"plan_micro_batches: row {row} is trained but has an empty prompt")
-    if tree:
-        return tree_micro_batches(
-            batch,
-            token_budget,
-            visited,
-            keep_trajectories=keep_trajectories,
-            router_replay=router_replay,
-        )
     lengths = np.diff(cu)
+    trees: list[MicroBatch] = []
+    if tree:
+        nodes = trained_tree(batch, visited, router_replay=router_replay)
+        as_trees = visited
+        if costs is not None:
+            hosts = sequence_hosts(batch, visited, router_replay=router_replay)
+            groups = batch.group_ids.numpy()
+            as_trees = rows_as_trees(nodes, groups, hosts, lengths, visited, costs)
+        if as_trees.any():
+            trees = tree_micro_batches(
+                batch,
+                token_budget,
+                as_trees,
+                nodes if as_trees is visited else nodes.part(np.flatnonzero(as_trees)),
+                keep_trajectories=keep_trajectories,
+                router_replay=router_replay,
+            )
+        visited = visited & ~as_trees
+        if not visited.any():
+            return trees
     exceeded = exceeded_limits(lengths, limits, visited)
     hosts = sequence_hosts(batch, visited, router_replay=router_replay, exceeded=exceeded)
     members: dict[int, list[int]] = {}
@@ -82,12 +98,12 @@ def plan_micro_batches(
         members.setdefault(int(hosts[row]), []).append(row)
     chunks = _fill(members, lengths, exceeded, token_budget, batch, keep_trajectories)
     micro_batches = [_micro_batch(batch, chunk, members, prompts) for chunk in chunks]
-    if not router_replay:
-        return micro_batches
-    return [
-        _with_routes(batch, micro, chunk)
-        for micro, chunk in zip(micro_batches, chunks, strict=True)
-    ]
+    if router_replay:
+        micro_batches = [
+            _with_routes(batch, micro, chunk)
+            for micro, chunk in zip(micro_batches, chunks, strict=True)
+        ]
+    return trees + micro_batches
 
 
 def sequence_hosts(

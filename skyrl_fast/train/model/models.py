@@ -19,6 +19,7 @@ from skyrl_fast.train.model.policy import (
     recomputes_activations,
 )
 from skyrl_fast.train.model.residual_stream import round_residual_stream
+from skyrl_fast.train.model.row_layout import uses_trees
 from skyrl_fast.train.parallel.ranks import Ranks
 
 
@@ -76,7 +77,7 @@ def make_models(
             head_dtype=dtype if head == "auto" else getattr(torch, head),
             # The reference routes freely: its own log-probabilities are wanted.
             router_replay=trained and settings.policy.moe_enable_routing_replay,
-            tree=settings.rows == "tree",
+            tree=uses_trees(settings.rows),
             saved_logits_bytes=saved_logits_bytes,
             ranks=ranks,
         )

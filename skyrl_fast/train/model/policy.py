@@ -22,7 +22,8 @@ from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, r
 from skyrl_fast.train.model.model_folder import POLICY, model_folder
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.router_replay import RouterReplay
-from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
+from skyrl_fast.train.model.row_layout import LayoutCosts, cheapest_layout, supports_trees
+from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees
 from skyrl_fast.train.parallel.rank_shares import local_micro_batches
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import full_state_dict, shard, with_full_params
@@ -41,7 +42,8 @@ class Policy:
         dtype: of the forward pass; the weights are float32.
         head_dtype: of the LM head's matrix product; None: `dtype`.
         router_replay: route tokens to the experts that the engine recorded; see `RouterReplay`.
-        tree: process rows as prefix trees, each distinct token of a prompt's rows once.
+        tree: process rows as prefix trees, each distinct token of a prompt's rows once; None: where
+            the model supports it and it takes less time.
         saved_logits_bytes: the most logits to save for a backward pass; see `linear_logprob`.
         ranks: that share the work and the weights.
 
@@ -59,7 +61,7 @@ class Policy:
         dtype: torch.dtype = torch.float32,
         head_dtype: torch.dtype | None = None,
         router_replay: bool = False,
-        tree: bool = False,
+        tree: bool | None = False,
         saved_logits_bytes: int | None = None,
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
@@ -73,13 +75,14 @@ class Policy:
         if self._replay is not None and _checkpoints_gradients(model):
             checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
         self._check_head()
-        self.tree = tree
         self.saved_logits_bytes = saved_logits_bytes
         self.rope_limits = rope_limits(model.config)
-        if tree:
-            prepare_for_trees(model.base_model)
+        self.tree = supports_trees(model.base_model, tree)
         shard(model, ranks)
         ranks.register(self)
+        self.layout_costs: LayoutCosts | None = None
+        if self.tree and tree is None:
+            self.tree, self.layout_costs = cheapest_layout(self, model.base_model, self._autocast)
 
     @property
     def router_replay(self) -> bool:
@@ -126,6 +129,7 @@ class Policy:
             batch,
             router_replay=self.router_replay,
             tree=self.tree,
+            costs=self.layout_costs,
             limits=self.rope_limits,
         )
         with torch.no_grad():

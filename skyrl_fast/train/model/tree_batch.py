@@ -20,27 +20,20 @@ from skyrl_fast.train.model.forward_pass import KeptTokens, MicroBatch, NodeTree
 from skyrl_fast.train.model.tree_chunks import tree_chunks
 
 
-def tree_micro_batches(
-    batch: StepBatch,
-    token_budget: int,
-    visited: np.ndarray,
-    *,
-    keep_trajectories: bool = False,
-    router_replay: bool = False,
-) -> list[MicroBatch]:
-    """Return forward passes over the prefix trees of the visited rows, one tree per group.
+def trained_tree(
+    batch: StepBatch, visited: np.ndarray, *, router_replay: bool = False
+) -> PrefixTree:
+    """Return the prefix trees of the visited rows up to their last trained tokens, one per group.
 
     Args:
         batch: N rows.
-        token_budget: most nodes of a micro-batch; a row with more is separate.
         visited: (N,) bool, rows that have a trained token and a prompt.
-        keep_trajectories: a trajectory's rows stay together.
-        router_replay: add the recorded routes. Rows share a token only where these agree.
+        router_replay: rows share a token only where their routes agree.
     """
     trained = _trained_tokens(batch, visited)
     lengths = np.zeros(batch.num_rows, dtype=np.int64)
     lengths[trained.rows] = trained.positions  # ascending: the last one of each row wins
-    tree = build_prefix_tree(
+    return build_prefix_tree(
         batch.tokens,
         batch.cu_seqlens,
         batch.group_ids,
@@ -48,6 +41,28 @@ def tree_micro_batches(
         labels=batch.expert_indices if router_replay else None,
         cu_labels=batch.cu_experts if router_replay else None,
     )
+
+
+def tree_micro_batches(
+    batch: StepBatch,
+    token_budget: int,
+    visited: np.ndarray,
+    tree: PrefixTree,
+    *,
+    keep_trajectories: bool = False,
+    router_replay: bool = False,
+) -> list[MicroBatch]:
+    """Return forward passes over the prefix trees of the visited rows.
+
+    Args:
+        batch: N rows.
+        token_budget: most nodes of a micro-batch; a row with more is separate.
+        visited: (N,) bool, rows that have a trained token and a prompt.
+        tree: of these rows, from `trained_tree`.
+        keep_trajectories: a trajectory's rows stay together.
+        router_replay: add the recorded routes.
+    """
+    trained = _trained_tokens(batch, visited)
     units = batch.trajectory_ids.numpy() if keep_trajectories else None
     chunks = tree_chunks(tree, batch.group_ids.numpy(), token_budget, trajectory_ids=units)
     micro_batches = []

@@ -56,18 +56,20 @@ def prepare_for_trees(backbone: Any) -> None:
         raise ValueError(f"{refusal}its input embeddings are unknown") from error
     expected = [_hidden_of_row(backbone, row, refusal) for row in rows]
     _register()
+    before = backbone.config._attn_implementation
     backbone.set_attn_implementation(ATTENTION)
-    if backbone.config._attn_implementation != ATTENTION:
-        raise ValueError(refusal + "its attention function cannot be replaced")
     try:
+        if backbone.config._attn_implementation != ATTENTION:
+            raise ValueError("its attention function cannot be replaced")
         difference = _probe(backbone, rows, expected)
+        if difference is not None:
+            raise ValueError(
+                "its hidden states on a small tree are not those of the rows "
+                f"(largest difference {difference:.3g})"
+            )
     except ValueError as error:
+        backbone.set_attn_implementation(before)
         raise ValueError(f"{refusal}{error}") from error
-    if difference is not None:
-        raise ValueError(
-            f"{refusal}its hidden states on a small tree are not those of the rows "
-            f"(largest difference {difference:.3g})"
-        )
 
 
 def last_hidden_states(backbone: Any, micro: MicroBatch, device: torch.device) -> Tensor:

@@ -173,6 +173,17 @@ METRICS = (
     ),
     Metric("policy/row_tokens", "tokens of the rows that a mini-batch's passes visit", "tokens"),
     Metric(
+        "policy/tree_group_share",
+        "share of the visited groups that were laid out as prefix trees",
+        "",
+        "1 where the model supports trees",
+    ),
+    *(
+        Metric(f"policy/{layout}_{unit}_ns", f"measured cost of a {unit} of a {layout}", "ns")
+        for layout in ("sequence", "tree")
+        for unit in ("token", "pair")
+    ),
+    Metric(
         "policy/rows_without_gradient",
         "rows of a mini-batch that are skipped, as their gradient is 0",
         "rows",

@@ -75,6 +75,14 @@ class Ranks:
         dist.gather_object(local, lists, dst=0, group=self._messages)
         return local if lists is None else [item for each in lists for item in each]
 
+    def agree(self, value: R) -> R:
+        """Return rank 0's value on all ranks, which call this together."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._messages)
+        return values[0]
+
     def call(
         self, here: Callable[..., R], there: Callable[..., R], *arguments: Any, **options: Any
     ) -> R:

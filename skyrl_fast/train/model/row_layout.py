@@ -1,0 +1,248 @@
+"""Layout of rows in forward passes: as sequences, or as prefix trees where the model allows it.
+
+A tree never has more tokens than its rows, nor more pairs that attend. So trees are never slower
+where both layouts take the same time for a token and for a pair, as they do on a CPU in float32.
+Elsewhere the attention kernels differ, so that both times are measured once, and each group is laid
+out the way that takes less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from skyrl_fast.ops.prefix_tree.tree import PrefixTree, build_prefix_tree
+from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
+from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
+from skyrl_fast.train.parallel.ranks import Ranks
+from skyrl_fast.train.parallel.sharding import with_full_params
+
+log = logging.getLogger(__name__)
+
+Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
+
+MEASURED_TOKENS = {"cpu": 1024, "cuda": 4096}
+SHORT_SEQUENCE = 128  # tokens
+REPEATS = 3
+
+
+class TrainedModel(Protocol):
+    """What a policy and a critic have in common."""
+
+    model: Any
+    dtype: torch.dtype  # of the forward pass
+    max_tokens_per_microbatch: int
+    ranks: Ranks
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutCosts:
+    """Seconds of a forward and backward pass through the layers, by layout.
+
+    Args:
+        sequence_token, tree_token: per token.
+        sequence_pair, tree_pair: per pair of tokens of which one attends to the other.
+    """
+
+    sequence_token: float
+    sequence_pair: float
+    tree_token: float
+    tree_pair: float
+
+    def metrics(self) -> dict[str, float]:
+        """Return the costs as metrics of the policy, in nanoseconds."""
+        return {f"policy/{name}_ns": 1e9 * cost for name, cost in asdict(self).items()}
+
+    def tree_is_cheaper(
+        self,
+        *,
+        nodes: np.ndarray,
+        tree_pairs: np.ndarray,
+        tokens: np.ndarray,
+        pairs: np.ndarray,
+    ) -> np.ndarray:
+        """Return (G,) bool for groups of so many nodes and tokens, and pairs of either."""
+        tree = self.tree_token * nodes + self.tree_pair * tree_pairs
+        return tree <= self.sequence_token * tokens + self.sequence_pair * pairs
+
+
+def uses_trees(rows: str) -> bool | None:
+    """Return the setting `trainer.rows` as the argument `tree` of a policy or critic."""
+    return {"tree": True, "auto": None}.get(rows, False)
+
+
+def supports_trees(backbone: Any, tree: bool | None) -> bool:
+    """Prepare a backbone for trees; return whether rows may be laid out as trees.
+
+    Args:
+        tree: True: they must be; False: not; None: if the model supports it.
+
+    Raises:
+        ValueError: `tree` is True and the model does not support it.
+    """
+    if tree is False:
+        return False
+    try:
+        prepare_for_trees(backbone)
+    except ValueError as error:
+        if tree:
+            raise
+        log.info("rows are computed as sequences: %s", error)
+        return False
+    return True
+
+
+def cheapest_layout(
+    owner: TrainedModel, backbone: Any, autocast: Autocast
+) -> tuple[bool, LayoutCosts | None]:
+    """Return whether rows may be laid out as trees, and the costs that decide for each group.
+
+    Without costs all groups are trees. All ranks call this together.
+
+    Args:
+        owner: of the backbone.
+        backbone: after `prepare_for_trees`.
+        autocast: the context of a forward pass.
+    """
+    device = owner.device
+    if device.type == "cpu" and owner.dtype == torch.float32:
+        return True, None
+    costs = None
+    try:
+        work = partial(
+            measured_costs,
+            backbone,
+            device,
+            most_tokens=owner.max_tokens_per_microbatch,
+            autocast=autocast,
+        )
+        costs = with_full_params(owner.model, work)
+    except RuntimeError as error:  # of a compiler or a kernel
+        log.warning("rows are computed as sequences: trees failed on %s: %s", device, error)
+    costs = owner.ranks.agree(costs)
+    log.info("seconds of the layouts of rows: %s", costs)
+    return costs is not None, costs
+
+
+def measured_costs(
+    backbone: Any,
+    device: torch.device,
+    *,
+    most_tokens: int,
+    autocast: Autocast,
+    clock: Callable[[], float] = time.perf_counter,
+) -> LayoutCosts | None:
+    """Return the costs of both layouts on this device; None if trees cannot be computed there.
+
+    Each layout computes many short rows and one long one of as many tokens, which share nothing.
+
+    Args:
+        backbone: after `prepare_for_trees`; its gradients are None afterwards.
+        most_tokens: of a forward pass.
+        autocast: the context of a forward pass.
+        clock: of seconds.
+    """
+    positions = getattr(backbone.config, "max_position_embeddings", None) or most_tokens
+    total = min(MEASURED_TOKENS.get(device.type, 1024), most_tokens, positions)
+    short = min(SHORT_SEQUENCE, total // 2)
+    if short < 1:
+        return None
+    vocabulary = backbone.get_input_embeddings().weight.shape[0]
+
+    def seconds(micro: MicroBatch) -> float:
+        taken = []
+        for _ in range(1 + REPEATS):
+            _synchronize(device)
+            start = clock()
+            with autocast():
+                hidden = last_hidden_states(backbone, padded_trees(micro, device), device)
+            hidden.float().square().mean().backward()
+            _synchronize(device)
+            taken.append(clock() - start)
+            backbone.zero_grad(set_to_none=True)
+        return min(taken[1:])
+
+    shapes = [(total // short, short), (1, total)]  # rows, tokens
+    costs = []
+    for make in (_sequences, _forest):
+        times = [seconds(make(rows, length, vocabulary)) for rows, length in shapes]
+        tokens = [float(rows * length) for rows, length in shapes]
+        pairs = [rows * length * (length + 1) / 2 for rows, length in shapes]
+        costs += _per_token_and_pair(tokens, pairs, times)
+    return LayoutCosts(*costs)
+
+
+def _per_token_and_pair(
+    tokens: Sequence[float], pairs: Sequence[float], seconds: Sequence[float]
+) -> list[float]:
+    """Return the costs that explain two measurements, neither negative."""
+    (a, b), (c, d) = zip(tokens, pairs, strict=True)
+    pair = (seconds[1] * a - seconds[0] * c) / (d * a - b * c)
+    pair = min(max(pair, 0.0), seconds[1] / d)
+    return [max(0.0, (seconds[1] - pair * d) / c), pair]
+
+
+def _sequences(rows: int, length: int, vocabulary: int) -> MicroBatch:
+    ids = torch.arange(rows * length).view(rows, length) % vocabulary
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return MicroBatch(ids, nothing, nothing, nothing, nothing)
+
+
+def _forest(rows: int, length: int, vocabulary: int) -> MicroBatch:
+    """Return the same rows as trees that share nothing."""
+    sequences = _sequences(rows, length, vocabulary)
+    cu = torch.arange(rows + 1) * length
+    tree = build_prefix_tree(sequences.input_ids.flatten(), cu, torch.arange(rows))
+    nothing = torch.zeros(0, dtype=torch.int64)
+    nodes = NodeTree(tree.parents, tree.ends, tree.positions.long()[None])
+    return MicroBatch(tree.tokens.long()[None], nothing, nothing, nothing, nothing, tree=nodes)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def rows_as_trees(
+    tree: PrefixTree,
+    group_ids: np.ndarray,
+    hosts: np.ndarray,
+    lengths: np.ndarray,
+    visited: np.ndarray,
+    costs: LayoutCosts,
+) -> np.ndarray:
+    """Return (N,) bool, the visited rows of groups that take less time as trees.
+
+    Args:
+        tree: of the visited rows, one per group.
+        group_ids: (N,) integers.
+        hosts: (N,) the row whose sequence each visited row shares.
+        lengths: (N,) tokens.
+        visited: (N,) bool.
+    """
+    _, first, groups = np.unique(group_ids, return_index=True, return_inverse=True)
+    groups = np.argsort(np.argsort(first))[groups]  # trees are in the order of first appearance
+    starts = tree.group_starts.numpy()
+    depths = np.concatenate([[0], np.cumsum(tree.positions.numpy().astype(np.int64) + 1)])
+    rows = np.unique(hosts[visited])
+    of = lengths[rows].astype(np.float64)
+    of_rows, num_groups = groups[rows], len(starts) - 1
+    cheaper = costs.tree_is_cheaper(
+        nodes=np.diff(starts),
+        tree_pairs=np.diff(depths[starts]),
+        tokens=np.bincount(of_rows, of, num_groups),
+        pairs=np.bincount(of_rows, of * (of + 1) / 2, num_groups),
+    )
+    return visited & cheaper[groups]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.config import Config
+from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.model.policy import Policy
@@ -80,6 +81,7 @@ class FakeRollouts:
         self.config = config
         self.model = copy.deepcopy(model)
         self.version = -1
+        self.board = ActivityBoard()
         self.calls: list[tuple[int, str, list[str]]] = []
         self.closed = False
 

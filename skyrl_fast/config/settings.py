@@ -277,6 +277,10 @@ class TrainerConfig:
         "context only grew, as sequences; tree: by the generator's settings, always as trees",
         choices=ROWS,
     )
+    profile_steps: list[int] = setting(
+        [],
+        "steps whose timeline is written to run_path/timeline, for https://ui.perfetto.dev",
+    )
     gradient_checkpointing: bool | None = setting(
         None, "whether to recompute activations to save memory; null: on a GPU"
     )

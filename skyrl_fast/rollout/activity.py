@@ -57,12 +57,28 @@ class Activity:
 class ActivityBoard:
     """The entries of all running trajectories, by group."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._groups: dict[str, dict[int, Activity]] = {}
+        self._generating = 0  # trajectories
+        self._generating_since = 0.0
+        self._generated_seconds = 0.0
+        self._on_phase: Callable[[Activity, float], None] | None = None
+
+    def watch(self, on_phase: Callable[[Activity, float], None] | None) -> None:
+        """Call a function with each entry whose phase ends, and the clock; None: stop."""
+        self._on_phase = on_phase
+
+    def generating_seconds(self) -> float:
+        """Return for how long, since the start, at least one trajectory was generating."""
+        running = self.clock() - self._generating_since if self._generating else 0.0
+        return self._generated_seconds + running
 
     def enter(self, uid: str, repetition_id: int) -> Activity:
         """Add a trajectory in the phase WAITING; it replaces the entry of an earlier run."""
+        former = self._groups.get(uid, {}).get(repetition_id)
+        if former is not None:
+            self.leave(former)
         entry = Activity(uid, repetition_id, since=self.clock())
         self._groups.setdefault(uid, {})[repetition_id] = entry
         return entry
@@ -71,6 +87,7 @@ class ActivityBoard:
         """Remove the entry of a finished trajectory, unless a newer run has replaced it."""
         group = self._groups.get(entry.uid, {})
         if group.get(entry.repetition_id) is entry:
+            self._end_phase(entry, self.clock())
             del group[entry.repetition_id]
             if not group:
                 del self._groups[entry.uid]
@@ -78,6 +95,12 @@ class ActivityBoard:
     def set_phase(self, entry: Activity, phase: str, *, attempt: int, turn: int) -> None:
         """Record that the trajectory entered `phase`."""
         now = self.clock()
+        if self._groups.get(entry.uid, {}).get(entry.repetition_id) is entry:
+            self._end_phase(entry, now)
+            if phase == GENERATING:
+                if not self._generating:
+                    self._generating_since = now
+                self._generating += 1
         if entry.began is None:
             entry.began = now
         entry.phase, entry.attempt, entry.turn, entry.since, entry.reported = (
@@ -88,9 +111,21 @@ class ActivityBoard:
             False,
         )
 
+    def _end_phase(self, entry: Activity, now: float) -> None:
+        if entry.phase == GENERATING:
+            self._generating -= 1
+            if not self._generating:
+                self._generated_seconds += now - self._generating_since
+        if self._on_phase is not None:
+            self._on_phase(entry, now)
+
     def of(self, uid: str) -> list[Activity]:
         """Return the entries of a group."""
         return list(self._groups.get(uid, {}).values())
+
+    def running(self) -> list[Activity]:
+        """Return all entries."""
+        return [entry for group in self._groups.values() for entry in group.values()]
 
     def oldest(self, uids: list[str], number: int = 3) -> list[Activity]:
         """Return the `number` entries of these groups that have been in their phase longest."""

@@ -11,6 +11,7 @@ from typing import Any
 from skyrl_fast.batch import batch_from_trajectories
 from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.config import Config, ConfigSource, as_config
+from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.context import ContextError, Message
 from skyrl_fast.rollout.loop_settings import loop_settings
 from skyrl_fast.rollout.stop_reason import STOP
@@ -125,6 +126,7 @@ class Demonstrations:
 
     def __init__(self, steps: Mapping[str, list[Step]]) -> None:
         """Store the steps of each prompt, by uid."""
+        self.board = ActivityBoard()
         self._steps = steps
         self._policy: Policy | None = None
 

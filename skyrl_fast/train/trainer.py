@@ -55,6 +55,7 @@ from skyrl_fast.train.output.checkpoint import (
 from skyrl_fast.train.output.loggers import Logger
 from skyrl_fast.train.output.manifest import MANIFEST
 from skyrl_fast.train.output.progress import ProgressDisplay
+from skyrl_fast.train.output.timeline import Timeline
 from skyrl_fast.train.prepare_batch import judged_rows, training_batch, with_advantages
 from skyrl_fast.train.update import update_policy
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
@@ -134,7 +135,10 @@ class Trainer:
         self._unreported: dict[str, Any] | None = {} if first else None
         self._compute = Compute()
         self._background = BackgroundWriter(components.clock)  # writes trajectories
-        self._timed = Stopwatch(components.clock, display.phase)
+        self._timeline = Timeline(
+            self._run_path / "timeline", settings.profile_steps, components.rollouts.board
+        )
+        self._timed = Stopwatch(components.clock, display.phase, self._timeline.phase)
         self._callbacks = CallbackList(components.callbacks)
         self._failures = FailureWatch()
         self._divergence = DivergenceWatch()
@@ -216,7 +220,9 @@ class Trainer:
         while not self._over():
             if self.stop.is_set():
                 raise StopRequested
-            if not await self._step(flow):
+            with self._timeline.of_step(self.progress.step + 1):
+                trained = await self._step(flow)
+            if not trained:
                 await self._end_early()
                 break
         self._failures.end()
@@ -225,6 +231,7 @@ class Trainer:
         """Train one batch; return False if the prompts ran out before it was full."""
         components = self._components
         started = components.clock()
+        generating = components.rollouts.board.generating_seconds()
         times: dict[str, float] = {}
         sample = await self._sample(flow, times)
         if sample is None:
@@ -265,6 +272,9 @@ class Trainer:
         flow.advance(self.progress.step)
         self.progress.trajectories = trajectories
         times["step"] = components.clock() - started
+        generating = components.rollouts.board.generating_seconds() - generating
+        if generating:
+            times["engine_idle"] = max(0.0, times["step"] - generating)
         metrics |= {f"timing/{name}": seconds for name, seconds in times.items()}
         metrics["timing/tokens_per_second"] = sampled_tokens(groups.sampled) / times["step"]
         trained_tokens = float((batch.loss_mask != 0).sum())

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.model.policy import Policy
 
 
 class Rollouts(Protocol):
-    """Generates trajectories with the weights it was last given; `generate` calls may overlap."""
+    """Generates trajectories with the weights it was last given; `generate` calls may overlap.
+
+    Args:
+        board: what its running trajectories are doing.
+    """
+
+    board: ActivityBoard
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str

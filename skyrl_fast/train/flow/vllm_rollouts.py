@@ -174,6 +174,7 @@ class VllmRollouts:
             gate=self._gate,
             env_timeout_seconds=config.environment.timeout_seconds,
         )
+        self.board = self._runner.board
         self._interrupted = 0
         self._updated = False
         self._sleeps = bool(config.generator.inference_engine.enable_sleep_mode)
@@ -228,11 +229,10 @@ class VllmRollouts:
 
     def activity(self, uids: Sequence[str]) -> list[str]:
         """See `Rollouts.activity`."""
-        board = self._runner.board
-        now = board.clock()
+        now = self.board.clock()
         return [
             *self._pool.activity(),
-            *(entry.describe(now) for entry in board.oldest(list(uids))),
+            *(entry.describe(now) for entry in self.board.oldest(list(uids))),
         ]
 
     def faults(self) -> dict[str, float]:

@@ -74,11 +74,23 @@ class BackgroundWriter:
 
 
 class Stopwatch:
-    """Adds up the seconds of a step's phases, and displays the current one."""
+    """Adds up the seconds of a step's phases, and displays the current one.
 
-    def __init__(self, clock: Callable[[], float], show: Callable[[str], None]) -> None:
+    Args:
+        clock: returns seconds.
+        show: called with the name of a phase that begins.
+        record: called with the name, begin and end of a phase.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        show: Callable[[str], None],
+        record: Callable[[str, float, float], None],
+    ) -> None:
         self._clock = clock
         self._show = show
+        self._record = record
 
     async def __call__(self, name: str, times: dict[str, float], work: Awaitable[T]) -> T:
         """Await the work and return its result; add its seconds to `times[name]`."""
@@ -87,7 +99,9 @@ class Stopwatch:
         try:
             return await work
         finally:
-            times[name] = times.get(name, 0.0) + self._clock() - started
+            ended = self._clock()
+            times[name] = times.get(name, 0.0) + ended - started
+            self._record(name, started, ended)
 
 
 async def until_stopped(

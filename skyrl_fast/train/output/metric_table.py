@@ -382,6 +382,12 @@ METRICS = (
         _SECONDS,
         "near 0: otherwise generation is the bottleneck",
     ),
+    Metric(
+        "timing/engine_idle",
+        "part of a step without a trajectory in generation",
+        _SECONDS,
+        "near 0 in asynchronous training",
+    ),
     Metric("timing/batch", "building the batch", _SECONDS, "a small share of timing/step"),
     Metric("timing/advantages", "advantages, with their forward passes", _SECONDS),
     Metric("timing/forward_backward", "forward and backward passes and optimizer steps", _SECONDS),

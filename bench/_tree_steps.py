@@ -1,9 +1,10 @@
-"""One training step over agent rows, in five equivalent layouts.
+"""One training step over agent rows, in seven equivalent layouts.
 
 "padded": every row padded to the batch's longest, as SkyRL does. "packed": rows end to end
 without padding, each attending only to itself. "merged": the same with steps joined where contexts
 only grew. "prompt": the group's first prompt computed once, as PrefixGrouper does, with separate
-rows after it. "skyrl_fast": prefix trees. All give the same loss and gradients.
+rows after it. "sequences": ours without trees, as `trainer.rows=step` has them. "tree": every group
+a prefix tree. "skyrl_fast": what `trainer.rows=auto` chooses. All give the same loss and gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from skyrl_fast.train.model.forward_pass import MicroBatch, response_positions
 from skyrl_fast.train.model.micro_batch import plan_micro_batches
 from skyrl_fast.train.model.policy import Policy
 
-CONTENDERS = ("padded", "packed", "merged", "prompt", "skyrl_fast")
+CONTENDERS = ("padded", "packed", "merged", "prompt", "sequences", "tree", "skyrl_fast")
 GROUPS = {"search": 4, "agentic": 1, "sql": 1}
 # A Qwen2 of 0.2 M weights for lengths divided by 16; the shape of Qwen2.5-1.5B for full lengths.
 SMALL = {
@@ -53,7 +54,7 @@ def policy(sizes: dict[str, Any], device: str, dtype: torch.dtype, budget: int) 
     if device == "cuda":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    return Policy(model, tree=True, dtype=dtype, max_tokens_per_microbatch=budget)
+    return Policy(model, tree=None, dtype=dtype, max_tokens_per_microbatch=budget)
 
 
 def batch_of(shape: str, history: str, divisor: int) -> StepBatch:
@@ -79,8 +80,9 @@ def prompts_shared(batch: StepBatch) -> StepBatch:
     return batch.with_(expert_indices=labels[:, None, None], cu_experts=batch.cu_seqlens)
 
 
-def planned(contender: str, batch: StepBatch, budget: int) -> tuple[StepBatch, list[MicroBatch]]:
+def planned(contender: str, batch: StepBatch, model: Policy) -> tuple[StepBatch, list[MicroBatch]]:
     """Return the rows that a contender trains, and its forward passes."""
+    budget = model.max_tokens_per_microbatch
     if contender == "padded":
         return batch, padded_micro_batches(batch, budget)
     if contender == "merged":
@@ -90,13 +92,18 @@ def planned(contender: str, batch: StepBatch, budget: int) -> tuple[StepBatch, l
     if contender == "prompt":
         plan = plan_micro_batches(prompts_shared(batch), budget, tree=True, router_replay=True)
         return batch, [replace(m, expert_indices=None, router_padding_mask=None) for m in plan]
-    rows = batch if contender == "skyrl_fast" else apart(batch)
+    if contender == "sequences":
+        return batch, plan_micro_batches(batch, budget)
+    if contender == "skyrl_fast":
+        tree, costs = model.tree, model.layout_costs
+        return batch, plan_micro_batches(batch, budget, tree=tree, costs=costs)
+    rows = batch if contender == "tree" else apart(batch)
     return batch, plan_micro_batches(rows, budget, tree=True)
 
 
 def step(contender: str, model: Policy, batch: StepBatch) -> tuple[float, int]:
     """Run plan, forward and backward; return the loss and the tokens processed by the model."""
-    rows, plan = planned(contender, batch, model.max_tokens_per_microbatch)
+    rows, plan = planned(contender, batch, model)
     model.model.zero_grad(set_to_none=True)
     assert rows.advantages is not None
     total, loss = int(rows.loss_mask.sum()), 0.0

@@ -4,8 +4,9 @@ Lengths are a sixteenth of the shapes' and the model is a Qwen2 of 0.2 M weights
 lengths and a large model are in `bench.gpu`. First all layouts are checked to give the same loss
 and gradients.
 
-extra_info: `tokens` processed by the model, and for ours `plan_share`, the fraction of a step spent
-on building and cutting the trees. "counts" needs no model: tokens at full lengths.
+extra_info: `tokens` processed by the model; for ours also `as_trees`, the share of its forward
+passes that are of trees, and `plan_share`, the fraction of a step spent on planning them. "counts"
+needs no model: tokens at full lengths.
 """
 
 from __future__ import annotations
@@ -64,10 +65,12 @@ def test_forward_backward(benchmark: Any, contender: str, shape: str, history: s
     benchmark.extra_info["tokens"] = tokens
     benchmark.pedantic(step, (contender, model, batch), rounds=ROUNDS, warmup_rounds=0)
     if contender == "skyrl_fast":
+        _, plan = planned(contender, batch, model)
+        benchmark.extra_info["as_trees"] = sum(m.tree is not None for m in plan) / len(plan)
         seconds = []
         for _ in range(ROUNDS):
             start = time.perf_counter()
-            planned(contender, batch, BUDGET)
+            planned(contender, batch, model)
             seconds.append(time.perf_counter() - start)
         benchmark.extra_info["plan_share"] = (
             statistics.median(seconds) / benchmark.stats.stats.median

@@ -74,9 +74,9 @@ def tree_cases(device: str, *, large: bool, only: str) -> Iterator[Case]:
             contenders.insert(contenders.index("packed") + 1, "packed, varlen")
         for contender in contenders:
             plan = "packed" if contender == "packed, varlen" else contender
-            tokens = sum(m.input_ids.numel() for m in planned(plan, batch, BUDGET)[1])
+            tokens = sum(m.input_ids.numel() for m in planned(plan, batch, model)[1])
             call: Callable[[], object] = functools.partial(run, contender)
             check = functools.partial(error, contender)
             yield Case(group, contender, call, 0.0, forget, check, details={"tokens": tokens})
-        planning = functools.partial(planned, OURS, batch, BUDGET)
+        planning = functools.partial(planned, OURS, batch, model)
         yield Case(group, f"{OURS}, planning only", planning, 0.0)

@@ -15,8 +15,9 @@ from skyrl_fast.rollout.engine.weights.probe_limits import ProbeDifference
 from skyrl_fast.rollout.engine.weights.sync import WeightSyncReport
 from skyrl_fast.train.flow import vllm_rollouts
 from skyrl_fast.train.model.peak_memory import PeakMemory
+from skyrl_fast.train.model.row_layout import LayoutCosts
 from skyrl_fast.train.output.loggers import read_metrics
-from skyrl_fast.train.output.metric_table import ENGINE, GPU, METRICS, find_metric
+from skyrl_fast.train.output.metric_table import ENGINE, GPU, LAYOUTS, METRICS, find_metric
 
 A = "trainer.algorithm"
 CORRECTION = f"{A}.off_policy_correction"
@@ -85,7 +86,14 @@ def test_entries_of_an_engine_are_its_metrics() -> None:
     faults = vllm_rollouts.VllmRollouts.faults(state)  # type: ignore[arg-type]
     report = WeightSyncReport(0.1, 0.2, ProbeDifference(0.0, 0.0, 0.0, 1.0), 0.0)
     names = {f"faults/{name}" for name in faults} | vllm_rollouts._sync_metrics(report).keys()
+    names.add("timing/engine_idle")
     assert {metric.name for metric in METRICS if metric.where == ENGINE} == names
+
+
+@pytest.mark.spec("metrics.table")
+def test_entries_of_layouts_are_their_costs() -> None:
+    names = LayoutCosts(0.0, 0.0, 0.0, 0.0).metrics().keys()
+    assert {metric.name for metric in METRICS if metric.where == LAYOUTS} == names
 
 
 @pytest.mark.spec("metrics.table")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 SPREAD = ("avg", "min", "max", "std")
 GPU = "on a GPU"
+LAYOUTS = "where trees and sequences have other kernels: on a GPU, or in bfloat16"
 ENGINE = "with vLLM"
 
 
@@ -22,7 +23,7 @@ class Metric:
         meaning: what it is.
         unit: of its values; "" for a plain number.
         healthy: values to expect, or what to do about others; "" where any is fine.
-        where: condition that tests of the trainer alone do not meet: GPU or ENGINE.
+        where: condition that tests of the trainer alone do not meet: one of the above.
     """
 
     name: str
@@ -179,7 +180,13 @@ METRICS = (
         "1 where the model supports trees",
     ),
     *(
-        Metric(f"policy/{layout}_{unit}_ns", f"measured cost of a {unit} of a {layout}", "ns")
+        Metric(
+            f"policy/{layout}_{unit}_ns",
+            f"time of a {unit} of a {layout}, measured at the start",
+            "ns",
+            "",
+            LAYOUTS,
+        )
         for layout in ("sequence", "tree")
         for unit in ("token", "pair")
     ),
@@ -387,6 +394,7 @@ METRICS = (
         "part of a step without a trajectory in generation",
         _SECONDS,
         "near 0 in asynchronous training",
+        ENGINE,
     ),
     Metric("timing/batch", "building the batch", _SECONDS, "a small share of timing/step"),
     Metric("timing/advantages", "advantages, with their forward passes", _SECONDS),

@@ -1,0 +1,135 @@
+"""Generation of a batch against the engine's own: the same requests, given to vLLM at once.
+
+    python -m bench.generation CONFIG.yaml [SETTING=VALUE ...] [--rounds 12]
+
+Runs `Rollouts.generate` on batches of training prompts, and after each one the requests that it
+made through `vllm.LLM.generate`, in one process and with the same settings of the engine: what a
+batch takes more is the agent loop, the environments, and the time between turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from skyrl_fast.config import Config, SamplingParams
+from skyrl_fast.config.loading import load_config
+from skyrl_fast.rollout.engine.protocol import vllm_sampling_params
+from skyrl_fast.rollout.engine.vllm_start import engine_args, engine_environment, environment
+from skyrl_fast.train.data.prompts import Prompt, PromptSampler, digest_of, load_prompts
+from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts, start_rollouts, vllm_setup
+from skyrl_fast.train.model.policy import load_tokenizer
+
+WARM_UP = 2  # batches
+
+
+class RecordingSampler:
+    """Passes requests on to a sampler, and keeps them."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.requests: list[tuple[list[int], SamplingParams, int | None]] = []
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        seed: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """See `Sampler.generate`."""
+        self.requests.append((list(prompt_token_ids), sampling, seed))
+        return await self._sampler.generate(prompt_token_ids, sampling, seed=seed, **options)
+
+
+def batches(config: Config, prompts: list[Prompt], count: int) -> list[list[Prompt]]:
+    """Return the first batches of the run's order."""
+    size = config.trainer.train_batch_size
+    digest = digest_of(prompts)
+    sampler = PromptSampler(len(prompts), batch_size=size, seed=config.trainer.seed, digest=digest)
+    return [[prompts[i] for i in sampler.next_batch()] for _ in range(count)]
+
+
+def start_llm(config: Config, model: str) -> Any:
+    """Return vLLM's offline engine with the settings of ours."""
+    setup = vllm_setup(config, model)
+    with environment(engine_environment(setup)):
+        from vllm import LLM
+
+        asynchronous = {"enable_log_requests"}
+        arguments = {k: v for k, v in engine_args(setup).items() if k not in asynchronous}
+        return LLM(**arguments)
+
+
+async def measure(config: Config, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of both, by batch."""
+    model = config.trainer.policy.model.path
+    assert model is not None
+    tokenizer = load_tokenizer(model)
+    env_class = config.environment.env_class
+    prompts = load_prompts(config.data.train_data, default_env_class=env_class)
+    llm = start_llm(config, model)
+    rollouts: VllmRollouts = await start_rollouts(config, tokenizer, model, prompts=prompts)
+    recorder = RecordingSampler(rollouts._runner._engine)
+    rollouts._runner._engine = recorder
+    seconds: dict[str, list[float]] = {"batch": [], "vllm": [], "requests": [], "tokens": []}
+    try:
+        for number, batch in enumerate(batches(config, prompts, WARM_UP + rounds)):
+            recorder.requests.clear()
+            gc.collect()
+            start = time.perf_counter()
+            trajectories = await rollouts.generate(batch, step=number, phase="train")
+            ours = time.perf_counter() - start
+            requests = list(recorder.requests)
+            start = time.perf_counter()
+            await asyncio.to_thread(own_batch, llm, requests, f"{number}")
+            theirs = time.perf_counter() - start
+            if number >= WARM_UP:
+                seconds["batch"].append(ours)
+                seconds["vllm"].append(theirs)
+                seconds["requests"].append(len(requests))
+                steps = [step for t in trajectories for step in t.steps]
+                seconds["tokens"].append(sum(len(step.response_ids) for step in steps))
+    finally:
+        await rollouts.close()
+    return seconds
+
+
+def own_batch(llm: Any, requests: list[Any], salt: str) -> None:
+    """Give the requests to vLLM's own batch call; the prefix cache does not know earlier ones."""
+    from vllm import SamplingParams as VllmSamplingParams
+
+    prompts = [{"prompt_token_ids": ids, "cache_salt": salt} for ids, _, _ in requests]
+    parameters = [
+        VllmSamplingParams(
+            **vllm_sampling_params(sampling, seed=seed),
+            detokenize=bool(sampling.stop),
+            **sampling.additional_kwargs,
+        )
+        for _, sampling, seed in requests
+    ]
+    llm.generate(prompts, parameters, use_tqdm=False)
+
+
+def main() -> None:
+    """Print medians and ratio as a line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("settings", nargs="*")
+    parser.add_argument("--rounds", type=int, default=12)
+    args = parser.parse_args()
+    seconds = asyncio.run(measure(load_config(args.config, args.settings), args.rounds))
+    ratios = [a / b for a, b in zip(seconds["batch"], seconds["vllm"], strict=True)]
+    result = {name: statistics.median(values) for name, values in seconds.items()}
+    print(json.dumps({**result, "ratio": statistics.median(ratios), "ratios": ratios}))
+
+
+if __name__ == "__main__":
+    main()

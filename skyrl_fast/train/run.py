@@ -37,6 +37,7 @@ from skyrl_fast.train.data.prompts import Prompt, PromptSource, load_prompts, pr
 from skyrl_fast.train.data.schedule import total_steps
 from skyrl_fast.train.device_plan import MemoryPlan
 from skyrl_fast.train.flow.event_loop import StopSignals
+from skyrl_fast.train.flow.frozen_heap import frozen_heap
 from skyrl_fast.train.flow.rollouts import Rollouts
 from skyrl_fast.train.memory_plan import gpu_memory, plan_memory
 from skyrl_fast.train.model.activation_memory import UnmeasurableError
@@ -520,7 +521,7 @@ async def _run_loop(
             trainer.stop.set()
 
         signals.handle_by(on_signal)
-        with display:
+        with display, frozen_heap():
             progress = await trainer.run()
     finally:
         await components.rollouts.close()

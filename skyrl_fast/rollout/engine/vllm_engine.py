@@ -190,7 +190,7 @@ class VllmEngine:
         route_arguments = {"routed_experts_prompt_start": start} if recording else {}
         arguments = {
             **vllm_sampling_params(sampling, seed=seed, vocab_size=self._vocab_size),
-            "flat_logprobs": True,
+            "flat_logprobs": sampling.num_kept_tokens is not None,
             "detokenize": bool(sampling.stop),
             "output_kind": self._final_only,
             **route_arguments,
@@ -205,9 +205,13 @@ class VllmEngine:
         token_ids = list(answer.token_ids)
         kept_ids = None
         with parsing("vLLM answered"):
-            logprobs = _sampled_logprobs(token_ids, answer.logprobs)
             if sampling.num_kept_tokens is not None:
-                kept_ids = _kept_tokens(token_ids, answer.logprobs)
+                logprobs, kept_ids = _flat_logprobs(token_ids, answer.logprobs)
+            else:
+                logprobs = [
+                    float(entry[token].logprob)
+                    for token, entry in zip(token_ids, answer.logprobs or [], strict=True)
+                ]
         reason = answer.finish_reason or "abort"
         if reason == "abort" and self._interrupted:
             reason = INTERRUPTED
@@ -404,22 +408,16 @@ class VllmEngine:
         return text
 
 
-def _sampled_logprobs(token_ids: Sequence[int], flat: Any) -> list[float]:
-    """Return each token's logprob.
+def _flat_logprobs(token_ids: Sequence[int], flat: Any) -> tuple[list[float], list[np.ndarray]]:
+    """Return each token's logprob, and the tokens that it was sampled from.
 
     Args:
         flat: vLLM's FlatLogprobs; the sampled token is the first of its position.
     """
-    first = flat.start_indices
-    if [flat.token_ids[start] for start in first] != token_ids:
-        raise ValueError("wanted logprobs of the sampled tokens, got those of others")
-    return [float(flat.logprobs[start]) for start in first]
-
-
-def _kept_tokens(token_ids: Sequence[int], flat: Any) -> list[np.ndarray]:
-    """Return the tokens that each token was sampled from."""
     ids, values = np.array(flat.token_ids), np.array(flat.logprobs)
-    return [
+    starts, ends = flat.start_indices, flat.end_indices
+    kept = [
         kept_tokens(token, ids[start:end], values[start:end])
-        for token, start, end in zip(token_ids, flat.start_indices, flat.end_indices, strict=True)
+        for token, start, end in zip(token_ids, starts, ends, strict=True)
     ]
+    return values[starts].tolist(), kept

@@ -83,7 +83,8 @@ def child(options: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 def our_run(options: argparse.Namespace, rows: str) -> dict[str, Any]:
     """Return the seconds of each batch, and of its phases."""
-    import skyrl_fast
+    from skyrl_fast import train
+    from skyrl_fast.config.loading import load_config
     from skyrl_fast.train.output.loggers import read_metrics
 
     with tempfile.TemporaryDirectory() as folder:
@@ -99,8 +100,8 @@ def our_run(options: argparse.Namespace, rows: str) -> dict[str, Any]:
             "trainer.plot=false",
             f"trainer.algorithm.kl_loss_coef={KL}",
         ]
-        config = skyrl_fast.load_config(str(CONFIG), overrides)
-        result = skyrl_fast.train(config)
+        config = load_config(str(CONFIG), overrides)
+        result = train(config)
         steps = [row for row in read_metrics(result.metrics) if "timing/step" in row][WARM_UP:]
     return {
         "seconds": [row["timing/step"] for row in steps],
@@ -186,7 +187,7 @@ def fixed_batch(options: argparse.Namespace) -> dict[str, float]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from skyrl_fast.batch import StepBatch
-    from skyrl_fast.config import load_config
+    from skyrl_fast.config.loading import load_config
     from skyrl_fast.train.model.policy import Policy
     from skyrl_fast.train.model.row_layout import uses_trees
     from skyrl_fast.train.update import accumulate_gradient

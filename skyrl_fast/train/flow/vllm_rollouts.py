@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams, settings
-from skyrl_fast.rollout.context import CHARACTERS_PER_TOKEN
+from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.pool import EnginePool, PooledEngine
 from skyrl_fast.rollout.engine.protocol import Engine
@@ -36,9 +36,9 @@ from skyrl_fast.rollout.engine.weights.transfer import (
 )
 from skyrl_fast.rollout.env.factory import EnvFactory, check_env_classes
 from skyrl_fast.rollout.env.host import MakeEnv
-from skyrl_fast.rollout.group_runner import GroupRunner
-from skyrl_fast.rollout.groups import run_groups
+from skyrl_fast.rollout.groups import environment_runner, run_groups
 from skyrl_fast.rollout.loop_settings import loop_settings
+from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.tool_calls import check_tool_parser
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.data.prompts import Prompt
@@ -165,13 +165,10 @@ class VllmRollouts:
         self._environments = environments
         self._probe_prompts = prompts[:PROBE_SEQUENCES]
         self._gate = WeightGate()
-        self._runner = GroupRunner(
-            pool,
-            tokenizer,
+        self._runner = environment_runner(
+            PolicyCalls(pool, self._gate, tokenizer, config.trainer.seed),
             environments,
             loop_settings(config),
-            seed=config.trainer.seed,
-            gate=self._gate,
             env_timeout_seconds=config.environment.timeout_seconds,
         )
         self._interrupted = 0

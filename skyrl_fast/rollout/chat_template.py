@@ -50,6 +50,8 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         names = _control_names(tokenizer)
         self.control_tokens = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        encoded = {name: tokenizer.encode(name, add_special_tokens=False) for name in names}
+        self.control_token_names = {ids[0]: name for name, ids in encoded.items() if len(ids) == 1}
         self._beginnings = {name[:end] for name in names for end in range(2, len(name))}
         self._ends = {name[start:] for name in names for start in range(1, len(name) - 1)}
         self._longest_part = max(map(len, names), default=1) - 1

@@ -574,6 +574,7 @@ def _with_absolute_paths(config: Config) -> Config:
         (algorithm, "policy_loss_type"),
         (algorithm, "advantage_estimator"),
         (environment, "env_class"),
+        (config.agent, "function"),
     ):
         setattr(section, name, absolute_name(getattr(section, name), Path.cwd()))
     environment.register = [absolute_name(name, Path.cwd()) for name in environment.register]

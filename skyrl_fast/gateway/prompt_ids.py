@@ -1,0 +1,148 @@
+"""Prompt tokens of one session's calls: what the session has sampled keeps its tokens.
+
+A rendered prompt is divided before each special token that the template wrote. Tokenizers encode
+these pieces independently, so a piece that was seen before has known tokens, and only new ones are
+encoded. The piece that a sampled response completed is known by the text that it decodes to, with
+the sampled tokens: where a later prompt has this text, it gets these tokens. So a conversation that
+only grows keeps all of its tokens, with any template, and any other prompt is a fork.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_fast.rollout.chat_template import ChatTemplate, Message
+
+CONTINUED = "continued"  # begins with the prompt and the response of an earlier call
+FIRST = "first"  # the session's first
+RESTARTED = "restarted"  # no answer of this session in it: a sub-agent, or a summarised context
+FORKED = "forked"  # has an answer of this session, but after other tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """The tokens of one prompt.
+
+    Args:
+        token_ids: as the engine gets them.
+        chain: hash of the pieces before the last one.
+        last_text, last_ids: the last piece, which the response continues.
+        kind: how it relates to the session's earlier calls.
+    """
+
+    token_ids: list[int]
+    chain: int
+    last_text: str
+    last_ids: list[int]
+    kind: str
+
+
+class PromptIds:
+    """Render prompts, and remember the session's tokens.
+
+    Args:
+        template: of the model.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._known: dict[str, list[int]] = {}  # tokens of a piece
+        self._sampled: dict[tuple[int, str], list[int]] = {}  # of one with a response, by its place
+        self._ends: set[int] = set()  # chains that end with a response
+        self._answers: set[str] = set()  # pieces with a response
+        self._divides: bool | None = None  # whether pieces are encoded as the complete text is
+
+    def chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> PromptTokens:
+        """Return the prompt of a chat.
+
+        Raises:
+            ContextError: the chat template refuses the messages, or the tokenizer their text.
+        """
+        as_text = self._template.without_control_tokens
+        return self._prompt(
+            self._template.text(as_text(messages), tools=as_text(tools) if tools else None)
+        )
+
+    def text(self, text: str) -> PromptTokens:
+        """Return the prompt of a plain text, which has no special tokens."""
+        return self._prompt(self._template.without_control_tokens(text))
+
+    def given(self, token_ids: Sequence[int]) -> PromptTokens:
+        """Return a prompt of given tokens."""
+        return PromptTokens(list(token_ids), 0, "", [], self._kind(False, False))
+
+    def add_response(self, prompt: PromptTokens, token_ids: Sequence[int]) -> None:
+        """Remember a response to a prompt.
+
+        It may come back in two ways: special tokens inside it as the template writes them (around
+        a tool call, say), or as text of the message that the client sends.
+        """
+        names = self._template.control_token_names
+        sampled = list(token_ids)
+        if sampled and sampled[-1] in names:  # the end of the turn is the template's
+            sampled.pop()
+        divided: list[tuple[str, list[int]]] = [("", [])]
+        for token in sampled:
+            if token in names:
+                divided.append((names[token], []))
+            divided[-1][1].append(token)
+        self._remember(prompt, divided)
+        if len(divided) > 1:
+            self._remember(prompt, [("", sampled)])
+
+    def _remember(self, prompt: PromptTokens, divided: Sequence[tuple[str, list[int]]]) -> None:
+        chain = prompt.chain
+        for number, (name, ids) in enumerate(divided):
+            text = name + self._template.without_control_tokens(
+                self._template.tokenizer.decode(ids[1:] if name else ids)
+            )
+            if number == 0:
+                text, ids = prompt.last_text + text, prompt.last_ids + ids
+            self._known.setdefault(text, ids)
+            self._sampled.setdefault((chain, text), ids)
+            self._answers.add(text)
+            chain = hash((chain, text))
+        self._ends.add(chain)
+
+    def _prompt(self, text: str) -> PromptTokens:
+        pieces = self._divided(text)
+        token_ids: list[int] = []
+        chain = before = 0
+        continues = answers = False
+        ids: list[int] = []
+        for piece in pieces:
+            before = chain
+            ids = self._sampled.get((chain, piece)) or self._piece(piece)
+            token_ids += ids
+            answers = answers or piece in self._answers
+            chain = hash((chain, piece))
+            continues = continues or chain in self._ends
+        return PromptTokens(token_ids, before, pieces[-1], ids, self._kind(continues, answers))
+
+    def _kind(self, continues: bool, answers: bool) -> str:
+        if continues:
+            return CONTINUED
+        if not self._ends:
+            return FIRST
+        return FORKED if answers else RESTARTED
+
+    def _piece(self, piece: str) -> list[int]:
+        if piece not in self._known:
+            self._known[piece] = self._template.token_ids(piece)
+        return self._known[piece]
+
+    def _divided(self, text: str) -> list[str]:
+        """Return the text in pieces, or as one piece if its pieces would have other tokens."""
+        starts = [match.start() for match in self._template.control_tokens.finditer(text)]
+        ends = [start for start in starts if start > 0]
+        pieces = [
+            text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)
+        ]
+        if self._divides is None:  # a property of the tokenizer: the first prompt shows it
+            joined = [token for piece in pieces for token in self._piece(piece)]
+            self._divides = joined == self._template.token_ids(text)
+        return pieces if self._divides else [text]

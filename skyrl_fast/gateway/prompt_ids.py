@@ -68,8 +68,12 @@ class PromptIds:
         )
 
     def text(self, text: str) -> PromptTokens:
-        """Return the prompt of a plain text, which has no special tokens."""
-        return self._prompt(self._template.without_control_tokens(text))
+        """Return the prompt of a complete text, with the special tokens that its client wrote.
+
+        Raises:
+            ContextError: the tokenizer refuses the text.
+        """
+        return self._prompt(text)
 
     def given(self, token_ids: Sequence[int]) -> PromptTokens:
         """Return a prompt of given tokens."""

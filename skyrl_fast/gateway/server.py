@@ -23,8 +23,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from skyrl_fast.gateway.dialects.dialect import Dialect, ParsedCall, checked, event
-from skyrl_fast.gateway.dialects.openai_chat import Fields, OpenAIChat
+from skyrl_fast.gateway.dialects.anthropic_messages import AnthropicMessages
+from skyrl_fast.gateway.dialects.dialect import Dialect, Fields, ParsedCall, checked, event
+from skyrl_fast.gateway.dialects.openai_chat import OpenAIChat
+from skyrl_fast.gateway.dialects.openai_completions import OpenAICompletions
+from skyrl_fast.gateway.dialects.openai_responses import OpenAIResponses
 from skyrl_fast.gateway.messages import ApiError
 from skyrl_fast.gateway.session import RunningCall, Session
 from skyrl_fast.printable import log_line
@@ -120,7 +123,7 @@ class Gateway:
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
-        chat = OpenAIChat()
+        chat, messages = OpenAIChat(), AnthropicMessages()
 
         def calls(path: str, dialect: Dialect) -> Route:
             async def endpoint(request: Request) -> Response:
@@ -137,6 +140,10 @@ class Gateway:
         return Starlette(
             routes=[
                 calls("/v1/chat/completions", chat),
+                calls("/v1/completions", OpenAICompletions()),
+                calls("/v1/responses", OpenAIResponses()),
+                calls("/v1/messages", messages),
+                others("/v1/messages/count_tokens", messages, self._count),
                 others("/v1/models", chat, self._models, "GET"),
                 others("/v1/models/{name:path}", chat, self._model, "GET"),
                 others("/v1/rewards", chat, self._reward),
@@ -197,7 +204,7 @@ class Gateway:
 
     async def _call(self, request: Request, session: Session, dialect: Dialect) -> Response:
         body = await self._body(request)
-        parsed = dialect.parsed(_json(body))
+        parsed = dialect.parsed(_json(body), session.memory)
         prompt = await session.prompt(parsed.call)
         running = session.start(
             parsed.call,
@@ -265,6 +272,12 @@ class Gateway:
                 if not complete:
                     self.faults["gateway_lost_clients"] += 1
                     session.not_delivered(running)
+
+    async def _count(
+        self, request: Request, session: Session, dialect: AnthropicMessages
+    ) -> Response:
+        call = dialect.counted(_json(await self._body(request)))
+        return JSONResponse({"input_tokens": await session.count_tokens(call)})
 
     async def _models(self, request: Request, session: Session, dialect: Dialect) -> Response:
         names = [session.policy.model, *session.policy.untrained_models]

@@ -117,6 +117,7 @@ class Session:
     ) -> None:
         self.policy = policy
         self.counts: Counter[str] = Counter()
+        self.memory: dict[str, Any] = {}  # of the dialects, for requests that refer to earlier ones
         self.refused: str | None = None  # the stop reason of the last call, if it was refused
         self.engine_failure: EngineError | None = None  # of the last call, if it failed
         self.engine_died = asyncio.Event()
@@ -140,15 +141,7 @@ class Session:
         Raises:
             ApiError: unknown model, a prompt that the chat template refuses or that is too long.
         """
-        self.policy.check_model(call.model)
-        characters = len(str(call.messages or call.prompt)) + len(str(call.tools or ""))
-        try:
-            if characters < LONG_TEXT:
-                prompt = self._rendered(call)
-            else:
-                prompt = await asyncio.to_thread(self._rendered, call)
-        except ContextError as error:
-            raise ApiError(400, str(error)) from error
+        prompt = await self._tokenized(call)
         limit = self.policy.config.max_input_length
         assert limit is not None
         if len(prompt.token_ids) > limit:
@@ -161,6 +154,24 @@ class Session:
                 code="context_length_exceeded",
             )
         return prompt
+
+    async def count_tokens(self, call: Call) -> int:
+        """Return the length of a call's prompt; of one that is too long, a length that is, too.
+
+        Raises:
+            ApiError: unknown model, or a prompt that the chat template refuses.
+        """
+        return len((await self._tokenized(call)).token_ids)
+
+    async def _tokenized(self, call: Call) -> PromptTokens:
+        self.policy.check_model(call.model)
+        characters = len(str(call.messages or call.prompt)) + len(str(call.tools or ""))
+        try:
+            if characters < LONG_TEXT:
+                return self._rendered(call)
+            return await asyncio.to_thread(self._rendered, call)
+        except ContextError as error:
+            raise ApiError(400, str(error)) from error
 
     def _rendered(self, call: Call) -> PromptTokens:
         if call.messages is not None:

@@ -32,8 +32,12 @@ class ParsedCall:
 class Dialect(Protocol):
     """One API."""
 
-    def parsed(self, body: Mapping[str, Any]) -> ParsedCall:
-        """Return the call that a request's JSON asks for.
+    def parsed(self, body: Any, memory: dict[str, Any]) -> ParsedCall:
+        """Return the call that a request asks for.
+
+        Args:
+            body: JSON of the request.
+            memory: of the session: what later requests may refer to.
 
         Raises:
             ApiError: it is invalid, or asks for something that the gateway does not have.
@@ -73,6 +77,14 @@ def event(data: Mapping[str, Any], name: str | None = None) -> str:
     """Return one server-sent event with JSON data."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def text_parts(text: str) -> list[str]:
+    """Return a text in the parts in which a stream sends it: words, with the space before them."""
+    parts: list[str] = []
+    for word in text.split(" "):
+        parts.append(word if not parts else " " + word)
+    return [part for part in parts if part]
 
 
 def not_honoured(fields: Fields, names: Mapping[str, Any]) -> tuple[str, ...]:

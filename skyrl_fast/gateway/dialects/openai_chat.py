@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field
 
-from skyrl_fast.gateway.dialects.dialect import Fields, ParsedCall, checked, event, not_honoured
+from skyrl_fast.gateway.dialects.dialect import (
+    Fields,
+    ParsedCall,
+    checked,
+    event,
+    not_honoured,
+    text_parts,
+)
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice, ToolCall
 from skyrl_fast.rollout.chat_template import Message
 
@@ -95,7 +102,7 @@ class ChatRequest(Fields):
 class OpenAIChat:
     """The dialect; see `Dialect`."""
 
-    def parsed(self, body: Mapping[str, Any]) -> ParsedCall:
+    def parsed(self, body: Any, memory: dict[str, Any]) -> ParsedCall:
         """See `Dialect.parsed`."""
         fields = checked(ChatRequest, body)
         refuse_unsupported(fields)
@@ -213,14 +220,6 @@ def text_of(content: str | list[Part] | None) -> str:
         if part.text is None:
             raise ApiError(400, f"content: wanted text, got a part of type {part.type!r}")
     return "\n".join(part.text or "" for part in content)
-
-
-def text_parts(text: str) -> list[str]:
-    """Return a text in the parts in which a stream sends it: words, with the space before them."""
-    parts: list[str] = []
-    for word in text.split(" "):
-        parts.append(word if not parts else " " + word)
-    return [part for part in parts if part]
 
 
 def usage(answer: Answer) -> dict[str, Any]:

@@ -9,6 +9,7 @@ only grows keeps all of its tokens, with any template, and any other prompt is a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,16 +28,18 @@ class PromptTokens:
 
     Args:
         token_ids: as the engine gets them.
-        chain: hash of the pieces before the last one.
+        chain: digest of the pieces before the last one.
         last_text, last_ids: the last piece, which the response continues.
         kind: how it relates to the session's earlier calls.
+        digest: of the complete prompt.
     """
 
     token_ids: list[int]
-    chain: int
+    chain: bytes
     last_text: str
     last_ids: list[int]
     kind: str
+    digest: bytes
 
 
 class PromptIds:
@@ -49,8 +52,10 @@ class PromptIds:
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._known: dict[str, list[int]] = {}  # tokens of a piece
-        self._sampled: dict[tuple[int, str], list[int]] = {}  # of one with a response, by its place
-        self._ends: set[int] = set()  # chains that end with a response
+        self._sampled: dict[
+            tuple[bytes, str], list[int]
+        ] = {}  # of one with a response, by its place
+        self._ends: set[bytes] = set()  # chains that end with a response
         self._answers: set[str] = set()  # pieces with a response
         self._divides: bool | None = None  # whether pieces are encoded as the complete text is
 
@@ -77,7 +82,8 @@ class PromptIds:
 
     def given(self, token_ids: Sequence[int]) -> PromptTokens:
         """Return a prompt of given tokens."""
-        return PromptTokens(list(token_ids), 0, "", [], self._kind(False, False))
+        digest = _link(b"", repr(list(token_ids)))
+        return PromptTokens(list(token_ids), b"", "", [], self._kind(False, False), digest)
 
     def add_response(self, prompt: PromptTokens, token_ids: Sequence[int]) -> None:
         """Remember a response to a prompt.
@@ -109,13 +115,13 @@ class PromptIds:
             self._known.setdefault(text, ids)
             self._sampled.setdefault((chain, text), ids)
             self._answers.add(text)
-            chain = hash((chain, text))
+            chain = _link(chain, text)
         self._ends.add(chain)
 
     def _prompt(self, text: str) -> PromptTokens:
         pieces = self._divided(text)
         token_ids: list[int] = []
-        chain = before = 0
+        chain = before = b""
         continues = answers = False
         ids: list[int] = []
         for piece in pieces:
@@ -123,9 +129,10 @@ class PromptIds:
             ids = self._sampled.get((chain, piece)) or self._piece(piece)
             token_ids += ids
             answers = answers or piece in self._answers
-            chain = hash((chain, piece))
+            chain = _link(chain, piece)
             continues = continues or chain in self._ends
-        return PromptTokens(token_ids, before, pieces[-1], ids, self._kind(continues, answers))
+        kind = self._kind(continues, answers)
+        return PromptTokens(token_ids, before, pieces[-1], ids, kind, digest=chain)
 
     def _kind(self, continues: bool, answers: bool) -> str:
         if continues:
@@ -150,3 +157,8 @@ class PromptIds:
             joined = [token for piece in pieces for token in self._piece(piece)]
             self._divides = joined == self._template.token_ids(text)
         return pieces if self._divides else [text]
+
+
+def _link(chain: bytes, text: str) -> bytes:
+    """Return the digest of the pieces up to `text`; the same in every process."""
+    return hashlib.blake2b(chain + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

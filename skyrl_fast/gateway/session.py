@@ -234,14 +234,13 @@ class Session:
     # --- sampling
 
     async def _sampled(self, call: Call, prompt: PromptTokens) -> tuple[Answer, list[Step]]:
-        digest = hashlib.blake2b(repr(prompt.token_ids).encode(), digest_size=8)
-        number = self._places[digest.digest()]  # of calls with this prompt: not of their arrival
-        self._places[digest.digest()] += call.num_choices
+        number = self._places[prompt.digest]  # of calls with this prompt: not of their arrival
+        self._places[prompt.digest] += call.num_choices
         self._began()
         try:
             sampled = await asyncio.gather(
                 *(
-                    self._choice(call, prompt, f"{digest.hexdigest()}-{number + choice}")
+                    self._choice(call, prompt, f"{prompt.digest.hex()}-{number + choice}")
                     for choice in range(call.num_choices)
                 )
             )

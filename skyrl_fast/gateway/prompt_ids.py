@@ -10,6 +10,7 @@ only grows keeps all of its tokens, with any template, and any other prompt is a
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from skyrl_fast.rollout.chat_template import ChatTemplate, Message
 CONTINUED = "continued"  # begins with the prompt and the response of an earlier call
 FIRST = "first"  # the session's first
 RESTARTED = "restarted"  # no answer of this session in it: a sub-agent, or a summarised context
+MAX_STARTS = 8  # beginnings of earlier prompts that are kept: of as many interleaved conversations
 FORKED = "forked"  # has an answer of this session, but after other tokens
 
 
@@ -42,6 +44,26 @@ class PromptTokens:
     digest: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """All pieces but the last of an earlier prompt, and what is known of them.
+
+    Args:
+        text: of these pieces.
+        token_ids: of the earlier prompt.
+        num_tokens: that are theirs.
+        chain: their digest.
+        continues, answers: as for the kind of a prompt.
+    """
+
+    text: str
+    token_ids: list[int]
+    num_tokens: int
+    chain: bytes
+    continues: bool
+    answers: bool
+
+
 class PromptIds:
     """Render prompts, and remember the session's tokens.
 
@@ -51,6 +73,8 @@ class PromptIds:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
+        self._texts: dict[str, str] = {}  # values of messages, without control tokens
+        self._starts: deque[_Start] = deque(maxlen=MAX_STARTS)
         self._known: dict[str, list[int]] = {}  # tokens of a piece
         self._sampled: dict[
             tuple[bytes, str], list[int]
@@ -68,9 +92,16 @@ class PromptIds:
             ContextError: the chat template refuses the messages, or the tokenizer their text.
         """
         as_text = self._template.without_control_tokens
-        return self._prompt(
-            self._template.text(as_text(messages), tools=as_text(tools) if tools else None)
-        )
+        texts = [{key: self._as_text(item) for key, item in m.items()} for m in messages]
+        return self._prompt(self._template.text(texts, tools=as_text(tools) if tools else None))
+
+    def _as_text(self, value: Any) -> Any:
+        """Return a message's value without control tokens; a text is searched for them once."""
+        if not isinstance(value, str):
+            return self._template.without_control_tokens(value)
+        if value not in self._texts:
+            self._texts[value] = self._template.without_control_tokens(value)
+        return self._texts[value]
 
     def text(self, text: str) -> PromptTokens:
         """Return the prompt of a complete text, with the special tokens that its client wrote.
@@ -119,20 +150,35 @@ class PromptIds:
         self._ends.add(chain)
 
     def _prompt(self, text: str) -> PromptTokens:
-        pieces = self._divided(text)
-        token_ids: list[int] = []
-        chain = before = b""
-        continues = answers = False
+        start = self._start(text)
+        token_ids = start.token_ids[: start.num_tokens]
+        chain, continues, answers = start.chain, start.continues, start.answers
+        pieces = self._divided(text[len(start.text) :])
         ids: list[int] = []
-        for piece in pieces:
-            before = chain
+        for number, piece in enumerate(pieces, 1):
+            if (
+                number == len(pieces) and self._divides
+            ):  # a prompt that grows begins with the others
+                before = text[: len(text) - len(piece)]
+                self._starts.append(
+                    _Start(before, token_ids, len(token_ids), chain, continues, answers)
+                )
+            previous = chain
             ids = self._sampled.get((chain, piece)) or self._piece(piece)
             token_ids += ids
             answers = answers or piece in self._answers
             chain = _link(chain, piece)
             continues = continues or chain in self._ends
         kind = self._kind(continues, answers)
-        return PromptTokens(token_ids, before, pieces[-1], ids, kind, digest=chain)
+        return PromptTokens(token_ids, previous, pieces[-1], ids, kind, digest=chain)
+
+    def _start(self, text: str) -> _Start:
+        """Return the longest known beginning of a text, after which a piece begins."""
+        for start in sorted(self._starts, key=lambda start: -len(start.text)):
+            begins = text.startswith(start.text)
+            if begins and self._template.control_tokens.match(text, len(start.text)):
+                return start
+        return _Start("", [], 0, b"", False, False)
 
     def _kind(self, continues: bool, answers: bool) -> str:
         if continues:

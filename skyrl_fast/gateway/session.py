@@ -165,9 +165,8 @@ class Session:
 
     async def _tokenized(self, call: Call) -> PromptTokens:
         self.policy.check_model(call.model)
-        characters = len(str(call.messages or call.prompt)) + len(str(call.tools or ""))
         try:
-            if characters < LONG_TEXT:
+            if call.num_characters < LONG_TEXT:
                 return self._rendered(call)
             return await asyncio.to_thread(self._rendered, call)
         except ContextError as error:

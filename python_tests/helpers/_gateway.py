@@ -22,7 +22,7 @@ from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.groups import run_groups
 from skyrl_fast.rollout.policy_calls import PolicyCalls
-from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.rollout.trajectory import Step, Trajectory
 
 MODEL = "policy"
 USER = {"role": "user", "content": "task"}
@@ -33,9 +33,10 @@ class Played:
     """What came of a rollout of agents."""
 
     trajectories: list[Trajectory]
-    engine: ScriptedEngine
+    engine: Any
     faults: Counter[str]  # of the gateway
     runner: GroupRunner
+    logprobs: list[list[float]]  # of each step's response, by a given engine
 
     @property
     def only(self) -> Trajectory:
@@ -53,12 +54,14 @@ def played(
     untrained_models: tuple[str, ...] = (),
     phase: str = "train",
     chat_template: str | None = None,
+    engine: Any = None,
     **config: Any,
 ) -> Played:
     """Run an agent, a function or a `BlackBox`, on each prompt.
 
     Args:
-        answer: of the engine; None: a0, a1, ... as its calls are.
+        answer: of the scripted engine; None: a0, a1, ... as its calls are.
+        engine: in place of the scripted one; started and closed here.
         config: of the generator.
     """
     if answer is None:
@@ -67,12 +70,13 @@ def played(
     async def go() -> Played:
         sampling = SamplingParams(max_generate_length=64)
         settings = loop_config(**{"max_turns": 50, "sampling_params": sampling, **config})
-        engine = ScriptedEngine(answer)
+        sampler = ScriptedEngine(answer) if engine is None else engine
+        await sampler.start()
         if hasattr(agent, "patch"):
-            agent.patch(engine)
+            agent.patch(sampler)
         board = ActivityBoard()
         policy = Policy(
-            PolicyCalls(engine, WeightGate(7), tokenizer, 1),
+            PolicyCalls(sampler, WeightGate(7), tokenizer, 1),
             settings,
             ChatTemplate(tokenizer, chat_template, max_length=settings.max_input_length),
             board,
@@ -90,9 +94,19 @@ def played(
             )
         finally:
             await gateway.close()
-        return Played(trajectories, engine, gateway.faults, runner)
+        again = [await _again(engine, step) for t in trajectories for step in t.steps]
+        await sampler.close()
+        return Played(trajectories, sampler, gateway.faults, runner, again)
 
     return asyncio.run(go())
+
+
+async def _again(engine: Any, step: Step) -> list[float]:
+    """Return the log-probabilities of a response, computed from the recorded tokens."""
+    if engine is None:
+        return []
+    logprobs = await engine.prompt_logprobs(step.prompt_token_ids + step.response_ids)
+    return logprobs[len(step.prompt_token_ids) - 1 :]
 
 
 async def chat(task: Any, messages: list[dict[str, Any]], **options: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -94,6 +96,34 @@ def test_no_process_of_a_command_remains(seconds: float, tmp_path: Path) -> None
         assert running.cancelled() == bool(seconds)
 
     asyncio.run(go())
+    processes = [int(pid) for pid in pids.read_text().split()]
+    deadline = time.monotonic() + 60
+    while any(map(is_running, processes)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [pid for pid in processes if is_running(pid)] == []
+
+
+TRAINER = """
+import asyncio, sys
+from skyrl_fast.gateway.agents.command import CommandAgent
+from skyrl_fast.gateway.agents.task import AgentTask
+agent = CommandAgent([sys.executable, "-I", "-S", "-c", sys.argv[1]])
+asyncio.run(agent.run(AgentTask({}, "http://gateway", "key", "policy")))
+"""
+
+
+@pytest.mark.spec("gateway.command")
+def test_commands_end_with_a_killed_trainer(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, FORKS % (str(pids), 600)], env=environment
+    )
+    while not (pids.exists() and " " in pids.read_text()):
+        assert trainer.poll() is None
+        time.sleep(0.01)
+    trainer.kill()
+    trainer.wait()
     processes = [int(pid) for pid in pids.read_text().split()]
     deadline = time.monotonic() + 60
     while any(map(is_running, processes)) and time.monotonic() < deadline:

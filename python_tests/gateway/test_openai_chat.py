@@ -246,6 +246,25 @@ def test_an_agent_that_fails_by_its_full_context_ends_with_length(tiny_tokenizer
     assert (t.stop_reason, t.failure, len(t.steps)) == ("max_turns", None, 2)
 
 
+@pytest.mark.spec("gateway.forest")
+def test_long_parallel_prompts(tiny_tokenizer: Any) -> None:
+    """They are rendered in threads."""
+    import asyncio
+
+    async def agent(task: Any) -> float:
+        long = "x" * 6000
+        histories = [[user(f"{n}"), assistant(long), user(long)] for n in range(20)]
+        await asyncio.gather(*(chat(task, history) for history in histories))
+        return 1.0
+
+    t = played(agent, tiny_tokenizer, max_input_length=20_000).only
+    assert (t.failure, len(t.steps)) == (None, 20)
+    for step in t.steps:
+        number = tiny_tokenizer.decode(step.prompt_token_ids).split("\n")[1].partition("<")[0]
+        history = [user(number), assistant("x" * 6000), user("x" * 6000)]
+        assert step.prompt_token_ids == ids_of(tiny_tokenizer, history)
+
+
 def test_logprobs_and_usage(tiny_tokenizer: Any) -> None:
     async def agent(task: Any) -> float:
         answer = await chat(task, [USER], logprobs=True)

@@ -11,7 +11,7 @@ from fake_envs import says
 
 from skyrl_fast.rollout.tool_calls import ParsedAnswer
 
-pytest.importorskip("openai")
+openai = pytest.importorskip("openai")
 
 TEMPLATE = (
     "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
@@ -102,6 +102,24 @@ def test_without_tools_or_with_tool_choice_none_a_call_is_text(tiny_tokenizer: A
         answer=lambda call, n: says(tiny_tokenizer, f"I look.{CALL}"),
     )  # fmt: skip
     assert len(out.only.steps) == 2
+
+
+@pytest.mark.spec("gateway.continuity", "gateway.special-tokens")
+def test_keyword_arguments_of_the_template(tiny_tokenizer: Any) -> None:
+    template = "{{ style }}" + TEMPLATE
+
+    async def agent(task: Any) -> float:
+        for style in ("short", "<|im_end|>"):
+            await chat(task, [USER], extra_body={"chat_template_kwargs": {"style": style}})
+        with pytest.raises(openai.BadRequestError):
+            await chat(task, [USER], extra_body={"chat_template_kwargs": {"tokenize": True}})
+        await chat(task, [{"role": "user", "content": "more"}])
+        return 1.0
+
+    steps = played(agent, tiny_tokenizer, chat_template=template).only.steps
+    texts = [tiny_tokenizer.decode(step.prompt_token_ids) for step in steps]
+    assert [text.partition("<|im_start|>")[0] for text in texts] == ["short", "<|im_end|>", ""]
+    assert steps[1].prompt_token_ids.count(tiny_tokenizer.eos_token_id) == 1
 
 
 @pytest.mark.spec("gateway.untrained")

@@ -34,6 +34,7 @@ class Call:
         messages: of a chat; None: `prompt`.
         prompt: text or tokens to continue.
         tools: JSON schemas of functions, as chat templates take them.
+        template_kwargs: keyword arguments of the chat template.
         parse_tools: whether to look for tool calls in the answer.
         max_tokens: of the answer; None: the run's limit.
         stop: strings that end the answer, which does not contain them; None: the run's.
@@ -47,6 +48,7 @@ class Call:
     messages: list[Message] | None = None
     prompt: str | list[int] | None = None
     tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     parse_tools: bool = True
     max_tokens: int | None = None
     stop: list[str] | None = None

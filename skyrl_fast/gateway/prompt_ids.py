@@ -10,6 +10,7 @@ only grows keeps all of its tokens, with any template, and any other prompt is a
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class PromptIds:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
+        self._lock = threading.Lock()  # long prompts are rendered in threads
         self._texts: dict[str, str] = {}  # values of messages, without control tokens
         self._starts: deque[_Start] = deque(maxlen=MAX_STARTS)
         self._known: dict[str, list[int]] = {}  # tokens of a piece
@@ -84,16 +86,29 @@ class PromptIds:
         self._divides: bool | None = None  # whether pieces are encoded as the complete text is
 
     def chat(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any],
     ) -> PromptTokens:
         """Return the prompt of a chat.
+
+        Args:
+            messages: of the chat.
+            tools: that the request offers.
+            template_kwargs: of the request, in place of the run's.
 
         Raises:
             ContextError: the chat template refuses the messages, or the tokenizer their text.
         """
         as_text = self._template.without_control_tokens
-        texts = [{key: self._as_text(item) for key, item in m.items()} for m in messages]
-        return self._prompt(self._template.text(texts, tools=as_text(tools) if tools else None))
+        with self._lock:
+            texts = [{key: self._as_text(item) for key, item in m.items()} for m in messages]
+            return self._prompt(
+                self._template.text(
+                    texts, tools=as_text(tools) if tools else None, **as_text(template_kwargs)
+                )
+            )
 
     def _as_text(self, value: Any) -> Any:
         """Return a message's value without control tokens; a text is searched for them once."""
@@ -109,7 +124,8 @@ class PromptIds:
         Raises:
             ContextError: the tokenizer refuses the text.
         """
-        return self._prompt(text)
+        with self._lock:
+            return self._prompt(text)
 
     def given(self, token_ids: Sequence[int]) -> PromptTokens:
         """Return a prompt of given tokens."""
@@ -131,9 +147,10 @@ class PromptIds:
             if token in names:
                 divided.append((names[token], []))
             divided[-1][1].append(token)
-        self._remember(prompt, divided)
-        if len(divided) > 1:
-            self._remember(prompt, [("", sampled)])
+        with self._lock:
+            self._remember(prompt, divided)
+            if len(divided) > 1:
+                self._remember(prompt, [("", sampled)])
 
     def _remember(self, prompt: PromptTokens, divided: Sequence[tuple[str, list[int]]]) -> None:
         chain = prompt.chain

@@ -159,12 +159,6 @@ class Gateway:
             return await handle(request, session, dialect)
         except ApiError as error:
             failure = error
-        except EngineError as error:
-            failure = ApiError(SERVER_ERROR, f"the engine failed: {log_line(error)}")
-        except asyncio.CancelledError:
-            failure = ApiError(SERVER_ERROR, "the call was aborted: its trajectory has ended")
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
         except ClientDisconnect:
             self.faults["gateway_lost_clients"] += 1
             return Response(status_code=499)
@@ -223,22 +217,21 @@ class Gateway:
         with session.waiting(running):
             await self._until_done(running, request)
             answer = session.deliver(running)
-        return _Delivered(
-            dialect.response(answer, parsed, tokens), lambda: session.not_delivered(running)
-        )
+        return JSONResponse(dialect.response(answer, parsed, tokens))
 
     async def _until_done(self, running: RunningCall, request: Request) -> None:
         """Wait for the answer.
 
         Raises:
-            ClientDisconnect: the client was gone before.
+            ClientDisconnect: the client was gone before. ApiError: there is no answer.
         """
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait([running.task, gone], return_when=asyncio.FIRST_COMPLETED)
             if not running.task.done():
                 raise ClientDisconnect
-            running.task.result()
+            if (failure := _failure(running.task)) is not None:
+                raise failure
         finally:
             gone.cancel()
 
@@ -258,15 +251,12 @@ class Gateway:
                     await asyncio.wait([running.task], timeout=PING_SECONDS)
                     if not running.task.done():
                         yield ": waiting\n\n"
-                try:
-                    answer = session.deliver(running)
-                except EngineError as error:
-                    failure = ApiError(SERVER_ERROR, f"the engine failed: {log_line(error)}")
+                failure = _failure(running.task)
+                if failure is None:
+                    for text in dialect.events(session.deliver(running), parsed, tokens):
+                        yield text
+                else:
                     yield event(dialect.error(failure), "error")
-                    complete = True
-                    return
-                for text in dialect.events(answer, parsed, tokens):
-                    yield text
                 complete = True
             finally:
                 if not complete:
@@ -302,19 +292,20 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Delivered(JSONResponse):
-    """An answer whose client may be gone while it is sent."""
+def _failure(task: asyncio.Task[Any]) -> ApiError | None:
+    """Return why a call that has ended has no answer; None: it has one.
 
-    def __init__(self, content: Any, not_delivered: Any) -> None:
-        super().__init__(content)
-        self._not_delivered = not_delivered
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        except OSError:
-            self._not_delivered()
-            raise
+    Raises:
+        Exception: an error of the gateway itself.
+    """
+    if task.cancelled():
+        return ApiError(SERVER_ERROR, "the call was aborted: its trajectory has ended")
+    error = task.exception()
+    if isinstance(error, EngineError):
+        return ApiError(SERVER_ERROR, f"the engine failed: {log_line(error)}")
+    if error is not None:
+        raise error
+    return None
 
 
 async def _disconnected(request: Request) -> None:

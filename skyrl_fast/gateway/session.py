@@ -174,7 +174,7 @@ class Session:
 
     def _rendered(self, call: Call) -> PromptTokens:
         if call.messages is not None:
-            return self._prompts.chat(call.messages, call.tools)
+            return self._prompts.chat(call.messages, call.tools, call.template_kwargs)
         if isinstance(call.prompt, str):
             return self._prompts.text(call.prompt)
         return self._prompts.given(call.prompt or [])

@@ -65,6 +65,7 @@ class ChatTemplate:
         *,
         answer_next: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
     ) -> str:
         """Return the messages as text.
 
@@ -72,15 +73,16 @@ class ChatTemplate:
             messages: of the conversation.
             answer_next: up to where the model's answer begins.
             tools: in place of the template's keyword argument; None: that one.
+            kwargs: other keyword arguments, in place of the template's.
         """
-        kwargs = self._kwargs if tools is None else {**self._kwargs, "tools": list(tools)}
+        given = kwargs if tools is None else {**kwargs, "tools": list(tools)}
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),
                 chat_template=self._chat_template,
                 add_generation_prompt=answer_next,
                 tokenize=False,
-                **kwargs,
+                **{**self._kwargs, **given},
             )
         except Exception as error:  # templates may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)

@@ -96,7 +96,8 @@ class ChatRequest(Fields):
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: Format | None = None
-    include_stop_str_in_output: bool = False  # vLLM's
+    include_stop_str_in_output: bool = False  # vLLM's, as the next
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class OpenAIChat:
@@ -113,6 +114,7 @@ class OpenAIChat:
             model=fields.model,
             messages=[_message(message) for message in fields.messages],
             tools=[tool.model_dump(exclude_none=True) for tool in fields.tools or []] or None,
+            template_kwargs=fields.chat_template_kwargs or {},
             parse_tools=fields.tool_choice != "none",
             max_tokens=fields.max_completion_tokens or fields.max_tokens,
             stop=stop_strings(fields.stop),

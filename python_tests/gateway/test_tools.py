@@ -89,6 +89,34 @@ def test_tool_calls_go_out_and_their_tokens_come_back(stream: bool, tiny_tokeniz
     assert (metrics["continued_prompts"], metrics["answers_with_tool_calls"]) == (1, 1)
 
 
+@pytest.mark.spec("gateway.tools", "gateway.continuity")
+@pytest.mark.parametrize("between", ["", "\n", "\n\n"])
+def test_white_space_between_text_and_calls_makes_no_fork(
+    between: str, tiny_tokenizer: Any
+) -> None:
+    """The template writes a line break before each call, as many do; the parser keeps it."""
+    template = TEMPLATE.replace("<call>", "{{ '\n' }}<call>")
+
+    async def agent(task: Any) -> float:
+        first = (await chat(task, [USER], tools=[LOOK])).choices[0].message
+        messages = [USER, first.model_dump(exclude_none=True)]
+        call = first.tool_calls[0]
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "a door"})
+        await chat(task, messages, tools=[LOOK])
+        return 1.0
+
+    out = played(
+        agent, tiny_tokenizer, chat_template=template, tool_parser=CallParser(),
+        answer=lambda call, n: says(tiny_tokenizer, f"I look.{between}{CALL}" if n == 0 else "a"),
+    )  # fmt: skip
+    first, second = out.only.steps
+    together = first.prompt_token_ids + first.response_ids
+    is_continued = second.prompt_token_ids[: len(together)] == together
+    assert is_continued == bool(between)
+    kind = "continued_prompts" if is_continued else "forked_prompts"
+    assert out.only.env_metrics[kind] == 1
+
+
 @pytest.mark.spec("gateway.tools")
 def test_without_tools_or_with_tool_choice_none_a_call_is_text(tiny_tokenizer: Any) -> None:
     async def agent(task: Any) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_fast.rollout.chat_template import ChatTemplate, Message
+from skyrl_fast.rollout.chat_template import ChatTemplate, ContextError, Message
 
 CONTINUED = "continued"  # begins with the prompt and the response of an earlier call
 FIRST = "first"  # the session's first
@@ -31,6 +31,7 @@ class PromptTokens:
 
     Args:
         token_ids: as the engine gets them.
+        text: that was rendered; "" where the client gave tokens.
         chain: digest of the pieces before the last one.
         last_text, last_ids: the last piece, which the response continues.
         kind: how it relates to the session's earlier calls.
@@ -38,6 +39,7 @@ class PromptTokens:
     """
 
     token_ids: list[int]
+    text: str
     chain: bytes
     last_text: str
     last_ids: list[int]
@@ -101,14 +103,24 @@ class PromptIds:
         Raises:
             ContextError: the chat template refuses the messages, or the tokenizer their text.
         """
-        as_text = self._template.without_control_tokens
         with self._lock:
-            texts = [{key: self._as_text(item) for key, item in m.items()} for m in messages]
-            return self._prompt(
-                self._template.text(
-                    texts, tools=as_text(tools) if tools else None, **as_text(template_kwargs)
-                )
-            )
+            return self._prompt(self._text(messages, tools, template_kwargs))
+
+    def _text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any],
+        *,
+        answer_next: bool = True,
+    ) -> str:
+        as_text = self._template.without_control_tokens
+        return self._template.text(
+            [{key: self._as_text(item) for key, item in m.items()} for m in messages],
+            answer_next=answer_next,
+            tools=as_text(tools) if tools else None,
+            **as_text(template_kwargs),
+        )
 
     def _as_text(self, value: Any) -> Any:
         """Return a message's value without control tokens; a text is searched for them once."""
@@ -130,7 +142,7 @@ class PromptIds:
     def given(self, token_ids: Sequence[int]) -> PromptTokens:
         """Return a prompt of given tokens."""
         digest = _link(b"", repr(list(token_ids)))
-        return PromptTokens(list(token_ids), b"", "", [], self._kind(False, False), digest)
+        return PromptTokens(list(token_ids), "", b"", "", [], self._kind(False, False), digest)
 
     def add_response(self, prompt: PromptTokens, token_ids: Sequence[int]) -> None:
         """Remember a response to a prompt.
@@ -138,6 +150,52 @@ class PromptIds:
         It may come back in two ways: special tokens inside it as the template writes them (around
         a tool call, say), or as text of the message that the client sends.
         """
+        with self._lock:
+            for pieces in self._forms(prompt, token_ids):
+                chain = prompt.chain
+                for text, ids in pieces:
+                    self._known.setdefault(text, ids)
+                    self._sampled.setdefault((chain, text), ids)
+                    self._answers.add(text)
+                    chain = _link(chain, text)
+                self._ends.add(chain)
+
+    def continuing(
+        self,
+        prompt: PromptTokens,
+        token_ids: Sequence[int],
+        messages: Sequence[Message],
+        answers: Sequence[Message],
+        **arguments: Any,
+    ) -> int:
+        """Return the index of the first form of an answer that the template writes as sampled.
+
+        Args:
+            prompt: of the answer.
+            token_ids: of the answer.
+            messages: before the answer.
+            answers: messages that say the same. If the template writes none of them as it was
+                sampled, the first one is as good as the others.
+            arguments: `tools` and `template_kwargs` of the request.
+        """
+        before = prompt.text[: len(prompt.text) - len(prompt.last_text)]
+        expected = [
+            before + "".join(text for text, _ in pieces)
+            for pieces in self._forms(prompt, token_ids)
+        ]
+        for index, answer in enumerate(answers):
+            try:
+                text = self._text([*messages, answer], answer_next=False, **arguments)
+            except ContextError:
+                continue
+            if any(map(text.startswith, expected)):
+                return index
+        return 0
+
+    def _forms(
+        self, prompt: PromptTokens, token_ids: Sequence[int]
+    ) -> list[list[tuple[str, list[int]]]]:
+        """Return the ways in which a response may come back: each the pieces that it completes."""
         names = self._template.control_token_names
         sampled = list(token_ids)
         if sampled and sampled[-1] in names:  # the end of the turn is the template's
@@ -147,24 +205,16 @@ class PromptIds:
             if token in names:
                 divided.append((names[token], []))
             divided[-1][1].append(token)
-        with self._lock:
-            self._remember(prompt, divided)
-            if len(divided) > 1:
-                self._remember(prompt, [("", sampled)])
+        forms = [divided] if len(divided) == 1 else [divided, [("", sampled)]]
+        return [self._completed(prompt, form) for form in forms]
 
-    def _remember(self, prompt: PromptTokens, divided: Sequence[tuple[str, list[int]]]) -> None:
-        chain = prompt.chain
-        for number, (name, ids) in enumerate(divided):
-            text = name + self._template.without_control_tokens(
-                self._template.tokenizer.decode(ids[1:] if name else ids)
-            )
-            if number == 0:
-                text, ids = prompt.last_text + text, prompt.last_ids + ids
-            self._known.setdefault(text, ids)
-            self._sampled.setdefault((chain, text), ids)
-            self._answers.add(text)
-            chain = _link(chain, text)
-        self._ends.add(chain)
+    def _completed(
+        self, prompt: PromptTokens, divided: Sequence[tuple[str, list[int]]]
+    ) -> list[tuple[str, list[int]]]:
+        decode, as_text = self._template.tokenizer.decode, self._template.without_control_tokens
+        pieces = [(name + as_text(decode(ids[1:] if name else ids)), ids) for name, ids in divided]
+        text, ids = pieces[0]
+        return [(prompt.last_text + text, prompt.last_ids + ids), *pieces[1:]]
 
     def _prompt(self, text: str) -> PromptTokens:
         start = self._start(text)
@@ -187,7 +237,7 @@ class PromptIds:
             chain = _link(chain, piece)
             continues = continues or chain in self._ends
         kind = self._kind(continues, answers)
-        return PromptTokens(token_ids, previous, pieces[-1], ids, kind, digest=chain)
+        return PromptTokens(token_ids, text, previous, pieces[-1], ids, kind, digest=chain)
 
     def _start(self, text: str) -> _Start:
         """Return the longest known beginning of a text, after which a piece begins."""

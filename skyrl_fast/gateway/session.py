@@ -14,18 +14,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from skyrl_fast.config import GeneratorConfig, SamplingParams
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice, Outcome, ToolCall
-from skyrl_fast.gateway.prompt_ids import PromptIds, PromptTokens
+from skyrl_fast.gateway.prompt_ids import FORKED, RESTARTED, PromptIds, PromptTokens
 from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity, ActivityBoard
 from skyrl_fast.rollout.chat_template import ChatTemplate, ContextError
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError
 from skyrl_fast.rollout.engine.route_record import turn_routes
 from skyrl_fast.rollout.policy_calls import PolicyCalls, recorded_step
 from skyrl_fast.rollout.stop_reason import LENGTH, MAX_TURNS, STOP
-from skyrl_fast.rollout.tool_calls import ToolCallParser
+from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.rollout.turn import decode_response, sampled_tokens
 
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 # How long an answer waits for a client that has disconnected: SDKs call again after up to 8 s.
 RETRY_SECONDS = 10.0
+MAX_WHITE_SPACE = 3  # characters at the end of a text before a tool call that may be the template's
 LONG_TEXT = 5_000  # characters; fewer are rendered and tokenised in a millisecond
 # Metrics of a trajectory that are there even if their count is 0.
 COUNTS = (
@@ -127,6 +129,7 @@ class Session:
         self._prompts = PromptIds(policy.template)
         self._calls: list[RunningCall] = []
         self._by_body: dict[bytes, RunningCall] = {}
+        self._called: set[str] = set()  # ids of tool calls
         self._places: Counter[bytes] = Counter()  # prompts, for the seeds
         self._rewarded: dict[str, Step] = {}  # the first choice's step, by id of the answer
         self._spans: dict[str, Step] = {}  # the last step of each span
@@ -211,7 +214,7 @@ class Session:
         self._say_not_honoured(call)
         self.refused = None
         self.counts["calls"] += 1
-        self.counts[f"{prompt.kind}_prompts"] += 1
+        self.counts[f"{self._kind(call, prompt)}_prompts"] += 1
         trained = call.model == self.policy.model
         self.counts["untrained_calls"] += not trained
         running = RunningCall(asyncio.create_task(self._sampled(call, prompt)), span, trained)
@@ -219,6 +222,12 @@ class Session:
         self._by_body[key] = running
         self._calls.append(running)
         return running
+
+    def _kind(self, call: Call, prompt: PromptTokens) -> str:
+        """Return how a prompt relates to the earlier calls, also by the ids of tool calls."""
+        calls = [c for m in call.messages or [] for c in m.get("tool_calls") or []]
+        ours = any(called.get("id") in self._called for called in calls)
+        return FORKED if prompt.kind == RESTARTED and ours else prompt.kind
 
     def _say_not_honoured(self, call: Call) -> None:
         for name in call.not_honoured:
@@ -295,7 +304,9 @@ class Session:
             marked = decode_response(tokenizer, generation, skip_special_tokens=False)
             parsed = policy.tool_parser.parsed(marked, call.tools)
             if parsed.tool_calls:
-                text, tool_calls = parsed.content, list(map(_tool_call, parsed.tool_calls))
+                tool_calls = list(map(_tool_call, parsed.tool_calls))
+                text = await self._content(call, prompt, generation.token_ids, parsed)
+                self._called.update(tool_call.id for tool_call in tool_calls)
             self.counts["answers_with_tool_calls"] += bool(tool_calls)
         stop_string = generation.stop_string
         if stop_string is not None and call.stop is not None and not call.include_stop:
@@ -312,6 +323,31 @@ class Session:
             ),
             step,
         )
+
+    async def _content(
+        self, call: Call, prompt: PromptTokens, token_ids: list[int], parsed: ParsedAnswer
+    ) -> str:
+        """Return the text next to tool calls, as the template has to get it back.
+
+        Parsers and templates disagree about the white space between text and calls.
+        """
+        text = parsed.content
+        ends = range(len(text), max(len(text.rstrip()), len(text) - MAX_WHITE_SPACE) - 1, -1)
+        texts = list(dict.fromkeys([*(text[:end] for end in ends), text.rstrip(), text.strip()]))
+        answer = {"role": "assistant", "tool_calls": parsed.tool_calls}
+        choose = partial(
+            self._prompts.continuing,
+            prompt,
+            token_ids,
+            call.messages or [],
+            [{**answer, "content": text} for text in texts],
+            tools=call.tools,
+            template_kwargs=call.template_kwargs,
+        )
+        if len(texts) == 1:
+            return texts[0]
+        is_long = call.num_characters >= LONG_TEXT
+        return texts[await asyncio.to_thread(choose) if is_long else choose()]
 
     def _sampling(self, call: Call) -> SamplingParams:
         run = self.policy.config.sampling(self._trajectory.phase)

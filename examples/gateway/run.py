@@ -1,6 +1,8 @@
 """Train an agent that uses the OpenAI client on the quickstart's task, through the gateway.
 
     python examples/gateway/run.py
+    python examples/gateway/run.py --variant langgraph     a graph that compacts its context;
+                                                      needs langgraph and langchain-openai
     python examples/gateway/run.py trainer.policy.optimizer_config.lr=0     overrides, as in
                                                       `skyrl-fast train config.yaml key=value`
 
@@ -10,8 +12,8 @@ Data and model are the quickstart's, and are made if they are missing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -21,19 +23,27 @@ from examples.quickstart.run import prepare  # noqa: E402
 from examples.tiny_model.recipe import Recipe, main  # noqa: E402
 
 
-@contextmanager
-def agent(folder: Path) -> Iterator[Sequence[str]]:
-    """Yield the settings that replace the quickstart's environment by the agent."""
-    yield [
-        f"agent.function={HERE / 'sql_agent.py'}:solve",
-        f"trainer.run_path={folder / 'gateway_run'}",
-        "trainer.run_name=gateway",
-        "trainer.rows=tree",
-    ]
+def agent(file: str, run: str) -> Callable[[Path], AbstractContextManager[Sequence[str]]]:
+    """Return what gives the settings that replace the quickstart's environment by an agent."""
+
+    def settings(folder: Path) -> AbstractContextManager[Sequence[str]]:
+        return nullcontext(
+            [
+                f"agent.function={HERE / file}:solve",
+                f"trainer.run_path={folder / run}",
+                f"trainer.run_name={run}",
+                "trainer.rows=tree",
+            ]
+        )
+
+    return settings
 
 
 CONFIG = HERE.parent / "quickstart" / "config.yaml"
-RECIPES = {"gateway": Recipe(Path("quickstart"), CONFIG, prepare, agent)}
+RECIPES = {
+    name: Recipe(Path("quickstart"), CONFIG, prepare, agent(file, name))
+    for name, file in (("openai", "sql_agent.py"), ("langgraph", "langgraph_agent.py"))
+}
 
 if __name__ == "__main__":
     sys.exit(main(RECIPES, __doc__))

@@ -25,8 +25,8 @@ from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.engine.weights.sync import WeightSync
 from skyrl_fast.rollout.engine.weights.transfer import by_broadcast
 from skyrl_fast.rollout.env.factory import EnvFactory
-from skyrl_fast.rollout.group_runner import GroupRunner
-from skyrl_fast.rollout.groups import run_groups
+from skyrl_fast.rollout.groups import environment_runner, run_groups
+from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.trajectory import Trajectory
 
 pytestmark = [
@@ -131,7 +131,7 @@ def test_every_token_has_its_version_and_a_killed_engine_restarts(
                 max_generate_length=120, additional_kwargs={"ignore_eos": True}
             ),
         )
-        runner = GroupRunner(pool, tiny_tokenizer, factory, loop, seed=0, gate=gate)
+        runner = environment_runner(PolicyCalls(pool, gate, tiny_tokenizer, 0), factory, loop)
         try:
             await pool.verify(versions.make_sync)
             prompts = [FakePrompt(str(i)) for i in range(4)]

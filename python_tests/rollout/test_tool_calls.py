@@ -11,7 +11,7 @@ import pytest
 from fake_envs import FakePrompt, ScriptedEngine, loop_config, says
 
 from skyrl_fast.config import EnvironmentConfig
-from skyrl_fast.rollout import group_runner
+from skyrl_fast.rollout import groups
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep
 from skyrl_fast.rollout.groups import rollout
@@ -107,7 +107,7 @@ def test_tools_that_are_no_list_are_refused(tools: Any) -> None:
 def test_environment_gets_parsed_calls_and_the_text(
     tiny_tokenizer: Any, context: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_runner, "ToolCallParser", JsonParser)
+    monkeypatch.setattr(groups, "ToolCallParser", JsonParser)
     text = json.dumps(CALL)
     tools = [tool("look")]
     ((trajectory,), engine) = run(
@@ -140,7 +140,7 @@ def test_environment_gets_parsed_calls_and_the_text(
 def test_special_tokens_of_a_response(
     tiny_tokenizer: Any, changes: dict[str, Any], kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_runner, "ToolCallParser", JsonParser)
+    monkeypatch.setattr(groups, "ToolCallParser", JsonParser)
     run(tiny_tokenizer, ["a<|im_start|>b"] * 2, [FakePrompt("p")], **changes)
     assert Recording.actions[0] == ("a<|im_start|>b" if kept else "ab")  # never the end token
 

@@ -23,6 +23,8 @@ from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.group_runner import GroupDroppedError, GroupRunner
+from skyrl_fast.rollout.groups import environment_runner
+from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.trajectory import Trajectory
 
 register_fakes()
@@ -117,9 +119,8 @@ async def run_deaf(
     clock = Clock()
     engine = Deaf(tokenizer, deaf)
     factory = EnvFactory(EnvironmentConfig())
-    runner = GroupRunner(
-        engine,
-        tokenizer,
+    runner = environment_runner(
+        PolicyCalls(engine, WeightGate(), tokenizer, 0),
         factory,
         loop_config(
             n_samples_per_prompt=samples,
@@ -127,8 +128,6 @@ async def run_deaf(
             max_retries=retries,
             max_concurrent_trajectories=slots,
         ),
-        seed=0,
-        gate=WeightGate(),
         board=ActivityBoard(clock),
         env_timeout_seconds=1.0,
         poll_seconds=0.02,
@@ -215,10 +214,8 @@ def test_failed_attempts_are_counted_by_name(tiny_tokenizer: Any) -> None:
 
     async def go() -> GroupRunner:
         factory = EnvFactory(EnvironmentConfig())
-        runner = GroupRunner(
-            ScriptedEngine(answer), tiny_tokenizer, factory, loop_config(max_turns=2),
-            seed=0, gate=WeightGate(),
-        )  # fmt: skip
+        calls = PolicyCalls(ScriptedEngine(answer), WeightGate(), tiny_tokenizer, 0)
+        runner = environment_runner(calls, factory, loop_config(max_turns=2))
         prompt = FakePrompt("p", env_extras={"raise_at": 1})
         await runner.group(prompt, phase="train", policy_version=0)
         await factory.close()

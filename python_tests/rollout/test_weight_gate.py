@@ -17,8 +17,8 @@ from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_u
 from skyrl_fast.rollout.engine.protocol import EngineError, Generation
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.env.factory import EnvFactory
-from skyrl_fast.rollout.group_runner import GroupRunner
-from skyrl_fast.rollout.groups import run_groups
+from skyrl_fast.rollout.groups import environment_runner, run_groups
+from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.rollout.trajectory import Trajectory
 
@@ -243,7 +243,7 @@ def test_steps_record_the_versions_of_their_tokens(tiny_tokenizer: Any, in_fligh
         gate = WeightGate(3)
         factory = EnvFactory(EnvironmentConfig())
         config = loop_config(max_turns=2, sampling_params=SamplingParams(max_generate_length=4))
-        runner = GroupRunner(engine, tiny_tokenizer, factory, config, seed=0, gate=gate)
+        runner = environment_runner(PolicyCalls(engine, gate, tiny_tokenizer, 0), factory, config)
         work = asyncio.create_task(
             run_groups(runner, [FakePrompt("p")], phase="train", policy_version=3)
         )

@@ -229,6 +229,24 @@ def test_invalid_and_conflicting_objects(folder: Path) -> None:
             skyrl_fast.train(config, callbacks=callbacks)  # type: ignore[arg-type]
 
 
+async def solve(task: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.spec("gateway.agents")
+def test_given_agent_is_named_in_the_settings(folder: Path) -> None:
+    recorder = Recorder()
+    for number, agent in enumerate((solve, f"{__name__}:solve")):
+        config = settings(folder, f"agent{number}", "trainer.epochs=1")
+        skyrl_fast.train(config, agent=agent, make_rollouts=recorder)
+        assert recorder.rollouts[-1].config.agent.function == f"{__name__}:solve"
+    config = settings(folder, "other")
+    with pytest.raises(SetupError, match="wanted one of env, reward and agent"):
+        skyrl_fast.train(config, agent=solve, reward=len)  # type: ignore[arg-type]
+    with pytest.raises(SetupError, match="agent: wanted a function of a module, got <function"):
+        skyrl_fast.train(config, agent=lambda task: 1.0)
+
+
 def test_given_environment_applies_to_every_row(folder: Path) -> None:
     def lucky(answer: str, row: dict[str, Any]) -> float:
         return 1.0

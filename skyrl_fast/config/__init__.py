@@ -1,5 +1,6 @@
 """Settings of a training run: the dataclasses (`settings`) and their parsing (`loading`)."""
 
+from skyrl_fast.config.agent import AgentConfig
 from skyrl_fast.config.algorithm import (
     estimator_settings,
     estimator_spec,
@@ -39,6 +40,7 @@ from skyrl_fast.setting import ConfigError
 __all__ = [
     "LOGGERS",
     "SCOPES",
+    "AgentConfig",
     "AlgorithmConfig",
     "Config",
     "ConfigError",

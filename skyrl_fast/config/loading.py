@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from skyrl_fast.config.agent import check_agent
 from skyrl_fast.config.algorithm import (
     check_estimator,
     check_policy_loss,
@@ -222,6 +223,8 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
     _check_algorithm(trainer.algorithm)
     _check_group_sizes(config)
     _check_estimator_rows(config)
+    spec = estimator_spec(trainer.algorithm)
+    check_agent(config, level=spec.level, estimator=spec.name)
     _check_engines(generator.inference_engine, is_synchronous=config.max_staleness == 0)
     _check_rows(config)
     check_sampling("generator.sampling_params", generator.sampling_params, trained=True)

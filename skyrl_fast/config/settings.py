@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from typing import Any
 
+from skyrl_fast.config.agent import AgentConfig
 from skyrl_fast.config.asynchronous import FullyAsyncConfig
 from skyrl_fast.config.corrections import (
     DynamicSamplingConfig,
@@ -471,6 +472,7 @@ class Config:
     trainer: TrainerConfig = setting(TrainerConfig, "training")
     generator: GeneratorConfig = setting(GeneratorConfig, "rollouts")
     environment: EnvironmentConfig = setting(EnvironmentConfig, "environment of the agent")
+    agent: AgentConfig = setting(AgentConfig, "agent that calls the policy through the gateway")
 
     @property
     def max_staleness(self) -> int:

@@ -7,229 +7,127 @@ where one is due, record the gen-only step.
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from skyrl_fast.config import GeneratorConfig
-from skyrl_fast.printable import MAX_FAILURE, log_line, shortened
-from skyrl_fast.rollout.activity import (
-    ACTING,
-    CLOSING,
-    GENERATING,
-    MAKING,
-    Activity,
-    ActivityBoard,
-)
-from skyrl_fast.rollout.context import (
-    Context,
-    ContextError,
-    Message,
-    make_context,
-    message_text,
-)
-from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_updates
-from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation, Sampler
+from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity, ActivityBoard
+from skyrl_fast.rollout.chat_template import Message, message_text
+from skyrl_fast.rollout.context import Context, make_context
+from skyrl_fast.rollout.continued import VersionedGeneration
+from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.route_record import recorded_routes, turn_routes
-from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.env.answers import EnvAnswer
-from skyrl_fast.rollout.env.factory import EnvError, EnvFactory, EnvSession
+from skyrl_fast.rollout.env.factory import EnvFactory, EnvSession
 from skyrl_fast.rollout.env.protocol import Action
 from skyrl_fast.rollout.loop_settings import RolloutPrompt
-from skyrl_fast.rollout.stop_reason import (
-    ENGINE_ERROR,
-    ENV_ERROR,
-    LENGTH,
-    MAX_TURNS,
-    STOP,
-    TIMEOUT,
-)
+from skyrl_fast.rollout.policy_calls import PolicyCalls, recorded_step
+from skyrl_fast.rollout.stop_reason import LENGTH, MAX_TURNS
 from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser
-from skyrl_fast.rollout.trajectory import Step, Trajectory
-from skyrl_fast.rollout.turn import SampledTokens, decode_response, request_seed, sampled_tokens
+from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.rollout.turn import SampledTokens, decode_response, sampled_tokens
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LONG_TEXT = 5_000  # characters; fewer are tokenised in a millisecond
 
 
 class AgentLoop:
-    """Run one trajectory per call of `run`; calls may overlap."""
+    """An `Agent` that plays an environment turn by turn."""
 
     def __init__(
         self,
-        engine: Sampler,
-        tokenizer: Any,
+        calls: PolicyCalls,
         env_factory: EnvFactory,
         config: GeneratorConfig,
         *,
-        phase: str,
-        policy_version: int,
-        seed: int,
-        gate: WeightGate | None = None,
-        board: ActivityBoard | None = None,
-        faults: Counter[str] | None = None,
+        board: ActivityBoard,
         tool_parser: ToolCallParser | None = None,
     ) -> None:
-        """Store what all trajectories share; arguments as for `rollout`.
+        """Store what all trajectories share.
 
         Args:
-            policy_version: at the start, for the seeds; requests use the gate's version.
-            gate: of the engine; None: nothing updates its weights during the rollout.
+            calls: of the policy.
+            env_factory: makes the environments.
+            config: settings of the loop; see `loop_settings`.
             board: records the phase of each trajectory.
-            faults: counts failed attempts.
             tool_parser: finds tool calls in answers; None: they are only text.
         """
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._env_factory = env_factory
-        self._config = config
+        self.calls = calls
+        self.tokenizer = calls.tokenizer
+        self.env_factory = env_factory
+        self.config = config
         assert config.max_input_length is not None
-        self._max_input_length = config.max_input_length
-        self._phase = phase
-        self._policy_version = policy_version
-        self._seed = seed
-        self._gate = gate or WeightGate(policy_version)
-        self._board = board or ActivityBoard()
-        self._faults = Counter() if faults is None else faults
-        self._tool_parser = tool_parser
+        self.max_input_length = config.max_input_length
+        self.board = board
+        self.tool_parser = tool_parser
         chosen = config.skip_special_tokens
-        self._skip_special_tokens = tool_parser is None if chosen is None else chosen
+        self.skip_special_tokens = tool_parser is None if chosen is None else chosen
 
-    async def run(
+    def episode(
+        self, trajectory: Trajectory, prompt: RolloutPrompt, entry: Activity, *, policy_version: int
+    ) -> _EnvEpisode:
+        """Return an attempt at the trajectory; see `Agent.episode`."""
+        return _EnvEpisode(self, trajectory, prompt, entry, policy_version)
+
+
+class _EnvEpisode:
+    """One attempt in an environment."""
+
+    def __init__(
         self,
+        loop: AgentLoop,
+        trajectory: Trajectory,
         prompt: RolloutPrompt,
-        repetition_id: int,
-        *,
-        entry: Activity | None = None,
-        first_attempt: int = 0,
-    ) -> Trajectory:
-        """Return one trajectory; retry it if its environment or the engine failed.
-
-        The deadline starts here and covers all attempts. A trajectory at its deadline ends with
-        the steps it has; it has failed only if it has none.
-
-        Args:
-            prompt: the task.
-            repetition_id: which sample of the prompt.
-            entry: its entry on the board; None: a new one.
-            first_attempt: number of the first attempt, for the seeds.
-
-        Raises:
-            EngineDeadError: the engine died.
-        """
-        started = time.perf_counter()
-        deadline = asyncio.get_running_loop().time() + self._config.trajectory_timeout_seconds
-        entry = entry or self._board.enter(prompt.uid, repetition_id)
-        attempt = first_attempt
-        while True:
-            trajectory = await self._attempt(prompt, repetition_id, attempt, deadline, entry)
-            trajectory.seconds = time.perf_counter() - started
-            late = asyncio.get_running_loop().time() >= deadline
-            last = attempt - first_attempt == self._config.max_retries
-            if trajectory.failure is None or last or late:
-                self._board.leave(entry)
-                return trajectory
-            self._faults["retried_trajectories"] += 1
-            failure = log_line(trajectory.failure)
-            log.info("%s/%d, attempt %d: %s", prompt.uid, repetition_id, attempt, failure)
-            attempt += 1
-
-    async def _attempt(
-        self,
-        prompt: RolloutPrompt,
-        repetition_id: int,
-        attempt: int,
-        deadline: float,
         entry: Activity,
-    ) -> Trajectory:
-        trajectory = Trajectory(
-            uid=prompt.uid,
-            repetition_id=repetition_id,
-            steps=[],
-            stop_reason=STOP,
-            env_class=prompt.env_class,
-            env_metrics={},
-            seconds=0.0,
-            phase=self._phase,
-            data_source=prompt.data_source,
-        )
-        env: EnvSession | None = None
-        self._board.set_phase(entry, MAKING, attempt=attempt, turn=0)
-        try:
-            async with asyncio.timeout_at(deadline) as clock:
-                # The environment ends the episode at its own max_turns: pass it our limit.
-                extras = {**prompt.env_extras, "max_turns": self._config.max_turns}
-                env = await self._env_factory.make(prompt.env_class, extras)
-                trajectory.stop_reason = await self._episode(trajectory, prompt, env, entry)
-        except EngineDeadError:
-            raise
-        except (EnvError, ContextError) as error:
-            self._faults["environment_errors"] += 1
-            _end(trajectory, ENV_ERROR, str(error))
-        except EngineError as error:
-            self._faults["engine_errors"] += 1
-            _end(trajectory, ENGINE_ERROR, str(error))
-        except TimeoutError as error:
-            if not clock.expired():  # of some connection, not our deadline
-                _end(trajectory, ENGINE_ERROR, f"TimeoutError: {error}")
-            elif trajectory.steps:
-                log.info("at its deadline: %s", entry.describe(self._board.clock()))
-                trajectory.stop_reason = TIMEOUT
-            else:
-                _end(trajectory, TIMEOUT, self._late(entry))
-        finally:
-            # Also reached when the complete rollout is cancelled.
-            self._board.set_phase(entry, CLOSING, attempt=attempt, turn=entry.turn)
-            if env is not None:
-                if trajectory.failure is None:
-                    trajectory.env_metrics = await env.metrics()
-                await env.close()
-        if trajectory.steps:
-            trajectory.steps[-1].stop_reason = trajectory.stop_reason
-        return trajectory
+        policy_version: int,
+    ) -> None:
+        self._loop = loop
+        self._trajectory = trajectory
+        self._prompt = prompt
+        self._entry = entry
+        self._policy_version = policy_version
+        self._env: EnvSession | None = None
 
-    def _late(self, entry: Activity) -> str:
-        return (
-            f"turn 1 of attempt {entry.attempt + 1} did not finish within "
-            f"{self._config.trajectory_timeout_seconds:g} s, the deadline of a trajectory "
-            f"({entry.phase} for {self._board.clock() - entry.since:.1f} s)"
-        )
-
-    async def _episode(
-        self, trajectory: Trajectory, prompt: RolloutPrompt, env: EnvSession, entry: Activity
-    ) -> str:
-        messages = await env.init([dict(message) for message in prompt.messages])
+    async def play(self) -> str:
+        """See `Episode.play`."""
+        loop = self._loop
+        # The environment ends the episode at its own max_turns: pass it our limit.
+        extras = {**self._prompt.env_extras, "max_turns": loop.config.max_turns}
+        self._env = await loop.env_factory.make(self._prompt.env_class, extras)
+        messages = await self._env.init([dict(message) for message in self._prompt.messages])
+        template_kwargs = self._template_kwargs()
         make = partial(
             make_context,
-            self._config.context,
-            self._tokenizer,
+            loop.config.context,
+            loop.tokenizer,
             messages,
-            chat_template=self._config.chat_template,
-            template_kwargs=self._template_kwargs(prompt),
-            max_length=self._max_input_length,
+            chat_template=loop.config.chat_template,
+            template_kwargs=template_kwargs,
+            max_length=loop.max_input_length,
         )
         characters = _characters(messages)
         context = await _off_loop(characters, make)
-        tools = self._template_kwargs(prompt).get("tools")
-        return await self._turns(trajectory, context, characters, env, entry, tools)
+        return await self._turns(context, characters, self._env, template_kwargs.get("tools"))
 
-    def _template_kwargs(self, prompt: RolloutPrompt) -> dict[str, Any]:
-        tools = prompt.env_extras.get("tools")
-        shared = self._config.chat_template_kwargs
+    async def close(self) -> None:
+        """See `Episode.close`."""
+        if self._env is not None:
+            if self._trajectory.failure is None:
+                self._trajectory.env_metrics = await self._env.metrics()
+            await self._env.close()
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        tools = self._prompt.env_extras.get("tools")
+        shared = self._loop.config.chat_template_kwargs
         return dict(shared) if tools is None else {**shared, "tools": tools}
 
     async def _turns(
         self,
-        trajectory: Trajectory,
         context: Context,
         characters: int,
         env: EnvSession,
-        entry: Activity,
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> str:
         """Append steps until the trajectory ends; return its stop reason.
@@ -238,28 +136,37 @@ class AgentLoop:
             characters: of the environment's messages so far.
             tools: that the prompt offers.
         """
-        for turn in range(self._config.max_turns):
+        loop, entry, steps = self._loop, self._entry, self._trajectory.steps
+        for turn in range(loop.config.max_turns):
             prompt_token_ids = await _off_loop(characters, context.prompt_token_ids)
-            if len(prompt_token_ids) > self._max_input_length:
+            if len(prompt_token_ids) > loop.max_input_length:
                 return LENGTH
-            self._board.set_phase(entry, GENERATING, attempt=entry.attempt, turn=turn)
-            versioned, llm_seconds = await self._generate(trajectory, prompt_token_ids, entry)
+            loop.board.set_phase(entry, GENERATING, attempt=entry.attempt, turn=turn)
+            versioned, llm_seconds = await self._generate(prompt_token_ids)
             generation = versioned.generation
-            routes = turn_routes(trajectory.steps, prompt_token_ids, generation)
+            routes = turn_routes(steps, prompt_token_ids, generation)
             text = decode_response(
-                self._tokenizer, generation, skip_special_tokens=self._skip_special_tokens
+                loop.tokenizer, generation, skip_special_tokens=loop.skip_special_tokens
             )
             parsed = ParsedAnswer(text)
-            if self._tool_parser is not None:
-                parsed = self._tool_parser.parsed(text, tools)
-            self._board.set_phase(entry, ACTING, attempt=entry.attempt, turn=turn)
+            if loop.tool_parser is not None:
+                parsed = loop.tool_parser.parsed(text, tools)
+            loop.board.set_phase(entry, ACTING, attempt=entry.attempt, turn=turn)
             answer = await env.step(Action(text, parsed.tool_calls))
-            last = answer.done or turn + 1 == self._config.max_turns
+            last = answer.done or turn + 1 == loop.config.max_turns
             sampled = self._with_end_token(generation, is_last=last)
-            trajectory.steps.append(
-                self._step(prompt_token_ids, sampled, versioned, text, answer, llm_seconds)
+            step = recorded_step(
+                prompt_token_ids,
+                sampled,
+                versioned,
+                text=text,
+                llm_seconds=llm_seconds,
+                reward=answer.reward,
+                observation="\n".join(message_text(message) for message in answer.messages),
+                env_seconds=answer.seconds,
             )
-            trajectory.steps[-1].expert_indices = routes
+            step.expert_indices = routes
+            steps.append(step)
             if last:
                 # A truncated response keeps "length": the filter for overlong ones reads it.
                 truncated = generation.stop_reason == LENGTH
@@ -269,33 +176,17 @@ class AgentLoop:
             await _off_loop(characters, extend)
         raise AssertionError("unreachable: the last turn returns")
 
-    async def _generate(
-        self, trajectory: Trajectory, prompt_token_ids: list[int], entry: Activity
-    ) -> tuple[VersionedGeneration, float]:
-        sample = f"{trajectory.uid}-{trajectory.repetition_id}"
-        name = f"{self._phase}-{self._policy_version}-{sample}"
-        # Evaluations use the same seeds for every version, so that only the policy differs.
-        seed_name = f"eval-{sample}" if self._phase == "eval" else name
-        known = recorded_routes(trajectory.steps, prompt_token_ids)
-
-        def part_seed(part: int) -> int:
-            part_name = seed_name if part == 0 else f"{seed_name}+{part}"
-            return request_seed(self._seed, part_name, entry.attempt, entry.turn)
-
-        started = time.perf_counter()
-        versioned = await generate_through_updates(
-            self._engine,
-            self._gate,
-            self._tokenizer,
+    async def _generate(self, prompt_token_ids: list[int]) -> tuple[VersionedGeneration, float]:
+        known = recorded_routes(self._trajectory.steps, prompt_token_ids)
+        return await self._loop.calls.sample(
+            self._trajectory,
             prompt_token_ids,
-            self._config.sampling(self._phase),
-            session_id=f"{name}-{entry.attempt}",
-            part_seed=part_seed,
+            self._loop.config.sampling(self._trajectory.phase),
+            policy_version=self._policy_version,
+            attempt=self._entry.attempt,
+            place=self._entry.turn,
             expert_indices_start=0 if known is None else len(known),
         )
-        if not versioned.generation.token_ids:
-            raise EngineError(f"the engine returned no tokens for session {name}-{entry.attempt}")
-        return versioned, time.perf_counter() - started
 
     def _with_end_token(self, generation: Generation, *, is_last: bool) -> SampledTokens:
         """Append the end token where the specification asks for one.
@@ -304,47 +195,18 @@ class AgentLoop:
         end token and was not truncated (single conversation). A response of the maximum length has
         no room for it.
         """
-        end = self._tokenizer.eos_token_id
-        longest = self._config.sampling(self._phase).max_generate_length
+        end = self._loop.tokenizer.eos_token_id
+        longest = self._loop.config.sampling(self._trajectory.phase).max_generate_length
         if generation.token_ids[-1] == end or len(generation.token_ids) >= longest:
             append = False
-        elif self._config.context == "single":
+        elif self._loop.config.context == "single":
             append = is_last and generation.stop_reason != LENGTH
         else:
             append = (
                 generation.stop_string is not None
-                and self._config.append_eos_token_after_stop_str_in_multi_turn
+                and self._loop.config.append_eos_token_after_stop_str_in_multi_turn
             )
         return sampled_tokens(generation, appended_eos=end if append else None)
-
-    def _step(
-        self,
-        prompt_token_ids: list[int],
-        sampled: SampledTokens,
-        versioned: VersionedGeneration,
-        text: str,
-        answer: EnvAnswer,
-        llm_seconds: float,
-    ) -> Step:
-        versions = versioned.versions
-        single_version = versions[0] == versions[-1]
-        # An appended end token was not sampled: it takes the version of the token before it.
-        appended = len(sampled.response_ids) - len(versions)
-        return Step(
-            prompt_token_ids=prompt_token_ids,
-            response_ids=sampled.response_ids,
-            loss_mask=sampled.loss_mask,
-            rollout_logprobs=sampled.rollout_logprobs,
-            reward=answer.reward,
-            stop_reason=versioned.generation.stop_reason,
-            policy_version=versions[0],
-            text=text,
-            observation="\n".join(message_text(message) for message in answer.messages),
-            llm_seconds=llm_seconds,
-            env_seconds=answer.seconds,
-            token_versions=None if single_version else versions + versions[-1:] * appended,
-            kept_ids=sampled.kept_ids,
-        )
 
 
 def _characters(messages: Sequence[Message | str | None]) -> int:
@@ -354,10 +216,6 @@ def _characters(messages: Sequence[Message | str | None]) -> int:
 async def _off_loop(characters: int, call: Callable[[], T]) -> T:
     """Return the result of rendering or tokenising; long texts do not stop the event loop."""
     return call() if characters < LONG_TEXT else await asyncio.to_thread(call)
-
-
-def _end(trajectory: Trajectory, stop_reason: str, failure: str) -> None:
-    trajectory.stop_reason, trajectory.failure = stop_reason, shortened(failure, MAX_FAILURE)
 
 
 def _extend_context(

@@ -10,20 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.rollout.activity import Activity, ActivityBoard, Watchdog
-from skyrl_fast.rollout.agent_loop import AgentLoop
-from skyrl_fast.rollout.engine.protocol import Sampler
-from skyrl_fast.rollout.engine.weights.gate import WeightGate
-from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.loop_settings import RolloutPrompt, check_loop_settings
 from skyrl_fast.rollout.stop_reason import TIMEOUT
-from skyrl_fast.rollout.tool_calls import ToolCallParser
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.rollout.trajectory_runner import Agent, TrajectoryRunner
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +27,8 @@ POLL_SECONDS = 1.0  # between two checks of a group by the watchdog
 SLOW_SHARE = 0.5  # of a trajectory's deadline, spent in one phase, is reported as slow
 CLOSE_CALLS = 2  # of the environment after the deadline: metrics and close
 GRACE_SECONDS = 5.0
+
+Run = Callable[..., Awaitable[Trajectory]]  # `TrajectoryRunner.run`, with phase and version
 
 
 class GroupDroppedError(RuntimeError):
@@ -68,46 +66,33 @@ class GroupRunner:
     """Run the groups of one run; calls of `group` may overlap.
 
     Args:
-        engine, tokenizer, env_factory, config, seed: as for `rollout`.
-        gate: of the engine.
-        board: records the phase of each trajectory.
+        agent: plays the trajectories.
+        config: settings of the loop; see `loop_settings`.
+        board: records the phase of each trajectory; None: a new one.
         env_timeout_seconds: deadline of one environment call.
         poll_seconds: between two checks by the watchdog.
         on_trajectory: called with each trajectory as it ends.
 
     Raises:
-        ValueError: settings that cannot work, a tokenizer without end token, or no tool parser of
-            that name.
+        ValueError: settings that cannot work.
     """
 
     def __init__(
         self,
-        engine: Sampler,
-        tokenizer: Any,
-        env_factory: EnvFactory,
+        agent: Agent,
         config: GeneratorConfig,
         *,
-        seed: int,
-        gate: WeightGate,
         board: ActivityBoard | None = None,
         env_timeout_seconds: float = 60.0,
         poll_seconds: float = POLL_SECONDS,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> None:
-        if tokenizer.eos_token_id is None:
-            raise ValueError("rollout: tokenizer: it has no end-of-sequence token (eos_token)")
         check_loop_settings(config)
-        name = config.tool_parser
-        self._tool_parser = None if name is None else ToolCallParser(name, tokenizer)
         self._on_trajectory = on_trajectory
         self.board = board or ActivityBoard()
         self.faults: Counter[str] = Counter()
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._env_factory = env_factory
+        self._runner = TrajectoryRunner(agent, config, board=self.board, faults=self.faults)
         self._config = config
-        self._seed = seed
-        self._gate = gate
         self._poll_seconds = poll_seconds
         self._slots = asyncio.Semaphore(config.max_concurrent_trajectories)
         self._abandoned: set[asyncio.Task[Trajectory]] = set()
@@ -136,26 +121,14 @@ class GroupRunner:
             GroupDroppedError: all of them were abandoned, in training.
             EngineDeadError: no engine is left.
         """
-        loop = AgentLoop(
-            self._engine,
-            self._tokenizer,
-            self._env_factory,
-            self._config,
-            phase=phase,
-            policy_version=policy_version,
-            seed=self._seed,
-            gate=self._gate,
-            board=self.board,
-            faults=self.faults,
-            tool_parser=self._tool_parser,
-        )
+        run = partial(self._runner.run, phase=phase, policy_version=policy_version)
         members: dict[int, _Member] = {}
         ended: dict[int, Trajectory] = {}
         try:
             for repetition_id in range(self._config.samples(phase)):
-                members[repetition_id] = self._begin(loop, prompt, repetition_id)
+                members[repetition_id] = self._begin(run, prompt, repetition_id)
             while members:
-                await self._poll(loop, prompt, phase, members, ended)
+                await self._poll(run, prompt, phase, members, ended)
         finally:
             await self._end(list(members.values()))
         return [ended[repetition_id] for repetition_id in sorted(ended)]
@@ -177,9 +150,7 @@ class GroupRunner:
         member.task.add_done_callback(self._abandoned.discard)
         member.task.add_done_callback(_forget)
 
-    def _begin(
-        self, loop: AgentLoop, prompt: RolloutPrompt, repetition_id: int, runs: int = 0
-    ) -> _Member:
+    def _begin(self, run: Run, prompt: RolloutPrompt, repetition_id: int, runs: int = 0) -> _Member:
         entry = self.board.enter(prompt.uid, repetition_id)
         first_attempt = runs * (self._config.max_retries + 1)
         slot = _Slot(self._slots)
@@ -187,7 +158,7 @@ class GroupRunner:
         async def one() -> Trajectory:
             await slot.acquire()
             try:
-                trajectory = await loop.run(
+                trajectory = await run(
                     prompt, repetition_id, entry=entry, first_attempt=first_attempt
                 )
             finally:
@@ -200,7 +171,7 @@ class GroupRunner:
 
     async def _poll(
         self,
-        loop: AgentLoop,
+        run: Run,
         prompt: RolloutPrompt,
         phase: str,
         members: dict[int, _Member],
@@ -221,7 +192,7 @@ class GroupRunner:
             log.warning("slow: %s", entry.describe(self.board.clock()))
         for entry in self._watchdog.stuck(prompt.uid):
             if entry.repetition_id in members:
-                self._give_up(loop, prompt, phase, members, ended, entry)
+                self._give_up(run, prompt, phase, members, ended, entry)
         lost = not members and all(t.failure == _GIVEN_UP for t in ended.values())
         if lost and phase == "train":  # in an evaluation no other group replaces it
             raise GroupDroppedError(
@@ -230,7 +201,7 @@ class GroupRunner:
 
     def _give_up(
         self,
-        loop: AgentLoop,
+        run: Run,
         prompt: RolloutPrompt,
         phase: str,
         members: dict[int, _Member],
@@ -251,7 +222,7 @@ class GroupRunner:
         )
         if again:
             members[entry.repetition_id] = self._begin(
-                loop, prompt, entry.repetition_id, member.runs
+                run, prompt, entry.repetition_id, member.runs
             )
             return
         ended[entry.repetition_id] = Trajectory(

@@ -7,12 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from skyrl_fast.config import GeneratorConfig
+from skyrl_fast.rollout.activity import ActivityBoard
+from skyrl_fast.rollout.agent_loop import AgentLoop
 from skyrl_fast.rollout.engine.protocol import Sampler
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.failures import log_failures
 from skyrl_fast.rollout.group_runner import GroupRunner
-from skyrl_fast.rollout.loop_settings import PHASES, RolloutPrompt
+from skyrl_fast.rollout.loop_settings import PHASES, RolloutPrompt, check_loop_settings
+from skyrl_fast.rollout.policy_calls import PolicyCalls
+from skyrl_fast.rollout.tool_calls import ToolCallParser
 from skyrl_fast.rollout.trajectory import Trajectory
 
 
@@ -50,18 +54,40 @@ async def rollout(
             tokenizer without end token.
         EngineDeadError: the engine died.
     """
-    runner = GroupRunner(
-        engine,
-        tokenizer,
+    runner = environment_runner(
+        PolicyCalls(engine, WeightGate(policy_version), tokenizer, seed),
         env_factory,
         config,
-        seed=seed,
-        gate=WeightGate(policy_version),
         on_trajectory=on_trajectory,
     )
     trajectories = await run_groups(runner, prompts, phase=phase, policy_version=policy_version)
     log_failures(trajectories)
     return trajectories
+
+
+def environment_runner(
+    calls: PolicyCalls, env_factory: EnvFactory, config: GeneratorConfig, **options: Any
+) -> GroupRunner:
+    """Return a runner of groups in environments.
+
+    Args:
+        calls: of the policy.
+        env_factory: makes the environments.
+        config: settings of the loop; see `loop_settings`.
+        options: of `GroupRunner`.
+
+    Raises:
+        ValueError: settings that cannot work, a tokenizer without end token, or no tool parser of
+            that name.
+    """
+    if calls.tokenizer.eos_token_id is None:
+        raise ValueError("rollout: tokenizer: it has no end-of-sequence token (eos_token)")
+    check_loop_settings(config)
+    name = config.tool_parser
+    tool_parser = None if name is None else ToolCallParser(name, calls.tokenizer)
+    board = options.pop("board", None) or ActivityBoard()
+    loop = AgentLoop(calls, env_factory, config, board=board, tool_parser=tool_parser)
+    return GroupRunner(loop, config, board=board, **options)
 
 
 async def run_groups(

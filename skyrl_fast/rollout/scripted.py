@@ -93,12 +93,16 @@ class PlainTokenizer:
         **_: Any,
     ) -> str:
         """Return the messages as text, each after its role and before an end token."""
-        blocks = [] if not tools else [_block("tools", json.dumps(tools))]
+        blocks = [] if not tools else [_block("tools", json.dumps(tools, ensure_ascii=False))]
         for message in messages:
             calls = message.get("tool_calls")
             content = message.get("content") or ""
-            text = content if isinstance(content, str) else json.dumps(content)
-            blocks.append(_block(message["role"], text + (json.dumps(calls) if calls else "")))
+            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            blocks.append(
+                _block(
+                    message["role"], text + (json.dumps(calls, ensure_ascii=False) if calls else "")
+                )
+            )
         return "".join(blocks) + ("[assistant] " if add_generation_prompt else "")
 
     def get_vocab(self) -> dict[str, int]:

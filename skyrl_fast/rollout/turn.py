@@ -59,7 +59,7 @@ def sampled_tokens(generation: Generation, *, appended_eos: int | None = None) -
     return SampledTokens(ids, mask, logprobs, kept_ids)
 
 
-def request_seed(seed: int, name: str, attempt: int, turn: int) -> int:
+def request_seed(seed: int, name: str, attempt: int, turn: int | str) -> int:
     """Return a request's seed, 63 bits, from the run's seed and the request's place in the run.
 
     A resumed run uses the same seeds as an uninterrupted one, in whatever order requests arrive.

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,8 @@ from skyrl_fast.config import (
     check_config,
     to_dict,
 )
-from skyrl_fast.importing import absolute_name
+from skyrl_fast.gateway.agents.task import AgentTask
+from skyrl_fast.importing import absolute_name, load_object, name_of
 from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
 from skyrl_fast.ops.policy_loss.custom import register_policy_loss
 from skyrl_fast.rollout.env.host import MakeEnv
@@ -119,6 +121,7 @@ def train(
     prompts: PromptSource | None = None,
     eval_prompts: PromptSource | None = None,
     reward: Reward | None = None,
+    agent: Callable[[AgentTask], Any] | str | None = None,
     loss: Callable[..., Any] | str | None = None,
     estimator: Callable[..., Any] | str | None = None,
     callbacks: Sequence[Callback] = (),
@@ -139,6 +142,8 @@ def train(
             "train" is used. None: `data.train_data`.
         eval_prompts: the same for evaluation (split "test"). None: `data.val_data`.
         reward: instead of an environment: `reward(answer, row)` for single-turn tasks.
+        agent: instead of an environment: a function of a module or of the main script, or a name as
+            in `agent.function`.
         loss: a policy loss, or a name as in `trainer.algorithm.policy_loss_type`.
         estimator: an advantage estimator, or a name as in
             `trainer.algorithm.advantage_estimator`.
@@ -169,6 +174,10 @@ def train(
     """
     _check_main_module()
     config = _with_absolute_paths(as_config(config))
+    if agent is not None:
+        if env is not None or reward is not None:
+            raise SetupError("train: wanted one of env, reward and agent, got several")
+        config.agent.function = agent if isinstance(agent, str) else _importable_name(agent)
     make_env = _with_objects(config, env=env, reward=reward, loss=loss, estimator=estimator)
     check_config(config, has_prompts=prompts is not None)
     _check_callbacks(callbacks)
@@ -206,6 +215,23 @@ def train(
                 make_rollouts = partial(_vllm_rollouts, prompts=data.train, make_env=make_env)
             make = partial(make, ranks)
             return _run(config, start, data, make, output, callbacks, make_rollouts, signals)
+
+
+def _importable_name(function: Callable[..., Any]) -> str:
+    """Return a function's name as in `agent.function`.
+
+    Raises:
+        SetupError: it is not at the top of a module, so that it has no such name.
+    """
+    try:
+        name = f"{name_of(sys.modules[function.__module__])}:{function.__qualname__}"
+        found = load_object(name)
+    except (AttributeError, KeyError, ValueError) as error:
+        text = f"train: agent: wanted a function of a module, got {function!r:.100}"
+        raise SetupError(text) from error
+    if found is not function:
+        raise SetupError(f"train: agent: {name} is another object than the given function")
+    return name
 
 
 def _with_objects(
@@ -575,8 +601,10 @@ def _with_absolute_paths(config: Config) -> Config:
         (algorithm, "policy_loss_type"),
         (algorithm, "advantage_estimator"),
         (environment, "env_class"),
+        (config.agent, "function"),
     ):
-        setattr(section, name, absolute_name(getattr(section, name), Path.cwd()))
+        if getattr(section, name) is not None:
+            setattr(section, name, absolute_name(getattr(section, name), Path.cwd()))
     environment.register = [absolute_name(name, Path.cwd()) for name in environment.register]
     return config
 

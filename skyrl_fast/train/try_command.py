@@ -150,9 +150,9 @@ async def _scripted(config: Config, prompt: Prompt, *, options: argparse.Namespa
     """Return the trajectories with a scripted model."""
     from skyrl_fast.rollout.engine.weights.gate import WeightGate
     from skyrl_fast.rollout.env.factory import EnvFactory
-    from skyrl_fast.rollout.group_runner import GroupRunner
-    from skyrl_fast.rollout.groups import run_groups
+    from skyrl_fast.rollout.groups import environment_runner, run_groups
     from skyrl_fast.rollout.loop_settings import loop_settings
+    from skyrl_fast.rollout.policy_calls import PolicyCalls
     from skyrl_fast.rollout.scripted import PlainTokenizer, ScriptedModel
 
     EnvFactory(config.environment)  # checks env_class, which `make_env` replaces
@@ -161,14 +161,9 @@ async def _scripted(config: Config, prompt: Prompt, *, options: argparse.Namespa
     tokenizer = _tokenizer(config) if options.tokenizer else PlainTokenizer()
     watching = asyncio.create_task(_watch(config.environment.timeout_seconds + GRACE_SECONDS))
     try:
-        runner = GroupRunner(
-            ScriptedModel(_answers(options.answers), tokenizer),
-            tokenizer,
-            factory,
-            loop_settings(config),
-            seed=config.trainer.seed,
-            gate=WeightGate(),
-        )
+        model = ScriptedModel(_answers(options.answers), tokenizer)
+        calls = PolicyCalls(model, WeightGate(), tokenizer, config.trainer.seed)
+        runner = environment_runner(calls, factory, loop_settings(config))
         trajectories = await run_groups(runner, [prompt], phase="train", policy_version=0)
     finally:
         await factory.close()

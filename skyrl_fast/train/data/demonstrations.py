@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyrl_fast.config import GeneratorConfig
-from skyrl_fast.rollout.context import Message, make_context, rendered_answer
+from skyrl_fast.rollout.chat_template import Message
+from skyrl_fast.rollout.context import make_context, rendered_answer
 from skyrl_fast.rollout.stop_reason import STOP
 from skyrl_fast.rollout.trajectory import Step
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams, settings
-from skyrl_fast.rollout.context import CHARACTERS_PER_TOKEN
+from skyrl_fast.gateway.start import black_box, gateway_agent
+from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.pool import EnginePool, PooledEngine
 from skyrl_fast.rollout.engine.protocol import Engine
@@ -37,8 +38,9 @@ from skyrl_fast.rollout.engine.weights.transfer import (
 from skyrl_fast.rollout.env.factory import EnvFactory, check_env_classes
 from skyrl_fast.rollout.env.host import MakeEnv
 from skyrl_fast.rollout.group_runner import GroupRunner
-from skyrl_fast.rollout.groups import run_groups
+from skyrl_fast.rollout.groups import environment_runner, run_groups
 from skyrl_fast.rollout.loop_settings import loop_settings
+from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.tool_calls import check_tool_parser
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.data.prompts import Prompt
@@ -88,7 +90,7 @@ async def start_rollouts(
         transfer=_weight_transfer(settings_of_engine),
     )
     rollouts = VllmRollouts(config, tokenizer, pool, environments, prompts)
-    await pool.start()
+    await rollouts.start()
     return rollouts
 
 
@@ -111,7 +113,9 @@ def check_rollouts(
     if config.generator.tool_parser is not None:
         check_tool_parser(config.generator.tool_parser)
     EnvFactory(config.environment, make_env=make_env)
-    if make_env is None:
+    if config.agent.is_set:
+        black_box(config.agent)
+    elif make_env is None:
         check_env_classes(prompt.env_class for prompt in prompts)
 
 
@@ -165,19 +169,28 @@ class VllmRollouts:
         self._environments = environments
         self._probe_prompts = prompts[:PROBE_SEQUENCES]
         self._gate = WeightGate()
-        self._runner = GroupRunner(
-            pool,
-            tokenizer,
-            environments,
-            loop_settings(config),
-            seed=config.trainer.seed,
-            gate=self._gate,
-            env_timeout_seconds=config.environment.timeout_seconds,
-        )
+        calls = PolicyCalls(pool, self._gate, tokenizer, config.trainer.seed)
+        loop = loop_settings(config)
+        self._gateway = None
+        if config.agent.is_set:
+            agent = gateway_agent(config.agent, calls, loop)
+            self._gateway = agent.gateway
+            self._runner = GroupRunner(agent, loop, board=agent.policy.board)
+        else:
+            timeout = config.environment.timeout_seconds
+            self._runner = environment_runner(
+                calls, environments, loop, env_timeout_seconds=timeout
+            )
         self.board = self._runner.board
         self._interrupted = 0
         self._updated = False
         self._sleeps = bool(config.generator.inference_engine.enable_sleep_mode)
+
+    async def start(self) -> None:
+        """Start the engines, and the gateway if there is an agent."""
+        await self._pool.start()
+        if self._gateway is not None:
+            await self._gateway.start()
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str
@@ -241,13 +254,16 @@ class VllmRollouts:
             **dict.fromkeys(FAULTS, 0),
             **self._runner.faults,
             **self._pool.faults,
+            **({} if self._gateway is None else self._gateway.faults),
             "environment_timeouts": self._environments.num_abandoned,
             "requests_interrupted": self._interrupted,
         }
         return {name: float(number) for name, number in counts.items()}
 
     async def close(self) -> None:
-        """Stop the engines and the environments' threads."""
+        """Stop the gateway, the engines and the environments' threads."""
+        if self._gateway is not None:
+            await self._gateway.close()
         await self._pool.close()
         await self._environments.close()
 

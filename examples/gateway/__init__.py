@@ -1,0 +1,1 @@
+"""Agents that are trained through the gateway."""

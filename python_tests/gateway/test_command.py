@@ -1,0 +1,143 @@
+"""Commands as agents: what they get, how they are rewarded, and that no process remains."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _gateway import played
+from fake_envs import FakePrompt
+
+from skyrl_fast.gateway.agents.command import CommandAgent
+from skyrl_fast.gateway.agents.task import AgentTask
+
+pytest.importorskip("starlette")
+
+CALL = """
+import json, os, sys, urllib.request
+row = json.load(open(os.environ["SKYRL_FAST_TASK"]))
+body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": row["prompt"]}).encode()
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {
+    "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
+answer = json.load(urllib.request.urlopen(request))
+text = answer["choices"][0]["message"]["content"]
+open("answer.txt", "w").write(text)
+"""
+ENGINE_KEY = "SKYRL_FAST_ENGINE_KEY"
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", code]
+
+
+@pytest.mark.spec("gateway.command")
+def test_reward_by_exit_code_verifier_and_file(
+    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENGINE_KEY, "secret")
+    hides = f"\nassert {ENGINE_KEY!r} not in os.environ"
+    works, fails = CALL + hides, CALL + "\nsys.exit(3)"
+    check = "import sys; sys.exit(open('answer.txt').read() != 'a0')"
+    write = CALL + "\njson.dump({'reward': 0.5, 'lines': 2}, open('out.json', 'w'))"
+    cases = [
+        (CommandAgent(python(works)), 1.0, {}),
+        (CommandAgent(python(fails)), 0.0, {}),
+        (CommandAgent(python(fails), verifier=python(check)), 1.0, {}),
+        (CommandAgent(python(write), reward_file="out.json"), 0.5, {"lines": 2.0}),
+    ]
+    for agent, reward, metrics in cases:
+        out = played(agent, tiny_tokenizer, max_retries=0)
+        (step,) = out.only.steps
+        assert (step.text, step.reward, out.only.failure) == ("a0", reward, None)
+        assert metrics.items() <= out.only.env_metrics.items()
+    agent = CommandAgent(python(CALL + "\nprint('oh no')"), reward_file="out.json")
+    out = played(agent, tiny_tokenizer, max_retries=0)
+    assert "out.json: no such file; exit code 0; output: oh no" in str(out.only.failure)
+    out = played(CommandAgent(["no-such-program"]), tiny_tokenizer, max_retries=0)
+    assert "no program 'no-such-program'" in str(out.only.failure)
+
+
+FORKS = """
+import subprocess, sys, time, os
+child = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"])
+open(%r, "w").write(f"{os.getpid()} {child.pid}")
+time.sleep(%r)
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.spec("gateway.command")
+@pytest.mark.parametrize("seconds", [0, 600])
+def test_no_process_of_a_command_remains(seconds: float, tmp_path: Path) -> None:
+    """After its end, and where it is cancelled."""
+    pids = tmp_path / "pids"
+    agent = CommandAgent(python(FORKS % (str(pids), seconds)))
+
+    async def go() -> None:
+        running = asyncio.create_task(agent.run(AgentTask({}, "http://gateway", "key", "policy")))
+        while seconds and not (pids.exists() and " " in pids.read_text()):
+            await asyncio.sleep(0.01)
+        if seconds:
+            running.cancel()
+        await asyncio.wait([running])
+        assert running.cancelled() == bool(seconds)
+
+    asyncio.run(go())
+    processes = [int(pid) for pid in pids.read_text().split()]
+    deadline = time.monotonic() + 60
+    while any(map(is_running, processes)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [pid for pid in processes if is_running(pid)] == []
+
+
+TRAINER = """
+import asyncio, sys
+from skyrl_fast.gateway.agents.command import CommandAgent
+from skyrl_fast.gateway.agents.task import AgentTask
+agent = CommandAgent([sys.executable, "-I", "-S", "-c", sys.argv[1]])
+asyncio.run(agent.run(AgentTask({}, "http://gateway", "key", "policy")))
+"""
+
+
+@pytest.mark.spec("gateway.command")
+def test_commands_end_with_a_killed_trainer(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, FORKS % (str(pids), 600)], env=environment
+    )
+    while not (pids.exists() and " " in pids.read_text()):
+        assert trainer.poll() is None
+        time.sleep(0.01)
+    trainer.kill()
+    trainer.wait()
+    processes = [int(pid) for pid in pids.read_text().split()]
+    deadline = time.monotonic() + 60
+    while any(map(is_running, processes)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [pid for pid in processes if is_running(pid)] == []
+
+
+@pytest.mark.spec("gateway.command")
+def test_each_task_has_a_folder_of_its_own(
+    tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    here = CALL + "\nassert sorted(os.listdir()) == ['.agent_output', 'answer.txt', 'task.json']"
+    prompts = [FakePrompt(str(n), env_extras={"n": n}) for n in range(3)]
+    out = played(CommandAgent(python(here)), tiny_tokenizer, prompts=prompts)
+    assert [t.steps[0].reward for t in out.trajectories] == [1.0] * 3
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,329 @@
+"""Clients that repeat, disconnect or send nonsense: each is counted, and the run continues."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+from _gateway import MODEL, USER, chat, played
+from fake_envs import FakePrompt, says
+
+from skyrl_fast.gateway import server
+from skyrl_fast.gateway import session as session_module
+from skyrl_fast.gateway.agent import GatewayAgent
+from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError
+
+httpx = pytest.importorskip("httpx")
+openai = pytest.importorskip("openai")
+
+BODY = json.dumps({"model": MODEL, "messages": [USER]}).encode()
+
+
+def client_of(task: Any, **options: Any) -> Any:
+    headers = {"authorization": f"Bearer {task.api_key}", "content-type": "application/json"}
+    return httpx.AsyncClient(base_url=task.base_url, headers=headers, **options)
+
+
+@pytest.mark.spec("gateway.retries")
+def test_a_repeated_request_is_one_call(tiny_tokenizer: Any) -> None:
+    async def agent(task: Any) -> float:
+        async with client_of(task) as client:
+            post = client.post("/chat/completions", content=BODY)
+            again = {"x-stainless-retry-count": "1"}
+            first, second = await asyncio.gather(
+                post, client.post("/chat/completions", content=BODY, headers=again)
+            )
+            third = await client.post("/chat/completions", content=BODY, headers=again)
+            assert first.json() == second.json() == third.json()
+            other = await client.post("/chat/completions", content=BODY)  # says that it is new
+            assert other.json()["id"] != first.json()["id"]
+        return 0.0
+
+    out = played(agent, tiny_tokenizer)
+    assert [s.text for s in out.only.steps] == ["a0", "a1"]
+    assert out.only.env_metrics["repeated_calls"] == 2
+    assert out.engine.calls[0].seed != out.engine.calls[1].seed
+
+
+@pytest.mark.spec("gateway.retries")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_returns_gets_the_answer_of_its_first_call(
+    stream: bool, tiny_tokenizer: Any
+) -> None:
+    gate = asyncio.Event()
+
+    async def agent(task: Any) -> float:
+        patience = httpx.Timeout(60, read=0.3)
+        client = task.async_openai.with_options(timeout=patience, max_retries=20)
+        asyncio.get_running_loop().call_later(0.4, gate.set)
+        create = client.chat.completions.create
+        if not stream:
+            await create(model=MODEL, messages=[USER])  # the client repeats it
+            return 0.0
+        while True:  # of a stream that has begun, the agent does
+            try:
+                events = await create(model=MODEL, messages=[USER], stream=True)
+                assert [e.choices[0].finish_reason async for e in events][-1] == "stop"
+                return 0.0
+            except (httpx.ReadTimeout, openai.APITimeoutError):
+                pass
+
+    out = played(with_waits(agent, gate.wait), tiny_tokenizer, max_retries=0)
+    assert [s.text for s in out.only.steps] == ["a0"]
+    assert len(out.engine.calls) == 1
+    assert out.only.env_metrics["repeated_calls"] >= 1
+
+
+class with_waits:  # noqa: N801 - used like a function
+    """An agent at an engine that waits before each answer."""
+
+    def __init__(self, agent: Any, wait: Any) -> None:
+        self._agent, self._wait = agent, wait
+
+    async def run(self, task: Any) -> Any:
+        from skyrl_fast.gateway.agents.function import FunctionAgent
+
+        return await FunctionAgent(self._agent).run(task)
+
+    def patch(self, engine: Any) -> None:
+        generate = engine.generate
+
+        async def waiting(*arguments: Any, **options: Any) -> Any:
+            await self._wait()
+            return await generate(*arguments, **options)
+
+        engine.generate = waiting
+
+
+@pytest.mark.spec("gateway.lost-clients")
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_no_client_waits_for_is_aborted_and_not_trained(
+    stream: bool, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "RETRY_SECONDS", 0.05)
+
+    def answer(call: Any, n: int) -> Any:
+        return None if n == 0 else says(tiny_tokenizer, "a")  # the first never ends
+
+    async def agent(task: Any) -> float:
+        body = {"model": MODEL, "messages": [USER], "stream": stream}
+        async with client_of(task) as client:
+            post = asyncio.create_task(client.post("/chat/completions", json=body))
+            while engine.running == 0:
+                await asyncio.sleep(0.01)
+            post.cancel()
+            while engine.running:
+                await asyncio.sleep(0.01)
+        await chat(task, [{"role": "user", "content": "other"}])
+        return 1.0
+
+    engine: Any = None
+
+    def remembered(call: Any, n: int) -> Any:
+        return answer(call, n)
+
+    def grab(self: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal engine
+        engine = self.policy.calls.engine
+        return episode(self, *arguments, **options)
+
+    episode = GatewayAgent.episode
+    monkeypatch.setattr(GatewayAgent, "episode", grab)
+    out = played(agent, tiny_tokenizer, answer=remembered)
+    assert [s.text for s in out.only.steps] == ["a"]
+    assert out.only.env_metrics["undelivered_calls"] == 1
+    assert out.faults["gateway_lost_clients"] == 1
+
+
+@pytest.mark.spec("gateway.streams")
+def test_a_stream_shows_signs_of_life_and_ends_with_the_answer_or_an_error(
+    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "PING_SECONDS", 0.01)
+    gate = asyncio.Event()
+    lines: list[str] = []
+
+    async def agent(task: Any) -> float:
+        body = {"model": MODEL, "messages": [USER], "stream": True}
+        async with (
+            client_of(task) as client,
+            client.stream("POST", "/chat/completions", json=body) as answer,
+        ):
+            async for line in answer.aiter_lines():
+                lines.append(line)
+                gate.set()
+        with pytest.raises(openai.APIError, match="out of memory"):
+            events = await chat(task, [{"role": "user", "content": "x"}], stream=True)
+            assert [event async for event in events] == []
+        await chat(task, [{"role": "user", "content": "y"}])
+        return 1.0
+
+    def answer(call: Any, n: int) -> Any:
+        return EngineError("out of memory") if n == 1 else says(tiny_tokenizer, "one two")
+
+    out = played(with_waits(agent, gate.wait), tiny_tokenizer, answer=answer, max_retries=0)
+    assert lines[0] == ": waiting"
+    assert lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    texts = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
+    assert texts == ["", "one", " two", None]
+    assert out.only.failure is None
+
+
+@pytest.mark.spec("gateway.keys")
+def test_a_key_ends_with_its_trajectory_and_reaches_no_other(tiny_tokenizer: Any) -> None:
+    tasks: list[Any] = []
+
+    async def agent(task: Any) -> float:
+        await chat(task, [USER])
+        tasks.append(task)
+        if len(tasks) == 2:  # the first has ended
+            await asyncio.sleep(0.05)
+            late = openai.AsyncOpenAI(
+                base_url=task.base_url, api_key=tasks[0].api_key, max_retries=0
+            )
+            with pytest.raises(openai.PermissionDeniedError, match="ended"):
+                await late.chat.completions.create(model=MODEL, messages=[USER])
+            async with httpx.AsyncClient(base_url=task.base_url) as client:
+                headers = {"authorization": f"Bearer {task.api_key}", "origin": "http://evil"}
+                refused = await client.post("/chat/completions", content=BODY, headers=headers)
+                assert refused.status_code == 403
+                assert (await client.get("/models")).status_code == 401
+                headers = {"x-api-key": task.api_key}
+                assert (await client.get("/models", headers=headers)).status_code == 200
+        return 1.0
+
+    prompts = [FakePrompt("p"), FakePrompt("q")]
+    out = played(agent, tiny_tokenizer, prompts=prompts, max_concurrent_trajectories=1)
+    assert [len(t.steps) for t in out.trajectories] == [1, 1]
+    assert len({task.api_key for task in tasks}) == 2
+    assert (out.faults["gateway_late_calls"], out.faults["gateway_wrong_keys"]) == (1, 1)
+
+
+MALFORMED = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"text"',
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"model": "policy"}',
+    b'{"model": "policy", "messages": "hi"}',
+    b'{"model": "policy", "messages": [{"role": "king", "content": "a"}]}',
+    b'{"model": "policy", "messages": [{"role": "user", "content": 7}]}',
+    b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"model": "policy", "messages": [{"role": "user", "content": "a"}], "n": 0}',
+    b'{"model": "policy", "messages": [{"role": "user", "content": "a"}], "n": 1e99}',
+    b'{"model": "policy", "messages": [{"role": "user", "content": "a"}], "max_tokens": -1}',
+    b'{"model": "policy", "messages": [{"role": "user", "content": "a"}], "tools": [7]}',
+    b'{"model": ["policy"], "messages": [{"role": "user", "content": "a"}]}',
+]
+
+
+@pytest.mark.spec("gateway.errors")
+def test_malformed_bodies_are_refused_in_the_dialects_form(tiny_tokenizer: Any) -> None:
+    async def agent(task: Any) -> float:
+        async with client_of(task) as client:
+            for body in MALFORMED:
+                answer = await client.post("/chat/completions", content=body)
+                assert answer.status_code == 400, (body[:80], answer.text)
+                assert answer.json()["error"]["message"], body[:80]
+            assert (await client.get("/chat/completions")).status_code == 405
+            assert (await client.post("/other", content=b"{}")).status_code == 404
+        await chat(task, [USER])
+        return 1.0
+
+    out = played(agent, tiny_tokenizer)
+    assert len(out.only.steps) == len(out.engine.calls) == 1
+    assert out.faults["gateway_refused_calls"] == len(MALFORMED)
+
+
+@pytest.mark.spec("gateway.agent-failures")
+def test_failures_of_agent_and_engine_are_told_apart_and_retried(tiny_tokenizer: Any) -> None:
+    async def raises(task: Any) -> float:
+        await chat(task, [USER])
+        raise LookupError("no such door")
+
+    out = played(raises, tiny_tokenizer, max_retries=1)
+    assert out.only.stop_reason == "env_error"
+    assert "LookupError: no such door" in str(out.only.failure)
+    assert out.runner.faults == {"environment_errors": 2, "retried_trajectories": 1}
+
+    async def calls(task: Any) -> float:
+        task.async_openai.max_retries = 0
+        await chat(task, [USER])
+        return 1.0
+
+    def broken(call: Any, n: int) -> Any:
+        return EngineError("out of memory") if n == 0 else says(tiny_tokenizer, "a")
+
+    out = played(calls, tiny_tokenizer, answer=broken, max_retries=1)
+    assert (out.only.stop_reason, out.only.failure) == ("stop", None)
+    assert out.runner.faults == {"engine_errors": 1, "retried_trajectories": 1}
+
+    async def none(task: Any) -> float:
+        return 1.0
+
+    out = played(none, tiny_tokenizer, max_retries=0)
+    assert "without an answer" in str(out.only.failure)
+
+    async def odd(task: Any) -> str:
+        await chat(task, [USER])
+        return "good"
+
+    out = played(odd, tiny_tokenizer, max_retries=0)
+    assert "wanted a finite number, got 'good'" in str(out.only.failure)
+
+
+@pytest.mark.spec("gateway.agent-failures")
+def test_a_dead_engine_ends_the_rollout(tiny_tokenizer: Any) -> None:
+    async def agent(task: Any) -> float:
+        while True:  # catches everything
+            try:
+                await chat(task, [USER])
+            except openai.APIError:
+                await asyncio.sleep(0.01)
+
+    with pytest.raises(EngineDeadError, match="gone"):
+        played(agent, tiny_tokenizer, answer=lambda call, n: EngineDeadError("gone"))
+
+
+@pytest.mark.spec("gateway.agent-failures")
+@pytest.mark.parametrize("blocking", [False, True])
+def test_an_agent_at_its_deadline_keeps_its_steps(blocking: bool, tiny_tokenizer: Any) -> None:
+    loops: list[Any] = []
+    ended = threading.Event()
+
+    def answer(call: Any, n: int) -> Any:
+        loops.append(asyncio.get_running_loop())
+        return says(tiny_tokenizer, "a")
+
+    def pass_the_deadline() -> None:
+        (loop,) = loops
+        clock = loop.time
+        loop.time = lambda: clock() + 1000
+        loop.call_soon_threadsafe(lambda: None)
+
+    async def waits(task: Any) -> float:
+        await chat(task, [USER])
+        pass_the_deadline()
+        await asyncio.sleep(600)
+        return 1.0
+
+    def blocks(task: Any) -> float:
+        task.openai.chat.completions.create(model=MODEL, messages=[USER])
+        pass_the_deadline()
+        ended.wait(600)
+        return 1.0
+
+    agent = blocks if blocking else waits
+    out = played(agent, tiny_tokenizer, answer=answer, trajectory_timeout_seconds=500.0)
+    ended.set()
+    t = out.only
+    assert (t.stop_reason, t.failure, len(t.steps)) == ("timeout", None, 1)
+    assert (t.steps[0].stop_reason, t.steps[0].reward) == ("timeout", 0.0)
+    assert t.env_metrics["calls"] == 1

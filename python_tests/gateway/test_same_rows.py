@@ -1,0 +1,91 @@
+"""One agent as an environment and at the gateway: the same rows; and the real engine agrees."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _gateway import USER, chat, played
+from fake_envs import Call, ScriptedEngine, loop_config, prompt_with, register_fakes, run, says
+
+from skyrl_fast.config import SamplingParams
+from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+
+pytest.importorskip("openai")
+register_fakes()
+
+GREEDY = SamplingParams(max_generate_length=16, temperature=0.0, stop=["!"])
+TURNS = 4
+
+
+async def counting(task: Any) -> dict[str, float]:
+    """Do what `CountingEnv` does, as an agent."""
+    messages = [USER]
+    calls = {}
+    for turn in range(1, TURNS + 1):
+        answer = await chat(
+            task, messages, stop=["!"], extra_body={"include_stop_str_in_output": True}
+        )
+        calls[answer.id] = float(turn)
+        text = answer.choices[0].message.content
+        observation = {"role": "user", "content": f"obs{turn}"}
+        messages += [{"role": "assistant", "content": text}, observation]
+    return {"reward": None, "call_rewards": calls}
+
+
+def rows(trajectory: Any) -> list[tuple[Any, ...]]:
+    return [
+        (s.prompt_token_ids, s.response_ids, s.loss_mask, s.rollout_logprobs, s.reward, s.text)
+        for s in trajectory.steps
+    ]
+
+
+@pytest.mark.spec("gateway.continuity", "gateway.step-per-call")
+def test_same_rows_as_an_environment(tiny_tokenizer: Any) -> None:
+    def answer(call: Call, n: int) -> Any:  # a greedy model: of the prompt alone
+        digest = hashlib.sha256(str(call.prompt_token_ids).encode()).hexdigest()
+        return says(tiny_tokenizer, digest[:5]) if n % 2 else says(
+            tiny_tokenizer, digest[:5] + "!", end=False, stop="!"
+        )  # fmt: skip
+
+    config = loop_config(max_turns=50, sampling_params=GREEDY)
+    prompt = prompt_with(turns=TURNS)
+    (env,) = run(tiny_tokenizer, [prompt], config, ScriptedEngine(answer))
+    agent = played(
+        counting, tiny_tokenizer, answer=answer, sampling_params=GREEDY, prompts=[prompt]
+    ).only
+    assert len(env.steps) == TURNS
+    assert rows(agent) == rows(env)
+
+
+@pytest.mark.vllm
+@pytest.mark.spec("gateway.step-per-call")
+def test_recorded_logprobs_are_those_of_the_recorded_tokens(
+    tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    """With answers that are no text, an edited history, and a stream."""
+    pytest.importorskip("vllm")
+
+    async def agent(task: Any) -> float:
+        messages: list[Any] = [USER]
+        for turn in range(3):
+            answer = (await chat(task, messages)).choices[0].message.content
+            observation = {"role": "user", "content": f"obs{turn}"}
+            messages += [{"role": "assistant", "content": answer}, observation]
+        events = await chat(task, messages[2:], stream=True)
+        assert [e.choices[0].finish_reason async for e in events][-1] in ("stop", "length")
+        return 1.0
+
+    setup = VllmSetup(str(tiny_model_folder), log_file=str(tmp_path / "engine.log"))
+    sampling = SamplingParams(max_generate_length=24)
+    out = played(agent, tiny_tokenizer, engine=VllmEngine(setup), sampling_params=sampling)
+    assert out.only.failure is None
+    assert len(out.only.steps) == 4
+    metrics = out.only.env_metrics
+    assert (metrics["first_prompts"], metrics["continued_prompts"]) == (1, 2)
+    assert metrics["forked_prompts"] + metrics["restarted_prompts"] == 1
+    for step, again in zip(out.only.steps, out.logprobs, strict=True):
+        assert step.rollout_logprobs == pytest.approx(again, abs=1e-5)  # float32

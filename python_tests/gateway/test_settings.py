@@ -1,0 +1,75 @@
+"""Settings of agents: which exclude each other, and what they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_fast.config import AgentConfig, ConfigError
+from skyrl_fast.config.loading import load_config
+from skyrl_fast.gateway.agents.command import CommandAgent
+from skyrl_fast.gateway.agents.function import FunctionAgent
+from skyrl_fast.gateway.agents.outcome import OutcomeError, outcome_of
+from skyrl_fast.gateway.messages import Outcome
+from skyrl_fast.gateway.start import black_box
+
+NEEDED = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"]
+
+
+@pytest.mark.spec("gateway.forest")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["agent.function=a:b", "agent.command=[ls]"],
+            r"agent.command: wanted \[\] with agent.fu",
+        ),
+        (["agent.verifier=[ls]"], "agent.verifier: wanted agent.command"),
+        (["agent.function=a:b", "agent.reward_file=r"], "agent.reward_file: wanted agent.command"),
+        (
+            ["agent.function=a:b", "trainer.algorithm.advantage_estimator=turn_level_group"],
+            "form a tree, got turn_level_group",
+        ),
+        (
+            ["agent.function=a:b", "generator.step_wise_trajectories=false"],
+            "step_wise_trajectories: wanted true",
+        ),
+        (["agent.port=70000"], "agent.port"),
+    ],
+)
+def test_settings_that_exclude_each_other(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [*NEEDED, *settings])
+
+
+def test_names_are_found_before_anything_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def agent(task): return 1.0\nnumber = 3\n")
+    assert isinstance(black_box(AgentConfig(function=f"{file}:agent")), FunctionAgent)
+    assert isinstance(black_box(AgentConfig(command=["ls"])), CommandAgent)
+    with pytest.raises(ValueError, match=r"agent.function: .* has no 'other'"):
+        black_box(AgentConfig(function=f"{file}:other"))
+    with pytest.raises(ValueError, match="wanted a function"):
+        black_box(AgentConfig(function=f"{file}:number"))
+
+
+@pytest.mark.spec("gateway.function-reward")
+@pytest.mark.parametrize(
+    ("value", "outcome"),
+    [
+        (None, Outcome()),
+        (True, Outcome(1.0)),
+        ({"reward": 2, "turns": 3}, Outcome(2.0, {"turns": 3.0})),
+        ({"call_rewards": {"a": 0.5}}, Outcome(None, {}, {"a": 0.5})),
+    ],
+)
+def test_outcomes(value: Any, outcome: Outcome) -> None:
+    assert outcome_of(value) == outcome
+
+
+@pytest.mark.parametrize("value", ["1", float("nan"), [1], {"reward": "a"}, {"call_rewards": 3}])
+def test_outcomes_that_are_none(value: Any) -> None:
+    with pytest.raises(OutcomeError):
+        outcome_of(value)

@@ -1,0 +1,116 @@
+"""Agents at a gateway in front of a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fake_envs import Call, FakePrompt, ScriptedEngine, loop_config, says
+
+from skyrl_fast.config import SamplingParams
+from skyrl_fast.gateway.agent import BlackBox, GatewayAgent
+from skyrl_fast.gateway.agents.function import FunctionAgent
+from skyrl_fast.gateway.server import Gateway
+from skyrl_fast.gateway.session import Policy
+from skyrl_fast.rollout.activity import ActivityBoard
+from skyrl_fast.rollout.chat_template import ChatTemplate
+from skyrl_fast.rollout.engine.protocol import Generation
+from skyrl_fast.rollout.engine.weights.gate import WeightGate
+from skyrl_fast.rollout.group_runner import GroupRunner
+from skyrl_fast.rollout.groups import run_groups
+from skyrl_fast.rollout.policy_calls import PolicyCalls
+from skyrl_fast.rollout.trajectory import Step, Trajectory
+
+MODEL = "policy"
+USER = {"role": "user", "content": "task"}
+
+
+@dataclass
+class Played:
+    """What came of a rollout of agents."""
+
+    trajectories: list[Trajectory]
+    engine: Any
+    faults: Counter[str]  # of the gateway
+    runner: GroupRunner
+    logprobs: list[list[float]]  # of each step's response, by a given engine
+
+    @property
+    def only(self) -> Trajectory:
+        (trajectory,) = self.trajectories
+        return trajectory
+
+
+def played(
+    agent: Callable[..., Any] | BlackBox,
+    tokenizer: Any,
+    *,
+    answer: Callable[[Call, int], Generation | Exception | None] | None = None,
+    prompts: list[FakePrompt] | None = None,
+    tool_parser: Any = None,
+    untrained_models: tuple[str, ...] = (),
+    phase: str = "train",
+    chat_template: str | None = None,
+    engine: Any = None,
+    **config: Any,
+) -> Played:
+    """Run an agent, a function or a `BlackBox`, on each prompt.
+
+    Args:
+        answer: of the scripted engine; None: a0, a1, ... as its calls are.
+        engine: in place of the scripted one; started and closed here.
+        config: of the generator.
+    """
+    if answer is None:
+        answer = lambda call, n: says(tokenizer, f"a{n}")  # noqa: E731
+
+    async def go() -> Played:
+        sampling = SamplingParams(max_generate_length=64)
+        settings = loop_config(**{"max_turns": 50, "sampling_params": sampling, **config})
+        sampler = ScriptedEngine(answer) if engine is None else engine
+        await sampler.start()
+        if hasattr(agent, "patch"):
+            agent.patch(sampler)
+        board = ActivityBoard()
+        policy = Policy(
+            PolicyCalls(sampler, WeightGate(7), tokenizer, 1),
+            settings,
+            ChatTemplate(tokenizer, chat_template, max_length=settings.max_input_length),
+            board,
+            MODEL,
+            untrained_models=untrained_models,
+            tool_parser=tool_parser,
+        )
+        gateway = Gateway()
+        await gateway.start()
+        box = agent if hasattr(agent, "run") else FunctionAgent(agent)
+        runner = GroupRunner(GatewayAgent(gateway, policy, box), settings, board=board)
+        try:
+            trajectories = await run_groups(
+                runner, prompts or [FakePrompt("p")], phase=phase, policy_version=7
+            )
+        finally:
+            await gateway.close()
+        again = [await _again(engine, step) for t in trajectories for step in t.steps]
+        await sampler.close()
+        return Played(trajectories, sampler, gateway.faults, runner, again)
+
+    return asyncio.run(go())
+
+
+async def _again(engine: Any, step: Step) -> list[float]:
+    """Return the log-probabilities of a response, computed from the recorded tokens."""
+    if engine is None:
+        return []
+    logprobs = await engine.prompt_logprobs(step.prompt_token_ids + step.response_ids)
+    return logprobs[len(step.prompt_token_ids) - 1 :]
+
+
+async def chat(task: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
+    """Return the answer to a chat, by the official client."""
+    return await task.async_openai.chat.completions.create(
+        model=task.model, messages=messages, **options
+    )

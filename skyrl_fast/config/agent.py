@@ -1,0 +1,77 @@
+"""Settings of agents that call the policy through the gateway."""
+# ruff: noqa: RUF009 - setting() returns dataclass fields
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_fast.setting import ConfigError, setting
+
+# Estimators of these levels follow a trajectory's turns as one line.
+_LINEAR = ("turn", "token")
+
+
+@dataclass(slots=True)
+class AgentConfig:
+    """An agent with an OpenAI or Anthropic client, in place of an environment."""
+
+    function: str | None = setting(
+        None,
+        "agent: module:function or file.py:function, called with an AgentTask, which returns a "
+        "reward, a mapping with reward and metrics, or null (posted rewards only)",
+    )
+    command: list[str] = setting(
+        [],
+        "agent: program and arguments, run for each task in a folder of its own with "
+        "OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and "
+        "SKYRL_FAST_TASK, a JSON file with the row. Reward: 1 for exit code 0, else 0",
+    )
+    verifier: list[str] = setting(
+        [], "command that runs after agent.command in its folder, and gives the reward in its place"
+    )
+    reward_file: str | None = setting(
+        None, "JSON file in the folder of agent.command with the reward, in place of the exit code"
+    )
+    model: str = setting("policy", "name under which the agent calls the policy")
+    untrained_models: list[str] = setting(
+        [], "names whose calls are sampled from the policy, too, but not trained, such as a judge's"
+    )
+    host: str = setting("127.0.0.1", "address at which the gateway listens")
+    port: int = setting(0, "port of the gateway; 0: a free one", at_least=0, at_most=65535)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether an agent is trained in place of an environment's loop."""
+        return self.function is not None or bool(self.command)
+
+
+def check_agent(config: Any, *, level: str, estimator: str) -> None:
+    """Check the settings of an agent with those of the run.
+
+    Args:
+        config: all settings.
+        level: of the advantage estimator: "outcome", "turn" or "token".
+        estimator: its name.
+
+    Raises:
+        ConfigError: they exclude each other.
+    """
+    agent = config.agent
+    if agent.function is not None and agent.command:
+        raise ConfigError("agent.command: wanted [] with agent.function, got a command")
+    for name in ("verifier", "reward_file"):
+        if getattr(agent, name) and not agent.command:
+            raise ConfigError(f"agent.{name}: wanted agent.command with it, got none")
+    if not agent.is_set:
+        return
+    if level in _LINEAR:
+        raise ConfigError(
+            "trainer.algorithm.advantage_estimator: wanted one per outcome with an agent, whose "
+            f"calls may run in parallel and form a tree, got {estimator}, which needs one line"
+        )
+    if not config.generator.step_wise_trajectories:
+        raise ConfigError(
+            "generator.step_wise_trajectories: wanted true with an agent, whose context need not "
+            "grow only, got false"
+        )

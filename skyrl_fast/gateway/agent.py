@@ -1,0 +1,106 @@
+"""Trajectories of agents that call the gateway: an `Agent` for `GroupRunner`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from skyrl_fast.gateway.agents.task import AgentTask
+from skyrl_fast.gateway.messages import ApiError, Outcome
+from skyrl_fast.gateway.server import Gateway
+from skyrl_fast.gateway.session import Policy, Session
+from skyrl_fast.rollout.activity import ACTING, Activity
+from skyrl_fast.rollout.env.factory import EnvError
+from skyrl_fast.rollout.loop_settings import RolloutPrompt
+from skyrl_fast.rollout.trajectory import Trajectory
+
+
+class BlackBox(Protocol):
+    """A function or command that solves tasks by calls of the gateway."""
+
+    async def run(self, task: AgentTask) -> Outcome:
+        """Return the reward of one task; free everything also if cancelled.
+
+        Raises:
+            EnvError: it failed.
+        """
+
+
+class GatewayAgent:
+    """An `Agent`: each episode is a session of the gateway.
+
+    Args:
+        gateway: started.
+        policy: that it serves.
+        agent: the function or command.
+    """
+
+    def __init__(self, gateway: Gateway, policy: Policy, agent: BlackBox) -> None:
+        self.gateway = gateway
+        self.policy = policy
+        self.agent = agent
+
+    def episode(
+        self, trajectory: Trajectory, prompt: RolloutPrompt, entry: Activity, *, policy_version: int
+    ) -> _AgentEpisode:
+        """Return an attempt at the trajectory; see `Agent.episode`."""
+        trajectory.env_class = "agent"
+        session = Session(self.policy, trajectory, entry, policy_version=policy_version)
+        return _AgentEpisode(self, session, trajectory, prompt, entry)
+
+
+class _AgentEpisode:
+    """One attempt by the agent."""
+
+    def __init__(
+        self,
+        parent: GatewayAgent,
+        session: Session,
+        trajectory: Trajectory,
+        prompt: RolloutPrompt,
+        entry: Activity,
+    ) -> None:
+        self._parent = parent
+        self._session = session
+        self._trajectory = trajectory
+        self._prompt = prompt
+        self._entry = entry
+        self._key = parent.gateway.open(session)
+
+    async def play(self) -> str:
+        """See `Episode.play`."""
+        parent, session = self._parent, self._session
+        entry = self._entry
+        parent.policy.board.set_phase(entry, ACTING, attempt=entry.attempt, turn=0)
+        row = {"prompt": [dict(m) for m in self._prompt.messages], **self._prompt.env_extras}
+        task = AgentTask(row, parent.gateway.url, self._key, parent.policy.model)
+        running = asyncio.ensure_future(parent.agent.run(task))
+        died = asyncio.ensure_future(session.engine_died.wait())
+        try:
+            await asyncio.wait([running, died], return_when=asyncio.FIRST_COMPLETED)
+            if session.engine_died.is_set():
+                assert session.engine_failure is not None
+                raise session.engine_failure
+            outcome = running.result()
+        except EnvError:
+            if session.engine_failure is not None:  # what the agent failed by
+                raise session.engine_failure from None
+            if session.refused is None or not self._trajectory.steps:
+                raise
+            outcome = Outcome(0.0)  # it did not expect that its context is full
+        finally:
+            died.cancel()
+            running.cancel()
+            await asyncio.wait([running])
+        if not self._trajectory.steps:
+            raise EnvError("the agent returned without an answer of the policy that is trained")
+        try:
+            return session.finish(outcome)
+        except ApiError as error:
+            raise EnvError(f"call_rewards: {error}") from error
+
+    async def close(self) -> None:
+        """See `Episode.close`."""
+        if self._trajectory.failure is None and not self._trajectory.env_metrics:
+            self._trajectory.env_metrics = self._session.metrics()  # at the deadline
+        await self._parent.gateway.end(self._key)

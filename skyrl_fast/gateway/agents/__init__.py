@@ -1,0 +1,1 @@
+"""What runs at the gateway: a Python function, or a command."""

@@ -1,0 +1,141 @@
+"""An agent that is a command, in a folder and a process group of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from skyrl_fast.child_environment import environment_without_key
+from skyrl_fast.gateway.agents.outcome import OutcomeError, outcome_of
+from skyrl_fast.gateway.agents.task import AgentTask
+from skyrl_fast.gateway.messages import Outcome
+from skyrl_fast.printable import printable
+from skyrl_fast.rollout.env.factory import EnvError
+
+TASK_FILE = "task.json"
+OUTPUT_FILE = ".agent_output"
+TASK_VARIABLE = "SKYRL_FAST_TASK"
+OUTPUT_CHARACTERS = 1_000  # at the end of a command's output, quoted when it fails
+MAX_REWARD_BYTES = 1 << 20
+# Runs a command in its own process group, which ends with this process: a pipe tells, even after
+# SIGKILL. The group is killed when the command has ended, too.
+_LEASH = """
+import os, signal, subprocess, sys, threading
+child = subprocess.Popen(sys.argv[1:], start_new_session=True, stdin=subprocess.DEVNULL)
+def kill():
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+def watch():
+    sys.stdin.buffer.read()
+    kill()
+    os._exit(1)
+threading.Thread(target=watch, daemon=True).start()
+code = child.wait()
+kill()
+os._exit(code if code >= 0 else 128 - code)
+"""
+
+
+class CommandAgent:
+    """Runs the command for each task.
+
+    Args:
+        command: program and arguments.
+        verifier: command that runs afterwards in the same folder and gives the reward; empty: none.
+        reward_file: file in the folder with the reward, as JSON for `outcome_of`; None: the reward
+            is 1 if the last command's exit code is 0, else 0.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        verifier: Sequence[str] = (),
+        reward_file: str | None = None,
+    ) -> None:
+        self._command = list(command)
+        self._verifier = list(verifier)
+        self._reward_file = reward_file
+
+    async def run(self, task: AgentTask) -> Outcome:
+        """Return the reward of one task; no process of it remains.
+
+        Raises:
+            EnvError: a command cannot be started, or left no valid reward.
+        """
+        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="skyrl_fast_agent_"))
+        try:
+            (folder / TASK_FILE).write_text(json.dumps(dict(task.row), default=str))
+            variables = {**task.environment, TASK_VARIABLE: str(folder / TASK_FILE)}
+            code = await _exit_code(self._command, folder, variables)
+            if self._verifier:
+                code = await _exit_code(self._verifier, folder, variables)
+            if self._reward_file is None:
+                return Outcome(float(code == 0))
+            return self._read(folder, code)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _read(self, folder: Path, code: int) -> Outcome:
+        name = f"agent.reward_file: {self._reward_file}"
+        try:
+            with open(folder / str(self._reward_file), "rb") as file:
+                return outcome_of(json.loads(file.read(MAX_REWARD_BYTES)))
+        except FileNotFoundError:
+            end = _end_of_output(folder)
+            raise EnvError(f"{name}: no such file; exit code {code}; output: {end}") from None
+        except (OSError, OutcomeError, ValueError, RecursionError) as error:
+            raise EnvError(f"{name}: {error}") from error
+
+
+async def _exit_code(command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> int:
+    """Run a command to its end; kill its process group, also if this call is cancelled.
+
+    Raises:
+        EnvError: it cannot be started.
+    """
+    if shutil.which(command[0], path=os.environ.get("PATH")) is None:
+        raise EnvError(f"agent.command: no program {command[0]!r}")
+    with open(folder / OUTPUT_FILE, "ab") as output:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-I", "-S", "-c", _LEASH, *command),
+                cwd=folder,
+                env={**environment_without_key(), **variables},
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EnvError(f"agent.command: {error}") from error
+    try:
+        return await process.wait()
+    finally:
+        if process.stdin is not None:
+            process.stdin.close()  # the leash kills the command's group
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5.0):
+                await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _end_of_output(folder: Path) -> str:
+    try:
+        text = (folder / OUTPUT_FILE).read_bytes()[-OUTPUT_CHARACTERS:].decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return printable(text.strip(), OUTPUT_CHARACTERS)

@@ -1,0 +1,62 @@
+"""What an agent returned, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_fast.gateway.messages import Outcome
+from skyrl_fast.printable import shortened
+
+MAX_SHOWN = 100  # characters of a wrong value, in an error
+
+
+class OutcomeError(ValueError):
+    """An agent's reward or metrics are invalid."""
+
+
+def outcome_of(value: Any) -> Outcome:
+    """Return a reward with its metrics.
+
+    Args:
+        value: a number; a mapping with `reward` (a number or null), `call_rewards` (by completion
+            id) and metrics; or None: what was posted.
+
+    Raises:
+        OutcomeError: it is something else, or a number is not finite.
+
+    Example:
+        >>> outcome_of({"reward": 1, "turns": 3})
+        Outcome(reward=1.0, metrics={'turns': 3.0}, call_rewards={})
+    """
+    if value is None:
+        return Outcome()
+    if not isinstance(value, Mapping):
+        return Outcome(_number("the reward", value))
+    rest = dict(value)
+    reward, calls = rest.pop("reward", None), rest.pop("call_rewards", None)
+    if not isinstance(calls, Mapping | None):
+        raise OutcomeError(f"call_rewards: wanted a mapping, got {_shown(calls)}")
+    return Outcome(
+        None if reward is None else _number("reward", reward),
+        {str(name): _number(str(name), number) for name, number in rest.items()},
+        {str(name): _number("call_rewards", number) for name, number in (calls or {}).items()},
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = float.__float__(float(value))
+    except Exception:  # of any type
+        number = math.nan
+    if isinstance(value, str) or not math.isfinite(number):
+        raise OutcomeError(f"{name}: wanted a finite number, got {_shown(value)}")
+    return number
+
+
+def _shown(value: Any) -> str:
+    try:
+        return shortened(repr(value), MAX_SHOWN)
+    except Exception:  # of any type
+        return f"a {type(value).__name__}"

@@ -1,0 +1,1 @@
+"""APIs that clients speak: their requests, answers, streams and errors."""

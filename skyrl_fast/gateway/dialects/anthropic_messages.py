@@ -1,0 +1,266 @@
+"""Anthropic's messages: `POST /v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from skyrl_fast.gateway.dialects.dialect import (
+    Fields,
+    ParsedCall,
+    checked,
+    event,
+    not_honoured,
+    text_parts,
+)
+from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice
+from skyrl_fast.rollout.chat_template import Message
+
+SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "thinking": {"type": "disabled"}}
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+}
+THOUGHTS = ("thinking", "redacted_thinking")
+
+
+class Block(Fields):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str = ""
+    name: str = ""
+    input: Any = None
+    tool_use_id: str = ""
+    content: str | list[Block] | None = None
+
+
+class AnthropicMessage(Fields):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class AnthropicTool(Fields):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class ToolChoice(Fields):
+    """Whether tools are called."""
+
+    type: str = "auto"
+
+
+class CountRequest(Fields):
+    """A request to count tokens."""
+
+    model: str
+    messages: list[AnthropicMessage] = Field(min_length=1)
+    system: str | list[Block] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: ToolChoice | None = None
+
+
+class MessagesRequest(CountRequest):
+    """A request."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] | None = None
+    stream: bool | None = False
+
+
+class AnthropicMessages:
+    """The dialect; see `Dialect`."""
+
+    def parsed(self, body: Any, memory: dict[str, Any]) -> ParsedCall:
+        """See `Dialect.parsed`."""
+        fields = checked(MessagesRequest, body)
+        names = not_honoured(fields, SAMPLING)
+        choice = "auto" if fields.tool_choice is None else fields.tool_choice.type
+        if choice not in ("auto", "none"):
+            names += ("tool_choice",)
+        call = Call(
+            model=fields.model,
+            messages=_messages(fields),
+            tools=_tools(fields),
+            parse_tools=choice != "none",
+            max_tokens=fields.max_tokens,
+            stop=[text for text in fields.stop_sequences or [] if text] or None,
+            stream=bool(fields.stream),
+            not_honoured=names,
+        )
+        return ParsedCall(call, fields)
+
+    def counted(self, body: Any) -> Call:
+        """Return the call whose tokens are to be counted."""
+        fields = checked(CountRequest, body)
+        return Call(model=fields.model, messages=_messages(fields), tools=_tools(fields))
+
+    def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:
+        """See `Dialect.response`."""
+        (choice,) = answer.choices
+        return {
+            **_head(answer),
+            "content": _blocks(choice),
+            **_stop(choice, request.call),
+            "usage": _usage(answer, answer.num_sampled_tokens),
+        }
+
+    def events(self, answer: Answer, request: ParsedCall, tokens: Any) -> Iterator[str]:
+        """See `Dialect.events`."""
+        (choice,) = answer.choices
+        start = {
+            **_head(answer),
+            **{"content": [], "stop_reason": None, "stop_sequence": None},
+            "usage": _usage(answer, 0),
+        }
+        yield _event("message_start", message=start)
+        for index, block in enumerate(_blocks(choice)):
+            if block["type"] == "text":
+                empty: dict[str, Any] = {"type": "text", "text": ""}
+                deltas = [{"type": "text_delta", "text": p} for p in text_parts(block["text"])]
+            else:
+                empty = {**block, "input": {}}
+                text = json.dumps(block["input"], ensure_ascii=False)
+                deltas = [{"type": "input_json_delta", "partial_json": text}]
+            yield _event("content_block_start", index=index, content_block=empty)
+            for delta in deltas:
+                yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        usage = {"output_tokens": answer.num_sampled_tokens}
+        yield _event("message_delta", delta=_stop(choice, request.call), usage=usage)
+        yield _event("message_stop")
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """See `Dialect.error`."""
+        kind = KINDS.get(error.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _messages(fields: CountRequest) -> list[Message]:
+    messages: list[Message] = []
+    if fields.system is not None:
+        messages.append({"role": "system", "content": _text(fields.system, "\n")})
+    for message in fields.messages:
+        if message.role == "assistant":
+            messages.append(_assistant(message.content))
+        else:
+            messages += _given(message.role, message.content)
+    return messages
+
+
+def _assistant(content: str | list[Block]) -> Message:
+    if isinstance(content, str):
+        return {"role": "assistant", "content": content}
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": block.input or {}},
+        }
+        for block in content
+        if block.type == "tool_use"
+    ]
+    thoughts = "".join(block.thinking or "" for block in content if block.type in THOUGHTS)
+    rest = [block for block in content if block.type not in (*THOUGHTS, "tool_use")]
+    return {
+        "role": "assistant",
+        "content": _text(rest, ""),
+        **({"tool_calls": calls} if calls else {}),
+        **({"reasoning_content": thoughts} if thoughts else {}),
+    }
+
+
+def _given(role: str, content: str | list[Block]) -> list[Message]:
+    """Return the messages of a user's turn: tool results, then its text."""
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    messages: list[Message] = [
+        {"role": "tool", "tool_call_id": b.tool_use_id, "content": _text(b.content or "", "\n")}
+        for b in content
+        if b.type == "tool_result"
+    ]
+    rest = [block for block in content if block.type != "tool_result"]
+    if rest or not messages:
+        messages.append({"role": role, "content": _text(rest, "\n")})
+    return messages
+
+
+def _text(content: str | list[Block], between: str) -> str:
+    if isinstance(content, str):
+        return content
+    for block in content:
+        if block.text is None:
+            raise ApiError(400, f"content: wanted text, got a block of type {block.type!r}")
+    return between.join(block.text or "" for block in content)
+
+
+def _tools(fields: CountRequest) -> list[dict[str, Any]] | None:
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                **({} if tool.description is None else {"description": tool.description}),
+                "parameters": tool.input_schema,
+            },
+        }
+        for tool in fields.tools or []
+    ] or None
+
+
+def _head(answer: Answer) -> dict[str, Any]:
+    return {
+        "id": f"msg_{answer.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer.model,
+    }
+
+
+def _blocks(choice: Choice) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if choice.text or not choice.tool_calls:
+        blocks.append({"type": "text", "text": choice.text})
+    for call in choice.tool_calls:
+        block = {"type": "tool_use", "id": call.id, "name": call.name}
+        blocks.append({**block, "input": _mapping(call.arguments)})
+    return blocks
+
+
+def _mapping(arguments: str) -> dict[str, Any]:
+    try:
+        values = json.loads(arguments)
+    except ValueError:
+        values = arguments
+    return values if isinstance(values, dict) else {"arguments": values}
+
+
+def _stop(choice: Choice, call: Call) -> dict[str, Any]:
+    reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+    by_string = choice.finish == "stop" and choice.stop_string in (call.stop or [])
+    return {
+        "stop_reason": "stop_sequence" if by_string else reasons[choice.finish],
+        "stop_sequence": choice.stop_string if by_string else None,
+    }
+
+
+def _usage(answer: Answer, output_tokens: int) -> dict[str, Any]:
+    return {"input_tokens": answer.num_prompt_tokens, "output_tokens": output_tokens}
+
+
+def _event(name: str, **data: Any) -> str:
+    return event({"type": name, **data}, name)

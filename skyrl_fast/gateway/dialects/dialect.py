@@ -1,0 +1,98 @@
+"""What the server needs of a dialect, and how requests are checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from skyrl_fast.gateway.messages import Answer, ApiError, Call
+
+
+class Fields(BaseModel):
+    """A part of a request; fields that it does not name are allowed, and ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+F = TypeVar("F", bound=Fields)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """A request: the call, and what only its dialect needs for the answer."""
+
+    call: Call
+    fields: Any
+
+
+class Dialect(Protocol):
+    """One API."""
+
+    def parsed(self, body: Any, memory: dict[str, Any]) -> ParsedCall:
+        """Return the call that a request asks for.
+
+        Args:
+            body: JSON of the request.
+            memory: of the session: what later requests may refer to.
+
+        Raises:
+            ApiError: it is invalid, or asks for something that the gateway does not have.
+        """
+
+    def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:
+        """Return the JSON of an answer.
+
+        Args:
+            answer: of the call.
+            request: the call.
+            tokens: of the model, to decode single tokens.
+        """
+
+    def events(self, answer: Answer, request: ParsedCall, tokens: Any) -> Iterator[str]:
+        """Yield the answer as server-sent events."""
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """Return the JSON of an error."""
+
+
+def checked(model: type[F], body: Any) -> F:
+    """Return a request's fields.
+
+    Raises:
+        ApiError: one is missing or of the wrong type; the message names it.
+    """
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ApiError(400, f"{place}: {first['msg']}", code="invalid_value") from None
+
+
+def event(data: Mapping[str, Any], name: str | None = None) -> str:
+    """Return one server-sent event with JSON data."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def text_parts(text: str) -> list[str]:
+    """Return a text in the parts in which a stream sends it: words, with the space before them."""
+    parts: list[str] = []
+    for word in text.split(" "):
+        parts.append(word if not parts else " " + word)
+    return [part for part in parts if part]
+
+
+def not_honoured(fields: Fields, names: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the sampling parameters of a request that differ from values without effect.
+
+    Args:
+        fields: of the request.
+        names: parameter -> value that changes nothing.
+    """
+    given = {**fields.model_dump(include=set(names)), **(fields.model_extra or {})}
+    return tuple(n for n, plain in names.items() if given.get(n) not in (None, plain, [], {}))

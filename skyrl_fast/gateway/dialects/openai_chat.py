@@ -1,0 +1,293 @@
+"""OpenAI's chat completions: `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from skyrl_fast.gateway.dialects.dialect import (
+    Fields,
+    ParsedCall,
+    checked,
+    event,
+    not_honoured,
+    text_parts,
+)
+from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice, ToolCall
+from skyrl_fast.rollout.chat_template import Message
+
+MAX_CHOICES = 128  # OpenAI's limit of n
+MAX_STOPS = 64
+# Sampling parameters for which the run's values are used, and their values without effect.
+SAMPLING = {
+    **{"temperature": None, "top_p": None, "top_k": None, "min_p": None, "seed": None},
+    **{"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": None},
+}
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+
+
+class Part(Fields):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class Function(Fields):
+    """A called function."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class CalledTool(Fields):
+    """A tool call of an assistant message."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChatMessage(Fields):
+    """A message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+class Tool(Fields):
+    """A function that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: dict[str, Any]
+
+
+class StreamOptions(Fields):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+
+
+class Format(Fields):
+    """The wanted form of the answer."""
+
+    type: str = "text"
+
+
+class ChatRequest(Fields):
+    """A request."""
+
+    model: str
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    n: int | None = Field(1, ge=1, le=MAX_CHOICES)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = False
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: Format | None = None
+    include_stop_str_in_output: bool = False  # vLLM's, as the next
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class OpenAIChat:
+    """The dialect; see `Dialect`."""
+
+    def parsed(self, body: Any, memory: dict[str, Any]) -> ParsedCall:
+        """See `Dialect.parsed`."""
+        fields = checked(ChatRequest, body)
+        refuse_unsupported(fields)
+        names = not_honoured(fields, SAMPLING)
+        if fields.tool_choice not in (None, "auto", "none"):
+            names += ("tool_choice",)
+        call = Call(
+            model=fields.model,
+            messages=[_message(message) for message in fields.messages],
+            tools=[tool.model_dump(exclude_none=True) for tool in fields.tools or []] or None,
+            template_kwargs=fields.chat_template_kwargs or {},
+            parse_tools=fields.tool_choice != "none",
+            max_tokens=fields.max_completion_tokens or fields.max_tokens,
+            stop=stop_strings(fields.stop),
+            include_stop=fields.include_stop_str_in_output,
+            num_choices=fields.n or 1,
+            stream=bool(fields.stream),
+            not_honoured=names,
+        )
+        return ParsedCall(call, fields)
+
+    def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:
+        """See `Dialect.response`."""
+        choices = []
+        for index, choice in enumerate(answer.choices):
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": choice.text or (None if choice.tool_calls else ""),
+                "refusal": None,
+            }
+            if choice.tool_calls:
+                message["tool_calls"] = [_called(call) for call in choice.tool_calls]
+            logprobs = _logprobs(choice, tokens) if request.fields.logprobs else None
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": logprobs,
+                    "finish_reason": choice.finish,
+                }
+            )
+        return {**_head(answer, "chat.completion"), "choices": choices, "usage": usage(answer)}
+
+    def events(self, answer: Answer, request: ParsedCall, tokens: Any) -> Iterator[str]:
+        """See `Dialect.events`."""
+        head = _head(answer, "chat.completion.chunk")
+        options = request.fields.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        more = {"usage": None} if with_usage else {}
+
+        def chunk(index: int, delta: dict[str, Any], finish: str | None, logprobs: Any) -> str:
+            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+            return event({**head, "choices": [choice], **more})
+
+        for index, choice in enumerate(answer.choices):
+            logprobs = _logprobs(choice, tokens) if request.fields.logprobs else None
+            yield chunk(index, {"role": "assistant", "content": ""}, None, None)
+            for part in text_parts(choice.text):
+                yield chunk(index, {"content": part}, None, logprobs)
+                logprobs = None
+            for number, call in enumerate(choice.tool_calls):
+                called = {"index": number, **_called(call)}
+                yield chunk(index, {"tool_calls": [called]}, None, logprobs)
+                logprobs = None
+            yield chunk(index, {}, choice.finish, logprobs)
+        if with_usage:
+            yield event({**head, "choices": [], "usage": usage(answer)})
+        yield "data: [DONE]\n\n"
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """See `Dialect.error`."""
+        return openai_error(error)
+
+
+def openai_error(error: ApiError) -> dict[str, Any]:
+    """Return the JSON of an error."""
+    kind = "server_error" if error.status >= 500 else KINDS.get(error.status, "")
+    return {
+        "error": {
+            "message": error.message,
+            "type": kind or "invalid_request_error",
+            "param": None,
+            "code": error.code,
+        }
+    }
+
+
+def refuse_unsupported(fields: Fields) -> None:
+    """Raise ApiError for what the gateway does not have: an error is better than another answer."""
+    wanted = getattr(fields, "response_format", None)
+    if wanted is not None and wanted.type != "text":
+        raise ApiError(400, f"response_format: wanted text, got {wanted.type}", code="unsupported")
+    for name in ("functions", "audio", "prediction"):
+        if (fields.model_extra or {}).get(name):
+            raise ApiError(400, f"{name} is not supported", code="unsupported")
+
+
+def stop_strings(stop: str | list[str] | None) -> list[str] | None:
+    """Return a request's stop strings; None: it has none."""
+    stops = [stop] if isinstance(stop, str) else stop or []
+    stops = [text for text in stops if text]
+    if len(stops) > MAX_STOPS:
+        raise ApiError(400, f"stop: wanted at most {MAX_STOPS} strings, got {len(stops)}")
+    return stops or None
+
+
+def text_of(content: str | list[Part] | None) -> str:
+    """Return a content as text; parts are joined by line breaks, as vLLM's server does.
+
+    Raises:
+        ApiError: it is not only text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.text is None:
+            raise ApiError(400, f"content: wanted text, got a part of type {part.type!r}")
+    return "\n".join(part.text or "" for part in content)
+
+
+def usage(answer: Answer) -> dict[str, Any]:
+    """Return the token counts of an answer."""
+    return {
+        "prompt_tokens": answer.num_prompt_tokens,
+        "completion_tokens": answer.num_sampled_tokens,
+        "total_tokens": answer.num_prompt_tokens + answer.num_sampled_tokens,
+    }
+
+
+def plain_arguments(arguments: str) -> Any:
+    """Return a call's arguments as chat templates take them: a mapping where it is one."""
+    try:
+        values = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return values if isinstance(values, dict) else arguments
+
+
+def _message(message: ChatMessage) -> Message:
+    role = "system" if message.role == "developer" else message.role
+    plain: Message = {"role": role, "content": text_of(message.content)}
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": plain_arguments(call.function.arguments),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    for name in ("tool_call_id", "name", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            plain[name] = value
+    return plain
+
+
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{answer.id}",
+        "object": kind,
+        "created": answer.created,
+        "model": answer.model,
+    }
+
+
+def _called(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _logprobs(choice: Choice, tokens: Any) -> dict[str, Any]:
+    content = []
+    for token, logprob in zip(choice.token_ids, choice.logprobs, strict=True):
+        text = tokens.decode([token])
+        content.append(
+            {
+                "token": text,
+                "logprob": logprob,
+                "bytes": list(text.encode("utf-8", "replace")),
+                "top_logprobs": [],
+            }
+        )
+    return {"content": content, "refusal": None}

@@ -1,0 +1,112 @@
+"""OpenAI's text completions: `POST /v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import Field
+
+from skyrl_fast.gateway.dialects.dialect import Fields, ParsedCall, checked, event, not_honoured
+from skyrl_fast.gateway.dialects.openai_chat import (
+    MAX_CHOICES,
+    SAMPLING,
+    StreamOptions,
+    openai_error,
+    refuse_unsupported,
+    stop_strings,
+    usage,
+)
+from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice
+
+UNSUPPORTED = ("suffix", "echo", "best_of")
+DEFAULT_TOKENS = 16  # of an answer, as in OpenAI's API
+
+
+class CompletionRequest(Fields):
+    """A request."""
+
+    model: str
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = Field(DEFAULT_TOKENS, ge=1)
+    stop: str | list[str] | None = None
+    n: int | None = Field(1, ge=1, le=MAX_CHOICES)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    logprobs: int | None = None
+    include_stop_str_in_output: bool = False  # vLLM's
+
+
+class OpenAICompletions:
+    """The dialect; see `Dialect`."""
+
+    def parsed(self, body: Any, memory: dict[str, Any]) -> ParsedCall:
+        """See `Dialect.parsed`."""
+        fields = checked(CompletionRequest, body)
+        refuse_unsupported(fields)
+        for name in UNSUPPORTED:
+            if (fields.model_extra or {}).get(name) not in (None, False, 1):
+                raise ApiError(400, f"{name} is not supported", code="unsupported")
+        call = Call(
+            model=fields.model,
+            prompt=_prompt(fields.prompt),
+            max_tokens=fields.max_tokens,
+            stop=stop_strings(fields.stop),
+            include_stop=fields.include_stop_str_in_output,
+            num_choices=fields.n or 1,
+            stream=bool(fields.stream),
+            not_honoured=not_honoured(fields, SAMPLING),
+        )
+        return ParsedCall(call, fields)
+
+    def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:
+        """See `Dialect.response`."""
+        choices = [
+            _choice(index, choice.text, choice, request, tokens)
+            for index, choice in enumerate(answer.choices)
+        ]
+        return {**_head(answer), "choices": choices, "usage": usage(answer)}
+
+    def events(self, answer: Answer, request: ParsedCall, tokens: Any) -> Iterator[str]:
+        """See `Dialect.events`."""
+        for index, choice in enumerate(answer.choices):
+            entry = _choice(index, choice.text, choice, request, tokens)
+            yield event({**_head(answer), "choices": [entry]})
+        options = request.fields.stream_options
+        if options is not None and options.include_usage:
+            yield event({**_head(answer), "choices": [], "usage": usage(answer)})
+        yield "data: [DONE]\n\n"
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """See `Dialect.error`."""
+        return openai_error(error)
+
+
+def _prompt(prompt: Any) -> str | list[int]:
+    """Return the one prompt of a request, as text or tokens."""
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise ApiError(400, f"prompt: wanted one prompt, got {len(prompt)}")
+        prompt = prompt[0]
+    if not prompt:
+        raise ApiError(400, "prompt: wanted text or tokens, got nothing")
+    return prompt
+
+
+def _head(answer: Answer) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{answer.id}",
+        "object": "text_completion",
+        "created": answer.created,
+        "model": answer.model,
+    }
+
+
+def _choice(
+    index: int, text: str, choice: Choice, request: ParsedCall, tokens: Any
+) -> dict[str, Any]:
+    logprobs = None
+    if request.fields.logprobs is not None:
+        texts = [tokens.decode([token]) for token in choice.token_ids]
+        logprobs = {"tokens": texts, "token_logprobs": choice.logprobs, "top_logprobs": None}
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish}

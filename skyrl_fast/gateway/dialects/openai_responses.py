@@ -1,0 +1,282 @@
+"""OpenAI's responses: `POST /v1/responses`, with function tools and `previous_response_id`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from skyrl_fast.gateway.dialects.dialect import (
+    Fields,
+    ParsedCall,
+    checked,
+    event,
+    not_honoured,
+    text_parts,
+)
+from skyrl_fast.gateway.dialects.openai_chat import SAMPLING, openai_error, plain_arguments
+from skyrl_fast.gateway.messages import Answer, ApiError, Call
+from skyrl_fast.rollout.chat_template import Message
+
+
+class Content(Fields):
+    """A part of a message."""
+
+    type: str
+    text: str | None = None
+
+
+class Item(Fields):
+    """A message, a function call, or its output."""
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[Content] | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = "{}"
+    output: str | list[Content] | None = None
+
+
+class ResponseTool(Fields):
+    """A function that the model may call."""
+
+    type: str = "function"
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class TextOptions(Fields):
+    """The wanted form of the answer."""
+
+    format: Content | None = None
+
+
+class ResponseRequest(Fields):
+    """A request."""
+
+    model: str
+    input: str | list[Item]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = False
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    text: TextOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checked request.
+
+    Args:
+        fields: as sent.
+        messages: of the conversation, without the instructions.
+        memory: of the session: messages by the id of a response.
+    """
+
+    fields: ResponseRequest
+    messages: list[Message]
+    memory: dict[str, Any]
+
+
+class OpenAIResponses:
+    """The dialect; see `Dialect`."""
+
+    def parsed(self, body: Any, memory: dict[str, Any]) -> ParsedCall:
+        """See `Dialect.parsed`."""
+        fields = checked(ResponseRequest, body)
+        form = None if fields.text is None else fields.text.format
+        if form is not None and form.type != "text":
+            raise ApiError(400, f"text.format: wanted text, got {form.type}", code="unsupported")
+        messages: list[Message] = []
+        if fields.previous_response_id is not None:
+            if fields.previous_response_id not in memory:
+                raise ApiError(
+                    404,
+                    f"Previous response with id '{fields.previous_response_id}' not found.",
+                    code="previous_response_not_found",
+                )
+            messages += memory[fields.previous_response_id]
+        messages += _messages(fields.input)
+        system = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
+        names = not_honoured(fields, SAMPLING)
+        if fields.tool_choice not in (None, "auto", "none"):
+            names += ("tool_choice",)
+        call = Call(
+            model=fields.model,
+            messages=[*system, *messages],
+            tools=_tools(fields.tools or []) or None,
+            parse_tools=fields.tool_choice != "none",
+            max_tokens=fields.max_output_tokens,
+            stream=bool(fields.stream),
+            not_honoured=names,
+        )
+        return ParsedCall(call, Request(fields, messages, memory))
+
+    def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:
+        """See `Dialect.response`."""
+        checked_request: Request = request.fields
+        items = _output(answer)
+        history = [*checked_request.messages, *_messages([Item(**item) for item in items])]
+        checked_request.memory[f"resp_{answer.id}"] = history
+        return _response(answer, checked_request.fields, items)
+
+    def events(self, answer: Answer, request: ParsedCall, tokens: Any) -> Iterator[str]:
+        """See `Dialect.events`."""
+        complete = self.response(answer, request, tokens)
+        begun = {**complete, "status": "in_progress", "output": [], "usage": None}
+        number = 0
+
+        def numbered(kind: str, **data: Any) -> str:
+            nonlocal number
+            number += 1
+            return event({"type": kind, "sequence_number": number - 1, **data}, kind)
+
+        yield numbered("response.created", response=begun)
+        yield numbered("response.in_progress", response=begun)
+        for index, item in enumerate(complete["output"]):
+            place = {"item_id": item["id"], "output_index": index}
+            started = {**item, "status": "in_progress"}
+            if item["type"] == "message":
+                started["content"] = []
+            else:
+                started["arguments"] = ""
+            yield numbered("response.output_item.added", output_index=index, item=started)
+            if item["type"] == "message":
+                (part,) = item["content"]
+                place["content_index"] = 0
+                empty = {**part, "text": ""}
+                yield numbered("response.content_part.added", **place, part=empty)
+                for text in text_parts(part["text"]):
+                    delta = {"delta": text, "logprobs": []}
+                    yield numbered("response.output_text.delta", **place, **delta)
+                done = {"text": part["text"], "logprobs": []}
+                yield numbered("response.output_text.done", **place, **done)
+                yield numbered("response.content_part.done", **place, part=part)
+            else:
+                arguments = item["arguments"]
+                kind = "response.function_call_arguments"
+                yield numbered(f"{kind}.delta", **place, delta=arguments)
+                yield numbered(f"{kind}.done", **place, name=item["name"], arguments=arguments)
+            yield numbered("response.output_item.done", output_index=index, item=item)
+        yield numbered(f"response.{complete['status']}", response=complete)
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """See `Dialect.error`."""
+        return openai_error(error)
+
+
+def _messages(given: str | list[Item]) -> list[Message]:
+    """Return items as messages; a function call is a part of the answer before it."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[Message] = []
+    for item in given:
+        if item.type == "message":
+            role = "system" if item.role == "developer" else item.role
+            if role not in ("system", "user", "assistant"):
+                raise ApiError(400, f"input: role: wanted user or another, got {item.role!r}")
+            messages.append({"role": role, "content": _text(item.content)})
+        elif item.type == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            function = {"name": item.name, "arguments": plain_arguments(item.arguments)}
+            calls = messages[-1].setdefault("tool_calls", [])
+            calls.append({"id": item.call_id, "type": "function", "function": function})
+        elif item.type == "function_call_output":
+            result = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+            messages.append(result)
+        elif item.type != "reasoning":
+            raise ApiError(400, f"input: items of type {item.type!r} are not supported")
+    return messages
+
+
+def _text(content: str | list[Content] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.text is None:
+            raise ApiError(400, f"content: wanted text, got a part of type {part.type!r}")
+    return "\n".join(part.text or "" for part in content)
+
+
+def _tools(tools: list[ResponseTool]) -> list[dict[str, Any]]:
+    for tool in tools:
+        if tool.type != "function":
+            raise ApiError(400, f"tools: wanted functions, got {tool.type!r}", code="unsupported")
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                **({} if tool.description is None else {"description": tool.description}),
+                "parameters": tool.parameters or {"type": "object", "properties": {}},
+            },
+        }
+        for tool in tools
+    ]
+
+
+def _output(answer: Answer) -> list[dict[str, Any]]:
+    (choice,) = answer.choices
+    items: list[dict[str, Any]] = []
+    if choice.text or not choice.tool_calls:
+        part = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}
+        items.append(
+            {
+                "type": "message",
+                "id": f"msg_{answer.id}",
+                "status": "completed",
+                "role": "assistant",
+                "content": [part],
+            }
+        )
+    for number, call in enumerate(choice.tool_calls):
+        items.append(
+            {
+                "type": "function_call",
+                "id": f"fc_{number}_{answer.id}",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": call.arguments,
+                "status": "completed",
+            }
+        )
+    return items
+
+
+def _response(
+    answer: Answer, fields: ResponseRequest, items: list[dict[str, Any]]
+) -> dict[str, Any]:
+    is_cut = answer.choices[0].finish == "length"
+    return {
+        "id": f"resp_{answer.id}",
+        "object": "response",
+        "created_at": answer.created,
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "metadata": {},
+        "model": answer.model,
+        "output": items,
+        "parallel_tool_calls": True,
+        "previous_response_id": fields.previous_response_id,
+        "temperature": None,
+        "tool_choice": fields.tool_choice or "auto",
+        "tools": [tool.model_dump() for tool in fields.tools or []],
+        "top_p": None,
+        "usage": {
+            "input_tokens": answer.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": answer.num_sampled_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answer.num_prompt_tokens + answer.num_sampled_tokens,
+        },
+    }

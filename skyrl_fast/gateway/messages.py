@@ -1,0 +1,133 @@
+"""Calls and answers as all dialects see them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyrl_fast.rollout.chat_template import Message
+
+
+class ApiError(Exception):
+    """A call is answered with this HTTP status.
+
+    Args:
+        status: 4xx or 5xx.
+        message: for people.
+        code: for programs, in dialects that have codes.
+    """
+
+    def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the model.
+
+    Args:
+        model: name that the client asks for.
+        messages: of a chat; None: `prompt`.
+        prompt: text or tokens to continue.
+        tools: JSON schemas of functions, as chat templates take them.
+        template_kwargs: keyword arguments of the chat template.
+        parse_tools: whether to look for tool calls in the answer.
+        max_tokens: of the answer; None: the run's limit.
+        stop: strings that end the answer, which does not contain them; None: the run's.
+        include_stop: whether the answer contains the stop string that ended it.
+        num_choices: number of answers.
+        stream: whether the answer is sent as events.
+        not_honoured: parameters of the request that are not the run's, so that its values are used.
+    """
+
+    model: str
+    messages: list[Message] | None = None
+    prompt: str | list[int] | None = None
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    parse_tools: bool = True
+    max_tokens: int | None = None
+    stop: list[str] | None = None
+    include_stop: bool = False
+    num_choices: int = 1
+    stream: bool = False
+    not_honoured: tuple[str, ...] = ()
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of the messages' contents, or length of the prompt."""
+        if self.messages is None:
+            return len(self.prompt or "")
+        return sum(len(message.get("content") or "") for message in self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a function: its id, name, and arguments as JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One sampled answer.
+
+    Args:
+        text: without tool calls.
+        tool_calls: found in it.
+        finish: "stop", "length" or "tool_calls".
+        stop_string: that ended it, or None.
+        token_ids, logprobs: as sampled.
+    """
+
+    text: str
+    tool_calls: list[ToolCall]
+    finish: str
+    stop_string: str | None
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """All choices of a call.
+
+    Args:
+        id: unique, without a dialect's prefix.
+        created: seconds since the epoch.
+        model: name as the client gave it.
+        num_prompt_tokens: length of the prompt.
+        choices: at least one.
+    """
+
+    id: str
+    created: int
+    model: str
+    num_prompt_tokens: int
+    choices: list[Choice]
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens of all choices."""
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an agent returned for its trajectory.
+
+    Args:
+        reward: of the trajectory, on its last step; None: what was posted.
+        metrics: its numbers.
+        call_rewards: of single calls, by completion id.
+    """
+
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    call_rewards: Mapping[str, float] = field(default_factory=dict)

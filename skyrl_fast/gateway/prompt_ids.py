@@ -1,0 +1,277 @@
+"""Prompt tokens of one session's calls: what the session has sampled keeps its tokens.
+
+A rendered prompt is divided before each special token that the template wrote. Tokenizers encode
+these pieces independently, so a piece that was seen before has known tokens, and only new ones are
+encoded. The piece that a sampled response completed is known by the text that it decodes to, with
+the sampled tokens: where a later prompt has this text, it gets these tokens. So a conversation that
+only grows keeps all of its tokens, with any template, and any other prompt is a fork.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_fast.rollout.chat_template import ChatTemplate, ContextError, Message
+
+CONTINUED = "continued"  # begins with the prompt and the response of an earlier call
+FIRST = "first"  # the session's first
+RESTARTED = "restarted"  # no answer of this session in it: a sub-agent, or a summarised context
+MAX_STARTS = 8  # beginnings of earlier prompts that are kept: of as many interleaved conversations
+FORKED = "forked"  # has an answer of this session, but after other tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """The tokens of one prompt.
+
+    Args:
+        token_ids: as the engine gets them.
+        text: that was rendered; "" where the client gave tokens.
+        chain: digest of the pieces before the last one.
+        last_text, last_ids: the last piece, which the response continues.
+        kind: how it relates to the session's earlier calls.
+        digest: of the complete prompt.
+    """
+
+    token_ids: list[int]
+    text: str
+    chain: bytes
+    last_text: str
+    last_ids: list[int]
+    kind: str
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """All pieces but the last of an earlier prompt, and what is known of them.
+
+    Args:
+        text: of these pieces.
+        token_ids: of the earlier prompt.
+        num_tokens: that are theirs.
+        chain: their digest.
+        continues, answers: as for the kind of a prompt.
+    """
+
+    text: str
+    token_ids: list[int]
+    num_tokens: int
+    chain: bytes
+    continues: bool
+    answers: bool
+
+
+class PromptIds:
+    """Render prompts, and remember the session's tokens.
+
+    Args:
+        template: of the model.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._lock = threading.Lock()  # long prompts are rendered in threads
+        self._texts: dict[str, str] = {}  # values of messages, without control tokens
+        self._starts: deque[_Start] = deque(maxlen=MAX_STARTS)
+        self._known: dict[str, list[int]] = {}  # tokens of a piece
+        self._sampled: dict[
+            tuple[bytes, str], list[int]
+        ] = {}  # of one with a response, by its place
+        self._ends: set[bytes] = set()  # chains that end with a response
+        self._answers: set[str] = set()  # pieces with a response
+        self._divides: bool | None = None  # whether pieces are encoded as the complete text is
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any],
+    ) -> PromptTokens:
+        """Return the prompt of a chat.
+
+        Args:
+            messages: of the chat.
+            tools: that the request offers.
+            template_kwargs: of the request, in place of the run's.
+
+        Raises:
+            ContextError: the chat template refuses the messages, or the tokenizer their text.
+        """
+        with self._lock:
+            return self._prompt(self._text(messages, tools, template_kwargs))
+
+    def _text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any],
+        *,
+        answer_next: bool = True,
+    ) -> str:
+        as_text = self._template.without_control_tokens
+        return self._template.text(
+            [{key: self._as_text(item) for key, item in m.items()} for m in messages],
+            answer_next=answer_next,
+            tools=as_text(tools) if tools else None,
+            **as_text(template_kwargs),
+        )
+
+    def _as_text(self, value: Any) -> Any:
+        """Return a message's value without control tokens; a text is searched for them once."""
+        if not isinstance(value, str):
+            return self._template.without_control_tokens(value)
+        if value not in self._texts:
+            self._texts[value] = self._template.without_control_tokens(value)
+        return self._texts[value]
+
+    def text(self, text: str) -> PromptTokens:
+        """Return the prompt of a complete text, with the special tokens that its client wrote.
+
+        Raises:
+            ContextError: the tokenizer refuses the text.
+        """
+        with self._lock:
+            return self._prompt(text)
+
+    def given(self, token_ids: Sequence[int]) -> PromptTokens:
+        """Return a prompt of given tokens."""
+        digest = _link(b"", repr(list(token_ids)))
+        return PromptTokens(list(token_ids), "", b"", "", [], self._kind(False, False), digest)
+
+    def add_response(self, prompt: PromptTokens, token_ids: Sequence[int]) -> None:
+        """Remember a response to a prompt.
+
+        It may come back in two ways: special tokens inside it as the template writes them (around
+        a tool call, say), or as text of the message that the client sends.
+        """
+        with self._lock:
+            for pieces in self._forms(prompt, token_ids):
+                chain = prompt.chain
+                for text, ids in pieces:
+                    self._known.setdefault(text, ids)
+                    self._sampled.setdefault((chain, text), ids)
+                    self._answers.add(text)
+                    chain = _link(chain, text)
+                self._ends.add(chain)
+
+    def continuing(
+        self,
+        prompt: PromptTokens,
+        token_ids: Sequence[int],
+        messages: Sequence[Message],
+        answers: Sequence[Message],
+        **arguments: Any,
+    ) -> int:
+        """Return the index of the first form of an answer that the template writes as sampled.
+
+        Args:
+            prompt: of the answer.
+            token_ids: of the answer.
+            messages: before the answer.
+            answers: messages that say the same. If the template writes none of them as it was
+                sampled, the first one is as good as the others.
+            arguments: `tools` and `template_kwargs` of the request.
+        """
+        before = prompt.text[: len(prompt.text) - len(prompt.last_text)]
+        expected = [
+            before + "".join(text for text, _ in pieces)
+            for pieces in self._forms(prompt, token_ids)
+        ]
+        for index, answer in enumerate(answers):
+            try:
+                text = self._text([*messages, answer], answer_next=False, **arguments)
+            except ContextError:
+                continue
+            if any(map(text.startswith, expected)):
+                return index
+        return 0
+
+    def _forms(
+        self, prompt: PromptTokens, token_ids: Sequence[int]
+    ) -> list[list[tuple[str, list[int]]]]:
+        """Return the ways in which a response may come back: each the pieces that it completes."""
+        names = self._template.control_token_names
+        sampled = list(token_ids)
+        if sampled and sampled[-1] in names:  # the end of the turn is the template's
+            sampled.pop()
+        divided: list[tuple[str, list[int]]] = [("", [])]
+        for token in sampled:
+            if token in names:
+                divided.append((names[token], []))
+            divided[-1][1].append(token)
+        forms = [divided] if len(divided) == 1 else [divided, [("", sampled)]]
+        return [self._completed(prompt, form) for form in forms]
+
+    def _completed(
+        self, prompt: PromptTokens, divided: Sequence[tuple[str, list[int]]]
+    ) -> list[tuple[str, list[int]]]:
+        decode, as_text = self._template.tokenizer.decode, self._template.without_control_tokens
+        pieces = [(name + as_text(decode(ids[1:] if name else ids)), ids) for name, ids in divided]
+        text, ids = pieces[0]
+        return [(prompt.last_text + text, prompt.last_ids + ids), *pieces[1:]]
+
+    def _prompt(self, text: str) -> PromptTokens:
+        start = self._start(text)
+        token_ids = start.token_ids[: start.num_tokens]
+        chain, continues, answers = start.chain, start.continues, start.answers
+        pieces = self._divided(text[len(start.text) :])
+        ids: list[int] = []
+        for number, piece in enumerate(pieces, 1):
+            if (
+                number == len(pieces) and self._divides
+            ):  # a prompt that grows begins with the others
+                before = text[: len(text) - len(piece)]
+                self._starts.append(
+                    _Start(before, token_ids, len(token_ids), chain, continues, answers)
+                )
+            previous = chain
+            ids = self._sampled.get((chain, piece)) or self._piece(piece)
+            token_ids += ids
+            answers = answers or piece in self._answers
+            chain = _link(chain, piece)
+            continues = continues or chain in self._ends
+        kind = self._kind(continues, answers)
+        return PromptTokens(token_ids, text, previous, pieces[-1], ids, kind, digest=chain)
+
+    def _start(self, text: str) -> _Start:
+        """Return the longest known beginning of a text, after which a piece begins."""
+        for start in sorted(self._starts, key=lambda start: -len(start.text)):
+            begins = text.startswith(start.text)
+            if begins and self._template.control_tokens.match(text, len(start.text)):
+                return start
+        return _Start("", [], 0, b"", False, False)
+
+    def _kind(self, continues: bool, answers: bool) -> str:
+        if continues:
+            return CONTINUED
+        if not self._ends:
+            return FIRST
+        return FORKED if answers else RESTARTED
+
+    def _piece(self, piece: str) -> list[int]:
+        if piece not in self._known:
+            self._known[piece] = self._template.token_ids(piece)
+        return self._known[piece]
+
+    def _divided(self, text: str) -> list[str]:
+        """Return the text in pieces, or as one piece if its pieces would have other tokens."""
+        starts = [match.start() for match in self._template.control_tokens.finditer(text)]
+        ends = [start for start in starts if start > 0]
+        pieces = [
+            text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)
+        ]
+        if self._divides is None:  # a property of the tokenizer: the first prompt shows it
+            joined = [token for piece in pieces for token in self._piece(piece)]
+            self._divides = joined == self._template.token_ids(text)
+        return pieces if self._divides else [text]
+
+
+def _link(chain: bytes, text: str) -> bytes:
+    """Return the digest of the pieces up to `text`; the same in every process."""
+    return hashlib.blake2b(chain + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

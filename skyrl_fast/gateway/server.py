@@ -1,0 +1,328 @@
+"""The HTTP server: routes, keys, errors, and clients that disconnect.
+
+It runs in the rollouts' event loop, on loopback unless told otherwise. A key belongs to one attempt
+at one trajectory; it is all that a client needs to know, and all that it can reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import secrets
+import socket
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from skyrl_fast.gateway.dialects.anthropic_messages import AnthropicMessages
+from skyrl_fast.gateway.dialects.dialect import Dialect, Fields, ParsedCall, checked, event
+from skyrl_fast.gateway.dialects.openai_chat import OpenAIChat
+from skyrl_fast.gateway.dialects.openai_completions import OpenAICompletions
+from skyrl_fast.gateway.dialects.openai_responses import OpenAIResponses
+from skyrl_fast.gateway.messages import ApiError
+from skyrl_fast.gateway.session import RunningCall, Session
+from skyrl_fast.printable import log_line
+from skyrl_fast.rollout.engine.protocol import EngineError
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 20
+BODY_SECONDS = 30.0  # for a request's body to arrive
+PING_SECONDS = 5.0  # between signs of life in a stream that waits for its answer
+ENDED_KEYS = 10_000  # that are remembered, to tell a late call from a wrong key
+SPAN_HEADER = "x-span"
+RETRY_HEADER = "x-stainless-retry-count"  # of the official OpenAI and Anthropic clients
+SERVER_ERROR = 500
+
+
+class RewardRequest(Fields):
+    """A posted reward."""
+
+    reward: float
+    id: str | None = None
+    span: str | None = None
+
+
+class Gateway:
+    """Sessions by their keys, and the server that answers their calls.
+
+    Args:
+        host: address to listen at.
+        port: 0: a free one.
+
+    Example:
+        gateway = Gateway()
+        await gateway.start()
+        key = gateway.open(session)
+        ...  # OpenAI(base_url=gateway.url + "/v1", api_key=key)
+        await gateway.end(key)
+        await gateway.close()
+    """
+
+    def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.faults: Counter[str] = Counter()
+        self._host = host
+        self._port = port
+        self._sessions: dict[bytes, Session] = {}  # by digest of the key
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Base URL, without `/v1`."""
+        return f"http://{self._host}:{self._port}"
+
+    async def start(self) -> None:
+        """Begin to listen.
+
+        Raises:
+            OSError: the address is not available.
+        """
+        listening = socket.create_server((self._host, self._port), backlog=1024)
+        self._port = listening.getsockname()[1]
+        config = uvicorn.Config(
+            self.app(), log_config=None, log_level="warning", lifespan="off", access_log=False
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+
+    async def close(self) -> None:
+        """Stop listening, and abort all calls."""
+        for key in list(self._sessions):
+            await self._sessions.pop(key).close()
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = self._server.force_exit = True
+            await self._serving
+        self._server = self._serving = None
+
+    def open(self, session: Session) -> str:
+        """Return a new key, whose calls belong to the session."""
+        key = f"sk-{secrets.token_urlsafe(32)}"
+        self._sessions[_digest(key)] = session
+        return key
+
+    async def end(self, key: str) -> None:
+        """Abort the calls of a key's session; later ones are refused."""
+        digest = _digest(key)
+        session = self._sessions.pop(digest, None)
+        self._ended[digest] = None
+        if len(self._ended) > ENDED_KEYS:
+            self._ended.popitem(last=False)
+        if session is not None:
+            await session.close()
+
+    def app(self) -> Starlette:
+        """Return the ASGI application."""
+        chat, messages = OpenAIChat(), AnthropicMessages()
+
+        def calls(path: str, dialect: Dialect) -> Route:
+            async def endpoint(request: Request) -> Response:
+                return await self._answered(request, dialect, self._call)
+
+            return Route(path, endpoint, methods=["POST"])
+
+        def others(path: str, dialect: Dialect, handle: Any, method: str = "POST") -> Route:
+            async def endpoint(request: Request) -> Response:
+                return await self._answered(request, dialect, handle)
+
+            return Route(path, endpoint, methods=[method])
+
+        return Starlette(
+            routes=[
+                calls("/v1/chat/completions", chat),
+                calls("/v1/completions", OpenAICompletions()),
+                calls("/v1/responses", OpenAIResponses()),
+                calls("/v1/messages", messages),
+                others("/v1/messages/count_tokens", messages, self._count),
+                others("/v1/models", chat, self._models, "GET"),
+                others("/v1/models/{name:path}", chat, self._model, "GET"),
+                others("/v1/rewards", chat, self._reward),
+            ]
+        )
+
+    # --- requests
+
+    async def _answered(self, request: Request, dialect: Dialect, handle: Any) -> Response:
+        """Return the answer of a handler, or the error that it raised, in the dialect's form."""
+        try:
+            session = self._session(request)
+            return await handle(request, session, dialect)
+        except ApiError as error:
+            failure = error
+        except ClientDisconnect:
+            self.faults["gateway_lost_clients"] += 1
+            return Response(status_code=499)
+        if failure.status < SERVER_ERROR:
+            self.faults["gateway_refused_calls"] += 1
+            log.info("%s: %d: %s", request.url.path, failure.status, log_line(failure.message))
+        return JSONResponse(dialect.error(failure), failure.status)
+
+    def _session(self, request: Request) -> Session:
+        if "origin" in request.headers:
+            raise ApiError(403, "requests of web pages are refused")
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = request.headers.get("x-api-key", "")
+        digest = _digest(key.strip())
+        if digest in self._ended:
+            self.faults["gateway_late_calls"] += 1
+            raise ApiError(403, "the trajectory of this key has ended")
+        session = self._sessions.get(digest)
+        if session is None:
+            self.faults["gateway_wrong_keys"] += 1
+            raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
+        return session
+
+    async def _body(self, request: Request) -> bytes:
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    parts.append(part)
+                    size += len(part)
+                    if size > MAX_BODY_BYTES:
+                        raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+        return b"".join(parts)
+
+    async def _call(self, request: Request, session: Session, dialect: Dialect) -> Response:
+        body = await self._body(request)
+        parsed = dialect.parsed(_json(body), session.memory)
+        prompt = await session.prompt(parsed.call)
+        running = session.start(
+            parsed.call,
+            prompt,
+            request.url.path.encode() + b"\n" + body,
+            is_retry=request.headers.get(RETRY_HEADER, "0") not in ("", "0"),
+            span=request.headers.get(SPAN_HEADER),
+        )
+        tokens = session.policy.calls.tokenizer
+        if parsed.call.stream:
+            return StreamingResponse(
+                self._events(session, running, parsed, dialect, tokens),
+                media_type="text/event-stream",
+                headers={"cache-control": "no-cache"},
+            )
+        with session.waiting(running):
+            await self._until_done(running, request)
+            answer = session.deliver(running)
+        return JSONResponse(dialect.response(answer, parsed, tokens))
+
+    async def _until_done(self, running: RunningCall, request: Request) -> None:
+        """Wait for the answer.
+
+        Raises:
+            ClientDisconnect: the client was gone before. ApiError: there is no answer.
+        """
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait([running.task, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not running.task.done():
+                raise ClientDisconnect
+            if (failure := _failure(running.task)) is not None:
+                raise failure
+        finally:
+            gone.cancel()
+
+    async def _events(
+        self,
+        session: Session,
+        running: RunningCall,
+        parsed: ParsedCall,
+        dialect: Dialect,
+        tokens: Any,
+    ) -> AsyncIterator[str]:
+        """Yield the events of an answer; comments while it is sampled."""
+        complete = False
+        with session.waiting(running):
+            try:
+                while not running.task.done():
+                    await asyncio.wait([running.task], timeout=PING_SECONDS)
+                    if not running.task.done():
+                        yield ": waiting\n\n"
+                failure = _failure(running.task)
+                if failure is None:
+                    for text in dialect.events(session.deliver(running), parsed, tokens):
+                        yield text
+                else:
+                    yield event(dialect.error(failure), "error")
+                complete = True
+            finally:
+                if not complete:
+                    self.faults["gateway_lost_clients"] += 1
+                    session.not_delivered(running)
+
+    async def _count(
+        self, request: Request, session: Session, dialect: AnthropicMessages
+    ) -> Response:
+        call = dialect.counted(_json(await self._body(request)))
+        return JSONResponse({"input_tokens": await session.count_tokens(call)})
+
+    async def _models(self, request: Request, session: Session, dialect: Dialect) -> Response:
+        names = [session.policy.model, *session.policy.untrained_models]
+        return JSONResponse({"object": "list", "data": [_model_entry(name) for name in names]})
+
+    async def _model(self, request: Request, session: Session, dialect: Dialect) -> Response:
+        name = request.path_params["name"]
+        session.policy.check_model(name)
+        return JSONResponse(_model_entry(name))
+
+    async def _reward(self, request: Request, session: Session, dialect: Dialect) -> Response:
+        fields = checked(RewardRequest, _json(await self._body(request)))
+        session.reward(fields.reward, call=fields.id, span=fields.span)
+        return JSONResponse({"object": "reward", "reward": fields.reward})
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the trainer."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _failure(task: asyncio.Task[Any]) -> ApiError | None:
+    """Return why a call that has ended has no answer; None: it has one.
+
+    Raises:
+        Exception: an error of the gateway itself.
+    """
+    if task.cancelled():
+        return ApiError(SERVER_ERROR, "the call was aborted: its trajectory has ended")
+    error = task.exception()
+    if isinstance(error, EngineError):
+        return ApiError(SERVER_ERROR, f"the engine failed: {log_line(error)}")
+    if error is not None:
+        raise error
+    return None
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _model_entry(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "skyrl_fast"}

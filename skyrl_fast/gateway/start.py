@@ -1,0 +1,85 @@
+"""The gateway's agent from the settings of a run."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from skyrl_fast.config import AgentConfig, GeneratorConfig
+from skyrl_fast.importing import load_object
+from skyrl_fast.rollout.activity import ActivityBoard
+from skyrl_fast.rollout.chat_template import ChatTemplate
+from skyrl_fast.rollout.policy_calls import PolicyCalls
+from skyrl_fast.rollout.tool_calls import ToolCallParser
+
+if TYPE_CHECKING:
+    from skyrl_fast.gateway.agent import BlackBox, GatewayAgent
+
+PACKAGES = ("starlette", "uvicorn", "pydantic")
+
+
+def black_box(settings: AgentConfig) -> BlackBox:
+    """Return the function or command of the settings.
+
+    Raises:
+        ValueError: it cannot be imported, or a package is missing.
+    """
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"agent: the gateway needs {', '.join(missing)}: pip install 'skyrl-fast[gateway]'"
+        )
+    from skyrl_fast.gateway.agents.command import CommandAgent
+    from skyrl_fast.gateway.agents.function import FunctionAgent
+
+    if settings.function is None:
+        return CommandAgent(
+            settings.command, verifier=settings.verifier, reward_file=settings.reward_file
+        )
+    try:
+        function = load_object(settings.function)
+    except ValueError as error:
+        raise ValueError(f"agent.function: {error}") from error
+    if not callable(function):
+        raise ValueError(f"agent.function: wanted a function, got {settings.function!r}")
+    return FunctionAgent(function)
+
+
+def gateway_agent(
+    settings: AgentConfig, calls: PolicyCalls, config: GeneratorConfig
+) -> GatewayAgent:
+    """Return the agent of the settings at a gateway that is not started.
+
+    Args:
+        settings: of `agent`.
+        calls: of the policy.
+        config: settings of the loop; see `loop_settings`.
+
+    Raises:
+        ValueError: the agent cannot be imported, a package is missing, a tokenizer without end
+            token, or no tool parser of that name.
+    """
+    box = black_box(settings)
+    from skyrl_fast.gateway.agent import GatewayAgent
+    from skyrl_fast.gateway.server import Gateway
+    from skyrl_fast.gateway.session import Policy
+
+    tokenizer = calls.tokenizer
+    if tokenizer.eos_token_id is None:
+        raise ValueError("agent: tokenizer: it has no end-of-sequence token (eos_token)")
+    name = config.tool_parser
+    policy = Policy(
+        calls,
+        config,
+        ChatTemplate(
+            tokenizer,
+            config.chat_template,
+            config.chat_template_kwargs,
+            max_length=config.max_input_length,
+        ),
+        ActivityBoard(),
+        settings.model,
+        untrained_models=tuple(settings.untrained_models),
+        tool_parser=None if name is None else ToolCallParser(name, tokenizer),
+    )
+    return GatewayAgent(Gateway(host=settings.host, port=settings.port), policy, box)

@@ -1,0 +1,199 @@
+"""The tokenizer's chat template: messages to text and tokens; texts contain no control tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+Message = dict[str, Any]
+
+# A text of more characters than this for each of n tokens has more than n tokens.
+CHARACTERS_PER_TOKEN = 512
+FIRST_FACTORS = (8, 64)  # characters per token of which a long text is tokenised first
+KNOWN_TEXTS = 1024  # whose tokens are remembered
+LONGEST_KNOWN = 8192  # characters
+MARGIN = 64  # tokens that the end of a cut text may change
+# Divides the name of a control token in a text, so that its parts are encoded separately. Unicode
+# guarantees that these code points are no characters.
+BREAK = "\ufdd0\ufdd1"
+
+
+class ContextError(RuntimeError):
+    """The template or tokenizer refuses the messages, or the template rewrites the history."""
+
+
+def message_text(message: Message) -> str:
+    """Return a message's content as text, also for a list of parts or for tool calls only.
+
+    Example:
+        >>> message_text({"role": "user", "content": [{"type": "text", "text": "hi"}]})
+        'hi'
+    """
+    content = message.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        return "".join(str(p.get("text", "")) if isinstance(p, dict) else str(p) for p in content)
+    return str(content)
+
+
+class ChatTemplate:
+    """The tokenizer's chat template."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        max_length: int | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._control = _control_tokens(tokenizer, len(tokenizer))
+        self._max_length = max_length
+        self._chat_template = chat_template
+        self._kwargs = dict(kwargs or {})
+
+    @property
+    def control_tokens(self) -> re.Pattern[str]:
+        """A pattern that matches the name of any control token."""
+        return self._control.pattern
+
+    @property
+    def control_token_names(self) -> Mapping[int, str]:
+        """Name of each control token that is one token, by id."""
+        return self._control.names
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        *,
+        answer_next: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Return the messages as text.
+
+        Args:
+            messages: of the conversation.
+            answer_next: up to where the model's answer begins.
+            tools: in place of the template's keyword argument; None: that one.
+            kwargs: other keyword arguments, in place of the template's.
+        """
+        given = kwargs if tools is None else {**kwargs, "tools": list(tools)}
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=self._chat_template,
+                add_generation_prompt=answer_next,
+                tokenize=False,
+                **{**self._kwargs, **given},
+            )
+        except Exception as error:  # templates may raise anything
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ContextError(
+                f"the chat template refuses messages of the roles {roles}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def token_ids(self, text: str) -> list[int]:
+        """Return the tokens of rendered text; the template has written its special tokens.
+
+        Of a text that is too long for any prompt, the first ones, which are too long as well.
+        """
+        if self._max_length is not None:
+            for factor in FIRST_FACTORS:
+                first = text[: factor * self._max_length]
+                if len(first) == len(text):
+                    break
+                token_ids = self._encoded(first)
+                if len(token_ids) > self._max_length + MARGIN:
+                    return token_ids
+        return self._encoded(text)
+
+    def _encoded(self, text: str) -> list[int]:
+        try:
+            return [token_id for part in text.split(BREAK) for token_id in self._ids_of(part)]
+        except Exception as error:  # a lone surrogate, for example, is in no vocabulary
+            raise ContextError(
+                f"the tokenizer refuses the messages' text ({len(text)} characters): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _ids_of(self, part: str) -> Sequence[int]:
+        if len(part) > LONGEST_KNOWN:
+            ids: list[int] = self.tokenizer.encode(part, add_special_tokens=False)
+            return ids
+        return _known_ids(self.tokenizer, len(self.tokenizer), part)
+
+    def without_control_tokens(self, value: Any) -> Any:
+        """Return a text, or a message with all its texts, whose control tokens will be text.
+
+        What an environment, an agent or a model writes must not begin or end a turn: `<|im_end|>`
+        from a web page is ten characters. `token_ids` encodes the name of a control token in two
+        parts, of which none is a control token. So it does with a part of such a name at the end or
+        the beginning of a text, which could become complete next to another text.
+        """
+        if isinstance(value, str):
+            return self._divided(value)
+        if isinstance(value, Mapping):
+            return {
+                self.without_control_tokens(key): self.without_control_tokens(item)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.without_control_tokens(item) for item in value]
+        return value
+
+    def _divided(self, text: str) -> str:
+        control = self._control
+        text = control.pattern.sub(lambda m: m[0][0] + BREAK + m[0][1:], text)
+        lengths = range(2, min(control.longest_part, len(text)) + 1)
+        if any(text[-length:] in control.beginnings for length in lengths):
+            text = text[:-1] + BREAK + text[-1:]
+        if any(text[:length] in control.ends for length in lengths):
+            text = text[:1] + BREAK + text[1:]
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class _ControlTokens:
+    """The special tokens of a tokenizer with more than one character.
+
+    Args:
+        pattern: matches any of their names.
+        names: by id, of those that are one token.
+        beginnings, ends: parts of the names.
+        longest_part: characters of the longest of these.
+    """
+
+    pattern: re.Pattern[str]
+    names: Mapping[int, str]
+    beginnings: frozenset[str]
+    ends: frozenset[str]
+    longest_part: int
+
+
+@lru_cache(maxsize=8)
+def _control_tokens(tokenizer: Any, _vocab_size: int) -> _ControlTokens:
+    """Return the tokenizer's; it is asked again when its vocabulary has grown."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    found = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+    names = sorted((name for name in found if len(name) > 1), key=len, reverse=True)
+    encoded = {name: tokenizer.encode(name, add_special_tokens=False) for name in names}
+    return _ControlTokens(
+        re.compile("|".join(map(re.escape, names)) or r"(?!)"),
+        {ids[0]: name for name, ids in encoded.items() if len(ids) == 1},
+        frozenset(name[:end] for name in names for end in range(2, len(name))),
+        frozenset(name[start:] for name in names for start in range(1, len(name) - 1)),
+        max(map(len, names), default=1) - 1,
+    )
+
+
+@lru_cache(maxsize=KNOWN_TEXTS)
+def _known_ids(tokenizer: Any, _vocab_size: int, text: str) -> tuple[int, ...]:
+    """Return the tokens of a text; samples of a prompt, and its evaluations, have the same."""
+    return tuple(tokenizer.encode(text, add_special_tokens=False))

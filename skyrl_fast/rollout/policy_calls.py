@@ -1,0 +1,119 @@
+"""Calls of the policy: prompt tokens in, sampled tokens with their versions out, and their step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_fast.config import SamplingParams
+from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_updates
+from skyrl_fast.rollout.engine.protocol import EngineError, Sampler
+from skyrl_fast.rollout.engine.weights.gate import WeightGate
+from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.rollout.turn import SampledTokens, request_seed
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyCalls:
+    """The engine as all trajectories of a run call it.
+
+    Args:
+        engine: samples.
+        gate: of the engine; each request passes it.
+        tokenizer: of the model.
+        seed: of the run; every request's seed follows from it and from its place in the run.
+    """
+
+    engine: Sampler
+    gate: WeightGate
+    tokenizer: Any
+    seed: int
+
+    async def sample(
+        self,
+        trajectory: Trajectory,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        policy_version: int,
+        attempt: int,
+        place: int | str,
+        expert_indices_start: int = 0,
+    ) -> tuple[VersionedGeneration, float]:
+        """Return one response, through any weight updates, and the seconds that it took.
+
+        Args:
+            trajectory: that the call belongs to.
+            prompt_token_ids: the full context.
+            sampling: of the response.
+            policy_version: at the trajectory's start, for the seeds.
+            attempt: of the trajectory, for the seeds.
+            place: of the call in its trajectory, such as the turn, for the seeds.
+            expert_indices_start: as for `Sampler.generate`.
+
+        Raises:
+            EngineError: the engine refused or failed it, or returned nothing. EngineDeadError: it
+                died.
+        """
+        sample = f"{trajectory.uid}-{trajectory.repetition_id}"
+        name = f"{trajectory.phase}-{policy_version}-{sample}"
+        # Evaluations use the same seeds for every version, so that only the policy differs.
+        seed_name = f"eval-{sample}" if trajectory.phase == "eval" else name
+
+        def part_seed(part: int) -> int:
+            part_name = seed_name if part == 0 else f"{seed_name}+{part}"
+            return request_seed(self.seed, part_name, attempt, place)
+
+        started = time.perf_counter()
+        versioned = await generate_through_updates(
+            self.engine,
+            self.gate,
+            self.tokenizer,
+            prompt_token_ids,
+            sampling,
+            session_id=f"{name}-{attempt}",
+            part_seed=part_seed,
+            expert_indices_start=expert_indices_start,
+        )
+        if not versioned.generation.token_ids:
+            raise EngineError(f"the engine returned no tokens for session {name}-{attempt}")
+        return versioned, time.perf_counter() - started
+
+
+def recorded_step(
+    prompt_token_ids: list[int],
+    sampled: SampledTokens,
+    versioned: VersionedGeneration,
+    *,
+    text: str,
+    llm_seconds: float,
+    reward: float = 0.0,
+    observation: str = "",
+    env_seconds: float = 0.0,
+) -> Step:
+    """Return the gen-only step of a call; arguments as of `Step`.
+
+    Args:
+        sampled: the response as it is trained, with any appended end token.
+        versioned: the response, and the policy version of each of its tokens.
+    """
+    versions = versioned.versions
+    single_version = versions[0] == versions[-1]
+    # An appended end token was not sampled: it takes the version of the token before it.
+    appended = len(sampled.response_ids) - len(versions)
+    return Step(
+        prompt_token_ids=prompt_token_ids,
+        response_ids=sampled.response_ids,
+        loss_mask=sampled.loss_mask,
+        rollout_logprobs=sampled.rollout_logprobs,
+        reward=reward,
+        stop_reason=versioned.generation.stop_reason,
+        policy_version=versions[0],
+        text=text,
+        observation=observation,
+        llm_seconds=llm_seconds,
+        env_seconds=env_seconds,
+        token_versions=None if single_version else versions + versions[-1:] * appended,
+        kept_ids=sampled.kept_ids,
+    )

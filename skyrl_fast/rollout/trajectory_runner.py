@@ -1,0 +1,168 @@
+"""Runs one trajectory of an agent: its deadline, its attempts, and what its errors mean."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from typing import Protocol
+
+from skyrl_fast.config import GeneratorConfig
+from skyrl_fast.printable import MAX_FAILURE, log_line, shortened
+from skyrl_fast.rollout.activity import CLOSING, MAKING, Activity, ActivityBoard
+from skyrl_fast.rollout.chat_template import ContextError
+from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError
+from skyrl_fast.rollout.env.factory import EnvError
+from skyrl_fast.rollout.loop_settings import RolloutPrompt
+from skyrl_fast.rollout.stop_reason import ENGINE_ERROR, ENV_ERROR, STOP, TIMEOUT
+from skyrl_fast.rollout.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
+
+
+class Episode(Protocol):
+    """One attempt of a trajectory."""
+
+    async def play(self) -> str:
+        """Append the trajectory's steps as they happen; return its stop reason.
+
+        Raises:
+            EnvError, ContextError: the agent or its environment failed. EngineError: the engine.
+        """
+
+    async def close(self) -> None:
+        """Free what the episode holds; called once, whatever happened.
+
+        The trajectory's `failure` says whether it is used.
+        """
+
+
+class Agent(Protocol):
+    """What plays trajectories: the agent loop with an environment, or an agent at the gateway."""
+
+    def episode(
+        self, trajectory: Trajectory, prompt: RolloutPrompt, entry: Activity, *, policy_version: int
+    ) -> Episode:
+        """Return an attempt at the trajectory, not started.
+
+        Args:
+            trajectory: without steps.
+            prompt: the task.
+            entry: its entry on the board; has the number of the attempt.
+            policy_version: at the start, for the seeds.
+        """
+
+
+class TrajectoryRunner:
+    """Run one trajectory per call of `run`; calls may overlap.
+
+    Args:
+        agent: plays them.
+        config: deadline and number of retries.
+        board: records the phase of each trajectory.
+        faults: counts failed attempts.
+    """
+
+    def __init__(
+        self, agent: Agent, config: GeneratorConfig, *, board: ActivityBoard, faults: Counter[str]
+    ) -> None:
+        self._agent = agent
+        self._config = config
+        self._board = board
+        self._faults = faults
+
+    async def run(
+        self,
+        prompt: RolloutPrompt,
+        repetition_id: int,
+        *,
+        phase: str,
+        policy_version: int,
+        entry: Activity,
+        first_attempt: int = 0,
+    ) -> Trajectory:
+        """Return one trajectory; retry it if its environment or the engine failed.
+
+        The deadline starts here and covers all attempts. A trajectory at its deadline ends with
+        the steps it has; it has failed only if it has none.
+
+        Args:
+            prompt: the task.
+            repetition_id: which sample of the prompt.
+            phase: "train" or "eval".
+            policy_version: at the start, for the seeds; requests use the gate's version.
+            entry: its entry on the board.
+            first_attempt: number of the first attempt, for the seeds.
+
+        Raises:
+            EngineDeadError: the engine died.
+        """
+        started = time.perf_counter()
+        deadline = asyncio.get_running_loop().time() + self._config.trajectory_timeout_seconds
+        attempt = first_attempt
+        while True:
+            trajectory = Trajectory(
+                uid=prompt.uid,
+                repetition_id=repetition_id,
+                steps=[],
+                stop_reason=STOP,
+                env_class=prompt.env_class,
+                env_metrics={},
+                seconds=0.0,
+                phase=phase,
+                data_source=prompt.data_source,
+            )
+            self._board.set_phase(entry, MAKING, attempt=attempt, turn=0)
+            episode = self._agent.episode(trajectory, prompt, entry, policy_version=policy_version)
+            await self._attempt(episode, trajectory, deadline, entry)
+            trajectory.seconds = time.perf_counter() - started
+            late = asyncio.get_running_loop().time() >= deadline
+            last = attempt - first_attempt == self._config.max_retries
+            if trajectory.failure is None or last or late:
+                self._board.leave(entry)
+                return trajectory
+            self._faults["retried_trajectories"] += 1
+            failure = log_line(trajectory.failure)
+            log.info("%s/%d, attempt %d: %s", prompt.uid, repetition_id, attempt, failure)
+            attempt += 1
+
+    async def _attempt(
+        self, episode: Episode, trajectory: Trajectory, deadline: float, entry: Activity
+    ) -> None:
+        try:
+            async with asyncio.timeout_at(deadline) as clock:
+                trajectory.stop_reason = await episode.play()
+        except EngineDeadError:
+            raise
+        except (EnvError, ContextError) as error:
+            self._faults["environment_errors"] += 1
+            _end(trajectory, ENV_ERROR, str(error))
+        except EngineError as error:
+            self._faults["engine_errors"] += 1
+            _end(trajectory, ENGINE_ERROR, str(error))
+        except TimeoutError as error:
+            if not clock.expired():  # of some connection, not our deadline
+                _end(trajectory, ENGINE_ERROR, f"TimeoutError: {error}")
+            elif trajectory.steps:
+                log.info("at its deadline: %s", entry.describe(self._board.clock()))
+                trajectory.stop_reason = TIMEOUT
+            else:
+                _end(trajectory, TIMEOUT, self._late(entry))
+        finally:
+            # Also reached when the complete rollout is cancelled.
+            self._board.set_phase(entry, CLOSING, attempt=entry.attempt, turn=entry.turn)
+            await episode.close()
+        if trajectory.steps:
+            trajectory.steps[-1].stop_reason = trajectory.stop_reason
+
+    def _late(self, entry: Activity) -> str:
+        return (
+            f"turn 1 of attempt {entry.attempt + 1} did not finish within "
+            f"{self._config.trajectory_timeout_seconds:g} s, the deadline of a trajectory "
+            f"({entry.phase} for {self._board.clock() - entry.since:.1f} s)"
+        )
+
+
+def _end(trajectory: Trajectory, stop_reason: str, failure: str) -> None:
+    trajectory.stop_reason, trajectory.failure = stop_reason, shortened(failure, MAX_FAILURE)

@@ -52,7 +52,7 @@ class ChatTemplate:
         max_length: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self._control = _control_tokens(tokenizer, len(tokenizer))
+        self._control = _control_tokens(tokenizer, _vocab_size(tokenizer))
         self._max_length = max_length
         self._chat_template = chat_template
         self._kwargs = dict(kwargs or {})
@@ -127,7 +127,7 @@ class ChatTemplate:
         if len(part) > LONGEST_KNOWN:
             ids: list[int] = self.tokenizer.encode(part, add_special_tokens=False)
             return ids
-        return _known_ids(self.tokenizer, len(self.tokenizer), part)
+        return _known_ids(self.tokenizer, _vocab_size(self.tokenizer), part)
 
     def without_control_tokens(self, value: Any) -> Any:
         """Return a text, or a message with all its texts, whose control tokens will be text.
@@ -177,8 +177,13 @@ class _ControlTokens:
     longest_part: int
 
 
+def _vocab_size(tokenizer: Any) -> int:
+    """Return the number of tokens, which grows where some are added; 0: unknown."""
+    return len(tokenizer) if hasattr(tokenizer, "__len__") else 0
+
+
 @lru_cache(maxsize=8)
-def _control_tokens(tokenizer: Any, _vocab_size: int) -> _ControlTokens:
+def _control_tokens(tokenizer: Any, _size: int) -> _ControlTokens:
     """Return the tokenizer's; it is asked again when its vocabulary has grown."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     found = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
@@ -194,6 +199,6 @@ def _control_tokens(tokenizer: Any, _vocab_size: int) -> _ControlTokens:
 
 
 @lru_cache(maxsize=KNOWN_TEXTS)
-def _known_ids(tokenizer: Any, _vocab_size: int, text: str) -> tuple[int, ...]:
+def _known_ids(tokenizer: Any, _size: int, text: str) -> tuple[int, ...]:
     """Return the tokens of a text; samples of a prompt, and its evaluations, have the same."""
     return tuple(tokenizer.encode(text, add_special_tokens=False))

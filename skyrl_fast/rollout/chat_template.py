@@ -179,7 +179,10 @@ class _ControlTokens:
 
 def _vocab_size(tokenizer: Any) -> int:
     """Return the number of tokens, which grows where some are added; 0: unknown."""
-    return len(tokenizer) if hasattr(tokenizer, "__len__") else 0
+    try:
+        return len(tokenizer)
+    except TypeError:
+        return 0
 
 
 @lru_cache(maxsize=8)

@@ -45,7 +45,7 @@ SKYRL_ONLY = {
     f"{_MODELS}.sequence_parallel_size": "a row is on one GPU; remove it",
     "trainer.sequence_parallel_backend": "a row is on one GPU; remove it",
     f"{_MODELS}.use_torch_compile": "the model runs as transformers has it; remove it",
-    f"{_MODELS}.torch_profiler_config": "run the command under a profiler of your choice; remove "
+    f"{_MODELS}.torch_profiler_config": "trainer.profile_steps writes timelines of steps; remove "
     "it",
     f"{_MODELS}.record_memory": "`skyrl-fast plan` adds up the memory; remove it",
     f"{_MODELS}.model_config_kwargs": "edit the config.json of the model folder; remove it",

@@ -269,6 +269,7 @@ async def _drive_real_engine(folder: Path, tokenizer, tmp_path: Path) -> None:
         await _agrees_with_hugging_face(model, prompts, first)
         await _is_reproducible(engine, prompts, first)
         await _stops_where_told(engine, tokenizer)
+        await _reports_its_prefix_cache(engine)
         await _updates_are_verified(engine, model, prompts)
         with pytest.raises(EngineError, match="refused"):
             await engine.generate([1] * 300, SamplingParams(), session_id="a", policy_version=0)
@@ -327,6 +328,16 @@ def _are_the_same(one: Generation, two: Generation) -> None:
     assert one.token_ids == two.token_ids
     assert one.logprobs == pytest.approx(two.logprobs, abs=1e-5)
     assert (one.stop_reason, one.stop_string) == (two.stop_reason, two.stop_string)
+
+
+async def _reports_its_prefix_cache(engine: VllmEngine) -> None:
+    """A turn finds the blocks of the turn before it, in its version only."""
+    history = [7 + i % 40 for i in range(200)]  # more than one block of 128 tokens
+    found = []
+    for prompt, version in ((history, 5), ([*history, 3, 4], 5), (history, 6)):
+        (answer,) = await _sample(engine, [prompt], version=version)
+        found.append(answer.num_cached_tokens)
+    assert found[0] == 0 and 0 < found[1] <= len(history) and found[2] == 0
 
 
 async def _stops_where_told(engine: VllmEngine, tokenizer) -> None:

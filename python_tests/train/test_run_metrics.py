@@ -13,7 +13,11 @@ from _training import folder, settings, train
 from rich.console import Console
 
 from skyrl_fast.batch import batch_from_trajectories
-from skyrl_fast.batch.metrics import reward_spread, truncated_turn_share
+from skyrl_fast.batch.metrics import (
+    prefix_cache_metrics,
+    reward_spread,
+    truncated_turn_share,
+)
 from skyrl_fast.config import ConfigError
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.train.model.peak_memory import PeakMemory
@@ -105,6 +109,17 @@ def test_reward_spread() -> None:
         "reward/zero_variance_share": 0.75,
     }
     assert reward_spread(batch, tolerance=1.0)["reward/zero_variance_share"] == 1.0
+
+
+@pytest.mark.spec("metrics.prefix-cache")
+def test_share_of_cached_prompt_tokens() -> None:
+    one = trajectory("a", 0.0, turns=[(8, "stop"), (8, "stop"), (8, "stop")])
+    assert prefix_cache_metrics([one]) == {}
+    lengths = [len(step.prompt_token_ids) for step in one.steps]
+    one.steps[1].num_cached_tokens = 0
+    one.steps[2].num_cached_tokens = lengths[2]
+    share = lengths[2] / (lengths[1] + lengths[2])  # nothing is known of the first
+    assert prefix_cache_metrics([one]) == {"generate/prefix_cache_share": share}
 
 
 @pytest.mark.spec("metrics.truncated-turns")

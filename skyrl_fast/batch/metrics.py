@@ -367,6 +367,14 @@ def reward_spread(batch: StepBatch, *, tolerance: float = 0.0) -> dict[str, floa
     }
 
 
+def prefix_cache_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the share of prompt tokens that were in the engine's prefix cache, if it is known."""
+    steps = [s for t in trajectories for s in t.steps if s.num_cached_tokens is not None]
+    total = sum(len(step.prompt_token_ids) for step in steps)
+    cached = sum(step.num_cached_tokens or 0 for step in steps)
+    return {"generate/prefix_cache_share": cached / total} if total else {}
+
+
 def truncated_turn_share(trajectories: Sequence[Trajectory], max_generate_length: int) -> float:
     """Return the share of turns whose response was cut at the maximum length.
 

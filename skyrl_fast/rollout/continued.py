@@ -54,6 +54,7 @@ async def generate_through_updates(
     versions: list[int] = []
     routes: np.ndarray | None = None
     kept_ids: list[np.ndarray] = []
+    number_cached: int | None = None  # of the first part: later ones find what it computed
     number = 0
     while True:
         left = sampling.max_generate_length - len(ids)
@@ -80,6 +81,8 @@ async def generate_through_updates(
         logprobs += part.logprobs[:kept]
         versions += [version] * kept
         kept_ids += (part.kept_ids or [])[:kept]
+        if number == 0:
+            number_cached = part.num_cached_tokens
         routes = _joined(routes, part, len(prompt_token_ids) + len(ids))
         if part.stop_reason != INTERRUPTED:
             complete = replace(
@@ -88,6 +91,7 @@ async def generate_through_updates(
                 logprobs=logprobs,
                 expert_indices=routes,
                 kept_ids=kept_ids or None,
+                num_cached_tokens=number_cached,
             )
             return VersionedGeneration(complete, versions)
         number += 1

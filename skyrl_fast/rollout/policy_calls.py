@@ -116,4 +116,5 @@ def recorded_step(
         env_seconds=env_seconds,
         token_versions=None if single_version else versions + versions[-1:] * appended,
         kept_ids=sampled.kept_ids,
+        num_cached_tokens=versioned.generation.num_cached_tokens,
     )

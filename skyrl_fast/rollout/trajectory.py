@@ -32,6 +32,8 @@ class Step:
         kept_ids: for each response token the ascending ids, int32, of the tokens that it was
             sampled from (`SamplingParams.max_kept_tokens`), empty for an appended token; None: the
             vocabulary.
+        num_cached_tokens: leading prompt tokens that were in the engine's prefix cache; None:
+            unknown.
     """
 
     prompt_token_ids: list[int]
@@ -48,6 +50,7 @@ class Step:
     expert_indices: np.ndarray | None = None
     token_versions: list[int] | None = None
     kept_ids: list[np.ndarray] | None = None
+    num_cached_tokens: int | None = None
 
     @property
     def versions(self) -> list[int]:

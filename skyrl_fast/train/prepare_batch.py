@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.batch.metrics import (
     batch_metrics,
+    prefix_cache_metrics,
     reward_metrics,
     reward_spread,
     trajectory_metrics,
@@ -65,6 +66,7 @@ def training_batch(
     metrics = trajectory_metrics(trajectories, rows.steps)
     longest = config.generator.sampling_params.max_generate_length
     metrics["generate/truncated_turn_share"] = truncated_turn_share(trajectories, longest)
+    metrics |= prefix_cache_metrics(trajectories)
     metrics |= batch_metrics(batch, num_rows_before_merge=before)
     counts_of_forms = token_counts(batch)
     metrics["generate/batch_num_tokens_merged"] = float(counts_of_forms.merged)

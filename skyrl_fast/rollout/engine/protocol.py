@@ -98,6 +98,8 @@ class Generation:
         expert_indices_start: the token of its first row.
         kept_ids: for each token the ascending ids, int32, of the tokens that it was sampled from;
             None: the vocabulary, or not recorded (`SamplingParams.max_kept_tokens`).
+        num_cached_tokens: leading prompt tokens whose keys and values were in the engine's prefix
+            cache; None: unknown.
     """
 
     token_ids: list[int]
@@ -107,6 +109,7 @@ class Generation:
     expert_indices: np.ndarray | None = field(default=None, compare=False)
     expert_indices_start: int = 0
     kept_ids: list[np.ndarray] | None = field(default=None, compare=False)
+    num_cached_tokens: int | None = field(default=None, compare=False)
 
 
 class Sampler(Protocol):

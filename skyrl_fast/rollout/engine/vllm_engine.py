@@ -218,7 +218,16 @@ class VllmEngine:
         stop_string = answer.stop_reason if isinstance(answer.stop_reason, str) else None
         routes = answer.routed_experts if recording else None
         return checked_generation(
-            Generation(token_ids, logprobs, reason, stop_string, routes, start, kept_ids),
+            Generation(
+                token_ids,
+                logprobs,
+                reason,
+                stop_string,
+                routes,
+                start,
+                kept_ids,
+                getattr(output, "num_cached_tokens", None),
+            ),
             max_tokens=arguments["max_tokens"],
             vocab_size=self._vocab_size,
             stop=arguments["stop"],

@@ -277,6 +277,13 @@ METRICS = (
     Metric("generate/per_turn/{spread}_prompt_length", "prompt tokens of a turn", "tokens"),
     Metric("generate/per_turn/{spread}_num_tokens", "tokens of a turn", "tokens"),
     Metric(
+        "generate/prefix_cache_share",
+        "prompt tokens that the engine found in its prefix cache",
+        "",
+        "near 0: enable_prefix_caching is off, or the cache is too small for the running groups",
+        ENGINE,
+    ),
+    Metric(
         "generate/truncated_turn_share",
         "turns whose response was cut at max_generate_length",
         _SHARE,

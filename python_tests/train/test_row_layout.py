@@ -121,8 +121,10 @@ def test_costs_are_found_from_the_times_of_two_shapes() -> None:
 
 
 @pytest.mark.spec("tree.layout-costs")
-def test_bfloat16_measures_both_layouts() -> None:
-    policy = Policy(tiny_model(), tree=None, dtype=torch.bfloat16, max_tokens_per_microbatch=64)
+@pytest.mark.parametrize("trained", [True, False])
+def test_bfloat16_measures_both_layouts(trained: bool) -> None:
+    model = tiny_model().requires_grad_(trained)  # False: a reference
+    policy = Policy(model, tree=None, dtype=torch.bfloat16, max_tokens_per_microbatch=64)
     assert policy.tree and policy.layout_costs is not None
     assert min(policy.layout_costs.metrics().values()) >= 0
     assert max(policy.layout_costs.metrics().values()) > 0

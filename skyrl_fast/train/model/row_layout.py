@@ -49,7 +49,7 @@ class TrainedModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayoutCosts:
-    """Seconds of a forward and backward pass through the layers, by layout.
+    """Seconds of a pass through the layers, forward and backward where it is trained, by layout.
 
     Args:
         sequence_token, tree_token: per token.
@@ -120,6 +120,7 @@ def cheapest_layout(
     if device.type == "cpu" and owner.dtype == torch.float32:
         return True, None
     costs = None
+    trained = any(weight.requires_grad for weight in backbone.parameters())
     try:
         work = partial(
             measured_costs,
@@ -128,7 +129,8 @@ def cheapest_layout(
             most_tokens=owner.max_tokens_per_microbatch,
             autocast=autocast,
         )
-        costs = with_full_params(owner.model, work)
+        with torch.set_grad_enabled(trained):
+            costs = with_full_params(owner.model, work)
     except RuntimeError as error:  # of a compiler or a kernel
         log.warning("rows are computed as sequences: trees failed on %s: %s", device, error)
     costs = owner.ranks.agree(costs)
@@ -146,7 +148,8 @@ def measured_costs(
 ) -> LayoutCosts | None:
     """Return the costs of both layouts on this device; None if trees cannot be computed there.
 
-    Each layout computes many short rows and one long one of as many tokens, which share nothing.
+    Each layout computes many short rows and one long one of as many tokens, which share nothing;
+    backwards, too, if gradients are enabled.
 
     Args:
         backbone: after `prepare_for_trees`; its gradients are None afterwards.
@@ -168,7 +171,8 @@ def measured_costs(
             start = clock()
             with autocast():
                 hidden = last_hidden_states(backbone, padded_trees(micro, device), device)
-            hidden.float().square().mean().backward()
+            if hidden.requires_grad:
+                hidden.float().square().mean().backward()
             _synchronize(device)
             taken.append(clock() - start)
             backbone.zero_grad(set_to_none=True)

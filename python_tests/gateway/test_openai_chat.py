@@ -247,6 +247,23 @@ def test_an_agent_that_fails_by_its_full_context_ends_with_length(tiny_tokenizer
 
 
 @pytest.mark.spec("gateway.forest")
+def test_calls_must_follow_each_other_where_the_estimator_needs_a_line(tiny_tokenizer: Any) -> None:
+    import asyncio
+
+    async def agent(task: Any) -> float:
+        both = [chat(task, [user(text)]) for text in ("a", "b")]
+        results = await asyncio.gather(*both, return_exceptions=True)
+        assert sorted(isinstance(r, openai.BadRequestError) for r in results) == [False, True]
+        with pytest.raises(openai.BadRequestError, match="must follow each other"):
+            await chat(task, [USER], n=2)
+        await chat(task, [user("c")])
+        return 1.0
+
+    t = played(agent, tiny_tokenizer, one_line=True).only
+    assert (t.failure, len(t.steps)) == (None, 2)
+
+
+@pytest.mark.spec("gateway.forest")
 def test_long_parallel_prompts(tiny_tokenizer: Any) -> None:
     """They are rendered in threads."""
     import asyncio

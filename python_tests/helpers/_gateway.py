@@ -55,6 +55,7 @@ def played(
     phase: str = "train",
     chat_template: str | None = None,
     engine: Any = None,
+    one_line: bool = False,
     **config: Any,
 ) -> Played:
     """Run an agent, a function or a `BlackBox`, on each prompt.
@@ -83,6 +84,7 @@ def played(
             MODEL,
             untrained_models=untrained_models,
             tool_parser=tool_parser,
+            one_line=one_line,
         )
         gateway = Gateway()
         await gateway.start()

@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 << 20
 BODY_SECONDS = 30.0  # for a request's body to arrive
 PING_SECONDS = 5.0  # between signs of life in a stream that waits for its answer
+# Longer than clients keep idle connections: one that the server closes while a client begins to use
+# it is an error of the client.
+KEEP_ALIVE_SECONDS = 300
 ENDED_KEYS = 10_000  # that are remembered, to tell a late call from a wrong key
 SPAN_HEADER = "x-span"
 RETRY_HEADER = "x-stainless-retry-count"  # of the official OpenAI and Anthropic clients
@@ -91,7 +94,12 @@ class Gateway:
         listening = socket.create_server((self._host, self._port), backlog=1024)
         self._port = listening.getsockname()[1]
         config = uvicorn.Config(
-            self.app(), log_config=None, log_level="warning", lifespan="off", access_log=False
+            self.app(),
+            log_config=None,
+            log_level="warning",
+            lifespan="off",
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))

@@ -62,6 +62,7 @@ class Policy:
         model: name under which the policy is called.
         untrained_models: names whose calls are sampled from the policy, but not trained.
         tool_parser: finds tool calls in answers; None: they are only text.
+        one_line: whether a trajectory's calls must follow each other, for estimators per turn.
         said: what the log has said once.
     """
 
@@ -72,6 +73,7 @@ class Policy:
     model: str
     untrained_models: tuple[str, ...] = ()
     tool_parser: ToolCallParser | None = None
+    one_line: bool = False
     said: set[str] = field(default_factory=set)
 
     def check_model(self, name: str) -> None:
@@ -198,7 +200,7 @@ class Session:
             span: name of the part of the agent that calls.
 
         Raises:
-            ApiError: the trajectory has had all its calls.
+            ApiError: the trajectory has had all its calls, or they must not overlap.
         """
         key = hashlib.blake2b(body, digest_size=16).digest()
         known = self._by_body.get(key)
@@ -211,17 +213,27 @@ class Session:
             self.refused = MAX_TURNS
             text = f"the trajectory has had its {limit} calls (generator.max_turns)"
             raise ApiError(400, text, code="max_turns")
+        trained = call.model == self.policy.model
+        if self.policy.one_line and trained and self._overlaps(call):
+            raise ApiError(
+                400,
+                "calls of one trajectory must follow each other: the run's advantage estimator is "
+                "per turn or token (trainer.algorithm.advantage_estimator)",
+            )
         self._say_not_honoured(call)
         self.refused = None
         self.counts["calls"] += 1
         self.counts[f"{self._kind(call, prompt)}_prompts"] += 1
-        trained = call.model == self.policy.model
         self.counts["untrained_calls"] += not trained
         running = RunningCall(asyncio.create_task(self._sampled(call, prompt)), span, trained)
         running.task.add_done_callback(_retrieve)
         self._by_body[key] = running
         self._calls.append(running)
         return running
+
+    def _overlaps(self, call: Call) -> bool:
+        running = any(other.trained and not other.task.done() for other in self._calls)
+        return running or call.num_choices > 1
 
     def _kind(self, call: Call, prompt: PromptTokens) -> str:
         """Return how a prompt relates to the earlier calls, also by the ids of tool calls."""

@@ -41,6 +41,7 @@ PING_SECONDS = 5.0  # between signs of life in a stream that waits for its answe
 # Longer than clients keep idle connections: one that the server closes while a client begins to use
 # it is an error of the client.
 KEEP_ALIVE_SECONDS = 300
+BACKLOG = 1024  # connections that wait to be accepted
 ENDED_KEYS = 10_000  # that are remembered, to tell a late call from a wrong key
 SPAN_HEADER = "x-span"
 RETRY_HEADER = "x-stainless-retry-count"  # of the official OpenAI and Anthropic clients
@@ -89,9 +90,15 @@ class Gateway:
         """Begin to listen.
 
         Raises:
-            OSError: the address is not available.
+            ValueError: the address is not available.
         """
-        listening = socket.create_server((self._host, self._port), backlog=1024)
+        try:
+            listening = socket.create_server((self._host, self._port), backlog=BACKLOG)
+        except OSError as error:
+            place = f"{self._host}:{self._port}"
+            raise ValueError(
+                f"agent.host, agent.port: cannot listen at {place}: {error}"
+            ) from error
         self._port = listening.getsockname()[1]
         config = uvicorn.Config(
             self.app(),

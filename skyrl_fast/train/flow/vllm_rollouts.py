@@ -188,9 +188,15 @@ class VllmRollouts:
 
     async def start(self) -> None:
         """Start the engines, and the gateway if there is an agent."""
-        await self._pool.start()
-        if self._gateway is not None:
-            await self._gateway.start()
+        if self._gateway is None:
+            await self._pool.start()
+            return
+        await self._gateway.start()
+        try:
+            await self._pool.start()
+        except BaseException:
+            await self._gateway.close()
+            raise
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str

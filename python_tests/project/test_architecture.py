@@ -127,6 +127,12 @@ def test_rollouts_do_not_import_the_trainer() -> None:
     assert offenders(python_files("rollout"), ("skyrl_fast.train", "skyrl_fast.cli")) == []
 
 
+def test_gateway_imports_rollouts_and_not_the_trainer() -> None:
+    forbidden = ("skyrl_fast.train", "skyrl_fast.cli", "skyrl_fast.batch", "skyrl_fast.viewer")
+    assert offenders(python_files("gateway"), forbidden) == []
+    assert offenders(python_files("rollout"), ("skyrl_fast.gateway",)) == []
+
+
 def test_weights_do_not_import_engines() -> None:
     engines = ("vllm_engine", "vllm_start", "remote", "pool", "serve_vllm", "serve_guard")
     forbidden = tuple(f"skyrl_fast.rollout.engine.{engine}" for engine in engines)
@@ -198,7 +204,7 @@ def test_time_limits_keep_cancellations() -> None:
 IMPORT = """
 import sys
 import skyrl_fast
-heavy = {"vllm", "transformers", "skyrl_gym", "omegaconf", "rich", "matplotlib", "triton"}
+heavy = {"vllm", "transformers", "starlette", "pydantic", "openai", "skyrl_gym", "omegaconf", "rich", "matplotlib", "triton"}
 found = heavy & {name.partition(".")[0] for name in sys.modules}
 assert not found, found
 import torch

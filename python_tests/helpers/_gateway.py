@@ -56,6 +56,7 @@ def played(
     chat_template: str | None = None,
     engine: Any = None,
     one_line: bool = False,
+    takes_rewards: bool = True,
     **config: Any,
 ) -> Played:
     """Run an agent, a function or a `BlackBox`, on each prompt.
@@ -85,6 +86,7 @@ def played(
             untrained_models=untrained_models,
             tool_parser=tool_parser,
             one_line=one_line,
+            takes_rewards=takes_rewards,
         )
         gateway = Gateway()
         await gateway.start()

@@ -294,6 +294,8 @@ class Gateway:
         return JSONResponse(_model_entry(name))
 
     async def _reward(self, request: Request, session: Session, dialect: Dialect) -> Response:
+        if not session.policy.takes_rewards:
+            raise ApiError(403, "rewards are those of agent.verifier")
         fields = checked(RewardRequest, _json(await self._body(request)))
         session.reward(fields.reward, call=fields.id, span=fields.span)
         return JSONResponse({"object": "reward", "reward": fields.reward})

@@ -63,6 +63,7 @@ class Policy:
         untrained_models: names whose calls are sampled from the policy, but not trained.
         tool_parser: finds tool calls in answers; None: they are only text.
         one_line: whether a trajectory's calls must follow each other, for estimators per turn.
+        takes_rewards: whether rewards may be posted. Code that a model writes can have the key.
         said: what the log has said once.
     """
 
@@ -74,6 +75,7 @@ class Policy:
     untrained_models: tuple[str, ...] = ()
     tool_parser: ToolCallParser | None = None
     one_line: bool = False
+    takes_rewards: bool = True
     said: set[str] = field(default_factory=set)
 
     def check_model(self, name: str) -> None:
@@ -455,7 +457,8 @@ class Session:
         for answer, value in outcome.call_rewards.items():
             self.reward(value, call=answer)
         steps = self._trajectory.steps
-        if outcome.reward is not None:
+        posted = any(call is None and span is None for call, span, _ in self._rewards)
+        if outcome.reward is not None and not (posted and outcome.unless_posted):
             self._rewards.append((None, None, outcome.reward))
         for call, span, value in self._rewards:
             step = self._rewarded[call] if call else self._spans[span] if span else steps[-1]
@@ -467,11 +470,6 @@ class Session:
         if self.refused is not None:
             return self.refused
         return LENGTH if steps[-1].stop_reason == LENGTH else STOP
-
-    @property
-    def has_posted_reward(self) -> bool:
-        """Whether a reward of the trajectory was posted."""
-        return any(call is None and span is None for call, span, _ in self._rewards)
 
     def metrics(self) -> dict[str, float]:
         """Return the counts of the calls."""

@@ -83,5 +83,6 @@ def gateway_agent(
         untrained_models=tuple(settings.untrained_models),
         tool_parser=None if name is None else ToolCallParser(name, tokenizer),
         one_line=one_line,
+        takes_rewards=not settings.verifier,
     )
     return GatewayAgent(Gateway(host=settings.host, port=settings.port), policy, box)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from _gateway import MODEL, USER, chat, played
+from _gateway import MODEL, USER, chat, played, with_waits
 from fake_envs import says
 
 from skyrl_fast.batch import batch_from_trajectories
@@ -251,15 +251,19 @@ def test_calls_must_follow_each_other_where_the_estimator_needs_a_line(tiny_toke
     import asyncio
 
     async def agent(task: Any) -> float:
-        both = [chat(task, [user(text)]) for text in ("a", "b")]
-        results = await asyncio.gather(*both, return_exceptions=True)
-        assert sorted(isinstance(r, openai.BadRequestError) for r in results) == [False, True]
+        both = [asyncio.ensure_future(chat(task, [user(text)])) for text in ("a", "b")]
+        (refused,), _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(openai.BadRequestError, match="must follow each other"):
+            refused.result()
+        gate.set()
+        await asyncio.wait(both)
         with pytest.raises(openai.BadRequestError, match="must follow each other"):
             await chat(task, [USER], n=2)
         await chat(task, [user("c")])
         return 1.0
 
-    t = played(agent, tiny_tokenizer, one_line=True).only
+    gate = asyncio.Event()
+    t = played(with_waits(agent, gate.wait), tiny_tokenizer, one_line=True, max_retries=0).only
     assert (t.failure, len(t.steps)) == (None, 2)
 
 

@@ -138,6 +138,7 @@ class Session:
         self._rewarded: dict[str, Step] = {}  # the first choice's step, by id of the answer
         self._spans: dict[str, Step] = {}  # the last step of each span
         self._rewards: list[tuple[str | None, str | None, float]] = []  # id, span, reward
+        self._num_choices = 0  # of all calls
         self._num_running = 0
         self._idle_since = time.perf_counter()
         self._idle_seconds = 0.0
@@ -211,7 +212,7 @@ class Session:
             self.counts["repeated_calls"] += 1
             return known
         limit = self.policy.config.max_turns
-        if len(self._calls) + call.num_choices > limit:
+        if self._num_choices + call.num_choices > limit:
             self.refused = MAX_TURNS
             text = f"the trajectory has had its {limit} calls (generator.max_turns)"
             raise ApiError(400, text, code="max_turns")
@@ -224,6 +225,7 @@ class Session:
             )
         self._say_not_honoured(call)
         self.refused = None
+        self._num_choices += call.num_choices
         self.counts["calls"] += 1
         self.counts[f"{self._kind(call, prompt)}_prompts"] += 1
         self.counts["untrained_calls"] += not trained
@@ -259,19 +261,20 @@ class Session:
         number = self._places[prompt.digest]  # of calls with this prompt: not of their arrival
         self._places[prompt.digest] += call.num_choices
         self._began()
+        choices = [
+            asyncio.create_task(self._choice(call, prompt, f"{prompt.digest.hex()}-{number + n}"))
+            for n in range(call.num_choices)
+        ]
         try:
-            sampled = await asyncio.gather(
-                *(
-                    self._choice(call, prompt, f"{prompt.digest.hex()}-{number + choice}")
-                    for choice in range(call.num_choices)
-                )
-            )
+            sampled = await asyncio.gather(*choices)
         except EngineError as error:
             self.engine_failure = error
             if isinstance(error, EngineDeadError):
                 self.engine_died.set()
             raise
         finally:
+            for choice in choices:  # the others, if one failed
+                choice.cancel()
             self._ended()
         self.engine_failure = None
         answer = Answer(
@@ -279,7 +282,7 @@ class Session:
             created=int(time.time()),
             model=call.model,
             num_prompt_tokens=len(prompt.token_ids),
-            choices=[choice for choice, _ in sampled],
+            choices=[answered for answered, _ in sampled],
         )
         return answer, [step for _, step in sampled]
 

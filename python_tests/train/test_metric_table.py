@@ -16,7 +16,7 @@ from skyrl_fast.rollout.engine.weights.sync import WeightSyncReport
 from skyrl_fast.train.flow import vllm_rollouts
 from skyrl_fast.train.model.peak_memory import PeakMemory
 from skyrl_fast.train.output.loggers import read_metrics
-from skyrl_fast.train.output.metric_table import ENGINE, GPU, METRICS, find_metric
+from skyrl_fast.train.output.metric_table import AGENT, ENGINE, GPU, METRICS, find_metric
 
 A = "trainer.algorithm"
 CORRECTION = f"{A}.off_policy_correction"
@@ -81,11 +81,22 @@ def test_entries_of_an_engine_are_its_metrics() -> None:
         _pool=SimpleNamespace(faults=Counter()),
         _environments=SimpleNamespace(num_abandoned=0),
         _interrupted=0,
+        _gateway=None,
     )
     faults = vllm_rollouts.VllmRollouts.faults(state)  # type: ignore[arg-type]
     report = WeightSyncReport(0.1, 0.2, ProbeDifference(0.0, 0.0, 0.0, 1.0), 0.0)
     names = {f"faults/{name}" for name in faults} | vllm_rollouts._sync_metrics(report).keys()
     assert {metric.name for metric in METRICS if metric.where == ENGINE} == names
+
+
+@pytest.mark.spec("metrics.table")
+def test_entries_of_an_agent_are_its_metrics() -> None:
+    pytest.importorskip("starlette")
+    from skyrl_fast.gateway.server import FAULTS
+    from skyrl_fast.gateway.session import COUNTS
+
+    names = {f"faults/{name}" for name in FAULTS} | {f"environment/{name}" for name in COUNTS}
+    assert {metric.name for metric in METRICS if metric.where == AGENT} == names
 
 
 @pytest.mark.spec("metrics.table")

@@ -41,6 +41,10 @@ PING_SECONDS = 5.0  # between signs of life in a stream that waits for its answe
 # Longer than clients keep idle connections: one that the server closes while a client begins to use
 # it is an error of the client.
 KEEP_ALIVE_SECONDS = 300
+# That are reported even while their count is 0.
+FAULTS = tuple(
+    f"gateway_{name}" for name in ("refused_calls", "wrong_keys", "late_calls", "lost_clients")
+)
 BACKLOG = 1024  # connections that wait to be accepted
 ENDED_KEYS = 10_000  # that are remembered, to tell a late call from a wrong key
 SPAN_HEADER = "x-span"
@@ -73,7 +77,7 @@ class Gateway:
     """
 
     def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        self.faults: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter(dict.fromkeys(FAULTS, 0))
         self._host = host
         self._port = port
         self._sessions: dict[bytes, Session] = {}  # by digest of the key

@@ -46,6 +46,7 @@ COUNTS = (
     "repeated_calls",
     "untrained_calls",
     "too_long_prompts",
+    "undelivered_calls",
     "answers_with_tool_calls",
 )
 

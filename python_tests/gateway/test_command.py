@@ -46,7 +46,12 @@ def test_reward_by_exit_code_verifier_and_file(
     works, fails = CALL + hides, CALL + "\nsys.exit(3)"
     check = "import sys; sys.exit(open('answer.txt').read() != 'a0')"
     write = CALL + "\njson.dump({'reward': 0.5, 'lines': 2}, open('out.json', 'w'))"
+    post = CALL.replace("/chat/completions", "/rewards").replace(
+        '{"model": os.environ["OPENAI_MODEL"], "messages": row["prompt"]}', '{"reward": 0.25}'
+    )
+    posts = CALL + post.partition("text = ")[0]
     cases = [
+        (CommandAgent(python(posts)), 0.25, {}),
         (CommandAgent(python(works)), 1.0, {}),
         (CommandAgent(python(fails)), 0.0, {}),
         (CommandAgent(python(fails), verifier=python(check)), 1.0, {}),
@@ -60,6 +65,14 @@ def test_reward_by_exit_code_verifier_and_file(
     agent = CommandAgent(python(CALL + "\nprint('oh no')"), reward_file="out.json")
     out = played(agent, tiny_tokenizer, max_retries=0)
     assert "out.json: no such file; exit code 0; output: oh no" in str(out.only.failure)
+    for made in (
+        "os.mkfifo('out.json')",
+        "os.symlink('/dev/zero', 'out.json')",
+        "os.mkdir('out.json')",
+    ):
+        agent = CommandAgent(python(CALL + made), reward_file="out.json")
+        out = played(agent, tiny_tokenizer, max_retries=0)
+        assert "agent.reward_file: out.json:" in str(out.only.failure)
     out = played(CommandAgent(["no-such-program"]), tiny_tokenizer, max_retries=0)
     assert "no program 'no-such-program'" in str(out.only.failure)
 

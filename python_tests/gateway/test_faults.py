@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from _gateway import MODEL, USER, chat, played
+from _gateway import MODEL, USER, chat, played, with_waits
 from fake_envs import FakePrompt, says
 
 from skyrl_fast.gateway import server
@@ -75,27 +75,6 @@ def test_a_client_that_returns_gets_the_answer_of_its_first_call(
     assert [s.text for s in out.only.steps] == ["a0"]
     assert len(out.engine.calls) == 1
     assert out.only.env_metrics["repeated_calls"] >= 1
-
-
-class with_waits:  # noqa: N801 - used like a function
-    """An agent at an engine that waits before each answer."""
-
-    def __init__(self, agent: Any, wait: Any) -> None:
-        self._agent, self._wait = agent, wait
-
-    async def run(self, task: Any) -> Any:
-        from skyrl_fast.gateway.agents.function import FunctionAgent
-
-        return await FunctionAgent(self._agent).run(task)
-
-    def patch(self, engine: Any) -> None:
-        generate = engine.generate
-
-        async def waiting(*arguments: Any, **options: Any) -> Any:
-            await self._wait()
-            return await generate(*arguments, **options)
-
-        engine.generate = waiting
 
 
 @pytest.mark.spec("gateway.lost-clients")
@@ -277,6 +256,35 @@ def test_failures_of_agent_and_engine_are_told_apart_and_retried(tiny_tokenizer:
 
     out = played(odd, tiny_tokenizer, max_retries=0)
     assert "wanted a finite number, got 'good'" in str(out.only.failure)
+
+
+@pytest.mark.spec("gateway.agent-failures")
+def test_the_other_choices_of_a_failed_call_are_aborted(tiny_tokenizer: Any) -> None:
+    engines: list[Any] = []
+
+    class Asks(with_waits):
+        def patch(self, engine: Any) -> None:
+            engines.append(engine)
+
+    async def agent(task: Any) -> float:
+        task.async_openai.max_retries = 0
+        with pytest.raises(openai.InternalServerError, match="out of memory"):
+            await chat(task, [USER], n=3)
+        while engines[0].running:
+            await asyncio.sleep(0.01)
+        with pytest.raises(openai.BadRequestError, match="max_turns"):
+            await chat(task, [USER], n=2)
+        await chat(task, [USER])
+        return 1.0
+
+    def answer(call: Any, n: int) -> Any:
+        if len(engines[0].calls) == 4:
+            return says(tiny_tokenizer, "a")
+        return EngineError("out of memory") if not failed.append(n) and len(failed) == 1 else None
+
+    failed: list[int] = []
+    out = played(Asks(agent, None), tiny_tokenizer, answer=answer, max_turns=4, max_retries=0)
+    assert (out.only.failure, [s.text for s in out.only.steps]) == (None, ["a"])
 
 
 @pytest.mark.spec("gateway.agent-failures")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from _gateway import MODEL, USER, chat, played
+from _gateway import MODEL, USER, chat, played, with_waits
 from fake_envs import says
 
 from skyrl_fast.batch import batch_from_trajectories
@@ -244,6 +244,27 @@ def test_an_agent_that_fails_by_its_full_context_ends_with_length(tiny_tokenizer
     assert t.steps[-1].stop_reason == "length"
     t = played(agent, tiny_tokenizer, max_turns=2).only
     assert (t.stop_reason, t.failure, len(t.steps)) == ("max_turns", None, 2)
+
+
+@pytest.mark.spec("gateway.forest")
+def test_calls_must_follow_each_other_where_the_estimator_needs_a_line(tiny_tokenizer: Any) -> None:
+    import asyncio
+
+    async def agent(task: Any) -> float:
+        both = [asyncio.ensure_future(chat(task, [user(text)])) for text in ("a", "b")]
+        (refused,), _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(openai.BadRequestError, match="must follow each other"):
+            refused.result()
+        gate.set()
+        await asyncio.wait(both)
+        with pytest.raises(openai.BadRequestError, match="must follow each other"):
+            await chat(task, [USER], n=2)
+        await chat(task, [user("c")])
+        return 1.0
+
+    gate = asyncio.Event()
+    t = played(with_waits(agent, gate.wait), tiny_tokenizer, one_line=True, max_retries=0).only
+    assert (t.failure, len(t.steps)) == (None, 2)
 
 
 @pytest.mark.spec("gateway.forest")

@@ -29,10 +29,6 @@ NEEDED = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"]
         (["agent.verifier=[ls]"], "agent.verifier: wanted agent.command"),
         (["agent.function=a:b", "agent.reward_file=r"], "agent.reward_file: wanted agent.command"),
         (
-            ["agent.function=a:b", "trainer.algorithm.advantage_estimator=turn_level_group"],
-            "form a tree, got turn_level_group",
-        ),
-        (
             ["agent.function=a:b", "generator.step_wise_trajectories=false"],
             "step_wise_trajectories: wanted true",
         ),

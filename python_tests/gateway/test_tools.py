@@ -188,3 +188,13 @@ def test_rewards_by_post_for_calls_spans_and_the_trajectory(tiny_tokenizer: Any)
 
     out = played(agent, tiny_tokenizer)
     assert [s.reward for s in out.only.steps] == [0.5, 0.0, 2.0, 1.0]
+
+    async def cheats(task: Any) -> float:
+        await chat(task, [USER])
+        headers = {"authorization": f"Bearer {task.api_key}"}
+        async with httpx.AsyncClient(base_url=task.base_url, headers=headers) as client:
+            assert (await client.post("/rewards", json={"reward": 9})).status_code == 403
+        return 0.0
+
+    out = played(cheats, tiny_tokenizer, takes_rewards=False)
+    assert [s.reward for s in out.only.steps] == [0.0]

@@ -55,6 +55,8 @@ def played(
     phase: str = "train",
     chat_template: str | None = None,
     engine: Any = None,
+    one_line: bool = False,
+    takes_rewards: bool = True,
     **config: Any,
 ) -> Played:
     """Run an agent, a function or a `BlackBox`, on each prompt.
@@ -83,6 +85,8 @@ def played(
             MODEL,
             untrained_models=untrained_models,
             tool_parser=tool_parser,
+            one_line=one_line,
+            takes_rewards=takes_rewards,
         )
         gateway = Gateway()
         await gateway.start()
@@ -114,3 +118,22 @@ async def chat(task: Any, messages: list[dict[str, Any]], **options: Any) -> Any
     return await task.async_openai.chat.completions.create(
         model=task.model, messages=messages, **options
     )
+
+
+class with_waits:  # noqa: N801 - used like a function
+    """An agent at an engine that waits before each answer."""
+
+    def __init__(self, agent: Any, wait: Any) -> None:
+        self._agent, self._wait = agent, wait
+
+    async def run(self, task: Any) -> Any:
+        return await FunctionAgent(self._agent).run(task)
+
+    def patch(self, engine: Any) -> None:
+        generate = engine.generate
+
+        async def waiting(*arguments: Any, **options: Any) -> Any:
+            await self._wait()
+            return await generate(*arguments, **options)
+
+        engine.generate = waiting

@@ -127,6 +127,12 @@ def test_rollouts_do_not_import_the_trainer() -> None:
     assert offenders(python_files("rollout"), ("skyrl_fast.train", "skyrl_fast.cli")) == []
 
 
+def test_gateway_imports_rollouts_and_not_the_trainer() -> None:
+    forbidden = ("skyrl_fast.train", "skyrl_fast.cli", "skyrl_fast.batch", "skyrl_fast.viewer")
+    assert offenders(python_files("gateway"), forbidden) == []
+    assert offenders(python_files("rollout"), ("skyrl_fast.gateway",)) == []
+
+
 def test_weights_do_not_import_engines() -> None:
     engines = ("vllm_engine", "vllm_start", "remote", "pool", "serve_vllm", "serve_guard")
     forbidden = tuple(f"skyrl_fast.rollout.engine.{engine}" for engine in engines)
@@ -199,6 +205,7 @@ IMPORT = """
 import sys
 import skyrl_fast
 heavy = {"vllm", "transformers", "skyrl_gym", "omegaconf", "rich", "matplotlib", "triton"}
+heavy |= {"starlette", "pydantic", "openai"}
 found = heavy & {name.partition(".")[0] for name in sys.modules}
 assert not found, found
 import torch

@@ -144,3 +144,34 @@ def test_imports_neither_engine_nor_transformers(config: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+AGENT = """
+async def guess(task):
+    messages = list(task.row["prompt"])
+    for _ in range(2):
+        answer = await task.async_openai.chat.completions.create(
+            model=task.model, messages=messages
+        )
+        text = answer.choices[0].message.content
+        if task.row["answer"] in text:
+            return {"reward": 1.0, "guesses": 2}
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "No."}]
+    raise LookupError("given up")
+"""
+
+
+@pytest.mark.spec("try.agent")
+def test_an_agent_is_tried_with_scripted_answers(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("openai")
+    Path("guess_agent.py").write_text(AGENT)
+    command = ["try", config, "agent.function=guess_agent.py:guess", "--answers"]
+    assert cli.main([*command, "green", "red"]) == 0
+    shown = capsys.readouterr().out
+    assert "call 1\n  answer: green\ncall 2\n  answer: red\n" in shown
+    assert "rewards: 0 1; ended by stop" in shown
+    assert "'guesses': 2.0" in shown
+    assert cli.main([*command, "green"]) == 1
+    assert "failed (env_error): agent.function: LookupError: given up" in capsys.readouterr().out

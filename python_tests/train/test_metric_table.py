@@ -17,7 +17,14 @@ from skyrl_fast.train.flow import vllm_rollouts
 from skyrl_fast.train.model.peak_memory import PeakMemory
 from skyrl_fast.train.model.row_layout import LayoutCosts
 from skyrl_fast.train.output.loggers import read_metrics
-from skyrl_fast.train.output.metric_table import ENGINE, GPU, LAYOUTS, METRICS, find_metric
+from skyrl_fast.train.output.metric_table import (
+    AGENT,
+    ENGINE,
+    GPU,
+    LAYOUTS,
+    METRICS,
+    find_metric,
+)
 
 A = "trainer.algorithm"
 CORRECTION = f"{A}.off_policy_correction"
@@ -95,6 +102,16 @@ def test_entries_of_an_engine_are_its_metrics() -> None:
 def test_entries_of_layouts_are_their_costs() -> None:
     names = LayoutCosts(0.0, 0.0, 0.0, 0.0).metrics().keys()
     assert {metric.name for metric in METRICS if metric.where == LAYOUTS} == names
+
+
+@pytest.mark.spec("metrics.table")
+def test_entries_of_an_agent_are_its_metrics() -> None:
+    pytest.importorskip("starlette")
+    from skyrl_fast.gateway.server import FAULTS
+    from skyrl_fast.gateway.session import COUNTS
+
+    names = {f"faults/{name}" for name in FAULTS} | {f"environment/{name}" for name in COUNTS}
+    assert {metric.name for metric in METRICS if metric.where == AGENT} == names
 
 
 @pytest.mark.spec("metrics.table")

@@ -8,9 +8,6 @@ from typing import Any
 
 from skyrl_fast.setting import ConfigError, setting
 
-# Estimators of these levels follow a trajectory's turns as one line.
-_LINEAR = ("turn", "token")
-
 
 @dataclass(slots=True)
 class AgentConfig:
@@ -46,13 +43,8 @@ class AgentConfig:
         return self.function is not None or bool(self.command)
 
 
-def check_agent(config: Any, *, level: str, estimator: str) -> None:
+def check_agent(config: Any) -> None:
     """Check the settings of an agent with those of the run.
-
-    Args:
-        config: all settings.
-        level: of the advantage estimator: "outcome", "turn" or "token".
-        estimator: its name.
 
     Raises:
         ConfigError: they exclude each other.
@@ -63,14 +55,7 @@ def check_agent(config: Any, *, level: str, estimator: str) -> None:
     for name in ("verifier", "reward_file"):
         if getattr(agent, name) and not agent.command:
             raise ConfigError(f"agent.{name}: wanted agent.command with it, got none")
-    if not agent.is_set:
-        return
-    if level in _LINEAR:
-        raise ConfigError(
-            "trainer.algorithm.advantage_estimator: wanted one per outcome with an agent, whose "
-            f"calls may run in parallel and form a tree, got {estimator}, which needs one line"
-        )
-    if not config.generator.step_wise_trajectories:
+    if agent.is_set and not config.generator.step_wise_trajectories:
         raise ConfigError(
             "generator.step_wise_trajectories: wanted true with an agent, whose context need not "
             "grow only, got false"

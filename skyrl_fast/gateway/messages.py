@@ -126,8 +126,10 @@ class Outcome:
         reward: of the trajectory, on its last step; None: what was posted.
         metrics: its numbers.
         call_rewards: of single calls, by completion id.
+        unless_posted: whether a reward that was posted for the trajectory replaces it.
     """
 
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     call_rewards: Mapping[str, float] = field(default_factory=dict)
+    unless_posted: bool = False

@@ -38,6 +38,14 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 << 20
 BODY_SECONDS = 30.0  # for a request's body to arrive
 PING_SECONDS = 5.0  # between signs of life in a stream that waits for its answer
+# Longer than clients keep idle connections: one that the server closes while a client begins to use
+# it is an error of the client.
+KEEP_ALIVE_SECONDS = 300
+# That are reported even while their count is 0.
+FAULTS = tuple(
+    f"gateway_{name}" for name in ("refused_calls", "wrong_keys", "late_calls", "lost_clients")
+)
+BACKLOG = 1024  # connections that wait to be accepted
 ENDED_KEYS = 10_000  # that are remembered, to tell a late call from a wrong key
 SPAN_HEADER = "x-span"
 RETRY_HEADER = "x-stainless-retry-count"  # of the official OpenAI and Anthropic clients
@@ -69,7 +77,7 @@ class Gateway:
     """
 
     def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        self.faults: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter(dict.fromkeys(FAULTS, 0))
         self._host = host
         self._port = port
         self._sessions: dict[bytes, Session] = {}  # by digest of the key
@@ -86,12 +94,23 @@ class Gateway:
         """Begin to listen.
 
         Raises:
-            OSError: the address is not available.
+            ValueError: the address is not available.
         """
-        listening = socket.create_server((self._host, self._port), backlog=1024)
+        try:
+            listening = socket.create_server((self._host, self._port), backlog=BACKLOG)
+        except OSError as error:
+            place = f"{self._host}:{self._port}"
+            raise ValueError(
+                f"agent.host, agent.port: cannot listen at {place}: {error}"
+            ) from error
         self._port = listening.getsockname()[1]
         config = uvicorn.Config(
-            self.app(), log_config=None, log_level="warning", lifespan="off", access_log=False
+            self.app(),
+            log_config=None,
+            log_level="warning",
+            lifespan="off",
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
@@ -279,6 +298,8 @@ class Gateway:
         return JSONResponse(_model_entry(name))
 
     async def _reward(self, request: Request, session: Session, dialect: Dialect) -> Response:
+        if not session.policy.takes_rewards:
+            raise ApiError(403, "rewards are those of agent.verifier")
         fields = checked(RewardRequest, _json(await self._body(request)))
         session.reward(fields.reward, call=fields.id, span=fields.span)
         return JSONResponse({"object": "reward", "reward": fields.reward})

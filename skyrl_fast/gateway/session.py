@@ -46,6 +46,7 @@ COUNTS = (
     "repeated_calls",
     "untrained_calls",
     "too_long_prompts",
+    "undelivered_calls",
     "answers_with_tool_calls",
 )
 
@@ -62,6 +63,8 @@ class Policy:
         model: name under which the policy is called.
         untrained_models: names whose calls are sampled from the policy, but not trained.
         tool_parser: finds tool calls in answers; None: they are only text.
+        one_line: whether a trajectory's calls must follow each other, for estimators per turn.
+        takes_rewards: whether rewards may be posted. Code that a model writes can have the key.
         said: what the log has said once.
     """
 
@@ -72,6 +75,8 @@ class Policy:
     model: str
     untrained_models: tuple[str, ...] = ()
     tool_parser: ToolCallParser | None = None
+    one_line: bool = False
+    takes_rewards: bool = True
     said: set[str] = field(default_factory=set)
 
     def check_model(self, name: str) -> None:
@@ -134,6 +139,7 @@ class Session:
         self._rewarded: dict[str, Step] = {}  # the first choice's step, by id of the answer
         self._spans: dict[str, Step] = {}  # the last step of each span
         self._rewards: list[tuple[str | None, str | None, float]] = []  # id, span, reward
+        self._num_choices = 0  # of all calls
         self._num_running = 0
         self._idle_since = time.perf_counter()
         self._idle_seconds = 0.0
@@ -198,7 +204,7 @@ class Session:
             span: name of the part of the agent that calls.
 
         Raises:
-            ApiError: the trajectory has had all its calls.
+            ApiError: the trajectory has had all its calls, or they must not overlap.
         """
         key = hashlib.blake2b(body, digest_size=16).digest()
         known = self._by_body.get(key)
@@ -207,21 +213,32 @@ class Session:
             self.counts["repeated_calls"] += 1
             return known
         limit = self.policy.config.max_turns
-        if len(self._calls) + call.num_choices > limit:
+        if self._num_choices + call.num_choices > limit:
             self.refused = MAX_TURNS
             text = f"the trajectory has had its {limit} calls (generator.max_turns)"
             raise ApiError(400, text, code="max_turns")
+        trained = call.model == self.policy.model
+        if self.policy.one_line and trained and self._overlaps(call):
+            raise ApiError(
+                400,
+                "calls of one trajectory must follow each other: the run's advantage estimator is "
+                "per turn or token (trainer.algorithm.advantage_estimator)",
+            )
         self._say_not_honoured(call)
         self.refused = None
+        self._num_choices += call.num_choices
         self.counts["calls"] += 1
         self.counts[f"{self._kind(call, prompt)}_prompts"] += 1
-        trained = call.model == self.policy.model
         self.counts["untrained_calls"] += not trained
         running = RunningCall(asyncio.create_task(self._sampled(call, prompt)), span, trained)
         running.task.add_done_callback(_retrieve)
         self._by_body[key] = running
         self._calls.append(running)
         return running
+
+    def _overlaps(self, call: Call) -> bool:
+        running = any(other.trained and not other.task.done() for other in self._calls)
+        return running or call.num_choices > 1
 
     def _kind(self, call: Call, prompt: PromptTokens) -> str:
         """Return how a prompt relates to the earlier calls, also by the ids of tool calls."""
@@ -245,19 +262,20 @@ class Session:
         number = self._places[prompt.digest]  # of calls with this prompt: not of their arrival
         self._places[prompt.digest] += call.num_choices
         self._began()
+        choices = [
+            asyncio.create_task(self._choice(call, prompt, f"{prompt.digest.hex()}-{number + n}"))
+            for n in range(call.num_choices)
+        ]
         try:
-            sampled = await asyncio.gather(
-                *(
-                    self._choice(call, prompt, f"{prompt.digest.hex()}-{number + choice}")
-                    for choice in range(call.num_choices)
-                )
-            )
+            sampled = await asyncio.gather(*choices)
         except EngineError as error:
             self.engine_failure = error
             if isinstance(error, EngineDeadError):
                 self.engine_died.set()
             raise
         finally:
+            for choice in choices:  # the others, if one failed
+                choice.cancel()
             self._ended()
         self.engine_failure = None
         answer = Answer(
@@ -265,7 +283,7 @@ class Session:
             created=int(time.time()),
             model=call.model,
             num_prompt_tokens=len(prompt.token_ids),
-            choices=[choice for choice, _ in sampled],
+            choices=[answered for answered, _ in sampled],
         )
         return answer, [step for _, step in sampled]
 
@@ -443,7 +461,8 @@ class Session:
         for answer, value in outcome.call_rewards.items():
             self.reward(value, call=answer)
         steps = self._trajectory.steps
-        if outcome.reward is not None:
+        posted = any(call is None and span is None for call, span, _ in self._rewards)
+        if outcome.reward is not None and not (posted and outcome.unless_posted):
             self._rewards.append((None, None, outcome.reward))
         for call, span, value in self._rewards:
             step = self._rewarded[call] if call else self._spans[span] if span else steps[-1]
@@ -455,11 +474,6 @@ class Session:
         if self.refused is not None:
             return self.refused
         return LENGTH if steps[-1].stop_reason == LENGTH else STOP
-
-    @property
-    def has_posted_reward(self) -> bool:
-        """Whether a reward of the trajectory was posted."""
-        return any(call is None and span is None for call, span, _ in self._rewards)
 
     def metrics(self) -> dict[str, float]:
         """Return the counts of the calls."""

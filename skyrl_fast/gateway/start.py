@@ -46,7 +46,7 @@ def black_box(settings: AgentConfig) -> BlackBox:
 
 
 def gateway_agent(
-    settings: AgentConfig, calls: PolicyCalls, config: GeneratorConfig
+    settings: AgentConfig, calls: PolicyCalls, config: GeneratorConfig, *, one_line: bool = False
 ) -> GatewayAgent:
     """Return the agent of the settings at a gateway that is not started.
 
@@ -54,6 +54,7 @@ def gateway_agent(
         settings: of `agent`.
         calls: of the policy.
         config: settings of the loop; see `loop_settings`.
+        one_line: whether a trajectory's calls must follow each other, for estimators per turn.
 
     Raises:
         ValueError: the agent cannot be imported, a package is missing, a tokenizer without end
@@ -81,5 +82,7 @@ def gateway_agent(
         settings.model,
         untrained_models=tuple(settings.untrained_models),
         tool_parser=None if name is None else ToolCallParser(name, tokenizer),
+        one_line=one_line,
+        takes_rewards=not settings.verifier,
     )
     return GatewayAgent(Gateway(host=settings.host, port=settings.port), policy, box)

@@ -4,6 +4,7 @@ The module is callable: `skyrl_fast.train(...)` is `skyrl_fast.train.train(...)`
 documents the arguments. Extension points of a run:
 
 - `Env`, `EnvStep`, `Action`: an environment, its answer to one action, and that action
+- `AgentTask`: what an agent at the gateway gets
 - `register_policy_loss`, `register_advantage_estimator`: custom losses and estimators
 - `Callback`, `CallbackError`: hooks after steps, evaluations and checkpoints
 - `Logger`, `RunInfo`: where metrics go, and what a logger is constructed with
@@ -30,6 +31,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from skyrl_fast.gateway.agents.task import AgentTask
     from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
     from skyrl_fast.ops.policy_loss.custom import register_policy_loss
     from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 _HOMES = {  # imported on first use: `import skyrl_fast` stays light
     "Action": "skyrl_fast.rollout.env.protocol",
+    "AgentTask": "skyrl_fast.gateway.agents.task",
     "Callback": "skyrl_fast.train.callbacks",
     "CallbackError": "skyrl_fast.train.callbacks",
     "Env": "skyrl_fast.rollout.env.protocol",
@@ -56,6 +59,7 @@ _HOMES = {  # imported on first use: `import skyrl_fast` stays light
 
 __all__ = [
     "Action",
+    "AgentTask",
     "Callback",
     "CallbackError",
     "Env",

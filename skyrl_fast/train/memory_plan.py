@@ -368,7 +368,8 @@ def _pass_tokens(config: Config, length: int) -> tuple[int, str]:
     trainer, generator = config.trainer, config.generator
     scope = policy_loss_spec(trainer.algorithm).scope
     # Rows of a context that only grows share a sequence.
-    rows = generator.max_turns if generator.context == "retemplate" else 1
+    grows = generator.context != "retemplate" and not config.agent.is_set
+    rows = 1 if grows else generator.max_turns
     if scope == "mini_batch":
         prompts = trainer.policy_mini_batch_size
         return (

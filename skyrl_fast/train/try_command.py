@@ -19,6 +19,7 @@ from skyrl_fast.printable import MAX_FAILURE, PrintableFormatter, printable
 if TYPE_CHECKING:
     from skyrl_fast.config import Config
     from skyrl_fast.rollout.env.observed_env import ObservedEnv, ObservedStep
+    from skyrl_fast.rollout.policy_calls import PolicyCalls
     from skyrl_fast.rollout.trajectory import Trajectory
     from skyrl_fast.train.data.prompts import Prompt
 
@@ -155,20 +156,39 @@ async def _scripted(config: Config, prompt: Prompt, *, options: argparse.Namespa
     from skyrl_fast.rollout.policy_calls import PolicyCalls
     from skyrl_fast.rollout.scripted import PlainTokenizer, ScriptedModel
 
+    tokenizer = _tokenizer(config) if options.tokenizer else PlainTokenizer()
+    model = ScriptedModel(_answers(options.answers), tokenizer)
+    calls = PolicyCalls(model, WeightGate(), tokenizer, config.trainer.seed)
+    if config.agent.is_set:
+        trajectories = await _played_by_agent(config, calls, prompt)
+        return _Attempt(prompt, tokenizer, trajectories, observed=[])
     EnvFactory(config.environment)  # checks env_class, which `make_env` replaces
     observed: list[list[ObservedStep]] = []
     factory = EnvFactory(config.environment, make_env=_make_observed(config, prompt, observed))
-    tokenizer = _tokenizer(config) if options.tokenizer else PlainTokenizer()
     watching = asyncio.create_task(_watch(config.environment.timeout_seconds + GRACE_SECONDS))
     try:
-        model = ScriptedModel(_answers(options.answers), tokenizer)
-        calls = PolicyCalls(model, WeightGate(), tokenizer, config.trainer.seed)
         runner = environment_runner(calls, factory, loop_settings(config))
         trajectories = await run_groups(runner, [prompt], phase="train", policy_version=0)
     finally:
         await factory.close()
         watching.cancel()
     return _Attempt(prompt, tokenizer, trajectories, observed)
+
+
+async def _played_by_agent(config: Config, calls: PolicyCalls, prompt: Prompt) -> list[Trajectory]:
+    from skyrl_fast.gateway.start import gateway_agent
+    from skyrl_fast.rollout.group_runner import GroupRunner
+    from skyrl_fast.rollout.groups import run_groups
+    from skyrl_fast.rollout.loop_settings import loop_settings
+
+    loop = loop_settings(config)
+    agent = gateway_agent(config.agent, calls, loop)
+    await agent.gateway.start()
+    try:
+        runner = GroupRunner(agent, loop, board=agent.policy.board)
+        return await run_groups(runner, [prompt], phase="train", policy_version=0)
+    finally:
+        await agent.gateway.close()
 
 
 async def _sampled(config: Config, prompt: Prompt) -> _Attempt:
@@ -239,6 +259,9 @@ def _attempt_text(attempt: _Attempt) -> str:
         lines += [f"environment: {trajectory.env_class}", *_prompt_lines(attempt, trajectory)]
         for turn, step in enumerate(observed):
             lines += _turn_lines(turn + 1, step)
+        if not observed:  # of an agent
+            for turn, call in enumerate(trajectory.steps):
+                lines += [f"call {turn + 1}", *_entry("answer", call.text)]
         lines += _end_lines(trajectory)
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from skyrl_fast.child_environment import environment_without_key
 from skyrl_fast.gateway.agents.outcome import OutcomeError, outcome_of
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.gateway.messages import Outcome
+from skyrl_fast.log_tail import log_tail
 from skyrl_fast.printable import printable
 from skyrl_fast.rollout.env.factory import EnvError
 
@@ -82,7 +84,7 @@ class CommandAgent:
             if self._verifier:
                 code = await _exit_code(self._verifier, folder, variables)
             if self._reward_file is None:
-                return Outcome(float(code == 0))
+                return Outcome(float(code == 0), unless_posted=True)
             return self._read(folder, code)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -90,8 +92,7 @@ class CommandAgent:
     def _read(self, folder: Path, code: int) -> Outcome:
         name = f"agent.reward_file: {self._reward_file}"
         try:
-            with open(folder / str(self._reward_file), "rb") as file:
-                return outcome_of(json.loads(file.read(MAX_REWARD_BYTES)))
+            return outcome_of(json.loads(_regular_file(folder / str(self._reward_file))))
         except FileNotFoundError:
             end = _end_of_output(folder)
             raise EnvError(f"{name}: no such file; exit code {code}; output: {end}") from None
@@ -133,9 +134,22 @@ async def _exit_code(command: Sequence[str], folder: Path, variables: Mapping[st
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def _regular_file(path: Path) -> bytes:
+    """Return the bytes of a file that a command has left, which may be a pipe or a link by malice.
+
+    Raises:
+        OSError: it is missing, or no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("not a regular file")
+        return file.read(MAX_REWARD_BYTES)
+
+
 def _end_of_output(folder: Path) -> str:
     try:
-        text = (folder / OUTPUT_FILE).read_bytes()[-OUTPUT_CHARACTERS:].decode("utf-8", "replace")
+        text = log_tail(folder / OUTPUT_FILE)
     except OSError:
         return ""
-    return printable(text.strip(), OUTPUT_CHARACTERS)
+    return printable(text[-OUTPUT_CHARACTERS:].strip(), OUTPUT_CHARACTERS)

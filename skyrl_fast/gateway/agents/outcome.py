@@ -28,7 +28,7 @@ def outcome_of(value: Any) -> Outcome:
 
     Example:
         >>> outcome_of({"reward": 1, "turns": 3})
-        Outcome(reward=1.0, metrics={'turns': 3.0}, call_rewards={})
+        Outcome(reward=1.0, metrics={'turns': 3.0}, call_rewards={}, unless_posted=False)
     """
     if value is None:
         return Outcome()

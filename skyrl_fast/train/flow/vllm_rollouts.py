@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_fast.config import SamplingParams, settings
+from skyrl_fast.config import SamplingParams, estimator_spec, settings
 from skyrl_fast.gateway.start import black_box, gateway_agent
 from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
@@ -173,7 +173,8 @@ class VllmRollouts:
         loop = loop_settings(config)
         self._gateway = None
         if config.agent.is_set:
-            agent = gateway_agent(config.agent, calls, loop)
+            by_outcome = estimator_spec(config.trainer.algorithm).level == "outcome"
+            agent = gateway_agent(config.agent, calls, loop, one_line=not by_outcome)
             self._gateway = agent.gateway
             self._runner = GroupRunner(agent, loop, board=agent.policy.board)
         else:
@@ -188,9 +189,15 @@ class VllmRollouts:
 
     async def start(self) -> None:
         """Start the engines, and the gateway if there is an agent."""
-        await self._pool.start()
-        if self._gateway is not None:
-            await self._gateway.start()
+        if self._gateway is None:
+            await self._pool.start()
+            return
+        await self._gateway.start()
+        try:
+            await self._pool.start()
+        except BaseException:
+            await self._gateway.close()
+            raise
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str

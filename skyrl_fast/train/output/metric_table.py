@@ -12,6 +12,7 @@ SPREAD = ("avg", "min", "max", "std")
 GPU = "on a GPU"
 LAYOUTS = "where trees and sequences have other kernels: on a GPU, or in bfloat16"
 ENGINE = "with vLLM"
+AGENT = "with an agent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,21 @@ METRICS = (
         _SHARE,
     ),
     Metric("eval/all/avg_num_turns", "turns of a trajectory in an evaluation", "turns"),
+    *(
+        Metric(f"environment/{name}", f"{meaning}, per trajectory", "", good, AGENT)
+        for name, meaning, good in (
+            ("calls", "calls of an agent at the gateway", ""),
+            ("first_prompts", "first prompts", "1"),
+            ("continued_prompts", "prompts that begin with an earlier prompt and its answer", ""),
+            ("forked_prompts", "prompts with an earlier answer, but other tokens before it", ""),
+            ("restarted_prompts", "prompts without an earlier answer", ""),
+            ("repeated_calls", "requests that a client sent again", "near 0"),
+            ("undelivered_calls", "calls that were aborted, as no client waited", "near 0"),
+            ("untrained_calls", "calls of `agent.untrained_models`", ""),
+            ("too_long_prompts", "prompts longer than max_input_length", "near 0"),
+            ("answers_with_tool_calls", "answers in which tool calls were found", ""),
+        )
+    ),
     Metric("environment/{name}", "mean of what the environment's `metrics` returned under a name"),
     # --- the update ---
     Metric(
@@ -386,6 +402,15 @@ METRICS = (
     Metric("faults/engine_restarts", "engines that were restarted", "", "0", ENGINE),
     Metric("faults/requests_sent_again", "requests repeated on another engine", "", "0", ENGINE),
     Metric("faults/requests_interrupted", "requests continued after new weights", "", "", ENGINE),
+    *(
+        Metric(f"faults/gateway_{name}", meaning, "", _NO_FAULTS, AGENT)
+        for name, meaning in (
+            ("refused_calls", "requests of agents that were answered with a 4xx status"),
+            ("wrong_keys", "requests of agents with an unknown key"),
+            ("late_calls", "requests of agents whose trajectory had ended"),
+            ("lost_clients", "requests of agents that broke off before their answer"),
+        )
+    ),
     # --- time and memory ---
     Metric("timing/step", "a step without its evaluation", _SECONDS),
     Metric("timing/generate", "generation, in synchronous training", _SECONDS),

@@ -82,6 +82,7 @@ class FakeRollouts:
         self.version = -1
         self.calls: list[tuple[int, str, list[str]]] = []
         self.closed = False
+        self._next: dict[tuple[int, ...], torch.Tensor] = {}  # logprobs after a context
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str
@@ -120,6 +121,7 @@ class FakeRollouts:
         self.model.load_state_dict(
             dict(policy.named_weights()), strict=False
         )  # tied weights occur once
+        self._next.clear()
         self.version = version
         return {"sync/logprob_abs_diff_max": 0.0}
 
@@ -177,11 +179,17 @@ class FakeRollouts:
     def _sample(self, context: list[int], random: torch.Generator) -> tuple[list[int], list[float]]:
         tokens: list[int] = []
         logprobs: list[float] = []
-        with torch.no_grad():
-            for _ in range(2):
-                logits = self.model(input_ids=torch.tensor([context + tokens])).logits[0, -1]
-                values = torch.log_softmax(logits.float().nan_to_num(), -1)
-                token = int(torch.multinomial(values.exp(), 1, generator=random))
-                tokens.append(token)
-                logprobs.append(float(values[token]))
+        for _ in range(2):
+            values = self._logprobs((*context, *tokens))
+            token = int(torch.multinomial(values.exp(), 1, generator=random))
+            tokens.append(token)
+            logprobs.append(float(values[token]))
         return tokens, logprobs
+
+    @torch.no_grad()
+    def _logprobs(self, context: tuple[int, ...]) -> torch.Tensor:
+        """Return (VOCABULARY,) of the next token; samples of a prompt share many contexts."""
+        if context not in self._next:
+            logits = self.model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1]
+            self._next[context] = torch.log_softmax(logits.float().nan_to_num(), -1)
+        return self._next[context]

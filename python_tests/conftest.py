@@ -26,8 +26,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 def pytest_collection() -> Iterator[None]:
     """Exclude imported modules and collected tests from garbage collection.
 
-    They live until the end. Scanning them takes a third of the collection's time, and 0.7 s of every
-    `gc.collect()` afterwards.
+    They live until the end. Scanning them takes a third of the collection's time, and 0.7 s of
+    every `gc.collect()` afterwards.
     """
     gc.disable()
     try:

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 import torch
 import torch.distributed as dist
 from _listening import LOOPBACK, listening
-from _ranked import Probe, fail, with_a_thread
+from _rank_probe import Probe, fail, with_a_thread
 from _training import folder as folder
 from _training import settings, steady, train
 
@@ -147,7 +147,7 @@ ENDS_EARLY = """
 import logging, os
 from pathlib import Path
 from _listening import LOOPBACK, listening
-from _ranked import Probe
+from _rank_probe import Probe
 from skyrl_fast.train.parallel import rank_processes
 
 if __name__ == "__main__":
@@ -172,7 +172,7 @@ KILLED = """
 import os, time
 from pathlib import Path
 from _listening import LOOPBACK, listening
-from _ranked import Probe
+from _rank_probe import Probe
 from skyrl_fast.train.parallel.rank_processes import started_ranks
 
 if __name__ == "__main__":

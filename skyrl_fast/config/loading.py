@@ -120,7 +120,7 @@ def _read_yaml(path: str | Path | None, overrides: Sequence[str]) -> dict[str, A
             where = f"override {text!r}"
             if "=" not in text or text.startswith(("=", "+", "-")):
                 raise ConfigError(f"{where}: wanted dotted.key=value")
-            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([text]))
+            merged.merge_with(OmegaConf.from_dotlist([text]))
         where = "overrides" if path is None else str(path)
         values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         written = OmegaConf.to_container(merged, resolve=False)

@@ -44,8 +44,9 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the engines, which the other processes need not wait for at the end; skip GPU tests
-    if there is no GPU, with a reason.
+    """Begin with the engines, whose start the other processes then need not wait for at the end.
+
+    GPU tests are skipped, with a reason, if there is no GPU.
     """
     items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
     if torch.cuda.is_available():

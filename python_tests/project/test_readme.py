@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
 import skyrl_fast
-from scripts import settings_page
+import skyrl_fast.train
+from scripts import python_api_page, settings_page
+from skyrl_fast.config import Config
+from skyrl_fast.config.settings import leaves
+from skyrl_fast.train.output.metric_table import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -41,8 +47,42 @@ def test_ops_example_gives_the_advantages_of_its_comment() -> None:
 
 
 def test_settings_pages_are_up_to_date() -> None:
-    for path, text in settings_page.pages().items():
-        assert path.read_text(encoding="utf-8") == text, "run python -m scripts.settings_page"
+    for page in (settings_page, python_api_page):
+        for path, text in page.pages().items():
+            assert path.read_text(encoding="utf-8") == text, f"run python -m {page.__name__}"
+
+
+def rows_of(page: str) -> list[str]:
+    """Return the first cells of a page's tables."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"^\| `([^|]*?)`", text, flags=re.MULTILINE)
+
+
+def test_every_name_of_the_trainer_has_an_entry_with_all_its_arguments() -> None:
+    names = [name for section in python_api_page.SECTIONS.values() for name in section]
+    assert sorted(names) == sorted(skyrl_fast.train.__all__)
+    for name in names:
+        value = getattr(skyrl_fast.train, name)
+        if dataclasses.is_dataclass(value):
+            wanted = {field.name for field in dataclasses.fields(value)}
+        elif inspect.isfunction(value):
+            wanted = {*inspect.signature(value).parameters}
+        else:
+            continue
+        text = python_api_page.entry(name)
+        cells = re.findall(r"^\| (`.*?`) \|", text, flags=re.MULTILINE)
+        assert set(re.findall(r"`(\w+)`", " ".join(cells))) == wanted, name
+
+
+def test_every_setting_metric_and_command_has_an_entry() -> None:
+    assert len(rows_of("settings.md")) == len(list(leaves(Config()))) > 150
+    assert len(rows_of("metrics.md")) == len(METRICS) > 100
+    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    commands = python_api_page.subparsers()
+    assert re.findall(r"^## skyrl-fast (\w+)$", page, flags=re.MULTILINE) == [*commands]
+    guides = [path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md")]
+    shown = "\n".join([README, *(text for text in guides if text != page)])
+    assert [name for name in commands if f"skyrl-fast {name}" not in shown] == []
 
 
 def test_api_table_lists_every_public_name() -> None:

@@ -16,6 +16,8 @@ from hypothesis import settings
 OPS_THREADS = 2
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
+WAITING = ("test_rank_processes.py", "test_triton.py", "test_parent_watch.py")
+
 # Timings on shared machines vary; a slow example is not a failure.
 settings.register_profile("default", deadline=None, max_examples=60)
 settings.register_profile("thorough", deadline=None, max_examples=2000)
@@ -44,11 +46,11 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the engines, whose start the other processes then need not wait for at the end.
+    """Begin with tests that wait for processes, so that none of them is left over at the end.
 
     GPU tests are skipped, with a reason, if there is no GPU.
     """
-    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
+    items.sort(key=lambda item: not (item.get_closest_marker("vllm") or item.path.name in WAITING))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no NVIDIA GPU here")

@@ -252,9 +252,9 @@ def test_run_with_a_changed_number_of_ranks_equals_that_of_one(folder: Path) -> 
     threads = torch.get_num_threads()
     shared, resume = "trainer.placement.policy_num_gpus_per_node=2", "trainer.resume_mode=latest"
     train(settings(folder, "alone"))
-    train(settings(folder, "shared", shared, "trainer.max_training_steps=2"))
-    train(settings(folder, "shared", resume, "trainer.max_training_steps=4"))
-    outcome = train(settings(folder, "shared", shared, resume))
+    train(settings(folder, "shared", "trainer.max_training_steps=2"))
+    train(settings(folder, "shared", shared, resume, "trainer.max_training_steps=4"))
+    outcome = train(settings(folder, "shared", resume))
     assert outcome.step == outcome.total_steps == 6
     one, two = (steady(folder / name / "metrics.jsonl") for name in ("alone", "shared"))
     assert len(one) == len(two)

@@ -16,7 +16,7 @@ from hypothesis import settings
 OPS_THREADS = 2
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
-WAITING = ("test_rank_processes.py", "test_triton.py", "test_parent_watch.py")
+WAITING = ("test_rank_processes.py", "test_ranks.py", "test_triton.py", "test_parent_watch.py")
 
 # Timings on shared machines vary; a slow example is not a failure.
 settings.register_profile("default", deadline=None, max_examples=60)

@@ -111,6 +111,17 @@ def limit_error(limits: Mapping[str, Any], value: Any) -> str | None:
     return None
 
 
+def tools_error(tools: Any) -> str | None:
+    """Return what is wrong with the tools of a chat template, or None."""
+    is_list = isinstance(tools, list | tuple) and all(isinstance(t, Mapping) for t in tools)
+    if tools is None or is_list:
+        return None
+    return f"wanted a list of mappings (JSON schemas of functions), got {tools!r}"
+
+
+_MEANT = {"gpu": "cuda", "ppo": "regular"}  # names of other trainers, whose nearest one misleads
+
+
 def did_you_mean(given: Any, known: Sequence[str]) -> str:
     """Return a hint with the closest known name, or "".
 
@@ -118,5 +129,6 @@ def did_you_mean(given: Any, known: Sequence[str]) -> str:
         >>> did_you_mean("gropo", ["grpo", "rloo"])
         " (did you mean 'grpo'?)"
     """
-    near = difflib.get_close_matches(str(given), known, n=1)
+    meant = _MEANT.get(str(given))
+    near = [meant] if meant in known else difflib.get_close_matches(str(given), known, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

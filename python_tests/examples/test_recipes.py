@@ -297,7 +297,7 @@ def test_filler_lengthens_passages() -> None:
 
 
 def test_rows_stay_within_the_limit_only_with_the_new_form(tmp_path: Path) -> None:
-    shapes, limit = row_shapes.measure(tmp_path, filler_words=600, num_prompts=6)
+    shapes, limit = row_shapes.measure(tmp_path, filler_words=600, num_prompts=3)
     old, gen_only, merged = shapes
     assert limit == 4096 + 500
     assert gen_only.longest <= limit < old.longest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import fcntl
 import hashlib
 import os
 import shlex
@@ -41,11 +42,18 @@ def build() -> Path:
             digest.update(path.name.encode() + path.read_bytes())
     folder = ROOT / "build" / "emulation" / digest.hexdigest()[:16]
     module = folder / (NAME + str(sysconfig.get_config_var("EXT_SUFFIX")))
-    if module.exists():
-        return module
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one of pytest's processes builds, the others wait
+        if not module.exists():
+            _build(module)
+    return module
+
+
+def _build(module: Path) -> None:
     import pybind11
 
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = module.parent
     includes = [ROOT / "csrc", pybind11.get_include(), sysconfig.get_path("include")]
     launcher = [p for p in (shutil.which("ccache"),) if p]
     compiler = [*launcher, os.environ.get("CXX", "c++")]
@@ -64,7 +72,6 @@ def build() -> Path:
     part = folder / f"part{os.getpid()}"
     subprocess.run([compiler[-1], *FLAGS, "-shared", *objects, "-o", str(part)], check=True)
     part.rename(module)  # atomic: complete or absent
-    return module
 
 
 if __name__ == "__main__":

@@ -70,6 +70,15 @@ def write_prompts(path: Path, number: int) -> str:
     return str(path)
 
 
+def start_of(prompt: Prompt) -> list[int]:
+    """Return the ids of a prompt: the start, and the word."""
+    return [1, int(prompt.messages[0]["content"])]
+
+
+def seeded(key: str) -> torch.Generator:
+    return torch.Generator().manual_seed(int.from_bytes(key.encode()[-7:], "big"))
+
+
 class FakeRollouts:
     """Two turns of two tokens each; reward 1 if the second turn says the prompt's word.
 
@@ -96,10 +105,11 @@ class FakeRollouts:
             if phase == "train"
             else generator.eval_n_samples_per_prompt
         )
+        rows = [(prompt, repetition) for prompt in prompts for repetition in range(samples)]
+        turns = self._turns(rows, step, phase)
         return [
-            self._trajectory(prompt, repetition, step, phase)
-            for prompt in prompts
-            for repetition in range(samples)
+            self._trajectory(prompt, repetition, phase, answers)
+            for (prompt, repetition), answers in zip(rows, turns, strict=True)
         ]
 
     async def before_batch(self, step: int, phase: str) -> None:
@@ -140,14 +150,51 @@ class FakeRollouts:
     async def close(self) -> None:
         self.closed = True
 
-    def _trajectory(self, prompt: Prompt, repetition: int, step: int, phase: str) -> Trajectory:
-        word = int(prompt.messages[0]["content"])
-        context = [1, word]
-        steps: list[Step] = []
+    def _turns(
+        self, rows: list[tuple[Prompt, int]], step: int, phase: str
+    ) -> list[list[tuple[list[int], list[float]]]]:
+        """Return tokens and logprobs of each row's turns; each position is one forward pass."""
+        turns: list[list[tuple[list[int], list[float]]]] = [[] for _ in rows]
+        contexts = [start_of(prompt) for prompt, _ in rows]
         for turn in range(TURNS):
-            key = f"{self.config.trainer.seed} {step} {phase} {prompt.uid} {repetition} {turn}"
-            random = torch.Generator().manual_seed(int.from_bytes(key.encode()[-7:], "big"))
-            tokens, logprobs = self._sample(context, random)
+            randoms = [
+                seeded(f"{self.config.trainer.seed} {step} {phase} {prompt.uid} {number} {turn}")
+                for prompt, number in rows
+            ]
+            answers: list[tuple[list[int], list[float]]] = [([], []) for _ in rows]
+            for _ in range(2):
+                known = [
+                    (*one, *tokens) for one, (tokens, _) in zip(contexts, answers, strict=True)
+                ]
+                of_context = self._logprobs(sorted(set(known)))
+                for context, random, (tokens, logprobs) in zip(
+                    known, randoms, answers, strict=True
+                ):
+                    values = of_context[context]
+                    tokens.append(int(torch.multinomial(values.exp(), 1, generator=random)))
+                    logprobs.append(float(values[tokens[-1]]))
+            for row, answer in enumerate(answers):
+                turns[row].append(answer)
+                contexts[row] = [*contexts[row], *answer[0], OBSERVATION]
+        return turns
+
+    @torch.no_grad()
+    def _logprobs(self, contexts: list[tuple[int, ...]]) -> dict[tuple[int, ...], torch.Tensor]:
+        """Return (VOCABULARY,) of the token after each context; all have the same length."""
+        logits = self.model(input_ids=torch.tensor(contexts), use_cache=False).logits[:, -1]
+        values = torch.log_softmax(logits.float().nan_to_num(), -1)
+        return dict(zip(contexts, values, strict=True))
+
+    def _trajectory(
+        self,
+        prompt: Prompt,
+        repetition: int,
+        phase: str,
+        turns: list[tuple[list[int], list[float]]],
+    ) -> Trajectory:
+        word, context = int(prompt.messages[0]["content"]), start_of(prompt)
+        steps: list[Step] = []
+        for turn, (tokens, logprobs) in enumerate(turns):
             last = turn == TURNS - 1
             steps.append(
                 Step(
@@ -175,15 +222,3 @@ class FakeRollouts:
             seconds=0.1,
             phase=phase,
         )
-
-    def _sample(self, context: list[int], random: torch.Generator) -> tuple[list[int], list[float]]:
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        with torch.no_grad():
-            for _ in range(2):
-                logits = self.model(input_ids=torch.tensor([context + tokens])).logits[0, -1]
-                values = torch.log_softmax(logits.float().nan_to_num(), -1)
-                token = int(torch.multinomial(values.exp(), 1, generator=random))
-                tokens.append(token)
-                logprobs.append(float(values[token]))
-        return tokens, logprobs

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +13,7 @@ from skyrl_fast.config import OptimizerConfig
 from skyrl_fast.train.model.critic import Critic, ValueModel
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy
-from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
+from skyrl_fast.train.parallel.ranks import Ranks
 
 BUDGET = 40  # tokens of a micro-batch: several for each rank
 
@@ -30,32 +27,6 @@ class Models:
     optimizers: dict[str, Optimizer]
     reference: Policy
     critic: Critic
-
-
-class Probe:
-    """Reports which ranks take part in a call and what is sent; `fault_on` raises on one rank."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        ranks.register(self)
-
-    @run_on_all_ranks
-    def processes(self) -> list[int]:
-        return self.ranks.gather([os.getpid()])
-
-    @run_on_all_ranks
-    def echo(self, value: Any, *, of: Any = None) -> list[Any]:
-        return self.ranks.gather([(self.ranks.rank, value, of is self)])
-
-    @run_on_all_ranks
-    def fault_on(self, rank: int) -> None:
-        if self.ranks.rank == rank:
-            raise ValueError(f"a fault of rank {rank}")
-        self.ranks.gather([0])
-
-    @run_on_all_ranks
-    def nested(self) -> list[int]:
-        return self.processes()
 
 
 def nested(model: Any) -> Any:
@@ -100,16 +71,3 @@ def make_models(ranks: Ranks) -> Models:
         ranks=ranks,
     )
     return Models(ranks, policies, optimizers, reference, critic)
-
-
-def with_a_thread(ranks: Ranks) -> Probe:
-    """Return a probe; other ranks start a thread that Python would join at exit."""
-    if ranks.rank > 0:
-        threading.Thread(target=time.sleep, args=(60,)).start()
-    return Probe(ranks)
-
-
-def fail(ranks: Ranks) -> None:
-    """Fail to build the models on the other ranks."""
-    if ranks.rank > 0:
-        raise ValueError("no such model here")

@@ -4,6 +4,7 @@ interpreter on the CPU; on a GPU it is run as it is: pytest python_tests/helpers
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 
@@ -33,9 +34,21 @@ GRADIENT = {  # half a unit in the last place of the dtype, plus float32's 4e-6
 }
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab", [1, 7, 32, 33, 1000, 9001])
+SELECTED = list(itertools.product([1, 7, 32, 33, 1000, 9001], DTYPES, [False, True]))
+
+
+def in_default_run(vocab: int, dtype: torch.dtype, inplace: bool) -> bool:
+    """Return whether it is: every size in float32, the others where a block is not full."""
+    return inplace == (dtype != torch.float32) and (dtype == torch.float32 or vocab in (33, 9001))
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "inplace"),
+    [
+        pytest.param(*case, marks=() if in_default_run(*case) else pytest.mark.slow)
+        for case in SELECTED
+    ],
+)
 def test_selected_logprob(vocab: int, dtype: torch.dtype, inplace: bool) -> None:
     logits, targets = made(5, vocab, dtype)
     mask = torch.tensor([1, 0, 1, 1, 1])
@@ -98,10 +111,16 @@ def test_minus_inf_masked_rows_and_bad_targets() -> None:
 
 
 LOSSES = [*TOKEN_LOSSES, Dppo(dppo_type="binary_kl")]
+PENALTIES = (None, "k1", "abs", "k2", "k3")
+# In the default run each loss has one penalty, and each penalty two losses or more.
+PAIRS = [
+    pytest.param(loss, kl, marks=() if n % 5 == k else pytest.mark.slow)
+    for n, loss in enumerate(LOSSES)
+    for k, kl in enumerate(PENALTIES)
+]
 
 
-@pytest.mark.parametrize("kl", [None, "k1", "abs", "k2", "k3"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "kl"), PAIRS)
 def test_masked_loss_equals_the_reference(loss: str | LossSettings, kl: str | None) -> None:
     case = loss_case(200, rows=8)
     case["token_weights"] = torch.tensor([1.0, 0.5, 0.0, 1, 1, 1, 2, 1])

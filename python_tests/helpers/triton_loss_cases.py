@@ -46,7 +46,9 @@ def assert_both_equal(data: dict[str, torch.Tensor], **options: Any) -> None:
         torch.testing.assert_close(got[2][name], value, msg=name, **close)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 33), (7, 500)])
+@pytest.mark.parametrize(
+    "shape", [(3, 33), *(pytest.param(s, marks=pytest.mark.slow) for s in ((1, 1), (7, 500)))]
+)
 @pytest.mark.parametrize("loss", VARIANTS, ids=IDS)
 def test_equals_reference(loss: str | LossSettings, shape: tuple[int, int]) -> None:
     data = batch(shape)
@@ -85,7 +87,7 @@ def test_kl_penalty(estimator: str, shape: tuple[int, ...]) -> None:
     mask_dtype=st.sampled_from([torch.bool, torch.uint8, torch.int64, torch.float32]),
     seed=st.integers(0, 2**20),
 )
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_ragged_rows(
     lengths: list[int],
     variant: str | LossSettings,

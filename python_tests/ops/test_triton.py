@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def run_cases(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CASES]
+def run_cases(environment: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CASES, *options]
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, cwd=FOLDER.parents[1]
     )
@@ -37,12 +38,14 @@ def triton_and_numpy() -> list[tuple[int, ...]]:
 
 
 @needs_triton
-def test_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_in_the_interpreter(cases: str) -> None:
     """In a separate process: Triton decides at import how kernels run."""
     triton, numpy = triton_and_numpy()
     if triton < (3, 7) and numpy >= (2, 4):
         pytest.skip("Triton's interpreter before 3.7 does not run with NumPy 2.4 or newer")
-    done = run_cases(os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+    interpreted = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = run_cases(interpreted, "-m", cases)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
@@ -50,7 +53,8 @@ def test_kernels_in_the_interpreter() -> None:
 @needs_triton
 @pytest.mark.gpu
 def test_kernels_compiled() -> None:
-    done = run_cases({k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"})
+    compiled = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = run_cases(compiled, "-m", "slow or not slow")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
@@ -80,15 +84,33 @@ TYPES = dict.fromkeys(("logits", "grad"), "*bf16") | {
 }
 
 
-def compiled(name: str, capability: int, *, aligned: bool = False, **constants: object) -> Any:
+class Translated(Exception):  # noqa: N818
+    """A kernel has passed Triton's front end."""
+
+
+def compiled(
+    name: str,
+    capability: int,
+    *,
+    aligned: bool = False,
+    front_end: bool = False,
+    **constants: object,
+) -> Any:
     """Return a compiled kernel; options that are not given are True, other constants None.
 
     Args:
         aligned: whether pointers to logits and gradient are multiples of 16 bytes.
+        front_end: raise `Translated` before the passes that do not depend on the source, which
+            take five sixths of the time.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    class FrontEnd(ASTSource):
+        def make_ir(self, *arguments: Any) -> Any:
+            super().make_ir(*arguments)
+            raise Translated
 
     from skyrl_fast.ops.logprob import triton_kernels
     from skyrl_fast.ops.policy_loss import triton_kernels as triton_losses
@@ -97,7 +119,7 @@ def compiled(name: str, capability: int, *, aligned: bool = False, **constants: 
     names = kernel.arg_names
     options = ("HAS_", "SAME_")
     chosen = {n: constants.get(n, n.startswith(options) or None) for n in names if n not in TYPES}
-    source = ASTSource(
+    source = (FrontEnd if front_end else ASTSource)(
         fn=kernel,
         signature={n: TYPES.get(n, "constexpr") for n in names},
         constexprs={(names.index(n),): value for n, value in chosen.items()},
@@ -111,9 +133,21 @@ def compiled(name: str, capability: int, *, aligned: bool = False, **constants: 
     return triton.compile(source, target=target, options={"num_warps": 8 if aligned else 4})
 
 
-def assembled(name: str, capability: int, **constants: object) -> bytes:
-    """Return a kernel's machine code."""
-    return compiled(name, capability, **constants).asm["cubin"]
+def assembled(name: str, capability: int, **constants: object) -> bool:
+    """Return whether a kernel has machine code."""
+    return bool(compiled(name, capability, **constants).asm["cubin"])
+
+
+def translated(name: str, capability: int, **constants: object) -> bool:
+    """Return whether the front end takes a kernel: types, constants, names."""
+    try:
+        compiled(name, capability, front_end=True, **constants)
+    except Translated:
+        return True
+    return False
+
+
+ACCEPTED = [translated, pytest.param(assembled, marks=pytest.mark.slow)]
 
 
 @pytest.fixture
@@ -126,11 +160,24 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_triton
+@pytest.mark.usefixtures("compiler")
+def test_front_end_refuses_what_the_interpreter_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert translated("kl_kernel", 90, KL=4, BLOCK=512)
+    monkeypatch.setitem(TYPES, "logprobs", "*fp16x")
+    with pytest.raises(Exception, match="fp16x"):
+        translated("kl_kernel", 90, KL=4, BLOCK=512)
+
+
+@needs_triton
 @pytest.mark.parametrize(
-    "capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (80, 100, 120))]
+    ("accepted", "capability"),
+    [
+        (translated, 90),
+        *(pytest.param(assembled, c, marks=pytest.mark.slow) for c in (80, 90, 100, 120)),
+    ],
 )
 @pytest.mark.usefixtures("compiler")
-def test_kernels_compile_for_other_gpus(capability: int) -> None:
+def test_kernels_compile_for_other_gpus(accepted: Callable[..., bool], capability: int) -> None:
     """All losses and penalties for one of them, one of each for the others."""
     kinds = [(loss, 4) for loss in LOSS_CODES.values()] + [(0, kl) for kl in range(4)]
     token_losses = {
@@ -142,14 +189,14 @@ def test_kernels_compile_for_other_gpus(capability: int) -> None:
     for loss, kl in kinds if capability == 90 else [(9, 4)]:
         both = dict(LOSS=loss, KL=kl)
         if loss in token_losses:  # the same function of a token in both kernels
-            assert assembled("masked_loss_kernel", capability, **both, BLOCK=512)
+            assert accepted("masked_loss_kernel", capability, **both, BLOCK=512)
         if loss not in token_losses or kl < 4:
-            assert assembled("loss_kernel", capability, **both, RAGGED=loss > 4, STEPS=9, BLOCK=512)
-    assert assembled("forward_kernel", capability, BLOCK=4096)
-    assert assembled("backward_kernel", capability, BLOCK=4096)
-    assert assembled("fold_kernel", capability, LOSS=5, BLOCK=512)
-    assert assembled("kl_kernel", capability, KL=4, BLOCK=512)
-    assert assembled("delta_kernel", capability, RAGGED=True, BLOCK=512)
+            assert accepted("loss_kernel", capability, **both, RAGGED=loss > 4, STEPS=9, BLOCK=512)
+    assert accepted("forward_kernel", capability, BLOCK=4096)
+    assert accepted("backward_kernel", capability, BLOCK=4096)
+    assert accepted("fold_kernel", capability, LOSS=5, BLOCK=512)
+    assert accepted("kl_kernel", capability, KL=4, BLOCK=512)
+    assert accepted("delta_kernel", capability, RAGGED=True, BLOCK=512)
 
 
 OPTIONS = {
@@ -164,12 +211,13 @@ OPTIONS = {
 
 @needs_triton
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("accepted", ACCEPTED)
 @pytest.mark.parametrize("name", list(OPTIONS))
-def test_kernels_compile_without_an_option(name: str) -> None:
+def test_kernels_compile_without_an_option(name: str, accepted: Callable[..., bool]) -> None:
     """A branch that an option leaves out must not be compiled; the interpreter does not notice."""
     for option in OPTIONS[name]:
-        assert assembled(name, 90, LOSS=10, KL=0, BLOCK=512, **{option: False})
-    assert assembled(name, 90, LOSS=10, KL=0, BLOCK=512, **dict.fromkeys(OPTIONS[name], False))
+        assert accepted(name, 90, LOSS=10, KL=0, BLOCK=512, **{option: False})
+    assert accepted(name, 90, LOSS=10, KL=0, BLOCK=512, **dict.fromkeys(OPTIONS[name], False))
 
 
 FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]+)"')

@@ -1,54 +1,28 @@
-"""README.md and the docs pages: their code runs, their tables match the package."""
+"""README.md and the docs pages: sizes, and tables that match the package."""
 
 from __future__ import annotations
 
-import os
+import dataclasses
+import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 import skyrl_fast
-from scripts import settings_page
-from skyrl_fast.config.loading import build_config
+import skyrl_fast.train
+from scripts import python_api_page, settings_page
+from skyrl_fast.config import Config
+from skyrl_fast.config.settings import leaves
+from skyrl_fast.train.output.metric_table import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/training.md", "docs/custom_algorithms.md", "docs/api.md")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-# Blocks that train: the call is checked against the signature and the settings, but not run.
-CHECKED_TRAIN = """
-import inspect
-from unittest.mock import MagicMock
-import skyrl_fast
-signature = inspect.signature(skyrl_fast.train)
-skyrl_fast.train = lambda *args, **kwargs: signature.bind(*args, **kwargs) and MagicMock()
-"""
 
 
 def blocks(page: str, language: str) -> list[str]:
     text = (ROOT / page).read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
-
-
-PYTHON = [(page, n) for page in PAGES for n in range(len(blocks(page, "python")))]
-
-
-@pytest.mark.parametrize(("page", "number"), PYTHON)
-def test_python_block_runs(page: str, number: int, tmp_path: Path) -> None:
-    code = blocks(page, "python")[number]
-    if "skyrl_gym" in code:
-        pytest.importorskip("skyrl_gym")
-    script = tmp_path / "block.py"
-    script.write_text(CHECKED_TRAIN + code if "skyrl_fast.train(" in code else code, "utf-8")
-    command = [sys.executable, "-W", "error::SyntaxWarning", str(script)]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env=_environment(), check=False
-    )
-    assert result.returncode == 0, result.stderr
 
 
 def test_readme_is_short() -> None:
@@ -58,7 +32,7 @@ def test_readme_is_short() -> None:
 def test_agent_example_is_ten_lines_and_ops_example_fifteen() -> None:
     agent, ops = (
         [line for line in code.splitlines() if line.strip()]
-        for code in blocks("README.md", "python")
+        for code in blocks("README.md", "python")[:2]
     )
     assert len(agent) <= 10, len(agent)
     assert len(ops) <= 17, len(ops)  # two of them are continued lines
@@ -72,16 +46,43 @@ def test_ops_example_gives_the_advantages_of_its_comment() -> None:
     assert float(names["logits"].grad.abs().sum()) > 0  # type: ignore
 
 
-def test_yaml_blocks_are_valid_settings() -> None:
-    blocks_found = [text for page in PAGES for text in blocks(page, "yaml")]
-    assert blocks_found
-    for text in blocks_found:
-        build_config(yaml.safe_load(text))
-
-
 def test_settings_pages_are_up_to_date() -> None:
-    for path, text in settings_page.pages().items():
-        assert path.read_text(encoding="utf-8") == text, "run python -m scripts.settings_page"
+    for page in (settings_page, python_api_page):
+        for path, text in page.pages().items():
+            assert path.read_text(encoding="utf-8") == text, f"run python -m {page.__name__}"
+
+
+def rows_of(page: str) -> list[str]:
+    """Return the first cells of a page's tables."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"^\| `([^|]*?)`", text, flags=re.MULTILINE)
+
+
+def test_every_name_of_the_trainer_has_an_entry_with_all_its_arguments() -> None:
+    names = [name for section in python_api_page.SECTIONS.values() for name in section]
+    assert sorted(names) == sorted(skyrl_fast.train.__all__)
+    for name in names:
+        value = getattr(skyrl_fast.train, name)
+        if dataclasses.is_dataclass(value):
+            wanted = {field.name for field in dataclasses.fields(value)}
+        elif inspect.isfunction(value):
+            wanted = {*inspect.signature(value).parameters}
+        else:
+            continue
+        text = python_api_page.entry(name)
+        cells = re.findall(r"^\| (`.*?`) \|", text, flags=re.MULTILINE)
+        assert set(re.findall(r"`(\w+)`", " ".join(cells))) == wanted, name
+
+
+def test_every_setting_metric_and_command_has_an_entry() -> None:
+    assert len(rows_of("settings.md")) == len(list(leaves(Config()))) > 150
+    assert len(rows_of("metrics.md")) == len(METRICS) > 100
+    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    commands = python_api_page.subparsers()
+    assert re.findall(r"^## skyrl-fast (\w+)$", page, flags=re.MULTILINE) == [*commands]
+    guides = [path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md")]
+    shown = "\n".join([README, *(text for text in guides if text != page)])
+    assert [name for name in commands if f"skyrl-fast {name}" not in shown] == []
 
 
 def test_api_table_lists_every_public_name() -> None:
@@ -102,7 +103,3 @@ def test_readme_benchmark_table_matches_the_benchmarks_page() -> None:
     for row in headlines.splitlines()[2:]:
         work, medium, large = (cell.strip() for cell in row.strip("|").split("|"))
         assert [medium, large] == [cells[f"| {work}"][column].strip() for column in (2, 4)]
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}

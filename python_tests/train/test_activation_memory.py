@@ -18,16 +18,23 @@ TOLERANCE = 0.01  # measured: 0.4 % at most
 PEAKS = [pytest.param(n, marks=() if n == "llama" else pytest.mark.slow) for n in ARCHITECTURES]
 ALWAYS = ("llama", "gemma3", "qwen3_moe")  # one kind of layer, sliding windows, experts
 PEAK_TOLERANCE = 0.05  # measured: 3.2 %; recomputed layers keep a few tensors longer
-NAMES = [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.slow) for n in ARCHITECTURES]
-
 
 RESIDUALS = (torch.float32, torch.bfloat16)
+# In the default run each architecture with and without checkpointing, and with both residuals.
+CASES = [
+    pytest.param(
+        name, checkpointing, residual, id=f"{name}-{checkpointing}-{str(residual)[6:]}",
+        marks=() if name in ALWAYS and checkpointing == (residual != torch.float32)
+        else pytest.mark.slow,
+    )
+    for name in ARCHITECTURES
+    for checkpointing in (False, True)
+    for residual in RESIDUALS
+]  # fmt: skip
 
 
 @pytest.mark.spec("memory.measured")
-@pytest.mark.parametrize("residual", RESIDUALS, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "checkpointing", "residual"), CASES)
 def test_saved_bytes_are_those_of_a_real_pass(
     name: str, checkpointing: bool, residual: torch.dtype
 ) -> None:

@@ -310,8 +310,15 @@ def test_combines_settings_where_none_is_enough(small: Path) -> None:
     assert "no setting is enough" in str(tiny)
 
 
+ALWAYS = ("multi_turn_qwen2.5_0.5b", "qwen2.5_coder_7b")  # one GPU, and several
+
+
 @pytest.mark.spec("memory.plan")
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(p, marks=() if p.stem in ALWAYS else pytest.mark.slow) for p in RECIPES],
+    ids=lambda path: path.stem,
+)
 def test_published_recipes_fit_the_gpus_that_they_name(recipe: Path, tmp_path: Path) -> None:
     config = load_config(recipe, [])
     name = str(config.trainer.policy.model.path)

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 import torch
 import torch.distributed as dist
 from _listening import LOOPBACK, listening
-from _ranked import Probe, fail, with_a_thread
+from _rank_probe import Probe, fail, with_a_thread
 from _training import folder as folder
 from _training import settings, steady, train
 
@@ -147,7 +147,7 @@ ENDS_EARLY = """
 import logging, os
 from pathlib import Path
 from _listening import LOOPBACK, listening
-from _ranked import Probe
+from _rank_probe import Probe
 from skyrl_fast.train.parallel import rank_processes
 
 if __name__ == "__main__":
@@ -172,7 +172,7 @@ KILLED = """
 import os, time
 from pathlib import Path
 from _listening import LOOPBACK, listening
-from _ranked import Probe
+from _rank_probe import Probe
 from skyrl_fast.train.parallel.rank_processes import started_ranks
 
 if __name__ == "__main__":
@@ -252,9 +252,9 @@ def test_run_with_a_changed_number_of_ranks_equals_that_of_one(folder: Path) -> 
     threads = torch.get_num_threads()
     shared, resume = "trainer.placement.policy_num_gpus_per_node=2", "trainer.resume_mode=latest"
     train(settings(folder, "alone"))
-    train(settings(folder, "shared", shared, "trainer.max_training_steps=2"))
-    train(settings(folder, "shared", resume, "trainer.max_training_steps=4"))
-    outcome = train(settings(folder, "shared", shared, resume))
+    train(settings(folder, "shared", "trainer.max_training_steps=2"))
+    train(settings(folder, "shared", shared, resume, "trainer.max_training_steps=4"))
+    outcome = train(settings(folder, "shared", resume))
     assert outcome.step == outcome.total_steps == 6
     one, two = (steady(folder / name / "metrics.jsonl") for name in ("alone", "shared"))
     assert len(one) == len(two)

@@ -13,6 +13,7 @@ import pytest
 from _training import Recorder, folder, settings
 
 import skyrl_fast
+from skyrl_fast.config import ConfigError
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.run import SetupError
 
@@ -22,7 +23,7 @@ TOO_LONG = "generator.max_input_length (512) and sampling_params.max_generate_le
 
 @pytest.fixture
 def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_models(*_: Any) -> None:
+    def make_models(*_: Any, **__: Any) -> None:
         raise AssertionError("models were loaded")
 
     monkeypatch.setattr(run_module, "make_models", make_models)
@@ -54,6 +55,113 @@ def test_environments_and_lengths(folder: Path, overrides: list[str], message: s
     with pytest.raises(SetupError) as caught:
         skyrl_fast.train(settings(folder, "run", *chosen))
     assert message in str(caught.value)
+
+
+# Settings with a mistake, and what the message must say. HERE is the folder of `mistakes`.
+MISTAKES = {
+    # names
+    "trainer.learning_rate=1e-6": "did you mean trainer.policy.optimizer_config.lr?",
+    "generator.max_new_tokens=9": "did you mean generator.sampling_params.max_generate_length?",
+    "sampling_params.max_tokens=9": "did you mean generator.sampling_params?",
+    "model.path=x": "did you mean trainer.policy.model?",
+    "trainer.gradient_checkpoint=true": "did you mean trainer.gradient_checkpointing?",
+    "data.train_files=[x]": "data has train_data, val_data",
+    "trainer.lora=true": "there is no LoRA",
+    "trainer.strategy=fsdp2": "always FSDP2 if trainer.placement.policy_num_gpus_per_node",
+    "trainer.bf16=true": "use trainer.policy.dtype",
+    "generator.inference_engine.tensor_parallel_size=2": "is vLLM's: generator.inference_engine.",
+    # numbers
+    "trainer.epochs=-1": "trainer.epochs: wanted at least 1, got -1",
+    "trainer.epochs=many": "trainer.epochs: wanted an integer, got 'many'",
+    "trainer.train_batch_size=0": "wanted at least 1, got 0",
+    "trainer.train_batch_size=100": "wanted at least trainer.train_batch_size=100 prompts, got 8",
+    "trainer.policy_mini_batch_size=3": "a divisor of trainer.train_batch_size=4, got 3",
+    "trainer.policy_mini_batch_size=8": "a divisor of trainer.train_batch_size=4, got 8",
+    "trainer.max_tokens_per_microbatch=0": "wanted at least 1, got 0",
+    "trainer.policy.optimizer_config.lr=1e-6x": "optimizer_config.lr: wanted a number, got '1e-6x'",
+    "trainer.algorithm.eps_clip_low=-0.2": "eps_clip_low: wanted at least 0, got -0.2",
+    "trainer.fully_async.max_staleness_steps=-1": "wanted at least 0, got -1",
+    "generator.n_samples_per_prompt=0": "wanted at least 1, got 0",
+    "generator.max_turns=0": "generator.max_turns: wanted at least 1, got 0",
+    "generator.max_input_length=4096": "wanted at most the 64 positions of HERE/model together",
+    "generator.sampling_params.top_p=2": "wanted at most 1, got 2.0",
+    "generator.inference_engine.gpu_memory_utilization=1.5": "wanted at most 1, got 1.5",
+    "trainer.placement.policy_num_gpus_per_node=0": "wanted at least 1, got 0",
+    "environment.timeout_seconds=0": "wanted more than 0, got 0.0",
+    # choices
+    "trainer.device=gpu": "wanted one of auto, cpu, cuda, got 'gpu' (did you mean 'cuda'?)",
+    "trainer.rows=trees": "did you mean 'tree'?",
+    "trainer.algorithm.advantage_estimator=gpro": "did you mean 'grpo'?",
+    "trainer.algorithm.policy_loss_type=ppo": "did you mean 'regular'?",
+    "trainer.algorithm.kl_estimator_type=k4": "wanted one of k1, abs, k2, k3, got 'k4'",
+    "trainer.algorithm.loss_reduction=mean": "wanted one of token_mean, sequence_mean,",
+    "trainer.policy.optimizer_config.scheduler=cosin": "did you mean 'cosine'?",
+    "trainer.resume_mode=lastest": "did you mean 'latest'?",
+    "trainer.logger=[wandbb]": "did you mean 'wandb'?",
+    "trainer.progress=[rewards]": "did you mean 'reward'?",
+    "generator.inference_engine.model_dtype=float64": "wanted one of auto, float32,",
+    "generator.inference_engine.weight_sync_backend=nfs": "got 'nfs'",
+    "environment.workers=fork": "wanted one of thread, process, got 'fork'",
+    # files, modules, and what is in them
+    "trainer.policy.model.path=HERE/nothing": "trainer.policy.model.path: model folder not found",
+    "trainer.policy.model.path=HERE": "wanted the folder of a model, got HERE: no config.json",
+    "trainer.resume_mode=from_path": "trainer.resume_path: wanted a checkpoint folder",
+    "trainer.algorithm.policy_loss_type=HERE/code.py:none": "'HERE/code.py' has no 'none'",
+    "environment.env_class=nosuch": "no environment of the name 'nosuch' is registered (known: ",
+    "environment.env_class=HERE/code.py:None_": "environment.env_class: 'HERE/code.py' has no",
+    "environment.env_class=HERE/broken.py:Env": "ModuleNotFoundError: No module named 'no_such_m",
+    "data.train_data=[HERE/none.jsonl]": "data file not found: HERE/none.jsonl",
+    "data.train_data=[HERE/empty.jsonl]": "wanted at least trainer.train_batch_size=4 prompts",
+    "data.train_data=[HERE/broken.jsonl]": "HERE/broken.jsonl, line 1: invalid JSON",
+    "data.train_data=[HERE/columns.jsonl]": "HERE/columns.jsonl, row 0: prompt: wanted a list of m",
+    "generator.chat_template_kwargs.tools=5": "tools: wanted a list of mappings (JSON schemas",
+}
+
+
+@pytest.fixture
+def mistakes(folder: Path) -> Path:
+    """Return a folder with a model, prompts without an environment, and files with mistakes."""
+    texts = {
+        "train.jsonl": '{"prompt": "2?", "reward_spec": {"ground_truth": "2"}}\n' * 8,
+        "val.jsonl": "",
+        "code.py": "",
+        "broken.py": "import no_such_module\n",
+        "empty.jsonl": "",
+        "broken.jsonl": '{"prompt": \n',
+        "columns.jsonl": '{"question": "2?"}\n',
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def answer_to(folder: Path, override: str) -> str:
+    """Return the message to a run with this setting."""
+    given = [
+        "generator.max_input_length=32",
+        "generator.sampling_params.max_generate_length=16",
+        "environment.env_class=gsm8k",
+        override.replace("HERE", str(folder)),
+    ]
+    with pytest.raises((ConfigError, SetupError)) as caught:
+        skyrl_fast.train(settings(folder, "run", *given))
+    return str(caught.value).replace(str(folder), "HERE")
+
+
+@pytest.mark.spec("run.checks-before-models", "settings.one-line-errors")
+@pytest.mark.usefixtures("no_models")
+def test_mistakes_are_answered_in_a_line_before_a_model_is_loaded(mistakes: Path) -> None:
+    pytest.importorskip("skyrl_gym")
+    for override, wanted in MISTAKES.items():
+        message = answer_to(mistakes, override)
+        assert wanted in message and "\n" not in message, (override, message)
+
+
+@pytest.mark.usefixtures("no_models")
+def test_settings_without_a_mistake_reach_the_models(mistakes: Path) -> None:
+    pytest.importorskip("skyrl_gym")
+    with pytest.raises(AssertionError, match="models were loaded"):
+        answer_to(mistakes, "trainer.seed=3")
 
 
 @pytest.mark.spec("run.checks-before-models")

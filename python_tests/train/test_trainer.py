@@ -62,6 +62,12 @@ def test_a_full_run_learns_and_leaves_all_files(folder: Path) -> None:
         ["trainer.policy_mini_batch_size=4"],
         ["trainer.policy_mini_batch_size=2"],
         ["trainer.policy_mini_batch_size=4", "trainer.algorithm.old_logprobs=rollout"],
+        # Those of the second mini-batch are seen after a step, which must not change them here.
+        [
+            "trainer.policy_mini_batch_size=2",
+            "trainer.algorithm.old_logprobs=rollout",
+            "trainer.policy.optimizer_config.lr=0",
+        ],
         ["trainer.policy_mini_batch_size=4", "generator.merge_stepwise_output=true"],
     ],
 )

@@ -115,8 +115,8 @@ def test_three_batches_of_failures_end_the_run(
 @pytest.mark.spec("rollout.all-failed")
 def test_a_short_run_in_which_everything_failed_is_an_error(folder: Path) -> None:
     class Fails(FakeRollouts):
-        def _trajectory(self, prompt: Prompt, repetition: int, step: int, phase: str) -> Trajectory:
-            one = super()._trajectory(prompt, repetition, step, phase)
+        def _trajectory(self, *arguments: Any) -> Trajectory:
+            one = super()._trajectory(*arguments)
             one.steps, one.failure, one.stop_reason = [], "no such table", "env_error"
             return one
 

@@ -35,7 +35,7 @@ from skyrl_fast.config.settings import (
 from skyrl_fast.config.skyrl_settings import advice_by_name, skyrl_advice
 from skyrl_fast.ops.policy_loss.losses import POLICY_LOSSES, Cispo, LossSpec
 from skyrl_fast.printable import shortened
-from skyrl_fast.setting import ConfigError, EnvironmentValue, limit_error
+from skyrl_fast.setting import ConfigError, EnvironmentValue, limit_error, tools_error
 
 _NEAR = 0.75  # similarity of a misspelled name, see difflib
 
@@ -121,7 +121,7 @@ def _read_yaml(path: str | Path | None, overrides: Sequence[str]) -> dict[str, A
             where = f"override {text!r}"
             if "=" not in text or text.startswith(("=", "+", "-")):
                 raise ConfigError(f"{where}: wanted dotted.key=value")
-            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([text]))
+            merged.merge_with(OmegaConf.from_dotlist([text]))
         where = "overrides" if path is None else str(path)
         values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         written = OmegaConf.to_container(merged, resolve=False)
@@ -226,6 +226,9 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
     check_agent(config)
     _check_engines(generator.inference_engine, is_synchronous=config.max_staleness == 0)
     _check_rows(config)
+    wrong = tools_error(generator.chat_template_kwargs.get("tools"))
+    if wrong is not None:
+        raise ConfigError(f"generator.chat_template_kwargs.tools: {wrong}")
     check_sampling("generator.sampling_params", generator.sampling_params, trained=True)
     if generator.eval_sampling_params is not None:
         check_sampling(
@@ -470,11 +473,16 @@ def _unknown_key(key: str, siblings: set[str]) -> str:
         return f"{key}: a SkyRL setting that does not exist here: {advice}"
     section, _, name = key.rpartition(".")
     places: dict[str, str] = {}  # of each name, the first
+    sections: dict[str, str] = {}
     for path, _, _ in leaves(_with_optional_sections(), ""):
         places.setdefault(path.rpartition(".")[2], path)
+        while path := path.rpartition(".")[0]:
+            sections.setdefault(path.rpartition(".")[2], path)
     if name in _SYNONYMS:
         return f"{key}: unknown setting (did you mean {places[_SYNONYMS[name]]}?)"
     near = [_join(section, other) for other in _near(name, siblings)]
+    if not near and name in sections:
+        near = [sections[name]]
     for candidate in near or [places[other] for other in _near(name, places)]:
         return f"{key}: unknown setting (did you mean {candidate}?)"
     advice = advice_by_name(name)

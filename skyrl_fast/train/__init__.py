@@ -4,8 +4,13 @@ The module is callable: `skyrl_fast.train(...)` is `skyrl_fast.train.train(...)`
 documents the arguments. Extension points of a run:
 
 - `Env`, `EnvStep`, `Action`: an environment, its answer to one action, and that action
+<<<<<<< HEAD
 - `AgentTask`: what an agent at the gateway gets
 - `register_policy_loss`, `register_advantage_estimator`: custom losses and estimators
+=======
+- `register_policy_loss`, `register_advantage_estimator`: custom losses and estimators, with
+  `LossInputs`, `LossOutput`, `EstimatorInputs`, `EstimatorOutput`
+>>>>>>> first
 - `Callback`, `CallbackError`: hooks after steps, evaluations and checkpoints
 - `Logger`, `RunInfo`: where metrics go, and what a logger is constructed with
 
@@ -32,8 +37,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skyrl_fast.gateway.agents.task import AgentTask
-    from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
-    from skyrl_fast.ops.policy_loss.custom import register_policy_loss
+    from skyrl_fast.ops.advantage.estimators import (
+        EstimatorInputs,
+        EstimatorOutput,
+        register_advantage_estimator,
+    )
+    from skyrl_fast.ops.policy_loss.custom import LossInputs, LossOutput, register_policy_loss
     from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep
     from skyrl_fast.train.callbacks import Callback, CallbackError
     from skyrl_fast.train.output.loggers import Logger, RunInfo
@@ -47,6 +56,10 @@ _HOMES = {  # imported on first use: `import skyrl_fast` stays light
     "CallbackError": "skyrl_fast.train.callbacks",
     "Env": "skyrl_fast.rollout.env.protocol",
     "EnvStep": "skyrl_fast.rollout.env.protocol",
+    "EstimatorInputs": "skyrl_fast.ops.advantage.estimators",
+    "EstimatorOutput": "skyrl_fast.ops.advantage.estimators",
+    "LossInputs": "skyrl_fast.ops.policy_loss.custom",
+    "LossOutput": "skyrl_fast.ops.policy_loss.custom",
     "Logger": "skyrl_fast.train.output.loggers",
     "RunInfo": "skyrl_fast.train.output.loggers",
     "SetupError": "skyrl_fast.train.run",
@@ -64,7 +77,11 @@ __all__ = [
     "CallbackError",
     "Env",
     "EnvStep",
+    "EstimatorInputs",
+    "EstimatorOutput",
     "Logger",
+    "LossInputs",
+    "LossOutput",
     "RunInfo",
     "SetupError",
     "TrainResult",

@@ -96,6 +96,10 @@ class TrainResult:
         signal: number of the signal that stopped it, or None.
         before, after: mean evaluation reward before the first step, and the last one after a step;
             None where there was none.
+        run_path: the run folder.
+        metrics, trajectories: the file of the metrics, the folder of the trajectories.
+        checkpoint: the newest one, or None.
+        plot: the learning curve, or None.
         sample: one trajectory as readable text.
         stopped_by: class of the callback that ended the run early, or None.
     """

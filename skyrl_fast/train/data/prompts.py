@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from skyrl_fast.setting import tools_error
+
 PromptSource = str | os.PathLike[str] | Iterable[Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
@@ -171,12 +173,9 @@ def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
         raise ValueError(
             f"{where}: prompt: wanted a list of messages with role and content, got {messages!r}"
         )
-    tools = extras.get("tools")
-    is_list = isinstance(tools, list | tuple) and all(isinstance(t, Mapping) for t in tools)
-    if not (tools is None or is_list):
-        raise ValueError(
-            f"{where}: tools: wanted a list of mappings (JSON schemas of functions), got {tools!r}"
-        )
+    wrong = tools_error(extras.get("tools"))
+    if wrong is not None:
+        raise ValueError(f"{where}: tools: {wrong}")
     env_class = extras.pop("env_class", None) or default_env_class
     source = extras.get("data_source")
     messages = [dict(message) for message in messages]

@@ -22,11 +22,13 @@ def model_folder(path: str, *, setting: str = POLICY, with_weights: bool = True)
         with_weights: whether the folder must have the weights; else only config and tokenizer.
 
     Raises:
-        ValueError: there is no such folder, or the hub does not have it or cannot be reached; one
-            line.
+        ValueError: there is no such folder, it has no config.json, or the hub does not have it or
+            cannot be reached; one line.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{setting}: wanted the folder of a model, got {path}: no config.json")
         return folder
     if "/" not in path or path.startswith((".", "/", "~")):
         raise ValueError(f"{setting}: model folder not found: {path}")

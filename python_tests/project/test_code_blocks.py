@@ -1,0 +1,280 @@
+"""Code blocks of README.md, CONTRIBUTING.md, docs/ and the examples' pages run, or are checked."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from skyrl_fast import cli
+from skyrl_fast.config.loading import build_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PATTERNS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/README.md")
+COUNTS = {"python": 23, "bash": 25, "yaml": 3, "json": 2, "toml": 1, "text": 8}
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+
+# Blocks that need another package or a finished run: their imports and names are checked here.
+NOT_RUN = {
+    "CONTRIBUTING.md 0": "a test of the suite, without its body",
+    "README.md 2": "SkyRL and TRL",
+    "docs/other_trainers.md 0": "prime-rl; test_other_trainers.py runs it with stand-ins",
+    "docs/other_trainers.md 1": "slime; test_other_trainers.py runs it with stand-ins",
+    "docs/other_trainers.md 2": "NeMo RL; test_other_trainers.py runs it with stand-ins",
+    "docs/skyrl_drop_in.md 0": "SkyRL",
+    "docs/skyrl_drop_in.md 1": "Ray and SkyRL",
+    "docs/skyrl_drop_in.md 2": "verl",
+    "docs/trl.md 0": "TRL",
+    "docs/trl.md 1": "TRL",
+    "docs/viewer.md 0": "a run; test_viewer.py runs it on one",
+    "docs/viewer.md 1": "datasets and a run; test_viewer.py runs it on one",
+    "docs/viewer.md 2": "a run; test_viewer.py runs it on one",
+}
+OTHER_PROGRAMS = {"git", "cd", "cp", "pytest", "curl", "hf"}
+OTHER_MODULES = {"verl.trainer.main_ppo"}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block of a page; `number` counts those of its language."""
+
+    page: str
+    language: str
+    number: int
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page} {self.number}"
+
+
+def pages() -> dict[str, str]:
+    paths = sorted({path for pattern in PATTERNS for path in ROOT.glob(pattern)})
+    return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}
+
+
+def blocks(language: str | None = None) -> list[Block]:
+    found, numbers = [], Counter[tuple[str, str]]()
+    for page, text in pages().items():
+        for name, code in BLOCK.findall(text):
+            found.append(Block(page, name, numbers[page, name], code))
+            numbers[page, name] += 1
+    return [block for block in found if language in (None, block.language)]
+
+
+def test_every_block_has_a_language_that_is_checked() -> None:
+    assert Counter(block.language for block in blocks()) == COUNTS
+    fences = sum(len(re.findall(r"^ *```", text, flags=re.MULTILINE)) for text in pages().values())
+    assert fences == 2 * sum(COUNTS.values())  # none is indented or left open
+
+
+# Training is checked against its signature and the settings, but not run.
+RUN = """
+import inspect, io, json, sys, traceback, warnings
+from contextlib import redirect_stdout
+from unittest.mock import MagicMock
+import skyrl_fast, skyrl_fast.train
+from skyrl_fast.config.loading import as_config
+
+def train(*arguments, **options):
+    as_config(signature.bind(*arguments, **options).arguments["config"])
+    return MagicMock()
+
+signature = inspect.signature(skyrl_fast.train)
+skyrl_fast.train = train
+warnings.simplefilter("error", SyntaxWarning)
+failed = {}
+for name, code in json.load(sys.stdin).items():
+    try:
+        with redirect_stdout(io.StringIO()):
+            exec(compile(code, name, "exec"), {"__name__": "__main__"})
+    except BaseException:
+        failed[name] = traceback.format_exc()
+print(json.dumps(failed))
+"""
+
+
+def failures(code: dict[str, str], folder: Path) -> dict[str, str]:
+    """Run each block as a program of its namespace; return the tracebacks of those that fail."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN],
+        input=json.dumps(code),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_python_blocks_run(tmp_path: Path) -> None:
+    code = {block.name: block.text for block in blocks("python")}
+    assert NOT_RUN.keys() <= code.keys()
+    chosen = {name: text for name, text in code.items() if name not in NOT_RUN}
+    assert failures(chosen, tmp_path) == {}
+
+
+def test_block_that_fails_is_named(tmp_path: Path) -> None:
+    wrong = {
+        "a": "x = 1\nx.y",
+        "b": "import skyrl_fast\nskyrl_fast.train({}, prompt=[])",
+        "c": "import skyrl_fast\nskyrl_fast.train({'trainer.sed': 1})",
+        "d": "assert __name__ == '__main__'",
+    }
+    found = failures(wrong, tmp_path)
+    assert found.keys() == {"a", "b", "c"}
+    assert "line 2" in found["a"] and "'prompt'" in found["b"] and "trainer.seed" in found["c"]
+
+
+def has(module: ModuleType, name: str) -> bool:
+    """Return whether a module has a name, or makes it on request, for which it may need a peer."""
+    return name in dir(module) or f'"{name}"' in Path(str(module.__file__)).read_text("utf-8")
+
+
+def missing_names(code: str) -> list[str]:
+    """Return what a block takes from this package and is not there; the rest may be absent."""
+    names, gone = {}, []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("skyrl_fast"):
+                    names[alias.asname or alias.name] = importlib.import_module(alias.name)
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("skyrl_fast"):
+            module = importlib.import_module(str(node.module))
+            gone += [alias.name for alias in node.names if not has(module, alias.name)]
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = names.get(node.value.id)
+            if module is not None and not has(module, node.attr):
+                gone.append(f"{module.__name__}.{node.attr}")
+    return gone
+
+
+@pytest.mark.parametrize("name", NOT_RUN)
+def test_other_blocks_name_what_exists(name: str) -> None:
+    (code,) = (block.text for block in blocks("python") if block.name == name)
+    assert missing_names(code) == []
+
+
+def test_missing_name_is_found() -> None:
+    wrong = "import skyrl_fast.config as c\nfrom skyrl_fast import nothing\nc.Config\nc.none"
+    assert missing_names(wrong) == ["nothing", "skyrl_fast.config.none"]
+
+
+def test_yaml_blocks_are_settings() -> None:
+    for block in blocks("yaml"):
+        build_config(yaml.safe_load(block.text))
+
+
+def test_json_and_toml_blocks_are_valid() -> None:
+    for block in blocks("json"):
+        assert all(json.loads(line) for line in block.text.splitlines())
+    for block in blocks("toml"):
+        assert tomllib.loads(block.text)
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+    "optional-dependencies"
+]
+
+
+def fault(command: str) -> str:
+    """Return what is wrong with a command line; "" if nothing is."""
+    words = shlex.split(re.sub(r"\.\.\.(?=[ \]]|$)|(?<= )\[|\](?= |$)", "", command), comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        del words[0]
+    program, *rest = words or [""]
+    if program == "skyrl-fast":
+        return fault_of_ours(rest)
+    if program == "make":
+        known = re.search(rf"^{rest[0]}:", MAKEFILE, flags=re.MULTILINE)
+        return "" if known else f"no target {rest[0]}"
+    if program == "python" and rest[0] == "-m":
+        known = rest[1] in OTHER_MODULES or importlib.util.find_spec(rest[1])
+        return "" if known else f"no module {rest[1]}"
+    if program == "python":
+        return "" if (ROOT / rest[0]).is_file() else f"no file {rest[0]}"
+    if program == "pip":
+        extra = re.fullmatch(r"(?:\.|skyrl-fast)(?:\[(.*)\])?", rest[1])
+        return "" if extra and (extra[1] is None or extra[1] in EXTRAS) else f"no extra {rest[1]}"
+    return "" if program in {"", *OTHER_PROGRAMS} else f"unknown program {program}"
+
+
+def fault_of_ours(arguments: list[str]) -> str:
+    """Return what the command line or the settings refuse of `skyrl-fast` with these arguments."""
+    if len(arguments) == 1 and arguments[0].isalpha():  # a command's name alone
+        arguments = [*arguments, "--help"]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            options, rest = cli._parser().parse_known_args(arguments)
+    except SystemExit as error:
+        return said.getvalue() if error.code else ""
+    given: list[Any] = [*getattr(options, "overrides", []), *rest]
+    for text in given:
+        key, found, value = text.partition("=")
+        if text == "key=value":
+            continue
+        if not found:
+            return f"unknown argument {text}"
+        try:
+            build_config({key: yaml.safe_load(value)})
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def commands() -> list[tuple[str, str]]:
+    """Return page and line of each command, in blocks and in the text."""
+    lines = [
+        (block.page, line)
+        for block in blocks("bash")
+        for line in block.text.replace("\\\n", "").splitlines()
+    ]
+    for page, text in pages().items():
+        spans = re.findall(r"`((?:skyrl-fast|make) [^`]+)`", BLOCK.sub("", text))
+        lines += [(page, " ".join(span.split())) for span in spans]
+    return lines
+
+
+def test_commands_exist_with_their_options() -> None:
+    assert len(commands()) > 100
+    wrong = {(page, line): said for page, line in commands() if (said := fault(line))}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("skyrl-fast trian a.yaml", "invalid choice: 'trian'"),
+        ("skyrl-fast train a.yaml --resum-all", "unknown argument --resum-all"),
+        ("skyrl-fast train a.yaml trainer.sed=7", "did you mean trainer.seed"),
+        ("make tset", "no target tset"),
+        ("python -m scripts.nothing", "no module scripts.nothing"),
+        ("pip install '.[cuda]'", "no extra .[cuda]"),
+        ("conda install x", "unknown program conda"),
+    ],
+)
+def test_wrong_command_is_found(command: str, said: str) -> None:
+    assert said in fault(command)

@@ -8,9 +8,10 @@ import threading
 from typing import Any
 
 import pytest
-from _gateway import MODEL, USER, chat, played, with_waits
+from _gateway import MODEL, USER, chat, gateways, played, with_waits
 from fake_envs import FakePrompt, says
 
+from skyrl_fast.config import SamplingParams
 from skyrl_fast.gateway import server
 from skyrl_fast.gateway import session as session_module
 from skyrl_fast.gateway.agent import GatewayAgent
@@ -53,12 +54,14 @@ def test_a_repeated_request_is_one_call(tiny_tokenizer: Any) -> None:
 def test_a_client_that_returns_gets_the_answer_of_its_first_call(
     stream: bool, tiny_tokenizer: Any
 ) -> None:
-    gate = asyncio.Event()
+
+    async def until_it_is_gone() -> None:
+        while not gateways[-1].faults["gateway_lost_clients"]:
+            await asyncio.sleep(0.01)
 
     async def agent(task: Any) -> float:
         patience = httpx.Timeout(60, read=0.3)
         client = task.async_openai.with_options(timeout=patience, max_retries=20)
-        asyncio.get_running_loop().call_later(0.4, gate.set)
         create = client.chat.completions.create
         if not stream:
             await create(model=MODEL, messages=[USER])  # the client repeats it
@@ -71,7 +74,7 @@ def test_a_client_that_returns_gets_the_answer_of_its_first_call(
             except (httpx.ReadTimeout, openai.APITimeoutError):
                 pass
 
-    out = played(with_waits(agent, gate.wait), tiny_tokenizer, max_retries=0)
+    out = played(with_waits(agent, until_it_is_gone), tiny_tokenizer, max_retries=0)
     assert [s.text for s in out.only.steps] == ["a0"]
     assert len(out.engine.calls) == 1
     assert out.only.env_metrics["repeated_calls"] >= 1
@@ -150,6 +153,40 @@ def test_a_stream_shows_signs_of_life_and_ends_with_the_answer_or_an_error(
     texts = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
     assert texts == ["", "one", " two", None]
     assert out.only.failure is None
+
+
+@pytest.mark.spec("gateway.lost-clients")
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_an_answer_that_is_broken_off_is_trained_only_if_it_is_delivered_after_all(
+    comes_back: bool, tiny_tokenizer: Any
+) -> None:
+    words = 30_000  # more bytes of events than sockets hold
+
+    async def agent(task: Any) -> float:
+        body = {"model": MODEL, "messages": [USER], "stream": True}
+        async with (
+            client_of(task) as client,
+            client.stream("POST", "/chat/completions", json=body) as answer,
+        ):
+            async for _ in answer.aiter_bytes(100):
+                break
+        await chat(task, [{"role": "user", "content": "other"}])
+        if comes_back:
+            async with client_of(task) as client:
+                again = await client.post("/chat/completions", json=body)
+                assert again.text.endswith("data: [DONE]\n\n")
+        return 1.0
+
+    def answer(call: Any, n: int) -> Any:
+        return says(tiny_tokenizer, "a " * words if n == 0 else "b")
+
+    sampling = SamplingParams(max_generate_length=3 * words)
+    out = played(agent, tiny_tokenizer, answer=answer, sampling_params=sampling)
+    assert len(out.engine.calls) == 2
+    lengths = [1 + len("b"), *([1 + 2 * words] if comes_back else [])]
+    assert [len(s.response_ids) for s in out.only.steps] == lengths
+    assert out.only.env_metrics["undelivered_calls"] == (0 if comes_back else 1)
+    assert out.faults["gateway_lost_clients"] == 1
 
 
 @pytest.mark.spec("gateway.keys")

@@ -254,3 +254,29 @@ def test_a_first_prompt_has_the_templates_tokens(tokenizer: Any, said: Any) -> N
 
     expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     assert asyncio.run(go()) == expected
+
+
+@pytest.mark.spec("gateway.continuity")
+@given(prompts=st.lists(texts, min_size=1, max_size=8))
+def test_text_prompts_have_the_tokenizers_tokens(tokenizer: Any, prompts: list[str]) -> None:
+    """Whatever beginnings they share."""
+    prompts = [
+        text.replace(BREAK, "a") for text in [*prompts, prompts[0] + "<|im_end|>", prompts[0] + "a"]
+    ]
+
+    async def go() -> list[list[int]]:
+        session = session_of(tokenizer, RandomModel(iter([])))
+        calls = [Call(model=MODEL, prompt=text) for text in prompts if text]
+        return [(await session.prompt(call)).token_ids for call in calls]
+
+    assert asyncio.run(go()) == [tokenizer.encode(text) for text in prompts if text]
+
+
+def test_a_text_that_continues_within_a_word(tokenizer: Any) -> None:
+    prompts = ["<|im_start|>a<|im_end|>", "<|im_start|>aa<|im_end|>"]
+
+    async def go() -> list[list[int]]:
+        session = session_of(tokenizer, RandomModel(iter([])))
+        return [(await session.prompt(Call(model=MODEL, prompt=t))).token_ids for t in prompts]
+
+    assert asyncio.run(go()) == [tokenizer.encode(text) for text in prompts]

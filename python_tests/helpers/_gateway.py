@@ -28,6 +28,9 @@ MODEL = "policy"
 USER = {"role": "user", "content": "task"}
 
 
+gateways: list[Gateway] = []  # the last one is that of the running test
+
+
 @dataclass
 class Played:
     """What came of a rollout of agents."""
@@ -89,6 +92,7 @@ def played(
             takes_rewards=takes_rewards,
         )
         gateway = Gateway()
+        gateways.append(gateway)
         await gateway.start()
         box = agent if hasattr(agent, "run") else FunctionAgent(agent)
         runner = GroupRunner(GatewayAgent(gateway, policy, box), settings, board=board)

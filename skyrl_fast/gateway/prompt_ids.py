@@ -54,7 +54,7 @@ class _Start:
     Args:
         text: of these pieces.
         token_ids: of the earlier prompt.
-        num_tokens: that are theirs.
+        num_tokens: of these pieces.
         chain: their digest.
         continues, answers: as for the kind of a prompt.
     """

@@ -229,7 +229,7 @@ class Gateway:
         tokens = session.policy.calls.tokenizer
         if parsed.call.stream:
             return StreamingResponse(
-                self._events(session, running, parsed, dialect, tokens),
+                self._events(request, session, running, parsed, dialect, tokens),
                 media_type="text/event-stream",
                 headers={"cache-control": "no-cache"},
             )
@@ -256,6 +256,7 @@ class Gateway:
 
     async def _events(
         self,
+        request: Request,
         session: Session,
         running: RunningCall,
         parsed: ParsedCall,
@@ -276,7 +277,8 @@ class Gateway:
                         yield text
                 else:
                     yield event(dialect.error(failure), "error")
-                complete = True
+                # Sending to a client that is gone raises nothing.
+                complete = not await request.is_disconnected()
             finally:
                 if not complete:
                     self.faults["gateway_lost_clients"] += 1

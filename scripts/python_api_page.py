@@ -67,6 +67,7 @@ The commands of `skyrl-fast`, with their options. Generated from their help by
 SECTIONS = {
     "Runs": ("train", "sft", "TrainResult", "SetupError"),
     "Environments": ("Env", "EnvStep", "Action"),
+    "Agents": ("AgentTask",),
     "Losses and estimators": (
         *("register_policy_loss", "LossInputs", "LossOutput"),
         *("register_advantage_estimator", "EstimatorInputs", "EstimatorOutput"),

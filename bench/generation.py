@@ -90,10 +90,10 @@ async def measure(config: Config, rounds: int) -> dict[str, list[float]]:
             requests = list(recorder.requests)
             start = time.perf_counter()
             await asyncio.to_thread(own_batch, llm, requests, f"{number}")
-            theirs = time.perf_counter() - start
+            engine_alone = time.perf_counter() - start
             if number >= WARM_UP:
                 seconds["batch"].append(ours)
-                seconds["vllm"].append(theirs)
+                seconds["vllm"].append(engine_alone)
                 seconds["requests"].append(len(requests))
                 steps = [step for t in trajectories for step in t.steps]
                 seconds["tokens"].append(sum(len(step.response_ids) for step in steps))

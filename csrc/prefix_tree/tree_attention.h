@@ -20,7 +20,7 @@ class TreeTiles {
   int64_t num_nodes() const { return num_nodes_; }
   int64_t num_tiles() const { return static_cast<int64_t>(tile_starts_.size()) - 1; }
   Tile tile(int64_t number) const;
-  const int32_t* ends() const { return ends_.data(); }  // padded with 0 to whole blocks
+  const int32_t* ends() const { return ends_.data(); }  // padded with 0 to full blocks
   int64_t num_blocks() const { return static_cast<int64_t>(ends_.size()) / kKeyBlock; }
 
  private:

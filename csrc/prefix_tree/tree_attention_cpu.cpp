@@ -1,6 +1,4 @@
 // Tree attention on the CPU: tiles of queries, operands packed once, threads over tiles and heads.
-#include "prefix_tree/tree_attention.h"
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -10,6 +8,7 @@
 
 #include "core/parallel.h"
 #include "core/simd.h"
+#include "prefix_tree/tree_attention.h"
 
 namespace skyrl_fast {
 namespace {
@@ -127,10 +126,10 @@ std::vector<int64_t> shares_of_tiles(const TreeTiles& tiles, int64_t num_shares)
 }
 
 [[noreturn]] void fail_at(int64_t node, const std::string& wanted, int64_t got) {
-  throw std::invalid_argument("tree_attention: parents and ends must be of trees in depth-first "
-                              "order, wanted " +
-                              wanted + " at node " + std::to_string(node) + ", got " +
-                              std::to_string(got));
+  throw std::invalid_argument(
+      "tree_attention: parents and ends must be of trees in depth-first "
+      "order, wanted " +
+      wanted + " at node " + std::to_string(node) + ", got " + std::to_string(got));
 }
 
 void check_tree(const int32_t* parents, const int32_t* ends, int64_t num_nodes) {
@@ -187,12 +186,13 @@ void TreeTiles::add_blocks(const int32_t* parents, const std::vector<int32_t>& r
   const size_t begin = blocks_.size();
   int64_t lowest = end;  // the first node of the blocks so far
   const auto add = [&](int64_t start, int64_t stop, bool own) {
-    for (int64_t block = (std::min(stop, lowest) - 1) / kKeyBlock; block * kKeyBlock + kKeyBlock > start;
-         --block) {
+    for (int64_t block = (std::min(stop, lowest) - 1) / kKeyBlock;
+         block * kKeyBlock + kKeyBlock > start; --block) {
       if (block < 0) break;
       const int64_t last = block * kKeyBlock + kKeyBlock - 1;
       // Ends only shrink along a path, so the last node's is the smallest.
-      const bool seen_by_all = !own && block * kKeyBlock >= start && last < stop && ends_[last] >= end;
+      const bool seen_by_all =
+          !own && block * kKeyBlock >= start && last < stop && ends_[last] >= end;
       blocks_.push_back({static_cast<int32_t>(block), !seen_by_all});
       lowest = block * kKeyBlock;
     }
@@ -257,8 +257,7 @@ void tree_attention_backward(const TreeTiles& tiles, const AttentionShape& shape
       const Tile tile = tiles.tile(t);
       for (int64_t h = g * queries_per_key; h < (g + 1) * queries_per_key; ++h) {
         kernels.backward(tile, head, tiles.ends(), {row_of(query, h, tile.first), query.row_stride},
-                         keys.head(g), values.head(g),
-                         {row_of(out, h, tile.first), out.row_stride},
+                         keys.head(g), values.head(g), {row_of(out, h, tile.first), out.row_stride},
                          {row_of(grad, h, tile.first), grad.row_stride},
                          lse + h * tiles.num_nodes() + tile.first, memory,
                          {row_of(grads.query, h, tile.first), grads.query.row_stride},

@@ -27,7 +27,7 @@ SKYRL_INLINE Vec load(const float* p) {
   return v;
 }
 
-int64_t whole_rows(int64_t num_queries) { return (num_queries + kRows - 1) / kRows * kRows; }
+int64_t padded_rows(int64_t num_queries) { return (num_queries + kRows - 1) / kRows * kRows; }
 
 // Calls run with the largest of 4, 2, 1 vectors that is left, until all are done.
 template <typename Run>
@@ -41,8 +41,8 @@ SKYRL_INLINE void for_columns(int64_t num_vectors, const Run& run) {
 
 // out (rows, blocks * kKeyBlock) = a (rows, D) times the blocks' transposed nodes.
 SKYRL_INLINE void multiply_transposed(const float* a, int64_t stride, int64_t num_rows,
-                                      int64_t size, const float* transposed,
-                                      const KeyBlock* blocks, int64_t num_blocks, float* out) {
+                                      int64_t size, const float* transposed, const KeyBlock* blocks,
+                                      int64_t num_blocks, float* out) {
   for_columns(num_blocks * kVectorsPerBlock, [&](int64_t vector, auto count) {
     constexpr int64_t kCount = decltype(count)::value;
     const float* b[kCount];
@@ -108,8 +108,8 @@ SKYRL_INLINE void add_product(const float* a, int64_t num_rows, int64_t padded, 
 
 // The blocks' rows of `out` (nodes, P) += a (rows, blocks * kKeyBlock), transposed, times b.
 SKYRL_INLINE void add_transposed_product(const float* a, int64_t num_rows, int64_t padded,
-                                         const float* b, const KeyBlock* blocks,
-                                         int64_t num_blocks, float* out) {
+                                         const float* b, const KeyBlock* blocks, int64_t num_blocks,
+                                         float* out) {
   for (int64_t block = 0; block < num_blocks; ++block) {
     for (int64_t k = 0; k < kKeyBlock; k += kRows) {
       float* targets = out + (blocks[block].number * kKeyBlock + k) * padded;
@@ -144,9 +144,10 @@ SKYRL_INLINE void add_transposed_product(const float* a, int64_t num_rows, int64
 // Writes the tile's rows times `factor`, padded with zeros to (kRows * n, P).
 SKYRL_INLINE void copy_rows(QueryRows rows, int64_t num_rows, const HeadShape& shape, float factor,
                             float* out) {
-  for (int64_t r = 0; r < whole_rows(num_rows); ++r) {
+  for (int64_t r = 0; r < padded_rows(num_rows); ++r) {
     const int64_t size = r < num_rows ? shape.size : 0;
-    for (int64_t d = 0; d < size; ++d) out[r * shape.padded + d] = factor * rows.data[r * rows.stride + d];
+    for (int64_t d = 0; d < size; ++d)
+      out[r * shape.padded + d] = factor * rows.data[r * rows.stride + d];
     for (int64_t d = size; d < shape.padded; ++d) out[r * shape.padded + d] = 0.0f;
   }
 }
@@ -193,13 +194,14 @@ SKYRL_INLINE float exponentials(float* scores, int64_t count, float origin) {
 void forward(const Tile& tile, const HeadShape& shape, const int32_t* ends, QueryRows query,
              const PackedHead& key, const PackedHead& value, const TileMemory& memory, OutRows out,
              float* lse) {
-  const int64_t padded = shape.padded, rows = whole_rows(tile.num_queries);
+  const int64_t padded = shape.padded, rows = padded_rows(tile.num_queries);
   copy_rows(query, tile.num_queries, shape, shape.scale * kLog2E, memory.queries);
   memset(memory.outs, 0, sizeof(float) * rows * padded);
   float origin[kTileQueries], sums[kTileQueries] = {};
   for (float& one : origin) one = -INFINITY;
   for (int64_t done = 0; done < tile.num_blocks; done += kBlocksAtOnce) {
-    const int64_t left = tile.num_blocks - done, count = left < kBlocksAtOnce ? left : kBlocksAtOnce;
+    const int64_t left = tile.num_blocks - done,
+                  count = left < kBlocksAtOnce ? left : kBlocksAtOnce;
     const KeyBlock* blocks = tile.blocks + done;
     multiply_transposed(memory.queries, padded, rows, shape.size, key.transposed, blocks, count,
                         memory.scores);
@@ -231,7 +233,7 @@ void backward(const Tile& tile, const HeadShape& shape, const int32_t* ends, Que
               const PackedHead& key, const PackedHead& value, QueryRows out, QueryRows grad,
               const float* lse, const TileMemory& memory, OutRows query_grad, float* key_grad,
               float* value_grad) {
-  const int64_t padded = shape.padded, rows = whole_rows(tile.num_queries);
+  const int64_t padded = shape.padded, rows = padded_rows(tile.num_queries);
   float* queries = memory.queries;
   copy_rows(query, tile.num_queries, shape, shape.scale * kLog2E, queries);
   copy_rows(grad, tile.num_queries, shape, 1.0f, memory.grads);
@@ -246,7 +248,8 @@ void backward(const Tile& tile, const HeadShape& shape, const int32_t* ends, Que
     origin[r] = lse[r];
   }
   for (int64_t done = 0; done < tile.num_blocks; done += kBlocksAtOnce) {
-    const int64_t left = tile.num_blocks - done, count = left < kBlocksAtOnce ? left : kBlocksAtOnce;
+    const int64_t left = tile.num_blocks - done,
+                  count = left < kBlocksAtOnce ? left : kBlocksAtOnce;
     const KeyBlock* blocks = tile.blocks + done;
     multiply_transposed(queries, padded, rows, shape.size, key.transposed, blocks, count,
                         memory.scores);

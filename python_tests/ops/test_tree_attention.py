@@ -151,10 +151,10 @@ def test_tiles_take_strided_heads_and_do_not_depend_on_the_number_of_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tree = forest(3, size=200)
-    whole = [x.detach() for x in tensors(tree.num_nodes, torch.float32)]
-    wanted = results(tree, whole, "tiles")
-    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in whole]
-    last = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in whole]
+    heads = [x.detach() for x in tensors(tree.num_nodes, torch.float32)]
+    wanted = results(tree, heads, "tiles")
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in heads]
+    last = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in heads]
     monkeypatch.setattr(tiles, "num_threads", lambda: KEY_HEADS)
     for inputs in (strided, last):
         assert all(map(torch.equal, results(tree, inputs, "tiles"), wanted))

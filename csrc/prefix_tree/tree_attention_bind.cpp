@@ -8,12 +8,12 @@
 namespace skyrl_fast {
 namespace {
 
-constexpr char kOp[] = "tree_attention";
+constexpr char kTreeAttention[] = "tree_attention";
 
 // A borrowed (1, heads, T, D) float32 tensor whose last dimension is consecutive.
 class SKYRL_HIDDEN BorrowedHeads {
  public:
-  BorrowedHeads(py::handle object, const char* name) : array_(object, kOp, name) {
+  BorrowedHeads(py::handle object, const char* name) : array_(object, kTreeAttention, name) {
     check_cpu(*array_);
     check_dtype(*array_, DType::kFloat32);
     check_ndim(*array_, 4);
@@ -39,8 +39,9 @@ class SKYRL_HIDDEN BorrowedHeads {
   Borrowed array_;
 };
 
-AttentionShape checked_shape(const TreeTiles& tiles, const BorrowedHeads& query,
-                             const BorrowedHeads& key, const BorrowedHeads& value, double scale) {
+AttentionShape checked_attention_shape(const TreeTiles& tiles, const BorrowedHeads& query,
+                                       const BorrowedHeads& key, const BorrowedHeads& value,
+                                       double scale) {
   const int64_t heads = query->shape[1], kv_heads = key->shape[1], size = query->shape[3];
   query.check_shape(heads, tiles.num_nodes(), size);
   if (kv_heads == 0 || heads % kv_heads != 0) {
@@ -52,39 +53,39 @@ AttentionShape checked_shape(const TreeTiles& tiles, const BorrowedHeads& query,
   return {heads, kv_heads, size, static_cast<float>(scale)};
 }
 
-void check_lse(const Borrowed& lse, const AttentionShape& shape, const TreeTiles& tiles) {
+void check_attention_lse(const Borrowed& lse, const AttentionShape& shape, const TreeTiles& tiles) {
   check_cpu_array(*lse, DType::kFloat32, 2);
   check_size(*lse, 0, shape.num_heads);
   check_size(*lse, 1, tiles.num_nodes());
 }
 
-void forward(const TreeTiles& tiles, py::handle query, py::handle key, py::handle value,
-             double scale, py::handle out, py::handle lse, int num_threads) {
+void attention_forward(const TreeTiles& tiles, py::handle query, py::handle key, py::handle value,
+                       double scale, py::handle out, py::handle lse, int num_threads) {
   const BorrowedHeads q(query, "query"), k(key, "key"), v(value, "value"), o(out, "out");
-  const Borrowed l(lse, kOp, "lse");
-  const AttentionShape shape = checked_shape(tiles, q, k, v, scale);
+  const Borrowed l(lse, kTreeAttention, "lse");
+  const AttentionShape shape = checked_attention_shape(tiles, q, k, v, scale);
   o.check_shape(shape.num_heads, tiles.num_nodes(), shape.head_size);
-  check_lse(l, shape, tiles);
+  check_attention_lse(l, shape, tiles);
   py::gil_scoped_release release;
   tree_attention(tiles, shape, q.heads<const float>(), k.heads<const float>(),
                  v.heads<const float>(), o.heads<float>(), l->ptr<float>(), num_threads);
 }
 
-void backward(const TreeTiles& tiles, const py::tuple& saved, py::handle grad, double scale,
-              const py::tuple& grads, int num_threads) {
+void attention_backward(const TreeTiles& tiles, const py::tuple& saved, py::handle grad,
+                        double scale, const py::tuple& grads, int num_threads) {
   const BorrowedHeads q(saved[0], "query"), k(saved[1], "key"), v(saved[2], "value");
   const BorrowedHeads o(saved[3], "out"), g(grad, "grad");
-  const Borrowed l(saved[4], kOp, "lse");
+  const Borrowed l(saved[4], kTreeAttention, "lse");
   const BorrowedHeads dq(grads[0], "query_grad"), dk(grads[1], "key_grad"),
       dv(grads[2], "value_grad");
-  const AttentionShape shape = checked_shape(tiles, q, k, v, scale);
+  const AttentionShape shape = checked_attention_shape(tiles, q, k, v, scale);
   for (const BorrowedHeads* heads : {&o, &g, &dq}) {
     heads->check_shape(shape.num_heads, tiles.num_nodes(), shape.head_size);
   }
   for (const BorrowedHeads* heads : {&dk, &dv}) {
     heads->check_shape(shape.num_kv_heads, tiles.num_nodes(), shape.head_size);
   }
-  check_lse(l, shape, tiles);
+  check_attention_lse(l, shape, tiles);
   py::gil_scoped_release release;
   tree_attention_backward(tiles, shape, q.heads<const float>(), k.heads<const float>(),
                           v.heads<const float>(), o.heads<const float>(), l->ptr<const float>(),
@@ -93,7 +94,7 @@ void backward(const TreeTiles& tiles, const py::tuple& saved, py::handle grad, d
 }
 
 TreeTiles make_tiles(py::handle parents, py::handle ends) {
-  const Borrowed p(parents, kOp, "parents"), e(ends, kOp, "ends");
+  const Borrowed p(parents, kTreeAttention, "parents"), e(ends, kTreeAttention, "ends");
   check_cpu_array(*p, DType::kInt32, 1);
   check_cpu_array(*e, DType::kInt32, 1);
   check_size(*e, 0, p->numel());
@@ -108,9 +109,9 @@ void bind_tree_attention(py::module_& m) {
       .def(py::init(&make_tiles), py::arg("parents"), py::arg("ends"))
       .def_property_readonly("num_nodes", &TreeTiles::num_nodes)
       .def_property_readonly("num_tiles", &TreeTiles::num_tiles)
-      .def("forward", &forward, py::arg("query"), py::arg("key"), py::arg("value"),
+      .def("forward", &attention_forward, py::arg("query"), py::arg("key"), py::arg("value"),
            py::arg("scale"), py::arg("out"), py::arg("lse"), py::arg("num_threads"))
-      .def("backward", &backward, py::arg("saved"), py::arg("grad"), py::arg("scale"),
+      .def("backward", &attention_backward, py::arg("saved"), py::arg("grad"), py::arg("scale"),
            py::arg("grads"), py::arg("num_threads"));
 }
 

@@ -15,6 +15,7 @@ _OPS = (
     "prefix_tree",
     "threads",
     "token_advantage",
+    "tree_attention",
     "turn_advantage",
 )
 OP_TESTS = tuple(f"python_tests/ops/test_{name}.py" for name in _OPS)

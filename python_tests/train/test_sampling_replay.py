@@ -81,7 +81,7 @@ def test_rows_and_trees_normalize_over_each_tokens_set(tree: bool) -> None:
     policy = Policy(model, temperature=0.7, tree=tree, max_tokens_per_microbatch=64)
     got = policy.batch_logprobs(batch)
     wanted = expected_logprobs(model, batch, 0.7) * batch.loss_mask
-    assert (got - wanted).abs().max() < 2e-6  # float32 against float64
+    assert (got - wanted).abs().max() < 1e-5  # float32 against float64
     plain = policy.batch_logprobs(batch.with_(num_kept=None, kept_ids=None, cu_kept=None))
     assert (got - plain).abs().max() > 0.5
 

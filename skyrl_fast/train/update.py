@@ -165,7 +165,8 @@ def accumulate_gradient(
     rows = [result.rows for result in results]
     visited = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
     metrics["policy/row_tokens"] = float(batch.lengths[visited].sum())
-    metrics["policy/tree_group_share"] = _tree_group_share(batch, results)
+    if results:
+        metrics["policy/tree_group_share"] = _tree_group_share(batch, results)
     if policy.layout_costs is not None:
         metrics |= policy.layout_costs.metrics()
     metrics["policy/rows_without_gradient"] = float((~contributing).sum())
@@ -176,7 +177,7 @@ def _tree_group_share(batch: StepBatch, results: Sequence[_MicroBatchResult]) ->
     """Return the share of the visited groups that were laid out as trees."""
     trees = {int(g) for r in results if r.as_tree for g in batch.group_ids[r.rows].unique()}
     groups = {int(g) for r in results for g in batch.group_ids[r.rows].unique()}
-    return len(trees) / max(1, len(groups))
+    return len(trees) / len(groups)
 
 
 @dataclass(frozen=True, slots=True)

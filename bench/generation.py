@@ -20,7 +20,8 @@ from typing import Any
 
 from skyrl_fast.config import Config, SamplingParams
 from skyrl_fast.config.loading import load_config
-from skyrl_fast.rollout.engine.protocol import vllm_sampling_params
+from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.rollout.engine.protocol import Generation, vllm_sampling_params
 from skyrl_fast.rollout.engine.vllm_start import engine_args, engine_environment, environment
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler, digest_of, load_prompts
 from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts, start_rollouts, vllm_setup
@@ -29,24 +30,23 @@ from skyrl_fast.train.model.policy import load_tokenizer
 WARM_UP = 2  # batches
 
 
-class RecordingSampler:
-    """Passes requests on to a sampler, and keeps them."""
+def record_requests(pool: EnginePool) -> list[tuple[list[int], SamplingParams, int | None]]:
+    """Return a list to which each request of the pool is added: prompt, sampling, seed."""
+    requests = []
+    generate = pool.generate
 
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self.requests: list[tuple[list[int], SamplingParams, int | None]] = []
-
-    async def generate(
-        self,
+    async def recorded(
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         *,
         seed: int | None = None,
         **options: Any,
-    ) -> Any:
-        """See `Sampler.generate`."""
-        self.requests.append((list(prompt_token_ids), sampling, seed))
-        return await self._sampler.generate(prompt_token_ids, sampling, seed=seed, **options)
+    ) -> Generation:
+        requests.append((list(prompt_token_ids), sampling, seed))
+        return await generate(prompt_token_ids, sampling, seed=seed, **options)
+
+    pool.generate = recorded  # type: ignore[method-assign]
+    return requests
 
 
 def batches(config: Config, prompts: list[Prompt], count: int) -> list[list[Prompt]]:
@@ -77,19 +77,17 @@ async def measure(config: Config, rounds: int) -> dict[str, list[float]]:
     prompts = load_prompts(config.data.train_data, default_env_class=env_class)
     llm = start_llm(config, model)
     rollouts: VllmRollouts = await start_rollouts(config, tokenizer, model, prompts=prompts)
-    recorder = RecordingSampler(rollouts._runner._engine)
-    rollouts._runner._engine = recorder
+    requests = record_requests(rollouts._pool)
     seconds: dict[str, list[float]] = {"batch": [], "vllm": [], "requests": [], "tokens": []}
     try:
         for number, batch in enumerate(batches(config, prompts, WARM_UP + rounds)):
-            recorder.requests.clear()
+            requests.clear()
             gc.collect()
             start = time.perf_counter()
             trajectories = await rollouts.generate(batch, step=number, phase="train")
             ours = time.perf_counter() - start
-            requests = list(recorder.requests)
             start = time.perf_counter()
-            await asyncio.to_thread(own_batch, llm, requests, f"{number}")
+            await asyncio.to_thread(own_batch, llm, list(requests), f"{number}")
             engine_alone = time.perf_counter() - start
             if number >= WARM_UP:
                 seconds["batch"].append(ours)

@@ -94,6 +94,7 @@ def our_run(options: argparse.Namespace, rows: str) -> dict[str, Any]:
             f"trainer.policy.model.path={options.model}",
             f"trainer.run_path={folder}/run",
             f"trainer.rows={rows}",
+            "generator.step_wise_trajectories=true",  # one turn: the same rows
             f"trainer.max_training_steps={WARM_UP + options.batches}",
             "trainer.ckpt_interval=-1",
             "trainer.logger=[jsonl]",

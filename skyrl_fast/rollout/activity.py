@@ -135,9 +135,8 @@ class ActivityBoard:
     def counts(self) -> dict[str, int]:
         """Return the number of trajectories in each phase."""
         result = dict.fromkeys((WAITING, MAKING, GENERATING, ACTING, CLOSING), 0)
-        for group in self._groups.values():
-            for entry in group.values():
-                result[entry.phase] += 1
+        for entry in self.running():
+            result[entry.phase] += 1
         return result
 
 

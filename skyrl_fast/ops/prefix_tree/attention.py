@@ -16,6 +16,7 @@ from torch import Tensor
 
 from skyrl_fast._C import TreeTiles
 from skyrl_fast.ops.prefix_tree.tiles import tile_attention
+from skyrl_fast.ops.prefix_tree.tree import ancestor_mask
 
 OP = "tree_attention"
 KINDS = ("tiles", "dense", "flex")
@@ -91,18 +92,12 @@ def plan_tree_attention(
         return TreeAttention(kind, num_nodes, ends, tiles=TreeTiles(parents, ends))
     ends = ends.to(device)
     if kind == "dense":
-        return TreeAttention(kind, num_nodes, ends, mask=_dense_mask(ends))
+        return TreeAttention(kind, num_nodes, ends, mask=ancestor_mask(ends)[None, None])
     if num_nodes % FLEX_BLOCK:
         raise ValueError(
             f"{OP}: kind 'flex' needs a multiple of {FLEX_BLOCK} nodes, got {num_nodes}"
         )
     return TreeAttention(kind, num_nodes, ends, mask=flex_block_mask(ends))
-
-
-def _dense_mask(ends: Tensor) -> Tensor:
-    """Return (1, 1, T, T) bool, True where the column's node is the row's or above it."""
-    numbers = torch.arange(ends.shape[0], device=ends.device)
-    return ((numbers[None] <= numbers[:, None]) & (numbers[:, None] < ends[None]))[None, None]
 
 
 def tree_attention(
@@ -138,7 +133,7 @@ def tree_attention(
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    mask = _dense_mask(plan.ends) if plan.mask is None else plan.mask
+    mask = ancestor_mask(plan.ends) if plan.mask is None else plan.mask
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale
     )

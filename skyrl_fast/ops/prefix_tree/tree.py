@@ -71,8 +71,7 @@ class PrefixTree:
 
     def ancestor_mask(self) -> torch.Tensor:
         """Return (T, T) bool, True where the column's node is the row's or above it."""
-        numbers = torch.arange(self.num_nodes)
-        return (numbers[None] <= numbers[:, None]) & (numbers[:, None] < self.ends[None])
+        return ancestor_mask(self.ends)
 
     def part(self, rows: Sequence[int] | np.ndarray) -> PrefixTree:
         """Return the trees of some rows only; other rows become empty.
@@ -101,6 +100,16 @@ class PrefixTree:
             row_starts=torch.from_numpy(_offsets(np.where(keep_row, lengths, 0))),
             group_starts=torch.from_numpy(before[self.group_starts.numpy()]),
         )
+
+
+def ancestor_mask(ends: torch.Tensor) -> torch.Tensor:
+    """Return (T, T) bool, True where the column's node is the row's or above it.
+
+    Args:
+        ends: (T,) integers, as in `PrefixTree`.
+    """
+    numbers = torch.arange(ends.shape[0], device=ends.device)
+    return (numbers[None] <= numbers[:, None]) & (numbers[:, None] < ends[None])
 
 
 def build_prefix_tree(

@@ -73,7 +73,7 @@ def plan_micro_batches(
     lengths = np.diff(cu)
     trees: list[MicroBatch] = []
     if tree:
-        nodes = trained_tree(batch, visited, router_replay=router_replay)
+        nodes, trained = trained_tree(batch, visited, router_replay=router_replay)
         as_trees = visited
         if costs is not None:
             hosts = sequence_hosts(batch, visited, router_replay=router_replay)
@@ -83,8 +83,8 @@ def plan_micro_batches(
             trees = tree_micro_batches(
                 batch,
                 token_budget,
-                as_trees,
                 nodes if as_trees is visited else nodes.part(np.flatnonzero(as_trees)),
+                trained,
                 keep_trajectories=keep_trajectories,
                 router_replay=router_replay,
             )

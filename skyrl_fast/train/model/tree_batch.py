@@ -22,8 +22,10 @@ from skyrl_fast.train.model.tree_chunks import tree_chunks
 
 def trained_tree(
     batch: StepBatch, visited: np.ndarray, *, router_replay: bool = False
-) -> PrefixTree:
-    """Return the prefix trees of the visited rows up to their last trained tokens, one per group.
+) -> tuple[PrefixTree, TrainedTokens]:
+    """Return the prefix trees of the visited rows up to their last trained tokens, and these.
+
+    There is one tree per group.
 
     Args:
         batch: N rows.
@@ -33,7 +35,7 @@ def trained_tree(
     trained = _trained_tokens(batch, visited)
     lengths = np.zeros(batch.num_rows, dtype=np.int64)
     lengths[trained.rows] = trained.positions  # ascending: the last one of each row wins
-    return build_prefix_tree(
+    tree = build_prefix_tree(
         batch.tokens,
         batch.cu_seqlens,
         batch.group_ids,
@@ -41,28 +43,28 @@ def trained_tree(
         labels=batch.expert_indices if router_replay else None,
         cu_labels=batch.cu_experts if router_replay else None,
     )
+    return tree, trained
 
 
 def tree_micro_batches(
     batch: StepBatch,
     token_budget: int,
-    visited: np.ndarray,
     tree: PrefixTree,
+    trained: TrainedTokens,
     *,
     keep_trajectories: bool = False,
     router_replay: bool = False,
 ) -> list[MicroBatch]:
-    """Return forward passes over the prefix trees of the visited rows.
+    """Return forward passes over prefix trees.
 
     Args:
         batch: N rows.
         token_budget: most nodes of a micro-batch; a row with more is separate.
-        visited: (N,) bool, rows that have a trained token and a prompt.
-        tree: of these rows, from `trained_tree`.
+        tree: from `trained_tree`, or a part of it.
+        trained: from `trained_tree`; only tokens of the tree's rows are used.
         keep_trajectories: a trajectory's rows stay together.
         router_replay: add the recorded routes.
     """
-    trained = _trained_tokens(batch, visited)
     units = batch.trajectory_ids.numpy() if keep_trajectories else None
     chunks = tree_chunks(tree, batch.group_ids.numpy(), token_budget, trajectory_ids=units)
     micro_batches = []
@@ -73,7 +75,7 @@ def tree_micro_batches(
 
 
 @dataclass(frozen=True, slots=True)
-class _Trained:
+class TrainedTokens:
     """The trained tokens of the visited rows, in order; all (M,) int64 but `cu_rows`.
 
     Args:
@@ -89,7 +91,7 @@ class _Trained:
     cu_rows: np.ndarray
 
 
-def _trained_tokens(batch: StepBatch, visited: np.ndarray) -> _Trained:
+def _trained_tokens(batch: StepBatch, visited: np.ndarray) -> TrainedTokens:
     cu = batch.cu_seqlens.numpy().astype(np.int64)
     cu_responses = batch.cu_responses.numpy().astype(np.int64)
     row_of = np.repeat(np.arange(batch.num_rows), np.diff(cu_responses))
@@ -98,11 +100,15 @@ def _trained_tokens(batch: StepBatch, visited: np.ndarray) -> _Trained:
     prompts = np.diff(cu) - np.diff(cu_responses)
     positions = prompts[rows] + responses - cu_responses[rows]
     counts = np.bincount(rows, minlength=batch.num_rows)
-    return _Trained(rows, positions, responses, np.concatenate([[0], np.cumsum(counts)]))
+    return TrainedTokens(rows, positions, responses, np.concatenate([[0], np.cumsum(counts)]))
 
 
 def _micro_batch(
-    batch: StepBatch, tree: PrefixTree, rows: np.ndarray, trained: _Trained, router_replay: bool
+    batch: StepBatch,
+    tree: PrefixTree,
+    rows: np.ndarray,
+    trained: TrainedTokens,
+    router_replay: bool,
 ) -> MicroBatch:
     """Return the forward pass over these rows; `tree` must hold no others."""
     chosen = number_ranges(trained.cu_rows[rows], trained.cu_rows[rows + 1])

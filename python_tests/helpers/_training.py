@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ def fill(folder: Path, monkeypatch: pytest.MonkeyPatch, *, num_prompts: int) -> 
     write_prompts(folder / "train.jsonl", num_prompts)
     write_prompts(folder / "val.jsonl", 4)
     monkeypatch.setattr(run_module, "load_tokenizer", lambda path: FakeTokenizer())
+    # It collects garbage twice, which takes longer than a run, as the tests' heap is large.
+    monkeypatch.setattr(run_module, "frozen_heap", nullcontext)
     return folder
 
 

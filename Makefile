@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST = -m pytest -n auto --maxprocesses 8 --dist worksteal
 PY = $(VENV)/bin/python
+unexport PYTHONDONTWRITEBYTECODE # tests start processes that import what this one compiled
 .DEFAULT_GOAL := help
 .PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheel-test doctor ext format mutations peers peers-fresh bench-peers
 

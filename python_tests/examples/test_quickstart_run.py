@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
 pytest.importorskip("skyrl_gym")
 
 from examples.asynchronous.soak import children
@@ -38,7 +38,12 @@ DEADLINE_SECONDS = 3600
 LEARNING_SECONDS = 600  # on 2 otherwise idle cores
 ENGINE_END_SECONDS = 30
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(DEADLINE_SECONDS)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(DEADLINE_SECONDS),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -502,7 +502,9 @@ with retrieval_server(Path(sys.argv[1]), log_file=Path(sys.argv[2])) as url:
 
 
 @pytest.mark.spec("search.lifetime")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_server_exits_with_its_parent(
     corpus_file: Path, tmp_path: Path, how: signal.Signals
 ) -> None:

@@ -62,6 +62,7 @@ def test_same_rows_as_an_environment(tiny_tokenizer: Any) -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.spec("gateway.step-per-call")
 def test_recorded_logprobs_are_those_of_the_recorded_tokens(
     tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path

@@ -206,11 +206,14 @@ def test_without_a_gpu_nothing_is_measured_or_saved(
     assert not list(tmp_path.iterdir())
 
 
-def test_without_results_there_is_no_plot(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.gpu.plot", "--results", str(tmp_path / "gpu.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == plot.NO_RESULT
-    assert "there is no result yet" in done.stdout
+def test_without_results_there_is_no_plot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["plot", "--results", str(tmp_path / "gpu.json")])
+    with pytest.raises(SystemExit) as exit_:
+        plot.main()
+    assert exit_.value.code == plot.NO_RESULT
+    assert "there is no result yet" in capsys.readouterr().out
 
 
 def made_up_report() -> dict[str, object]:

@@ -130,6 +130,7 @@ def test_masked_loss_equals_the_reference(loss: str | LossSettings, kl: str | No
     assert_loss_equals(got, exact_loss_and_grad(case, **options), rtol=3e-5, atol=6e-6)
 
 
+@pytest.mark.slow  # as the native backend does it, by the same operator
 def test_masked_loss_compile_fullgraph() -> None:
     case = {name: value.to(DEVICE) for name, value in loss_case(40).items()}
     logits = case.pop("logits")

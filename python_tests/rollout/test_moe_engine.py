@@ -116,6 +116,7 @@ async def _update(folder: Path, tmp_path: Path) -> None:
 @needs_vllm
 @pytest.mark.skipif(not records_routes(), reason="this vLLM records routes with Triton only")
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # two cores that others use too; alone it takes half a minute
 @pytest.mark.spec(
     "replay.append-only",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,16 +20,8 @@ class Node:
         self.me = self
 
 
-@pytest.fixture
-def nothing_frozen() -> Iterator[None]:
-    gc.unfreeze()
-    yield
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.mark.usefixtures("nothing_frozen")
 def test_old_objects_are_exempt_and_new_ones_are_collected() -> None:
+    gc.unfreeze()  # what conftest.py froze
     old = Node()
     dead = weakref.ref(old)
     with frozen_heap():
@@ -40,30 +33,29 @@ def test_old_objects_are_exempt_and_new_ones_are_collected() -> None:
     assert gc.get_freeze_count() == 0
     gc.collect()
     assert dead() is None
-
-
-@pytest.mark.usefixtures("nothing_frozen")
-def test_objects_that_the_program_froze_stay_frozen() -> None:
-    gc.freeze()
+    gc.freeze()  # by the program itself: it stays
     before = gc.get_freeze_count()
     with frozen_heap():
         assert gc.get_freeze_count() == before
     assert gc.get_freeze_count() == before
 
 
-@pytest.mark.usefixtures("nothing_frozen")
 def test_training_begins_with_a_frozen_heap(
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    frozen = []
+    frozen: list[bool] = []
+    trained_frozen: list[bool] = []
+
+    @contextmanager
+    def recorded() -> Iterator[None]:
+        frozen.append(True)
+        yield
+        frozen.pop()
 
     async def during(step: int) -> None:
-        frozen.append(gc.get_freeze_count() > 0)
+        trained_frozen.append(bool(frozen))
 
-    monkeypatch.setattr(run_module, "frozen_heap", frozen_heap)
-    config = settings(
-        folder, "run", "trainer.max_training_steps=1", "trainer.eval_before_train=false"
-    )
-    train(config, Recorder(during))
-    assert frozen == [True] and gc.get_freeze_count() == 0
+    monkeypatch.setattr(run_module, "frozen_heap", recorded)
+    train(settings(folder, "run", "trainer.max_training_steps=1"), Recorder(during))
+    assert trained_frozen == [True] and frozen == []

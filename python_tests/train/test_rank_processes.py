@@ -76,6 +76,7 @@ def test_rank_that_is_killed_is_named(probe: Probe) -> None:
         probe.processes()
 
 
+@pytest.mark.slow
 def test_rank_that_exits_while_idle_is_named_by_the_next_call(
     probe: Probe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +96,7 @@ def test_ranks_listen_on_loopback_only(probe: Probe) -> None:
         assert listening(process) == {LOOPBACK}
 
 
+@pytest.mark.slow
 def test_an_error_of_rank_0_is_raised_and_leaves_no_process(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match="a fault of rank 0"),
@@ -113,6 +115,7 @@ def test_an_error_of_rank_0_is_raised_and_leaves_no_process(tmp_path: Path) -> N
 
 
 @pytest.mark.spec("update.rank-exit")
+@pytest.mark.slow
 def test_ranks_that_fail_to_build_their_models_are_named(tmp_path: Path) -> None:
     with started_ranks(2, fail, cuda=False, folder=tmp_path) as ranks:
         probe = Probe(ranks)
@@ -121,6 +124,7 @@ def test_ranks_that_fail_to_build_their_models_are_named(tmp_path: Path) -> None
 
 
 @pytest.mark.spec("update.rank-exit")
+@pytest.mark.slow
 def test_rank_that_raises_does_not_wait_for_its_threads(tmp_path: Path) -> None:
     with started_ranks(2, with_a_thread, cuda=False, folder=tmp_path) as ranks:
         probe = with_a_thread(ranks)
@@ -161,6 +165,7 @@ else:  # in the other process
 
 
 @pytest.mark.spec("update.rank-exit")
+@pytest.mark.slow
 def test_rank_that_exits_before_connecting_does_not_hang_the_others(tmp_path: Path) -> None:
     with script(ENDS_EARLY, tmp_path, stderr=subprocess.PIPE) as child:
         said, errors = child.communicate(timeout=60)
@@ -209,6 +214,7 @@ def test_no_process_is_left_when_rank_0_is_killed(tmp_path: Path) -> None:
         os.kill(tool, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_script_that_trains_on_import_gets_advice(folder: Path) -> None:
     script = folder / "script.py"
     script.write_text(

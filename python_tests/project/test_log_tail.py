@@ -12,7 +12,7 @@ from skyrl_fast.extras.search import launch
 from skyrl_fast.log_tail import TAIL_BYTES, log_tail
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.train.parallel import rank_processes
+from skyrl_fast.train.parallel.local_ranks import LocalRank
 
 HUGE = 1 << 40  # bytes; without memory on the disk
 
@@ -41,4 +41,4 @@ def test_errors_quote_the_end_of_a_huge_log(huge: Path) -> None:
     assert "the reason" in engine._explain("died", None)
     assert launch._tail(huge).endswith("the reason\ufffd")
     process = SimpleNamespace(name="rank 1", exitcode=1)
-    assert rank_processes._exit_message(process, huge.parent).endswith("the reason\ufffd")
+    assert (LocalRank(process, huge).exit_message() or "").endswith("the reason\ufffd")

@@ -21,6 +21,7 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig
 from skyrl_fast.rollout.engine.weights.file import WeightsFile
 from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import started_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK
 from skyrl_fast.train.update import update_policy
@@ -48,7 +49,7 @@ def both(
     cuda = request.param == "cuda"
     size = min(NUM_RANKS, GPUS) if cuda else NUM_RANKS
     folder = tmp_path_factory.mktemp("ranks")
-    with started_ranks(size, make_models, cuda=cuda, folder=folder) as ranks:
+    with started_ranks(size, make_models, cuda=cuda, starter=LocalRanks(folder)) as ranks:
         yield Both(make_models(SINGLE_RANK), make_models(ranks))
 
 

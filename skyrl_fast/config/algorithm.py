@@ -84,7 +84,7 @@ def check_policy_loss(config: Config) -> None:
         check_settings(algorithm.policy_loss_type, loss.function, algorithm.policy_loss_kwargs)
     except ValueError as error:
         raise ConfigError(f"{key}_kwargs: {error}") from error
-    ranks = config.trainer.placement.policy_num_gpus_per_node
+    ranks = config.trainer.placement.num_ranks
     if ranks > 1 and ":" not in algorithm.policy_loss_type:
         name = importable_name(loss.function) or "module:function"
         raise ConfigError(

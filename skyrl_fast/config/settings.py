@@ -246,6 +246,14 @@ class PlacementConfig:
         "without a GPU: number of CPU processes",
         at_least=1,
     )
+    policy_num_nodes: int = setting(
+        1, "machines with so many GPUs each; several are nodes of a Ray cluster", at_least=1
+    )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train the models together."""
+        return self.policy_num_nodes * self.policy_num_gpus_per_node
 
 
 @dataclass(slots=True)

@@ -133,7 +133,7 @@ def _plan(
     size = measure.size(str(config.trainer.policy.model.path))
     resident = _resident_items(config, measure)
     trainer = [*resident, *_largest_update(config, measure)]
-    ranks = range(config.trainer.placement.policy_num_gpus_per_node)
+    ranks = range(config.trainer.placement.num_ranks)
     if engine is None:
         alone = (*_devices(ranks, trainer, capacity),)
         return MemoryPlan(alone, None, 0, _saved_logits_bytes(config, size, alone))

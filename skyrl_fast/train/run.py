@@ -67,7 +67,8 @@ from skyrl_fast.train.output.loggers import Logger, RunInfo, open_loggers, read_
 from skyrl_fast.train.output.plot import plot_learning_curve
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.resumed_settings import warn_of_changed_settings
-from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.local_ranks import LocalRanks
+from skyrl_fast.train.parallel.rank_processes import RankStarter, started_ranks
 from skyrl_fast.train.placement import engine_placement
 from skyrl_fast.train.trainer import Components, Progress, Trainer
 from skyrl_fast.trajectory_store.parts import parts as stored_parts
@@ -186,8 +187,36 @@ def train(
     check_config(config, has_prompts=prompts is not None)
     _check_callbacks(callbacks)
     warn_without_baseline(config)
+    run_here = partial(
+        _run_here,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        make_env=make_env,
+        callbacks=callbacks,
+        make_rollouts=make_rollouts,
+    )
+    if config.trainer.placement.policy_num_nodes > 1:
+        from skyrl_fast.train.cluster import run_on_cluster
+
+        result = run_on_cluster(config, run_here, _checkpoint_folder(config))
+        assert isinstance(result, TrainResult)
+        return result
+    return run_here(config, StopSignals(), LocalRanks(Path(config.trainer.run_path)))
+
+
+def _run_here(
+    config: Config,
+    signals: StopSignals,
+    starter: RankStarter,
+    *,
+    prompts: PromptSource | None,
+    eval_prompts: PromptSource | None,
+    make_env: MakeEnv | None,
+    callbacks: Sequence[Callback],
+    make_rollouts: MakeRollouts | None,
+) -> TrainResult:
+    """Run with rank 0 in this process."""
     run_path = Path(config.trainer.run_path)
-    signals = StopSignals()
     with signals.installed(), locked_run(run_path, _checkpoint_folder(config)):
         start = _starting_point(config)
         with ExitStack() as stack:
@@ -209,10 +238,10 @@ def train(
                 output = _output(config, start, data, plan, stack)
                 ranks = stack.enter_context(
                     started_ranks(
-                        config.trainer.placement.policy_num_gpus_per_node,
+                        config.trainer.placement.num_ranks,
                         make,
                         cuda=find_device(config.trainer.device).type == "cuda",
-                        folder=run_path,
+                        starter=starter,
                     )
                 )
             if make_rollouts is None:

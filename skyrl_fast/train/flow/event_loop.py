@@ -35,6 +35,7 @@ class StopSignals:
         self._task: asyncio.Task[Any] | None = None
         self._handle: Callable[[int], None] | None = None
         self._early: int | None = None  # a signal received before there was a handler
+        self._forwarded: int | None = None  # by another process before there was a handler
         self._terminals: list[int] = []
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -56,6 +57,15 @@ class StopSignals:
     def handle_by(self, handle: Callable[[int], None]) -> None:
         """Call `handle(number)` in the event loop's thread from now on."""
         self._handle = handle
+        if self._forwarded is not None:
+            handle(self._forwarded)
+
+    def forward(self, number: int) -> None:
+        """Handle a signal that another process has received; one before `handle_by` waits for it."""
+        if self._loop is not None and self._handle is not None:
+            self._loop.call_soon_threadsafe(self._handle, number)
+        else:
+            self._forwarded = number
 
     async def _main(self, work: Coroutine[Any, Any, T]) -> T:
         self._task = asyncio.current_task()

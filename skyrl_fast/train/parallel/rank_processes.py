@@ -1,33 +1,29 @@
 """Processes of the other ranks: start, supervision, and exit without orphans.
 
-Each process creates the same models from the same settings and follows rank 0 (`ranks.py`). Its
-output goes to `rank_1.log`, ... in the run folder.
+Each process creates the same models from the same settings and follows rank 0 (`ranks.py`). Who
+starts them is a `RankStarter`: `local_ranks.py` on this machine, `ray_ranks.py` on a Ray cluster.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import multiprocessing
 import os
-import signal
 import socket
-import sys
+import struct
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from skyrl_fast.log_tail import log_tail
-from skyrl_fast.parent_watch import children_exit_with_this_process
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, RankError, Ranks
 
 logger = logging.getLogger(__name__)
@@ -36,23 +32,75 @@ START_SECONDS = 300.0  # for the other processes to finish their imports
 STOP_SECONDS = 30.0  # for them to exit by themselves
 HANG_SECONDS = 60.0  # for a collective of rank 0 to fail after another rank has exited
 WATCH_SECONDS = 0.5  # between checks whether rank 0 waits
+EXIT_SECONDS = 0.1  # between checks whether another rank has exited
 NO_TIMEOUT = timedelta(days=365)
-LOOPBACK = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"
-LOG_LINES = 5  # of a rank's log, shown in the error when it has exited
+SIOCGIFADDR = 0x8915  # of Linux's ioctl: the address of an interface
+
+
+class RankProcess(Protocol):
+    """The process of another rank."""
+
+    def exit_message(self) -> str | None:
+        """Return which rank has exited and why, or None while it runs."""
+        ...
+
+    def join(self, seconds: float) -> None:
+        """Wait for its exit, at most for some time."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once, and wait for that."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """What a rank needs to know to join the others.
+
+    Args:
+        rank, size: number of this rank, and number of ranks.
+        address, port: of rank 0's store.
+        gpu: index among the process's visible GPUs; None: it computes on the CPU.
+    """
+
+    rank: int
+    size: int
+    address: str
+    port: int
+    gpu: int | None
+
+
+class RankStarter(Protocol):
+    """Starts the processes of the other ranks.
+
+    Args:
+        address: this process's, which the others reach; nothing listens on another one.
+    """
+
+    @property
+    def address(self) -> str:
+        """The address of this process that the others reach; nothing listens on another one."""
+        ...
+
+    def start(
+        self, size: int, port: int, make_models: Callable[[Ranks], object], *, cuda: bool
+    ) -> Sequence[RankProcess]:
+        """Start ranks 1 to size - 1; each calls `follow`."""
+        ...
 
 
 @contextlib.contextmanager
 def started_ranks(
-    size: int, make_models: Callable[[Ranks], object], *, cuda: bool, folder: Path
+    size: int, make_models: Callable[[Ranks], object], *, cuda: bool, starter: RankStarter
 ) -> Iterator[Ranks]:
     """Yield the `Ranks` of rank 0 among `size` processes; the others exit with the block.
 
     Args:
         make_models: called by every other rank before it follows; importable by name. Rank 0 calls
             the same function inside the block.
-        cuda: rank r computes on the r-th visible GPU; False: all compute on the CPU.
-        folder: for the logs.
+        cuda: each rank computes on a GPU; False: all compute on the CPU.
+        starter: starts the others.
 
     Raises:
         ValueError: fewer GPUs than ranks.
@@ -66,39 +114,26 @@ def started_ranks(
             "trainer.placement: this process is already in a torch.distributed process group, "
             "of torchrun or of a failed run: start the run in a new process of its own"
         )
-    if cuda and torch.cuda.device_count() < size:
-        raise ValueError(
-            f"trainer.placement.policy_num_gpus_per_node: wanted at most the GPUs that are visible "
-            f"({torch.cuda.device_count()}), got {size}"
-        )
-    listener = socket.create_server((LOOPBACK, 0))  # torch's listener would accept other machines
+    # torch's own listener would accept connections on every interface
+    listener = socket.create_server((starter.address, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(
-        *(LOOPBACK, port),
+        *(starter.address, port),
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    spawn = multiprocessing.get_context("spawn")
-    processes = [
-        spawn.Process(
-            target=_follow,
-            args=(rank, size, port, cuda, _log(folder, rank), make_models),
-            name=f"rank {rank}",
-            daemon=True,
-        )
-        for rank in range(1, size)
-    ]
     ending = threading.Event()
+    processes: Sequence[RankProcess] = ()
     try:
-        with children_exit_with_this_process():
-            for process in processes:
-                process.start()
-        _wait_for_all(store, processes, folder)
+        processes = starter.start(size, port, make_models, cuda=cuda)
+        _wait_for_all(store, processes)
         ranks = Ranks(0, size)
-        watch = (ranks, processes, folder, ending)
-        threading.Thread(target=_watch, args=watch, name="ranks", daemon=True).start()
-        _connect(ranks, store, cuda)  # waits for the others, even if they have exited by now
+        threading.Thread(
+            target=_watch, args=(ranks, processes, ending), name="ranks", daemon=True
+        ).start()
+        place = RankPlace(0, size, starter.address, port, 0 if cuda else None)
+        _connect(ranks, store, place)  # waits for the others, even if they have exited by now
         yield ranks
         ending.set()
         if ranks.release():
@@ -108,18 +143,29 @@ def started_ranks(
     finally:
         ending.set()
         for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join()
+            process.kill()
         if dist.is_initialized() and not cuda:  # on GPUs this would wait for exited ranks
             dist.destroy_process_group()
 
 
-def _connect(ranks: Ranks, store: Any, cuda: bool) -> None:
+def follow(place: RankPlace, make_models: Callable[[Ranks], object]) -> None:
+    """On another rank: create the models and execute rank 0's calls until it releases this one."""
+    store = dist.TCPStore(place.address, place.port)
+    store.set(_ready(place.rank), "1")
+    ranks = Ranks(place.rank, place.size)
+    _connect(ranks, store, place)
+    models = make_models(ranks)
+    ranks.follow()
+    del models
+    dist.destroy_process_group()
+
+
+def _connect(ranks: Ranks, store: Any, place: RankPlace) -> None:
+    cuda = place.gpu is not None
     if cuda:
-        torch.cuda.set_device(ranks.rank)
+        torch.cuda.set_device(place.gpu)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    with _on_loopback():
+    with _listening_next_to(place.address):
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size)
         messages = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
         mesh = dist.init_device_mesh("cuda" if cuda else "cpu", (ranks.size,))
@@ -127,10 +173,10 @@ def _connect(ranks: Ranks, store: Any, cuda: bool) -> None:
 
 
 @contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Make gloo listen on the loopback interface only, unless GLOO_SOCKET_IFNAME is set."""
+def _listening_next_to(address: str) -> Iterator[None]:
+    """Make gloo listen on the interface to rank 0 alone, unless GLOO_SOCKET_IFNAME is set."""
     before = os.environ.get(INTERFACE)
-    os.environ.setdefault(INTERFACE, "lo")
+    os.environ.setdefault(INTERFACE, interface_to(address))
     try:
         yield
     finally:
@@ -138,28 +184,49 @@ def _on_loopback() -> Iterator[None]:
             del os.environ[INTERFACE]
 
 
-def _wait_for_all(store: Any, processes: Sequence[BaseProcess], folder: Path) -> None:
+def interface_to(address: str) -> str:
+    """Return the name of the network interface by which this machine reaches an address.
+
+    Raises:
+        RankError: there is none.
+
+    Example:
+        >>> interface_to("127.0.0.1")
+        'lo'
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+        probe.connect((address, 9))
+        mine = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface without an address
+                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+                if socket.inet_ntoa(reply[20:24]) == mine:
+                    return name
+    raise RankError(f"trainer.placement: no network interface has the address {mine}")
+
+
+def _wait_for_all(store: Any, processes: Sequence[RankProcess]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not store.check([_ready(rank + 1) for rank in range(len(processes))]):
-        dead = [process for process in processes if process.exitcode is not None]
+        dead = [message for process in processes if (message := process.exit_message())]
         if dead or time.monotonic() > deadline:
-            what = _exit_message(dead[0], folder) if dead else f"no answer in {START_SECONDS:.0f} s"
+            what = dead[0] if dead else f"no answer in {START_SECONDS:.0f} s"
             raise RankError(f"trainer.placement: the ranks did not start: {what}")
         time.sleep(0.05)
 
 
-def _watch(
-    ranks: Ranks, processes: Sequence[BaseProcess], folder: Path, ending: threading.Event
-) -> None:
+def _watch(ranks: Ranks, processes: Sequence[RankProcess], ending: threading.Event) -> None:
     """Report that a rank has exited; exit this process if it keeps waiting for that rank."""
-    ended = wait([process.sentinel for process in processes])
+    dead: list[str] = []
+    while not dead:
+        if ending.wait(EXIT_SECONDS):
+            return
+        dead = [message for process in processes if (message := process.exit_message())]
     if ending.is_set():
         return
-    process = next(process for process in processes if process.sentinel in ended)
-    process.join()
-    reason = _exit_message(process, folder)
-    ranks.fail(reason)
-    logger.error("%s", reason)
+    ranks.fail(dead[0])
+    logger.error("%s", dead[0])
     since = time.monotonic()
     while not ending.wait(WATCH_SECONDS):
         if not ranks.is_waiting:  # its next call raises
@@ -171,46 +238,5 @@ def _watch(
             os._exit(1)
 
 
-def _exit_message(process: BaseProcess, folder: Path) -> str:
-    log = _log(folder, int(process.name.removeprefix("rank ")))
-    lines = log_tail(log).splitlines()[-LOG_LINES:]
-    tail = f", which ends: {' | '.join(lines)}" if lines else ""
-    return f"{process.name} exited with code {process.exitcode}; its log is {log}{tail}"
-
-
-def _log(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank}.log"
-
-
 def _ready(rank: int) -> str:
     return f"ready/{rank}"
-
-
-def _follow(
-    rank: int,
-    size: int,
-    port: int,
-    cuda: bool,
-    log: Path,
-    make_models: Callable[[Ranks], object],
-) -> None:
-    """Run the process of another rank: create the models and follow rank 0."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 decides when to exit
-        signal.signal(number, signal.SIG_IGN)
-    with log.open("w") as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
-    try:
-        store = dist.TCPStore(LOOPBACK, port)
-        store.set(_ready(rank), "1")
-        ranks = Ranks(rank, size)
-        _connect(ranks, store, cuda)
-        models = make_models(ranks)
-        ranks.follow()
-        del models
-        dist.destroy_process_group()
-    except (
-        BaseException
-    ):  # at once: finalization would wait for threads, and on a GPU for the others
-        traceback.print_exc()
-        os._exit(1)

@@ -1,0 +1,82 @@
+"""What runs on the nodes of a Ray cluster in tests: rollouts without an engine, faults on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _fakes import FakeRollouts, FakeTokenizer, tiny_model
+
+from skyrl_fast.config import Config
+from skyrl_fast.train import run
+from skyrl_fast.train.flow.event_loop import StopSignals
+from skyrl_fast.train.parallel.rank_processes import RankStarter
+
+
+@dataclass(frozen=True)
+class Here:
+    """Runs rank 0 where it is called, and has a fault once: in a step, before its batch.
+
+    Args:
+        fault: "" or the name of a function below.
+        once: a file that exists after the fault.
+    """
+
+    once: Path
+    step: int = -1
+    fault: str = ""
+
+    def __call__(self, config: Config, signals: StopSignals, starter: RankStarter) -> Any:
+        run.load_tokenizer = lambda path: FakeTokenizer()  # type: ignore[assignment]
+        run.frozen_heap = contextlib.nullcontext  # type: ignore[assignment]
+        return run._run_here(
+            config,
+            signals,
+            starter,
+            prompts=None,
+            eval_prompts=None,
+            make_env=None,
+            callbacks=(),
+            make_rollouts=self._rollouts,
+        )
+
+    async def _rollouts(self, config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        here = self
+
+        class Watched(FakeRollouts):
+            async def before_batch(self, step: int, phase: str) -> None:
+                if phase == "train" and step == here.step and not here.once.exists():
+                    here.once.touch()
+                    await globals()[here.fault](here.once)
+
+        return Watched(config, tiny_model(seed=1))
+
+
+async def kill_rank_0(_: Path) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def kill_rank_1(_: Path) -> None:
+    for process in workers("ray::_Follower"):
+        os.kill(process, signal.SIGKILL)
+
+
+async def lose_a_node(once: Path) -> None:
+    """Wait until the test has removed a node."""
+    while not once.with_name("removed").exists():
+        await asyncio.sleep(0.05)
+
+
+def workers(name: str) -> list[int]:
+    """Return the processes of this machine whose title begins with a name."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if (folder / "cmdline").read_bytes().startswith(name.encode()):
+                found.append(int(folder.name))
+    return found

@@ -1,0 +1,97 @@
+"""Ranks on the nodes of a Ray cluster, here several on one machine: results, losses, signals."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("transformers")
+
+from _cluster_run import Here, workers
+from _training import folder as folder
+from _training import settings, steady, train
+from ray.cluster_utils import Cluster
+
+from skyrl_fast.config import Config
+from skyrl_fast.train import cluster as cluster_module
+from skyrl_fast.train.cluster import ClusterError, run_on_cluster
+from skyrl_fast.train.run import TrainResult
+
+pytestmark = pytest.mark.timeout(300)
+TWO_NODES = "trainer.placement.policy_num_nodes=2"
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A head without CPUs, as where training is started from, and two nodes of two CPUs."""
+    here = Path(__file__).resolve().parents[1] / "helpers"
+    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for _ in range(2):
+        cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address, logging_level="error")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def run(folder: Path, name: str, here: Here, *overrides: str) -> tuple[Config, TrainResult]:
+    config = settings(folder, name, TWO_NODES, "trainer.ckpt_interval=1", *overrides)
+    return config, run_on_cluster(config, here, folder / name / "checkpoints")
+
+
+def assert_same(one: Path, two: Path) -> None:
+    wanted, found = (steady(path / "metrics.jsonl") for path in (one, two))
+    assert len(wanted) == len(found)
+    for a, b in zip(wanted, found, strict=True):
+        assert b.keys() >= a.keys()
+        for name in {"reward/avg_raw_reward", "policy/grad_norm", "policy/loss"} & a.keys():
+            assert b[name] == pytest.approx(a[name], rel=1e-2, abs=1e-4), name
+
+
+def test_two_nodes_train_as_one_process(folder: Path, nodes: Cluster) -> None:
+    train(settings(folder, "alone", "trainer.ckpt_interval=1"))
+    _, outcome = run(folder, "shared", Here(folder / "once"))
+    assert outcome.step == outcome.total_steps == 6
+    assert_same(folder / "alone", folder / "shared")
+
+
+@pytest.mark.parametrize("fault", ["kill_rank_0", "kill_rank_1", "lose_a_node"])
+def test_run_goes_on_after_a_loss(
+    folder: Path, nodes: Cluster, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 5.0)
+    train(settings(folder, "alone", "trainer.ckpt_interval=1"))
+    once = folder / "once"
+    removal = threading.Thread(target=remove_a_node, args=(nodes, once))
+    if fault == "lose_a_node":
+        removal.start()
+    _, outcome = run(folder, "shared", Here(once, 3, fault))
+    assert once.exists() and outcome.step == 6
+    assert_same(folder / "alone", folder / "shared")
+    deadline = time.monotonic() + 10
+    while workers("ray::_Follower") + workers("ray::_RankZero"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def remove_a_node(nodes: Cluster, once: Path) -> None:
+    while not once.exists():
+        time.sleep(0.05)
+    nodes.remove_node(nodes.list_all_nodes()[-1], allow_graceful=False)
+    once.with_name("removed").touch()
+
+
+def test_too_few_nodes_are_an_error(
+    folder: Path, nodes: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 1.0)
+    with pytest.raises(ClusterError, match="wanted a node with .*'CPU': 3"):
+        run(folder, "run", Here(folder / "once"), "trainer.placement.policy_num_gpus_per_node=3")

@@ -1,0 +1,115 @@
+"""Ranks on this machine: a process each, whose output goes to `rank_1.log`, ... ."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+
+from skyrl_fast.log_tail import log_tail
+from skyrl_fast.parent_watch import children_exit_with_this_process
+from skyrl_fast.train.parallel.rank_processes import RankPlace, follow
+from skyrl_fast.train.parallel.ranks import Ranks
+
+LOOPBACK = "127.0.0.1"
+LOG_LINES = 5  # of a rank's log, shown in the error when it has exited
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRanks:
+    """Starts ranks on this machine; rank r computes on the r-th visible GPU.
+
+    Args:
+        folder: for the logs.
+    """
+
+    folder: Path
+    address: str = LOOPBACK
+
+    def start(
+        self, size: int, port: int, make_models: Callable[[Ranks], object], *, cuda: bool
+    ) -> Sequence[LocalRank]:
+        """Start ranks 1 to size - 1; they exit with this process, however it ends.
+
+        Raises:
+            ValueError: fewer GPUs than ranks.
+        """
+        if cuda and torch.cuda.device_count() < size:
+            raise ValueError(
+                "trainer.placement.policy_num_gpus_per_node: wanted at most the GPUs that are "
+                f"visible ({torch.cuda.device_count()}), got {size}"
+            )
+        places = [RankPlace(r, size, self.address, port, r if cuda else None) for r in range(1, size)]
+        logs = [self.folder / f"rank_{place.rank}.log" for place in places]
+        spawn = multiprocessing.get_context("spawn")
+        ranks = [
+            LocalRank(
+                spawn.Process(
+                    target=_follow,
+                    args=(place, log, make_models),
+                    name=f"rank {place.rank}",
+                    daemon=True,
+                ),
+                log,
+            )
+            for place, log in zip(places, logs, strict=True)
+        ]
+        try:
+            with children_exit_with_this_process():
+                for rank in ranks:
+                    rank.process.start()
+        except BaseException:
+            for rank in ranks:
+                rank.kill()
+            raise
+        return ranks
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRank:
+    """A child process."""
+
+    process: BaseProcess
+    log: Path
+
+    def exit_message(self) -> str | None:
+        """Return the exit code and the end of the log, or None while it runs."""
+        code = self.process.exitcode
+        if code is None:
+            return None
+        lines = log_tail(self.log).splitlines()[-LOG_LINES:]
+        tail = f", which ends: {' | '.join(lines)}" if lines else ""
+        return f"{self.process.name} exited with code {code}; its log is {self.log}{tail}"
+
+    def join(self, seconds: float) -> None:
+        """Wait for its exit, at most for some time."""
+        self.process.join(seconds)
+
+    def kill(self) -> None:
+        """End it at once, and wait for that."""
+        if self.process.pid is not None:
+            self.process.kill()
+            self.process.join()
+
+
+def _follow(place: RankPlace, log: Path, make_models: Callable[[Ranks], object]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 decides when to exit
+        signal.signal(number, signal.SIG_IGN)
+    with log.open("w") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    try:
+        follow(place, make_models)
+    except (
+        BaseException
+    ):  # at once: finalization would wait for threads, and on a GPU for the others
+        traceback.print_exc()
+        os._exit(1)

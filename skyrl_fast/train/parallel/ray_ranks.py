@@ -1,0 +1,96 @@
+"""Ranks on the nodes of a Ray cluster: an actor each, in the placement group of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_fast.train.parallel.rank_processes import RankPlace, follow
+from skyrl_fast.train.parallel.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class RayRanks:
+    """Starts ranks as actors; rank r is in bundle r // per_node of the placement group.
+
+    Args:
+        group: a placement group with a bundle per node, in whose bundle 0 this process is an actor.
+        per_node: ranks of a node.
+    """
+
+    group: Any
+    per_node: int
+
+    @property
+    def address(self) -> str:
+        """The address of this node in the cluster; nothing listens on another one."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    def start(
+        self, size: int, port: int, make_models: Callable[[Ranks], object], *, cuda: bool
+    ) -> Sequence[RayRank]:
+        """Start ranks 1 to size - 1; Ray ends them with this actor."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        follower, address = ray.remote(_Follower), self.address
+        started = []
+        for rank in range(1, size):
+            actor = follower.options(
+                name=None,
+                num_cpus=1,
+                num_gpus=int(cuda),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self.group, placement_group_bundle_index=rank // self.per_node
+                ),
+            ).remote()
+            # Ray makes an actor's own GPU its only visible one.
+            place = RankPlace(rank, size, address, port, 0 if cuda else None)
+            started.append(RayRank(rank, actor, actor.follow.remote(place, make_models)))
+        return started
+
+
+@dataclass(frozen=True, slots=True)
+class RayRank:
+    """An actor that follows rank 0.
+
+    Args:
+        following: the pending result of `follow`.
+    """
+
+    rank: int
+    actor: Any
+    following: Any
+
+    def exit_message(self) -> str | None:
+        """Return the exception that ended it, or None while it runs."""
+        import ray
+
+        if not ray.wait([self.following], timeout=0)[0]:
+            return None
+        try:
+            ray.get(self.following)
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None) or error
+            return f"rank {self.rank} has ended: {type(cause).__name__}: {cause}"
+        return f"rank {self.rank} has ended"
+
+    def join(self, seconds: float) -> None:
+        """Wait for its exit, at most for some time."""
+        import ray
+
+        ray.wait([self.following], timeout=seconds)
+
+    def kill(self) -> None:
+        """End it at once."""
+        import ray
+
+        ray.kill(self.actor)
+
+
+class _Follower:
+    def follow(self, place: RankPlace, make_models: Callable[[Ranks], object]) -> None:
+        follow(place, make_models)

@@ -1,4 +1,4 @@
-"""What runs on the nodes of a Ray cluster in tests: rollouts without an engine, faults on demand."""
+"""What tests run on the nodes of a Ray cluster: rollouts without an engine, faults on demand."""
 
 from __future__ import annotations
 
@@ -64,6 +64,10 @@ async def kill_rank_0(_: Path) -> None:
 async def kill_rank_1(_: Path) -> None:
     for process in workers("ray::_Follower"):
         os.kill(process, signal.SIGKILL)
+
+
+async def pause(_: Path) -> None:
+    await asyncio.sleep(1)  # in which a signal arrives
 
 
 async def lose_a_node(once: Path) -> None:

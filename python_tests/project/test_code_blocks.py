@@ -28,7 +28,7 @@ from skyrl_fast.config.loading import build_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/README.md")
-COUNTS = {"python": 25, "bash": 29, "yaml": 3, "json": 2, "toml": 1, "text": 8}
+COUNTS = {"python": 25, "bash": 30, "yaml": 3, "json": 2, "toml": 1, "text": 8}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 # Blocks that need another package or a finished run: their imports and names are checked here.
@@ -48,7 +48,7 @@ NOT_RUN = {
     "docs/viewer.md 1": "datasets and a run; test_viewer.py runs it on one",
     "docs/viewer.md 2": "a run; test_viewer.py runs it on one",
 }
-OTHER_PROGRAMS = {"git", "cd", "cp", "pytest", "curl", "hf"}
+OTHER_PROGRAMS = {"ray", "git", "cd", "cp", "pytest", "curl", "hf"}
 OTHER_MODULES = {"verl.trainer.main_ppo"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-ray = pytest.importorskip("ray")
+pytest.importorskip("ray")
 pytest.importorskip("transformers")
 
+import ray
 from _cluster_run import Here, workers
 from _training import folder as folder
 from _training import settings, steady, train
@@ -23,7 +25,7 @@ from skyrl_fast.train import cluster as cluster_module
 from skyrl_fast.train.cluster import ClusterError, run_on_cluster
 from skyrl_fast.train.run import TrainResult
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts a cluster
 TWO_NODES = "trainer.placement.policy_num_nodes=2"
 
 
@@ -33,6 +35,8 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     here = Path(__file__).resolve().parents[1] / "helpers"
     path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("RAY_health_check_period_ms", "300")  # a lost node is noticed within seconds
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     for _ in range(2):
         cluster.add_node(num_cpus=2)
@@ -56,6 +60,7 @@ def assert_same(one: Path, two: Path) -> None:
             assert b[name] == pytest.approx(a[name], rel=1e-2, abs=1e-4), name
 
 
+@pytest.mark.spec("update.ranks-equal", "update.nodes")
 def test_two_nodes_train_as_one_process(folder: Path, nodes: Cluster) -> None:
     train(settings(folder, "alone", "trainer.ckpt_interval=1"))
     _, outcome = run(folder, "shared", Here(folder / "once"))
@@ -63,6 +68,7 @@ def test_two_nodes_train_as_one_process(folder: Path, nodes: Cluster) -> None:
     assert_same(folder / "alone", folder / "shared")
 
 
+@pytest.mark.spec("update.node-lost")
 @pytest.mark.parametrize("fault", ["kill_rank_0", "kill_rank_1", "lose_a_node"])
 def test_run_goes_on_after_a_loss(
     folder: Path, nodes: Cluster, fault: str, monkeypatch: pytest.MonkeyPatch
@@ -89,9 +95,28 @@ def remove_a_node(nodes: Cluster, once: Path) -> None:
     once.with_name("removed").touch()
 
 
+@pytest.mark.spec("update.nodes")
 def test_too_few_nodes_are_an_error(
     folder: Path, nodes: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 1.0)
-    with pytest.raises(ClusterError, match="wanted a node with .*'CPU': 3"):
+    monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 0.5)
+    with pytest.raises(ClusterError, match=r"wanted nodes with .*'CPU': 3"):
         run(folder, "run", Here(folder / "once"), "trainer.placement.policy_num_gpus_per_node=3")
+
+
+@pytest.mark.spec("update.nodes")
+def test_signal_ends_the_run_with_a_checkpoint(folder: Path, nodes: Cluster) -> None:
+    once = folder / "once"
+    config = settings(folder, "run", TWO_NODES, "trainer.epochs=50")
+    killer = threading.Thread(target=interrupt, args=(once,))
+    killer.start()
+    outcome = run_on_cluster(config, Here(once, 2, "pause"), folder / "run" / "checkpoints")
+    killer.join()
+    assert outcome.signal == signal.SIGINT and outcome.step < outcome.total_steps
+    assert outcome.checkpoint is not None
+
+
+def interrupt(once: Path) -> None:
+    while not once.exists():
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)

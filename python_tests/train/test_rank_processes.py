@@ -24,7 +24,7 @@ from _training import settings, steady, train
 
 from skyrl_fast.train.parallel import rank_processes
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
-from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.rank_processes import interface_to, started_ranks
 from skyrl_fast.train.parallel.ranks import RankError
 
 
@@ -95,6 +95,11 @@ def test_rank_that_exits_while_idle_is_named_by_the_next_call(
 def test_ranks_listen_on_loopback_only(probe: Probe) -> None:
     for process in probe.processes():
         assert listening(process) == {LOOPBACK}
+
+
+def test_interface_to_an_address() -> None:
+    assert interface_to("127.0.0.1") == "lo"
+    assert interface_to("127.1.2.3") == "lo"
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ SKYRL_ONLY = {
     f"{_PLACEMENT}.colocate_all": "the engine shares a GPU where there is none left for it: "
     f"{_ENGINE}.gpu_ids names others; remove it",
     f"{_PLACEMENT}.colocate_policy_ref": "they always share the GPUs; remove it",
-    f"{_PLACEMENT}.policy_num_nodes": "training runs on one machine; remove it",
     **{
         f"{_PLACEMENT}.{model}_num_{what}": "it is sharded like the policy; remove it"
         for model in ("ref", "critic")

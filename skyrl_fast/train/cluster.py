@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -81,7 +80,7 @@ def _ray() -> Any:
 
 @contextmanager
 def _connected(ray: Any) -> Iterator[None]:
-    """Be connected to the cluster of RAY_ADDRESS, of this machine, or of one started for the run."""
+    """Connect to the cluster of RAY_ADDRESS, else of this machine, else start one."""
     if ray.is_initialized():
         yield
         return
@@ -97,19 +96,16 @@ def _reserved(ray: Any, nodes: int, per_node: int) -> tuple[Any, int]:
     bundle = {"CPU": float(per_node)}
     if ray.cluster_resources().get("GPU", 0):
         bundle["GPU"] = float(per_node)
-    deadline = time.monotonic() + PLACE_SECONDS
-    while True:
-        group = ray.util.placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
-        if group.wait(max(POLL_SECONDS, deadline - time.monotonic())):
-            return group, nodes
+    for count in range(nodes, 0, -1):
+        group = ray.util.placement_group([bundle] * count, strategy="STRICT_SPREAD")
+        if group.wait(PLACE_SECONDS):
+            return group, count
         ray.util.remove_placement_group(group)
-        if nodes == 1:
-            alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            raise ClusterError(
-                f"trainer.placement: wanted a node with {bundle} free, the cluster has {alive}"
-            )
-        nodes -= 1
-        logger.warning("the cluster has fewer nodes: %d are tried", nodes)
+        logger.warning(
+            "trainer.placement: no %d nodes with %s free in %.0f s", count, bundle, PLACE_SECONDS
+        )
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    raise ClusterError(f"trainer.placement: wanted nodes with {bundle} free, got {alive}")
 
 
 def _on_nodes(config: Config, nodes: int) -> Config:

@@ -61,7 +61,7 @@ class StopSignals:
             handle(self._forwarded)
 
     def forward(self, number: int) -> None:
-        """Handle a signal that another process has received; one before `handle_by` waits for it."""
+        """Handle a signal that another process received, not before `handle_by` is called."""
         if self._loop is not None and self._handle is not None:
             self._loop.call_soon_threadsafe(self._handle, number)
         else:

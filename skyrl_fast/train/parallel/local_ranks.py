@@ -47,7 +47,9 @@ class LocalRanks:
                 "trainer.placement.policy_num_gpus_per_node: wanted at most the GPUs that are "
                 f"visible ({torch.cuda.device_count()}), got {size}"
             )
-        places = [RankPlace(r, size, self.address, port, r if cuda else None) for r in range(1, size)]
+        places = [
+            RankPlace(r, size, self.address, port, r if cuda else None) for r in range(1, size)
+        ]
         logs = [self.folder / f"rank_{place.rank}.log" for place in places]
         spawn = multiprocessing.get_context("spawn")
         ranks = [

@@ -131,6 +131,13 @@ def known(word: str) -> bool:
     return word in words() or word in EXCEPTIONS or exists(f"{word}.py") or exists(word)
 
 
+def test_no_conflict_of_a_merge_is_left() -> None:
+    marks = re.compile(r"^(<{7} |\|{7} |={7}$|>{7} )", flags=re.MULTILINE)
+    texts = {name: (ROOT / name).read_bytes() for name in tracked() if (ROOT / name).is_file()}
+    assert len(texts) > 500
+    assert [n for n, text in texts.items() if marks.search(text.decode("utf-8", "ignore"))] == []
+
+
 @pytest.mark.parametrize("page", pages())
 def test_names_in_backticks_exist(page: str) -> None:
     paragraphs = re.split(r"\n(?=\n|\||#|\s*- )", prose(page))

@@ -13,69 +13,147 @@ except ImportError as error:
         "compiler: `pip install .`, or `make setup` in a source tree"
     ) from error
 
-from skyrl_fast.batch import PaddedBatch, StepBatch
-from skyrl_fast.batch.generator_merge import merge_stepwise_output
-from skyrl_fast.batch.token_counts import TokenCounts, token_counts
-from skyrl_fast.ops._backend import set_page_pool_limit
-from skyrl_fast.ops._ragged import Concat, Ragged
-from skyrl_fast.ops.advantage.estimators import (
-    EstimatorInputs,
-    EstimatorOutput,
-    register_advantage_estimator,
-)
-from skyrl_fast.ops.advantage.group import group_advantage
-from skyrl_fast.ops.advantage.tokens import gae, reinforce_plus_plus
-from skyrl_fast.ops.advantage.turns import (
-    gigpo_advantage,
-    turn_group_advantage,
-    turn_level_returns,
-)
-from skyrl_fast.ops.logprob.linear import linear_logprob
-from skyrl_fast.ops.logprob.masked_loss import masked_logprob_loss
-from skyrl_fast.ops.logprob.selected import selected_logprob
-from skyrl_fast.ops.logprob.vocab_parallel import vocab_parallel_logprob
-from skyrl_fast.ops.merge.steps import MergePlan, merge_steps
-from skyrl_fast.ops.pack.batch_tensors import (
-    convert_prompts_responses_to_batch_tensors,
-    router_padding_mask,
-)
-from skyrl_fast.ops.pack.padding_rows import pad_batch, pad_training_input_batch, padding_metadata
-from skyrl_fast.ops.pack.routed_experts import append_rollout_expert_indices
-from skyrl_fast.ops.pack.steps import pack_steps, pad_steps, unpack_steps
-from skyrl_fast.ops.pack.varlen import Varlen, padded_to_varlen, varlen_to_padded
-from skyrl_fast.ops.policy_loss.custom import (
-    CustomLoss,
-    LossInputs,
-    LossOutput,
-    register_policy_loss,
-)
-from skyrl_fast.ops.policy_loss.loss import (
-    PolicyLoss,
-    kl_penalty,
-    off_policy_correction,
-    policy_loss,
-    reduction_weights,
-)
-from skyrl_fast.ops.policy_loss.losses import (
-    Cispo,
-    ClipCov,
-    CrossEntropy,
-    Dppo,
-    DualClip,
-    Gspo,
-    ImportanceSampling,
-    KlCov,
-    Regular,
-    RolloutIs,
-    Sapo,
-)
-from skyrl_fast.ops.prefix_tree.attention import TreeAttention, plan_tree_attention, tree_attention
-from skyrl_fast.ops.prefix_tree.tree import PrefixTree, build_prefix_tree, prefix_tree_size
-
 if TYPE_CHECKING:
+    from skyrl_fast.batch import PaddedBatch, StepBatch
+    from skyrl_fast.batch.generator_merge import merge_stepwise_output
+    from skyrl_fast.batch.token_counts import TokenCounts, token_counts
+    from skyrl_fast.ops._backend import set_page_pool_limit
+    from skyrl_fast.ops._ragged import Concat, Ragged
+    from skyrl_fast.ops.advantage.estimators import (
+        EstimatorInputs,
+        EstimatorOutput,
+        register_advantage_estimator,
+    )
+    from skyrl_fast.ops.advantage.group import group_advantage
+    from skyrl_fast.ops.advantage.tokens import gae, reinforce_plus_plus
+    from skyrl_fast.ops.advantage.turns import (
+        gigpo_advantage,
+        turn_group_advantage,
+        turn_level_returns,
+    )
+    from skyrl_fast.ops.logprob.linear import linear_logprob
+    from skyrl_fast.ops.logprob.masked_loss import masked_logprob_loss
+    from skyrl_fast.ops.logprob.selected import selected_logprob
+    from skyrl_fast.ops.logprob.vocab_parallel import vocab_parallel_logprob
+    from skyrl_fast.ops.merge.steps import MergePlan, merge_steps
+    from skyrl_fast.ops.pack.batch_tensors import (
+        convert_prompts_responses_to_batch_tensors,
+        router_padding_mask,
+    )
+    from skyrl_fast.ops.pack.padding_rows import (
+        pad_batch,
+        pad_training_input_batch,
+        padding_metadata,
+    )
+    from skyrl_fast.ops.pack.routed_experts import append_rollout_expert_indices
+    from skyrl_fast.ops.pack.steps import pack_steps, pad_steps, unpack_steps
+    from skyrl_fast.ops.pack.varlen import Varlen, padded_to_varlen, varlen_to_padded
+    from skyrl_fast.ops.policy_loss.custom import (
+        CustomLoss,
+        LossInputs,
+        LossOutput,
+        register_policy_loss,
+    )
+    from skyrl_fast.ops.policy_loss.loss import (
+        PolicyLoss,
+        kl_penalty,
+        off_policy_correction,
+        policy_loss,
+        reduction_weights,
+    )
+    from skyrl_fast.ops.policy_loss.losses import (
+        Cispo,
+        ClipCov,
+        CrossEntropy,
+        Dppo,
+        DualClip,
+        Gspo,
+        ImportanceSampling,
+        KlCov,
+        Regular,
+        RolloutIs,
+        Sapo,
+    )
+    from skyrl_fast.ops.prefix_tree.attention import (
+        TreeAttention,
+        plan_tree_attention,
+        tree_attention,
+    )
+    from skyrl_fast.ops.prefix_tree.tree import PrefixTree, build_prefix_tree, prefix_tree_size
     from skyrl_fast.train.run import train as train
 
 __version__ = "0.1.0"
+
+# Imported on first use: commands and processes of environments start without torch.
+_NAMES = {
+    "skyrl_fast.batch": ("PaddedBatch", "StepBatch"),
+    "skyrl_fast.batch.generator_merge": ("merge_stepwise_output",),
+    "skyrl_fast.batch.token_counts": ("TokenCounts", "token_counts"),
+    "skyrl_fast.ops._backend": ("set_page_pool_limit",),
+    "skyrl_fast.ops._ragged": ("Concat", "Ragged"),
+    "skyrl_fast.ops.advantage.estimators": (
+        "EstimatorInputs",
+        "EstimatorOutput",
+        "register_advantage_estimator",
+    ),
+    "skyrl_fast.ops.advantage.group": ("group_advantage",),
+    "skyrl_fast.ops.advantage.tokens": ("gae", "reinforce_plus_plus"),
+    "skyrl_fast.ops.advantage.turns": (
+        "gigpo_advantage",
+        "turn_group_advantage",
+        "turn_level_returns",
+    ),
+    "skyrl_fast.ops.logprob.linear": ("linear_logprob",),
+    "skyrl_fast.ops.logprob.masked_loss": ("masked_logprob_loss",),
+    "skyrl_fast.ops.logprob.selected": ("selected_logprob",),
+    "skyrl_fast.ops.logprob.vocab_parallel": ("vocab_parallel_logprob",),
+    "skyrl_fast.ops.merge.steps": ("MergePlan", "merge_steps"),
+    "skyrl_fast.ops.pack.batch_tensors": (
+        "convert_prompts_responses_to_batch_tensors",
+        "router_padding_mask",
+    ),
+    "skyrl_fast.ops.pack.padding_rows": (
+        "pad_batch",
+        "pad_training_input_batch",
+        "padding_metadata",
+    ),
+    "skyrl_fast.ops.pack.routed_experts": ("append_rollout_expert_indices",),
+    "skyrl_fast.ops.pack.steps": ("pack_steps", "pad_steps", "unpack_steps"),
+    "skyrl_fast.ops.pack.varlen": ("Varlen", "padded_to_varlen", "varlen_to_padded"),
+    "skyrl_fast.ops.policy_loss.custom": (
+        "CustomLoss",
+        "LossInputs",
+        "LossOutput",
+        "register_policy_loss",
+    ),
+    "skyrl_fast.ops.policy_loss.loss": (
+        "PolicyLoss",
+        "kl_penalty",
+        "off_policy_correction",
+        "policy_loss",
+        "reduction_weights",
+    ),
+    "skyrl_fast.ops.policy_loss.losses": (
+        "Cispo",
+        "ClipCov",
+        "CrossEntropy",
+        "Dppo",
+        "DualClip",
+        "Gspo",
+        "ImportanceSampling",
+        "KlCov",
+        "Regular",
+        "RolloutIs",
+        "Sapo",
+    ),
+    "skyrl_fast.ops.prefix_tree.attention": (
+        "TreeAttention",
+        "plan_tree_attention",
+        "tree_attention",
+    ),
+    "skyrl_fast.ops.prefix_tree.tree": ("PrefixTree", "build_prefix_tree", "prefix_tree_size"),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "Cispo",
@@ -145,6 +223,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train":  # the callable module; imported on first use
+    if name == "train":  # the callable module
         return importlib.import_module("skyrl_fast.train")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

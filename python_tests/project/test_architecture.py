@@ -203,11 +203,14 @@ def test_time_limits_keep_cancellations() -> None:
 
 IMPORT = """
 import sys
-import skyrl_fast
-heavy = {"vllm", "transformers", "skyrl_gym", "omegaconf", "rich", "matplotlib", "triton"}
+import skyrl_fast, skyrl_fast.rollout.env.fork_server
+heavy = {"torch", "vllm", "transformers", "skyrl_gym", "omegaconf", "rich", "matplotlib", "triton"}
 heavy |= {"starlette", "pydantic", "openai"}
 found = heavy & {name.partition(".")[0] for name in sys.modules}
 assert not found, found
+for name in skyrl_fast.__all__:
+    assert getattr(skyrl_fast, name) is not None, name
+assert set(skyrl_fast.__all__) == {*skyrl_fast._HOMES, "train", "__version__"}
 import torch
 assert not torch.cuda.is_initialized()
 """

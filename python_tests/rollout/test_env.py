@@ -226,7 +226,7 @@ def test_call_that_never_returns_times_out_without_losing_a_worker() -> None:
 @pytest.mark.spec("rollout.env-error")
 def test_call_that_returned_in_time_is_not_late_on_a_busy_loop() -> None:
     async def use() -> Any:
-        threads = EnvThreads(HostSettings(SkyRLGymConfig(), None, 1_000))
+        threads = EnvThreads(HostSettings({}, None, 1_000))
         call = asyncio.create_task(threads.run(lambda: "an answer", 0.02))
         await asyncio.sleep(0)
         await asyncio.sleep(0)  # the call runs

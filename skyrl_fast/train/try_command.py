@@ -223,12 +223,13 @@ def _make_observed(
     config: Config, prompt: Prompt, observed: list[list[ObservedStep]]
 ) -> Callable[[dict[str, Any]], ObservedEnv]:
     """Return a factory of the prompt's environment; each one adds a list of its steps."""
+    from skyrl_fast.rollout.env.factory import gym_settings
     from skyrl_fast.rollout.env.host import created_env
     from skyrl_fast.rollout.env.observed_env import ObservedEnv
 
     def make(extras: dict[str, Any]) -> ObservedEnv:
         observed.append([])
-        env = created_env(prompt.env_class, config.environment.skyrl_gym, extras)
+        env = created_env(prompt.env_class, gym_settings(config.environment.skyrl_gym), extras)
         return ObservedEnv(env, observed[-1])
 
     return make

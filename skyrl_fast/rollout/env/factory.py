@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 import textwrap
@@ -17,7 +16,7 @@ from skyrl_fast.importing import absolute_name, load_module, load_object
 from skyrl_fast.printable import MAX_FAILURE, log_line, printable
 from skyrl_fast.rollout.env import skyrl_gym_env
 from skyrl_fast.rollout.env.answers import EnvAnswer
-from skyrl_fast.rollout.env.host import HostSettings, MakeEnv, Outcome
+from skyrl_fast.rollout.env.host import GymSettings, HostSettings, MakeEnv, Outcome
 from skyrl_fast.rollout.env.processes import EnvProcesses
 from skyrl_fast.rollout.env.protocol import Message
 from skyrl_fast.rollout.env.threads import EnvThreads
@@ -100,7 +99,7 @@ class EnvFactory:
             except ValueError as error:
                 raise ValueError(f"environment.env_class: {error}") from error
             modules.append(config.env_class.rpartition(":")[0])
-        settings = HostSettings(_gym_settings(config.skyrl_gym), make_env, longest_text)
+        settings = HostSettings(gym_settings(config.skyrl_gym), make_env, longest_text)
         self._places: EnvThreads | EnvProcesses = (
             EnvThreads(settings)
             if config.workers == "thread"
@@ -251,11 +250,14 @@ def check_env_classes(names: Iterable[str]) -> None:
             raise ValueError(f"environment.env_class, or env_class of a row: {error}") from error
 
 
-def _gym_settings(config: SkyRLGymConfig) -> SkyRLGymConfig:
-    """Return the settings with an absolute `db_path`: environments may change the folder."""
-    folder = config.text2sql.get("db_path")
-    if not isinstance(folder, str):
-        return config
-    return dataclasses.replace(
-        config, text2sql={**config.text2sql, "db_path": os.path.abspath(folder)}
-    )
+def gym_settings(config: SkyRLGymConfig) -> GymSettings:
+    """Return settings by env_class; `db_path` is absolute: environments may change the folder."""
+    text2sql = dict(config.text2sql)
+    if isinstance(text2sql.get("db_path"), str):
+        text2sql["db_path"] = os.path.abspath(text2sql["db_path"])
+    return {
+        "text2sql": text2sql,
+        "search": config.search,
+        "gsm8k_llm_as_a_judge": config.llm_as_a_judge,
+        **config.env_config,
+    }

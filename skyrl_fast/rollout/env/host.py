@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from skyrl_fast.config import SkyRLGymConfig
 from skyrl_fast.importing import load_object
 from skyrl_fast.printable import MAX_FAILURE
 from skyrl_fast.rollout.env import skyrl_gym_env
@@ -17,6 +16,7 @@ from skyrl_fast.rollout.env.protocol import Env
 from skyrl_fast.rollout.env.traces import trace_of_error
 
 MakeEnv = Callable[[dict[str, Any]], Env]
+GymSettings = Mapping[str, Mapping[str, Any]]
 METHODS = ("init", "step", "metrics", "close")  # of an Env
 MAX_METRICS_TEXT = 100_000  # characters in the metrics of an episode
 
@@ -26,12 +26,12 @@ class HostSettings:
     """What an environment's thread or process needs.
 
     Args:
-        skyrl_gym: settings of skyrl_gym.
+        skyrl_gym: settings of the environments that skyrl_gym registers, by env_class.
         make_env: returns an `Env` for a row's extras; None: by `env_class`.
         longest_text: characters of one answer's texts; what is longer is cut.
     """
 
-    skyrl_gym: SkyRLGymConfig
+    skyrl_gym: GymSettings
     make_env: MakeEnv | None
     longest_text: int
 
@@ -113,7 +113,7 @@ class EnvHost:
 
 def created_env(
     env_class: str,
-    skyrl_gym: SkyRLGymConfig,
+    skyrl_gym: GymSettings,
     extras: dict[str, Any],
     make_env: MakeEnv | None = None,
 ) -> Env:
@@ -121,7 +121,7 @@ def created_env(
 
     Args:
         env_class: `module:Class`, `module:factory`, or a name registered in skyrl_gym.
-        skyrl_gym: its settings.
+        skyrl_gym: settings of the environments that it registers, by env_class.
         extras: of the row.
         make_env: used instead of `env_class`, if given.
 
@@ -132,7 +132,7 @@ def created_env(
     if make_env is None and ":" in env_class:
         make_env = load_object(env_class)
     if make_env is None:
-        return skyrl_gym_env.make(env_class, skyrl_gym, extras)
+        return skyrl_gym_env.make(env_class, skyrl_gym.get(env_class, {}), extras)
     env = make_env(extras)
     absent = [name for name in METHODS if not callable(getattr(env, name, None))]
     if absent:

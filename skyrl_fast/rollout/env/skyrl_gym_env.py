@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from skyrl_fast.config import SkyRLGymConfig
 from skyrl_fast.rollout.env.protocol import Env, Message
 
 
@@ -45,12 +44,12 @@ class SkyRLGymEnv(Env):
         self.env.close()
 
 
-def make(env_class: str, config: SkyRLGymConfig, extras: dict[str, Any]) -> SkyRLGymEnv:
+def make(env_class: str, settings: Mapping[str, Any], extras: dict[str, Any]) -> SkyRLGymEnv:
     """Return a new environment.
 
     Args:
         env_class: registered in skyrl_gym.
-        config: environment.skyrl_gym.
+        settings: replace the defaults of the environment's `env_config`.
         extras: of the row.
 
     Raises:
@@ -61,7 +60,7 @@ def make(env_class: str, config: SkyRLGymConfig, extras: dict[str, Any]) -> SkyR
     from skyrl_fast.extras.text2sql import env as text2sql
 
     spec = check_registered(env_class)
-    env_config = _Settings({**_default_settings(spec.entry_point), **_settings(config, env_class)})
+    env_config = _Settings({**_default_settings(spec.entry_point), **settings})
     if spec.entry_point == text2sql.ENTRY_POINT:  # the same environment, with sandboxed SQL
         return SkyRLGymEnv(text2sql.Text2SqlEnv(env_config, extras))
     return SkyRLGymEnv(skyrl_gym.make(env_class, env_config=env_config, extras=extras))
@@ -98,17 +97,6 @@ class _Settings(dict[str, Any]):
             return self[name]
         except KeyError:
             raise AttributeError(f"env_config has no {name!r}; it has {sorted(self)}") from None
-
-
-def _settings(config: SkyRLGymConfig, env_class: str) -> Mapping[str, Any]:
-    """Return the `env_config` for the constructor of this class."""
-    settings = {
-        "text2sql": config.text2sql,
-        "search": config.search,
-        "gsm8k_llm_as_a_judge": config.llm_as_a_judge,
-        **config.env_config,
-    }
-    return settings.get(env_class, {})
 
 
 def _default_settings(entry_point: Any) -> dict[str, Any]:

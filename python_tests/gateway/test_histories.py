@@ -136,7 +136,7 @@ async def answered(session: Session, messages: list[dict[str, str]], number: int
     call = Call(model=MODEL, messages=messages)
     prompt = await session.prompt(call)
     body = f"{len(session._calls)}".encode()
-    running = session.start(call, prompt, body, is_retry=False, span=None)
+    running = session.start(call, prompt, "/", body, is_retry=False, span=None)
     with session.waiting(running):
         await running.task
         return session.deliver(running).choices[0].text

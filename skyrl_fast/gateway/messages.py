@@ -57,13 +57,6 @@ class Call:
     stream: bool = False
     not_honoured: tuple[str, ...] = ()
 
-    @property
-    def num_characters(self) -> int:
-        """Characters of the messages' contents, or length of the prompt."""
-        if self.messages is None:
-            return len(self.prompt or "")
-        return sum(len(message.get("content") or "") for message in self.messages)
-
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import math
@@ -17,9 +16,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import xxhash
+
 from skyrl_fast.config import GeneratorConfig, SamplingParams
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice, Outcome, ToolCall
 from skyrl_fast.gateway.prompt_ids import FORKED, RESTARTED, PromptIds, PromptTokens
+from skyrl_fast.gateway.request_body import RequestBodies
 from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity, ActivityBoard
 from skyrl_fast.rollout.chat_template import ChatTemplate, ContextError
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError
@@ -35,7 +37,7 @@ log = logging.getLogger(__name__)
 # How long an answer waits for a client that has disconnected: SDKs call again after up to 8 s.
 RETRY_SECONDS = 10.0
 MAX_WHITE_SPACE = 3  # characters at the end of a text before a tool call that may be the template's
-LONG_TEXT = 5_000  # characters; fewer are rendered and tokenised in a millisecond
+LONG_TEXT = 5_000  # characters; fewer are tokenised in two milliseconds, others in a thread
 # Metrics of a trajectory that are there even if their count is 0.
 COUNTS = (
     "calls",
@@ -124,6 +126,7 @@ class Session:
     ) -> None:
         self.policy = policy
         self.counts: Counter[str] = Counter()
+        self.bodies = RequestBodies()
         self.memory: dict[str, Any] = {}  # of the dialects, for requests that refer to earlier ones
         self.refused: str | None = None  # the stop reason of the last call, if it was refused
         self.engine_failure: EngineError | None = None  # of the last call, if it failed
@@ -133,8 +136,9 @@ class Session:
         self._policy_version = policy_version
         self._prompts = PromptIds(policy.template)
         self._calls: list[RunningCall] = []
-        self._by_body: dict[bytes, RunningCall] = {}
+        self._by_body: dict[tuple[str, bytes], RunningCall] = {}
         self._called: set[str] = set()  # ids of tool calls
+        self._forms: dict[tuple[int, str], int] = {}  # of texts before tool calls: the one to send
         self._places: Counter[bytes] = Counter()  # prompts, for the seeds
         self._rewarded: dict[str, Step] = {}  # the first choice's step, by id of the answer
         self._spans: dict[str, Step] = {}  # the last step of each span
@@ -175,7 +179,7 @@ class Session:
     async def _tokenized(self, call: Call) -> PromptTokens:
         self.policy.check_model(call.model)
         try:
-            if call.num_characters < LONG_TEXT:
+            if self._prompts.num_new_characters(call) < LONG_TEXT:
                 return self._rendered(call)
             return await asyncio.to_thread(self._rendered, call)
         except ContextError as error:
@@ -189,7 +193,14 @@ class Session:
         return self._prompts.given(call.prompt or [])
 
     def start(
-        self, call: Call, prompt: PromptTokens, body: bytes, *, is_retry: bool, span: str | None
+        self,
+        call: Call,
+        prompt: PromptTokens,
+        path: str,
+        body: bytes,
+        *,
+        is_retry: bool,
+        span: str | None,
     ) -> RunningCall:
         """Return the running call of a request: a new one, or the one that it repeats.
 
@@ -199,14 +210,14 @@ class Session:
         Args:
             call: the request.
             prompt: its tokens.
-            body: its path and bytes; a repetition has the same.
+            path, body: of it; a repetition has the same.
             is_retry: what the client says.
             span: name of the part of the agent that calls.
 
         Raises:
             ApiError: the trajectory has had all its calls, or they must not overlap.
         """
-        key = hashlib.blake2b(body, digest_size=16).digest()
+        key = (path, xxhash.xxh3_128_digest(body))
         known = self._by_body.get(key)
         abandoned = known is not None and known.waiting == 0 and not known.delivered
         if known is not None and (is_retry or abandoned) and not _failed(known.task):
@@ -242,9 +253,10 @@ class Session:
 
     def _kind(self, call: Call, prompt: PromptTokens) -> str:
         """Return how a prompt relates to the earlier calls, also by the ids of tool calls."""
+        if prompt.kind != RESTARTED:
+            return prompt.kind
         calls = [c for m in call.messages or [] for c in m.get("tool_calls") or []]
-        ours = any(called.get("id") in self._called for called in calls)
-        return FORKED if prompt.kind == RESTARTED and ours else prompt.kind
+        return FORKED if any(c.get("id") in self._called for c in calls) else RESTARTED
 
     def _say_not_honoured(self, call: Call) -> None:
         for name in call.not_honoured:
@@ -364,8 +376,13 @@ class Session:
         )
         if len(texts) == 1:
             return texts[0]
-        is_long = call.num_characters >= LONG_TEXT
-        return texts[await asyncio.to_thread(choose) if is_long else choose()]
+        form = (len(texts), text[len(text.rstrip()) :])
+        if form not in self._forms:
+            index = await asyncio.to_thread(choose)
+            if index is None:
+                return texts[0]
+            self._forms[form] = index
+        return texts[self._forms[form]]
 
     def _sampling(self, call: Call) -> SamplingParams:
         run = self.policy.config.sampling(self._trajectory.phase)

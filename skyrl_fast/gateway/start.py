@@ -15,7 +15,7 @@ from skyrl_fast.rollout.tool_calls import ToolCallParser
 if TYPE_CHECKING:
     from skyrl_fast.gateway.agent import BlackBox, GatewayAgent
 
-PACKAGES = ("starlette", "uvicorn", "pydantic")
+PACKAGES = ("starlette", "uvicorn", "pydantic", "msgspec", "xxhash")
 
 
 def black_box(settings: AgentConfig) -> BlackBox:

@@ -62,7 +62,7 @@ async def generate_through_updates(
             raise EngineError(f"session {session_id}: interrupted, but there is no room for more")
         async with gate.request() as version:
             part = await engine.generate(
-                [*prompt_token_ids, *ids],
+                [*prompt_token_ids, *ids] if ids else prompt_token_ids,
                 replace(sampling, max_generate_length=left),
                 session_id=session_id,
                 policy_version=version,

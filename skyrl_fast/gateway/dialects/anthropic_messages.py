@@ -9,14 +9,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skyrl_fast.gateway.dialects.dialect import (
-    Fields,
     ParsedCall,
-    checked,
     event,
     not_honoured,
     text_parts,
 )
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice
+from skyrl_fast.gateway.request_body import Fields, RequestBodies
 from skyrl_fast.rollout.chat_template import Message
 
 SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "thinking": {"type": "disabled"}}
@@ -85,9 +84,9 @@ class MessagesRequest(CountRequest):
 class AnthropicMessages:
     """The dialect; see `Dialect`."""
 
-    def parsed(self, body: Any, memory: dict[str, Any]) -> ParsedCall:
+    def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         """See `Dialect.parsed`."""
-        fields = checked(MessagesRequest, body)
+        fields = bodies.fields(body, MessagesRequest, "messages")
         names = not_honoured(fields, SAMPLING)
         choice = "auto" if fields.tool_choice is None else fields.tool_choice.type
         if choice not in ("auto", "none"):
@@ -104,9 +103,9 @@ class AnthropicMessages:
         )
         return ParsedCall(call, fields)
 
-    def counted(self, body: Any) -> Call:
+    def counted(self, body: bytes, bodies: RequestBodies) -> Call:
         """Return the call whose tokens are to be counted."""
-        fields = checked(CountRequest, body)
+        fields = bodies.fields(body, CountRequest, "messages")
         return Call(model=fields.model, messages=_messages(fields), tools=_tools(fields))
 
     def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:

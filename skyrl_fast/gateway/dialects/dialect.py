@@ -1,24 +1,14 @@
-"""What the server needs of a dialect, and how requests are checked."""
+"""What the server needs of a dialect."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
-
-from pydantic import BaseModel, ConfigDict, ValidationError
+from typing import Any, Protocol
 
 from skyrl_fast.gateway.messages import Answer, ApiError, Call
-
-
-class Fields(BaseModel):
-    """A part of a request; fields that it does not name are allowed, and ignored."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-F = TypeVar("F", bound=Fields)
+from skyrl_fast.gateway.request_body import Fields, RequestBodies
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +22,12 @@ class ParsedCall:
 class Dialect(Protocol):
     """One API."""
 
-    def parsed(self, body: Any, memory: dict[str, Any]) -> ParsedCall:
+    def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         """Return the call that a request asks for.
 
         Args:
             body: JSON of the request.
+            bodies: of the session: reads it.
             memory: of the session: what later requests may refer to.
 
         Raises:
@@ -57,20 +48,6 @@ class Dialect(Protocol):
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return the JSON of an error."""
-
-
-def checked(model: type[F], body: Any) -> F:
-    """Return a request's fields.
-
-    Raises:
-        ApiError: one is missing or of the wrong type; the message names it.
-    """
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ApiError(400, f"{place}: {first['msg']}", code="invalid_value") from None
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> str:

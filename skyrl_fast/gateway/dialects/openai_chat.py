@@ -9,14 +9,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skyrl_fast.gateway.dialects.dialect import (
-    Fields,
     ParsedCall,
-    checked,
     event,
     not_honoured,
     text_parts,
 )
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice, ToolCall
+from skyrl_fast.gateway.request_body import Fields, RequestBodies
 from skyrl_fast.rollout.chat_template import Message
 
 MAX_CHOICES = 128  # OpenAI's limit of n
@@ -103,9 +102,9 @@ class ChatRequest(Fields):
 class OpenAIChat:
     """The dialect; see `Dialect`."""
 
-    def parsed(self, body: Any, memory: dict[str, Any]) -> ParsedCall:
+    def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         """See `Dialect.parsed`."""
-        fields = checked(ChatRequest, body)
+        fields = bodies.fields(body, ChatRequest, "messages")
         refuse_unsupported(fields)
         names = not_honoured(fields, SAMPLING)
         if fields.tool_choice not in (None, "auto", "none"):

@@ -9,15 +9,14 @@ from typing import Any
 from pydantic import Field
 
 from skyrl_fast.gateway.dialects.dialect import (
-    Fields,
     ParsedCall,
-    checked,
     event,
     not_honoured,
     text_parts,
 )
 from skyrl_fast.gateway.dialects.openai_chat import SAMPLING, openai_error, plain_arguments
 from skyrl_fast.gateway.messages import Answer, ApiError, Call
+from skyrl_fast.gateway.request_body import Fields, RequestBodies
 from skyrl_fast.rollout.chat_template import Message
 
 
@@ -87,9 +86,9 @@ class Request:
 class OpenAIResponses:
     """The dialect; see `Dialect`."""
 
-    def parsed(self, body: Any, memory: dict[str, Any]) -> ParsedCall:
+    def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         """See `Dialect.parsed`."""
-        fields = checked(ResponseRequest, body)
+        fields = bodies.fields(body, ResponseRequest, "input")
         form = None if fields.text is None else fields.text.format
         if form is not None and form.type != "text":
             raise ApiError(400, f"text.format: wanted text, got {form.type}", code="unsupported")

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_fast.config import GeneratorConfig, SamplingParams
+from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.server import Gateway
-from skyrl_fast.gateway.session import Policy, Session
+from skyrl_fast.gateway.session import Session
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.chat_template import ChatTemplate
 from skyrl_fast.rollout.engine.protocol import Generation

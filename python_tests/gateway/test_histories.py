@@ -24,7 +24,8 @@ from skyrl_fast.rollout.trajectory import Trajectory
 pytest.importorskip("pydantic")
 
 from skyrl_fast.gateway.messages import Call
-from skyrl_fast.gateway.session import Policy, Session
+from skyrl_fast.gateway.policy import Policy
+from skyrl_fast.gateway.session import Session
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"

@@ -10,11 +10,12 @@ import pytest
 from _gateway import USER, chat, played
 from fake_envs import Call, ScriptedEngine, loop_config, prompt_with, register_fakes, run, says
 
+from skyrl_fast.batch import batch_from_trajectories
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 
-pytest.importorskip("openai")
+openai = pytest.importorskip("openai")
 register_fakes()
 
 GREEDY = SamplingParams(max_generate_length=16, temperature=0.0, stop=["!"])
@@ -62,12 +63,15 @@ def test_same_rows_as_an_environment(tiny_tokenizer: Any) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.spec("gateway.step-per-call")
+@pytest.mark.spec("gateway.step-per-call", "gateway.structured", "kept.ratio")
 def test_recorded_logprobs_are_those_of_the_recorded_tokens(
     tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
-    """With answers that are no text, an edited history, and a stream."""
+    """With answers that are no text, an edited history, a stream, and a JSON schema."""
     pytest.importorskip("vllm")
+    from transformers import AutoModelForCausalLM
+
+    from skyrl_fast.train.model.policy import Policy
 
     async def agent(task: Any) -> float:
         messages: list[Any] = [USER]
@@ -75,6 +79,13 @@ def test_recorded_logprobs_are_those_of_the_recorded_tokens(
             answer = (await chat(task, messages)).choices[0].message.content
             observation = {"role": "user", "content": f"obs{turn}"}
             messages += [{"role": "assistant", "content": answer}, observation]
+        schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        with pytest.raises(openai.BadRequestError, match="the engine refuses the request"):
+            wrong = {**form, "json_schema": {"name": "answer", "schema": {"type": "no such"}}}
+            await chat(task, [USER], response_format=wrong)
+        constrained = await chat(task, [USER], response_format=form)
+        assert constrained.choices[0].message.content.lstrip().startswith("{")
         events = await chat(task, messages[2:], stream=True)
         assert [e.choices[0].finish_reason async for e in events][-1] in ("stop", "length")
         return 1.0
@@ -83,9 +94,17 @@ def test_recorded_logprobs_are_those_of_the_recorded_tokens(
     sampling = SamplingParams(max_generate_length=24)
     out = played(agent, tiny_tokenizer, engine=VllmEngine(setup), sampling_params=sampling)
     assert out.only.failure is None
-    assert len(out.only.steps) == 4
+    assert len(out.only.steps) == 5
     metrics = out.only.env_metrics
     assert (metrics["first_prompts"], metrics["continued_prompts"]) == (1, 2)
-    assert metrics["forked_prompts"] + metrics["restarted_prompts"] == 1
-    for step, again in zip(out.only.steps, out.logprobs, strict=True):
+    assert metrics["forked_prompts"] + metrics["restarted_prompts"] == 3
+    constrained = out.only.steps.pop(3)
+    for step, again in zip(out.only.steps, out.logprobs[:3] + out.logprobs[4:], strict=True):
+        assert step.kept_ids is None
         assert step.rollout_logprobs == pytest.approx(again, abs=1e-5)  # float32
+    assert constrained.kept_ids[0].tolist() != []
+    assert min(map(len, constrained.kept_ids)) < 20  # of 259: the grammar's
+    out.only.steps = [constrained]
+    policy = Policy(AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype="float32"))
+    again = policy.batch_logprobs(batch_from_trajectories([out.only]))
+    assert constrained.rollout_logprobs == pytest.approx(again.tolist(), abs=1e-5)

@@ -325,6 +325,8 @@ def _failure(task: asyncio.Task[Any]) -> ApiError | None:
     if task.cancelled():
         return ApiError(SERVER_ERROR, "the call was aborted: its trajectory has ended")
     error = task.exception()
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, EngineError):
         return ApiError(SERVER_ERROR, f"the engine failed: {log_line(error)}")
     if error is not None:

@@ -76,7 +76,8 @@ async def generate_through_updates(
             kept -= _partial_stop_string(
                 tokenizer, [*ids, *part.token_ids[:kept]], sampling.stop or ()
             )
-            kept = max(kept, 0)
+            # The next part's grammar begins with it.
+            kept = 0 if sampling.is_structured else max(kept, 0)
         ids += part.token_ids[:kept]
         logprobs += part.logprobs[:kept]
         versions += [version] * kept

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pydantic import Field
+
 from skyrl_fast.gateway.messages import Answer, ApiError, Call
 from skyrl_fast.gateway.request_body import Fields, RequestBodies
 
@@ -17,6 +19,13 @@ class ParsedCall:
 
     call: Call
     fields: Any
+
+
+class Format(Fields):
+    """The wanted form of an answer."""
+
+    type: str = "text"
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class Dialect(Protocol):
@@ -48,6 +57,28 @@ class Dialect(Protocol):
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return the JSON of an error."""
+
+
+def structured_form(name: str, form: Format | None) -> dict[str, Any] | None:
+    """Return vLLM's structured outputs of a wanted form; None: any text.
+
+    Args:
+        name: of the parameter, for errors.
+        form: that the request asks for.
+
+    Raises:
+        ApiError: it is neither text nor JSON.
+    """
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return {"json_object": True}
+    if form.type != "json_schema":
+        wanted = "text, json_object or json_schema"
+        raise ApiError(400, f"{name}: wanted {wanted}, got {form.type}", code="unsupported")
+    if form.schema_ is None:
+        raise ApiError(400, f"{name}: wanted a JSON schema, got none", code="invalid_value")
+    return {"json": form.schema_}
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> str:

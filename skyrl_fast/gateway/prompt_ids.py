@@ -53,7 +53,8 @@ class _Start:
     """All pieces but the last of an earlier prompt, and what is known of them.
 
     Args:
-        text: of these pieces.
+        text: of the earlier prompt.
+        num_characters: of these pieces.
         token_ids: of the earlier prompt.
         num_tokens: of these pieces.
         chain: their digest.
@@ -61,11 +62,16 @@ class _Start:
     """
 
     text: str
+    num_characters: int
     token_ids: list[int]
     num_tokens: int
     chain: bytes
     continues: bool
     answers: bool
+
+    def begins(self, text: str) -> bool:
+        """Return whether a text begins with these pieces."""
+        return text.startswith(self.text) or text.startswith(self.text[: self.num_characters])
 
 
 class PromptIds:
@@ -233,17 +239,17 @@ class PromptIds:
         start = self._start(text)
         token_ids = start.token_ids[: start.num_tokens]
         chain, continues, answers = start.chain, start.continues, start.answers
-        pieces = self._divided(text[len(start.text) :])
+        pieces = self._divided(text[start.num_characters :])
         ids: list[int] = []
         for number, piece in enumerate(pieces, 1):
             if (
                 number == len(pieces) and self._divides
             ):  # a prompt that grows begins with the others
-                before = text[: len(text) - len(piece)]
                 if start in self._starts:
                     self._starts.remove(start)  # the new one is longer, or the same
+                before = len(text) - len(piece)
                 self._starts.append(
-                    _Start(before, token_ids, len(token_ids), chain, continues, answers)
+                    _Start(text, before, token_ids, len(token_ids), chain, continues, answers)
                 )
             previous = chain
             ids = self._sampled.get((chain, piece)) or self._piece(piece)
@@ -256,11 +262,11 @@ class PromptIds:
 
     def _start(self, text: str) -> _Start:
         """Return the longest known beginning of a text, after which a piece begins."""
-        for start in sorted(self._starts, key=lambda start: -len(start.text)):
-            begins = text.startswith(start.text)
-            if begins and self._template.control_tokens.match(text, len(start.text)):
+        next_piece = self._template.control_tokens.match
+        for start in sorted(self._starts, key=lambda start: -start.num_characters):
+            if start.begins(text) and next_piece(text, start.num_characters):
                 return start
-        return _Start("", [], 0, b"", False, False)
+        return _Start("", 0, [], 0, b"", False, False)
 
     def _kind(self, continues: bool, answers: bool) -> str:
         if continues:

@@ -62,12 +62,12 @@ class _Beginning:
     """A body up to the end of the last item of its conversation.
 
     Args:
-        text: of all of it.
+        text: of all of it, a part of the complete body.
         head: of what is before the first item.
         items: checked.
     """
 
-    text: bytes
+    text: memoryview
     head: bytes
     items: list[Any]
 
@@ -110,7 +110,7 @@ class RequestBodies:
             if known is not None:
                 kept.remove(known)  # the new one is longer, or the same
             start, end = place
-            text = body[: end - len(rest) + len(body)]
+            text = memoryview(body)[: end - len(rest) + len(body)]
             kept.append(_Beginning(text, rest[:start], getattr(fields, conversation)))
         return fields
 

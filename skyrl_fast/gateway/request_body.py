@@ -57,7 +57,7 @@ def parsed_json(body: bytes) -> Any:
         raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Beginning:
     """A body up to the end of the last item of its conversation.
 

@@ -304,7 +304,7 @@ class Gateway:
         if not session.policy.takes_rewards:
             raise ApiError(403, "rewards are those of agent.verifier")
         fields = checked(RewardRequest, parsed_json(await self._body(request)))
-        session.reward(fields.reward, call=fields.id, span=fields.span)
+        session.rewards.add(fields.reward, call=fields.id, span=fields.span)
         return JSONResponse({"object": "reward", "reward": fields.reward})
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import re
 import time
 import uuid
 from collections import Counter
@@ -21,6 +19,7 @@ from skyrl_fast.gateway.messages import Answer, ApiError, Call, Outcome
 from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.prompt_ids import FORKED, RESTARTED, PromptIds, PromptTokens
 from skyrl_fast.gateway.request_body import RequestBodies
+from skyrl_fast.gateway.rewards import Rewards
 from skyrl_fast.printable import log_line
 from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity
 from skyrl_fast.rollout.chat_template import ContextError
@@ -85,6 +84,7 @@ class Session:
         self.policy = policy
         self.counts: Counter[str] = Counter()
         self.bodies = RequestBodies()
+        self.rewards = Rewards()
         self.memory: dict[str, Any] = {}  # of the dialects, for requests that refer to earlier ones
         self.refused: str | None = None  # the stop reason of the last call, if it was refused
         self.engine_failure: EngineError | None = None  # of the last call, if it failed
@@ -96,9 +96,6 @@ class Session:
         self._calls: list[RunningCall] = []
         self._by_body: dict[tuple[str, bytes], RunningCall] = {}
         self._places: Counter[bytes] = Counter()  # prompts, for the seeds
-        self._rewarded: dict[str, Step] = {}  # the first choice's step, by id of the answer
-        self._spans: dict[str, Step] = {}  # the last step of each span
-        self._rewards: list[tuple[str | None, str | None, float]] = []  # id, span, reward
         self._num_choices = 0  # of all calls
         self._num_running = 0
         self._idle_since = time.perf_counter()
@@ -302,9 +299,7 @@ class Session:
             running.delivered = True
             if running.trained:
                 self._trajectory.steps += steps
-                self._rewarded[answer.id] = steps[0]
-                if running.span is not None:
-                    self._spans[running.span] = steps[-1]
+                self.rewards.delivered(answer.id, steps, running.span)
         return answer
 
     def not_delivered(self, running: RunningCall) -> None:
@@ -315,27 +310,7 @@ class Session:
             kept = [step for step in self._trajectory.steps if all(step is not s for s in steps)]
             self._trajectory.steps[:] = kept
 
-    # --- rewards and end
-
-    def reward(self, value: float, *, call: str | None = None, span: str | None = None) -> None:
-        """Add a reward to a call, to the last step of a span, or to the trajectory.
-
-        Args:
-            value: finite.
-            call: id of the answer, with or without the prefix of its dialect.
-            span: name of the part of the agent.
-
-        Raises:
-            ApiError: there is no such call or span, or the value is not finite.
-        """
-        if not math.isfinite(value):
-            raise ApiError(400, f"reward: wanted a finite number, got {value}")
-        name = None if call is None else re.split("[-_]", call)[-1]
-        if name is not None and name not in self._rewarded:
-            raise ApiError(404, "no trained answer of this trajectory has this id")
-        if span is not None and span not in self._spans:
-            raise ApiError(404, "no trained answer of this trajectory has this span")
-        self._rewards.append((name, span, value))
+    # --- end
 
     def finish(self, outcome: Outcome) -> str:
         """Set rewards and metrics of the trajectory; return its stop reason.
@@ -343,15 +318,8 @@ class Session:
         Raises:
             ApiError: a reward for a call that does not exist.
         """
-        for answer, value in outcome.call_rewards.items():
-            self.reward(value, call=answer)
         steps = self._trajectory.steps
-        posted = any(call is None and span is None for call, span, _ in self._rewards)
-        if outcome.reward is not None and not (posted and outcome.unless_posted):
-            self._rewards.append((None, None, outcome.reward))
-        for call, span, value in self._rewards:
-            step = self._rewarded[call] if call else self._spans[span] if span else steps[-1]
-            step.reward += value
+        self.rewards.apply(outcome, steps[-1])
         if self._num_running == 0:
             self._idle_seconds += time.perf_counter() - self._idle_since
         steps[-1].env_seconds = self._idle_seconds

@@ -168,3 +168,38 @@ def with_think_tokens(tokenizer: Any) -> Any:
     changed = copy.deepcopy(tokenizer)
     changed.add_tokens(["<think>", "</think>"])
     return changed
+
+
+@pytest.mark.spec("gateway.thoughts", "gateway.continuity")
+def test_thoughts_that_the_template_drops_are_forks(
+    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After some answers that it never writes as they were sampled, no other forms are tried."""
+    from skyrl_fast.gateway.prompt_ids import PromptIds
+
+    tried: list[int] = []
+    continuing = PromptIds.continuing
+
+    def counted(self: PromptIds, *arguments: Any, **options: Any) -> int | None:
+        tried.append(1)
+        return continuing(self, *arguments, **options)
+
+    monkeypatch.setattr(PromptIds, "continuing", counted)
+
+    async def agent(task: Any) -> float:
+        messages = [USER]
+        for _ in range(6):
+            message = (await chat(task, messages)).choices[0].message
+            assert (message.reasoning, message.content) == ("\nhm, a door\n", "\n\na")
+            messages += [message.model_dump(exclude_none=True), USER]
+        return 1.0
+
+    options = thinking(tiny_tokenizer) | {
+        "chat_template": TEMPLATE.replace("m.reasoning_content", "false"),
+        "answer": lambda call, n: says(tiny_tokenizer, f"{THOUGHTS}a"),
+    }
+    out = played(agent, tiny_tokenizer, **options)
+    metrics = out.only.env_metrics
+    assert (metrics["first_prompts"], metrics["continued_prompts"]) == (1, 0)
+    assert len(tried) == 3
+    assert all("hm" not in tiny_tokenizer.decode(s.prompt_token_ids) for s in out.only.steps)

@@ -21,7 +21,7 @@ from skyrl_fast.gateway.request_body import Fields, RequestBodies
 from skyrl_fast.rollout.chat_template import Message
 from skyrl_fast.rollout.tool_calls import REQUIRED
 
-SAMPLING = {"temperature": None, "top_p": None, "top_k": None}
+SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "thinking": {"type": "disabled"}}
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",

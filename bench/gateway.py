@@ -18,9 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench._tokenizer import byte_level_tokenizer
 from skyrl_fast.config import GeneratorConfig, SamplingParams
+from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.server import Gateway
-from skyrl_fast.gateway.session import Policy, Session
+from skyrl_fast.gateway.session import Session
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.chat_template import ChatTemplate
 from skyrl_fast.rollout.engine.protocol import Generation
@@ -30,34 +32,7 @@ from skyrl_fast.rollout.trajectory import Trajectory
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 8_000
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{{ '<|im_start|>assistant\n' }}"
-)
 SHOWN = 8  # turns in the table
-
-
-def make_tokenizer(texts: list[str]) -> Any:
-    """Return a byte-level BPE tokenizer, trained on the texts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 class Recited:
@@ -102,7 +77,7 @@ async def call(app: Any, key: str, body: bytes) -> tuple[float, bytes]:
 async def session_times(turns: int, tokens: int) -> list[tuple[float, int]]:
     """Return the CPU seconds and the prompt's tokens of each turn of a session that grows."""
     texts = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
-    tokenizer = make_tokenizer(texts)
+    tokenizer = byte_level_tokenizer(texts=texts, vocab_size=VOCABULARY)
     ids = tokenizer.encode("".join(texts))
     half = tokens // 2
     longest = (turns + 1) * tokens

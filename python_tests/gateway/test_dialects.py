@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from _gateway import MODEL, USER, played
+from _tools import CALL, LOOK, TEMPLATE, CallParser
 from fake_envs import says
-from test_tools import CALL, LOOK, TEMPLATE, CallParser, answer_of
+from test_tools import answer_of
 
 anthropic = pytest.importorskip("anthropic")
 openai = pytest.importorskip("openai")

@@ -13,6 +13,7 @@ from _gateway import MODEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench._tokenizer import byte_level_tokenizer
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.chat_template import BREAK, ChatTemplate
@@ -24,12 +25,9 @@ from skyrl_fast.rollout.trajectory import Trajectory
 pytest.importorskip("pydantic")
 
 from skyrl_fast.gateway.messages import Call
-from skyrl_fast.gateway.session import Policy, Session
+from skyrl_fast.gateway.policy import Policy
+from skyrl_fast.gateway.session import Session
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-    "{% endfor %}{{ '<|im_start|>assistant\n' }}"
-)
 FRAGMENTS = [
     *(
         "a",
@@ -70,24 +68,9 @@ operations = st.one_of(
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     """Bytes and a few merges, so that most texts have several spellings in tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = ["ab", "abc", "aa", "\u0120\u0120", "\u0120a"]
-    merges = [("a", "b"), ("ab", "c"), ("a", "a"), ("\u0120", "\u0120"), ("\u0120", "a")]
-    vocabulary = {name: number for number, name in enumerate([*letters, *names])}
-    bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = TEMPLATE
-    return fast
+    space = "\u0120"
+    merges = [("a", "b"), ("ab", "c"), ("a", "a"), (space, space), (space, "a")]
+    return byte_level_tokenizer(merges, use_regex=False)
 
 
 class RandomModel:
@@ -136,7 +119,7 @@ async def answered(session: Session, messages: list[dict[str, str]], number: int
     call = Call(model=MODEL, messages=messages)
     prompt = await session.prompt(call)
     body = f"{len(session._calls)}".encode()
-    running = session.start(call, prompt, body, is_retry=False, span=None)
+    running = session.start(call, prompt, "/", body, is_retry=False, span=None)
     with session.waiting(running):
         await running.task
         return session.deliver(running).choices[0].text
@@ -190,7 +173,7 @@ def check_history(tokenizer: Any, answers: list[list[int]], done: list[Any]) -> 
             assert text.endswith("<|im_start|>assistant\n")
 
 
-tokens = st.integers(0, 262)
+tokens = st.integers(0, 263)  # with the special ones
 answers_of = st.lists(
     st.tuples(st.lists(tokens, min_size=1, max_size=8), st.booleans()), max_size=12
 )
@@ -252,7 +235,9 @@ def test_a_first_prompt_has_the_templates_tokens(tokenizer: Any, said: Any) -> N
         session = session_of(tokenizer, RandomModel(iter([])))
         return (await session.prompt(Call(model=MODEL, messages=messages))).token_ids
 
-    expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    expected = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     assert asyncio.run(go()) == expected
 
 

@@ -213,8 +213,8 @@ def test_errors_have_the_class_that_clients_catch(tiny_tokenizer: Any) -> None:
         await fails(bad, "image", create(model=MODEL, messages=[
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}
         ]))  # fmt: skip
-        await fails(bad, "json_object", create(
-            model=MODEL, messages=[USER], response_format={"type": "json_object"}
+        await fails(bad, "grammar", create(
+            model=MODEL, messages=[USER], response_format={"type": "grammar"}
         ))  # fmt: skip
         other = client.with_options(api_key="sk-wrong")
         wrong = openai.AuthenticationError

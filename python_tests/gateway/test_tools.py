@@ -7,38 +7,10 @@ from typing import Any
 
 import pytest
 from _gateway import MODEL, USER, chat, played
+from _tools import CALL, LOOK, TEMPLATE, CallParser
 from fake_envs import says
 
-from skyrl_fast.rollout.tool_calls import ParsedAnswer
-
 openai = pytest.importorskip("openai")
-
-TEMPLATE = (
-    "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LOOK = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
-    },
-}
-CALL = '<call>{"name": "look", "arguments": {"at": "door"}}</call>'
-
-
-class CallParser:
-    """Stands in for vLLM's parsers: JSON between tags is a call."""
-
-    def parsed(self, text: str, tools: Any) -> ParsedAnswer:
-        before, found, rest = text.partition("<call>")
-        if not found:
-            return ParsedAnswer(text)
-        calls = [json.loads(part.partition("</call>")[0]) for part in rest.split("<call>")]
-        return ParsedAnswer(before, [{"type": "function", "function": call} for call in calls])
 
 
 def answer_of(tokenizer: Any) -> Any:

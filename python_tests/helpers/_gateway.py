@@ -13,8 +13,8 @@ from fake_envs import Call, FakePrompt, ScriptedEngine, loop_config, says
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.gateway.agent import BlackBox, GatewayAgent
 from skyrl_fast.gateway.agents.function import FunctionAgent
+from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.server import Gateway
-from skyrl_fast.gateway.session import Policy
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.chat_template import ChatTemplate
 from skyrl_fast.rollout.engine.protocol import Generation
@@ -54,6 +54,7 @@ def played(
     answer: Callable[[Call, int], Generation | Exception | None] | None = None,
     prompts: list[FakePrompt] | None = None,
     tool_parser: Any = None,
+    reasoning_parser: Any = None,
     untrained_models: tuple[str, ...] = (),
     phase: str = "train",
     chat_template: str | None = None,
@@ -88,6 +89,7 @@ def played(
             MODEL,
             untrained_models=untrained_models,
             tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
             one_line=one_line,
             takes_rewards=takes_rewards,
         )

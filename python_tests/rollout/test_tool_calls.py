@@ -8,6 +8,7 @@ import pickle
 from typing import Any
 
 import pytest
+from _tools import TEMPLATE
 from fake_envs import FakePrompt, ScriptedEngine, loop_config, says
 
 from skyrl_fast.config import EnvironmentConfig
@@ -19,13 +20,6 @@ from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser, check_to
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.data.prompts import prompts_from
 
-TEMPLATE = (
-    "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "door"}}}
 
 
@@ -158,11 +152,32 @@ def test_parser_of_vllm(tiny_tokenizer: Any) -> None:
     assert parser.parsed(f"I look.{call}", [tool("look")]) == ParsedAnswer("I look.", [CALL])
     twice = parser.parsed(call + call, None)
     assert twice == ParsedAnswer("", [CALL, CALL])
-    for broken in (
-        "plain",
-        "<tool_call>{not json</tool_call>",
-        '<tool_call>{"name": 3}</tool_call>',
-    ):
-        assert parser.parsed(broken, None) == ParsedAnswer(broken)
+    assert parser.parsed("plain", None) == ParsedAnswer("plain")
+    for broken in ("<tool_call>{not json</tool_call>", '<tool_call>{"name": 3}</tool_call>'):
+        assert parser.parsed(broken, None) == ParsedAnswer(broken, failed=True)
     with pytest.raises(ValueError, match=r"generator\.tool_parser: wanted null or one of .*hermes"):
         check_tool_parser("hermez")
+    with pytest.raises(ValueError, match=r"generator\.tool_parser: mistral refuses the tokenizer"):
+        ToolCallParser("mistral", tiny_tokenizer)
+
+
+@pytest.mark.spec("gateway.tools")
+def test_forced_calls_have_the_familys_form_or_json(tiny_tokenizer: Any) -> None:
+    pytest.importorskip("vllm")
+    tools = [tool("look"), tool("go")]
+    parser = ToolCallParser("hermes", tiny_tokenizer)
+    tag = json.loads(parser.forcing(tools, "look")["structural_tag"])
+    begins = [one["begin"] for one in tag["format"]["tags"]]
+    assert all('"name": "look"' in begin and "<tool_call>" in begin for begin in begins)
+    assert "go" in json.dumps(json.loads(parser.forcing(tools, "required")["structural_tag"]))
+    with pytest.raises(ValueError, match="tool_choice"):
+        parser.forcing(tools, "other")
+    pythonic = ToolCallParser("pythonic", tiny_tokenizer)
+    parameters = tool("look")["function"]["parameters"]
+    assert pythonic.forcing(tools, "look") == {"json": parameters}
+    calls = pythonic.parsed('{"n": 3}', tools, forced="look").tool_calls
+    assert calls == [{"type": "function", "function": {"name": "look", "arguments": {"n": 3}}}]
+    both = '[{"name": "go", "parameters": {}}, {"name": "look", "parameters": {"n": 1}}]'
+    called = [c["function"] for c in pythonic.parsed(both, tools, forced="required").tool_calls]
+    assert [(c["name"], c["arguments"]) for c in called] == [("go", {}), ("look", {"n": 1})]
+    assert pythonic.parsed('{"n": ', tools, forced="look") == ParsedAnswer('{"n": ', failed=True)

@@ -66,14 +66,20 @@ class Parts:
 
 
 def through(
-    tokenizer: Any, response: Sequence[int], sizes: Sequence[int], stop: Sequence[str] = ()
+    tokenizer: Any,
+    response: Sequence[int],
+    sizes: Sequence[int],
+    stop: Sequence[str] = (),
+    **additional: Any,
 ) -> tuple[Parts, VersionedGeneration]:
     async def go() -> tuple[Parts, VersionedGeneration]:
         gate = WeightGate(7)
         parts = Parts(gate, response, sizes)
         got = await generate_through_updates(
             parts, gate, tokenizer, [1, 2],
-            SamplingParams(max_generate_length=len(response), stop=list(stop)),
+            SamplingParams(
+                max_generate_length=len(response), stop=list(stop), additional_kwargs=additional
+            ),
             session_id="s", part_seed=lambda part: 1000 + part,
         )  # fmt: skip
         return parts, got
@@ -93,6 +99,17 @@ def test_tokens_are_kept_with_their_version(tiny_tokenizer: Any) -> None:
     ]  # fmt: skip
     assert [s.max_generate_length for _, s, _ in parts.asked] == [5, 3, 3, 2]
     assert [seed for _, _, seed in parts.asked] == [1000, 1001, 1002, 1003]
+
+
+@pytest.mark.spec("async.structured")
+def test_an_answer_under_a_grammar_begins_again(tiny_tokenizer: Any) -> None:
+    """The engine's grammar begins with each request."""
+    form = {"json_object": True}
+    parts, got = through(tiny_tokenizer, [10, 11, 12, 13], [3, 1], structured_outputs=form)
+    assert got.generation.token_ids == [10, 11, 12, 13]
+    assert got.versions == [9] * 4
+    assert [ids for ids, _, _ in parts.asked] == [[1, 2]] * 3
+    assert [s.max_generate_length for _, s, _ in parts.asked] == [4] * 3
 
 
 def test_recorded_routes_are_kept(tiny_tokenizer: Any) -> None:

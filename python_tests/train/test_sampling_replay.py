@@ -155,13 +155,28 @@ def test_trajectories_and_generator_outputs_carry_the_sets() -> None:
     ("kept_ids", "got"),
     [
         (([ids(5)], [ids(7)]), "(2) in row 0, got 1"),
-        (([ids(5), ids(6)], None), "(1) in row 1, got"),
+        (([ids(5), ids(6)], [ids(7), ids(8)]), "(1) in row 1, got 2"),
     ],
 )
 def test_sets_for_only_some_tokens_are_refused(kept_ids: Any, got: str) -> None:
     with pytest.raises(ValueError, match="kept_ids must have one entry per response token") as e:
         batch_from_trajectories([trajectory(kept_ids)])
     assert got in str(e.value)
+
+
+@pytest.mark.spec("kept.record", "kept.batch-operations")
+def test_rows_without_sets_are_of_the_vocabulary() -> None:
+    """As the answers of an agent of which only some must have a form."""
+    mixed = batch_from_trajectories([trajectory(([ids(4, 5), ids(6)], None))])
+    assert kept_sets(mixed) == [[[4, 5], [6]], [[]]]
+    output = generator_output_from_trajectories([trajectory(([ids(4, 5), ids(6)], None))])
+    assert kept_sets(StepBatch.from_generator_output(output, step_wise=True)) == kept_sets(mixed)
+    plain = batch_from_trajectories([trajectory((None, None), "b")])
+    assert plain.num_kept is None
+    assert kept_sets(concatenate([plain, mixed])) == [[[], []], [[]], [[4, 5], [6]], [[]]]
+    assert (
+        concatenate([plain, batch_from_trajectories([trajectory((None, None))])]).kept_ids is None
+    )
 
 
 SAMPLINGS = {

@@ -209,25 +209,30 @@ def flat_kept_ids(
 
     Args:
         op: the caller's public name, for messages.
-        rows: for each of N rows a sequence of ids per response token; None where the response is
-            empty, or for all.
+        rows: for each of N rows a sequence of ids per response token; None or no sequence where
+            all of its tokens were sampled from the vocabulary.
         cu_responses: (N + 1,) offsets of the response tokens.
 
     Raises:
-        ValueError: kept tokens in only some rows, or not for each response token.
+        ValueError: kept tokens for only some tokens of a row.
     """
     if rows is None:
         return None, None, None
     lengths = cu_responses.diff().tolist()
-    if all(row is None for row, length in zip(rows, lengths, strict=True) if length):
+    if not any(map(len, (row or () for row in rows))):
         return None, None, None
     for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        if length and (row is None or len(row) != length):
+        if row and len(row) != length:
             raise ValueError(
                 f"{op}: kept_ids must have one entry per response token ({length}) in row "
-                f"{number}, got {'none' if row is None else len(row)}"
+                f"{number}, got {len(row)}"
             )
-    flat = [np.asarray(one, dtype=np.int32) for row in rows for one in row or ()]
+    vocabulary = np.zeros(0, np.int32)
+    flat = [
+        np.asarray(one, dtype=np.int32)
+        for row, length in zip(rows, lengths, strict=True)
+        for one in row or [vocabulary] * length
+    ]
     num_kept = np.fromiter(map(len, flat), np.int32, len(flat))
     cu = np.concatenate([[0], np.cumsum(num_kept, dtype=np.int64)])[cu_responses.numpy()]
     ids = torch.from_numpy(np.concatenate(flat))

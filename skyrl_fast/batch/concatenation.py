@@ -62,6 +62,11 @@ def concatenate(batches: Sequence[StepBatch]) -> StepBatch:
 def _joined(batches: Sequence[StepBatch], name: str) -> torch.Tensor | None:
     """Return one column of all rows, or None if no batch has it."""
     values = [getattr(batch, name) for batch in batches]
+    if name == "num_kept" and any(value is not None for value in values):
+        values = [  # 0: the vocabulary
+            torch.zeros(batch.loss_mask.shape, dtype=torch.int32) if value is None else value
+            for batch, value in zip(batches, values, strict=True)
+        ]
     # A batch without elements for it, e.g. of empty responses only, may lack the column.
     needed = [v for v, batch in zip(values, batches, strict=True) if _size(batch, name)]
     given = [value for value in values if value is not None]

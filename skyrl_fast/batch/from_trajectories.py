@@ -38,8 +38,8 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
         ValueError: no trajectories; two with the same uid and repetition; groups that are not
             adjacent; log-probabilities in only some steps; a mask or log-probabilities of another
             length than the response; a token id that is negative or needs more than 31 bits; a
-            loss mask other than 0 or 1; more routes of experts than tokens; kept tokens in only
-            some steps, or not for each response token.
+            loss mask other than 0 or 1; more routes of experts than tokens; kept tokens for only
+            some response tokens of a step.
     """
     if not trajectories:
         raise ValueError(f"{OP}: trajectories must not be empty")

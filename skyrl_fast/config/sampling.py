@@ -53,6 +53,11 @@ class SamplingParams:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or bool(given & _EXCLUDING)
 
     @property
+    def is_structured(self) -> bool:
+        """Whether a grammar says what may be sampled, from the first token of an answer on."""
+        return bool(self.additional_kwargs.get("structured_outputs"))
+
+    @property
     def num_kept_tokens(self) -> int | None:
         """The limit of the recorded tokens per sample; None: none are recorded."""
         return self.max_kept_tokens if self.excludes_tokens else None

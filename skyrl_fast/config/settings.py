@@ -395,6 +395,11 @@ class GeneratorConfig:
         "vLLM's parser of tool calls for the model's family, such as hermes or llama3_json: "
         "environments get the calls as action.tool_calls; null: only the text",
     )
+    reasoning_parser: str | None = setting(
+        None,
+        "vLLM's parser of thoughts for the model's family, such as qwen3 or deepseek_r1: agents at "
+        "the gateway get them apart from the answer's text; null: as a part of it",
+    )
     skip_special_tokens: bool | None = setting(
         None,
         "whether the text that environments get is without special tokens; null: unless "

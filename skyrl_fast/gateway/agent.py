@@ -7,8 +7,9 @@ from typing import Protocol
 
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.gateway.messages import ApiError, Outcome
+from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.server import Gateway
-from skyrl_fast.gateway.session import Policy, Session
+from skyrl_fast.gateway.session import Session
 from skyrl_fast.rollout.activity import ACTING, Activity
 from skyrl_fast.rollout.env.factory import EnvError
 from skyrl_fast.rollout.loop_settings import RolloutPrompt

@@ -36,6 +36,8 @@ class Call:
         tools: JSON schemas of functions, as chat templates take them.
         template_kwargs: keyword arguments of the chat template.
         parse_tools: whether to look for tool calls in the answer.
+        forced_tool: "required" or the name of a function that the answer must call.
+        structured: what the answer must be, as vLLM's structured outputs, such as {"json": schema}.
         max_tokens: of the answer; None: the run's limit.
         stop: strings that end the answer, which does not contain them; None: the run's.
         include_stop: whether the answer contains the stop string that ended it.
@@ -50,6 +52,8 @@ class Call:
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     parse_tools: bool = True
+    forced_tool: str | None = None
+    structured: dict[str, Any] | None = None
     max_tokens: int | None = None
     stop: list[str] | None = None
     include_stop: bool = False
@@ -58,11 +62,9 @@ class Call:
     not_honoured: tuple[str, ...] = ()
 
     @property
-    def num_characters(self) -> int:
-        """Characters of the messages' contents, or length of the prompt."""
-        if self.messages is None:
-            return len(self.prompt or "")
-        return sum(len(message.get("content") or "") for message in self.messages)
+    def is_constrained(self) -> bool:
+        """Whether the request says which form the answer must have."""
+        return self.structured is not None or self.forced_tool is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ class Choice:
     """One sampled answer.
 
     Args:
-        text: without tool calls.
+        text: without tool calls and thoughts.
+        thoughts: before it.
         tool_calls: found in it.
         finish: "stop", "length" or "tool_calls".
         stop_string: that ended it, or None.
@@ -87,6 +90,7 @@ class Choice:
     """
 
     text: str
+    thoughts: str
     tool_calls: list[ToolCall]
     finish: str
     stop_string: str | None

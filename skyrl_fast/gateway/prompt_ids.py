@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_fast.gateway.messages import Call
 from skyrl_fast.rollout.chat_template import ChatTemplate, ContextError, Message
 
 CONTINUED = "continued"  # begins with the prompt and the response of an earlier call
@@ -47,12 +48,13 @@ class PromptTokens:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Start:
     """All pieces but the last of an earlier prompt, and what is known of them.
 
     Args:
-        text: of these pieces.
+        text: of the earlier prompt.
+        num_characters: of these pieces.
         token_ids: of the earlier prompt.
         num_tokens: of these pieces.
         chain: their digest.
@@ -60,11 +62,16 @@ class _Start:
     """
 
     text: str
+    num_characters: int
     token_ids: list[int]
     num_tokens: int
     chain: bytes
     continues: bool
     answers: bool
+
+    def begins(self, text: str) -> bool:
+        """Return whether a text begins with these pieces."""
+        return text.startswith(self.text) or text.startswith(self.text[: self.num_characters])
 
 
 class PromptIds:
@@ -80,6 +87,7 @@ class PromptIds:
         self._texts: dict[str, str] = {}  # values of messages, without control tokens
         self._starts: deque[_Start] = deque(maxlen=MAX_STARTS)
         self._known: dict[str, list[int]] = {}  # tokens of a piece
+        self._ids: dict[int, int] = {}  # one object for each token: copies of long lists need few
         self._sampled: dict[
             tuple[bytes, str], list[int]
         ] = {}  # of one with a response, by its place
@@ -130,6 +138,13 @@ class PromptIds:
             self._texts[value] = self._template.without_control_tokens(value)
         return self._texts[value]
 
+    def num_new_characters(self, call: Call) -> int:
+        """Return the length of a call's texts that were in no earlier prompt."""
+        if call.messages is None:
+            return len(call.prompt or "")
+        texts = (message.get("content") or "" for message in call.messages)
+        return sum(len(text) for text in texts if text not in self._texts)
+
     def text(self, text: str) -> PromptTokens:
         """Return the prompt of a complete text, with the special tokens that its client wrote.
 
@@ -167,15 +182,16 @@ class PromptIds:
         messages: Sequence[Message],
         answers: Sequence[Message],
         **arguments: Any,
-    ) -> int:
+    ) -> int | None:
         """Return the index of the first form of an answer that the template writes as sampled.
+
+        None: it writes none of them so.
 
         Args:
             prompt: of the answer.
             token_ids: of the answer.
             messages: before the answer.
-            answers: messages that say the same. If the template writes none of them as it was
-                sampled, the first one is as good as the others.
+            answers: messages that say the same.
             arguments: `tools` and `template_kwargs` of the request.
         """
         before = prompt.text[: len(prompt.text) - len(prompt.last_text)]
@@ -190,7 +206,7 @@ class PromptIds:
                 continue
             if any(map(text.startswith, expected)):
                 return index
-        return 0
+        return None
 
     def _forms(
         self, prompt: PromptTokens, token_ids: Sequence[int]
@@ -212,7 +228,10 @@ class PromptIds:
         self, prompt: PromptTokens, divided: Sequence[tuple[str, list[int]]]
     ) -> list[tuple[str, list[int]]]:
         decode, as_text = self._template.tokenizer.decode, self._template.without_control_tokens
-        pieces = [(name + as_text(decode(ids[1:] if name else ids)), ids) for name, ids in divided]
+        pieces = [
+            (name + as_text(decode(ids[1:] if name else ids)), self._shared(ids))
+            for name, ids in divided
+        ]
         text, ids = pieces[0]
         return [(prompt.last_text + text, prompt.last_ids + ids), *pieces[1:]]
 
@@ -220,15 +239,17 @@ class PromptIds:
         start = self._start(text)
         token_ids = start.token_ids[: start.num_tokens]
         chain, continues, answers = start.chain, start.continues, start.answers
-        pieces = self._divided(text[len(start.text) :])
+        pieces = self._divided(text[start.num_characters :])
         ids: list[int] = []
         for number, piece in enumerate(pieces, 1):
             if (
                 number == len(pieces) and self._divides
             ):  # a prompt that grows begins with the others
-                before = text[: len(text) - len(piece)]
+                if start in self._starts:
+                    self._starts.remove(start)  # the new one is longer, or the same
+                before = len(text) - len(piece)
                 self._starts.append(
-                    _Start(before, token_ids, len(token_ids), chain, continues, answers)
+                    _Start(text, before, token_ids, len(token_ids), chain, continues, answers)
                 )
             previous = chain
             ids = self._sampled.get((chain, piece)) or self._piece(piece)
@@ -241,11 +262,11 @@ class PromptIds:
 
     def _start(self, text: str) -> _Start:
         """Return the longest known beginning of a text, after which a piece begins."""
-        for start in sorted(self._starts, key=lambda start: -len(start.text)):
-            begins = text.startswith(start.text)
-            if begins and self._template.control_tokens.match(text, len(start.text)):
+        next_piece = self._template.control_tokens.match
+        for start in sorted(self._starts, key=lambda start: -start.num_characters):
+            if start.begins(text) and next_piece(text, start.num_characters):
                 return start
-        return _Start("", [], 0, b"", False, False)
+        return _Start("", 0, [], 0, b"", False, False)
 
     def _kind(self, continues: bool, answers: bool) -> str:
         if continues:
@@ -256,8 +277,11 @@ class PromptIds:
 
     def _piece(self, piece: str) -> list[int]:
         if piece not in self._known:
-            self._known[piece] = self._template.token_ids(piece)
+            self._known[piece] = self._shared(self._template.token_ids(piece))
         return self._known[piece]
+
+    def _shared(self, token_ids: Sequence[int]) -> list[int]:
+        return [self._ids.setdefault(token, token) for token in token_ids]
 
     def _divided(self, text: str) -> list[str]:
         """Return the text in pieces, or as one piece if its pieces would have other tokens."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import secrets
 import socket
@@ -24,11 +23,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from skyrl_fast.gateway.dialects.anthropic_messages import AnthropicMessages
-from skyrl_fast.gateway.dialects.dialect import Dialect, Fields, ParsedCall, checked, event
+from skyrl_fast.gateway.dialects.dialect import Dialect, ParsedCall, event
 from skyrl_fast.gateway.dialects.openai_chat import OpenAIChat
 from skyrl_fast.gateway.dialects.openai_completions import OpenAICompletions
 from skyrl_fast.gateway.dialects.openai_responses import OpenAIResponses
 from skyrl_fast.gateway.messages import ApiError
+from skyrl_fast.gateway.request_body import Fields, checked, parsed_json
 from skyrl_fast.gateway.session import RunningCall, Session
 from skyrl_fast.printable import log_line
 from skyrl_fast.rollout.engine.protocol import EngineError
@@ -217,12 +217,13 @@ class Gateway:
 
     async def _call(self, request: Request, session: Session, dialect: Dialect) -> Response:
         body = await self._body(request)
-        parsed = dialect.parsed(_json(body), session.memory)
+        parsed = dialect.parsed(body, session.bodies, session.memory)
         prompt = await session.prompt(parsed.call)
         running = session.start(
             parsed.call,
             prompt,
-            request.url.path.encode() + b"\n" + body,
+            request.url.path,
+            body,
             is_retry=request.headers.get(RETRY_HEADER, "0") not in ("", "0"),
             span=request.headers.get(SPAN_HEADER),
         )
@@ -287,7 +288,7 @@ class Gateway:
     async def _count(
         self, request: Request, session: Session, dialect: AnthropicMessages
     ) -> Response:
-        call = dialect.counted(_json(await self._body(request)))
+        call = dialect.counted(await self._body(request), session.bodies)
         return JSONResponse({"input_tokens": await session.count_tokens(call)})
 
     async def _models(self, request: Request, session: Session, dialect: Dialect) -> Response:
@@ -302,8 +303,8 @@ class Gateway:
     async def _reward(self, request: Request, session: Session, dialect: Dialect) -> Response:
         if not session.policy.takes_rewards:
             raise ApiError(403, "rewards are those of agent.verifier")
-        fields = checked(RewardRequest, _json(await self._body(request)))
-        session.reward(fields.reward, call=fields.id, span=fields.span)
+        fields = checked(RewardRequest, parsed_json(await self._body(request)))
+        session.rewards.add(fields.reward, call=fields.id, span=fields.span)
         return JSONResponse({"object": "reward", "reward": fields.reward})
 
 
@@ -324,6 +325,8 @@ def _failure(task: asyncio.Task[Any]) -> ApiError | None:
     if task.cancelled():
         return ApiError(SERVER_ERROR, "the call was aborted: its trajectory has ended")
     error = task.exception()
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, EngineError):
         return ApiError(SERVER_ERROR, f"the engine failed: {log_line(error)}")
     if error is not None:
@@ -334,13 +337,6 @@ def _failure(task: asyncio.Task[Any]) -> ApiError | None:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _json(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
 
 
 def _digest(key: str) -> bytes:

@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
-import math
-import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-from skyrl_fast.config import GeneratorConfig, SamplingParams
-from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice, Outcome, ToolCall
+import xxhash
+
+from skyrl_fast.gateway.choices import Choices
+from skyrl_fast.gateway.messages import Answer, ApiError, Call, Outcome
+from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.prompt_ids import FORKED, RESTARTED, PromptIds, PromptTokens
-from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity, ActivityBoard
-from skyrl_fast.rollout.chat_template import ChatTemplate, ContextError
-from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError
-from skyrl_fast.rollout.engine.route_record import turn_routes
-from skyrl_fast.rollout.policy_calls import PolicyCalls, recorded_step
+from skyrl_fast.gateway.request_body import RequestBodies
+from skyrl_fast.gateway.rewards import Rewards
+from skyrl_fast.printable import log_line
+from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity
+from skyrl_fast.rollout.chat_template import ContextError
+from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, RefusedRequestError
 from skyrl_fast.rollout.stop_reason import LENGTH, MAX_TURNS, STOP
-from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser
 from skyrl_fast.rollout.trajectory import Step, Trajectory
-from skyrl_fast.rollout.turn import decode_response, sampled_tokens
 
 log = logging.getLogger(__name__)
 
 # How long an answer waits for a client that has disconnected: SDKs call again after up to 8 s.
 RETRY_SECONDS = 10.0
-MAX_WHITE_SPACE = 3  # characters at the end of a text before a tool call that may be the template's
-LONG_TEXT = 5_000  # characters; fewer are rendered and tokenised in a millisecond
+LONG_TEXT = 5_000  # characters; fewer are tokenised in two milliseconds, others in a thread
 # Metrics of a trajectory that are there even if their count is 0.
 COUNTS = (
     "calls",
@@ -48,46 +44,9 @@ COUNTS = (
     "too_long_prompts",
     "undelivered_calls",
     "answers_with_tool_calls",
+    "unparsed_tool_calls",
+    "answers_with_thoughts",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What all sessions of a run share.
-
-    Args:
-        calls: of the engine.
-        config: the generator's settings; see `loop_settings`.
-        template: of the model, whose prompts have at most `max_input_length` tokens.
-        board: records what each trajectory does.
-        model: name under which the policy is called.
-        untrained_models: names whose calls are sampled from the policy, but not trained.
-        tool_parser: finds tool calls in answers; None: they are only text.
-        one_line: whether a trajectory's calls must follow each other, for estimators per turn.
-        takes_rewards: whether rewards may be posted. Code that a model writes can have the key.
-        said: what the log has said once.
-    """
-
-    calls: PolicyCalls
-    config: GeneratorConfig
-    template: ChatTemplate
-    board: ActivityBoard
-    model: str
-    untrained_models: tuple[str, ...] = ()
-    tool_parser: ToolCallParser | None = None
-    one_line: bool = False
-    takes_rewards: bool = True
-    said: set[str] = field(default_factory=set)
-
-    def check_model(self, name: str) -> None:
-        """Raise ApiError for an unknown name."""
-        if name != self.model and name not in self.untrained_models:
-            known = ", ".join([self.model, *self.untrained_models])
-            raise ApiError(
-                404,
-                f"The model `{name}` does not exist here; known: {known}",
-                code="model_not_found",
-            )
 
 
 @dataclass(eq=False, slots=True)
@@ -124,21 +83,19 @@ class Session:
     ) -> None:
         self.policy = policy
         self.counts: Counter[str] = Counter()
+        self.bodies = RequestBodies()
+        self.rewards = Rewards()
         self.memory: dict[str, Any] = {}  # of the dialects, for requests that refer to earlier ones
         self.refused: str | None = None  # the stop reason of the last call, if it was refused
         self.engine_failure: EngineError | None = None  # of the last call, if it failed
         self.engine_died = asyncio.Event()
         self._trajectory = trajectory
         self._entry = entry
-        self._policy_version = policy_version
         self._prompts = PromptIds(policy.template)
+        self._choices = Choices(policy, trajectory, self._prompts, self.counts, policy_version)
         self._calls: list[RunningCall] = []
-        self._by_body: dict[bytes, RunningCall] = {}
-        self._called: set[str] = set()  # ids of tool calls
+        self._by_body: dict[tuple[str, bytes], RunningCall] = {}
         self._places: Counter[bytes] = Counter()  # prompts, for the seeds
-        self._rewarded: dict[str, Step] = {}  # the first choice's step, by id of the answer
-        self._spans: dict[str, Step] = {}  # the last step of each span
-        self._rewards: list[tuple[str | None, str | None, float]] = []  # id, span, reward
         self._num_choices = 0  # of all calls
         self._num_running = 0
         self._idle_since = time.perf_counter()
@@ -175,7 +132,7 @@ class Session:
     async def _tokenized(self, call: Call) -> PromptTokens:
         self.policy.check_model(call.model)
         try:
-            if call.num_characters < LONG_TEXT:
+            if self._prompts.num_new_characters(call) < LONG_TEXT:
                 return self._rendered(call)
             return await asyncio.to_thread(self._rendered, call)
         except ContextError as error:
@@ -189,7 +146,14 @@ class Session:
         return self._prompts.given(call.prompt or [])
 
     def start(
-        self, call: Call, prompt: PromptTokens, body: bytes, *, is_retry: bool, span: str | None
+        self,
+        call: Call,
+        prompt: PromptTokens,
+        path: str,
+        body: bytes,
+        *,
+        is_retry: bool,
+        span: str | None,
     ) -> RunningCall:
         """Return the running call of a request: a new one, or the one that it repeats.
 
@@ -199,14 +163,14 @@ class Session:
         Args:
             call: the request.
             prompt: its tokens.
-            body: its path and bytes; a repetition has the same.
+            path, body: of it; a repetition has the same.
             is_retry: what the client says.
             span: name of the part of the agent that calls.
 
         Raises:
             ApiError: the trajectory has had all its calls, or they must not overlap.
         """
-        key = hashlib.blake2b(body, digest_size=16).digest()
+        key = (path, xxhash.xxh3_128_digest(body))
         known = self._by_body.get(key)
         abandoned = known is not None and known.waiting == 0 and not known.delivered
         if known is not None and (is_retry or abandoned) and not _failed(known.task):
@@ -242,9 +206,10 @@ class Session:
 
     def _kind(self, call: Call, prompt: PromptTokens) -> str:
         """Return how a prompt relates to the earlier calls, also by the ids of tool calls."""
+        if prompt.kind != RESTARTED:
+            return prompt.kind
         calls = [c for m in call.messages or [] for c in m.get("tool_calls") or []]
-        ours = any(called.get("id") in self._called for called in calls)
-        return FORKED if prompt.kind == RESTARTED and ours else prompt.kind
+        return FORKED if any(c.get("id") in self._choices.called for c in calls) else RESTARTED
 
     def _say_not_honoured(self, call: Call) -> None:
         for name in call.not_honoured:
@@ -263,12 +228,20 @@ class Session:
         self._places[prompt.digest] += call.num_choices
         self._began()
         choices = [
-            asyncio.create_task(self._choice(call, prompt, f"{prompt.digest.hex()}-{number + n}"))
+            asyncio.create_task(
+                self._choices.sampled(
+                    call, prompt, f"{prompt.digest.hex()}-{number + n}", self._entry.attempt
+                )
+            )
             for n in range(call.num_choices)
         ]
         try:
             sampled = await asyncio.gather(*choices)
         except EngineError as error:
+            if isinstance(error, RefusedRequestError) and call.is_constrained:
+                raise ApiError(
+                    400, f"the engine refuses the request: {log_line(error)}", code="invalid_value"
+                ) from error
             self.engine_failure = error
             if isinstance(error, EngineDeadError):
                 self.engine_died.set()
@@ -286,97 +259,6 @@ class Session:
             choices=[answered for answered, _ in sampled],
         )
         return answer, [step for _, step in sampled]
-
-    async def _choice(self, call: Call, prompt: PromptTokens, place: str) -> tuple[Choice, Step]:
-        policy = self.policy
-        sampling = self._sampling(call)
-        versioned, seconds = await policy.calls.sample(
-            self._trajectory,
-            prompt.token_ids,
-            sampling,
-            policy_version=self._policy_version,
-            attempt=self._entry.attempt,
-            place=place,
-        )
-        generation = versioned.generation
-        tokenizer = policy.calls.tokenizer
-        end = tokenizer.eos_token_id
-        appended = (
-            generation.stop_string is not None
-            and policy.config.append_eos_token_after_stop_str_in_multi_turn
-            and generation.token_ids[-1] != end
-            and len(generation.token_ids) < sampling.max_generate_length
-        )
-        self._prompts.add_response(prompt, generation.token_ids)
-        complete = decode_response(tokenizer, generation)
-        step = recorded_step(
-            prompt.token_ids,
-            sampled_tokens(generation, appended_eos=end if appended else None),
-            versioned,
-            text=complete,
-            llm_seconds=seconds,
-        )
-        step.expert_indices = turn_routes([], prompt.token_ids, generation)
-        text, tool_calls = complete, []
-        if policy.tool_parser is not None and call.parse_tools and call.tools:
-            marked = decode_response(tokenizer, generation, skip_special_tokens=False)
-            parsed = policy.tool_parser.parsed(marked, call.tools)
-            if parsed.tool_calls:
-                tool_calls = list(map(_tool_call, parsed.tool_calls))
-                text = await self._content(call, prompt, generation.token_ids, parsed)
-                self._called.update(tool_call.id for tool_call in tool_calls)
-            self.counts["answers_with_tool_calls"] += bool(tool_calls)
-        stop_string = generation.stop_string
-        if stop_string is not None and call.stop is not None and not call.include_stop:
-            text = text.removesuffix(stop_string)
-        finish = LENGTH if generation.stop_reason == LENGTH else STOP
-        return (
-            Choice(
-                text=text,
-                tool_calls=tool_calls,
-                finish="tool_calls" if tool_calls else finish,
-                stop_string=stop_string,
-                token_ids=generation.token_ids,
-                logprobs=generation.logprobs,
-            ),
-            step,
-        )
-
-    async def _content(
-        self, call: Call, prompt: PromptTokens, token_ids: list[int], parsed: ParsedAnswer
-    ) -> str:
-        """Return the text next to tool calls, as the template has to get it back.
-
-        Parsers and templates disagree about the white space between text and calls.
-        """
-        text = parsed.content
-        ends = range(len(text), max(len(text.rstrip()), len(text) - MAX_WHITE_SPACE) - 1, -1)
-        texts = list(dict.fromkeys([*(text[:end] for end in ends), text.rstrip(), text.strip()]))
-        answer = {"role": "assistant", "tool_calls": parsed.tool_calls}
-        choose = partial(
-            self._prompts.continuing,
-            prompt,
-            token_ids,
-            call.messages or [],
-            [{**answer, "content": text} for text in texts],
-            tools=call.tools,
-            template_kwargs=call.template_kwargs,
-        )
-        if len(texts) == 1:
-            return texts[0]
-        is_long = call.num_characters >= LONG_TEXT
-        return texts[await asyncio.to_thread(choose) if is_long else choose()]
-
-    def _sampling(self, call: Call) -> SamplingParams:
-        run = self.policy.config.sampling(self._trajectory.phase)
-        longest = run.max_generate_length
-        return replace(
-            run,
-            max_generate_length=longest
-            if call.max_tokens is None
-            else min(call.max_tokens, longest),
-            stop=run.stop if call.stop is None else call.stop,
-        )
 
     def _began(self) -> None:
         self._num_running += 1
@@ -417,9 +299,7 @@ class Session:
             running.delivered = True
             if running.trained:
                 self._trajectory.steps += steps
-                self._rewarded[answer.id] = steps[0]
-                if running.span is not None:
-                    self._spans[running.span] = steps[-1]
+                self.rewards.delivered(answer.id, steps, running.span)
         return answer
 
     def not_delivered(self, running: RunningCall) -> None:
@@ -430,27 +310,7 @@ class Session:
             kept = [step for step in self._trajectory.steps if all(step is not s for s in steps)]
             self._trajectory.steps[:] = kept
 
-    # --- rewards and end
-
-    def reward(self, value: float, *, call: str | None = None, span: str | None = None) -> None:
-        """Add a reward to a call, to the last step of a span, or to the trajectory.
-
-        Args:
-            value: finite.
-            call: id of the answer, with or without the prefix of its dialect.
-            span: name of the part of the agent.
-
-        Raises:
-            ApiError: there is no such call or span, or the value is not finite.
-        """
-        if not math.isfinite(value):
-            raise ApiError(400, f"reward: wanted a finite number, got {value}")
-        name = None if call is None else re.split("[-_]", call)[-1]
-        if name is not None and name not in self._rewarded:
-            raise ApiError(404, "no trained answer of this trajectory has this id")
-        if span is not None and span not in self._spans:
-            raise ApiError(404, "no trained answer of this trajectory has this span")
-        self._rewards.append((name, span, value))
+    # --- end
 
     def finish(self, outcome: Outcome) -> str:
         """Set rewards and metrics of the trajectory; return its stop reason.
@@ -458,15 +318,8 @@ class Session:
         Raises:
             ApiError: a reward for a call that does not exist.
         """
-        for answer, value in outcome.call_rewards.items():
-            self.reward(value, call=answer)
         steps = self._trajectory.steps
-        posted = any(call is None and span is None for call, span, _ in self._rewards)
-        if outcome.reward is not None and not (posted and outcome.unless_posted):
-            self._rewards.append((None, None, outcome.reward))
-        for call, span, value in self._rewards:
-            step = self._rewarded[call] if call else self._spans[span] if span else steps[-1]
-            step.reward += value
+        self.rewards.apply(outcome, steps[-1])
         if self._num_running == 0:
             self._idle_seconds += time.perf_counter() - self._idle_since
         steps[-1].env_seconds = self._idle_seconds
@@ -497,11 +350,3 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
     """Retrieve the exception of a call without clients, so that asyncio does not report it."""
     if not task.cancelled():
         task.exception()
-
-
-def _tool_call(call: Mapping[str, Any]) -> ToolCall:
-    function = call["function"]
-    arguments = function["arguments"]
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", function["name"], arguments)

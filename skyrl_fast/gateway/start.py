@@ -10,12 +10,13 @@ from skyrl_fast.importing import load_object
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.chat_template import ChatTemplate
 from skyrl_fast.rollout.policy_calls import PolicyCalls
+from skyrl_fast.rollout.reasoning import ReasoningParser
 from skyrl_fast.rollout.tool_calls import ToolCallParser
 
 if TYPE_CHECKING:
     from skyrl_fast.gateway.agent import BlackBox, GatewayAgent
 
-PACKAGES = ("starlette", "uvicorn", "pydantic")
+PACKAGES = ("starlette", "uvicorn", "pydantic", "msgspec", "xxhash")
 
 
 def black_box(settings: AgentConfig) -> BlackBox:
@@ -62,13 +63,13 @@ def gateway_agent(
     """
     box = black_box(settings)
     from skyrl_fast.gateway.agent import GatewayAgent
+    from skyrl_fast.gateway.policy import Policy
     from skyrl_fast.gateway.server import Gateway
-    from skyrl_fast.gateway.session import Policy
 
     tokenizer = calls.tokenizer
     if tokenizer.eos_token_id is None:
         raise ValueError("agent: tokenizer: it has no end-of-sequence token (eos_token)")
-    name = config.tool_parser
+    name, thoughts = config.tool_parser, config.reasoning_parser
     policy = Policy(
         calls,
         config,
@@ -82,6 +83,7 @@ def gateway_agent(
         settings.model,
         untrained_models=tuple(settings.untrained_models),
         tool_parser=None if name is None else ToolCallParser(name, tokenizer),
+        reasoning_parser=None if thoughts is None else ReasoningParser(thoughts, tokenizer),
         one_line=one_line,
         takes_rewards=not settings.verifier,
     )

@@ -62,7 +62,7 @@ async def generate_through_updates(
             raise EngineError(f"session {session_id}: interrupted, but there is no room for more")
         async with gate.request() as version:
             part = await engine.generate(
-                [*prompt_token_ids, *ids],
+                [*prompt_token_ids, *ids] if ids else prompt_token_ids,
                 replace(sampling, max_generate_length=left),
                 session_id=session_id,
                 policy_version=version,
@@ -76,7 +76,8 @@ async def generate_through_updates(
             kept -= _partial_stop_string(
                 tokenizer, [*ids, *part.token_ids[:kept]], sampling.stop or ()
             )
-            kept = max(kept, 0)
+            # The next part's grammar begins with it.
+            kept = 0 if sampling.is_structured else max(kept, 0)
         ids += part.token_ids[:kept]
         logprobs += part.logprobs[:kept]
         versions += [version] * kept

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from skyrl_fast.printable import log_line
@@ -14,6 +16,8 @@ from skyrl_fast.printable import log_line
 log = logging.getLogger(__name__)
 
 SETTING = "generator.tool_parser"
+REQUIRED = "required"  # any function must be called
+_MARKER = re.compile(r"(tool|function|bot)_?.*(start_token|bot_token|bot_string)|^bot_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +28,12 @@ class ParsedAnswer:
         content: its text without calls.
         tool_calls: as in a chat message, `{"type": "function", "function": {"name": ...,
             "arguments": {...}}}`; arguments that are no JSON object stay text.
+        failed: whether it has the beginning of a call, but none could be parsed.
     """
 
     content: str
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    failed: bool = False
 
 
 class ToolCallParser:
@@ -38,49 +44,104 @@ class ToolCallParser:
         tokenizer: of the model.
 
     Raises:
-        ValueError: vLLM is missing or has no parser of this name.
+        ValueError: vLLM is missing or has no parser of this name, or the tokenizer is not of its
+            model family.
     """
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         self._make = _parser_class(name)
-        # A traceback for each call that a model writes wrongly.
-        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
-        self._tokenizer = _WithVocabulary(tokenizer)
+        self._tokenizer = WithVocabulary(tokenizer)
+        self._errors = _logged_errors()
+        try:
+            self._make(self._tokenizer, None)
+        except Exception as error:  # of any parser
+            raise ValueError(f"{SETTING}: {name} refuses the tokenizer: {error}") from error
 
-    def parsed(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
+    def parsed(
+        self,
+        text: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        forced: str | None = None,
+    ) -> ParsedAnswer:
         """Return the answer's content and calls; without calls where they cannot be parsed.
 
         Args:
             text: of the answer, with special tokens.
             tools: that the model was offered, for the types of arguments.
+            forced: "required" or a function's name, if the answer was sampled under `forcing`.
         """
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
+        logged = self._errors.number
         try:
-            request = ChatCompletionRequest(
-                model="",
-                messages=[{"role": "user", "content": ""}],
-                tools=[dict(tool) for tool in tools] if tools else None,
-            )
-            found = self._make(self._tokenizer, request.tools).extract_tool_calls(text, request)
+            request = _request(tools)
+            parser = self._make(self._tokenizer, request.tools)
+            if forced is not None and parser.structural_tag_model is None:
+                return ParsedAnswer("", _calls_of_json(text, forced))
+            found = parser.extract_tool_calls(text, request)
         except Exception as error:  # whatever a model wrote
             log.info("%s: no calls: %s", SETTING, log_line(f"{type(error).__name__}: {error}"))
-            return ParsedAnswer(text)
-        if not found.tools_called:
-            return ParsedAnswer(text)
+            return ParsedAnswer(text, failed=True)
+        if not found.tools_called or not found.tool_calls:
+            begins = any(marker in text for marker in _markers(parser))
+            return ParsedAnswer(text, failed=begins or self._errors.number > logged)
         return ParsedAnswer(
             found.content or "",
             [_call(call.function.name, call.function.arguments) for call in found.tool_calls],
         )
 
+    def forcing(self, tools: Sequence[Mapping[str, Any]], forced: str) -> dict[str, Any]:
+        """Return vLLM's structured outputs under which an answer is a call.
 
-class _WithVocabulary:
+        In the format of the model's family where vLLM knows it, else as JSON.
+
+        Args:
+            tools: that the model is offered.
+            forced: "required" or a function's name.
+
+        Raises:
+            ValueError: no such function, or schemas that cannot be joined.
+        """
+        try:
+            request = _request(tools, forced)
+            parser = self._make(self._tokenizer, request.tools)
+            tag = parser.get_structural_tag(request)
+            if tag is not None:
+                return {"structural_tag": json.dumps(tag.model_dump())}
+            wanted = parser.adjust_request(request).structured_outputs
+        except Exception as error:  # of any parser, of the request's schemas
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        if wanted is None or wanted.json is None:
+            raise ValueError(f"vLLM's parser does not force calls ({SETTING})")
+        return {"json": wanted.json}
+
+
+class _LoggedErrors(logging.Handler):
+    """Counts the errors that vLLM's parsers log, a traceback each, and drops them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.number = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.number += 1
+
+
+@cache
+def _logged_errors() -> _LoggedErrors:
+    handler, logger = _LoggedErrors(), logging.getLogger("vllm.tool_parsers")
+    logger.addHandler(handler)
+    logger.propagate = False
+    return handler
+
+
+class WithVocabulary:
     """A tokenizer that builds its vocabulary, a large dict, once and not for each answer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def __getattr__(self, name: str) -> Any:
+        """Return what the tokenizer has."""
         return getattr(self._tokenizer, name)
 
     @cached_property
@@ -89,6 +150,7 @@ class _WithVocabulary:
         return vocabulary
 
     def get_vocab(self) -> dict[str, int]:
+        """Return the id of each token."""
         return self._vocabulary
 
 
@@ -116,3 +178,38 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
         values = arguments
     given = values if isinstance(values, dict) else arguments
     return {"type": "function", "function": {"name": name, "arguments": given}}
+
+
+def _request(tools: Sequence[Mapping[str, Any]] | None, forced: str | None = None) -> Any:
+    """Return vLLM's request with these tools."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    choice: Any = forced
+    if forced is not None and forced != REQUIRED:
+        choice = {"type": "function", "function": {"name": forced}}
+    return ChatCompletionRequest(
+        model="",
+        messages=[{"role": "user", "content": ""}],
+        tools=[copy.deepcopy(dict(tool)) for tool in tools] if tools else None,
+        **({} if choice is None else {"tool_choice": choice}),
+    )
+
+
+def _markers(parser: Any) -> list[str]:
+    """Return the texts with which calls begin, where the parser has attributes for them."""
+    return [
+        value
+        for name, value in vars(parser).items()
+        if isinstance(value, str) and value and _MARKER.search(name)
+    ]
+
+
+def _calls_of_json(text: str, forced: str) -> list[dict[str, Any]]:
+    """Return the calls of an answer that was sampled as JSON.
+
+    Raises:
+        ValueError: it was cut.
+    """
+    if forced != REQUIRED:
+        return [_call(forced, json.dumps(json.loads(text)))]
+    return [_call(call["name"], json.dumps(call["parameters"])) for call in json.loads(text)]

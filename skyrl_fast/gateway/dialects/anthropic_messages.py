@@ -9,15 +9,17 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skyrl_fast.gateway.dialects.dialect import (
-    Fields,
+    Format,
     ParsedCall,
-    checked,
     event,
     not_honoured,
+    structured_form,
     text_parts,
 )
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice
+from skyrl_fast.gateway.request_body import Fields, RequestBodies
 from skyrl_fast.rollout.chat_template import Message
+from skyrl_fast.rollout.tool_calls import REQUIRED
 
 SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "thinking": {"type": "disabled"}}
 KINDS = {
@@ -27,6 +29,7 @@ KINDS = {
     404: "not_found_error",
     413: "request_too_large",
 }
+SIGNATURE = "skyrl_fast"
 THOUGHTS = ("thinking", "redacted_thinking")
 
 
@@ -62,6 +65,13 @@ class ToolChoice(Fields):
     """Whether tools are called."""
 
     type: str = "auto"
+    name: str | None = None
+
+
+class OutputConfig(Fields):
+    """Options of the answer."""
+
+    format: Format | None = None
 
 
 class CountRequest(Fields):
@@ -80,23 +90,25 @@ class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None
     stream: bool | None = False
+    output_config: OutputConfig | None = None
 
 
 class AnthropicMessages:
     """The dialect; see `Dialect`."""
 
-    def parsed(self, body: Any, memory: dict[str, Any]) -> ParsedCall:
+    def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         """See `Dialect.parsed`."""
-        fields = checked(MessagesRequest, body)
+        fields = bodies.fields(body, MessagesRequest, "messages")
         names = not_honoured(fields, SAMPLING)
-        choice = "auto" if fields.tool_choice is None else fields.tool_choice.type
-        if choice not in ("auto", "none"):
-            names += ("tool_choice",)
+        choice = fields.tool_choice or ToolChoice()
+        form = None if fields.output_config is None else fields.output_config.format
         call = Call(
             model=fields.model,
             messages=_messages(fields),
             tools=_tools(fields),
-            parse_tools=choice != "none",
+            parse_tools=choice.type != "none",
+            forced_tool=_forced_tool(choice),
+            structured=structured_form("output_config.format", form),
             max_tokens=fields.max_tokens,
             stop=[text for text in fields.stop_sequences or [] if text] or None,
             stream=bool(fields.stream),
@@ -104,9 +116,9 @@ class AnthropicMessages:
         )
         return ParsedCall(call, fields)
 
-    def counted(self, body: Any) -> Call:
+    def counted(self, body: bytes, bodies: RequestBodies) -> Call:
         """Return the call whose tokens are to be counted."""
-        fields = checked(CountRequest, body)
+        fields = bodies.fields(body, CountRequest, "messages")
         return Call(model=fields.model, messages=_messages(fields), tools=_tools(fields))
 
     def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:
@@ -129,13 +141,7 @@ class AnthropicMessages:
         }
         yield _event("message_start", message=start)
         for index, block in enumerate(_blocks(choice)):
-            if block["type"] == "text":
-                empty: dict[str, Any] = {"type": "text", "text": ""}
-                deltas = [{"type": "text_delta", "text": p} for p in text_parts(block["text"])]
-            else:
-                empty = {**block, "input": {}}
-                text = json.dumps(block["input"], ensure_ascii=False)
-                deltas = [{"type": "input_json_delta", "partial_json": text}]
+            empty, deltas = _started(block)
             yield _event("content_block_start", index=index, content_block=empty)
             for delta in deltas:
                 yield _event("content_block_delta", index=index, delta=delta)
@@ -233,12 +239,39 @@ def _head(answer: Answer) -> dict[str, Any]:
 
 def _blocks(choice: Choice) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
+    if choice.thoughts:
+        # Clients send the signature back; nothing here reads it.
+        blocks.append({"type": "thinking", "thinking": choice.thoughts, "signature": SIGNATURE})
     if choice.text or not choice.tool_calls:
         blocks.append({"type": "text", "text": choice.text})
     for call in choice.tool_calls:
         block = {"type": "tool_use", "id": call.id, "name": call.name}
         blocks.append({**block, "input": _mapping(call.arguments)})
     return blocks
+
+
+def _started(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a block as a stream begins it, and the deltas that complete it."""
+    if block["type"] == "tool_use":
+        text = json.dumps(block["input"], ensure_ascii=False)
+        return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]
+    kind = block["type"]
+    deltas: list[dict[str, Any]] = [
+        {"type": f"{kind}_delta", kind: part} for part in text_parts(block[kind])
+    ]
+    if kind == "thinking":
+        deltas.append({"type": "signature_delta", "signature": block["signature"]})
+    return {**block, kind: ""}, deltas
+
+
+def _forced_tool(choice: ToolChoice) -> str | None:
+    if choice.type in ("auto", "none"):
+        return None
+    if choice.type == "any":
+        return REQUIRED
+    if choice.type != "tool" or choice.name is None:
+        raise ApiError(400, f"tool_choice: wanted auto, none, any or a tool, got {choice.type}")
+    return choice.name
 
 
 def _mapping(arguments: str) -> dict[str, Any]:

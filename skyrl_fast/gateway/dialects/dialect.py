@@ -1,24 +1,16 @@
-"""What the server needs of a dialect, and how requests are checked."""
+"""What the server needs of a dialect."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field
 
 from skyrl_fast.gateway.messages import Answer, ApiError, Call
-
-
-class Fields(BaseModel):
-    """A part of a request; fields that it does not name are allowed, and ignored."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-F = TypeVar("F", bound=Fields)
+from skyrl_fast.gateway.request_body import Fields, RequestBodies
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +21,22 @@ class ParsedCall:
     fields: Any
 
 
+class Format(Fields):
+    """The wanted form of an answer."""
+
+    type: str = "text"
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
 class Dialect(Protocol):
     """One API."""
 
-    def parsed(self, body: Any, memory: dict[str, Any]) -> ParsedCall:
+    def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         """Return the call that a request asks for.
 
         Args:
             body: JSON of the request.
+            bodies: of the session: reads it.
             memory: of the session: what later requests may refer to.
 
         Raises:
@@ -59,18 +59,26 @@ class Dialect(Protocol):
         """Return the JSON of an error."""
 
 
-def checked(model: type[F], body: Any) -> F:
-    """Return a request's fields.
+def structured_form(name: str, form: Format | None) -> dict[str, Any] | None:
+    """Return vLLM's structured outputs of a wanted form; None: any text.
+
+    Args:
+        name: of the parameter, for errors.
+        form: that the request asks for.
 
     Raises:
-        ApiError: one is missing or of the wrong type; the message names it.
+        ApiError: it is neither text nor JSON.
     """
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ApiError(400, f"{place}: {first['msg']}", code="invalid_value") from None
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return {"json_object": True}
+    if form.type != "json_schema":
+        wanted = "text, json_object or json_schema"
+        raise ApiError(400, f"{name}: wanted {wanted}, got {form.type}", code="unsupported")
+    if form.schema_ is None:
+        raise ApiError(400, f"{name}: wanted a JSON schema, got none", code="invalid_value")
+    return {"json": form.schema_}
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> str:

@@ -9,15 +9,17 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skyrl_fast.gateway.dialects.dialect import (
-    Fields,
+    Format,
     ParsedCall,
-    checked,
     event,
     not_honoured,
+    structured_form,
     text_parts,
 )
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice, ToolCall
+from skyrl_fast.gateway.request_body import Fields, RequestBodies
 from skyrl_fast.rollout.chat_template import Message
+from skyrl_fast.rollout.tool_calls import REQUIRED
 
 MAX_CHOICES = 128  # OpenAI's limit of n
 MAX_STOPS = 64
@@ -60,6 +62,7 @@ class ChatMessage(Fields):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class Tool(Fields):
@@ -75,10 +78,10 @@ class StreamOptions(Fields):
     include_usage: bool | None = None
 
 
-class Format(Fields):
-    """The wanted form of the answer."""
+class ResponseFormat(Format):
+    """The wanted form of the answer, whose schema has a name."""
 
-    type: str = "text"
+    json_schema: Format | None = None
 
 
 class ChatRequest(Fields):
@@ -95,7 +98,7 @@ class ChatRequest(Fields):
     logprobs: bool | None = False
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: Format | None = None
+    response_format: ResponseFormat | None = None
     include_stop_str_in_output: bool = False  # vLLM's, as the next
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -103,19 +106,22 @@ class ChatRequest(Fields):
 class OpenAIChat:
     """The dialect; see `Dialect`."""
 
-    def parsed(self, body: Any, memory: dict[str, Any]) -> ParsedCall:
+    def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         """See `Dialect.parsed`."""
-        fields = checked(ChatRequest, body)
+        fields = bodies.fields(body, ChatRequest, "messages")
         refuse_unsupported(fields)
         names = not_honoured(fields, SAMPLING)
-        if fields.tool_choice not in (None, "auto", "none"):
-            names += ("tool_choice",)
+        form = fields.response_format
+        if form is not None and form.json_schema is not None:
+            form.schema_ = form.json_schema.schema_
         call = Call(
             model=fields.model,
             messages=[_message(message) for message in fields.messages],
             tools=[tool.model_dump(exclude_none=True) for tool in fields.tools or []] or None,
             template_kwargs=fields.chat_template_kwargs or {},
             parse_tools=fields.tool_choice != "none",
+            forced_tool=forced_tool(fields.tool_choice),
+            structured=structured_form("response_format", form),
             max_tokens=fields.max_completion_tokens or fields.max_tokens,
             stop=stop_strings(fields.stop),
             include_stop=fields.include_stop_str_in_output,
@@ -134,6 +140,8 @@ class OpenAIChat:
                 "content": choice.text or (None if choice.tool_calls else ""),
                 "refusal": None,
             }
+            if choice.thoughts:
+                message.update(_thoughts(choice.thoughts))
             if choice.tool_calls:
                 message["tool_calls"] = [_called(call) for call in choice.tool_calls]
             logprobs = _logprobs(choice, tokens) if request.fields.logprobs else None
@@ -161,8 +169,10 @@ class OpenAIChat:
         for index, choice in enumerate(answer.choices):
             logprobs = _logprobs(choice, tokens) if request.fields.logprobs else None
             yield chunk(index, {"role": "assistant", "content": ""}, None, None)
-            for part in text_parts(choice.text):
-                yield chunk(index, {"content": part}, None, logprobs)
+            deltas = [*map(_thoughts, text_parts(choice.thoughts))]
+            deltas += [{"content": part} for part in text_parts(choice.text)]
+            for delta in deltas:
+                yield chunk(index, delta, None, logprobs)
                 logprobs = None
             for number, call in enumerate(choice.tool_calls):
                 called = {"index": number, **_called(call)}
@@ -193,12 +203,27 @@ def openai_error(error: ApiError) -> dict[str, Any]:
 
 def refuse_unsupported(fields: Fields) -> None:
     """Raise ApiError for what the gateway does not have: an error is better than another answer."""
-    wanted = getattr(fields, "response_format", None)
-    if wanted is not None and wanted.type != "text":
-        raise ApiError(400, f"response_format: wanted text, got {wanted.type}", code="unsupported")
     for name in ("functions", "audio", "prediction"):
         if (fields.model_extra or {}).get(name):
             raise ApiError(400, f"{name} is not supported", code="unsupported")
+
+
+def forced_tool(choice: str | dict[str, Any] | None) -> str | None:
+    """Return "required" or the name of the function that a request forces; None: it forces none.
+
+    Raises:
+        ApiError: another choice, such as from some of the tools.
+    """
+    if choice in (None, "auto", "none"):
+        return None
+    if choice == REQUIRED:
+        return REQUIRED
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        name = choice.get("name", (choice.get("function") or {}).get("name"))
+        if isinstance(name, str):
+            return name
+    wanted = "auto, none, required or a function"
+    raise ApiError(400, f"tool_choice: wanted {wanted}, got {choice!r}", code="unsupported")
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str] | None:
@@ -257,7 +282,9 @@ def _message(message: ChatMessage) -> Message:
             }
             for call in message.tool_calls
         ]
-    for name in ("tool_call_id", "name", "reasoning_content"):
+    if (message.reasoning_content or message.reasoning) is not None:
+        plain["reasoning_content"] = message.reasoning_content or message.reasoning
+    for name in ("tool_call_id", "name"):
         value = getattr(message, name)
         if value is not None:
             plain[name] = value
@@ -271,6 +298,11 @@ def _head(answer: Answer, kind: str) -> dict[str, Any]:
         "created": answer.created,
         "model": answer.model,
     }
+
+
+def _thoughts(text: str) -> dict[str, str]:
+    """Return thoughts under both names that clients read: vLLM's and DeepSeek's."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _called(call: ToolCall) -> dict[str, Any]:

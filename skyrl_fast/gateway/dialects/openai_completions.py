@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from skyrl_fast.gateway.dialects.dialect import Fields, ParsedCall, checked, event, not_honoured
+from skyrl_fast.gateway.dialects.dialect import ParsedCall, event, not_honoured
 from skyrl_fast.gateway.dialects.openai_chat import (
     MAX_CHOICES,
     SAMPLING,
@@ -18,6 +18,7 @@ from skyrl_fast.gateway.dialects.openai_chat import (
     usage,
 )
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice
+from skyrl_fast.gateway.request_body import Fields, RequestBodies, checked, parsed_json
 
 UNSUPPORTED = ("suffix", "echo", "best_of")
 DEFAULT_TOKENS = 16  # of an answer, as in OpenAI's API
@@ -40,9 +41,9 @@ class CompletionRequest(Fields):
 class OpenAICompletions:
     """The dialect; see `Dialect`."""
 
-    def parsed(self, body: Any, memory: dict[str, Any]) -> ParsedCall:
+    def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         """See `Dialect.parsed`."""
-        fields = checked(CompletionRequest, body)
+        fields = checked(CompletionRequest, parsed_json(body))
         refuse_unsupported(fields)
         for name in UNSUPPORTED:
             if (fields.model_extra or {}).get(name) not in (None, False, 1):

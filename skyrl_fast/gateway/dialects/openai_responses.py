@@ -9,15 +9,21 @@ from typing import Any
 from pydantic import Field
 
 from skyrl_fast.gateway.dialects.dialect import (
-    Fields,
+    Format,
     ParsedCall,
-    checked,
     event,
     not_honoured,
+    structured_form,
     text_parts,
 )
-from skyrl_fast.gateway.dialects.openai_chat import SAMPLING, openai_error, plain_arguments
+from skyrl_fast.gateway.dialects.openai_chat import (
+    SAMPLING,
+    forced_tool,
+    openai_error,
+    plain_arguments,
+)
 from skyrl_fast.gateway.messages import Answer, ApiError, Call
+from skyrl_fast.gateway.request_body import Fields, RequestBodies
 from skyrl_fast.rollout.chat_template import Message
 
 
@@ -52,7 +58,7 @@ class ResponseTool(Fields):
 class TextOptions(Fields):
     """The wanted form of the answer."""
 
-    format: Content | None = None
+    format: Format | None = None
 
 
 class ResponseRequest(Fields):
@@ -87,12 +93,10 @@ class Request:
 class OpenAIResponses:
     """The dialect; see `Dialect`."""
 
-    def parsed(self, body: Any, memory: dict[str, Any]) -> ParsedCall:
+    def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         """See `Dialect.parsed`."""
-        fields = checked(ResponseRequest, body)
+        fields = bodies.fields(body, ResponseRequest, "input")
         form = None if fields.text is None else fields.text.format
-        if form is not None and form.type != "text":
-            raise ApiError(400, f"text.format: wanted text, got {form.type}", code="unsupported")
         messages: list[Message] = []
         if fields.previous_response_id is not None:
             if fields.previous_response_id not in memory:
@@ -105,13 +109,13 @@ class OpenAIResponses:
         messages += _messages(fields.input)
         system = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
         names = not_honoured(fields, SAMPLING)
-        if fields.tool_choice not in (None, "auto", "none"):
-            names += ("tool_choice",)
         call = Call(
             model=fields.model,
             messages=[*system, *messages],
             tools=_tools(fields.tools or []) or None,
             parse_tools=fields.tool_choice != "none",
+            forced_tool=forced_tool(fields.tool_choice),
+            structured=structured_form("text.format", form),
             max_tokens=fields.max_output_tokens,
             stream=bool(fields.stream),
             not_honoured=names,
@@ -142,21 +146,20 @@ class OpenAIResponses:
         for index, item in enumerate(complete["output"]):
             place = {"item_id": item["id"], "output_index": index}
             started = {**item, "status": "in_progress"}
-            if item["type"] == "message":
-                started["content"] = []
-            else:
-                started["arguments"] = ""
+            started["content" if "content" in item else "arguments"] = (
+                [] if "content" in item else ""
+            )
             yield numbered("response.output_item.added", output_index=index, item=started)
-            if item["type"] == "message":
+            if "content" in item:
                 (part,) = item["content"]
                 place["content_index"] = 0
                 empty = {**part, "text": ""}
+                kind = f"response.{part['type']}"
+                more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
                 yield numbered("response.content_part.added", **place, part=empty)
                 for text in text_parts(part["text"]):
-                    delta = {"delta": text, "logprobs": []}
-                    yield numbered("response.output_text.delta", **place, **delta)
-                done = {"text": part["text"], "logprobs": []}
-                yield numbered("response.output_text.done", **place, **done)
+                    yield numbered(f"{kind}.delta", **place, delta=text, **more)
+                yield numbered(f"{kind}.done", **place, text=part["text"], **more)
                 yield numbered("response.content_part.done", **place, part=part)
             else:
                 arguments = item["arguments"]
@@ -176,22 +179,28 @@ def _messages(given: str | list[Item]) -> list[Message]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Message] = []
+    thoughts: dict[str, str] = {}  # of the next answer
     for item in given:
-        if item.type == "message":
+        if item.type == "reasoning":
+            thoughts = {"reasoning_content": _text(item.content)} if item.content else {}
+        elif item.type == "message":
             role = "system" if item.role == "developer" else item.role
             if role not in ("system", "user", "assistant"):
                 raise ApiError(400, f"input: role: wanted user or another, got {item.role!r}")
-            messages.append({"role": role, "content": _text(item.content)})
+            more = thoughts if role == "assistant" else {}
+            messages.append({"role": role, "content": _text(item.content), **more})
+            thoughts = {}
         elif item.type == "function_call":
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
+            if not messages or messages[-1]["role"] != "assistant" or thoughts:
+                messages.append({"role": "assistant", "content": "", **thoughts})
+                thoughts = {}
             function = {"name": item.name, "arguments": plain_arguments(item.arguments)}
             calls = messages[-1].setdefault("tool_calls", [])
             calls.append({"id": item.call_id, "type": "function", "function": function})
         elif item.type == "function_call_output":
             result = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
             messages.append(result)
-        elif item.type != "reasoning":
+        else:
             raise ApiError(400, f"input: items of type {item.type!r} are not supported")
     return messages
 
@@ -225,6 +234,16 @@ def _tools(tools: list[ResponseTool]) -> list[dict[str, Any]]:
 def _output(answer: Answer) -> list[dict[str, Any]]:
     (choice,) = answer.choices
     items: list[dict[str, Any]] = []
+    if choice.thoughts:
+        items.append(
+            {
+                "type": "reasoning",
+                "id": f"rs_{answer.id}",
+                "status": "completed",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": choice.thoughts}],
+            }
+        )
     if choice.text or not choice.tool_calls:
         part = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}
         items.append(

@@ -26,6 +26,10 @@ class EngineError(RuntimeError):
     """The engine refused or failed one request; others may still succeed."""
 
 
+class RefusedRequestError(EngineError):
+    """The engine refuses one request as invalid; the same one would be refused again."""
+
+
 class EngineDeadError(EngineError):
     """The engine died, or could not start: no request can succeed."""
 

@@ -36,6 +36,7 @@ from skyrl_fast.rollout.engine.protocol import (
     EngineDeadError,
     EngineError,
     Generation,
+    RefusedRequestError,
     vllm_sampling_params,
 )
 from skyrl_fast.rollout.engine.weights.receipt import (
@@ -385,5 +386,6 @@ class RemoteEngine:
             failed = answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR
             if failed and not await self.comes_back():
                 raise EngineDeadError(text)
-            raise EngineError(text)
+            refused = answer.status_code == httpx.codes.BAD_REQUEST
+            raise RefusedRequestError(text) if refused else EngineError(text)
         raise EngineError(f"{self.name}: the connection for {path} broke {MAX_SENDS} times")

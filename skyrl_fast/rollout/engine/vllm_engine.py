@@ -26,6 +26,7 @@ from skyrl_fast.rollout.engine.protocol import (
     EngineDeadError,
     EngineError,
     Generation,
+    RefusedRequestError,
     kept_tokens,
     vllm_sampling_params,
 )
@@ -84,6 +85,8 @@ class VllmEngine:
         self._interrupted = False
         self._sleeping = False
         self._sampling_params: Any = None
+        self._structured_outputs: Any = None
+        self._refusals: tuple[type[Exception], ...] = (TypeError, ValueError)
         self._final_only: Any = None
         self._vocab_size: int | None = None
         self._sender: WeightsSender | None = None
@@ -157,11 +160,14 @@ class VllmEngine:
     def _build(self) -> Any:
         from vllm import AsyncEngineArgs
         from vllm import SamplingParams as VllmSamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.exceptions import VLLMClientError
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.v1.engine.async_llm import AsyncLLM
 
         store_kept_only()
         self._sampling_params = VllmSamplingParams
+        self._structured_outputs = StructuredOutputsParams
+        self._refusals = (TypeError, ValueError, VLLMClientError)
         self._final_only = RequestOutputKind.FINAL_ONLY
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self._setup)))
 
@@ -197,9 +203,12 @@ class VllmEngine:
             **sampling.additional_kwargs,
         }
         try:
+            if isinstance(arguments.get("structured_outputs"), dict):
+                form = self._structured_outputs(**arguments["structured_outputs"])
+                arguments["structured_outputs"] = form
             params = self._sampling_params(**arguments)
-        except (TypeError, ValueError) as error:
-            raise EngineError(f"vLLM refuses the sampling parameters: {error}") from error
+        except self._refusals as error:
+            raise RefusedRequestError(f"vLLM refuses the sampling parameters: {error}") from error
         output = await self._run(prompt_token_ids, params, session_id, f"policy-{policy_version}")
         answer = output.outputs[0]
         token_ids = list(answer.token_ids)
@@ -281,7 +290,9 @@ class VllmEngine:
         except Exception as error:
             if llm.errored:
                 raise EngineDeadError(self._explain("died", error)) from error
-            raise EngineError(f"vLLM refused a request of session {session_id}: {error}") from error
+            text = f"vLLM refused a request of session {session_id}: {error}"
+            kind = RefusedRequestError if isinstance(error, self._refusals) else EngineError
+            raise kind(text) from error
         finally:
             self._in_flight -= 1
         if last is None:

@@ -38,6 +38,7 @@ class VllmSetup:
         max_model_len: longest prompt plus response; None: the model's own.
         seed: of the engine; each request has its own.
         log_file: file for vLLM's log; None: warnings go to the terminal.
+        reasoning_parser: of the model's family: structured outputs begin after the thoughts.
     """
 
     model: str
@@ -45,6 +46,7 @@ class VllmSetup:
     max_model_len: int | None = None
     seed: int = 0
     log_file: str | None = None
+    reasoning_parser: str | None = None
 
 
 def check_can_spawn() -> None:
@@ -113,6 +115,8 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
+    if setup.reasoning_parser is not None:
+        args["reasoning_parser"] = setup.reasoning_parser
     if engine.enable_return_routed_experts:
         args["enable_return_routed_experts"] = True
     if _on_cpu():

@@ -41,6 +41,7 @@ from skyrl_fast.rollout.group_runner import GroupRunner
 from skyrl_fast.rollout.groups import environment_runner, run_groups
 from skyrl_fast.rollout.loop_settings import loop_settings
 from skyrl_fast.rollout.policy_calls import PolicyCalls
+from skyrl_fast.rollout.reasoning import check_reasoning_parser
 from skyrl_fast.rollout.tool_calls import check_tool_parser
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.data.prompts import Prompt
@@ -112,6 +113,8 @@ def check_rollouts(
     vllm_setup(config, model_path)
     if config.generator.tool_parser is not None:
         check_tool_parser(config.generator.tool_parser)
+    if config.generator.reasoning_parser is not None:
+        check_reasoning_parser(config.generator.reasoning_parser)
     EnvFactory(config.environment, make_env=make_env)
     if config.agent.is_set:
         black_box(config.agent)
@@ -329,6 +332,7 @@ def vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
         max_model_len=_longest_sequence(config, model_path),
         seed=config.trainer.seed,
         log_file=str(Path(config.trainer.run_path) / "engine.log"),
+        reasoning_parser=config.generator.reasoning_parser,
     )
 
 

@@ -108,6 +108,8 @@ METRICS = (
             ("untrained_calls", "calls of `agent.untrained_models`", ""),
             ("too_long_prompts", "prompts longer than max_input_length", "near 0"),
             ("answers_with_tool_calls", "answers in which tool calls were found", ""),
+            ("unparsed_tool_calls", "answers with tool calls that could not be parsed", ""),
+            ("answers_with_thoughts", "answers in which thoughts were found", ""),
         )
     ),
     Metric("environment/{name}", "mean of what the environment's `metrics` returned under a name"),

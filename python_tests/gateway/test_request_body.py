@@ -1,0 +1,89 @@
+"""Bodies that begin like earlier ones are read as if each were the first."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("pydantic")
+pytest.importorskip("msgspec")
+
+from skyrl_fast.gateway.dialects.openai_chat import ChatRequest
+from skyrl_fast.gateway.messages import ApiError
+from skyrl_fast.gateway.request_body import RequestBodies, checked, parsed_json
+
+ITEMS = [
+    '{"role": "user", "content": "a"}',
+    '{"role":"user","content":"é\\u00e9 ]},{\\" "}',
+    '{"role": "assistant", "content": null, "extra": [1, {"messages": [{}]}]}',
+    '{"role": "nobody", "content": "a"}',  # an error of validation
+    "3",
+    "[]",
+    "",  # so that there are commas without items
+]
+HEADS = [
+    '{"messages": [',
+    '{"model": "m", "messages":[',
+    '{"tools": [{"messages": []}], "messages": [',
+]
+TAILS = [
+    ', "model": "m"}',
+    "}",
+    ', "messages": [{"role": "user", "content": "b"}], "model": "m"}',  # the last one counts
+    ', "model": "m", "mess\\u0061ges": []}',
+    ', "model": "m"} x',
+    ', "model": NaN}',
+    "",
+]
+spaces = st.sampled_from(["", " ", "\n\t "])
+bodies = st.builds(
+    lambda head, items, between, after, tail: f"{head}{(',' + between).join(items)}{after}]{tail}",
+    st.sampled_from(HEADS),
+    st.lists(st.sampled_from(ITEMS), max_size=4),
+    spaces,
+    spaces,
+    st.sampled_from(TAILS),
+)
+
+
+def outcome(read: Any) -> Any:
+    try:
+        return read()
+    except ApiError as error:
+        return (error.status, error.message)
+
+
+@pytest.mark.spec("gateway.requests")
+@given(sent=st.lists(bodies, max_size=8))
+def test_each_body_has_the_fields_of_its_json(sent: list[str]) -> None:
+    reader = RequestBodies()
+    for text in sent:
+        body = text.encode()
+        expected = outcome(lambda body=body: checked(ChatRequest, parsed_json(body)))
+        got = outcome(lambda body=body: reader.fields(body, ChatRequest, "messages"))
+        assert got == expected
+
+
+@pytest.mark.spec("gateway.requests")
+def test_what_was_read_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The JSON that is parsed is that of the new messages, in a conversation that grows."""
+    sizes: list[int] = []
+    loads = json.loads
+
+    def counted(body: bytes) -> Any:
+        sizes.append(len(body))
+        return loads(body)
+
+    monkeypatch.setattr("skyrl_fast.gateway.request_body.json.loads", counted)
+    reader, messages = RequestBodies(), []
+    for turn in range(20):
+        messages.append({"role": "user", "content": f"{turn}" * 100})
+        body = json.dumps({"messages": messages, "model": "m", "seed": turn}).encode()
+        fields = reader.fields(body, ChatRequest, "messages")
+        assert [m.content for m in fields.messages] == [m["content"] for m in messages]
+        assert fields.model_extra == {"seed": turn}
+    assert max(sizes) < 400

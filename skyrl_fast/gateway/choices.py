@@ -1,0 +1,250 @@
+"""One sampled answer to a call: its step, and what the client gets of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+from skyrl_fast.config import SamplingParams
+from skyrl_fast.gateway.messages import ApiError, Call, Choice, ToolCall
+from skyrl_fast.gateway.policy import Policy
+from skyrl_fast.gateway.prompt_ids import PromptIds, PromptTokens
+from skyrl_fast.rollout.engine.protocol import Generation
+from skyrl_fast.rollout.engine.route_record import turn_routes
+from skyrl_fast.rollout.policy_calls import recorded_step
+from skyrl_fast.rollout.stop_reason import LENGTH, STOP
+from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.rollout.turn import decode_response, sampled_tokens
+
+MAX_WHITE_SPACE = 3  # characters at the end of a text before a tool call that may be the template's
+MAX_UNFIT = 3  # answers that no form continues, after which others like them are not tried
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """An answer, divided; tool calls as in a chat message."""
+
+    thoughts: str
+    text: str
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def message(self) -> dict[str, Any]:
+        """Return the message in which a client sends it back."""
+        return {
+            "role": "assistant",
+            "content": self.text,
+            **({"reasoning_content": self.thoughts} if self.thoughts else {}),
+            **({"tool_calls": self.tool_calls} if self.tool_calls else {}),
+        }
+
+
+class Choices:
+    """Samples the answers of one session.
+
+    Args:
+        policy: answers.
+        trajectory: of the session.
+        prompts: remembers the answers' tokens.
+        counts: of the session.
+        policy_version: at its start, for the seeds.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        trajectory: Trajectory,
+        prompts: PromptIds,
+        counts: Counter[str],
+        policy_version: int,
+    ) -> None:
+        self.called: set[str] = set()  # ids of tool calls
+        self._policy = policy
+        self._trajectory = trajectory
+        self._prompts = prompts
+        self._counts = counts
+        self._policy_version = policy_version
+        self._forms: dict[Any, int] = {}  # of white space in answers: which of them to send
+        self._unfit: Counter[Any] = Counter()  # times that none was as sampled
+
+    async def sampled(
+        self, call: Call, prompt: PromptTokens, place: str, attempt: int
+    ) -> tuple[Choice, Step]:
+        """Return one answer and its step.
+
+        Args:
+            call: asks for it.
+            prompt: of the call.
+            place: of the answer in its trajectory, for the seeds.
+            attempt: of the trajectory.
+
+        Raises:
+            EngineError: the engine failed, or refuses the request.
+            ApiError: tools cannot be forced.
+        """
+        policy = self._policy
+        sampling = self._sampling(call)
+        versioned, seconds = await policy.calls.sample(
+            self._trajectory,
+            prompt.token_ids,
+            sampling,
+            policy_version=self._policy_version,
+            attempt=attempt,
+            place=place,
+        )
+        generation = versioned.generation
+        self._prompts.add_response(prompt, generation.token_ids)
+        step = recorded_step(
+            prompt.token_ids,
+            sampled_tokens(generation, appended_eos=self._appended(generation, sampling)),
+            versioned,
+            text=decode_response(policy.calls.tokenizer, generation),
+            llm_seconds=seconds,
+        )
+        step.expert_indices = turn_routes([], prompt.token_ids, generation)
+        parts = await self._parts(call, prompt, generation, step.text)
+        text, stop_string = parts.text, generation.stop_string
+        if stop_string is not None and call.stop is not None and not call.include_stop:
+            text = text.removesuffix(stop_string)
+        finish = LENGTH if generation.stop_reason == LENGTH else STOP
+        tool_calls = list(map(_tool_call, parts.tool_calls))
+        self.called.update(tool_call.id for tool_call in tool_calls)
+        choice = Choice(
+            text=text,
+            thoughts=parts.thoughts,
+            tool_calls=tool_calls,
+            finish="tool_calls" if tool_calls else finish,
+            stop_string=stop_string,
+            token_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+        )
+        return choice, step
+
+    def _appended(self, generation: Generation, sampling: SamplingParams) -> int | None:
+        """Return the end token that is appended to a response; None: none is."""
+        end: int = self._policy.calls.tokenizer.eos_token_id
+        appended = (
+            generation.stop_string is not None
+            and self._policy.config.append_eos_token_after_stop_str_in_multi_turn
+            and generation.token_ids[-1] != end
+            and len(generation.token_ids) < sampling.max_generate_length
+        )
+        return end if appended else None
+
+    def _sampling(self, call: Call) -> SamplingParams:
+        run = self._policy.config.sampling(self._trajectory.phase)
+        longest = run.max_generate_length
+        structured = call.structured
+        if call.forced_tool is not None:
+            structured = self._forcing(call, call.forced_tool)
+        is_trained = self._trajectory.phase == "train"
+        if structured is not None and is_trained and run.max_kept_tokens is None:
+            name = "generator.sampling_params.max_kept_tokens"
+            raise ApiError(400, f"the form of an answer can be set only with {name}, got null")
+        more = {} if structured is None else {"structured_outputs": structured}
+        return replace(
+            run,
+            max_generate_length=min(call.max_tokens or longest, longest),
+            stop=run.stop if call.stop is None else call.stop,
+            additional_kwargs={**run.additional_kwargs, **more},
+        )
+
+    def _forcing(self, call: Call, forced: str) -> dict[str, Any]:
+        parser = self._policy.tool_parser
+        if parser is None:
+            raise ApiError(400, "tool_choice: tools are forced only with generator.tool_parser")
+        if not call.tools:
+            raise ApiError(400, "tool_choice: wanted tools to choose from, got none")
+        try:
+            return parser.forcing(call.tools, forced)
+        except ValueError as error:
+            raise ApiError(400, f"tool_choice: {error}") from error
+
+    # --- what the client gets
+
+    async def _parts(
+        self, call: Call, prompt: PromptTokens, generation: Generation, text: str
+    ) -> _Parts:
+        """Return the answer's parts, as the template has to get them back.
+
+        Parsers and templates disagree about the white space between them.
+
+        Args:
+            text: of the answer, without special tokens.
+        """
+        policy = self._policy
+        reasons = policy.reasoning_parser is not None and call.messages is not None
+        calls = policy.tool_parser is not None and call.parse_tools and bool(call.tools)
+        if not reasons and not calls:
+            return _Parts("", text)
+        thoughts = ""
+        marked = decode_response(policy.calls.tokenizer, generation, skip_special_tokens=False)
+        if policy.reasoning_parser is not None and reasons:
+            kwargs = {**policy.config.chat_template_kwargs, **call.template_kwargs}
+            thoughts, marked = policy.reasoning_parser.divided(marked, kwargs)
+            text = policy.template.control_tokens.sub("", marked) if thoughts else text
+            self._counts["answers_with_thoughts"] += bool(thoughts)
+        parts = _Parts(thoughts, text)
+        if policy.tool_parser is not None and calls:
+            parsed = policy.tool_parser.parsed(marked, call.tools, forced=call.forced_tool)
+            if parsed.tool_calls:
+                parts = _Parts(thoughts, parsed.content, parsed.tool_calls)
+            self._counts["answers_with_tool_calls"] += bool(parsed.tool_calls)
+            self._counts["unparsed_tool_calls"] += parsed.failed
+        return await self._returnable(call, prompt, generation.token_ids, parts)
+
+    async def _returnable(
+        self, call: Call, prompt: PromptTokens, token_ids: list[int], parts: _Parts
+    ) -> _Parts:
+        texts = _trimmed(parts.text) if parts.tool_calls or parts.thoughts else [parts.text]
+        thoughts = list(dict.fromkeys([parts.thoughts, parts.thoughts.strip()]))
+        forms = [replace(parts, thoughts=t, text=x) for t, x in product(thoughts, texts)]
+        if len(forms) == 1:
+            return parts
+        spaces = (*map(_spaces, (parts.thoughts, parts.text)), bool(parts.tool_calls))
+        if spaces not in self._forms:
+            if self._unfit[spaces] >= MAX_UNFIT:
+                return parts
+            choose = partial(
+                self._prompts.continuing,
+                prompt,
+                token_ids,
+                call.messages or [],
+                [form.message() for form in forms],
+                tools=call.tools,
+                template_kwargs=call.template_kwargs,
+            )
+            index = await asyncio.to_thread(choose)
+            if index is None:
+                self._unfit[spaces] += 1
+                return parts
+            self._forms[spaces] = index
+        return forms[self._forms[spaces]]
+
+
+def _trimmed(text: str) -> list[str]:
+    """Return a text with less and less white space at its ends."""
+    ends = range(len(text), max(len(text.rstrip()), len(text) - MAX_WHITE_SPACE) - 1, -1)
+    texts = [*(text[:end] for end in ends), text.rstrip(), text.lstrip(), text.strip()]
+    return list(dict.fromkeys(texts))
+
+
+def _spaces(text: str) -> tuple[str, str]:
+    """Return the white space at both ends of a text; all of it, where it is nothing else."""
+    rest = text.strip()
+    before, _, after = text.partition(rest) if rest else (text, "", "")
+    return before, after
+
+
+def _tool_call(call: Mapping[str, Any]) -> ToolCall:
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", function["name"], arguments)

@@ -1,0 +1,54 @@
+"""What all sessions of a run share: the policy, and how it may be called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from skyrl_fast.config import GeneratorConfig
+from skyrl_fast.gateway.messages import ApiError
+from skyrl_fast.rollout.activity import ActivityBoard
+from skyrl_fast.rollout.chat_template import ChatTemplate
+from skyrl_fast.rollout.policy_calls import PolicyCalls
+from skyrl_fast.rollout.reasoning import ReasoningParser
+from skyrl_fast.rollout.tool_calls import ToolCallParser
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What all sessions of a run share.
+
+    Args:
+        calls: of the engine.
+        config: the generator's settings; see `loop_settings`.
+        template: of the model, whose prompts have at most `max_input_length` tokens.
+        board: records what each trajectory does.
+        model: name under which the policy is called.
+        untrained_models: names whose calls are sampled from the policy, but not trained.
+        tool_parser: finds tool calls in answers; None: they are only text.
+        reasoning_parser: finds thoughts in answers; None: they are part of the text.
+        one_line: whether a trajectory's calls must follow each other, for estimators per turn.
+        takes_rewards: whether rewards may be posted. Code that a model writes can have the key.
+        said: what the log has said once.
+    """
+
+    calls: PolicyCalls
+    config: GeneratorConfig
+    template: ChatTemplate
+    board: ActivityBoard
+    model: str
+    untrained_models: tuple[str, ...] = ()
+    tool_parser: ToolCallParser | None = None
+    reasoning_parser: ReasoningParser | None = None
+    one_line: bool = False
+    takes_rewards: bool = True
+    said: set[str] = field(default_factory=set)
+
+    def check_model(self, name: str) -> None:
+        """Raise ApiError for an unknown name."""
+        if name != self.model and name not in self.untrained_models:
+            known = ", ".join([self.model, *self.untrained_models])
+            raise ApiError(
+                404,
+                f"The model `{name}` does not exist here; known: {known}",
+                code="model_not_found",
+            )

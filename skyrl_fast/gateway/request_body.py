@@ -1,0 +1,147 @@
+"""JSON of requests: what a body has in common with an earlier one is not parsed again.
+
+Clients send their conversation with each call. A body that begins like an earlier one, up to the
+end of the last item of its conversation, has the same items up to there: only what follows is
+parsed and checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from skyrl_fast.gateway.messages import ApiError
+
+MAX_BEGINNINGS = 8  # of as many interleaved conversations
+WHITE_SPACE = b" \t\r\n"  # of JSON
+
+
+class Fields(BaseModel):
+    """A part of a request; fields that it does not name are allowed, and ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+F = TypeVar("F", bound=Fields)
+
+
+def checked(model: type[F], body: Any) -> F:
+    """Return a request's fields.
+
+    Raises:
+        ApiError: one is missing or of the wrong type; the message names it.
+    """
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ApiError(400, f"{place}: {first['msg']}", code="invalid_value") from None
+
+
+def parsed_json(body: bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ApiError: it is none.
+    """
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Beginning:
+    """A body up to the end of the last item of its conversation.
+
+    Args:
+        text: of all of it, a part of the complete body.
+        head: of what is before the first item.
+        items: checked.
+    """
+
+    text: memoryview
+    head: bytes
+    items: list[Any]
+
+
+class RequestBodies:
+    """Reads the requests of one session.
+
+    Example:
+        fields = bodies.fields(body, ChatRequest, "messages")
+    """
+
+    def __init__(self) -> None:
+        self._beginnings: dict[type[Fields], deque[_Beginning]] = {}
+
+    def fields(self, body: bytes, model: type[F], conversation: str) -> F:
+        """Return a request's checked fields.
+
+        Args:
+            body: JSON.
+            model: of the request.
+            conversation: name of the field that grows from call to call.
+
+        Raises:
+            ApiError: the body is no JSON, or a field is missing or of the wrong type.
+        """
+        kept = self._beginnings.setdefault(model, deque(maxlen=MAX_BEGINNINGS))
+        begins = [known for known in kept if body.startswith(known.text)]
+        known = max(begins, key=lambda known: len(known.text), default=None)
+        rest = None if known is None else _rest(body, known)
+        place = None if rest is None else _items_place(rest, conversation)
+        if known is None or rest is None or place is None or place[0] != len(known.head):
+            known, rest = None, body
+            value = parsed_json(body)
+            place = _items_place(body, conversation)
+        else:
+            value = parsed_json(rest)
+            value[conversation] = known.items + value[conversation]
+        fields = checked(model, value)
+        if place is not None:
+            if known is not None:
+                kept.remove(known)  # the new one is longer, or the same
+            start, end = place
+            text = memoryview(body)[: end - len(rest) + len(body)]
+            kept.append(_Beginning(text, rest[:start], getattr(fields, conversation)))
+        return fields
+
+
+def _rest(body: bytes, known: _Beginning) -> bytes | None:
+    """Return the body without the known items; None: it is no JSON, or these are not all items."""
+    after = body[len(known.text) :].lstrip(WHITE_SPACE)
+    if after[:1] == b",":
+        after = after[1:].lstrip(WHITE_SPACE)
+        return known.head + after if after[:1] == b"{" else None
+    return known.head + after if after[:1] == b"]" else None
+
+
+def _items_place(body: bytes, name: str) -> tuple[int, int] | None:
+    """Return where the items of a field begin, and where the last one ends.
+
+    None: the field is no list of objects, which alone cannot continue after their end.
+    """
+    try:
+        values = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        items = msgspec.json.decode(values[name], type=list[msgspec.Raw])
+    except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError):
+        return None
+    start = end = _address(values[name]) - _address(body) + 1  # after the bracket
+    if items:
+        end = _address(items[-1]) - _address(body) + memoryview(items[-1]).nbytes
+        if body[end - 1 : end] != b"}":
+            return None
+    return (start, end) if body[start - 1 : start] == b"[" else None
+
+
+def _address(buffer: Any) -> int:
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address

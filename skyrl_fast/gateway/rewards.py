@@ -1,0 +1,69 @@
+"""Rewards of one trajectory's calls: posted, or returned by the agent."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from skyrl_fast.gateway.messages import ApiError, Outcome
+from skyrl_fast.rollout.trajectory import Step
+
+
+class Rewards:
+    """Adds rewards to steps at the trajectory's end: until then a step's answer may be lost."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Step] = {}  # the first choice's step, by id of the answer
+        self._spans: dict[str, Step] = {}  # the last step of each span
+        self._given: list[tuple[str | None, str | None, float]] = []  # id, span, reward
+
+    def delivered(self, answer_id: str, steps: list[Step], span: str | None) -> None:
+        """Record an answer that may get a reward.
+
+        Args:
+            answer_id: without the prefix of its dialect.
+            steps: of its choices.
+            span: name of the part of the agent that called.
+        """
+        self._calls[answer_id] = steps[0]
+        if span is not None:
+            self._spans[span] = steps[-1]
+
+    def add(self, value: float, *, call: str | None = None, span: str | None = None) -> None:
+        """Add a reward to a call, to the last step of a span, or to the trajectory.
+
+        Args:
+            value: finite.
+            call: id of the answer, with or without the prefix of its dialect.
+            span: name of the part of the agent.
+
+        Raises:
+            ApiError: there is no such call or span, or the value is not finite.
+        """
+        if not math.isfinite(value):
+            raise ApiError(400, f"reward: wanted a finite number, got {value}")
+        name = None if call is None else re.split("[-_]", call)[-1]
+        if name is not None and name not in self._calls:
+            raise ApiError(404, "no trained answer of this trajectory has this id")
+        if span is not None and span not in self._spans:
+            raise ApiError(404, "no trained answer of this trajectory has this span")
+        self._given.append((name, span, value))
+
+    def apply(self, outcome: Outcome, last: Step) -> None:
+        """Add all rewards to their steps.
+
+        Args:
+            outcome: what the agent returned.
+            last: step of the trajectory, which gets the trajectory's rewards.
+
+        Raises:
+            ApiError: a reward for a call that does not exist.
+        """
+        for answer, value in outcome.call_rewards.items():
+            self.add(value, call=answer)
+        posted = any(call is None and span is None for call, span, _ in self._given)
+        if outcome.reward is not None and not (posted and outcome.unless_posted):
+            self._given.append((None, None, outcome.reward))
+        for call, span, value in self._given:
+            step = self._calls[call] if call else self._spans[span] if span else last
+            step.reward += value

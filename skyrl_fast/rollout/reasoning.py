@@ -1,0 +1,74 @@
+"""Thoughts in a model's answers, by vLLM's parser of the model's family."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_fast.printable import log_line
+from skyrl_fast.rollout.tool_calls import WithVocabulary
+
+log = logging.getLogger(__name__)
+
+SETTING = "generator.reasoning_parser"
+
+
+class ReasoningParser:
+    """Divides answers into thoughts and the rest.
+
+    Args:
+        name: of a parser of vLLM, as in `vllm serve --reasoning-parser`, such as "qwen3".
+        tokenizer: of the model.
+
+    Raises:
+        ValueError: vLLM is missing or has no parser of this name, or the tokenizer is not of its
+            model family.
+    """
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        self._make = _parser_class(name)
+        self._tokenizer = WithVocabulary(tokenizer)
+        try:
+            self._make(self._tokenizer)
+        except Exception as error:  # of any parser
+            raise ValueError(f"{SETTING}: {name} refuses the tokenizer: {error}") from error
+
+    def divided(self, text: str, template_kwargs: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the thoughts of an answer, and the text after them.
+
+        Args:
+            text: of the answer, with special tokens.
+            template_kwargs: of the chat template, such as `enable_thinking`.
+        """
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        try:
+            request = ChatCompletionRequest(
+                model="",
+                messages=[{"role": "user", "content": ""}],
+                chat_template_kwargs=dict(template_kwargs),
+            )
+            parser = self._make(self._tokenizer, chat_template_kwargs=dict(template_kwargs))
+            thoughts, rest = parser.extract_reasoning(text, request)
+        except Exception as error:  # whatever a model wrote
+            log.info("%s: no thoughts: %s", SETTING, log_line(f"{type(error).__name__}: {error}"))
+            return "", text
+        return thoughts or "", rest or ""
+
+
+def check_reasoning_parser(name: str) -> None:
+    """Raise ValueError if vLLM is missing or has no parser of this name."""
+    _parser_class(name)
+
+
+def _parser_class(name: str) -> Any:
+    try:
+        from vllm.reasoning import ReasoningParserManager
+    except ImportError as error:
+        raise ValueError(f"{SETTING}: wanted null without vLLM ({error}), got {name!r}") from error
+    try:
+        return ReasoningParserManager.get_reasoning_parser(name)
+    except KeyError:
+        known = ", ".join(ReasoningParserManager.list_registered())
+        raise ValueError(f"{SETTING}: wanted null or one of {known}, got {name!r}") from None

@@ -13,7 +13,7 @@ import logging
 import secrets
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ from skyrl_fast.gateway.dialects.dialect import Dialect, Fields, ParsedCall, che
 from skyrl_fast.gateway.dialects.openai_chat import OpenAIChat
 from skyrl_fast.gateway.dialects.openai_completions import OpenAICompletions
 from skyrl_fast.gateway.dialects.openai_responses import OpenAIResponses
-from skyrl_fast.gateway.messages import ApiError
+from skyrl_fast.gateway.messages import Answer, ApiError, Call
 from skyrl_fast.gateway.session import RunningCall, Session
 from skyrl_fast.printable import log_line
 from skyrl_fast.rollout.engine.protocol import EngineError
@@ -67,6 +67,9 @@ class Gateway:
         host: address to listen at.
         port: 0: a free one.
 
+    `routes`, more of them, and `on_answer`, called with each answer that was delivered, may be set
+    before the start.
+
     Example:
         gateway = Gateway()
         await gateway.start()
@@ -78,6 +81,8 @@ class Gateway:
 
     def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self.faults: Counter[str] = Counter(dict.fromkeys(FAULTS, 0))
+        self.routes: list[Route] = []
+        self.on_answer: Callable[[Session, Call, Answer], None] = lambda session, call, answer: None
         self._host = host
         self._port = port
         self._sessions: dict[bytes, Session] = {}  # by digest of the key
@@ -166,16 +171,33 @@ class Gateway:
                 others("/v1/models", chat, self._models, "GET"),
                 others("/v1/models/{name:path}", chat, self._model, "GET"),
                 others("/v1/rewards", chat, self._reward),
+                *self.routes,
             ]
         )
 
     # --- requests
 
     async def _answered(self, request: Request, dialect: Dialect, handle: Any) -> Response:
-        """Return the answer of a handler, or the error that it raised, in the dialect's form."""
+        async def handled() -> Response:
+            return await handle(request, self.session_of(request), dialect)
+
+        return await self.answered(request, handled, dialect)
+
+    async def answered(
+        self,
+        request: Request,
+        handle: Callable[[], Awaitable[Response]],
+        dialect: Dialect | None = None,
+    ) -> Response:
+        """Return the answer of a handler, or the ApiError that it raised, in the dialect's form.
+
+        Args:
+            request: for its path.
+            handle: answers it.
+            dialect: None: OpenAI's.
+        """
         try:
-            session = self._session(request)
-            return await handle(request, session, dialect)
+            return await handle()
         except ApiError as error:
             failure = error
         except ClientDisconnect:
@@ -184,15 +206,15 @@ class Gateway:
         if failure.status < SERVER_ERROR:
             self.faults["gateway_refused_calls"] += 1
             log.info("%s: %d: %s", request.url.path, failure.status, log_line(failure.message))
-        return JSONResponse(dialect.error(failure), failure.status)
+        return JSONResponse((dialect or OpenAIChat()).error(failure), failure.status)
 
-    def _session(self, request: Request) -> Session:
-        if "origin" in request.headers:
-            raise ApiError(403, "requests of web pages are refused")
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            key = request.headers.get("x-api-key", "")
-        digest = _digest(key.strip())
+    def session_of(self, request: Request) -> Session:
+        """Return the session of a request's key.
+
+        Raises:
+            ApiError: it has none, or comes from a web page.
+        """
+        digest = _digest(key_of(request))
         if digest in self._ended:
             self.faults["gateway_late_calls"] += 1
             raise ApiError(403, "the trajectory of this key has ended")
@@ -202,21 +224,8 @@ class Gateway:
             raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
         return session
 
-    async def _body(self, request: Request) -> bytes:
-        parts, size = [], 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for part in request.stream():
-                    parts.append(part)
-                    size += len(part)
-                    if size > MAX_BODY_BYTES:
-                        raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
-        return b"".join(parts)
-
     async def _call(self, request: Request, session: Session, dialect: Dialect) -> Response:
-        body = await self._body(request)
+        body = await _body(request)
         parsed = dialect.parsed(_json(body), session.memory)
         prompt = await session.prompt(parsed.call)
         running = session.start(
@@ -236,6 +245,7 @@ class Gateway:
         with session.waiting(running):
             await self._until_done(running, request)
             answer = session.deliver(running)
+        self.on_answer(session, parsed.call, answer)
         return JSONResponse(dialect.response(answer, parsed, tokens))
 
     async def _until_done(self, running: RunningCall, request: Request) -> None:
@@ -279,6 +289,8 @@ class Gateway:
                     yield event(dialect.error(failure), "error")
                 # Sending to a client that is gone raises nothing.
                 complete = not await request.is_disconnected()
+                if complete and failure is None:
+                    self.on_answer(session, parsed.call, session.deliver(running))
             finally:
                 if not complete:
                     self.faults["gateway_lost_clients"] += 1
@@ -287,7 +299,7 @@ class Gateway:
     async def _count(
         self, request: Request, session: Session, dialect: AnthropicMessages
     ) -> Response:
-        call = dialect.counted(_json(await self._body(request)))
+        call = dialect.counted(_json(await _body(request)))
         return JSONResponse({"input_tokens": await session.count_tokens(call)})
 
     async def _models(self, request: Request, session: Session, dialect: Dialect) -> Response:
@@ -302,9 +314,47 @@ class Gateway:
     async def _reward(self, request: Request, session: Session, dialect: Dialect) -> Response:
         if not session.policy.takes_rewards:
             raise ApiError(403, "rewards are those of agent.verifier")
-        fields = checked(RewardRequest, _json(await self._body(request)))
+        fields = checked(RewardRequest, _json(await _body(request)))
         session.reward(fields.reward, call=fields.id, span=fields.span)
         return JSONResponse({"object": "reward", "reward": fields.reward})
+
+
+def key_of(request: Request) -> str:
+    """Return the key of a request; "" if it has none.
+
+    Raises:
+        ApiError: it comes from a web page.
+    """
+    if "origin" in request.headers:
+        raise ApiError(403, "requests of web pages are refused")
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        key = request.headers.get("x-api-key", "")
+    return key.strip()
+
+
+async def json_body(request: Request) -> Any:
+    """Return the JSON of a request's body; None if it is empty.
+
+    Raises:
+        ApiError: it is no JSON, too long, or late.
+    """
+    body = await _body(request)
+    return _json(body) if body else None
+
+
+async def _body(request: Request) -> bytes:
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > MAX_BODY_BYTES:
+                    raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+    return b"".join(parts)
 
 
 class _Server(uvicorn.Server):

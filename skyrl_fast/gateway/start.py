@@ -1,4 +1,4 @@
-"""The gateway's agent from the settings of a run."""
+"""The gateway's policy and agent from the settings of a run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,18 @@ from skyrl_fast.rollout.tool_calls import ToolCallParser
 
 if TYPE_CHECKING:
     from skyrl_fast.gateway.agent import BlackBox, GatewayAgent
+    from skyrl_fast.gateway.session import Policy
 
 PACKAGES = ("starlette", "uvicorn", "pydantic")
+
+
+def check_packages() -> None:
+    """Raise ValueError if a package that the gateway needs is missing."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"agent: the gateway needs {', '.join(missing)}: pip install 'skyrl-fast[gateway]'"
+        )
 
 
 def black_box(settings: AgentConfig) -> BlackBox:
@@ -24,11 +34,7 @@ def black_box(settings: AgentConfig) -> BlackBox:
     Raises:
         ValueError: it cannot be imported, or a package is missing.
     """
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"agent: the gateway needs {', '.join(missing)}: pip install 'skyrl-fast[gateway]'"
-        )
+    check_packages()
     from skyrl_fast.gateway.agents.command import CommandAgent
     from skyrl_fast.gateway.agents.function import FunctionAgent
 
@@ -63,13 +69,26 @@ def gateway_agent(
     box = black_box(settings)
     from skyrl_fast.gateway.agent import GatewayAgent
     from skyrl_fast.gateway.server import Gateway
+
+    policy = gateway_policy(settings, calls, config, one_line=one_line)
+    return GatewayAgent(Gateway(host=settings.host, port=settings.port), policy, box)
+
+
+def gateway_policy(
+    settings: AgentConfig, calls: PolicyCalls, config: GeneratorConfig, *, one_line: bool = False
+) -> Policy:
+    """Return what all sessions share; arguments as of `gateway_agent`.
+
+    Raises:
+        ValueError: a tokenizer without end token, or no tool parser of that name.
+    """
     from skyrl_fast.gateway.session import Policy
 
     tokenizer = calls.tokenizer
     if tokenizer.eos_token_id is None:
         raise ValueError("agent: tokenizer: it has no end-of-sequence token (eos_token)")
     name = config.tool_parser
-    policy = Policy(
+    return Policy(
         calls,
         config,
         ChatTemplate(
@@ -85,4 +104,3 @@ def gateway_agent(
         one_line=one_line,
         takes_rewards=not settings.verifier,
     )
-    return GatewayAgent(Gateway(host=settings.host, port=settings.port), policy, box)

@@ -4,13 +4,9 @@ The module is callable: `skyrl_fast.train(...)` is `skyrl_fast.train.train(...)`
 documents the arguments. Extension points of a run:
 
 - `Env`, `EnvStep`, `Action`: an environment, its answer to one action, and that action
-<<<<<<< HEAD
 - `AgentTask`: what an agent at the gateway gets
-- `register_policy_loss`, `register_advantage_estimator`: custom losses and estimators
-=======
 - `register_policy_loss`, `register_advantage_estimator`: custom losses and estimators, with
   `LossInputs`, `LossOutput`, `EstimatorInputs`, `EstimatorOutput`
->>>>>>> first
 - `Callback`, `CallbackError`: hooks after steps, evaluations and checkpoints
 - `Logger`, `RunInfo`: where metrics go, and what a logger is constructed with
 

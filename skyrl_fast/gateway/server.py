@@ -15,7 +15,7 @@ import socket
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from skyrl_fast.config.upstream import Upstream
 from skyrl_fast.gateway.dialects.anthropic_messages import AnthropicMessages
 from skyrl_fast.gateway.dialects.dialect import Dialect, Fields, ParsedCall, checked, event
 from skyrl_fast.gateway.dialects.openai_chat import OpenAIChat
@@ -33,10 +34,14 @@ from skyrl_fast.gateway.session import RunningCall, Session
 from skyrl_fast.printable import log_line
 from skyrl_fast.rollout.engine.protocol import EngineError
 
+if TYPE_CHECKING:
+    import httpx
+
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
 BODY_SECONDS = 30.0  # for a request's body to arrive
+CONNECT_SECONDS = 10.0  # to a server of another model
 PING_SECONDS = 5.0  # between signs of life in a stream that waits for its answer
 # Longer than clients keep idle connections: one that the server closes while a client begins to use
 # it is an error of the client.
@@ -89,6 +94,7 @@ class Gateway:
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._client: httpx.AsyncClient | None = None  # for other models
 
     @property
     def url(self) -> str:
@@ -128,6 +134,9 @@ class Gateway:
             self._server.should_exit = self._server.force_exit = True
             await self._serving
         self._server = self._serving = None
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
 
     def open(self, session: Session) -> str:
         """Return a new key, whose calls belong to the session."""
@@ -226,7 +235,13 @@ class Gateway:
 
     async def _call(self, request: Request, session: Session, dialect: Dialect) -> Response:
         body = await _body(request)
-        parsed = dialect.parsed(_json(body), session.memory)
+        values = _json(body)
+        if (upstream := _upstream(session, values)) is not None:
+            session.counts["upstream_calls"] += 1
+            return await session.others.forward(
+                self._upstream_client(), upstream, request.url.path, values
+            )
+        parsed = dialect.parsed(values, session.memory)
         prompt = await session.prompt(parsed.call)
         running = session.start(
             parsed.call,
@@ -245,7 +260,7 @@ class Gateway:
         with session.waiting(running):
             await self._until_done(running, request)
             answer = session.deliver(running)
-        self.on_answer(session, parsed.call, answer)
+        self._delivered(session, parsed.call, answer)
         return JSONResponse(dialect.response(answer, parsed, tokens))
 
     async def _until_done(self, running: RunningCall, request: Request) -> None:
@@ -290,11 +305,26 @@ class Gateway:
                 # Sending to a client that is gone raises nothing.
                 complete = not await request.is_disconnected()
                 if complete and failure is None:
-                    self.on_answer(session, parsed.call, session.deliver(running))
+                    self._delivered(session, parsed.call, session.deliver(running))
             finally:
                 if not complete:
                     self.faults["gateway_lost_clients"] += 1
                     session.not_delivered(running)
+
+    def _delivered(self, session: Session, call: Call, answer: Answer) -> None:
+        if call.model != session.policy.model:
+            session.others.add_sampled(call, answer)
+        self.on_answer(session, call, answer)
+
+    def _upstream_client(self) -> httpx.AsyncClient:
+        if self._client is None:
+            import httpx
+
+            # A call may take as long as its trajectory's deadline, which aborts it.
+            timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+            limits = httpx.Limits(max_connections=None)
+            self._client = httpx.AsyncClient(timeout=timeout, limits=limits)
+        return self._client
 
     async def _count(
         self, request: Request, session: Session, dialect: AnthropicMessages
@@ -303,12 +333,14 @@ class Gateway:
         return JSONResponse({"input_tokens": await session.count_tokens(call)})
 
     async def _models(self, request: Request, session: Session, dialect: Dialect) -> Response:
-        names = [session.policy.model, *session.policy.untrained_models]
+        policy = session.policy
+        names = [policy.model, *policy.untrained_models, *policy.upstreams]
         return JSONResponse({"object": "list", "data": [_model_entry(name) for name in names]})
 
     async def _model(self, request: Request, session: Session, dialect: Dialect) -> Response:
         name = request.path_params["name"]
-        session.policy.check_model(name)
+        if name not in session.policy.upstreams:
+            session.policy.check_model(name)
         return JSONResponse(_model_entry(name))
 
     async def _reward(self, request: Request, session: Session, dialect: Dialect) -> Response:
@@ -363,6 +395,12 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _upstream(session: Session, values: Any) -> Upstream | None:
+    """Return the server to which a call goes on, by the name of its model."""
+    name = values.get("model") if isinstance(values, dict) else None
+    return session.policy.upstreams.get(name) if isinstance(name, str) else None
 
 
 def _failure(task: asyncio.Task[Any]) -> ApiError | None:

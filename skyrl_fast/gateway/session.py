@@ -18,7 +18,9 @@ from functools import partial
 from typing import Any
 
 from skyrl_fast.config import GeneratorConfig, SamplingParams
+from skyrl_fast.config.upstream import Upstream
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice, Outcome, ToolCall
+from skyrl_fast.gateway.other_calls import OtherCalls
 from skyrl_fast.gateway.prompt_ids import FORKED, RESTARTED, PromptIds, PromptTokens
 from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity, ActivityBoard
 from skyrl_fast.rollout.chat_template import ChatTemplate, ContextError
@@ -45,6 +47,7 @@ COUNTS = (
     "forked_prompts",
     "repeated_calls",
     "untrained_calls",
+    "upstream_calls",
     "too_long_prompts",
     "undelivered_calls",
     "answers_with_tool_calls",
@@ -62,6 +65,7 @@ class Policy:
         board: records what each trajectory does.
         model: name under which the policy is called.
         untrained_models: names whose calls are sampled from the policy, but not trained.
+        upstreams: by name, models whose calls go on to another server.
         tool_parser: finds tool calls in answers; None: they are only text.
         one_line: whether a trajectory's calls must follow each other, for estimators per turn.
         takes_rewards: whether rewards may be posted. Code that a model writes can have the key.
@@ -74,6 +78,7 @@ class Policy:
     board: ActivityBoard
     model: str
     untrained_models: tuple[str, ...] = ()
+    upstreams: Mapping[str, Upstream] = field(default_factory=dict)
     tool_parser: ToolCallParser | None = None
     one_line: bool = False
     takes_rewards: bool = True
@@ -82,7 +87,7 @@ class Policy:
     def check_model(self, name: str) -> None:
         """Raise ApiError for an unknown name."""
         if name != self.model and name not in self.untrained_models:
-            known = ", ".join([self.model, *self.untrained_models])
+            known = ", ".join([self.model, *self.untrained_models, *self.upstreams])
             raise ApiError(
                 404,
                 f"The model `{name}` does not exist here; known: {known}",
@@ -128,6 +133,7 @@ class Session:
         self.refused: str | None = None  # the stop reason of the last call, if it was refused
         self.engine_failure: EngineError | None = None  # of the last call, if it failed
         self.engine_died = asyncio.Event()
+        self.others = OtherCalls(trajectory)
         self._trajectory = trajectory
         self._entry = entry
         self._policy_version = policy_version
@@ -482,7 +488,8 @@ class Session:
         return {name: float(number) for name, number in counts.items()}
 
     async def close(self) -> None:
-        """Abort all calls that are sampled."""
+        """Abort all calls."""
+        await self.others.close()
         running = [call.task for call in self._calls if not call.task.done()]
         for task in running:
             task.cancel()

@@ -6,6 +6,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from skyrl_fast.config import AgentConfig, GeneratorConfig
+from skyrl_fast.config.upstream import upstreams_of
 from skyrl_fast.importing import load_object
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.chat_template import ChatTemplate
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from skyrl_fast.gateway.agent import BlackBox, GatewayAgent
     from skyrl_fast.gateway.session import Policy
 
-PACKAGES = ("starlette", "uvicorn", "pydantic")
+PACKAGES = ("starlette", "uvicorn", "pydantic", "httpx")
 
 
 def check_packages() -> None:
@@ -100,6 +101,7 @@ def gateway_policy(
         ActivityBoard(),
         settings.model,
         untrained_models=tuple(settings.untrained_models),
+        upstreams=upstreams_of(settings.upstreams),
         tool_parser=None if name is None else ToolCallParser(name, tokenizer),
         one_line=one_line,
         takes_rewards=not settings.verifier,

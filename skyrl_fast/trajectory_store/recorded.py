@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.rollout.trajectory import OtherCall, Step, Trajectory
 from skyrl_fast.trajectory_store.parts import read_lines
 from skyrl_fast.trajectory_store.reader import StoredStep, StoredTrajectory, read_trajectories
 
@@ -55,6 +55,7 @@ def _trajectory(stored: StoredTrajectory) -> Trajectory:
         failure=entry.failure or None,
         phase=entry.phase,
         data_source=entry.data_source or None,
+        other_calls=[OtherCall(**call) for call in stored.other_calls],
     )
 
 

@@ -166,13 +166,17 @@ def test_sessions_are_opened_with_the_gateways_key(tmp_path: Path, tiny_tokenize
         bad = await client.post("/sessions/end", opened["api_key"], {"reward": "much"})
         assert bad.status_code == 400
         assert "reward: wanted a finite number" in bad.json()["error"]["message"]
-        unknown = {"call_rewards": {"chatcmpl-none": 1.0}}
-        await client.chat(opened, [USER])
+        answer = await client.post(
+            "/chat/completions", opened["api_key"], {"model": "policy", "messages": [USER]}
+        )
+        rewards = {answer.json()["id"]: 0.5}
+        unknown = {"call_rewards": {**rewards, "chatcmpl-none": 1.0}}
         assert (await client.post("/sessions/end", opened["api_key"], unknown)).status_code == 404
-        assert (await client.end(opened))["stored"]
+        assert (await client.end(opened, call_rewards=rewards))["stored"]
 
     served(tmp_path, tiny_tokenizer, use)
     assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
+    assert [entry.reward for entry in read_index(tmp_path)] == [0.5]  # once
 
 
 @pytest.mark.spec("gateway.sessions")
@@ -194,8 +198,9 @@ def test_open_sessions_are_stored_at_the_end_and_at_their_deadline(
 
 
 @pytest.mark.spec("gateway.sessions")
+@pytest.mark.parametrize("with_next", [True, False])
 def test_sessions_that_cannot_be_written_are_kept(
-    tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    with_next: bool, tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = recording.TrajectoryWriter
     write = writer.write
@@ -211,10 +216,12 @@ def test_sessions_that_cannot_be_written_are_kept(
         answer = await client.post("/sessions/end", opened[0]["api_key"], {"reward": 1})
         assert (answer.status_code, "disk is full" in answer.text) == (500, True)
         monkeypatch.setattr(writer, "write", write)
-        await client.end(opened[1], reward=2)
+        if with_next:
+            await client.end(opened[1], reward=2)
 
     served(tmp_path, tiny_tokenizer, use)
-    assert [(e.uid, e.reward) for e in read_index(tmp_path)] == [("a", 1.0), ("b", 2.0)]
+    found = [(e.uid, e.reward) for e in read_index(tmp_path)]
+    assert found == [("a", 1.0), ("b", 2.0 if with_next else 0.0)]
     assert [row["messages"][-1]["content"] for row in sft_rows(tmp_path)] == ["a0", "a1"]
 
 

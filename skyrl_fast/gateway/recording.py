@@ -80,11 +80,23 @@ class Recording:
         """
         self._waiting.append(session)
         async with self._writing:
-            if session not in self._waiting:
-                return  # another one's write has taken it
-            sessions = list(self._waiting)
-            await asyncio.to_thread(self._write, sessions)
-            del self._waiting[: len(sessions)]  # after an error they wait for the next write
+            if session in self._waiting:  # else another one's write has taken it
+                await self._write_waiting()
+
+    async def flush(self) -> None:
+        """Write sessions that are left after an error.
+
+        Raises:
+            StoreError, OSError: they cannot be written.
+        """
+        async with self._writing:
+            if self._waiting:
+                await self._write_waiting()
+
+    async def _write_waiting(self) -> None:
+        sessions = list(self._waiting)
+        await asyncio.to_thread(self._write, sessions)
+        del self._waiting[: len(sessions)]  # after an error they wait for the next write
 
     def _write(self, sessions: Sequence[RecordedSession]) -> None:
         grouped = sorted(sessions, key=lambda s: (s.trajectory.uid, s.trajectory.repetition_id))

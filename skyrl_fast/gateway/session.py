@@ -464,8 +464,13 @@ class Session:
         Raises:
             ApiError: a reward for a call that does not exist.
         """
-        for answer, value in outcome.call_rewards.items():
-            self.reward(value, call=answer)
+        posted_before = list(self._rewards)
+        try:
+            for answer, value in outcome.call_rewards.items():
+                self.reward(value, call=answer)
+        except ApiError:
+            self._rewards = posted_before  # none of them, where one is wrong
+            raise
         steps = self._trajectory.steps
         posted = any(call is None and span is None for call, span, _ in self._rewards)
         if outcome.reward is not None and not (posted and outcome.unless_posted):

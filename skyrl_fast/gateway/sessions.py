@@ -146,13 +146,23 @@ class Sessions:
         return trajectory
 
     async def close(self) -> None:
-        """End and store all open sessions."""
+        """End and store all open sessions.
+
+        Raises:
+            StoreError: they cannot be written.
+        """
         await asyncio.gather(*self._ending)
-        for session in list(self._open):
+        await asyncio.gather(*(self._late(session) for session in list(self._open)))
+        await self._recording.flush()
+
+    async def _late(self, session: Session) -> None:
+        try:
             await self.end(session, Outcome(), stop_reason=TIMEOUT)
+        except (StoreError, OSError) as error:  # it is written with the next one
+            log.warning("%s", error)
 
     def _expire(self, session: Session) -> None:
-        ending = asyncio.create_task(self.end(session, Outcome(), stop_reason=TIMEOUT))
+        ending = asyncio.create_task(self._late(session))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
@@ -194,7 +204,7 @@ class Sessions:
                 raise ApiError(403, "the trajectory of this key has ended")
             try:
                 trajectory = await self.end(session, outcome)
-            except StoreError as error:
+            except (StoreError, OSError) as error:
                 raise ApiError(500, str(error)) from error
             return JSONResponse(
                 {

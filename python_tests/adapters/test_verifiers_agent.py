@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,32 @@ from fake_envs import FakePrompt, says
 pytest.importorskip("openai")
 
 from skyrl_fast.adapters.verifiers_agent import INPUT, VerifiersAgent
+from skyrl_fast.adapters.verifiers_tasks import INDEX, VerifiersTasks
+
+TASKSET = """
+import verifiers.v1 as vf
+
+class Echo(vf.Task[vf.TaskData, vf.State]):
+    @vf.reward
+    async def right(self, trace) -> float:
+        if self.data.name == "fails":
+            raise RuntimeError("oh no")
+        return float("a0" in str(trace.model_dump()))
+
+class Echoes(vf.Taskset[Echo]):
+    def load(self):
+        for name in ("one", "two", "fails"):
+            yield Echo(vf.TaskData(prompt=f"say {name}", name=name), self.config.task)
+
+__all__ = ["Echoes"]
+"""
 
 
 @pytest.mark.peers
 @pytest.mark.spec("gateway.verifiers")
 def test_an_environment_with_several_turns(tiny_tokenizer: Any) -> None:
     vf = pytest.importorskip("verifiers")
+    pytest.importorskip("verifiers.envs", reason="verifiers is newer")
     from datasets import Dataset
     from verifiers.envs.multiturn_env import MultiTurnEnv
 
@@ -53,3 +74,30 @@ def test_an_environment_with_several_turns(tiny_tokenizer: Any) -> None:
     assert first.env_metrics["length"] == 1.2
     assert first.env_metrics["continued_prompts"] == 1
     assert "first?" in tiny_tokenizer.decode(first.steps[0].prompt_token_ids)
+
+
+@pytest.mark.peers
+@pytest.mark.spec("gateway.verifiers")
+def test_a_taskset_with_a_harness(
+    tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verifiers")
+    pytest.importorskip("verifiers.v1.clients", reason="verifiers is older")
+    (tmp_path / "echo_tasks.py").write_text(TASKSET)
+    monkeypatch.syspath_prepend(tmp_path)
+    harness = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+    agent = VerifiersTasks({"taskset": {"id": "echo_tasks"}, "agent": harness})
+    rows = agent.rows(5)
+    assert [row["prompt"][0]["content"] for row in rows] == ["say one", "say two", "say fails"]
+    prompts = [
+        FakePrompt(str(n), row["prompt"], env_extras={INDEX: row[INDEX]})
+        for n, row in enumerate(rows)
+    ]
+    answer = lambda call, n: says(tiny_tokenizer, f"a{n % 2}")  # noqa: E731
+    out = played(agent, tiny_tokenizer, prompts=prompts, answer=answer, max_retries=0)
+    assert [t.failure for t in out.trajectories[:2]] == [None, None]
+    assert "oh no" in str(out.trajectories[2].failure)
+    for trajectory, name in zip(out.trajectories[:2], ("one", "two"), strict=True):
+        (step,) = trajectory.steps
+        assert f"say {name}" in tiny_tokenizer.decode(step.prompt_token_ids)
+        assert step.reward == float(step.text == "a0") == trajectory.env_metrics["right"]

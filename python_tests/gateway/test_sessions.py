@@ -169,6 +169,8 @@ def test_sessions_are_opened_with_the_gateways_key(tmp_path: Path, tiny_tokenize
         answer = await client.post(
             "/chat/completions", opened["api_key"], {"model": "policy", "messages": [USER]}
         )
+        relayed = {"authorization": "Bearer EMPTY", "x-api-key": opened["api_key"]}
+        assert (await client._http.get("/models", headers=relayed)).status_code == 200
         rewards = {answer.json()["id"]: 0.5}
         unknown = {"call_rewards": {**rewards, "chatcmpl-none": 1.0}}
         assert (await client.post("/sessions/end", opened["api_key"], unknown)).status_code == 404

@@ -354,14 +354,18 @@ class Gateway:
 def key_of(request: Request) -> str:
     """Return the key of a request; "" if it has none.
 
+    Relays may add a bearer of their own to a client's `x-api-key`.
+
     Raises:
         ApiError: it comes from a web page.
     """
     if "origin" in request.headers:
         raise ApiError(403, "requests of web pages are refused")
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        key = request.headers.get("x-api-key", "")
+    key = request.headers.get("x-api-key")
+    if key is None:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            return ""
     return key.strip()
 
 

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,3 +221,29 @@ def test_skyrl_takes_the_generator_and_its_output(tiny_tokenizer: Any) -> None:
     both = concatenate_generator_outputs([output, other], step_wise=True)
     assert both["response_ids"] == output["response_ids"] + other["response_ids"]
     assert client.asked[0][1] is None
+
+
+@pytest.mark.peers
+@pytest.mark.timeout(300)
+@pytest.mark.spec("dropin.agents")
+def test_two_steps_of_skyrls_trainer(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    pytest.importorskip("skyrl.train.trainer", reason="SkyRL is not installed")
+    tiny_tokenizer.save_pretrained(tmp_path / "tokenizer")
+    helpers = Path(__file__).parents[1] / "helpers"
+    path = os.pathsep.join([str(helpers.parents[1]), os.environ.get("PYTHONPATH", "")])
+    out = tmp_path / "out.json"
+    done = subprocess.run(
+        [sys.executable, helpers / "_skyrl_agent_run.py", tmp_path / "tokenizer", out],
+        env={**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    for result in json.loads(out.read_text()):  # of rows, and of merged rows
+        # 12 trajectories of 2 calls, one of which failed: 23 rows, padded for two ranks.
+        assert result["rows"] == [24, 24]
+        assert len(result["losses"]) == 8
+        assert all(math.isfinite(loss) for loss in result["losses"])
+        rewards = [log["reward/avg_raw_reward"] for log in result["logs"]]
+        assert rewards == pytest.approx([11 / 12] * 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 from pathlib import Path
@@ -39,6 +40,7 @@ class Judge:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any], Any]] = []
+        self.sent = 0  # events
 
     async def answer(self, request: Request) -> Response:
         body = await request.json()
@@ -71,8 +73,13 @@ class Judge:
 
     async def _events(self, body: dict[str, Any]) -> Any:
         head = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": body["model"]}
-        for text in ("very ", "good"):
+        endless = body["messages"][-1]["content"] == "endless"
+        texts = itertools.repeat("on ") if endless else ("very ", "good")
+        for text in texts:
+            if endless:
+                await asyncio.sleep(0.01)
             choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+            self.sent += 1
             yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
         yield "data: [DONE]\n\n"
 
@@ -152,6 +159,33 @@ def test_a_server_that_is_gone_and_a_trajectory_that_ends(tiny_tokenizer: Any) -
     assert (t.failure, t.other_calls) == (None, [])
     with pytest.raises(openai.APIError):
         waiting[0].result()
+
+
+@pytest.mark.spec("gateway.upstreams")
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_stream_ends_with_its_client_or_its_trajectory(leaves: bool, tiny_tokenizer: Any) -> None:
+    judge = Judge()
+
+    async def agent(task: Any) -> float:
+        await chat(task, [USER])
+        stream = await ask(task, "endless", stream=True)
+        assert (await anext(stream)).choices[0].delta.content == "on "
+        if not leaves:
+            return 1.0
+        await stream.close()
+        before = -1
+        while before != judge.sent:  # the server notices that its client has left
+            before = judge.sent
+            await asyncio.sleep(0.5)
+        return 1.0
+
+    with serving(judge.app) as port:
+        server = Upstream(f"http://127.0.0.1:{port}/v1", "m")
+        t = played(agent, tiny_tokenizer, upstreams={"judge": server}).only
+    assert t.failure is None
+    if leaves:
+        (call,) = t.other_calls
+        assert call.response.startswith("on ")
 
 
 @pytest.mark.spec("gateway.untrained")

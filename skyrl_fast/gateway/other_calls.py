@@ -105,8 +105,8 @@ class OtherCalls:
             return  # it broke, or the trajectory has ended: the client sees a cut stream
         finally:
             self._streaming.discard(answer)
-            await answer.aclose()
             self._answered(body, _text_of_events(bytes(kept)), started)
+            await asyncio.shield(answer.aclose())  # also where the client has left
 
     def _answered(self, body: Mapping[str, Any], said: str, started: float) -> None:
         asked = next((body[n] for n in ("messages", "input", "prompt") if n in body), "")

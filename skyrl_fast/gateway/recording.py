@@ -25,6 +25,8 @@ from skyrl_fast.trajectory_store.record import total_reward
 from skyrl_fast.trajectory_store.recorded import MESSAGES
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
+GATHER_SECONDS = 0.2  # in which other sessions may end, to be written to the same part
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedSession:
@@ -35,7 +37,7 @@ class RecordedSession:
 
 
 class Recording:
-    """Write sessions as they end; those that end during a write share the next part.
+    """Write sessions as they end; those that end at about the same time share a part.
 
     Args:
         run: folder; sessions that it holds are kept.
@@ -81,6 +83,7 @@ class Recording:
         self._waiting.append(session)
         async with self._writing:
             if session in self._waiting:  # else another one's write has taken it
+                await asyncio.sleep(GATHER_SECONDS)
                 await self._write_waiting()
 
     async def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""Calls of other models go on to their servers: shown with the trajectory, and not trained."""
+"""Calls of other models are forwarded to their servers: shown in the trajectory, not trained."""
 
 from __future__ import annotations
 

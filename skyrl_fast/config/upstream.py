@@ -1,4 +1,4 @@
-"""Other models of a run: OpenAI-compatible servers to which calls by their names go on."""
+"""Other models of a run: OpenAI-compatible servers to which calls are forwarded by name."""
 
 from __future__ import annotations
 

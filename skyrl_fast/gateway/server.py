@@ -354,7 +354,7 @@ class Gateway:
 def key_of(request: Request) -> str:
     """Return the key of a request; "" if it has none.
 
-    Relays may add a bearer of their own to a client's `x-api-key`.
+    Relays may add another bearer to a client's `x-api-key`.
 
     Raises:
         ApiError: it comes from a web page.
@@ -402,7 +402,7 @@ class _Server(uvicorn.Server):
 
 
 def _upstream(session: Session, values: Any) -> Upstream | None:
-    """Return the server to which a call goes on, by the name of its model."""
+    """Return the server to which a call is forwarded, by the name of its model."""
     name = values.get("model") if isinstance(values, dict) else None
     return session.policy.upstreams.get(name) if isinstance(name, str) else None
 

@@ -65,7 +65,7 @@ class Policy:
         board: records what each trajectory does.
         model: name under which the policy is called.
         untrained_models: names whose calls are sampled from the policy, but not trained.
-        upstreams: by name, models whose calls go on to another server.
+        upstreams: by name, models whose calls are forwarded to another server.
         tool_parser: finds tool calls in answers; None: they are only text.
         one_line: whether a trajectory's calls must follow each other, for estimators per turn.
         takes_rewards: whether rewards may be posted. Code that a model writes can have the key.

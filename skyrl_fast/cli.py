@@ -1,4 +1,4 @@
-"""The command `skyrl-fast`: train, fine-tune, try, plan, list settings, view, serve, doctor."""
+"""The command `skyrl-fast`: train, try, plan, serve, record, export, view, and more."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from skyrl_fast import __version__
 from skyrl_fast.config.listing import add_arguments as add_settings_arguments
 from skyrl_fast.printable import MAX_FAILURE, PrintableFormatter, printable
+from skyrl_fast.train.gateway_command import add_arguments as add_gateway_arguments
 from skyrl_fast.train.plan_command import add_arguments as add_plan_arguments
 from skyrl_fast.train.try_command import add_arguments as add_try_arguments
+from skyrl_fast.trajectory_store.export_command import add_arguments as add_export_arguments
 from skyrl_fast.viewer.command import add_arguments as add_view_arguments
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if options.command in ("train", "sft", "try", "engine", "plan"):
+    if options.command in ("train", "sft", "try", "engine", "plan", "gateway"):
         options.overrides += rest  # overrides after an option, which argparse does not assign
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -50,6 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from skyrl_fast.train.try_command import try_prompt
 
         return try_prompt(options)
+    if options.command == "gateway":
+        from skyrl_fast.train.gateway_command import gateway
+
+        return gateway(options)
+    if options.command == "export":
+        from skyrl_fast.trajectory_store.export_command import export
+
+        return export(options)
     if options.command == "retrieval":
         from skyrl_fast.extras.search.command import serve
 
@@ -135,6 +145,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     engine.add_argument("--host", default="127.0.0.1", help="address to listen on")
     engine.add_argument("--port", type=int, default=8000, help="port to listen on")
+    gateway = commands.add_parser(
+        "gateway",
+        help="record the calls of agents, without training",
+        description="Serve a model by OpenAI's and Anthropic's APIs, and record sessions with the "
+        "exact tokens. `skyrl-fast export` and `skyrl-fast view` read them.",
+    )
+    add_gateway_arguments(gateway)
+    export = commands.add_parser(
+        "export",
+        help="write recorded sessions as training data",
+        description="Write the trajectories of a recording or a run as a batch, as SkyRL's "
+        "generator output, or as chats for fine-tuning.",
+    )
+    add_export_arguments(export)
     retrieval = commands.add_parser(
         "retrieval",
         help="serve a corpus to search agents",

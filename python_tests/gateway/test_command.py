@@ -15,6 +15,7 @@ import pytest
 from _gateway import played
 from fake_envs import FakePrompt
 
+from skyrl_fast.gateway.agents import command
 from skyrl_fast.gateway.agents.command import CommandAgent
 from skyrl_fast.gateway.agents.task import AgentTask
 
@@ -75,6 +76,38 @@ def test_reward_by_exit_code_verifier_and_file(
         assert "agent.reward_file: out.json:" in str(out.only.failure)
     out = played(CommandAgent(["no-such-program"]), tiny_tokenizer, max_retries=0)
     assert "no program 'no-such-program'" in str(out.only.failure)
+
+
+CHATTER = """
+import os, sys
+for number in range(40):
+    os.write(1 + number % 2, b"x" * 65536)
+print("last words")
+while not (start := open(".agent_output").read(30)):
+    pass  # it is being written
+print(os.path.getsize(".agent_output"), start, file=open(SEEN, "w"))
+"""
+
+
+@pytest.mark.spec("gateway.command-output")
+def test_the_end_of_a_commands_output_is_kept(
+    tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """2.5 MiB are written; the agent sees how large the file is, and the error quotes its end."""
+    seen = tmp_path / "seen"
+    agent = CommandAgent(
+        python(CALL + CHATTER.replace("SEEN", repr(str(seen)))), reward_file="out.json"
+    )
+    out = played(agent, tiny_tokenizer, prompts=[FakePrompt("a"), FakePrompt("b")], max_retries=0)
+    for trajectory in out.trajectories:
+        assert "last words" in str(trajectory.failure)
+    size, _, start = seen.read_text().partition(" ")
+    assert int(size) <= 2 * command.KEPT_OUTPUT_BYTES + 100
+    assert start.startswith("(the beginning of the output")
+    said = [r for r in caplog.records if "only its end is kept" in r.message]
+    assert [r.message for r in said] == [
+        "agent.command: more than 512 KiB of output: only its end is kept; said once"
+    ]
 
 
 FORKS = """

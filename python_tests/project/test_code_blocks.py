@@ -28,7 +28,7 @@ from skyrl_fast.config.loading import build_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/README.md")
-COUNTS = {"python": 25, "bash": 30, "yaml": 3, "json": 2, "toml": 1, "text": 8}
+COUNTS = {"python": 32, "bash": 34, "yaml": 4, "json": 2, "toml": 1, "text": 8}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 # Blocks that need another package or a finished run: their imports and names are checked here.
@@ -36,12 +36,16 @@ NOT_RUN = {
     "CONTRIBUTING.md 0": "a test of the suite, without its body",
     "README.md 2": "SkyRL and TRL",
     "docs/gateway.md 1": "LangChain",
+    "docs/gateway.md 2": "verifiers; test_verifiers_agent.py runs a taskset",
+    "docs/gateway.md 3": "verifiers; test_verifiers_agent.py runs an environment",
     "docs/other_trainers.md 0": "prime-rl; test_other_trainers.py runs it with stand-ins",
     "docs/other_trainers.md 1": "slime; test_other_trainers.py runs it with stand-ins",
     "docs/other_trainers.md 2": "NeMo RL; test_other_trainers.py runs it with stand-ins",
     "docs/skyrl_drop_in.md 0": "SkyRL",
-    "docs/skyrl_drop_in.md 1": "Ray and SkyRL",
-    "docs/skyrl_drop_in.md 2": "verl",
+    "docs/skyrl_drop_in.md 1": "SkyRL; test_skyrl_agents.py runs it with a stand-in",
+    "docs/skyrl_drop_in.md 2": "Ray and SkyRL",
+    "docs/skyrl_drop_in.md 3": "verl",
+    "docs/training.md 3": "Gymnasium; test_gymnasium_env.py plays its environments",
     "docs/trl.md 0": "TRL",
     "docs/trl.md 1": "TRL",
     "docs/viewer.md 0": "a run; test_viewer.py runs it on one",
@@ -49,7 +53,7 @@ NOT_RUN = {
     "docs/viewer.md 2": "a run; test_viewer.py runs it on one",
 }
 OTHER_PROGRAMS = {"ray", "git", "cd", "cp", "pytest", "curl", "hf"}
-OTHER_MODULES = {"verl.trainer.main_ppo"}
+OTHER_MODULES = {"verl.trainer.main_ppo", "skyrl.train.entrypoints.main_base"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,26 @@ def test_dead_engine_restarts_with_the_current_weights() -> None:
     asyncio.run(go())
 
 
+@pytest.mark.spec("gateway.engines")
+def test_engine_without_a_trainer_restarts_with_its_weights_of_the_start() -> None:
+    async def go() -> None:
+        engine = OneWeight("a")
+        pool, _ = await started(engine, max_restarts=1)
+        for restarts in (True, False):
+            engine.alive = False
+            waiting = asyncio.create_task(ask(pool, "s"))
+            await asyncio.wait_for(pool.wait_for_fault(), 5)
+            if restarts:
+                await pool.restart()
+                assert (await waiting).logprobs == [0.0]
+        with pytest.raises(EngineDeadError, match="no engine is left"):
+            await pool.restart()
+        waiting.cancel()
+        assert pool.faults["engine_restarts"] == 1
+
+    asyncio.run(go())
+
+
 def test_a_restarted_engine_serves_no_request_before_it_has_the_weights() -> None:
     async def go() -> None:
         engines = [OneWeight("a"), OneWeight("b")]

@@ -171,6 +171,21 @@ def test_request_and_response_are_token_ids() -> None:
     assert server.headers[0]["x-session-id"] == "s-1"
 
 
+@pytest.mark.spec("gateway.engines")
+def test_any_server_will_do_if_its_weights_are_not_updated() -> None:
+    """It has neither this package's worker extension nor vLLM's endpoints for development."""
+
+    class Plain(Server):
+        def __call__(self, request: httpx.Request) -> httpx.Response:
+            known = ("/health", "/v1/models", "/v1/completions")
+            plain = request.url.path in known
+            return super().__call__(request) if plain else httpx.Response(404)
+
+    assert with_engine(Plain(), ask, weight_sync=None).token_ids == [5, 6]
+    with pytest.raises(EngineError, match="answered 404 to /resume"):
+        with_engine(Plain(), ask)
+
+
 @pytest.mark.spec("kept.read")
 def test_kept_tokens_are_read_from_the_returned_logprobs() -> None:
     top = [{"token_id:5": -0.5, "token_id:9": -0.9327521, "token_id:4": -9999.0}, {"token_id:6": 0}]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -24,8 +25,9 @@ from _training import folder as folder  # a fixture
 
 import skyrl_fast
 from skyrl_fast.config import Config, ConfigError, EnvironmentConfig, OptimizerConfig, as_config
-from skyrl_fast.rollout.env.factory import EnvFactory
+from skyrl_fast.rollout.env.factory import EnvError, EnvFactory
 from skyrl_fast.rollout.env.reward_env import RewardEnv
+from skyrl_fast.rollout.env.reward_functions import TEXT_PROMPT, RewardFunctions
 from skyrl_fast.train import Callback, CallbackError, SetupError
 from skyrl_fast.train.data.prompts import prompts_from
 from skyrl_fast.train.output.checkpoint import read_state
@@ -216,9 +218,77 @@ def test_reward_function_is_a_single_turn_environment() -> None:
     assert (answer.reward, answer.done, answer.messages) == (15.0, True, [])
 
 
+def exact(completions: Any, answer: Any, **columns: Any) -> list[float]:
+    assert set(columns) == {"prompts", "log_metric", "level"}
+    columns["log_metric"]("length", len(completions[0][0]["content"]))
+    return [float(a in c[0]["content"]) for c, a in zip(completions, answer, strict=True)]
+
+
+def short(prompts: Any, completions: Any) -> list[float]:
+    assert prompts == [[{"role": "user", "content": "?"}]]
+    return [-float(len(completions[0][0]["content"]))]
+
+
+async def only_hard(level: Any, **columns: Any) -> list[float | None]:
+    return [1.0 if one == "hard" else None for one in level]
+
+
+def rewarded(make_env: Any, extras: dict[str, Any], answer: str) -> tuple[float, dict[str, Any]]:
+    async def go() -> Any:
+        factory = EnvFactory(EnvironmentConfig(), make_env=make_env)
+        env = await factory.make("any", {**extras, "max_turns": 1})
+        await env.init([{"role": "user", "content": "?"}])
+        step = await env.step(answer)
+        metrics = await env.metrics()
+        await env.close()
+        await factory.close()
+        assert step.done
+        return step.reward, metrics
+
+    return asyncio.run(go())
+
+
+@pytest.mark.spec("run.reward-functions")
+def test_reward_functions_are_called_as_by_trl() -> None:
+    make_env = RewardFunctions([exact, short, only_hard], [2.0, 0.5, 1.0])
+    row = {"answer": "4", "level": "easy"}
+    reward, metrics = rewarded(make_env, row, "is 4")
+    assert reward == 2.0 * 1.0 - 0.5 * 4
+    assert metrics == {"reward_exact": 1.0, "reward_short": -4.0, "length": 4.0}
+    reward, metrics = rewarded(make_env, {**row, "level": "hard"}, "5")
+    assert reward == -0.5 * 1 + 1.0
+    assert metrics["reward_only_hard"] == 1.0
+    text = {"answer": "4", TEXT_PROMPT: True}
+
+    def plain(prompts: Any, completions: Any, **columns: Any) -> Any:
+        assert (prompts, completions, columns["answer"]) == (["?"], ["four"], ["4"])
+        return torch.tensor([0.25])
+
+    assert rewarded(RewardFunctions([plain], [1.0]), text, "four")[0] == 0.25
+    with pytest.raises(EnvError, match=r"'<lambda>': wanted a list of one reward, got 1\.0"):
+        rewarded(RewardFunctions([lambda **columns: 1.0], [1.0]), row, "5")
+
+
+@pytest.mark.spec("run.reward-functions")
+def test_reward_functions_are_one_argument_of_train(folder: Path) -> None:
+    recorder = Recorder()
+    config = settings(folder, "funcs", "trainer.epochs=1")
+    skyrl_fast.train(config, reward_funcs=[short, exact], prompts=["3"] * 4, make_rollouts=recorder)
+    assert recorder.rollouts[-1].config.environment.env_class == "RewardFunctions"
+    for options, wanted in (
+        ({"reward_funcs": [], "reward_weights": []}, "got 0 functions and 0 weights"),
+        ({"reward_funcs": short, "reward_weights": [1.0, 2.0]}, "got 1 functions and 2 weights"),
+        ({"reward_funcs": ["org/model"]}, "wanted functions, got 'org/model'"),
+        ({"reward_weights": [1.0]}, "reward_weights: wanted reward_funcs"),
+        ({"reward_funcs": short, "reward": len}, "wanted one of env, reward, reward_funcs"),
+    ):
+        with pytest.raises(SetupError, match=wanted):
+            skyrl_fast.train(settings(folder, "other"), **options)
+
+
 def test_invalid_and_conflicting_objects(folder: Path) -> None:
     config = settings(folder, "run")
-    with pytest.raises(SetupError, match="wanted env or reward, got both"):
+    with pytest.raises(SetupError, match="wanted one of env, reward, reward_funcs and agent"):
         skyrl_fast.train(config, env="m:E", reward=len)  # type: ignore[arg-type]
     with pytest.raises(SetupError, match="reward: wanted a class or function, got 3"):
         skyrl_fast.train(config, reward=3)  # type: ignore[arg-type]
@@ -241,7 +311,7 @@ def test_given_agent_is_named_in_the_settings(folder: Path) -> None:
         skyrl_fast.train(config, agent=agent, make_rollouts=recorder)
         assert recorder.rollouts[-1].config.agent.function == f"{__name__}:solve"
     config = settings(folder, "other")
-    with pytest.raises(SetupError, match="wanted one of env, reward and agent"):
+    with pytest.raises(SetupError, match="wanted one of env, reward, reward_funcs and agent"):
         skyrl_fast.train(config, agent=solve, reward=len)  # type: ignore[arg-type]
     with pytest.raises(SetupError, match="agent: wanted a function of a module, got <function"):
         skyrl_fast.train(config, agent=lambda task: 1.0)

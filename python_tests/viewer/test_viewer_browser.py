@@ -9,10 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _stored import LONG_MEMBERS, MARKUP, long_record, write_long_run, write_run
+from _stored import (
+    LONG_MEMBERS,
+    MARKUP,
+    WordTokenizer,
+    long_record,
+    two_turns,
+    write_long_run,
+    write_run,
+)
 
 from scripts.browser import NoBrowserError, headless_browser
+from skyrl_fast.rollout.trajectory import OtherCall
 from skyrl_fast.trajectory_store.lines import encode_line
+from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 from skyrl_fast.viewer.build import build_view
 
 MANY = 10_000
@@ -204,6 +214,27 @@ def test_trajectory_is_shown_turn_by_turn(opened: Open) -> None:
     show(tab, 6)
     summary = turns.nth(1).locator("summary").inner_text()
     assert summary == "context: 0 tokens as before, 1 new; 8 were dropped or rewritten"
+
+
+@pytest.mark.spec("viewer.other-calls")
+def test_calls_that_are_not_trained_are_between_the_turns(opened: Open, tmp_path: Path) -> None:
+    calls = [
+        OtherCall("judge", MARKUP, "good", before_step=1, seconds=0.5),
+        OtherCall("titles", "", "a title", before_step=2, seconds=0.0),
+    ]
+    writer = TrajectoryWriter(tmp_path / "trajectories", WordTokenizer(), last_step=0)
+    writer.write(1, "eval", [two_turns("a", 0, 1.0, other_calls=calls)])
+    tab = opened("#/0", page=build_view(tmp_path).page)
+    tab.locator("#body section.turn .tok").first.wait_for()
+    parts = tab.locator("#body > section.turn, #body > details").evaluate_all(
+        "parts => parts.map((part) => part.tagName)"
+    )
+    assert parts == ["SECTION", "DETAILS", "SECTION", "DETAILS"]
+    judge = tab.locator("details.other").first
+    assert judge.locator("summary").inner_text() == "not trained: judge · 500 ms"
+    judge.locator("summary").click()
+    until(tab, "document.querySelectorAll('details.other .text').length === 2")
+    assert judge.locator(".text").nth(1).inner_text() == "good"
 
 
 @pytest.mark.spec("viewer.token-colors")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_fast.config.upstream import upstreams_of
 from skyrl_fast.setting import ConfigError, setting
 
 
@@ -34,6 +35,12 @@ class AgentConfig:
     untrained_models: list[str] = setting(
         [], "names whose calls are sampled from the policy, too, but not trained, such as a judge's"
     )
+    upstreams: dict[str, Any] = setting(
+        {},
+        "other models, by the name that the agent calls: each with base_url (of an "
+        "OpenAI-compatible server, with /v1), api_key (such as ${oc.env:JUDGE_KEY}) and model, its "
+        "name there. Their calls are shown, and not trained",
+    )
     host: str = setting("127.0.0.1", "address at which the gateway listens")
     port: int = setting(0, "port of the gateway; 0: a free one", at_least=0, at_most=65535)
 
@@ -55,6 +62,12 @@ def check_agent(config: Any) -> None:
     for name in ("verifier", "reward_file"):
         if getattr(agent, name) and not agent.command:
             raise ConfigError(f"agent.{name}: wanted agent.command with it, got none")
+    for name in upstreams_of(agent.upstreams):
+        if name == agent.model or name in agent.untrained_models:
+            raise ConfigError(
+                f"agent.upstreams: wanted other names than agent.model and agent.untrained_models, "
+                f"got {name!r}"
+            )
     if agent.is_set and not config.generator.step_wise_trajectories:
         raise ConfigError(
             "generator.step_wise_trajectories: wanted true with an agent, whose context need not "

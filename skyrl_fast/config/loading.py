@@ -58,12 +58,15 @@ _SYNONYMS = {
 ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | Path | None = None, overrides: Sequence[str] = (), *, has_prompts: bool = False
+) -> Config:
     """Return the checked settings of a YAML file with dotted overrides.
 
     Args:
         path: YAML file with the sections data, trainer, generator, environment; None: all defaults.
         overrides: strings such as "trainer.seed=7"; they take precedence over the file.
+        has_prompts: as for `check_config`.
 
     Raises:
         ConfigError: the file is missing or not YAML, a key is unknown (the message suggests the
@@ -74,7 +77,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         Config(...)
     """
     config = build_config(_read_yaml(path, overrides))
-    check_config(config)
+    check_config(config, has_prompts=has_prompts)
     return config
 
 

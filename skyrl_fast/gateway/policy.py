@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from skyrl_fast.config import GeneratorConfig
+from skyrl_fast.config.upstream import Upstream
 from skyrl_fast.gateway.messages import ApiError
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.chat_template import ChatTemplate
@@ -24,6 +26,7 @@ class Policy:
         board: records what each trajectory does.
         model: name under which the policy is called.
         untrained_models: names whose calls are sampled from the policy, but not trained.
+        upstreams: by name, models whose calls are forwarded to another server.
         tool_parser: finds tool calls in answers; None: they are only text.
         reasoning_parser: finds thoughts in answers; None: they are part of the text.
         one_line: whether a trajectory's calls must follow each other, for estimators per turn.
@@ -37,6 +40,7 @@ class Policy:
     board: ActivityBoard
     model: str
     untrained_models: tuple[str, ...] = ()
+    upstreams: Mapping[str, Upstream] = field(default_factory=dict)
     tool_parser: ToolCallParser | None = None
     reasoning_parser: ReasoningParser | None = None
     one_line: bool = False
@@ -46,7 +50,7 @@ class Policy:
     def check_model(self, name: str) -> None:
         """Raise ApiError for an unknown name."""
         if name != self.model and name not in self.untrained_models:
-            known = ", ".join([self.model, *self.untrained_models])
+            known = ", ".join([self.model, *self.untrained_models, *self.upstreams])
             raise ApiError(
                 404,
                 f"The model `{name}` does not exist here; known: {known}",

@@ -59,8 +59,13 @@ class Rewards:
         Raises:
             ApiError: a reward for a call that does not exist.
         """
-        for answer, value in outcome.call_rewards.items():
-            self.add(value, call=answer)
+        before = list(self._given)
+        try:
+            for answer, value in outcome.call_rewards.items():
+                self.add(value, call=answer)
+        except ApiError:
+            self._given = before  # none of them, where one is wrong
+            raise
         posted = any(call is None and span is None for call, span, _ in self._given)
         if outcome.reward is not None and not (posted and outcome.unless_posted):
             self._given.append((None, None, outcome.reward))

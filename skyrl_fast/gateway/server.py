@@ -12,31 +12,37 @@ import logging
 import secrets
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from skyrl_fast.config.upstream import Upstream
 from skyrl_fast.gateway.dialects.anthropic_messages import AnthropicMessages
 from skyrl_fast.gateway.dialects.dialect import Dialect, ParsedCall, event
 from skyrl_fast.gateway.dialects.openai_chat import OpenAIChat
 from skyrl_fast.gateway.dialects.openai_completions import OpenAICompletions
 from skyrl_fast.gateway.dialects.openai_responses import OpenAIResponses
-from skyrl_fast.gateway.messages import ApiError
+from skyrl_fast.gateway.messages import Answer, ApiError, Call
 from skyrl_fast.gateway.request_body import Fields, checked, parsed_json
 from skyrl_fast.gateway.session import RunningCall, Session
 from skyrl_fast.printable import log_line
 from skyrl_fast.rollout.engine.protocol import EngineError
 
+if TYPE_CHECKING:
+    import httpx
+
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
 BODY_SECONDS = 30.0  # for a request's body to arrive
+CONNECT_SECONDS = 10.0  # to a server of another model
 PING_SECONDS = 5.0  # between signs of life in a stream that waits for its answer
 # Longer than clients keep idle connections: one that the server closes while a client begins to use
 # it is an error of the client.
@@ -67,6 +73,9 @@ class Gateway:
         host: address to listen at.
         port: 0: a free one.
 
+    `routes`, more of them, and `on_answer`, called with each answer that was delivered, may be set
+    before the start.
+
     Example:
         gateway = Gateway()
         await gateway.start()
@@ -78,12 +87,15 @@ class Gateway:
 
     def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self.faults: Counter[str] = Counter(dict.fromkeys(FAULTS, 0))
+        self.routes: list[Route] = []
+        self.on_answer: Callable[[Session, Call, Answer], None] = lambda session, call, answer: None
         self._host = host
         self._port = port
         self._sessions: dict[bytes, Session] = {}  # by digest of the key
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._client: httpx.AsyncClient | None = None  # for other models
 
     @property
     def url(self) -> str:
@@ -123,6 +135,9 @@ class Gateway:
             self._server.should_exit = self._server.force_exit = True
             await self._serving
         self._server = self._serving = None
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
 
     def open(self, session: Session) -> str:
         """Return a new key, whose calls belong to the session."""
@@ -166,16 +181,33 @@ class Gateway:
                 others("/v1/models", chat, self._models, "GET"),
                 others("/v1/models/{name:path}", chat, self._model, "GET"),
                 others("/v1/rewards", chat, self._reward),
+                *self.routes,
             ]
         )
 
     # --- requests
 
     async def _answered(self, request: Request, dialect: Dialect, handle: Any) -> Response:
-        """Return the answer of a handler, or the error that it raised, in the dialect's form."""
+        async def handled() -> Response:
+            return await handle(request, self.session_of(request), dialect)
+
+        return await self.answered(request, handled, dialect)
+
+    async def answered(
+        self,
+        request: Request,
+        handle: Callable[[], Awaitable[Response]],
+        dialect: Dialect | None = None,
+    ) -> Response:
+        """Return the answer of a handler, or the ApiError that it raised, in the dialect's form.
+
+        Args:
+            request: for its path.
+            handle: answers it.
+            dialect: None: OpenAI's.
+        """
         try:
-            session = self._session(request)
-            return await handle(request, session, dialect)
+            return await handle()
         except ApiError as error:
             failure = error
         except ClientDisconnect:
@@ -184,15 +216,15 @@ class Gateway:
         if failure.status < SERVER_ERROR:
             self.faults["gateway_refused_calls"] += 1
             log.info("%s: %d: %s", request.url.path, failure.status, log_line(failure.message))
-        return JSONResponse(dialect.error(failure), failure.status)
+        return JSONResponse((dialect or OpenAIChat()).error(failure), failure.status)
 
-    def _session(self, request: Request) -> Session:
-        if "origin" in request.headers:
-            raise ApiError(403, "requests of web pages are refused")
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            key = request.headers.get("x-api-key", "")
-        digest = _digest(key.strip())
+    def session_of(self, request: Request) -> Session:
+        """Return the session of a request's key.
+
+        Raises:
+            ApiError: it has none, or comes from a web page.
+        """
+        digest = _digest(key_of(request))
         if digest in self._ended:
             self.faults["gateway_late_calls"] += 1
             raise ApiError(403, "the trajectory of this key has ended")
@@ -202,21 +234,13 @@ class Gateway:
             raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
         return session
 
-    async def _body(self, request: Request) -> bytes:
-        parts, size = [], 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for part in request.stream():
-                    parts.append(part)
-                    size += len(part)
-                    if size > MAX_BODY_BYTES:
-                        raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
-        return b"".join(parts)
-
     async def _call(self, request: Request, session: Session, dialect: Dialect) -> Response:
-        body = await self._body(request)
+        body = await _body(request)
+        if (upstream := _upstream(session, body)) is not None:
+            session.counts["upstream_calls"] += 1
+            return await session.others.forward(
+                self._upstream_client(), upstream, request.url.path, parsed_json(body)
+            )
         parsed = dialect.parsed(body, session.bodies, session.memory)
         prompt = await session.prompt(parsed.call)
         running = session.start(
@@ -237,6 +261,7 @@ class Gateway:
         with session.waiting(running):
             await self._until_done(running, request)
             answer = session.deliver(running)
+        self._delivered(session, parsed.call, answer)
         return JSONResponse(dialect.response(answer, parsed, tokens))
 
     async def _until_done(self, running: RunningCall, request: Request) -> None:
@@ -280,32 +305,93 @@ class Gateway:
                     yield event(dialect.error(failure), "error")
                 # Sending to a client that is gone raises nothing.
                 complete = not await request.is_disconnected()
+                if complete and failure is None:
+                    self._delivered(session, parsed.call, session.deliver(running))
             finally:
                 if not complete:
                     self.faults["gateway_lost_clients"] += 1
                     session.not_delivered(running)
 
+    def _delivered(self, session: Session, call: Call, answer: Answer) -> None:
+        if call.model != session.policy.model:
+            session.others.add_sampled(call, answer)
+        self.on_answer(session, call, answer)
+
+    def _upstream_client(self) -> httpx.AsyncClient:
+        if self._client is None:
+            import httpx
+
+            # A call may take as long as its trajectory's deadline, which aborts it.
+            timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+            limits = httpx.Limits(max_connections=None)
+            self._client = httpx.AsyncClient(timeout=timeout, limits=limits)
+        return self._client
+
     async def _count(
         self, request: Request, session: Session, dialect: AnthropicMessages
     ) -> Response:
-        call = dialect.counted(await self._body(request), session.bodies)
+        call = dialect.counted(await _body(request), session.bodies)
         return JSONResponse({"input_tokens": await session.count_tokens(call)})
 
     async def _models(self, request: Request, session: Session, dialect: Dialect) -> Response:
-        names = [session.policy.model, *session.policy.untrained_models]
+        policy = session.policy
+        names = [policy.model, *policy.untrained_models, *policy.upstreams]
         return JSONResponse({"object": "list", "data": [_model_entry(name) for name in names]})
 
     async def _model(self, request: Request, session: Session, dialect: Dialect) -> Response:
         name = request.path_params["name"]
-        session.policy.check_model(name)
+        if name not in session.policy.upstreams:
+            session.policy.check_model(name)
         return JSONResponse(_model_entry(name))
 
     async def _reward(self, request: Request, session: Session, dialect: Dialect) -> Response:
         if not session.policy.takes_rewards:
             raise ApiError(403, "rewards are those of agent.verifier")
-        fields = checked(RewardRequest, parsed_json(await self._body(request)))
+        fields = checked(RewardRequest, parsed_json(await _body(request)))
         session.rewards.add(fields.reward, call=fields.id, span=fields.span)
         return JSONResponse({"object": "reward", "reward": fields.reward})
+
+
+def key_of(request: Request) -> str:
+    """Return the key of a request; "" if it has none.
+
+    Relays may add another bearer to a client's `x-api-key`.
+
+    Raises:
+        ApiError: it comes from a web page.
+    """
+    if "origin" in request.headers:
+        raise ApiError(403, "requests of web pages are refused")
+    key = request.headers.get("x-api-key")
+    if key is None:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            return ""
+    return key.strip()
+
+
+async def json_body(request: Request) -> Any:
+    """Return the JSON of a request's body; None if it is empty.
+
+    Raises:
+        ApiError: it is no JSON, too long, or late.
+    """
+    body = await _body(request)
+    return parsed_json(body) if body else None
+
+
+async def _body(request: Request) -> bytes:
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > MAX_BODY_BYTES:
+                    raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+    return b"".join(parts)
 
 
 class _Server(uvicorn.Server):
@@ -314,6 +400,23 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _Model(msgspec.Struct):
+    """The name of the model in a request of any dialect."""
+
+    model: str
+
+
+def _upstream(session: Session, body: bytes) -> Upstream | None:
+    """Return the server to which a call is forwarded, by the name of its model."""
+    if not session.policy.upstreams:
+        return None
+    try:
+        name = msgspec.json.decode(body, type=_Model).model
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None  # an invalid request
+    return session.policy.upstreams.get(name)
 
 
 def _failure(task: asyncio.Task[Any]) -> ApiError | None:

@@ -16,6 +16,7 @@ import xxhash
 
 from skyrl_fast.gateway.choices import Choices
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Outcome
+from skyrl_fast.gateway.other_calls import OtherCalls
 from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.prompt_ids import FORKED, RESTARTED, PromptIds, PromptTokens
 from skyrl_fast.gateway.request_body import RequestBodies
@@ -41,6 +42,7 @@ COUNTS = (
     "forked_prompts",
     "repeated_calls",
     "untrained_calls",
+    "upstream_calls",
     "too_long_prompts",
     "undelivered_calls",
     "answers_with_tool_calls",
@@ -89,6 +91,7 @@ class Session:
         self.refused: str | None = None  # the stop reason of the last call, if it was refused
         self.engine_failure: EngineError | None = None  # of the last call, if it failed
         self.engine_died = asyncio.Event()
+        self.others = OtherCalls(trajectory)
         self._trajectory = trajectory
         self._entry = entry
         self._prompts = PromptIds(policy.template)
@@ -335,7 +338,8 @@ class Session:
         return {name: float(number) for name, number in counts.items()}
 
     async def close(self) -> None:
-        """Abort all calls that are sampled."""
+        """Abort all calls."""
+        await self.others.close()
         running = [call.task for call in self._calls if not call.task.done()]
         for task in running:
             task.cancel()

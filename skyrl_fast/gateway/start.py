@@ -1,4 +1,4 @@
-"""The gateway's agent from the settings of a run."""
+"""The gateway's policy and agent from the settings of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from skyrl_fast.config import AgentConfig, GeneratorConfig
+from skyrl_fast.config.upstream import upstreams_of
 from skyrl_fast.importing import load_object
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.chat_template import ChatTemplate
@@ -15,8 +16,18 @@ from skyrl_fast.rollout.tool_calls import ToolCallParser
 
 if TYPE_CHECKING:
     from skyrl_fast.gateway.agent import BlackBox, GatewayAgent
+    from skyrl_fast.gateway.policy import Policy
 
-PACKAGES = ("starlette", "uvicorn", "pydantic", "msgspec", "xxhash")
+PACKAGES = ("starlette", "uvicorn", "pydantic", "httpx", "msgspec", "xxhash")
+
+
+def check_packages() -> None:
+    """Raise ValueError if a package that the gateway needs is missing."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"agent: the gateway needs {', '.join(missing)}: pip install 'skyrl-fast[gateway]'"
+        )
 
 
 def black_box(settings: AgentConfig) -> BlackBox:
@@ -25,11 +36,7 @@ def black_box(settings: AgentConfig) -> BlackBox:
     Raises:
         ValueError: it cannot be imported, or a package is missing.
     """
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"agent: the gateway needs {', '.join(missing)}: pip install 'skyrl-fast[gateway]'"
-        )
+    check_packages()
     from skyrl_fast.gateway.agents.command import CommandAgent
     from skyrl_fast.gateway.agents.function import FunctionAgent
 
@@ -63,14 +70,27 @@ def gateway_agent(
     """
     box = black_box(settings)
     from skyrl_fast.gateway.agent import GatewayAgent
-    from skyrl_fast.gateway.policy import Policy
     from skyrl_fast.gateway.server import Gateway
+
+    policy = gateway_policy(settings, calls, config, one_line=one_line)
+    return GatewayAgent(Gateway(host=settings.host, port=settings.port), policy, box)
+
+
+def gateway_policy(
+    settings: AgentConfig, calls: PolicyCalls, config: GeneratorConfig, *, one_line: bool = False
+) -> Policy:
+    """Return what all sessions share; arguments as of `gateway_agent`.
+
+    Raises:
+        ValueError: a tokenizer without end token, or no tool parser of that name.
+    """
+    from skyrl_fast.gateway.policy import Policy
 
     tokenizer = calls.tokenizer
     if tokenizer.eos_token_id is None:
         raise ValueError("agent: tokenizer: it has no end-of-sequence token (eos_token)")
     name, thoughts = config.tool_parser, config.reasoning_parser
-    policy = Policy(
+    return Policy(
         calls,
         config,
         ChatTemplate(
@@ -82,9 +102,9 @@ def gateway_agent(
         ActivityBoard(),
         settings.model,
         untrained_models=tuple(settings.untrained_models),
+        upstreams=upstreams_of(settings.upstreams),
         tool_parser=None if name is None else ToolCallParser(name, tokenizer),
         reasoning_parser=None if thoughts is None else ReasoningParser(thoughts, tokenizer),
         one_line=one_line,
         takes_rewards=not settings.verifier,
     )
-    return GatewayAgent(Gateway(host=settings.host, port=settings.port), policy, box)

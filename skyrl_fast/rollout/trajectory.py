@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,24 @@ class Step:
         return self.token_versions
 
 
+@dataclass(frozen=True, slots=True)
+class OtherCall:
+    """A call of the agent that is not trained: of another model, or under another name.
+
+    Args:
+        model: name that was called.
+        request, response: what was said, as text, which may be cut.
+        before_step: number of steps before it.
+        seconds: until it was answered.
+    """
+
+    model: str
+    request: str
+    response: str
+    before_step: int
+    seconds: float
+
+
 @dataclass(slots=True)
 class Trajectory:
     """All steps of one sample of a prompt, and how it ended.
@@ -75,6 +93,7 @@ class Trajectory:
         failure: the error that remained after all retries, or None.
         phase: "train" or "eval".
         data_source: name of the data set, or None.
+        other_calls: of an agent, which are no steps.
     """
 
     uid: str
@@ -87,6 +106,7 @@ class Trajectory:
     failure: str | None = None
     phase: str = "train"
     data_source: str | None = None
+    other_calls: list[OtherCall] = field(default_factory=list)
 
     def steps_or_placeholder(self) -> list[Step]:
         """Return its steps; one masked placeholder with reward 0 if it failed or has none."""

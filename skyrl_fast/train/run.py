@@ -33,6 +33,7 @@ from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
 from skyrl_fast.ops.policy_loss.custom import register_policy_loss
 from skyrl_fast.rollout.env.host import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward, RewardEnv
+from skyrl_fast.rollout.env.reward_functions import TEXT_PROMPT, RewardFunction, RewardFunctions
 from skyrl_fast.train.algorithm.advantages import warn_without_baseline
 from skyrl_fast.train.callbacks import Callback
 from skyrl_fast.train.data.prompts import Prompt, PromptSource, load_prompts, prompts_from
@@ -126,6 +127,8 @@ def train(
     prompts: PromptSource | None = None,
     eval_prompts: PromptSource | None = None,
     reward: Reward | None = None,
+    reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None,
+    reward_weights: Sequence[float] | None = None,
     agent: Callable[[AgentTask], Any] | str | None = None,
     loss: Callable[..., Any] | str | None = None,
     estimator: Callable[..., Any] | str | None = None,
@@ -147,6 +150,10 @@ def train(
             "train" is used. None: `data.train_data`.
         eval_prompts: the same for evaluation (split "test"). None: `data.val_data`.
         reward: instead of an environment: `reward(answer, row)` for single-turn tasks.
+        reward_funcs: the same by TRL's reward functions: one, or a list whose rewards are added;
+            each is called for one answer, with lists of one: `function(prompts=, completions=,
+            **columns)`.
+        reward_weights: of `reward_funcs`; None: 1.
         agent: instead of an environment: a function of a module or of the main script, or a name as
             in `agent.function`.
         loss: a policy loss, or a name as in `trainer.algorithm.policy_loss_type`.
@@ -179,11 +186,13 @@ def train(
     """
     _check_main_module()
     config = _with_absolute_paths(as_config(config))
+    if sum(given is not None for given in (env, reward, reward_funcs, agent)) > 1:
+        raise SetupError("train: wanted one of env, reward, reward_funcs and agent, got several")
     if agent is not None:
-        if env is not None or reward is not None:
-            raise SetupError("train: wanted one of env, reward and agent, got several")
         config.agent.function = agent if isinstance(agent, str) else _importable_name(agent)
-    make_env = _with_objects(config, env=env, reward=reward, loss=loss, estimator=estimator)
+    functions = _reward_functions(reward_funcs, reward_weights)
+    made_by = env if functions is None else functions
+    make_env = _with_objects(config, env=made_by, reward=reward, loss=loss, estimator=estimator)
     check_config(config, has_prompts=prompts is not None)
     _check_callbacks(callbacks)
     warn_without_baseline(config)
@@ -223,6 +232,8 @@ def _run_here(
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             with _as_setup_error():
                 data = _data(config, prompts, eval_prompts, one_env=make_env is not None)
+                if isinstance(make_env, RewardFunctions):
+                    data = data.with_text_marked()
                 folder = _check_models(config, start.checkpoint)
                 if make_rollouts is None:
                     _check_rollouts(config, folder, data, make_env)
@@ -248,6 +259,29 @@ def _run_here(
                 make_rollouts = partial(_vllm_rollouts, prompts=data.train, make_env=make_env)
             make = partial(make, ranks)
             return _run(config, start, data, make, output, callbacks, make_rollouts, signals)
+
+
+def _reward_functions(
+    functions: RewardFunction | Sequence[RewardFunction] | None, weights: Sequence[float] | None
+) -> RewardFunctions | None:
+    """Return the factory of environments of `reward_funcs`; None: there are none.
+
+    Raises:
+        SetupError: no functions, or another number of weights.
+    """
+    if functions is None:
+        if weights is not None:
+            raise SetupError("train: reward_weights: wanted reward_funcs with it, got none")
+        return None
+    listed: list[Any] = list(functions) if isinstance(functions, list | tuple) else [functions]
+    for function in listed:
+        if not callable(function):
+            raise SetupError(f"train: reward_funcs: wanted functions, got {function!r:.100}")
+    weights = [1.0] * len(listed) if weights is None else list(weights)
+    if not listed or len(weights) != len(listed):
+        text = f"got {len(listed)} functions and {len(weights)} weights"
+        raise SetupError(f"train: reward_funcs: wanted some, each with a weight, {text}")
+    return RewardFunctions(listed, weights)
 
 
 def _importable_name(function: Callable[..., Any]) -> str:
@@ -278,10 +312,8 @@ def _with_objects(
     """Write the names of the given objects into the settings; return the environment factory.
 
     Raises:
-        SetupError: both an environment and a reward function, or an object that is not callable.
+        SetupError: an object that is not callable.
     """
-    if env is not None and reward is not None:
-        raise SetupError("train: wanted env or reward, got both")
     for name, given in (("env", env), ("reward", reward)):
         is_name = name == "env" and isinstance(given, str)
         if given is not None and not is_name and not callable(given):
@@ -315,6 +347,14 @@ def _registered(register: Callable[..., Any], given: Callable[..., Any] | str) -
 class _Data:
     train: list[Prompt]
     evaluation: list[Prompt]
+
+    def with_text_marked(self) -> _Data:
+        """Tell environments which prompts were text, not chats."""
+
+        def marked(prompt: Prompt) -> Prompt:
+            return replace(prompt, env_extras={**prompt.env_extras, TEXT_PROMPT: prompt.is_text})
+
+        return _Data(list(map(marked, self.train)), list(map(marked, self.evaluation)))
 
 
 def _data(

@@ -50,11 +50,15 @@ class StoredStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTrajectory:
-    """One trajectory: its index entry, its steps, and the environment's metrics."""
+    """One trajectory: its index entry, its steps, and the environment's metrics.
+
+    `other_calls`: of an agent, which are no steps: each with the values of `OtherCall`.
+    """
 
     entry: IndexEntry
     steps: list[StoredStep]
     env_metrics: Mapping[str, Any]
+    other_calls: Sequence[Mapping[str, Any]] = ()
 
 
 def read_index(run: str | Path) -> list[IndexEntry]:
@@ -161,7 +165,12 @@ def stored_trajectory(entry: IndexEntry, record: Mapping[str, Any]) -> StoredTra
             )
         )
         before = prompt + tokens["response_ids"]
-    return StoredTrajectory(entry=entry, steps=steps, env_metrics=record["env_metrics"])
+    return StoredTrajectory(
+        entry=entry,
+        steps=steps,
+        env_metrics=record["env_metrics"],
+        other_calls=record.get("other_calls", ()),
+    )
 
 
 def pieces_of(text: str, ends: Sequence[int]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import takewhile
 from typing import Any
 
@@ -65,6 +66,7 @@ def trajectory_record(
         "staleness": staleness,
         "seconds": round(trajectory.seconds, _SECOND_DECIMALS),
         "env_metrics": _env_metrics(trajectory),
+        **_other_calls(trajectory),
         "turns": [
             {
                 "context": text.decode(item.prompt_token_ids[shared:]),
@@ -96,6 +98,15 @@ def trajectory_record(
             )
         ],
     }
+
+
+def _other_calls(trajectory: Trajectory) -> dict[str, Any]:
+    """Return the calls that are no steps; nothing if there are none."""
+    calls = [
+        {**asdict(call), "seconds": round(call.seconds, _SECOND_DECIMALS)}
+        for call in trajectory.other_calls
+    ]
+    return {"other_calls": calls} if calls else {}
 
 
 def _env_metrics(trajectory: Trajectory) -> Any:

@@ -27,6 +27,7 @@ _NUMBERS = (
     *("reward", "prompt_tokens", "response_tokens", "trained_tokens", "policy_version"),
     *("llm_seconds", "env_seconds"),
 )
+_OTHER_TEXTS = ("request", "response")  # of a call that is no turn
 
 
 def write_details(
@@ -47,6 +48,10 @@ def write_details(
         }
         for step, tokens in zip(trajectory.steps, record["tokens"], strict=True)
     ]
+    others = [
+        {name: [(literal(t), len(t)) for t in _slices(call[name])] for name in _OTHER_TEXTS}
+        for call in trajectory.other_calls
+    ]
     items.keep_together(
         sum(len(item) + 1 for turn in turns for part in turn.values() for item, _ in part)
     )
@@ -64,6 +69,17 @@ def write_details(
                 },
             }
             for step, tokens, turn in zip(trajectory.steps, record["tokens"], turns, strict=True)
+        ],
+        "other_calls": [
+            {
+                **{name: call[name] for name in ("before_step", "seconds")},
+                "model": call["model"][:METRIC_CHARACTERS],
+                **{
+                    name: [(*items.add(item), count) for item, count in part]
+                    for name, part in texts.items()
+                },
+            }
+            for call, texts in zip(trajectory.other_calls, others, strict=True)
         ],
     }
 

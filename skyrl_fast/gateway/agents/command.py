@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -23,16 +24,23 @@ from skyrl_fast.log_tail import log_tail
 from skyrl_fast.printable import printable
 from skyrl_fast.rollout.env.factory import EnvError
 
+log = logging.getLogger(__name__)
+
 TASK_FILE = "task.json"
 OUTPUT_FILE = ".agent_output"
 TASK_VARIABLE = "SKYRL_FAST_TASK"
 OUTPUT_CHARACTERS = 1_000  # at the end of a command's output, quoted when it fails
 MAX_REWARD_BYTES = 1 << 20
+KEPT_OUTPUT_BYTES = 256 << 10  # of a command, at least; the file may have twice as much
+DROPPED = b"(the beginning of the output was dropped)\n"
 # Runs a command in its own process group, which ends with this process: a pipe tells, even after
-# SIGKILL. The group is killed when the command has ended, too.
+# SIGKILL. The group is killed when the command has ended, too. Its output goes to this process's,
+# a file of which only the end is kept.
 _LEASH = """
 import os, signal, subprocess, sys, threading
-child = subprocess.Popen(sys.argv[1:], start_new_session=True, stdin=subprocess.DEVNULL)
+most, dropped, command = int(sys.argv[1]), sys.argv[2].encode(), sys.argv[3:]
+child = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 def kill():
     try:
         os.killpg(child.pid, signal.SIGKILL)
@@ -42,9 +50,24 @@ def watch():
     sys.stdin.buffer.read()
     kill()
     os._exit(1)
+def copy():
+    kept = b""
+    while data := os.read(child.stdout.fileno(), 1 << 16):
+        kept += data
+        try:
+            if len(kept) > 2 * most:
+                kept = kept[-most:]
+                os.ftruncate(1, 0)
+                data = dropped + kept
+            os.write(1, data)
+        except OSError:  # a full disk does not stop the command
+            pass
 threading.Thread(target=watch, daemon=True).start()
+copying = threading.Thread(target=copy, daemon=True)
+copying.start()
 code = child.wait()
 kill()
+copying.join(1.0)  # processes that have left the group may keep the pipe open
 os._exit(code if code >= 0 else 128 - code)
 """
 
@@ -69,6 +92,7 @@ class CommandAgent:
         self._command = list(command)
         self._verifier = list(verifier)
         self._reward_file = reward_file
+        self._said_dropped = False
 
     async def run(self, task: AgentTask) -> Outcome:
         """Return the reward of one task; no process of it remains.
@@ -83,11 +107,23 @@ class CommandAgent:
             code = await _exit_code(self._command, folder, variables)
             if self._verifier:
                 code = await _exit_code(self._verifier, folder, variables)
+            self._say_dropped(folder)
             if self._reward_file is None:
                 return Outcome(float(code == 0), unless_posted=True)
             return self._read(folder, code)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _say_dropped(self, folder: Path) -> None:
+        if self._said_dropped:
+            return
+        with (folder / OUTPUT_FILE).open("rb") as file:
+            self._said_dropped = file.read(len(DROPPED)) == DROPPED
+        if self._said_dropped:
+            log.warning(
+                "agent.command: more than %d KiB of output: only its end is kept; said once",
+                2 * KEPT_OUTPUT_BYTES >> 10,
+            )
 
     def _read(self, folder: Path, code: int) -> Outcome:
         name = f"agent.reward_file: {self._reward_file}"
@@ -112,7 +148,7 @@ async def _exit_code(command: Sequence[str], folder: Path, variables: Mapping[st
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-I", "-S", "-c", _LEASH, *command),
+                *("-I", "-S", "-c", _LEASH, str(KEPT_OUTPUT_BYTES), DROPPED.decode(), *command),
                 cwd=folder,
                 env={**environment_without_key(), **variables},
                 stdin=subprocess.PIPE,

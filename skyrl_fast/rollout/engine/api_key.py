@@ -30,12 +30,25 @@ def engine_key(file: Path) -> str:
     given = os.environ.get(KEY_VARIABLE)
     if given is not None:
         return _checked(given, KEY_VARIABLE)
+    return key_in_file(file, _SETTING)
+
+
+def key_in_file(file: Path, setting: str) -> str:
+    """Return the key of a file; a missing one is created with a new random key.
+
+    Args:
+        file: that only its owner can read.
+        setting: that names it, for messages.
+
+    Raises:
+        ValueError: as for `engine_key`.
+    """
     try:
         if not os.path.lexists(file):
             _create(file)
-        return _checked(_read(file), f"{_SETTING}: {file}")
+        return _checked(_read(file, setting), f"{setting}: {file}")
     except OSError as error:
-        raise ValueError(f"{_SETTING}: cannot read or create {file}: {error}") from error
+        raise ValueError(f"{setting}: cannot read or create {file}: {error}") from error
 
 
 def _create(file: Path) -> None:
@@ -51,14 +64,14 @@ def _create(file: Path) -> None:
         os.unlink(temporary)
 
 
-def _read(file: Path) -> str:
+def _read(file: Path, setting: str) -> str:
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as opened:
         status = os.fstat(descriptor)
         mode = stat.S_IMODE(status.st_mode)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or mode & 0o077:
             raise ValueError(
-                f"{_SETTING}: {file}: wanted a file of this user with mode 600, got user "
+                f"{setting}: {file}: wanted a file of this user with mode 600, got user "
                 f"{status.st_uid} and mode {mode:o}: chmod 600, or delete it to get a new key"
             )
         return opened.read(_MAX_BYTES).decode("ascii", "replace").strip()

@@ -247,6 +247,19 @@ class EnginePool:
         self._refuse_if_none_comes_back()
         await self._serve_waiting()
 
+    async def restart(self) -> None:
+        """Restart dead engines with the weights of their start, where nothing is trained.
+
+        Raises:
+            EngineDeadError: none is left.
+        """
+        for member in await self._restarted():
+            self.faults["engine_restarts"] += 1
+            log.warning("BACK: %s", member.engine.name)
+            member.down_since = member.error = None
+        self._refuse_if_none_comes_back()
+        await self._serve_waiting()
+
     def activity(self) -> list[str]:
         """Return a description of each engine that is down."""
         now = time.monotonic()

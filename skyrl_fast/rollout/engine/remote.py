@@ -72,7 +72,8 @@ class RemoteEngine:
     Args:
         url: such as "http://127.0.0.1:8000".
         weight_sync: "file": the server runs with this package's worker extension; "reload": vLLM's
-            own reload_weights reads the folder.
+            own reload_weights reads the folder; None: its weights are never updated, so that any
+            `vllm serve` will do.
         api_key: sent with every request; None: none.
         records_routes: whether the server runs with enable_return_routed_experts.
         vocab_size: of the model, to check token ids and to limit requests; None: unknown.
@@ -93,13 +94,13 @@ class RemoteEngine:
         url: str,
         *,
         api_key: str | None = None,
-        weight_sync: str = "file",
+        weight_sync: str | None = "file",
         records_routes: bool = False,
         vocab_size: int | None = None,
         start_timeout_seconds: float = 600.0,
         transport: Any = None,
     ) -> None:
-        if weight_sync not in RELOADS:
+        if weight_sync not in (*RELOADS, None):
             raise ValueError(
                 f"RemoteEngine: weight_sync: wanted one of {RELOADS}, got {weight_sync!r}"
             )
@@ -165,6 +166,8 @@ class RemoteEngine:
         models = await self._get("/v1/models")
         with self._parsing("/v1/models"):
             self._model = str(models["data"][0]["id"])
+        if self._weight_sync is None:
+            return
         self._interrupted = True  # possibly, by a trainer that was killed
         await self.resume()
         if self._weight_sync == "file":

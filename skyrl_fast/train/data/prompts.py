@@ -24,13 +24,17 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One task for the agent; its group of trajectories carries the uid."""
+    """One task for the agent; its group of trajectories carries the uid.
+
+    `is_text`: the row's prompt is a string, which became a user message.
+    """
 
     uid: str
     messages: list[dict[str, Any]]
     env_class: str
     env_extras: dict[str, Any]
     data_source: str | None = None
+    is_text: bool = False
 
 
 def load_prompts(
@@ -164,7 +168,8 @@ def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
         raise ValueError(f"{where}: wanted a mapping, got {type(row).__name__}")
     extras = dict(row)
     messages = extras.pop("prompt", None)
-    if isinstance(messages, str):
+    is_text = isinstance(messages, str)
+    if is_text:
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list | tuple) or not all(
         isinstance(message, Mapping) and "role" in message and "content" in message
@@ -179,7 +184,8 @@ def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
     env_class = extras.pop("env_class", None) or default_env_class
     source = extras.get("data_source")
     messages = [dict(message) for message in messages]
-    return Prompt(uid, messages, str(env_class), extras, None if source is None else str(source))
+    source = None if source is None else str(source)
+    return Prompt(uid, messages, str(env_class), extras, source, is_text)
 
 
 def digest_of(prompts: Iterable[Prompt]) -> str:

@@ -128,12 +128,26 @@ def engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
     _say_limited_top_k(config.generator.sampling_params)
     if engine.run_engines_locally:
         return [VllmEngine(vllm_setup(config, model_path))]
-    key = engine_key(key_file(config))
+    by = "reload" if engine.weight_sync_backend == "reload" else "file"
+    return _servers(config, model_path, weight_sync=by)
+
+
+def untrained_engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
+    """Return the engines of a model whose weights are not updated, not started."""
+    if config.generator.inference_engine.run_engines_locally:
+        return [VllmEngine(vllm_setup(config, model_path))]
+    return _servers(config, model_path, weight_sync=None)
+
+
+def _servers(
+    config: settings.Config, model_path: str, *, weight_sync: str | None
+) -> list[PooledEngine]:
+    engine, key = config.generator.inference_engine, engine_key(key_file(config))
     return [
         RemoteEngine(
             url,
             api_key=key,
-            weight_sync="reload" if engine.weight_sync_backend == "reload" else "file",
+            weight_sync=weight_sync,
             records_routes=engine.enable_return_routed_experts,
             vocab_size=_vocab_size(_model_folder(model_path)),
         )
@@ -354,7 +368,7 @@ def _longest_sequence(config: settings.Config, model_path: str) -> int:
             "generator.inference_engine.engine_init_kwargs.max_model_len says, got "
             f"{prompt + response}"
         )
-    positions = _positions(model_path)
+    positions = positions_of(model_path)
     if positions is not None and prompt + response > positions and not others:
         raise ValueError(
             f"{lengths}: wanted at most the {positions} positions of {model_path} together, got "
@@ -377,7 +391,7 @@ def _model_folder(path: str) -> str:
     return str(Path(config).parent) if isinstance(config, str) else path
 
 
-def _positions(model_path: str) -> int | None:
+def positions_of(model_path: str) -> int | None:
     """Return the model's `max_position_embeddings`; None: unknown, or with scaled RoPE."""
     model = _model_config(model_path)
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}

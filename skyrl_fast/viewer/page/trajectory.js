@@ -70,7 +70,10 @@
       const { turn, fill } = pending.get(section);
       SF.loadTurn(turn).then(fill, SF.showProblem);
     };
+    const others = (number) =>
+      details.other_calls.filter((call) => call.before_step === number).map(otherCall);
     details.turns.forEach((turn, number) => {
+      pane.append(...others(number));
       const before = number ? details.turns[number - 1] : null;
       const section = turnSection(turn, number, details.turns.length, before, longest);
       const fill = ({ response, observation }) => {
@@ -87,6 +90,7 @@
         observer.observe(section);
       }
     });
+    pane.append(...others(details.turns.length));
     const metrics = Object.entries(details.env_metrics);
     if (metrics.length) {
       const list = SF.el("dl", { class: "metrics" });
@@ -213,6 +217,31 @@
     details.addEventListener("toggle", fill);
     details.open = number === 0;
     fill();
+    return details;
+  }
+
+  /** Create the folded text of a call that is not trained: of another model. */
+  function otherCall(call) {
+    const details = SF.el(
+      "details",
+      { class: "said other" },
+      SF.el("summary", {}, "not trained: ", SF.inLine(call.model, 60), ` · ${SF.seconds(call.seconds)}`),
+    );
+    let filled = false;
+    details.addEventListener("toggle", () => {
+      if (!details.open || filled) return;
+      filled = true;
+      for (const [title, addresses] of [["request", call.request], ["response", call.response]]) {
+        const block = SF.el("div", {}, SF.el("h4", {}, title));
+        details.append(block);
+        if (!addresses.length) block.append(SF.textBlock(""));
+        else
+          SF.loadItem(addresses[0]).then(
+            (text) => block.append(SF.textBlock(text, addresses.slice(1))),
+            SF.showProblem,
+          );
+      }
+    });
     return details;
   }
 

@@ -1,0 +1,293 @@
+"""The gateway alone: sessions opened and ended over HTTP, stored, and exported."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_envs import ScriptedEngine, says
+
+pytest.importorskip("httpx")
+pytest.importorskip("openai")
+pytest.importorskip("omegaconf")
+pytest.importorskip("starlette")
+
+import httpx
+import openai
+
+from skyrl_fast import cli
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
+from skyrl_fast.batch.generator_output import validate_generator_output
+from skyrl_fast.config.loading import load_config
+from skyrl_fast.gateway import recording
+from skyrl_fast.gateway.sessions import Sessions
+from skyrl_fast.train.data.demonstrations import chat_of
+from skyrl_fast.train.gateway_command import KEY_FILE, serving
+from skyrl_fast.trajectory_store import read_index, read_trajectories
+from skyrl_fast.trajectory_store.recorded import recorded_trajectories, sft_rows
+from skyrl_fast.trajectory_store.writer import StoreError
+
+USER = {"role": "user", "content": "task"}
+SETTINGS = [
+    "trainer.policy.model.path=m",
+    "generator.max_turns=50",
+    "generator.max_input_length=512",
+    "generator.sampling_params.max_generate_length=64",
+]
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+class Client:
+    """What a program does with a gateway: plain HTTP, and OpenAI's client with a session's key."""
+
+    def __init__(self, sessions: Sessions, run: Path) -> None:
+        self.sessions = sessions
+        self._http = httpx.AsyncClient(base_url=sessions.url, trust_env=False)
+        self.key = (run / KEY_FILE).read_text().strip()
+
+    async def post(self, path: str, key: str | None, body: Any = None) -> Any:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return await self._http.post(path, json=body, headers=headers)
+
+    async def open(self, **fields: Any) -> Any:
+        answer = await self.post("/sessions", self.key, fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def chat(self, opened: Any, messages: list[Any], **options: Any) -> str:
+        client = openai.AsyncOpenAI(
+            base_url=opened["base_url"],
+            api_key=opened["api_key"],
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+        )
+        async with client:
+            answer = await client.chat.completions.create(
+                model=opened["model"], messages=messages, **options
+            )
+            if options.get("stream"):
+                return "".join([e.choices[0].delta.content or "" async for e in answer])
+        return answer.choices[0].message.content
+
+    async def end(self, opened: Any, **outcome: Any) -> Any:
+        answer = await self.post("/sessions/end", opened["api_key"], outcome or None)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+def served(
+    run: Path, tokenizer: Any, use: Callable[[Client], Awaitable[Any]], *settings: str
+) -> Any:
+    """Serve a scripted engine that answers a0, a1, ..., and return what a coroutine returns."""
+
+    async def go() -> Any:
+        engine = ScriptedEngine(lambda call, n: says(tokenizer, f"a{n}"))
+        config = load_config(None, [*SETTINGS, *settings], has_prompts=True)
+        async with serving(config, engine, tokenizer, run=run) as sessions:
+            return await use(Client(sessions, run))
+
+    return asyncio.run(go())
+
+
+async def conversation(client: Client) -> Any:
+    """Two calls that grow, a fork, a call of `n` answers; reward 2 and one for a call."""
+    opened = await client.open(uid="t", data_source="tests")
+    history = [USER, said(await client.chat(opened, [USER])), user("more")]
+    await client.chat(opened, history, stream=True)
+    await client.chat(opened, [USER, said("a0"), user("other")])
+    return await client.end(opened, reward=2.0, score=5)
+
+
+@pytest.mark.spec("gateway.sessions")
+def test_a_session_is_stored_when_it_ends(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    async def use(client: Client) -> None:
+        ended = await conversation(client)
+        assert (ended["uid"], ended["repetition_id"], ended["calls"]) == ("t", 0, 3)
+        assert ended["stored"]
+        (entry,) = read_index(tmp_path)  # on the disk before the answer
+        assert (entry.uid, entry.reward, entry.data_source) == ("t", 2.0, "tests")
+        empty = await client.open(uid="t")
+        assert empty["repetition_id"] == 1
+        assert not (await client.end(empty))["stored"]
+        late = await client.post("/chat/completions", empty["api_key"], {})
+        assert late.status_code == 403
+
+    served(tmp_path, tiny_tokenizer, use)
+    (stored,) = read_trajectories(tmp_path)
+    assert [step.turn["response"] for step in stored.steps] == [f"a{n}<|im_end|>" for n in range(3)]
+    assert stored.env_metrics["score"] == 5
+    assert stored.env_metrics["continued_prompts"] == 2
+
+
+@pytest.mark.spec("gateway.sessions")
+def test_a_recording_is_continued(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    served(tmp_path, tiny_tokenizer, conversation)
+    served(tmp_path, tiny_tokenizer, conversation)
+    assert [(e.uid, e.repetition_id) for e in read_index(tmp_path)] == [("t", 0), ("t", 1)]
+    first, second = recorded_trajectories(tmp_path)
+    assert first.steps[0].prompt_token_ids == second.steps[0].prompt_token_ids
+
+    async def use(client: Client) -> None:
+        with pytest.raises(ValueError, match="another process writes"):
+            recording.Recording(tmp_path, tiny_tokenizer)
+
+    served(tmp_path, tiny_tokenizer, use)
+    (tmp_path / "trajectories" / "step_000001.jsonl").touch()
+    with pytest.raises(ValueError, match="holds a training run"):
+        served(tmp_path, tiny_tokenizer, use)
+
+
+@pytest.mark.spec("gateway.session-keys")
+def test_sessions_are_opened_with_the_gateways_key(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    async def use(client: Client) -> None:
+        opened = await client.open()
+        assert opened["uid"] == "session-1"
+        for key in (None, "sk-wrong", opened["api_key"]):
+            answer = await client.post("/sessions", key)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        for path in ("/sessions/end", "/chat/completions"):
+            assert (await client.post(path, client.key, {})).status_code == 401
+        page = await client._http.post(
+            "/sessions", headers={"authorization": f"Bearer {client.key}", "origin": "http://a"}
+        )
+        assert page.status_code == 403
+        bad = await client.post("/sessions/end", opened["api_key"], {"reward": "much"})
+        assert bad.status_code == 400
+        assert "reward: wanted a finite number" in bad.json()["error"]["message"]
+        answer = await client.post(
+            "/chat/completions", opened["api_key"], {"model": "policy", "messages": [USER]}
+        )
+        relayed = {"authorization": "Bearer EMPTY", "x-api-key": opened["api_key"]}
+        assert (await client._http.get("/models", headers=relayed)).status_code == 200
+        rewards = {answer.json()["id"]: 0.5}
+        unknown = {"call_rewards": {**rewards, "chatcmpl-none": 1.0}}
+        assert (await client.post("/sessions/end", opened["api_key"], unknown)).status_code == 404
+        assert (await client.end(opened, call_rewards=rewards))["stored"]
+
+    served(tmp_path, tiny_tokenizer, use)
+    assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
+    assert [entry.reward for entry in read_index(tmp_path)] == [0.5]  # once
+
+
+@pytest.mark.spec("gateway.sessions")
+def test_open_sessions_are_stored_at_the_end_and_at_their_deadline(
+    tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    async def use(client: Client) -> None:
+        await client.chat(await client.open(uid="open"), [USER])
+
+    async def wait(client: Client) -> None:
+        await client.chat(await client.open(uid="late"), [USER])
+        while len(read_index(tmp_path)) < 2:
+            await asyncio.sleep(0.01)
+
+    served(tmp_path, tiny_tokenizer, use)
+    served(tmp_path, tiny_tokenizer, wait, "generator.trajectory_timeout_seconds=1")
+    found = [(e.uid, e.stop_reason, e.reward, e.turns) for e in read_index(tmp_path)]
+    assert found == [("open", "timeout", 0.0, 1), ("late", "timeout", 0.0, 1)]
+
+
+@pytest.mark.spec("gateway.sessions")
+@pytest.mark.parametrize("with_next", [True, False])
+def test_sessions_that_cannot_be_written_are_kept(
+    with_next: bool, tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = recording.TrajectoryWriter
+    write = writer.write
+
+    def full(*arguments: Any, **options: Any) -> None:
+        raise StoreError("the disk is full")
+
+    async def use(client: Client) -> None:
+        opened = [await client.open(uid=name) for name in "ab"]
+        for one in opened:
+            await client.chat(one, [USER])
+        monkeypatch.setattr(writer, "write", full)
+        answer = await client.post("/sessions/end", opened[0]["api_key"], {"reward": 1})
+        assert (answer.status_code, "disk is full" in answer.text) == (500, True)
+        monkeypatch.setattr(writer, "write", write)
+        if with_next:
+            await client.end(opened[1], reward=2)
+
+    served(tmp_path, tiny_tokenizer, use)
+    found = [(e.uid, e.reward) for e in read_index(tmp_path)]
+    assert found == [("a", 1.0), ("b", 2.0 if with_next else 0.0)]
+    assert [row["messages"][-1]["content"] for row in sft_rows(tmp_path)] == ["a0", "a1"]
+
+
+@pytest.mark.spec("gateway.export")
+def test_exports_have_the_recorded_tokens(
+    tmp_path: Path, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served(tmp_path, tiny_tokenizer, conversation)
+    batch_file, skyrl_file = tmp_path / "batch.safetensors", tmp_path / "skyrl.json"
+    assert cli.main(["export", str(tmp_path), str(batch_file), "--to", "batch"]) == 0
+    assert cli.main(["export", str(tmp_path), str(skyrl_file), "--to", "skyrl"]) == 0
+    assert "3 rows of 1 trajectories" in capsys.readouterr().out
+    end = tiny_tokenizer.eos_token_id
+    answers = [[*tiny_tokenizer.encode(f"a{n}"), end] for n in range(3)]
+    batch = StepBatch.load(batch_file)
+    assert batch.loss_mask.tolist() == [1] * 9
+    assert batch.row_rewards.tolist() == [0.0, 0.0, 2.0]
+    assert batch.is_last_step.tolist() == [False, False, True]
+    assert batch.rollout_logprobs.tolist() == [-0.5] * 9
+    output = json.loads(skyrl_file.read_text())
+    assert output["response_ids"] == answers
+    assert output["trajectory_ids"] == [{"instance_id": "t", "repetition_id": 0}] * 3
+    (trajectory,) = recorded_trajectories(tmp_path)
+    assert output["prompt_token_ids"] == [step.prompt_token_ids for step in trajectory.steps]
+    validate_generator_output(generator_output_from_trajectories([trajectory]), step_wise=True)
+    assert recorded_trajectories(tmp_path, min_reward=3.0) == []
+    out = str(tmp_path / "none")
+    assert cli.main(["export", str(tmp_path), out, "--to", "batch", "--min-reward", "3"]) == 2
+    assert "no trajectories to export" in capsys.readouterr().err
+
+
+@pytest.mark.spec("gateway.export-sft")
+def test_each_answer_is_trained_in_one_conversation(
+    tmp_path: Path, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served(tmp_path, tiny_tokenizer, conversation)
+    out = tmp_path / "sft.jsonl"
+    assert cli.main(["export", str(tmp_path), str(out), "--to", "sft"]) == 0
+    assert capsys.readouterr().out == f"2 conversations in {out}\n"
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert rows == [
+        {"messages": [USER, said("a0"), user("more"), said("a1")]},
+        {"messages": [USER, {**said("a0"), "weight": 0}, user("other"), said("a2")]},
+    ]
+    assert [len(chat_of(row, "row")) for row in rows] == [4, 4]
+    assert list(sft_rows(tmp_path, min_reward=2.5)) == []
+    (tmp_path / "messages.jsonl").unlink()
+    assert cli.main(["export", str(tmp_path), str(out), "--to", "sft"]) == 2
+    assert "skyrl-fast gateway --record" in capsys.readouterr().err
+
+
+@pytest.mark.spec("gateway.command-line")
+def test_a_model_or_a_configuration_file_is_needed(
+    tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from skyrl_fast.train.gateway_command import _config
+
+    assert cli.main(["gateway", "--record", str(tmp_path)]) == 2
+    assert "wanted a configuration file or --model" in capsys.readouterr().err
+    parsed = cli._parser().parse_args(
+        ["gateway", "trainer.seed=7", "--model", str(tiny_model_folder), "--engine", "http://a:1"]
+    )
+    config = _config(parsed)
+    assert config.trainer.seed == 7
+    assert (config.generator.max_input_length, config.generator.max_turns) == (768, 10_000)
+    assert config.generator.sampling_params.max_generate_length == 256
+    assert config.generator.inference_engine.external_server_urls == ["http://a:1"]

@@ -1,0 +1,85 @@
+"""Gymnasium environments whose observations are text, as an `Env`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_fast.rollout.env.protocol import Env, EnvStep, Message
+
+
+def _stripped(text: str) -> str:
+    return text.strip()
+
+
+def _shown(observation: Any, info: Mapping[str, Any]) -> str:
+    return str(observation)
+
+
+@dataclass(frozen=True, slots=True)
+class GymnasiumEnvs:
+    """A factory of environments for `skyrl_fast.train(env=...)` or `environment.env_class`.
+
+    The first observation is added to the row's prompt, and each later one is a user message. An
+    action that `read_action` refuses with a ValueError does not reach the environment: the error's
+    text is the observation, and the reward is `invalid_reward`.
+
+    Args:
+        make: returns a `gymnasium.Env` for a row. `reset` gets the row's `seed` and `options`.
+        read_action: returns the environment's action from the model's text.
+        show: returns the text of an observation and its info.
+        invalid_reward: of an action that `read_action` refuses.
+
+    Example:
+        walks = GymnasiumEnvs(lambda row: gymnasium.make("FrozenLake-v1"), read_action=int)
+        skyrl_fast.train(config, env=walks, prompts=rows)
+    """
+
+    make: Callable[[dict[str, Any]], Any]
+    read_action: Callable[[str], Any] = _stripped
+    show: Callable[[Any, Mapping[str, Any]], str] = _shown
+    invalid_reward: float = 0.0
+
+    def __call__(self, row: dict[str, Any]) -> Env:
+        """Return the environment of a row."""
+        return _GymnasiumEnv(self, row)
+
+
+class _GymnasiumEnv(Env):
+    """One episode."""
+
+    def __init__(self, parent: GymnasiumEnvs, row: dict[str, Any]) -> None:
+        self._parent = parent
+        self._row = row
+        self._env = parent.make(row)
+        self._reward = 0.0
+        self._invalid = 0
+
+    def init(self, messages: list[Message]) -> list[Message]:
+        observation, info = self._env.reset(
+            seed=self._row.get("seed"), options=self._row.get("options")
+        )
+        text = self._parent.show(observation, info)
+        if messages and messages[-1]["role"] == "user":  # templates refuse two in a row
+            last = messages[-1]
+            return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{text}"}]
+        return [*messages, {"role": "user", "content": text}]
+
+    def step(self, action: str) -> EnvStep:
+        try:
+            chosen = self._parent.read_action(str(action))
+        except ValueError as error:
+            self._invalid += 1
+            return EnvStep(self._parent.invalid_reward, done=False, observations=str(error))
+        observation, reward, terminated, truncated, info = self._env.step(chosen)
+        self._reward += float(reward)
+        done = bool(terminated or truncated)
+        text = "" if done else self._parent.show(observation, info)
+        return EnvStep(float(reward), done=done, observations=text)
+
+    def metrics(self) -> Mapping[str, Any]:
+        return {"return": self._reward, "invalid_actions": self._invalid}
+
+    def close(self) -> None:
+        self._env.close()

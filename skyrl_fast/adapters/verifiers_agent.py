@@ -1,0 +1,73 @@
+"""Environments of the package verifiers (0.1) as agents at the gateway.
+
+Such an environment calls the model itself, by an OpenAI client, and scores its rollout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_fast.gateway.agents.task import AgentTask
+
+INPUT = "verifiers_input"  # column with the JSON of an example
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiersAgent:
+    """An agent for `agent.function`: each task is one rollout of the environment.
+
+    Its reward and metrics are those of the environment's rubric. A rubric that compares the
+    rollouts of a group cannot be used.
+
+    Args:
+        env: a `verifiers.Environment`.
+
+    Example:
+        # wordle.py, used with agent.function=wordle.py:agent
+        env = verifiers.load_environment("wordle")
+        agent = VerifiersAgent(env)
+        rows = agent.rows(1000)  # skyrl_fast.train(config, agent="wordle.py:agent", prompts=rows)
+    """
+
+    env: Any
+
+    def rows(self, number: int = -1, *, evaluation: bool = False) -> list[dict[str, Any]]:
+        """Return the examples of the environment's dataset as rows.
+
+        Args:
+            number: of examples, from the first; -1: all.
+            evaluation: take those of the evaluation's dataset.
+        """
+        env = self.env
+        data = env.get_eval_dataset(n=number) if evaluation else env.get_dataset(n=number)
+        return [_row(example) for example in data]
+
+    async def __call__(self, task: AgentTask) -> dict[str, float]:
+        """Return the reward and the metrics of one rollout.
+
+        Raises:
+            RuntimeError: the environment failed.
+        """
+        from verifiers.clients import OpenAIChatCompletionsClient
+
+        output = await self.env.run_rollout(
+            json.loads(task.row[INPUT]),
+            OpenAIChatCompletionsClient(task.async_openai),
+            task.model,
+            sampling_args={},
+        )
+        if output["error"] is not None:
+            raise RuntimeError(f"verifiers: {output['error']}")
+        metrics = {name: float(value) for name, value in (output["metrics"] or {}).items()}
+        return {**metrics, "reward": float(output["reward"])}
+
+
+def _row(example: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an example as a row; its prompt is for people, the environment reads its input."""
+    prompt = example["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    shown = [{"role": m["role"], "content": m.get("content") or ""} for m in messages]
+    return {"prompt": shown, INPUT: json.dumps(dict(example), default=str)}

@@ -1,0 +1,87 @@
+"""Tasksets of the package verifiers (0.3 and later) as agents at the gateway.
+
+There an environment is a taskset with a harness: a program that calls the model through a relay,
+which sends its calls to the gateway. Earlier versions: `verifiers_agent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from skyrl_fast.gateway.agents.task import AgentTask
+
+INDEX = "verifiers_task"  # column with a task's number in the taskset
+
+
+class VerifiersTasks:
+    """An agent for `agent.function`: each task is one episode of the environment.
+
+    Its reward and metrics are those of the episode's trace, so the environment has one agent.
+
+    Args:
+        env: the settings of the environment, as in verifiers' own configuration files.
+
+    Example:
+        # gsm.py, used with agent.function=gsm.py:agent
+        agent = VerifiersTasks({"taskset": {"id": "gsm8k"}, "agent": {"harness": {"id": "null"}}})
+        rows = agent.rows(1000)  # skyrl_fast.train(config, agent="gsm.py:agent", prompts=rows)
+    """
+
+    def __init__(self, env: Mapping[str, Any]) -> None:
+        from verifiers.v1.utils.loaders import load_taskset, resolve_env_config
+
+        self._config = resolve_env_config(dict(env))
+        self._loading: Iterator[Any] = iter(load_taskset(self._config.taskset))
+        self._loaded: list[Any] = []
+
+    def rows(self, number: int) -> list[dict[str, Any]]:
+        """Return the first tasks as rows, fewer if there are no more."""
+        found = []
+        for index in range(number):
+            task = self._task(index)
+            if task is None:
+                break
+            text = task.data.prompt_text or str(task.data.name or index)
+            found.append({"prompt": [{"role": "user", "content": text}], INDEX: index})
+        return found
+
+    async def __call__(self, task: AgentTask) -> dict[str, float]:
+        """Return the reward and the metrics of one episode.
+
+        Raises:
+            RuntimeError: it failed, or had several agents.
+        """
+        from verifiers.v1.clients import EvalClientConfig, ModelContext
+        from verifiers.v1.utils.loaders import load_environment
+
+        # The relay sends the key of a variable as bearer: this header names the trajectory.
+        endpoint = EvalClientConfig(
+            base_url=task.base_url,
+            api_key_var="SKYRL_FAST_NO_KEY",
+            headers={"x-api-key": task.api_key},
+        )
+        env = load_environment(self._config)  # one at a time serves an episode
+        async with env.serving():
+            context = ModelContext(model=task.model, client=endpoint)
+            episode = await env.run_episode(self._task(int(task.row[INDEX])), context)
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if errors and not episode.ok:
+            raise RuntimeError(f"verifiers: {errors[0].type}: {errors[0].message}")
+        if len(episode.traces) != 1:
+            text = f"verifiers: wanted an environment of one agent, got {len(episode.traces)} runs"
+            raise RuntimeError(text)
+        (trace,) = episode.traces
+        scores = {name: reward.score for name, reward in trace.rewards.items() if reward}
+        found = {**scores, **trace.metrics}
+        metrics = {name: float(value) for name, value in found.items() if value is not None}
+        return {**metrics, "reward": float(trace.reward)}
+
+    def _task(self, index: int) -> Any:
+        """Return a task by its number; None: there are fewer."""
+        while len(self._loaded) <= index:
+            task = next(self._loading, None)
+            if task is None:
+                return None
+            self._loaded.append(task)
+        return self._loaded[index]

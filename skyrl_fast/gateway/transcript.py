@@ -1,0 +1,86 @@
+"""What the calls of a session said, as chat messages: for fine-tuning data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_fast.gateway.dialects.openai_chat import plain_arguments
+from skyrl_fast.gateway.messages import Answer, Call, Choice
+from skyrl_fast.rollout.chat_template import Message
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """One answer.
+
+    Args:
+        shared: number of leading messages that the answer before this one has, too, itself
+            included.
+        messages: the others before the answer.
+        answer: assistant message.
+        tools: that the request offered.
+    """
+
+    shared: int
+    messages: list[Message]
+    answer: Message
+    tools: list[dict[str, Any]] | None
+
+
+class Transcript:
+    """The trained answers of a session's chats, in order of delivery.
+
+    A conversation is kept once, however many calls repeat it.
+    """
+
+    def __init__(self) -> None:
+        self._said: list[_Said] = []
+        self._last: list[Message] = []  # the last conversation, with its answer
+        self._ids: set[str] = set()
+
+    def add(self, call: Call, answer: Answer) -> None:
+        """Add the choices of an answer, unless they are there: a repeated call has the same."""
+        if call.messages is None or answer.id in self._ids:
+            return
+        self._ids.add(answer.id)
+        for choice in answer.choices:
+            message = _message(choice)
+            shared = _shared(self._last, call.messages)
+            self._said.append(_Said(shared, call.messages[shared:], message, call.tools))
+            self._last = [*call.messages, message]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the answers as JSON values; `sft_rows` reads them."""
+        return [
+            {
+                "shared": said.shared,
+                "messages": said.messages,
+                "answer": said.answer,
+                **({} if said.tools is None else {"tools": said.tools}),
+            }
+            for said in self._said
+        ]
+
+
+def _message(choice: Choice) -> Message:
+    """Return the answer as it comes back in a later request."""
+    message: Message = {"role": "assistant", "content": choice.text}
+    if choice.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": plain_arguments(call.arguments)},
+            }
+            for call in choice.tool_calls
+        ]
+    return message
+
+
+def _shared(before: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int:
+    for number, (one, other) in enumerate(zip(before, messages, strict=False)):
+        if one != other:
+            return number
+    return min(len(before), len(messages))

@@ -1,0 +1,228 @@
+"""The command `skyrl-fast gateway`: the gateway without the trainer, which records sessions."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_fast.printable import MAX_FAILURE, PrintableFormatter, printable
+
+if TYPE_CHECKING:
+    from skyrl_fast.config import Config
+    from skyrl_fast.gateway.sessions import Sessions
+    from skyrl_fast.rollout.engine.pool import EnginePool
+    from skyrl_fast.rollout.engine.protocol import Sampler
+
+log = logging.getLogger(__name__)
+
+KEY_FILE = "gateway_key"  # in the folder of the recording
+DEFAULT_PORT = 8080
+# Where there is no configuration file: a long context, and as many calls as an agent may make.
+MAX_CALLS = 10_000
+MAX_CONTEXT = 32_768
+MAX_ANSWER = 4_096
+SESSION_SECONDS = 24 * 3600
+FAILED, USAGE = 1, 2  # exit codes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.add_argument("config", nargs="?", help="the trainer's YAML file; or give --model")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that override the file"
+    )
+    parser.add_argument("--model", help="model folder or hub name: trainer.policy.model.path")
+    parser.add_argument(
+        "--engine",
+        nargs="+",
+        metavar="URL",
+        help="servers of the model (`skyrl-fast engine` or `vllm serve`) in place of an engine in "
+        "this process",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help="port to listen on; 0: a free one"
+    )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        default=Path("runs/gateway"),
+        metavar="DIR",
+        help="folder of the recorded sessions; those that it holds are kept",
+    )
+
+
+def gateway(options: argparse.Namespace) -> int:
+    """Serve until a signal; return 1 if the engine died, 2 if the setup is wrong."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    try:
+        from skyrl_fast.rollout.engine.protocol import EngineError
+        from skyrl_fast.trajectory_store.writer import StoreError
+    except ImportError as error:
+        return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train,gateway]'")
+    try:
+        config = _config(options)
+        asyncio.run(_serve(config, options.record))
+    except (ValueError, ImportError) as error:
+        return _complain(str(error))
+    except (EngineError, StoreError) as error:
+        return _complain(str(error), FAILED)
+    return 0
+
+
+def _config(options: argparse.Namespace) -> Config:
+    """Return the settings of the command line.
+
+    Raises:
+        ValueError: an invalid setting, or no model.
+    """
+    from skyrl_fast.config.loading import load_config
+
+    overrides, path = list(options.overrides), options.config
+    if path is not None and "=" in path:  # no file: the first override
+        overrides, path = [path, *overrides], None
+    if path is None and options.model is None:
+        raise ValueError("gateway: wanted a configuration file or --model, got neither")
+    given = [f"agent.host={options.host}", f"agent.port={options.port}"]
+    given.append(f"trainer.run_path={options.record}")
+    if options.model is not None:
+        given.append(f"trainer.policy.model.path={options.model}")
+    if options.engine:
+        engine = "generator.inference_engine"
+        given += [f"{engine}.run_engines_locally=false"]
+        given += [f"{engine}.external_server_urls=[{','.join(options.engine)}]"]
+    if path is None:
+        given = [*_lengths(options.model), *given]
+    return load_config(path, [*given, *overrides], has_prompts=True)
+
+
+def _lengths(model: str) -> list[str]:
+    """Return settings that use the model's context."""
+    from skyrl_fast.train.flow.vllm_rollouts import positions_of
+    from skyrl_fast.train.model.model_folder import model_folder
+
+    context = min(positions_of(str(model_folder(model))) or MAX_CONTEXT, MAX_CONTEXT)
+    answer = min(MAX_ANSWER, context // 4)
+    return [
+        f"generator.max_turns={MAX_CALLS}",
+        f"generator.max_input_length={context - answer}",
+        f"generator.sampling_params.max_generate_length={answer}",
+        f"generator.trajectory_timeout_seconds={SESSION_SECONDS}",
+    ]
+
+
+async def _serve(config: Config, run: Path) -> None:
+    from skyrl_fast.rollout.engine.pool import EnginePool
+    from skyrl_fast.train.flow.vllm_rollouts import untrained_engines
+    from skyrl_fast.train.model.model_folder import model_folder
+    from skyrl_fast.train.model.policy import load_tokenizer
+
+    folder = str(model_folder(str(config.trainer.policy.model.path)))
+    run.mkdir(parents=True, exist_ok=True)  # for engine.log
+    restarts = config.generator.inference_engine.max_restarts
+    pool = EnginePool(untrained_engines(config, folder), max_restarts=restarts)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with serving(config, pool, load_tokenizer(folder), run=run) as sessions:
+        starting = asyncio.create_task(pool.start())
+        stopped = asyncio.create_task(stop.wait())
+        watching = None
+        try:
+            await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                sys.stdout.write(_greeting(config, sessions, run))
+                sys.stdout.flush()
+                watching = asyncio.create_task(_keep_running(pool))
+                await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
+                if watching.done():
+                    watching.result()
+        finally:
+            tasks = [task for task in (starting, stopped, watching) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            await pool.close()
+
+
+async def _keep_running(pool: EnginePool) -> None:
+    """Restart engines that died.
+
+    Raises:
+        EngineDeadError: none is left.
+    """
+    while True:
+        await pool.wait_for_fault()
+        await pool.restart()
+
+
+@asynccontextmanager
+async def serving(
+    config: Config, engine: Sampler, tokenizer: Any, *, run: Path
+) -> AsyncIterator[Sessions]:
+    """Serve sessions of an engine inside the block, and record them.
+
+    Args:
+        config: settings of the generator and the agent.
+        engine: answers the calls.
+        tokenizer: of the model.
+        run: folder of the recording.
+
+    Raises:
+        ValueError: a package is missing, the folder or the address is in use, or a tokenizer
+            without end token.
+        StoreError: sessions that were open at the end cannot be written.
+    """
+    from skyrl_fast.gateway.start import check_packages, gateway_policy
+
+    check_packages()
+    from skyrl_fast.gateway.recording import Recording
+    from skyrl_fast.gateway.server import Gateway
+    from skyrl_fast.gateway.sessions import Sessions
+    from skyrl_fast.rollout.engine.api_key import key_in_file
+    from skyrl_fast.rollout.engine.weights.gate import WeightGate
+    from skyrl_fast.rollout.loop_settings import loop_settings
+    from skyrl_fast.rollout.policy_calls import PolicyCalls
+
+    calls = PolicyCalls(engine, WeightGate(0), tokenizer, config.trainer.seed)
+    policy = gateway_policy(config.agent, calls, loop_settings(config))
+    server = Gateway(host=config.agent.host, port=config.agent.port)
+    recording = Recording(run, tokenizer)
+    try:
+        key = key_in_file(run / KEY_FILE, "--record")
+        seconds = config.generator.trajectory_timeout_seconds
+        sessions = Sessions(server, policy, recording, key=key, seconds=seconds)
+        await server.start()
+        try:
+            yield sessions
+        finally:
+            try:
+                await sessions.close()
+            finally:
+                await server.close()
+    finally:
+        recording.close()
+
+
+def _greeting(config: Config, sessions: Sessions, run: Path) -> str:
+    return (
+        f"serving {config.trainer.policy.model.path} as {config.agent.model!r} at {sessions.url}\n"
+        f'new session: curl -X POST {sessions.url}/sessions -H "Authorization: Bearer '
+        f'$(cat {run / KEY_FILE})"\n'
+        f"recorded sessions: skyrl-fast view {run}\n"
+    )
+
+
+def _complain(message: str, code: int = USAGE) -> int:
+    sys.stderr.write(f"skyrl-fast: {printable(message, MAX_FAILURE)}\n")
+    return code

@@ -1,0 +1,71 @@
+"""The command `skyrl-fast export RUN OUT --to FORM`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from skyrl_fast.printable import MAX_FAILURE, printable
+
+BATCH, SKYRL, SFT = "batch", "skyrl", "sft"
+EXIT_USAGE = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `skyrl-fast export` to the parser."""
+    parser.add_argument("run", type=Path, help="folder of a recording, or of a run")
+    parser.add_argument("out", type=Path, help="file to write; an existing one is replaced")
+    parser.add_argument(
+        "--to",
+        choices=(BATCH, SKYRL, SFT),
+        required=True,
+        help="batch: a StepBatch in a safetensors file; skyrl: SkyRL's generator output as JSON; "
+        "sft: JSON lines of messages for `skyrl-fast sft`, of a recording only",
+    )
+    parser.add_argument(
+        "--min-reward", type=float, help="leave out trajectories with a lower reward"
+    )
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write the file and return the exit code."""
+    try:
+        written = _written(options)
+    except (ValueError, OSError, ImportError) as error:
+        sys.stderr.write(f"skyrl-fast: {printable(str(error), MAX_FAILURE)}\n")
+        return EXIT_USAGE
+    sys.stdout.write(f"{written} in {options.out}\n")
+    return 0
+
+
+def _written(options: argparse.Namespace) -> str:
+    from skyrl_fast.batch import batch_from_trajectories
+    from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
+    from skyrl_fast.trajectory_store.recorded import recorded_trajectories, sft_rows
+
+    if options.to == SFT:
+        lines = [json.dumps(row) for row in sft_rows(options.run, min_reward=options.min_reward)]
+        _replace(options.out, "".join(f"{line}\n" for line in lines))
+        return f"{len(lines)} conversations"
+    trajectories = recorded_trajectories(options.run, min_reward=options.min_reward)
+    if not trajectories:
+        raise ValueError(f"{options.run}: no trajectories to export")
+    if options.to == BATCH:
+        batch = batch_from_trajectories(trajectories)
+        batch.save(options.out)
+    else:
+        output = dict(generator_output_from_trajectories(trajectories))
+        ids: Any = output["trajectory_ids"]
+        output["trajectory_ids"] = [one._asdict() for one in ids]
+        _replace(options.out, json.dumps(output))
+    rows = sum(len(t.steps_or_placeholder()) for t in trajectories)
+    return f"{rows} rows of {len(trajectories)} trajectories"
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

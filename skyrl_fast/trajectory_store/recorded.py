@@ -1,0 +1,131 @@
+"""Stored trajectories as training data: `Trajectory` objects, and chats for fine-tuning."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skyrl_fast.rollout.trajectory import OtherCall, Step, Trajectory
+from skyrl_fast.trajectory_store.parts import read_lines
+from skyrl_fast.trajectory_store.reader import StoredStep, StoredTrajectory, read_trajectories
+
+MESSAGES = "messages.jsonl"  # in the folder of a recording
+
+
+def recorded_trajectories(
+    run: str | Path, *, phase: str | None = None, min_reward: float | None = None
+) -> list[Trajectory]:
+    """Return the stored trajectories, groups adjacent, for `batch_from_trajectories`.
+
+    Log-probabilities have the store's 6 decimals. The store has no routes of experts and no kept
+    ids of truncated sampling.
+
+    Args:
+        run: folder of a recording or a training run.
+        phase: "train" or "eval"; None: both.
+        min_reward: leave out trajectories with less.
+
+    Raises:
+        ValueError: unknown phase, or lines of another format.
+    """
+    groups: dict[str, list[Trajectory]] = {}
+    for stored in read_trajectories(run, phase=phase):
+        reward = stored.entry.reward
+        if min_reward is None or (reward is not None and reward >= min_reward):
+            groups.setdefault(stored.entry.uid, []).append(_trajectory(stored))
+    return [trajectory for group in groups.values() for trajectory in group]
+
+
+def _trajectory(stored: StoredTrajectory) -> Trajectory:
+    entry = stored.entry
+    return Trajectory(
+        uid=entry.uid,
+        repetition_id=entry.repetition_id,
+        steps=list(map(_step, stored.steps)),
+        stop_reason=entry.stop_reason,
+        env_class=entry.env_class,
+        env_metrics=dict(stored.env_metrics),
+        seconds=entry.seconds,
+        failure=entry.failure or None,
+        phase=entry.phase,
+        data_source=entry.data_source or None,
+        other_calls=[OtherCall(**call) for call in stored.other_calls],
+    )
+
+
+def _step(stored: StoredStep) -> Step:
+    turn, versions = stored.turn, stored.policy_versions.tolist()
+    known = not np.isnan(stored.rollout_logprobs).any()
+    return Step(
+        prompt_token_ids=stored.prompt_token_ids,
+        response_ids=stored.response_ids,
+        loss_mask=stored.loss_mask.tolist(),
+        rollout_logprobs=stored.rollout_logprobs.tolist() if known else None,
+        reward=float(turn["reward"] or 0.0),
+        stop_reason=turn["stop_reason"],
+        policy_version=turn["policy_version"],
+        text=turn["response"],
+        observation=turn["observation"],
+        llm_seconds=turn["llm_seconds"],
+        env_seconds=turn["env_seconds"],
+        token_versions=versions if len(set(versions)) > 1 else None,
+    )
+
+
+def sft_rows(run: str | Path, *, min_reward: float | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the conversations of a recording as rows of `skyrl-fast sft`.
+
+    A row has `messages`, with `tools` if the request offered some. Each answer of the policy is
+    trained in one row: a conversation that only grew is one row, a fork is another, in which
+    answers that an earlier row trains, and those of other models, have `weight` 0.
+
+    Args:
+        run: folder of a recording.
+        min_reward: leave out sessions with less.
+
+    Raises:
+        ValueError: the folder has no messages.
+    """
+    path = Path(run) / MESSAGES
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; `skyrl-fast gateway --record` writes it")
+    for _, _, session in read_lines(path):
+        if min_reward is None or (session["reward"] or 0.0) >= min_reward:
+            yield from _rows(session["calls"])
+
+
+def _rows(calls: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    chats: list[list[dict[str, Any]]] = []
+    last: list[dict[str, Any]] = []
+    for call in calls:
+        last = [*last[: call["shared"]], *call["messages"], call["answer"]]
+        chats.append(last)
+    chains = [_chain(chat) for chat in chats]
+    untrained = {chain[-1] for chain in chains}  # answers that no row has yet
+    continued = {digest for chain in chains for digest in chain[:-1]}
+    for call, chat, chain in zip(calls, chats, chains, strict=True):
+        if chain[-1] in continued or chain[-1] not in untrained:
+            continue
+        messages = []
+        for message, digest in zip(chat, chain, strict=True):
+            trained = digest in untrained
+            untrained.discard(digest)
+            skipped = message["role"] == "assistant" and not trained
+            messages.append({**message, "weight": 0} if skipped else message)
+        yield {"messages": messages, **({"tools": call["tools"]} if "tools" in call else {})}
+
+
+def _chain(chat: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """Return a digest of the conversation up to each message."""
+
+    def link(before: bytes, message: Any) -> bytes:
+        text = json.dumps(message, sort_keys=True, default=str)
+        return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
+
+    return list(accumulate(chat, link, initial=b""))[1:]

@@ -23,8 +23,8 @@ from skyrl_fast.rollout.engine.protocol import EngineDeadError
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WORKER_EXTENSION = "skyrl_fast.rollout.engine.weights.worker.WeightUpdateExtension"
 UNSHARED = 0.9  # gpu_memory_utilization of an engine without a trainer; vLLM's default
-# Tokens of a block of keys and values. The prefix cache reuses full blocks only, and vLLM's 128 on a
-# CPU are more than many prompts have. Its kernels prefer multiples of 32.
+# Tokens of a block of keys and values. The prefix cache reuses full blocks only, and vLLM's 128 on
+# a CPU are more than many prompts have. Its kernels prefer multiples of 32.
 CPU_BLOCK_SIZE = 32
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 

@@ -23,7 +23,7 @@ from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig
 from skyrl_fast.extras.search.index import TransformersEncoder
 from skyrl_fast.train.algorithm.advantages import advantages
 from skyrl_fast.train.model import policy as policy_module
-from skyrl_fast.train.model.micro_batch import plan_micro_batches, sequence_hosts
+from skyrl_fast.train.model.micro_batch import cheapest_runs, plan_micro_batches, sequence_hosts
 from skyrl_fast.train.model.optimizer import Optimizer, learning_rate
 from skyrl_fast.train.model.policy import Policy, load_model, load_tokenizer
 from skyrl_fast.train.update import accumulate_gradient, contributing_rows, update_policy
@@ -497,6 +497,44 @@ def test_head_with_a_bias_of_zeros_is_refused() -> None:
     torch.nn.init.zeros_(model.lm_head.bias)  # does not show in the logits, but would be trained
     with pytest.raises(ValueError, match=r"by lm_head\.bias, which would not be trained"):
         Policy(model)
+
+
+@pytest.mark.spec("tree.sequence-passes")
+@pytest.mark.parametrize(
+    ("widths", "numbers", "kinds", "budget", "wanted"),
+    [
+        ([90, 80, 10], [1, 1, 1], [0, 0, 0], 640, [(0, 2), (2, 3)]),  # a pass costs 20 tokens
+        ([90, 80, 70], [1, 1, 1], [0, 0, 0], 640, [(0, 3)]),
+        ([90, 70, 70], [1, 1, 1], [0, 0, 0], 200, [(0, 1), (1, 3)]),
+        ([90, 90], [1, 1], [0, 1], 640, [(0, 1), (1, 2)]),
+        ([90, 10], [1, 9], [0, 0], 1 << 20, [(0, 2)]),
+        ([900], [3], [0], 640, [(0, 1)]),  # cannot be divided
+    ],
+)
+def test_sequences_are_divided_where_a_pass_costs_less_than_padding(
+    widths: list[int],
+    numbers: list[int],
+    kinds: list[int],
+    budget: int,
+    wanted: list[tuple[int, int]],
+) -> None:
+    assert cheapest_runs(np.array(widths), np.array(numbers), np.array(kinds), budget) == wanted
+
+
+@pytest.mark.spec("tree.sequence-passes")
+def test_a_long_row_does_not_pad_the_short_ones() -> None:
+    lengths = [512, *[64] * 31]
+    output = {
+        "prompt_token_ids": [[5] * (n - 4) for n in lengths],
+        "response_ids": [[6, 7, 8, 9]] * len(lengths),
+        "loss_masks": [[1] * 4] * len(lengths),
+        "rewards": [1.0] * len(lengths),
+        "trajectory_ids": [("a", i) for i in range(len(lengths))],
+        "is_last_step": [True] * len(lengths),
+    }
+    batch = StepBatch.from_generator_output(output, step_wise=True)
+    sizes = [micro.input_ids.numel() for micro in plan_micro_batches(batch, 1 << 14)]
+    assert sizes == [512, 31 * 64]  # one pass would have 32 * 512
 
 
 def test_trained_row_without_a_prompt_is_refused() -> None:

@@ -166,6 +166,8 @@ def accumulate_gradient(
     visited = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
     metrics["policy/row_tokens"] = float(batch.lengths[visited].sum())
     if results:
+        reached = metrics["policy/forward_tokens"] / metrics["policy/row_tokens"]
+        metrics["policy/token_saving"] = 1 - reached
         metrics["policy/tree_group_share"] = _tree_group_share(batch, results)
     if policy.layout_costs is not None:
         metrics |= policy.layout_costs.metrics()

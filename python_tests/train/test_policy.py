@@ -191,7 +191,7 @@ def test_metrics_do_not_depend_on_the_split() -> None:
     expected = found[0]
     both = expected["policy/policy_loss"] + 0.5 * expected["policy/kl_loss"]
     assert both == pytest.approx(expected["policy/loss"], rel=1e-5)
-    split = {"policy/num_micro_batches", "policy/forward_tokens"}
+    split = {"policy/num_micro_batches", "policy/forward_tokens", "policy/token_saving"}
     for other in found[1:]:
         assert other.keys() == expected.keys()
         for name in expected.keys() - split:
@@ -357,6 +357,52 @@ def test_number_of_optimizer_steps(mini: int, epochs: int, steps: int) -> None:
     )
     assert optimizer.step_count == steps
     assert metrics["policy/optimizer_steps"] == steps
+
+
+@pytest.mark.spec("update.old-logprobs")
+def test_the_first_mini_batch_needs_no_pass_for_old_logprobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed: list[int] = []
+    batch_logprobs = Policy.batch_logprobs
+
+    def counted(policy: Policy, batch: StepBatch) -> torch.Tensor:
+        computed.append(batch.num_groups)
+        return batch_logprobs(policy, batch)
+
+    monkeypatch.setattr(Policy, "batch_logprobs", counted)
+    batch = rollout_batch(tiny_model())
+    batch = batch.with_(advantages=torch.linspace(-1.0, 1.0, len(batch.rewards)))
+    found = []
+    for given in (False, True):
+        policy = Policy(tiny_model())
+        old = batch_logprobs(policy, batch)
+        optimizer = Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=4)
+        seen = torch.full_like(batch.rewards, float("nan"))
+        metrics = update_policy(
+            policy,
+            optimizer,
+            batch.with_(old_logprobs=old) if given else batch,
+            algorithm=AlgorithmConfig(),
+            mini_batch_size=1,
+            seen_logprobs=seen,
+        )
+        found.append([metrics[f"policy/{name}"] for name in ("loss", "ratio_max", "approx_kl")])
+        trained = batch.loss_mask != 0
+        torch.testing.assert_close(seen[trained], old[trained], atol=1e-5, rtol=0)
+    assert computed == [batch.num_groups - 1]  # of 4 mini-batches all but the first
+    assert found[0] == pytest.approx(found[1], abs=1e-6)  # rounding of other passes
+    computed.clear()
+    for options in ({"update_epochs": 2}, {"mini_batch_size": batch.num_groups}):
+        policy = Policy(tiny_model())
+        optimizer = Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=8)
+        update_policy(
+            policy,
+            optimizer,
+            batch,
+            **{"algorithm": AlgorithmConfig(), "mini_batch_size": 1, **options},
+        )
+    assert computed == [batch.num_groups]  # all with two epochs, none with one mini-batch
 
 
 def test_kl_to_the_initial_policy_starts_at_zero_and_pulls_back() -> None:

@@ -1,10 +1,11 @@
 """Generation of a batch against the engine's own: the same requests, given to vLLM at once.
 
-    python -m bench.generation CONFIG.yaml [SETTING=VALUE ...] [--rounds 12]
+    python -m bench.generation CONFIG.yaml [SETTING=VALUE ...] [--folder DIR] [--rounds 12]
 
 Runs `Rollouts.generate` on batches of training prompts, and after each one the requests that it
 made through `vllm.LLM.generate`, in one process and with the same settings of the engine: what a
-batch takes more is the agent loop, the environments, and the time between turns.
+batch takes more is the agent loop, the environments, and the time between turns. Relative paths of
+the settings are those of `--folder`, such as the one where `make train` created quickstart/.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from skyrl_fast.config import Config, SamplingParams
@@ -23,6 +27,7 @@ from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import Generation, vllm_sampling_params
 from skyrl_fast.rollout.engine.vllm_start import engine_args, engine_environment, environment
+from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler, digest_of, load_prompts
 from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts, start_rollouts, vllm_setup
 from skyrl_fast.train.model.policy import load_tokenizer
@@ -86,6 +91,7 @@ async def measure(config: Config, rounds: int) -> dict[str, list[float]]:
             start = time.perf_counter()
             trajectories = await rollouts.generate(batch, step=number, phase="train")
             ours = time.perf_counter() - start
+            refuse_failures(trajectories)
             start = time.perf_counter()
             await asyncio.to_thread(own_batch, llm, list(requests), f"{number}")
             engine_alone = time.perf_counter() - start
@@ -98,6 +104,13 @@ async def measure(config: Config, rounds: int) -> dict[str, list[float]]:
     finally:
         await rollouts.close()
     return seconds
+
+
+def refuse_failures(trajectories: Sequence[Trajectory]) -> None:
+    """End with the reason if a trajectory failed: the batch would be smaller than the run's."""
+    failures = [t.failure for t in trajectories if t.failure is not None]
+    if failures:
+        sys.exit(f"{len(failures)} of {len(trajectories)} trajectories failed: {failures[0]}")
 
 
 def own_batch(llm: Any, requests: list[Any], salt: str) -> None:
@@ -121,9 +134,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
     parser.add_argument("settings", nargs="*")
+    parser.add_argument("--folder", default=".")
     parser.add_argument("--rounds", type=int, default=12)
     args = parser.parse_args()
-    seconds = asyncio.run(measure(load_config(args.config, args.settings), args.rounds))
+    file = Path(args.config).resolve()
+    os.chdir(args.folder)
+    seconds = asyncio.run(measure(load_config(str(file), args.settings), args.rounds))
     ratios = [a / b for a, b in zip(seconds["batch"], seconds["vllm"], strict=True)]
     result = {name: statistics.median(values) for name, values in seconds.items()}
     print(json.dumps({**result, "ratio": statistics.median(ratios), "ratios": ratios}))

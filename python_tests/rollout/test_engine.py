@@ -332,12 +332,15 @@ def _are_the_same(one: Generation, two: Generation) -> None:
 
 async def _reports_its_prefix_cache(engine: VllmEngine) -> None:
     """A turn finds the blocks of the turn before it, in its version only."""
-    history = [7 + i % 40 for i in range(200)]  # more than one block of 128 tokens
+    history = [7 + i % 40 for i in range(70)]  # two blocks and a part
     found = []
     for prompt, version in ((history, 5), ([*history, 3, 4], 5), (history, 6)):
         (answer,) = await _sample(engine, [prompt], version=version)
         found.append(answer.num_cached_tokens)
-    assert found[0] == 0 and 0 < found[1] <= len(history) and found[2] == 0
+    assert found == [0, 64, 0]
+    # The samples of a prompt, requested at the same time, share its blocks.
+    samples = await _sample(engine, [history, history, history], version=7)
+    assert [answer.num_cached_tokens for answer in samples] == [0, 64, 64]
 
 
 async def _stops_where_told(engine: VllmEngine, tokenizer) -> None:

@@ -94,7 +94,7 @@ def test_entries_of_an_engine_are_its_metrics() -> None:
     faults = vllm_rollouts.VllmRollouts.faults(state)  # type: ignore[arg-type]
     report = WeightSyncReport(0.1, 0.2, ProbeDifference(0.0, 0.0, 0.0, 1.0), 0.0)
     names = {f"faults/{name}" for name in faults} | vllm_rollouts._sync_metrics(report).keys()
-    names |= {"timing/engine_idle", "generate/prefix_cache_share"}
+    names |= {"timing/engine_idle", "timing/engine_idle_share", "generate/prefix_cache_share"}
     assert {metric.name for metric in METRICS if metric.where == ENGINE} == names
 
 

@@ -23,7 +23,7 @@ from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig
 from skyrl_fast.extras.search.index import TransformersEncoder
 from skyrl_fast.train.algorithm.advantages import advantages
 from skyrl_fast.train.model import policy as policy_module
-from skyrl_fast.train.model.micro_batch import plan_micro_batches, sequence_hosts
+from skyrl_fast.train.model.micro_batch import cheapest_runs, plan_micro_batches, sequence_hosts
 from skyrl_fast.train.model.optimizer import Optimizer, learning_rate
 from skyrl_fast.train.model.policy import Policy, load_model, load_tokenizer
 from skyrl_fast.train.update import accumulate_gradient, contributing_rows, update_policy
@@ -191,7 +191,7 @@ def test_metrics_do_not_depend_on_the_split() -> None:
     expected = found[0]
     both = expected["policy/policy_loss"] + 0.5 * expected["policy/kl_loss"]
     assert both == pytest.approx(expected["policy/loss"], rel=1e-5)
-    split = {"policy/num_micro_batches", "policy/forward_tokens"}
+    split = {"policy/num_micro_batches", "policy/forward_tokens", "policy/token_saving"}
     for other in found[1:]:
         assert other.keys() == expected.keys()
         for name in expected.keys() - split:
@@ -359,6 +359,52 @@ def test_number_of_optimizer_steps(mini: int, epochs: int, steps: int) -> None:
     assert metrics["policy/optimizer_steps"] == steps
 
 
+@pytest.mark.spec("update.old-logprobs")
+def test_the_first_mini_batch_needs_no_pass_for_old_logprobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed: list[int] = []
+    batch_logprobs = Policy.batch_logprobs
+
+    def counted(policy: Policy, batch: StepBatch) -> torch.Tensor:
+        computed.append(batch.num_groups)
+        return batch_logprobs(policy, batch)
+
+    monkeypatch.setattr(Policy, "batch_logprobs", counted)
+    batch = rollout_batch(tiny_model())
+    batch = batch.with_(advantages=torch.linspace(-1.0, 1.0, len(batch.rewards)))
+    found = []
+    for given in (False, True):
+        policy = Policy(tiny_model())
+        old = batch_logprobs(policy, batch)
+        optimizer = Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=4)
+        seen = torch.full_like(batch.rewards, float("nan"))
+        metrics = update_policy(
+            policy,
+            optimizer,
+            batch.with_(old_logprobs=old) if given else batch,
+            algorithm=AlgorithmConfig(),
+            mini_batch_size=1,
+            seen_logprobs=seen,
+        )
+        found.append([metrics[f"policy/{name}"] for name in ("loss", "ratio_max", "approx_kl")])
+        trained = batch.loss_mask != 0
+        torch.testing.assert_close(seen[trained], old[trained], atol=1e-5, rtol=0)
+    assert computed == [batch.num_groups - 1]  # of 4 mini-batches all but the first
+    assert found[0] == pytest.approx(found[1], abs=1e-6)  # rounding of other passes
+    computed.clear()
+    for options in ({"update_epochs": 2}, {"mini_batch_size": batch.num_groups}):
+        policy = Policy(tiny_model())
+        optimizer = Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=8)
+        update_policy(
+            policy,
+            optimizer,
+            batch,
+            **{"algorithm": AlgorithmConfig(), "mini_batch_size": 1, **options},
+        )
+    assert computed == [batch.num_groups]  # all with two epochs, none with one mini-batch
+
+
 def test_kl_to_the_initial_policy_starts_at_zero_and_pulls_back() -> None:
     algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=1.0)
     model, reference = tiny_model(0), Policy(tiny_model(0))
@@ -497,6 +543,44 @@ def test_head_with_a_bias_of_zeros_is_refused() -> None:
     torch.nn.init.zeros_(model.lm_head.bias)  # does not show in the logits, but would be trained
     with pytest.raises(ValueError, match=r"by lm_head\.bias, which would not be trained"):
         Policy(model)
+
+
+@pytest.mark.spec("tree.sequence-passes")
+@pytest.mark.parametrize(
+    ("widths", "numbers", "kinds", "budget", "wanted"),
+    [
+        ([90, 80, 10], [1, 1, 1], [0, 0, 0], 640, [(0, 2), (2, 3)]),  # a pass costs 20 tokens
+        ([90, 80, 70], [1, 1, 1], [0, 0, 0], 640, [(0, 3)]),
+        ([90, 70, 70], [1, 1, 1], [0, 0, 0], 200, [(0, 1), (1, 3)]),
+        ([90, 90], [1, 1], [0, 1], 640, [(0, 1), (1, 2)]),
+        ([90, 10], [1, 9], [0, 0], 1 << 20, [(0, 2)]),
+        ([900], [3], [0], 640, [(0, 1)]),  # cannot be divided
+    ],
+)
+def test_sequences_are_divided_where_a_pass_costs_less_than_padding(
+    widths: list[int],
+    numbers: list[int],
+    kinds: list[int],
+    budget: int,
+    wanted: list[tuple[int, int]],
+) -> None:
+    assert cheapest_runs(np.array(widths), np.array(numbers), np.array(kinds), budget) == wanted
+
+
+@pytest.mark.spec("tree.sequence-passes")
+def test_a_long_row_does_not_pad_the_short_ones() -> None:
+    lengths = [512, *[64] * 31]
+    output = {
+        "prompt_token_ids": [[5] * (n - 4) for n in lengths],
+        "response_ids": [[6, 7, 8, 9]] * len(lengths),
+        "loss_masks": [[1] * 4] * len(lengths),
+        "rewards": [1.0] * len(lengths),
+        "trajectory_ids": [("a", i) for i in range(len(lengths))],
+        "is_last_step": [True] * len(lengths),
+    }
+    batch = StepBatch.from_generator_output(output, step_wise=True)
+    sizes = [micro.input_ids.numel() for micro in plan_micro_batches(batch, 1 << 14)]
+    assert sizes == [512, 31 * 64]  # one pass would have 32 * 512
 
 
 def test_trained_row_without_a_prompt_is_refused() -> None:

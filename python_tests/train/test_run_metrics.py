@@ -23,6 +23,7 @@ from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.train.model.peak_memory import PeakMemory
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.output.progress import ProgressDisplay
+from skyrl_fast.train.output.time_shares import time_shares
 
 __all__ = ["folder"]  # a fixture
 
@@ -90,6 +91,34 @@ def test_asynchronous_training_waits(folder: Path) -> None:
     asynchronous = last_row(folder, "async", "trainer.fully_async.enabled=true")
     assert not asynchronous.keys() & times
     assert asynchronous["timing/wait"] >= 0
+
+
+@pytest.mark.spec("metrics.time-shares")
+def test_shares_of_step_and_evaluation() -> None:
+    seconds = {"step": 3.0, "generate": 1.0, "sync": 0.5, "engine_idle": 2.0, "eval": 1.0}
+    shares = time_shares({f"timing/{name}": value for name, value in seconds.items()})
+    assert shares == {
+        "timing/generate_share": 0.25,
+        "timing/sync_share": 0.125,
+        "timing/eval_share": 0.25,
+        "timing/engine_idle_share": 0.5,
+    }
+    assert time_shares({"timing/step": 0.0, "timing/sync": 0.0}) == {}
+
+
+@pytest.mark.spec("metrics.time-shares", "metrics.token-saving")
+def test_a_run_reports_shares_and_savings(folder: Path) -> None:
+    row = last_row(folder, "trees")
+    idle = row["timing/generate"] + row["timing/environment"]
+    assert row["timing/trainer_idle"] == pytest.approx(idle)
+    step = row["timing/step"] + row.get("timing/eval", 0.0)
+    assert row["timing/sync_share"] == pytest.approx(row["timing/sync"] / step)
+    # All rows are visited, as trees: the saving is the ideal one but for last tokens.
+    assert row["policy/tree_group_share"] == 1
+    assert 0 < row["generate/batch_token_saving"] <= row["policy/token_saving"] < 1
+    sequences = last_row(folder, "sequences", "trainer.rows=step")
+    assert sequences["policy/token_saving"] < row["policy/token_saving"]
+    assert sequences["generate/batch_token_saving"] == row["generate/batch_token_saving"]
 
 
 @pytest.mark.spec("metrics.reward-spread")

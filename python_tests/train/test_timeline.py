@@ -92,3 +92,23 @@ def test_a_run_writes_the_chosen_steps(folder: Path) -> None:
     events = json.loads(path.read_text())["traceEvents"]
     phases = [e["name"] for e in events if e["ph"] == "X" and e["pid"] == TRAINER]
     assert {"rollout", "batch", "advantages", "forward_backward", "sync"} <= set(phases)
+
+
+@pytest.mark.spec("run.timeline")
+def test_pictures_have_all_steps_on_one_axis(tmp_path: Path) -> None:
+    draw = pytest.importorskip("scripts.timeline_picture").draw
+    clock = Clock()
+    board = ActivityBoard(clock)
+    timeline = Timeline(tmp_path, [1, 2], board)
+    for number in (1, 2):  # no trajectory runs in the first
+        with timeline.of_step(number):
+            if number == 2:
+                board.set_phase(board.enter("a", 0), GENERATING, attempt=0, turn=0)
+            timeline.phase("wait", clock.now, clock.now + 1.0)
+            clock.now += 1.0
+    steps = {f"step {n}": tmp_path / f"step-0000{n}.json" for n in (1, 2)}
+    for chosen in ({"step 1": steps["step 1"]}, steps):
+        draw(tmp_path / "out.svg", chosen)
+        text = (tmp_path / "out.svg").read_text()
+        assert [f"<!-- {title} -->" in text for title in steps] == [t in chosen for t in steps]
+        assert text.count("<!-- trajectory -->") == len(chosen)

@@ -80,13 +80,30 @@ def test_rows_merged_equals_the_generator_setting(folder: Path) -> None:
 
 
 @pytest.mark.spec("tree.rows-setting")
+def test_one_row_per_trajectory_can_be_sequences(folder: Path) -> None:
+    one_row = ("generator.step_wise_trajectories=false", "trainer.max_training_steps=1")
+    trees = metrics_of(folder, "a", *one_row)[1]
+    sequences = metrics_of(folder, "b", "trainer.rows=merged", *one_row)[1]
+    assert (trees["policy/tree_group_share"], sequences["policy/tree_group_share"]) == (1, 0)
+    assert sequences["generate/batch_num_seq"] == trees["generate/batch_num_seq"]
+    for name in ("policy/grad_norm", "policy/loss"):
+        assert sequences[name] == pytest.approx(trees[name], rel=1e-5)  # other orders of sums
+
+
+@pytest.mark.spec("tree.rows-setting")
 @pytest.mark.parametrize(
     ("overrides", "wanted"),
     [
         (["trainer.rows=trees"], "did you mean 'tree'"),
         (["trainer.rows=step", "generator.merge_stepwise_output=true"], "got step"),
         (["trainer.rows=step", "generator.step_wise_trajectories=false"], "got step"),
-        (["trainer.rows=merged", "generator.step_wise_trajectories=false"], "got merged"),
+        (
+            [
+                "generator.merge_stepwise_output=true",
+                "generator.step_wise_trajectories=false",
+            ],
+            "wanted false where generator.step_wise_trajectories is false",
+        ),
         (
             ["trainer.rows=merged", "trainer.algorithm.advantage_estimator=gigpo"],
             "gigpo is per turn",

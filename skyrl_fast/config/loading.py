@@ -254,12 +254,10 @@ def check_limits(section: Any, key: str = "") -> None:
 def _check_rows(config: Config) -> None:
     """Refuse combinations of row settings that exclude each other."""
     generator, rows = config.generator, config.trainer.rows
-    if merges_steps(config) and not generator.step_wise_trajectories:
-        key = "trainer.rows" if rows == "merged" else "generator.merge_stepwise_output"
-        wanted, got = ("auto or tree", rows) if rows == "merged" else ("false", "true")
+    if generator.merge_stepwise_output and not generator.step_wise_trajectories:
         raise ConfigError(
-            f"{key}: wanted {wanted} where generator.step_wise_trajectories is false "
-            f"(one row per trajectory already), got {got}"
+            "generator.merge_stepwise_output: wanted false where "
+            "generator.step_wise_trajectories is false (one row per trajectory already), got true"
         )
     one_row = not generator.step_wise_trajectories
     if config.trainer.algorithm.observation_loss_coef and not (one_row or merges_steps(config)):

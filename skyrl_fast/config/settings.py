@@ -283,7 +283,8 @@ class TrainerConfig:
         "form of the training rows. auto: by the generator's settings, as prefix trees where the "
         "model supports them and they take less time, so that each distinct token of a prompt's "
         "rows is processed once; step: one per turn, as sequences; merged: turns merged where the "
-        "context only grew, as sequences; tree: by the generator's settings, always as trees",
+        "context only grew, or one row per trajectory, as sequences; tree: by the generator's "
+        "settings, always as trees",
         choices=ROWS,
     )
     profile_steps: list[int] = setting(

@@ -71,6 +71,8 @@ def training_batch(
     counts_of_forms = token_counts(batch)
     metrics["generate/batch_num_tokens_merged"] = float(counts_of_forms.merged)
     metrics["generate/batch_num_tokens_tree"] = float(counts_of_forms.tree)
+    if batch.num_tokens:
+        metrics["generate/batch_token_saving"] = 1 - counts_of_forms.tree / batch.num_tokens
     units = sequences(batch, algorithm.sequence_scope)
     batch, units, counts = filter_rollouts(batch, units, config)
     metrics |= counts | reward_metrics(batch, samples_per_prompt=samples)

@@ -55,6 +55,7 @@ from skyrl_fast.train.output.checkpoint import (
 from skyrl_fast.train.output.loggers import Logger
 from skyrl_fast.train.output.manifest import MANIFEST
 from skyrl_fast.train.output.progress import ProgressDisplay
+from skyrl_fast.train.output.time_shares import time_shares
 from skyrl_fast.train.output.timeline import Timeline
 from skyrl_fast.train.prepare_batch import judged_rows, training_batch, with_advantages
 from skyrl_fast.train.update import update_policy
@@ -240,6 +241,7 @@ class Trainer:
         await self._timed("sync", times, components.rollouts.sleep())
         trajectories = groups.trajectories()
         self._unread_rewards.see(trajectories)
+        times["trainer_idle"] = times["wait" if self._config.max_staleness else "rollout"]
         if not self._config.max_staleness:  # otherwise generation does not wait for the trainer
             split_rollout_time(times, groups.sampled)
         batch, units, metrics = await self._timed(
@@ -293,6 +295,8 @@ class Trainer:
         ):
             evaluation = await self._evaluate()
         metrics |= evaluation
+        if "timing/step" in metrics:
+            metrics |= time_shares(metrics)
         self._report(metrics)
         self._unreported = None
         if not first:

@@ -74,7 +74,6 @@ def update_policy(
             Nothing is computed for it alone: other elements keep their values.
     """
     correct = algorithm.off_policy_correction.enabled
-    single = batch.num_groups == mini_batch_size and update_epochs == 1
     if algorithm.use_kl_loss:
         assert reference is not None
         batch = batch.with_(ref_logprobs=reference.batch_logprobs(batch))
@@ -84,11 +83,11 @@ def update_policy(
                 "trainer.algorithm.old_logprobs: rollout needs the engine's logprobs, got none"
             )
         batch = batch.with_(old_logprobs=batch.rollout_logprobs)
-    elif batch.old_logprobs is None and (correct or not single):
+    elif batch.old_logprobs is None and (correct or update_epochs > 1):
         batch = batch.with_(old_logprobs=policy.batch_logprobs(batch))
-    if seen_logprobs is not None and algorithm.old_logprobs != "rollout":
-        seen_logprobs = _take_old_logprobs(batch, seen_logprobs)
     minis = [corrected(mini, algorithm) for mini in batch.mini_batches(mini_batch_size)]
+    if batch.old_logprobs is None and len(minis) > 1:
+        minis[1:] = _with_old_logprobs(policy, batch, mini_batch_size)
     steps = []
     for epoch in range(update_epochs):
         start = 0  # the mini-batch's first response token
@@ -96,10 +95,22 @@ def update_policy(
             seen = None
             if seen_logprobs is not None and epoch == 0:
                 seen = seen_logprobs[start : start + mini.loss_mask.shape[0]]
+                if algorithm.old_logprobs != "rollout":
+                    seen = _take_old_logprobs(mini, seen)
             step = _optimizer_step(policy, optimizer, mini, algorithm, max_seq_len, seen)
             steps.append(metrics | step)
             start += mini.loss_mask.shape[0]
     return _mean_metrics(steps)
+
+
+def _with_old_logprobs(
+    policy: Policy, batch: StepBatch, mini_batch_size: int
+) -> list[tuple[StepBatch, dict[str, float]]]:
+    """Return all mini-batches but the first, whose old policy is the one that it updates."""
+    first = batch.mini_batches(mini_batch_size)[0].num_rows
+    others = batch.rows(slice(first, batch.num_real_rows))
+    others = others.with_(old_logprobs=policy.batch_logprobs(others))
+    return [(mini, {}) for mini in others.mini_batches(mini_batch_size)]
 
 
 def _take_old_logprobs(batch: StepBatch, seen_logprobs: torch.Tensor) -> torch.Tensor | None:
@@ -166,6 +177,8 @@ def accumulate_gradient(
     visited = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
     metrics["policy/row_tokens"] = float(batch.lengths[visited].sum())
     if results:
+        reached = metrics["policy/forward_tokens"] / metrics["policy/row_tokens"]
+        metrics["policy/token_saving"] = 1 - reached
         metrics["policy/tree_group_share"] = _tree_group_share(batch, results)
     if policy.layout_costs is not None:
         metrics |= policy.layout_costs.metrics()

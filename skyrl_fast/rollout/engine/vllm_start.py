@@ -23,6 +23,9 @@ from skyrl_fast.rollout.engine.protocol import EngineDeadError
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WORKER_EXTENSION = "skyrl_fast.rollout.engine.weights.worker.WeightUpdateExtension"
 UNSHARED = 0.9  # gpu_memory_utilization of an engine without a trainer; vLLM's default
+# Tokens of a block of keys and values. The prefix cache reuses full blocks only, and vLLM's 128 on
+# a CPU are more than many prompts have. Its kernels prefer multiples of 32.
+CPU_BLOCK_SIZE = 32
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -124,6 +127,7 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         # ("CPU Generator does not use offset"). Unchunked, a prompt must fit into one step.
         longest = setup.max_model_len or _model_length(setup.model)
         args["enable_chunked_prefill"] = False
+        args["block_size"] = CPU_BLOCK_SIZE
         args["max_num_batched_tokens"] = max(engine.max_num_batched_tokens, longest)
     else:
         args["gpu_memory_utilization"] = engine.gpu_memory_utilization or UNSHARED

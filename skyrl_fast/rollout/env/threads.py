@@ -38,20 +38,16 @@ class EnvThreads:
         worker = self._idle.pop() if self._idle else _Worker()
         future = loop.create_future()
         worker.submit(call, loop, future)
-        trace = ""
+        # Not asyncio.timeout: it may lose a result if the loop was busy at the deadline.
+        deadline = loop.call_later(timeout, _give_up, future, worker)
         try:
-            # Not wait_for: it may lose a result if the loop was busy at the deadline.
-            await asyncio.wait({future}, timeout=timeout)
+            return await future
         finally:  # also if the caller is cancelled
-            if future.done():
+            deadline.cancel()
+            if future.done() and not future.cancelled() and future.exception() is None:
                 self._idle.append(worker)
             else:
-                trace = trace_of_thread(worker.ident)
-                future.cancel()
                 worker.stop()
-        if future.cancelled():
-            raise TimeoutError(trace)
-        return future.result()
 
     async def close(self) -> None:
         """End idle threads; hanging threads are daemons and end with the process."""
@@ -118,6 +114,11 @@ class _Worker:
             except RuntimeError:  # the loop is closed: no one waits for the result
                 return
             del item, call, future, result  # not until the next call
+
+
+def _give_up(future: asyncio.Future[Any], worker: _Worker) -> None:
+    if not future.done():
+        future.set_exception(TimeoutError(trace_of_thread(worker.ident)))
 
 
 def _settle(future: asyncio.Future[Any], result: Any) -> None:

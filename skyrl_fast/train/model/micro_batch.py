@@ -26,6 +26,10 @@ from skyrl_fast.train.model.rope_limits import RopeLimit, exceeded_limits
 from skyrl_fast.train.model.row_layout import LayoutCosts, rows_as_trees
 from skyrl_fast.train.model.tree_batch import trained_tree, tree_micro_batches
 
+# Of the budget: a pass costs as much as so many tokens, whatever it holds. Not measured per device,
+# as the padding that it saves is a multiple of it where it matters.
+PASS_SHARE = 1 / 32
+
 
 def plan_micro_batches(
     batch: StepBatch,
@@ -168,7 +172,7 @@ def _fill(
     batch: StepBatch,
     keep_trajectories: bool,
 ) -> list[list[int]]:
-    """Return sequences (by host row) in chunks within the budget, longest first: little padding.
+    """Return chunks of sequences (by host row) within the budget, with little padding.
 
     Raises:
         ValueError: a trajectory that must stay together has rows that must not share a pass.
@@ -184,17 +188,53 @@ def _fill(
                 f"{lengths[hosts].max()} tokens, which this loss needs in one pass, but the rotary "
                 "embedding of this model depends on the longest row of a pass"
             )
-    width = {unit: max(int(lengths[host]) for host in hosts) for unit, hosts in units.items()}
-    chunks: list[list[int]] = []
-    chunk_width = 0
-    for unit in sorted(units, key=lambda unit: (-width[unit], unit)):
-        hosts = units[unit]
-        full = not chunks or (len(chunks[-1]) + len(hosts)) * chunk_width > token_budget
-        if full or exceeded[chunks[-1][0]] != exceeded[hosts[0]]:
-            chunks.append([])
-            chunk_width = width[unit]
-        chunks[-1].extend(hosts)
-    return chunks
+    order = sorted(units, key=lambda unit: (-lengths[units[unit]].max(), unit))
+    runs = cheapest_runs(
+        np.array([lengths[units[unit]].max() for unit in order]),
+        np.array([len(units[unit]) for unit in order]),
+        np.array([exceeded[units[unit][0]] for unit in order]),
+        token_budget,
+    )
+    return [[host for unit in order[start:stop] for host in units[unit]] for start, stop in runs]
+
+
+def cheapest_runs(
+    widths: np.ndarray, numbers: np.ndarray, kinds: np.ndarray, token_budget: int
+) -> list[tuple[int, int]]:
+    """Return ranges of units that share a pass, so that padding and passes cost least together.
+
+    A pass costs the tokens that it pads its rows to, and as much as `PASS_SHARE` of the budget.
+
+    Args:
+        widths: (n,) longest row of each unit, descending.
+        numbers: (n,) rows of each unit.
+        kinds: (n,) units of different kinds share no pass.
+        token_budget: most padded tokens of a pass with more than one unit.
+
+    Example:
+        >>> cheapest_runs(np.array([90, 80, 10]), np.ones(3, int), np.zeros(3, int), 640)
+        [(0, 2), (2, 3)]
+    """
+    rows = np.concatenate([[0], np.cumsum(numbers)])
+    cost = np.zeros(len(widths) + 1)
+    begin = np.zeros(len(widths) + 1, dtype=np.int64)
+    first = 0  # of the possible beginnings
+    for stop in range(1, len(widths) + 1):
+        while first < stop - 1 and (
+            (rows[stop] - rows[first]) * widths[first] > token_budget
+            or kinds[first] != kinds[stop - 1]
+        ):
+            first += 1
+        padded = (rows[stop] - rows[first:stop]) * widths[first:stop]
+        costs = cost[first:stop] + padded
+        begin[stop] = first + int(np.argmin(costs))
+        cost[stop] = costs.min() + PASS_SHARE * token_budget
+    runs = []
+    stop = len(widths)
+    while stop:
+        runs.append((int(begin[stop]), stop))
+        stop = int(begin[stop])
+    return runs[::-1]
 
 
 def _micro_batch(

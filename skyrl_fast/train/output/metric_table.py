@@ -106,6 +106,7 @@ METRICS = (
             ("repeated_calls", "requests that a client sent again", "near 0"),
             ("undelivered_calls", "calls that were aborted, as no client waited", "near 0"),
             ("untrained_calls", "calls of `agent.untrained_models`", ""),
+            ("upstream_calls", "calls that were sent on by `agent.upstreams`", ""),
             ("too_long_prompts", "prompts longer than max_input_length", "near 0"),
             ("answers_with_tool_calls", "answers in which tool calls were found", ""),
             ("unparsed_tool_calls", "answers with tool calls that could not be parsed", ""),

@@ -300,7 +300,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.spec("logprob.saved-logits")
 @pytest.mark.usefixtures("emulated_gpu")
-@pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 257])
+@pytest.mark.parametrize("rows", [1, 33, 257])
 def test_saved_logits_spare_a_product(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, whose chunks have 128 rows here."""
     monkeypatch.setattr(linear_rows, "GPU_CHUNK_BYTES", 1)

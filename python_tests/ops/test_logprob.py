@@ -326,7 +326,7 @@ def odd_rows(vocab: int) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("vocab", [40, 333, 9001])
+@pytest.mark.parametrize("vocab", [40, pytest.param(333, marks=pytest.mark.slow), 9001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.2])
 def test_rows_outside_the_usual_range(vocab, dtype, temperature, simd):

@@ -69,6 +69,7 @@ def test_custom_loss_trains_like_the_built_in_one(folder: Path, way: str) -> Non
         assert any(row["policy/my_ratio_max"] > 1 for row in trained)
 
 
+@pytest.mark.slow
 @pytest.mark.spec("loss.custom")
 def test_custom_loss_trains_on_two_ranks(folder: Path) -> None:
     pytest.importorskip("torch.distributed.fsdp")

@@ -48,6 +48,7 @@ def test_prompt_rows(tmp_path: Path) -> None:
         "d",
         {"data_source": "s", "answer": 3},
         "s",
+        is_text=True,
     )
     assert (second.uid, second.env_class) == ("eval-1", "own")
 

@@ -183,7 +183,8 @@ def _train(options: argparse.Namespace) -> int:
         from skyrl_fast.train.divergence import DivergedError
         from skyrl_fast.train.output.checkpoint import CheckpointError, RunInUseError
         from skyrl_fast.train.parallel.ranks import RankError
-        from skyrl_fast.train.run import SetupError, train
+        from skyrl_fast.train.run import train
+        from skyrl_fast.train.setup.errors import SetupError
         from skyrl_fast.train.supervised import sft
         from skyrl_fast.trajectory_store.writer import StoreError
     except ImportError as error:

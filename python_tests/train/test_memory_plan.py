@@ -22,7 +22,7 @@ from scripts import hardware_page
 from scripts.published_models import BILLIONS, model_folder
 from skyrl_fast.cli import main
 from skyrl_fast.config import Config
-from skyrl_fast.config.loading import load_config
+from skyrl_fast.config.loading import as_config, load_config
 from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.rollout.engine import vllm_start
 from skyrl_fast.train import memory_plan
@@ -32,7 +32,9 @@ from skyrl_fast.train.memory_plan import gpu_memory, head_bytes, plan_memory
 from skyrl_fast.train.model.activation_memory import ModelSize
 from skyrl_fast.train.model.policy import recomputes_activations
 from skyrl_fast.train.plan_command import num_bytes
-from skyrl_fast.train.run import SetupError
+from skyrl_fast.train.setup import gpu_sharing
+from skyrl_fast.train.setup.errors import SetupError
+from skyrl_fast.train.setup.given_objects import with_absolute_paths
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPU = num_bytes("79GiB")  # of an "80 GB" GPU
@@ -233,8 +235,8 @@ def test_logits_are_saved_where_an_update_leaves_room(small: Path) -> None:
 
 @pytest.mark.spec("memory.saved-logits")
 def test_train_saves_the_logits_of_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(run_module, "gpu_memory", lambda config, with_engine=True: GPU)
+    monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine=True: GPU)
     found: list[Any] = []
 
     def stop(*arguments: Any, saved_logits_bytes: int | None) -> None:
@@ -246,8 +248,8 @@ def test_train_saves_the_logits_of_the_plan(folder: Path, monkeypatch: pytest.Mo
     chosen = settings(folder, "run", *short)
     with pytest.raises(SetupError, match="stop here"):
         skyrl_fast.train(chosen, reward=lambda answer, row: 0.0)
-    config = run_module._with_absolute_paths(run_module.as_config(chosen))
-    plan = run_module._memory_plan(config, None, with_engine=True)
+    config = with_absolute_paths(as_config(chosen))
+    plan = gpu_sharing.planned_memory(config, None, with_engine=True)
     assert plan is not None and found == [plan.saved_logits_bytes] and found[0] > 0
 
 
@@ -353,8 +355,8 @@ def test_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.spec("memory.refused")
 def test_train_refuses_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(run_module, "gpu_memory", lambda config, with_engine: num_bytes("1MiB"))
+    monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine: num_bytes("1MiB"))
     monkeypatch.setattr(run_module, "make_models", lambda *a: pytest.fail("models were loaded"))
     monkeypatch.setattr(run_module, "_check_rollouts", lambda *a: None)
     with pytest.raises(SetupError, match=r"(?s)more memory than its GPUs have.*lacks .* GiB"):
@@ -363,10 +365,10 @@ def test_train_refuses_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.spec("memory.engine-share")
 def test_engine_gets_what_the_trainer_leaves(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(run_module, "gpu_memory", lambda config, with_engine: GPU)
+    monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine: GPU)
     config = config_of(small)
-    plan = run_module._memory_plan(config, None, with_engine=True)
+    plan = gpu_sharing.planned_memory(config, None, with_engine=True)
     engine = config.generator.inference_engine
     share = engine.gpu_memory_utilization
     assert share is not None and plan is not None
@@ -375,16 +377,16 @@ def test_engine_gets_what_the_trainer_leaves(small: Path, monkeypatch: pytest.Mo
     trainer = generation.total - generation.items[-1].num_bytes
     assert 0 <= GPU - trainer - share * GPU < 0.01 * GPU
     asynchronous = config_of(small, "trainer.fully_async.enabled=true")
-    assert run_module._memory_plan(asynchronous, None, with_engine=True) is not None
+    assert gpu_sharing.planned_memory(asynchronous, None, with_engine=True) is not None
     assert asynchronous.generator.inference_engine.enable_sleep_mode is False
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     apart = config_of(small)
-    run_module._memory_plan(apart, None, with_engine=True)
+    gpu_sharing.planned_memory(apart, None, with_engine=True)
     engine = apart.generator.inference_engine
     chosen = (engine.enable_sleep_mode, engine.gpu_ids, engine.gpu_memory_utilization)
     assert chosen == (False, [1], 0.9)
     without = config_of(small)
-    assert run_module._memory_plan(without, None, with_engine=False) is not None
+    assert gpu_sharing.planned_memory(without, None, with_engine=False) is not None
     assert without.generator.inference_engine.gpu_memory_utilization is None
 
 
@@ -398,8 +400,8 @@ def test_sleep_mode_ipc_and_nccl_need_a_gpu(small: Path) -> None:
         asked = config_of(small, f"generator.inference_engine.{name}={value}")
         wanted = f"{name}: wanted .*, as the trainer computes on the CPU, got {value}"
         with pytest.raises(SetupError, match=wanted):
-            run_module._memory_plan(asked, None, with_engine=True)
-    assert run_module._memory_plan(config_of(small), None, with_engine=True) is None
+            gpu_sharing.planned_memory(asked, None, with_engine=True)
+    assert gpu_sharing.planned_memory(config_of(small), None, with_engine=True) is None
 
 
 @pytest.mark.spec("memory.unmeasurable")
@@ -412,10 +414,10 @@ def test_a_model_that_reads_values_is_trained_without_a_plan(
         return hidden if float(hidden.sum()) > 0 else -hidden
 
     monkeypatch.setattr(Qwen2MLP, "forward", reads_a_value)
-    monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(run_module, "gpu_memory", lambda config, with_engine: GPU)
+    monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine: GPU)
     config = config_of(small, "trainer.policy.dtype=float16")  # no other test measures this
-    assert run_module._memory_plan(config, None, with_engine=True) is None
+    assert gpu_sharing.planned_memory(config, None, with_engine=True) is None
     assert config.generator.inference_engine.gpu_memory_utilization == 0.5
     assert "no memory plan: the model's memory cannot be measured" in caplog.text
 
@@ -425,10 +427,10 @@ def test_a_resumed_run_is_planned_from_its_checkpoint(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_folder(tmp_path / "policy", "Qwen/Qwen2.5-0.5B-Instruct")
-    monkeypatch.setattr(run_module, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(run_module, "gpu_memory", lambda config, with_engine: GPU)
+    monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine: GPU)
     config = config_of(tmp_path / "deleted")
-    assert run_module._memory_plan(config, tmp_path, with_engine=True) is not None
+    assert gpu_sharing.planned_memory(config, tmp_path, with_engine=True) is not None
     assert config.trainer.policy.model.path == str(tmp_path / "deleted")
     assert config.trainer.ref.model.path is None
 

@@ -17,7 +17,7 @@ from skyrl_fast.cli import main
 from skyrl_fast.config import GeneratorConfig, SamplingParams
 from skyrl_fast.train.data.demonstrations import chat_of, demonstrated_steps
 from skyrl_fast.train.output.loggers import read_metrics
-from skyrl_fast.train.run import SetupError
+from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.train.supervised import sft
 
 CHAT = [

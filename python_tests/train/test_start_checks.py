@@ -15,7 +15,8 @@ from _training import Recorder, folder, settings
 import skyrl_fast
 from skyrl_fast.config import ConfigError
 from skyrl_fast.train import run as run_module
-from skyrl_fast.train.run import SetupError
+from skyrl_fast.train.setup.errors import SetupError
+from skyrl_fast.train.setup.run_data import run_data
 
 __all__ = ["folder"]  # a fixture
 TOO_LONG = "generator.max_input_length (512) and sampling_params.max_generate_length (1024): "
@@ -188,7 +189,7 @@ def test_environments_of_rows_that_replace_a_chosen_one_are_named(
 ) -> None:
     config = settings(folder, "run", f"environment.env_class={chosen}")
     with caplog.at_level(logging.WARNING):
-        run_module._data(config, None, None, one_env=False)
+        run_data(config, None, None, one_env=False)
     told = (
         "environment.env_class=mine is not used for 12 of 12 rows, whose column env_class takes "
         "precedence: fake (12)"

@@ -26,7 +26,7 @@ from skyrl_fast.train import trainer as trainer_module
 from skyrl_fast.train.data.prompts import Prompt, load_prompts
 from skyrl_fast.train.flow.rollouts import split_rollout_time
 from skyrl_fast.train.output.loggers import read_metrics
-from skyrl_fast.train.run import SetupError
+from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.trajectory_store import read_trajectories
 
 

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep
     from skyrl_fast.train.callbacks import Callback, CallbackError
     from skyrl_fast.train.output.loggers import Logger, RunInfo
-    from skyrl_fast.train.run import SetupError, TrainResult, train
+    from skyrl_fast.train.run import TrainResult, train
+    from skyrl_fast.train.setup.errors import SetupError
     from skyrl_fast.train.supervised import sft
 
 _HOMES = {  # imported on first use: `import skyrl_fast` stays light
@@ -58,7 +59,7 @@ _HOMES = {  # imported on first use: `import skyrl_fast` stays light
     "LossOutput": "skyrl_fast.ops.policy_loss.custom",
     "Logger": "skyrl_fast.train.output.loggers",
     "RunInfo": "skyrl_fast.train.output.loggers",
-    "SetupError": "skyrl_fast.train.run",
+    "SetupError": "skyrl_fast.train.setup.errors",
     "TrainResult": "skyrl_fast.train.run",
     "register_advantage_estimator": "skyrl_fast.ops.advantage.estimators",
     "register_policy_loss": "skyrl_fast.ops.policy_loss.custom",

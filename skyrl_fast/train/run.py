@@ -6,12 +6,9 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,47 +18,31 @@ import torch
 from skyrl_fast.config import (
     Config,
     ConfigSource,
-    EnvironmentConfig,
-    InferenceEngineConfig,
     as_config,
     check_config,
     to_dict,
 )
 from skyrl_fast.gateway.agents.task import AgentTask
-from skyrl_fast.importing import absolute_name, load_object, name_of
-from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
-from skyrl_fast.ops.policy_loss.custom import register_policy_loss
 from skyrl_fast.rollout.env.host import MakeEnv
-from skyrl_fast.rollout.env.reward_env import Reward, RewardEnv
-from skyrl_fast.rollout.env.reward_functions import TEXT_PROMPT, RewardFunction, RewardFunctions
+from skyrl_fast.rollout.env.reward_env import Reward
+from skyrl_fast.rollout.env.reward_functions import RewardFunction, RewardFunctions
 from skyrl_fast.train.algorithm.advantages import warn_without_baseline
 from skyrl_fast.train.callbacks import Callback
-from skyrl_fast.train.data.prompts import Prompt, PromptSource, load_prompts, prompts_from
+from skyrl_fast.train.data.prompts import Prompt, PromptSource
 from skyrl_fast.train.data.schedule import total_steps
 from skyrl_fast.train.device_plan import MemoryPlan
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.flow.frozen_heap import frozen_heap
 from skyrl_fast.train.flow.rollouts import Rollouts
-from skyrl_fast.train.memory_plan import gpu_memory, plan_memory
-from skyrl_fast.train.model.activation_memory import UnmeasurableError
-from skyrl_fast.train.model.model_folder import model_folder
 from skyrl_fast.train.model.models import (
     Models,
     find_device,
     make_models,
     model_path,
-    uses_reference,
 )
 from skyrl_fast.train.model.policy import load_tokenizer
 from skyrl_fast.train.output.checkpoint import (
-    STATE,
-    RunInUseError,
-    checkpoints,
     locked_run,
-    newest_intact,
-    read_state,
-    set_aside,
-    verify_checkpoint,
     write_json,
 )
 from skyrl_fast.train.output.loggers import Logger, RunInfo, open_loggers, read_metrics
@@ -70,23 +51,30 @@ from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.resumed_settings import warn_of_changed_settings
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import RankStarter, started_ranks
-from skyrl_fast.train.placement import engine_placement
+from skyrl_fast.train.setup.errors import SetupError, as_setup_error
+from skyrl_fast.train.setup.given_objects import (
+    importable_name,
+    reward_functions,
+    with_absolute_paths,
+    with_objects,
+)
+from skyrl_fast.train.setup.gpu_sharing import check_models, planned_memory
+from skyrl_fast.train.setup.run_data import RunData, run_data
+from skyrl_fast.train.setup.starting_point import (
+    StartingPoint,
+    checkpoint_folder,
+    set_checkpoints_aside,
+    starting_point,
+    warn_of_another_schedule,
+)
 from skyrl_fast.train.trainer import Components, Progress, Trainer
-from skyrl_fast.trajectory_store.parts import parts as stored_parts
 from skyrl_fast.trajectory_store.record import total_reward
 from skyrl_fast.trajectory_store.words import readable
 
 logger = logging.getLogger(__name__)
 
 MakeRollouts = Callable[[Config, Any, str], Awaitable[Rollouts]]
-UNPLANNED_SHARE = 0.5  # gpu_memory_utilization next to a trainer whose memory is unknown
-MAX_NAMED = 5  # environments in a warning
-EVAL_UID = "eval-"  # prefix of the uids of evaluation prompts
 EVAL_REWARD = "eval/all/avg_score"
-
-
-class SetupError(ValueError):
-    """Data, model, packages or engine are not usable; the message says what to fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +173,14 @@ def train(
         1
     """
     _check_main_module()
-    config = _with_absolute_paths(as_config(config))
+    config = with_absolute_paths(as_config(config))
     if sum(given is not None for given in (env, reward, reward_funcs, agent)) > 1:
         raise SetupError("train: wanted one of env, reward, reward_funcs and agent, got several")
     if agent is not None:
-        config.agent.function = agent if isinstance(agent, str) else _importable_name(agent)
-    functions = _reward_functions(reward_funcs, reward_weights)
+        config.agent.function = agent if isinstance(agent, str) else importable_name(agent)
+    functions = reward_functions(reward_funcs, reward_weights)
     made_by = env if functions is None else functions
-    make_env = _with_objects(config, env=made_by, reward=reward, loss=loss, estimator=estimator)
+    make_env = with_objects(config, env=made_by, reward=reward, loss=loss, estimator=estimator)
     check_config(config, has_prompts=prompts is not None)
     _check_callbacks(callbacks)
     warn_without_baseline(config)
@@ -207,7 +195,7 @@ def train(
     if config.trainer.placement.policy_num_nodes > 1:
         from skyrl_fast.train.cluster import run_on_cluster
 
-        result = run_on_cluster(config, run_here, _checkpoint_folder(config))
+        result = run_on_cluster(config, run_here, checkpoint_folder(config))
         assert isinstance(result, TrainResult)
         return result
     return run_here(config, StopSignals(), LocalRanks(Path(config.trainer.run_path)))
@@ -226,18 +214,18 @@ def _run_here(
 ) -> TrainResult:
     """Run with rank 0 in this process."""
     run_path = Path(config.trainer.run_path)
-    with signals.installed(), locked_run(run_path, _checkpoint_folder(config)):
-        start = _starting_point(config)
+    with signals.installed(), locked_run(run_path, checkpoint_folder(config)):
+        start = starting_point(config)
         with ExitStack() as stack:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
-            with _as_setup_error():
-                data = _data(config, prompts, eval_prompts, one_env=make_env is not None)
+            with as_setup_error():
+                data = run_data(config, prompts, eval_prompts, one_env=make_env is not None)
                 if isinstance(make_env, RewardFunctions):
                     data = data.with_text_marked()
-                folder = _check_models(config, start.checkpoint)
+                folder = check_models(config, start.checkpoint)
                 if make_rollouts is None:
                     _check_rollouts(config, folder, data, make_env)
-                plan = _memory_plan(config, start.checkpoint, with_engine=make_rollouts is None)
+                plan = planned_memory(config, start.checkpoint, with_engine=make_rollouts is None)
                 saved = None if plan is None else plan.saved_logits_bytes
                 make = partial(
                     make_models,
@@ -261,232 +249,12 @@ def _run_here(
             return _run(config, start, data, make, output, callbacks, make_rollouts, signals)
 
 
-def _reward_functions(
-    functions: RewardFunction | Sequence[RewardFunction] | None, weights: Sequence[float] | None
-) -> RewardFunctions | None:
-    """Return the factory of environments of `reward_funcs`; None: there are none.
-
-    Raises:
-        SetupError: no functions, or another number of weights.
-    """
-    if functions is None:
-        if weights is not None:
-            raise SetupError("train: reward_weights: wanted reward_funcs with it, got none")
-        return None
-    listed: list[Any] = list(functions) if isinstance(functions, list | tuple) else [functions]
-    for function in listed:
-        if not callable(function):
-            raise SetupError(f"train: reward_funcs: wanted functions, got {function!r:.100}")
-    weights = [1.0] * len(listed) if weights is None else list(weights)
-    if not listed or len(weights) != len(listed):
-        text = f"got {len(listed)} functions and {len(weights)} weights"
-        raise SetupError(f"train: reward_funcs: wanted some, each with a weight, {text}")
-    return RewardFunctions(listed, weights)
-
-
-def _importable_name(function: Callable[..., Any]) -> str:
-    """Return a function's name as in `agent.function`.
-
-    Raises:
-        SetupError: it is not at the top of a module, so that it has no such name.
-    """
-    try:
-        name = f"{name_of(sys.modules[function.__module__])}:{function.__qualname__}"
-        found = load_object(name)
-    except (AttributeError, KeyError, ValueError) as error:
-        text = f"train: agent: wanted a function of a module, got {function!r:.100}"
-        raise SetupError(text) from error
-    if found is not function:
-        raise SetupError(f"train: agent: {name} is another object than the given function")
-    return name
-
-
-def _with_objects(
-    config: Config,
-    *,
-    env: MakeEnv | str | None,
-    reward: Reward | None,
-    loss: Callable[..., Any] | str | None,
-    estimator: Callable[..., Any] | str | None,
-) -> MakeEnv | None:
-    """Write the names of the given objects into the settings; return the environment factory.
-
-    Raises:
-        SetupError: an object that is not callable.
-    """
-    for name, given in (("env", env), ("reward", reward)):
-        is_name = name == "env" and isinstance(given, str)
-        if given is not None and not is_name and not callable(given):
-            raise SetupError(f"train: {name}: wanted a class or function, got {given!r:.100}")
-    algorithm = config.trainer.algorithm
-    if loss is not None:
-        algorithm.policy_loss_type = _registered(register_policy_loss, loss)
-    if estimator is not None:
-        algorithm.advantage_estimator = _registered(register_advantage_estimator, estimator)
-    if isinstance(env, str):
-        config.environment.env_class = env
-        return None
-    made_by = env or reward
-    if made_by is None:
-        return None
-    config.environment.env_class = getattr(made_by, "__name__", type(made_by).__name__)
-    return env if reward is None else partial(RewardEnv, reward)
-
-
 def _check_callbacks(callbacks: Sequence[Callback]) -> None:
     if isinstance(callbacks, Callback) or not all(isinstance(c, Callback) for c in callbacks):
         raise SetupError(f"train: callbacks: wanted a list of Callback, got {callbacks!r:.100}")
 
 
-def _registered(register: Callable[..., Any], given: Callable[..., Any] | str) -> str:
-    """Return the name of a loss or an estimator; register it if it is a function."""
-    return given if isinstance(given, str) else register(given)
-
-
-@dataclass(frozen=True, slots=True)
-class _Data:
-    train: list[Prompt]
-    evaluation: list[Prompt]
-
-    def with_text_marked(self) -> _Data:
-        """Tell environments which prompts were text, not chats."""
-
-        def marked(prompt: Prompt) -> Prompt:
-            return replace(prompt, env_extras={**prompt.env_extras, TEXT_PROMPT: prompt.is_text})
-
-        return _Data(list(map(marked, self.train)), list(map(marked, self.evaluation)))
-
-
-def _data(
-    config: Config,
-    prompts: PromptSource | None,
-    eval_prompts: PromptSource | None,
-    *,
-    one_env: bool,
-) -> _Data:
-    """Return the prompts to train and to evaluate on.
-
-    Args:
-        one_env: every row gets `environment.env_class`; its own `env_class` is ignored.
-    """
-
-    env_class = config.environment.env_class
-
-    def load(given: PromptSource | None, files: list[str], prefix: str, split: str) -> list[Prompt]:
-        if given is None:
-            found = load_prompts(files, default_env_class=env_class, prefix=prefix, split=split)
-        else:
-            found = prompts_from(given, default_env_class=env_class, prefix=prefix, split=split)
-        return [replace(prompt, env_class=env_class) for prompt in found] if one_env else found
-
-    data = _Data(
-        load(prompts, config.data.train_data, "", "train"),
-        load(eval_prompts, config.data.val_data, EVAL_UID, "test"),
-    )
-    if not one_env:
-        _warn_of_row_environments(config, data)
-    wanted = config.trainer.train_batch_size
-    if len(data.train) < wanted:
-        source = "data.train_data" if prompts is None else "prompts"
-        raise ValueError(
-            f"{source}: wanted at least trainer.train_batch_size={wanted} prompts, "
-            f"got {len(data.train)}"
-        )
-    return data
-
-
-def _warn_of_row_environments(config: Config, data: _Data) -> None:
-    """Warn if rows name another environment than one that was set explicitly."""
-    chosen = config.environment.env_class
-    prompts = [*data.train, *data.evaluation]
-    others = Counter(p.env_class for p in prompts if p.env_class != chosen)
-    if not others or chosen == EnvironmentConfig().env_class:
-        return
-    logger.warning(
-        "environment.env_class=%s is not used for %d of %d rows, whose column env_class takes "
-        "precedence: %s",
-        *(chosen, others.total(), len(prompts)),
-        ", ".join(f"{name} ({number})" for name, number in others.most_common(MAX_NAMED)),
-    )
-
-
-def _memory_plan(
-    config: Config, checkpoint: Path | None, *, with_engine: bool
-) -> MemoryPlan | None:
-    """Return the plan of a run on GPUs, and place the engine by it; None on a CPU.
-
-    Also None, with a warning, for a model that cannot be measured.
-
-    Raises:
-        SetupError: it does not fit; the message is the plan. Or there is no GPU for the engine's
-            settings.
-    """
-    engine = config.generator.inference_engine
-    if find_device(config.trainer.device).type == "cpu":
-        _refuse_gpu_settings(engine)
-        return None
-    capacity = gpu_memory(config, with_engine=with_engine)
-    assert capacity is not None
-    num_gpus = torch.cuda.device_count()
-    planned = deepcopy(config)
-    planned.trainer.ref.model.path = config.trainer.ref.model.path or model_path(config, None)
-    planned.trainer.policy.model.path = model_path(config, checkpoint)
-    with_engine = with_engine and engine.run_engines_locally
-    if with_engine:
-        placement = engine_placement(config, num_gpus)
-        engine.gpu_ids = list(placement.gpu_ids)
-        engine.enable_sleep_mode = placement.sleeps
-        engine.weight_sync_backend = placement.weight_sync
-    try:
-        plan = plan_memory(planned, capacity=capacity, num_gpus=num_gpus, with_engine=with_engine)
-    except UnmeasurableError as error:
-        if with_engine and placement.shared and engine.gpu_memory_utilization is None:
-            engine.gpu_memory_utilization = UNPLANNED_SHARE
-        logger.warning(
-            "no memory plan: %s; gpu_memory_utilization=%s", error, engine.gpu_memory_utilization
-        )
-        return None
-    if not plan.fits:
-        raise SetupError(f"the run needs more memory than its GPUs have:\n{plan}")
-    if plan.engine_share is not None:
-        engine.gpu_memory_utilization = plan.engine_share
-    return plan
-
-
-def _refuse_gpu_settings(engine: InferenceEngineConfig) -> None:
-    """Raise SetupError for settings of an engine that need a trainer on a GPU."""
-    for name, asked, wanted in (
-        ("enable_sleep_mode", engine.enable_sleep_mode is True, "null or false"),
-        (
-            "weight_sync_backend",
-            engine.weight_sync_backend in ("ipc", "nccl"),
-            "auto, gloo or file",
-        ),
-    ):
-        if asked:
-            raise SetupError(
-                f"generator.inference_engine.{name}: wanted {wanted}, as the trainer computes on "
-                f"the CPU, got {str(getattr(engine, name)).lower()}"
-            )
-
-
-def _check_models(config: Config, checkpoint: Path | None) -> Path:
-    """Return the policy's folder; of a hub name, all of the run's models are downloaded.
-
-    Raises:
-        ValueError: a model is missing.
-    """
-    trainer = config.trainer
-    others = [("ref", trainer.ref.model.path)] if uses_reference(config) else []
-    if checkpoint is None:
-        others.append(("critic", trainer.critic.model.path))
-    for name, path in others:
-        if path is not None:
-            model_folder(path, setting=f"trainer.{name}.model.path")
-    return model_folder(model_path(config, checkpoint))
-
-
-def _check_rollouts(config: Config, folder: Path, data: _Data, make_env: MakeEnv | None) -> None:
+def _check_rollouts(config: Config, folder: Path, data: RunData, make_env: MakeEnv | None) -> None:
     from skyrl_fast.train.flow.vllm_rollouts import check_rollouts
 
     prompts = [*data.train, *data.evaluation]
@@ -507,13 +275,13 @@ class _Output:
 
 
 def _output(
-    config: Config, start: _Start, data: _Data, plan: MemoryPlan | None, stack: ExitStack
+    config: Config, start: StartingPoint, data: RunData, plan: MemoryPlan | None, stack: ExitStack
 ) -> _Output:
     """Open the loggers, which may fail: a missing package or key is found before models load."""
     steps = total_steps(config, len(data.train))
     columns = config.trainer.progress
     display = ProgressDisplay(total_steps=steps, start_step=start.step, columns=columns)
-    _set_aside(start, display)  # before metrics after the checkpoint are dropped
+    set_checkpoints_aside(start, display)  # before metrics after the checkpoint are dropped
     run_info = RunInfo(
         Path(config.trainer.run_path),
         config.trainer.project_name,
@@ -532,8 +300,8 @@ def _output(
 
 def _run(
     config: Config,
-    start: _Start,
-    data: _Data,
+    start: StartingPoint,
+    data: RunData,
     make: Callable[[], Models],
     output: _Output,
     callbacks: Sequence[Callback],
@@ -543,13 +311,13 @@ def _run(
     run_path = Path(config.trainer.run_path)
     evaluations = _EvalRewards()
     checkpoint, display = start.checkpoint, output.display
-    with _as_setup_error():
+    with as_setup_error():
         components, policy_path = _components(config, checkpoint, data, make())
         components.callbacks = [evaluations, *callbacks]
         components.loggers = output.loggers
         plot_module_checked = _check_plot(config)
     write_json(run_path / "config.json", to_dict(config))
-    _warn_of_another_schedule(config, start, len(components.train_prompts))
+    warn_of_another_schedule(config, start, len(components.train_prompts))
     warn_of_changed_settings(start.state.get("config"), to_dict(config))
     progress, received = signals.run(
         _run_loop(config, components, display, checkpoint, policy_path, make_rollouts, signals)
@@ -600,13 +368,13 @@ async def _run_loop(
     signals: StopSignals,
 ) -> tuple[Progress, int | None]:
     display.say("starting the engine ...")
-    with _as_setup_error():
+    with as_setup_error():
         components.rollouts = await make_rollouts(config, components.tokenizer, policy_path)
     received: list[int] = []
     try:
         trainer = Trainer(config, components, display)
         if checkpoint is not None:
-            with _as_setup_error():
+            with as_setup_error():
                 trainer.restore(checkpoint)
             display.say(f"resuming after step {trainer.progress.step} from {checkpoint}")
 
@@ -630,7 +398,7 @@ async def _run_loop(
 def _components(
     config: Config,
     checkpoint: Path | None,
-    data: _Data,
+    data: RunData,
     models: Models,
 ) -> tuple[Components, str]:
     path = model_path(config, checkpoint)
@@ -653,122 +421,6 @@ def _check_main_module() -> None:
         raise SetupError(
             "train: called by a process that training itself has started and that imports "
             'your main module: put the call below `if __name__ == "__main__":`'
-        )
-
-
-def _with_absolute_paths(config: Config) -> Config:
-    """Make paths that are used later absolute: an environment may change the current folder."""
-    trainer, engine = config.trainer, config.generator.inference_engine
-    for section, name in (
-        *((trainer, name) for name in ("run_path", "ckpt_path", "resume_path")),
-        *((engine, name) for name in ("weight_sync_path", "api_key_file")),
-    ):
-        path = getattr(section, name)
-        if path is not None:
-            setattr(section, name, str(Path(path).expanduser().absolute()))
-    for model in (trainer.policy.model, trainer.ref.model, trainer.critic.model):
-        if model.path is not None and Path(model.path).is_dir():  # not a name on the hub
-            model.path = str(Path(model.path).absolute())
-    algorithm, environment = config.trainer.algorithm, config.environment
-    for section, name in (
-        (algorithm, "policy_loss_type"),
-        (algorithm, "advantage_estimator"),
-        (environment, "env_class"),
-        (config.agent, "function"),
-    ):
-        if getattr(section, name) is not None:
-            setattr(section, name, absolute_name(getattr(section, name), Path.cwd()))
-    environment.register = [absolute_name(name, Path.cwd()) for name in environment.register]
-    return config
-
-
-def _checkpoint_folder(config: Config) -> Path:
-    return Path(config.trainer.ckpt_path or Path(config.trainer.run_path) / "checkpoints")
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """Where a run starts.
-
-    Args:
-        checkpoint: to resume from, or None.
-        state: content of its `state.json`.
-        aside: checkpoints to be set aside, each with the suffix of its name and the reason.
-    """
-
-    checkpoint: Path | None = None
-    state: Mapping[str, Any] = field(default_factory=dict)
-    aside: Sequence[tuple[Path, str, str]] = ()
-
-    @property
-    def step(self) -> int:
-        """Steps trained before."""
-        return int(self.state.get("step", 0))
-
-    @property
-    def last_reported(self) -> int:
-        """The last step whose metrics were written before the checkpoint; -1: none."""
-        if self.checkpoint is None:
-            return -1
-        return self.step - (self.state.get("unreported") is not None)
-
-
-def _starting_point(config: Config) -> _Start:
-    """Return the verified checkpoint to resume from, if any, and those that are not to be read.
-
-    Raises:
-        CheckpointError: the chosen checkpoint, or every one, is damaged.
-        RunInUseError: a new run in a folder that holds an earlier one.
-        SetupError: there is no checkpoint in `trainer.resume_path`.
-    """
-    settings = config.trainer
-    run_path = Path(settings.run_path)
-    folder = _checkpoint_folder(config)
-    if settings.resume_mode == "from_path":
-        chosen = Path(str(settings.resume_path))
-        if not (chosen / STATE).is_file():
-            raise SetupError(f"trainer.resume_path: no checkpoint in {chosen}")
-        verify_checkpoint(chosen)
-        state = read_state(chosen)
-        reason = f"it is later than trainer.resume_path={chosen}"
-        later = [other for step, other in checkpoints(folder) if step > state["step"]]
-        return _Start(chosen, state, [(other, "later", reason) for other in later])
-    if settings.resume_mode == "latest":
-        newest, damaged = newest_intact(folder)
-        state = {} if newest is None else read_state(newest)
-        return _Start(newest, state, [(path, "damaged", why) for path, why in damaged])
-    logged = read_metrics(run_path / "metrics.jsonl")
-    if checkpoints(folder) or logged or stored_parts(run_path / "trajectories"):
-        raise RunInUseError(
-            f"run folder {run_path} holds an earlier run: --resume continues it; for a new run "
-            "choose another trainer.run_path or delete the folder"
-        )
-    return _Start()
-
-
-def _set_aside(start: _Start, display: ProgressDisplay) -> None:
-    """Rename the checkpoints that the run must not read, and say so."""
-    for checkpoint, suffix, reason in start.aside:
-        aside = set_aside(checkpoint, suffix)
-        note = f"{checkpoint.name} was renamed to {aside}: {reason}"
-        logger.warning("%s", note)
-        display.say(note)
-
-
-def _warn_of_another_schedule(config: Config, start: _Start, num_prompts: int) -> None:
-    """Warn if a resumed run has another length than before, and the learning rate follows it."""
-    scheduler = config.trainer.policy.optimizer_config.scheduler
-    if start.checkpoint is None or scheduler not in ("linear", "cosine"):
-        return
-    saved = start.state.get("config", {}).get("trainer", {})
-    lengths = {n: saved[n] for n in ("epochs", "max_training_steps") if n in saved}
-    earlier = replace(config, trainer=replace(config.trainer, **lengths))
-    before, now = total_steps(earlier, num_prompts), total_steps(config, num_prompts)
-    if before != now:
-        logger.warning(
-            "resume: the run had %d steps and now has %d: the %s schedule of the learning rate is "
-            "stretched over all of them, so the rate jumps here",
-            *(before, now, scheduler),
         )
 
 
@@ -811,11 +463,3 @@ def _leave_now(number: int) -> None:
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(128 + number)
-
-
-@contextmanager
-def _as_setup_error() -> Any:
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:
-        raise SetupError(str(error)) from error

@@ -20,7 +20,9 @@ from skyrl_fast.train.callbacks import Callback
 from skyrl_fast.train.data.demonstrations import chat_of, demonstrated_steps, first_answer
 from skyrl_fast.train.data.prompts import Prompt, placed_rows
 from skyrl_fast.train.model.policy import Policy
-from skyrl_fast.train.run import EVAL_UID, SetupError, TrainResult, train
+from skyrl_fast.train.run import TrainResult, train
+from skyrl_fast.train.setup.errors import SetupError
+from skyrl_fast.train.setup.run_data import EVAL_UID
 
 
 def sft(

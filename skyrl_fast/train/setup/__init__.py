@@ -1,0 +1,1 @@
+"""What a run checks and reads before its models are loaded."""

@@ -1,0 +1,121 @@
+"""Objects given to `train`: written into the settings by name, or made an environment."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from skyrl_fast.config import Config
+from skyrl_fast.importing import absolute_name, load_object, name_of
+from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
+from skyrl_fast.ops.policy_loss.custom import register_policy_loss
+from skyrl_fast.rollout.env.host import MakeEnv
+from skyrl_fast.rollout.env.reward_env import Reward, RewardEnv
+from skyrl_fast.rollout.env.reward_functions import RewardFunction, RewardFunctions
+from skyrl_fast.train.setup.errors import SetupError
+
+
+def with_objects(
+    config: Config,
+    *,
+    env: MakeEnv | str | None,
+    reward: Reward | None,
+    loss: Callable[..., Any] | str | None,
+    estimator: Callable[..., Any] | str | None,
+) -> MakeEnv | None:
+    """Write the names of the given objects into the settings; return the environment factory.
+
+    Raises:
+        SetupError: an object that is not callable.
+    """
+    for name, given in (("env", env), ("reward", reward)):
+        is_name = name == "env" and isinstance(given, str)
+        if given is not None and not is_name and not callable(given):
+            raise SetupError(f"train: {name}: wanted a class or function, got {given!r:.100}")
+    algorithm = config.trainer.algorithm
+    if loss is not None:
+        algorithm.policy_loss_type = _registered(register_policy_loss, loss)
+    if estimator is not None:
+        algorithm.advantage_estimator = _registered(register_advantage_estimator, estimator)
+    if isinstance(env, str):
+        config.environment.env_class = env
+        return None
+    made_by = env or reward
+    if made_by is None:
+        return None
+    config.environment.env_class = getattr(made_by, "__name__", type(made_by).__name__)
+    return env if reward is None else partial(RewardEnv, reward)
+
+
+def reward_functions(
+    functions: RewardFunction | Sequence[RewardFunction] | None, weights: Sequence[float] | None
+) -> RewardFunctions | None:
+    """Return the factory of environments of `reward_funcs`; None: there are none.
+
+    Raises:
+        SetupError: no functions, or another number of weights.
+    """
+    if functions is None:
+        if weights is not None:
+            raise SetupError("train: reward_weights: wanted reward_funcs with it, got none")
+        return None
+    listed: list[Any] = list(functions) if isinstance(functions, list | tuple) else [functions]
+    for function in listed:
+        if not callable(function):
+            raise SetupError(f"train: reward_funcs: wanted functions, got {function!r:.100}")
+    weights = [1.0] * len(listed) if weights is None else list(weights)
+    if not listed or len(weights) != len(listed):
+        text = f"got {len(listed)} functions and {len(weights)} weights"
+        raise SetupError(f"train: reward_funcs: wanted some, each with a weight, {text}")
+    return RewardFunctions(listed, weights)
+
+
+def importable_name(function: Callable[..., Any]) -> str:
+    """Return a function's name as in `agent.function`.
+
+    Raises:
+        SetupError: it is not at the top of a module, so that it has no such name.
+    """
+    try:
+        name = f"{name_of(sys.modules[function.__module__])}:{function.__qualname__}"
+        found = load_object(name)
+    except (AttributeError, KeyError, ValueError) as error:
+        text = f"train: agent: wanted a function of a module, got {function!r:.100}"
+        raise SetupError(text) from error
+    if found is not function:
+        raise SetupError(f"train: agent: {name} is another object than the given function")
+    return name
+
+
+def _registered(register: Callable[..., Any], given: Callable[..., Any] | str) -> str:
+    """Return the name of a loss or an estimator; register it if it is a function."""
+    return given if isinstance(given, str) else register(given)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Make paths that are used later absolute: an environment may change the current folder."""
+    trainer, engine = config.trainer, config.generator.inference_engine
+    for section, name in (
+        *((trainer, name) for name in ("run_path", "ckpt_path", "resume_path")),
+        *((engine, name) for name in ("weight_sync_path", "api_key_file")),
+    ):
+        path = getattr(section, name)
+        if path is not None:
+            setattr(section, name, str(Path(path).expanduser().absolute()))
+    for model in (trainer.policy.model, trainer.ref.model, trainer.critic.model):
+        if model.path is not None and Path(model.path).is_dir():  # not a name on the hub
+            model.path = str(Path(model.path).absolute())
+    algorithm, environment = config.trainer.algorithm, config.environment
+    for section, name in (
+        (algorithm, "policy_loss_type"),
+        (algorithm, "advantage_estimator"),
+        (environment, "env_class"),
+        (config.agent, "function"),
+    ):
+        if getattr(section, name) is not None:
+            setattr(section, name, absolute_name(getattr(section, name), Path.cwd()))
+    environment.register = [absolute_name(name, Path.cwd()) for name in environment.register]
+    return config

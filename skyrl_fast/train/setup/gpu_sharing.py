@@ -1,0 +1,99 @@
+"""Whether a run's models are there, and how they share the GPUs with the engine."""
+
+from __future__ import annotations
+
+import logging
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+
+from skyrl_fast.config import Config, InferenceEngineConfig
+from skyrl_fast.train.device_plan import MemoryPlan
+from skyrl_fast.train.memory_plan import gpu_memory, plan_memory
+from skyrl_fast.train.model.activation_memory import UnmeasurableError
+from skyrl_fast.train.model.model_folder import model_folder
+from skyrl_fast.train.model.models import find_device, model_path, uses_reference
+from skyrl_fast.train.placement import engine_placement
+from skyrl_fast.train.setup.errors import SetupError
+
+logger = logging.getLogger(__name__)
+
+
+UNPLANNED_SHARE = 0.5  # gpu_memory_utilization next to a trainer whose memory is unknown
+
+
+def check_models(config: Config, checkpoint: Path | None) -> Path:
+    """Return the policy's folder; of a hub name, all of the run's models are downloaded.
+
+    Raises:
+        ValueError: a model is missing.
+    """
+    trainer = config.trainer
+    others = [("ref", trainer.ref.model.path)] if uses_reference(config) else []
+    if checkpoint is None:
+        others.append(("critic", trainer.critic.model.path))
+    for name, path in others:
+        if path is not None:
+            model_folder(path, setting=f"trainer.{name}.model.path")
+    return model_folder(model_path(config, checkpoint))
+
+
+def planned_memory(
+    config: Config, checkpoint: Path | None, *, with_engine: bool
+) -> MemoryPlan | None:
+    """Return the plan of a run on GPUs, and place the engine by it; None on a CPU.
+
+    Also None, with a warning, for a model that cannot be measured.
+
+    Raises:
+        SetupError: it does not fit; the message is the plan. Or there is no GPU for the engine's
+            settings.
+    """
+    engine = config.generator.inference_engine
+    if find_device(config.trainer.device).type == "cpu":
+        _refuse_gpu_settings(engine)
+        return None
+    capacity = gpu_memory(config, with_engine=with_engine)
+    assert capacity is not None
+    num_gpus = torch.cuda.device_count()
+    planned = deepcopy(config)
+    planned.trainer.ref.model.path = config.trainer.ref.model.path or model_path(config, None)
+    planned.trainer.policy.model.path = model_path(config, checkpoint)
+    with_engine = with_engine and engine.run_engines_locally
+    if with_engine:
+        placement = engine_placement(config, num_gpus)
+        engine.gpu_ids = list(placement.gpu_ids)
+        engine.enable_sleep_mode = placement.sleeps
+        engine.weight_sync_backend = placement.weight_sync
+    try:
+        plan = plan_memory(planned, capacity=capacity, num_gpus=num_gpus, with_engine=with_engine)
+    except UnmeasurableError as error:
+        if with_engine and placement.shared and engine.gpu_memory_utilization is None:
+            engine.gpu_memory_utilization = UNPLANNED_SHARE
+        logger.warning(
+            "no memory plan: %s; gpu_memory_utilization=%s", error, engine.gpu_memory_utilization
+        )
+        return None
+    if not plan.fits:
+        raise SetupError(f"the run needs more memory than its GPUs have:\n{plan}")
+    if plan.engine_share is not None:
+        engine.gpu_memory_utilization = plan.engine_share
+    return plan
+
+
+def _refuse_gpu_settings(engine: InferenceEngineConfig) -> None:
+    """Raise SetupError for settings of an engine that need a trainer on a GPU."""
+    for name, asked, wanted in (
+        ("enable_sleep_mode", engine.enable_sleep_mode is True, "null or false"),
+        (
+            "weight_sync_backend",
+            engine.weight_sync_backend in ("ipc", "nccl"),
+            "auto, gloo or file",
+        ),
+    ):
+        if asked:
+            raise SetupError(
+                f"generator.inference_engine.{name}: wanted {wanted}, as the trainer computes on "
+                f"the CPU, got {str(getattr(engine, name)).lower()}"
+            )

@@ -1,0 +1,86 @@
+"""The prompts of a run."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from skyrl_fast.config import Config, EnvironmentConfig
+from skyrl_fast.rollout.env.reward_functions import TEXT_PROMPT
+from skyrl_fast.train.data.prompts import Prompt, PromptSource, load_prompts, prompts_from
+
+logger = logging.getLogger(__name__)
+
+
+MAX_NAMED = 5  # environments in a warning
+EVAL_UID = "eval-"  # prefix of the uids of evaluation prompts
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """The prompts to train and to evaluate on."""
+
+    train: list[Prompt]
+    evaluation: list[Prompt]
+
+    def with_text_marked(self) -> RunData:
+        """Tell environments which prompts were text, not chats."""
+
+        def marked(prompt: Prompt) -> Prompt:
+            return replace(prompt, env_extras={**prompt.env_extras, TEXT_PROMPT: prompt.is_text})
+
+        return RunData(list(map(marked, self.train)), list(map(marked, self.evaluation)))
+
+
+def run_data(
+    config: Config,
+    prompts: PromptSource | None,
+    eval_prompts: PromptSource | None,
+    *,
+    one_env: bool,
+) -> RunData:
+    """Return the prompts to train and to evaluate on.
+
+    Args:
+        one_env: every row gets `environment.env_class`; its own `env_class` is ignored.
+    """
+
+    env_class = config.environment.env_class
+
+    def load(given: PromptSource | None, files: list[str], prefix: str, split: str) -> list[Prompt]:
+        if given is None:
+            found = load_prompts(files, default_env_class=env_class, prefix=prefix, split=split)
+        else:
+            found = prompts_from(given, default_env_class=env_class, prefix=prefix, split=split)
+        return [replace(prompt, env_class=env_class) for prompt in found] if one_env else found
+
+    data = RunData(
+        load(prompts, config.data.train_data, "", "train"),
+        load(eval_prompts, config.data.val_data, EVAL_UID, "test"),
+    )
+    if not one_env:
+        _warn_of_row_environments(config, data)
+    wanted = config.trainer.train_batch_size
+    if len(data.train) < wanted:
+        source = "data.train_data" if prompts is None else "prompts"
+        raise ValueError(
+            f"{source}: wanted at least trainer.train_batch_size={wanted} prompts, "
+            f"got {len(data.train)}"
+        )
+    return data
+
+
+def _warn_of_row_environments(config: Config, data: RunData) -> None:
+    """Warn if rows name another environment than one that was set explicitly."""
+    chosen = config.environment.env_class
+    prompts = [*data.train, *data.evaluation]
+    others = Counter(p.env_class for p in prompts if p.env_class != chosen)
+    if not others or chosen == EnvironmentConfig().env_class:
+        return
+    logger.warning(
+        "environment.env_class=%s is not used for %d of %d rows, whose column env_class takes "
+        "precedence: %s",
+        *(chosen, others.total(), len(prompts)),
+        ", ".join(f"{name} ({number})" for name, number in others.most_common(MAX_NAMED)),
+    )

@@ -13,7 +13,7 @@ help: ## list the commands
 setup: ## create or update .venv: torch, vLLM, the package (run by the other targets)
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV)
 
-train: setup ## quickstart: a tiny agent learns text-to-SQL, about 10 minutes on 2 cores
+train: setup ## quickstart: a tiny agent learns text-to-SQL, about 2 minutes on 2 cores
 	$(PY) examples/quickstart/run.py $(ARGS)
 
 gsm8k: setup ## recipe: word problems, one turn; ARGS="--variant multi_turn": several

@@ -236,6 +236,47 @@ def test_call_that_returned_in_time_is_not_late_on_a_busy_loop() -> None:
     assert asyncio.run(use()) == "an answer"
 
 
+def in_threads(function: Callable[[], Any], *, number: int) -> list[Any]:
+    """Return the results of calls that begin together."""
+
+    async def use() -> list[Any]:
+        threads = EnvThreads(HostSettings({}, None, 1_000))
+        found = await asyncio.gather(*[threads.run(function, 20.0) for _ in range(number)])
+        await threads.close()
+        return found
+
+    return asyncio.run(use())
+
+
+def test_quick_calls_share_a_thread_and_calls_that_block_get_more() -> None:
+    assert len(set(in_threads(threading.get_ident, number=64))) < 32
+    barrier = threading.Barrier(16)
+    assert sorted(in_threads(barrier.wait, number=16)) == list(range(16))
+
+
+def test_cancelled_calls_are_not_made_and_free_their_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("skyrl_fast.rollout.env.threads.JOIN_SECONDS", 60.0)
+    made = []
+
+    async def use() -> Any:
+        threads = EnvThreads(HostSettings({}, None, 1_000))
+        release = threading.Event()
+        hung = asyncio.create_task(threads.run(release.wait, 20.0))
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(threads.run(lambda: made.append(1), 20.0))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        hung.cancel()
+        await asyncio.wait([waiting, hung])
+        answer = await threads.run(lambda: "an answer", 20.0)  # by another thread
+        release.set()
+        return answer
+
+    assert asyncio.run(use()) == "an answer" and made == []
+
+
 @pytest.mark.spec("rollout.env-closed")
 def test_environment_created_after_its_deadline_is_closed() -> None:
     CountingEnv.closed.clear()

@@ -90,6 +90,21 @@ def test_rows_of_filtered_batches_equal_those_of_their_trajectories(
     assert one[2] == other[2]
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_observations_of_empty_answers_have_the_log_probabilities_of_the_others(
+    known: bool,
+) -> None:
+    config = Config()
+    config.generator.merge_stepwise_output = True
+    empty = make_trajectory("a", 0, [make_step([0], []), make_step([0, 5], [])])
+    answer = make_step([1], [2], rollout_logprobs=[-0.5] if known else None)
+    other = make_trajectory("b", 0, [answer])
+    parts = [sampled_rows([one], config).trained for one in (empty, other)]
+    joined, wanted = concatenate(parts), sampled_rows([empty, other], config).trained
+    assert_same(joined, wanted)
+    assert (joined.rollout_logprobs is not None) == known
+
+
 def test_unchanged_batch_is_not_copied() -> None:
     trajectories = [make_trajectory(uid, 0, [make_step([1], [2])]) for uid in "abc"]
     rows = sampled_rows(trajectories, Config())

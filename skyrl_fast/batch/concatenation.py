@@ -67,6 +67,8 @@ def _joined(batches: Sequence[StepBatch], name: str) -> torch.Tensor | None:
             torch.zeros(batch.loss_mask.shape, dtype=torch.int32) if value is None else value
             for batch, value in zip(batches, values, strict=True)
         ]
+    if name == "rollout_logprobs":
+        values = _logprobs(batches, values)
     # A batch without elements for it, e.g. of empty responses only, may lack the column.
     needed = [v for v, batch in zip(values, batches, strict=True) if _size(batch, name)]
     given = [value for value in values if value is not None]
@@ -75,6 +77,27 @@ def _joined(batches: Sequence[StepBatch], name: str) -> torch.Tensor | None:
     if any(value is None for value in needed):
         raise ValueError(f"{OP}: {name} must be in all batches or in none")
     return torch.cat(given)
+
+
+def _logprobs(
+    batches: Sequence[StepBatch], values: list[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Return the log-probabilities as all batches would have them together.
+
+    Where all answers are empty, it is unknown whether the engine returns log-probabilities; the
+    observations of merged rows have 0 in either case.
+    """
+    pairs = list(zip(batches, values, strict=True))
+    trained = [value is not None for batch, value in pairs if batch.loss_mask.any()]
+    if any(trained):  # a trained batch without them is an error
+        return [
+            value
+            if value is not None or batch.loss_mask.any()
+            else torch.zeros(len(batch.loss_mask))
+            for batch, value in pairs
+        ]
+    absent = any(value is None and len(batch.loss_mask) for batch, value in pairs)
+    return [None] * len(values) if absent else values
 
 
 def _size(batch: StepBatch, name: str) -> int:

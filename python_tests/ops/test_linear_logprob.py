@@ -163,7 +163,10 @@ def run_head(
 
 @pytest.mark.spec("logprob.head")
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("chunk_rows", [None, 1, 4, 100])
+@pytest.mark.parametrize(
+    "chunk_rows",
+    [None, pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(100, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("kept", [False, True])
 def test_bias_scale_and_soft_cap_equal_the_reference(head, chunk_rows, kept, backend):
     h, w, targets, mask = linear_case(torch.float32)

@@ -269,7 +269,7 @@ def test_other_length_under_a_schedule_is_a_warning(
     ("where", "version"),
     [
         ("stopped in eval", 0),
-        ("stopped in train", 0),
+        pytest.param("stopped in train", 0, marks=pytest.mark.slow),
         ("stopped in eval", 4),  # the last one
         ("failed in eval", 2),
         ("failed in sync", 3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -12,6 +13,9 @@ except ImportError as error:
         f"skyrl_fast: the compiled extension does not load ({error}); build it with a C++ "
         "compiler: `pip install .`, or `make setup` in a source tree"
     ) from error
+
+if _simd_level := os.environ.get("SKYRL_FAST_SIMD"):
+    _C.set_simd_level(_simd_level)
 
 if TYPE_CHECKING:
     from skyrl_fast.batch import PaddedBatch, StepBatch

@@ -154,3 +154,11 @@ for fields in pool():
 """
     )
     assert out.split() == ["S", "1"] * 2
+
+
+def test_simd_level_of_the_environment_holds_from_the_import() -> None:
+    environment = {**os.environ, "SKYRL_FAST_SIMD": "baseline"}
+    code = "import skyrl_fast; print(skyrl_fast._C.simd_level())"
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "baseline"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -218,3 +220,34 @@ assert not torch.cuda.is_initialized()
 
 def test_importing_the_package_is_light() -> None:
     subprocess.run([sys.executable, "-c", IMPORT], check=True, cwd=ROOT)
+
+
+# A module may be the first one that a process imports, so it imports what registers its operators.
+OPERATORS = """
+import importlib, json, os, sys, torch
+for module, names in json.load(sys.stdin).items():
+    if os.fork() == 0:
+        importlib.import_module(module)
+        absent = [name for name in names if not hasattr(torch.ops.skyrl_fast, name)]
+        print(module, absent, flush=True) if absent else None
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_modules_import_what_registers_their_operators() -> None:
+    users: dict[str, list[str]] = {}
+    for path in python_files("ops"):
+        if names := re.findall(r"torch\.ops\.skyrl_fast\.(\w+)", path.read_text()):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            users[module] = sorted(set(names))
+    assert len(users) > 5
+    done = subprocess.run(
+        [sys.executable, "-c", OPERATORS],
+        input=json.dumps(users),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    assert done.stdout == ""

@@ -290,8 +290,3 @@ def _default_page_pool_limit(control_groups: Path = Path("/sys/fs/cgroup")) -> i
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return min(limits) // 8
-
-
-def simd_override() -> str | None:
-    """Return the SIMD level set by the environment variable SKYRL_FAST_SIMD, or None."""
-    return os.environ.get("SKYRL_FAST_SIMD") or None

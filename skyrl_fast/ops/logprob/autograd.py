@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from skyrl_fast import _C
 from skyrl_fast.ops import _backend
 
 _lib = torch.library.Library("skyrl_fast", "FRAGMENT")
@@ -23,10 +22,6 @@ _lib.define(
     "float temperature, Tensor lse, Tensor entropy, Tensor? grad_logprob, Tensor? grad_entropy, "
     "bool use_triton=False, Tensor? kept_ids=None, Tensor? kept_ranges=None) -> Tensor"
 )
-
-_simd_level = _backend.simd_override()
-if _simd_level is not None:
-    _C.set_simd_level(_simd_level)
 
 
 def forward(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from skyrl_fast.ops import _backend
+from skyrl_fast.ops.policy_loss import autograd as autograd  # registers policy_loss
 
 Tensor = torch.Tensor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from skyrl_fast.ops import _backend
+from skyrl_fast.ops.logprob import autograd as autograd  # registers the operator
 from skyrl_fast.ops.logprob import reference
 from skyrl_fast.ops.logprob.kept import check_kept, kept_sets
 

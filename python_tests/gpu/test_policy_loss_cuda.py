@@ -92,7 +92,7 @@ def test_penalties_and_reductions(gpu: str, estimator: str, reduction: str) -> N
     order=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_ragged_rows_in_any_thread_order(
     emulated_gpu: ModuleType,
     lengths: list[int],

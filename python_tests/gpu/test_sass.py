@@ -84,6 +84,7 @@ def test_widths_of_loads_and_stores() -> None:
 
 
 @pytest.mark.spec("gpu.instructions")
+@pytest.mark.slow  # make cuda-check does it too
 def test_compiled_kernels_are_within_their_budgets() -> None:
     """Of the objects that `make cuda-check` left, where they are those of the sources."""
     nvcc = cuda_check.find_nvcc()

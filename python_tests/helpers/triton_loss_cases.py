@@ -122,6 +122,7 @@ def test_no_trained_tokens(shape: tuple[int, int]) -> None:
         assert all(value.item() == 0.0 for value in metrics.values())
 
 
+@pytest.mark.slow
 def test_compile_fullgraph() -> None:
     d = {name: value.to(DEVICE) for name, value in batch((3, 9)).items()}
     weights = torch.full((3,), 0.1, device=DEVICE)

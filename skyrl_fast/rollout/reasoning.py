@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_fast.printable import log_line
-from skyrl_fast.rollout.tool_calls import WithVocabulary
+from skyrl_fast.rollout.vllm_parsers import WithVocabulary, parser_class
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +63,10 @@ def check_reasoning_parser(name: str) -> None:
 
 
 def _parser_class(name: str) -> Any:
-    try:
-        from vllm.reasoning import ReasoningParserManager
-    except ImportError as error:
-        raise ValueError(f"{SETTING}: wanted null without vLLM ({error}), got {name!r}") from error
-    try:
-        return ReasoningParserManager.get_reasoning_parser(name)
-    except KeyError:
-        known = ", ".join(ReasoningParserManager.list_registered())
-        raise ValueError(f"{SETTING}: wanted null or one of {known}, got {name!r}") from None
+    return parser_class(
+        SETTING,
+        name,
+        module="vllm.reasoning",
+        manager="ReasoningParserManager",
+        get="get_reasoning_parser",
+    )

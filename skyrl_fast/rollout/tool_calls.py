@@ -8,10 +8,11 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 from skyrl_fast.printable import log_line
+from skyrl_fast.rollout.vllm_parsers import WithVocabulary, parser_class
 
 log = logging.getLogger(__name__)
 
@@ -134,41 +135,19 @@ def _logged_errors() -> _LoggedErrors:
     return handler
 
 
-class WithVocabulary:
-    """A tokenizer that builds its vocabulary, a large dict, once and not for each answer."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what the tokenizer has."""
-        return getattr(self._tokenizer, name)
-
-    @cached_property
-    def _vocabulary(self) -> dict[str, int]:
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
-        return vocabulary
-
-    def get_vocab(self) -> dict[str, int]:
-        """Return the id of each token."""
-        return self._vocabulary
-
-
 def check_tool_parser(name: str) -> None:
     """Raise ValueError if vLLM is missing or has no parser of this name."""
     _parser_class(name)
 
 
 def _parser_class(name: str) -> Any:
-    try:
-        from vllm.tool_parsers import ToolParserManager
-    except ImportError as error:
-        raise ValueError(f"{SETTING}: wanted null without vLLM ({error}), got {name!r}") from error
-    try:
-        return ToolParserManager.get_tool_parser(name)
-    except KeyError:
-        known = ", ".join(ToolParserManager.list_registered())
-        raise ValueError(f"{SETTING}: wanted null or one of {known}, got {name!r}") from None
+    return parser_class(
+        SETTING,
+        name,
+        module="vllm.tool_parsers",
+        manager="ToolParserManager",
+        get="get_tool_parser",
+    )
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:

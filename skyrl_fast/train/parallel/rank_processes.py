@@ -71,11 +71,7 @@ class RankPlace:
 
 
 class RankStarter(Protocol):
-    """Starts the processes of the other ranks.
-
-    Args:
-        address: this process's, which the others reach; nothing listens on another one.
-    """
+    """Starts the processes of the other ranks."""
 
     @property
     def address(self) -> str:

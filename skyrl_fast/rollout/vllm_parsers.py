@@ -1,0 +1,49 @@
+"""vLLM's parsers of answers, by name: of tool calls and of thoughts."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cached_property
+from typing import Any
+
+
+def parser_class(setting: str, name: str, *, module: str, manager: str, get: str) -> Any:
+    """Return a parser's class.
+
+    Args:
+        setting: for messages, such as "generator.tool_parser".
+        name: of the parser.
+        module, manager, get: where vLLM registers it: `module.manager.get(name)`.
+
+    Raises:
+        ValueError: vLLM is missing or has no parser of this name.
+    """
+    try:
+        registered = getattr(importlib.import_module(module), manager)
+    except ImportError as error:
+        raise ValueError(f"{setting}: wanted null without vLLM ({error}), got {name!r}") from error
+    try:
+        return getattr(registered, get)(name)
+    except KeyError:
+        known = ", ".join(registered.list_registered())
+        raise ValueError(f"{setting}: wanted null or one of {known}, got {name!r}") from None
+
+
+class WithVocabulary:
+    """A tokenizer that builds its vocabulary, a large dict, once and not for each answer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the tokenizer has."""
+        return getattr(self._tokenizer, name)
+
+    @cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        return vocabulary
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of each token."""
+        return self._vocabulary

@@ -120,3 +120,17 @@ def interrupt(once: Path) -> None:
     while not once.exists():
         time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_in_a_thread_leaves_signals_to_the_main_thread() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    entered = []
+
+    def enter() -> None:
+        with cluster_module._forwarded_signals(None):
+            entered.append(signal.getsignal(signal.SIGINT) == before)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert entered == [True]

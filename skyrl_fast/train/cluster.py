@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -129,7 +130,7 @@ def _attempt(ray: Any, group: Any, config: Config, run_here: RunHere) -> Any:
     )
     try:
         running = actor.run.remote(config, run_here, group)
-        with _forwarded_signals(ray, actor):
+        with _forwarded_signals(actor):
             while not ray.wait([running], timeout=POLL_SECONDS)[0]:
                 pass
         try:
@@ -141,8 +142,12 @@ def _attempt(ray: Any, group: Any, config: Config, run_here: RunHere) -> Any:
 
 
 @contextmanager
-def _forwarded_signals(ray: Any, actor: Any) -> Iterator[None]:
+def _forwarded_signals(actor: Any) -> Iterator[None]:
     """Let the first signal stop the run with a checkpoint; the second one ends this process."""
+
+    if threading.current_thread() is not threading.main_thread():  # only it may set handlers
+        yield
+        return
 
     def forward(number: int, _frame: Any) -> None:
         for other, handler in before.items():

@@ -24,6 +24,11 @@ def tree_of(rows: Sequence[Sequence[int]], groups: Any = None, **options: Any) -
     return build_prefix_tree(*flat(rows), groups, **options)
 
 
+def size_of(rows: Sequence[Sequence[int]]) -> int:
+    """Return the number of distinct prefixes."""
+    return len({tuple(row[: end + 1]) for row in rows for end in range(len(row))})
+
+
 def forest(seed: int, num_groups: int = 3, size: int = 40) -> PrefixTree:
     """Return the tree of rows that fork repeatedly; some are prefixes of others, some unrelated."""
     rng = np.random.default_rng(seed)

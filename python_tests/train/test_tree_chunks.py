@@ -7,16 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _trees import ROWS, tree_of
+from _trees import ROWS, size_of, tree_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_fast.ops.prefix_tree.tree import PrefixTree
-from skyrl_fast.train.model.tree_chunks import cheapest_cuts, tree_chunks
-
-
-def size_of(rows: list[list[int]]) -> int:
-    return len({tuple(row[: i + 1]) for row in rows for i in range(len(row))})
+from skyrl_fast.train.model.tree_chunks import cheapest_cuts, common_prefix, tree_chunks
 
 
 def common(rows: list[list[int]]) -> np.ndarray:
@@ -81,8 +77,10 @@ def chunks_of(tree: PrefixTree, groups: list[int], budget: int, **options: Any) 
 def test_parts_contain_every_row_once_within_the_budget(
     rows: list[list[int]], budget: int, data: Any
 ) -> None:
+    system = data.draw(st.lists(st.integers(0, 2), max_size=4))
+    rows = [system + row for row in rows]
     groups = sorted(data.draw(st.integers(0, 2)) for _ in rows)
-    chunks = chunks_of(tree_of(rows, groups), groups, budget)
+    chunks = chunks_of(tree_of(rows), groups, budget)
     assert sorted(row for chunk in chunks for row in chunk) == [
         i for i, row in enumerate(rows) if row
     ]
@@ -91,13 +89,25 @@ def test_parts_contain_every_row_once_within_the_budget(
         sizes[group] = size_of([row for row, g in zip(rows, groups, strict=True) if g == group])
     for chunk in chunks:
         assert chunk == sorted(chunk)
-        members = [[rows[row] for row in chunk if groups[row] == group] for group in set(groups)]
-        assert sum(map(size_of, members)) <= budget or len(chunk) == 1
+        assert size_of([rows[row] for row in chunk]) <= budget or len(chunk) == 1
     for group, size in sizes.items():
         where = [
             number for number, chunk in enumerate(chunks) for row in chunk if groups[row] == group
         ]
         assert size > budget or len(set(where)) <= 1
+
+
+@pytest.mark.spec("tree.micro-batches")
+def test_nodes_that_all_rows_share_count_once_per_part() -> None:
+    rows = [[0] * 6 + [1 + group] * 2 for group in range(8)]
+    groups = list(range(8))
+    assert common_prefix(tree_of(rows)) == 6
+    assert [len(chunk) for chunk in chunks_of(tree_of(rows), groups, 14)] == [4, 4]
+    assert [len(chunk) for chunk in chunks_of(tree_of(rows), groups, 6)] == [1] * 8
+    assert common_prefix(tree_of([[0, 0], [0], [], [0, 0, 1]])) == 1
+    assert common_prefix(tree_of([[0, 0], [1]])) == 0
+    assert common_prefix(tree_of([[2, 3], [2, 3]])) == 2
+    assert common_prefix(tree_of([[], []])) == 0
 
 
 @pytest.mark.spec("tree.micro-batches")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ pytest.importorskip("transformers")
 
 from _fakes import tiny_model
 from _moe import NUM_EXPERTS, NUM_LAYERS, TOP_K, tiny_moe
-from _trees import agent_batch, batch_of_rows
+from _trees import agent_batch, batch_of_rows, size_of
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.token_counts import token_counts
@@ -344,6 +345,35 @@ def test_every_trained_token_is_predicted_once_from_its_parent_node(
         assert sum(len(members) for members in parts) == len(set().union(*parts))
 
 
+@pytest.mark.spec("tree.shared-forward", "tree.micro-batches")
+def test_groups_share_their_system_prompt_and_nothing_else_changes() -> None:
+    rng = np.random.default_rng(0)
+    system = rng.integers(4, 10, 20).tolist()
+    rows = [
+        {
+            "prompt_token_ids": [*system, 10 + group],
+            "response_ids": rng.integers(4, 16, 3).tolist(),
+            "trajectory_ids": (f"p{group}", sample),
+        }
+        for group in range(6)
+        for sample in range(2)
+    ]
+    batch = batch_of_rows(rows, rng).with_(loss_mask=torch.ones(36, dtype=torch.uint8))
+    (micro,) = plan_micro_batches(batch, 1000, tree=True)
+    inserted = [row["prompt_token_ids"] + row["response_ids"][:-1] for row in rows]
+    assert micro.input_ids.shape[1] == size_of(inserted)
+    # The system prompt counts once per pass: 20 nodes of 40, and 4 or 5 of each group.
+    plan = plan_micro_batches(batch, 40, tree=True)
+    assert [len(set(batch.group_ids[micro.rows].tolist())) for micro in plan] == [3, 3]
+    assert max(micro.input_ids.shape[1] for micro in plan) <= 40
+    for budget in (40, 1000):
+        options = {"max_tokens_per_microbatch": budget}
+        one, wanted = gradients(tiny("Qwen3"), batch, **options)
+        two, got = gradients(tiny("Qwen3"), batch, tree=True, **options)
+        assert two["policy/loss"] == pytest.approx(one["policy/loss"], rel=1e-6)
+        assert_same_gradients(wanted, got, 1e-5)
+
+
 def test_nodes_after_the_last_trained_token_are_omitted() -> None:
     rng = np.random.default_rng(0)
     row = {"prompt_token_ids": [4, 5], "response_ids": [6, 7, 8], "trajectory_ids": ("a", 0)}
@@ -374,14 +404,8 @@ def test_token_counts_of_rows_merged_rows_and_trees() -> None:
     assert counts.rows == batch.num_tokens
     assert counts.merged == batch.merged().num_tokens
     prefixes = {
-        (group, tuple(batch.tokens[start:end].tolist()))
-        for group, first, last in zip(
-            batch.group_ids.tolist(),
-            batch.cu_seqlens[:-1].tolist(),
-            batch.cu_seqlens[1:].tolist(),
-            strict=True,
-        )
-        for start in (first,)
+        tuple(batch.tokens[first:end].tolist())
+        for first, last in pairwise(batch.cu_seqlens.tolist())
         for end in range(first + 1, last + 1)
     }
     assert counts.tree == len(prefixes)

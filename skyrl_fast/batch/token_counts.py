@@ -18,7 +18,7 @@ class TokenCounts:
     Args:
         rows: tokens of all rows, separately.
         merged: tokens of the rows after merging consecutive steps.
-        tree: nodes of the groups' prefix trees, one for each distinct prefix.
+        tree: nodes of the batch's prefix tree, one for each distinct prefix of a row.
     """
 
     rows: int
@@ -47,5 +47,5 @@ def token_counts(batch: StepBatch) -> TokenCounts:
     cu_responses = batch.cu_responses[: num_rows + 1]
     plan = merge_flat_steps(tokens, cu, cu_responses, batch.trajectory_ids[:num_rows])
     merged = int(cu.diff()[torch.from_numpy(plan.ends)].sum())
-    tree = prefix_tree_size(tokens, cu, batch.group_ids[:num_rows])
+    tree = prefix_tree_size(tokens, cu)
     return TokenCounts(rows=tokens.shape[0], merged=merged, tree=tree)

@@ -281,7 +281,7 @@ class TrainerConfig:
     rows: str = setting(
         "auto",
         "form of the training rows. auto: by the generator's settings, as prefix trees where the "
-        "model supports them and they take less time, so that each distinct token of a prompt's "
+        "model supports them and they take less time, so that each distinct token of a pass's "
         "rows is processed once; step: one per turn, as sequences; merged: turns merged where the "
         "context only grew, or one row per trajectory, as sequences; tree: by the generator's "
         "settings, always as trees",

@@ -51,8 +51,8 @@ def plan_micro_batches(
         keep_trajectories: a trajectory's rows stay together (losses that look at all of them).
         router_replay: add the recorded routes. Rows share a token only where their records agree,
             as they do in contexts that only grow.
-        tree: lay out the rows as prefix trees, one per group: the budget counts their nodes. Else
-            as sequences, which rows of a trajectory share where contexts only grew.
+        tree: lay out the rows of a pass as a prefix tree: the budget counts its nodes. Else as
+            sequences, which rows of a trajectory share where contexts only grew.
         costs: with `tree`, groups that take less time as sequences are laid out as these; None: all
             are trees.
         limits: of the model's rotary embedding; models that trees support have none.

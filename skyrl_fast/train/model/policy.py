@@ -42,7 +42,7 @@ class Policy:
         dtype: of the forward pass; the weights are float32.
         head_dtype: of the LM head's matrix product; None: `dtype`.
         router_replay: route tokens to the experts that the engine recorded; see `RouterReplay`.
-        tree: process rows as prefix trees, each distinct token of a prompt's rows once; None: where
+        tree: process rows as prefix trees, each distinct token of a pass once; None: where
             the model supports it and it takes less time.
         saved_logits_bytes: the most logits to save for a backward pass; see `linear_logprob`.
         ranks: that share the work and the weights.

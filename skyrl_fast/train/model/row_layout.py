@@ -21,6 +21,7 @@ import torch
 
 from skyrl_fast.ops.prefix_tree.tree import PrefixTree, build_prefix_tree
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
+from skyrl_fast.train.model.tree_chunks import ordered_rows
 from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sharding import with_full_params
@@ -230,23 +231,30 @@ def rows_as_trees(
     """Return (N,) bool, the visited rows of groups that take less time as trees.
 
     Args:
-        tree: of the visited rows, one per group.
+        tree: of the visited rows.
         group_ids: (N,) integers.
         hosts: (N,) the row whose sequence each visited row shares.
         lengths: (N,) tokens.
         visited: (N,) bool.
     """
-    _, first, groups = np.unique(group_ids, return_index=True, return_inverse=True)
-    groups = np.argsort(np.argsort(first))[groups]  # trees are in the order of first appearance
-    starts = tree.group_starts.numpy()
-    depths = np.concatenate([[0], np.cumsum(tree.positions.numpy().astype(np.int64) + 1)])
+    _, groups = np.unique(group_ids, return_inverse=True)
+    num_groups = int(groups.max(initial=-1)) + 1
+
+    def sums(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+        return np.bincount(groups[rows], values, num_groups)
+
+    nodes = ordered_rows(tree, group_ids)
     rows = np.unique(hosts[visited])
-    of = lengths[rows].astype(np.float64)
-    of_rows, num_groups = groups[rows], len(starts) - 1
+    pairs = _pairs(nodes.lengths) - _pairs(nodes.shared)
     cheaper = costs.tree_is_cheaper(
-        nodes=np.diff(starts),
-        tree_pairs=np.diff(depths[starts]),
-        tokens=np.bincount(of_rows, of, num_groups),
-        pairs=np.bincount(of_rows, of * (of + 1) / 2, num_groups),
+        nodes=sums(nodes.rows, nodes.lengths - nodes.shared),
+        tree_pairs=sums(nodes.rows, pairs),
+        tokens=sums(rows, lengths[rows]),
+        pairs=sums(rows, _pairs(lengths[rows])),
     )
     return visited & cheaper[groups]
+
+
+def _pairs(lengths: np.ndarray) -> np.ndarray:
+    """Return the pairs of tokens that attend in causal rows of these lengths."""
+    return lengths * (lengths + 1) / 2

@@ -1,4 +1,4 @@
-"""Micro-batches of prefix trees: each distinct token of a prompt's rows is processed once.
+"""Micro-batches of prefix trees: each distinct token of a pass's rows is processed once.
 
 N rows, S their tokens, A response tokens, T nodes, M trained tokens. Routes: D layers, K experts
 per token.
@@ -23,9 +23,9 @@ from skyrl_fast.train.model.tree_chunks import tree_chunks
 def trained_tree(
     batch: StepBatch, visited: np.ndarray, *, router_replay: bool = False
 ) -> tuple[PrefixTree, TrainedTokens]:
-    """Return the prefix trees of the visited rows up to their last trained tokens, and these.
+    """Return the prefix tree of the visited rows up to their last trained tokens, and these.
 
-    There is one tree per group.
+    Groups share what they have in common, such as a system prompt.
 
     Args:
         batch: N rows.
@@ -38,7 +38,6 @@ def trained_tree(
     tree = build_prefix_tree(
         batch.tokens,
         batch.cu_seqlens,
-        batch.group_ids,
         lengths=lengths,
         labels=batch.expert_indices if router_replay else None,
         cu_labels=batch.cu_experts if router_replay else None,

@@ -6,12 +6,45 @@ N rows, n of them on trees, T nodes.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from skyrl_fast.batch.split import split_micro_batches
 from skyrl_fast.ops.prefix_tree.tree import PrefixTree
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedRows:
+    """The n rows on a tree, group after group, depth first within a group.
+
+    Args:
+        rows: (n,) int64.
+        lengths: (n,) nodes of each row.
+        shared: (n,) nodes that it shares with the row before it in its group; 0 for the first.
+        borders: where groups begin but the first, ascending.
+    """
+
+    rows: np.ndarray
+    lengths: np.ndarray
+    shared: np.ndarray
+    borders: np.ndarray
+
+
+def ordered_rows(tree: PrefixTree, group_ids: np.ndarray) -> OrderedRows:
+    """Return the rows that are not empty, in the order in which cuts repeat fewest nodes.
+
+    Args:
+        group_ids: (N,) integers.
+    """
+    ends_at, lengths = row_ends(tree)
+    rows = np.flatnonzero(lengths > 0)
+    order = rows[np.lexsort((rows, ends_at[rows], group_ids[rows]))]
+    shared = _shared(tree, order, ends_at)
+    borders = np.flatnonzero(np.diff(group_ids[order])) + 1
+    shared[borders] = 0
+    return OrderedRows(order, lengths[order], shared, borders)
 
 
 def tree_chunks(
@@ -23,9 +56,9 @@ def tree_chunks(
 ) -> list[np.ndarray]:
     """Return the rows of each forward pass, ascending: balanced, with nodes within the budget.
 
-    A group's rows stay together if their tree is within the budget. A larger tree is cut between
-    rows that are adjacent in it, which repeats their shared path; the cuts minimise the total of
-    repeated nodes. Trajectories whose rows are interleaved are processed one after the other.
+    A group's rows stay together if their nodes are within the budget. A larger group is cut between
+    rows that are adjacent in the tree, which repeats their shared path; the cuts minimise the total
+    of repeated nodes. Trajectories whose rows are interleaved are processed one after the other.
 
     Args:
         tree: its empty rows are in no chunk.
@@ -33,26 +66,21 @@ def tree_chunks(
         token_budget: most nodes of a chunk; a longer row has a chunk of its own.
         trajectory_ids: (N,) integers: a trajectory's rows stay together; None: any split.
     """
-    ends_at, lengths = row_ends(tree)
-    rows = np.flatnonzero(lengths > 0)
-    order = rows[np.lexsort((rows, ends_at[rows], group_ids[rows]))]
-    shared = _shared(tree, order, ends_at)
+    ordered = ordered_rows(tree, group_ids)
+    order, lengths, shared = ordered.rows, ordered.lengths, ordered.shared
     pieces: list[np.ndarray] = []
     sizes: list[int] = []
-    borders = np.flatnonzero(np.diff(group_ids[order])) + 1
-    for group in np.split(np.arange(len(order)), borders):
+    for group in np.split(np.arange(len(order)), ordered.borders):
         if len(group) == 0:
             continue
-        common = shared[group].copy()
-        common[0] = 0
-        fresh = np.cumsum(lengths[order[group]] - common)
+        fresh = np.cumsum(lengths[group] - shared[group])
         cuts = [0, len(group)]
         if fresh[-1] > token_budget:
             units = None if trajectory_ids is None else trajectory_ids[order[group]]
-            cuts = cheapest_cuts(lengths[order[group]], common, token_budget, units)
+            cuts = cheapest_cuts(lengths[group], shared[group], token_budget, units)
         for first, last in pairwise(cuts):
             piece = order[group[first:last]]
-            size = int(lengths[piece[0]] + fresh[last - 1] - fresh[first])
+            size = int(lengths[group[first]] + fresh[last - 1] - fresh[first])
             if size > token_budget and trajectory_ids is not None:
                 for chunk, nodes in _by_trajectory(tree, piece, trajectory_ids, token_budget):
                     pieces.append(chunk)
@@ -60,8 +88,19 @@ def tree_chunks(
                 continue
             pieces.append(piece)
             sizes.append(size)
-    (chunks,) = split_micro_batches(sizes, token_budget)
+    common = common_prefix(tree)  # once per chunk, however many groups it has
+    if common >= token_budget:
+        common = 0
+    (chunks,) = split_micro_batches([size - common for size in sizes], token_budget - common)
     return [np.sort(np.concatenate([pieces[p] for p in chunk])) for chunk in chunks if len(chunk)]
+
+
+def common_prefix(tree: PrefixTree) -> int:
+    """Return the number of nodes that all rows on the tree share, such as a system prompt's."""
+    reaches_end = tree.ends.numpy() == tree.num_nodes  # all nodes after it are below it
+    chain = len(reaches_end) if reaches_end.all() else int(np.argmin(reaches_end))
+    lengths = np.diff(tree.row_starts.numpy())
+    return min(chain, int(lengths.min(initial=chain, where=lengths > 0)))
 
 
 def _by_trajectory(

@@ -3,8 +3,8 @@
 "padded": every row padded to the batch's longest, as SkyRL does. "packed": rows end to end
 without padding, each attending only to itself. "merged": the same with steps joined where contexts
 only grew. "prompt": the group's first prompt computed once, as PrefixGrouper does, with separate
-rows after it. "sequences": ours without trees, as `trainer.rows=step` has them. "tree": every group
-a prefix tree. "skyrl_fast": what `trainer.rows=auto` chooses. All give the same loss and gradients.
+rows after it. "sequences": ours without trees, as `trainer.rows=step` has them. "tree": a prefix
+tree per pass. "skyrl_fast": what `trainer.rows=auto` chooses. All give the same loss and gradients.
 """
 
 from __future__ import annotations
@@ -62,22 +62,23 @@ def batch_of(shape: str, history: str, divisor: int) -> StepBatch:
     return agents(shape, history, num_groups=GROUPS[shape], divisor=divisor)
 
 
-def apart(batch: StepBatch) -> StepBatch:
-    """Return the batch with every row as a separate group, so that nothing is shared."""
-    numbers = torch.arange(batch.num_rows, dtype=torch.int32)
-    return batch.with_(group_ids=numbers, uids=tuple(map(str, numbers.tolist())))
+def separated(batch: StepBatch, *, after_prompts: bool = False) -> StepBatch:
+    """Return labels (like routes) that differ between rows, so that these share no node.
 
-
-def prompts_shared(batch: StepBatch) -> StepBatch:
-    """Return labels (like routes) that differ between rows after the group's first prompt."""
-    first = np.unique(batch.group_ids.numpy(), return_index=True)[1]
-    prompts = (batch.lengths - batch.response_lengths)[torch.from_numpy(first)]
-    lengths = batch.lengths.long()
-    row_of = torch.repeat_interleave(torch.arange(batch.num_rows), lengths)
-    places = torch.arange(batch.num_tokens) - batch.cu_seqlens[row_of]
-    behind = places >= prompts[batch.group_ids.long()][row_of]
-    labels = torch.where(behind, row_of + 1, 0).to(torch.int32)
-    return batch.with_(expert_indices=labels[:, None, None], cu_experts=batch.cu_seqlens)
+    Args:
+        after_prompts: the rows of a group share its first prompt.
+    """
+    row_of = torch.repeat_interleave(torch.arange(batch.num_rows), batch.lengths.long())
+    labels = row_of
+    if after_prompts:
+        first = np.unique(batch.group_ids.numpy(), return_index=True)[1]
+        prompts = (batch.lengths - batch.response_lengths)[torch.from_numpy(first)]
+        groups = batch.group_ids.long()[row_of]
+        places = torch.arange(batch.num_tokens) - batch.cu_seqlens[row_of]
+        labels = torch.where(places >= prompts[groups], row_of, -1 - groups)
+    return batch.with_(
+        expert_indices=labels.to(torch.int32)[:, None, None], cu_experts=batch.cu_seqlens
+    )
 
 
 def planned(contender: str, batch: StepBatch, model: Policy) -> tuple[StepBatch, list[MicroBatch]]:
@@ -89,16 +90,16 @@ def planned(contender: str, batch: StepBatch, model: Policy) -> tuple[StepBatch,
         steps = batch.with_(advantages=None, rewards=batch.advantages, reward_per_row=False)
         merged = steps.merged(rewards="token")
         batch = merged.with_(advantages=merged.rewards)
-    if contender == "prompt":
-        plan = plan_micro_batches(prompts_shared(batch), budget, tree=True, router_replay=True)
+    if contender in ("packed", "merged", "prompt"):
+        rows = separated(batch, after_prompts=contender == "prompt")
+        plan = plan_micro_batches(rows, budget, tree=True, router_replay=True)
         return batch, [replace(m, expert_indices=None, router_padding_mask=None) for m in plan]
     if contender == "sequences":
         return batch, plan_micro_batches(batch, budget)
     if contender == "skyrl_fast":
         tree, costs = model.tree, model.layout_costs
         return batch, plan_micro_batches(batch, budget, tree=tree, costs=costs)
-    rows = batch if contender == "tree" else apart(batch)
-    return batch, plan_micro_batches(rows, budget, tree=True)
+    return batch, plan_micro_batches(batch, budget, tree=True)
 
 
 def step(contender: str, model: Policy, batch: StepBatch) -> tuple[float, int]:

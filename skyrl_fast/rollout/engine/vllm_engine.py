@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,6 +32,7 @@ from skyrl_fast.rollout.engine.protocol import (
     vllm_sampling_params,
 )
 from skyrl_fast.rollout.engine.vllm_start import (
+    SOCKETS,
     VllmSetup,
     check_can_spawn,
     check_model_folder,
@@ -38,6 +40,7 @@ from skyrl_fast.rollout.engine.vllm_start import (
     engine_args,
     engine_environment,
     environment,
+    socket_folder,
 )
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
 from skyrl_fast.rollout.engine.weights.receipt import (
@@ -80,6 +83,7 @@ class VllmEngine:
     def __init__(self, setup: VllmSetup) -> None:
         self._setup = setup
         self._llm: Any = None
+        self._sockets: TemporaryDirectory[str] | None = None
         self._request_ids = itertools.count()
         self._in_flight = 0
         self._interrupted = False
@@ -124,8 +128,9 @@ class VllmEngine:
             raise EngineDeadError(INSTALL_HINT)
         check_model_folder(self._setup)
         started = time.perf_counter()
+        self._sockets = socket_folder()
         with (
-            environment(engine_environment(self._setup)),
+            environment({**engine_environment(self._setup), SOCKETS: self._sockets.name}),
             children_exit_with_this_process(),
             ended_by_signals(),
         ):
@@ -133,6 +138,7 @@ class VllmEngine:
             try:
                 self._llm = self._build()
             except Exception as error:
+                self._sockets.cleanup()
                 raise EngineDeadError(self._explain("did not start", error)) from error
         self._vocab_size = self._llm.model_config.get_vocab_size()
         await self._llm.collective_rpc("return_kept_logprobs_only")
@@ -177,6 +183,8 @@ class VllmEngine:
         self._interrupted = self._sleeping = False
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, CLOSE_SECONDS)
+        if self._sockets is not None:
+            self._sockets.cleanup()
         self._sender = None  # after the workers, whose end ends a broadcast that is stuck
 
     async def generate(

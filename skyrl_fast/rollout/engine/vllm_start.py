@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -169,6 +170,17 @@ def engine_environment(setup: VllmSetup) -> dict[str, str]:
         cores = len(os.sched_getaffinity(0))
         result["OMP_NUM_THREADS"] = str(setup.engine.num_threads or max(1, cores - 1))
     return result
+
+
+SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder of the sockets between vLLM's processes
+
+
+def socket_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a new folder for `SOCKETS`, removed at the latest when this process exits.
+
+    vLLM never deletes its sockets. The name is short: a socket's path has at most 107 bytes.
+    """
+    return tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
 
 
 def _logging_config(log_file: str) -> str:

@@ -221,6 +221,12 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
         raise ConfigError(
             "trainer.resume_path: wanted a checkpoint folder (resume_mode=from_path), got null"
         )
+    ranks, shared = trainer.placement.num_ranks, trainer.policy.sequence_parallel_size
+    if ranks % shared:
+        raise ConfigError(
+            "trainer.policy.sequence_parallel_size: wanted a divisor of the number of ranks, "
+            f"{ranks} (trainer.placement), got {shared}"
+        )
     check_policy_loss(config)
     check_estimator(trainer.algorithm)
     _check_algorithm(trainer.algorithm)
@@ -484,11 +490,11 @@ def _unknown_key(key: str, siblings: set[str]) -> str:
     near = [_join(section, other) for other in _near(name, siblings)]
     if not near and name in sections:
         near = [sections[name]]
-    for candidate in near or [places[other] for other in _near(name, places)]:
-        return f"{key}: unknown setting (did you mean {candidate}?)"
-    advice = advice_by_name(name)
+    advice = None if near else advice_by_name(name)
     if advice is not None:
         return f"{key}: unknown setting; SkyRL has one of this name: {advice}"
+    for candidate in near or [places[other] for other in _near(name, places)]:
+        return f"{key}: unknown setting (did you mean {candidate}?)"
     return f"{key}: unknown setting; {section or 'the top level'} has {', '.join(sorted(siblings))}"
 
 

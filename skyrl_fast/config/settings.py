@@ -97,6 +97,13 @@ class PolicyConfig:
     moe_enable_routing_replay: bool = setting(
         False, "mixture of experts: whether to route tokens as the engine did (router replay)"
     )
+    sequence_parallel_size: int = setting(
+        1,
+        "ranks that share the tokens of a pass, for long rows: each holds a part of the tokens, "
+        "and during attention a part of the heads (Ulysses), of all models; divides the number of "
+        "ranks and of query heads",
+        at_least=1,
+    )
 
 
 @dataclass(slots=True)

@@ -41,8 +41,9 @@ SKYRL_ONLY = {
     "trainer.policy.dtype",
     f"{_MODELS}.fsdp_config": "FSDP2 shards each layer over all ranks; "
     f"{_PLACEMENT}.policy_num_gpus_per_node is the number of ranks; remove it",
-    f"{_MODELS}.sequence_parallel_size": "a row is on one GPU; remove it",
-    "trainer.sequence_parallel_backend": "a row is on one GPU; remove it",
+    f"{_MODELS}.sequence_parallel_size": "all models have "
+    "trainer.policy.sequence_parallel_size; remove it",
+    "trainer.sequence_parallel_backend": "it is always Ulysses; remove it",
     f"{_MODELS}.use_torch_compile": "the model runs as transformers has it; remove it",
     f"{_MODELS}.torch_profiler_config": "trainer.profile_steps writes timelines of steps; remove "
     "it",

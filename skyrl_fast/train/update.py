@@ -301,6 +301,7 @@ def _gradient(
             "but the rotary embedding of this model depends on the longest row of a pass"
         )
     micro_batches = local_micro_batches(plan, budget, policy.ranks, divisible=not undivided)
+    policy.ranks.sequence.share_random_state(policy.device)
     results = [_micro_step(policy, batch, weights, micro, algorithm) for micro in micro_batches]
     return policy.ranks.gather([result for result in results if result is not None])
 

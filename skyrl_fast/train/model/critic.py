@@ -99,7 +99,7 @@ class Critic:
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.dtype = dtype
         self.rope_limits = rope_limits(model.backbone.config)
-        self.tree = supports_trees(model.backbone, tree)
+        self.tree = supports_trees(model.backbone, tree, ranks.sequence)
         shard(model, ranks)
         ranks.register(self)
         self.layout_costs: LayoutCosts | None = None
@@ -117,7 +117,7 @@ class Critic:
 
     def values(self, micro: MicroBatch) -> torch.Tensor:
         """Return (M,) float32, the values of the states in which the tokens were sampled."""
-        micro = padded_trees(micro, self.device)
+        micro = padded_trees(micro, self.device, self.ranks.sequence)
 
         def values_of() -> torch.Tensor:
             with self._autocast():
@@ -125,7 +125,7 @@ class Critic:
 
         values = with_full_params(self.model, values_of)
         values = values.index_select(0, micro.hidden_index.to(self.device)).float()
-        return values if micro.copies is None else values[micro.copies.to(self.device)]
+        return micro.joined(values)
 
     @run_on_all_ranks
     def batch_values(self, batch: StepBatch) -> torch.Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.train.parallel.sequence_ranks import SequencePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class MicroBatch:
             can share tokens; None: they have one entry per trained token.
         kept_ids, cu_kept: the tokens that each entry of `target_ids` was sampled from, as for
             `linear_logprob`; None: the vocabulary.
+        part: which of the tokens these are, where several ranks share them; then M is the number
+            of hidden states here. None: all.
     """
 
     input_ids: torch.Tensor
@@ -46,6 +49,13 @@ class MicroBatch:
     copies: torch.Tensor | None = None
     kept_ids: torch.Tensor | None = None
     cu_kept: torch.Tensor | None = None
+    part: SequencePart | None = None
+
+    def joined(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of all trained tokens, from those of the entries computed here."""
+        if self.part is not None:
+            values = self.part.joined(values)
+        return values if self.copies is None else values[self.copies.to(values.device)]
 
 
 @dataclass(frozen=True, slots=True)

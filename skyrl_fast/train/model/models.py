@@ -55,6 +55,7 @@ def make_models(
         saved_logits_bytes: of a policy; see `Policy`.
     """
     settings = config.trainer
+    ranks.share_sequences(settings.policy.sequence_parallel_size)
     _set_threads(settings.num_threads, ranks)
     seed_everything(settings.seed)
     hide_progress_bars()

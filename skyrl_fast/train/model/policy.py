@@ -77,7 +77,7 @@ class Policy:
         self._check_head()
         self.saved_logits_bytes = saved_logits_bytes
         self.rope_limits = rope_limits(model.config)
-        self.tree = supports_trees(model.base_model, tree)
+        self.tree = supports_trees(model.base_model, tree, ranks.sequence)
         shard(model, ranks)
         ranks.register(self)
         self.layout_costs: LayoutCosts | None = None
@@ -98,7 +98,7 @@ class Policy:
         self, micro: MicroBatch, *, return_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (M,) float32 logprobs of the micro-batch's trained tokens, and their entropies."""
-        micro = padded_trees(micro, self.device)
+        micro = padded_trees(micro, self.device, self.ranks.sequence)
 
         def distinct() -> Any:
             with self._autocast(), self._replayed(micro):
@@ -116,10 +116,7 @@ class Policy:
 
         result = with_full_params(self.model, distinct)
         values, entropy = result if return_entropy else (result, None)
-        if micro.copies is None:
-            return values, entropy
-        copies = micro.copies.to(self.device)  # rows share a token, but each has its own loss
-        return values[copies], None if entropy is None else entropy[copies]
+        return micro.joined(values), None if entropy is None else micro.joined(entropy)
 
     @run_on_all_ranks
     def batch_logprobs(self, batch: StepBatch) -> torch.Tensor:

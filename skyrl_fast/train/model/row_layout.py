@@ -24,6 +24,7 @@ from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
 from skyrl_fast.train.model.tree_chunks import ordered_rows
 from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
 from skyrl_fast.train.parallel.ranks import Ranks
+from skyrl_fast.train.parallel.sequence_ranks import SETTING, SINGLE, SequenceRanks
 from skyrl_fast.train.parallel.sharding import with_full_params
 
 log = logging.getLogger(__name__)
@@ -84,25 +85,29 @@ def uses_trees(rows: str) -> bool | None:
     return {"tree": True, "auto": None}.get(rows, False)
 
 
-def supports_trees(backbone: Any, tree: bool | None) -> bool:
+def supports_trees(backbone: Any, tree: bool | None, sequence: SequenceRanks = SINGLE) -> bool:
     """Prepare a backbone for trees; return whether rows may be laid out as trees.
 
     Args:
         tree: True: they must be; False: not; None: if the model supports it.
+        sequence: ranks that share the tokens of a pass; several need what trees need.
 
     Raises:
-        ValueError: `tree` is True and the model does not support it.
+        ValueError: `tree` is True, or there are several ranks, and the model does not support it.
     """
-    if tree is False:
+    if tree is False and sequence.size == 1:
         return False
+    sequence.check_heads(backbone.config)
     try:
         prepare_for_trees(backbone)
     except ValueError as error:
+        if sequence.size > 1:
+            raise ValueError(f"{SETTING}: wanted 1 for this model: {error}") from error
         if tree:
             raise
         log.info("rows are computed as sequences: %s", error)
         return False
-    return True
+    return tree is not False
 
 
 def cheapest_layout(

@@ -23,10 +23,13 @@ from skyrl_fast.ops.prefix_tree.attention import (
 from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
 from skyrl_fast.train.model.rope_limits import rope_limits
+from skyrl_fast.train.model.sequence_part import part_of
+from skyrl_fast.train.parallel.sequence_ranks import SINGLE, SequenceRanks
 
 ATTENTION = "skyrl_fast_tree"  # its name among transformers' attention functions
 FULL_ATTENTION = "full_attention"  # a layer type of transformers
 PLAN = "skyrl_fast_plan"  # keyword argument of its plan
+RANKS = "skyrl_fast_ranks"  # keyword argument of the ranks that share the tokens
 PROBE_ROWS = ((1, 2, 3, 4, 5), (1, 2, 6, 7), (1, 2, 3, 5, 5, 2), (1, 2))
 PROBE_TOLERANCE = 1e-3  # rounding is below 1e-5; other attention differs by more
 PROBE_LIMIT = 512  # most tokens of a probe row, which exceeds every window of the model's config
@@ -76,44 +79,72 @@ def last_hidden_states(backbone: Any, micro: MicroBatch, device: torch.device) -
     """Return (n * L, H) last hidden states of sequences, or (T', H) of trees, T' at least T.
 
     Args:
-        backbone: after `prepare_for_trees`, if the micro-batch is of trees.
+        backbone: after `prepare_for_trees`, if the micro-batch is of trees or a part.
         micro: from `padded_trees`.
         device: of the backbone.
     """
     ids = micro.input_ids.to(device)
-    if micro.tree is None:
+    if micro.tree is None and micro.part is None:
         hidden: Tensor = backbone(input_ids=ids, use_cache=False).last_hidden_state
+        return hidden.flatten(0, 1)
+    ranks = SINGLE if micro.part is None else micro.part.ranks
+    first = 0 if micro.part is None else micro.part.first
+    here = torch.arange(first, first + ids.shape[1])
+    if micro.tree is None:
+        plan, positions = None, here.expand(ids.shape)
     else:
         plan = plan_tree_attention(micro.tree.parents, micro.tree.ends, device=device)
-        hidden = _on_trees(backbone, ids, micro.tree.positions.to(device), plan)
-    return hidden.flatten(0, 1)
+        positions = micro.tree.positions[:, here]
+    return _with_attention(backbone, ids, positions.to(device), plan, ranks).flatten(0, 1)
 
 
-def padded_trees(micro: MicroBatch, device: torch.device) -> MicroBatch:
-    """Return a micro-batch padded to the number of nodes that its attention requires.
+def padded_trees(
+    micro: MicroBatch, device: torch.device, ranks: SequenceRanks = SINGLE
+) -> MicroBatch:
+    """Return this rank's part of a micro-batch, padded as its attention requires.
 
     A padding node attends only to itself, and no node attends to it.
+
+    Args:
+        device: of the model.
+        ranks: that share the micro-batch's tokens.
     """
     if micro.tree is None:
-        return micro
+        return part_of(micro, ranks)
     num_nodes = micro.input_ids.shape[1]
-    extra = padded_size(num_nodes, kind_for(num_nodes, device)) - num_nodes
+    kind = kind_for(num_nodes, device)
+    size = padded_size(num_nodes, kind)
+    while size % ranks.size:
+        size = padded_size(size + 1, kind)
+    extra = size - num_nodes
     if extra == 0:
-        return micro
+        return part_of(micro, ranks)
     parents, ends = pad_trees(micro.tree.parents, micro.tree.ends, num_nodes + extra)
     pad = torch.nn.functional.pad
     routes, mask = micro.expert_indices, micro.router_padding_mask
-    return replace(
+    padded = replace(
         micro,
         input_ids=pad(micro.input_ids, (0, extra)),
         tree=NodeTree(parents, ends, pad(micro.tree.positions, (0, extra))),
         expert_indices=None if routes is None else pad(routes, (0, 0, 0, 0, 0, extra)),
         router_padding_mask=None if mask is None else pad(mask, (0, extra), value=True),
     )
+    return part_of(padded, ranks)
 
 
-def _on_trees(backbone: Any, ids: Tensor, positions: Tensor, plan: TreeAttention) -> Tensor:
-    """Return (1, T, H) last hidden states of (1, T) nodes at (1, T) positions."""
+def _with_attention(
+    backbone: Any,
+    ids: Tensor,
+    positions: Tensor,
+    plan: TreeAttention | None,
+    ranks: SequenceRanks = SINGLE,
+) -> Tensor:
+    """Return (n, L, H) last hidden states of (n, L) tokens or nodes at (n, L) positions.
+
+    Args:
+        plan: of trees; None: sequences.
+        ranks: that share the tokens.
+    """
     # A mask of four dimensions keeps transformers from building its own.
     no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
     result: Tensor = backbone(
@@ -121,7 +152,7 @@ def _on_trees(backbone: Any, ids: Tensor, positions: Tensor, plan: TreeAttention
         position_ids=positions,
         attention_mask=no_mask,
         use_cache=False,
-        **{PLAN: plan},
+        **{PLAN: plan, RANKS: ranks},
     ).last_hidden_state
     return result
 
@@ -187,9 +218,10 @@ def _attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers: (1, H, T, D) in, (1, T, H, D) out."""
+    """Attention function for transformers: (n, H, L, D) in, (n, L, H, D) out."""
     plan: TreeAttention | None = options.pop(PLAN, None)
-    if plan is None:
+    ranks: SequenceRanks = options.pop(RANKS, SINGLE)
+    if plan is None and ranks.size == 1:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         out, _ = sdpa_attention_forward(
@@ -199,7 +231,20 @@ def _attention(
     if dropout > 0:
         raise ValueError(f"tree attention: dropout must be 0, got {dropout}")
     _check_supported(key, value, options)
-    out = tree_attention(query, key, value, plan, scale=scaling)
+    if ranks.size > 1:
+        if key.shape[1] % ranks.size:  # fewer heads than ranks: each rank's queries need a copy
+            repeats = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        query, key, value = map(ranks.heads_for_tokens, (query, key, value))
+    if plan is not None:
+        out = tree_attention(query, key, value, plan, scale=scaling)
+    else:
+        grouped = query.shape[1] != key.shape[1]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
+    if ranks.size > 1:
+        out = ranks.tokens_for_heads(out)
     return out.transpose(1, 2).contiguous(), None  # transformers' are contiguous too
 
 
@@ -251,7 +296,7 @@ def _probe(backbone: Any, rows: list[Tensor], expected: list[Tensor]) -> float |
     device = rows[0].device
     plan = plan_tree_attention(tree.parents, tree.ends, device=device)
     ids, positions = (x.long()[None].to(device) for x in (tree.tokens, tree.positions))
-    ours = _on_trees(backbone, ids, positions, plan)[0].float()
+    ours = _with_attention(backbone, ids, positions, plan)[0].float()
     for number, wanted in enumerate(expected):
         error = (ours[tree.nodes_of(number).long()] - wanted).abs().max().item()
         if not error <= PROBE_TOLERANCE * max(1.0, wanted.abs().max().item()):

@@ -27,12 +27,15 @@ def local_micro_batches(
 
     Args:
         plan: the same on all ranks; returns micro-batches of at most the given tokens.
-        token_budget: most tokens of a micro-batch.
+        token_budget: most tokens of a micro-batch on a rank; ranks that share it hold a part each.
         divisible: False: use the plan for this budget, as a smaller one would change the loss.
     """
     if ranks.size == 1:
         return plan(token_budget)
-    return _deal(_shortest(plan, token_budget, ranks.size, divisible), ranks.size)[ranks.rank]
+    shared = ranks.sequence.size
+    number = ranks.size // shared
+    shortest = _shortest(plan, token_budget * shared, number, divisible)
+    return _deal(shortest, number)[ranks.rank // shared]
 
 
 def _shortest(

@@ -19,6 +19,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from skyrl_fast.train.parallel.sequence_ranks import SINGLE, SequenceRanks
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Owner = TypeVar("Owner")
@@ -40,6 +42,7 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.mesh: Any = None  # device mesh of the weights
+        self.sequence = SINGLE  # those that share the tokens of a pass
         self._messages: Any = None
         self._members: list[Any] = []
         self._lock = threading.Lock()
@@ -57,6 +60,15 @@ class Ranks:
         """
         self._messages, self.mesh = messages, mesh
 
+    def share_sequences(self, size: int) -> None:
+        """Let every `size` consecutive ranks share the tokens of a pass; all ranks call this."""
+        if size == 1:
+            return
+        for first in range(0, self.size, size):
+            group = dist.new_group(list(range(first, first + size)))
+            if first <= self.rank < first + size:
+                self.sequence = SequenceRanks(self.rank - first, size, group)
+
     @property
     def is_waiting(self) -> bool:
         """Whether this rank may be waiting for the others: to connect, or in a call."""
@@ -68,11 +80,15 @@ class Ranks:
             self._members.append(member)
 
     def gather(self, local: list[R]) -> list[R]:
-        """Return the items of all ranks on rank 0, and only the local ones on the others."""
+        """Return the items of all ranks on rank 0, and only the local ones on the others.
+
+        Ranks that share sequences have the same items, which count once.
+        """
         if self.size == 1:
             return local
         lists: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(local, lists, dst=0, group=self._messages)
+        sent = local if self.sequence.rank == 0 else []
+        dist.gather_object(sent, lists, dst=0, group=self._messages)
         return local if lists is None else [item for each in lists for item in each]
 
     def agree(self, value: R) -> R:

@@ -1,0 +1,53 @@
+"""The part of a micro-batch that one of the ranks computes which share its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_fast.train.model.forward_pass import MicroBatch
+from skyrl_fast.train.parallel.sequence_ranks import SequencePart, SequenceRanks
+
+
+def part_of(micro: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
+    """Return this rank's part of a micro-batch: L is padded to a multiple of the ranks.
+
+    Args:
+        micro: nodes of trees must already be a multiple. Its trees keep all nodes.
+    """
+    if ranks.size == 1:
+        return micro
+    length = micro.input_ids.shape[1]
+    size = -(-length // ranks.size)
+    first, padding = ranks.rank * size, size * ranks.size - length
+    assert micro.tree is None or padding == 0
+    pad = torch.nn.functional.pad
+    here = slice(first, first + size)
+    sequence, position = micro.hidden_index // length, micro.hidden_index % length
+    places = ((position >= first) & (position < first + size)).nonzero()[:, 0]
+    routes, mask = micro.expert_indices, micro.router_padding_mask
+    return replace(
+        micro,
+        input_ids=pad(micro.input_ids, (0, padding))[:, here],
+        hidden_index=(sequence * size + position - first)[places],
+        target_ids=micro.target_ids[places],
+        expert_indices=None if routes is None else pad(routes, (0, 0, 0, 0, 0, padding))[:, here],
+        router_padding_mask=None if mask is None else pad(mask, (0, padding), value=True)[:, here],
+        **_kept_tokens(micro, places),
+        part=SequencePart(ranks, first, places, len(micro.hidden_index)),
+    )
+
+
+def _kept_tokens(micro: MicroBatch, places: torch.Tensor) -> dict[str, Any]:
+    """Return the kept tokens of some entries, as fields of a `MicroBatch`."""
+    if micro.kept_ids is None or micro.cu_kept is None:
+        return {}
+    lengths = micro.cu_kept.diff()
+    chosen = torch.zeros(len(lengths), dtype=torch.bool)
+    chosen[places] = True
+    kept_ids = micro.kept_ids[torch.repeat_interleave(chosen, lengths)]
+    cu = np.concatenate([[0], np.cumsum(lengths[places].numpy())])
+    return {"kept_ids": kept_ids, "cu_kept": torch.from_numpy(cu)}

@@ -143,6 +143,22 @@ def test_gpus_share_all_but_activations(small: Path) -> None:
     assert "gathered weights and gradients" in others
 
 
+@pytest.mark.spec("memory.plan", "memory.remedies")
+def test_ranks_of_all_nodes_share_weights_and_long_rows(small: Path) -> None:
+    eight = ["trainer.placement.policy_num_gpus_per_node=4", "trainer.placement.policy_num_nodes=2"]
+    long = ["trainer.max_tokens_per_microbatch=4096", "generator.max_input_length=512"]
+    long += ["generator.sampling_params.max_generate_length=30208"]
+    plan = plan_memory(config_of(small, *eight, *long), capacity=GPU // 8)
+    assert sizes(plan)["AdamW's moments"] == 8 * 494_032_768 // 8
+    assert "activations of 30,720 tokens, with checkpointing" in sizes(plan)
+    assert not plan.fits
+    shared = "trainer.policy.sequence_parallel_size=2"
+    assert shared in plan.remedies
+    plan = plan_memory(config_of(small, *eight, *long, shared), capacity=GPU // 8)
+    assert "activations of 15,360 tokens, with checkpointing" in sizes(plan)
+    assert plan.fits
+
+
 @pytest.mark.spec("memory.sleep")
 def test_a_sleeping_engine_leaves_the_update_its_memory(small: Path) -> None:
     """The phases share weights and moments; each has what the other frees."""

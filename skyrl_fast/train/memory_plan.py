@@ -179,9 +179,8 @@ def _total(items: Iterable[Item]) -> int:
 
 def _sharded(config: Config, name: str, parameters: int, each: int) -> Item:
     """Return a part of `each` bytes a parameter, of which every rank has its share."""
-    num_gpus = config.trainer.placement.policy_num_gpus_per_node
     by_gpus = ("trainer.placement.policy_num_gpus_per_node",)
-    return Item(name, math.ceil(parameters * each / num_gpus), by_gpus)
+    return Item(name, math.ceil(parameters * each / config.trainer.placement.num_ranks), by_gpus)
 
 
 def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
@@ -226,7 +225,6 @@ def _update_items(
 ) -> list[Item]:
     """Return the parts of the update of policy or critic: gradients first, then activations."""
     trainer = config.trainer
-    num_gpus = trainer.placement.policy_num_gpus_per_node
     size, dtype = measure.size(path), _dtype(trainer.policy.dtype)
     checkpointing = trainer.gradient_checkpointing is not False
     length = _row_length(config)
@@ -237,7 +235,7 @@ def _update_items(
     )
     whose = "" if is_policy else "critic's "
     items = [_sharded(config, f"{whose}gradients", size.parameters, GRADIENT_BYTES)]
-    if num_gpus > 1:
+    if trainer.placement.num_ranks > 1:
         layers = LAYER_BYTES * GATHERED_LAYERS * size.layer_parameters
         gathered = layers + ROOT_BYTES * size.root_parameters
         items.append(Item(f"{whose}gathered weights and gradients", gathered))
@@ -360,7 +358,7 @@ def _row_length(config: Config) -> int:
 
 
 def _pass_tokens(config: Config, length: int) -> tuple[int, str]:
-    """Return the most tokens of a forward and backward pass, and the setting that they follow from.
+    """Return the most tokens of a pass on a rank, and the setting that they follow from.
 
     Args:
         length: of the longest row.
@@ -370,14 +368,13 @@ def _pass_tokens(config: Config, length: int) -> tuple[int, str]:
     # Rows of a context that only grows share a sequence.
     grows = generator.context != "retemplate" and not config.agent.is_set
     rows = 1 if grows else generator.max_turns
+    ranks = trainer.policy.sequence_parallel_size  # that share a pass
     if scope == "mini_batch":
-        prompts = trainer.policy_mini_batch_size
-        return (
-            prompts * generator.n_samples_per_prompt * rows * length,
-            "trainer.policy_mini_batch_size",
-        )
+        trajectories = trainer.policy_mini_batch_size * generator.n_samples_per_prompt
+        tokens = math.ceil(trajectories * rows * length / ranks)
+        return tokens, "trainer.policy_mini_batch_size"
     together = scope == "sequence" and trainer.algorithm.sequence_scope == "trajectory"
-    longest = rows * length if together else length
+    longest = math.ceil((rows * length if together else length) / ranks)
     if longest > trainer.max_tokens_per_microbatch:
         return longest, "generator.max_input_length"
     return trainer.max_tokens_per_microbatch, "trainer.max_tokens_per_microbatch"
@@ -416,6 +413,11 @@ def _candidates(config: Config, with_engine: bool) -> Iterator[list[dict[str, An
         yield [{"trainer.max_tokens_per_microbatch": tokens} for tokens in smaller]
     if trainer.residual_dtype == "float32" and _dtype(trainer.policy.dtype) != torch.float32:
         yield [{"trainer.residual_dtype": "auto"}]
+    ranks, shared = trainer.placement.num_ranks, trainer.policy.sequence_parallel_size
+    if length > budget * shared:
+        sizes = [n for n in (2, 4, MAX_GPUS) if n > shared and ranks % n == 0]
+        if sizes:
+            yield [{"trainer.policy.sequence_parallel_size": n} for n in sizes]
     num_gpus = trainer.placement.policy_num_gpus_per_node
     more = [n for n in (2, 4, MAX_GPUS) if n > num_gpus]
     if more:

@@ -456,7 +456,9 @@ class GeneratorConfig:
 class SkyRLGymConfig:
     """Settings of skyrl_gym and of its environments."""
 
-    max_env_workers: int = setting(32, "maximum concurrent calls of environments", at_least=1)
+    max_env_workers: int = setting(
+        32, "maximum concurrent calls of environments on the trainer's node", at_least=1
+    )
     text2sql: dict[str, Any] = setting({}, "settings of env_class text2sql, such as db_path")
     search: dict[str, Any] = setting({}, "settings of env_class search, such as search_url")
     llm_as_a_judge: dict[str, Any] = setting({}, "settings of env_class gsm8k_llm_as_a_judge")
@@ -479,8 +481,15 @@ class EnvironmentConfig:
     workers: str = setting(
         "thread",
         "where environments run. thread: threads of the trainer; process: a process for each "
-        "trajectory, which is killed if a call takes too long, also one that holds Python's lock",
-        choices=("thread", "process"),
+        "trajectory, which is killed if a call takes too long, also one that holds Python's lock; "
+        "cluster: such processes on the nodes of a Ray cluster",
+        choices=("thread", "process", "cluster"),
+    )
+    num_workers_per_node: int = setting(
+        8,
+        "with workers=cluster: CPUs that environments reserve on each node that has so many, and "
+        "their concurrent calls there",
+        at_least=1,
     )
     timeout_seconds: float = setting(60.0, "timeout of an environment call, in seconds", above=0)
 

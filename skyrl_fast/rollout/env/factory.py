@@ -16,6 +16,7 @@ from skyrl_fast.importing import absolute_name, load_module, load_object
 from skyrl_fast.printable import MAX_FAILURE, log_line, printable
 from skyrl_fast.rollout.env import skyrl_gym_env
 from skyrl_fast.rollout.env.answers import EnvAnswer
+from skyrl_fast.rollout.env.cluster import EnvCluster
 from skyrl_fast.rollout.env.host import GymSettings, HostSettings, MakeEnv, Outcome
 from skyrl_fast.rollout.env.processes import EnvProcesses
 from skyrl_fast.rollout.env.protocol import Message
@@ -25,6 +26,7 @@ from skyrl_fast.rollout.env.traces import innermost_place
 log = logging.getLogger(__name__)
 
 LONGEST_TEXT = 1 << 24  # characters of an answer's texts, unless the caller knows better
+MANY = 1 << 20  # calls: the nodes of a cluster limit theirs
 MAX_TRACES = 20  # different ones that are logged; failures are counted in any case
 
 
@@ -82,7 +84,8 @@ class EnvFactory:
         check_limits(config, "environment")
         self._timeout = config.timeout_seconds
         self._folder = Path.cwd()  # environments may change it
-        self._num_slots = config.skyrl_gym.max_env_workers
+        on_cluster = config.workers == "cluster"
+        self._num_slots = MANY if on_cluster else config.skyrl_gym.max_env_workers
         self._slots: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.num_abandoned = 0  # calls that did not return in time, since the start
@@ -100,11 +103,14 @@ class EnvFactory:
                 raise ValueError(f"environment.env_class: {error}") from error
             modules.append(config.env_class.rpartition(":")[0])
         settings = HostSettings(gym_settings(config.skyrl_gym), make_env, longest_text)
-        self._places: EnvThreads | EnvProcesses = (
-            EnvThreads(settings)
-            if config.workers == "thread"
-            else EnvProcesses(settings, [absolute_name(name, self._folder) for name in modules])
-        )
+        modules = [absolute_name(name, self._folder) for name in modules]
+        self._places: EnvThreads | EnvProcesses | EnvCluster
+        if on_cluster:
+            self._places = EnvCluster(settings, modules, config.num_workers_per_node)
+        elif config.workers == "process":
+            self._places = EnvProcesses(settings, modules)
+        else:
+            self._places = EnvThreads(settings)
 
     async def make(self, env_class: str, extras: Mapping[str, Any]) -> EnvSession:
         """Return a new environment.
@@ -130,7 +136,7 @@ class EnvFactory:
         return session
 
     async def close(self) -> None:
-        """End idle threads, which are daemons, or all processes."""
+        """End idle threads, which are daemons, or all processes, also those of a cluster."""
         await self._places.close()
 
     async def outcome(self, env_class: str, place: Place, what: str, argument: Any) -> Outcome:

@@ -1,0 +1,255 @@
+"""Environments on the nodes of a Ray cluster: an actor per node has the processes of its own.
+
+Tool calls and sandboxes then use the CPUs of other nodes than the trainer's. Deadlines, limits and
+checks are those of `processes.py`, applied on the node. A node that is lost ends the calls of its
+environments; the next ones are made on others, and on nodes that join.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_fast.printable import MAX_FAILURE, log_line
+from skyrl_fast.rollout.env.host import HostSettings, Outcome
+from skyrl_fast.rollout.env.processes import EnvProcesses, ProcessPlace
+
+log = logging.getLogger(__name__)
+
+PLACE_SECONDS = 120.0  # for a first node to have room
+REFRESH_SECONDS = 10.0  # between looks for nodes that joined
+POLL_SECONDS = 0.1
+SETTING = "environment.num_workers_per_node"
+
+
+class EnvCluster:
+    """The environments' actors of a run, on each node that has CPUs for one.
+
+    Args:
+        settings: of the environments.
+        modules: see `EnvProcesses`.
+        per_node: CPUs that each actor reserves, and its most concurrent calls.
+
+    Raises:
+        ValueError: Ray is missing, or see `EnvProcesses`.
+    """
+
+    def __init__(self, settings: HostSettings, modules: Sequence[str], per_node: int) -> None:
+        EnvProcesses(settings, modules)  # raises here, not on a node
+        self._arguments = (settings, list(modules), per_node)
+        self._per_node = per_node
+        self._ray = _imported_ray()
+        self._connected_here = False
+        self._nodes: dict[str, _Node] = {}
+        self._looked = float("-inf")
+        self._lock = asyncio.Lock()
+
+    async def place(self) -> ClusterPlace:
+        """Return a place for one environment, on the node with the fewest.
+
+        Raises:
+            OSError: no node has room, or a process cannot be started; the message says why.
+        """
+        deadline = time.monotonic() + PLACE_SECONDS
+        while True:
+            async with self._lock:
+                ready = await asyncio.to_thread(self._ready_nodes)
+            if not ready:
+                if time.monotonic() > deadline:
+                    raise OSError(
+                        f"{SETTING}: wanted a node with {self._per_node} CPUs free within "
+                        f"{PLACE_SECONDS:g} s, got nodes with {self._resources()}"
+                    )
+                await asyncio.sleep(POLL_SECONDS)
+                continue
+            node = min(ready, key=lambda each: each.num_places)
+            node.num_places += 1
+            try:
+                return ClusterPlace(self, node, await node.actor.place.remote())
+            except BaseException as error:  # also if the caller is cancelled
+                node.num_places -= 1
+                if isinstance(error, self._ray.exceptions.RayTaskError):
+                    raise OSError(f"{error.cause}") from error
+                if not isinstance(error, self._ray.exceptions.RayError):
+                    raise
+                self.lose(node, error)
+
+    async def close(self) -> None:
+        """End all actors, and their processes with them."""
+        nodes, self._nodes = list(self._nodes.values()), {}
+        for node in nodes:
+            self._ray.kill(node.actor)
+        if self._connected_here:
+            await asyncio.to_thread(self._ray.shutdown)
+            self._connected_here = False
+
+    def cancel(self, call: Any) -> None:
+        """Cancel a call, which kills its process."""
+        self._ray.cancel(call)
+
+    def lose(self, node: _Node, error: BaseException) -> str:
+        """Make no more environments on this node; return what happened to it."""
+        text = log_line(f"node {node.address}: {type(error).__name__}: {error}")[:MAX_FAILURE]
+        if self._nodes.get(node.name) is node:
+            del self._nodes[node.name]
+            self._looked = float("-inf")  # a living node gets a new actor
+            log.warning("environments were lost with %s", text)
+        return text
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Return whether a call failed since its actor or node has ended."""
+        return isinstance(error, self._ray.exceptions.RayError)
+
+    def _ready_nodes(self) -> list[_Node]:
+        if not self._ray.is_initialized():
+            self._ray.init()
+            self._connected_here = True
+        now = time.monotonic()
+        if now - self._looked > REFRESH_SECONDS:
+            self._looked = now
+            self._add_nodes()
+        for node in self._nodes.values():
+            node.is_ready = node.is_ready or bool(self._ray.wait([node.started], timeout=0)[0])
+        return [node for node in self._nodes.values() if node.is_ready]
+
+    def _add_nodes(self) -> None:
+        """Start an actor on each node that has none; it waits for its CPUs."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        for node in self._ray.nodes():
+            name, cpus = node["NodeID"], node["Resources"].get("CPU", 0)
+            if not node["Alive"] or name in self._nodes or cpus < self._per_node:
+                continue
+            strategy = NodeAffinitySchedulingStrategy(name, soft=False)
+            options = {"num_cpus": self._per_node, "scheduling_strategy": strategy}
+            actor = self._ray.remote(_EnvActor).options(**options).remote(*self._arguments)
+            address = node["NodeManagerAddress"]
+            self._nodes[name] = _Node(name, address, actor, actor.is_ready.remote())
+
+    def _resources(self) -> list[float]:
+        nodes = self._ray.nodes()
+        return [node["Resources"].get("CPU", 0) for node in nodes if node["Alive"]]
+
+
+class ClusterPlace:
+    """Where one environment lives: in a process of a node."""
+
+    def __init__(self, cluster: EnvCluster, node: _Node, number: int) -> None:
+        self._cluster, self._node, self._number = cluster, node, number
+        self.usable = True  # false: the process is gone, and the environment with it
+
+    async def call(self, what: str, argument: Any, timeout: float) -> Outcome:
+        """Return the outcome of a call; TimeoutError if it takes longer than `timeout` seconds.
+
+        The wait for one of the node's workers is not part of its time.
+        """
+        if not self.usable:
+            return Outcome(failure=f"{what}: the environment's process was killed")
+        try:
+            call = self._node.actor.call.remote(self._number, what, argument, timeout)
+        except Exception as error:  # of any type: the row's objects are pickled
+            text = f"{what}: the row cannot be sent to a process: {error}"
+            return Outcome(failure=text[:MAX_FAILURE])
+        try:
+            answer: _Answer = await call
+        except asyncio.CancelledError:
+            self._cluster.cancel(call)
+            self._leave()
+            raise
+        except Exception as error:
+            if not self._cluster.is_loss(error):
+                raise
+            self._leave()
+            return Outcome(failure=f"{what}: {self._cluster.lose(self._node, error)}")
+        if not answer.usable:
+            self._leave()
+        if answer.late is not None:
+            raise TimeoutError(answer.late)
+        return answer.outcome
+
+    def release(self) -> None:
+        """Free the place: another environment may use its process."""
+        if self.usable:
+            self._node.actor.release.remote(self._number)
+            self._leave()
+
+    def _leave(self) -> None:
+        if self.usable:
+            self._node.num_places -= 1
+        self.usable = False
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A node with an actor, which may still wait for its CPUs."""
+
+    name: str
+    address: str
+    actor: Any
+    started: Any  # pending until the actor runs
+    is_ready: bool = False
+    num_places: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What an actor returns of a call.
+
+    Args:
+        outcome: of the call, if it returned in time.
+        usable: whether the environment still exists.
+        late: of a late call: the calls that it was in, if known.
+    """
+
+    outcome: Outcome
+    usable: bool
+    late: str | None = None
+
+
+class _EnvActor:
+    """The processes of one node."""
+
+    def __init__(self, settings: HostSettings, modules: list[str], workers: int) -> None:
+        self._processes = EnvProcesses(settings, modules)
+        self._places: dict[int, ProcessPlace] = {}
+        self._numbers = itertools.count()
+        self._workers = asyncio.Semaphore(workers)
+
+    async def is_ready(self) -> bool:
+        return True
+
+    async def place(self) -> int:
+        number = next(self._numbers)
+        self._places[number] = await self._processes.place()
+        return number
+
+    async def call(self, number: int, what: str, argument: Any, timeout: float) -> _Answer:
+        place, outcome, late = self._places[number], Outcome(), None
+        try:
+            async with self._workers:
+                outcome = await place.call(what, argument, timeout)
+        except TimeoutError as error:
+            late = str(error)
+        finally:
+            if not place.usable:
+                del self._places[number]
+        return _Answer(outcome, place.usable, late)
+
+    async def release(self, number: int) -> None:
+        self._places.pop(number).release()
+
+
+def _imported_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError(
+            "environment.workers: cluster needs Ray: pip install 'skyrl_fast[ray]', and "
+            "`ray start` on each node"
+        ) from error
+    return ray

@@ -98,3 +98,34 @@ def saved_models(ranks: Ranks, *, checkpoint: Path | None = None, experts: bool 
     optimizer = Optimizer(policy, config, total_steps=9)
     critic = Critic(value_model, config, total_steps=9, mini_batch_size=2, ranks=ranks)
     return Saved(ranks, policy, optimizer, critic)
+
+
+@dataclass(slots=True)
+class Wide:
+    """A policy with more bytes of weights and tokens than of what goes with them."""
+
+    ranks: Ranks
+    policy: Policy
+    optimizer: Optimizer
+
+
+def wide_models(ranks: Ranks) -> Wide:
+    """Return the models; all sizes are multiples of 8, so that shards need no padding."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+        )
+    )
+    policy = Policy(model, max_tokens_per_microbatch=1600, ranks=ranks)
+    return Wide(ranks, policy, Optimizer(policy, OptimizerConfig(lr=1e-3), total_steps=9))

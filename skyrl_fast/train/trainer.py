@@ -288,6 +288,8 @@ class Trainer:
         trained_tokens = float((batch.loss_mask != 0).sum())
         metrics["timing/trained_tokens_per_second"] = trained_tokens / times["step"]
         metrics |= self._memory.metrics()
+        if components.policy.ranks.size > 1:
+            metrics |= components.policy.ranks.traffic.take()
         await self._conclude(metrics)
         return True
 

@@ -40,6 +40,7 @@ from skyrl_fast.train.parallel.sharding import (
     weights_of,
     with_full_params,
 )
+from skyrl_fast.train.parallel.traffic import CHECKPOINT
 
 HEAD_FILE = "value_head.safetensors"
 
@@ -192,7 +193,7 @@ class Critic:
 
     @run_on_all_ranks
     def _head_weight(self) -> torch.Tensor:
-        return full_weight(self.model.value_head.weight, self.ranks).cpu()
+        return full_weight(self.model.value_head.weight, self.ranks, CHECKPOINT).cpu()
 
     def _step(self, batch: StepBatch) -> dict[str, float]:
         self.optimizer.zero_grad()

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import full_weight, layers_of, weights_of
+from skyrl_fast.train.parallel.traffic import CHECKPOINT
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -50,7 +51,7 @@ def _queue_weights(owner: HasPretrained, folder: Path) -> list[tuple[str, str, i
     left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
     mine = {}
     for name, tensor in weights_of(model):
-        full = full_weight(tensor, ranks)
+        full = full_weight(tensor, ranks, CHECKPOINT)
         if owners[name] == ranks.rank and name not in left_out:
             mine[name] = full.to("cpu", copy=True)
     mine = checkpoint_names(model, mine)

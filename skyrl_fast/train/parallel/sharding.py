@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
-from skyrl_fast.train.parallel.traffic import STATE, CountedGather, CountedReduction
+from skyrl_fast.train.parallel.traffic import ENGINE, CountedGather, CountedReduction
 
 T = TypeVar("T")
 METHOD = "with_full_params"
@@ -84,9 +84,13 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if full is None else full()
 
 
-def full_weight(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Return the full weight, without its gradient; must be called on all ranks."""
-    ranks.traffic.add(STATE, tensor.nbytes - local_tensor(tensor).nbytes)
+def full_weight(tensor: torch.Tensor, ranks: Ranks, kind: str) -> torch.Tensor:
+    """Return the full weight, without its gradient; must be called on all ranks.
+
+    Args:
+        kind: of traffic that it counts as.
+    """
+    ranks.traffic.add(kind, tensor.nbytes - local_tensor(tensor).nbytes)
     return full_tensor(tensor.detach())
 
 
@@ -118,7 +122,7 @@ def full_tensors(
         return {name: tensor.detach() for name, tensor in items}
     found = {}
     for name, tensor in items:
-        value = full_weight(tensor, ranks)
+        value = full_weight(tensor, ranks, ENGINE)
         if ranks.rank == 0:
             cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
             found[name] = cast.cpu()

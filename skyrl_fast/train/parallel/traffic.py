@@ -17,8 +17,9 @@ CALLS = "calls"  # of methods on all ranks, with their arguments: one message to
 RESULTS = "results"  # of calls, from the other ranks to rank 0
 LAYERS = "layers"  # weights of a layer, gathered for a pass
 GRADIENTS = "gradients"  # of a layer, reduced after a backward pass
-STATE = "state"  # full weights for an engine, and for the model in a checkpoint
-KINDS = (CALLS, RESULTS, LAYERS, GRADIENTS, STATE)
+ENGINE = "engine"  # weights, gathered for a weight sync
+CHECKPOINT = "checkpoint"  # weights, gathered for a checkpoint
+KINDS = (CALLS, RESULTS, LAYERS, GRADIENTS, ENGINE, CHECKPOINT)
 
 # torch 2.13 has renamed them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -32,6 +32,7 @@ TITLES = {
     "async": "Asynchronous training",
     "sync": "Weight sync",
     "faults": "Faults",
+    "traffic": "Traffic between ranks",
     "timing": "Time",
     "memory": "Memory",
 }

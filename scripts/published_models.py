@@ -71,6 +71,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 40,
         "num_key_value_heads": 8,
     },
+    "Qwen/Qwen3-235B-A22B": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
 }
 BILLIONS = {  # parameters, as the models' cards say
     "Qwen/Qwen2.5-0.5B-Instruct": 0.494,
@@ -80,6 +98,7 @@ BILLIONS = {  # parameters, as the models' cards say
     "Qwen/Qwen2.5-Coder-7B-Instruct": 7.616,
     "Qwen/Qwen2.5-14B-Instruct": 14.77,
     "Qwen/Qwen2.5-32B-Instruct": 32.76,
+    "Qwen/Qwen3-235B-A22B": 235.1,
 }
 
 

@@ -361,7 +361,7 @@ def test_impossible_optimizer_state_is_damage(
     optimizer, name = trained_optimizer()
     path = tmp_path / "step_000012/optimizer.safetensors"
     path.parent.mkdir()
-    optimizer.save(path)
+    optimizer.save(path.parent)
     tensors, metadata = load_file(str(path)), {"step_count": "1"}
     if key == "step_count":
         metadata = {"step_count": value} if value is not None else {"other": "1"}
@@ -373,7 +373,7 @@ def test_impossible_optimizer_state_is_damage(
         tensors[f"{name}.{key}"].view(-1)[-1] = value
     save_file(tensors, str(path), metadata=metadata)
     with pytest.raises(CheckpointError, match=f"step 12 is damaged: .*optimizer.*{message}"):
-        optimizer.load(path)
+        optimizer.load(path.parent)
 
 
 @pytest.mark.parametrize("states", [{}, {"torch": torch.zeros(3, dtype=torch.uint8)}])

@@ -498,13 +498,13 @@ def test_optimizer_state_round_trip(tmp_path: Path) -> None:
         for step in range(4):
             if split and step == 2:
                 policy.save(tmp_path / "policy")
-                optimizer.save(tmp_path / "optimizer.safetensors")
+                optimizer.save(tmp_path)
                 from skyrl_fast.train.model.policy import load_model
 
                 model = load_model(str(tmp_path / "policy"), device=torch.device("cpu"))
                 policy = Policy(model)
                 optimizer = Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=4)
-                optimizer.load(tmp_path / "optimizer.safetensors")
+                optimizer.load(tmp_path)
             update_policy(policy, optimizer, batch, algorithm=AlgorithmConfig(), mini_batch_size=4)
         results.append({name: value.clone() for name, value in policy.named_weights()})
     assert results[0].keys() == results[1].keys()
@@ -517,13 +517,11 @@ def test_optimizer_state_of_another_model_is_refused(tmp_path: Path) -> None:
     for _, parameter in optimizer._named:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    optimizer.save(tmp_path / "optimizer.safetensors")
+    optimizer.save(tmp_path)
     model = tiny_model()
     model.lm_head = torch.nn.Linear(16, 32, bias=False)
     with pytest.raises(ValueError, match="another shape"):
-        Optimizer(Policy(model), OptimizerConfig(), total_steps=1).load(
-            tmp_path / "optimizer.safetensors"
-        )
+        Optimizer(Policy(model), OptimizerConfig(), total_steps=1).load(tmp_path)
 
 
 @pytest.mark.spec("loss.lm-head")
@@ -610,10 +608,10 @@ def test_resume_with_a_parameter_without_gradients(tmp_path: Path) -> None:
 
     policy, optimizer = made()
     step(policy, optimizer)
-    optimizer.save(tmp_path / "optimizer.safetensors")
+    optimizer.save(tmp_path)
     again, resumed = made()
     again.model.load_state_dict(policy.model.state_dict())
-    resumed.load(tmp_path / "optimizer.safetensors")
+    resumed.load(tmp_path)
     step(policy, optimizer)
     step(again, resumed)
     for one, two in zip(policy.model.parameters(), again.model.parameters(), strict=True):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -49,9 +50,9 @@ from skyrl_fast.train.output.checkpoint import (
     STATE,
     latest_checkpoint,
     read_state,
-    write_checkpoint,
     write_json,
 )
+from skyrl_fast.train.output.checkpoint_writer import CheckpointWriter
 from skyrl_fast.train.output.loggers import Logger
 from skyrl_fast.train.output.manifest import MANIFEST
 from skyrl_fast.train.output.progress import ProgressDisplay
@@ -119,6 +120,9 @@ class Trainer:
         self._display = display
         self._run_path = Path(settings.run_path)
         self._checkpoints = Path(settings.ckpt_path or self._run_path / "checkpoints")
+        self._checkpoint_writer = CheckpointWriter(
+            self._checkpoints, keep=settings.max_ckpts_to_keep, ranks=components.policy.ranks
+        )
         self._sampler = PromptSampler(
             len(components.train_prompts),
             batch_size=settings.train_batch_size,
@@ -169,7 +173,8 @@ class Trainer:
             self._background.close()
         if self._saved_step != self.progress.step:
             self._save()
-            self._announce_checkpoint()
+        self._checkpoint_writer.wait()
+        self._end_save()
         self._background.wait()
         return self.progress
 
@@ -185,7 +190,7 @@ class Trainer:
         self._kl_coef = state.get("kl_coef", self._kl_coef)
         self._unreported = state.get("unreported")
         self._used_up = state.get("epochs_used_up", 0)
-        self._components.optimizer.load(checkpoint / "optimizer.safetensors")
+        self._components.optimizer.load(checkpoint)
         if self._components.critic is not None:
             self._components.critic.restore(checkpoint / "critic")
         load_random_state(checkpoint / "random.safetensors", state["random"])
@@ -230,6 +235,7 @@ class Trainer:
 
     async def _step(self, flow: GroupFlow) -> bool:
         """Train one batch; return False if the prompts ran out before it was full."""
+        self._end_save()
         components = self._components
         started = components.clock()
         generating = components.rollouts.board.generating_seconds()
@@ -282,6 +288,8 @@ class Trainer:
         trained_tokens = float((batch.loss_mask != 0).sum())
         metrics["timing/trained_tokens_per_second"] = trained_tokens / times["step"]
         metrics |= self._memory.metrics()
+        if components.policy.ranks.size > 1:
+            metrics |= components.policy.ranks.traffic.take()
         await self._conclude(metrics)
         return True
 
@@ -306,8 +314,10 @@ class Trainer:
         # The step's checkpoint was written before the step was reported.
         outdated = self._saved_step == self.progress.step
         if outdated or (not first and self._due(self._config.trainer.ckpt_interval)):
+            await self._compute(self._checkpoint_writer.wait)  # the one before
+            self._end_save()
             await self._compute(self._save)  # generation continues meanwhile
-            self._announce_checkpoint()
+            self._end_save()
         if self._callbacks.stopped_by is not None and not self._over():
             raise StopRequested
 
@@ -424,24 +434,35 @@ class Trainer:
             await self._background.start(part)
 
     def _save(self) -> None:
+        """Write a checkpoint, several ranks in the background; the last one must be complete."""
         self._display.phase("checkpoint")
         self._background.wait()  # the store must hold all steps up to the checkpoint's
-        self.progress.checkpoint = write_checkpoint(
-            self._checkpoints,
-            self.progress.step,
-            self._write_state,
-            keep=self._config.trainer.max_ckpts_to_keep,
-        )
+        self._checkpoint_writer.write(self.progress.step, self._write_state)
         self._saved_step = self.progress.step
 
-    def _announce_checkpoint(self) -> None:
-        assert self.progress.checkpoint is not None
-        self._callbacks.on_checkpoint(self.progress.step, self.progress.checkpoint)
+    def _end_save(self) -> None:
+        """Report the checkpoint that is complete now, if any; raise its error."""
+        step = self._take_checkpoint()
+        if step is not None:
+            assert self.progress.checkpoint is not None
+            self._callbacks.on_checkpoint(step, self.progress.checkpoint)
+
+    def _take_checkpoint(self) -> int | None:
+        """Record the checkpoint that is complete now, if any, and return its step."""
+        try:
+            finished = self._checkpoint_writer.finished()
+        except BaseException:
+            self._saved_step = -1
+            raise
+        if finished is None:
+            return None
+        step, self.progress.checkpoint = finished
+        return step
 
     def _write_state(self, folder: Path) -> None:
         components = self._components
         components.policy.save(folder / "policy", components.tokenizer)
-        components.optimizer.save(folder / "optimizer.safetensors")
+        components.optimizer.save(folder)
         if components.critic is not None:
             components.critic.save(folder / "critic")
         state = {
@@ -460,14 +481,19 @@ class Trainer:
 
     def _rescue(self) -> None:
         """After an error, save the last complete step; never hide the error."""
-        if (
-            not self._consistent
-            or self._saved_step == self.progress.step
-            or self.progress.step == 0
-        ):
-            return
+        with self._without_hiding_errors():
+            self._checkpoint_writer.wait()
+            self._take_checkpoint()
+        if self._consistent and self._saved_step != self.progress.step != 0:
+            with self._without_hiding_errors():
+                self._save()
+                self._checkpoint_writer.wait()
+                self._take_checkpoint()
+
+    @contextmanager
+    def _without_hiding_errors(self) -> Iterator[None]:
         try:
-            self._save()
+            yield
         except Exception:
             latest = latest_checkpoint(self._checkpoints)
             logger.exception("no checkpoint written after the error; the last one is %s", latest)

@@ -30,12 +30,19 @@ from skyrl_fast.train.model.row_layout import (
     uses_trees,
 )
 from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees
+from skyrl_fast.train.parallel.export import save_pretrained
 from skyrl_fast.train.parallel.rank_shares import local_micro_batches
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
-from skyrl_fast.train.parallel.sharding import full_state_dict, shard, with_full_params
+from skyrl_fast.train.parallel.sharding import (
+    full_tensors,
+    full_weight,
+    shard,
+    weights_of,
+    with_full_params,
+)
+from skyrl_fast.train.parallel.traffic import CHECKPOINT
 
 HEAD_FILE = "value_head.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 class ValueModel(torch.nn.Module):
@@ -160,18 +167,33 @@ class Critic:
         )
         return metrics
 
+    @property
+    def pretrained(self) -> Any:
+        """The transformers model that `save` writes."""
+        return self.model.backbone
+
     def save(self, folder: Path) -> None:
-        """Write backbone (Hugging Face format), head and optimizer (safetensors)."""
+        """Write backbone (Hugging Face format), head and optimizer.
+
+        Several ranks queue the weights and moments in `ranks.files`.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: value.cpu() for name, value in full_state_dict(self).items()}
-        save_file({"weight": weights.pop("value_head.weight")}, str(folder / HEAD_FILE))
-        backbone = {name.removeprefix("backbone."): value for name, value in weights.items()}
-        self.model.backbone.save_pretrained(folder, state_dict=backbone)
-        self.optimizer.save(folder / OPTIMIZER_FILE)
+        save_file({"weight": self._head_weight()}, str(folder / HEAD_FILE))
+        if self.ranks.size > 1:
+            save_pretrained(self, folder)
+        else:
+            weights = full_tensors(weights_of(self.model.backbone), self.ranks)
+            backbone = {name: value.cpu() for name, value in weights.items()}
+            self.model.backbone.save_pretrained(folder, state_dict=backbone)
+        self.optimizer.save(folder)
 
     def restore(self, folder: Path) -> None:
         """Read the optimizer's state; the weights were loaded from the folder already."""
-        self.optimizer.load(folder / OPTIMIZER_FILE)
+        self.optimizer.load(folder)
+
+    @run_on_all_ranks
+    def _head_weight(self) -> torch.Tensor:
+        return full_weight(self.model.value_head.weight, self.ranks, CHECKPOINT).cpu()
 
     def _step(self, batch: StepBatch) -> dict[str, float]:
         self.optimizer.zero_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,15 +14,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from skyrl_fast.config import OptimizerConfig
+from skyrl_fast.train.model.optimizer_shards import (
+    check_moments,
+    check_step_count,
+    load_shards,
+    queue_shards,
+)
 from skyrl_fast.train.output.checkpoint import damaged
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
-from skyrl_fast.train.parallel.sharding import full_tensor, full_tensors, shard_like
+from skyrl_fast.train.parallel.sharding import full_tensor, shard_like
 
 logger = logging.getLogger(__name__)
 
 COSINE_END = 0.0  # share of the learning rate at the end
-MAX_STEPS = 2**53  # float64 counts up to here
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of a parameter
+FILE, SHARDS = "optimizer.safetensors", "optimizer"  # of one rank, of several
 
 
 class HasModel(Protocol):
@@ -93,33 +100,36 @@ class Optimizer:
             "policy/nonfinite_steps_skipped": skipped,
         }
 
-    def save(self, path: Path) -> None:
-        """Write the moments of every parameter by name (safetensors)."""
-        tensors = {name: moment.cpu().contiguous() for name, moment in self._moments().items()}
-        unmoved = [name for name, parameter in self._named if parameter not in self._adamw.state]
+    def save(self, folder: Path) -> None:
+        """Write the moments of every parameter by name (safetensors), as `optimizer.safetensors`.
+
+        Several ranks queue their shards in `ranks.files`, in the folder `optimizer`.
+        """
+        if self.ranks.size > 1:
+            (folder / SHARDS).mkdir()
+            self._queue_shards(folder / SHARDS)
+            return
+        moments = ((f"{n}.{key}", state[key]) for n, state in self._states() for key in MOMENTS)
+        tensors = {name: moment.cpu().contiguous() for name, moment in moments}
         metadata = {"step_count": str(self.step_count)}
-        if unmoved:  # usually absent: the order of several metadata entries varies between files
+        if unmoved := self._unmoved():
+            # usually absent: the order of several metadata entries varies between files
             metadata["without_gradient"] = json.dumps(unmoved)
-        save_file(tensors, str(path), metadata=metadata)
+        save_file(tensors, str(folder / FILE), metadata=metadata)
 
     @run_on_all_ranks
-    def _moments(self) -> dict[str, torch.Tensor]:
-        moments = (
-            (f"{name}.{key}", self._adamw.state[parameter][key])
-            for name, parameter in self._named
-            if parameter in self._adamw.state
-            for key in MOMENTS
-        )
-        return full_tensors(moments, self.ranks)
-
-    @run_on_all_ranks
-    def load(self, path: Path) -> None:
-        """Load what `save` wrote.
+    def load(self, folder: Path) -> None:
+        """Load what `save` wrote, with any number of ranks.
 
         Raises:
             CheckpointError: the file is damaged, or has values that AdamW cannot have written.
             ValueError: a parameter is missing or has another shape.
         """
+        if (folder / SHARDS).is_dir():
+            self.step_count, states = load_shards(folder / SHARDS, self._named, self.ranks)
+            self._adamw.state.update({dict(self._named)[name]: s for name, s in states.items()})
+            return
+        path = folder / FILE
         tensors, step_count, unmoved = _read(path)
         for name, parameter in ((n, p) for n, p in self._named if n not in unmoved):
             if tensors and f"{name}.exp_avg" not in tensors:
@@ -133,6 +143,19 @@ class Optimizer:
                 state["step"] = state["step"].to(parameter.device)
                 self._adamw.state[parameter] = state
         self.step_count = step_count
+
+    @run_on_all_ranks
+    def _queue_shards(self, folder: Path) -> None:
+        queue_shards(folder, self.step_count, dict(self._states()), self._unmoved(), self.ranks)
+
+    def _states(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """Yield AdamW's state of each parameter that has had a gradient."""
+        for name, parameter in self._named:
+            if parameter in self._adamw.state:
+                yield name, self._adamw.state[parameter]
+
+    def _unmoved(self) -> list[str]:
+        return [name for name, parameter in self._named if parameter not in self._adamw.state]
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], int, set[str]]:
@@ -148,8 +171,7 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], int, set[str]]:
         *(SafetensorError, TypeError, ValueError),
     ) as error:
         raise damaged(path, f"no optimizer state: {type(error).__name__}: {error}") from error
-    if not 0 <= step_count < MAX_STEPS:
-        raise damaged(path, f"step_count: wanted 0 to 2^53, got {step_count}")
+    check_step_count(step_count, path)
     return tensors, step_count, unmoved
 
 
@@ -161,11 +183,7 @@ def _state_of(name: str, tensors: dict[str, torch.Tensor], path: Path) -> dict[s
     state = {key: tensors[f"{name}.{key}"] for key in MOMENTS}
     if state["exp_avg_sq"].shape != state["exp_avg"].shape or state["step"].numel() != 1:
         raise damaged(path, f"{name}: shapes of different parameters")
-    if bool(state["exp_avg"].isnan().any()):
-        raise damaged(path, f"{name}.exp_avg: wanted numbers, got NaN")
-    for key in ("exp_avg_sq", "step"):
-        if not bool((state[key] >= 0).all()):
-            raise damaged(path, f"{name}.{key}: wanted no negative values, and no NaN")
+    check_moments(name, state, path)
     return state
 
 

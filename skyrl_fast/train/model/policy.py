@@ -24,6 +24,7 @@ from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.router_replay import RouterReplay
 from skyrl_fast.train.model.row_layout import LayoutCosts, cheapest_layout, supports_trees
 from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees
+from skyrl_fast.train.parallel.export import checkpoint_names, save_pretrained
 from skyrl_fast.train.parallel.rank_shares import local_micro_batches
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import full_state_dict, shard, with_full_params
@@ -88,6 +89,11 @@ class Policy:
     def router_replay(self) -> bool:
         """Whether `logprobs` replays recorded routes."""
         return self._replay is not None
+
+    @property
+    def pretrained(self) -> Any:
+        """The transformers model that `save` writes."""
+        return self.model
 
     @property
     def device(self) -> torch.device:
@@ -172,7 +178,7 @@ class Policy:
         Args:
             dtype: that they may be cast to, where they are moved to main memory; None: as they are.
         """
-        yield from _checkpoint_names(self.model, full_state_dict(self, dtype)).items()
+        yield from checkpoint_names(self.model, full_state_dict(self, dtype)).items()
 
     @run_on_all_ranks
     def free_cached_memory(self) -> None:
@@ -181,9 +187,15 @@ class Policy:
             torch.cuda.empty_cache()
 
     def save(self, folder: Path, tokenizer: Any | None = None) -> None:
-        """Write the model (and its tokenizer) in Hugging Face format."""
-        weights = {name: value.cpu() for name, value in full_state_dict(self).items()}
-        self.model.save_pretrained(folder, state_dict=weights)
+        """Write the model (and its tokenizer) in Hugging Face format.
+
+        Several ranks queue the weights in `ranks.files`.
+        """
+        if self.ranks.size > 1:
+            save_pretrained(self, folder)
+        else:
+            weights = {name: value.cpu() for name, value in full_state_dict(self).items()}
+            self.model.save_pretrained(folder, state_dict=weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
@@ -299,15 +311,6 @@ def recomputes_activations(trainer: TrainerConfig, device: torch.device) -> bool
 
 def _checkpoints_gradients(model: Any) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-
-
-def _checkpoint_names(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Undo transformers 5's conversions on loading, such as fusing a layer's experts."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4: names in the model are those of the checkpoint
-        return weights
-    return revert_weight_conversion(model, weights)
 
 
 def checkpoint_gradients(model: Any, **options: Any) -> None:

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `step_000012` with
     policy/                 the model and its tokenizer in Hugging Face format
-    optimizer.safetensors   AdamW's moments by parameter name
+    optimizer.safetensors   AdamW's moments by parameter name; of several ranks: the folder
+                            optimizer/, with a file of each rank
     random.safetensors      torch's random states
     state.json              counters, data position, other small state
     manifest.json           digests of all other files
@@ -28,7 +29,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from skyrl_fast.file_lock import close_locked, is_locked, lock_file
-from skyrl_fast.train.output.manifest import MANIFEST, find_damage, make_manifest
+from skyrl_fast.train.output.manifest import MANIFEST, Entries, find_damage, make_manifest
 from skyrl_fast.train.output.saved_state import check_state
 
 logger = logging.getLogger(__name__)
@@ -67,20 +68,54 @@ def write_checkpoint(
     Raises:
         CheckpointError: the disk is full or not writable. Earlier checkpoints are intact.
     """
-    final = folder / f"step_{step:06d}"
-    temporary = folder / f".{final.name}.partial"
-    try:
+    with begin_checkpoint(folder, step) as temporary:
+        write(temporary)
+    return complete_checkpoint(folder, step, keep=keep)
+
+
+@contextmanager
+def begin_checkpoint(folder: Path, step: int) -> Iterator[Path]:
+    """Yield the empty hidden folder of a checkpoint; remove it if the block raises.
+
+    Args:
+        folder, step: as of `write_checkpoint`.
+
+    Raises:
+        CheckpointError: the disk is full or not writable. Earlier checkpoints are intact.
+    """
+    temporary = _hidden(folder, step, "partial")
+    with _removed_on_error(folder, step):
         folder.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
         temporary.mkdir()
-        write(temporary)
+        yield temporary
+
+
+def complete_checkpoint(
+    folder: Path, step: int, *, keep: int = -1, written: Callable[[], Entries] = dict
+) -> Path:
+    """Add the manifest to a begun checkpoint, flush, rename; delete old checkpoints.
+
+    Args:
+        folder, step, keep: as of `write_checkpoint`.
+        written: waits for files that others write, and returns their entries of the manifest.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: the disk is full or not writable. Earlier checkpoints are intact.
+    """
+    final, temporary = folder / f"step_{step:06d}", _hidden(folder, step, "partial")
+    with _removed_on_error(folder, step):
+        known = written()
         with ThreadPoolExecutor(1) as pool:  # the digests are computed while the disk is waited for
-            manifest = pool.submit(make_manifest, temporary)
+            manifest = pool.submit(make_manifest, temporary, known)
             _flush_tree(temporary)
         write_json(temporary / MANIFEST, manifest.result())
         _flush(temporary)
         if final.exists():
-            old = folder / f".{final.name}.old"
+            old = _hidden(folder, step, "old")
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
             temporary.rename(final)
@@ -88,16 +123,27 @@ def write_checkpoint(
         else:
             temporary.rename(final)
         _flush(folder)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) or _says_disk_full(error):
-            raise CheckpointError(_write_advice(folder, step, error)) from error
-        raise
     if keep > 0:
         for _, old in checkpoints(folder)[:-keep]:
             old.rename(folder / f".{old.name}.partial")
         _remove_leftovers(folder)
     return final
+
+
+def _hidden(folder: Path, step: int, suffix: str) -> Path:
+    return folder / f".step_{step:06d}.{suffix}"
+
+
+@contextmanager
+def _removed_on_error(folder: Path, step: int) -> Iterator[None]:
+    """Remove an incomplete checkpoint if the block raises; say what to do about the disk."""
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(_hidden(folder, step, "partial"), ignore_errors=True)
+        if isinstance(error, OSError) or _says_disk_full(error):
+            raise CheckpointError(_write_advice(folder, step, error)) from error
+        raise
 
 
 def _remove_leftovers(folder: Path) -> None:

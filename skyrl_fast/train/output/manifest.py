@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,19 +22,32 @@ _PIECE = 2**24  # bytes
 _BUFFER = 2**20  # bytes; fits in a core's cache
 _MAX_THREADS = 8  # together as fast as a disk
 
+Entries = dict[str, dict[str, Any]]  # of the manifest, by path relative to its folder
 
-def make_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of all files below the folder, as a JSON value."""
+
+def make_manifest(folder: Path, known: Entries | None = None) -> dict[str, Any]:
+    """Return the manifest of all files below the folder, as a JSON value.
+
+    Args:
+        known: entries that need not be computed, of those who wrote the files.
+    """
+    known = known or {}
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = entries(folder, [p for p in paths if p.relative_to(folder).as_posix() not in known])
+    files = dict(sorted((files | known).items()))
+    return {"algorithm": _ALGORITHM, "files": files, "digest": _digest_of_table(files)}
+
+
+def entries(folder: Path, paths: Sequence[Path]) -> Entries:
+    """Return size and digest of files below the folder, by relative path."""
     with _threads() as pool:
-        files = {
+        return {
             path.relative_to(folder).as_posix(): {
                 "bytes": path.stat().st_size,
                 "digest": _digest(path, pool),
             }
             for path in paths
         }
-    return {"algorithm": _ALGORITHM, "files": files, "digest": _digest_of_table(files)}
 
 
 def find_damage(folder: Path) -> tuple[str, str] | None:

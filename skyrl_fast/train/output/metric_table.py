@@ -13,6 +13,7 @@ GPU = "on a GPU"
 LAYOUTS = "where trees and sequences have other kernels: on a GPU, or in bfloat16"
 ENGINE = "with vLLM"
 AGENT = "with an agent"
+RANKS = "with several ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +424,22 @@ METRICS = (
             ("wrong_keys", "requests of agents with an unknown key"),
             ("late_calls", "requests of agents whose trajectory had ended"),
             ("lost_clients", "requests of agents that broke off before their answer"),
+        )
+    ),
+    # --- traffic between ranks ---
+    *(
+        Metric(f"traffic/{kind}_{what}", f"{meaning}, {which}", unit, "", RANKS)
+        for what, unit, which in (
+            ("messages", "", "collectives or messages of rank 0"),
+            ("bytes", "bytes", "that rank 0 sends or receives"),
+        )
+        for kind, meaning in (
+            ("calls", "calls of rank 0 to the others, with their arguments"),
+            ("results", "results of the others' calls"),
+            ("layers", "weights that passes gather"),
+            ("gradients", "gradients that are reduced"),
+            ("engine", "weights gathered for the engine"),
+            ("checkpoint", "weights gathered for a checkpoint, counted in the next step"),
         )
     ),
     # --- time and memory ---

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, RankError, Ranks
+from skyrl_fast.train.parallel.shared_files import SharedFiles
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ def started_ranks(
         yield ranks
         ending.set()
         if ranks.release():
+            ranks.files.close()
             dist.destroy_process_group()
             for process in processes:
                 process.join(STOP_SECONDS)
@@ -151,6 +153,7 @@ def follow(place: RankPlace, make_models: Callable[[Ranks], object]) -> None:
     _connect(ranks, store, place)
     models = make_models(ranks)
     ranks.follow()
+    ranks.files.close()
     del models
     dist.destroy_process_group()
 
@@ -162,8 +165,9 @@ def _connect(ranks: Ranks, store: Any, place: RankPlace) -> None:
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     with _listening_next_to(place.address):
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size)
-        messages = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
+        messages, files = (dist.new_group(backend="gloo", timeout=NO_TIMEOUT) for _ in range(2))
         mesh = dist.init_device_mesh("cuda" if cuda else "cpu", (ranks.size,))
+    SharedFiles(ranks, files)
     ranks.connect(messages, mesh)
 
 

@@ -13,13 +13,15 @@ import inspect
 import io
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from skyrl_fast.train.parallel.sequence_ranks import SINGLE, SequenceRanks
+from skyrl_fast.train.parallel.traffic import CALLS, RESULTS, Traffic
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,6 +45,8 @@ class Ranks:
         self.size = size
         self.mesh: Any = None  # device mesh of the weights
         self.sequence = SINGLE  # those that share the tokens of a pass
+        self.traffic = Traffic()
+        self.files: Any = None  # `SharedFiles` of several ranks
         self._messages: Any = None
         self._members: list[Any] = []
         self._lock = threading.Lock()
@@ -71,8 +75,10 @@ class Ranks:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether this rank may be waiting for the others: to connect, or in a call."""
-        return self._messages is None or self._caller is not None
+        """Whether this rank may be waiting for the others: to connect, in a call, for files."""
+        if self._messages is None or self._caller is not None:
+            return True
+        return self.size > 1 and self.files.is_writing
 
     def register(self, member: Any) -> None:
         """Make this object addressable in calls; all ranks register in the same order."""
@@ -86,10 +92,15 @@ class Ranks:
         """
         if self.size == 1:
             return local
-        lists: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        sent = local if self.sequence.rank == 0 else []
-        dist.gather_object(sent, lists, dst=0, group=self._messages)
-        return local if lists is None else [item for each in lists for item in each]
+        if self.rank > 0:
+            sent = local if self.sequence.rank == 0 else []
+            dist.gather_object(pickle.dumps(sent), dst=0, group=self._messages)
+            return local
+        found: list[Any] = [None] * self.size
+        dist.gather_object(b"", found, dst=0, group=self._messages)
+        others = found[1:]
+        self.traffic.add(RESULTS, sum(map(len, others)), len(others))
+        return [*local, *(item for each in others for item in pickle.loads(each))]
 
     def agree(self, value: R) -> R:
         """Return rank 0's value on all ranks, which call this together."""
@@ -118,11 +129,12 @@ class Ranks:
                 raise RankError(self._reason)
             self._caller = threading.get_ident()
             try:
-                self._send((there, arguments, options))
-                return here(*arguments, **options)
+                with self.exits_named():
+                    self._send((there, arguments, options))
+                    return here(*arguments, **options)
+            except RankError:
+                raise
             except Exception as error:
-                if isinstance(error, RuntimeError) and self._lost.wait(ERROR_SECONDS):
-                    raise RankError(self._reason) from error
                 self.fail(f"rank 0 is out of sync with the others: {type(error).__name__}: {error}")
                 raise
             finally:
@@ -146,10 +158,21 @@ class Ranks:
         self._reason = reason
         self._lost.set()
 
+    @contextmanager
+    def exits_named(self) -> Iterator[None]:
+        """Raise RankError in place of a torch error in the block that a rank's exit has caused."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._lost.wait(ERROR_SECONDS):
+                raise RankError(self._reason) from error
+            raise
+
     def _send(self, call: Any) -> None:
         buffer = io.BytesIO()
         _Pickler(buffer, self._members).dump(call)
         data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        self.traffic.add(CALLS, (self.size - 1) * len(data), self.size - 1)
         dist.broadcast(torch.tensor([len(data)]), 0, group=self._messages)
         dist.broadcast(data, 0, group=self._messages)
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
+from skyrl_fast.train.parallel.traffic import ENGINE, CountedGather, CountedReduction
 
 T = TypeVar("T")
 METHOD = "with_full_params"
@@ -36,18 +37,34 @@ def shard(model: Any, ranks: Ranks) -> None:
             "trainer.placement.policy_num_gpus_per_node: several need torch 2.9 or newer, "
             f"got {torch.__version__}"
         )
+    layers = [module for _, module in layers_of(model)]
+    for module in (*reversed(layers), model):  # layers may be nested
+        fully_shard(module, mesh=ranks.mesh)
+        module.set_custom_all_gather(CountedGather(ranks.traffic))
+        module.set_custom_reduce_scatter(CountedReduction(ranks.traffic))
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    setattr(model, METHOD, _run)
+    register_fsdp_forward_method(model, METHOD)
+
+
+def layers_of(model: Any) -> list[tuple[str, Any]]:
+    """Return the layers of a model by name, those that contain others first.
+
+    Args:
+        model: a transformers model, whose `_no_split_modules` they are, or one that contains it.
+    """
     layer_types = {
         name
         for module in model.modules()
         for name in getattr(module, "_no_split_modules", ()) or ()
     }
-    layers = [module for module in model.modules() if type(module).__name__ in layer_types]
-    for module in (*reversed(layers), model):  # layers may be nested
-        fully_shard(module, mesh=ranks.mesh)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-    setattr(model, METHOD, _run)
-    register_fsdp_forward_method(model, METHOD)
+    # FSDP2 gives a module a class of another name.
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module).__name__.removeprefix("FSDP") in layer_types
+    ]
 
 
 def with_full_params(model: Any, work: Callable[[], T]) -> T:
@@ -62,9 +79,25 @@ def with_full_params(model: Any, work: Callable[[], T]) -> T:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full weight, moment or norm; must be called on all ranks."""
+    """Return the full tensor or norm; must be called on all ranks."""
     full: Callable[[], torch.Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
+
+
+def full_weight(tensor: torch.Tensor, ranks: Ranks, kind: str) -> torch.Tensor:
+    """Return the full weight, without its gradient; must be called on all ranks.
+
+    Args:
+        kind: of traffic that it counts as.
+    """
+    ranks.traffic.add(kind, tensor.nbytes - local_tensor(tensor).nbytes)
+    return full_tensor(tensor.detach())
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a weight or moment, or the tensor if it is not sharded."""
+    local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
+    return tensor if local is None else local()
 
 
 def weights_of(model: Any) -> list[tuple[str, torch.Tensor]]:
@@ -89,7 +122,7 @@ def full_tensors(
         return {name: tensor.detach() for name, tensor in items}
     found = {}
     for name, tensor in items:
-        value = full_tensor(tensor.detach())
+        value = full_weight(tensor, ranks, ENGINE)
         if ranks.rank == 0:
             cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
             found[name] = cast.cpu()

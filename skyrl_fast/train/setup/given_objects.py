@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_fast.config import Config
+from skyrl_fast.config import Config, ConfigError
 from skyrl_fast.importing import absolute_name, load_object, name_of
 from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
 from skyrl_fast.ops.policy_loss.custom import register_policy_loss
@@ -96,13 +96,20 @@ def _registered(register: Callable[..., Any], given: Callable[..., Any] | str) -
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Make paths that are used later absolute: an environment may change the current folder."""
+    """Make paths that are used later absolute: an environment may change the current folder.
+
+    Raises:
+        ConfigError: one is a URL; what a run writes is locked, renamed and read in place.
+    """
     trainer, engine = config.trainer, config.generator.inference_engine
     for section, name in (
         *((trainer, name) for name in ("run_path", "ckpt_path", "resume_path")),
         *((engine, name) for name in ("weight_sync_path", "api_key_file")),
     ):
         path = getattr(section, name)
+        if path is not None and "://" in path:
+            key = "trainer" if section is trainer else "generator.inference_engine"
+            raise ConfigError(f"{key}.{name}: wanted a path of a (mounted) file system, got {path}")
         if path is not None:
             setattr(section, name, str(Path(path).expanduser().absolute()))
     for model in (trainer.policy.model, trainer.ref.model, trainer.critic.model):

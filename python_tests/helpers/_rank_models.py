@@ -1,0 +1,131 @@
+"""A policy and a critic for the tests of checkpoints of several ranks, new or from a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from _fakes import tiny_model
+from _moe import tiny_moe
+
+from skyrl_fast.config import OptimizerConfig
+from skyrl_fast.train.model.critic import Critic, ValueModel, load_value_model
+from skyrl_fast.train.model.optimizer import Optimizer
+from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
+from skyrl_fast.train.parallel.sharding import full_tensors, shard_like, weights_of
+
+CPU = torch.device("cpu")
+
+
+@dataclass(slots=True)
+class Saved:
+    """What a checkpoint has of the models."""
+
+    ranks: Ranks
+    policy: Policy
+    optimizer: Optimizer
+    critic: Critic
+
+    def __post_init__(self) -> None:
+        self.ranks.register(self)
+
+    def save(self, folder: Path) -> None:
+        """Write all files; several ranks queue the large ones."""
+        self.policy.save(folder / "policy")
+        self.optimizer.save(folder)
+        self.critic.save(folder / "critic")
+
+    def restore(self, folder: Path) -> None:
+        """Load the optimizers' states."""
+        self.optimizer.load(folder)
+        self.critic.restore(folder / "critic")
+
+    @run_on_all_ranks
+    def step(self, seed: int) -> None:
+        """Take optimizer steps along random gradients, the same for any number of ranks."""
+        for owner, optimizer in self._models():
+            generator = torch.Generator().manual_seed(seed)
+            for _, value in weights_of(owner.model):
+                if value.requires_grad:
+                    full = torch.randn(value.shape, generator=generator)
+                    value.grad = shard_like(full, value)
+            type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+
+    @run_on_all_ranks
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return all weights and moments on rank 0."""
+        found = {}
+        for number, (owner, optimizer) in enumerate(self._models()):
+            states = optimizer._adamw.state
+            items = [
+                *weights_of(owner.model),
+                *((f"{n}.{k}", v) for n, p in optimizer._named for k, v in states[p].items()),
+            ]
+            values = full_tensors(items, self.ranks)
+            found |= {f"{number}.{name}": value.clone() for name, value in values.items()}
+        return found
+
+    @run_on_all_ranks
+    def processes(self) -> list[int]:
+        """Return the processes of all ranks on rank 0."""
+        return self.ranks.gather([os.getpid()])
+
+    @run_on_all_ranks
+    def queue(self, rank: int, write: Callable[[], list[Path]]) -> None:
+        """Queue another write on a rank."""
+        if self.ranks.rank == rank:
+            self.ranks.files.queue(write)
+
+    def _models(self) -> list[tuple[Policy | Critic, Optimizer]]:
+        return [(self.policy, self.optimizer), (self.critic, self.critic.optimizer)]
+
+
+def saved_models(ranks: Ranks, *, checkpoint: Path | None = None, experts: bool = False) -> Saved:
+    """Return the models, with weights of a checkpoint if there is one; not yet restored."""
+    config = OptimizerConfig(lr=1e-2)
+    if checkpoint is None:
+        model = tiny_moe() if experts else tiny_model(tied=True)
+        torch.manual_seed(0)
+        value_model = ValueModel(tiny_model(seed=6).base_model)
+    else:
+        model = load_model(str(checkpoint / "policy"), device=CPU)
+        value_model = load_value_model(str(checkpoint / "critic"), device=CPU)
+    policy = Policy(model, ranks=ranks)
+    optimizer = Optimizer(policy, config, total_steps=9)
+    critic = Critic(value_model, config, total_steps=9, mini_batch_size=2, ranks=ranks)
+    return Saved(ranks, policy, optimizer, critic)
+
+
+@dataclass(slots=True)
+class Wide:
+    """A policy with more bytes of weights and tokens than of what goes with them."""
+
+    ranks: Ranks
+    policy: Policy
+    optimizer: Optimizer
+
+
+def wide_models(ranks: Ranks) -> Wide:
+    """Return the models; all sizes are multiples of 8, so that shards need no padding."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+        )
+    )
+    policy = Policy(model, max_tokens_per_microbatch=1600, ranks=ranks)
+    return Wide(ranks, policy, Optimizer(policy, OptimizerConfig(lr=1e-3), total_steps=9))

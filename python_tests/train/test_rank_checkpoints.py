@@ -1,0 +1,351 @@
+"""Checkpoints that several ranks write: the same values for any number of ranks, never half."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from _rank_models import CPU, Saved, saved_models
+from _training import folder as folder
+from _training import settings, train
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from skyrl_fast.train import trainer as trainer_module
+from skyrl_fast.train.model.policy import load_model
+from skyrl_fast.train.output.checkpoint import (
+    CheckpointError,
+    checkpoints,
+    newest_intact,
+    verify_checkpoint,
+    write_json,
+)
+from skyrl_fast.train.output.checkpoint_writer import CheckpointWriter
+from skyrl_fast.train.output.loggers import read_metrics
+from skyrl_fast.train.parallel.export import writers
+from skyrl_fast.train.parallel.local_ranks import LocalRanks
+from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.ranks import SINGLE_RANK
+
+STATE = {
+    "manifest": "manifest.json",
+    "sampler": {"num_prompts": 4, "batch_size": 2, "position": 0, "epoch": 0, "seed": 0},
+    "random": {
+        "python": [3, [0] * 625, None],
+        "numpy": ["MT19937", [0] * 624, 0, 0, 0.0],
+    },
+}
+
+
+@contextmanager
+def models(
+    folder: Path, size: int, checkpoint: Path | None = None, *, experts: bool = False
+) -> Iterator[Saved]:
+    """Yield the models of rank 0 among some ranks."""
+    make = partial(saved_models, checkpoint=checkpoint, experts=experts)
+    if size == 1:
+        yield make(SINGLE_RANK)
+        return
+    with started_ranks(size, make, cuda=False, starter=LocalRanks(folder)) as ranks:
+        yield make(ranks)
+
+
+def begin(writer: CheckpointWriter, step: int, saved: Saved) -> None:
+    def write(folder: Path) -> None:
+        saved.save(folder)
+        write_json(folder / "state.json", {**STATE, "step": step})
+
+    writer.write(step, write)
+
+
+def written(folder: Path, step: int, saved: Saved) -> Path:
+    """Write a checkpoint and wait for it."""
+    writer = CheckpointWriter(folder, keep=-1, ranks=saved.ranks)
+    begin(writer, step, saved)
+    writer.wait()
+    finished = writer.finished()
+    assert finished is not None and finished[0] == step and writer.finished() is None
+    verify_checkpoint(finished[1])
+    return finished[1]
+
+
+def assert_equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for name in one:
+        assert torch.equal(one[name], two[name]), name
+
+
+@pytest.mark.spec("update.ranks-checkpoint")
+def test_values_are_equal_for_any_number_of_ranks(tmp_path: Path) -> None:
+    """Experts, whose weights have other names in checkpoints, and a head of a single row."""
+    folder, checkpoint, values = tmp_path / "checkpoints", None, None
+    for step, size in enumerate((1, 2, 3, 1)):
+        with models(tmp_path, size, checkpoint, experts=True) as saved:
+            if checkpoint is not None:
+                assert values is not None
+                saved.restore(checkpoint)
+                assert_equal(saved.values(), values)
+            saved.step(step)
+            values = saved.values()
+            checkpoint = written(folder, step, saved)
+    assert [step for step, _ in checkpoints(folder)] == [0, 1, 2, 3]
+    names = [sorted(load_keys(path / "policy")) for _, path in checkpoints(folder)]
+    assert all(each == names[0] for each in names)  # those of one rank
+    assert any(".experts.1." in name for name in names[0])
+
+
+def load_keys(folder: Path) -> list[str]:
+    found = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found += list(file.keys())
+    return found
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
+    with models(tmp_path_factory.mktemp("ranks"), 2) as saved:
+        saved.step(0)
+        yield saved
+
+
+@pytest.mark.spec("update.ranks-checkpoint")
+def test_each_rank_writes_its_files_and_transformers_loads_them(
+    shared: Saved, tmp_path: Path
+) -> None:
+    path = written(tmp_path, 1, shared)
+    files = {p.relative_to(path).as_posix() for p in path.rglob("*.safetensors")}
+    assert files == {
+        f"{folder}{file}"
+        for folder in ("", "critic/")
+        for file in (
+            *(f"optimizer/shard-0000{r}-model-00001-of-00001.safetensors" for r in (1, 2)),
+            *(f"{'' if folder else 'policy/'}model-0000{r}-of-00002.safetensors" for r in (1, 2)),
+        )
+    } | {"critic/value_head.safetensors"}
+    for shards in (path / "optimizer", path / "critic/optimizer"):
+        one, two = (sum(v.numel() for v in load_file(f).values()) for f in shards.glob("*.saf*"))
+        assert one == pytest.approx(two, rel=0.1)
+    loaded = load_model(str(path / "policy"), device=CPU)
+    assert loaded.config.architectures == ["Qwen2ForCausalLM"]
+    wanted = dict(shared.policy.named_weights())
+    for name, value in loaded.named_parameters():
+        assert torch.equal(value, wanted[name]), name
+    index = json.loads((path / "policy/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in wanted.values())
+    assert index["weight_map"].keys() == wanted.keys()
+
+
+def test_a_layer_is_written_by_one_rank() -> None:
+    model, layer_bytes = model_of_layers(8)
+    found = writers(model, 3)
+    of_layer: dict[str, set[int]] = {}
+    for name, rank in found.items():
+        layer = ".".join(name.split(".")[:3]) if ".layers." in name else name
+        of_layer.setdefault(layer, set()).add(rank)
+    assert all(len(ranks) == 1 for ranks in of_layer.values())
+    assert list(found.values()) == sorted(found.values())
+    share = [
+        sum(p.nbytes for n, p in model.named_parameters() if found[n] == rank) for rank in range(3)
+    ]
+    assert max(share) - min(share) <= layer_bytes
+
+
+def model_of_layers(count: int) -> tuple[torch.nn.Module, int]:
+    """Return a model and the bytes of a layer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, num_hidden_layers=count))
+    return model, sum(p.nbytes for p in model.model.layers[0].parameters())
+
+
+@pytest.mark.spec("update.ranks-checkpoint-background")
+def test_updates_during_the_save_do_not_change_the_checkpoint(
+    shared: Saved, tmp_path: Path
+) -> None:
+    trained = threading.Event()
+
+    def late() -> list[Path]:
+        assert trained.wait(60)
+        return []
+
+    shared.ranks.files.queue(late)  # before rank 0's files
+    before = shared.values()
+    writer = CheckpointWriter(tmp_path, keep=-1, ranks=shared.ranks)
+    begin(writer, 1, shared)
+    shared.step(1)
+    assert writer.finished() is None and newest_intact(tmp_path) == (None, [])
+    trained.set()
+    writer.wait()
+    finished = writer.finished()
+    assert finished is not None
+    after = shared.values()
+    shared.restore(finished[1])
+    restored = shared.values()
+    moments = [name for name in before if name.endswith(("exp_avg", "exp_avg_sq"))]
+    assert moments and any(not torch.equal(before[name], after[name]) for name in moments)
+    assert_equal({n: restored[n] for n in moments}, {n: before[n] for n in moments})
+    policy = load_model(str(finished[1] / "policy"), device=CPU)
+    for name, value in policy.named_parameters():
+        assert torch.equal(value, before[f"0.{name}"])
+
+
+@pytest.mark.spec("update.ranks-checkpoint-background")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_error_of_a_rank_is_named_and_leaves_no_checkpoint(
+    shared: Saved, tmp_path: Path, rank: int
+) -> None:
+    kept = written(tmp_path, 1, shared)
+    shared.queue(rank, full_disk)
+    writer = CheckpointWriter(tmp_path, keep=-1, ranks=shared.ranks)
+    begin(writer, 2, shared)
+    writer.wait()
+    text = rf"step 2 not written .*disk is full; the checkpoint {kept} is intact"
+    with pytest.raises(CheckpointError, match=text) as error:
+        writer.finished()
+    assert f"rank {rank}: OSError" in str(error.value.__cause__)
+    assert sorted(tmp_path.iterdir()) == [kept]
+    assert written(tmp_path, 2, shared).name == "step_000002"  # the ranks are in sync
+
+
+def full_disk() -> list[Path]:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("damage", ["step_count", "negative", "shape"])
+def test_impossible_shards_are_damage(shared: Saved, tmp_path: Path, damage: str) -> None:
+    path = written(tmp_path, 12, shared)
+    steps = path / "optimizer/steps.json"
+    content = json.loads(steps.read_text())
+    name = next(iter(content["steps"]))
+    if damage == "step_count":
+        content["step_count"] = -1
+    elif damage == "negative":
+        content["steps"][name] = -1
+    else:
+        del content["steps"][name]
+    steps.write_text(json.dumps(content))
+    with models(tmp_path, 1, path) as alone:
+        wanted = {
+            "step_count": r"step 12 is damaged: .*steps.json: step_count: wanted 0",
+            "negative": rf"step 12 is damaged: .*{name}.step: wanted no negative",
+            "shape": f"no optimizer state for {name}: of another model",
+        }
+        with pytest.raises((CheckpointError, ValueError), match=wanted[damage]):
+            alone.restore(path)
+
+
+def test_shards_of_another_model_are_refused(shared: Saved, tmp_path: Path) -> None:
+    path = written(tmp_path, 1, shared)
+    other = saved_models(SINGLE_RANK, experts=True)
+    with pytest.raises(ValueError, match=r"no optimizer state for|another shape"):
+        other.restore(path)
+
+
+class Late(CheckpointWriter):
+    """Fails to complete the first checkpoint, after its `write` has returned."""
+
+    failed = False
+
+    def write(self, step: int, write_state: Callable[[Path], None]) -> None:
+        super().write(step, write_state)
+        if not Late.failed:
+            Late.failed = True
+            _, path = self.finished() or (0, Path())
+            shutil.rmtree(path)
+            future: Future[Path] = Future()
+            future.set_exception(CheckpointError("the disk is full"))
+            self._writing = step, future
+
+
+@pytest.mark.spec("update.ranks-checkpoint-background")
+def test_error_in_the_background_ends_the_run_at_the_next_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Late, "failed", False)
+    monkeypatch.setattr(trainer_module, "CheckpointWriter", Late)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        train(settings(folder, "run"))
+    assert [step for step, _ in checkpoints(folder / "run/checkpoints")] == [2]  # tried again
+    assert read_metrics(folder / "run/metrics.jsonl")[-1]["step"] == 2
+    assert train(settings(folder, "run", "trainer.resume_mode=latest")).step == 6
+
+
+KILLED = """
+import os, sys, logging
+from functools import partial
+from pathlib import Path
+from _rank_models import saved_models
+from test_rank_checkpoints import CheckpointWriter, begin, models
+from skyrl_fast.train.parallel.ranks import RankError
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    with models(folder, 2) as saved:
+        saved.step(0)
+        print(*saved.processes(), flush=True)
+        writer = CheckpointWriter(folder / "checkpoints", keep=2, ranks=saved.ranks)
+        for step in range(1, 100_000):
+            begin(writer, step, saved)
+            saved.step(step)
+            writer.wait()
+            print(writer.finished()[0], flush=True)
+"""
+
+
+@pytest.mark.spec("async.checkpoint-kills", "update.ranks-checkpoint-background")
+@pytest.mark.parametrize(
+    ("rank", "times"),
+    [(1, 1), *(pytest.param(rank, 5, marks=pytest.mark.slow) for rank in (0, 1))],
+)
+def test_killed_rank_loses_no_announced_checkpoint(tmp_path: Path, rank: int, times: int) -> None:
+    rng = random.Random(rank)
+    for number in range(times):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        announced, errors = kill_a_writer(folder, rank, rng.uniform(0.2, 1.5))
+        newest, damaged = newest_intact(folder / "checkpoints")
+        assert newest is not None and damaged == []
+        assert announced <= int(newest.name.removeprefix("step_")) <= announced + 1
+        if rank == 1:
+            assert "RankError: rank 1 exited with code -9" in errors
+
+
+def kill_a_writer(folder: Path, rank: int, seconds: float) -> tuple[int, str]:
+    """Return the last checkpoint that was announced, and what the run wrote to stderr."""
+    script = folder / "script.py"
+    script.write_text(KILLED)
+    here = Path(__file__).resolve().parent
+    path = [str(here), str(here.parent / "helpers"), str(here.parents[1])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, *sys.path])}
+    command = [sys.executable, str(script), str(folder)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as child:
+        assert child.stdout is not None and child.stderr is not None
+        processes = [int(word) for word in child.stdout.readline().split()]
+        child.stdout.readline()  # the first checkpoint
+        time.sleep(seconds)
+        os.kill(processes[rank], signal.SIGKILL)
+        announced, errors = child.communicate(timeout=60)
+    assert child.returncode != 0
+    return max([1, *map(int, announced.split())]), errors

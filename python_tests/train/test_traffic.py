@@ -1,0 +1,130 @@
+"""What ranks exchange is what the formulas of docs/design/022 say, within 5 %."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from _rank_models import Wide, wide_models
+from _training import folder as folder
+from _training import settings, train
+
+from scripts import scaling_table
+from scripts.scaling_table import Model, Step, traffic
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import AlgorithmConfig
+from skyrl_fast.train.output.loggers import read_metrics
+from skyrl_fast.train.output.metric_table import METRICS, RANKS
+from skyrl_fast.train.parallel.local_ranks import LocalRanks
+from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.traffic import (
+    CALLS,
+    CHECKPOINT,
+    ENGINE,
+    GRADIENTS,
+    KINDS,
+    LAYERS,
+    RESULTS,
+)
+from skyrl_fast.train.update import update_policy
+
+ROWS, LENGTH, RESPONSE = 32, 400, 200
+
+
+def long_rows() -> StepBatch:
+    """Return rows of equal lengths, all of whose responses are trained."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, ROWS * RESPONSE, generator=generator)
+    ends = torch.arange(ROWS + 1, dtype=torch.int32)
+    numbers = torch.arange(ROWS, dtype=torch.int32)
+    return StepBatch(
+        tokens=torch.randint(1, 250, (ROWS * LENGTH,), generator=generator, dtype=torch.int32),
+        cu_seqlens=ends * LENGTH,
+        cu_responses=ends * RESPONSE,
+        loss_mask=torch.ones(ROWS * RESPONSE, dtype=torch.uint8),
+        rewards=torch.zeros(ROWS * RESPONSE),
+        row_rewards=torch.zeros(ROWS),
+        group_ids=numbers // 4,
+        trajectory_ids=numbers,
+        is_last_step=torch.ones(ROWS, dtype=torch.bool),
+        policy_version=torch.zeros(ROWS, dtype=torch.int32),
+        uids=tuple(f"prompt {number}" for number in range(ROWS // 4)),
+        rollout_logprobs=-values[0].abs(),
+        old_logprobs=-values[0].abs(),
+        advantages=values[1],
+    )
+
+
+def measured(models: Wide, folder: Path) -> tuple[Mapping[str, float], int]:
+    """Return the counters of an update, the old log-probabilities, a sync and a checkpoint."""
+    batch, ranks = long_rows(), models.ranks
+    ranks.traffic.take()
+    models.policy.batch_logprobs(batch)
+    found = update_policy(
+        models.policy,
+        models.optimizer,
+        batch,
+        algorithm=AlgorithmConfig(),
+        mini_batch_size=ROWS // 4,
+    )
+    updated = ranks.traffic.take()
+    assert dict(models.policy.named_weights())
+    models.policy.save(folder)
+    ranks.files.start(folder)
+    ranks.files.wait()
+    of_weights = ranks.traffic.take()
+    for kind in (ENGINE, CHECKPOINT):
+        for what in ("messages", "bytes"):
+            updated[f"traffic/{kind}_{what}"] = of_weights[f"traffic/{kind}_{what}"]
+    passes = -(-int(found["policy/num_micro_batches"]) // ranks.size)
+    return updated, passes
+
+
+@pytest.mark.spec("update.ranks-traffic")
+@pytest.mark.parametrize(
+    "size", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+def test_counters_are_those_of_the_formulas(tmp_path: Path, size: int) -> None:
+    with started_ranks(size, wide_models, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
+        models = wide_models(ranks)
+        found, passes = measured(models, tmp_path / "policy")
+    layers = list(models.policy.model.model.layers)
+    counts = [p.numel() for p in models.policy.model.parameters()]
+    inner = [p.numel() for p in layers[0].parameters()]
+    root = sum(counts) - len(layers) * sum(inner)
+    model = Model(sum(counts), root, sum(inner), len(layers), len(counts), active=sum(counts))
+    step = Step(size, ROWS * LENGTH, ROWS * RESPONSE, ROWS, passes, forward=passes, batches=1)
+    wanted = traffic(model, step)
+    assert wanted.keys() == set(KINDS)
+    for kind, (messages, num_bytes) in wanted.items():
+        assert found[f"traffic/{kind}_messages"] == messages, kind
+        assert found[f"traffic/{kind}_bytes"] == pytest.approx(num_bytes, rel=0.05), kind
+    if size == 2:  # by hand: half of all weights, three times but for those outside the layers
+        weights = 4 * sum(counts) // 2
+        assert wanted[ENGINE][1] == wanted[CHECKPOINT][1] == weights
+        assert wanted[GRADIENTS] == (passes * (len(layers) + 1), passes * weights)
+        assert wanted[LAYERS][1] == passes * (3 * weights - 4 * root // 2)
+        assert wanted[CALLS][1] == 2 * ROWS * (4 * LENGTH + 17 * RESPONSE + 33)
+        assert wanted[RESULTS] == (2, 2 * 12 * ROWS * RESPONSE / 2 + passes * 1900)
+
+
+@pytest.mark.spec("update.ranks-traffic", "metrics.table")
+def test_a_run_of_two_ranks_reports_its_traffic(folder: Path) -> None:
+    two = "trainer.placement.policy_num_gpus_per_node=2"
+    rows = read_metrics(train(settings(folder, "run", two, "trainer.epochs=1")).metrics)
+    steps = [row for row in rows if "policy/loss" in row]
+    names = {metric.name for metric in METRICS if metric.where == RANKS}
+    assert {name for name in steps[0] if name.startswith("traffic/")} == names
+    assert all(row["traffic/gradients_bytes"] > 0 for row in steps)
+    saved = [row["traffic/checkpoint_bytes"] for row in steps]  # of the step before
+    assert saved[0] == 0
+
+
+def test_page_is_up_to_date() -> None:
+    text = scaling_table.PAGE.read_text(encoding="utf-8")
+    assert scaling_table.with_tables(text) == text, "run python -m scripts.scaling_table"

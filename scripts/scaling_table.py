@@ -1,0 +1,208 @@
+"""Write the tables of docs/design/022-a-thousand-gpus.md: memory, traffic and time by formula.
+
+    python -m scripts.scaling_table
+
+Needs neither GPUs nor weights. `python_tests/train/test_traffic.py` compares the traffic with the
+counters of runs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.published_models import model_folder
+from skyrl_fast.train.device_plan import GIB
+from skyrl_fast.train.memory_plan import (
+    GATHERED_LAYERS,
+    GRADIENT_BYTES,
+    LAYER_BYTES,
+    MOMENT_BYTES,
+    ROOT_BYTES,
+    WEIGHT_BYTES,
+)
+from skyrl_fast.train.model.activation_memory import load_model_config, model_size
+from skyrl_fast.train.parallel.traffic import CALLS, CHECKPOINT, ENGINE, GRADIENTS, LAYERS, RESULTS
+
+PAGE = Path(__file__).resolve().parent.parent / "docs/design/022-a-thousand-gpus.md"
+BEGIN, END = "<!-- scaling_table -->\n", "<!-- end -->\n"
+
+TOKEN_BYTES = 4  # of a batch, per token: its id
+RESPONSE_BYTES = 17  # per response token: mask, reward, advantage, two log-probabilities
+ROW_BYTES = 33  # per row: offsets, reward, group, trajectory, version, last step
+RESULT_BYTES = 12  # per trained token: position and log-probability
+PASS_BYTES = 1900  # per trained pass: its metrics
+CALLS_OF_A_STEP = 3  # of an optimizer step: clear the gradients, add to them, update
+
+LINK = 50e9  # bytes a second of a rank to others: a 400 Gb/s network interface for each GPU
+FLOPS = 0.4 * 989e12  # of a rank: 40 % of an H100's bfloat16 peak
+STORAGE = 2e9  # bytes a second that a rank writes, if the storage takes that of all
+TOKENS, RESPONSE_SHARE, ROW_TOKENS = 2**24, 0.25, 8192  # of a step; 2,048 rows of 8,192 tokens
+PASS_TOKENS = 16384  # trainer.max_tokens_per_microbatch
+CASES = (
+    ("Qwen/Qwen2.5-Coder-7B-Instruct", 8),
+    ("Qwen/Qwen2.5-Coder-7B-Instruct", 1024),
+    ("Qwen/Qwen2.5-32B-Instruct", 64),
+    ("Qwen/Qwen2.5-32B-Instruct", 1024),
+    ("Qwen/Qwen3-235B-A22B", 128),
+    ("Qwen/Qwen3-235B-A22B", 1024),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the formulas read of a model.
+
+    Args:
+        parameters: P.
+        root: of them, outside the layers.
+        largest_layer: parameters of it.
+        layers: their number.
+        weights: number of tensors.
+        active: parameters that a token visits.
+        routes: bytes of a token's recorded routes; 0 without router replay.
+    """
+
+    parameters: int
+    root: int
+    largest_layer: int
+    layers: int
+    weights: int
+    active: int
+    routes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the formulas read of a step and its ranks.
+
+    Args:
+        ranks: N.
+        tokens, responses, rows: of the batch: S, trained tokens A, rows.
+        trained, forward: passes of each rank with and without gradients.
+        mini_batches: optimizer steps; each sends its rows once.
+        batches: calls that send the full batch: log-probabilities of the old policy, a reference.
+    """
+
+    ranks: int
+    tokens: int
+    responses: int
+    rows: int
+    trained: int
+    forward: int = 0
+    mini_batches: int = 1
+    batches: int = 0
+
+
+def traffic(model: Model, step: Step) -> dict[str, tuple[float, float]]:
+    """Return messages and bytes of rank 0 by kind, as `Traffic` counts them.
+
+    Those of `ENGINE` and `CHECKPOINT` are of one weight sync and one checkpoint.
+    """
+    weights = WEIGHT_BYTES * (step.ranks - 1) / step.ranks  # received, per parameter
+    inner, others = model.parameters - model.root, step.ranks - 1
+    batch = (
+        (TOKEN_BYTES + model.routes) * step.tokens
+        + RESPONSE_BYTES * step.responses
+        + ROW_BYTES * step.rows
+    )
+    calls = CALLS_OF_A_STEP * step.mini_batches + step.batches
+    returned = (step.mini_batches > 0) + step.batches  # times that each trained token is
+    units = model.layers + 1
+    return {
+        CALLS: (others * calls, others * batch * returned),
+        RESULTS: (
+            others * (step.mini_batches + step.batches),
+            RESULT_BYTES * step.responses * returned * others / step.ranks
+            + PASS_BYTES * step.trained * others,
+        ),
+        LAYERS: (
+            step.trained * (units + model.layers) + step.forward * units,
+            weights * (step.trained * (model.parameters + inner) + step.forward * model.parameters),
+        ),
+        GRADIENTS: (step.trained * units, weights * step.trained * model.parameters),
+        ENGINE: (model.weights, weights * model.parameters),
+        CHECKPOINT: (model.weights, weights * model.parameters),
+    }
+
+
+def model_of(name: str) -> Model:
+    """Return the numbers of a published model."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_model_config(str(model_folder(Path(folder), name)))
+    size, layers = model_size(config), config.num_hidden_layers
+    experts, chosen = getattr(config, "num_experts", 0), getattr(config, "num_experts_per_tok", 0)
+    each = 3 * config.hidden_size * getattr(config, "moe_intermediate_size", 0)
+    return Model(
+        parameters=size.parameters,
+        root=size.root_parameters,
+        largest_layer=size.layer_parameters,
+        layers=layers,
+        weights=0,
+        active=size.parameters - layers * (experts - chosen) * each,
+        routes=layers * chosen,
+    )
+
+
+def step_of(ranks: int) -> Step:
+    """Return the step of the tables: one mini-batch, of rows of equal lengths."""
+    passes = -(-TOKENS // (ranks * PASS_TOKENS))
+    return Step(ranks, TOKENS, int(RESPONSE_SHARE * TOKENS), TOKENS // ROW_TOKENS, passes)
+
+
+def with_tables(text: str) -> str:
+    """Return the page with new tables in place of those it has."""
+    head, _, rest = text.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    return head + BEGIN + tables() + END + tail
+
+
+def tables() -> str:
+    """Return both tables in Markdown."""
+    models = {name: model_of(name) for name, _ in CASES}
+    cases = [(name.partition("/")[2], models[name], ranks) for name, ranks in CASES]
+    return (
+        _table(
+            "GiB|shards|gathered|checkpoint copy|loading|rank 0, weight sync",
+            [(f"{name}, {ranks} ranks", *_memory(model, ranks)) for name, model, ranks in cases],
+        )
+        + "\n"
+        + _table(
+            "seconds of a step|passes of a rank|compute|layers, gradients|batch from rank 0|"
+            "all weights, for an engine or a checkpoint|writing a checkpoint",
+            [(f"{name}, {ranks} ranks", *_times(model, ranks)) for name, model, ranks in cases],
+        )
+    )
+
+
+def _memory(model: Model, ranks: int) -> list[str]:
+    shards = (WEIGHT_BYTES + GRADIENT_BYTES + MOMENT_BYTES) * model.parameters / ranks
+    gathered = GATHERED_LAYERS * LAYER_BYTES * model.largest_layer + ROOT_BYTES * model.root
+    copy = (WEIGHT_BYTES + MOMENT_BYTES) * model.parameters / ranks
+    loading, sync = WEIGHT_BYTES * model.parameters, 2 * model.parameters  # bfloat16
+    return [_short(value / GIB) for value in (shards, gathered, copy, loading, sync)]
+
+
+def _times(model: Model, ranks: int) -> list[str]:
+    step = step_of(ranks)
+    moved = {kind: num_bytes / LINK for kind, (_, num_bytes) in traffic(model, step).items()}
+    # Forward and backward are 6 operations a parameter and token; recomputed layers add 2.
+    compute = 8 * model.active * step.trained * PASS_TOKENS / FLOPS
+    write = (WEIGHT_BYTES + MOMENT_BYTES) * model.parameters / ranks / STORAGE
+    seconds = (compute, moved[LAYERS] + moved[GRADIENTS], moved[CALLS], moved[ENGINE])
+    return [str(step.trained), *map(_short, (*seconds, write))]
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.2g}"
+
+
+def _table(head: str, rows: list[tuple[str, ...]]) -> str:
+    names = head.split("|")
+    lines = [" | ".join(names), "|".join(["---"] * len(names)), *(" | ".join(r) for r in rows)]
+    return f"| {lines[0]} |\n|{lines[1]}|\n" + "".join(f"| {line} |\n" for line in lines[2:])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

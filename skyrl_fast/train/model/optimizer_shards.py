@@ -1,0 +1,151 @@
+"""AdamW's moments as shards, by torch.distributed.checkpoint: each rank writes and reads its own.
+
+The files are safetensors, one of each rank: nothing is pickled. Any number of ranks can read them.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_fast.train.output.checkpoint import damaged, write_json
+from skyrl_fast.train.parallel.ranks import Ranks
+from skyrl_fast.train.parallel.sharding import local_tensor
+
+STEPS = "steps.json"
+FILE_BYTES = 2**30  # each is copied to memory once more while it is written
+MAX_STEPS = 2**53  # float64 counts up to here
+SHARDED = ("exp_avg", "exp_avg_sq")  # the third state of a parameter is its number of steps
+
+State = dict[str, torch.Tensor]
+
+
+def queue_shards(
+    folder: Path,
+    step_count: int,
+    states: Mapping[str, State],
+    unmoved: Sequence[str],
+    ranks: Ranks,
+) -> None:
+    """Queue this rank's shards in `ranks.files`, copied to main memory; call it on all ranks.
+
+    Args:
+        folder: exists.
+        step_count: optimizer steps.
+        states: AdamW's state by parameter; the moments are sharded.
+        unmoved: parameters without a state.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    if ranks.rank == 0:
+        steps = {name: float(state["step"]) for name, state in states.items()}
+        counts = {"step_count": step_count, "steps": steps, "without_gradient": list(unmoved)}
+        write_json(folder / STEPS, counts)
+    moments = {f"{n}.{key}": state[key] for n, state in states.items() for key in SHARDED}
+    writer = HuggingFaceStorageWriter(
+        str(folder), _file_numbers(moments, ranks.size), save_distributed=True
+    )
+    staged = writer.stage(moments)
+    ranks.files.queue(partial(_write, folder, writer, staged, ranks))
+
+
+def _file_numbers(moments: Mapping[str, torch.Tensor], size: int) -> dict[str, int]:
+    """Return the number of each tensor's file among those of a rank, from 1."""
+    numbers, before = {}, 0
+    for name, moment in moments.items():
+        numbers[name] = 1 + before // (size * FILE_BYTES)
+        before += moment.nbytes
+    return numbers
+
+
+def _write(folder: Path, writer: Any, staged: dict[str, Any], ranks: Ranks) -> list[Path]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        dcp.save(staged, storage_writer=writer, process_group=ranks.files.group)
+    except CheckpointException as error:  # no Exception; it names the ranks
+        raise OSError(str(error)) from error
+    return sorted(folder.glob(f"shard-{ranks.rank + 1:05d}-*"))
+
+
+def load_shards(
+    folder: Path, parameters: Sequence[tuple[str, torch.Tensor]], ranks: Ranks
+) -> tuple[int, dict[str, State]]:
+    """Return the step count and AdamW's state by parameter, sharded as it is.
+
+    Args:
+        folder: of `queue_shards`, perhaps by another number of ranks.
+        parameters: by name, sharded over the ranks unless there is one.
+
+    Raises:
+        CheckpointError: a file is damaged, or has values that AdamW cannot have written.
+        ValueError: a parameter is missing or has another shape, or torch is too old.
+    """
+    try:
+        from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    except ImportError as error:
+        raise ValueError(
+            f"{folder}: was written by several ranks, and torch {torch.__version__} cannot read "
+            "that: wanted torch 2.9 or newer"
+        ) from error
+    step_count, steps, unmoved = _read_steps(folder / STEPS)
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+    shapes = {n: getattr(saved, "size", None) for n, saved in metadata.state_dict_metadata.items()}
+    states = {}
+    for name, parameter in parameters:
+        if name in unmoved:
+            continue
+        for key in SHARDED:
+            if name not in steps or f"{name}.{key}" not in shapes:
+                raise ValueError(f"{folder}: no optimizer state for {name}: of another model?")
+            if shapes[f"{name}.{key}"] != parameter.shape:
+                raise ValueError(f"{folder}: optimizer state of {name} has another shape")
+        step = torch.tensor(steps[name], dtype=torch.float32, device=parameter.device)
+        moments = {key: torch.zeros_like(parameter.detach()) for key in SHARDED}
+        states[name] = {**moments, "step": step}
+    tensors = {f"{n}.{key}": state[key] for n, state in states.items() for key in SHARDED}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # with one rank
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=ranks.size == 1)
+    for name, state in states.items():
+        check_moments(name, state, folder)
+    return step_count, states
+
+
+def check_moments(name: str, state: State, path: Path) -> None:
+    """Raise CheckpointError if AdamW cannot have written this state of a parameter.
+
+    Args:
+        state: moments, of which this rank's shard is checked, and `step`.
+    """
+    values = {key: local_tensor(value) for key, value in state.items()}
+    if bool(values["exp_avg"].isnan().any()):
+        raise damaged(path, f"{name}.exp_avg: wanted numbers, got NaN")
+    for key in ("exp_avg_sq", "step"):
+        if not bool((values[key] >= 0).all()):
+            raise damaged(path, f"{name}.{key}: wanted no negative values, and no NaN")
+
+
+def check_step_count(step_count: int, path: Path) -> None:
+    """Raise CheckpointError if a run cannot have made so many steps."""
+    if not 0 <= step_count < MAX_STEPS:
+        raise damaged(path, f"step_count: wanted 0 to 2^53, got {step_count}")
+
+
+def _read_steps(path: Path) -> tuple[int, dict[str, float], set[str]]:
+    """Return the step count, the steps of each parameter, and those without a state."""
+    try:
+        counts = json.loads(path.read_text(encoding="utf-8"))
+        steps = {str(name): float(step) for name, step in counts["steps"].items()}
+        step_count, unmoved = int(counts["step_count"]), set(counts["without_gradient"])
+    except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        raise damaged(path, f"no optimizer state: {type(error).__name__}: {error}") from error
+    check_step_count(step_count, path)
+    return step_count, steps, unmoved

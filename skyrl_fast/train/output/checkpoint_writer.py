@@ -1,0 +1,73 @@
+"""Checkpoints of a run: with one rank complete on return, with several written in the background.
+
+Several ranks copy what they save to main memory, then train on while each writes its files. A
+checkpoint gets its name when all files are on the disk, so at the next step at the earliest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from skyrl_fast.train.output.checkpoint import begin_checkpoint, complete_checkpoint
+from skyrl_fast.train.parallel.ranks import Ranks
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time.
+
+    Args:
+        folder: of the run's checkpoints.
+        keep: newest checkpoints to keep; -1: all.
+        ranks: that write.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, ranks: Ranks) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._ranks = ranks
+        self._writing: tuple[int, Future[Path]] | None = None
+
+    def write(self, step: int, write_state: Callable[[Path], None]) -> None:
+        """Begin a checkpoint; the last one must have been returned by `finished`.
+
+        Args:
+            write_state: writes the files; with several ranks it queues the large ones.
+
+        Raises:
+            CheckpointError: the disk is full or not writable. Earlier checkpoints are intact.
+        """
+        assert self._writing is None
+        with begin_checkpoint(self._folder, step) as temporary:
+            write_state(temporary)
+            complete = partial(complete_checkpoint, self._folder, step, keep=self._keep)
+            if self._ranks.size > 1:
+                self._ranks.files.start(temporary)
+                complete.keywords["written"] = self._ranks.files.wait
+        future: Future[Path] = Future()
+        if self._ranks.size > 1:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            future = thread.submit(complete)
+            thread.shutdown(wait=False)
+        else:
+            future.set_result(complete())
+        self._writing = step, future
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is complete, or has failed: `finished` says which."""
+        if self._writing is not None:
+            self._writing[1].exception()
+
+    def finished(self) -> tuple[int, Path] | None:
+        """Return step and folder of the checkpoint that is complete since the last call, if any.
+
+        Raises:
+            CheckpointError: it could not be written.
+            RankError: a rank has exited.
+        """
+        if self._writing is None or not self._writing[1].done():
+            return None
+        (step, future), self._writing = self._writing, None
+        return step, future.result()

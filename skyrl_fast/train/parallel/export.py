@@ -1,0 +1,95 @@
+"""A model's weights in Hugging Face format, written by all ranks: a file each, of some layers.
+
+A layer's full weights are gathered once and kept by the rank that writes them, so that no rank
+holds the model.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+
+from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
+from skyrl_fast.train.parallel.sharding import full_weight, layers_of, weights_of
+from skyrl_fast.train.parallel.traffic import CHECKPOINT
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class HasPretrained(Protocol):
+    """A policy or a critic."""
+
+    ranks: Ranks
+
+    @property
+    def pretrained(self) -> Any:
+        """The transformers model that is saved."""
+        ...
+
+
+def save_pretrained(owner: HasPretrained, folder: Path) -> None:
+    """Write the config and an index, and queue the weights in `ranks.files`."""
+    found = _queue_weights(owner, folder)
+    owner.pretrained.save_pretrained(folder, state_dict={})
+    (folder / WEIGHTS).unlink(missing_ok=True)  # that of no weights
+    index = {
+        "metadata": {"total_size": sum(num_bytes for _, _, num_bytes in found)},
+        "weight_map": {name: file for name, file, _ in found},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@run_on_all_ranks
+def _queue_weights(owner: HasPretrained, folder: Path) -> list[tuple[str, str, int]]:
+    """Queue the weights of this rank; return name, file and bytes of those of all ranks."""
+    ranks, model = owner.ranks, owner.pretrained
+    owners = writers(model, ranks.size)
+    left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    mine = {}
+    for name, tensor in weights_of(model):
+        full = full_weight(tensor, ranks, CHECKPOINT)
+        if owners[name] == ranks.rank and name not in left_out:
+            mine[name] = full.to("cpu", copy=True)
+    mine = checkpoint_names(model, mine)
+    file = f"model-{ranks.rank + 1:05d}-of-{ranks.size:05d}.safetensors"
+
+    def write() -> list[Path]:
+        if not mine:
+            return []
+        tensors = {name: value.contiguous() for name, value in mine.items()}
+        save_file(tensors, str(folder / file), metadata={"format": "pt"})
+        return [folder / file]
+
+    ranks.files.queue(write)
+    return ranks.gather([(name, file, value.nbytes) for name, value in mine.items()])
+
+
+def writers(model: Any, size: int) -> dict[str, int]:
+    """Return the rank that writes each weight: about as many bytes each, no layer divided.
+
+    A layer is not divided as a weight of the file may be made from several of the layer.
+    """
+    layers = [name for name, _ in layers_of(model)]
+    weights = weights_of(model)
+    total = sum(value.nbytes for _, value in weights)
+    found: dict[str, int] = {}
+    of_layer: dict[str, int] = {}
+    before = 0
+    for name, value in weights:
+        layer = next((prefix for prefix in layers if name.startswith(f"{prefix}.")), name)
+        found[name] = of_layer.setdefault(layer, before * size // total)
+        before += value.nbytes
+    return found
+
+
+def checkpoint_names(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Undo transformers 5's conversions on loading, such as fusing a layer's experts."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4: names in the model are those of the checkpoint
+        return weights
+    return revert_weight_conversion(model, weights)

@@ -15,6 +15,7 @@ import numpy as np
 
 from skyrl_fast.trajectory_store.reader import StoredStep, StoredTrajectory
 from skyrl_fast.viewer.columns import SIGNIFICANT_DIGITS
+from skyrl_fast.viewer.forest import forest
 from skyrl_fast.viewer.script import ListScripts, literal
 
 ITEM_CHARACTERS = 30_000  # of a text, and of the tokens of an item
@@ -63,12 +64,16 @@ def write_details(
                 **{name: step.turn[name] for name in _NUMBERS},
                 "stop_reason": step.turn["stop_reason"][:STOP_REASON_CHARACTERS],
                 "prompt_shared": tokens["prompt_shared"],
+                "kind": place.kind,
+                "parent": place.parent,
                 **{
                     name: [(*items.add(item), count) for item, count in part]
                     for name, part in turn.items()
                 },
             }
-            for step, tokens, turn in zip(trajectory.steps, record["tokens"], turns, strict=True)
+            for step, tokens, turn, place in zip(
+                trajectory.steps, record["tokens"], turns, forest(trajectory.steps), strict=True
+            )
         ],
         "other_calls": [
             {

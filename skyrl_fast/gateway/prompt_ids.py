@@ -99,6 +99,8 @@ class PromptIds:
         self._template = template
         self._lock = threading.Lock()  # long prompts are rendered in threads
         self._texts: dict[str, str] = {}  # values of messages, without control tokens
+        self._messages: list[Message] = []  # of the last chat
+        self._plain: list[Message] = []  # the same without control tokens
         self._starts: deque[_Start] = deque(maxlen=MAX_STARTS)
         self._known: dict[str, PieceIds] = {}  # tokens of a piece
         self._ids: dict[int, int] = {}  # one object for each token: copies of long lists need few
@@ -138,11 +140,23 @@ class PromptIds:
     ) -> str:
         as_text = self._template.without_control_tokens
         return self._template.text(
-            [{key: self._as_text(item) for key, item in m.items()} for m in messages],
+            self._without_control_tokens(messages),
             answer_next=answer_next,
             tools=as_text(tools) if tools else None,
             **as_text(template_kwargs),
         )
+
+    def _without_control_tokens(self, messages: Sequence[Message]) -> list[Message]:
+        shared = self._num_known(messages)
+        new = [{key: self._as_text(item) for key, item in m.items()} for m in messages[shared:]]
+        self._messages, self._plain = list(messages), [*self._plain[:shared], *new]
+        return self._plain
+
+    def _num_known(self, messages: Sequence[Message]) -> int:
+        """Return how many messages the last chat has at its beginning, too: the same objects."""
+        pairs = enumerate(zip(messages, self._messages, strict=False))
+        first = next((number for number, (one, other) in pairs if one is not other), None)
+        return min(len(messages), len(self._messages)) if first is None else first
 
     def _as_text(self, value: Any) -> Any:
         """Return a message's value without control tokens; a text is searched for them once."""
@@ -156,7 +170,8 @@ class PromptIds:
         """Return the length of a call's texts that were in no earlier prompt."""
         if call.messages is None:
             return len(call.prompt or "")
-        texts = (message.get("content") or "" for message in call.messages)
+        new = call.messages[self._num_known(call.messages) :]
+        texts = (message.get("content") or "" for message in new)
         return sum(len(text) for text in texts if text not in self._texts)
 
     def text(self, text: str) -> PromptTokens:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from skyrl_fast.rollout.token_ids import shared_length
 from skyrl_fast.trajectory_store import read_trajectories
+from skyrl_fast.trajectory_store.forest import Place, forest
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
-from skyrl_fast.viewer.forest import Place, forest
 
 # Prompt and answer of each call, and its place.
 CALLS: list[tuple[list[int], list[int], tuple[str, int | None]]] = [

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_fast.trajectory_store.forest import forest
 from skyrl_fast.trajectory_store.reader import StoredStep, StoredTrajectory
 from skyrl_fast.viewer.columns import SIGNIFICANT_DIGITS
-from skyrl_fast.viewer.forest import forest
 from skyrl_fast.viewer.script import ListScripts, literal
 
 ITEM_CHARACTERS = 30_000  # of a text, and of the tokens of an item

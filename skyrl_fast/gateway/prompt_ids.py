@@ -99,8 +99,8 @@ class PromptIds:
         self._template = template
         self._lock = threading.Lock()  # long prompts are rendered in threads
         self._texts: dict[str, str] = {}  # values of messages, without control tokens
-        self._messages: list[Message] = []  # of the last chat
-        self._plain: list[Message] = []  # the same without control tokens
+        # The last chat, and the same without control tokens: one value, as threads replace it.
+        self._last: tuple[list[Message], list[Message]] = ([], [])
         self._starts: deque[_Start] = deque(maxlen=MAX_STARTS)
         self._known: dict[str, PieceIds] = {}  # tokens of a piece
         self._ids: dict[int, int] = {}  # one object for each token: copies of long lists need few
@@ -147,16 +147,12 @@ class PromptIds:
         )
 
     def _without_control_tokens(self, messages: Sequence[Message]) -> list[Message]:
-        shared = self._num_known(messages)
+        last, plain = self._last
+        shared = _num_shared(messages, last)
         new = [{key: self._as_text(item) for key, item in m.items()} for m in messages[shared:]]
-        self._messages, self._plain = list(messages), [*self._plain[:shared], *new]
-        return self._plain
-
-    def _num_known(self, messages: Sequence[Message]) -> int:
-        """Return how many messages the last chat has at its beginning, too: the same objects."""
-        pairs = enumerate(zip(messages, self._messages, strict=False))
-        first = next((number for number, (one, other) in pairs if one is not other), None)
-        return min(len(messages), len(self._messages)) if first is None else first
+        plain = [*plain[:shared], *new]
+        self._last = (list(messages), plain)
+        return plain
 
     def _as_text(self, value: Any) -> Any:
         """Return a message's value without control tokens; a text is searched for them once."""
@@ -170,7 +166,7 @@ class PromptIds:
         """Return the length of a call's texts that were in no earlier prompt."""
         if call.messages is None:
             return len(call.prompt or "")
-        new = call.messages[self._num_known(call.messages) :]
+        new = call.messages[_num_shared(call.messages, self._last[0]) :]
         texts = (message.get("content") or "" for message in new)
         return sum(len(text) for text in texts if text not in self._texts)
 
@@ -347,6 +343,13 @@ class PromptIds:
             joined = [token for piece in pieces for token in self._piece(piece).ids]
             self._divides = joined == self._template.token_ids(text)
         return pieces if self._divides else [text]
+
+
+def _num_shared(messages: Sequence[Message], last: Sequence[Message]) -> int:
+    """Return the number of leading messages that are the same objects."""
+    pairs = enumerate(zip(messages, last, strict=False))
+    both = min(len(messages), len(last))
+    return next((number for number, (one, other) in pairs if one is not other), both)
 
 
 def _link(chain: bytes, text: str) -> bytes:

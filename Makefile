@@ -5,7 +5,7 @@ PYTEST = -m pytest -n auto --maxprocesses 8 --dist worksteal
 PY = $(VENV)/bin/python
 unexport PYTHONDONTWRITEBYTECODE # tests start processes that import what this one compiled
 .DEFAULT_GOAL := help
-.PHONY: help setup train gsm8k text2sql search-r1 test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheel-test doctor ext format mutations peers peers-fresh bench-peers
+.PHONY: help setup train gsm8k text2sql search-r1 smollm test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheel-test doctor ext format mutations peers peers-fresh bench-peers
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,9 @@ text2sql: setup ## recipe: SkyRL-SQL, step-wise; ARGS="--variant thinking": stri
 
 search-r1: setup ## recipe: Search-R1 with its retrieval server; ARGS="--variant long": long passages
 	$(PY) examples/search_r1/run.py $(ARGS)
+
+smollm: setup ## recipe: SmolLM2-135M, a real pretrained model, through the gateway; ARGS="key=value"
+	$(PY) examples/smollm/run.py $(ARGS)
 
 test: setup ## default tests, including real vLLM
 	$(PY) $(PYTEST) $(ARGS)

@@ -1,61 +1,98 @@
-"""Tokens that a forward pass processes, and sampled tokens that are trained, of a stored run.
+"""Tokens and time of one training step, and sampled tokens that are trained, of a stored run.
 
-    python -m bench.forms_of_rows RUN [--step 5]
+    python -m bench.forms_of_rows RUN [--step 5] [--model FOLDER]
 
-Five ways to train on calls that form a forest: every call as a row; rows joined where the context
-only grew; of each trajectory the longest chain of such calls; its last chain; and prefix trees. The
-chains that are left out are not trained.
+Six ways to train on calls that form a forest: every call as a row; rows joined where the context
+only grew; of each such chain only its last call (a leaf); of each trajectory only the longest
+chain, or the last one; and prefix trees. The time is the CPU time, in one thread, of forward and
+backward passes through the run's first model: other programs on the machine do not change it much.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
+import json
+import statistics
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_fast.trajectory_store.reader import StoredStep, StoredTrajectory, read_trajectories
+import torch
 
-Chain = list[StoredStep]
+from bench._tree_steps import step as training_step
+from skyrl_fast.batch import StepBatch, batch_from_trajectories
+from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.train.model.policy import Policy, hide_progress_bars, load_model
+from skyrl_fast.trajectory_store import read_index
+from skyrl_fast.trajectory_store.recorded import recorded_trajectories
+
+REPETITIONS = 5
+
+Chain = list[int]  # numbers of a trajectory's steps
 
 
-def chains_of(trajectory: StoredTrajectory) -> list[Chain]:
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to train: its rows, and how they are computed."""
+
+    name: str
+    batch: StepBatch
+    layout: str  # of bench._tree_steps
+
+
+def chains_of(steps: Sequence[Step]) -> list[Chain]:
     """Return the calls in chains: each begins with the tokens of the one before it."""
     chains: list[Chain] = []
-    for step in trajectory.steps:
+    for number, step in enumerate(steps):
+        prompt = list(step.prompt_token_ids)
         for chain in chains:
-            before = [*chain[-1].prompt_token_ids, *chain[-1].response_ids]
-            if step.prompt_token_ids[: len(before)] == before:
-                chain.append(step)
+            before = steps[chain[-1]].prompt_token_ids + steps[chain[-1]].response_ids
+            if prompt[: len(before)] == before:
+                chain.append(number)
                 break
         else:
-            chains.append([step])
+            chains.append([number])
     return chains
 
 
-def length(step: StoredStep) -> int:
-    """Return the tokens of a row."""
-    return len(step.prompt_token_ids) + len(step.response_ids)
+def forms_of(trajectories: Sequence[Trajectory]) -> list[Form]:
+    """Return the forms of a step's rows, with advantages 1 and -1."""
+    rows = batch_from_trajectories(trajectories)
+    signs = torch.where(rows.trajectory_ids % 2 == 0, 1.0, -1.0)
+    rows = rows.with_(advantages=torch.repeat_interleave(signs, rows.response_lengths.long()))
+    chains = [chains_of(t.steps_or_placeholder()) for t in trajectories]
+    starts = torch.tensor([0, *(sum(map(len, c)) for c in chains)]).cumsum(0).tolist()
+
+    def part(chosen: Sequence[Sequence[int]]) -> StepBatch:
+        numbers = [start + n for start, of in zip(starts, chosen, strict=False) for n in sorted(of)]
+        return rows.rows(numbers)
+
+    longest = [
+        max(c, key=lambda chain, start=start: int(rows.lengths[start + chain[-1]]))
+        for c, start in zip(chains, starts, strict=False)
+    ]
+    final = [max(c, key=lambda chain: chain[-1]) for c in chains]
+    leaves = [[chain[-1] for chain in c] for c in chains]
+    return [
+        Form("all calls as rows", rows, "packed"),
+        Form("all calls, joined where the context only grew", rows, "merged"),
+        Form("last call of each chain", part(leaves), "packed"),
+        Form("longest chain of a trajectory", part(longest), "merged"),
+        Form("last chain of a trajectory", part(final), "merged"),
+        Form("all calls, prefix trees (`trainer.rows=tree`)", rows, "tree"),
+    ]
 
 
-def sampled(steps: Sequence[StoredStep]) -> int:
-    """Return the sampled tokens of calls."""
-    return sum(len(step.response_ids) for step in steps)
-
-
-def nodes(trajectories: Sequence[StoredTrajectory]) -> int:
-    """Return the distinct prefixes of a group's rows."""
-    root: dict[int, dict] = {}
-    count = 0
-    for trajectory in trajectories:
-        for step in trajectory.steps:
-            node = root
-            for token in (*step.prompt_token_ids, *step.response_ids):
-                if token not in node:
-                    node[token] = {}
-                    count += 1
-                node = node[token]
-    return count
+def measured(form: Form, policy: Policy) -> tuple[int, float]:
+    """Return the tokens that the model processes, and the median seconds of a step."""
+    tokens = training_step(form.layout, policy, form.batch)[1]
+    seconds = []
+    for _ in range(REPETITIONS):
+        started = time.process_time()
+        training_step(form.layout, policy, form.batch)
+        seconds.append(time.process_time() - started)
+    return tokens, statistics.median(seconds)
 
 
 def main() -> None:
@@ -63,32 +100,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--step", type=int, help="of the run; default: the last one")
+    parser.add_argument("--model", type=Path, help="default: that of the run's settings")
     options = parser.parse_args()
-    found = list(read_trajectories(options.run, phase="train"))
-    last = max(t.entry.step for t in found) if options.step is None else options.step
-    found = [t for t in found if t.entry.step == last]
-    groups: dict[str, list[StoredTrajectory]] = defaultdict(list)
-    for trajectory in found:
-        groups[trajectory.entry.uid].append(trajectory)
-    steps = [step for t in found for step in t.steps]
-    chains = [chains_of(t) for t in found]
-    longest = [max(c, key=lambda chain: length(chain[-1])) for c in chains]
-    final = [
-        next(chain for chain in c if chain[-1] is t.steps[-1])
-        for c, t in zip(chains, found, strict=True)
-    ]
-    ends = [chain[-1] for c in chains for chain in c]
-    table = [
-        ("all calls as rows", sum(map(length, steps)), sampled(steps)),
-        ("all calls, joined rows", sum(map(length, ends)), sampled(steps)),
-        ("longest chain", sum(length(c[-1]) for c in longest), sum(map(sampled, longest))),
-        ("last chain", sum(length(c[-1]) for c in final), sum(map(sampled, final))),
-        ("all calls, prefix trees", sum(map(nodes, groups.values())), sampled(steps)),
-    ]
-    print(f"step {last}: {len(found)} trajectories, {len(steps)} calls, {len(ends)} chains\n")
-    print("| form | tokens processed | sampled tokens trained |\n|---|---|---|")
-    for name, tokens, trained in table:
-        print(f"| {name} | {tokens:,} | {trained:,} ({trained / sampled(steps):.0%}) |")
+    last = max(entry.step for entry in read_index(options.run) if entry.phase == "train")
+    step = last if options.step is None else options.step
+    trainer = json.loads((options.run / "config.json").read_text())["trainer"]
+    hide_progress_bars()
+    torch.set_num_threads(1)
+    policy = Policy(
+        load_model(
+            str(options.model or trainer["policy"]["model"]["path"]), device=torch.device("cpu")
+        ),
+        max_tokens_per_microbatch=trainer["max_tokens_per_microbatch"],
+    )
+    forms = forms_of(recorded_trajectories(options.run, phase="train", steps=[step]))
+    rows, _, leaves = (form.batch for form in forms[:3])
+    every = int(rows.loss_mask.sum())
+    print(
+        f"step {step}: {rows.num_trajectories} trajectories, {rows.num_rows} calls,"
+        f" {leaves.num_rows} chains\n"
+    )
+    print("| form | tokens processed | sampled tokens trained | forward and backward, CPU ms |")
+    print("|---|---|---|---|")
+    for form in forms:
+        tokens, seconds = measured(form, policy)
+        trained = int(form.batch.loss_mask.sum())
+        share = f"{trained:,} ({trained / every:.0%})"
+        print(f"| {form.name} | {tokens:,} | {share} | {1000 * seconds:.0f} |")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 Each turn adds `--tokens` tokens, half of them sampled. The requests go to the ASGI application as a
 server would pass them, so the time is that of parsing, rendering, tokenising, recording and the
-answer's JSON; the client's is not part of it.
+answer's JSON; the client's is not part of it. As in a run, the collector does not visit the objects
+that exist at the start.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train.flow.frozen_heap import frozen_heap
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 8_000
@@ -74,8 +77,11 @@ async def call(app: Any, key: str, body: bytes) -> tuple[float, bytes]:
     return time.process_time() - started, b"".join(parts)
 
 
-async def session_times(turns: int, tokens: int) -> list[tuple[float, int]]:
-    """Return the CPU seconds and the prompt's tokens of each turn of a session that grows."""
+async def session_times(turns: int, tokens: int) -> tuple[list[tuple[float, int]], Trajectory]:
+    """Return the CPU seconds and the prompt's tokens of each turn of a session that grows.
+
+    Also its trajectory.
+    """
     texts = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
     tokenizer = byte_level_tokenizer(texts=texts, vocab_size=VOCABULARY)
     ids = tokenizer.encode("".join(texts))
@@ -111,7 +117,14 @@ async def session_times(turns: int, tokens: int) -> list[tuple[float, int]]:
         messages.append({"role": "assistant", "content": text})
         found.append((seconds, parsed["usage"]["prompt_tokens"]))
     assert session.counts["continued_prompts"] == turns - 1, session.counts
-    return found
+    return found, trajectory
+
+
+def kept_bytes(trajectory: Trajectory) -> int:
+    """Return the memory of the token ids of all prompts."""
+    prompts = [step.prompt_token_ids for step in trajectory.steps]
+    parts = {id(part): part.nbytes for prompt in prompts for part in prompt.parts}
+    return sum(parts.values()) + sum(sys.getsizeof(prompt.parts) for prompt in prompts)
 
 
 def main() -> None:
@@ -120,13 +133,16 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=1000)
     options = parser.parse_args()
-    runs = [asyncio.run(session_times(options.turns, options.tokens)) for _ in range(3)]
+    with frozen_heap():
+        played = [asyncio.run(session_times(options.turns, options.tokens)) for _ in range(3)]
+    runs = [times for times, _ in played]
     print("| turn | prompt tokens | CPU ms per call |\n|---|---|---|")
     width = max(1, options.turns // SHOWN)
     for first in range(0, options.turns, width):
         block = [run[turn] for run in runs for turn in range(first, first + width)]
         median = statistics.median(seconds for seconds, _ in block)
         print(f"| {first + 1} to {first + width} | {block[-1][1]:,} | {1000 * median:.2f} |")
+    print(f"\nprompts of {options.turns} steps: {kept_bytes(played[0][1]) / 2**20:.2f} MiB")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from examples.search_r1 import make_data as search  # noqa: E402
 from examples.search_r1 import row_shapes  # noqa: E402
 from examples.search_r1.run import serve  # noqa: E402
 from examples.search_r1.warm_start import search_tokenizer  # noqa: E402
+from examples.smollm import make_data as smollm  # noqa: E402
+from examples.smollm.agent import solve  # noqa: E402
 from examples.tiny_model.jsonl import read_jsonl  # noqa: E402
 from examples.tiny_model.model import make_tokenizer  # noqa: E402
 from skyrl_fast.config.loading import load_config  # noqa: E402
@@ -98,6 +100,30 @@ def test_offline_settings_differ_from_published_ones_only_in_size() -> None:
         assert one.generator.step_wise_trajectories == other.generator.step_wise_trajectories
         assert one.generator.sampling_params.stop == other.generator.sampling_params.stop
         assert one.environment.env_class == other.environment.env_class
+
+
+# --- smollm ------------------------------------------------------------------------------------
+
+
+def test_smollm_rewards_the_sum_as_the_last_number(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    pytest.importorskip("openai")
+    from _gateway import played
+    from fake_envs import FakePrompt, says
+
+    for name in ("one", "same"):
+        smollm.make_data(tmp_path / name, seed=0)
+    smollm.make_data(tmp_path / "other", seed=1)
+    assert files(tmp_path / "one") == files(tmp_path / "same") != files(tmp_path / "other")
+    train, held_out = (read_jsonl(tmp_path / "one" / f"{n}.jsonl") for n in ("train", "eval"))
+    questions = {row["prompt"][0]["content"] for row in train}
+    assert len(questions) == len(train) and len(train) + len(held_out) == 21 * 21
+    assert not questions & {row["prompt"][0]["content"] for row in held_out}
+    row = {"prompt": [{"role": "user", "content": "What is 7 + 5?"}], "answer": "12"}
+    for text, reward in (("7 + 5 = 12.", 1.0), ("12, not 13", 0.0), ("twelve", 0.0)):
+        prompt = FakePrompt("p", row["prompt"], env_extras={"answer": "12"})
+        answer = says(tiny_tokenizer, text)
+        out = played(solve, tiny_tokenizer, prompts=[prompt], answer=lambda call, n, a=answer: a)
+        assert [step.reward for step in out.only.steps] == [reward]
 
 
 # --- gsm8k -------------------------------------------------------------------------------------

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from fake_envs import ScriptedEngine, says
+from fake_envs import Call, ScriptedEngine, says
 
 pytest.importorskip("httpx")
 pytest.importorskip("openai")
@@ -26,6 +28,7 @@ from skyrl_fast.batch.generator_output import validate_generator_output
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.gateway import recording
 from skyrl_fast.gateway.sessions import Sessions
+from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.train.data.demonstrations import chat_of
 from skyrl_fast.train.gateway_command import KEY_FILE, serving
 from skyrl_fast.trajectory_store import read_index, read_trajectories
@@ -87,12 +90,16 @@ class Client:
 
 
 def served(
-    run: Path, tokenizer: Any, use: Callable[[Client], Awaitable[Any]], *settings: str
+    run: Path,
+    tokenizer: Any,
+    use: Callable[[Client], Awaitable[Any]],
+    *settings: str,
+    answer: Callable[[Call, int], Generation] | None = None,
 ) -> Any:
     """Serve a scripted engine that answers a0, a1, ..., and return what a coroutine returns."""
 
     async def go() -> Any:
-        engine = ScriptedEngine(lambda call, n: says(tokenizer, f"a{n}"))
+        engine = ScriptedEngine(answer or (lambda call, n: says(tokenizer, f"a{n}")))
         config = load_config(None, [*SETTINGS, *settings], has_prompts=True)
         async with serving(config, engine, tokenizer, run=run) as sessions:
             return await use(Client(sessions, run))
@@ -253,6 +260,46 @@ def test_exports_have_the_recorded_tokens(
     out = str(tmp_path / "none")
     assert cli.main(["export", str(tmp_path), out, "--to", "batch", "--min-reward", "3"]) == 2
     assert "no trajectories to export" in capsys.readouterr().err
+
+
+def with_replay(generation: Generation, call: Call) -> Generation:
+    """Return the generation with kept ids, and routes [tokens - 1, 2, 1] that name the place."""
+    kept = [np.array([1, token + 1], np.int32) for token in generation.token_ids]
+    places = np.arange(len(call.prompt_token_ids) + len(kept) - 1, dtype=np.uint8)
+    routes = np.stack([places, places], axis=1)[:, :, None]
+    return replace(generation, kept_ids=kept, expert_indices=routes)
+
+
+@pytest.mark.spec("gateway.export", "store.replay")
+def test_exports_have_kept_ids_and_routes(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    engine: list[tuple[Call, Generation]] = []
+
+    def answer(call: Call, n: int) -> Generation:
+        engine.append((call, with_replay(says(tiny_tokenizer, f"a{n}"), call)))
+        return engine[-1][1]
+
+    served(tmp_path, tiny_tokenizer, conversation, answer=answer)
+    (line,) = (tmp_path / "trajectories" / "eval_step_000001.jsonl").read_text().splitlines()
+    shared = [tokens["routes"]["shared"] for tokens in json.loads(line)["tokens"]]
+    first = engine[0][0].prompt_token_ids
+    response = len(engine[0][1].token_ids)
+    assert shared[:2] == [0, len(first) + response - 1] and shared[2] > len(first)
+    (trajectory,) = recorded_trajectories(tmp_path)
+    for (_, generation), step in zip(engine, trajectory.steps, strict=True):
+        assert [ids.tolist() for ids in step.kept_ids] == [i.tolist() for i in generation.kept_ids]
+        assert step.kept_ids[0].dtype == np.int32
+        assert step.expert_indices.dtype == np.uint8
+        assert np.array_equal(step.expert_indices, generation.expert_indices)
+    batch_file, skyrl_file = tmp_path / "batch.safetensors", tmp_path / "skyrl.json"
+    assert cli.main(["export", str(tmp_path), str(batch_file), "--to", "batch"]) == 0
+    batch = StepBatch.load(batch_file)
+    assert batch.num_kept.tolist() == [2] * 9
+    assert batch.kept_ids.tolist() == [int(i) for _, g in engine for ids in g.kept_ids for i in ids]
+    assert batch.cu_experts.diff().tolist() == [len(g.expert_indices) for _, g in engine]
+    assert cli.main(["export", str(tmp_path), str(skyrl_file), "--to", "skyrl"]) == 0
+    output = json.loads(skyrl_file.read_text())
+    assert output["rollout_expert_indices"] == [g.expert_indices.tolist() for _, g in engine]
+    assert output["rollout_kept_ids"][1] == [i.tolist() for i in engine[1][1].kept_ids]
 
 
 @pytest.mark.spec("gateway.export-sft")

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,12 +23,18 @@ pytest.importorskip("transformers")
 
 from _training import Recorder, settings
 from _training import folder as folder  # a fixture
+from fake_envs import FakePrompt, ScriptedEngine, loop_config, says
 
 import skyrl_fast
 from skyrl_fast.config import Config, ConfigError, EnvironmentConfig, OptimizerConfig, as_config
-from skyrl_fast.rollout.env.factory import EnvError, EnvFactory
+from skyrl_fast.rollout.engine.protocol import EngineError
+from skyrl_fast.rollout.engine.weights.gate import WeightGate
+from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.reward_env import RewardEnv
-from skyrl_fast.rollout.env.reward_functions import TEXT_PROMPT, RewardFunctions
+from skyrl_fast.rollout.env.reward_functions import TEXT_PROMPT, GroupRewards, RewardFunctions
+from skyrl_fast.rollout.groups import environment_runner, run_groups
+from skyrl_fast.rollout.policy_calls import PolicyCalls
+from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train import Callback, CallbackError, SetupError
 from skyrl_fast.train.data.prompts import prompts_from
 from skyrl_fast.train.output.checkpoint import read_state
@@ -219,54 +226,113 @@ def test_reward_function_is_a_single_turn_environment() -> None:
 
 
 def exact(completions: Any, answer: Any, **columns: Any) -> list[float]:
-    assert set(columns) == {"prompts", "log_metric", "level"}
-    columns["log_metric"]("length", len(completions[0][0]["content"]))
+    assert set(columns) == {"prompts", "completion_ids", "log_metric", "level"}
+    columns["log_metric"]("length", sum(len(c[0]["content"]) for c in completions))
     return [float(a in c[0]["content"]) for c, a in zip(completions, answer, strict=True)]
 
 
 def short(prompts: Any, completions: Any) -> list[float]:
-    assert prompts == [[{"role": "user", "content": "?"}]]
-    return [-float(len(completions[0][0]["content"]))]
+    assert prompts == [[{"role": "user", "content": "task"}]] * len(completions)
+    return [-float(len(completion[0]["content"])) for completion in completions]
 
 
 async def only_hard(level: Any, **columns: Any) -> list[float | None]:
     return [1.0 if one == "hard" else None for one in level]
 
 
-def rewarded(make_env: Any, extras: dict[str, Any], answer: str) -> tuple[float, dict[str, Any]]:
-    async def go() -> Any:
-        factory = EnvFactory(EnvironmentConfig(), make_env=make_env)
-        env = await factory.make("any", {**extras, "max_turns": 1})
-        await env.init([{"role": "user", "content": "?"}])
-        step = await env.step(answer)
-        metrics = await env.metrics()
-        await env.close()
-        await factory.close()
-        assert step.done
-        return step.reward, metrics
+def ranked(completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+    """Compare the answers of a group, as reward functions of TRL may."""
+    lengths = [len(completion[0]["content"]) for completion in completions]
+    assert [len(ids) - 1 for ids in completion_ids] == lengths  # a token each, and the end
+    return [sum(other > length for other in lengths) / len(lengths) for length in lengths]
+
+
+def rewarded(
+    make_env: RewardFunctions,
+    tokenizer: Any,
+    extras: dict[str, Any],
+    answers: list[str | Exception],
+    **environment: Any,
+) -> list[Trajectory]:
+    """Return the trajectories of one group with these answers."""
+
+    async def go() -> list[Trajectory]:
+        def answer(call: Any, n: int) -> Any:
+            said = answers[int(call.session_id.split("-")[-2])]  # of the repetition
+            return says(tokenizer, said) if isinstance(said, str) else said
+
+        engine = ScriptedEngine(answer)
+        factory = EnvFactory(EnvironmentConfig(**environment), make_env=make_env)
+        calls = PolicyCalls(engine, WeightGate(7), tokenizer, 1)
+        config = loop_config(n_samples_per_prompt=len(answers), max_turns=1, max_retries=0)
+        rewards = GroupRewards(factory, attempts=2)
+        runner = environment_runner(calls, factory, config, on_group=rewards)
+        prompt = FakePrompt("p", env_extras=extras)
+        try:
+            return await run_groups(runner, [prompt], phase="train", policy_version=7)
+        finally:
+            await factory.close()
 
     return asyncio.run(go())
 
 
+def rewards_of(trajectories: list[Trajectory]) -> list[float]:
+    return [step.reward for t in trajectories for step in t.steps]
+
+
 @pytest.mark.spec("run.reward-functions")
-def test_reward_functions_are_called_as_by_trl() -> None:
-    make_env = RewardFunctions([exact, short, only_hard], [2.0, 0.5, 1.0])
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_reward_functions_are_called_as_by_trl(workers: str, tiny_tokenizer: Any) -> None:
+    made = RewardFunctions([exact, short, only_hard, ranked], [2.0, 0.5, 1.0, 3.0])
     row = {"answer": "4", "level": "easy"}
-    reward, metrics = rewarded(make_env, row, "is 4")
-    assert reward == 2.0 * 1.0 - 0.5 * 4
-    assert metrics == {"reward_exact": 1.0, "reward_short": -4.0, "length": 4.0}
-    reward, metrics = rewarded(make_env, {**row, "level": "hard"}, "5")
-    assert reward == -0.5 * 1 + 1.0
-    assert metrics["reward_only_hard"] == 1.0
+    group = rewarded(made, tiny_tokenizer, row, ["is 4", "5"], workers=workers)
+    assert rewards_of(group) == [2.0 - 0.5 * 4, -0.5 + 3.0 * 0.5]
+    assert [t.env_metrics for t in group] == [
+        {"reward_exact": 1.0, "reward_short": -4.0, "reward_ranked": 0.0, "length": 5.0},
+        {"reward_exact": 0.0, "reward_short": -1.0, "reward_ranked": 0.5, "length": 5.0},
+    ]
+    (one,) = rewarded(made, tiny_tokenizer, {**row, "level": "hard"}, ["5"], workers=workers)
+    assert one.steps[0].reward == -0.5 + 1.0
+    assert one.env_metrics["reward_only_hard"] == 1.0
+
+
+@pytest.mark.spec("run.reward-functions")
+def test_answers_without_a_failure_are_rewarded(tiny_tokenizer: Any) -> None:
     text = {"answer": "4", TEXT_PROMPT: True}
 
     def plain(prompts: Any, completions: Any, **columns: Any) -> Any:
-        assert (prompts, completions, columns["answer"]) == (["?"], ["four"], ["4"])
+        assert (prompts, completions, columns["answer"]) == (["task"], ["four"], ["4"])
         return torch.tensor([0.25])
 
-    assert rewarded(RewardFunctions([plain], [1.0]), text, "four")[0] == 0.25
-    with pytest.raises(EnvError, match=r"'<lambda>': wanted a list of one reward, got 1\.0"):
-        rewarded(RewardFunctions([lambda **columns: 1.0], [1.0]), row, "5")
+    made = RewardFunctions([plain], [1.0])
+    group = rewarded(made, tiny_tokenizer, text, ["four", EngineError("lost")])
+    assert (group[0].steps[0].reward, group[1].failure) == (0.25, "lost")
+    (failed,) = rewarded(made, tiny_tokenizer, text, [EngineError("lost")])
+    assert failed.failure == "lost"
+
+
+@pytest.mark.spec("run.reward-functions")
+def test_functions_that_fail_are_called_again_and_fail_their_group(tiny_tokenizer: Any) -> None:
+    calls: list[int] = []
+
+    def flaky(completions: Any, **columns: Any) -> list[float]:
+        calls.append(len(completions))
+        if len(calls) == 1:
+            raise OSError("the judge is busy")
+        return [1.0] * len(completions)
+
+    group = rewarded(RewardFunctions([flaky], [1.0]), tiny_tokenizer, {}, ["5", "6"])
+    assert (calls, rewards_of(group)) == ([2, 2], [1.0, 1.0])
+    for function, wanted in (
+        (lambda **columns: 1.0, r"'<lambda>': wanted a list of 2 rewards.* got 1\.0"),
+        (lambda **columns: [1.0], r"wanted a list of 2 rewards, one for each answer of the group"),
+        (lambda **columns: [1.0, float("inf")], "wanted finite rewards"),
+    ):
+        group = rewarded(RewardFunctions([function], [1.0]), tiny_tokenizer, {}, ["5", "6"])
+        for trajectory in group:
+            assert re.search(wanted, trajectory.failure or "")
+            assert trajectory.stop_reason == "env_error"
+            assert trajectory.steps_or_placeholder()[0].reward == 0.0
 
 
 @pytest.mark.spec("run.reward-functions")

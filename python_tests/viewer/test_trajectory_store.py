@@ -31,6 +31,7 @@ from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.trajectory_store import read_index, read_trajectories
 from skyrl_fast.trajectory_store.lines import encode_line, json_value
 from skyrl_fast.trajectory_store.reader import read_trajectory
+from skyrl_fast.trajectory_store.recorded import recorded_trajectories
 from skyrl_fast.trajectory_store.token_text import TokenText
 from skyrl_fast.trajectory_store.trained import trained_steps
 from skyrl_fast.trajectory_store.writer import StoreError, TrajectoryWriter
@@ -530,3 +531,21 @@ def test_store_is_readable_and_resumes_after_kill_at_any_time(tmp_path: Path) ->
         assert [(e.uid, e.repetition_id, e.step) for e in read_index(tmp_path)] == want
         last_step = max(0, newest - 1)  # the checkpoint is a step behind
     assert last_step > 0
+
+
+@pytest.mark.spec("store.replay", "gateway.export")
+def test_a_training_run_says_what_it_lacks_for_replay(tmp_path: Path) -> None:
+    routes = np.ones((4, 1, 2), np.int16)
+    kept = [np.array([20, 21], np.int32)] * 2
+    steps = [make_step([10, 11], [20, 21], kept_ids=kept, expert_indices=routes)]
+    trajectories = [make_trajectory("a", 0, steps), two_turns("b", 0, 1.0)]
+    writer = TrajectoryWriter(tmp_path / "trajectories", WordTokenizer(), last_step=0)
+    writer.write(1, "train", trajectories, batch=batch_of(trajectories))
+    first, second = read_trajectories(tmp_path)
+    assert (list(first.not_stored), list(second.not_stored)) == (["kept_ids", "routes"], [])
+    assert (first.steps[0].kept_ids, first.steps[0].routes) == (None, None)
+    wanted = r"trajectory 'a' #0 was sampled with kept_ids and routes, without which it cannot be"
+    with pytest.raises(ValueError, match=wanted):
+        recorded_trajectories(tmp_path)
+    (only,) = recorded_trajectories(tmp_path, min_reward=1.0)
+    assert only.uid == "b"

@@ -468,7 +468,7 @@ const absorber = new Proxy(function () {}, {
 const page = vm.createContext({ document: absorber, IntersectionObserver: absorber,
   requestAnimationFrame: (call) => call(), window: {}, console });
 const run = (name) => vm.runInContext(readFileSync(`${folder}/${name}`, "utf8"), page);
-const names = ["text", "data", "list", "tokens", "trajectory", "chart", "charts"];
+const names = ["text", "data", "list", "tokens", "forest", "trajectory", "chart", "charts"];
 names.forEach((name) => run(`${name}.js`));
 const SF = page.skyrlFastView;
 SF.showProblem = (error) => { throw error; };
@@ -484,6 +484,7 @@ process.on("unhandledRejection", (error) => { console.error(error); process.exit
   for (let index = 0; index < SF.total; index++) {
     const details = await SF.loadTrajectory(index);
     SF.showTrajectory(absorber, index, details, "advantage", () => {}).paint("mismatch");
+    SF.showForest(absorber, details, () => {})(0);
     SF.showGroup(absorber, index, () => {});
     SF.listRow(index, { position: 1, of: 1, chosen: false });
   }

@@ -13,7 +13,10 @@ from _stored import (
     LONG_MEMBERS,
     MARKUP,
     WordTokenizer,
+    batch_of,
     long_record,
+    make_step,
+    make_trajectory,
     two_turns,
     write_long_run,
     write_run,
@@ -235,6 +238,44 @@ def test_calls_that_are_not_trained_are_between_the_turns(opened: Open, tmp_path
     judge.locator("summary").click()
     until(tab, "document.querySelectorAll('details.other .text').length === 2")
     assert judge.locator(".text").nth(1).inner_text() == "good"
+
+
+@pytest.mark.spec("viewer.forest")
+def test_calls_are_drawn_as_a_forest(opened: Open, tmp_path: Path) -> None:
+    steps = [
+        make_step([10], [20]),
+        make_step([11], [21]),  # another conversation
+        make_step([10, 20, 30], [22]),
+        make_step([10, 20, 31], [23], loss_mask=[0]),  # a branch, not trained
+    ]
+    judge = [OtherCall("judge", MARKUP, "good", before_step=2, seconds=0.5)]
+    trajectories = [
+        make_trajectory("a", 0, steps, other_calls=judge),
+        two_turns("a", 1, 1.0),
+        make_trajectory("a", 2, steps[:1]),
+    ]
+    writer = TrajectoryWriter(tmp_path / "trajectories", WordTokenizer(), last_step=0)
+    writer.write(1, "train", trajectories, batch=batch_of(trajectories))
+    tab = opened("#/0", page=build_view(tmp_path).page)
+    forest = tab.locator("#forest")
+    summary = "4 calls, 1 fork, 1 new conversation, 1 call of other models"
+    assert forest.locator(".trees svg").get_attribute("aria-label") == summary
+    calls = forest.locator(".trees circle")
+    classes = calls.evaluate_all("all => all.map((one) => one.getAttribute('class'))")
+    assert classes == ["call trained here", "call trained", "call trained", "call"]
+    rows = calls.evaluate_all("all => all.map((one) => Number(one.getAttribute('cy')))")
+    assert rows[0] == rows[2] < rows[1] == rows[3]
+    assert forest.locator(".trees path").count() == 2
+    assert forest.locator(".trees rect.other title").text_content() == "not trained: judge"
+    headers = tab.locator("#body section.turn header").all_inner_texts()
+    assert "new conversation" in headers[1] and "continues turn 1" in headers[3]
+    calls.nth(3).click()
+    assert tab.evaluate("document.activeElement.getAttribute('aria-label')") == "Turn 4 of 4"
+    until(tab, "document.querySelectorAll('#forest .here').length === 1")
+    show(tab, 1)
+    assert forest.locator("p span").first.inner_text() == "2 calls in a line"
+    show(tab, 2)
+    assert forest.is_hidden()
 
 
 @pytest.mark.spec("viewer.token-colors")

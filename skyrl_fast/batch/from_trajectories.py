@@ -19,6 +19,7 @@ from skyrl_fast.batch.columns import (
 from skyrl_fast.batch.row_index import dense_ids, first_appearances, first_return, trajectory_keys
 from skyrl_fast.batch.step_batch import StepBatch
 from skyrl_fast.ops import _ragged
+from skyrl_fast.rollout.token_ids import TokenIds
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
     rows = list(chain.from_iterable(steps))
     logprobs = logprobs_in_all_or_none(OP, rows)
     lists = {
-        "prompt_token_ids": [row.prompt_token_ids for row in rows],
+        "prompt_token_ids": [_contiguous(row.prompt_token_ids) for row in rows],
         "response_ids": [row.response_ids for row in rows],
         "loss_masks": [row.loss_mask for row in rows],
         **({} if logprobs is None else {"rollout_logprobs": logprobs}),
@@ -128,6 +129,10 @@ def logprobs_in_all_or_none(op: str, rows: Sequence[Step]) -> list[list[float]] 
             f"{op}: rollout_logprobs must be there in every step or in none, but row {row} has none"
         )
     return [[] if v is None else v for v in values]
+
+
+def _contiguous(token_ids: Sequence[int]) -> Sequence[int] | np.ndarray:
+    return token_ids.array() if isinstance(token_ids, TokenIds) else token_ids
 
 
 def _group_ids(trajectories: Sequence[Trajectory]) -> np.ndarray:

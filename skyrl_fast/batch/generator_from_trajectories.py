@@ -34,7 +34,7 @@ def generator_output_from_trajectories(trajectories: Sequence[Trajectory]) -> Ge
     rows = list(chain.from_iterable(steps))
     owners = [t for t, turns in zip(trajectories, steps, strict=True) for _ in turns]
     output: GeneratorOutput = {
-        "prompt_token_ids": [s.prompt_token_ids for s in rows],
+        "prompt_token_ids": [list(s.prompt_token_ids) for s in rows],
         "response_ids": [s.response_ids for s in rows],
         "loss_masks": [s.loss_mask for s in rows],
         "rewards": [float(s.reward) for s in rows],

@@ -101,7 +101,7 @@ class Choices:
         generation = versioned.generation
         self._prompts.add_response(prompt, generation.token_ids)
         step = recorded_step(
-            prompt.token_ids,
+            prompt.kept,
             sampled_tokens(generation, appended_eos=self._appended(generation, sampling)),
             versioned,
             text=decode_response(policy.calls.tokenizer, generation),

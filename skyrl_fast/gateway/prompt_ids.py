@@ -14,10 +14,13 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from skyrl_fast.gateway.messages import Call
 from skyrl_fast.rollout.chat_template import ChatTemplate, ContextError, Message
+from skyrl_fast.rollout.token_ids import TokenIds, ids_array
 
 CONTINUED = "continued"  # begins with the prompt and the response of an earlier call
 FIRST = "first"  # the session's first
@@ -26,12 +29,20 @@ MAX_STARTS = 8  # beginnings of earlier prompts that are kept: of as many interl
 FORKED = "forked"  # has an answer of this session, but after other tokens
 
 
+class PieceIds(NamedTuple):
+    """The tokens of a piece: as the engine takes them, and as steps keep them."""
+
+    ids: list[int]
+    array: np.ndarray  # int32
+
+
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
     """The tokens of one prompt.
 
     Args:
         token_ids: as the engine gets them.
+        kept: the same as its step keeps them, in parts that all steps of the session share.
         text: that was rendered; "" where the client gave tokens.
         chain: digest of the pieces before the last one.
         last_text, last_ids: the last piece, which the response continues.
@@ -40,6 +51,7 @@ class PromptTokens:
     """
 
     token_ids: list[int]
+    kept: TokenIds
     text: str
     chain: bytes
     last_text: str
@@ -57,6 +69,7 @@ class _Start:
         num_characters: of these pieces.
         token_ids: of the earlier prompt.
         num_tokens: of these pieces.
+        parts: these pieces' tokens.
         chain: their digest.
         continues, answers: as for the kind of a prompt.
     """
@@ -65,6 +78,7 @@ class _Start:
     num_characters: int
     token_ids: list[int]
     num_tokens: int
+    parts: tuple[np.ndarray, ...]
     chain: bytes
     continues: bool
     answers: bool
@@ -85,11 +99,13 @@ class PromptIds:
         self._template = template
         self._lock = threading.Lock()  # long prompts are rendered in threads
         self._texts: dict[str, str] = {}  # values of messages, without control tokens
+        # The last chat, and the same without control tokens: one value, as threads replace it.
+        self._last: tuple[list[Message], list[Message]] = ([], [])
         self._starts: deque[_Start] = deque(maxlen=MAX_STARTS)
-        self._known: dict[str, list[int]] = {}  # tokens of a piece
+        self._known: dict[str, PieceIds] = {}  # tokens of a piece
         self._ids: dict[int, int] = {}  # one object for each token: copies of long lists need few
         self._sampled: dict[
-            tuple[bytes, str], list[int]
+            tuple[bytes, str], PieceIds
         ] = {}  # of one with a response, by its place
         self._ends: set[bytes] = set()  # chains that end with a response
         self._answers: set[str] = set()  # pieces with a response
@@ -124,11 +140,19 @@ class PromptIds:
     ) -> str:
         as_text = self._template.without_control_tokens
         return self._template.text(
-            [{key: self._as_text(item) for key, item in m.items()} for m in messages],
+            self._without_control_tokens(messages),
             answer_next=answer_next,
             tools=as_text(tools) if tools else None,
             **as_text(template_kwargs),
         )
+
+    def _without_control_tokens(self, messages: Sequence[Message]) -> list[Message]:
+        last, plain = self._last
+        shared = _num_shared(messages, last)
+        new = [{key: self._as_text(item) for key, item in m.items()} for m in messages[shared:]]
+        plain = [*plain[:shared], *new]
+        self._last = (list(messages), plain)
+        return plain
 
     def _as_text(self, value: Any) -> Any:
         """Return a message's value without control tokens; a text is searched for them once."""
@@ -142,7 +166,8 @@ class PromptIds:
         """Return the length of a call's texts that were in no earlier prompt."""
         if call.messages is None:
             return len(call.prompt or "")
-        texts = (message.get("content") or "" for message in call.messages)
+        new = call.messages[_num_shared(call.messages, self._last[0]) :]
+        texts = (message.get("content") or "" for message in new)
         return sum(len(text) for text in texts if text not in self._texts)
 
     def text(self, text: str) -> PromptTokens:
@@ -155,9 +180,18 @@ class PromptIds:
             return self._prompt(text)
 
     def given(self, token_ids: Sequence[int]) -> PromptTokens:
-        """Return a prompt of given tokens."""
+        """Return a prompt of given tokens.
+
+        Raises:
+            ContextError: an id is too large for any vocabulary.
+        """
+        try:
+            kept = TokenIds([ids_array(token_ids)])
+        except OverflowError as error:
+            raise ContextError(f"prompt: {error}") from error
         digest = _link(b"", repr(list(token_ids)))
-        return PromptTokens(list(token_ids), "", b"", "", [], self._kind(False, False), digest)
+        kind = self._kind(False, False)
+        return PromptTokens(list(token_ids), kept, "", b"", "", [], kind, digest)
 
     def add_response(self, prompt: PromptTokens, token_ids: Sequence[int]) -> None:
         """Remember a response to a prompt.
@@ -169,8 +203,11 @@ class PromptIds:
             for pieces in self._forms(prompt, token_ids):
                 chain = prompt.chain
                 for text, ids in pieces:
-                    self._known.setdefault(text, ids)
-                    self._sampled.setdefault((chain, text), ids)
+                    known = self._known.get(text)
+                    if known is None or known.ids != ids:
+                        known = PieceIds(ids, ids_array(ids))
+                    self._known.setdefault(text, known)
+                    self._sampled.setdefault((chain, text), known)
                     self._answers.add(text)
                     chain = _link(chain, text)
                 self._ends.add(chain)
@@ -237,7 +274,7 @@ class PromptIds:
 
     def _prompt(self, text: str) -> PromptTokens:
         start = self._start(text)
-        token_ids = start.token_ids[: start.num_tokens]
+        token_ids, parts = start.token_ids[: start.num_tokens], [*start.parts]
         chain, continues, answers = start.chain, start.continues, start.answers
         pieces = self._divided(text[start.num_characters :])
         ids: list[int] = []
@@ -249,16 +286,27 @@ class PromptIds:
                     self._starts.remove(start)  # the new one is longer, or the same
                 before = len(text) - len(piece)
                 self._starts.append(
-                    _Start(text, before, token_ids, len(token_ids), chain, continues, answers)
+                    _Start(
+                        text,
+                        before,
+                        token_ids,
+                        len(token_ids),
+                        tuple(parts),
+                        chain,
+                        continues,
+                        answers,
+                    )
                 )
             previous = chain
-            ids = self._sampled.get((chain, piece)) or self._piece(piece)
+            ids, array = self._sampled.get((chain, piece)) or self._piece(piece)
             token_ids += ids
+            parts.append(array)
             answers = answers or piece in self._answers
             chain = _link(chain, piece)
             continues = continues or chain in self._ends
         kind = self._kind(continues, answers)
-        return PromptTokens(token_ids, text, previous, pieces[-1], ids, kind, digest=chain)
+        kept = TokenIds(parts)
+        return PromptTokens(token_ids, kept, text, previous, pieces[-1], ids, kind, digest=chain)
 
     def _start(self, text: str) -> _Start:
         """Return the longest known beginning of a text, after which a piece begins."""
@@ -266,7 +314,7 @@ class PromptIds:
         for start in sorted(self._starts, key=lambda start: -start.num_characters):
             if start.begins(text) and next_piece(text, start.num_characters):
                 return start
-        return _Start("", 0, [], 0, b"", False, False)
+        return _Start("", 0, [], 0, (), b"", False, False)
 
     def _kind(self, continues: bool, answers: bool) -> str:
         if continues:
@@ -275,9 +323,10 @@ class PromptIds:
             return FIRST
         return FORKED if answers else RESTARTED
 
-    def _piece(self, piece: str) -> list[int]:
+    def _piece(self, piece: str) -> PieceIds:
         if piece not in self._known:
-            self._known[piece] = self._shared(self._template.token_ids(piece))
+            ids = self._shared(self._template.token_ids(piece))
+            self._known[piece] = PieceIds(ids, ids_array(ids))
         return self._known[piece]
 
     def _shared(self, token_ids: Sequence[int]) -> list[int]:
@@ -291,9 +340,16 @@ class PromptIds:
             text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)
         ]
         if self._divides is None:  # a property of the tokenizer: the first prompt shows it
-            joined = [token for piece in pieces for token in self._piece(piece)]
+            joined = [token for piece in pieces for token in self._piece(piece).ids]
             self._divides = joined == self._template.token_ids(text)
         return pieces if self._divides else [text]
+
+
+def _num_shared(messages: Sequence[Message], last: Sequence[Message]) -> int:
+    """Return the number of leading messages that are the same objects."""
+    pairs = enumerate(zip(messages, last, strict=False))
+    both = min(len(messages), len(last))
+    return next((number for number, (one, other) in pairs if one is not other), both)
 
 
 def _link(chain: bytes, text: str) -> bytes:

@@ -70,7 +70,7 @@ class Recording:
         for entry in read_index(run):
             self.repetitions[entry.uid] = max(self.repetitions[entry.uid], entry.repetition_id + 1)
         self._messages = run / MESSAGES
-        self._writer = TrajectoryWriter(folder, tokenizer, last_step=self._last)
+        self._writer = TrajectoryWriter(folder, tokenizer, last_step=self._last, with_replay=True)
         self._waiting: list[RecordedSession] = []
         self._writing = asyncio.Lock()
 

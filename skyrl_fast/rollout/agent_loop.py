@@ -24,6 +24,7 @@ from skyrl_fast.rollout.env.protocol import Action
 from skyrl_fast.rollout.loop_settings import RolloutPrompt
 from skyrl_fast.rollout.policy_calls import PolicyCalls, recorded_step
 from skyrl_fast.rollout.stop_reason import LENGTH, MAX_TURNS
+from skyrl_fast.rollout.token_ids import TokenIds, grown_ids
 from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.rollout.turn import SampledTokens, decode_response, sampled_tokens
@@ -137,6 +138,8 @@ class _EnvEpisode:
             tools: that the prompt offers.
         """
         loop, entry, steps = self._loop, self._entry, self._trajectory.steps
+        before: list[int] = []  # the last prompt
+        kept = TokenIds([])  # the same, as its step has it
         for turn in range(loop.config.max_turns):
             prompt_token_ids = await _off_loop(characters, context.prompt_token_ids)
             if len(prompt_token_ids) > loop.max_input_length:
@@ -155,8 +158,9 @@ class _EnvEpisode:
             answer = await env.step(Action(text, parsed.tool_calls))
             last = answer.done or turn + 1 == loop.config.max_turns
             sampled = self._with_end_token(generation, is_last=last)
+            before, kept = prompt_token_ids, grown_ids(prompt_token_ids, before, kept)
             step = recorded_step(
-                prompt_token_ids,
+                kept,
                 sampled,
                 versioned,
                 text=text,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +28,7 @@ SLOW_SHARE = 0.5  # of a trajectory's deadline, spent in one phase, is reported 
 CLOSE_CALLS = 2  # of the environment after the deadline: metrics and close
 GRACE_SECONDS = 5.0
 
+OnGroup = Callable[[RolloutPrompt, Sequence[Trajectory]], Awaitable[None]]
 Run = Callable[..., Awaitable[Trajectory]]  # `TrajectoryRunner.run`, with phase and version
 
 
@@ -72,6 +73,7 @@ class GroupRunner:
         env_timeout_seconds: deadline of one environment call.
         poll_seconds: between two checks by the watchdog.
         on_trajectory: called with each trajectory as it ends.
+        on_group: awaited with a prompt and its trajectories when all of them have ended.
 
     Raises:
         ValueError: settings that cannot work.
@@ -86,9 +88,11 @@ class GroupRunner:
         env_timeout_seconds: float = 60.0,
         poll_seconds: float = POLL_SECONDS,
         on_trajectory: Callable[[Trajectory], None] | None = None,
+        on_group: OnGroup | None = None,
     ) -> None:
         check_loop_settings(config)
         self._on_trajectory = on_trajectory
+        self._on_group = on_group
         self.board = board or ActivityBoard()
         self.faults: Counter[str] = Counter()
         self._runner = TrajectoryRunner(agent, config, board=self.board, faults=self.faults)
@@ -131,7 +135,10 @@ class GroupRunner:
                 await self._poll(run, prompt, phase, members, ended)
         finally:
             await self._end(list(members.values()))
-        return [ended[repetition_id] for repetition_id in sorted(ended)]
+        trajectories = [ended[repetition_id] for repetition_id in sorted(ended)]
+        if self._on_group is not None:
+            await self._on_group(prompt, trajectories)
+        return trajectories
 
     async def _end(self, members: list[_Member]) -> None:
         """Cancel them, and wait for a bounded time until their environments are closed."""

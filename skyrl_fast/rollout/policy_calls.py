@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,7 @@ class PolicyCalls:
 
 
 def recorded_step(
-    prompt_token_ids: list[int],
+    prompt_token_ids: Sequence[int],
     sampled: SampledTokens,
     versioned: VersionedGeneration,
     *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ class Step:
     """One call of the language model, gen-only: the response is what was sampled, no observation.
 
     Args:
-        prompt_token_ids: the full context that the model saw.
+        prompt_token_ids: the full context that the model saw; `TokenIds` where steps share parts.
         response_ids: the tokens it sampled (and an end token, where one was appended).
         loss_mask: 1 per sampled token, 0 for an appended end token.
         rollout_logprobs: the sampler's log-probabilities (0.0 for an appended token), or None.
@@ -36,7 +37,7 @@ class Step:
             unknown.
     """
 
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     response_ids: list[int]
     loss_mask: list[int]
     rollout_logprobs: list[float] | None

@@ -122,6 +122,7 @@ def _lengths(model: str) -> list[str]:
 
 async def _serve(config: Config, run: Path) -> None:
     from skyrl_fast.rollout.engine.pool import EnginePool
+    from skyrl_fast.train.flow.frozen_heap import frozen_heap
     from skyrl_fast.train.flow.vllm_rollouts import untrained_engines
     from skyrl_fast.train.model.model_folder import model_folder
     from skyrl_fast.train.model.policy import load_tokenizer
@@ -144,7 +145,8 @@ async def _serve(config: Config, run: Path) -> None:
                 sys.stdout.write(_greeting(config, sessions, run))
                 sys.stdout.flush()
                 watching = asyncio.create_task(_keep_running(pool))
-                await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
+                with frozen_heap():
+                    await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
                 if watching.done():
                     watching.result()
         finally:

@@ -139,8 +139,7 @@ def train(
         eval_prompts: the same for evaluation (split "test"). None: `data.val_data`.
         reward: instead of an environment: `reward(answer, row)` for single-turn tasks.
         reward_funcs: the same by TRL's reward functions: one, or a list whose rewards are added;
-            each is called for one answer, with lists of one: `function(prompts=, completions=,
-            **columns)`.
+            each is called for one group of answers: `function(prompts=, completions=, **columns)`.
         reward_weights: of `reward_funcs`; None: 1.
         agent: instead of an environment: a function of a module or of the main script, or a name as
             in `agent.function`.

@@ -270,7 +270,7 @@ def _attempt_text(attempt: _Attempt) -> str:
 
 def _prompt_lines(attempt: _Attempt, trajectory: Trajectory) -> list[str]:
     if trajectory.steps:
-        text = attempt.tokenizer.decode(trajectory.steps[0].prompt_token_ids)
+        text = attempt.tokenizer.decode(list(trajectory.steps[0].prompt_token_ids))
     else:
         text = "\n".join(f"[{m['role']}] {m['content']}" for m in attempt.prompt.messages)
     return _entry("prompt", text, indent="")

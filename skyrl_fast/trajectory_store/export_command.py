@@ -60,9 +60,14 @@ def _written(options: argparse.Namespace) -> str:
         output = dict(generator_output_from_trajectories(trajectories))
         ids: Any = output["trajectory_ids"]
         output["trajectory_ids"] = [one._asdict() for one in ids]
-        _replace(options.out, json.dumps(output))
+        _replace(options.out, json.dumps(output, default=_listed))
     rows = sum(len(t.steps_or_placeholder()) for t in trajectories)
     return f"{rows} rows of {len(trajectories)} trajectories"
+
+
+def _listed(array: Any) -> Any:
+    """Return an array, of routes or kept ids, as lists."""
+    return array.tolist()
 
 
 def _replace(path: Path, text: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_fast.rollout.token_ids import TokenIds, ids_array
 from skyrl_fast.trajectory_store.parts import (
     IndexEntry,
     Part,
@@ -19,6 +20,7 @@ from skyrl_fast.trajectory_store.parts import (
     read_lines,
 )
 from skyrl_fast.trajectory_store.record import FORMAT
+from skyrl_fast.trajectory_store.replay import stored_kept_ids, stored_routes
 
 FOLDER = "trajectories"
 
@@ -28,16 +30,19 @@ class StoredStep:
     """One step: prompt, response, and the values it was trained with. A response tokens.
 
     Args:
-        prompt_token_ids: the complete context, list of ints.
+        prompt_token_ids: the complete context, whose parts the steps share.
         response_ids: (A,) ints.
         pieces: A strings, the text of each token; joined they are the response.
         loss_mask: (A,) uint8, 1 = trained; in an evaluation 1 = sampled.
         policy_versions: (A,) int64, policy version that sampled the token.
         rollout_logprobs, trainer_logprobs, advantages: (A,) float32, NaN where there is none.
         turn: the turn's other values in the line, such as "observation" and "reward".
+        kept_ids: for each response token the ids, int32, that it was sampled from; None: the
+            vocabulary, or not stored.
+        routes: integers [tokens, layers, experts per token]; None: none, or not stored.
     """
 
-    prompt_token_ids: list[int]
+    prompt_token_ids: TokenIds
     response_ids: list[int]
     pieces: list[str]
     loss_mask: np.ndarray
@@ -46,6 +51,8 @@ class StoredStep:
     trainer_logprobs: np.ndarray
     advantages: np.ndarray
     turn: Mapping[str, Any]
+    kept_ids: list[np.ndarray] | None = None
+    routes: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,12 +60,14 @@ class StoredTrajectory:
     """One trajectory: its index entry, its steps, and the environment's metrics.
 
     `other_calls`: of an agent, which are no steps: each with the values of `OtherCall`.
+    `not_stored`: what its steps had, and the store does not: "kept_ids", "routes".
     """
 
     entry: IndexEntry
     steps: list[StoredStep]
     env_metrics: Mapping[str, Any]
     other_calls: Sequence[Mapping[str, Any]] = ()
+    not_stored: Sequence[str] = ()
 
 
 def read_index(run: str | Path) -> list[IndexEntry]:
@@ -145,10 +154,13 @@ def invalid_line_error(part: Part, offset: int, error: Exception) -> ValueError:
 def stored_trajectory(entry: IndexEntry, record: Mapping[str, Any]) -> StoredTrajectory:
     """Return the trajectory of a line, with arrays and complete prompts."""
     steps: list[StoredStep] = []
-    before: list[int] = []
+    before = TokenIds([])
+    routes: np.ndarray | None = None
     for turn, tokens in zip(record["turns"], record["tokens"], strict=True):
-        prompt = before[: tokens["prompt_shared"]] + tokens["prompt_token_ids"]
+        shared = before.prefix(tokens["prompt_shared"])
+        prompt = TokenIds([*shared.parts, ids_array(tokens["prompt_token_ids"])])
         count = len(tokens["response_ids"])
+        routes = stored_routes(tokens, routes)
         steps.append(
             StoredStep(
                 prompt_token_ids=prompt,
@@ -162,14 +174,17 @@ def stored_trajectory(entry: IndexEntry, record: Mapping[str, Any]) -> StoredTra
                 trainer_logprobs=_floats(tokens["trainer_logprobs"], count),
                 advantages=_floats(tokens["advantages"], count),
                 turn=turn,
+                kept_ids=stored_kept_ids(tokens),
+                routes=routes,
             )
         )
-        before = prompt + tokens["response_ids"]
+        before = TokenIds([*prompt.parts, ids_array(tokens["response_ids"])])
     return StoredTrajectory(
         entry=entry,
         steps=steps,
         env_metrics=record["env_metrics"],
         other_calls=record.get("other_calls", ()),
+        not_stored=record.get("not_stored", ()),
     )
 
 

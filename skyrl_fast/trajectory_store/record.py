@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
+from skyrl_fast.rollout.token_ids import ids_array, shared_length
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.trajectory_store.lines import json_value, rounded
+from skyrl_fast.trajectory_store.replay import needed_for_replay, replay_values
 from skyrl_fast.trajectory_store.token_text import TokenText
 from skyrl_fast.trajectory_store.trained import TrainedStep
 
@@ -26,6 +27,7 @@ def trajectory_record(
     step: int,
     trained: Sequence[TrainedStep] = (),
     trainer_version: int | None = None,
+    with_replay: bool = False,
 ) -> dict[str, Any]:
     """Return the values of a trajectory's line; docs/spec.md, section 14, lists the keys.
 
@@ -36,6 +38,7 @@ def trajectory_record(
         trained: one per step; empty for an evaluation and for a trajectory that was replaced by a
             placeholder row.
         trainer_version: version of the policy that was trained; None: it was not trained.
+        with_replay: whether to include kept ids and routes, which make lines several times longer.
     """
     steps = trajectory.steps
     shared_lengths = _shared_lengths(steps)
@@ -49,6 +52,8 @@ def trajectory_record(
         _token_values(item, trained[number] if trained else None, evaluated)
         for number, item in enumerate(steps)
     ]
+    needed = needed_for_replay(steps)
+    replay = replay_values(steps) if with_replay else ({} for _ in steps)
     return {
         "format": FORMAT,
         "phase": phase,
@@ -67,6 +72,7 @@ def trajectory_record(
         "seconds": round(trajectory.seconds, _SECOND_DECIMALS),
         "env_metrics": _env_metrics(trajectory),
         **_other_calls(trajectory),
+        **({"not_stored": needed} if needed and not with_replay else {}),
         "turns": [
             {
                 "context": text.decode(item.prompt_token_ids[shared:]),
@@ -92,9 +98,10 @@ def trajectory_record(
                 "response_ids": list(item.response_ids),
                 "response_ends": ends,
                 **value,
+                **more,
             }
-            for item, shared, (_, ends), value in zip(
-                steps, shared_lengths, responses, values, strict=True
+            for item, shared, (_, ends), value, more in zip(
+                steps, shared_lengths, responses, values, replay, strict=True
             )
         ],
     }
@@ -125,15 +132,11 @@ def total_reward(trajectory: Trajectory) -> float:
 def _shared_lengths(steps: Sequence[Step]) -> list[int]:
     """Return how many tokens each prompt shares with the previous prompt and response."""
     result: list[int] = []
-    before: list[int] = []
+    before = np.zeros(0, np.int32)
     for step in steps:
-        prompt = list(step.prompt_token_ids)
-        if prompt[: len(before)] == before:  # fast path for the usual case
-            result.append(len(before))
-        else:
-            pairs = zip(prompt, before, strict=False)
-            result.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        before = prompt + list(step.response_ids)
+        prompt = ids_array(step.prompt_token_ids)
+        result.append(shared_length(prompt, before))
+        before = np.concatenate([prompt, ids_array(step.response_ids)])
     return result
 
 

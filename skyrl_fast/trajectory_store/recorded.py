@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,27 +19,44 @@ MESSAGES = "messages.jsonl"  # in the folder of a recording
 
 
 def recorded_trajectories(
-    run: str | Path, *, phase: str | None = None, min_reward: float | None = None
+    run: str | Path,
+    *,
+    phase: str | None = None,
+    steps: Container[int] | None = None,
+    min_reward: float | None = None,
 ) -> list[Trajectory]:
     """Return the stored trajectories, groups adjacent, for `batch_from_trajectories`.
 
-    Log-probabilities have the store's 6 decimals. The store has no routes of experts and no kept
-    ids of truncated sampling.
+    Log-probabilities have the store's 6 decimals.
 
     Args:
         run: folder of a recording or a training run.
         phase: "train" or "eval"; None: both.
+        steps: only trajectories of these steps; None: all.
         min_reward: leave out trajectories with less.
 
     Raises:
-        ValueError: unknown phase, or lines of another format.
+        ValueError: unknown phase, lines of another format, or trajectories with kept ids or routes
+            of experts, which the store of a training run does not have: they would be trained under
+            another distribution than the one that sampled them.
     """
     groups: dict[str, list[Trajectory]] = {}
-    for stored in read_trajectories(run, phase=phase):
+    for stored in read_trajectories(run, phase=phase, steps=steps):
         reward = stored.entry.reward
         if min_reward is None or (reward is not None and reward >= min_reward):
+            _check_complete(run, stored)
             groups.setdefault(stored.entry.uid, []).append(_trajectory(stored))
     return [trajectory for group in groups.values() for trajectory in group]
+
+
+def _check_complete(run: str | Path, stored: StoredTrajectory) -> None:
+    if stored.not_stored:
+        entry = stored.entry
+        raise ValueError(
+            f"{run}: trajectory {entry.uid!r} #{entry.repetition_id} was sampled with "
+            f"{' and '.join(stored.not_stored)}, without which it cannot be trained; the store of "
+            "a training run does not have them, a recording of skyrl-fast gateway has"
+        )
 
 
 def _trajectory(stored: StoredTrajectory) -> Trajectory:
@@ -74,7 +91,9 @@ def _step(stored: StoredStep) -> Step:
         observation=turn["observation"],
         llm_seconds=turn["llm_seconds"],
         env_seconds=turn["env_seconds"],
+        expert_indices=stored.routes,
         token_versions=versions if len(set(versions)) > 1 else None,
+        kept_ids=stored.kept_ids,
     )
 
 

@@ -42,10 +42,14 @@ class TrajectoryWriter:
         folder: RUN/trajectories; created if absent.
         tokenizer: with `decode(ids)`.
         last_step: the step after which the run resumes; 0 for a new run.
+        with_replay: whether kept ids and routes are stored, too.
     """
 
-    def __init__(self, folder: Path, tokenizer: Any, *, last_step: int) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: Any, *, last_step: int, with_replay: bool = False
+    ) -> None:
         self._folder = folder
+        self._with_replay = with_replay
         self._text = TokenText(deepcopy(tokenizer))
         folder.mkdir(parents=True, exist_ok=True)
         for part in parts(folder):
@@ -88,6 +92,7 @@ class TrajectoryWriter:
                 step=step,
                 trained=values,
                 trainer_version=None if batch is None else step - 1,
+                with_replay=self._with_replay,
             )
             for trajectory, values in zip(trajectories, trained, strict=True)
         )

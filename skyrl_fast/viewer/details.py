@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_fast.trajectory_store.forest import forest
 from skyrl_fast.trajectory_store.reader import StoredStep, StoredTrajectory
 from skyrl_fast.viewer.columns import SIGNIFICANT_DIGITS
 from skyrl_fast.viewer.script import ListScripts, literal
@@ -63,12 +64,16 @@ def write_details(
                 **{name: step.turn[name] for name in _NUMBERS},
                 "stop_reason": step.turn["stop_reason"][:STOP_REASON_CHARACTERS],
                 "prompt_shared": tokens["prompt_shared"],
+                "kind": place.kind,
+                "parent": place.parent,
                 **{
                     name: [(*items.add(item), count) for item, count in part]
                     for name, part in turn.items()
                 },
             }
-            for step, tokens, turn in zip(trajectory.steps, record["tokens"], turns, strict=True)
+            for step, tokens, turn, place in zip(
+                trajectory.steps, record["tokens"], turns, forest(trajectory.steps), strict=True
+            )
         ],
         "other_calls": [
             {

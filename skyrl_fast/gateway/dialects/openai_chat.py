@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field
@@ -64,6 +65,15 @@ class ChatMessage(Fields):
     reasoning_content: str | None = None
     reasoning: str | None = None
 
+    @cached_property
+    def plain(self) -> Message:
+        """The message as chat templates take it; the same object in later calls that repeat it.
+
+        Raises:
+            ApiError: it has other parts than text.
+        """
+        return _message(self)
+
 
 class Tool(Fields):
     """A function that the model may call."""
@@ -116,7 +126,7 @@ class OpenAIChat:
             form.schema_ = form.json_schema.schema_
         call = Call(
             model=fields.model,
-            messages=[_message(message) for message in fields.messages],
+            messages=[message.plain for message in fields.messages],
             tools=[tool.model_dump(exclude_none=True) for tool in fields.tools or []] or None,
             template_kwargs=fields.chat_template_kwargs or {},
             parse_tools=fields.tool_choice != "none",

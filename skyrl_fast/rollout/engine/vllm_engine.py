@@ -285,7 +285,8 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError as VllmDead
 
         request_id = f"{session_id}-{next(self._request_ids)}"
-        prompt = {"prompt_token_ids": list(token_ids), "cache_salt": cache_salt}
+        ids = token_ids if isinstance(token_ids, list) else list(token_ids)
+        prompt = {"prompt_token_ids": ids, "cache_salt": cache_salt}
         last = None
         self._in_flight += 1
         try:

@@ -1,7 +1,7 @@
-"""TRL's reward functions as an environment of one turn.
+"""TRL's reward functions: environments of one turn, whose rewards a group gets when it is complete.
 
-A function is called as by TRL's `GRPOTrainer`, with the lists of one answer: `prompts`,
-`completions` and the columns of the data, by keyword.
+A function is called as by TRL's `GRPOTrainer`, with the lists of a group: `prompts`, `completions`,
+`completion_ids` and the columns of the data, by keyword.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_fast.rollout.env.factory import EnvError, EnvFactory
 from skyrl_fast.rollout.env.protocol import Env, EnvStep, Message
+from skyrl_fast.rollout.loop_settings import RolloutPrompt
+from skyrl_fast.rollout.stop_reason import ENV_ERROR
+from skyrl_fast.rollout.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
 RewardFunction = Callable[..., Any]
 TEXT_PROMPT = "prompt_is_text"  # in a row's extras: its prompt was a string, not a chat
-_NOT_COLUMNS = ("prompt", "completion", "completion_ids", "max_turns", TEXT_PROMPT)
+ANSWERS = "group_answers"  # in the extras of the environment that rewards a group: texts and ids
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids", "max_turns", TEXT_PROMPT, ANSWERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,66 +48,133 @@ class RewardFunctions:
     weights: Sequence[float]
 
     def __call__(self, row: dict[str, Any]) -> Env:
-        """Return the environment of a row."""
-        return _RewardFunctionsEnv(self, row)
+        """Return the environment of a trajectory, or of a complete group."""
+        return _GroupEnv(self, row) if ANSWERS in row else _AnswerEnv()
 
 
-class _RewardFunctionsEnv(Env):
-    """Rewards the first answer with the weighted sum of the functions, and ends the episode."""
+class _AnswerEnv(Env):
+    """Ends the episode after the first answer."""
+
+    def step(self, action: str) -> EnvStep:
+        return EnvStep(0.0, done=True)
+
+
+class _GroupEnv(Env):
+    """Rewards all answers of a group in its step; `metrics` returns what came of it."""
 
     def __init__(self, parent: RewardFunctions, row: dict[str, Any]) -> None:
         self._parent = parent
         self._row = row
         self._prompt: Any = None
-        self._metrics: dict[str, float] = {}
+        self._logged: dict[str, float] = {}
+        self._found: dict[str, Any] = {}
 
     def init(self, messages: list[Message]) -> list[Message]:
         self._prompt = messages[0]["content"] if self._row.get(TEXT_PROMPT) else messages
         return messages
 
     def step(self, action: str) -> EnvStep:
-        text = str(action)
-        chat = [{"role": "assistant", "content": text}]
-        columns = {name: [v] for name, v in self._row.items() if name not in _NOT_COLUMNS}
+        texts, ids = self._row[ANSWERS]
+        count = len(texts)
+        chats = [[{"role": "assistant", "content": text}] for text in texts]
+        columns = {name: [v] * count for name, v in self._row.items() if name not in _NOT_COLUMNS}
         arguments = {
             **columns,
-            "prompts": [self._prompt],
-            "completions": [text if self._row.get(TEXT_PROMPT) else chat],
+            "prompts": [self._prompt] * count,
+            "completions": list(texts) if self._row.get(TEXT_PROMPT) else chats,
+            "completion_ids": ids,
             "log_metric": self._log_metric,
         }
-        total, applied = 0.0, False
+        rewards = [0.0] * count
+        metrics: list[dict[str, float]] = [{} for _ in texts]
         parent = self._parent
         for function, weight in zip(parent.functions, parent.weights, strict=True):
-            reward = _reward(function, arguments)
-            if not math.isnan(reward):
-                self._metrics[f"reward_{_name(function)}"] = reward
-                total, applied = total + weight * reward, True
-        if not applied:
-            log.warning("no reward function applies to a row: its reward is 0")
-        return EnvStep(total, done=True)
+            for number, reward in enumerate(_rewards(function, arguments, count)):
+                if not math.isnan(reward):
+                    metrics[number][f"reward_{_name(function)}"] = reward
+                    rewards[number] += weight * reward
+        if not all(metrics):
+            log.warning("no reward function applies to an answer: its reward is 0")
+        self._found = {"rewards": rewards, "metrics": [{**m, **self._logged} for m in metrics]}
+        return EnvStep(0.0, done=True)
 
     def metrics(self) -> Mapping[str, Any]:
-        return self._metrics
+        return self._found
 
     def _log_metric(self, name: str, value: float) -> None:
-        self._metrics[name] = float(value)
+        self._logged[name] = float(value)
 
 
-def _reward(function: RewardFunction, arguments: Mapping[str, Any]) -> float:
-    """Return the reward of one answer; NaN: the function does not apply.
+class GroupRewards:
+    """Set the rewards of a group's trajectories.
+
+    Args:
+        environments: made by `RewardFunctions`; the functions are called in one of them.
+        attempts: calls until the group has failed.
+    """
+
+    def __init__(self, environments: EnvFactory, *, attempts: int = 1) -> None:
+        self._environments = environments
+        self._attempts = attempts
+
+    async def __call__(self, prompt: RolloutPrompt, trajectories: Sequence[Trajectory]) -> None:
+        """Reward all trajectories with an answer; if the functions fail, all of them have failed.
+
+        Args:
+            prompt: of the group.
+            trajectories: of the group, all ended.
+        """
+        answered = [t for t in trajectories if t.failure is None and t.steps]
+        if not answered:
+            return
+        for attempt in range(self._attempts):
+            try:
+                found = await self._found(prompt, answered)
+                break
+            except EnvError as error:
+                if attempt + 1 == self._attempts:
+                    for trajectory in answered:
+                        trajectory.failure, trajectory.stop_reason = str(error), ENV_ERROR
+                    return
+        for trajectory, reward, metrics in zip(
+            answered, found["rewards"], found["metrics"], strict=True
+        ):
+            trajectory.steps[-1].reward = reward
+            trajectory.env_metrics = metrics
+
+    async def _found(self, prompt: RolloutPrompt, answered: Sequence[Trajectory]) -> dict[str, Any]:
+        last = [trajectory.steps[-1] for trajectory in answered]
+        answers = [step.text for step in last], [step.response_ids for step in last]
+        extras = {**prompt.env_extras, ANSWERS: answers}
+        env = await self._environments.make(prompt.env_class, extras)
+        try:
+            await env.init([dict(message) for message in prompt.messages])
+            await env.step("")
+            found: dict[str, Any] = await env.call("metrics", None)
+            return found
+        finally:
+            await env.close()
+
+
+def _rewards(function: RewardFunction, arguments: Mapping[str, Any], count: int) -> list[float]:
+    """Return the reward of each answer; NaN: the function does not apply.
 
     Raises:
-        ValueError: it returned something else than a list of one number or None.
+        ValueError: it returned something else than a list of a number or None for each.
     """
     found = function(**_accepted(function, arguments))
     if inspect.isawaitable(found):
         found = asyncio.run(_awaited(found))
     values = found.tolist() if hasattr(found, "tolist") else found
-    if not isinstance(values, list | tuple) or len(values) != 1:
+    if not isinstance(values, list | tuple) or len(values) != count:
         raise ValueError(
-            f"reward_funcs: {_name(function)!r}: wanted a list of one reward, got {found!r:.100}"
+            f"reward_funcs: {_name(function)!r}: wanted a list of {count} rewards, one for each "
+            f"answer of the group, got {found!r:.100}"
         )
-    return math.nan if values[0] is None else float(values[0])
+    numbers = [math.nan if value is None else float(value) for value in values]
+    if any(map(math.isinf, numbers)):
+        raise ValueError(f"reward_funcs: {_name(function)!r}: wanted finite rewards, got {numbers}")
+    return numbers
 
 
 async def _awaited(value: Any) -> Any:

@@ -37,7 +37,8 @@ from skyrl_fast.rollout.engine.weights.transfer import (
 )
 from skyrl_fast.rollout.env.factory import EnvFactory, check_env_classes
 from skyrl_fast.rollout.env.host import MakeEnv
-from skyrl_fast.rollout.group_runner import GroupRunner
+from skyrl_fast.rollout.env.reward_functions import GroupRewards, RewardFunctions
+from skyrl_fast.rollout.group_runner import GroupRunner, OnGroup
 from skyrl_fast.rollout.groups import environment_runner, run_groups
 from skyrl_fast.rollout.loop_settings import loop_settings
 from skyrl_fast.rollout.policy_calls import PolicyCalls
@@ -90,7 +91,10 @@ async def start_rollouts(
         max_restarts=settings_of_engine.max_restarts,
         transfer=_weight_transfer(settings_of_engine),
     )
-    rollouts = VllmRollouts(config, tokenizer, pool, environments, prompts)
+    on_group = None
+    if isinstance(make_env, RewardFunctions):
+        on_group = GroupRewards(environments, attempts=config.generator.max_retries + 1)
+    rollouts = VllmRollouts(config, tokenizer, pool, environments, prompts, on_group=on_group)
     await rollouts.start()
     return rollouts
 
@@ -179,6 +183,8 @@ class VllmRollouts:
         pool: EnginePool,
         environments: EnvFactory,
         prompts: Sequence[Prompt],
+        *,
+        on_group: OnGroup | None = None,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
@@ -197,7 +203,7 @@ class VllmRollouts:
         else:
             timeout = config.environment.timeout_seconds
             self._runner = environment_runner(
-                calls, environments, loop, env_timeout_seconds=timeout
+                calls, environments, loop, env_timeout_seconds=timeout, on_group=on_group
             )
         self.board = self._runner.board
         self._interrupted = 0

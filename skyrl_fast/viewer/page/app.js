@@ -44,8 +44,42 @@
       if (number !== wanted) return; // superseded by a later request
       byId("problem").hidden = true;
       shown = SF.showTrajectory(byId("body"), index, details, state.mode, showToken);
+      showForest(details);
       SF.showGroup(byId("group"), index, open);
     }, SF.showProblem);
+  }
+
+  /** Draw the calls, and mark the turn that is being read. */
+  function showForest(details) {
+    const mark = SF.showForest(byId("forest"), details, toTurn);
+    let waits = false;
+    byId("body").onscroll = () => {
+      if (waits) return;
+      waits = true;
+      requestAnimationFrame(() => {
+        waits = false;
+        mark(currentTurn());
+      });
+    };
+    mark(0);
+  }
+
+  function turnTops() {
+    const turns = [...document.querySelectorAll("section.turn")];
+    const top = byId("body").getBoundingClientRect().top;
+    return [turns, turns.map((turn) => turn.getBoundingClientRect().top - top)];
+  }
+
+  /** Return the number of the last turn that begins in the upper part of the pane. */
+  function currentTurn() {
+    const limit = byId("body").clientHeight / 3;
+    return Math.max(0, turnTops()[1].findLastIndex((y) => y < limit));
+  }
+
+  function toTurn(number) {
+    const turn = document.querySelectorAll("section.turn")[number];
+    turn.scrollIntoView({ block: "start" });
+    turn.focus({ preventScroll: true });
   }
 
   function showToken(text, spoken) {
@@ -80,6 +114,7 @@
     }
     byId("reading").append(
       SF.el("div", { class: "colours" }, modes, SF.el("div", { id: "legend" })),
+      SF.el("div", { id: "forest", hidden: true }),
       SF.el("div", { id: "body", tabindex: "0", role: "document", "aria-label": "Turns" }),
       SF.el("p", { id: "token", class: "token" }, HINT),
     );
@@ -124,9 +159,7 @@
   }
 
   function moveToTurn(by) {
-    const turns = [...document.querySelectorAll("section.turn")];
-    const top = byId("body").getBoundingClientRect().top;
-    const tops = turns.map((turn) => turn.getBoundingClientRect().top - top);
+    const [turns, tops] = turnTops();
     const focused = turns.indexOf(document.activeElement);
     let at =
       focused >= 0
@@ -135,10 +168,7 @@
           ? tops.findIndex((y) => y > 4)
           : tops.findLastIndex((y) => y < -4);
     at = Math.max(0, Math.min(turns.length - 1, at));
-    if (turns[at]) {
-      turns[at].scrollIntoView({ block: "start" });
-      turns[at].focus({ preventScroll: true });
-    }
+    if (turns[at]) toTurn(at);
   }
 
   function setTheme(theme) {

@@ -9,13 +9,7 @@
   const TABLE_ROWS = 400;
   const COLOURS = 6; // classes c0 to c5 of style.css, each with its own dash
 
-  function svg(tag, attributes, ...children) {
-    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes || {}))
-      element.setAttribute(name, String(value));
-    element.append(...children);
-    return element;
-  }
+  const { svg } = SF;
 
   /** Return about five round numbers in the range. */
   function ticks(least, most, integers) {

@@ -53,6 +53,15 @@ var skyrlFastView = window.skyrlFastView || {};
     return SF.add(element, ...children);
   };
 
+  /** Create an SVG element. */
+  SF.svg = function (tag, attributes, ...children) {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes || {}))
+      element.setAttribute(name, String(value));
+    element.append(...children);
+    return element;
+  };
+
   /** Append elements or strings; null and undefined are skipped. */
   SF.add = function (element, ...children) {
     element.append(...children.filter((child) => child !== null && child !== undefined));

@@ -157,6 +157,7 @@
       SF.inLine(turn.stop_reason, 40),
       `${SF.plural(turn.response_tokens, "token")}, ${SF.count(turn.trained_tokens)} trained`,
     ];
+    bits.push(...[SF.relation(turn, number)].filter(Boolean));
     if (turn.policy_version !== null) bits.push(`policy ${turn.policy_version}`);
     section.append(
       SF.el(

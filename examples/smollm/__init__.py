@@ -1,0 +1,1 @@
+"""SmolLM2, a real pretrained model, trained offline."""

@@ -1,0 +1,103 @@
+"""Token ids whose parts other prompts share: a trajectory of n turns keeps each token once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, SupportsIndex, overload
+
+import numpy as np
+
+
+class TokenIds(Sequence[int]):
+    """A sequence of token ids in parts. Slices and sums are lists; an equal list is equal.
+
+    Args:
+        parts: 1-D int32 arrays, which nothing changes.
+
+    Example:
+        >>> start = np.array([5, 6], np.int32)
+        >>> TokenIds([start, np.array([7], np.int32)]) == [5, 6, 7]
+        True
+    """
+
+    __slots__ = ("_length", "parts")
+
+    def __init__(self, parts: Iterable[np.ndarray]) -> None:
+        self.parts = tuple(parts)
+        self._length = sum(map(len, self.parts))
+
+    def prefix(self, length: int) -> TokenIds:
+        """Return the first ids, at most `length`, in the same parts."""
+        parts = []
+        for part in self.parts:
+            if length <= 0:
+                break
+            parts.append(part[:length])
+            length -= len(part)
+        return TokenIds(parts)
+
+    def array(self) -> np.ndarray:
+        """Return all of them as a new array, (n,) int32."""
+        return np.concatenate(self.parts) if self.parts else np.zeros(0, np.int32)
+
+    def __len__(self) -> int:  # noqa: D105
+        return self._length
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: SupportsIndex | slice) -> int | list[int]:  # noqa: D105
+        found: int | list[int] = self.array()[index].tolist()
+        return found
+
+    def __iter__(self) -> Iterator[int]:  # noqa: D105
+        return iter(self.array().tolist())
+
+    def __add__(self, other: Iterable[int]) -> list[int]:  # noqa: D105
+        return [*self, *other]
+
+    def __eq__(self, other: Any) -> bool:  # noqa: D105
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(other) == len(self) and self[:] == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:  # noqa: D105
+        return f"TokenIds({self[:]})"
+
+
+def grown_ids(token_ids: list[int], before_ids: list[int], before: TokenIds) -> TokenIds:
+    """Return a prompt that shares the parts of the prompt before it, where it begins with that.
+
+    Args:
+        token_ids: of the prompt.
+        before_ids: of the prompt before it.
+        before: the same ids.
+    """
+    shared = len(before_ids)
+    if token_ids[:shared] != before_ids:
+        return TokenIds([ids_array(token_ids)])
+    return TokenIds([*before.parts, ids_array(token_ids[shared:])])
+
+
+def shared_length(one: np.ndarray, other: np.ndarray) -> int:
+    """Return the number of leading ids that two arrays have in common."""
+    both = min(len(one), len(other))
+    different = one[:both] != other[:both]
+    first = int(different.argmax()) if both else 0
+    return first if both and different[first] else both
+
+
+def ids_array(token_ids: Sequence[int]) -> np.ndarray:
+    """Return ids as an array, (n,) int32.
+
+    Raises:
+        OverflowError: an id needs more than 31 bits.
+    """
+    if isinstance(token_ids, TokenIds):
+        return token_ids.array()
+    return np.array(token_ids, np.int32)

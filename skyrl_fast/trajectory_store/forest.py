@@ -1,0 +1,113 @@
+"""How the calls of a trajectory follow from each other: a forest, found from their tokens.
+
+An agent may continue a conversation, go back in it, change an answer, or begin another one: a
+sub-agent, or a context that was compacted. An environment's calls are a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from skyrl_fast.rollout.token_ids import ids_array, shared_length
+from skyrl_fast.trajectory_store.reader import StoredStep
+
+STARTS = "starts"  # has no answer of an earlier call, and no complete prompt
+CONTINUES = "continues"  # begins with the prompt and the answer of its parent
+FORKS = "forks"  # begins with its parent's prompt and a part of its answer
+REWRITES = "rewrites"  # begins with its parent's prompt, and goes on without its answer
+REPEATS = "repeats"  # has the prompt of an earlier call: another answer to it
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a call in the forest.
+
+    Args:
+        kind: how it follows from its parent.
+        parent: number of an earlier call; None: it has none.
+    """
+
+    kind: str
+    parent: int | None
+
+
+@dataclass(slots=True, eq=False)
+class _Edge:
+    """Tokens in a row of the prefix tree.
+
+    Args:
+        tokens: at least one.
+        sampled_by: the call whose answer they are.
+        asked: the call whose prompt ends after them.
+        answered: the call whose answer ends after them.
+        next: edges after them, by their first token.
+    """
+
+    tokens: np.ndarray
+    sampled_by: int | None = None
+    asked: int | None = None
+    answered: int | None = None
+    next: dict[int, _Edge] = field(default_factory=dict)
+
+    def split(self, at: int) -> None:
+        """Divide the edge; what it says of its end moves to the second part."""
+        rest = _Edge(self.tokens[at:], self.sampled_by, self.asked, self.answered, self.next)
+        self.tokens, self.asked, self.answered = self.tokens[:at], None, None
+        self.next = {int(rest.tokens[0]): rest}
+
+
+def forest(steps: Sequence[StoredStep]) -> list[Place]:
+    """Return the place of each call, in their order."""
+    roots: dict[int, _Edge] = {}
+    places: list[Place] = []
+    for number, step in enumerate(steps):
+        prompt, response = ids_array(step.prompt_token_ids), ids_array(step.response_ids)
+        path, rest = _walked(roots, prompt)
+        places.append(_place(path, len(rest)))
+        path += _added(path[-1].next if path else roots, rest)
+        if path and path[-1].asked is None:
+            path[-1].asked = number
+        start = path[-1].next if path else roots
+        answer, rest = _walked(start, response)
+        answer += _added(answer[-1].next if answer else start, rest)
+        for edge in answer:
+            edge.sampled_by = number if edge.sampled_by is None else edge.sampled_by
+        if answer:
+            answer[-1].answered = number
+    return places
+
+
+def _walked(edges: dict[int, _Edge], tokens: np.ndarray) -> tuple[list[_Edge], np.ndarray]:
+    """Return the edges that the tokens begin with, the last one divided there, and the rest."""
+    path: list[_Edge] = []
+    while len(tokens) and (edge := edges.get(int(tokens[0]))) is not None:
+        shared = shared_length(edge.tokens, tokens)
+        if shared < len(edge.tokens):
+            edge.split(shared)
+        path.append(edge)
+        tokens, edges = tokens[shared:], edge.next
+    return path, tokens
+
+
+def _added(edges: dict[int, _Edge], tokens: np.ndarray) -> list[_Edge]:
+    if not len(tokens):
+        return []
+    edges[int(tokens[0])] = _Edge(tokens)
+    return [edges[int(tokens[0])]]
+
+
+def _place(path: Sequence[_Edge], num_new: int) -> Place:
+    """Return the place of a call whose prompt begins with these edges."""
+    if path and not num_new and path[-1].asked is not None:
+        return Place(REPEATS, path[-1].asked)
+    for edge in reversed(path):
+        if edge.answered is not None:
+            return Place(CONTINUES, edge.answered)
+        if edge.sampled_by is not None:
+            return Place(FORKS, edge.sampled_by)
+        if edge.asked is not None:
+            return Place(REWRITES, edge.asked)
+    return Place(STARTS, None)

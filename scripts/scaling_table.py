@@ -23,7 +23,15 @@ from skyrl_fast.train.memory_plan import (
     WEIGHT_BYTES,
 )
 from skyrl_fast.train.model.activation_memory import load_model_config, model_size
-from skyrl_fast.train.parallel.traffic import CALLS, CHECKPOINT, ENGINE, GRADIENTS, LAYERS, RESULTS
+from skyrl_fast.train.parallel.traffic import (
+    CALLS,
+    CHECKPOINT,
+    ENGINE,
+    GRADIENTS,
+    LAYERS,
+    RESULTS,
+    SEQUENCES,
+)
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/design/022-a-thousand-gpus.md"
 BEGIN, END = "<!-- scaling_table -->\n", "<!-- end -->\n"
@@ -124,6 +132,7 @@ def traffic(model: Model, step: Step) -> dict[str, tuple[float, float]]:
         GRADIENTS: (step.trained * units, weights * step.trained * model.parameters),
         ENGINE: (model.weights, weights * model.parameters),
         CHECKPOINT: (model.weights, weights * model.parameters),
+        SEQUENCES: (0, 0),  # no ranks share a pass
     }
 
 

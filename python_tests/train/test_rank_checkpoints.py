@@ -137,7 +137,7 @@ def test_each_rank_writes_its_files_and_transformers_loads_them(
         f"{folder}{file}"
         for folder in ("", "critic/")
         for file in (
-            *(f"optimizer/shard-0000{r}-model-00001-of-00001.safetensors" for r in (1, 2)),
+            *(f"optimizer/shard-0000{r}-of-00002.safetensors" for r in (1, 2)),
             *(f"{'' if folder else 'policy/'}model-0000{r}-of-00002.safetensors" for r in (1, 2)),
         )
     } | {"critic/value_head.safetensors"}

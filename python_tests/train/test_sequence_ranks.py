@@ -88,6 +88,25 @@ def test_logprobs_and_values_equal_those_of_one_rank(both: Both) -> None:
     )
 
 
+@pytest.mark.spec("update.ranks-traffic")
+def test_exchanged_bytes_are_those_of_the_formula(both: Both) -> None:
+    models = both.shared
+    policy, config = models.policies["tree"], models.policies["tree"].model.config
+    batch, shared = agent_batch(8, num_groups=1), models.ranks.sequence.size
+    if models.ranks.size > shared:
+        pytest.skip("the formula is of one pass")
+    models.ranks.traffic.take()
+    policy.batch_logprobs(batch)
+    found = models.ranks.traffic.take()
+    (micro,) = plan_micro_batches(batch, 1000, tree=True)
+    nodes = -(-micro.input_ids.shape[1] // shared) * shared
+    # The only key head is repeated before the exchange, as there are more ranks.
+    heads = 4 * config.num_attention_heads * (config.hidden_size // config.num_attention_heads)
+    wanted = config.num_hidden_layers * 4 * heads * nodes * (shared - 1) // shared**2
+    assert found["traffic/sequences_bytes"] == wanted
+    assert found["traffic/sequences_messages"] == 4 * config.num_hidden_layers
+
+
 def kept_tokens(batch: Any) -> Any:
     """Return the batch with 1 to 3 kept tokens of each response token, itself among them."""
     generator = torch.Generator().manual_seed(5)

@@ -1,6 +1,7 @@
-"""AdamW's moments as shards, by torch.distributed.checkpoint: each rank writes and reads its own.
+"""AdamW's moments as shards: each rank writes its own, any number of ranks reads them.
 
-The files are safetensors, one of each rank: nothing is pickled. Any number of ranks can read them.
+The files are those of `HuggingFaceStorageWriter` of torch.distributed.checkpoint (DCP): safetensors
+with the offsets of the shards. DCP reads them; its writer would hold a file in memory once more.
 """
 
 from __future__ import annotations
@@ -8,18 +9,18 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from skyrl_fast.train.output.checkpoint import damaged, write_json
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sharding import local_tensor
 
 STEPS = "steps.json"
-FILE_BYTES = 2**30  # each is copied to memory once more while it is written
+SHARDING_INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # in the metadata of DCP's files
 MAX_STEPS = 2**53  # float64 counts up to here
 SHARDED = ("exp_avg", "exp_avg_sq")  # the third state of a parameter is its number of steps
 
@@ -41,38 +42,30 @@ def queue_shards(
         states: AdamW's state by parameter; the moments are sharded.
         unmoved: parameters without a state.
     """
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter
-
     if ranks.rank == 0:
         steps = {name: float(state["step"]) for name, state in states.items()}
         counts = {"step_count": step_count, "steps": steps, "without_gradient": list(unmoved)}
         write_json(folder / STEPS, counts)
-    moments = {f"{n}.{key}": state[key] for n, state in states.items() for key in SHARDED}
-    writer = HuggingFaceStorageWriter(
-        str(folder), _file_numbers(moments, ranks.size), save_distributed=True
-    )
-    staged = writer.stage(moments)
-    ranks.files.queue(partial(_write, folder, writer, staged, ranks))
+    shards, offsets = {}, {}
+    for name, state in states.items():
+        for key in SHARDED:
+            local = local_tensor(state[key])
+            if local.numel():
+                shards[f"{name}.{key}"] = local.to("cpu", copy=True)
+                offsets[f"{name}.{key}"] = {OFFSETS: _offsets(state[key])}
+    path = folder / f"shard-{ranks.rank + 1:05d}-of-{ranks.size:05d}.safetensors"
+
+    def write() -> list[Path]:
+        save_file(shards, str(path), metadata={SHARDING_INFO: json.dumps(offsets)})
+        return [path]
+
+    ranks.files.queue(write)
 
 
-def _file_numbers(moments: Mapping[str, torch.Tensor], size: int) -> dict[str, int]:
-    """Return the number of each tensor's file among those of a rank, from 1."""
-    numbers, before = {}, 0
-    for name, moment in moments.items():
-        numbers[name] = 1 + before // (size * FILE_BYTES)
-        before += moment.nbytes
-    return numbers
-
-
-def _write(folder: Path, writer: Any, staged: dict[str, Any], ranks: Ranks) -> list[Path]:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        dcp.save(staged, storage_writer=writer, process_group=ranks.files.group)
-    except CheckpointException as error:  # no Exception; it names the ranks
-        raise OSError(str(error)) from error
-    return sorted(folder.glob(f"shard-{ranks.rank + 1:05d}-*"))
+def _offsets(tensor: Any) -> list[int]:
+    """Return where in the full tensor this rank's shard begins."""
+    (chunk,) = tensor.__create_chunk_list__()  # DTensor's interface for DCP
+    return list(chunk.offsets)
 
 
 def load_shards(

@@ -440,6 +440,7 @@ METRICS = (
             ("gradients", "gradients that are reduced"),
             ("engine", "weights gathered for the engine"),
             ("checkpoint", "weights gathered for a checkpoint, counted in the next step"),
+            ("sequences", "tokens and heads that ranks exchange which share a pass"),
         )
     ),
     # --- time and memory ---

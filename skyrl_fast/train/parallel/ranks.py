@@ -71,7 +71,7 @@ class Ranks:
         for first in range(0, self.size, size):
             group = dist.new_group(list(range(first, first + size)))
             if first <= self.rank < first + size:
-                self.sequence = SequenceRanks(self.rank - first, size, group)
+                self.sequence = SequenceRanks(self.rank - first, size, group, self.traffic)
 
     @property
     def is_waiting(self) -> bool:

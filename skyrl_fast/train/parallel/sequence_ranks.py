@@ -10,12 +10,14 @@ n sequences of length L, S ranks that share them, H heads of size D, M trained t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from skyrl_fast.train.parallel.traffic import SEQUENCES, Traffic
 
 SETTING = "trainer.policy.sequence_parallel_size"
 
@@ -27,11 +29,13 @@ class SequenceRanks:
     Args:
         rank, size: number of this rank, and number of ranks.
         group: their process group; None with one rank.
+        traffic: counts what they exchange.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
+    traffic: Traffic = field(default_factory=Traffic)
 
     def check_heads(self, config: Any) -> None:
         """Raise ValueError unless the query heads of a model's config can be divided."""
@@ -61,8 +65,15 @@ class SequenceRanks:
         return torch.cat(self._exchanged(x.chunk(self.size, dim=2)), dim=1)
 
     def _exchanged(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        result: Tensor = _Exchange.apply(torch.stack(parts), self.group)
+        result: Tensor = _Exchange.apply(torch.stack(parts), self)
         return result.unbind()
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Send (S, ...) parts, one to each rank; return those received."""
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous(), group=self.group)
+        self.traffic.add(SEQUENCES, parts.nbytes * (self.size - 1) // self.size)
+        return received
 
 
 SINGLE = SequenceRanks()
@@ -101,18 +112,13 @@ class _Exchange(torch.autograd.Function):
     """Send part i to rank i, and receive one from each; backwards the gradients return."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, parts.contiguous(), group=group)
-        return received
+    def forward(ctx: Any, parts: Tensor, ranks: SequenceRanks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.exchange(parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        returned = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(returned, gradient.contiguous(), group=ctx.group)
-        return returned, None
+        return ctx.ranks.exchange(gradients[0]), None
 
 
 class _Sum(torch.autograd.Function):

@@ -43,7 +43,7 @@ class SharedFiles:
         ranks.register(self)
 
     def queue(self, write: Write) -> None:
-        """Add a write of this rank, which returns its files; all ranks queue in the same order."""
+        """Add a write of this rank, which returns its files."""
         self._queue.append(write)
 
     @run_on_all_ranks
@@ -77,24 +77,20 @@ class SharedFiles:
         self._thread.shutdown()
 
     def _write(self, folder: Path, writes: list[Write]) -> Entries:
-        paths: list[Path] = []
-        errors = []
-        for write in writes:
-            try:  # all: a write may need the other ranks
-                paths += write()
-            except Exception as error:
-                errors.append(f"rank {self.ranks.rank}: {type(error).__name__}: {error}")
-        mine: Entries = {}
-        if not errors:
+        mine, fault = {}, ""
+        try:
+            paths = [path for write in writes for path in write()]
             for path in paths:
                 _flush(path)
             mine = entries(folder, paths)
+        except Exception as error:  # rank 0 raises it: it waits for an answer of every rank
+            fault = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
         found: list[Any] | None = [None] * self.ranks.size if self.ranks.rank == 0 else None
-        dist.gather_object((mine, errors), found, dst=0, group=self.group)
+        dist.gather_object((mine, fault), found, dst=0, group=self.group)
         if found is None:
             return {}
-        if any(errors for _, errors in found):
-            raise FileError("; ".join(error for _, errors in found for error in errors))
+        if any(fault for _, fault in found):
+            raise FileError("; ".join(fault for _, fault in found if fault))
         return {name: entry for each, _ in found for name, entry in each.items()}
 
 

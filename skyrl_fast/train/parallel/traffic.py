@@ -19,7 +19,8 @@ LAYERS = "layers"  # weights of a layer, gathered for a pass
 GRADIENTS = "gradients"  # of a layer, reduced after a backward pass
 ENGINE = "engine"  # weights, gathered for a weight sync
 CHECKPOINT = "checkpoint"  # weights, gathered for a checkpoint
-KINDS = (CALLS, RESULTS, LAYERS, GRADIENTS, ENGINE, CHECKPOINT)
+SEQUENCES = "sequences"  # tokens and heads, exchanged by ranks that share a pass
+KINDS = (CALLS, RESULTS, LAYERS, GRADIENTS, ENGINE, CHECKPOINT, SEQUENCES)
 
 # torch 2.13 has renamed them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -228,6 +228,7 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
     _check_estimator_rows(config)
     check_agent(config)
     _check_engines(generator.inference_engine, is_synchronous=config.max_staleness == 0)
+    _check_cluster_engines(config)
     _check_rows(config)
     wrong = tools_error(generator.chat_template_kwargs.get("tools"))
     if wrong is not None:
@@ -360,6 +361,31 @@ def _check_engines(engine: InferenceEngineConfig, *, is_synchronous: bool) -> No
             raise ConfigError(f"{key}.external_server_urls: wanted http://host:port, got {url!r}")
     if len(set(engine.external_server_urls)) < len(engine.external_server_urls):
         raise ConfigError(f"{key}.external_server_urls: wanted different ones, got one twice")
+
+
+def _check_cluster_engines(config: Config) -> None:
+    """Check the settings of several engines, and of engines on a cluster."""
+    engine, key = config.generator.inference_engine, "generator.inference_engine"
+    if not config.engines_on_cluster:
+        if engine.num_engines > 1:
+            wanted = (
+                "trainer.placement.colocate_all=false with it"
+                if engine.run_engines_locally
+                else "1, as the servers are those of external_server_urls"
+            )
+            raise ConfigError(f"{key}.num_engines: wanted {wanted}, got {engine.num_engines}")
+        return
+    reason = "with trainer.placement.colocate_all=false, where Ray chooses the engines' GPUs"
+    for name in ("gpu_ids", "enable_sleep_mode"):
+        if getattr(engine, name):
+            raise ConfigError(f"{key}.{name}: wanted null {reason}, got {getattr(engine, name)}")
+    if engine.weight_sync_backend == "ipc":
+        raise ConfigError(f"{key}.weight_sync_backend: wanted another one {reason}, got ipc")
+    if engine.weight_sync_backend == "file" and engine.weight_sync_path is None:
+        raise ConfigError(
+            f"{key}.weight_sync_path: wanted a folder that all nodes share, with "
+            "weight_sync_backend=file and trainer.placement.colocate_all=false, got null"
+        )
 
 
 def _has_host(url: str) -> bool:

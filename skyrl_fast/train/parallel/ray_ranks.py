@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_fast.rollout.engine.ray_engine import EnginePlace
 from skyrl_fast.train.parallel.rank_processes import RankPlace, follow
 from skyrl_fast.train.parallel.ranks import Ranks
 
@@ -17,10 +18,12 @@ class RayRanks:
     Args:
         group: a placement group with a bundle per node, in whose bundle 0 this process is an actor.
         per_node: ranks of a node.
+        engine_places: for the run's engines.
     """
 
     group: Any
     per_node: int
+    engine_places: Sequence[EnginePlace] = ()
 
     @property
     def address(self) -> str:

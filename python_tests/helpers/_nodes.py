@@ -1,0 +1,32 @@
+"""Nodes of a Ray cluster on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+HELPERS = Path(__file__).resolve().parent
+
+
+@contextmanager
+def cluster_of(cpus: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A head without CPUs, as where training is started from, and nodes with so many each."""
+    paths = [str(HELPERS), str(HELPERS.parents[1]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("RAY_health_check_period_ms", "300")  # a lost node is noticed within seconds
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for number in cpus:
+        cluster.add_node(num_cpus=number)
+    ray.init(address=cluster.address, logging_level="error")
+    try:
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()

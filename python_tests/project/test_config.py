@@ -118,6 +118,21 @@ def test_every_skyrl_setting_exists_or_is_explained() -> None:
     assert counts == {True: 270, False: 145}
 
 
+def test_files_and_overrides_count_in_their_order(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.yaml", tmp_path / "other.yml"
+    one.write_text(
+        "trainer: {seed: 1, epochs: 2, policy: {model: {path: m}}}\ndata: {train_data: [x]}"
+    )
+    other.write_text("trainer: {seed: 3, run_name: cluster}")
+    found = load_config(one, ["trainer.seed=2", str(other), "trainer.run_name=mine"]).trainer
+    assert (found.seed, found.epochs, found.run_name) == (3, 2, "mine")
+    with pytest.raises(ConfigError, match=r"config file not found: none\.yaml"):
+        load_config(one, ["none.yaml"])
+    other.write_text("[1]")
+    with pytest.raises(ConfigError, match=r"other\.yml: wanted sections"):
+        load_config(one, [str(other)])
+
+
 @pytest.mark.parametrize(
     ("override", "wanted"),
     [

@@ -7,10 +7,11 @@ import importlib.util
 import json
 import os
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,14 @@ STEPS = 8
 SAMPLES = 4 * 4 * STEPS
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    rows = [{"prompt": f"word {number}", "hold": str(tmp_path / "hold")} for number in range(8)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> Path:
+    """Prompts, and the run `alone` of one process."""
+    folder = tmp_path_factory.mktemp("runs")
+    rows = [{"prompt": f"word {number}", "hold": str(folder / "hold")} for number in range(8)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train(settings(folder, tiny_model_folder, "alone"), reward=share_of_e)
+    return folder
 
 
 @pytest.fixture
@@ -88,8 +92,15 @@ def settings(folder: Path, model: Path, name: str, *overrides: str) -> Config:
     )
 
 
-def run(folder: Path, model: Path, name: str, *overrides: str) -> TrainResult:
-    return train(settings(folder, model, name, *overrides), reward=share_of_e)
+def run(
+    folder: Path, model: Path, name: str, *overrides: str, during: Callable[[], None]
+) -> TrainResult:
+    """Train in a thread, and call `during` in this one: Ray adds nodes in the main thread alone."""
+    config = settings(folder, model, name, *overrides)
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train, config, reward=share_of_e)
+        during()
+        return training.result()
 
 
 def rows(run_path: Path) -> list[dict[str, Any]]:
@@ -134,12 +145,10 @@ def same(one: Path, two: Path) -> None:
 def test_engines_on_another_node_train_as_one_process(
     folder: Path, tiny_model_folder: Path, three_nodes: Cluster
 ) -> None:
-    run(folder, tiny_model_folder, "alone")
     seen: dict[str, Any] = {}
-    watch = threading.Thread(target=observe, args=(folder / "shared", seen), daemon=True)
-    watch.start()
-    outcome = run(folder, tiny_model_folder, "shared", RANKS, *ENGINES)
-    watch.join()
+    overrides = [RANKS, *ENGINES]
+    during = partial(observe, folder / "shared", seen)
+    outcome = run(folder, tiny_model_folder, "shared", *overrides, during=during)
     assert outcome.step == STEPS
     same(folder / "alone", folder / "shared")
     ranks, engines = seen["nodes"]
@@ -159,17 +168,24 @@ def test_engines_on_another_node_train_as_one_process(
 def observe(run_path: Path, seen: dict[str, Any]) -> None:
     """Note where ranks and engines are, and what listens, in the middle of a run."""
     wait_for_step(run_path, 2)
-    groups = [
-        group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"
-    ]
-    by_strategy = {group["strategy"]: set(group["bundles_to_node_id"].values()) for group in groups}
-    seen["nodes"] = by_strategy["STRICT_SPREAD"], by_strategy["PACK"]
+    seen["nodes"] = nodes_of("STRICT_SPREAD"), nodes_of("PACK")
     found: set[str] = set()
     for process in servers():
         for one in (process, *children(process)):
             with contextlib.suppress(OSError):  # of another user, or ended
                 found |= listening(one)
     seen["listening"] = found
+
+
+def nodes_of(strategy: str) -> set[str]:
+    """Return the nodes of a run's ranks (STRICT_SPREAD) or engines (PACK)."""
+    groups = ray.util.placement_group_table().values()
+    return {
+        node
+        for group in groups
+        if group["state"] == "CREATED" and group["strategy"] == strategy
+        for node in group["bundles_to_node_id"].values()
+    }
 
 
 def hexadecimal(address: str) -> str:
@@ -186,10 +202,11 @@ def wait_for_step(run_path: Path, step: int) -> None:
     raise TimeoutError(f"no step {step} in {run_path}")
 
 
-def after_step_2(folder: Path, fault: Callable[[], None]) -> None:
+def after_step_2(run_path: Path, fault: Callable[[], object]) -> None:
     """Cause a fault during the generation of a batch, which goes on when the engine is back."""
-    wait_for_step(folder / "shared", 2)
-    (folder / "hold").touch()
+    wait_for_step(run_path, 2)
+    hold = run_path.parent / "hold"
+    hold.touch()
     before = servers()
     try:
         fault()
@@ -200,7 +217,7 @@ def after_step_2(folder: Path, fault: Callable[[], None]) -> None:
             time.sleep(0.2)
         time.sleep(5)  # it gets its weights
     finally:
-        (folder / "hold").unlink()
+        hold.unlink()
 
 
 def answers(process: int) -> bool:
@@ -221,11 +238,11 @@ def test_a_lost_engine_is_started_again_and_nothing_is_lost(
     fault: str, folder: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node with engines is lost with both of them; another one has room by then."""
-    run(folder, tiny_model_folder, "alone")
+    run_path = folder / f"lost-{fault}"
     with cluster_of([1, 1, 2], monkeypatch) as cluster:
 
         def lose_node() -> None:
-            engines = cluster.list_all_nodes()[-1]
+            (engines,) = (n for n in cluster.worker_nodes if n.node_id in nodes_of("PACK"))
             cluster.add_node(num_cpus=2)
             cluster.remove_node(engines, allow_graceful=False)
 
@@ -234,15 +251,14 @@ def test_a_lost_engine_is_started_again_and_nothing_is_lost(
             "actor": lambda: kill_one(workers("ray::EngineActor")),
             "node": lose_node,
         }
-        thread = threading.Thread(target=after_step_2, args=(folder, faults[fault]), daemon=True)
-        thread.start()
-        outcome = run(folder, tiny_model_folder, "shared", RANKS, *ENGINES)
-        thread.join()
+        during = partial(after_step_2, run_path, faults[fault])
+        overrides = [RANKS, *ENGINES]
+        outcome = run(folder, tiny_model_folder, run_path.name, *overrides, during=during)
         assert outcome.step == STEPS
-        last = rows(folder / "shared")[-1]
+        last = rows(run_path)[-1]
         lost = 2 if fault == "node" else 1
         assert last["faults/engine_deaths"] == last["faults/engine_restarts"] == lost
-        same(folder / "alone", folder / "shared")
+        same(folder / "alone", run_path)
         nothing_is_left()
 
 
@@ -251,17 +267,13 @@ def test_an_engine_joins_when_a_node_does(
     folder: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 5.0)
-    monkeypatch.setattr(cluster_module, "SETTLE_SECONDS", 5.0)
+    run_path = folder / "joined"
     with cluster_of([1, 1], monkeypatch) as cluster:
-        config = settings(folder, tiny_model_folder, "shared", *ENGINES)
-        joining = threading.Thread(
-            target=after_step_2, args=(folder, lambda: cluster.add_node(num_cpus=1)), daemon=True
-        )
-        joining.start()
-        outcome = train(config, reward=share_of_e)
-        joining.join()
+        during = partial(after_step_2, run_path, partial(cluster.add_node, num_cpus=1))
+        outcome = run(folder, tiny_model_folder, run_path.name, *ENGINES, during=during)
     assert outcome.step == STEPS
-    first, *_, last = rows(folder / "shared")
+    first, *_, last = rows(run_path)
     assert (first["faults/engine_restarts"], last["faults/engine_restarts"]) == (0, 1)
     assert "sync/num_bytes_of_engine_1" in last
+    same(folder / "alone", run_path)
     nothing_is_left()

@@ -37,6 +37,7 @@ from skyrl_fast.ops.policy_loss.losses import POLICY_LOSSES, Cispo, LossSpec
 from skyrl_fast.printable import shortened
 from skyrl_fast.setting import ConfigError, EnvironmentValue, limit_error, tools_error
 
+YAML = (".yaml", ".yml")  # of an override that is a file
 _NEAR = 0.75  # similarity of a misspelled name, see difflib
 
 # Names of TRL, verl and vLLM.
@@ -65,7 +66,8 @@ def load_config(
 
     Args:
         path: YAML file with the sections data, trainer, generator, environment; None: all defaults.
-        overrides: strings such as "trainer.seed=7"; they take precedence over the file.
+        overrides: strings such as "trainer.seed=7", or further YAML files; they take precedence
+            over the file, and later ones over earlier ones.
         has_prompts: as for `check_config`.
 
     Raises:
@@ -113,17 +115,14 @@ def _read_yaml(path: str | Path | None, overrides: Sequence[str]) -> dict[str, A
     try:
         merged: Any = OmegaConf.create({})
         if path is not None:
-            if not Path(path).is_file():
-                raise ConfigError(f"config file not found: {path}")
-            merged = OmegaConf.load(path)
-            if not OmegaConf.is_dict(merged):
-                raise ConfigError(
-                    f"{path}: wanted sections (data, trainer, ...), got a list or nothing"
-                )
+            merged = _sections(path)
         for text in overrides:
             where = f"override {text!r}"
+            if text.endswith(YAML) and "=" not in text:
+                merged.merge_with(_sections(text))
+                continue
             if "=" not in text or text.startswith(("=", "+", "-")):
-                raise ConfigError(f"{where}: wanted dotted.key=value")
+                raise ConfigError(f"{where}: wanted dotted.key=value, or another YAML file")
             merged.merge_with(OmegaConf.from_dotlist([text]))
         where = "overrides" if path is None else str(path)
         values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
@@ -140,6 +139,18 @@ def _read_yaml(path: str | Path | None, overrides: Sequence[str]) -> dict[str, A
         raise ConfigError(f"{where}: cannot be read: {error}") from error
     assert isinstance(values, dict)
     return values
+
+
+def _sections(path: str | Path) -> Any:
+    """Return a YAML file with sections."""
+    from omegaconf import OmegaConf
+
+    if not Path(path).is_file():
+        raise ConfigError(f"config file not found: {path}")
+    loaded = OmegaConf.load(path)
+    if not OmegaConf.is_dict(loaded):
+        raise ConfigError(f"{path}: wanted sections (data, trainer, ...), got a list or nothing")
+    return loaded
 
 
 def _uses_environment(written: Any) -> bool:

@@ -96,8 +96,8 @@ def run(
     folder: Path, model: Path, name: str, *overrides: str, during: Callable[[], None]
 ) -> TrainResult:
     """Train in a thread, and call `during` in this one: Ray adds nodes in the main thread alone."""
-    config = settings(folder, model, name, *overrides)
-    with ThreadPoolExecutor(1) as pool:
+    config = settings(folder, model, name, "data.train_data=[train.jsonl]", *overrides)
+    with contextlib.chdir(folder), ThreadPoolExecutor(1) as pool:
         training = pool.submit(train, config, reward=share_of_e)
         during()
         return training.result()
@@ -141,7 +141,7 @@ def same(one: Path, two: Path) -> None:
     assert samples(two) == samples(one) and samples(one).total() == SAMPLES
 
 
-@pytest.mark.spec("update.engine-nodes", "update.ranks-equal", "async.weight-broadcast")
+@pytest.mark.spec("update.engine-nodes", "update.nodes", "async.weight-broadcast")
 def test_engines_on_another_node_train_as_one_process(
     folder: Path, tiny_model_folder: Path, three_nodes: Cluster
 ) -> None:
@@ -232,7 +232,7 @@ def kill_one(processes: list[int]) -> None:
     os.kill(processes[0], signal.SIGKILL)
 
 
-@pytest.mark.spec("update.engine-lost")
+@pytest.mark.spec("update.engine-lost", "update.engine-exit")
 @pytest.mark.parametrize("fault", ["server", "actor", "node"])
 def test_a_lost_engine_is_started_again_and_nothing_is_lost(
     fault: str, folder: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch

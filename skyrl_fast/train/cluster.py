@@ -7,6 +7,7 @@ signals, and starts the run again from its newest checkpoint after a process or 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_fast.config import Config
+from skyrl_fast.rollout.engine.engine_actor import enter
 from skyrl_fast.rollout.engine.ray_engine import EnginePlace
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.output.checkpoint import checkpoints
@@ -209,7 +211,7 @@ def _attempt(ray: Any, reserved: _Reservation, config: Config, run_here: RunHere
     actor = (
         ray.remote(_RankZero)
         .options(num_cpus=1, num_gpus=gpus, scheduling_strategy=strategy, max_concurrency=2)
-        .remote()
+        .remote(os.getcwd())
     )
     try:
         running = actor.run.remote(config, run_here, reserved)
@@ -254,7 +256,8 @@ def _reason(error: BaseException) -> str:
 
 
 class _RankZero:
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
+        enter(folder)
         self._signals = StopSignals()
 
     def run(self, config: Config, run_here: RunHere, reserved: _Reservation) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -29,6 +30,7 @@ class EngineActor:
         key: that requests must have.
         trainer: address from which weights are broadcast; None: they come as a file.
         weights_folder: the setting `weight_sync_path`.
+        folder: the trainer's working directory.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class EngineActor:
         key: str,
         trainer: str | None,
         weights_folder: str | None,
+        folder: str,
     ) -> None:
+        enter(folder)
         self._make_setup = make_setup
         self._key, self._trainer, self._weights_folder = key, trainer, weights_folder
         self._server: subprocess.Popen[bytes] | None = None
@@ -84,6 +88,12 @@ class EngineActor:
         code = self._server.wait()
         lines = log_tail(self._log).splitlines()[-LOG_LINES:]
         return f"its server exited with code {code}; {self._log} ends: {' | '.join(lines)}"
+
+
+def enter(folder: str) -> None:
+    """Make it this process's working directory, for relative paths, if the node has it."""
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
 
 
 def _free_port(address: str) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -89,6 +90,7 @@ class RayEngine(RemoteEngine):
             "key": key,
             "trainer": None if weight_sync == "file" else trainer,
             "weights_folder": weights_folder,
+            "folder": os.getcwd(),
         }
         self._make_setup = make_setup
         self._server: _Server | None = None

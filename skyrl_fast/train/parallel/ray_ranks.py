@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_fast.rollout.engine.engine_actor import enter
 from skyrl_fast.rollout.engine.ray_engine import EnginePlace
 from skyrl_fast.train.parallel.rank_processes import RankPlace, follow
 from skyrl_fast.train.parallel.ranks import Ranks
@@ -49,7 +51,7 @@ class RayRanks:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self.group, placement_group_bundle_index=rank // self.per_node
                 ),
-            ).remote()
+            ).remote(os.getcwd())
             # Ray makes an actor's own GPU its only visible one.
             place = RankPlace(rank, size, address, port, 0 if cuda else None)
             started.append(RayRank(rank, actor, actor.follow.remote(place, make_models)))
@@ -95,5 +97,8 @@ class RayRank:
 
 
 class _Follower:
+    def __init__(self, folder: str) -> None:
+        enter(folder)
+
     def follow(self, place: RankPlace, make_models: Callable[[Ranks], object]) -> None:
         follow(place, make_models)

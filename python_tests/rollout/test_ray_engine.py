@@ -113,6 +113,25 @@ def test_a_request_ends_with_its_server_and_goes_to_the_next_one() -> None:
     asyncio.run(go())
 
 
+@pytest.mark.spec("update.engine-lost")
+def test_an_engine_that_is_given_up_leaves_no_server() -> None:
+    async def go() -> None:
+        engine = Engine()
+        pool = EnginePool([engine], max_restarts=1)
+        await pool.start()
+        for _ in range(2):
+            engine.requested[-1].ended.set_result("its server exited with code -9")
+            await pool._mark_dead(pool._members[0], EngineDeadError("its server exited"))
+            await asyncio.wait_for(pool.wait_for_fault(), 5)
+            if len(engine.requested) < 3:
+                await pool.restart()
+        with pytest.raises(EngineDeadError, match="no engine is left"):
+            await pool.restart()
+        assert len(engine.requested) == 3 and engine.killed == engine.requested
+
+    asyncio.run(go())
+
+
 @pytest.mark.spec("async.engine-room")
 def test_an_engine_without_room_starts_when_there_is() -> None:
     async def go() -> None:

@@ -405,6 +405,7 @@ class EnginePool:
             if member.restarts >= self._max_restarts:
                 member.given_up = True
                 log.warning("GIVEN UP: %s, after %d restarts", member.engine.name, member.restarts)
+                await member.engine.close()  # what is left of it
                 continue
             member.restarts += 1
             try:

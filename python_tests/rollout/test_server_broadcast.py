@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from test_weight_broadcast import Llm, few_seconds, make_sync, no_sending_thread
+from test_weight_broadcast import Llm, few_seconds, make_sync, needs_vllm, no_sending_thread
 
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
@@ -53,6 +53,7 @@ class Server(RemoteEngine):
         return [0.0] * (len(token_ids) - 1)
 
 
+@needs_vllm
 @pytest.mark.spec("async.weight-broadcast", "async.cluster-weights")
 def test_each_server_has_a_group_of_its_own() -> None:
     one, other = Server(), Server("http://b:1")
@@ -90,6 +91,7 @@ def test_an_error_of_a_servers_loader_ends_the_broadcast() -> None:
     assert no_sending_thread()
 
 
+@needs_vllm
 @pytest.mark.spec("async.weight-broadcast")
 @pytest.mark.parametrize("fault", ["truncated", "swapped", "changed"])
 def test_a_broken_transfer_is_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -65,31 +67,32 @@ def three_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         yield cluster
 
 
+def overrides_of(folder: Path, model: Path, name: str, *overrides: str) -> list[str]:
+    return [
+        f"data.train_data=[{folder}/train.jsonl]",
+        f"trainer.policy.model.path={model}",
+        f"trainer.run_path={folder}/{name}",
+        "trainer.policy.optimizer_config.lr=0.001",
+        "trainer.max_prompt_length=32",
+        "trainer.train_batch_size=4",
+        "trainer.policy_mini_batch_size=2",
+        f"trainer.epochs={STEPS // 2}",
+        "trainer.ckpt_interval=1",
+        "trainer.eval_before_train=false",
+        "trainer.logger=[jsonl]",
+        "trainer.plot=false",
+        "generator.n_samples_per_prompt=4",
+        "generator.max_input_length=32",
+        "generator.trajectory_timeout_seconds=600",  # of those that wait for a fault's end
+        "environment.timeout_seconds=600",
+        "generator.sampling_params.max_generate_length=24",
+        "generator.inference_engine.num_threads=1",
+        *overrides,
+    ]
+
+
 def settings(folder: Path, model: Path, name: str, *overrides: str) -> Config:
-    return load_config(
-        None,
-        [
-            f"data.train_data=[{folder}/train.jsonl]",
-            f"trainer.policy.model.path={model}",
-            f"trainer.run_path={folder}/{name}",
-            "trainer.policy.optimizer_config.lr=0.001",
-            "trainer.max_prompt_length=32",
-            "trainer.train_batch_size=4",
-            "trainer.policy_mini_batch_size=2",
-            f"trainer.epochs={STEPS // 2}",
-            "trainer.ckpt_interval=1",
-            "trainer.eval_before_train=false",
-            "trainer.logger=[jsonl]",
-            "trainer.plot=false",
-            "generator.n_samples_per_prompt=4",
-            "generator.max_input_length=32",
-            "generator.trajectory_timeout_seconds=600",  # of those that wait for a fault's end
-            "environment.timeout_seconds=600",
-            "generator.sampling_params.max_generate_length=24",
-            "generator.inference_engine.num_threads=1",
-            *overrides,
-        ],
-    )
+    return load_config(None, overrides_of(folder, model, name, *overrides))
 
 
 def run(
@@ -275,5 +278,36 @@ def test_an_engine_joins_when_a_node_does(
     first, *_, last = rows(run_path)
     assert (first["faults/engine_restarts"], last["faults/engine_restarts"]) == (0, 1)
     assert "sync/num_bytes_of_engine_1" in last
+    same(folder / "alone", run_path)
+    nothing_is_left()
+
+
+DRIVER = """
+import sys
+from _cluster_run import share_of_e
+from skyrl_fast import train
+from skyrl_fast.config.loading import load_config
+
+if __name__ == "__main__":
+    train(load_config(None, sys.argv[1:]), reward=share_of_e)
+"""
+
+
+@pytest.mark.spec("update.engine-exit")
+def test_a_killed_driver_leaves_nothing_and_the_same_command_resumes(
+    folder: Path, tiny_model_folder: Path, three_nodes: Cluster
+) -> None:
+    run_path = folder / "killed"
+    (folder / "driver.py").write_text(DRIVER)
+    command = [
+        *(sys.executable, str(folder / "driver.py"), "trainer.resume_mode=latest", RANKS, *ENGINES),
+        *overrides_of(folder, tiny_model_folder, run_path.name),
+    ]
+    environment = {**os.environ, "RAY_ADDRESS": three_nodes.address}
+    with subprocess.Popen(command, env=environment) as driver:
+        wait_for_step(run_path, 3)
+        driver.kill()
+    nothing_is_left()
+    subprocess.run(command, env=environment, check=True)
     same(folder / "alone", run_path)
     nothing_is_left()

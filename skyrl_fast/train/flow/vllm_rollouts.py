@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 PROBE_SEQUENCES = 2  # compared after each weight update; two prompts show any stale layer
 PROBE_TOKENS = 48
-WAIT_SECONDS = 600.0  # for any engine of a cluster to come back if all are lost
+WAIT_SECONDS = 1800.0  # for any engine of a cluster to come back if all are lost
 # Faults that are reported even while their count is 0.
 FAULTS = (
     "retried_trajectories",

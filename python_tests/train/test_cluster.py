@@ -89,8 +89,13 @@ def test_too_few_nodes_are_an_error(
     folder: Path, nodes: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 0.5)
-    with pytest.raises(ClusterError, match=r"wanted nodes with .*'CPU': 3"):
-        run(folder, "run", Here(folder / "once"), "trainer.placement.policy_num_gpus_per_node=3")
+    monkeypatch.setattr(cluster_module, "SETTLE_SECONDS", 0.5)
+    once = Here(folder / "once")
+    with pytest.raises(ClusterError, match=r"wanted room for a node with .*'CPU': 3"):
+        run(folder, "run", once, "trainer.placement.policy_num_gpus_per_node=3")
+    engine = ["trainer.placement.colocate_all=false", "generator.inference_engine.num_threads=3"]
+    with pytest.raises(ClusterError, match=r"'CPU': 1.* and an engine with {'CPU': 3.0} free"):
+        run(folder, "run", once, *engine)
 
 
 @pytest.mark.spec("update.nodes")

@@ -188,7 +188,7 @@ def _bundle(ray: Any, gpus: int, *, cpus: int | None) -> dict[str, float]:
 
 
 def _wanted(ray: Any, config: Config, nodes: int) -> str:
-    text = f"{nodes} nodes with {_rank_bundle(ray, config)}"
+    text = f"{'a node' if nodes == 1 else f'{nodes} nodes'} with {_rank_bundle(ray, config)}"
     if config.engines_on_cluster:
         text += f" and an engine with {_engine_bundle(ray, config)}"
     return f"{text} free within {PLACE_SECONDS:g} s"
